@@ -1,0 +1,43 @@
+"""Mixed-precision training for JAX, as transformations of pure functions.
+
+`import jmp_train as jt` offers policies, loss scales and the train step; `jt.graphs` the message
+passing. Everything that jmp 0.0.4 has is here under the same names.
+"""
+
+from jmp_train import graphs as graphs
+from jmp_train.gradients import scaled_value_and_grad as scaled_value_and_grad
+from jmp_train.policies import DynamicLossScale as DynamicLossScale
+from jmp_train.policies import LeafReport as LeafReport
+from jmp_train.policies import LossScale as LossScale
+from jmp_train.policies import LossScaledState as LossScaledState
+from jmp_train.policies import NoOpLossScale as NoOpLossScale
+from jmp_train.policies import PathPolicy as PathPolicy
+from jmp_train.policies import Policy as Policy
+from jmp_train.policies import StalledTrainingError as StalledTrainingError
+from jmp_train.policies import StaticLossScale as StaticLossScale
+from jmp_train.policies import all_finite as all_finite
+from jmp_train.policies import apex_loss_scale as apex_loss_scale
+from jmp_train.policies import apply_policy as apply_policy
+from jmp_train.policies import cast_to_full as cast_to_full
+from jmp_train.policies import cast_to_half as cast_to_half
+from jmp_train.policies import check_progress as check_progress
+from jmp_train.policies import deepspeed_loss_scale as deepspeed_loss_scale
+from jmp_train.policies import get_loss_scale as get_loss_scale
+from jmp_train.policies import get_policy as get_policy
+from jmp_train.policies import half_dtype as half_dtype
+from jmp_train.policies import megatron_loss_scale as megatron_loss_scale
+from jmp_train.policies import nemo_loss_scale as nemo_loss_scale
+from jmp_train.policies import nonfinite_report as nonfinite_report
+from jmp_train.policies import policy_by_path as policy_by_path
+from jmp_train.policies import reduce_gradients as reduce_gradients
+from jmp_train.policies import select_tree as select_tree
+from jmp_train.policies import skips_to_floor as skips_to_floor
+from jmp_train.policies import torch_loss_scale as torch_loss_scale
+from jmp_train.policies import vary as vary
+from jmp_train.policies import with_loss_scale as with_loss_scale
+from jmp_train.train_state import TrainState as TrainState
+from jmp_train.train_step import TrainStep as TrainStep
+from jmp_train.train_step import stateless as stateless
+from jmp_train.train_step import train_step as train_step
+
+__version__ = "0.1.0"

@@ -1,0 +1,80 @@
+"""Scaled gradients: cast, run forward, multiply the loss, differentiate, widen."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_train.policies.casting import widen_to_float32
+from jmp_train.policies.dtypes import at_least_float32
+from jmp_train.policies.loss_scale import LossScale
+from jmp_train.policies.path_policy import PathPolicy
+from jmp_train.policies.policy import Policy, cast_arguments
+
+
+def scaled_value_and_grad(
+    loss_fn: Callable[..., Any], policy: Policy | PathPolicy | None = None, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Returns a function like `jax.value_and_grad(loss_fn)` that runs in mixed precision.
+
+    The new function takes the loss scale first: `fn(loss_scale, params, *args, **kwargs)`. It casts
+    the parameters and the other arguments to the compute dtype, multiplies the loss by the scale in
+    float32 and differentiates. Its gradients are float32 and still scaled, as `with_loss_scale`
+    takes them; `loss_scale.unscale(grads)` is for everybody else. It is the piece to build steps
+    of two optimizers or several losses from; `train_step` is built of it too.
+
+    Args:
+      loss_fn: `loss_fn(params, *args, **kwargs) -> loss`, a floating scalar, or `(loss, aux)`.
+      policy: the dtypes; None leaves all arguments as they are. Everything that is an argument is
+        cast, targets of a regression included: what must stay float32 comes in by closure.
+      has_aux: whether `loss_fn` returns `(loss, aux)`. `aux` is handed on as it is.
+
+    Returns:
+      A function that returns `(loss, grads)` or `((loss, aux), grads)`; the loss is unscaled, in
+      float32 or wider.
+
+    Raises:
+      TypeError: when called, the first argument is no loss scale, or the loss no floating scalar.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_train as jt
+      >>> loss_fn = lambda w, x: (w * x).sum()
+      >>> fn = jt.scaled_value_and_grad(loss_fn, jt.get_policy("mixed_float16"))
+      >>> loss, grads = fn(jt.StaticLossScale(8.0), jnp.ones(2), jnp.array([1.0, 2.0]))
+      >>> loss, grads
+      (Array(3., dtype=float32), Array([ 8., 16.], dtype=float32))
+
+    Reference: Micikevicius et al., "Mixed Precision Training", https://arxiv.org/abs/1710.03740.
+    """
+
+    def value_and_grad(loss_scale: LossScale, params: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(loss_scale, LossScale):
+            raise TypeError(
+                f"loss_scale must be a LossScale, got {loss_scale!r}; "
+                "get_loss_scale(opt_state) finds an optimizer's"
+            )
+
+        def scaled_loss(params: Any) -> tuple[Any, tuple[Any, Any]]:
+            call_args: tuple[Any, ...] = (params, *args)
+            call_kwargs = kwargs
+            if policy is not None:
+                call_args, call_kwargs = cast_arguments(policy, call_args, kwargs)
+            result = loss_fn(*call_args, **call_kwargs)
+            loss, aux = result if has_aux else (result, None)
+            loss = wide_scalar(loss)
+            return loss_scale.scale(loss), (loss, aux)
+
+        grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(params)
+        return ((loss, aux) if has_aux else loss), widen_to_float32(grads)
+
+    return value_and_grad
+
+
+def wide_scalar(loss: Any) -> jax.Array:
+    """Returns a loss in float32 or wider; raises TypeError if it is no floating scalar."""
+    dtype, shape = jnp.result_type(loss), jnp.shape(loss)
+    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"loss_fn must return a floating scalar as loss, got {dtype}{list(shape)}")
+    return jnp.asarray(loss, at_least_float32(dtype))

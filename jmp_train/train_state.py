@@ -1,0 +1,100 @@
+"""All that a training run carries from step to step, as one pytree."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Parameters, optimizer state, model state, random key and step count; a frozen pytree.
+
+    Args:
+      params: pytree of parameters, float32 as a rule.
+      opt_state: the optimizer's state, with the loss scale in it.
+      model_state: pytree of what the model changes by itself, such as batch statistics; None for
+        a model without.
+      rng: a jax random key, or None for a loss that draws nothing.
+      step: int32 scalar, how many steps were made, skipped ones included.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> state = TrainState.create({"w": jnp.ones(2)}, optax.sgd(0.1))
+      >>> int(state.step), state.rng
+      (0, None)
+    """
+
+    params: Any
+    opt_state: Any
+    model_state: Any
+    rng: Any
+    step: Any
+
+    @classmethod
+    def create(
+        cls,
+        params: Any,
+        optimizer: optax.GradientTransformation,
+        *,
+        model_state: Any = None,
+        rng: jax.Array | None = None,
+    ) -> "TrainState":
+        """Returns the state before the first step.
+
+        Args:
+          params: pytree of parameters, in the dtypes in which they are to be stored.
+          optimizer: the optimizer that the train step has; `init` is called on `params`.
+          model_state: pytree of the model's own state, or None.
+          rng: a jax random key, typed or of uint32, or None.
+
+        Returns:
+          A state whose arrays keep their dtypes through all steps, so that jit traces once.
+
+        Raises:
+          TypeError: `params` has a leaf that is no array, or `rng` is no key.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optax
+          >>> optimizer = optax.adam(1e-3)
+          >>> state = TrainState.create({"w": jnp.ones(2)}, optimizer, rng=jax.random.key(0))
+          >>> state.opt_state[0].mu["w"].dtype.name
+          'float32'
+        """
+        if rng is not None and not _is_key(rng):
+            raise TypeError(f"rng must be a jax random key, such as jax.random.key(0), got {rng!r}")
+        params = _settle(params)
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            if not isinstance(x, jax.Array):
+                name = jax.tree_util.keystr(path)
+                raise TypeError(f"params{name} must be an array, got {x!r}; partition the model")
+        return cls(
+            params=params,
+            opt_state=_settle(optimizer.init(params)),
+            model_state=_settle(model_state),
+            rng=rng,
+            step=jnp.zeros((), jnp.int32),
+        )
+
+
+def _is_key(rng: Any) -> bool:
+    if not isinstance(rng, jax.Array):
+        return False
+    return rng.dtype == jnp.uint32 or jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+
+
+def _settle(tree: Any) -> Any:
+    """Returns arrays as jax arrays of a strong dtype: what a step returns, so that none retraces."""
+
+    def settle(x: Any) -> Any:
+        if isinstance(x, np.ndarray | np.generic):
+            return jnp.asarray(x)
+        if isinstance(x, jax.Array) and jax.typeof(x).weak_type:
+            return jax.lax.convert_element_type(x, x.dtype)
+        return x
+
+    return jax.tree_util.tree_map(settle, tree)

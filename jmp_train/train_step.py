@@ -1,0 +1,336 @@
+"""The train step: policy -> loss -> gradients -> optimizer -> state, as one pure function."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jmp_train.gradients import scaled_value_and_grad, wide_scalar
+from jmp_train.policies.casting import is_float_array, widen_to_float32
+from jmp_train.policies.collectives import mean_over_axes, reduce_gradients, vary
+from jmp_train.policies.finite import all_finite, select_tree
+from jmp_train.policies.loss_scale import LossScale, NoOpLossScale
+from jmp_train.policies.loss_scaled_optimizer import (
+    LossScaledState,
+    get_loss_scale,
+    scaled_states,
+)
+from jmp_train.policies.path_policy import PathPolicy
+from jmp_train.policies.paths import named_leaves, path_name
+from jmp_train.policies.policy import Policy, get_policy
+from jmp_train.train_state import TrainState
+
+Metrics = dict[str, Any]
+LossFn = Callable[[Any, Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]]
+
+
+def stateless(loss_fn: Callable[..., Any], has_aux: bool = False) -> LossFn:
+    """Adapts a plain loss function to what `train_step` takes.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> loss`, or `-> (loss, aux)`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+
+    Returns:
+      `fn(params, model_state, batch, rng) -> (loss, (model_state, aux))`, which hands the model
+      state on and draws nothing.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> fn = stateless(lambda params, batch: (params * batch).sum())
+      >>> loss, (model_state, aux) = fn(jnp.ones(2), None, jnp.ones(2), None)
+      >>> float(loss), aux
+      (2.0, None)
+    """
+
+    def with_state(
+        params: Any, model_state: Any, batch: Any, rng: Any
+    ) -> tuple[jax.Array, tuple[Any, Any]]:
+        del rng
+        result = loss_fn(params, batch)
+        loss, aux = result if has_aux else (result, None)
+        return loss, (model_state, aux)
+
+    return with_state
+
+
+def train_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    policy: Policy | PathPolicy | str | None = None,
+    accumulate_steps: int = 1,
+) -> "TrainStep":
+    """Returns a pure training step `(state, batch) -> (state, metrics)` in mixed precision.
+
+    A step with non-finite gradients is skipped, if the optimizer is a `with_loss_scale`:
+    parameters, inner optimizer state and model state stay as they were to the last bit, the scale
+    falls, the counters tell. `step` and `rng` go on.
+
+    Args:
+      loss_fn: `loss_fn(params, model_state, batch, rng) -> (loss, (model_state, aux))`; see
+        `stateless` for less. It gets parameters and batch in the compute dtype and the model state
+        as it is stored. `rng` is a fresh key each step, or None if the state has none. Floating
+        targets in the batch are cast too: where that loses too much, use `apply_policy` on the
+        model inside `loss_fn` and no policy here.
+      optimizer: any optax optimizer, usually a `with_loss_scale(...)`. It is given the loss as the
+        extra argument `value`.
+      policy: the dtypes, or the name of a policy; None casts nothing.
+      accumulate_steps: into how many micro-batches the batch is cut along its first axis. They
+        share one scale, one finite test and one update.
+
+    Returns:
+      A `TrainStep`: call it, jit it, or hand it to a parallel transform. Its metrics:
+        * loss: float32 scalar, the mean over the batch, unscaled;
+        * aux: what `loss_fn` returned, in the output dtype; stacked if there are micro-batches;
+        * grad_norm: float32 scalar, of the unscaled gradients before the optimizer clips them;
+        * grads_finite: bool scalar, whether this batch's gradients were;
+        * loss_scale: float32 scalar, the scale that the next step will use;
+        * skipped_steps: int32 scalar, how many steps were skipped so far, this one included.
+
+    Raises:
+      ValueError: `accumulate_steps` is below 1 or, when called, does not divide the batch; the
+        state has several loss scales; parameters are stored narrower than the policy says.
+      TypeError: when called, the model state changes its structure or shapes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> loss_fn = lambda params, x: ((x @ params["w"]).astype(jnp.float32) ** 2).mean()
+      >>> optimizer = jt.with_loss_scale(optax.adam(0.1), jt.torch_loss_scale())
+      >>> step = jt.train_step(jt.stateless(loss_fn), optimizer, policy="mixed_float16")
+      >>> state = jt.TrainState.create({"w": jnp.ones((2, 1))}, optimizer)
+      >>> state, metrics = jax.jit(step, donate_argnums=0)(state, jnp.ones((4, 2)))
+      >>> float(metrics["loss"]), bool(metrics["grads_finite"])
+      (4.0, True)
+    """
+    if isinstance(policy, str):
+        policy = get_policy(policy)
+    if not isinstance(accumulate_steps, int) or accumulate_steps < 1:
+        raise ValueError(f"accumulate_steps={accumulate_steps!r} must be an integer of at least 1")
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    return TrainStep(loss_fn, optimizer, policy, accumulate_steps)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainStep:
+    """What `train_step` returns: its arguments and the mesh axes, as a callable value.
+
+    Args:
+      loss_fn: see `train_step`.
+      optimizer: see `train_step`.
+      policy: see `train_step`.
+      accumulate_steps: see `train_step`.
+      axis_names: mesh axes over which the batch is split.
+
+    Example:
+      >>> import optax
+      >>> step = train_step(stateless(lambda params, batch: params * batch), optax.sgd(0.1))
+      >>> step.with_axes("data").axis_names
+      ('data',)
+    """
+
+    loss_fn: LossFn
+    optimizer: optax.GradientTransformation
+    policy: Policy | PathPolicy | None = None
+    accumulate_steps: int = 1
+    axis_names: tuple[str, ...] = ()
+
+    def with_axes(self, *names: str) -> "TrainStep":
+        """Returns this step for use inside a `shard_map` or `pmap` with these axes.
+
+        Gradients are averaged over them in the policy's `reduce_dtype`, all devices take or skip
+        the step together, loss, floating aux and batch statistics are averaged in float32, and
+        every device draws from a key of its own. Whole-number aux stays each device's own.
+        """
+        return dataclasses.replace(self, axis_names=names)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Returns the next state and the metrics of this step."""
+        _check_param_dtypes(state.params, self.policy)
+        next_rng, step_rng = self._split_rng(state.rng)
+        loss_scale = _loss_scale_or_none(state.opt_state)
+
+        params = vary(state.params, self.axis_names)
+        model_state = jax.tree.map(
+            lambda x: vary(x, self.axis_names) if is_float_array(x) else x, state.model_state
+        )
+        loss, model_state, aux, grads = self._gradients(
+            loss_scale, params, model_state, batch, step_rng
+        )
+        grads = reduce_gradients(grads, self.axis_names, self._reduce_dtype)
+        loss, model_state, aux = mean_over_axes((loss, model_state, aux), self.axis_names)
+
+        # with_loss_scale computes both of these too, and XLA computes them once.
+        unscaled = loss_scale.unscale(grads)
+        finite = all_finite(unscaled, self.axis_names)
+
+        new_params, opt_state = self._update(grads, state, loss)
+        if scaled_states(opt_state):
+            new_params = select_tree(finite, new_params, state.params)
+            model_state = select_tree(finite, model_state, state.model_state)
+        metrics = {
+            "loss": loss,
+            "aux": aux,
+            "grad_norm": optax.tree.norm(unscaled),
+            "grads_finite": finite,
+            **_scale_metrics(opt_state),
+        }
+        return TrainState(new_params, opt_state, model_state, next_rng, state.step + 1), metrics
+
+    @property
+    def _reduce_dtype(self) -> Any:
+        return jnp.float32 if self.policy is None else self.policy.reduce_dtype
+
+    def _split_rng(self, rng: Any) -> tuple[Any, Any]:
+        if rng is None:
+            return None, None
+        next_rng, step_rng = jax.random.split(rng)
+        if self.axis_names:
+            step_rng = jax.random.fold_in(step_rng, lax.axis_index(self.axis_names))
+        return next_rng, step_rng
+
+    def _gradients(
+        self, loss_scale: LossScale, params: Any, model_state: Any, batch: Any, rng: Any
+    ) -> tuple[jax.Array, Any, Any, Any]:
+        """Returns loss, next model state, aux and scaled gradients of a local batch."""
+        count = self.accumulate_steps
+        if count == 1:
+            return self._micro_gradients(loss_scale, params, model_state, batch, rng)
+
+        def add_micro_batch(carry: Any, inputs: Any) -> tuple[Any, Any]:
+            total_loss, model_state, total = carry
+            loss, model_state, aux, grads = self._micro_gradients(
+                loss_scale, params, model_state, *inputs
+            )
+            return (total_loss + loss, model_state, jax.tree.map(jnp.add, total, grads)), aux
+
+        micro_batches = _split_batch(batch, count)
+        rngs = None if rng is None else jax.random.split(rng, count)
+        zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), widen_to_float32(params)))
+        loss, grads = vary(zeros, self.axis_names)
+        (loss, model_state, grads), aux = lax.scan(
+            add_micro_batch, (loss, model_state, grads), (micro_batches, rngs)
+        )
+        return loss, model_state, aux, grads
+
+    def _micro_gradients(
+        self, loss_scale: LossScale, params: Any, model_state: Any, batch: Any, rng: Any
+    ) -> tuple[jax.Array, Any, Any, Any]:
+        def share_of_loss(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+            loss, extra = _unpack(self.loss_fn(params, model_state, batch, rng))
+            return wide_scalar(loss) / self.accumulate_steps, extra
+
+        value_and_grad = scaled_value_and_grad(share_of_loss, self.policy, has_aux=True)
+        (loss, (new_model_state, aux)), grads = value_and_grad(loss_scale, params, batch)
+        if self.policy is not None:
+            aux = self.policy.default.cast_to_output(aux)
+        return loss, _stored_like(model_state, new_model_state), aux, grads
+
+    def _update(self, grads: Any, state: TrainState, loss: jax.Array) -> tuple[Any, Any]:
+        """Returns the parameters and optimizer state after the optimizer's step."""
+        optimizer = optax.with_extra_args_support(self.optimizer)
+        axes = {"axis_names": self.axis_names} if self.axis_names else {}
+        if not scaled_states(state.opt_state):  # bare optax wants gradients like parameters
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, state.params, value=loss, **axes
+        )
+        wide = optax.apply_updates(widen_to_float32(state.params), updates)
+        params = jax.tree.map(lambda new, old: new.astype(old.dtype), wide, state.params)
+        return params, _clear_emitted(opt_state)
+
+
+def _unpack(result: Any) -> tuple[Any, tuple[Any, Any]]:
+    match result:
+        case (loss, (model_state, aux)):
+            return loss, (model_state, aux)
+    raise TypeError(
+        "loss_fn must return (loss, (model_state, aux)); "
+        "stateless(loss_fn) adapts a loss_fn(params, batch) -> loss"
+    )
+
+
+def _stored_like(old: Any, new: Any) -> Any:
+    """Returns the new model state in the dtypes of the old one, which has to have its shapes."""
+    old_tree, new_tree = jax.tree.structure(old), jax.tree.structure(new)
+    if old_tree != new_tree:
+        raise TypeError(
+            f"loss_fn returned a model_state of another structure:\n  {new_tree}\nthan the "
+            f"state has:\n  {old_tree}\nTrainState.create(model_state=...) takes the first one"
+        )
+
+    def like(path: Any, x: Any, y: Any) -> Any:
+        if jnp.shape(x) != jnp.shape(y):
+            raise TypeError(
+                f"loss_fn returned model_state {path_name(path)!r} of shape {jnp.shape(y)}, "
+                f"the state has {jnp.shape(x)}"
+            )
+        return y.astype(x.dtype) if is_float_array(y) and is_float_array(x) else y
+
+    return jax.tree_util.tree_map_with_path(like, old, new)
+
+
+def _split_batch(batch: Any, count: int) -> Any:
+    for path, x in named_leaves(batch):
+        if jnp.ndim(x) == 0 or jnp.shape(x)[0] % count:
+            raise ValueError(
+                f"accumulate_steps={count} must divide the first axis of every leaf of the batch; "
+                f"{path or '(root)'!r} has shape {jnp.shape(x)}"
+            )
+    return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
+
+
+def _check_param_dtypes(params: Any, policy: Policy | PathPolicy | None) -> None:
+    if policy is None:
+        return
+    narrow = [
+        f"{path!r} is {x.dtype.name}, not {jnp.dtype(wanted).name}"
+        for path, x in named_leaves(params)
+        if is_float_array(x)
+        and jnp.finfo(x.dtype).bits < jnp.finfo(wanted := policy.policy_of(path).param_dtype).bits
+    ]
+    if narrow:
+        raise ValueError(
+            "parameters are stored narrower than the policy's param_dtype; policy.cast_to_param "
+            "before TrainState.create keeps what they have:\n  " + "\n  ".join(narrow)
+        )
+
+
+def _loss_scale_or_none(opt_state: Any) -> LossScale:
+    return get_loss_scale(opt_state) if scaled_states(opt_state) else NoOpLossScale()
+
+
+def _scale_metrics(opt_state: Any) -> Metrics:
+    loss_scale = jnp.asarray(_loss_scale_or_none(opt_state).loss_scale, jnp.float32)
+    skipped = [state.skipped_steps for _, state in scaled_states(opt_state)]
+    return {
+        "loss_scale": loss_scale,
+        "skipped_steps": skipped[0] if skipped else jnp.zeros((), jnp.int32),
+    }
+
+
+def _clear_emitted(opt_state: Any) -> Any:
+    """Empties the accumulators of a MultiSteps that has just handed its gradients on.
+
+    optax 0.2.8 does that by multiplying them with zero, which makes NaN of an inf, for good.
+    """
+
+    def clear(node: Any) -> Any:
+        if not isinstance(node, optax.MultiStepsState):
+            return node
+        emitted = node.mini_step == 0
+        return node._replace(
+            acc_grads=jax.tree.map(
+                lambda g: jnp.where(emitted, jnp.zeros_like(g), g), node.acc_grads
+            )
+        )
+
+    return jax.tree.map(
+        clear, opt_state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState | LossScaledState)
+    )

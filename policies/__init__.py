@@ -1,0 +1,37 @@
+"""Floor 1: dtypes, casting, loss scales and their optax wrapper.
+
+The way of the data: a `Policy` says which dtypes parameters, computation, outputs and gradient
+reductions have; a loss scale lifts half-precision gradients out of the range where they vanish;
+`with_loss_scale` keeps that scale inside the optax state, where it travels, is checkpointed and
+decides whether a step is taken.
+"""
+
+from jmp_train.policies.casting import cast_to_full as cast_to_full
+from jmp_train.policies.casting import cast_to_half as cast_to_half
+from jmp_train.policies.collectives import reduce_gradients as reduce_gradients
+from jmp_train.policies.collectives import vary as vary
+from jmp_train.policies.dtypes import half_dtype as half_dtype
+from jmp_train.policies.finite import LeafReport as LeafReport
+from jmp_train.policies.finite import all_finite as all_finite
+from jmp_train.policies.finite import nonfinite_report as nonfinite_report
+from jmp_train.policies.finite import select_tree as select_tree
+from jmp_train.policies.loss_scale import DynamicLossScale as DynamicLossScale
+from jmp_train.policies.loss_scale import LossScale as LossScale
+from jmp_train.policies.loss_scale import NoOpLossScale as NoOpLossScale
+from jmp_train.policies.loss_scale import StaticLossScale as StaticLossScale
+from jmp_train.policies.loss_scaled_optimizer import LossScaledState as LossScaledState
+from jmp_train.policies.loss_scaled_optimizer import get_loss_scale as get_loss_scale
+from jmp_train.policies.loss_scaled_optimizer import with_loss_scale as with_loss_scale
+from jmp_train.policies.path_policy import PathPolicy as PathPolicy
+from jmp_train.policies.path_policy import policy_by_path as policy_by_path
+from jmp_train.policies.policy import Policy as Policy
+from jmp_train.policies.policy import apply_policy as apply_policy
+from jmp_train.policies.policy import get_policy as get_policy
+from jmp_train.policies.presets import apex_loss_scale as apex_loss_scale
+from jmp_train.policies.presets import deepspeed_loss_scale as deepspeed_loss_scale
+from jmp_train.policies.presets import megatron_loss_scale as megatron_loss_scale
+from jmp_train.policies.presets import nemo_loss_scale as nemo_loss_scale
+from jmp_train.policies.presets import torch_loss_scale as torch_loss_scale
+from jmp_train.policies.progress import StalledTrainingError as StalledTrainingError
+from jmp_train.policies.progress import check_progress as check_progress
+from jmp_train.policies.progress import skips_to_floor as skips_to_floor

@@ -1,0 +1,76 @@
+"""Casting the floating-point arrays of a tree, and nothing else."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_train.policies.dtypes import at_least_float32, half_dtype
+
+Tree = TypeVar("Tree")
+
+
+def is_float_array(x: Any) -> bool:
+    """Says whether `x` is a jax or NumPy array (tracers included) of a floating dtype."""
+    return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def cast_leaf(x: Any, dtype: DTypeLike) -> Any:
+    """Returns `x` cast to `dtype` if it is a floating array, else `x` itself."""
+    if not is_float_array(x):
+        return x
+    return x if isinstance(x, jax.Array) and x.dtype == dtype else x.astype(dtype)
+
+
+def cast_floating(tree: Tree, dtype: DTypeLike) -> Tree:
+    """Returns `tree` with every floating array cast to `dtype`; NumPy arrays stay on the host."""
+    return jax.tree_util.tree_map(lambda x: cast_leaf(x, dtype), tree)
+
+
+def widen_to_float32(tree: Tree) -> Tree:
+    """Returns `tree` with every half-precision array cast to float32; wider arrays stay."""
+    return jax.tree_util.tree_map(
+        lambda x: cast_leaf(x, at_least_float32(x.dtype)) if is_float_array(x) else x, tree
+    )
+
+
+def cast_to_full(tree: Tree) -> Tree:
+    """Casts the floating arrays of a tree to float32.
+
+    Args:
+      tree: any pytree. Floating jax and NumPy arrays of any shape are cast; integers, booleans,
+        complex numbers, keys and anything that is no array pass through.
+
+    Returns:
+      A tree of the same structure.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tree = cast_to_full({"w": jnp.ones(2, jnp.float16), "n": jnp.arange(2)})
+      >>> tree["w"].dtype.name, tree["n"].dtype.name
+      ('float32', 'int32')
+
+    Reference: jmp 0.0.4, `jmp.cast_to_full`.
+    """
+    return cast_floating(tree, jnp.float32)
+
+
+def cast_to_half(tree: Tree) -> Tree:
+    """Casts the floating arrays of a tree to `half_dtype()`.
+
+    Args:
+      tree: any pytree; the leaves are treated as in `cast_to_full`.
+
+    Returns:
+      A tree of the same structure.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> cast_to_half(jnp.ones(2)).dtype == half_dtype()
+      True
+
+    Reference: jmp 0.0.4, `jmp.cast_to_half`.
+    """
+    return cast_floating(tree, half_dtype())

@@ -1,0 +1,103 @@
+"""What mixed precision needs of the mesh: explicit gradient reductions in a chosen dtype.
+
+Inside `jax.shard_map` a gradient with respect to replicated parameters is summed over the mesh by
+jax itself, in the compute dtype, where it can overflow. `vary` marks the parameters as different
+per device before they are cast, so that gradients stay local until `reduce_gradients` averages
+them in the dtype that the policy names.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from jmp_train.policies.casting import is_float_array, widen_to_float32
+from jmp_train.policies.dtypes import float_dtype, is_half
+
+Tree = TypeVar("Tree")
+
+
+def vary(tree: Tree, axis_names: Sequence[str]) -> Tree:
+    """Marks every array as varying over mesh axes, so that its gradient is not summed over them.
+
+    Args:
+      tree: any pytree of arrays; dtypes and shapes are kept.
+      axis_names: names of the axes of an enclosing `shard_map` or `pmap`; none changes nothing.
+
+    Returns:
+      The same tree. Arrays that vary over an axis already are left as they are.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> vary(jnp.ones(2), ()).shape
+      (2,)
+    """
+    if not axis_names:
+        return tree
+    return jax.tree_util.tree_map(lambda x: _vary_leaf(x, axis_names), tree)
+
+
+def _vary_leaf(x: Any, axis_names: Sequence[str]) -> Any:
+    # Only axes of a shard_map or pmap can be marked; vmap(axis_name=...) needs no mark.
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    varying = jax.typeof(x).manual_axis_type.varying
+    missing = tuple(name for name in axis_names if name in manual and name not in varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def reduce_gradients(
+    grads: Tree, axis_names: Sequence[str], dtype: DTypeLike = jnp.float32
+) -> Tree:
+    """Averages gradients over mesh axes in `dtype` and returns them in float32.
+
+    Args:
+      grads: pytree of local gradients, scaled or not, of any floating dtype.
+      axis_names: axes to average over; with none, gradients are only widened to float32.
+      dtype: dtype of the all-reduce. Half types halve the traffic; each device's share is divided
+        by the number of devices first, so that the sum does not overflow (small values vanish).
+
+    Returns:
+      The mean gradients; half types come back as float32, wider ones stay.
+
+    Raises:
+      ValueError: `dtype` is not a floating dtype.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> mean = jax.vmap(lambda g: reduce_gradients(g, ("data",)), axis_name="data")
+      >>> mean(jnp.array([1.0, 3.0], jnp.float16))
+      Array([2., 2.], dtype=float32)
+    """
+    reduce_dtype = float_dtype(dtype, "dtype")
+    grads = widen_to_float32(grads)
+    if not axis_names:
+        return grads
+    if is_half(reduce_dtype):
+        return jax.tree_util.tree_map(lambda g: _mean_in_half(g, axis_names, reduce_dtype), grads)
+    return mean_over_axes(grads, axis_names)
+
+
+def mean_over_axes(tree: Tree, axis_names: Sequence[str]) -> Tree:
+    """Averages floating arrays over mesh axes, in float32 or wider; other leaves stay.
+
+    The dtypes are kept. With no axes this changes nothing.
+    """
+    if not axis_names:
+        return tree
+
+    def mean(x: Any) -> Any:
+        if not is_float_array(x):
+            return x
+        wide = widen_to_float32(vary(x, axis_names))
+        return lax.pmean(wide, tuple(axis_names)).astype(x.dtype)
+
+    return jax.tree_util.tree_map(mean, tree)
+
+
+def _mean_in_half(x: Any, axis_names: Sequence[str], dtype: DTypeLike) -> Any:
+    count = lax.axis_size(tuple(axis_names))
+    share = (vary(x, axis_names) / count).astype(dtype)
+    return lax.psum(share, tuple(axis_names)).astype(x.dtype)

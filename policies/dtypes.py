@@ -1,0 +1,82 @@
+"""Floating dtypes: their names in policy strings, and the half type of this machine."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+_NAMES: dict[str, Any] = {
+    "full": jnp.float32,
+    "f32": jnp.float32,
+    "float32": jnp.float32,
+    "f16": jnp.float16,
+    "float16": jnp.float16,
+    "bf16": jnp.bfloat16,
+    "bfloat16": jnp.bfloat16,
+    "f64": jnp.float64,
+    "float64": jnp.float64,
+}
+_SHORT_NAMES = {
+    np.dtype(jnp.float32): "full",
+    np.dtype(jnp.float16): "f16",
+    np.dtype(jnp.bfloat16): "bf16",
+    np.dtype(jnp.float64): "f64",
+}
+
+
+def half_dtype() -> DTypeLike:
+    """Returns the half-precision dtype of the default device: bfloat16 on TPU, float16 elsewhere.
+
+    It starts jax's backend. Name the dtype instead where that must not happen.
+
+    Example:
+      >>> import numpy as np
+      >>> np.dtype(half_dtype()).itemsize
+      2
+
+    Reference: jmp 0.0.4, `jmp.half_dtype`.
+    """
+    if jax.local_devices()[0].platform == "tpu":
+        return jnp.bfloat16
+    return jnp.float16
+
+
+def float_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
+    """Returns `dtype` as a NumPy dtype; raises ValueError naming `argument` if it is no float."""
+    try:
+        result = jnp.dtype(dtype)
+    except TypeError:
+        raise ValueError(f"{argument}={dtype!r} is not a dtype; pass a floating dtype") from None
+    if dtype is None or not jnp.issubdtype(result, jnp.floating):
+        raise ValueError(f"{argument}={dtype!r} must be a floating dtype, such as jnp.float16")
+    return result
+
+
+def parse_dtype(name: str) -> np.dtype:
+    """Returns the dtype that `name` stands for in a policy string ("half" asks the device)."""
+    if name == "half":
+        return jnp.dtype(half_dtype())
+    if name in _NAMES:
+        return jnp.dtype(_NAMES[name])
+    if name.startswith("float8_") and hasattr(jnp, name):
+        return jnp.dtype(getattr(jnp, name))
+    raise ValueError(
+        f"Unknown dtype {name!r} must be full, half, {', '.join(list(_NAMES)[1:])} or a float8 name"
+    )
+
+
+def short_name(dtype: np.dtype) -> str:
+    """Returns the shortest name that `parse_dtype` understands."""
+    return _SHORT_NAMES.get(dtype, dtype.name)
+
+
+def at_least_float32(dtype: DTypeLike) -> np.dtype:
+    """Returns float32 for a narrower inexact dtype, the dtype itself for a wider one."""
+    return jnp.dtype(dtype) if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
+
+
+def is_half(dtype: DTypeLike) -> bool:
+    """Says whether `dtype` is a floating dtype narrower than float32."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4

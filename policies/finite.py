@@ -1,0 +1,157 @@
+"""Are these gradients finite, which are not, and choosing between two trees by the answer."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import KeyPath
+
+from jmp_train.policies.collectives import vary
+from jmp_train.policies.dtypes import at_least_float32
+from jmp_train.policies.paths import named_leaves, path_name
+
+Tree = TypeVar("Tree")
+
+
+def is_inexact(x: Any) -> bool:
+    """Says whether `x` is a floating or complex array or number, Python's own included."""
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
+        return jnp.issubdtype(x.dtype, jnp.inexact)
+    return isinstance(x, float | complex)
+
+
+def all_finite(tree: Any, axis_names: Sequence[str] = ()) -> jax.Array:
+    """Says whether every number in a tree is finite, on every device of the given mesh axes.
+
+    Args:
+      tree: any pytree; floating and complex leaves of any shape are looked at.
+      axis_names: axes of an enclosing `shard_map` or `pmap`. The answer is the same on all their
+        devices: if one of them has a non-finite number, all get False.
+
+    Returns:
+      A boolean scalar array. It can be read on the host outside of jit only.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> bool(all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}))
+      False
+
+    Reference: jmp 0.0.4, `jmp.all_finite`; torch's `found_inf`, reduced over the group.
+    """
+    tests = [jnp.all(jnp.isfinite(x)) for x in jax.tree_util.tree_leaves(tree) if is_inexact(x)]
+    finite = functools.reduce(jnp.logical_and, tests) if tests else jnp.array(True)
+    if not axis_names:
+        return finite
+    bad_devices = lax.psum(vary((~finite).astype(jnp.int32), axis_names), tuple(axis_names))
+    return bad_devices == 0
+
+
+def boolean_scalar(x: Any) -> Any:
+    """Returns `x` if it is a boolean scalar (Python's, NumPy's or jax's); else AssertionError."""
+    if isinstance(x, bool):
+        return np.bool_(x)
+    if np.ndim(x) != 0 or getattr(x, "dtype", None) != np.bool_:
+        raise AssertionError(f"expected boolean scalar, got {x!r}")
+    return x
+
+
+def select_tree(pred: Any, a: Tree, b: Tree) -> Tree:
+    """Returns tree `a` where `pred` is true and tree `b` where it is false.
+
+    Args:
+      pred: a boolean scalar.
+      a: pytree of arrays and numbers of any shape and dtype. Leaves that are neither (functions,
+        strings) are taken from here.
+      b: pytree of the same structure, shapes and dtypes.
+
+    Returns:
+      A tree like `a`.
+
+    Raises:
+      AssertionError: `pred` is not a boolean scalar.
+      TypeError: two leaves differ in shape or dtype; the message names the leaf.
+      ValueError: the structures differ.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> select_tree(jnp.array(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})
+      {'w': Array([0., 0.], dtype=float32)}
+
+    Reference: jmp 0.0.4, `jmp.select_tree`.
+    """
+    pred = boolean_scalar(pred)
+    return jax.tree_util.tree_map_with_path(lambda path, x, y: _select_leaf(path, pred, x, y), a, b)
+
+
+def _select_leaf(path: KeyPath, pred: Any, x: Any, y: Any) -> Any:
+    if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+        return x
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    if x.dtype != y.dtype or x.shape != y.shape:
+        raise TypeError(
+            f"select_tree: leaf {path_name(path) or '(root)'!r} is {_describe(x)} in one tree and "
+            f"{_describe(y)} in the other"
+        )
+    return lax.select(pred, x, y)
+
+
+def _describe(x: jax.Array) -> str:
+    return f"{x.dtype.name}{list(x.shape)}"
+
+
+class LeafReport(NamedTuple):
+    """What `nonfinite_report` counts in one leaf; scalar arrays.
+
+    Attributes:
+      nan: int32, how many elements are NaN.
+      inf: int32, how many are infinite. A loss scale that is too high shows here.
+      zero: int32, how many are exactly zero. A loss scale that is too low shows here.
+      size: how many elements there are.
+      max_abs: float32 or wider, the largest finite magnitude; 0 if there is none.
+
+    Example:
+      >>> LeafReport(nan=0, inf=1, zero=0, size=4, max_abs=2.0).inf
+      1
+    """
+
+    nan: Any
+    inf: Any
+    zero: Any
+    size: int
+    max_abs: Any
+
+
+def nonfinite_report(tree: Any) -> dict[str, LeafReport]:
+    """Counts NaN, infinite and zero elements of every floating or complex leaf, by its path.
+
+    It works under jit, so every leaf is reported; pick the bad ones on the host.
+
+    Args:
+      tree: any pytree, usually of unscaled gradients.
+
+    Returns:
+      "path/of/leaf" -> `LeafReport`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> grads = {"dense": {"w": jnp.array([1.0, jnp.inf])}, "bias": jnp.zeros(3)}
+      >>> {path: int(leaf.inf) for path, leaf in nonfinite_report(grads).items() if leaf.inf}
+      {'dense/w': 1}
+    """
+    return {path: _report(jnp.asarray(x)) for path, x in named_leaves(tree) if is_inexact(x)}
+
+
+def _report(x: jax.Array) -> LeafReport:
+    x = x.astype(at_least_float32(x.dtype))
+    magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    return LeafReport(
+        nan=jnp.isnan(x).sum(dtype=jnp.int32),
+        inf=jnp.isinf(x).sum(dtype=jnp.int32),
+        zero=(x == 0).sum(dtype=jnp.int32),
+        size=x.size,
+        max_abs=jnp.max(magnitude, initial=0),
+    )

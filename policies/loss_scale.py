@@ -1,0 +1,379 @@
+"""Loss scales: values that lift half-precision gradients out of the range where they vanish.
+
+`DynamicLossScale` covers the known algorithms by one rule, with `good` clean steps since the last
+reset and `left` overflows still tolerated (Micikevicius et al., "Mixed Precision Training", 2018,
+https://arxiv.org/abs/1710.03740, as torch, Apex, Megatron-LM, NeMo and DeepSpeed spell it out)::
+
+    clean: good += 1; on reaching the period: scale = min(scale * factor, max), good = 0
+    bad:   good = start; left -= 1; with none left: scale = max(scale * backoff_factor, min)
+
+`left` returns to `hysteresis` on a growth, or on every clean step where it is consecutive.
+"""
+
+import dataclasses
+import math
+import warnings
+from typing import Any, ClassVar, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import GetAttrKey, KeyPath
+
+from jmp_train.policies.dtypes import at_least_float32
+from jmp_train.policies.finite import boolean_scalar, is_inexact
+from jmp_train.policies.paths import path_name
+
+Tree = TypeVar("Tree")
+_Leaves: TypeAlias = tuple[Any, ...]
+
+# Beyond these float32 bounds 1/scale is subnormal, which XLA flushes to zero, or the scale is.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+
+# flax keeps fp8 scales and histories under this name and overwrites them with their "gradients",
+# which the loss scale does not multiply.
+_OVERWRITTEN_BY_GRADIENT = "_overwrite_with_gradient"
+
+
+def _multiply(x: Any, number: Any) -> Any:
+    if not is_inexact(x):
+        return x
+    x = jnp.asarray(x)
+    dtype = at_least_float32(x.dtype)
+    return x.astype(dtype) * jnp.asarray(number).astype(dtype)
+
+
+def _scale_tree(tree: Tree, scale: Any) -> Tree:
+    return jax.tree_util.tree_map(lambda x: _multiply(x, scale), tree)
+
+
+def _unscale_tree(tree: Tree, scale: Any) -> Tree:
+    inverse = 1 / jnp.asarray(scale, jnp.float32)
+
+    def unscale(path: KeyPath, x: Any) -> Any:
+        return x if _OVERWRITTEN_BY_GRADIENT in path_name(path) else _multiply(x, inverse)
+
+    return jax.tree_util.tree_map_with_path(unscale, tree)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale:
+    """The loss scale that is none: the null object for float32 and bfloat16 training.
+
+    Example:
+      >>> NoOpLossScale().scale(3.0), NoOpLossScale().loss_scale
+      (3.0, 1)
+
+    Reference: jmp 0.0.4, `jmp.NoOpLossScale`.
+    """
+
+    @property
+    def loss_scale(self) -> int:
+        """Always 1."""
+        return 1
+
+    def scale(self, tree: Tree) -> Tree:
+        """Returns the same object."""
+        return tree
+
+    def unscale(self, tree: Tree) -> Tree:
+        """Returns the same object."""
+        return tree
+
+    def adjust(self, grads_finite: Any) -> "NoOpLossScale":
+        """Returns itself."""
+        del grads_finite
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale:
+    """A loss scale that never changes.
+
+    A Python or NumPy number is part of the tree's structure: it has no leaf, and another number
+    means another trace. A jax array is a leaf, so that a schedule can set it without one.
+
+    Args:
+      loss_scale: the number; scalar.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss_scale = StaticLossScale(1024.0)
+      >>> loss_scale.unscale(loss_scale.scale(jnp.float16(1.5)))  # in float32, so never inf
+      Array(1.5, dtype=float32)
+
+    Reference: jmp 0.0.4, `jmp.StaticLossScale`.
+    """
+
+    loss_scale: Any
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss_scale, np.ndarray | np.generic):  # hashable, as the structure is
+            object.__setattr__(self, "loss_scale", self.loss_scale.item())
+
+    def scale(self, tree: Tree) -> Tree:
+        """Returns the tree with floating and complex leaves times the scale, at least float32."""
+        return _scale_tree(tree, self.loss_scale)
+
+    def unscale(self, tree: Tree) -> Tree:
+        """Returns the tree with floating and complex leaves over the scale, at least float32."""
+        return _unscale_tree(tree, self.loss_scale)
+
+    def adjust(self, grads_finite: Any) -> "StaticLossScale":
+        """Returns itself."""
+        del grads_finite
+        return self
+
+
+def _flatten_static(scale: StaticLossScale) -> tuple[_Leaves, Any]:
+    if isinstance(scale.loss_scale, jax.Array):
+        return (scale.loss_scale,), None
+    return (), scale.loss_scale
+
+
+def _unflatten_static(number: Any, leaves: Any) -> StaticLossScale:
+    result = object.__new__(StaticLossScale)
+    object.__setattr__(result, "loss_scale", leaves[0] if number is None else number)
+    return result
+
+
+jax.tree_util.register_pytree_with_keys(
+    StaticLossScale,
+    lambda s: (
+        [(GetAttrKey("loss_scale"), x) for x in _flatten_static(s)[0]],
+        _flatten_static(s)[1],
+    ),
+    _unflatten_static,
+    _flatten_static,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+    """A loss scale that falls when gradients overflow and rises again after a clean period.
+
+    The first five fields are jmp's and as lenient as jmp's: a questionable value warns. The
+    presets (`torch_loss_scale` and its relatives) are strict and easier to get right. The state
+    (`loss_scale`, `counter` and, with hysteresis, `hysteresis_left`) are the leaves of the pytree;
+    the rest is its structure.
+
+    Args:
+      loss_scale: the scale to begin with; scalar, kept in float32.
+      counter: clean steps since the last change; int32 scalar.
+      period: clean steps after which the scale grows.
+      factor: what it grows by, and, without `backoff_factor`, falls by.
+      min_loss_scale: it never falls below this.
+      backoff_factor: what an overflow multiplies it with, between 0 and 1; None for `1 / factor`.
+      max_loss_scale: it never grows above this; at most 2**126, since 1/2**127 is flushed to zero.
+      hysteresis: how many overflows make it fall: 1 for the first.
+      consecutive_hysteresis: whether these must follow one another, or may be spread over the
+        steps since the last growth.
+      counter_start: the counter after an overflow; -1 delays the next growth by a step.
+      hysteresis_left: overflows left before it falls; int32 scalar, None for `hysteresis`.
+
+    Raises:
+      ValueError: a field that is not jmp's breaks its rule, or a structural field is traced.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss_scale = DynamicLossScale(2.0**15, period=2)
+      >>> loss_scale = loss_scale.adjust(jnp.array(False))
+      >>> float(loss_scale.loss_scale)
+      16384.0
+      >>> float(loss_scale.adjust(jnp.array(True)).adjust(jnp.array(True)).loss_scale)
+      32768.0
+
+    Reference: jmp 0.0.4, `jmp.DynamicLossScale`; the module's docstring for the rule.
+    """
+
+    loss_scale: Any
+    counter: Any = 0
+    period: int | float = 2000
+    factor: int | float = 2
+    min_loss_scale: Any = 1.0
+    _: dataclasses.KW_ONLY
+    backoff_factor: float | None = None
+    max_loss_scale: float = LARGEST_SCALE
+    hysteresis: int = 1
+    consecutive_hysteresis: bool = False
+    counter_start: int = 0
+    hysteresis_left: Any = None
+
+    _STATE: ClassVar[tuple[str, ...]] = ("loss_scale", "counter", "hysteresis_left")
+    _STRUCTURE: ClassVar[tuple[str, ...]] = (
+        "period",
+        "factor",
+        "min_loss_scale",
+        "backoff_factor",
+        "max_loss_scale",
+        "hysteresis",
+        "consecutive_hysteresis",
+        "counter_start",
+    )
+
+    def __post_init__(self) -> None:
+        _warn_if_not_floating(self.loss_scale, "loss_scale")
+        _warn_if_not_floating(self.min_loss_scale, "min_loss_scale")
+        for name in self._STRUCTURE:
+            object.__setattr__(self, name, _concrete(getattr(self, name), name))
+        _check_own_fields(self)
+        _warn_of_questionable_fields(self)
+        left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
+        object.__setattr__(self, "loss_scale", _as_scalar(self.loss_scale, np.float32))
+        object.__setattr__(self, "counter", _as_scalar(self.counter, np.int32))
+        # Without hysteresis there is nothing to count, and jmp's two leaves remain the only ones.
+        left = _as_scalar(left, np.int32) if self.hysteresis > 1 else None
+        object.__setattr__(self, "hysteresis_left", left)
+
+    def scale(self, tree: Tree) -> Tree:
+        """Returns the tree with floating and complex leaves times the scale, at least float32."""
+        return _scale_tree(tree, self.loss_scale)
+
+    def unscale(self, tree: Tree) -> Tree:
+        """Returns the tree with floating and complex leaves over the scale, at least float32."""
+        return _unscale_tree(tree, self.loss_scale)
+
+    def adjust(self, grads_finite: Any) -> "DynamicLossScale":
+        """Returns the scale for the next step, given whether this step's gradients were finite."""
+        finite = boolean_scalar(grads_finite)
+        scale, counter = jnp.asarray(self.loss_scale), jnp.asarray(self.counter)
+        grow = jnp.logical_and(finite, counter + 1 >= math.ceil(self.period))
+        counter = jnp.where(finite, jnp.where(grow, 0, counter + 1), self.counter_start)
+        fall, left = self._spend_hysteresis(finite, grow)
+        larger = jnp.minimum(_times(scale, self.factor), np.float32(self.max_loss_scale))
+        smaller = jnp.maximum(self._backed_off(scale), np.float32(self.min_loss_scale))
+        scale = jnp.where(grow, larger, jnp.where(fall, smaller, scale))
+        return self._with_state(scale, counter, left)
+
+    def _spend_hysteresis(self, finite: Any, grow: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns whether the scale falls, and the overflows left."""
+        bad = jnp.logical_not(finite)
+        if self.hysteresis_left is None:
+            return bad, None
+        refill = finite if self.consecutive_hysteresis else grow
+        spent = jnp.where(bad, jnp.maximum(self.hysteresis_left - 1, 0), self.hysteresis_left)
+        left = jnp.where(refill, self.hysteresis, spent)
+        return jnp.logical_and(bad, left == 0), left
+
+    def _backed_off(self, scale: jax.Array) -> jax.Array:
+        if self.backoff_factor is None:
+            return scale / np.float32(self.factor)
+        return _times(scale, self.backoff_factor)
+
+    def _with_state(self, *state: Any) -> "DynamicLossScale":
+        return _unflatten_dynamic(_flatten_dynamic(self)[1], state)
+
+
+def _flatten_dynamic(scale: DynamicLossScale) -> tuple[_Leaves, _Leaves]:
+    state = tuple(getattr(scale, name) for name in DynamicLossScale._STATE)
+    return state, tuple(getattr(scale, name) for name in DynamicLossScale._STRUCTURE)
+
+
+def _unflatten_dynamic(structure: _Leaves, state: Any) -> DynamicLossScale:
+    # Past the constructor: leaves may be anything here (masks, shapes, shardings).
+    result = object.__new__(DynamicLossScale)
+    for name, value in zip(DynamicLossScale._STATE, state, strict=True):
+        object.__setattr__(result, name, value)
+    for name, value in zip(DynamicLossScale._STRUCTURE, structure, strict=True):
+        object.__setattr__(result, name, value)
+    return result
+
+
+def _flatten_dynamic_with_keys(scale: DynamicLossScale) -> tuple[_Leaves, _Leaves]:
+    state, structure = _flatten_dynamic(scale)
+    keys = map(GetAttrKey, DynamicLossScale._STATE)
+    return tuple(zip(keys, state, strict=True)), structure
+
+
+jax.tree_util.register_pytree_with_keys(
+    DynamicLossScale, _flatten_dynamic_with_keys, _unflatten_dynamic, _flatten_dynamic
+)
+
+LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale
+
+
+def _as_scalar(x: Any, dtype: Any) -> Any:
+    """Returns a number or array in `dtype`; NumPy for host numbers, so that no device starts."""
+    if isinstance(x, jax.Array):
+        return x.astype(dtype)
+    if isinstance(x, bool | int | float | np.ndarray | np.generic):
+        return np.asarray(x, dtype)
+    return x
+
+
+def _concrete(x: Any, name: str) -> Any:
+    """Returns a structural field as a Python value, which hashes and compares."""
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(f"{name} must be a concrete number, got a traced value {x}")
+    return x.item() if isinstance(x, jax.Array | np.ndarray | np.generic) else x
+
+
+def _warn_if_not_floating(x: Any, name: str) -> None:
+    if isinstance(x, bool | int | float | jax.Array | np.ndarray | np.generic):
+        dtype = jnp.result_type(x)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
+
+
+def _check_own_fields(scale: DynamicLossScale) -> None:
+    backoff, largest = scale.backoff_factor, scale.max_loss_scale
+    if backoff is not None and not 0 < backoff < 1:
+        raise ValueError(f"backoff_factor={backoff} must lie between 0 and 1")
+    if not 0 < largest <= LARGEST_SCALE:
+        raise ValueError(f"max_loss_scale={largest} must lie between 0 and 2**126")
+    if (
+        isinstance(scale.hysteresis, bool)
+        or scale.hysteresis != int(scale.hysteresis)
+        or (scale.hysteresis < 1)
+    ):
+        raise ValueError(f"hysteresis={scale.hysteresis} must be an integer of at least 1")
+
+
+def _warn_of_questionable_fields(scale: DynamicLossScale) -> None:
+    start = scale.loss_scale
+    known = isinstance(start, int | float | np.ndarray | np.generic) and np.ndim(start) == 0
+    rules = {
+        f"period={scale.period} should be at least 1": scale.period >= 1,
+        f"factor={scale.factor} should be finite and above 1": 1 < scale.factor < math.inf,
+        f"min_loss_scale={scale.min_loss_scale} should be finite and not negative": (
+            0 <= scale.min_loss_scale < math.inf
+        ),
+        f"loss_scale={start} should be finite and above 0": not known or 0 < start < math.inf,
+    }
+    for text, holds in rules.items():
+        if not holds:
+            warnings.warn(f"DynamicLossScale: {text}", stacklevel=4)
+
+
+def _times(scale: jax.Array, factor: float) -> jax.Array:
+    """Returns float32(scale * factor) with the factor in double precision, as torch computes it.
+
+    A factor that is no float32 number is cut into pieces of 12 bits, and so is the scale: their
+    products are exact, and Knuth's two-sum keeps what adding them up would round away.
+    """
+    if float(np.float32(factor)) == factor:
+        return scale * np.float32(factor)
+    coarse = _leading_bits(factor)
+    medium = _leading_bits(factor - coarse)
+    scale_high = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=11)
+    scale_low = scale - scale_high
+    total, error = _two_sum(scale_high * coarse, scale_high * medium)
+    total, error_2 = _two_sum(total, scale_low * coarse)
+    rest = scale_low * medium + scale * np.float32(factor - coarse - medium)
+    return jnp.where(jnp.isfinite(total), total + (error + error_2 + rest), total)
+
+
+def _leading_bits(x: float) -> np.float32:
+    """Returns the first 12 bits of a double."""
+    mantissa, exponent = math.frexp(x)
+    return np.float32(math.ldexp(math.floor(mantissa * 2**12) / 2**12, exponent))
+
+
+def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns a + b in float32 and the exact rest."""
+    total = a + b
+    b_part = total - a
+    return total, (a - (total - b_part)) + (b - b_part)

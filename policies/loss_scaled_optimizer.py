@@ -1,0 +1,175 @@
+"""The loss scale inside the optax state: unscale, test, step or skip, adapt.
+
+The wrapped optimizer works in float32 whatever the gradients and parameters are, so that its
+moments neither overflow nor stagnate. What it sees is unscaled and finite: clipping, weight decay
+and schedules belong inside, and `with_loss_scale` belongs outermost.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_train.policies.casting import widen_to_float32
+from jmp_train.policies.finite import all_finite, select_tree
+from jmp_train.policies.loss_scale import LossScale
+from jmp_train.policies.paths import path_name
+
+
+class LossScaledState(NamedTuple):
+    """State of `with_loss_scale`.
+
+    Attributes:
+      loss_scale: the `LossScale` of the next forward pass.
+      inner_state: the wrapped optimizer's state; unchanged by a skipped step.
+      last_finite: bool scalar, whether the last gradients were finite and so the step taken.
+      skipped_steps: int32 scalar, how many steps were skipped so far.
+      consecutive_skips: int32 scalar, how many of them came last in a row.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_train.policies import torch_loss_scale
+      >>> state = with_loss_scale(optax.sgd(0.1), torch_loss_scale()).init({"w": jnp.ones(2)})
+      >>> int(state.skipped_steps), float(state.loss_scale.loss_scale)
+      (0, 65536.0)
+    """
+
+    loss_scale: LossScale
+    inner_state: Any
+    last_finite: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+
+
+def with_loss_scale(
+    optimizer: optax.GradientTransformation | optax.MultiSteps, loss_scale: LossScale
+) -> optax.GradientTransformationExtraArgs:
+    """Makes an optimizer take scaled gradients, skip non-finite ones and adapt the scale.
+
+    `update(updates, state, params, *, axis_names=(), **extra_args)` widens the scaled gradients to
+    float32, divides them by the scale of their forward pass, tests them over all devices of
+    `axis_names`, and steps or skips. A skip gives updates of minus zero, which `apply_updates`
+    adds without changing a bit, and leaves `inner_state` as it was. The extra arguments reach the
+    optimizer as they are.
+
+    Args:
+      optimizer: any optax optimizer. It sees float32 gradients and parameters.
+      loss_scale: the scale to begin with. `NoOpLossScale()` skips without scaling, which is what
+        bfloat16 wants.
+
+    Returns:
+      An optimizer whose state is a `LossScaledState`.
+
+    Raises:
+      TypeError: an argument is of another type; the message names it.
+      ValueError: at `init`, the optimizer has a loss scale already.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_train.policies import StaticLossScale
+      >>> optimizer = with_loss_scale(optax.sgd(1.0), StaticLossScale(8.0))
+      >>> params = {"w": jnp.ones(2)}
+      >>> state = optimizer.init(params)
+      >>> updates, state = optimizer.update({"w": jnp.array([8.0, 16.0])}, state, params)
+      >>> optax.apply_updates(params, updates)["w"]
+      Array([ 0., -1.], dtype=float32)
+      >>> updates, state = optimizer.update({"w": jnp.array([8.0, jnp.inf])}, state, params)
+      >>> int(state.skipped_steps), bool(state.last_finite)
+      (1, False)
+
+    Reference: `torch.amp.GradScaler.step` and `update`; `optax.apply_if_finite`.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(f"optimizer must be an optax.GradientTransformation, got {optimizer!r}")
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            f"loss_scale must be a LossScale, got {loss_scale!r}; for a number pass "
+            "StaticLossScale(number) or torch_loss_scale(init_scale=number)"
+        )
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> LossScaledState:
+        inner_state = inner.init(widen_to_float32(params))
+        if scaled_states(inner_state):
+            raise ValueError("optimizer has a loss scale already: gradients would be divided twice")
+        return LossScaledState(
+            loss_scale=jax.tree_util.tree_map(jnp.array, loss_scale),
+            inner_state=inner_state,
+            last_finite=jnp.array(True),
+            skipped_steps=jnp.zeros((), jnp.int32),
+            consecutive_skips=jnp.zeros((), jnp.int32),
+        )
+
+    def update(
+        updates: Any,
+        state: LossScaledState,
+        params: Any = None,
+        *,
+        axis_names: Sequence[str] = (),
+        **extra_args: Any,
+    ) -> tuple[Any, LossScaledState]:
+        grads = state.loss_scale.unscale(widen_to_float32(updates))
+        finite = all_finite(grads, axis_names)
+        new_updates, new_inner_state = inner.update(
+            grads, state.inner_state, widen_to_float32(params), **extra_args
+        )
+        skipped = (~finite).astype(jnp.int32)
+        return jax.tree_util.tree_map(lambda u: _or_nothing(finite, u), new_updates), (
+            LossScaledState(
+                loss_scale=state.loss_scale.adjust(finite),
+                inner_state=select_tree(finite, new_inner_state, state.inner_state),
+                last_finite=finite,
+                skipped_steps=state.skipped_steps + skipped,
+                consecutive_skips=(state.consecutive_skips + 1) * skipped,
+            )
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _or_nothing(finite: jax.Array, update: jax.Array) -> jax.Array:
+    # x + -0.0 is x for every x; 0.0 would turn a parameter of -0.0 into 0.0.
+    return jnp.where(finite, update, jnp.full_like(update, -0.0))
+
+
+def scaled_states(opt_state: Any) -> list[tuple[str, LossScaledState]]:
+    """Returns (path, state) of every outermost `LossScaledState` in any nesting."""
+    nodes = jax.tree_util.tree_leaves_with_path(
+        opt_state, is_leaf=lambda node: isinstance(node, LossScaledState)
+    )
+    return [(path_name(path), node) for path, node in nodes if isinstance(node, LossScaledState)]
+
+
+def get_loss_scale(opt_state: Any) -> LossScale:
+    """Returns the one loss scale in an optimizer's state.
+
+    Args:
+      opt_state: a state with one `LossScaledState` in it, in any nesting of optax's combinators.
+
+    Returns:
+      The scale of the next forward pass: `.loss_scale` is the number, `.scale(loss)` applies it.
+
+    Raises:
+      ValueError: there is none, or there are several; the message lists their paths.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_train.policies import torch_loss_scale
+      >>> optimizer = optax.chain(with_loss_scale(optax.sgd(0.1), torch_loss_scale()))
+      >>> float(get_loss_scale(optimizer.init(jnp.ones(2))).scale(jnp.float16(2.0)))
+      131072.0
+    """
+    found = scaled_states(opt_state)
+    if not found:
+        raise ValueError("opt_state has no loss scale; wrap the optimizer in with_loss_scale")
+    if len(found) > 1:
+        paths = ", ".join(repr(path) for path, _ in found)
+        raise ValueError(
+            f"opt_state has {len(found)} loss scales, at {paths}; "
+            "take the one you mean: opt_state[...].loss_scale"
+        )
+    return found[0][1].loss_scale

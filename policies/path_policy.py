@@ -1,0 +1,122 @@
+"""Policies per parameter: regular expressions over the paths of a tree."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import jax
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
+
+from jmp_train.policies.casting import cast_leaf, is_float_array
+from jmp_train.policies.paths import named_leaves, path_name
+from jmp_train.policies.policy import Policy, get_policy
+
+Tree = TypeVar("Tree")
+
+
+@dataclasses.dataclass(frozen=True)
+class PathPolicy:
+    """What `policy_by_path` returns: rules for parameters and a default for all else; hashable.
+
+    `cast_to_param` and `cast_to_compute` take the tree of the parameters and follow the rules.
+    Inputs and outputs have no parameter path: `apply_policy`, `scaled_value_and_grad` and
+    `train_step` cast them by `default`.
+
+    Args:
+      rules: pairs of a regular expression and the policy of the parameters whose path it finds.
+      default: the policy of the other parameters, of inputs, of outputs and of reductions.
+
+    Example:
+      >>> PathPolicy((("norm", get_policy("float32")),), get_policy("float16")).output_dtype.name
+      'float16'
+    """
+
+    rules: tuple[tuple[str, Policy], ...]
+    default: Policy
+
+    @property
+    def output_dtype(self) -> DTypeLike:
+        """The default's `output_dtype`."""
+        return self.default.output_dtype
+
+    @property
+    def reduce_dtype(self) -> DTypeLike:
+        """The default's `reduce_dtype`."""
+        return self.default.reduce_dtype
+
+    def policy_of(self, path: str) -> Policy:
+        """Returns the policy of the parameter at `path`: that of the first rule that finds it."""
+        return next((p for regex, p in self.rules if re.search(regex, path)), self.default)
+
+    def cast_to_param(self, params: Tree) -> Tree:
+        """Returns `params` with every floating array in its own `param_dtype`."""
+        return self._cast(params, lambda policy: policy.param_dtype)
+
+    def cast_to_compute(self, params: Tree) -> Tree:
+        """Returns `params` with every floating array in its own `compute_dtype`."""
+        return self._cast(params, lambda policy: policy.compute_dtype)
+
+    def _cast(self, params: Tree, dtype_of: Callable[[Policy], DTypeLike]) -> Tree:
+        self._check_rules(params)
+
+        def cast(path: KeyPath, x: object) -> object:
+            return cast_leaf(x, dtype_of(self.policy_of(path_name(path))))
+
+        return jax.tree_util.tree_map_with_path(cast, params)
+
+    def _check_rules(self, params: object) -> None:
+        paths = [path for path, x in named_leaves(params) if is_float_array(x)]
+        idle = [regex for regex, _ in self.rules if not any(re.search(regex, p) for p in paths)]
+        if idle:
+            raise ValueError(
+                f"policy_by_path: {', '.join(map(repr, idle))} found no floating parameter; "
+                f"the paths are:\n  " + "\n  ".join(paths or ["(none)"])
+            )
+
+
+def policy_by_path(
+    rules: Mapping[str, Policy | str], default: Policy | str = "mixed_float16"
+) -> PathPolicy:
+    """Returns a policy that follows the parameters' paths, for example norms in float32.
+
+    A path is written "layers/0/bias", for the trees of linen, nnx, equinox and haiku and for plain
+    dicts alike. `re.search` looks for each rule in it, in the order given; the first that finds
+    something wins.
+
+    Args:
+      rules: regular expression -> policy, or the name of one. A rule decides its parameters'
+        stored and compute dtype; outputs and reductions follow the default.
+      default: the policy where no rule finds anything.
+
+    Returns:
+      A policy for `apply_policy`, `scaled_value_and_grad` and `train_step`.
+
+    Raises:
+      ValueError: a rule is no regular expression, or has another `reduce_dtype` than the default.
+        When the policy meets a tree: a rule finds no floating array (the paths are listed).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> params = {"dense": {"w": jnp.ones(2)}, "norm": {"scale": jnp.ones(2)}}
+      >>> policy = policy_by_path({"norm": "float32"}, default="mixed_bfloat16")
+      >>> cast = policy.cast_to_compute(params)
+      >>> cast["dense"]["w"].dtype.name, cast["norm"]["scale"].dtype.name
+      ('bfloat16', 'float32')
+    """
+    default_policy = get_policy(default) if isinstance(default, str) else default
+    pairs = []
+    for regex, rule in rules.items():
+        try:
+            re.compile(regex)
+        except re.error as error:
+            raise ValueError(f"rule {regex!r} is not a regular expression: {error}") from None
+        policy = get_policy(rule) if isinstance(rule, str) else rule
+        if policy.reduce_dtype != default_policy.reduce_dtype:
+            raise ValueError(
+                f"rule {regex!r} has reduce_dtype {policy.reduce_dtype}, the default has "
+                f"{default_policy.reduce_dtype}; all gradients are reduced in one dtype"
+            )
+        pairs.append((regex, policy))
+    return PathPolicy(tuple(pairs), default_policy)

@@ -1,0 +1,213 @@
+"""A policy says which dtypes a function's parameters, computation, output and reductions have."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_train.policies.casting import cast_floating
+from jmp_train.policies.dtypes import float_dtype, parse_dtype, short_name
+
+if TYPE_CHECKING:
+    from jmp_train.policies.path_policy import PathPolicy
+
+Tree = TypeVar("Tree")
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The dtypes of parameters, computation, output and gradient reductions; hashable.
+
+    The fields are kept as NumPy dtypes, which compare equal to the scalar types and strings that
+    they were made from. The casts touch floating jax and NumPy arrays only (see `cast_to_full`).
+
+    Args:
+      param_dtype: dtype in which parameters are stored and updated.
+      compute_dtype: dtype of activations and of the parameters' copy inside the function.
+      output_dtype: dtype of what the function returns.
+      reduce_dtype: dtype in which gradients are averaged over devices; float32 by default.
+
+    Raises:
+      ValueError: a field is not a floating dtype; the message names it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> policy = Policy(jnp.float32, jnp.float16, jnp.float32)
+      >>> str(policy)
+      'p=full,c=f16,o=full'
+      >>> policy.cast_to_compute({"w": jnp.ones(3)})["w"].dtype.name
+      'float16'
+
+    Reference: jmp 0.0.4, `jmp.Policy`.
+    """
+
+    param_dtype: DTypeLike
+    compute_dtype: DTypeLike
+    output_dtype: DTypeLike
+    reduce_dtype: DTypeLike = np.dtype(np.float32)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            dtype = float_dtype(getattr(self, field.name), field.name)
+            object.__setattr__(self, field.name, dtype)
+
+    def __str__(self) -> str:
+        names = [short_name(jnp.dtype(getattr(self, f.name))) for f in dataclasses.fields(self)]
+        text = "p={},c={},o={}".format(*names[:3])
+        return text if self.reduce_dtype == jnp.float32 else f"{text},r={names[3]}"
+
+    @property
+    def default(self) -> "Policy":
+        """The policy of values that are no parameters: this one (see `PathPolicy.default`)."""
+        return self
+
+    def policy_of(self, path: str) -> "Policy":
+        """Returns the policy of the parameter at `path`: this one (see `PathPolicy.policy_of`)."""
+        del path
+        return self
+
+    def cast_to_param(self, x: Tree) -> Tree:
+        """Returns `x` with its floating arrays in `param_dtype`."""
+        return cast_floating(x, self.param_dtype)
+
+    def cast_to_compute(self, x: Tree) -> Tree:
+        """Returns `x` with its floating arrays in `compute_dtype`."""
+        return cast_floating(x, self.compute_dtype)
+
+    def cast_to_output(self, x: Tree) -> Tree:
+        """Returns `x` with its floating arrays in `output_dtype`."""
+        return cast_floating(x, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
+        """Returns a copy of this policy with another `output_dtype`."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+
+_F32, _F16, _BF16 = jnp.float32, jnp.float16, jnp.bfloat16
+_NAMED_POLICIES = {
+    "mixed_float16": Policy(_F32, _F16, _F32),
+    "mixed_bfloat16": Policy(_F32, _BF16, _F32),
+}
+_FIELD_OF_KEY = {
+    "p": "param_dtype",
+    "params": "param_dtype",
+    "c": "compute_dtype",
+    "compute": "compute_dtype",
+    "o": "output_dtype",
+    "output": "output_dtype",
+    "r": "reduce_dtype",
+    "reduce": "reduce_dtype",
+}
+
+
+def get_policy(policy_name: str) -> Policy:
+    """Returns the policy that a name or a jmp policy string stands for.
+
+    Args:
+      policy_name: one of
+        * "mixed_float16", "mixed_bfloat16": float32 parameters and outputs, half computation;
+        * a dtype, such as "float32", "float16", "bf16" or "half": that dtype for all three;
+        * "params=float32,compute=float16,output=float32", or the short form "p=f32,c=f16,o=f32".
+          What is missing is float32 for the parameters, the parameters' dtype for computation and
+          computation's for the output. "reduce=" or "r=" sets `reduce_dtype`, else float32.
+
+    Returns:
+      The policy. `get_policy(str(policy)) == policy` holds for every policy.
+
+    Raises:
+      ValueError: an unknown name, key or dtype, or a part that is not key=dtype.
+
+    Example:
+      >>> str(get_policy("mixed_bfloat16"))
+      'p=full,c=bf16,o=full'
+      >>> get_policy("c=f16") == get_policy("params=float32,compute=float16,output=float16")
+      True
+
+    Reference: jmp 0.0.4, `jmp.get_policy`.
+    """
+    if not isinstance(policy_name, str):
+        raise TypeError(f"policy_name must be a string, got {policy_name!r}")
+    name = policy_name.strip()
+    if name in _NAMED_POLICIES:
+        return _NAMED_POLICIES[name]
+    if "=" not in name:
+        return _uniform_policy(name)
+    fields = dict(_parse_part(part.strip(), policy_name) for part in name.split(","))
+    param_dtype = fields.get("param_dtype", jnp.dtype(jnp.float32))
+    compute_dtype = fields.get("compute_dtype", param_dtype)
+    output_dtype = fields.get("output_dtype", compute_dtype)
+    return Policy(param_dtype, compute_dtype, output_dtype, fields.get("reduce_dtype", _F32))
+
+
+def _uniform_policy(name: str) -> Policy:
+    try:
+        dtype = parse_dtype(name)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; or a policy: {', '.join(_NAMED_POLICIES)}, or 'params=...,compute=...'"
+        ) from None
+    return Policy(dtype, dtype, dtype)
+
+
+def _parse_part(part: str, policy_name: str) -> tuple[str, np.dtype]:
+    key, *values = (text.strip() for text in part.split("="))
+    if len(values) != 1:
+        raise ValueError(f"{part!r} in {policy_name!r} must have the form key=dtype")
+    if key not in _FIELD_OF_KEY:
+        raise ValueError(
+            f"Unknown key {key!r} in {policy_name!r} should be 'params', 'compute', 'output' or "
+            "'reduce'."
+        )
+    return _FIELD_OF_KEY[key], parse_dtype(values[0])
+
+
+def apply_policy(
+    fn: Callable[Args, Result], policy: "Policy | PathPolicy"
+) -> Callable[Args, Result]:
+    """Returns `fn` with its arguments cast to the compute dtype and its result to the output's.
+
+    Differentiating the new function gives gradients in the dtypes of the arguments as passed, so
+    float32 parameters get float32 gradients.
+
+    Args:
+      fn: a function of pytrees. Under a `policy_by_path` its first positional argument holds the
+        parameters, as in `jax.grad`: the rules apply to that one, the default to the others.
+      policy: the policy.
+
+    Returns:
+      A function of the same signature. Leaves that are no floating arrays pass untouched.
+
+    Raises:
+      TypeError: under a `policy_by_path`, the parameters are not passed by position.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> dot = apply_policy(jnp.dot, get_policy("mixed_float16"))
+      >>> float(dot(jnp.float32(1.0001), jnp.float32(1.0)))  # computed in float16
+      1.0
+    """
+
+    @functools.wraps(fn)
+    def with_policy(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        compute_args, compute_kwargs = cast_arguments(policy, args, kwargs)
+        return policy.default.cast_to_output(fn(*compute_args, **compute_kwargs))
+
+    return with_policy
+
+
+def cast_arguments(
+    policy: "Policy | PathPolicy", args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call's arguments in the compute dtype; the first one holds the parameters."""
+    if not args:
+        if policy is not policy.default:
+            raise TypeError("a policy_by_path needs the parameters as first positional argument")
+        return (), policy.default.cast_to_compute(kwargs)
+    inputs, kwargs = policy.default.cast_to_compute((args[1:], kwargs))
+    return (policy.cast_to_compute(args[0]), *inputs), kwargs

@@ -1,0 +1,318 @@
+"""Loss scales as other frameworks set them up, under those frameworks' argument names.
+
+Each preset checks its arguments and returns a `DynamicLossScale` that changes in the same steps,
+to the same values, as the original. Two bounds are ours: no scale leaves 2**-126 .. 2**126, since
+beyond it or its inverse is zero.
+"""
+
+import math
+import warnings
+from typing import Any
+
+from jmp_train.policies.loss_scale import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+)
+
+
+def torch_loss_scale(
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    enabled: bool = True,
+) -> DynamicLossScale | NoOpLossScale:
+    """Returns the loss scale of `torch.amp.GradScaler`.
+
+    Args:
+      init_scale: the scale to begin with.
+      growth_factor: what it grows by after `growth_interval` clean steps; above 1.
+      backoff_factor: what an overflow multiplies it with; between 0 and 1.
+      growth_interval: clean steps until it grows; at least 1.
+      enabled: False gives a `NoOpLossScale`.
+
+    Returns:
+      A loss scale for `with_loss_scale`. Like torch's it has no floor.
+
+    Raises:
+      ValueError: an argument breaks its rule; the message names it.
+
+    Example:
+      >>> float(torch_loss_scale().loss_scale)
+      65536.0
+
+    Reference: PyTorch 2.13, torch/amp/grad_scaler.py and aten AmpKernels.cu.
+    """
+    _check_flag("enabled", enabled)
+    _check_scale("init_scale", init_scale)
+    _check_growth("growth_factor", growth_factor)
+    _check_backoff("backoff_factor", backoff_factor)
+    _check_count("growth_interval", growth_interval)
+    if not enabled:
+        return NoOpLossScale()
+    return DynamicLossScale(
+        float(init_scale),
+        period=growth_interval,
+        factor=growth_factor,
+        min_loss_scale=SMALLEST_SCALE,
+        backoff_factor=backoff_factor,
+    )
+
+
+def apex_loss_scale(
+    loss_scale: float | str = "dynamic",
+    init_scale: float = 2.0**16,
+    scale_factor: float = 2.0,
+    scale_window: int = 2000,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> DynamicLossScale | StaticLossScale:
+    """Returns the loss scale of `apex.amp`.
+
+    Args:
+      loss_scale: "dynamic", or a number for a `StaticLossScale`.
+      init_scale: the scale to begin with, cut to `max_loss_scale`.
+      scale_factor: what it grows and falls by; above 1.
+      scale_window: clean steps until it grows; at least 1.
+      min_loss_scale: the floor; None or 0 for none.
+      max_loss_scale: the ceiling.
+
+    Returns:
+      A loss scale for `with_loss_scale`.
+
+    Raises:
+      ValueError: an argument breaks its rule; the message names it.
+
+    Example:
+      >>> apex_loss_scale(loss_scale=128.0)
+      StaticLossScale(loss_scale=128.0)
+
+    Reference: NVIDIA Apex e13873de, apex/amp/scaler.py.
+    """
+    if loss_scale != "dynamic":
+        _check_scale("loss_scale", loss_scale)
+        return StaticLossScale(float(loss_scale))
+    _check_scale("init_scale", init_scale)
+    _check_growth("scale_factor", scale_factor)
+    _check_count("scale_window", scale_window)
+    _check_range("max_loss_scale", max_loss_scale)
+    start, floor = min(init_scale, max_loss_scale), min_loss_scale or SMALLEST_SCALE
+    _check_floor("min_loss_scale", floor, start)
+    return DynamicLossScale(
+        float(start),
+        period=scale_window,
+        factor=scale_factor,
+        min_loss_scale=floor,
+        max_loss_scale=max_loss_scale,
+    )
+
+
+def megatron_loss_scale(
+    initial_scale: float = 2.0**32,
+    min_scale: float = 1.0,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+    max_scale: float = LARGEST_SCALE,
+) -> DynamicLossScale:
+    """Returns the loss scale of Megatron-LM, and with a `max_scale` that of ColossalAI.
+
+    Args:
+      initial_scale: the scale to begin with.
+      min_scale: the floor.
+      growth_factor: what it grows by after `growth_interval` clean steps; above 1.
+      backoff_factor: what it is multiplied with; between 0 and 1.
+      growth_interval: clean steps until it grows; at least 1.
+      hysteresis: overflows since the last growth until the scale falls; at least 1.
+      max_scale: the ceiling; ColossalAI's is 2**32.
+
+    Returns:
+      A loss scale for `with_loss_scale`.
+
+    Raises:
+      ValueError: an argument breaks its rule; the message names it.
+
+    Example:
+      >>> scale = megatron_loss_scale().adjust(False)
+      >>> float(scale.loss_scale) == 2.0**32, float(scale.adjust(False).loss_scale) == 2.0**31
+      (True, True)
+
+    Reference: Megatron-LM d98e8a64, megatron/core/optimizer/grad_scaler.py (DynamicGradScaler);
+    ColossalAI 4f9953be, DynamicGradScaler.
+    """
+    _check_scale("initial_scale", initial_scale)
+    _check_growth("growth_factor", growth_factor)
+    _check_backoff("backoff_factor", backoff_factor)
+    _check_count("growth_interval", growth_interval)
+    _check_count("hysteresis", hysteresis)
+    _check_range("max_scale", max_scale)
+    _check_floor("min_scale", min_scale, initial_scale)
+    if initial_scale > max_scale:
+        raise ValueError(f"initial_scale={initial_scale} must not exceed max_scale={max_scale}")
+    return DynamicLossScale(
+        float(initial_scale),
+        period=growth_interval,
+        factor=growth_factor,
+        min_loss_scale=min_scale,
+        backoff_factor=backoff_factor,
+        max_loss_scale=max_scale,
+        hysteresis=hysteresis,
+    )
+
+
+def nemo_loss_scale(
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+    enabled: bool = True,
+) -> DynamicLossScale | NoOpLossScale:
+    """Returns the loss scale of NeMo's `GradScaler`: torch's with consecutive hysteresis.
+
+    Args:
+      init_scale: the scale to begin with.
+      growth_factor: what it grows by after `growth_interval` clean steps; above 1.
+      backoff_factor: what it is multiplied with; between 0 and 1.
+      growth_interval: clean steps until it grows; at least 1.
+      hysteresis: overflows in a row until the scale falls; at least 1.
+      enabled: False gives a `NoOpLossScale`.
+
+    Returns:
+      A loss scale for `with_loss_scale`.
+
+    Raises:
+      ValueError: an argument breaks its rule; the message names it.
+
+    Example:
+      >>> scale = nemo_loss_scale(hysteresis=2).adjust(False).adjust(True).adjust(False)
+      >>> float(scale.loss_scale)  # two overflows, but not in a row
+      65536.0
+
+    Reference: Apex e13873de, csrc/update_scale_hysteresis.cu, as NeMo uses it.
+    """
+    _check_count("hysteresis", hysteresis)
+    torch = torch_loss_scale(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+    if isinstance(torch, NoOpLossScale):
+        return torch
+    return DynamicLossScale(
+        torch.loss_scale,
+        period=torch.period,
+        factor=torch.factor,
+        min_loss_scale=torch.min_loss_scale,
+        backoff_factor=torch.backoff_factor,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=True,
+    )
+
+
+def deepspeed_loss_scale(
+    loss_scale: float = 0.0,
+    initial_scale_power: int = 16,
+    loss_scale_window: int = 1000,
+    hysteresis: int = 2,
+    consecutive_hysteresis: bool = False,
+    min_loss_scale: float = 1.0,
+) -> DynamicLossScale | StaticLossScale:
+    """Returns the loss scale of DeepSpeed, under the names of its "fp16" configuration.
+
+    DeepSpeed's fused optimizer ignores hysteresis; `hysteresis=1` gives what it does.
+
+    Args:
+      loss_scale: 0 for a dynamic scale, another number for a `StaticLossScale`.
+      initial_scale_power: the scale begins at two to this power.
+      loss_scale_window: clean steps until it doubles; one more after the start or an overflow.
+      hysteresis: overflows until it is halved; at least 1.
+      consecutive_hysteresis: whether every clean step refills the hysteresis, or only a growth.
+      min_loss_scale: the floor.
+
+    Returns:
+      A loss scale for `with_loss_scale`.
+
+    Raises:
+      ValueError: an argument breaks its rule; the message names it.
+
+    Example:
+      >>> float(deepspeed_loss_scale(initial_scale_power=8).loss_scale)
+      256.0
+
+    Reference: DeepSpeed edaa7221, deepspeed/runtime/fp16/loss_scaler.py (DynamicLossScaler).
+    """
+    if loss_scale != 0:
+        _check_scale("loss_scale", loss_scale)
+        return StaticLossScale(float(loss_scale))
+    if isinstance(initial_scale_power, bool) or not isinstance(initial_scale_power, int):
+        raise ValueError(f"initial_scale_power={initial_scale_power!r} must be an integer")
+    if not -126 <= initial_scale_power <= 126:
+        raise ValueError(f"initial_scale_power={initial_scale_power} must lie in -126 .. 126")
+    _check_count("loss_scale_window", loss_scale_window)
+    _check_count("hysteresis", hysteresis)
+    _check_flag("consecutive_hysteresis", consecutive_hysteresis)
+    start = 2.0**initial_scale_power
+    _check_floor("min_loss_scale", min_loss_scale, start)
+    return DynamicLossScale(
+        start,
+        counter=-1,
+        period=loss_scale_window,
+        min_loss_scale=min_loss_scale,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive_hysteresis,
+        counter_start=-1,
+    )
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} must be a finite number")
+
+
+def _check_range(name: str, value: Any) -> None:
+    _check_number(name, value)
+    if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
+        raise ValueError(f"{name}={value!r} must lie between 2**-126 and 2**126")
+
+
+def _check_scale(name: str, value: Any) -> None:
+    _check_range(name, value)
+    _warn_if_inexact(name, value)
+
+
+def _check_floor(name: str, value: Any, start: float) -> None:
+    _check_range(name, value)
+    if value > start:
+        raise ValueError(f"{name}={value!r} must not exceed the scale to begin with, {start}")
+
+
+def _check_growth(name: str, value: Any) -> None:
+    _check_range(name, value)
+    if value <= 1:
+        raise ValueError(f"{name}={value!r} must be above 1")
+    _warn_if_inexact(name, value)
+
+
+def _check_backoff(name: str, value: Any) -> None:
+    _check_range(name, value)
+    if value >= 1:
+        raise ValueError(f"{name}={value!r} must be below 1")
+    _warn_if_inexact(name, value)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+
+
+def _warn_if_inexact(name: str, value: float) -> None:
+    if math.frexp(value)[0] != 0.5:
+        warnings.warn(
+            f"{name}={value} is no power of two: scaling and unscaling will round", stacklevel=4
+        )

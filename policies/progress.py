@@ -1,0 +1,100 @@
+"""Noticing, on the host, that a run skips every step and will never come back."""
+
+import math
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp_train.policies.loss_scale import DynamicLossScale, LossScale
+from jmp_train.policies.loss_scaled_optimizer import LossScaledState, scaled_states
+
+
+class StalledTrainingError(FloatingPointError):
+    """Raised by `check_progress` when too many steps in a row had non-finite gradients.
+
+    Example:
+      >>> issubclass(StalledTrainingError, FloatingPointError)
+      True
+    """
+
+
+def skips_to_floor(loss_scale: LossScale) -> int:
+    """Returns how many overflows in a row bring a loss scale from its value now to its floor.
+
+    Args:
+      loss_scale: a loss scale that is not traced. Without a floor above zero, the smallest normal
+        float32 is meant.
+
+    Returns:
+      The number of steps; 0 for a scale that does not fall.
+
+    Example:
+      >>> from jmp_train.policies import megatron_loss_scale
+      >>> skips_to_floor(megatron_loss_scale(initial_scale=256.0, hysteresis=2))
+      9
+    """
+    if not isinstance(loss_scale, DynamicLossScale):
+        return 0
+    floor = max(float(loss_scale.min_loss_scale), float(np.finfo(np.float32).tiny))
+    ratio = float(np.max(loss_scale.loss_scale)) / floor
+    if ratio <= 1:
+        return 0
+    backoff = loss_scale.backoff_factor or 1 / loss_scale.factor
+    return math.ceil(math.log(ratio) / -math.log(backoff)) + loss_scale.hysteresis - 1
+
+
+def check_progress(opt_state: Any, *, stop_after: int, warn_after: int | None = None) -> None:
+    """Warns or stops when the last steps were all skipped; call it now and then, outside of jit.
+
+    It waits for the state to be computed, so every fifty steps or so is often enough. A scale that
+    begins high skips a few steps before its first real one: let `stop_after` exceed
+    `skips_to_floor(loss_scale)`.
+
+    Args:
+      opt_state: an optimizer's state with any number of loss scales in any nesting.
+      stop_after: raise when this many steps in a row were skipped; at least 1.
+      warn_after: warn when this many were; at least 1, None for never.
+
+    Raises:
+      StalledTrainingError: `stop_after` was reached.
+      ValueError: a number is below 1, or the state has no loss scale.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_train.policies import StaticLossScale, with_loss_scale
+      >>> optimizer = with_loss_scale(optax.sgd(0.1), StaticLossScale(8.0))
+      >>> state = optimizer.init(jnp.ones(2))
+      >>> check_progress(state, stop_after=1)
+      >>> _, state = optimizer.update(jnp.array([1.0, jnp.nan]), state, jnp.ones(2))
+      >>> check_progress(state, stop_after=1)  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+      jmp_train.policies.progress.StalledTrainingError: the last step was skipped ...
+    """
+    for name, number in (("stop_after", stop_after), ("warn_after", warn_after)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name}={number} must be at least 1")
+    found = scaled_states(opt_state)
+    if not found:
+        raise ValueError("opt_state has no loss scale; wrap the optimizer in with_loss_scale")
+    for path, state in found:
+        if isinstance(state.consecutive_skips, jax.core.Tracer):
+            raise ValueError("check_progress reads numbers on the host; call it outside of jit")
+        skips = int(np.max(state.consecutive_skips))
+        if skips >= stop_after:
+            raise StalledTrainingError(_describe(path, state, skips))
+        if warn_after is not None and skips >= warn_after:
+            warnings.warn(_describe(path, state, skips), RuntimeWarning, stacklevel=2)
+
+
+def _describe(path: str, state: LossScaledState, skips: int) -> str:
+    steps = "step was" if skips == 1 else f"{skips} steps were"
+    where = f" of opt_state {path!r}" if path else ""
+    scale = state.loss_scale
+    floor = f" (floor {scale.min_loss_scale:g})" if isinstance(scale, DynamicLossScale) else ""
+    return (
+        f"the last {steps} skipped for non-finite gradients; the loss scale{where} is now "
+        f"{float(np.max(scale.loss_scale)):g}{floor}. NaN or inf in the data or the model does "
+        "not go away with a lower scale: look at nonfinite_report(gradients)"
+    )
