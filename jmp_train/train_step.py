@@ -101,7 +101,7 @@ def train_step(
       >>> import jax, jax.numpy as jnp, optax
       >>> import jmp_train as jt
       >>> loss_fn = lambda params, x: ((x @ params["w"]).astype(jnp.float32) ** 2).mean()
-      >>> optimizer = jt.with_loss_scale(optax.adam(0.1), jt.torch_loss_scale())
+      >>> optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
       >>> step = jt.train_step(jt.stateless(loss_fn), optimizer, policy="mixed_float16")
       >>> state = jt.TrainState.create({"w": jnp.ones((2, 1))}, optimizer)
       >>> state, metrics = jax.jit(step, donate_argnums=0)(state, jnp.ones((4, 2)))

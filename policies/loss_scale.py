@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.tree_util import GetAttrKey, KeyPath
 
 from jmp_train.policies.dtypes import at_least_float32
@@ -306,7 +307,7 @@ def _as_scalar(x: Any, dtype: Any) -> Any:
 
 def _concrete(x: Any, name: str) -> Any:
     """Returns a structural field as a Python value, which hashes and compares."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         raise ValueError(f"{name} must be a concrete number, got a traced value {x}")
     return x.item() if isinstance(x, jax.Array | np.ndarray | np.generic) else x
 
@@ -333,7 +334,7 @@ def _check_own_fields(scale: DynamicLossScale) -> None:
 
 
 def _warn_of_questionable_fields(scale: DynamicLossScale) -> None:
-    start = scale.loss_scale
+    start: Any = scale.loss_scale
     known = isinstance(start, int | float | np.ndarray | np.generic) and np.ndim(start) == 0
     rules = {
         f"period={scale.period} should be at least 1": scale.period >= 1,
@@ -357,12 +358,12 @@ def _times(scale: jax.Array, factor: float) -> jax.Array:
     if float(np.float32(factor)) == factor:
         return scale * np.float32(factor)
     coarse = _leading_bits(factor)
-    medium = _leading_bits(factor - coarse)
+    medium = _leading_bits(factor - float(coarse))
     scale_high = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=11)
     scale_low = scale - scale_high
     total, error = _two_sum(scale_high * coarse, scale_high * medium)
     total, error_2 = _two_sum(total, scale_low * coarse)
-    rest = scale_low * medium + scale * np.float32(factor - coarse - medium)
+    rest = scale_low * medium + scale * np.float32(factor - float(coarse) - float(medium))
     return jnp.where(jnp.isfinite(total), total + (error + error_2 + rest), total)
 
 

@@ -92,7 +92,7 @@ def with_loss_scale(
         )
     inner = optax.with_extra_args_support(optimizer)
 
-    def init(params: Any) -> LossScaledState:
+    def init(params: Any) -> Any:
         inner_state = inner.init(widen_to_float32(params))
         if scaled_states(inner_state):
             raise ValueError("optimizer has a loss scale already: gradients would be divided twice")
@@ -106,12 +106,12 @@ def with_loss_scale(
 
     def update(
         updates: Any,
-        state: LossScaledState,
+        state: Any,
         params: Any = None,
         *,
         axis_names: Sequence[str] = (),
         **extra_args: Any,
-    ) -> tuple[Any, LossScaledState]:
+    ) -> tuple[Any, Any]:
         grads = state.loss_scale.unscale(widen_to_float32(updates))
         finite = all_finite(grads, axis_names)
         new_updates, new_inner_state = inner.update(

@@ -50,7 +50,7 @@ class Policy:
     param_dtype: DTypeLike
     compute_dtype: DTypeLike
     output_dtype: DTypeLike
-    reduce_dtype: DTypeLike = np.dtype(np.float32)
+    reduce_dtype: DTypeLike = jnp.float32
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -139,10 +139,10 @@ def get_policy(policy_name: str) -> Policy:
     if "=" not in name:
         return _uniform_policy(name)
     fields = dict(_parse_part(part.strip(), policy_name) for part in name.split(","))
-    param_dtype = fields.get("param_dtype", jnp.dtype(jnp.float32))
-    compute_dtype = fields.get("compute_dtype", param_dtype)
-    output_dtype = fields.get("output_dtype", compute_dtype)
-    return Policy(param_dtype, compute_dtype, output_dtype, fields.get("reduce_dtype", _F32))
+    fields.setdefault("param_dtype", jnp.dtype(jnp.float32))
+    fields.setdefault("compute_dtype", fields["param_dtype"])
+    fields.setdefault("output_dtype", fields["compute_dtype"])
+    return Policy(**fields)
 
 
 def _uniform_policy(name: str) -> Policy:

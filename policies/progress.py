@@ -4,8 +4,8 @@ import math
 import warnings
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 from jmp_train.policies.loss_scale import DynamicLossScale, LossScale
 from jmp_train.policies.loss_scaled_optimizer import LossScaledState, scaled_states
@@ -79,7 +79,7 @@ def check_progress(opt_state: Any, *, stop_after: int, warn_after: int | None = 
     if not found:
         raise ValueError("opt_state has no loss scale; wrap the optimizer in with_loss_scale")
     for path, state in found:
-        if isinstance(state.consecutive_skips, jax.core.Tracer):
+        if isinstance(state.consecutive_skips, Tracer):
             raise ValueError("check_progress reads numbers on the host; call it outside of jit")
         skips = int(np.max(state.consecutive_skips))
         if skips >= stop_after:
