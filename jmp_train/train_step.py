@@ -104,9 +104,9 @@ def train_step(
       >>> optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
       >>> step = jt.train_step(jt.stateless(loss_fn), optimizer, policy="mixed_float16")
       >>> state = jt.TrainState.create({"w": jnp.ones((2, 1))}, optimizer)
-      >>> state, metrics = jax.jit(step, donate_argnums=0)(state, jnp.ones((4, 2)))
+      >>> state, metrics = jax.jit(step, donate_argnums=0)(state, jnp.full((4, 2), 0.25))
       >>> float(metrics["loss"]), bool(metrics["grads_finite"])
-      (4.0, True)
+      (0.25, True)
     """
     if isinstance(policy, str):
         policy = get_policy(policy)

@@ -342,7 +342,8 @@ def _warn_of_questionable_fields(scale: DynamicLossScale) -> None:
         f"min_loss_scale={scale.min_loss_scale} should be finite and not negative": (
             0 <= scale.min_loss_scale < math.inf
         ),
-        f"loss_scale={start} should be finite and above 0": not known or 0 < start < math.inf,
+        f"loss_scale={start} should be finite and above 0": not known
+        or 0 < float(start) < math.inf,
     }
     for text, holds in rules.items():
         if not holds:
