@@ -1,0 +1,96 @@
+"""Task `digits`: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, with a small CNN.
+
+The data comes with scikit-learn, so this job runs anywhere; BatchNorm and dropout give it the model
+state and the random key that larger jobs have.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jmp_train.tasks.task import Arrays, Task
+
+CLASSES = 10
+
+
+class DigitsCNN(nn.Module):
+    """Three convolutions with BatchNorm, mean pooling, dropout and a dense layer.
+
+    It names no dtype: inputs and parameters bring theirs, and so a policy decides.
+    """
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        """Returns logits [batch, 10] of images [batch, 8, 8, 1]."""
+        for features, strides in ((32, 1), (64, 2), (64, 1)):
+            x = nn.Conv(features, (3, 3), strides, use_bias=False)(x)
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+            x = nn.relu(x)
+        x = x.mean(axis=(1, 2))
+        x = nn.Dropout(0.25, deterministic=not train)(x)
+        return nn.Dense(CLASSES)(x)
+
+
+_MODEL = DigitsCNN()
+
+
+def init(key: jax.Array) -> tuple[Any, Any]:
+    """Returns float32 parameters and batch statistics."""
+    variables = _MODEL.init(key, jnp.zeros((1, 8, 8, 1)), train=False)
+    return variables["params"], variables["batch_stats"]
+
+
+def loss_fn(params: Any, batch_stats: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
+    """Returns the mean cross-entropy, the next batch statistics and the accuracy."""
+    logits, updated = _MODEL.apply(
+        {"params": params, "batch_stats": batch_stats},
+        batch["image"],
+        train=True,
+        mutable=["batch_stats"],
+        rngs={"dropout": rng},
+    )
+    logits = logits.astype(jnp.float32)  # the loss is no place for half precision
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+    accuracy = (logits.argmax(-1) == batch["label"]).mean(dtype=jnp.float32)
+    return loss, (updated["batch_stats"], {"accuracy": accuracy})
+
+
+def predict(params: Any, batch_stats: Any, batch: Any) -> Any:
+    """Returns the logits [batch, 10] of `batch["image"]`."""
+    variables = {"params": params, "batch_stats": batch_stats}
+    return _MODEL.apply(variables, batch["image"], train=False)
+
+
+def load() -> Task:
+    """Returns the task, with a fifth of each digit's images held out for the test."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    images, labels = load_digits(return_X_y=True)
+    data = {
+        "image": (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32),
+        "label": labels.astype(np.int32),
+    }
+    train_rows, test_rows = train_test_split(
+        np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0
+    )
+    return Task(
+        name="digits",
+        train=_rows(data, train_rows),
+        test=_rows(data, test_rows),
+        init=init,
+        loss_fn=loss_fn,
+        predict=predict,
+        schedule=lambda steps: optax.cosine_decay_schedule(3e-3, steps),
+        optimizer=optax.adam,
+        batch_size=64,
+        epochs=15,
+    )
+
+
+def _rows(data: Arrays, rows: Any) -> Arrays:
+    return {name: array[rows] for name, array in data.items()}
