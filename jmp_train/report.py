@@ -43,7 +43,8 @@ def epoch_json(epoch: Epoch) -> dict[str, float | None]:
 
 def epoch_from_json(fields: dict[str, Any]) -> Epoch:
     """Returns the epoch that `epoch_json` made `fields` of."""
-    return Epoch(**{name: math.nan if x is None else x for name, x in fields.items()})
+    numbers: dict[str, Any] = {name: math.nan if x is None else x for name, x in fields.items()}
+    return Epoch(**numbers)
 
 
 def write_report(directory: Path, content: dict[str, Any]) -> Path:

@@ -15,6 +15,7 @@ from jmp_train.policies.collectives import mean_over_axes, reduce_gradients, var
 from jmp_train.policies.finite import all_finite, select_tree
 from jmp_train.policies.loss_scale import LossScale, NoOpLossScale
 from jmp_train.policies.loss_scaled_optimizer import (
+    LossScaledOptimizer,
     LossScaledState,
     get_loss_scale,
     scaled_states,
@@ -238,9 +239,10 @@ class TrainStep:
         axes = {"axis_names": self.axis_names} if self.axis_names else {}
         if not scaled_states(state.opt_state):  # bare optax wants gradients like parameters
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, value=loss, **axes
-        )
+        # The caller selects the parameters, so the optimizer need not select the updates.
+        direct = isinstance(optimizer, LossScaledOptimizer)
+        update = optimizer.propose if direct else optimizer.update
+        updates, opt_state = update(grads, state.opt_state, state.params, value=loss, **axes)
         wide = optax.apply_updates(widen_to_float32(state.params), updates)
         params = jax.tree.map(lambda new, old: new.astype(old.dtype), wide, state.params)
         return params, _clear_emitted(opt_state)

@@ -159,7 +159,7 @@ def count_steps(task: Task, epochs: int, batch_size: int) -> int:
 
 def _check_float64(policy: Policy, name: str) -> None:
     dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
-    if jnp.float64 in dtypes and not jax.config.jax_enable_x64:
+    if jnp.float64 in dtypes and jax.dtypes.canonicalize_dtype(jnp.float64) != jnp.float64:
         raise ValueError(f"policy {name!r} has float64, which needs JAX_ENABLE_X64=1")
 
 

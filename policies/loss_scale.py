@@ -241,23 +241,18 @@ class DynamicLossScale:
         """Returns the scale for the next step, given whether this step's gradients were finite."""
         finite = boolean_scalar(grads_finite)
         scale, counter = jnp.asarray(self.loss_scale), jnp.asarray(self.counter)
-        grow = jnp.logical_and(finite, counter + 1 >= math.ceil(self.period))
-        counter = jnp.where(finite, jnp.where(grow, 0, counter + 1), self.counter_start)
-        fall, left = self._spend_hysteresis(finite, grow)
+        full = counter + 1 >= math.ceil(self.period)
         larger = jnp.minimum(_times(scale, self.factor), np.float32(self.max_loss_scale))
         smaller = jnp.maximum(self._backed_off(scale), np.float32(self.min_loss_scale))
-        scale = jnp.where(grow, larger, jnp.where(fall, smaller, scale))
+        left = self.hysteresis_left
+        if left is not None:
+            spent = jnp.maximum(left - 1, 0)
+            smaller = jnp.where(spent == 0, smaller, scale)
+            refill = True if self.consecutive_hysteresis else full
+            left = jnp.where(finite, jnp.where(refill, self.hysteresis, left), spent)
+        scale = jnp.where(finite, jnp.where(full, larger, scale), smaller)
+        counter = jnp.where(finite, jnp.where(full, 0, counter + 1), self.counter_start)
         return self._with_state(scale, counter, left)
-
-    def _spend_hysteresis(self, finite: Any, grow: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns whether the scale falls, and the overflows left."""
-        bad = jnp.logical_not(finite)
-        if self.hysteresis_left is None:
-            return bad, None
-        refill = finite if self.consecutive_hysteresis else grow
-        spent = jnp.where(bad, jnp.maximum(self.hysteresis_left - 1, 0), self.hysteresis_left)
-        left = jnp.where(refill, self.hysteresis, spent)
-        return jnp.logical_and(bad, left == 0), left
 
     def _backed_off(self, scale: jax.Array) -> jax.Array:
         if self.backoff_factor is None:
