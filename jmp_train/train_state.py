@@ -39,7 +39,7 @@ class TrainState:
     def create(
         cls,
         params: Any,
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | optax.MultiSteps,
         *,
         model_state: Any = None,
         rng: jax.Array | None = None,
@@ -76,7 +76,7 @@ class TrainState:
             params=params,
             opt_state=_settle(optimizer.init(params)),
             model_state=_settle(model_state),
-            rng=rng,
+            rng=None if rng is None else jnp.copy(rng),  # the caller's key survives donation
             step=jnp.zeros((), jnp.int32),
         )
 

@@ -61,7 +61,7 @@ def stateless(loss_fn: Callable[..., Any], has_aux: bool = False) -> LossFn:
 
 def train_step(
     loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
     policy: Policy | PathPolicy | str | None = None,
     accumulate_steps: int = 1,
@@ -243,7 +243,7 @@ class TrainStep:
         direct = isinstance(optimizer, LossScaledOptimizer)
         update = optimizer.propose if direct else optimizer.update
         updates, opt_state = update(grads, state.opt_state, state.params, value=loss, **axes)
-        wide = optax.apply_updates(widen_to_float32(state.params), updates)
+        wide = optax.apply_updates(*widen_to_float32((state.params, updates)))
         params = jax.tree.map(lambda new, old: new.astype(old.dtype), wide, state.params)
         return params, _clear_emitted(opt_state)
 
