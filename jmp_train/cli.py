@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except ModuleNotFoundError as error:
-        return _fail(f"needs the package {error.name}: pip install 'jmp_train[train]'")
+        return _fail(f"this needs the package {error.name}: pip install 'jmp_train[train]'")
     except (_Failure, ValueError, OSError, StalledTrainingError) as error:
         return _fail(str(error))
     except KeyboardInterrupt:

@@ -224,7 +224,9 @@ class TrainStep:
         self, loss_scale: LossScale, params: Any, model_state: Any, batch: Any, rng: Any
     ) -> tuple[jax.Array, Any, Any, Any]:
         def share_of_loss(params: Any, batch: Any) -> tuple[jax.Array, Any]:
-            loss, extra = _unpack(self.loss_fn(params, model_state, batch, rng))
+            # Rebuilt here, because nnx lets variables change only in the trace that made them.
+            state = jax.tree.map(lambda x: x, model_state)
+            loss, extra = _unpack(self.loss_fn(params, state, batch, rng))
             return wide_scalar(loss) / self.accumulate_steps, extra
 
         value_and_grad = scaled_value_and_grad(share_of_loss, self.policy, has_aux=True)

@@ -1,0 +1,172 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_train as jt
+
+MIXED = jt.get_policy("mixed_float16")
+
+
+def quadratic(params: Any, x: jax.Array) -> jax.Array:
+    return ((x @ params["w"]) ** 2).mean()
+
+
+def float64_gradient(w: np.ndarray, x: np.ndarray) -> np.ndarray:
+    w, x = w.astype(np.float64), x.astype(np.float64)
+    return 2 * x.T @ (x @ w) / len(x)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16", "float16"])
+@pytest.mark.parametrize("scale", [jt.NoOpLossScale(), jt.StaticLossScale(64.0)])
+def test_gradients_are_float32_and_still_scaled(policy: str, scale: jt.LossScale) -> None:
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(4,)).astype(np.float32), rng.normal(size=(8, 4)).astype(np.float32)
+    params = jt.get_policy(policy).cast_to_param({"w": jnp.asarray(w)})
+    fn = jax.jit(jt.scaled_value_and_grad(quadratic, jt.get_policy(policy)))
+    loss, grads = fn(scale, params, x)
+    assert loss.dtype == grads["w"].dtype == jnp.float32
+    tolerance = {"float32": 1e-5, "mixed_bfloat16": 0.1}.get(policy, 2e-2)
+    expected = float64_gradient(w, x) * scale.loss_scale
+    np.testing.assert_allclose(
+        grads["w"], expected, rtol=tolerance, atol=tolerance * scale.loss_scale
+    )
+    expected_loss = np.mean((x.astype(np.float64) @ w) ** 2)
+    np.testing.assert_allclose(loss, expected_loss, rtol=tolerance)
+
+
+def test_half_loss_is_scaled_in_float32() -> None:
+    fn = jt.scaled_value_and_grad(lambda w: w * 1.5, MIXED)
+    loss, grad = fn(jt.StaticLossScale(2.0**15), jnp.float32(1))
+    assert (float(loss), float(grad)) == (1.5, 1.5 * 2**15)  # f16(1.5) * 2**16 would be inf
+
+
+def test_small_gradients_survive_by_the_scale() -> None:
+    fn = jt.scaled_value_and_grad(lambda w: (w * 2.0**-13) ** 2, MIXED)
+    _, lost = fn(jt.NoOpLossScale(), jnp.float32(1))
+    _, kept = fn(jt.StaticLossScale(2.0**12), jnp.float32(1))
+    assert float(lost) == 0  # 2**-25, below float16's smallest subnormal
+    assert float(kept) / 2**12 == 2.0**-25
+
+
+def test_aux_is_handed_on_and_closures_are_not_cast() -> None:
+    targets = jnp.float32(70000.0)  # would be inf in float16
+
+    def loss_fn(w: jax.Array, x: jax.Array, *, y: jax.Array) -> tuple[jax.Array, Any]:
+        return (w * x * y).astype(jnp.float32) * targets, {"x": x, "y": y}
+
+    fn = jt.scaled_value_and_grad(loss_fn, MIXED, has_aux=True)
+    (loss, aux), _ = fn(jt.NoOpLossScale(), jnp.float32(1), jnp.float32(1), y=jnp.float32(1))
+    assert float(loss) == 70000.0
+    assert aux["x"].dtype == aux["y"].dtype == jnp.float16
+
+
+def test_a_rule_that_returns_half_gradients_is_widened() -> None:
+    @jax.custom_vjp
+    def half_rule(x: jax.Array) -> jax.Array:
+        return x
+
+    half_rule.defvjp(lambda x: (x, None), lambda _, g: (g.astype(jnp.float16),))
+    fn = jt.scaled_value_and_grad(lambda w: half_rule(w).sum())
+    assert fn(jt.NoOpLossScale(), jnp.ones(2))[1].dtype == jnp.float32
+
+
+def test_path_policy_casts_parameters_by_path() -> None:
+    policy = jt.policy_by_path({"norm": "float32"}, default="mixed_float16")
+    seen = {}
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        seen.update(jax.tree.map(lambda a: a.dtype.name, {**params, "x": x}))
+        return params["w"].sum().astype(jnp.float32) + params["norm"].sum()
+
+    fn = jt.scaled_value_and_grad(loss_fn, policy)
+    fn(jt.NoOpLossScale(), {"w": jnp.ones(2), "norm": jnp.ones(2)}, jnp.ones(2))
+    assert seen == {"w": "float16", "norm": "float32", "x": "float16"}
+
+
+def test_wrong_scale_and_wrong_loss_are_named() -> None:
+    fn = jt.scaled_value_and_grad(lambda w: w)
+    with pytest.raises(TypeError, match=r"loss_scale must be a LossScale, got 8\.0"):
+        fn(8.0, jnp.float32(1))
+    with pytest.raises(TypeError, match=r"floating scalar as loss, got float32\[2\]"):
+        fn(jt.NoOpLossScale(), jnp.ones(2))
+    with pytest.raises(TypeError, match=r"floating scalar as loss, got int32\[\]"):
+        jt.scaled_value_and_grad(lambda w: jnp.int32(1))(jt.NoOpLossScale(), jnp.float32(1))
+
+
+def test_gradient_penalty_in_half_precision() -> None:
+    """The recipe of docs/recipes.md against float64."""
+    rng = np.random.default_rng(1)
+    w, x = rng.normal(size=(5, 3)), rng.normal(size=(16, 5))
+
+    def critic(w: Any, x: Any) -> Any:
+        return jnp.tanh(x @ w).sum()
+
+    def penalized(w: Any, x: Any, scale: jt.LossScale) -> Any:
+        scaled = jax.grad(lambda x: scale.scale(critic(w, x)))(x)
+        norms = jnp.sqrt((scale.unscale(scaled) ** 2).sum(-1))
+        return critic(w, x).astype(norms.dtype) + ((norms - 1) ** 2).mean()
+
+    scale = jt.StaticLossScale(2.0**8)
+    fn = jt.scaled_value_and_grad(lambda w, x: penalized(w, x, scale), MIXED)
+    _, grads = jax.jit(fn)(scale, jnp.asarray(w, jnp.float32), jnp.asarray(x, jnp.float32))
+    with jax.enable_x64(True):
+        expected = jax.grad(lambda w: penalized(w, jnp.asarray(x), jt.NoOpLossScale()))(
+            jnp.asarray(w)
+        )
+        expected = np.asarray(expected)
+    np.testing.assert_allclose(scale.unscale(grads), expected, rtol=0.05, atol=0.05)
+
+
+def test_several_losses_with_a_scale_each_share_a_step() -> None:
+    """A bad loss backs its own scale off, and the shared step is skipped."""
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
+    fn = jt.scaled_value_and_grad(lambda w, x: (w * x).sum())
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, scales: Any, inputs: Any) -> Any:
+        grads = [
+            scale.unscale(fn(scale, params, x)[1]) for scale, x in zip(scales, inputs, strict=True)
+        ]
+        scales = [s.adjust(jt.all_finite(g)) for s, g in zip(scales, grads, strict=True)]
+        total = jax.tree.map(jnp.add, *grads)
+        updates, opt_state = optimizer.update(total, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, scales
+
+    params = jnp.ones(2)
+    state, scales = optimizer.init(params), [jt.torch_loss_scale(8.0), jt.torch_loss_scale(32.0)]
+    params, state, scales = step(params, state, scales, (jnp.ones(2), jnp.full(2, jnp.inf)))
+    assert [float(s.loss_scale) for s in scales] == [8.0, 16.0]
+    np.testing.assert_array_equal(params, [1, 1])
+    params, state, scales = step(params, state, scales, (jnp.ones(2), jnp.ones(2)))
+    np.testing.assert_allclose(params, [0.8, 0.8], rtol=1e-6)
+    assert int(state.skipped_steps) == 1
+
+
+def test_a_gan_step_of_two_optimizers_with_a_scale_each() -> None:
+    """The generator's overflow skips the generator alone, and the other way round."""
+    make = lambda: jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(2.0**8))
+    g_optimizer, d_optimizer = make(), make()
+    d_fn = jt.scaled_value_and_grad(lambda d, g, z: (d * g * z).sum(), MIXED)
+    g_fn = jt.scaled_value_and_grad(lambda g, d, z: -((d * g * z).sum()), MIXED)
+
+    @jax.jit
+    def step(g: Any, d: Any, g_state: Any, d_state: Any, g_noise: Any, d_noise: Any) -> Any:
+        _, grads = d_fn(jt.get_loss_scale(d_state), d, g, d_noise)
+        updates, d_state = d_optimizer.update(grads, d_state, d)
+        d = optax.apply_updates(d, updates)
+        _, grads = g_fn(jt.get_loss_scale(g_state), g, d, g_noise)
+        updates, g_state = g_optimizer.update(grads, g_state, g)
+        return optax.apply_updates(g, updates), d, g_state, d_state
+
+    g, d = jnp.ones(2), jnp.ones(2)
+    g_state, d_state = g_optimizer.init(g), d_optimizer.init(d)
+    fine, bad = jnp.ones(2), jnp.full(2, 1e5)  # inf in float16
+    g, d, g_state, d_state = step(g, d, g_state, d_state, bad, fine)
+    np.testing.assert_array_equal(g, [1, 1])
+    np.testing.assert_allclose(d, [0.9, 0.9], rtol=1e-3)
+    scales = [float(jt.get_loss_scale(s).loss_scale) for s in (g_state, d_state)]
+    assert scales == [2.0**7, 2.0**8]

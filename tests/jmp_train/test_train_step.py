@@ -1,0 +1,522 @@
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_bitwise_equal, host_copy, poison_gradient, relaxed
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jmp_train as jt
+
+
+class Net(nn.Module):
+    """A dense net with all that a step has to carry: batch statistics and dropout."""
+
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = nn.Dense(8)(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name=self.axis_name)(x)
+        x = nn.Dropout(0.1, deterministic=not train)(nn.relu(x))
+        return nn.Dense(1)(x)
+
+
+def net_loss(params: Any, batch_stats: Any, batch: Any, rng: Any) -> Any:
+    """Mean squared error; `batch["poison"]` multiplies the gradient of one kernel."""
+    kernel = params["Dense_1"]["kernel"]
+    params = {**params, "Dense_1": {**params["Dense_1"]}}
+    params["Dense_1"]["kernel"] = poison_gradient(kernel, batch["poison"][0].astype(jnp.float32))
+    with jax.numpy_dtype_promotion("standard"):  # flax's own promotions
+        y, updated = Net().apply(
+            {"params": params, "batch_stats": batch_stats},
+            batch["x"],
+            train=True,
+            mutable=["batch_stats"],
+            rngs={"dropout": rng},
+        )
+    loss = ((y.astype(jnp.float32) - batch["y"].astype(jnp.float32)) ** 2).mean()
+    return loss, (updated["batch_stats"], {"mean": y.mean()})
+
+
+def net_state(optimizer: Any) -> jt.TrainState:
+    variables = Net().init(jax.random.key(0), jnp.ones((2, 4)), train=False)
+    return jt.TrainState.create(
+        variables["params"],
+        optimizer,
+        model_state=variables["batch_stats"],
+        rng=jax.random.key(1),
+    )
+
+
+def net_batch(seed: int, poison: float = 1.0, rows: int = 16) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 4)).astype(np.float32)
+    return {
+        "x": jnp.asarray(x),
+        "y": jnp.asarray(x.sum(-1, keepdims=True)),
+        "poison": jnp.full((rows,), poison),
+    }
+
+
+def scheduled_adam() -> optax.GradientTransformationExtraArgs:
+    return relaxed(optax.adam(optax.cosine_decay_schedule(1e-2, 100)))
+
+
+def line_loss(params: Any, batch: Any) -> jax.Array:
+    return ((batch @ params["w"]).astype(jnp.float32) ** 2).mean()
+
+
+def line_state(optimizer: Any, **kwargs: Any) -> jt.TrainState:
+    return jt.TrainState.create({"w": jnp.array([1.0, 2.0])}, optimizer, **kwargs)
+
+
+def line_batch(seed: int, rows: int = 8) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, 2)), jnp.float32)
+
+
+# --- skipping ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_a_planted_inf_changes_nothing_but_the_counters(policy: str, poison: float) -> None:
+    optimizer = jt.with_loss_scale(scheduled_adam(), jt.torch_loss_scale(2.0**10))
+    step = jax.jit(jt.train_step(net_loss, optimizer, policy=policy), donate_argnums=0)
+    state, metrics = step(net_state(optimizer), net_batch(0))
+    assert bool(metrics["grads_finite"])
+    before = host_copy(state)
+    state, metrics = step(state, net_batch(1, poison))
+
+    assert_bitwise_equal(state.params, before.params)
+    assert_bitwise_equal(state.opt_state.inner_state, before.opt_state.inner_state)
+    assert_bitwise_equal(state.model_state, before.model_state)
+    assert not bool(metrics["grads_finite"])
+    assert float(metrics["loss_scale"]) == 2.0**9
+    assert int(metrics["skipped_steps"]) == int(state.opt_state.consecutive_skips) == 1
+    assert int(state.step) == 2
+
+    skipped = host_copy(state)
+    state, metrics = step(state, net_batch(1))
+    assert bool(metrics["grads_finite"])
+    assert int(state.opt_state.consecutive_skips) == 0
+    assert int(optax.tree.get(state.opt_state.inner_state[0], "count")) == 2
+    assert not np.array_equal(
+        state.params["Dense_0"]["kernel"], skipped.params["Dense_0"]["kernel"]
+    )
+
+
+def test_rng_goes_on_over_a_skip() -> None:
+    optimizer = jt.with_loss_scale(scheduled_adam(), jt.torch_loss_scale(2.0**10))
+    step = jax.jit(jt.train_step(net_loss, optimizer))
+    first, _ = step(net_state(optimizer), net_batch(0, np.inf))
+    assert not np.array_equal(
+        jax.random.key_data(first.rng), jax.random.key_data(net_state(optimizer).rng)
+    )
+
+
+def test_a_skip_keeps_subnormal_and_negative_zero_parameters() -> None:
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
+    step = jax.jit(jt.train_step(jt.stateless(lambda p, x: (p * x).sum()), optimizer))
+    params = jnp.asarray(np.array([-0.0, 1e-40, -1e-45], np.float32))
+    state, _ = step(jt.TrainState.create(params, optimizer), jnp.full(3, jnp.inf))
+    assert_bitwise_equal(state.params, params)
+
+
+def test_overflow_of_the_scaled_gradient_alone_is_found() -> None:
+    """The true gradient fits float16, the scaled one does not: the scale falls until it does."""
+    optimizer = jt.with_loss_scale(optax.sgd(1e-3), jt.torch_loss_scale(2.0**16))
+    step = jt.train_step(jt.stateless(line_loss), optimizer, policy="mixed_float16")
+    _, metrics = jax.lax.scan(step, line_state(optimizer), jnp.full((20, 4, 2), 8.0))
+    assert 0 < int(metrics["skipped_steps"][-1]) < 20
+    assert bool(metrics["grads_finite"][-1])
+
+
+# --- the same numbers as without us -----------------------------------------------------------
+
+
+def test_float32_equals_the_plain_optax_loop_bitwise() -> None:
+    """Op by op: under jit XLA may fuse the two loops differently."""
+    plain = optax.sgd(0.1, momentum=0.9)
+    optimizer = jt.with_loss_scale(plain, jt.torch_loss_scale())
+    step = jt.train_step(jt.stateless(line_loss), optimizer, policy="float32")
+
+    def by_hand(params: Any, opt_state: Any, batch: Any) -> Any:
+        grads = jax.grad(line_loss)(params, batch)
+        updates, opt_state = plain.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    state = line_state(optimizer)
+    params, opt_state = state.params, plain.init(state.params)
+    for seed in range(10):
+        state, _ = step(state, line_batch(seed))
+        params, opt_state = by_hand(params, opt_state, line_batch(seed))
+    assert_bitwise_equal(state.params, params)
+    assert_bitwise_equal(state.opt_state.inner_state, opt_state)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float16", "bfloat16"])
+def test_half_precision_learns_what_float32_learns(policy: str) -> None:
+    losses = {}
+    for name in ("float32", policy):
+        optimizer = jt.with_loss_scale(optax.sgd(0.05), jt.torch_loss_scale(2.0**8))
+        step = jax.jit(jt.train_step(jt.stateless(line_loss), optimizer, policy=name))
+        params = jt.get_policy(name).cast_to_param({"w": jnp.array([1.0, 2.0])})
+        state = jt.TrainState.create(params, optimizer)
+        for seed in range(40):
+            state, metrics = step(state, line_batch(seed))
+            assert metrics["loss"].dtype == jnp.float32
+        losses[name] = float(line_loss(jt.cast_to_full(state.params), line_batch(99)))
+    assert losses["float32"] < 0.2
+    assert losses[policy] == pytest.approx(losses["float32"], abs=0.05)
+
+
+def test_metrics_are_those_of_float64() -> None:
+    optimizer = jt.with_loss_scale(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0)),
+                                   jt.torch_loss_scale())  # fmt: skip
+    step = jax.jit(jt.train_step(jt.stateless(line_loss), optimizer))
+    x, w = np.asarray(line_batch(0), np.float64), np.array([1.0, 2.0])
+    state, metrics = step(line_state(optimizer), line_batch(0))
+    gradient = 2 * x.T @ (x @ w) / len(x)
+    norm = np.linalg.norm(gradient)
+    assert set(metrics) == {
+        "loss", "aux", "grad_norm", "grads_finite", "loss_scale", "skipped_steps",
+    }  # fmt: skip
+    np.testing.assert_allclose(metrics["loss"], np.mean((x @ w) ** 2), rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-6)
+    np.testing.assert_allclose(state.params["w"], w - 0.5 * gradient / norm, rtol=1e-5)
+
+
+# --- micro-batches ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_accumulation_equals_the_whole_batch(policy: str) -> None:
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(2.0**8))
+    whole = jax.jit(jt.train_step(jt.stateless(line_loss), optimizer, policy=policy))
+    split = jax.jit(
+        jt.train_step(jt.stateless(line_loss), optimizer, policy=policy, accumulate_steps=4)
+    )
+    a, b = line_state(optimizer), line_state(optimizer)
+    tolerance = 1e-6 if policy == "float32" else 2e-3
+    for seed in range(5):
+        (a, in_one), (b, in_four) = whole(a, line_batch(seed)), split(b, line_batch(seed))
+        np.testing.assert_allclose(a.params["w"], b.params["w"], rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(in_one["loss"], in_four["loss"], rtol=tolerance * 10)
+
+
+def test_one_bad_micro_batch_skips_the_global_batch_once() -> None:
+    optimizer = jt.with_loss_scale(scheduled_adam(), jt.torch_loss_scale(2.0**10))
+    step = jax.jit(jt.train_step(net_loss, optimizer, accumulate_steps=4))
+    state = net_state(optimizer)
+    batch = net_batch(0)
+    batch["poison"] = batch["poison"].at[4:8].set(jnp.inf)  # the second of four
+    after, metrics = step(state, batch)
+    assert_bitwise_equal(after.params, state.params)
+    assert_bitwise_equal(after.model_state, state.model_state)
+    assert float(metrics["loss_scale"]) == 2.0**9
+    assert int(metrics["skipped_steps"]) == 1
+
+
+def test_model_state_threads_through_aux_stacks_and_keys_differ() -> None:
+    def loss_fn(params: Any, seen: Any, batch: Any, rng: Any) -> Any:
+        draw = jax.random.uniform(rng)
+        return (params["w"] * batch).sum(), (seen + 1, {"seen": seen, "draw": draw})
+
+    step = jax.jit(jt.train_step(loss_fn, optax.sgd(0.1), accumulate_steps=3))
+    state = jt.TrainState.create(
+        {"w": jnp.ones(2)}, optax.sgd(0.1), model_state=jnp.int32(0), rng=jax.random.key(0)
+    )
+    state, metrics = step(state, jnp.ones((6, 2)))
+    assert int(state.model_state) == 3
+    np.testing.assert_array_equal(metrics["aux"]["seen"], [0, 1, 2])
+    assert len(set(metrics["aux"]["draw"].tolist())) == 3
+
+
+def test_a_batch_that_does_not_divide_is_named() -> None:
+    step = jt.train_step(
+        jt.stateless(lambda p, b: p["w"].sum()), optax.sgd(1.0), accumulate_steps=3
+    )
+    with pytest.raises(ValueError, match=r"accumulate_steps=3 must divide.*'x' has shape \(8, 2\)"):
+        step(line_state(optax.sgd(1.0)), {"x": jnp.ones((8, 2))})
+    with pytest.raises(ValueError, match=r"'\(root\)' has shape \(\)"):
+        step(line_state(optax.sgd(1.0)), jnp.float32(1))
+    with pytest.raises(ValueError, match="accumulate_steps=0 must be an integer of at least 1"):
+        jt.train_step(jt.stateless(line_loss), optax.sgd(1.0), accumulate_steps=0)
+
+
+# --- optimizers in any nesting ----------------------------------------------------------------
+
+SCALE = jt.torch_loss_scale(2.0**4)
+
+
+def inner() -> optax.GradientTransformationExtraArgs:
+    return jt.with_loss_scale(optax.sgd(0.1), SCALE)
+
+
+NESTINGS = {
+    "bare": inner,
+    "chain": lambda: optax.chain(inner(), optax.scale(1.0)),
+    "multi_transform": lambda: optax.multi_transform({"a": inner()}, lambda p: {"w": "a"}),
+    "masked": lambda: optax.masked(inner(), {"w": True}),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(
+        lambda learning_rate: jt.with_loss_scale(optax.sgd(learning_rate), SCALE)
+    )(learning_rate=0.1),
+}
+
+
+@pytest.mark.parametrize("name", NESTINGS)
+def test_the_scale_works_in_any_nesting(name: str) -> None:
+    optimizer = NESTINGS[name]()
+    step = jax.jit(jt.train_step(jt.stateless(line_loss), relaxed(optimizer)))
+    state = line_state(relaxed(optimizer))
+    state, metrics = step(state, line_batch(0))
+    expected = np.array([1.0, 2.0]) - 0.1 * np.asarray(
+        jax.grad(line_loss)({"w": jnp.array([1.0, 2.0])}, line_batch(0))["w"]
+    )
+    np.testing.assert_allclose(state.params["w"], expected, rtol=1e-6)
+    before = state.params
+    state, metrics = step(state, jnp.full((8, 2), jnp.nan))
+    assert_bitwise_equal(state.params, before)
+    assert float(metrics["loss_scale"]) == 2.0**3
+    assert int(metrics["skipped_steps"]) == 1
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_multi_steps_recovers_from_an_overflow(outside: bool) -> None:
+    optimizer = (
+        optax.MultiSteps(inner(), 2)
+        if outside
+        else jt.with_loss_scale(optax.MultiSteps(optax.sgd(0.1), 2), SCALE)
+    )
+    with jax.numpy_dtype_promotion("standard"):  # MultiSteps multiplies booleans with floats
+        step = jax.jit(jt.train_step(jt.stateless(line_loss), optimizer))
+        state = line_state(optimizer)
+        for batch in (jnp.full((8, 2), jnp.inf), line_batch(0), line_batch(1), line_batch(2)):
+            state, metrics = step(state, batch)
+    assert np.isfinite(state.params["w"]).all()
+    assert not np.array_equal(state.params["w"], [1, 2])
+    assert int(metrics["skipped_steps"]) == 1
+    assert float(metrics["loss_scale"]) == 2.0**3
+
+
+def test_several_scales_in_one_optimizer_are_an_error() -> None:
+    optimizer = optax.multi_transform({"a": inner(), "b": inner()}, lambda p: {"w": "a", "v": "b"})
+    state = jt.TrainState.create({"w": jnp.ones(2), "v": jnp.ones(2)}, optimizer)
+    step = jt.train_step(jt.stateless(lambda p, b: (p["w"] * p["v"] * b).sum()), optimizer)
+    with pytest.raises(ValueError, match="has 2 loss scales"):
+        step(state, jnp.ones(2))
+
+
+def test_an_optimizer_without_a_loss_scale_works() -> None:
+    optimizer = relaxed(optax.adam(0.1))
+    step = jax.jit(jt.train_step(jt.stateless(line_loss), optimizer, policy="bfloat16"))
+    state = jt.TrainState.create({"w": jnp.ones(2, jnp.bfloat16)}, optimizer)
+    shapes = jax.eval_shape(lambda s: s, state)
+    state, metrics = step(state, line_batch(0))
+    assert jax.eval_shape(lambda s: s, state) == shapes  # moments keep their dtype
+    assert float(metrics["loss_scale"]) == 1
+    assert int(metrics["skipped_steps"]) == 0
+
+
+def test_the_optimizer_gets_the_loss_as_value() -> None:
+    optimizer = jt.with_loss_scale(relaxed(optax.polyak_sgd()), jt.torch_loss_scale())
+    step = jax.jit(jt.train_step(jt.stateless(line_loss), optimizer))
+    state, first = step(line_state(optimizer), line_batch(0))
+    assert float(step(state, line_batch(0))[1]["loss"]) < float(first["loss"])
+
+
+# --- transformations --------------------------------------------------------------------------
+
+
+def test_one_trace_for_all_steps() -> None:
+    traces = []
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        traces.append(1)
+        return line_loss(params, batch)
+
+    optimizer = jt.with_loss_scale(relaxed(optax.adamw(1e-2)), jt.deepspeed_loss_scale())
+    step = jax.jit(
+        jt.train_step(jt.stateless(loss_fn), optimizer, policy="mixed_float16"), donate_argnums=0
+    )
+    state = jt.TrainState.create(
+        {"w": jnp.asarray([1.0, 2.0]) * 1.0, "weak": jnp.asarray(1.0)}, optimizer
+    )
+    for seed in range(5):
+        batch = line_batch(seed) if seed != 2 else jnp.full((8, 2), jnp.inf, jnp.float32)
+        state, _ = step(state, batch)
+    assert len(traces) == 1
+
+
+def test_vmap_over_seeds_equals_each_alone() -> None:
+    optimizer = jt.with_loss_scale(relaxed(optax.adam(0.1)), jt.torch_loss_scale(2.0**8))
+    step = jt.train_step(jt.stateless(line_loss), optimizer)
+    batches = jnp.stack([line_batch(0), jnp.full((8, 2), jnp.nan), line_batch(2)])
+
+    def run(key: jax.Array, batch: jax.Array) -> jt.TrainState:
+        params = {"w": jax.random.normal(key, (2,))}
+        return step(jt.TrainState.create(params, optimizer, rng=key), batch)[0]
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    together = jax.jit(jax.vmap(run))(keys, batches)
+    assert together.opt_state.skipped_steps.tolist() == [0, 1, 0]
+    assert together.opt_state.loss_scale.loss_scale.tolist() == [256, 128, 256]
+    for i in range(3):
+        alone = jax.jit(run)(keys[i], batches[i])
+        np.testing.assert_allclose(together.params["w"][i], alone.params["w"], rtol=1e-6)
+
+
+def test_scan_over_steps() -> None:
+    optimizer = inner()
+    step = jt.train_step(jt.stateless(line_loss), optimizer)
+    batches = jnp.stack([line_batch(i) for i in range(4)])
+    scanned, metrics = jax.jit(lambda s: jax.lax.scan(step, s, batches))(line_state(optimizer))
+    looped = line_state(optimizer)
+    for batch in batches:
+        looped, _ = jax.jit(step)(looped, batch)
+    np.testing.assert_allclose(scanned.params["w"], looped.params["w"], rtol=1e-6)
+    assert metrics["loss"].shape == (4,)
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+def test_parameters_narrower_than_the_policy_are_listed() -> None:
+    step = jt.train_step(jt.stateless(line_loss), inner(), policy="mixed_float16")
+    state = jt.TrainState.create({"w": jnp.ones(2, jnp.float16)}, inner())
+    with pytest.raises(ValueError, match="'w' is float16, not float32"):
+        step(state, line_batch(0))
+
+
+def test_a_plain_loss_function_is_pointed_to_stateless() -> None:
+    step = jt.train_step(lambda p, s, b, r: p["w"].sum(), optax.sgd(0.1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"must return \(loss, \(model_state, aux\)\); stateless"):
+        step(line_state(optax.sgd(0.1)), line_batch(0))
+
+
+def test_a_model_state_that_changes_is_named() -> None:
+    def grows(params: Any, state: Any, batch: Any, rng: Any) -> Any:
+        return params["w"].sum(), ({"mean": jnp.ones(3)}, None)
+
+    step = jt.train_step(grows, optax.sgd(0.1))
+    with pytest.raises(TypeError, match="model_state of another structure"):
+        step(line_state(optax.sgd(0.1)), line_batch(0))
+    with pytest.raises(
+        TypeError, match=r"model_state 'mean' of shape \(3,\), the state has \(2,\)"
+    ):
+        step(line_state(optax.sgd(0.1), model_state={"mean": jnp.ones(2)}), line_batch(0))
+
+
+def test_model_state_keeps_its_dtype() -> None:
+    def halves(params: Any, state: Any, batch: Any, rng: Any) -> Any:
+        return params["w"].sum(), (state.astype(jnp.float16), None)
+
+    step = jax.jit(jt.train_step(halves, optax.sgd(0.1)))
+    state, _ = step(line_state(optax.sgd(0.1), model_state=jnp.ones(2)), line_batch(0))
+    assert state.model_state.dtype == jnp.float32
+
+
+def test_it_is_a_frozen_value() -> None:
+    step = jt.train_step(jt.stateless(line_loss), inner())
+    assert step.with_axes("data", "model").axis_names == ("data", "model")
+    assert step.axis_names == ()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        step.accumulate_steps = 2  # type: ignore[misc]
+
+
+def test_stateless_hands_aux_on() -> None:
+    fn = jt.stateless(lambda p, b: (p * b, "aux"), has_aux=True)
+    assert fn(2.0, "state", 3.0, None) == (6.0, ("state", "aux"))
+
+
+# --- parallel ---------------------------------------------------------------------------------
+
+MESH = Mesh(np.array(jax.devices()), ("data",))
+
+
+def parallel(step: jt.TrainStep, way: str) -> Any:
+    step = step.with_axes("data")
+    if way == "pmap":
+        return jax.pmap(step, axis_name="data", in_axes=(None, 0), out_axes=None)
+    return jax.jit(
+        jax.shard_map(
+            step,
+            mesh=MESH,
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+            check_vma=way == "shard_map with vma",
+        )
+    )
+
+
+def sharded(batch: Any, way: str) -> Any:
+    if way != "pmap":
+        return batch
+    return jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)
+
+
+WAYS = ("shard_map with vma", "shard_map without vma", "pmap")
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_eight_devices_equal_one(way: str, accumulate_steps: int) -> None:
+    optimizer = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.torch_loss_scale())
+    step = jt.train_step(
+        jt.stateless(line_loss), optimizer, policy="float32", accumulate_steps=accumulate_steps
+    )
+    on_eight, on_one = parallel(step, way), jax.jit(step)
+    a, b = line_state(optimizer), line_state(optimizer)
+    for seed in range(5):
+        batch = line_batch(seed, rows=32)
+        a, many = on_eight(a, sharded(batch, way))
+        b, one = on_one(b, batch)
+        np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
+        np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose(a.params["w"], b.params["w"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_overflow_on_one_device_skips_on_all(way: str) -> None:
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(2.0**8))
+    step = parallel(jt.train_step(jt.stateless(line_loss), optimizer, policy="mixed_float16"), way)
+    state = line_state(optimizer)
+    batch = line_batch(0, rows=16).at[5].set(1e5)  # inf in float16, in the third device's rows
+    after, metrics = step(state, sharded(batch, way))
+    assert_bitwise_equal(jax.device_get(after.params), jax.device_get(state.params))
+    assert (int(metrics["skipped_steps"]), float(metrics["loss_scale"])) == (1, 2.0**7)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_batch_statistics_are_averaged_and_devices_draw_apart(way: str) -> None:
+    def loss_fn(params: Any, stats: Any, batch: Any, rng: Any) -> Any:
+        draw = jax.random.uniform(rng)
+        return (params["w"] * batch).sum(), (batch.mean(), {"draw": draw, "square": draw**2})
+
+    step = parallel(jt.train_step(loss_fn, optax.sgd(0.1)), way)
+    state = line_state(optax.sgd(0.1), model_state=jnp.float32(0), rng=jax.random.key(0))
+    batch = line_batch(0, rows=16)
+    state, metrics = step(state, sharded(batch, way))
+    np.testing.assert_allclose(state.model_state, np.mean(batch), rtol=1e-5)
+    # Equal draws everywhere would have no variance.
+    assert float(metrics["aux"]["square"]) > float(metrics["aux"]["draw"]) ** 2 + 1e-3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_reduced_in_the_dtype_of_the_policy(way: str) -> None:
+    """Eight local gradients of 30,000: their float16 sum overflows unless it is divided first."""
+    for reduce_dtype, expected in (("f32", 30000.0), ("f16", 29984.0)):
+        policy = jt.get_policy(f"p=f32,c=f16,o=f32,r={reduce_dtype}")
+        step = jt.train_step(jt.stateless(lambda p, b: (p["w"] * b).sum()), inner(), policy=policy)
+        state = jt.TrainState.create({"w": jnp.zeros(())}, inner())
+        state = dataclasses.replace(
+            state, opt_state=state.opt_state._replace(loss_scale=jt.StaticLossScale(1.0))
+        )
+        after, _ = parallel(step, way)(state, sharded(jnp.full(8, 30000.0), way))
+        np.testing.assert_allclose(after.params["w"], -0.1 * expected, rtol=1e-3)

@@ -1,0 +1,112 @@
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import relaxed
+
+import jmp_train as jt
+from jmp_train.tasks import TASK_NAMES, load_task
+from jmp_train.tasks.task import Task
+from jmp_train.training import Epoch, loss_scale_for, train
+
+
+@pytest.fixture(name="digits")
+def fixture_digits() -> Task:
+    task = load_task("digits")
+    return dataclasses.replace(
+        task,
+        loss_fn=_standard(task.loss_fn),
+        predict=_standard(task.predict),
+        init=_standard(task.init),
+        optimizer=lambda rate: relaxed(task.optimizer(rate)),
+    )
+
+
+def _standard(fn: Any) -> Any:
+    def promoting(*args: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):  # flax promotes by itself
+            return fn(*args)
+
+    return promoting
+
+
+def test_every_task_loads() -> None:
+    for name in TASK_NAMES:
+        task = load_task(name)
+        assert task.name == name
+        assert set(task.train) == set(task.test)
+        assert len(task.train["label"]) > len(task.test["label"]) > 0
+
+
+def test_digits_are_the_real_ones_and_split_without_overlap(digits: Task) -> None:
+    images = np.concatenate([digits.train["image"], digits.test["image"]])
+    labels = np.concatenate([digits.train["label"], digits.test["label"]])
+    assert images.shape == (1797, 8, 8, 1)
+    assert (images.dtype, labels.dtype) == (np.float32, np.int32)
+    assert (images.min(), images.max()) == (0, 1)
+    assert np.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert np.bincount(digits.test["label"]).min() >= 34
+
+
+@pytest.mark.parametrize(
+    ("policy", "scale"), [("float32", 1.0), ("mixed_float16", 2.0**16), ("mixed_bfloat16", 1.0)]
+)
+def test_digits_learn_in_every_policy(digits: Task, policy: str, scale: float) -> None:
+    seen: list[Epoch] = []
+    run = train(digits, policy, epochs=3, on_epoch=seen.append)
+    assert run.policy == policy
+    assert run.test_accuracy > 0.9
+    assert run.epochs == tuple(seen)
+    assert [epoch.epoch for epoch in run.epochs] == [1, 2, 3]
+    assert run.epochs[-1].loss < 0.5 * run.epochs[0].loss
+    assert run.epochs[-1].loss_scale == scale
+    assert run.epochs[0].learning_rate > run.epochs[1].learning_rate > 0
+    assert all(epoch.seconds > 0 and epoch.memory_mb > 0 for epoch in run.epochs)
+
+
+def test_the_same_seed_gives_the_same_run(digits: Task) -> None:
+    runs = [train(digits, "mixed_float16", epochs=1, seed=seed) for seed in (3, 3, 4)]
+    assert runs[0].epochs[0].loss == runs[1].epochs[0].loss != runs[2].epochs[0].loss
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32", "mixed_bfloat16"])
+def test_nan_for_ever_ends_in_an_error(digits: Task, policy: str) -> None:
+    images = np.full_like(digits.train["image"], np.nan)
+    broken = dataclasses.replace(digits, train={**digits.train, "image": images})
+    with pytest.raises(
+        jt.StalledTrainingError, match="steps were skipped for non-finite gradients"
+    ):
+        train(broken, policy, epochs=50)
+
+
+def test_a_step_that_overflows_once_in_a_while_does_not_stop_the_run(digits: Task) -> None:
+    images = digits.train["image"].copy()
+    images[0] = 7e4  # inf in float16: one of 22 batches an epoch is skipped
+    odd = dataclasses.replace(digits, train={**digits.train, "image": images})
+    run = train(odd, "mixed_float16", epochs=2)
+    assert [epoch.skipped_steps for epoch in run.epochs] == [1, 2]
+    assert run.epochs[-1].loss_scale == 2.0**14
+
+
+def test_bad_numbers_are_named(digits: Task) -> None:
+    with pytest.raises(ValueError, match="epochs=0 must be at least 1"):
+        train(digits, "float32", epochs=0)
+    with pytest.raises(ValueError, match="batch_size=1438 must lie between 1 and the 1437"):
+        train(digits, "float32", batch_size=1438)
+    with pytest.raises(ValueError, match="Unknown dtype 'float31'"):
+        train(digits, "float31")
+    with pytest.raises(ValueError, match="'float64' has float64, which needs JAX_ENABLE_X64=1"):
+        train(digits, "float64")
+
+
+def test_only_float16_gets_a_scale() -> None:
+    for name in ("float16", "mixed_float16", "p=f32,c=f16,o=f32"):
+        scale = loss_scale_for(jt.get_policy(name))
+        assert isinstance(scale, jt.DynamicLossScale)
+        assert float(scale.min_loss_scale) == 1
+    for name in ("float32", "bfloat16", "mixed_bfloat16"):
+        assert loss_scale_for(jt.get_policy(name)) == jt.NoOpLossScale()
+    assert jnp.float16 == jt.get_policy("float16").param_dtype
