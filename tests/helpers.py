@@ -29,7 +29,7 @@ def assert_bitwise_equal(a: Any, b: Any) -> None:
         jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
     ):
         name = jax.tree_util.keystr(path)
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)
         assert x.dtype == y.dtype, name
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), name
@@ -38,7 +38,7 @@ def assert_bitwise_equal(a: Any, b: Any) -> None:
 def host_copy(tree: Any) -> Any:
     """Returns copies on the host, for comparison with what a donating step makes of the tree."""
     return jax.tree.map(
-        lambda x: x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x), tree
+        lambda x: x if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x), tree
     )
 
 

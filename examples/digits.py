@@ -1,0 +1,96 @@
+"""Trains a small CNN on handwritten digits in mixed precision: a whole script, to read in one sitting.
+
+    python examples/digits.py [float32 | mixed_float16 | mixed_bfloat16]
+
+Expected: about 99 % of the test images right after ten epochs, in every policy.
+"""
+
+import sys
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import jmp_train as jt
+
+
+class CNN(nn.Module):
+    """Two convolutions with BatchNorm; it names no dtype, so the policy decides."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        """Returns logits [batch, 10] of images [batch, 8, 8, 1]."""
+        for features in (32, 64):
+            x = nn.Conv(features, (3, 3))(x)
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+            x = nn.max_pool(nn.relu(x), (2, 2), (2, 2))
+        x = nn.Dropout(0.25, deterministic=not train)(x.reshape(len(x), -1))
+        return nn.Dense(10)(x)
+
+
+model = CNN()
+
+
+def loss_fn(params: Any, batch_stats: Any, batch: Any, rng: jax.Array) -> Any:
+    """Returns the loss and the next batch statistics; there is nothing about precision in it."""
+    logits, updated = model.apply(
+        {"params": params, "batch_stats": batch_stats},
+        batch["image"],
+        train=True,
+        mutable=["batch_stats"],
+        rngs={"dropout": rng},
+    )
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), batch["label"]
+    )
+    return losses.mean(), (updated["batch_stats"], None)
+
+
+def main(policy_name: str = "mixed_float16", epochs: int = 10, batch_size: int = 64) -> None:
+    """Trains, and prints the test accuracy."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
+    train_x, test_x, train_y, test_y = train_test_split(
+        images, labels, test_size=0.2, random_state=0
+    )
+
+    policy = jt.get_policy(policy_name)
+    loss_scale = jt.torch_loss_scale(enabled="float16" in policy_name)
+    tx = jt.with_loss_scale(optax.adam(1e-3), loss_scale)
+    step = jax.jit(jt.train_step(loss_fn, tx, policy=policy), donate_argnums=0)
+
+    variables = model.init(jax.random.key(0), train_x[:1], train=False)
+    state = jt.TrainState.create(
+        policy.cast_to_param(variables["params"]),
+        tx,
+        model_state=variables["batch_stats"],
+        rng=jax.random.key(1),
+    )
+    for epoch in range(epochs):
+        order = np.random.default_rng(epoch).permutation(len(train_x))
+        metrics = {}
+        for rows in np.split(order, range(batch_size, len(order), batch_size))[:-1]:
+            batch = {"image": train_x[rows], "label": train_y[rows]}
+            state, metrics = step(state, batch)
+        jt.check_progress(state.opt_state, stop_after=50)
+        print(
+            f"epoch {epoch + 1}  loss {metrics['loss']:.4f}  "
+            f"loss scale {metrics['loss_scale']:g}  skipped {metrics['skipped_steps']}"
+        )
+
+    @jax.jit
+    def predict(params: Any, batch_stats: Any, x: Any) -> Any:
+        params, x = policy.cast_to_compute((params, x))
+        return model.apply({"params": params, "batch_stats": batch_stats}, x, train=False)
+
+    logits = predict(state.params, state.model_state, test_x)
+    print(f"test accuracy {np.mean(np.argmax(logits, -1) == test_y):.2%}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])
