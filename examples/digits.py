@@ -93,4 +93,4 @@ def main(policy_name: str = "mixed_float16", epochs: int = 10, batch_size: int =
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(sys.argv[1] if len(sys.argv) > 1 else "mixed_float16")
