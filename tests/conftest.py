@@ -1,6 +1,9 @@
 """Eight virtual devices, strict dtypes, and no skip that is not on the committed list."""
 
 import os
+import re
+from pathlib import Path
+from typing import Any
 
 # Before jax starts: with fewer threads than this, eight virtual devices on few cores deadlock.
 os.environ.setdefault("NPROC", "32")
@@ -8,5 +11,55 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--allowed-skips",
+        type=Path,
+        metavar="FILE",
+        help="fail if a test is skipped for a reason that no regular expression in FILE matches",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file = config.getoption("--allowed-skips")
+    if file is not None:
+        lines = [line.strip() for line in file.read_text().splitlines()]
+        patterns = [line for line in lines if line and not line.startswith("#")]
+        config.pluginmanager.register(SkipCheck(patterns))
+
+
+class SkipCheck:
+    """Fails the session for skips whose reason is not listed."""
+
+    def __init__(self, patterns: list[str]) -> None:
+        self.patterns = patterns
+        self.unlisted: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not hasattr(report, "wasxfail"):
+            self._look_at(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._look_at(report)
+
+    def _look_at(self, report: Any) -> None:
+        if not report.skipped:
+            return
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not any(re.fullmatch(pattern, reason) for pattern in self.patterns):
+            self.unlisted.append(f"{report.nodeid}: {reason}")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.unlisted:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.unlisted:
+            terminalreporter.section("skipped for reasons that are not on the list", red=True)
+            for line in self.unlisted:
+                terminalreporter.write_line(line)

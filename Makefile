@@ -1,0 +1,68 @@
+# Every target makes the virtual environment that it needs; nothing has to be installed or exported before.
+# `make PYTHON=python3.12 test` chooses the interpreter, which has to be Python 3.11 or newer.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+NEWEST := .venv-newest/bin
+
+.PHONY: help demo test test-newest lint format bench clean
+
+help:
+	@echo "make demo         train on digits in float32, float16 and bfloat16, side by side"
+	@echo "make test         run all tests, with coverage"
+	@echo "make test-newest  run the fast ones on the newest Python and jax, where there is one"
+	@echo "make lint         ruff and pyright"
+	@echo "make format       ruff's formatter"
+	@echo "make bench        what a step and an import cost"
+	@echo "make clean        remove what make made"
+
+demo: .venv/.train
+	$(BIN)/jmp-train compare digits --policies float32 mixed_float16 mixed_bfloat16 --out out/demo
+
+test: .venv/.dev
+	$(BIN)/python -m pytest --allowed-skips tests/allowed_skips.txt --cov --cov-report=
+	$(BIN)/coverage report
+	$(BIN)/coverage report --include='policies/*' --fail-under=95 --format=total
+
+test-newest:
+	@python=$$(.ci/newest-python); \
+	if [ -z "$$python" ]; then echo "no Python 3.12 or 3.13 here: the newest jax is not tested"; \
+	else $(MAKE) .venv-newest/.dev NEWEST_PYTHON="$$python" && $(MAKE) run-test-newest; fi
+
+.PHONY: run-test-newest
+run-test-newest:
+	$(NEWEST)/python -c 'import jax; print("jax", jax.__version__); assert jax.__version_info__ >= (0, 11)'
+	$(NEWEST)/python -m pytest -m "not slow" --allowed-skips tests/allowed_skips.txt \
+		tests/policies tests/jmp_train jmp_train
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: .venv/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/.dev
+	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/import_time.py
+
+clean:
+	rm -rf .venv .venv-newest build dist out *.egg-info .coverage .pytest_cache .ruff_cache .hypothesis
+
+.venv/bin/pip:
+	@test -n "$(PYTHON)" || { echo "jmp_train needs Python 3.11 or newer: make PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "jmp_train needs Python 3.11 or newer, $(PYTHON) is older"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/.train .venv/.dev: .venv/.%: pyproject.toml | .venv/bin/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
+
+.venv-newest/.dev: pyproject.toml
+	test -x $(NEWEST)/pip || $(NEWEST_PYTHON) -m venv .venv-newest
+	$(NEWEST)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@

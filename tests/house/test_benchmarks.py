@@ -1,0 +1,35 @@
+"""The benchmarks run, and what they print that is no time holds."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(name: str, *arguments: str) -> str:
+    command = (sys.executable, str(BENCHMARKS / name), *arguments)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.timeout(300)
+def test_a_step_has_no_more_instructions_than_one_by_hand_with_jmp(tmp_path: Path) -> None:
+    file = tmp_path / "overhead.json"
+    output = run("step_overhead.py", "--rounds", "1", "--steps", "1", "--json", str(file))
+    assert all(name in output for name in ("jmp by hand", "flax DynamicScale", "no scaling"))
+    instructions = json.loads(file.read_text())["instructions"]
+    assert 0 < instructions["jmp_train"] <= instructions["jmp by hand"]
+
+
+@pytest.mark.timeout(300)
+def test_import_time_prints_both_and_their_ratio() -> None:
+    output = run("import_time.py", "--runs", "1")
+    assert re.search(r"import jax, flax, optax, jraph +\d\.\d+ s", output)
+    assert re.search(r"import jmp_train +\d\.\d+ s", output)
+    assert re.search(r"ratio \d\.\d+", output)

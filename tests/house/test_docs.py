@@ -1,0 +1,100 @@
+"""Every public name is documented by an example that runs, and so are the pages."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jmp_train as jt
+import jmp_train.policies
+
+ROOT = Path(__file__).parents[2]
+ALIASES = {"LossScale"}
+PUBLIC = {
+    name: thing
+    for module in (jt, jmp_train.policies)
+    for name, thing in vars(module).items()
+    if not name.startswith("_") and not inspect.ismodule(thing) and name not in ALIASES
+}
+PAGES = ("README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md"))))
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def run_script(code_or_file: str, *arguments: str, cwd: Path) -> str:
+    start = ("-c", code_or_file) if "\n" in code_or_file else (code_or_file,)
+    result = subprocess.run(
+        (sys.executable, *start, *arguments),
+        cwd=cwd,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_public_names_are_those_of_the_design() -> None:
+    assert {
+        "Policy", "get_policy", "half_dtype", "cast_to_full", "cast_to_half", "apply_policy",
+        "policy_by_path", "NoOpLossScale", "StaticLossScale", "DynamicLossScale",
+        "torch_loss_scale", "apex_loss_scale", "megatron_loss_scale", "deepspeed_loss_scale",
+        "with_loss_scale", "LossScaledState", "get_loss_scale", "all_finite", "select_tree",
+        "nonfinite_report", "scaled_value_and_grad", "reduce_gradients", "train_step", "stateless",
+        "TrainState",
+    } <= set(PUBLIC)  # fmt: skip
+    assert jt.LossScale == jt.NoOpLossScale | jt.StaticLossScale | jt.DynamicLossScale
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_public_name_has_a_docstring_with_an_example(name: str) -> None:
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    assert ">>>" in text
+    if inspect.isfunction(PUBLIC[name]):
+        signature: Any = inspect.signature(PUBLIC[name])
+        assert (
+            re.search(r"\AReturns |^Returns:", text, re.MULTILINE)
+            or signature.return_annotation is None
+        )
+        for parameter in signature.parameters:
+            assert re.search(rf"^  {parameter}: ", text, re.MULTILINE), parameter
+
+
+def test_the_readme_example_is_short() -> None:
+    assert blocks("README.md")[0].count("\n") <= 15
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    run_script("\n".join(blocks(page)), cwd=tmp_path)
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", (ROOT / page).read_text()):
+            assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
+
+
+@pytest.mark.timeout(300)
+def test_the_digits_example_reaches_its_accuracy(tmp_path: Path) -> None:
+    output = run_script(str(ROOT / "examples" / "digits.py"), cwd=tmp_path)
+    accuracy = re.search(r"test accuracy ([\d.]+)%", output)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 97
+
+
+def test_the_changelog_and_the_version_agree() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert "## [Unreleased]" in text
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{jt.__version__}"' in project
