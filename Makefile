@@ -59,10 +59,12 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/.train .venv/.dev: .venv/.%: pyproject.toml | .venv/bin/pip
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@echo "installing jmp_train[$*] into .venv, which takes a while the first time"
+	@$(BIN)/pip install -qq --editable '.[$*]'
 	@touch $@
 
 .venv-newest/.dev: pyproject.toml
 	test -x $(NEWEST)/pip || $(NEWEST_PYTHON) -m venv .venv-newest
-	$(NEWEST)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@echo "installing jmp_train[dev] into .venv-newest"
+	@$(NEWEST)/pip install -qq --editable '.[dev]'
 	@touch $@

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jmp_train.policies.paths import named_leaves
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +69,17 @@ class TrainState:
         """
         if rng is not None and not _is_key(rng):
             raise TypeError(f"rng must be a jax random key, such as jax.random.key(0), got {rng!r}")
-        params = _settle(params)
-        for path, x in jax.tree_util.tree_leaves_with_path(params):
-            if not isinstance(x, jax.Array):
-                name = jax.tree_util.keystr(path)
-                raise TypeError(f"params{name} must be an array, got {x!r}; partition the model")
+        for path, x in named_leaves(params):
+            if not isinstance(x, jax.Array | np.ndarray | np.generic):
+                raise TypeError(f"params {path!r} must be an array, got {x!r}; partition the model")
+        params, model_state = _settle((params, model_state))
+        params, opt_state, model_state = _own_buffers(
+            (params, _settle(optimizer.init(params)), model_state)
+        )
         return cls(
             params=params,
-            opt_state=_settle(optimizer.init(params)),
-            model_state=_settle(model_state),
+            opt_state=opt_state,
+            model_state=model_state,
             rng=None if rng is None else jnp.copy(rng),  # the caller's key survives donation
             step=jnp.zeros((), jnp.int32),
         )
@@ -98,3 +102,16 @@ def _settle(tree: Any) -> Any:
         return x
 
     return jax.tree_util.tree_map(settle, tree)
+
+
+def _own_buffers(tree: Any) -> Any:
+    """Copies arrays that appear twice: an optimizer may keep the parameters, which donation refuses."""
+    seen = set()
+
+    def own(x: Any) -> Any:
+        if isinstance(x, jax.Array) and id(x) in seen:
+            return jnp.copy(x)
+        seen.add(id(x))
+        return x
+
+    return jax.tree_util.tree_map(own, tree)

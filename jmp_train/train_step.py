@@ -17,6 +17,7 @@ from jmp_train.policies.loss_scale import LossScale, NoOpLossScale
 from jmp_train.policies.loss_scaled_optimizer import (
     LossScaledOptimizer,
     LossScaledState,
+    as_transformation,
     get_loss_scale,
     scaled_states,
 )
@@ -113,9 +114,9 @@ def train_step(
         policy = get_policy(policy)
     if not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(f"accumulate_steps={accumulate_steps!r} must be an integer of at least 1")
-    if isinstance(optimizer, optax.MultiSteps):
-        optimizer = optimizer.gradient_transformation()
-    return TrainStep(loss_fn, optimizer, policy, accumulate_steps)
+    if not isinstance(policy, Policy | PathPolicy | None):
+        raise TypeError(f"policy must be a Policy, a PathPolicy, a name or None, got {policy!r}")
+    return TrainStep(loss_fn, as_transformation(optimizer), policy, accumulate_steps)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,7 +138,7 @@ class TrainStep:
     """
 
     loss_fn: LossFn
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     policy: Policy | PathPolicy | None = None
     accumulate_steps: int = 1
     axis_names: tuple[str, ...] = ()
@@ -205,20 +206,19 @@ class TrainStep:
             return self._micro_gradients(loss_scale, params, model_state, batch, rng)
 
         def add_micro_batch(carry: Any, inputs: Any) -> tuple[Any, Any]:
-            total_loss, model_state, total = carry
+            model_state, total = carry
             loss, model_state, aux, grads = self._micro_gradients(
                 loss_scale, params, model_state, *inputs
             )
-            return (total_loss + loss, model_state, jax.tree.map(jnp.add, total, grads)), aux
+            return (model_state, jax.tree.map(jnp.add, total, grads)), (loss, aux)
 
         micro_batches = _split_batch(batch, count)
         rngs = None if rng is None else jax.random.split(rng, count)
-        zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), widen_to_float32(params)))
-        loss, grads = vary(zeros, self.axis_names)
-        (loss, model_state, grads), aux = lax.scan(
-            add_micro_batch, (loss, model_state, grads), (micro_batches, rngs)
+        zeros = vary(jax.tree.map(jnp.zeros_like, widen_to_float32(params)), self.axis_names)
+        (model_state, grads), (shares_of_loss, aux) = lax.scan(
+            add_micro_batch, (model_state, zeros), (micro_batches, rngs)
         )
-        return loss, model_state, aux, grads
+        return shares_of_loss.sum(), model_state, aux, grads
 
     def _micro_gradients(
         self, loss_scale: LossScale, params: Any, model_state: Any, batch: Any, rng: Any
@@ -237,7 +237,7 @@ class TrainStep:
 
     def _update(self, grads: Any, state: TrainState, loss: jax.Array) -> tuple[Any, Any]:
         """Returns the parameters and optimizer state after the optimizer's step."""
-        optimizer = optax.with_extra_args_support(self.optimizer)
+        optimizer = self.optimizer
         axes = {"axis_names": self.axis_names} if self.axis_names else {}
         if not scaled_states(state.opt_state):  # bare optax wants gradients like parameters
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)

@@ -98,16 +98,12 @@ def with_loss_scale(
 
     Reference: `torch.amp.GradScaler.step` and `update`; `optax.apply_if_finite`.
     """
-    if isinstance(optimizer, optax.MultiSteps):
-        optimizer = optimizer.gradient_transformation()
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(f"optimizer must be an optax.GradientTransformation, got {optimizer!r}")
+    inner = as_transformation(optimizer)
     if not isinstance(loss_scale, LossScale):
         raise TypeError(
             f"loss_scale must be a LossScale, got {loss_scale!r}; for a number pass "
             "StaticLossScale(number) or torch_loss_scale(init_scale=number)"
         )
-    inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> Any:
         inner_state = inner.init(widen_to_float32(params))
@@ -151,6 +147,15 @@ def with_loss_scale(
     scaled = LossScaledOptimizer(init, update)
     scaled.propose = propose
     return scaled
+
+
+def as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that takes extra arguments; raises TypeError if it is no optimizer."""
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(f"optimizer must be an optax.GradientTransformation, got {optimizer!r}")
+    return optax.with_extra_args_support(optimizer)
 
 
 def _or_nothing(finite: jax.Array, update: jax.Array) -> jax.Array:

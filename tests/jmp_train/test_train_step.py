@@ -387,6 +387,28 @@ def test_scan_over_steps() -> None:
 # --- errors -----------------------------------------------------------------------------------
 
 
+def test_arguments_of_another_type_are_named() -> None:
+    with pytest.raises(
+        TypeError, match=r"optimizer must be an optax\.GradientTransformation, got 3"
+    ):
+        jt.train_step(jt.stateless(line_loss), 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="policy must be a Policy, a PathPolicy, a name or None"):
+        jt.train_step(jt.stateless(line_loss), inner(), policy=jnp.float16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_float64_stays_float64(accumulate_steps: int) -> None:
+    with jax.enable_x64(True):
+        step = jt.train_step(jt.stateless(lambda p, x: ((x @ p["w"]) ** 2).mean()), inner(),
+                             accumulate_steps=accumulate_steps)  # fmt: skip
+        state = jt.TrainState.create({"w": jnp.array([1.0, 2.0], jnp.float64)}, inner())
+        x = np.random.default_rng(0).normal(size=(8, 2))
+        state, metrics = jax.jit(step)(state, x)
+        expected = np.array([1, 2]) - 0.1 * 2 * x.T @ (x @ [1, 2]) / 8
+        np.testing.assert_allclose(state.params["w"], expected, rtol=1e-12)
+        assert metrics["loss"].dtype == jnp.float64
+
+
 def test_parameters_narrower_than_the_policy_are_listed() -> None:
     step = jt.train_step(jt.stateless(line_loss), inner(), policy="mixed_float16")
     state = jt.TrainState.create({"w": jnp.ones(2, jnp.float16)}, inner())
