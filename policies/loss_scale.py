@@ -18,10 +18,10 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, KeyPath
 
+from jmp_train.policies.double_product import double_product
 from jmp_train.policies.dtypes import at_least_float32
 from jmp_train.policies.finite import boolean_scalar, is_inexact
 from jmp_train.policies.paths import path_name
@@ -242,7 +242,7 @@ class DynamicLossScale:
         finite = boolean_scalar(grads_finite)
         scale, counter = jnp.asarray(self.loss_scale), jnp.asarray(self.counter)
         full = counter + 1 >= math.ceil(self.period)
-        larger = jnp.minimum(_times(scale, self.factor), np.float32(self.max_loss_scale))
+        larger = jnp.minimum(double_product(scale, self.factor), np.float32(self.max_loss_scale))
         smaller = jnp.maximum(self._backed_off(scale), np.float32(self.min_loss_scale))
         left = self.hysteresis_left
         if left is not None:
@@ -257,7 +257,7 @@ class DynamicLossScale:
     def _backed_off(self, scale: jax.Array) -> jax.Array:
         if self.backoff_factor is None:
             return scale / np.float32(self.factor)
-        return _times(scale, self.backoff_factor)
+        return double_product(scale, self.backoff_factor)
 
     def _with_state(self, *state: Any) -> "DynamicLossScale":
         return _unflatten_dynamic(_flatten_dynamic(self)[1], state)
@@ -343,34 +343,3 @@ def _warn_of_questionable_fields(scale: DynamicLossScale) -> None:
     for text, holds in rules.items():
         if not holds:
             warnings.warn(f"DynamicLossScale: {text}", stacklevel=4)
-
-
-def _times(scale: jax.Array, factor: float) -> jax.Array:
-    """Returns float32(scale * factor) with the factor in double precision, as torch computes it.
-
-    A factor that is no float32 number is cut into pieces of 12 bits, and so is the scale: their
-    products are exact, and Knuth's two-sum keeps what adding them up would round away.
-    """
-    if float(np.float32(factor)) == factor:
-        return scale * np.float32(factor)
-    coarse = _leading_bits(factor)
-    medium = _leading_bits(factor - float(coarse))
-    scale_high = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=11)
-    scale_low = scale - scale_high
-    total, error = _two_sum(scale_high * coarse, scale_high * medium)
-    total, error_2 = _two_sum(total, scale_low * coarse)
-    rest = scale_low * medium + scale * np.float32(factor - float(coarse) - float(medium))
-    return jnp.where(jnp.isfinite(total), total + (error + error_2 + rest), total)
-
-
-def _leading_bits(x: float) -> np.float32:
-    """Returns the first 12 bits of a double."""
-    mantissa, exponent = math.frexp(x)
-    return np.float32(math.ldexp(math.floor(mantissa * 2**12) / 2**12, exponent))
-
-
-def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns a + b in float32 and the exact rest."""
-    total = a + b
-    b_part = total - a
-    return total, (a - (total - b_part)) + (b - b_part)

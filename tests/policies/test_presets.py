@@ -1,0 +1,417 @@
+"""Presets against the golden traces and against step-by-step versions of the originals."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jmp_train as jt
+
+# --- golden traces: measured on the real classes (init 256, interval 3), scale AFTER each update ---
+
+BAD_A = "0 0 0 0 0 0 0 0 0 0"
+BAD_B = "1 0 1 0 1 1 0 0 0 0 1 1 0 0 0 0 0"
+BAD_C = "1 1 1 1 0 0 0 1 0 0 0 0"
+
+
+def torch() -> jt.LossScale:
+    return jt.torch_loss_scale(256.0, growth_interval=3)
+
+
+def apex() -> jt.LossScale:
+    return jt.apex_loss_scale(init_scale=256.0, scale_window=3)
+
+
+def megatron(hysteresis: int) -> jt.LossScale:
+    return jt.megatron_loss_scale(256.0, growth_interval=3, hysteresis=hysteresis)
+
+
+def nemo(hysteresis: int) -> jt.LossScale:
+    return jt.nemo_loss_scale(256.0, growth_interval=3, hysteresis=hysteresis)
+
+
+def deepspeed(hysteresis: int, consecutive: bool = False) -> jt.LossScale:
+    return jt.deepspeed_loss_scale(
+        initial_scale_power=8,
+        loss_scale_window=3,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive,
+    )
+
+
+def jmp_like() -> jt.LossScale:
+    return jt.DynamicLossScale(256.0, period=3)
+
+
+A_USUAL = "256 256 512 512 512 1024 1024 1024 2048 2048"
+A_DEEPSPEED = "256 256 256 512 512 512 1024 1024 1024 2048"
+B_NO_HYSTERESIS = "128 128 64 64 32 16 16 16 32 32 16 8 8 8 16 16 16"
+B_CUMULATIVE = "256 256 128 128 64 32 32 32 64 64 64 32 32 32 64 64 64"
+B_CONSECUTIVE = "256 256 256 256 256 128 128 128 256 256 256 128 128 128 256 256 256"
+C_USUAL = "128 64 32 16 16 16 32 16 16 16 32 32"
+C_DEEPSPEED = "128 64 32 16 16 16 16 8 8 8 8 16"
+
+TRACES: list[tuple[str, Callable[[], jt.LossScale], str, str]] = [
+    ("A torch", torch, BAD_A, A_USUAL),
+    ("A apex", apex, BAD_A, A_USUAL),
+    ("A Megatron", lambda: megatron(2), BAD_A, A_USUAL),
+    ("A NeMo", lambda: nemo(2), BAD_A, A_USUAL),
+    ("A jmp", jmp_like, BAD_A, A_USUAL),
+    ("A DeepSpeed", lambda: deepspeed(2), BAD_A, A_DEEPSPEED),
+    ("A DeepSpeed consecutive", lambda: deepspeed(2, True), BAD_A, A_DEEPSPEED),
+    ("A DeepSpeed fused", lambda: deepspeed(1), BAD_A, A_DEEPSPEED),
+    ("B torch", torch, BAD_B, B_NO_HYSTERESIS),
+    ("B apex", apex, BAD_B, B_NO_HYSTERESIS),
+    ("B jmp", jmp_like, BAD_B, B_NO_HYSTERESIS),
+    ("B Megatron", lambda: megatron(2), BAD_B, B_CUMULATIVE),
+    ("B NeMo", lambda: nemo(2), BAD_B, B_CONSECUTIVE),
+    ("B DeepSpeed", lambda: deepspeed(2), BAD_B,
+     "256 256 128 128 64 32 32 32 32 64 64 32 32 32 32 64 64"),
+    ("B DeepSpeed consecutive", lambda: deepspeed(2, True), BAD_B,
+     "256 256 256 256 256 128 128 128 128 256 256 128 128 128 128 256 256"),
+    ("B DeepSpeed fused", lambda: deepspeed(1), BAD_B,
+     "128 128 64 64 32 16 16 16 16 32 16 8 8 8 8 16 16"),
+    ("C torch", torch, BAD_C, C_USUAL),
+    ("C apex", apex, BAD_C, C_USUAL),
+    ("C jmp", jmp_like, BAD_C, C_USUAL),
+    ("C Megatron", lambda: megatron(1), BAD_C, C_USUAL),
+    ("C NeMo", lambda: nemo(1), BAD_C, C_USUAL),
+    ("C DeepSpeed", lambda: deepspeed(1), BAD_C, C_DEEPSPEED),
+    ("D torch", lambda: jt.torch_loss_scale(4.0, 2.0, 0.25, 2), "0 0 1 0 1 0 0 0 0",
+     "4 8 2 2 .5 .5 1 1 2"),
+    ("E bounds", lambda: jt.megatron_loss_scale(4.0, growth_interval=1, hysteresis=1, max_scale=16.0),
+     "0 0 0 1 1 1 1 1 1 0", "8 16 16 8 4 2 1 1 1 2"),
+    ("G cumulative", lambda: megatron(3), BAD_B,
+     "256 256 256 256 128 64 64 64 128 128 128 128 128 128 256 256 256"),
+    ("G consecutive", lambda: nemo(3), BAD_B,
+     "256 256 256 256 256 256 256 256 512 512 512 512 512 512 1024 1024 1024"),
+]  # fmt: skip
+
+
+def steps(scale: Any, bad: str) -> list[Any]:
+    """Returns the scale's states after each update."""
+    states = []
+    for step in bad.split():
+        scale = scale.adjust(step == "0")
+        states.append(scale)
+    return states
+
+
+@pytest.mark.parametrize(("make", "bad", "expected"), [t[1:] for t in TRACES],
+                         ids=[t[0] for t in TRACES])  # fmt: skip
+def test_golden_traces(make: Callable[[], jt.LossScale], bad: str, expected: str) -> None:
+    trace = [float(state.loss_scale) for state in steps(make(), bad)]
+    assert trace == [float(value) for value in expected.split()]
+
+
+def test_golden_counters_of_torch() -> None:
+    states = steps(jt.torch_loss_scale(4.0, 2.0, 0.25, 2), "0 0 1 0 1 0 0 0 0")
+    assert [int(state.counter) for state in states] == [1, 0, 0, 1, 0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: megatron(2),
+         [(256, 0, 1), (256, 1, 1), (128, 0, 0), (128, 1, 0), (64, 0, 0), (32, 0, 0), (32, 1, 0),
+          (32, 2, 0), (64, 0, 2)]),
+        (lambda: nemo(2),
+         [(256, 0, 1), (256, 1, 2), (256, 0, 1), (256, 1, 2), (256, 0, 1), (128, 0, 0), (128, 1, 2),
+          (128, 2, 2), (256, 0, 2)]),
+    ],
+)  # fmt: skip
+def test_golden_states_with_hysteresis(make: Any, expected: Any) -> None:
+    states = [(s.loss_scale, s.counter, s.hysteresis_left) for s in steps(make(), BAD_B)[:9]]
+    assert [tuple(int(x) for x in state) for state in states] == expected
+
+
+def test_a_scaled_run_in_the_style_of_torch() -> None:
+    states = steps(jt.torch_loss_scale(128.0, growth_interval=1), "0 1 0 0")
+    assert float(states[-1].loss_scale) == 128 * 2.0**3 * 0.5
+
+
+# --- independent step-by-step versions, in the originals' own arithmetic ----------------------
+
+
+def product(scale: np.float32, factor: float) -> np.float32:
+    """Returns float32(double product), as torch's kernels compute it."""
+    return np.float32(np.float64(scale) * np.float64(factor))
+
+
+@dataclasses.dataclass
+class Torch:
+    scale: np.float32
+    growth: float
+    backoff: float
+    interval: int
+    good: int = 0
+
+    def update(self, ok: bool) -> None:
+        if not ok:
+            self.scale, self.good = product(self.scale, self.backoff), 0
+            return
+        self.good += 1
+        if self.good == self.interval:
+            grown, self.good = product(self.scale, self.growth), 0
+            self.scale = grown if np.isfinite(grown) else self.scale
+
+
+@dataclasses.dataclass
+class Apex:
+    scale: float
+    interval: int
+    low: float | None
+    high: float
+    good: int = 0
+
+    def update(self, ok: bool) -> None:
+        if ok:
+            self.good += 1
+        else:
+            self.scale = max(self.low, self.scale / 2) if self.low else self.scale / 2
+            self.good = 0
+        if self.good == self.interval:
+            self.scale, self.good = min(self.high, self.scale * 2), 0
+
+
+@dataclasses.dataclass
+class Megatron:
+    """With `high`, ColossalAI."""
+
+    scale: np.float32
+    growth: float
+    backoff: float
+    interval: int
+    hysteresis: int
+    low: float
+    high: float
+    good: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = self.hysteresis
+
+    def update(self, ok: bool) -> None:
+        if not ok:
+            self.good, self.left = 0, self.left - 1
+            if self.left <= 0:
+                self.scale = max(product(self.scale, self.backoff), np.float32(self.low))
+            return
+        self.good += 1
+        if self.good == self.interval:
+            self.good, self.left = 0, self.hysteresis
+            self.scale = min(product(self.scale, self.growth), np.float32(self.high))
+
+
+@dataclasses.dataclass
+class NeMo(Torch):
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        self.left = self.hysteresis
+
+    def update(self, ok: bool) -> None:
+        if not ok:
+            self.good, self.left = 0, self.left - 1
+            if self.left <= 0:
+                self.scale = product(self.scale, self.backoff)
+            return
+        super().update(ok)
+        self.left = self.hysteresis
+
+
+@dataclasses.dataclass
+class DeepSpeed:
+    scale: float
+    window: int
+    hysteresis: int
+    consecutive: bool
+    low: float
+
+    def __post_init__(self) -> None:
+        self.left, self.step, self.last = self.hysteresis, 0, -1
+
+    def update(self, ok: bool) -> None:
+        if not ok:
+            if self.hysteresis == 1 or self.left == 1:
+                self.scale = max(self.scale / 2, self.low)
+            else:
+                self.left -= 1
+            self.last = self.step
+        else:
+            if self.consecutive:
+                self.left = self.hysteresis
+            run = self.step - self.last - 1
+            if run > 0 and run % self.window == 0:
+                if not self.consecutive:
+                    self.left = self.hysteresis
+                self.scale *= 2
+        self.step += 1
+
+
+@jax.jit
+def trace(scale: jt.DynamicLossScale, finite: jax.Array) -> jax.Array:
+    def step(scale: Any, ok: jax.Array) -> Any:
+        scale = scale.adjust(ok)
+        return scale, scale.loss_scale
+
+    start = jax.tree.map(jnp.asarray, scale)
+    return jax.lax.scan(step, start, finite)[1]
+
+
+def check(scale: Any, reference: Any, seed: int, bad_rate: float, count: int = 400) -> None:
+    finite = np.random.default_rng(seed).random(count) >= bad_rate
+    expected = []
+    for ok in finite:
+        reference.update(bool(ok))
+        expected.append(np.float32(reference.scale))
+    np.testing.assert_array_equal(np.asarray(trace(scale, finite)), np.asarray(expected))
+
+
+seeds = st.integers(0, 2**32 - 1)
+powers = st.integers(4, 20).map(lambda n: 2.0**n)
+growths = st.sampled_from([2.0, 4.0, 1.5, 3.0, 1.001, 1.7])
+backoffs = st.sampled_from([0.5, 0.25, 0.75, 0.7, 0.9])
+intervals = st.integers(1, 6)
+FEW = settings(max_examples=12, deadline=None)
+
+
+@FEW
+@given(seeds, powers, growths, backoffs, intervals, st.sampled_from([0.1, 0.3]))
+@pytest.mark.filterwarnings("ignore:.*is no power of two")
+def test_torch_bit_by_bit(
+    seed: int, start: float, growth: float, backoff: float, interval: int, bad_rate: float
+) -> None:
+    reference = Torch(np.float32(start), growth, backoff, interval)
+    # Short enough to stay within our bounds, which torch does not have.
+    check(jt.torch_loss_scale(start, growth, backoff, interval), reference, seed, bad_rate, 50)
+
+
+@FEW
+@given(seeds, powers, intervals, st.sampled_from([None, 0, 1.0, 8.0]), st.sampled_from([24, 30]))
+def test_apex_bit_by_bit(
+    seed: int, start: float, interval: int, low: float | None, high: int
+) -> None:
+    scale = jt.apex_loss_scale(
+        init_scale=start, scale_window=interval, min_loss_scale=low, max_loss_scale=2.0**high
+    )
+    check(scale, Apex(start, interval, low, 2.0**high), seed, 0.2)
+
+
+@FEW
+@given(
+    seeds, powers, growths, backoffs, intervals, st.integers(1, 4), st.sampled_from([24.0, 32.0])
+)
+@pytest.mark.filterwarnings("ignore:.*is no power of two")
+def test_megatron_and_colossalai_bit_by_bit(
+    seed: int,
+    start: float,
+    growth: float,
+    backoff: float,
+    interval: int,
+    hysteresis: int,
+    high: float,
+) -> None:
+    options = (start, 1.0, growth, backoff, interval, hysteresis, 2.0**high)
+    reference = Megatron(
+        np.float32(start), growth, backoff, interval, hysteresis, low=1.0, high=2.0**high
+    )
+    check(jt.megatron_loss_scale(*options), reference, seed, 0.25)
+
+
+@FEW
+@given(seeds, powers, st.integers(1, 6), st.integers(1, 4))
+def test_nemo_bit_by_bit(seed: int, start: float, interval: int, hysteresis: int) -> None:
+    scale = jt.nemo_loss_scale(start, growth_interval=interval, hysteresis=hysteresis)
+    reference = NeMo(np.float32(start), 2.0, 0.5, interval, hysteresis=hysteresis)
+    check(scale, reference, seed, 0.4, count=90)
+
+
+@FEW
+@given(seeds, st.integers(4, 20), intervals, st.integers(1, 4), st.booleans())
+def test_deepspeed_bit_by_bit(
+    seed: int, power: int, window: int, hysteresis: int, consecutive: bool
+) -> None:
+    scale = jt.deepspeed_loss_scale(0, power, window, hysteresis, consecutive)
+    reference = DeepSpeed(2.0**power, window, hysteresis, consecutive, 1.0)
+    check(scale, reference, seed, 0.35, count=90)
+
+
+# --- bounds, options, validation --------------------------------------------------------------
+
+
+def test_the_scale_stays_where_its_inverse_is_a_number() -> None:
+    up: Any = jt.torch_loss_scale(2.0**124, growth_interval=1)
+    down: Any = jt.torch_loss_scale(2.0**-124)
+    for _ in range(6):
+        up, down = up.adjust(True), down.adjust(False)
+    assert (float(up.loss_scale), float(down.loss_scale)) == (2.0**126, 2.0**-126)
+    assert float(up.unscale(up.scale(jnp.float32(1e-3)))) == np.float32(1e-3)
+    assert float(down.unscale(down.scale(jnp.float32(3.0)))) == 3.0
+
+
+def test_disabled_gives_the_null_object() -> None:
+    assert jt.torch_loss_scale(enabled=False) == jt.NoOpLossScale()
+    assert jt.nemo_loss_scale(enabled=False) == jt.NoOpLossScale()
+
+
+def test_static_forms() -> None:
+    assert jt.apex_loss_scale(128.0) == jt.StaticLossScale(128.0)
+    assert jt.deepspeed_loss_scale(loss_scale=64) == jt.StaticLossScale(64.0)
+
+
+def test_apex_begins_at_its_ceiling() -> None:
+    assert float(jt.apex_loss_scale(init_scale=2.0**30).loss_scale) == 2.0**24
+
+
+WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
+    (jt.torch_loss_scale, "init_scale", [0, -1.0, np.nan, np.inf, 2.0**127, True, "x", None]),
+    (jt.torch_loss_scale, "growth_factor", [1, 0.5, np.inf, True, "2"]),
+    (jt.torch_loss_scale, "backoff_factor", [0, 1, 2.0, -1, np.nan, False]),
+    (jt.torch_loss_scale, "growth_interval", [0, -3, 2.5, True, None]),
+    (jt.torch_loss_scale, "enabled", [1, "yes", None]),
+    (jt.apex_loss_scale, "loss_scale", ["static", 0, -2.0, np.inf]),
+    (jt.apex_loss_scale, "init_scale", [0, np.nan]),
+    (jt.apex_loss_scale, "scale_factor", [1.0, np.inf]),
+    (jt.apex_loss_scale, "scale_window", [0, 1.5]),
+    (jt.apex_loss_scale, "min_loss_scale", [2.0**20, -1.0]),
+    (jt.apex_loss_scale, "max_loss_scale", [0, 2.0**128, True]),
+    (jt.megatron_loss_scale, "initial_scale", [0, np.inf]),
+    (jt.megatron_loss_scale, "min_scale", [2.0**33, 0]),
+    (jt.megatron_loss_scale, "growth_factor", [1.0]),
+    (jt.megatron_loss_scale, "backoff_factor", [1.0]),
+    (jt.megatron_loss_scale, "growth_interval", [0]),
+    (jt.megatron_loss_scale, "hysteresis", [0, 1.5, True]),
+    (jt.megatron_loss_scale, "max_scale", [2.0**31, 2.0**127]),
+    (jt.nemo_loss_scale, "hysteresis", [0, None]),
+    (jt.nemo_loss_scale, "enabled", ["no"]),
+    (jt.deepspeed_loss_scale, "loss_scale", [-1.0, np.inf, "dynamic"]),
+    (jt.deepspeed_loss_scale, "initial_scale_power", [127, -127, 16.0, True]),
+    (jt.deepspeed_loss_scale, "loss_scale_window", [0]),
+    (jt.deepspeed_loss_scale, "hysteresis", [0]),
+    (jt.deepspeed_loss_scale, "consecutive_hysteresis", [1]),
+    (jt.deepspeed_loss_scale, "min_loss_scale", [2.0**17, 0]),
+]
+
+
+@pytest.mark.parametrize(("preset", "name", "values"), WRONG,
+                         ids=[f"{p.__name__}-{n}" for p, n, _ in WRONG])  # fmt: skip
+def test_wrong_arguments_are_named(
+    preset: Callable[..., Any], name: str, values: list[Any]
+) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=name):
+            preset(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "options", [{"init_scale": 1000.0}, {"growth_factor": 1.5}, {"backoff_factor": 0.7}]
+)
+def test_numbers_that_are_no_powers_of_two_warn(options: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match=f"{next(iter(options))}=.* is no power of two"):
+        jt.torch_loss_scale(**options)
