@@ -111,9 +111,12 @@ class StaticLossScale:
 
     loss_scale: Any
 
+    _is_leaf: ClassVar[bool] = False  # set on instances; a leaf may be replaced by anything
+
     def __post_init__(self) -> None:
         if isinstance(self.loss_scale, np.ndarray | np.generic):  # hashable, as the structure is
             object.__setattr__(self, "loss_scale", self.loss_scale.item())
+        object.__setattr__(self, "_is_leaf", isinstance(self.loss_scale, jax.Array))
 
     def scale(self, tree: Tree) -> Tree:
         """Returns the tree with floating and complex leaves times the scale, at least float32."""
@@ -130,14 +133,15 @@ class StaticLossScale:
 
 
 def _flatten_static(scale: StaticLossScale) -> tuple[_Leaves, Any]:
-    if isinstance(scale.loss_scale, jax.Array):
+    if scale._is_leaf:
         return (scale.loss_scale,), None
     return (), scale.loss_scale
 
 
 def _unflatten_static(number: Any, leaves: Any) -> StaticLossScale:
     result = object.__new__(StaticLossScale)
-    object.__setattr__(result, "loss_scale", leaves[0] if number is None else number)
+    object.__setattr__(result, "loss_scale", leaves[0] if leaves else number)
+    object.__setattr__(result, "_is_leaf", bool(leaves))
     return result
 
 

@@ -1,0 +1,206 @@
+"""A contract for every loss scale, and what is special to each class."""
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bitwise_equal
+
+import jmp_train as jt
+
+# Non-default values throughout, so that a field lost on the way is noticed.
+SCALES: dict[str, Callable[[], Any]] = {
+    "none": jt.NoOpLossScale,
+    "static": lambda: jt.StaticLossScale(2.0**13),
+    "static leaf": lambda: jt.StaticLossScale(jnp.float32(2.0**13)),
+    "dynamic": lambda: jt.DynamicLossScale(2.0**13, 2, 5, 4, 0.25, max_loss_scale=2.0**20),
+    "hysteresis": lambda: jt.DynamicLossScale(
+        2.0**13, period=5, backoff_factor=0.25, hysteresis=3, hysteresis_left=2
+    ),
+    "torch": lambda: jt.torch_loss_scale(2.0**13, 4.0, 0.25, 5),
+    "apex": lambda: jt.apex_loss_scale(init_scale=2.0**13, scale_window=5, min_loss_scale=2.0),
+    "megatron": lambda: jt.megatron_loss_scale(2.0**13, growth_interval=5, hysteresis=3),
+    "nemo": lambda: jt.nemo_loss_scale(2.0**13, growth_interval=5, hysteresis=3),
+    "deepspeed": lambda: jt.deepspeed_loss_scale(0, 13, 5, 3, consecutive_hysteresis=True),
+}
+every_scale = pytest.mark.parametrize("name", SCALES)
+adjusting = pytest.mark.parametrize("name", [n for n in SCALES if n not in ("none", "static leaf")])
+
+
+@every_scale
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
+def test_scaling_and_unscaling_gives_the_value_back(name: str, dtype: Any) -> None:
+    scale, x = SCALES[name](), jnp.asarray(1.5, dtype)
+    scaled = scale.scale({"x": x})["x"]
+    assert complex(scaled) == 1.5 * float(scale.loss_scale)
+    back = scale.unscale({"x": scaled})["x"]
+    assert complex(back) == 1.5
+    if name != "none":
+        wide = jnp.complex64 if dtype == jnp.complex64 else jnp.float32
+        assert scaled.dtype == back.dtype == wide
+
+
+@every_scale
+def test_half_leaves_neither_overflow_nor_vanish(name: str) -> None:
+    scale = SCALES[name]()
+    assert np.isfinite(scale.scale(jnp.float16(60000.0)))
+    tiny = jnp.asarray(2.0**-24, jnp.float16)
+    assert float(scale.unscale(tiny)) * float(scale.loss_scale) == 2.0**-24
+
+
+@every_scale
+def test_leaves_that_are_no_floats_pass(name: str) -> None:
+    scale = SCALES[name]()
+    tree = {
+        "int": jnp.arange(3), "bool": jnp.array(True), "key": jax.random.key(0), "none": None,
+        "str": "text", "fn": len, "python": 3, "float0": np.zeros(2, jax.dtypes.float0),
+    }  # fmt: skip
+    for same in (scale.scale(tree), scale.unscale(tree)):
+        assert all(same[key] is tree[key] for key in tree)
+
+
+@every_scale
+def test_flax_fp8_statistics_are_not_unscaled(name: str) -> None:
+    grads = {"_overwrite_with_gradient": {"kernel_scale": jnp.ones(1)}, "params": jnp.ones(1)}
+    result = SCALES[name]().unscale(grads)
+    assert float(result["_overwrite_with_gradient"]["kernel_scale"][0]) == 1.0
+    assert float(result["params"][0]) == 1.0 / float(SCALES[name]().loss_scale)
+
+
+@every_scale
+def test_it_survives_flattening_pickling_copying_and_jit(name: str) -> None:
+    scale = SCALES[name]()
+    leaves, structure = jax.tree.flatten(scale)
+    for again in (
+        jax.tree.unflatten(structure, leaves),
+        pickle.loads(pickle.dumps(scale)),
+        copy.deepcopy(scale),
+        jax.jit(lambda s: s)(scale),
+        jax.tree.map(lambda x: x, scale),
+    ):
+        assert type(again) is type(scale)
+        for field in dataclasses.fields(scale):
+            assert getattr(again, field.name) == getattr(scale, field.name), field.name
+    if structure.num_leaves:
+        shapes = jax.eval_shape(lambda s: s, scale)
+        assert shapes.loss_scale.dtype == jnp.float32
+        assert jax.tree.leaves(jax.tree.map(lambda _: True, scale)) == [True] * len(leaves)
+
+
+@adjusting
+def test_building_touches_no_device(name: str) -> None:
+    assert not [x for x in jax.tree.leaves(SCALES[name]()) if isinstance(x, jax.Array)]
+
+
+@every_scale
+@pytest.mark.parametrize("finite", [True, False])
+def test_adjusting_keeps_the_state_for_scan_cond_and_vmap(name: str, finite: bool) -> None:
+    scale = jax.tree.map(jnp.asarray, SCALES[name]())
+    shapes = jax.eval_shape(lambda s: s, scale)
+    assert jax.eval_shape(lambda s: s.adjust(jnp.array(finite)), scale) == shapes
+    jax.lax.cond(finite, lambda s: s.adjust(True), lambda s: s.adjust(False), scale)
+    jax.lax.scan(lambda s, ok: (s.adjust(ok), None), scale, jnp.array([True, finite]))
+    if jax.tree.leaves(scale):
+        flags = jnp.array([True, False])
+        both = jax.vmap(lambda ok: scale.adjust(ok))(flags)
+        for i, flag in enumerate([True, False]):
+            assert_bitwise_equal(jax.tree.map(lambda x, i=i: x[i], both), scale.adjust(flag))
+
+
+@every_scale
+def test_one_trace_for_all_steps(name: str) -> None:
+    traces = []
+
+    @jax.jit
+    def adjust(scale: Any, finite: Any) -> Any:
+        traces.append(1)
+        return scale.adjust(finite)
+
+    scale = SCALES[name]()
+    for finite in (True, False, True, True, False, True, True, True, True, True):
+        scale = adjust(scale, jnp.array(finite))
+    assert len(traces) == 1
+
+
+@adjusting
+def test_it_goes_on_from_a_checkpoint_in_the_middle_of_a_period(name: str) -> None:
+    sequence = [True, False, True, True, False, True, True, True, True, True, True, True]
+    through = SCALES[name]()
+    stopped = SCALES[name]()
+    for i, finite in enumerate(sequence):
+        through, stopped = through.adjust(finite), stopped.adjust(finite)
+        if i in (2, 6):
+            saved = [np.array(x) for x in jax.tree.leaves(stopped)]
+            stopped = jax.tree.unflatten(jax.tree.structure(SCALES[name]()), saved)
+        assert_bitwise_equal(*(jax.tree.map(jnp.asarray, s) for s in (through, stopped)))
+
+
+@every_scale
+@pytest.mark.parametrize("finite", [True, np.bool_(True), jnp.array(True), np.array(True)])
+def test_every_kind_of_boolean_adjusts(name: str, finite: Any) -> None:
+    SCALES[name]().adjust(finite)
+
+
+def test_static_scales_are_values_and_arrays_are_leaves() -> None:
+    assert jt.StaticLossScale(np.float32(8)) == jt.StaticLossScale(8.0)
+    assert hash(jt.StaticLossScale(np.asarray(8.0))) == hash(jt.StaticLossScale(8.0))
+    assert jax.tree.leaves(jt.StaticLossScale(8.0)) == []
+    traces = []
+
+    @jax.jit
+    def scaled(scale: jt.StaticLossScale) -> jax.Array:
+        traces.append(1)
+        return scale.scale(jnp.float32(1))
+
+    for value in (1.0, 2.0, 4.0):
+        assert float(scaled(jt.StaticLossScale(jnp.float32(value)))) == value
+    assert len(traces) == 1
+
+
+def test_named_paths_for_checkpoints() -> None:
+    scale = SCALES["hysteresis"]()
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(scale)]
+    assert paths == [".loss_scale", ".counter", ".hysteresis_left"]
+
+
+def test_own_fields_are_strict() -> None:
+    for name, values in {
+        "backoff_factor": (0.0, 1.0, -1.0),
+        "max_loss_scale": (0.0, 2.0**127),
+        "hysteresis": (0, 1.5, True),
+    }.items():
+        for value in values:
+            with pytest.raises(ValueError, match=name):
+                jt.DynamicLossScale(8.0, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((8.0, 0, 0), "period=0 should be at least 1"),
+        ((8.0, 0, 10, 1), "factor=1 should be finite and above 1"),
+        ((8.0, 0, 10, 2, -1.0), "min_loss_scale=-1.0 should be finite and not negative"),
+        ((0.0,), "loss_scale=0.0 should be finite and above 0"),
+        ((8,), "Expected floating type for loss_scale, got int32"),
+    ],
+)
+def test_fields_of_jmp_are_lenient_and_warn(arguments: tuple[Any, ...], text: str) -> None:
+    with pytest.warns(UserWarning, match=text):
+        jt.DynamicLossScale(*arguments)
+
+
+def test_a_traced_structural_field_is_named() -> None:
+    with pytest.raises(ValueError, match="min_loss_scale must be a concrete number"):
+        jax.jit(lambda low: jt.DynamicLossScale(8.0, min_loss_scale=low).scale(1.0))(1.0)
+
+
+def test_a_scale_can_be_made_of_a_traced_number() -> None:
+    made = jax.jit(lambda s: jt.DynamicLossScale(s).adjust(False))(jnp.float16(8))
+    assert float(made.loss_scale) == 4
+    assert made.loss_scale.dtype == jnp.float32
