@@ -1,0 +1,248 @@
+"""Noticing stalled runs: how long a fall takes, and who is told."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jmp_train as jt
+
+
+def overflows_to_floor(scale: Any, floor: float) -> int:
+    """Counts the overflows in a row after which the scale is at its floor."""
+    count, adjust = 0, jax.jit(lambda s: s.adjust(False))
+    while float(scale.loss_scale) > floor:
+        scale, count = adjust(scale), count + 1
+        assert count < 2000
+    return count
+
+
+def after(scale: Any, steps: str) -> Any:
+    for step in steps:
+        scale = scale.adjust(step == "+")
+    return scale
+
+
+# --- skips_to_floor ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", range(1, 127))
+def test_powers_of_two_are_counted_exactly(power: int) -> None:
+    assert jt.skips_to_floor(jt.DynamicLossScale(2.0**power)) == power
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (jt.NoOpLossScale, 0),
+        (lambda: jt.StaticLossScale(1024.0), 0),
+        (lambda: jt.StaticLossScale(jnp.float32(1024)), 0),
+        (lambda: jt.DynamicLossScale(1.0), 0),
+        (lambda: jt.DynamicLossScale(0.5), 0),
+        (lambda: jt.DynamicLossScale(1.5), 1),
+        (lambda: jt.DynamicLossScale(2.0**15, min_loss_scale=0.0), 15 + 126),
+        (lambda: jt.DynamicLossScale(81.0, factor=3), 4),
+        (jt.torch_loss_scale, 16 + 126),
+        (lambda: jt.apex_loss_scale(min_loss_scale=16.0), 12),
+        (jt.megatron_loss_scale, 32 + 1),
+        (jt.deepspeed_loss_scale, 16 + 1),
+        (lambda: jt.nemo_loss_scale(hysteresis=4), 16 + 126 + 3),
+    ],
+)
+def test_how_far_the_usual_scales_fall(make: Callable[[], Any], expected: int) -> None:
+    assert jt.skips_to_floor(make()) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    start=st.floats(1.0, 2.0**32, width=32),
+    low=st.floats(2.0**-10, 64.0, width=32),
+    backoff=st.sampled_from([None, 0.5, 0.25, 0.125, 0.7, 0.9, 0.1]),
+    hysteresis=st.integers(1, 4),
+    consecutive=st.booleans(),
+    steps=st.text(alphabet="+-", max_size=8),
+)
+def test_it_is_the_number_of_overflows_in_a_row(
+    start: float, low: float, backoff: float | None, hysteresis: int, consecutive: bool, steps: str
+) -> None:
+    scale = jt.DynamicLossScale(
+        start, period=3, min_loss_scale=low, backoff_factor=backoff, hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive,
+    )  # fmt: skip
+    scale = after(scale, steps)  # a scale in use has spent some of its hysteresis
+    assert jt.skips_to_floor(scale) == overflows_to_floor(scale, low)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    power=st.integers(1, 32), hysteresis=st.integers(1, 4), steps=st.text(alphabet="+-", max_size=6)
+)
+def test_presets_are_counted_alike(power: int, hysteresis: int, steps: str) -> None:
+    for scale, floor in (
+        (jt.megatron_loss_scale(2.0**power, hysteresis=hysteresis, growth_interval=2), 1.0),
+        (jt.deepspeed_loss_scale(0, power, 2, hysteresis), 1.0),
+        (jt.nemo_loss_scale(2.0**power, hysteresis=hysteresis, growth_interval=2), 2.0**-126),
+        (jt.apex_loss_scale(init_scale=2.0**power, min_loss_scale=0.5), 0.5),
+    ):
+        scale = after(scale, steps)
+        assert jt.skips_to_floor(scale) == overflows_to_floor(scale, floor)
+
+
+def test_a_vmapped_scale_is_counted_to_its_last_member() -> None:
+    scales = jax.vmap(jt.DynamicLossScale)(jnp.array([4.0, 256.0, 16.0]))
+    assert jt.skips_to_floor(scales) == 8
+
+
+@pytest.mark.filterwarnings("ignore:DynamicLossScale. factor=")
+@pytest.mark.parametrize("factor", [1, 0.5])
+def test_a_scale_that_never_falls_has_no_way_to_go(factor: float) -> None:
+    assert jt.skips_to_floor(jt.DynamicLossScale(8.0, factor=factor)) == 0
+
+
+# --- check_progress ---------------------------------------------------------------------------
+
+PARAMS = jnp.ones(2)
+BAD, GOOD = jnp.array([1.0, jnp.nan]), jnp.array([1.0, 1.0])
+
+
+def run_steps(optimizer: Any, steps: str, state: Any = None) -> Any:
+    state = optimizer.init(PARAMS) if state is None else state
+    for step in steps:
+        _, state = optimizer.update(GOOD if step == "+" else BAD, state, PARAMS)
+    return state
+
+
+def scaled(loss_scale: jt.LossScale | None = None) -> Any:
+    return jt.with_loss_scale(optax.sgd(0.1), loss_scale or jt.StaticLossScale(8.0))
+
+
+@pytest.mark.parametrize(
+    ("steps", "stop_after", "stops"),
+    [
+        ("", 1, False),
+        ("-", 1, True),
+        ("-", 2, False),
+        ("--", 2, True),
+        ("---", 2, True),
+        ("---+", 1, False),
+        ("--+-", 2, False),
+        ("+--", 2, True),
+    ],
+)
+def test_only_skips_in_a_row_stop(steps: str, stop_after: int, stops: bool) -> None:
+    state = run_steps(scaled(), steps)
+    if stops:
+        with pytest.raises(jt.StalledTrainingError, match="skipped for non-finite gradients"):
+            jt.check_progress(state, stop_after=stop_after)
+    else:
+        jt.check_progress(state, stop_after=stop_after, warn_after=stop_after)
+
+
+def test_the_message_has_the_numbers() -> None:
+    state = run_steps(scaled(jt.megatron_loss_scale(256.0, 4.0, hysteresis=1)), "---")
+    expected = r"^the last 3 steps were skipped .* loss scale is now 32 \(floor 4\)\. "
+    with pytest.raises(jt.StalledTrainingError, match=expected):
+        jt.check_progress(state, stop_after=3)
+    state = run_steps(scaled(), "-")
+    with pytest.raises(jt.StalledTrainingError, match=r"^the last step was .* scale is now 8\. "):
+        jt.check_progress(state, stop_after=1)
+    state = run_steps(scaled(jt.NoOpLossScale()), "--")
+    with pytest.raises(jt.StalledTrainingError, match=r"^the last 2 .* scale is now 1\. "):
+        jt.check_progress(state, stop_after=1)
+    assert issubclass(jt.StalledTrainingError, FloatingPointError)
+
+
+def test_a_warning_comes_first() -> None:
+    state = run_steps(scaled(), "--")
+    with pytest.warns(RuntimeWarning, match="the last 2 steps were skipped") as record:
+        jt.check_progress(state, stop_after=3, warn_after=2)
+    assert record[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jt.check_progress(state, stop_after=3)
+        jt.check_progress(state, stop_after=4, warn_after=3)
+    with pytest.raises(jt.StalledTrainingError):
+        jt.check_progress(state, stop_after=2, warn_after=1)
+
+
+def test_it_finds_scales_in_any_nesting_and_names_them() -> None:
+    chain = optax.chain(optax.clip(1.0), scaled())
+    with pytest.raises(jt.StalledTrainingError, match="of opt_state '1'"):
+        jt.check_progress(run_steps(chain, "-"), stop_after=1)
+
+    fine, stuck = run_steps(scaled(), "-+"), run_steps(scaled(), "--")
+    state = {"generator": fine, "critic": {"opt": stuck}}
+    with pytest.raises(jt.StalledTrainingError, match="of opt_state 'critic/opt' is now"):
+        jt.check_progress(state, stop_after=2)
+    with pytest.warns(RuntimeWarning, match="of opt_state 'critic/opt' is now"):
+        jt.check_progress(state, stop_after=3, warn_after=2)
+    jt.check_progress(state, stop_after=3)
+
+
+def test_a_stall_is_found_behind_a_warning() -> None:
+    state = {"a": run_steps(scaled(), "--"), "b": run_steps(scaled(), "---")}
+    with (
+        pytest.warns(RuntimeWarning, match="of opt_state 'a'"),
+        pytest.raises(jt.StalledTrainingError, match="of opt_state 'b'"),
+    ):
+        jt.check_progress(state, stop_after=3, warn_after=2)
+
+
+def test_vmapped_states_stop_for_their_worst_member() -> None:
+    optimizer = scaled(jt.DynamicLossScale(64.0))
+
+    @jax.vmap
+    def two_steps(grads: jax.Array) -> Any:
+        state = optimizer.init(PARAMS)
+        for _ in range(2):
+            _, state = optimizer.update(grads, state, PARAMS)
+        return state
+
+    state = two_steps(jnp.stack([GOOD, BAD, GOOD]))
+    np.testing.assert_array_equal(state.consecutive_skips, [0, 2, 0])
+    jt.check_progress(state, stop_after=3)
+    # The message is about the member that is stuck: its scale was halved twice.
+    with pytest.raises(jt.StalledTrainingError, match="the last 2 steps .* is now 16 "):
+        jt.check_progress(state, stop_after=2)
+
+
+@pytest.mark.parametrize(
+    "options", [{"stop_after": 0}, {"stop_after": -2}, {"stop_after": 5, "warn_after": 0}]
+)
+def test_numbers_below_one_are_refused(options: dict[str, int]) -> None:
+    name, number = list(options.items())[-1]
+    with pytest.raises(ValueError, match=f"^{name}={number} must be at least 1"):
+        jt.check_progress(run_steps(scaled(), ""), **options)
+
+
+def test_a_state_without_a_scale_is_refused() -> None:
+    with pytest.raises(ValueError, match="opt_state has no loss scale; wrap the optimizer"):
+        jt.check_progress(optax.adam(0.1).init(PARAMS), stop_after=1)
+
+
+def test_inside_of_jit_it_says_where_it_belongs() -> None:
+    @jax.jit
+    def checked(state: Any) -> Any:
+        jt.check_progress(state, stop_after=1)
+        return state
+
+    with pytest.raises(ValueError, match=r"check_progress reads numbers on the host; call it out"):
+        checked(run_steps(scaled(), ""))
+
+
+def test_more_than_skips_to_floor_lets_a_high_start_through() -> None:
+    scale = jt.megatron_loss_scale(2.0**20, hysteresis=3)
+    optimizer = scaled(scale)
+    limit = jt.skips_to_floor(scale) + 1
+    state = run_steps(optimizer, "-" * (limit - 1))
+    assert float(jt.get_loss_scale(state).loss_scale) == 1.0
+    jt.check_progress(state, stop_after=limit)
+    with pytest.raises(jt.StalledTrainingError, match=r"is now 1 \(floor 1\)"):
+        jt.check_progress(run_steps(optimizer, "-", state), stop_after=limit)
