@@ -49,9 +49,13 @@ def float_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
         result = jnp.dtype(dtype)
     except TypeError:
         raise ValueError(f"{argument}={dtype!r} is not a dtype; pass a floating dtype") from None
-    if dtype is None or not jnp.issubdtype(result, jnp.floating):
-        raise ValueError(f"{argument}={dtype!r} must be a floating dtype, such as jnp.float16")
+    if dtype is None or not _is_float_of_jax(result.name):
+        raise ValueError(f"{argument}={dtype!r} must be a floating dtype of jax, such as float16")
     return result
+
+
+def _is_float_of_jax(name: str) -> bool:
+    return name.startswith(("float", "bfloat")) and isinstance(getattr(jnp, name, None), type)
 
 
 def parse_dtype(name: str) -> np.dtype:
@@ -60,7 +64,7 @@ def parse_dtype(name: str) -> np.dtype:
         return jnp.dtype(half_dtype())
     if name in _NAMES:
         return jnp.dtype(_NAMES[name])
-    if name.startswith("float8_") and hasattr(jnp, name):
+    if _is_float_of_jax(name):
         return jnp.dtype(getattr(jnp, name))
     raise ValueError(
         f"Unknown dtype {name!r} must be full, half, {', '.join(list(_NAMES)[1:])} or a float8 name"

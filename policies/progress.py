@@ -1,6 +1,5 @@
 """Noticing, on the host, that a run skips every step and will never come back."""
 
-import math
 import warnings
 from typing import Any
 
@@ -37,12 +36,15 @@ def skips_to_floor(loss_scale: LossScale) -> int:
     """
     if not isinstance(loss_scale, DynamicLossScale):
         return 0
-    floor = max(float(loss_scale.min_loss_scale), float(np.finfo(np.float32).tiny))
-    ratio = float(np.max(loss_scale.loss_scale)) / floor
-    if ratio <= 1:
-        return 0
-    backoff = loss_scale.backoff_factor or 1 / loss_scale.factor
-    return math.ceil(math.log(ratio) / -math.log(backoff)) + loss_scale.hysteresis - 1
+    floor = max(np.float32(loss_scale.min_loss_scale), np.finfo(np.float32).tiny)
+    factor = np.float32(loss_scale.backoff_factor or 1 / loss_scale.factor)
+    scale = np.max(np.asarray(loss_scale.loss_scale))
+    left = loss_scale.hysteresis_left
+    waits = 0 if left is None else max(int(np.max(left)) - 1, 0)
+    falls = 0
+    while floor < scale > scale * factor:
+        scale, falls = scale * factor, falls + 1
+    return falls and falls + waits
 
 
 def check_progress(opt_state: Any, *, stop_after: int, warn_after: int | None = None) -> None:
@@ -83,18 +85,23 @@ def check_progress(opt_state: Any, *, stop_after: int, warn_after: int | None = 
             raise ValueError("check_progress reads numbers on the host; call it outside of jit")
         skips = int(np.max(state.consecutive_skips))
         if skips >= stop_after:
-            raise StalledTrainingError(_describe(path, state, skips))
+            raise StalledTrainingError(_describe(path, state))
         if warn_after is not None and skips >= warn_after:
-            warnings.warn(_describe(path, state, skips), RuntimeWarning, stacklevel=2)
+            warnings.warn(_describe(path, state), RuntimeWarning, stacklevel=2)
 
 
-def _describe(path: str, state: LossScaledState, skips: int) -> str:
+def _describe(path: str, state: LossScaledState) -> str:
+    """Returns the message; of the states of a vmap it is about the one that skipped most."""
+    all_skips = np.ravel(state.consecutive_skips)
+    worst = int(np.argmax(all_skips))
+    skips = int(all_skips[worst])
     steps = "step was" if skips == 1 else f"{skips} steps were"
     where = f" of opt_state {path!r}" if path else ""
     scale = state.loss_scale
+    number = float(np.broadcast_to(np.ravel(scale.loss_scale), all_skips.shape)[worst])
     floor = f" (floor {scale.min_loss_scale:g})" if isinstance(scale, DynamicLossScale) else ""
     return (
         f"the last {steps} skipped for non-finite gradients; the loss scale{where} is now "
-        f"{float(np.max(scale.loss_scale)):g}{floor}. NaN or inf in the data or the model does "
-        "not go away with a lower scale: look at nonfinite_report(gradients)"
+        f"{number:g}{floor}. NaN or inf in the data or the model does not go away with a lower "
+        "scale: look at nonfinite_report(gradients)"
     )

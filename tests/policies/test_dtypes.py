@@ -1,7 +1,7 @@
 """Names of dtypes in policy strings, the half type, and what counts as one."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -82,19 +82,19 @@ def test_floating_dtypes_become_numpy_dtypes(dtype: Any) -> None:
     "dtype", [np.int8, jnp.int4, bool, np.complex64, np.uint32, "int32", np.object_, jax.float0]
 )
 def test_other_dtypes_are_named(dtype: Any) -> None:
-    with pytest.raises(ValueError, match="^compute=.* must be a floating dtype"):
+    with pytest.raises(ValueError, match=r"^compute=.* must be a floating dtype"):
         float_dtype(dtype, "compute")
 
 
 @pytest.mark.parametrize("dtype", ["nonsense", 3, object()])
 def test_what_is_no_dtype_is_named(dtype: Any) -> None:
-    with pytest.raises(ValueError, match="^compute=.*is not a dtype; pass a floating dtype"):
+    with pytest.raises(ValueError, match=r"^compute=.*is not a dtype; pass a floating dtype"):
         float_dtype(dtype, "compute")
 
 
 def test_none_is_no_dtype_although_numpy_reads_float64() -> None:
-    with pytest.raises(ValueError, match="^compute=None must be a floating dtype"):
-        float_dtype(None, "compute")
+    with pytest.raises(ValueError, match=r"^compute=None must be a floating dtype"):
+        float_dtype(cast(Any, None), "compute")
 
 
 @pytest.mark.parametrize(

@@ -237,10 +237,10 @@ def test_containers_of_the_ecosystem() -> None:
     graph = jraph.GraphsTuple(
         nodes=np.ones((2, 3), np.float32),
         edges=None,
-        senders=np.array([0]),
-        receivers=np.array([1]),
-        n_node=np.array([2]),
-        n_edge=np.array([1]),
+        senders=jnp.array([0]),
+        receivers=jnp.array([1]),
+        n_node=jnp.array([2]),
+        n_edge=jnp.array([1]),
         globals={"g": jnp.ones(1)},
     )
     cast = MIXED.cast_to_compute(graph)
@@ -304,7 +304,7 @@ def test_gradients_have_the_dtype_of_the_parameters(half: Any) -> None:
     np.testing.assert_allclose(value, np.sum((w64 * x64) ** 2), rtol=3 * eps)
     np.testing.assert_allclose(grads["w"], 2 * w64 * x64**2, rtol=4 * eps)
     # It was computed in half: what float32 would give is another number.
-    assert float(value) != float(loss({"w": w}, x))
+    assert float(value) != float(loss({"w": w}, jnp.asarray(x)))
 
 
 def test_under_jit_and_vmap() -> None:
