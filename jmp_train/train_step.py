@@ -97,7 +97,8 @@ def train_step(
     Raises:
       ValueError: `accumulate_steps` is below 1 or, when called, does not divide the batch; the
         state has several loss scales; parameters are stored narrower than the policy says.
-      TypeError: when called, the model state changes its structure or shapes.
+      TypeError: an argument is of another type; when called, the model state changes its
+        structure, shapes or dtypes (between floating dtypes it is cast back).
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -270,12 +271,13 @@ def _stored_like(old: Any, new: Any) -> Any:
         )
 
     def like(path: Any, x: Any, y: Any) -> Any:
-        if jnp.shape(x) != jnp.shape(y):
+        both_float = is_float_array(x) and is_float_array(y)
+        if jnp.shape(x) != jnp.shape(y) or not (both_float or x.dtype == y.dtype):
             raise TypeError(
-                f"loss_fn returned model_state {path_name(path)!r} of shape {jnp.shape(y)}, "
-                f"the state has {jnp.shape(x)}"
+                f"loss_fn returned model_state {path_name(path)!r} as {y.dtype}{list(y.shape)}, "
+                f"the state has {x.dtype}{list(x.shape)}"
             )
-        return y.astype(x.dtype) if is_float_array(y) and is_float_array(x) else y
+        return y.astype(x.dtype) if both_float else y
 
     return jax.tree_util.tree_map_with_path(like, old, new)
 
