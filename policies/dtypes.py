@@ -55,7 +55,10 @@ def float_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
 
 
 def _is_float_of_jax(name: str) -> bool:
-    return name.startswith(("float", "bfloat")) and isinstance(getattr(jnp, name, None), type)
+    scalar_type: Any = getattr(jnp, name, None)
+    if not isinstance(scalar_type, type(jnp.float32)):  # aliases and abstract types are others
+        return False
+    return jnp.issubdtype(scalar_type, jnp.floating) and jnp.dtype(scalar_type).name == name
 
 
 def parse_dtype(name: str) -> np.dtype:

@@ -38,23 +38,27 @@ LARGEST_SCALE = 2.0**126
 _OVERWRITTEN_BY_GRADIENT = "_overwrite_with_gradient"
 
 
-def _multiply(x: Any, number: Any) -> Any:
+def _scale_leaf(x: Any, scale: Any, *, inverse: bool = False) -> Any:
+    """Returns x times the scale or its inverse, in float32 or, where x is wider, its precision."""
     if not is_inexact(x):
         return x
     x = jnp.asarray(x)
     dtype = at_least_float32(x.dtype)
+    real = jnp.finfo(dtype).dtype
+    number = scale.astype(real) if isinstance(scale, jax.Array) else np.asarray(scale, real)
+    if inverse:
+        number = 1 / jnp.asarray(number)
     return x.astype(dtype) * jnp.asarray(number).astype(dtype)
 
 
 def _scale_tree(tree: Tree, scale: Any) -> Tree:
-    return jax.tree_util.tree_map(lambda x: _multiply(x, scale), tree)
+    return jax.tree_util.tree_map(lambda x: _scale_leaf(x, scale), tree)
 
 
 def _unscale_tree(tree: Tree, scale: Any) -> Tree:
-    inverse = 1 / jnp.asarray(scale, jnp.float32)
-
     def unscale(path: KeyPath, x: Any) -> Any:
-        return x if _OVERWRITTEN_BY_GRADIENT in path_name(path) else _multiply(x, inverse)
+        keep = _OVERWRITTEN_BY_GRADIENT in path_name(path).split("/")
+        return x if keep else _scale_leaf(x, scale, inverse=True)
 
     return jax.tree_util.tree_map_with_path(unscale, tree)
 
@@ -117,6 +121,7 @@ class StaticLossScale:
         if isinstance(self.loss_scale, np.ndarray | np.generic):  # hashable, as the structure is
             object.__setattr__(self, "loss_scale", self.loss_scale.item())
         object.__setattr__(self, "_is_leaf", isinstance(self.loss_scale, jax.Array))
+        _warn_of_zero_inverse(self)
 
     def scale(self, tree: Tree) -> Tree:
         """Returns the tree with floating and complex leaves times the scale, at least float32."""
@@ -245,9 +250,11 @@ class DynamicLossScale:
         """Returns the scale for the next step, given whether this step's gradients were finite."""
         finite = boolean_scalar(grads_finite)
         scale, counter = jnp.asarray(self.loss_scale), jnp.asarray(self.counter)
-        full = counter + 1 >= math.ceil(self.period)
-        larger = jnp.minimum(double_product(scale, self.factor), np.float32(self.max_loss_scale))
-        smaller = jnp.maximum(self._backed_off(scale), np.float32(self.min_loss_scale))
+        last = math.ceil(self.period) if self.period < 2**31 else 2**31
+        full = counter >= last - 1
+        larger, smaller = self._larger_and_smaller(scale)
+        larger = jnp.minimum(larger, np.float32(self.max_loss_scale))
+        smaller = jnp.maximum(smaller, np.float32(self.min_loss_scale))
         left = self.hysteresis_left
         if left is not None:
             spent = jnp.maximum(left - 1, 0)
@@ -258,10 +265,10 @@ class DynamicLossScale:
         counter = jnp.where(finite, jnp.where(full, 0, counter + 1), self.counter_start)
         return self._with_state(scale, counter, left)
 
-    def _backed_off(self, scale: jax.Array) -> jax.Array:
-        if self.backoff_factor is None:
-            return scale / np.float32(self.factor)
-        return double_product(scale, self.backoff_factor)
+    def _larger_and_smaller(self, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if self.backoff_factor is None:  # jmp's arithmetic
+            return scale * np.float32(self.factor), scale / np.float32(self.factor)
+        return double_product(scale, self.factor), double_product(scale, self.backoff_factor)
 
     def _with_state(self, *state: Any) -> "DynamicLossScale":
         return _unflatten_dynamic(_flatten_dynamic(self)[1], state)
@@ -324,12 +331,14 @@ def _check_own_fields(scale: DynamicLossScale) -> None:
         raise ValueError(f"backoff_factor={backoff} must lie between 0 and 1")
     if not 0 < largest <= LARGEST_SCALE:
         raise ValueError(f"max_loss_scale={largest} must lie between 0 and 2**126")
-    if (
-        isinstance(scale.hysteresis, bool)
-        or scale.hysteresis != int(scale.hysteresis)
-        or (scale.hysteresis < 1)
-    ):
-        raise ValueError(f"hysteresis={scale.hysteresis} must be an integer of at least 1")
+    if largest < scale.min_loss_scale < math.inf:
+        raise ValueError(
+            f"min_loss_scale={scale.min_loss_scale} must not exceed max_loss_scale={largest}"
+        )
+    for name, least in (("hysteresis", 1), ("counter_start", -(2**31))):
+        value = getattr(scale, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
 
 
 def _warn_of_questionable_fields(scale: DynamicLossScale) -> None:
@@ -347,3 +356,15 @@ def _warn_of_questionable_fields(scale: DynamicLossScale) -> None:
     for text, holds in rules.items():
         if not holds:
             warnings.warn(f"DynamicLossScale: {text}", stacklevel=4)
+    _warn_of_zero_inverse(scale)
+
+
+def _warn_of_zero_inverse(scale: Any) -> None:
+    start = scale.loss_scale
+    known = isinstance(start, int | float | np.ndarray | np.generic)
+    if known and np.any(np.asarray(start) > LARGEST_SCALE):
+        warnings.warn(
+            f"{type(scale).__name__}: loss_scale={start} is above 2**126: its inverse is zero, and "
+            "so is every gradient",
+            stacklevel=5,
+        )

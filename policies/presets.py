@@ -9,6 +9,8 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
+
 from jmp_train.policies.loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -99,8 +101,11 @@ def apex_loss_scale(
     _check_growth("scale_factor", scale_factor)
     _check_count("scale_window", scale_window)
     _check_range("max_loss_scale", max_loss_scale)
-    start, floor = min(init_scale, max_loss_scale), min_loss_scale or SMALLEST_SCALE
-    _check_floor("min_loss_scale", floor, start)
+    start, floor = min(init_scale, max_loss_scale), SMALLEST_SCALE
+    if min_loss_scale is not None:
+        _check_number("min_loss_scale", min_loss_scale)
+        floor = min_loss_scale or floor
+        _check_floor("min_loss_scale", floor, start)
     return DynamicLossScale(
         float(start),
         period=scale_window,
@@ -156,9 +161,9 @@ def megatron_loss_scale(
     return DynamicLossScale(
         float(initial_scale),
         period=growth_interval,
-        factor=growth_factor,
+        factor=float(np.float32(growth_factor)),  # Megatron keeps both in float32
         min_loss_scale=min_scale,
-        backoff_factor=backoff_factor,
+        backoff_factor=float(np.float32(backoff_factor)),
         max_loss_scale=max_scale,
         hysteresis=hysteresis,
     )
@@ -195,16 +200,20 @@ def nemo_loss_scale(
 
     Reference: Apex e13873de, csrc/update_scale_hysteresis.cu, as NeMo uses it.
     """
+    _check_flag("enabled", enabled)
+    _check_scale("init_scale", init_scale)
+    _check_growth("growth_factor", growth_factor)
+    _check_backoff("backoff_factor", backoff_factor)
+    _check_count("growth_interval", growth_interval)
     _check_count("hysteresis", hysteresis)
-    torch = torch_loss_scale(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-    if isinstance(torch, NoOpLossScale):
-        return torch
+    if not enabled:
+        return NoOpLossScale()
     return DynamicLossScale(
-        torch.loss_scale,
-        period=torch.period,
-        factor=torch.factor,
-        min_loss_scale=torch.min_loss_scale,
-        backoff_factor=torch.backoff_factor,
+        float(init_scale),
+        period=growth_interval,
+        factor=growth_factor,
+        min_loss_scale=SMALLEST_SCALE,
+        backoff_factor=backoff_factor,
         hysteresis=hysteresis,
         consecutive_hysteresis=True,
     )
@@ -242,13 +251,14 @@ def deepspeed_loss_scale(
 
     Reference: DeepSpeed edaa7221, deepspeed/runtime/fp16/loss_scaler.py (DynamicLossScaler).
     """
+    _check_number("loss_scale", loss_scale)
     if loss_scale != 0:
         _check_scale("loss_scale", loss_scale)
         return StaticLossScale(float(loss_scale))
-    if isinstance(initial_scale_power, bool) or not isinstance(initial_scale_power, int):
-        raise ValueError(f"initial_scale_power={initial_scale_power!r} must be an integer")
-    if not -126 <= initial_scale_power <= 126:
-        raise ValueError(f"initial_scale_power={initial_scale_power} must lie in -126 .. 126")
+    if not _is_integer(initial_scale_power) or not -126 <= initial_scale_power <= 126:
+        raise ValueError(
+            f"initial_scale_power={initial_scale_power!r} must be an integer in -126 .. 126"
+        )
     _check_count("loss_scale_window", loss_scale_window)
     _check_count("hysteresis", hysteresis)
     _check_flag("consecutive_hysteresis", consecutive_hysteresis)
@@ -265,8 +275,13 @@ def deepspeed_loss_scale(
     )
 
 
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not number or not -math.inf < value < math.inf:  # compares integers of any length
         raise ValueError(f"{name}={value!r} must be a finite number")
 
 
@@ -302,7 +317,7 @@ def _check_backoff(name: str, value: Any) -> None:
 
 
 def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not _is_integer(value) or value < 1:
         raise ValueError(f"{name}={value!r} must be an integer of at least 1")
 
 

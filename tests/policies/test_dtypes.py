@@ -49,7 +49,22 @@ def test_every_short_name_is_read_back(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "f", "F16", "FULL", "float", "f8", "float8", "float8_", "float8_e9m9", "int32"]
+    "name",
+    [
+        "",
+        "f",
+        "F16",
+        "FULL",
+        "float",
+        "f8",
+        "float8",
+        "float8_",
+        "float8_e9m9",
+        "int32",
+        "floating",
+        "float_",
+        "float_power",
+    ],
 )
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"^Unknown dtype '{name}' must be full, half, f32"):

@@ -173,3 +173,113 @@ def test_14_nonsense_warns_and_does_not_raise() -> None:
         "DynamicLossScale: period=0 should be at least 1",
         "DynamicLossScale: factor=0.5 should be finite and above 1",
     ]
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, np.bool_, jnp.complex64, "int8", "half-ish"])
+@pytest.mark.parametrize("name", ["param_dtype", "compute_dtype", "output_dtype", "reduce_dtype"])
+def test_11_other_dtypes_are_refused_by_name(name: str, dtype: Any) -> None:
+    fields: dict[str, Any] = dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), "f4")
+    with pytest.raises(ValueError, match=rf"^{name}=.*floating dtype"):
+        jt.Policy(**{**fields, name: dtype})
+
+
+@pytest.mark.parametrize("wrong", [jnp.ones(1, bool), np.ones(2, bool), 1, jnp.ones(()), None])
+def test_12_anything_else_is_refused_in_jmps_words(wrong: Any) -> None:
+    with pytest.raises(AssertionError, match="expected boolean scalar"):
+        jt.DynamicLossScale(4.0).adjust(wrong)
+    with pytest.raises(AssertionError, match="expected boolean scalar"):
+        jt.select_tree(wrong, None, None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"period": np.nan},
+        {"factor": np.inf},
+        {"factor": np.nan},
+        {"min_loss_scale": -1.0},
+        {"min_loss_scale": np.inf},
+        {"loss_scale": -8.0},
+        {"loss_scale": np.nan},
+        {"loss_scale": np.float32(np.inf)},
+        {"loss_scale": 2.0**127},  # 1 / 2**127 is flushed to zero: every gradient would be 0
+    ],
+)
+def test_14_each_questionable_field_warns(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.warns(UserWarning, match=f"DynamicLossScale: {name}="):
+        jt.DynamicLossScale(**{"loss_scale": 8.0, **options})
+
+
+def test_placeholders_for_leaves_are_kept() -> None:
+    leaf = object()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert jt.DynamicLossScale(leaf).loss_scale is leaf
+        assert jt.DynamicLossScale(2.0, leaf).counter is leaf
+
+
+# --- the same numbers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1.1, 1.001, 1.7])
+def test_a_factor_that_is_no_float32_number_gives_jmps_scales(factor: float) -> None:
+    args: Any = (jnp.float32(1000.0), jnp.int32(0), 1, factor)
+    ours, theirs = jt.DynamicLossScale(*args), jmp.DynamicLossScale(*args)
+    for finite in [True] * 40 + [False, True] * 10:
+        ours = ours.adjust(jnp.array(finite))
+        with jax.numpy_dtype_promotion("standard"):
+            theirs = theirs.adjust(jnp.array(finite))
+        assert float(ours.loss_scale) == float(theirs.loss_scale)
+
+
+@pytest.mark.parametrize("start", [2.0**15, 1000.0, 3.0])
+@pytest.mark.parametrize("method", ["scale", "unscale"])
+def test_scaling_gives_jmps_numbers_and_dtypes(method: str, start: float) -> None:
+    x = np.random.default_rng(0).normal(size=9)
+    tree = {
+        "f16": jnp.asarray(x, jnp.float16),
+        "bf16": jnp.asarray(x, jnp.bfloat16),
+        "f32": jnp.asarray(x, jnp.float32),
+        "nothing": None,
+    }
+    with jax.numpy_dtype_promotion("standard"):
+        theirs = getattr(jmp.DynamicLossScale(jnp.float32(start)), method)(tree)
+    ours = getattr(jt.DynamicLossScale(jnp.float32(start)), method)(tree)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_static_number_unscales_float64_in_float64() -> None:
+    with jax.enable_x64(True):
+        x = jnp.float64(1.0) / 7
+        for cls in (jmp.StaticLossScale, jt.StaticLossScale):
+            loss_scale = cls(3.0)  # type: ignore[arg-type]
+            back = loss_scale.unscale(loss_scale.scale(x))
+            assert back.dtype == jnp.float64
+            np.testing.assert_allclose(back, 1 / 7, rtol=1e-15)
+
+
+def test_the_program_of_jmps_readme_runs_with_a_half_typed_scale() -> None:
+    policy = jt.get_policy("params=float32,compute=float16,output=float32")
+    loss_scale: Any = jt.DynamicLossScale(jnp.asarray(2.0**15, jt.half_dtype()))
+
+    def loss(params: Any, x: jax.Array, loss_scale: Any) -> jax.Array:
+        params, x = policy.cast_to_compute((params, x))
+        return loss_scale.scale(policy.cast_to_output(jnp.sum(params["w"] * x)))
+
+    @jax.jit
+    def step(params: Any, loss_scale: Any, x: jax.Array) -> Any:
+        grads = loss_scale.unscale(jax.grad(loss)(params, x, loss_scale))
+        finite = jt.all_finite(grads)
+        new = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+        return jt.select_tree(finite, new, params), loss_scale.adjust(finite)
+
+    params = {"w": jnp.ones(2)}
+    params, loss_scale = step(params, loss_scale, jnp.array([1.0, 0.5]))
+    np.testing.assert_array_equal(params["w"], [0.5, 0.75])
+    params, loss_scale = step(params, loss_scale, jnp.array([4.0, np.inf]))
+    np.testing.assert_array_equal(params["w"], [0.5, 0.75])
+    assert float(loss_scale.loss_scale) == 2.0**14

@@ -2,7 +2,10 @@
 
 import copy
 import dataclasses
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -204,3 +207,111 @@ def test_a_scale_can_be_made_of_a_traced_number() -> None:
     made = jax.jit(lambda s: jt.DynamicLossScale(s).adjust(False))(jnp.float16(8))
     assert float(made.loss_scale) == 4
     assert made.loss_scale.dtype == jnp.float32
+
+
+@every_scale
+def test_the_structure_does_not_depend_on_what_the_leaves_are(name: str) -> None:
+    scale = SCALES[name]()
+    structure = jax.tree.structure(scale)
+    hash(structure)
+    for other in (
+        jax.device_get(scale),
+        jax.device_put(scale),
+        jax.eval_shape(lambda s: s, scale),
+        jax.tree.map(lambda _: "sharding", scale),
+        jax.tree.map(lambda _: True, scale),
+        jax.tree.map(np.asarray, scale),
+    ):
+        assert jax.tree.structure(other) == structure
+
+
+@every_scale
+def test_a_state_from_elsewhere_is_not_traced_again(name: str) -> None:
+    traces = []
+
+    @jax.jit
+    def adjust(scale: Any, finite: Any) -> Any:
+        traces.append(1)
+        return scale.adjust(finite)
+
+    scale = adjust(SCALES[name](), np.array(False))
+    for place in (jax.device_get, jax.device_put, lambda s: jax.tree.map(np.array, s)):
+        scale = adjust(place(scale), np.array(True))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_float8_leaves_are_widened(dtype: Any) -> None:
+    scaled = jt.DynamicLossScale(2.0**16).scale(jnp.asarray(448.0, dtype))
+    assert scaled.dtype == jnp.float32 and float(scaled) == 448.0 * 2**16
+
+
+@pytest.mark.parametrize(
+    "options", [{"hysteresis": 2.0}, {"hysteresis": 3, "counter_start": -1.0}, {"counter": 1.0}]
+)
+def test_a_float_count_is_refused_or_stays_a_count(options: dict[str, Any]) -> None:
+    try:
+        scale = jt.DynamicLossScale(8.0, **options)
+    except ValueError as error:
+        assert list(options)[-1] in str(error)
+        return
+    for finite in (False, True, False):
+        scale = scale.adjust(finite)
+        dtypes = [x.dtype for x in jax.tree.leaves(scale)]
+        assert dtypes[:2] == [jnp.float32, jnp.int32] and set(dtypes[2:]) <= {jnp.int32}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hysteresis", np.inf),
+        ("hysteresis", np.nan),
+        ("max_loss_scale", np.nan),
+        ("backoff_factor", np.nan),
+    ],
+)
+def test_what_is_no_number_is_named_too(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name}="):
+        jt.DynamicLossScale(8.0, **{name: value})  # type: ignore[arg-type]
+
+
+def test_bounds_in_the_wrong_order_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_loss_scale=4\.0"):
+        jt.DynamicLossScale(8.0, min_loss_scale=8.0, max_loss_scale=4.0)
+
+
+@pytest.mark.parametrize("period", [2**31, 10**12, np.inf])
+def test_a_period_that_never_ends_never_grows(period: float) -> None:
+    scale = jt.DynamicLossScale(8.0, period=period).adjust(True).adjust(True)
+    assert (float(scale.loss_scale), int(scale.counter)) == (8.0, 2)
+    assert float(scale.adjust(False).loss_scale) == 4.0
+
+
+def test_a_lowered_period_takes_effect_after_a_resume() -> None:
+    scale = jt.DynamicLossScale(8.0, period=100)
+    for _ in range(5):
+        scale = scale.adjust(True)
+    resumed = jt.DynamicLossScale(scale.loss_scale, scale.counter, period=3)
+    assert float(resumed.adjust(True).loss_scale) == 16.0
+
+
+def test_building_scales_starts_no_backend() -> None:
+    program = """
+import numpy as np
+import jmp_train as jt
+for scale in (
+    jt.torch_loss_scale(), jt.apex_loss_scale(), jt.nemo_loss_scale(), jt.deepspeed_loss_scale(),
+    jt.megatron_loss_scale(hysteresis=3), jt.StaticLossScale(8.0), jt.NoOpLossScale(),
+    jt.DynamicLossScale(np.float16(8), np.int64(3)),
+):
+    print(jt.skips_to_floor(scale), end=" ")
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": "nonsense"}  # which raises as soon as it starts
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout.split() == ["142", "142", "142", "17", "34", "0", "0", "3"], result.stderr

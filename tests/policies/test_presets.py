@@ -1,6 +1,8 @@
 """Presets against the golden traces and against step-by-step versions of the originals."""
 
 import dataclasses
+import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -182,7 +184,7 @@ class Apex:
 
 @dataclasses.dataclass
 class Megatron:
-    """With `high`, ColossalAI."""
+    """With `high`, ColossalAI. The factors are float32 tensors in both."""
 
     scale: np.float32
     growth: float
@@ -200,12 +202,12 @@ class Megatron:
         if not ok:
             self.good, self.left = 0, self.left - 1
             if self.left <= 0:
-                self.scale = max(product(self.scale, self.backoff), np.float32(self.low))
+                self.scale = max(self.scale * np.float32(self.backoff), np.float32(self.low))
             return
         self.good += 1
         if self.good == self.interval:
             self.good, self.left = 0, self.hysteresis
-            self.scale = min(product(self.scale, self.growth), np.float32(self.high))
+            self.scale = min(self.scale * np.float32(self.growth), np.float32(self.high))
 
 
 @dataclasses.dataclass
@@ -415,3 +417,96 @@ def test_wrong_arguments_are_named(
 def test_numbers_that_are_no_powers_of_two_warn(options: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match=f"{next(iter(options))}=.* is no power of two"):
         jt.torch_loss_scale(**options)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        jt.torch_loss_scale,
+        jt.apex_loss_scale,
+        jt.megatron_loss_scale,
+        jt.nemo_loss_scale,
+        jt.deepspeed_loss_scale,
+    ],
+)
+def test_a_boolean_is_no_number(preset: Callable[..., Any]) -> None:
+    for name, parameter in inspect.signature(preset).parameters.items():
+        for value in () if isinstance(parameter.default, bool) else (True, False):
+            with pytest.raises(ValueError, match=f"^{name}={value}"):
+                preset(**{name: value})
+
+
+def test_whole_numbers_beyond_every_range_are_named() -> None:
+    for name in ("init_scale", "growth_factor"):
+        with pytest.raises(ValueError, match=f"^{name}=1000"):
+            jt.torch_loss_scale(**{name: 10**400})  # type: ignore[arg-type]
+
+
+def test_an_interval_that_never_ends_is_refused_or_never_grows() -> None:
+    try:
+        scale: Any = jt.torch_loss_scale(8.0, growth_interval=2**31)
+    except ValueError as error:
+        assert "growth_interval" in str(error)
+    else:
+        assert float(scale.adjust(True).loss_scale) == 8.0
+
+
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [
+        (jt.torch_loss_scale, {"init_scale": 1000.0}),
+        (jt.nemo_loss_scale, {"init_scale": 1000.0}),
+        (jt.apex_loss_scale, {"loss_scale": 1000.0}),
+        (jt.megatron_loss_scale, {"backoff_factor": 0.7}),
+        (jt.deepspeed_loss_scale, {"loss_scale": 1000.0}),
+    ],
+)
+def test_warnings_point_at_the_caller(
+    preset: Callable[..., Any], options: dict[str, float]
+) -> None:
+    with pytest.warns(UserWarning, match="is no power of two") as record:
+        preset(**options)
+    assert [warning.filename for warning in record] == [__file__]
+
+
+def test_usual_options_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for preset in (
+            jt.torch_loss_scale,
+            jt.apex_loss_scale,
+            jt.megatron_loss_scale,
+            jt.nemo_loss_scale,
+            jt.deepspeed_loss_scale,
+        ):
+            preset()
+
+
+@dataclasses.dataclass
+class Bounded:
+    """The scales of torch and NeMo with the bounds that are ours."""
+
+    original: Torch
+
+    @property
+    def scale(self) -> np.float32:
+        return self.original.scale
+
+    def update(self, ok: bool) -> None:
+        with np.errstate(over="ignore"):
+            self.original.update(ok)
+        bounds = np.float32(2.0**-126), np.float32(2.0**126)
+        self.original.scale = np.clip(self.original.scale, *bounds)
+
+
+@settings(max_examples=8, deadline=None)
+@given(seeds, powers, growths, backoffs, intervals, st.sampled_from([0.02, 0.2, 0.6]))
+@pytest.mark.filterwarnings("ignore:.*is no power of two")
+def test_torch_and_nemo_bit_by_bit_through_hundreds_of_steps(
+    seed: int, start: float, growth: float, backoff: float, interval: int, bad_rate: float
+) -> None:
+    options = (start, growth, backoff, interval)
+    arguments = (np.float32(start), growth, backoff, interval)
+    check(jt.torch_loss_scale(*options), Bounded(Torch(*arguments)), seed, bad_rate)
+    nemo_reference = Bounded(NeMo(*arguments, hysteresis=2))
+    check(jt.nemo_loss_scale(*options, hysteresis=2), nemo_reference, seed, bad_rate)
