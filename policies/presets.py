@@ -280,7 +280,9 @@ def _is_integer(value: Any) -> bool:
 
 
 def _check_number(name: str, value: Any) -> None:
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(
+        value, bool
+    )
     if not number or not -math.inf < value < math.inf:  # compares integers of any length
         raise ValueError(f"{name}={value!r} must be a finite number")
 

@@ -1,0 +1,32 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_train as jt
+from jmp_train.policies.casting import cast_leaf, widen_to_float32
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_full_and_half(dtype: jnp.dtype) -> None:
+    tree = {"jax": jnp.ones(2, dtype), "numpy": np.ones(2, dtype), "int": jnp.arange(2), "o": len}
+    full, half = jt.cast_to_full(tree), jt.cast_to_half(tree)
+    assert full["jax"].dtype == full["numpy"].dtype == jnp.float32
+    assert half["jax"].dtype == half["numpy"].dtype == jnp.float16
+    assert isinstance(full["numpy"], np.ndarray) and isinstance(half["numpy"], np.ndarray)
+    assert full["int"] is tree["int"] and half["o"] is len
+
+
+def test_casts_are_differentiable_and_traceable() -> None:
+    grad = jax.jit(jax.grad(lambda x: cast_leaf(x, jnp.float16).astype(jnp.float32).sum()))
+    assert grad(jnp.ones(2)).dtype == jnp.float32
+
+
+def test_widening_touches_narrow_floats_only() -> None:
+    tree = {"f16": jnp.ones(1, jnp.float16), "f32": jnp.ones(1), "c64": jnp.ones(1, jnp.complex64)}
+    wide = widen_to_float32(tree)
+    assert wide["f16"].dtype == jnp.float32
+    assert wide["f32"] is tree["f32"] and wide["c64"] is tree["c64"]
+    with jax.enable_x64(True):
+        x = jnp.ones(1, jnp.float64)
+        assert widen_to_float32(x) is x
