@@ -5,6 +5,7 @@ Exit codes: 0 all is well, 1 a run failed, 2 the call is wrong. Errors are one l
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jmp_train import __version__
 from jmp_train.policies.policy import get_policy
-from jmp_train.policies.progress import StalledTrainingError
 from jmp_train.tasks import TASK_NAMES, load_task
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except ModuleNotFoundError as error:
         return _fail(f"this needs the package {error.name}: pip install 'jmp_train[train]'")
-    except (_Failure, ValueError, OSError, StalledTrainingError) as error:
+    except (_Failure, ValueError, OSError, FloatingPointError) as error:
         return _fail(str(error))
     except KeyboardInterrupt:
         return 130
@@ -114,6 +114,7 @@ def _train(args: argparse.Namespace) -> int:
     from jmp_train.report import epoch_json, epoch_line, print_table, run_report
     from jmp_train.training import Epoch, train
 
+    _turn_ynn_fusion_off()
     task = load_task(args.task)
     epochs = args.epochs or task.epochs
 
@@ -135,6 +136,13 @@ def _train(args: argparse.Namespace) -> int:
     else:
         print_table([run], memory_of)
     return 0
+
+
+def _turn_ynn_fusion_off() -> None:
+    """Keeps XLA from a fusion that leaves bfloat16 results unwritten on CPUs (jaxlib 0.11, 0.12)."""
+    flag, flags = "--xla_cpu_experimental_ynn_fusion_type=", os.environ.get("XLA_FLAGS", "")
+    if flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -93,6 +93,7 @@ def train(
     Raises:
       ValueError: an unknown policy, fewer than one epoch, or a batch larger than the data.
       StalledTrainingError: non-finite gradients made the loop skip every step.
+      FloatingPointError: the trained model's output for the test data is not finite.
     """
     policy = get_policy(policy_name)
     _check_float64(policy, policy_name)
@@ -179,5 +180,7 @@ def _test_accuracy(task: Task, policy: Policy, state: TrainState) -> float:
     def predict(params: Any, inputs: Any) -> jax.Array:
         return task.predict(params, state.model_state, inputs)
 
-    logits = jax.jit(apply_policy(predict, policy))(state.params, task.test)
+    logits = np.asarray(jax.jit(apply_policy(predict, policy))(state.params, task.test))
+    if not np.isfinite(logits.astype(np.float32)).all():
+        raise FloatingPointError("the model's output for the test data is not finite")
     return float(np.mean(np.argmax(logits, -1) == task.test["label"]))

@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -158,6 +159,14 @@ def test_the_reason_of_a_died_process(capsys: pytest.CaptureFixture[str]) -> Non
     assert cli._reason(1, "Traceback\nboom\n") == "ended with exit code 1"
     assert "boom" in capsys.readouterr().err
     assert cli._reason(1, "warning\njmp-train: error: why\n") == "why"
+
+
+def test_the_environment_of_a_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = "--xla_cpu_experimental_ynn_fusion_type="
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+    cli._turn_ynn_fusion_off()
+    cli._turn_ynn_fusion_off()
+    assert os.environ["XLA_FLAGS"] == f"--xla_cpu_multi_thread_eigen=false {flag}"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,13 @@ def test_nan_for_ever_ends_in_an_error(digits: Task, policy: str) -> None:
         train(broken, policy, epochs=50)
 
 
+def test_outputs_that_are_not_finite_are_no_accuracy(digits: Task) -> None:
+    test = {**digits.test, "image": np.full_like(digits.test["image"], np.inf)}
+    broken = dataclasses.replace(digits, test=test)
+    with pytest.raises(FloatingPointError, match="output for the test data is not finite"):
+        train(broken, "float32", epochs=1)
+
+
 def test_a_step_that_overflows_once_in_a_while_does_not_stop_the_run(digits: Task) -> None:
     images = digits.train["image"].copy()
     images[0] = 7e4  # inf in float16: one of 22 batches an epoch is skipped
