@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jmp_train import __version__
 from jmp_train.policies.policy import get_policy
 from jmp_train.tasks import TASK_NAMES, load_task
+from jmp_train.tasks.task import DataOptions
 
 if TYPE_CHECKING:
-    from jmp_train.training import Run
+    from jmp_train.display import Display
+    from jmp_train.records import Run
 
 DEFAULT_POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
@@ -76,14 +79,20 @@ def _parser() -> argparse.ArgumentParser:
         default=DEFAULT_POLICIES,
         help=f"default: {' '.join(DEFAULT_POLICIES)}",
     )
-    compare.add_argument("--out", type=Path, metavar="DIR", help="write DIR/report.json")
+    compare.add_argument("--out", type=Path, metavar="DIR", help="write report.json, .png, .html")
     compare.set_defaults(run=_compare)
 
     for command in (train, compare):
         command.add_argument("task", nargs="?", default="digits", choices=TASK_NAMES)
         command.add_argument("--epochs", type=_positive, help="default: the task's")
         command.add_argument("--batch-size", type=_positive, help="default: the task's")
-        command.add_argument("--seed", type=_natural, default=0, help="default: 0")
+        command.add_argument("--seed", type=_seed, default=0, help="default: 0")
+        command.add_argument("--data-dir", type=Path, metavar="DIR", help="where the files are")
+        command.add_argument("--synthetic", action="store_true", help="made-up data, same shapes")
+        command.add_argument("--train-size", type=_positive, help="only the first N training rows")
+        command.add_argument(
+            "--logdir", type=Path, metavar="DIR", help="write DIR/POLICY for TensorBoard, and lines"
+        )
         command.add_argument("--json", action="store_true", help="print JSON on standard output")
     return parser
 
@@ -97,9 +106,9 @@ def _policy_name(text: str) -> str:
     return text
 
 
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
     return int(text)
 
 
@@ -110,32 +119,48 @@ def _positive(text: str) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from jmp_train.memory import peak_memory
-    from jmp_train.report import epoch_json, epoch_line, print_table, run_report
-    from jmp_train.training import Epoch, train
+    from jmp_train.display import display_on
+    from jmp_train.records import Event, event_to_json
+    from jmp_train.report import print_table
+    from jmp_train.training import train
 
     _turn_ynn_fusion_off()
-    task = load_task(args.task)
+    task = load_task(args.task, _data_options(args))
     epochs = args.epochs or task.epochs
+    with ExitStack() as stack:
+        log = None
+        if args.logdir is not None:
+            from jmp_train.run_log import RunLog
 
-    def show(epoch: Epoch) -> None:
-        line = epoch_line(args.policy, epoch, epochs)
-        print(json.dumps(epoch_json(epoch)) if args.json else line, flush=True)
+            log = stack.enter_context(RunLog(args.logdir / args.policy))
+        display = None
+        if not args.json:
+            display = stack.enter_context(display_on(sys.stdout, [args.policy], epochs))
+            display.start(args.policy)
 
-    run = train(
-        task,
-        args.policy,
-        epochs=epochs,
-        batch_size=args.batch_size,
-        seed=args.seed,
-        on_epoch=show,
-    )
-    memory_of = peak_memory()[1]
-    if args.json:
-        print(json.dumps({**run_report(run), "memory_of": memory_of}))
-    else:
-        print_table([run], memory_of)
+        def on_event(event: Event) -> None:
+            if log is not None:
+                log.write(event)
+            if display is None:
+                print(json.dumps(event_to_json(event)), flush=True)
+            else:
+                display.show(args.policy, event)
+
+        run = train(
+            task,
+            args.policy,
+            epochs=epochs,
+            batch_size=args.batch_size,
+            seed=args.seed,
+            on_event=on_event,
+        )
+    if not args.json:
+        print_table([run])
     return 0
+
+
+def _data_options(args: argparse.Namespace) -> DataOptions:
+    return DataOptions(args.data_dir, args.synthetic, args.train_size)
 
 
 def _turn_ynn_fusion_off() -> None:
@@ -147,69 +172,85 @@ def _turn_ynn_fusion_off() -> None:
 
 def _compare(args: argparse.Namespace) -> int:
     """Trains each policy in a process of its own, so that time and memory are that policy's."""
+    from jmp_train.display import display_on
     from jmp_train.report import print_table, report, write_report
     from jmp_train.training import count_steps
 
-    task = load_task(args.task)
+    task = load_task(args.task, _data_options(args))
     epochs = args.epochs or task.epochs
     count_steps(task, epochs, args.batch_size or task.batch_size)
-    if args.out is not None:
-        _make_writable(args.out)
+    _check_outputs(args)
     log = sys.stderr if args.json else sys.stdout
     runs, failures = [], []
-    for policy in args.policies:
-        try:
-            runs.append(_run_in_process(args, policy, epochs, log))
-        except _Failure as failure:
-            failures.append(f"{policy}: {failure}")
-    content = report(args.task, [run for run, _ in runs])
+    with display_on(log, args.policies, epochs) as display:
+        for policy in args.policies:
+            display.start(policy)
+            try:
+                runs.append(_run_in_process(args, policy, display))
+            except _Failure as failure:
+                failures.append((policy, str(failure)))
+                display.fail(policy, str(failure))
     if args.out is not None and runs:  # an earlier report is not lost to a failure
-        print(f"wrote {write_report(args.out, content)}", file=log)
+        for path in write_report(args.out, args.task, runs, failures):
+            print(f"wrote {path}", file=log)
     if args.json:
-        print(json.dumps(content, indent=2))
+        print(json.dumps(report(args.task, runs), indent=2))
     elif runs:
-        print_table([run for run, _ in runs], runs[0][1])
+        print_table(runs)
     if failures:
-        raise _Failure("; ".join(failures))
+        raise _Failure("; ".join(f"{policy}: {reason}" for policy, reason in failures))
     return 0
 
 
-def _run_in_process(
-    args: argparse.Namespace, policy: str, total: int, log: Any
-) -> tuple["Run", str]:
-    """Returns the run, and whose memory it reports; raises _Failure if the process did not end well."""
-    from jmp_train.report import epoch_from_json, epoch_line
-    from jmp_train.training import Run
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Raises an error if what a comparison is to write could not be written at its end."""
+    repeated = [policy for policy in args.policies if args.policies.count(policy) > 1]
+    if repeated:
+        raise _Failure(f"--policies names {repeated[0]} more than once")
+    if args.out is not None:
+        import matplotlib  # noqa: F401  # wanted at the end, and missed too late there
 
-    epochs, result = [], None
+        _make_writable("--out", args.out)
+    if args.logdir is not None:
+        from jmp_train.run_log import check_unused
+
+        _make_writable("--logdir", args.logdir)
+        for policy in args.policies:
+            check_unused(args.logdir / policy)
+
+
+def _run_in_process(args: argparse.Namespace, policy: str, display: "Display") -> "Run":
+    """Returns the run; raises _Failure if the process did not end well."""
+    from jmp_train.records import Run, event_from_json
+
+    run = None
     with tempfile.TemporaryFile("w+") as errors, _start(args, policy, errors) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                fields = json.loads(line)
-                if "test_accuracy" in fields:
-                    result = fields
-                    continue
-                epochs.append(epoch := epoch_from_json(fields))
-                print(epoch_line(policy, epoch, total), file=log, flush=True)
+                event = event_from_json(json.loads(line))
+                display.show(policy, event)
+                if isinstance(event, Run):
+                    run = event
         except BaseException:
             process.kill()
             raise
         code = process.wait()
         errors.seek(0)
         text = errors.read()
-    if code != 0 or result is None:
+    if code != 0 or run is None:
         raise _Failure(_reason(code, text))
-    return Run(policy, result["test_accuracy"], tuple(epochs)), result["memory_of"]
+    return run
 
 
 def _start(args: argparse.Namespace, policy: str, errors: Any) -> Popen[str]:
     command = [sys.executable, "-m", "jmp_train", "train", args.task, "--policy", policy, "--json"]
-    command += ["--seed", str(args.seed)]
-    for option in ("epochs", "batch_size"):
+    for option in ("seed", "epochs", "batch_size", "data_dir", "train_size", "logdir"):
         value = getattr(args, option)
         if value is not None:
             command += [f"--{option.replace('_', '-')}", str(value)]
+    if args.synthetic:
+        command.append("--synthetic")
     return Popen(command, stdout=PIPE, stderr=errors, text=True)
 
 
@@ -223,10 +264,10 @@ def _reason(code: int, errors: str) -> str:
     return f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
-def _make_writable(directory: Path) -> None:
+def _make_writable(option: str, directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        raise _Failure(f"--out {directory}: {error.strerror}") from None
+        raise _Failure(f"{option} {directory}: {error.strerror}") from None

@@ -1,15 +1,12 @@
-"""What `jmp-train` prints and writes: a line an epoch, a table of the runs, report.json."""
+"""What `jmp-train` prints and writes about finished runs: a table, report.json, .png and .html."""
 
-import dataclasses
 import json
-import math
 import os
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jmp_train.training import Epoch, Run
+from jmp_train.records import Epoch, Run, event_to_json, finite_or_none
 
 _REPORTED = ("epoch", "loss", "seconds", "memory_mb", "loss_scale", "skipped_steps")
 
@@ -26,52 +23,72 @@ def epoch_line(policy: str, epoch: Epoch, epochs: int) -> str:
 
 def report(task: str, runs: Sequence[Run]) -> dict[str, Any]:
     """Returns report.json's content; numbers that are not finite become null."""
-    return {"task": task, "runs": [run_report(run) for run in runs]}
+    return {"task": task, "runs": [_run_report(run) for run in runs]}
 
 
-def run_report(run: Run) -> dict[str, Any]:
-    """Returns one run's part of the report."""
-    epochs = [{name: epoch_json(epoch)[name] for name in _REPORTED} for epoch in run.epochs]
-    return {"policy": run.policy, "test_accuracy": run.test_accuracy, "epochs": epochs}
+def _run_report(run: Run) -> dict[str, Any]:
+    epochs = [event_to_json(epoch) for epoch in run.epochs]
+    return {
+        "policy": run.policy,
+        "device": run.device,
+        "test_accuracy": run.test_accuracy,
+        "compile_seconds": run.compile_seconds,
+        "memory_of": run.memory_of,
+        "epochs": [{name: epoch[name] for name in _REPORTED} for epoch in epochs],
+    }
 
 
-def epoch_json(epoch: Epoch) -> dict[str, float | None]:
-    """Returns an epoch as JSON has it: numbers that are not finite become null."""
-    fields = dataclasses.asdict(epoch)
-    return {name: value if math.isfinite(value) else None for name, value in fields.items()}
+def write_report(
+    directory: Path, task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = ()
+) -> list[Path]:
+    """Writes report.json, report.png and report.html; returns their paths.
+
+    Args:
+      directory: where to; it exists.
+      task: the task's name.
+      runs: at least one; the others are compared with the first.
+      failures: (policy, reason) of each run that did not end.
+    """
+    from jmp_train.html_report import page
+    from jmp_train.pictures import png
+
+    content = finite_or_none(report(task, runs))
+    return [
+        _write(directory / "report.json", (json.dumps(content, indent=2) + "\n").encode()),
+        _write(directory / "report.png", png(task, runs)),
+        _write(directory / "report.html", page(task, runs, failures).encode()),
+    ]
 
 
-def epoch_from_json(fields: dict[str, Any]) -> Epoch:
-    """Returns the epoch that `epoch_json` made `fields` of."""
-    numbers: dict[str, Any] = {name: math.nan if x is None else x for name, x in fields.items()}
-    return Epoch(**numbers)
-
-
-def write_report(directory: Path, content: dict[str, Any]) -> Path:
-    """Writes `directory/report.json` beside and renames it, so that no half report is ever there."""
-    path = directory / "report.json"
-    beside = directory / f".report.json.{os.getpid()}"
-    beside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    beside.replace(path)
+def _write(path: Path, content: bytes) -> Path:
+    """Writes a file beside and renames it, so that no half file is ever there."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
     return path
 
 
-def print_table(runs: Sequence[Run], memory_of: str) -> None:
-    """Prints the runs side by side; `memory_of` is "device" or "process"."""
+def print_table(runs: Sequence[Run]) -> None:
+    """Prints the runs side by side."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, caption=f"memory: peak of the {memory_of}")
+    memory_of = " or ".join(dict.fromkeys(run.memory_of for run in runs))
+    table = Table(box=box.SIMPLE_HEAD, padding=0, caption=f"memory: peak of the {memory_of}")
     table.add_column("policy", no_wrap=True)
-    for title in ("s/epoch", "memory", "test accuracy", "loss", "scale", "skipped"):
+    for title in ("s/epoch", "compile", "memory", "test accuracy", "loss", "scale", "skipped"):
         table.add_column(title, justify="right", no_wrap=True)
     for run in runs:
         last = run.epochs[-1]
         table.add_row(
             run.policy,
-            f"{statistics.median(epoch.seconds for epoch in run.epochs):.2f}",
-            f"{last.memory_mb:.0f} MB",
+            f"{run.epoch_seconds:.2f}",
+            f"{run.compile_seconds:.1f} s",
+            f"{run.memory_mb:.0f} MB",
             f"{run.test_accuracy:.2%}",
             f"{last.loss:.4f}",
             f"{last.loss_scale:g}",

@@ -1,57 +1,30 @@
 """The training loop of the command line: one task, one policy, from data to test accuracy."""
 
-import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_train.loading import count_rows, test_batches, train_batches
 from jmp_train.memory import peak_memory
 from jmp_train.policies.loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from jmp_train.policies.loss_scaled_optimizer import with_loss_scale
 from jmp_train.policies.policy import Policy, apply_policy, get_policy
 from jmp_train.policies.progress import check_progress, skips_to_floor
-from jmp_train.tasks.task import Arrays, Task
+from jmp_train.records import Compiled, Epoch, Event, Progress, Run, Step
+from jmp_train.tasks.task import Task
 from jmp_train.train_state import TrainState
-from jmp_train.train_step import train_step
+from jmp_train.train_step import Metrics, train_step
 
-CHECK_EVERY = 20  # steps between two looks at the skips, each of which waits for the device
+LOOK_EVERY = 20  # steps between two looks at the skips, each of which waits for the device
+LOOK_SECONDS = 0.5  # and the time after which a slow job is looked at all the same
 PATIENCE = 20  # skips in a row at the loss scale's floor until the run is given up
 
-
-@dataclasses.dataclass(frozen=True)
-class Epoch:
-    """What the loop reports after an epoch.
-
-    Attributes:
-      epoch: from 1.
-      loss: the mean training loss.
-      learning_rate: that of the next step.
-      seconds: of training, without compilation and test.
-      memory_mb: peak memory so far, see `peak_memory`.
-      loss_scale: that of the next step.
-      skipped_steps: since the start of the run.
-    """
-
-    epoch: int
-    loss: float
-    learning_rate: float
-    seconds: float
-    memory_mb: float
-    loss_scale: float
-    skipped_steps: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A finished run: the policy's name, its test accuracy from 0 to 1, and its epochs."""
-
-    policy: str
-    test_accuracy: float
-    epochs: tuple[Epoch, ...]
+_KEPT = ("loss", "grad_norm", "loss_scale", "grads_finite")  # of the metrics of each step
 
 
 def loss_scale_for(policy: Policy) -> LossScale:
@@ -75,7 +48,7 @@ def train(
     epochs: int | None = None,
     batch_size: int | None = None,
     seed: int = 0,
-    on_epoch: Callable[[Epoch], None] = lambda epoch: None,
+    on_event: Callable[[Event], None] = lambda event: None,
 ) -> Run:
     """Trains a task in one policy and tests it.
 
@@ -84,14 +57,16 @@ def train(
       policy_name: see `get_policy`.
       epochs: passes over the data; None for the task's own number.
       batch_size: rows a step; None for the task's own number. An incomplete batch is left out.
-      seed: of parameters, dropout and the order of the data.
-      on_epoch: called after each epoch.
+      seed: of parameters, dropout and the order of the data; below 2**32.
+      on_event: called with a `Compiled`, with a `Progress` now and then, with each `Epoch` and with
+        the `Run`.
 
     Returns:
       The run.
 
     Raises:
-      ValueError: an unknown policy, fewer than one epoch, or a batch larger than the data.
+      ValueError: an unknown policy, a seed out of range, fewer than one epoch, or a batch larger
+        than the data.
       StalledTrainingError: non-finite gradients made the loop skip every step.
       FloatingPointError: the trained model's output for the test data is not finite.
     """
@@ -100,46 +75,94 @@ def train(
     epochs = task.epochs if epochs is None else epochs
     batch_size = task.batch_size if batch_size is None else batch_size
     steps_per_epoch = count_steps(task, epochs, batch_size)
+    _check_seed(seed)
     schedule = task.schedule(epochs * steps_per_epoch)
     loss_scale = loss_scale_for(policy)
     optimizer = with_loss_scale(task.optimizer(schedule), loss_scale)
-    stop_after = skips_to_floor(loss_scale) + PATIENCE
 
     init_key, step_key = jax.random.split(jax.random.key(seed))
     params, model_state = task.init(init_key)
     state = TrainState.create(
         policy.cast_to_param(params), optimizer, model_state=model_state, rng=step_key
     )
-    first_batch = next(_batches(task.train, batch_size, seed, epoch=0))
+    batches = train_batches(task, batch_size, seed, epochs)
+    first_batch = next(batches)
     step = jax.jit(train_step(task.loss_fn, optimizer, policy=policy), donate_argnums=0)
+    start = time.perf_counter()
     step = step.lower(state, first_batch).compile()  # so that the first epoch times training only
+    compiled = Compiled(time.perf_counter() - start)
+    on_event(compiled)
 
+    batches = itertools.chain([first_batch], batches)
+    watch = _Watch(epochs * steps_per_epoch, skips_to_floor(loss_scale) + PATIENCE, on_event)
     records = []
-    for epoch in range(epochs):
+    for epoch in range(1, epochs + 1):
         start = time.perf_counter()
-        losses, metrics = [], {}
-        for index, batch in enumerate(_batches(task.train, batch_size, seed, epoch)):
+        for batch in itertools.islice(batches, steps_per_epoch):
             state, metrics = step(state, batch)
-            losses.append(metrics["loss"])
-            if index % CHECK_EVERY == CHECK_EVERY - 1:
-                check_progress(state.opt_state, stop_after=stop_after)
-        mean_loss = float(np.mean(jax.device_get(losses)))
+            watch.after_step(state, metrics)
+        watch.look(state)
         seconds = time.perf_counter() - start
-        check_progress(state.opt_state, stop_after=stop_after)
-        skipped = int(metrics["skipped_steps"])
+        learning_rate = float(np.asarray(schedule(len(watch.steps) - watch.skipped_steps)))
         records.append(
             Epoch(
-                epoch=epoch + 1,
-                loss=mean_loss,
-                learning_rate=float(np.asarray(schedule(int(state.step) - skipped))),
+                epoch=epoch,
+                loss=float(np.mean([step.loss for step in watch.steps[-steps_per_epoch:]])),
+                learning_rate=learning_rate,
                 seconds=seconds,
                 memory_mb=peak_memory()[0],
-                loss_scale=float(metrics["loss_scale"]),
-                skipped_steps=skipped,
+                loss_scale=watch.steps[-1].loss_scale,
+                skipped_steps=watch.skipped_steps,
             )
         )
-        on_epoch(records[-1])
-    return Run(policy_name, _test_accuracy(task, policy, state), tuple(records))
+        on_event(records[-1])
+    run = Run(
+        policy=policy_name,
+        device=jax.local_devices()[0].device_kind,
+        test_accuracy=_test_accuracy(task, policy, state, batch_size),
+        compile_seconds=compiled.seconds,
+        memory_of=peak_memory()[1],
+        epochs=tuple(records),
+        steps=tuple(watch.steps),
+    )
+    on_event(run)
+    return run
+
+
+class _Watch:
+    """Fetches the steps' metrics now and then, because each time waits for the device."""
+
+    def __init__(self, total: int, stop_after: int, on_event: Callable[[Event], None]) -> None:
+        self.total = total
+        self.stop_after = stop_after
+        self.on_event = on_event
+        self.steps: list[Step] = []
+        self.skipped_steps = 0
+        self._waiting: list[Metrics] = []
+        self._looked = time.perf_counter()
+
+    def after_step(self, state: TrainState, metrics: Metrics) -> None:
+        """Takes note of a step, and looks if it is time."""
+        self._waiting.append({name: metrics[name] for name in _KEPT})
+        late = time.perf_counter() - self._looked > LOOK_SECONDS
+        if late or len(self._waiting) == LOOK_EVERY:
+            self.look(state)
+
+    def look(self, state: TrainState) -> None:
+        """Reports the steps since the last look; raises StalledTrainingError if all are skipped."""
+        recent = []
+        for metrics in jax.device_get(self._waiting):
+            loss, grad_norm, loss_scale = (float(metrics[name]) for name in _KEPT[:3])
+            finite = bool(metrics["grads_finite"])
+            number = len(self.steps) + len(recent) + 1
+            recent.append(Step(number, loss, grad_norm, loss_scale, finite))
+        if recent:
+            self.steps += recent
+            self.skipped_steps += sum(not step.finite for step in recent)
+            self.on_event(Progress(self.total, self.skipped_steps, tuple(recent)))
+        check_progress(state.opt_state, stop_after=self.stop_after)
+        self._waiting = []
+        self._looked = time.perf_counter()
 
 
 def count_steps(task: Task, epochs: int, batch_size: int) -> int:
@@ -150,12 +173,17 @@ def count_steps(task: Task, epochs: int, batch_size: int) -> int:
       epochs: passes over the data.
       batch_size: rows a step.
     """
-    rows = _rows(task.train)
+    rows = count_rows(task.train)
     if epochs < 1:
         raise ValueError(f"epochs={epochs} must be at least 1")
     if not 1 <= batch_size <= rows:
         raise ValueError(f"batch_size={batch_size} must lie between 1 and the {rows} training rows")
     return rows // batch_size
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must lie between 0 and 2**32 - 1")
 
 
 def _check_float64(policy: Policy, name: str) -> None:
@@ -164,23 +192,16 @@ def _check_float64(policy: Policy, name: str) -> None:
         raise ValueError(f"policy {name!r} has float64, which needs JAX_ENABLE_X64=1")
 
 
-def _rows(data: Arrays) -> int:
-    return len(next(iter(data.values())))
+def _test_accuracy(task: Task, policy: Policy, state: TrainState, batch_size: int) -> float:
+    @jax.jit
+    def predict(params: Any, model_state: Any, batch: Any) -> jax.Array:
+        apply = apply_policy(lambda params, batch: task.predict(params, model_state, batch), policy)
+        return apply(params, batch)
 
-
-def _batches(data: Arrays, batch_size: int, seed: int, epoch: int) -> Iterator[Arrays]:
-    """Yields full batches in an order that depends on the seed and the epoch alone."""
-    order = np.random.default_rng((seed, epoch)).permutation(_rows(data))
-    for start in range(0, len(order) - batch_size + 1, batch_size):
-        rows = order[start : start + batch_size]
-        yield {name: array[rows] for name, array in data.items()}
-
-
-def _test_accuracy(task: Task, policy: Policy, state: TrainState) -> float:
-    def predict(params: Any, inputs: Any) -> jax.Array:
-        return task.predict(params, state.model_state, inputs)
-
-    logits = np.asarray(jax.jit(apply_policy(predict, policy))(state.params, task.test))
-    if not np.isfinite(logits.astype(np.float32)).all():
-        raise FloatingPointError("the model's output for the test data is not finite")
-    return float(np.mean(np.argmax(logits, -1) == task.test["label"]))
+    correct = 0
+    for batch, count in test_batches(task, batch_size):
+        logits = np.asarray(predict(state.params, state.model_state, batch))[:count]
+        if not np.isfinite(logits.astype(np.float32)).all():
+            raise FloatingPointError("the model's output for the test data is not finite")
+        correct += int(np.sum(np.argmax(logits, -1) == batch["label"][:count]))
+    return correct / count_rows(task.test)

@@ -1,10 +1,14 @@
 """What several test modules share."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+
+from jmp_train.records import Epoch, Run, Step
 
 
 def relaxed(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -20,6 +24,16 @@ def relaxed(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
             return inner.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def promoting(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets flax's own code promote dtypes within `fn`."""
+
+    def relaxed_fn(*args: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return fn(*args)
+
+    return relaxed_fn
 
 
 def assert_bitwise_equal(a: Any, b: Any) -> None:
@@ -58,3 +72,17 @@ def _backward(poison: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.A
 
 
 poison_gradient.defvjp(_forward, _backward)
+
+
+def make_run(policy: str = "float32", *, scale: float = 1.0, skips: tuple[int, ...] = ()) -> Run:
+    """Returns a run of two epochs of 50 steps, whose losses fall from 1 and whose skips halve."""
+    steps, epochs = [], []
+    for number in range(1, 101):
+        skipped = number in skips
+        scale = scale / 2 if skipped else scale
+        loss = math.nan if skipped else 1 / number
+        steps.append(Step(number, loss, 1.0, scale, not skipped))
+        if number % 50 == 0:
+            count = sum(skip <= number for skip in skips)
+            epochs.append(Epoch(number // 50, loss, 1e-3, number / 25, 300.0, scale, count))
+    return Run(policy, "cpu", 0.987, 7.5, "process", tuple(epochs), tuple(steps))

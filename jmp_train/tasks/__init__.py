@@ -1,14 +1,38 @@
 """The jobs that `jmp-train` runs: data, model, loss and optimizer of each, one module a task."""
 
+import dataclasses
 import importlib
 
-from jmp_train.tasks.task import Task
+from jmp_train.tasks.task import DataOptions, Task
 
-_MODULES = {"digits": "jmp_train.tasks.digits"}
+_MODULES = {"digits": "jmp_train.tasks.digits", "mnist": "jmp_train.tasks.mnist"}
 
 TASK_NAMES = tuple(_MODULES)
 
 
-def load_task(name: str) -> Task:
-    """Returns the task of that name with its data loaded; raises KeyError if there is none."""
-    return importlib.import_module(_MODULES[name]).load()
+def load_task(name: str, options: DataOptions | None = None) -> Task:
+    """Returns the task of that name with its data loaded.
+
+    Args:
+      name: one of `TASK_NAMES`.
+      options: which data; None for the task's own and all of it.
+
+    Returns:
+      The task.
+
+    Raises:
+      KeyError: there is no such task.
+      ValueError: the options do not suit the task, or a file is damaged.
+      FileNotFoundError: files are missing; the message says where they are public.
+    """
+    options = DataOptions() if options is None else options
+    task = importlib.import_module(_MODULES[name]).load(options)
+    if options.train_size is None:
+        return task
+    rows = len(next(iter(task.train.values())))
+    if not 1 <= options.train_size <= rows:
+        raise ValueError(
+            f"train_size={options.train_size} must lie between 1 and the {rows} training rows"
+        )
+    first = {name: array[: options.train_size] for name, array in task.train.items()}
+    return dataclasses.replace(task, train=first)

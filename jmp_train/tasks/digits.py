@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_train.tasks.task import Arrays, Task
+from jmp_train.tasks.task import Arrays, DataOptions, Task
 
 CLASSES = 10
 
@@ -65,8 +65,10 @@ def predict(params: Any, batch_stats: Any, batch: Any) -> Any:
     return _MODEL.apply(variables, batch["image"], train=False)
 
 
-def load() -> Task:
+def load(options: DataOptions) -> Task:
     """Returns the task, with a fifth of each digit's images held out for the test."""
+    if options.data_dir is not None or options.synthetic:
+        raise ValueError("task digits brings its data: it takes no --data-dir and no --synthetic")
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -82,6 +84,7 @@ def load() -> Task:
         name="digits",
         train=_rows(data, train_rows),
         test=_rows(data, test_rows),
+        prepare=lambda rows: rows,
         init=init,
         loss_fn=loss_fn,
         predict=predict,

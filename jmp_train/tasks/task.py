@@ -1,7 +1,8 @@
-"""What a task is made of."""
+"""What a task is made of, and what its user says of the data."""
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,16 +15,32 @@ Arrays = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """Which data a task is to load.
+
+    Attributes:
+      data_dir: the folder of its files, for tasks that have files.
+      synthetic: made-up data of the same shapes, for those tasks.
+      train_size: train on that many rows only, the first; None for all.
+    """
+
+    data_dir: Path | None = None
+    synthetic: bool = False
+    train_size: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Task:
     """A job for the training loop: data, model, loss and optimizer.
 
     Attributes:
       name: what the command line calls it.
-      train: the training data, arrays with one row an example.
+      train: the training data, arrays with one row an example, as they are stored.
       test: the test data; `test["label"]` is int [examples].
+      prepare: makes what `loss_fn` and `predict` take of some rows of the data; on the host.
       init: `init(key) -> (params, model_state)`, in float32.
-      loss_fn: what `train_step` takes; its batches are rows of `train`.
-      predict: `predict(params, model_state, test) -> logits [examples, classes]`.
+      loss_fn: what `train_step` takes; its batches are prepared rows of `train`.
+      predict: `predict(params, model_state, batch) -> logits [batch, classes]`.
       schedule: the learning rate by the number of steps taken, given the total number of steps.
       optimizer: the optimizer, given its learning rate.
       batch_size: rows a step.
@@ -33,6 +50,7 @@ class Task:
     name: str
     train: Arrays
     test: Arrays
+    prepare: Callable[[Arrays], Arrays]
     init: Callable[[jax.Array], tuple[Any, Any]]
     loss_fn: LossFn
     predict: Callable[[Any, Any, Arrays], jax.Array]

@@ -1,15 +1,20 @@
 import json
 import os
+import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jmp_train import cli
 from jmp_train.cli import main
+from jmp_train.records import Compiled, Epoch, Run, event_from_json
 
 COMMAND = (sys.executable, "-m", "jmp_train")
 
@@ -20,13 +25,17 @@ def run(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def check_schema(report: Any, policies: list[str], epochs: int) -> None:
+def check_schema(report: Any, policies: list[str], epochs: int, task: str = "digits") -> None:
     assert set(report) == {"task", "runs"}
-    assert report["task"] == "digits"
+    assert report["task"] == task
     assert [entry["policy"] for entry in report["runs"]] == policies
     for entry in report["runs"]:
-        assert set(entry) == {"policy", "test_accuracy", "epochs"}
-        assert 0.5 < entry["test_accuracy"] <= 1
+        assert set(entry) == {
+            "policy", "device", "test_accuracy", "compile_seconds", "memory_of", "epochs",
+        }  # fmt: skip
+        assert 0 <= entry["test_accuracy"] <= 1
+        assert entry["compile_seconds"] > 0
+        assert (entry["device"], entry["memory_of"]) == ("cpu", "process")
         assert [epoch["epoch"] for epoch in entry["epochs"]] == list(range(1, epochs + 1))
         for epoch in entry["epochs"]:
             assert set(epoch) == {
@@ -52,7 +61,9 @@ def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: 
     assert any("test accuracy" in line and "memory" in line for line in lines[5:])
     assert "memory: peak of the process" in result.stdout
     check_schema(json.loads((tmp_path / "a/b/report.json").read_text()), policies, epochs=2)
-    assert [path.name for path in (tmp_path / "a/b").iterdir()] == ["report.json"]
+    assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == [
+        "report.html", "report.json", "report.png",
+    ]  # fmt: skip
 
 
 @pytest.mark.timeout(300)
@@ -79,14 +90,77 @@ def test_a_report_is_not_lost_to_runs_that_all_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_train_json_is_a_line_an_epoch_and_the_run(tmp_path: Path) -> None:
-    result = run("train", "--policy", "mixed_bfloat16", "--epochs", "2", "--json", cwd=tmp_path)
+def test_train_json_is_a_line_an_event(tmp_path: Path) -> None:
+    result = run(
+        "train", "--policy", "mixed_bfloat16", "--epochs", "2", "--json", "--logdir", "log",
+        cwd=tmp_path,
+    )  # fmt: skip
     assert (result.returncode, result.stderr) == (0, "")
-    *epochs, final = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [epoch["epoch"] for epoch in epochs] == [1, 2]
-    assert all(epoch["learning_rate"] >= 0 for epoch in epochs)
-    assert final.pop("memory_of") == "process"
-    check_schema({"task": "digits", "runs": [final]}, ["mixed_bfloat16"], epochs=2)
+    events = [event_from_json(json.loads(line)) for line in result.stdout.splitlines()]
+    assert isinstance(events[0], Compiled)
+    assert [event.epoch for event in events if isinstance(event, Epoch)] == [1, 2]
+    final = events[-1]
+    assert isinstance(final, Run)
+    assert len(final.steps) == 44
+    assert final.test_accuracy > 0.5
+    logged = (tmp_path / "log/mixed_bfloat16/metrics.jsonl").read_text().splitlines()
+    assert json.loads(logged[-1]) == {"test_accuracy": final.test_accuracy}
+    assert len(list((tmp_path / "log/mixed_bfloat16").glob("events.out.tfevents.*"))) == 1
+
+
+@pytest.mark.timeout(300)
+def test_logs_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    (tmp_path / "log/float32").mkdir(parents=True)
+    (tmp_path / "log/float32/metrics.jsonl").write_text("earlier")
+    for command in ("train", "compare"):
+        result = run(command, "--logdir", "log", cwd=tmp_path)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert result.stderr == (
+            "jmp-train: error: --logdir: log/float32 holds the log of another run\n"
+        )
+    assert (tmp_path / "log/float32/metrics.jsonl").read_text() == "earlier"
+
+
+@pytest.mark.timeout(300)
+def test_a_terminal_gets_bars_and_the_table(tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.environ.update(COLUMNS="100", LINES="40", TERM="xterm-256color")
+        os.execv(sys.executable, [*COMMAND, "compare", "--policies", "float32", "--epochs", "2"])
+    chunks = []
+    try:
+        while chunk := os.read(terminal, 65536):
+            chunks.append(chunk)
+    except OSError:  # what Linux says when the other side is closed
+        pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(chunks).decode())
+    assert re.search(r"float32 [━╺╸ ]+44/44 steps", text)
+    assert re.search(r"float32 +compiling", text)
+    assert "float32         epoch 2/2  loss" in text
+    assert re.search(r"float32 +\d+\.\d\d +\d+\.\d s +\d+ MB +\d+\.\d+% .* 1 +0", text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_mnist_is_compared_from_files(tmp_path: Path) -> None:
+    for prefix, count in (("train", 64), ("t10k", 16)):
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = np.repeat(25 * labels, 28 * 28)
+        header = struct.pack(">4I", 0x0803, count, 28, 28)
+        (tmp_path / f"{prefix}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        header = struct.pack(">2I", 0x0801, count)
+        (tmp_path / f"{prefix}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
+    policies = ["float32", "mixed_float16"]
+    result = run(
+        "compare", "mnist", "--data-dir", ".", "--policies", *policies, "--epochs", "1",
+        "--batch-size", "16", "--train-size", "32", "--out", "out", cwd=tmp_path,
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (0, "")
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    check_schema(report, policies, epochs=1, task="mnist")
 
 
 @pytest.mark.timeout(300)
@@ -110,7 +184,9 @@ def test_interrupting_compare_stops_the_run(tmp_path: Path) -> None:
         (["compare", "--policies", "float32", "c=x"], "argument --policies: Unknown dtype 'x'"),
         (["train", "--epochs", "0"], "'0' is not a whole number of at least 1"),
         (["train", "--batch-size", "-3"], "argument --batch-size: '-3' is not a whole number"),
-        (["train", "--seed", "x"], "'x' is not a whole number of at least 0"),
+        (["train", "--seed", "x"], "'x' is not a whole number from 0 to 4294967295"),
+        (["train", "--seed", str(2**32)], "'4294967296' is not a whole number from 0"),
+        (["train", "--train-size", "0"], "argument --train-size: '0' is not a whole number of at"),
     ],
 )
 def test_wrong_calls_are_one_line_and_exit_with_2(
@@ -133,6 +209,37 @@ def test_a_batch_too_large_is_found_before_anything_runs(
         "jmp-train: error: batch_size=1438 must lie between 1 and the 1437 training rows\n"
     )
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train", "--train-size", "1438"], "train_size=1438 must lie between 1 and the 1437"),
+        (["train", "--data-dir", "x"], "task digits brings its data: it takes no --data-dir"),
+        (["train", "mnist", "--data-dir", "nowhere"], "--data-dir nowhere is no folder"),
+        (["compare", "mnist", "--synthetic", "--data-dir", "x"], "exclude each other"),
+        (["compare", "--policies", "float32", "float32"], "--policies names float32 more than"),
+    ],
+)
+def test_errors_of_the_data_are_one_line(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 1
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("jmp-train: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_missing_files_of_mnist_are_a_line_each(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["compare", "mnist", "--data-dir", str(tmp_path)]) == 1
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"jmp-train: error: --data-dir {tmp_path} lacks these files of MNIST")
+    assert len(lines) == 4
+    assert all("https://" in line and "bytes, sha256 " in line for line in lines)
 
 
 def test_an_output_folder_that_cannot_be_made_is_named(

@@ -1,35 +1,26 @@
+import dataclasses
 import json
 import math
 from pathlib import Path
 
 import pytest
+from helpers import make_run
 
-from jmp_train.report import (
-    epoch_from_json,
-    epoch_json,
-    epoch_line,
-    print_table,
-    report,
-    write_report,
-)
-from jmp_train.training import Epoch, Run
+from jmp_train import html_report
+from jmp_train.records import Epoch
+from jmp_train.report import epoch_line, print_table, report, write_report
 
 EPOCH = Epoch(
     epoch=1, loss=0.5, learning_rate=1e-3, seconds=2.0, memory_mb=300.0, loss_scale=65536.0,
     skipped_steps=3,
 )  # fmt: skip
-BAD = Epoch(2, math.nan, 1e-3, 4.0, 310.0, 32768.0, 4)
 
 
 def test_numbers_that_are_not_finite_become_null() -> None:
-    content = report("digits", [Run("float16", 0.5, (EPOCH, BAD))])
-    assert content["runs"][0]["epochs"][1]["loss"] is None
+    run = dataclasses.replace(make_run(), epochs=(EPOCH, dataclasses.replace(EPOCH, loss=math.nan)))
+    content = report("digits", [run])
+    assert [epoch["loss"] for epoch in content["runs"][0]["epochs"]] == [0.5, None]
     json.dumps(content, allow_nan=False)
-
-
-def test_an_epoch_survives_json() -> None:
-    assert epoch_from_json(json.loads(json.dumps(epoch_json(EPOCH)))) == EPOCH
-    assert math.isnan(epoch_from_json(epoch_json(BAD)).loss)
 
 
 def test_the_line_of_an_epoch() -> None:
@@ -39,16 +30,68 @@ def test_the_line_of_an_epoch() -> None:
     )
 
 
-def test_the_table_holds_the_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table([Run("a", 0.5, (EPOCH, BAD)), Run("b", 0.987, (EPOCH,))], "device")
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["a", "3.00", "310", "MB", "50.00%", "nan", "32768", "4"] in rows
-    assert ["b", "2.00", "300", "MB", "98.70%", "0.5000", "65536", "3"] in rows
+def test_the_table_holds_the_runs_side_by_side_in_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = dataclasses.replace(EPOCH, seconds=1234.56, memory_mb=12345.0)
+    print_table(
+        [
+            dataclasses.replace(make_run("mixed_bfloat16"), epochs=(EPOCH, long)),
+            dataclasses.replace(make_run("b", scale=64.0, skips=(1, 2)), memory_of="device"),
+        ]
+    )
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines()]
+    assert [
+        "mixed_bfloat16",
+        "618.28",
+        "7.5",
+        "s",
+        "12345",
+        "MB",
+        "98.70%",
+        "0.5000",
+        "65536",
+        "3",
+    ] in rows
+    assert ["b", "3.00", "7.5", "s", "300", "MB", "98.70%", "0.0100", "16", "2"] in rows
+    assert "memory: peak of the process or device" in out
 
 
-def test_a_failing_write_keeps_the_earlier_report(tmp_path: Path) -> None:
-    path = write_report(tmp_path, {"task": "digits"})
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_report(tmp_path, {"task": math.nan})
-    assert json.loads(path.read_text()) == {"task": "digits"}
-    assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+def test_a_report_is_three_files(tmp_path: Path) -> None:
+    paths = write_report(tmp_path, "digits", [make_run("a"), make_run("b")])
+    assert [path.name for path in paths] == ["report.json", "report.png", "report.html"]
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+    assert json.loads(paths[0].read_text())["runs"][1]["policy"] == "b"
+
+
+def test_a_failing_write_keeps_the_earlier_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [make_run()]
+    earlier = {path: path.read_bytes() for path in write_report(tmp_path, "digits", runs)}
+
+    def full(self: Path, content: bytes) -> int:
+        self.touch()
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_report(tmp_path, "mnist", runs)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == earlier
+
+
+def test_the_sentences_compare_with_the_first_run() -> None:
+    half = dataclasses.replace(make_run("half", scale=8.0, skips=(7,)), test_accuracy=0.98)
+    epochs = tuple(
+        dataclasses.replace(epoch, seconds=epoch.seconds / 2, memory_mb=150.0)
+        for epoch in half.epochs
+    )
+    assert html_report.sentences([make_run("full"), dataclasses.replace(half, epochs=epochs)]) == [
+        "full: 98.70% of the test data right, 3 s an epoch, 300 MB.",
+        (
+            "half: 98.00% right (-0.70 points), 2.00 times as fast as full, "
+            "with 0.50 of its memory; 1 of 100 steps skipped."
+        ),
+    ]

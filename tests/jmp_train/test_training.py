@@ -1,16 +1,15 @@
 import dataclasses
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relaxed
+from helpers import promoting, relaxed
 
 import jmp_train as jt
+from jmp_train.records import Compiled, Epoch, Event, Progress
 from jmp_train.tasks import TASK_NAMES, load_task
-from jmp_train.tasks.task import Task
-from jmp_train.training import Epoch, loss_scale_for, train
+from jmp_train.tasks.task import DataOptions, Task
+from jmp_train.training import loss_scale_for, train
 
 
 @pytest.fixture(name="digits")
@@ -18,24 +17,16 @@ def fixture_digits() -> Task:
     task = load_task("digits")
     return dataclasses.replace(
         task,
-        loss_fn=_standard(task.loss_fn),
-        predict=_standard(task.predict),
-        init=_standard(task.init),
+        loss_fn=promoting(task.loss_fn),
+        predict=promoting(task.predict),
+        init=promoting(task.init),
         optimizer=lambda rate: relaxed(task.optimizer(rate)),
     )
 
 
-def _standard(fn: Any) -> Any:
-    def promoting(*args: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"):  # flax promotes by itself
-            return fn(*args)
-
-    return promoting
-
-
 def test_every_task_loads() -> None:
     for name in TASK_NAMES:
-        task = load_task(name)
+        task = load_task(name, DataOptions(synthetic=name != "digits"))
         assert task.name == name
         assert set(task.train) == set(task.test)
         assert len(task.train["label"]) > len(task.test["label"]) > 0
@@ -55,11 +46,19 @@ def test_digits_are_the_real_ones_and_split_without_overlap(digits: Task) -> Non
     ("policy", "scale"), [("float32", 1.0), ("mixed_float16", 2.0**16), ("mixed_bfloat16", 1.0)]
 )
 def test_digits_learn_in_every_policy(digits: Task, policy: str, scale: float) -> None:
-    seen: list[Epoch] = []
-    run = train(digits, policy, epochs=3, on_epoch=seen.append)
+    seen: list[Event] = []
+    run = train(digits, policy, epochs=3, on_event=seen.append)
     assert run.policy == policy
+    assert run.device == "cpu"
     assert run.test_accuracy > 0.9
-    assert run.epochs == tuple(seen)
+    assert seen[0] == Compiled(run.compile_seconds)
+    assert run.epochs == tuple(event for event in seen if isinstance(event, Epoch))
+    looks = [event for event in seen if isinstance(event, Progress)]
+    assert run.steps == tuple(step for look in looks for step in look.recent)
+    assert [step.step for step in run.steps] == list(range(1, 3 * 22 + 1))
+    assert {look.total for look in looks} == {3 * 22}
+    assert all(step.finite and step.grad_norm > 0 for step in run.steps)
+    assert seen[-1] == run
     assert [epoch.epoch for epoch in run.epochs] == [1, 2, 3]
     assert run.epochs[-1].loss < 0.5 * run.epochs[0].loss
     assert run.epochs[-1].loss_scale == scale
@@ -96,6 +95,10 @@ def test_a_step_that_overflows_once_in_a_while_does_not_stop_the_run(digits: Tas
     run = train(odd, "mixed_float16", epochs=2)
     assert [epoch.skipped_steps for epoch in run.epochs] == [1, 2]
     assert run.epochs[-1].loss_scale == 2.0**14
+    assert len(run.skipped) == 2
+    for skip, scale in zip(run.skipped, (2.0**15, 2.0**14), strict=True):
+        assert skip.loss_scale == scale
+        assert not np.isfinite(skip.grad_norm)
 
 
 def test_bad_numbers_are_named(digits: Task) -> None:
@@ -103,6 +106,8 @@ def test_bad_numbers_are_named(digits: Task) -> None:
         train(digits, "float32", epochs=0)
     with pytest.raises(ValueError, match="batch_size=1438 must lie between 1 and the 1437"):
         train(digits, "float32", batch_size=1438)
+    with pytest.raises(ValueError, match=r"seed=4294967296 must lie between 0 and 2\*\*32 - 1"):
+        train(digits, "float32", seed=2**32)
     with pytest.raises(ValueError, match="Unknown dtype 'float31'"):
         train(digits, "float31")
     with pytest.raises(ValueError, match="'float64' has float64, which needs JAX_ENABLE_X64=1"):

@@ -1,0 +1,174 @@
+"""What `jmp-train` shows while it trains: bars and a live table on a terminal, lines elsewhere."""
+
+from collections.abc import Sequence
+from typing import IO, TYPE_CHECKING, Protocol, Self
+
+from jmp_train.records import Compiled, Epoch, Event, Progress, Run
+from jmp_train.report import epoch_line
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class Display(Protocol):
+    """Shows the events of runs as they come."""
+
+    def __enter__(self) -> Self:
+        """Starts to show."""
+        ...
+
+    def __exit__(self, *exception: object) -> None:
+        """Stops to show."""
+
+    def start(self, policy: str) -> None:
+        """Shows that a policy's run begins."""
+
+    def show(self, policy: str, event: Event) -> None:
+        """Shows an event of a policy's run."""
+
+    def fail(self, policy: str, reason: str) -> None:
+        """Shows that a policy's run did not end."""
+
+
+def display_on(stream: IO[str], policies: Sequence[str], epochs: int) -> Display:
+    """Returns the display that suits a stream: live on a terminal, lines elsewhere.
+
+    Args:
+      stream: where to print.
+      policies: the runs that will come.
+      epochs: how many epochs each has.
+    """
+    if stream.isatty():
+        return LiveDisplay(stream, policies, epochs)
+    return LineDisplay(stream, epochs)
+
+
+class LineDisplay:
+    """Prints a line an epoch."""
+
+    def __init__(self, stream: IO[str], epochs: int) -> None:
+        self.stream = stream
+        self.epochs = epochs
+
+    def __enter__(self) -> Self:
+        """Does nothing."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Does nothing."""
+
+    def start(self, policy: str) -> None:
+        """Prints nothing."""
+
+    def show(self, policy: str, event: Event) -> None:
+        """Prints a line if the event is an epoch."""
+        if isinstance(event, Epoch):
+            print(epoch_line(policy, event, self.epochs), file=self.stream, flush=True)
+
+    def fail(self, policy: str, reason: str) -> None:
+        """Prints nothing: the command ends with the reason."""
+
+
+class LiveDisplay:
+    """A progress bar for each run and a table of where each is, renewed as they go."""
+
+    def __init__(self, stream: IO[str], policies: Sequence[str], epochs: int) -> None:
+        from rich.console import Console, Group
+        from rich.live import Live
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self.epochs = epochs
+        self._rows = {policy: _Row() for policy in policies}
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._tasks = {
+            policy: self._bars.add_task(policy, start=False, total=None) for policy in policies
+        }
+        self._live = Live(
+            get_renderable=lambda: Group(self._bars, self._table()),
+            console=Console(file=stream),
+            transient=True,
+        )
+
+    def __enter__(self) -> Self:
+        """Starts to renew the screen."""
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Clears the bars and the table; the epochs' lines stay."""
+        self._live.stop()
+
+    def start(self, policy: str) -> None:
+        """Starts a run's clock."""
+        self._rows[policy].status = "compiling"
+        self._bars.start_task(self._tasks[policy])
+
+    def show(self, policy: str, event: Event) -> None:
+        """Renews a run's bar and row; prints a line above them if the event is an epoch."""
+        row, bar = self._rows[policy], self._tasks[policy]
+        match event:
+            case Compiled(seconds):
+                row.status, row.compile = "training", f"{seconds:.1f} s"
+            case Progress(total, skipped_steps, recent):
+                last = recent[-1]
+                self._bars.update(bar, total=total, completed=last.step)
+                row.loss, row.scale = f"{last.loss:.4f}", f"{last.loss_scale:g}"
+                row.skipped = str(skipped_steps)
+            case Epoch():
+                row.seconds, row.memory = f"{event.seconds:.2f}", f"{event.memory_mb:.0f} MB"
+                row.status = "testing" if event.epoch == self.epochs else "training"
+                self._live.console.print(
+                    epoch_line(policy, event, self.epochs), highlight=False, soft_wrap=True
+                )
+            case Run():
+                row.status = f"{event.test_accuracy:.2%} right"
+
+    def fail(self, policy: str, reason: str) -> None:
+        """Marks a run as failed."""
+        self._bars.stop_task(self._tasks[policy])
+        self._rows[policy].status = "failed"
+        self._live.console.print(f"{policy}: {reason}", highlight=False, soft_wrap=True)
+
+    def _table(self) -> "Table":
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, padding=0)
+        table.add_column("policy", no_wrap=True)
+        table.add_column("now", no_wrap=True)
+        for title in ("loss", "scale", "skipped", "s/epoch", "compile", "memory"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for policy, row in self._rows.items():
+            table.add_row(
+                policy,
+                row.status,
+                row.loss,
+                row.scale,
+                row.skipped,
+                row.seconds,
+                row.compile,
+                row.memory,
+            )
+        return table
+
+
+class _Row:
+    """What the live table says of one run."""
+
+    def __init__(self) -> None:
+        self.status = "waiting"
+        self.loss = self.scale = self.skipped = self.seconds = self.compile = self.memory = ""

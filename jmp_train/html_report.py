@@ -1,0 +1,145 @@
+"""report.html: a comparison as one page without scripts, that needs no network."""
+
+from collections.abc import Sequence
+from html import escape
+from string import Template
+
+import jax
+
+from jmp_train.pictures import PANELS, color, svg
+from jmp_train.records import Run
+
+_PAGE = Template("""\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; --ink: #202124; --soft: #5f6368; --page: #fff; --line: #dadce0; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e8eaed; --soft: #9aa0a6; --page: #18191b; --line: #3c4043; }
+}
+body { margin: 0 auto; max-width: 72rem; padding: 1rem; background: var(--page);
+  color: var(--ink); font: 1rem/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0.5rem 0; }
+p, footer { color: var(--soft); }
+ul { padding-left: 1.2rem; }
+.panels { display: grid; gap: 1rem; margin: 2rem 0 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
+.panels svg { width: 100%; height: auto; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th, td { padding: 0.35rem 0.8rem 0.35rem 0; text-align: right; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; }
+.dot { display: inline-block; width: 0.7em; height: 0.7em; border-radius: 50%; margin-right: 0.4em; }
+.failed { color: #d93025; }
+summary { cursor: pointer; padding: 0.4rem 0; }
+footer { font-size: 0.85rem; margin-top: 2rem; }
+</style>
+</head>
+<body>
+<h1>$title</h1>
+<ul id="summary">
+$summary
+</ul>
+<div class="wide">
+<table id="runs">
+<thead><tr><th>policy</th><th>test accuracy</th><th>s/epoch</th><th>compile</th>
+<th>peak memory</th><th>last loss</th><th>last scale</th><th>skipped steps</th></tr></thead>
+<tbody>
+$rows
+</tbody>
+</table>
+</div>
+<div class="panels">
+$panels
+</div>
+$epochs
+<footer>On $devices with jax $version. An epoch's seconds are of training alone, without compilation
+and test; the table has the median. Memory is the peak of the $memory_of.</footer>
+</body>
+</html>
+""")
+
+
+def page(task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = ()) -> str:
+    """Returns the page.
+
+    Args:
+      task: the task's name.
+      runs: at least one; the others are compared with the first.
+      failures: (policy, reason) of each run that did not end.
+    """
+    failed = [
+        f'<li class="failed">{escape(policy)} did not end: {escape(reason)}</li>'
+        for policy, reason in failures
+    ]
+    return _PAGE.substitute(
+        title=f"{escape(task)}: {escape(' / '.join(run.policy for run in runs))}",
+        summary="\n".join([f"<li>{escape(text)}</li>" for text in sentences(runs)] + failed),
+        rows="\n".join(_row(index, run) for index, run in enumerate(runs)),
+        panels="\n".join(f'<div class="panel">{svg(name, runs)}</div>' for name in PANELS),
+        epochs="\n".join(_epochs(run) for run in runs),
+        devices=escape(" and ".join(dict.fromkeys(run.device for run in runs))),
+        version=jax.__version__,
+        memory_of=" or ".join(dict.fromkeys(run.memory_of for run in runs)),
+    )
+
+
+def sentences(runs: Sequence[Run]) -> list[str]:
+    """Returns a sentence a run that says what it costs and gains; the first is what they are beside.
+
+    Args:
+      runs: at least one.
+    """
+    first, *others = runs
+    head = (
+        f"{first.policy}: {first.test_accuracy:.2%} of the test data right, "
+        f"{first.epoch_seconds:.3g} s an epoch, {first.memory_mb:.0f} MB."
+    )
+    return [head, *(_sentence(run, first) for run in others)]
+
+
+def _sentence(run: Run, first: Run) -> str:
+    points = 100 * (run.test_accuracy - first.test_accuracy)
+    return (
+        f"{run.policy}: {run.test_accuracy:.2%} right ({points:+.2f} points), "
+        f"{first.epoch_seconds / run.epoch_seconds:.2f} times as fast as {first.policy}, "
+        f"with {run.memory_mb / first.memory_mb:.2f} of its memory; "
+        f"{len(run.skipped)} of {len(run.steps)} steps skipped."
+    )
+
+
+def _row(index: int, run: Run) -> str:
+    last = run.epochs[-1]
+    dot = f'<span class="dot" style="background:{color(index)}"></span>'
+    cells = (
+        dot + escape(run.policy),
+        f"{run.test_accuracy:.2%}",
+        f"{run.epoch_seconds:.2f}",
+        f"{run.compile_seconds:.1f} s",
+        f"{run.memory_mb:.0f} MB",
+        f"{last.loss:.4f}",
+        f"{last.loss_scale:g}",
+        f"{last.skipped_steps}",
+    )
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _epochs(run: Run) -> str:
+    titles = ("epoch", "loss", "learning rate", "seconds", "memory", "scale", "skipped")
+    head = "".join(f"<th>{title}</th>" for title in titles)
+    body = "\n".join(
+        f"<tr><td>{e.epoch}</td><td>{e.loss:.4f}</td><td>{e.learning_rate:.2e}</td>"
+        f"<td>{e.seconds:.2f}</td><td>{e.memory_mb:.0f} MB</td><td>{e.loss_scale:g}</td>"
+        f"<td>{e.skipped_steps}</td></tr>"
+        for e in run.epochs
+    )
+    return (
+        f"<details><summary>{escape(run.policy)}, epoch by epoch</summary>"
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n'
+        "</tbody></table></div></details>"
+    )

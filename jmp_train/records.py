@@ -1,0 +1,156 @@
+"""What a training run reports while it goes and when it ends, as values and as JSON."""
+
+import dataclasses
+import math
+import statistics
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+      step: from 1.
+      loss: the training loss.
+      grad_norm: the norm of the unscaled gradients.
+      loss_scale: the scale that the step left to the next one.
+      finite: whether the step was taken; else it was skipped.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    finite: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The step is compiled, which took `seconds`."""
+
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a run is now.
+
+    Attributes:
+      total: how many steps there will be.
+      skipped_steps: since the start of the run.
+      recent: the steps since the last look; at least one.
+    """
+
+    total: int
+    skipped_steps: int
+    recent: tuple[Step, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    """What is reported after an epoch.
+
+    Attributes:
+      epoch: from 1.
+      loss: the mean training loss.
+      learning_rate: that of the next step.
+      seconds: of training, without compilation and test.
+      memory_mb: peak memory so far, see `peak_memory`.
+      loss_scale: that of the next step.
+      skipped_steps: since the start of the run.
+    """
+
+    epoch: int
+    loss: float
+    learning_rate: float
+    seconds: float
+    memory_mb: float
+    loss_scale: float
+    skipped_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+      policy: its name.
+      device: what it ran on, such as "cpu" or "NVIDIA H200".
+      test_accuracy: from 0 to 1.
+      compile_seconds: what compiling the step took.
+      memory_of: whose peak memory the epochs report, "device" or "process".
+      epochs: all of them.
+      steps: all of them.
+    """
+
+    policy: str
+    device: str
+    test_accuracy: float
+    compile_seconds: float
+    memory_of: str
+    epochs: tuple[Epoch, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def epoch_seconds(self) -> float:
+        """The median epoch's."""
+        return statistics.median(epoch.seconds for epoch in self.epochs)
+
+    @property
+    def memory_mb(self) -> float:
+        """Peak memory of the whole run."""
+        return self.epochs[-1].memory_mb
+
+    @property
+    def skipped(self) -> tuple[Step, ...]:
+        """The steps that were skipped."""
+        return tuple(step for step in self.steps if not step.finite)
+
+
+Event = Compiled | Progress | Epoch | Run
+
+_KINDS: dict[str, type[Event]] = {
+    "compiled": Compiled,
+    "progress": Progress,
+    "epoch": Epoch,
+    "run": Run,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_PARTS = {"epochs": Epoch, "recent": Step, "steps": Step}
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    """Returns an event as JSON has it; numbers that are not finite become null.
+
+    Example:
+      >>> event_to_json(Compiled(seconds=2.5))
+      {'event': 'compiled', 'seconds': 2.5}
+    """
+    return {"event": _NAMES[type(event)], **finite_or_none(dataclasses.asdict(event))}
+
+
+def event_from_json(fields: dict[str, Any]) -> Event:
+    """Returns the event that `event_to_json` made `fields` of; null becomes NaN."""
+    return _revive(_KINDS[fields["event"]], {k: v for k, v in fields.items() if k != "event"})
+
+
+def finite_or_none(value: Any) -> Any:
+    """Returns JSON content with None in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: finite_or_none(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_none(x) for x in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _revive(kind: Any, fields: dict[str, Any]) -> Any:
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name in _PARTS:
+            values[name] = tuple(_revive(_PARTS[name], part) for part in value)
+        else:
+            values[name] = math.nan if value is None else value
+    return kind(**values)

@@ -1,0 +1,67 @@
+import io
+import re
+
+from helpers import make_run
+
+from jmp_train.display import LineDisplay, LiveDisplay, display_on
+from jmp_train.records import Compiled, Progress
+
+RUN = make_run("mixed_float16", scale=8.0, skips=(3,))
+EVENTS = (
+    Compiled(7.5),
+    Progress(100, 1, RUN.steps[:40]),
+    Progress(100, 1, RUN.steps[40:50]),
+    RUN.epochs[0],
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    with display_on(stream, ["mixed_float16"], 2) as display:
+        assert isinstance(display, LineDisplay)
+        display.start("mixed_float16")
+        for event in EVENTS:
+            display.show("mixed_float16", event)
+        display.fail("mixed_float16", "why")
+    assert stream.getvalue().count("\n") == 1
+    assert stream.getvalue().startswith("mixed_float16   epoch 1/2  loss")
+
+
+def test_a_terminal_gets_bars_a_table_and_the_lines_above_them() -> None:
+    stream = Terminal()
+    with display_on(stream, ["mixed_float16", "float32"], 2) as display:
+        assert isinstance(display, LiveDisplay)
+        display.start("mixed_float16")
+        for event in EVENTS:
+            display.show("mixed_float16", event)
+        display._live.refresh()
+        display.start("float32")
+        display._live.refresh()
+        display.show("mixed_float16", RUN)
+        display.fail("float32", "no memory")
+    text = plain(stream.getvalue())
+    assert "mixed_float16   epoch 1/2  loss" in text
+    assert re.search(r"mixed_float16 [━╺╸ ]+50/100 steps", text)
+    assert re.search(r"mixed_float16 training +0\.0200 +4 +1 +2\.00 +7\.5 s +300 MB", text)
+    assert re.search(r"float32 +waiting", text)
+    assert re.search(r"float32 +compiling", text)
+    assert "98.70% right" in text
+    assert "float32: no memory" in text
+    assert re.search(r"float32 +failed", text)
+
+
+def test_the_last_epoch_is_followed_by_the_test() -> None:
+    stream = Terminal()
+    with LiveDisplay(stream, ["a"], 2) as display:
+        display.show("a", RUN.epochs[1])
+        display._live.refresh()
+    assert re.search(r"a +testing", plain(stream.getvalue()))

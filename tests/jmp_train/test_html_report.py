@@ -1,0 +1,136 @@
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import make_run
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+
+from jmp_train.html_report import page
+
+RUNS = [
+    make_run("float32"),
+    make_run("mixed_float16", scale=8.0, skips=(3, 60)),
+    dataclasses.replace(make_run("mixed_bfloat16"), test_accuracy=0.991),
+]
+
+
+@pytest.fixture(name="browser", scope="module")
+def fixture_browser() -> Iterator[webdriver.Chrome]:
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("chromium and chromedriver are not there: apt install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    browser = webdriver.Chrome(options=options, service=Service(driver))
+    yield browser
+    browser.quit()
+
+
+@pytest.fixture(name="report", scope="module")
+def fixture_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("report") / "report.html"
+    file.write_text(page("mnist", RUNS, [("float64", "it needs <JAX_ENABLE_X64=1>")]))
+    return file
+
+
+def show(browser: webdriver.Chrome, file: Path, width: int, scheme: str) -> None:
+    metrics = {"width": width, "height": 2400, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    browser.get(file.as_uri())
+
+
+def color_of(browser: webdriver.Chrome, selector: str, name: str) -> Any:
+    script = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+    return browser.execute_script(script, selector, name)
+
+
+def test_the_page_says_all_and_logs_nothing(browser: webdriver.Chrome, report: Path) -> None:
+    show(browser, report, 1200, "light")
+    assert browser.title == "mnist: float32 / mixed_float16 / mixed_bfloat16"
+    items = [item.text for item in browser.find_elements(By.CSS_SELECTOR, "#summary li")]
+    assert items[1] == (
+        "mixed_float16: 98.70% right (+0.00 points), 1.00 times as fast as float32, "
+        "with 1.00 of its memory; 2 of 100 steps skipped."
+    )
+    assert items[3] == "float64 did not end: it needs <JAX_ENABLE_X64=1>"
+    rows = browser.find_elements(By.CSS_SELECTOR, "#runs tbody tr")
+    assert [row.text for row in rows] == [
+        "float32 98.70% 3.00 7.5 s 300 MB 0.0100 1 0",
+        "mixed_float16 98.70% 3.00 7.5 s 300 MB 0.0100 2 2",
+        "mixed_bfloat16 99.10% 3.00 7.5 s 300 MB 0.0100 1 0",
+    ]
+    titles = [
+        svg.get_attribute("aria-label")
+        for svg in browser.find_elements(By.CSS_SELECTOR, ".panels svg")
+    ]
+    assert titles == [
+        "Training loss",
+        "Loss scale (a cross is a skipped step)",
+        "Seconds an epoch, and to compile",
+        "Peak memory of the process",
+    ]
+    assert len(browser.find_elements(By.TAG_NAME, "details")) == 3
+    assert browser.get_log("browser") == []
+
+
+def test_the_page_asks_the_network_for_nothing(browser: webdriver.Chrome, report: Path) -> None:
+    show(browser, report, 1200, "light")
+    entries = browser.execute_script(
+        "return performance.getEntriesByType('resource').map(entry => entry.name)"
+    )
+    assert [name for name in entries if not name.startswith("data:")] == []
+    assert "<script" not in report.read_text()
+
+
+@pytest.mark.parametrize("width", [360, 768, 1200])
+def test_the_page_fits_its_screen_and_its_text_can_be_read(
+    browser: webdriver.Chrome, report: Path, width: int
+) -> None:
+    show(browser, report, width, "light")
+    wide = browser.execute_script("return document.documentElement.scrollWidth")
+    assert wide <= width
+    for panel in browser.find_elements(By.CSS_SELECTOR, ".panels svg"):
+        assert panel.rect["width"] > min(0.85 * width, 400)
+        heights = [text.rect["height"] for text in panel.find_elements(By.TAG_NAME, "text")]
+        assert heights
+        assert min(heights) > 7  # the exponents, at the foot of the scale
+
+
+def test_light_and_dark(browser: webdriver.Chrome, report: Path) -> None:
+    colors = {}
+    for scheme in ("light", "dark"):
+        show(browser, report, 800, scheme)
+        paper = color_of(browser, "body", "backgroundColor")
+        ink = color_of(browser, "body", "color")
+        title = color_of(browser, ".panels svg text", "fill")
+        assert title == ink
+        colors[scheme] = [sum(map(int, x[4:-1].split(","))) / 3 for x in (paper, ink)]
+    assert colors["light"][0] > 230
+    assert colors["light"][1] < 60
+    assert colors["dark"][0] < 60
+    assert colors["dark"][1] > 200
+
+
+def test_a_screenshot_has_the_runs_colours(
+    browser: webdriver.Chrome, report: Path, tmp_path: Path
+) -> None:
+    from matplotlib.image import imread
+
+    show(browser, report, 1200, "light")
+    panel = browser.find_elements(By.CSS_SELECTOR, ".panels svg")[3]
+    file = tmp_path / "memory.png"
+    assert panel.screenshot(str(file))
+    pixels = (imread(file)[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    for color in ((0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77), (0x22, 0x88, 0x33)):
+        share = (abs(pixels - color).max(axis=1) < 3).mean()
+        assert share > 0.03, color

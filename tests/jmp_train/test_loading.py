@@ -1,0 +1,60 @@
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jmp_train.loading import test_batches as batches_of_test
+from jmp_train.loading import train_batches
+from jmp_train.tasks import load_task
+from jmp_train.tasks.task import Arrays, Task
+
+
+def prepare(rows: Arrays) -> Arrays:
+    return {"image": rows["image"].astype(np.float32), "label": rows["label"]}
+
+
+@pytest.fixture(name="task", scope="module")
+def fixture_task() -> Task:
+    rows = {"image": np.arange(50, dtype=np.uint8), "label": np.arange(50, dtype=np.int32)}
+    return dataclasses.replace(load_task("digits"), train=rows, test=rows, prepare=prepare)
+
+
+def test_an_epoch_has_each_row_at_most_once_in_full_batches(task: Task) -> None:
+    batches = list(train_batches(task, 8, seed=0, epochs=3))
+    assert len(batches) == 3 * 6
+    orders = []
+    for epoch in range(3):
+        of_epoch = batches[6 * epoch : 6 * epoch + 6]
+        assert all(batch["label"].shape == (8,) for batch in of_epoch)
+        orders.append(np.concatenate([np.asarray(batch["label"]) for batch in of_epoch]).tolist())
+        assert len(set(orders[-1])) == 48
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert sorted(orders[0]) != orders[0]
+
+
+def test_batches_are_prepared_and_on_the_device(task: Task) -> None:
+    batch = next(train_batches(task, 8, seed=0, epochs=1))
+    assert isinstance(batch["image"], jax.Array)
+    assert batch["image"].devices() == {jax.local_devices()[0]}
+    assert (batch["image"].dtype, batch["label"].dtype) == (np.float32, np.int32)
+    np.testing.assert_array_equal(batch["image"], np.asarray(batch["label"], np.float32))
+
+
+def test_the_order_depends_on_the_seed_alone(task: Task) -> None:
+    def order(seed: int, epochs: int) -> list[int]:
+        batches = train_batches(task, 8, seed, epochs)
+        return [int(label) for batch in batches for label in np.asarray(batch["label"])]
+
+    assert order(5, 2) == order(5, 2)
+    assert order(5, 2)[:48] == order(5, 1)
+    assert order(5, 1) != order(6, 1)
+
+
+@pytest.mark.parametrize(("size", "counts"), [(50, [50]), (20, [20, 20, 10]), (64, [50])])
+def test_the_test_data_comes_in_order_and_once(task: Task, size: int, counts: list[int]) -> None:
+    batches = list(batches_of_test(task, size))
+    assert [count for _, count in batches] == counts
+    assert all(batch["image"].shape == (size,) for batch, _ in batches)
+    labels = np.concatenate([batch["label"][:count] for batch, count in batches])
+    np.testing.assert_array_equal(labels, np.arange(50))

@@ -1,0 +1,165 @@
+import dataclasses
+import gzip
+import hashlib
+import struct
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import promoting, relaxed
+
+from jmp_train.tasks import load_task
+from jmp_train.tasks.mnist import BLOCKS, FILES, prepare, read_mnist, torch_uniform
+from jmp_train.tasks.task import DataOptions, Task
+from jmp_train.training import train
+
+REAL = Path(__file__).resolve().parents[3] / "shared/data/mnist"
+
+
+def idx(array: np.ndarray) -> bytes:
+    return struct.pack(f">I{array.ndim}I", 0x0800 + array.ndim, *array.shape) + array.tobytes()
+
+
+@pytest.fixture(name="folder")
+def fixture_folder(tmp_path: Path) -> Path:
+    """Files of MNIST's format: 40 training and 10 test images, two of the four files gzipped."""
+    for prefix, count in (("train", 40), ("t10k", 10)):
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = np.repeat(labels, 28 * 28).reshape(count, 28, 28)
+        (tmp_path / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
+        (tmp_path / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(labels))
+    return tmp_path
+
+
+@pytest.fixture(name="synthetic", scope="module")
+def fixture_synthetic() -> Task:
+    task = load_task("mnist", DataOptions(synthetic=True, train_size=96))
+    return dataclasses.replace(
+        task,
+        test={name: array[:40] for name, array in task.test.items()},
+        loss_fn=promoting(task.loss_fn),
+        predict=promoting(task.predict),
+        init=promoting(task.init),
+        optimizer=lambda rate: relaxed(task.optimizer(rate)),
+    )
+
+
+def test_the_real_files() -> None:
+    if not REAL.is_dir():
+        pytest.skip("../shared/data is not there: MNIST's files are not in the project")
+    task = load_task("mnist", DataOptions(data_dir=REAL))
+    assert task.train["image"].shape == (60000, 28, 28)
+    assert task.test["image"].shape == (10000, 28, 28)
+    assert task.train["label"][:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+    assert task.test["label"][:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
+    # The published mean and deviation of the training pixels.
+    pixels = task.train["image"] / np.float32(255)
+    assert float(pixels.mean()) == pytest.approx(0.1307, abs=5e-5)
+    assert float(pixels.std()) == pytest.approx(0.3081, abs=5e-5)
+    digest = hashlib.sha256(idx(task.train["image"])).hexdigest()
+    assert digest == "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"
+
+
+def test_files_gzipped_or_not(folder: Path) -> None:
+    train_data, test_data = read_mnist(folder)
+    assert train_data["image"].shape == (40, 28, 28)
+    assert test_data["label"].tolist() == list(range(10))
+    batch = prepare({name: array[[3, 5]] for name, array in train_data.items()})
+    assert batch["image"].shape == (2, 28, 28, 1)
+    assert (batch["image"].dtype, batch["label"].dtype) == (np.float32, np.int32)
+    assert batch["image"][0, 0, 0, 0] == np.float32(3 / 255)
+
+
+def test_train_size_takes_the_first_rows(folder: Path) -> None:
+    task = load_task("mnist", DataOptions(data_dir=folder, train_size=7))
+    assert task.train["label"].tolist() == list(range(7))
+    assert len(task.test["label"]) == 10
+    with pytest.raises(ValueError, match="train_size=41 must lie between 1 and the 40 training"):
+        load_task("mnist", DataOptions(data_dir=folder, train_size=41))
+
+
+def test_missing_files_are_named_with_address_size_and_sha256(folder: Path) -> None:
+    (folder / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(FileNotFoundError) as caught:
+        read_mnist(folder)
+    first, *lines = str(caught.value).splitlines()
+    assert first == f"--data-dir {folder} lacks these files of MNIST, gzipped or not:"
+    assert lines == [
+        (
+            "  t10k-labels-idx1-ubyte.gz: https://storage.googleapis.com/cvdf-datasets/mnist/"
+            "t10k-labels-idx1-ubyte.gz (4542 bytes, sha256 "
+            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6)"
+        )
+    ]
+    with pytest.raises(FileNotFoundError, match="task mnist wants --data-dir") as caught:
+        load_task("mnist")
+    for name, (size, sha256) in FILES.items():
+        assert f"{name} ({size} bytes, sha256 {sha256})" in str(caught.value)
+    with pytest.raises(FileNotFoundError, match="nowhere is no folder"):
+        read_mnist(folder / "nowhere")
+
+
+def test_data_that_does_not_fit_is_named(folder: Path) -> None:
+    labels = folder / "train-labels-idx1-ubyte"
+    labels.write_bytes(idx(np.arange(40, dtype=np.uint8) % 11))
+    with pytest.raises(ValueError, match=r"train-labels.* has the label 10 at row 10, .* 0 and 9"):
+        read_mnist(folder)
+    labels.write_bytes(idx(np.zeros(39, np.uint8)))
+    with pytest.raises(ValueError, match=r"train-labels.* has 39 labels for 40 images in .*train"):
+        read_mnist(folder)
+    labels.write_bytes(idx(np.zeros(0, np.uint8)))
+    images = folder / "train-images-idx3-ubyte.gz"
+    images.write_bytes(idx(np.zeros((0, 28, 28), np.uint8)))
+    with pytest.raises(ValueError, match=r"train-images.* has no images"):
+        read_mnist(folder)
+    images.write_bytes(idx(np.zeros((40, 32, 32), np.uint8)))
+    with pytest.raises(ValueError, match="has images of 32 x 32 pixels, MNIST's are 28 x 28"):
+        read_mnist(folder)
+
+
+def test_options_that_do_not_go_together(folder: Path) -> None:
+    with pytest.raises(ValueError, match="--data-dir and --synthetic exclude each other"):
+        load_task("mnist", DataOptions(data_dir=folder, synthetic=True))
+    with pytest.raises(ValueError, match="task digits brings its data"):
+        load_task("digits", DataOptions(synthetic=True))
+
+
+def test_the_network_is_pytorchs(synthetic: Task) -> None:
+    params, batch_stats = jax.eval_shape(synthetic.init, jax.random.key(0))
+    # weights and biases of each block, and BatchNorm's two; of the dense layers 1024-1000-1000-10
+    blocks = sum(i * o * k * k + o + 2 * o for i, o, k, _, _ in BLOCKS)
+    dense = 1024 * 1000 + 1000 + 1000 * 1000 + 1000 + 1000 * 10 + 10
+    assert sum(x.size for x in jax.tree.leaves(params)) == blocks + dense == 14_740_522
+    assert sum(x.size for x in jax.tree.leaves(batch_stats)) == 2 * sum(o for _, o, *_ in BLOCKS)
+    assert {x.dtype for x in jax.tree.leaves((params, batch_stats))} == {jnp.dtype("float32")}
+
+
+def test_initial_values_are_pytorchs() -> None:
+    values = torch_uniform(64 * 9)(jax.random.key(0), (100_000,))
+    bound = 1 / 24
+    assert -bound <= float(values.min()) < -0.999 * bound
+    assert 0.999 * bound < float(values.max()) <= bound
+    assert float(values.std()) == pytest.approx(bound / 3**0.5, rel=0.01)
+
+
+@pytest.mark.slow
+def test_half_precision_starts_as_float32_does(synthetic: Task) -> None:
+    losses = {
+        name: [step.loss for step in train(synthetic, name, epochs=1, batch_size=16).steps]
+        for name in ("float32", "mixed_float16", "mixed_bfloat16")
+    }
+    assert losses["float32"][-1] < losses["float32"][0]
+    np.testing.assert_allclose(losses["mixed_float16"], losses["float32"], rtol=0.005)
+    np.testing.assert_allclose(losses["mixed_bfloat16"], losses["float32"], rtol=0.02)
+
+
+def test_rng_is_not_needed(synthetic: Task) -> None:
+    params, batch_stats = synthetic.init(jax.random.key(0))
+    batch: Any = prepare({name: array[:4] for name, array in synthetic.train.items()})
+    loss, (new_stats, aux) = synthetic.loss_fn(params, batch_stats, batch, None)
+    assert float(loss) == pytest.approx(np.log(10), abs=0.3)
+    assert 0 <= float(aux["accuracy"]) <= 1
+    assert jax.tree.structure(new_stats) == jax.tree.structure(batch_stats)

@@ -1,0 +1,38 @@
+import dataclasses
+import json
+import math
+
+import pytest
+from helpers import make_run
+
+from jmp_train.records import Compiled, Epoch, Event, Progress, Step, event_from_json, event_to_json
+
+EVENTS = [
+    Compiled(2.5),
+    Progress(total=10, skipped_steps=1, recent=(Step(1, 0.5, 2.0, 8.0, True),)),
+    Epoch(1, 0.5, 1e-3, 2.0, 300.0, 65536.0, 3),
+    make_run(),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_an_event_survives_json(event: Event) -> None:
+    assert event_from_json(json.loads(json.dumps(event_to_json(event), allow_nan=False))) == event
+
+
+def test_numbers_that_are_not_finite_become_null_and_nan() -> None:
+    step = Step(1, math.inf, math.nan, 8.0, False)
+    fields = event_to_json(Progress(10, 1, (step,)))
+    assert fields["recent"][0]["loss"] is None
+    revived = event_from_json(json.loads(json.dumps(fields, allow_nan=False)))
+    assert isinstance(revived, Progress)
+    assert math.isnan(revived.recent[0].loss)
+    assert math.isnan(revived.recent[0].grad_norm)
+
+
+def test_a_run_sums_itself_up() -> None:
+    run = make_run(scale=8.0, skips=(3, 60))
+    assert run.epoch_seconds == 3.0  # of 2 and 4
+    assert run.memory_mb == 300.0
+    assert [step.step for step in run.skipped] == [3, 60]
+    assert dataclasses.replace(run, epochs=run.epochs[:1]).epoch_seconds == 2.0
