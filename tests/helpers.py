@@ -1,7 +1,10 @@
 """What several test modules share."""
 
+import gzip
 import math
+import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -86,3 +89,18 @@ def make_run(policy: str = "float32", *, scale: float = 1.0, skips: tuple[int, .
             count = sum(skip <= number for skip in skips)
             epochs.append(Epoch(number // 50, loss, 1e-3, number / 25, 300.0, scale, count))
     return Run(policy, "cpu", 0.987, 7.5, "process", tuple(epochs), tuple(steps))
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    """Returns an array of bytes in IDX, written from the format's description."""
+    magic = 0x0800 + array.ndim
+    return struct.pack(f">I{array.ndim}I", magic, *array.shape) + array.tobytes()
+
+
+def write_mnist(directory: Path, train: int, test: int) -> None:
+    """Writes files of MNIST's format and sizes of image; each digit is a shade of gray."""
+    for prefix, count in (("train", train), ("t10k", test)):
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = np.repeat(25 * labels, 28 * 28).reshape(count, 28, 28)
+        (directory / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx_bytes(images)))
+        (directory / f"{prefix}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))

@@ -33,3 +33,24 @@ def test_import_time_prints_both_and_their_ratio() -> None:
     assert re.search(r"import jax, flax, optax, jraph +\d\.\d+ s", output)
     assert re.search(r"import jmp_train +\d\.\d+ s", output)
     assert re.search(r"ratio \d\.\d+", output)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    output = run("gpu.py", "--tiny", "--rounds", "1", "--json", str(file))
+    report = json.loads(file.read_text())["workloads"]["mnist"]
+    assert report["batch"] == 8
+    ours = {name: x for name, x in report["variants"].items() if name.startswith("jmp_train")}
+    assert list(ours) == [f"jmp_train {p}" for p in ("float32", "tf32", "float16", "bfloat16")]
+    first = ours["jmp_train float32"]
+    for name, result in ours.items():
+        assert name in output
+        assert len(result["step_ms"]) == 1
+        assert result["step_ms"][0] == result["median_ms"] > 0
+        assert (result["device"], result["memory_of"]) == ("cpu", "process")
+        assert result["memory_mb"] > result["program_mb"] > 100
+        assert result["of_the_memory"] == result["memory_mb"] / first["memory_mb"]
+        assert result["loss"] == pytest.approx(first["loss"], rel=0.05)
+    assert "2.3 times as fast, 0.63 of the memory" in output

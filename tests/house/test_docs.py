@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import write_mnist
 
 import jmp_train as jt
 import jmp_train.policies
@@ -91,6 +92,26 @@ def test_the_digits_example_reaches_its_accuracy(tmp_path: Path) -> None:
     accuracy = re.search(r"test accuracy ([\d.]+)%", output)
     assert accuracy is not None
     assert float(accuracy[1]) > 97
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_mnist_example_is_float32s_but_for_three_lines(tmp_path: Path) -> None:
+    half = (ROOT / "examples" / "mnist_amp.py").read_text()
+    full, replaced = re.subn(r"# float32: (.*)\n.*# AMP$", r"\1", half, flags=re.MULTILINE)
+    full, removed = re.subn(r"^.*# AMP; float32 does without\n", "", full, flags=re.MULTILINE)
+    assert (replaced, removed, half.count("# AMP")) == (2, 1, 3)
+    assert not re.search("float16|half|loss_scale", full.partition('"""\n\nimport')[2])
+    write_mnist(tmp_path, train=520, test=50)
+    losses = []
+    for name, code in (("half.py", half), ("full.py", full)):
+        (tmp_path / name).write_text(code)
+        output = run_script(name, str(tmp_path), "1", cwd=tmp_path)
+        result = re.fullmatch(r"epoch 1  loss ([\d.]+)  test accuracy [\d.]+%\n", output)
+        assert result is not None, output
+        losses.append(float(result[1]))
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert 0 < losses[1] < 2.6
 
 
 def test_the_changelog_and_the_version_agree() -> None:

@@ -3,14 +3,13 @@ import os
 import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from helpers import write_mnist
 
 from jmp_train import cli
 from jmp_train.cli import main
@@ -146,13 +145,7 @@ def test_a_terminal_gets_bars_and_the_table(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_mnist_is_compared_from_files(tmp_path: Path) -> None:
-    for prefix, count in (("train", 64), ("t10k", 16)):
-        labels = np.arange(count, dtype=np.uint8) % 10
-        images = np.repeat(25 * labels, 28 * 28)
-        header = struct.pack(">4I", 0x0803, count, 28, 28)
-        (tmp_path / f"{prefix}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        header = struct.pack(">2I", 0x0801, count)
-        (tmp_path / f"{prefix}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
+    write_mnist(tmp_path, train=64, test=16)
     policies = ["float32", "mixed_float16"]
     result = run(
         "compare", "mnist", "--data-dir", ".", "--policies", *policies, "--epochs", "1",

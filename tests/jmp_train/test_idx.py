@@ -1,20 +1,14 @@
 import gzip
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import idx_bytes
 
 from jmp_train.idx import read_idx
 
-
-def idx(array: np.ndarray) -> bytes:
-    """The format, written from its description: magic, sizes, bytes."""
-    return struct.pack(f">I{array.ndim}I", 0x0800 + array.ndim, *array.shape) + array.tobytes()
-
-
 IMAGES = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
-GOOD = idx(IMAGES)
+GOOD = idx_bytes(IMAGES)
 
 
 @pytest.mark.parametrize("content", [GOOD, gzip.compress(GOOD)], ids=["plain", "gzip"])
@@ -34,7 +28,7 @@ def test_images_are_read_gzipped_or_not(tmp_path: Path, content: bytes) -> None:
         (GOOD + b"x", "has 25 bytes of data, where its header says 2 x 3 x 4"),
         (GOOD[:10], "ends within its header, after 10 bytes"),
         (b"", "has the magic number 0x, where IDX bytes with 3 axes have 0x00000803"),
-        (idx(IMAGES[0, 0]), "0x00000801, where IDX bytes with 3 axes have 0x00000803"),
+        (idx_bytes(IMAGES[0, 0]), "0x00000801, where IDX bytes with 3 axes have 0x00000803"),
         (b"\x00\x00\x0d\x03" + GOOD[4:], "has the magic number 0x00000d03"),
     ],
 )

@@ -1,7 +1,5 @@
 import dataclasses
-import gzip
 import hashlib
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import promoting, relaxed
+from helpers import idx_bytes, promoting, relaxed, write_mnist
 
 from jmp_train.tasks import load_task
 from jmp_train.tasks.mnist import BLOCKS, FILES, prepare, read_mnist, torch_uniform
@@ -19,18 +17,10 @@ from jmp_train.training import train
 REAL = Path(__file__).resolve().parents[3] / "shared/data/mnist"
 
 
-def idx(array: np.ndarray) -> bytes:
-    return struct.pack(f">I{array.ndim}I", 0x0800 + array.ndim, *array.shape) + array.tobytes()
-
-
 @pytest.fixture(name="folder")
 def fixture_folder(tmp_path: Path) -> Path:
     """Files of MNIST's format: 40 training and 10 test images, two of the four files gzipped."""
-    for prefix, count in (("train", 40), ("t10k", 10)):
-        labels = np.arange(count, dtype=np.uint8) % 10
-        images = np.repeat(labels, 28 * 28).reshape(count, 28, 28)
-        (tmp_path / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
-        (tmp_path / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(labels))
+    write_mnist(tmp_path, train=40, test=10)
     return tmp_path
 
 
@@ -59,7 +49,7 @@ def test_the_real_files() -> None:
     pixels = task.train["image"] / np.float32(255)
     assert float(pixels.mean()) == pytest.approx(0.1307, abs=5e-5)
     assert float(pixels.std()) == pytest.approx(0.3081, abs=5e-5)
-    digest = hashlib.sha256(idx(task.train["image"])).hexdigest()
+    digest = hashlib.sha256(idx_bytes(task.train["image"])).hexdigest()
     assert digest == "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"
 
 
@@ -70,7 +60,7 @@ def test_files_gzipped_or_not(folder: Path) -> None:
     batch = prepare({name: array[[3, 5]] for name, array in train_data.items()})
     assert batch["image"].shape == (2, 28, 28, 1)
     assert (batch["image"].dtype, batch["label"].dtype) == (np.float32, np.int32)
-    assert batch["image"][0, 0, 0, 0] == np.float32(3 / 255)
+    assert batch["image"][0, 0, 0, 0] == np.float32(75 / 255)
 
 
 def test_train_size_takes_the_first_rows(folder: Path) -> None:
@@ -104,18 +94,18 @@ def test_missing_files_are_named_with_address_size_and_sha256(folder: Path) -> N
 
 def test_data_that_does_not_fit_is_named(folder: Path) -> None:
     labels = folder / "train-labels-idx1-ubyte"
-    labels.write_bytes(idx(np.arange(40, dtype=np.uint8) % 11))
+    labels.write_bytes(idx_bytes(np.arange(40, dtype=np.uint8) % 11))
     with pytest.raises(ValueError, match=r"train-labels.* has the label 10 at row 10, .* 0 and 9"):
         read_mnist(folder)
-    labels.write_bytes(idx(np.zeros(39, np.uint8)))
+    labels.write_bytes(idx_bytes(np.zeros(39, np.uint8)))
     with pytest.raises(ValueError, match=r"train-labels.* has 39 labels for 40 images in .*train"):
         read_mnist(folder)
-    labels.write_bytes(idx(np.zeros(0, np.uint8)))
+    labels.write_bytes(idx_bytes(np.zeros(0, np.uint8)))
     images = folder / "train-images-idx3-ubyte.gz"
-    images.write_bytes(idx(np.zeros((0, 28, 28), np.uint8)))
+    images.write_bytes(idx_bytes(np.zeros((0, 28, 28), np.uint8)))
     with pytest.raises(ValueError, match=r"train-images.* has no images"):
         read_mnist(folder)
-    images.write_bytes(idx(np.zeros((40, 32, 32), np.uint8)))
+    images.write_bytes(idx_bytes(np.zeros((40, 32, 32), np.uint8)))
     with pytest.raises(ValueError, match="has images of 32 x 32 pixels, MNIST's are 28 x 28"):
         read_mnist(folder)
 
