@@ -53,7 +53,7 @@ class Epoch:
 
     Attributes:
       epoch: from 1.
-      loss: the mean training loss.
+      loss: the mean training loss of the steps that were taken; NaN if none was.
       learning_rate: that of the next step.
       seconds: of training, without compilation and test.
       memory_mb: peak memory so far, see `peak_memory`.

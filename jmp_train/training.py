@@ -1,6 +1,7 @@
 """The training loop of the command line: one task, one policy, from data to test accuracy."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -104,17 +105,7 @@ def train(
         watch.look(state)
         seconds = time.perf_counter() - start
         learning_rate = float(np.asarray(schedule(len(watch.steps) - watch.skipped_steps)))
-        records.append(
-            Epoch(
-                epoch=epoch,
-                loss=float(np.mean([step.loss for step in watch.steps[-steps_per_epoch:]])),
-                learning_rate=learning_rate,
-                seconds=seconds,
-                memory_mb=peak_memory()[0],
-                loss_scale=watch.steps[-1].loss_scale,
-                skipped_steps=watch.skipped_steps,
-            )
-        )
+        records.append(_epoch(epoch, watch, steps_per_epoch, learning_rate, seconds))
         on_event(records[-1])
     run = Run(
         policy=policy_name,
@@ -163,6 +154,21 @@ class _Watch:
         check_progress(state.opt_state, stop_after=self.stop_after)
         self._waiting = []
         self._looked = time.perf_counter()
+
+
+def _epoch(
+    epoch: int, watch: _Watch, steps_per_epoch: int, learning_rate: float, seconds: float
+) -> Epoch:
+    losses = [step.loss for step in watch.steps[-steps_per_epoch:] if step.finite]
+    return Epoch(
+        epoch=epoch,
+        loss=float(np.mean(losses)) if losses else math.nan,
+        learning_rate=learning_rate,
+        seconds=seconds,
+        memory_mb=peak_memory()[0],
+        loss_scale=watch.steps[-1].loss_scale,
+        skipped_steps=watch.skipped_steps,
+    )
 
 
 def count_steps(task: Task, epochs: int, batch_size: int) -> int:

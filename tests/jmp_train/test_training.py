@@ -99,6 +99,7 @@ def test_a_step_that_overflows_once_in_a_while_does_not_stop_the_run(digits: Tas
     for skip, scale in zip(run.skipped, (2.0**15, 2.0**14), strict=True):
         assert skip.loss_scale == scale
         assert not np.isfinite(skip.grad_norm)
+    assert np.isfinite([epoch.loss for epoch in run.epochs]).all()  # of the steps taken
 
 
 def test_bad_numbers_are_named(digits: Task) -> None:
