@@ -1,0 +1,149 @@
+"""Per-operation precision as a function transformation: what `torch.autocast` is to PyTorch."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_train.policies.autocast_control import ENTERED
+from jmp_train.policies.autocast_interpreter import DECIDED, Region, argument, eligible, interpret
+from jmp_train.policies.autocast_rules import TORCH_CUDA, AutocastRules, Rule
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def autocast(
+    fn: Callable[Args, Result],
+    dtype: DTypeLike = jnp.float16,
+    *,
+    rules: AutocastRules = TORCH_CUDA,
+    enabled: bool = True,
+) -> Callable[Args, Result]:
+    """Returns `fn` with each of its operations in the precision that `rules` give it.
+
+    Matrix products and convolutions run in half precision; exponentials, sums, norms and losses in
+    float32; what is in between in the dtype of its inputs. It enters `jit`, `scan`, `while`, `cond`,
+    `remat`, `shard_map` and custom rules, and composes with all transformations. Results have the
+    dtypes that the rules give them, as in torch; a policy's output dtype casts after that.
+
+    Args:
+      fn: any pure function of arrays, such as a loss. It is traced, as by `jax.jit`: what it does
+        must not depend on the arrays' values. Arguments that are no arrays are handed on.
+      dtype: the half type, float16 or bfloat16.
+      rules: which operation runs in which precision.
+      enabled: False runs `fn` as it is, also within another region.
+
+    Returns:
+      A function of the same signature. Regions nest; the innermost one decides.
+
+    Raises:
+      ValueError: `dtype` is no half type.
+      BannedOperationError: when called, `fn` does what the rules ban.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> f = autocast(lambda x, w: (x @ w, jax.nn.softmax(x @ w)))
+      >>> product, probabilities = f(jnp.ones((2, 3)), jnp.ones((3, 4)))
+      >>> product.dtype.name, probabilities.dtype.name
+      ('float16', 'float32')
+
+    An `astype(float32)` of what is float32 in the plain function leaves no trace, and so does not
+    make float32 of it here: say so by a rule for the path, or by a region with `enabled=False`.
+
+    Reference: https://docs.pytorch.org/docs/stable/amp.html; `TORCH_CUDA` for the rules.
+    """
+    half = np.dtype(dtype)
+    if half not in (jnp.float16, jnp.bfloat16):
+        raise ValueError(f"dtype={half.name} must be float16 or bfloat16")
+    if not isinstance(rules, AutocastRules):
+        raise TypeError(f"rules must be an AutocastRules, got {rules!r}")
+    if hasattr(fn, "autocast_region"):
+        return fn  # the innermost region decides
+
+    region = Region(half, rules, ENTERED)
+
+    @functools.wraps(fn)
+    def with_autocast(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        with jax.named_scope(DECIDED):
+            if not enabled:
+                return fn(*args, **kwargs)
+            return run_region(region, fn, args, kwargs)
+
+    with_autocast.autocast_region = region if enabled else None  # pyright: ignore[reportAttributeAccessIssue]
+    return with_autocast
+
+
+def autocast_as(rule: Rule) -> Callable[[Callable[Args, Result]], Callable[Args, Result]]:
+    """Returns a decorator that fixes the rule of all that a function does within autocast regions.
+
+    Args:
+      rule: "float32" or "lower" for all its operations; "keep" for those of the plain function.
+
+    Returns:
+      A decorator. Outside of autocast the function is what it was.
+
+    Raises:
+      ValueError: `rule` is another word.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> exact = autocast_as("float32")(lambda x, w: x @ w)
+      >>> autocast(exact)(jnp.ones((2, 3)), jnp.ones((3, 4))).dtype.name
+      'float32'
+    """
+    if rule not in ("float32", "lower", "keep"):
+        raise ValueError(f"rule={rule!r} must be 'float32', 'lower' or 'keep'")
+
+    def decorate(fn: Callable[Args, Result]) -> Callable[Args, Result]:
+        @functools.wraps(fn)
+        def with_rule(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+            with jax.named_scope(f"{DECIDED}:{rule}"):
+                return fn(*args, **kwargs)
+
+        return with_rule
+
+    return decorate
+
+
+def run_region(
+    region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Returns what `fn(*args, **kwargs)` gives by the rules of a region."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+    out: list[Any] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        rest = iter(arrays)
+        filled = [next(rest) if _is_array(leaf) else leaf for leaf in leaves]
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        results, out_tree = jax.tree.flatten(fn(*args, **kwargs))
+        out[:] = [results, out_tree]
+        return [x for x in results if _is_array(x)]
+
+    jaxpr = jax.make_jaxpr(flat)(*(_float32_aval(array) for array in arrays))
+    results, out_tree = out
+    region = dataclasses.replace(region, constants={})
+    values = interpret(region, jaxpr, [argument(array) for array in arrays])
+    computed = iter(values)
+    return jax.tree.unflatten(
+        out_tree,
+        [jnp.asarray(next(computed).array) if _is_array(x) else x for x in results],
+    )
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _float32_aval(array: Any) -> jax.ShapeDtypeStruct:
+    """Returns an array's type, with float32 in place of half, so that literals are not rounded."""
+    aval = jax.typeof(array)
+    dtype = jnp.float32 if eligible(aval.dtype) else aval.dtype
+    return aval.update(dtype=jnp.dtype(dtype)) if dtype != aval.dtype else aval

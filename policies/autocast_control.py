@@ -1,0 +1,304 @@
+"""How autocast enters the primitives that hold programs: jit, loops, branches, remat, custom rules.
+
+Each handler takes the region, the equation and its inputs and returns its results, or None where the
+equation cannot be entered and is bound as it was traced.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmp_train.policies.autocast_interpreter import (
+    Handler,
+    Region,
+    Value,
+    argument,
+    eligible,
+    interpret,
+    traced_dtype,
+    wanted,
+)
+
+
+def _jit(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
+    """Inlines the body: XLA does so too, and the casts of a parameter are shared with the outside."""
+    params = equation.params
+    inputs = _constrain(inputs, params.get("in_shardings"))
+    outputs = interpret(region, params["jaxpr"], inputs)
+    return _constrain(outputs, params.get("out_shardings"))
+
+
+def _constrain(values: list[Value], shardings: Any) -> list[Value]:
+    if not shardings or not any(isinstance(s, jax.sharding.Sharding) for s in shardings):
+        return values
+    return [
+        Value(lax.with_sharding_constraint(value.array, sharding))
+        if isinstance(sharding, jax.sharding.Sharding)
+        else value
+        for value, sharding in zip(values, shardings, strict=True)
+    ]
+
+
+def _remat(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
+    params = equation.params
+    body = _on_arrays(region, params["jaxpr"])
+    wrapped = jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])
+    return _values(wrapped(*(value.array for value in inputs)))
+
+
+def _scan(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
+    params, jaxpr = equation.params, equation.params["jaxpr"]
+    region = dataclasses.replace(region, repeats=region.repeats * params["length"])
+    n_consts, n_carry = _scan_counts(params)
+    consts, init, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
+    atoms = equation.invars[n_consts:][:n_carry]
+    _lower_before(region, jaxpr, consts)
+
+    def run(
+        region: Region, carry: Sequence[Any], x: Sequence[Any]
+    ) -> tuple[list[Value], list[Any]]:
+        values = [value.inside() for value in consts]
+        values += [Value(array) for array in (*carry, *x)]
+        outputs = interpret(region.body(), jaxpr, values)
+        return outputs[:n_carry], [value.array for value in outputs[n_carry:]]
+
+    first = [value.array[0] for value in xs] if params["length"] else None
+
+    def next_dtypes(carry: Sequence[Any]) -> list[Any]:
+        return [value.dtype for value in run(region.unlogged(), carry, first or [])[0]]
+
+    start = _stable(init, atoms, next_dtypes if params["length"] else None)
+    dtypes = [array.dtype for array in start]
+
+    def body(carry: Any, x: Any) -> tuple[Any, Any]:
+        outputs, ys = run(region, carry, x)
+        return [v.to(dtype) for v, dtype in zip(outputs, dtypes, strict=True)], ys
+
+    carry, ys = lax.scan(
+        body,
+        start,
+        [value.array for value in xs],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return _values([*carry, *ys])
+
+
+def _lower_before(region: Region, jaxpr: Any, consts: Sequence[Value]) -> None:
+    """Casts a loop's weights ahead of it, if products are all that reads them."""
+    lowered = wanted(region, jaxpr, "lower")
+    for value, variable in zip(consts, getattr(jaxpr, "jaxpr", jaxpr).invars, strict=False):
+        if variable in lowered and eligible(value.dtype):
+            value.to(region.half)
+
+
+def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    if "ft_in" in params:  # jax 0.11 and later
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def _stable(
+    init: Sequence[Value],
+    atoms: Sequence[Any],
+    next_dtypes: Callable[[Sequence[Any]], list[Any]] | None,
+) -> list[Any]:
+    """Returns a loop's first carry in dtypes that the body keeps: half only if it stays half."""
+    arrays = [
+        jnp.asarray(value.to(traced_dtype(atom)) if value.weak else value.array)
+        if eligible(traced_dtype(atom))
+        else value.array
+        for value, atom in zip(init, atoms, strict=True)
+    ]
+    while next_dtypes is not None and any(_is_half(array) for array in arrays):
+        found = _dtypes_after(next_dtypes, arrays)
+        changed = [
+            _is_half(array) and dtype != array.dtype
+            for array, dtype in zip(arrays, found, strict=True)
+        ]
+        if not any(changed):
+            break
+        arrays = [
+            lax.convert_element_type(array, jnp.float32) if wider else array
+            for array, wider in zip(arrays, changed, strict=True)
+        ]
+    return arrays
+
+
+def _dtypes_after(
+    next_dtypes: Callable[[Sequence[Any]], list[Any]], arrays: Sequence[Any]
+) -> list[Any]:
+    found: list[Any] = []
+
+    def note(carry: Sequence[Any]) -> None:
+        found[:] = next_dtypes(carry)
+
+    jax.eval_shape(note, arrays)
+    return found
+
+
+def _is_half(array: Any) -> bool:
+    return array.dtype in (jnp.float16, jnp.bfloat16)
+
+
+def _while(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
+    params = equation.params
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts = inputs[:n_cond], inputs[n_cond:][:n_body]
+    init, atoms = inputs[n_cond + n_body :], equation.invars[n_cond + n_body :]
+
+    def run(
+        region: Region, jaxpr: Any, consts: Sequence[Value], carry: Sequence[Any]
+    ) -> list[Value]:
+        values = [value.inside() for value in consts]
+        return interpret(region.body(), jaxpr, values + [Value(array) for array in carry])
+
+    def next_dtypes(carry: Sequence[Any]) -> list[Any]:
+        outputs = run(region.unlogged(), params["body_jaxpr"], body_consts, carry)
+        return [value.dtype for value in outputs]
+
+    start = _stable(init, atoms, next_dtypes)
+    dtypes = [array.dtype for array in start]
+
+    def body(carry: Any) -> Any:
+        outputs = run(region, params["body_jaxpr"], body_consts, carry)
+        return [value.to(dtype) for value, dtype in zip(outputs, dtypes, strict=True)]
+
+    def proceed(carry: Any) -> Any:
+        return run(region, params["cond_jaxpr"], cond_consts, carry)[0].array
+
+    return _values(lax.while_loop(proceed, body, start))
+
+
+def _cond(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | None:
+    if equation.params.get("branches_platforms") is not None:
+        return None
+    index, *operands = inputs
+    branches = [_on_arrays(region, jaxpr) for jaxpr in equation.params["branches"]]
+    arrays = [jnp.asarray(v.array) if eligible(v.dtype) else v.array for v in operands]
+    unlogged = [_on_arrays(region.unlogged(), j) for j in equation.params["branches"]]
+    shapes = [jax.eval_shape(branch, *arrays) for branch in unlogged]
+    dtypes = [
+        outs[0].dtype if len({out.dtype for out in outs}) == 1 else jnp.dtype(jnp.float32)
+        for outs in zip(*shapes, strict=True)
+    ]
+
+    def agreeing(branch: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def run(*arrays: Any) -> list[Any]:
+            return [
+                array if array.dtype == dtype else lax.convert_element_type(array, dtype)
+                for array, dtype in zip(branch(*arrays), dtypes, strict=True)
+            ]
+
+        return run
+
+    return _values(lax.switch(index.array, [agreeing(branch) for branch in branches], *arrays))
+
+
+def _custom_jvp(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | None:
+    """Makes a new custom rule of the body and the old tangents, both by the rules of the region."""
+    if not all(eligible(traced_dtype(atom)) for atom in equation.invars):
+        return None
+    function = jax.custom_jvp(_on_arrays(region, equation.params["call_jaxpr"]))
+
+    @function.defjvp
+    def tangents_by_the_rules(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        outputs = function(*primals)
+        avals = _avals(equation)
+        jaxpr = jax.make_jaxpr(lambda p, t: jax.jvp(_bound(equation), p, t)[1])(avals, avals)
+        results = interpret(region.body(), jaxpr, _values([*primals, *tangents]))
+        return outputs, [v.to(out.dtype) for v, out in zip(results, outputs, strict=True)]
+
+    return _values(function(*(value.array for value in inputs)))
+
+
+def _custom_vjp(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | None:
+    """Keeps the rule: the equation as it was or, where it is lowered, its two halves lowered."""
+    if not region.lower_all or not all(eligible(traced_dtype(a)) for a in equation.invars):
+        return None
+    avals = _avals(equation)
+    pullback_tree: list[Any] = []
+
+    def split(*primals: Any) -> tuple[list[Any], list[Any]]:
+        outputs, pullback = jax.vjp(_bound(equation), *primals)
+        leaves, tree = jax.tree.flatten(pullback)
+        pullback_tree[:] = [tree]
+        return outputs, leaves
+
+    forward_jaxpr = jax.make_jaxpr(split)(*avals)
+    (tree,) = pullback_tree
+    out_avals, residual_avals = jax.eval_shape(split, *avals)
+    backward_jaxpr = jax.make_jaxpr(
+        lambda leaves, cotangents: jax.tree.unflatten(tree, leaves)(cotangents)
+    )(residual_avals, out_avals)
+
+    function = jax.custom_vjp(_on_arrays(region, equation.params["call_jaxpr"]))
+
+    def forward(*primals: Any) -> tuple[list[Any], list[Any]]:
+        results = _on_arrays(region, forward_jaxpr)(*primals)
+        return results[: len(out_avals)], results[len(out_avals) :]
+
+    def backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+        results = interpret(region.body(), backward_jaxpr, _values([*residuals, *cotangents]))
+        return tuple(v.to(x.dtype) for v, x in zip(results, arrays, strict=True))
+
+    function.defvjp(forward, backward)
+    arrays = [value.to(region.half) for value in inputs]
+    return _values(function(*arrays))
+
+
+def _avals(equation: Any) -> tuple[Any, ...]:
+    return tuple(atom.aval for atom in equation.invars)
+
+
+def _bound(equation: Any) -> Callable[..., list[Any]]:
+    """Returns the equation as a function of values in their traced dtypes."""
+    primitive, params = equation.primitive, equation.params
+    return lambda *arrays: primitive.bind(*arrays, **primitive.get_bind_params(params))
+
+
+def _shard_map(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
+    params = equation.params
+    wrapped = jax.shard_map(
+        _on_arrays(region, params["jaxpr"]),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        axis_names=frozenset(params.get("manual_axes") or params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return _values(wrapped(*(value.array for value in inputs)))
+
+
+def _on_arrays(region: Region, jaxpr: Any) -> Callable[..., list[Any]]:
+    def run(*arrays: Any) -> list[Any]:
+        outputs = interpret(region.body(), jaxpr, [argument(array) for array in arrays])
+        return [jnp.asarray(v.array) if eligible(v.dtype) else v.array for v in outputs]
+
+    return run
+
+
+def _values(arrays: Sequence[Any]) -> list[Value]:
+    return [Value(array) for array in arrays]
+
+
+ENTERED: dict[str, Handler] = {
+    "jit": _jit,
+    "pjit": _jit,
+    "closed_call": lambda region, equation, inputs: interpret(
+        region, equation.params["call_jaxpr"], inputs
+    ),
+    "remat2": _remat,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+    "shard_map": _shard_map,
+}

@@ -1,0 +1,492 @@
+"""Runs a traced function again, each operation in the precision that a table of rules gives it.
+
+The function is traced for float32 in place of half inputs, so that literals are not rounded; then its
+equations are bound one by one to the real values, which are cast to what the rule says. Values that
+are made of literals alone are weak: they follow the dtype of what they meet, as Python numbers do.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_train.policies.autocast_rules import AutocastRules, Rule
+
+# What runs under this name was decided by an inner region, and an outer one leaves it as it is.
+DECIDED = "jmp_train.autocast"
+
+_WIDTHS = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
+_FLOAT32 = np.dtype(np.float32)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+LAYOUT = _names(
+    "reshape transpose broadcast_in_dim squeeze expand_dims rev slice copy copy_p stop_gradient "
+    "pvary pcast"
+)
+_ARITHMETIC = _names("add sub mul div neg add_any")
+# Elementwise and data-moving operations, whose floating operands have to agree.
+_PROMOTE = _names(
+    "rem max min sign abs floor ceil round is_finite tanh logistic erf erfc sqrt sin cos atan atan2 "
+    "eq ne lt le gt ge select_n clamp concatenate pad stack split dynamic_slice "
+    "dynamic_update_slice gather scatter reduce_max reduce_min argmax argmin cummax cummin top_k "
+    "reduce_window_max reduce_window_min real imag tile exp exp2 expm1 log log1p log2 pow "
+    "integer_pow square rsqrt cbrt erf_inv acos asin cosh sinh tan acosh asinh atanh reduce_sum "
+    "reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum"
+)
+_PRODUCTS = _names("dot_general conv_general_dilated ragged_dot_general")
+_EACH = frozenset(("sort", "optimization_barrier"))  # operands of which each has its own dtype
+_BIG = 60_000.0  # literals beyond it, such as masks of -1e9, do not become float16
+
+
+class BannedOperationError(TypeError):
+    """An operation that the rules ban; the message says what to do instead."""
+
+
+@dataclasses.dataclass(slots=True)
+class Value:
+    """A value of the program that runs.
+
+    Attributes:
+      array: an array or tracer in the dtype that the rules gave it.
+      weak: whether it is made of literals only.
+      limit: of weak values, the largest magnitude where it is known.
+      origin: of arguments and constants that were only moved about, their first size, else None.
+      product: whether it is the result of a matrix product or convolution, perhaps moved about.
+      casts: the array in other dtypes, so that a parameter is cast once.
+    """
+
+    array: Any
+    weak: bool = False
+    limit: float = 0.0
+    origin: int | None = None
+    product: bool = False
+    casts: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def dtype(self) -> Any:
+        """The array's dtype."""
+        return jnp.result_type(self.array) if not hasattr(self.array, "dtype") else self.array.dtype
+
+    def to(self, dtype: Any) -> Any:
+        """Returns the array in a dtype."""
+        if self.dtype == dtype:
+            return self.array
+        if dtype not in self.casts:
+            if isinstance(self.array, np.ndarray | np.generic):
+                self.casts[dtype] = np.asarray(self.array).astype(dtype)
+            else:
+                self.casts[dtype] = lax.convert_element_type(self.array, dtype)
+        return self.casts[dtype]
+
+    def inside(self) -> "Value":
+        """Returns it for the body of a loop or branch, whose casts must not leak out."""
+        return dataclasses.replace(self, casts=dict(self.casts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What was decided for one equation: a row of `explain_autocast`."""
+
+    path: str
+    rule: str
+    reason: str
+    equation: Any
+    repeats: int
+    dtypes_in: tuple[str, ...]
+    dtypes_out: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """What holds throughout an autocast region.
+
+    Attributes:
+      half: the half type.
+      rules: the table.
+      handlers: by primitive, what enters those that hold programs; see `autocast_control`.
+      path: of modules and scopes around what is interpreted now.
+      lower_all: whether a rule lowered the function that is interpreted now.
+      repeats: how often the body of the loops around it runs, where that is known.
+      log: where decisions are noted, or None.
+      constants: those of the programs so far, by identity.
+    """
+
+    half: Any
+    rules: AutocastRules
+    handlers: Mapping[str, "Handler"]
+    path: str = ""
+    lower_all: bool = False
+    repeats: int = 1
+    log: list[Decision] | None = None
+    constants: dict[int, Value] = dataclasses.field(default_factory=dict)
+
+    def constant(self, array: Any) -> Value:
+        """Returns a constant of some body as the same value each time."""
+        return self.constants.setdefault(id(array), argument(array))
+
+    def body(self) -> "Region":
+        """Returns the region for the body of a loop or branch, whose casts must not leak out."""
+        inside = {key: value.inside() for key, value in self.constants.items()}
+        return dataclasses.replace(self, constants=inside)
+
+    def within(self, scope: str) -> "Region":
+        """Returns the region for the body of an equation in that scope."""
+        return dataclasses.replace(self, path=join(self.path, scope)) if scope else self
+
+    def unlogged(self) -> "Region":
+        """Returns the region for a trial run."""
+        return dataclasses.replace(self, log=None)
+
+    def decide(self, equation: Any, scope: str) -> tuple[Rule | None, str]:
+        """Returns the rule of an equation, None where no table names it, and where it is from."""
+        name = equation.primitive.name
+        function = equation.params.get("name") if name in ("jit", "pjit") else None
+        tables = _tables(self.rules)
+        for banned in (name, function):
+            if banned in tables.banned:
+                raise BannedOperationError(f"autocast bans {banned}: {tables.banned[banned]}")
+        if tables.paths:
+            path = join(self.path, scope)
+            for expression, rule in tables.paths:
+                if expression.search(path):
+                    return rule, f"path {expression.pattern!r}"
+        if fixed := re.findall(rf"{re.escape(DECIDED)}:(\w+)", scope):
+            return fixed[-1], "autocast_as"
+        if function in tables.functions:
+            return tables.functions[function], f"function {function!r}"
+        if self.lower_all:
+            return "lower", "within a function that is lowered"
+        if name in tables.primitives:
+            return tables.primitives[name], f"primitive {name!r}"
+        return None, "no rule"
+
+
+# Returns an equation's results, or None where it has to be bound as it was traced.
+Handler = Callable[[Region, Any, list[Value]], list[Value] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tables:
+    primitives: dict[str, Rule]
+    functions: dict[Any, Rule]
+    paths: tuple[tuple[re.Pattern[str], Rule], ...]
+    banned: dict[Any, str]
+
+
+@functools.lru_cache(maxsize=64)
+def _tables(rules: AutocastRules) -> _Tables:
+    return _Tables(
+        dict(rules.primitives),
+        dict(rules.functions),
+        tuple((re.compile(expression), rule) for expression, rule in rules.paths),
+        dict(rules.banned),
+    )
+
+
+def join(path: str, scope: str) -> str:
+    """Returns a path and a scope in it as one path, without the names of transformations."""
+    scope = re.sub(r"\b(?:jvp|transpose|vmap|rematted_computation|checkpoint)\(|\)", "", scope)
+    return f"{path}/{scope}" if path and scope else path or scope
+
+
+def eligible(dtype: Any) -> bool:
+    """Whether autocast touches values of that dtype: float16, bfloat16 and float32."""
+    return dtype in _WIDTHS
+
+
+def traced_dtype(atom: Any) -> Any:
+    """Returns the dtype that a variable or literal has in the traced program."""
+    return getattr(atom.aval, "dtype", None)
+
+
+def interpret(region: Region, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
+    """Runs a jaxpr by the rules of a region.
+
+    Args:
+      region: the region.
+      jaxpr: a jaxpr, with its constants if it has any.
+      values: its arguments.
+    """
+    opened, constants = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+    environment: dict[Any, Value] = {}
+    for variable, constant in zip(opened.constvars, constants, strict=True):
+        environment[variable] = region.constant(constant)
+    environment.update(zip(opened.invars, values, strict=True))
+
+    def read(atom: Any) -> Value:
+        return _literal(atom) if isinstance(atom, jex.Literal) else environment[atom]
+
+    in_float32 = wanted(region, opened, "float32")
+    grouped = itertools.groupby(opened.eqns, key=lambda e: str(e.source_info.name_stack))
+    for scope, equations in grouped:
+        with jax.named_scope(scope) if scope else _NO_SCOPE:
+            for equation in equations:
+                inputs = [read(atom) for atom in equation.invars]
+                outputs = _run(region, equation, scope, inputs, in_float32)
+                environment.update(zip(equation.outvars, outputs, strict=True))
+    return [read(atom) for atom in opened.outvars]
+
+
+class _NoScope:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+_NO_SCOPE = _NoScope()
+
+
+def argument(array: Any) -> Value:
+    """Returns an argument or constant as a value."""
+    return Value(array, origin=int(np.size(array)) if hasattr(array, "size") else None)
+
+
+def _literal(atom: Any) -> Value:
+    if not eligible(traced_dtype(atom)):
+        return Value(atom.val, weak=True)
+    array = np.asarray(atom.val, traced_dtype(atom))
+    number = float(np.max(np.abs(array), initial=0.0))
+    return Value(array, weak=True, limit=number if np.isfinite(number) else 0.0)
+
+
+def _run(
+    region: Region, equation: Any, scope: str, inputs: list[Value], in_float32: set[Any]
+) -> list[Value]:
+    name = equation.primitive.name
+    if DECIDED in scope.replace(f"{DECIDED}:", ""):
+        rule, reason = "keep", "decided by an inner region"
+    else:
+        rule, reason = region.decide(equation, scope)
+    if name in region.handlers and rule not in ("float32", "keep"):
+        inner = region.within(scope)
+        if rule == "lower":
+            inner = dataclasses.replace(inner, lower_all=True)
+        outputs = region.handlers[name](inner, equation, inputs)
+        if outputs is not None:
+            return outputs
+        rule, reason = "keep", f"{name} cannot be entered"
+    outputs, rule, reason = _apply(region, equation, inputs, rule, reason, in_float32)
+    if region.log is not None:
+        region.log.append(
+            Decision(
+                path=join(region.path, scope),
+                rule=rule,
+                reason=reason,
+                equation=equation,
+                repeats=region.repeats,
+                dtypes_in=tuple(str(value.dtype) for value in inputs),
+                dtypes_out=tuple(str(value.dtype) for value in outputs),
+            )
+        )
+    return outputs
+
+
+def _apply(
+    region: Region,
+    equation: Any,
+    inputs: list[Value],
+    rule: Rule | None,
+    reason: str,
+    in_float32: set[Any],
+) -> tuple[list[Value], Rule, str]:
+    """Returns a first-order equation's results, the rule that it got in the end, and why."""
+    name = equation.primitive.name
+    floats = [
+        value
+        for value, atom in zip(inputs, equation.invars, strict=True)
+        if eligible(traced_dtype(atom))
+    ]
+    if name == "convert_element_type" and rule in (None, "lower"):
+        return [_convert(equation, inputs[0])], "promote", "explicit conversion"
+    if name in _EACH and rule is None:
+        return _bind(equation, [value.array for value in inputs], inputs), "promote", "each its own"
+    if rule is None and name == "mul" and equation.invars[0] is equation.invars[1]:
+        rule, reason = "float32", "a square"
+    if rule is None:
+        known = name in LAYOUT | _ARITHMETIC | _PROMOTE
+        rule, reason = ("promote", "elementwise") if known else ("keep", f"{name} is not known")
+    if not floats or any(not _touchable(atom) for atom in equation.invars):
+        rule, reason = "keep", "no operand that autocast touches"
+    if rule == "lower" and not _can_lower(equation):
+        rule, reason = "keep", "its precision is spelled out"
+    if rule == "keep":
+        return _bind(equation, _as_traced(equation, inputs), inputs), rule, reason
+
+    target = _FLOAT32 if rule == "float32" else region.half
+    if rule == "promote":
+        target = _common(region, equation, floats, in_float32)
+    if (
+        _holds_jaxpr(equation)
+        and any(
+            traced_dtype(atom) != target for atom in equation.invars if eligible(traced_dtype(atom))
+        )
+        and name != "scatter"
+    ):
+        return _bind(equation, _as_traced(equation, inputs), inputs), "keep", "its body is typed"
+    arrays = [
+        value.to(target) if eligible(traced_dtype(atom)) else value.array
+        for value, atom in zip(inputs, equation.invars, strict=True)
+    ]
+    return _bind(equation, arrays, inputs, _params(equation, target)), rule, reason
+
+
+def _touchable(atom: Any) -> bool:
+    """Whether an operand is eligible or of a dtype that goes along with any float."""
+    dtype = traced_dtype(atom)
+    if dtype is None:
+        return False
+    return eligible(dtype) or not (
+        jnp.issubdtype(dtype, jnp.inexact) or jnp.issubdtype(dtype, jax.dtypes.extended)
+    )
+
+
+def _can_lower(equation: Any) -> bool:
+    precision = equation.params.get("precision")
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    return all(part is None or isinstance(part, lax.Precision) for part in parts)
+
+
+def _holds_jaxpr(equation: Any) -> bool:
+    return any("jaxpr" in name and x is not None for name, x in equation.params.items())
+
+
+def _as_traced(equation: Any, inputs: Sequence[Value]) -> list[Any]:
+    return [
+        value.to(traced_dtype(atom)) if eligible(traced_dtype(atom)) else value.array
+        for value, atom in zip(inputs, equation.invars, strict=True)
+    ]
+
+
+def _common(region: Region, equation: Any, floats: list[Value], in_float32: set[Any]) -> Any:
+    """Returns the dtype in which operands meet."""
+    name = equation.primitive.name
+    if name in _ARITHMETIC and all(out in in_float32 for out in equation.outvars):
+        return _FLOAT32  # all that reads the result would cast it up
+    if name == "add" and (bias := _bias_dtype(equation, floats)) is not None:
+        return bias
+    strong = {value.dtype for value in floats if not value.weak}
+    if region.half == jnp.float16 and any(v.weak and v.limit > _BIG for v in floats):
+        return _FLOAT32
+    strong = strong or {value.dtype for value in floats}
+    return strong.pop() if len(strong) == 1 else _FLOAT32
+
+
+def _bias_dtype(equation: Any, floats: list[Value]) -> Any:
+    """Returns a product's dtype if the other operand is its bias: a parameter that is broadcast."""
+    size = int(np.prod(equation.outvars[0].aval.shape))
+    for product, bias in (floats, floats[::-1]):
+        if product.product and bias.origin is not None and bias.origin < size:
+            return product.dtype
+    return None
+
+
+def _convert(equation: Any, value: Value) -> Value:
+    source, dtype = traced_dtype(equation.invars[0]), equation.params["new_dtype"]
+    if eligible(source) and source == dtype:  # it only makes a weak type strong
+        return value
+    if eligible(source) and eligible(dtype):
+        return dataclasses.replace(value, array=value.to(dtype), casts={})
+    (output,) = _bind(equation, [value.array], [value])
+    exact = source == np.bool_ and eligible(dtype)  # a mask
+    return dataclasses.replace(output, weak=value.weak or exact, limit=value.limit)
+
+
+def _params(equation: Any, dtype: Any) -> dict[str, Any]:
+    """Returns the parameters of an equation whose operands have become of a dtype."""
+    params = equation.params
+    preferred = params.get("preferred_element_type")
+    if preferred is None or not eligible(np.dtype(preferred)):
+        return params
+    asked_for_wider = (
+        jnp.promote_types(*(traced_dtype(x) for x in equation.invars[:2])) != preferred
+    )
+    return params if asked_for_wider else {**params, "preferred_element_type": dtype}
+
+
+def _bind(
+    equation: Any, arrays: Sequence[Any], inputs: Sequence[Value], params: Any = None
+) -> list[Value]:
+    primitive = equation.primitive
+    params = equation.params if params is None else params
+    results = (
+        primitive.bind(*arrays, **primitive.get_bind_params(params))
+        if _is_call(equation)
+        else primitive.bind(*arrays, **params)
+    )
+    results = results if primitive.multiple_results else [results]
+    layout = primitive.name in LAYOUT
+    floats = [v for v, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
+    weak = all(value.weak for value in floats or inputs)
+    limit = max((value.limit for value in floats), default=0.0)
+    return [
+        Value(
+            result,
+            weak=weak,
+            limit=limit if layout or primitive.name in ("select_n", "pad", "concatenate") else 0.0,
+            origin=inputs[0].origin if layout else None,
+            product=inputs[0].product if layout else primitive.name in _PRODUCTS,
+        )
+        for result in results
+    ]
+
+
+def _is_call(equation: Any) -> bool:
+    return equation.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+
+
+def wanted(region: Region, jaxpr: Any, rule: Rule) -> set[Any]:
+    """Returns the variables whose every reader computes by a rule, however they are moved about.
+
+    Args:
+      region: the region.
+      jaxpr: the program.
+      rule: "float32", through arithmetic too, or "lower".
+    """
+    opened, tables = getattr(jaxpr, "jaxpr", jaxpr), _tables(region.rules)
+    through = _ARITHMETIC | {"stop_gradient"} if rule == "float32" else LAYOUT
+    if tables.paths:
+        return set()
+    readers: dict[Any, list[Any]] = {}
+    for equation in opened.eqns:
+        for atom in equation.invars:
+            if not isinstance(atom, jex.Literal):
+                readers.setdefault(atom, []).append(equation)
+    visible = {atom for atom in opened.outvars if not isinstance(atom, jex.Literal)}
+    found: set[Any] = set()
+
+    def fits(variable: Any, reader: Any) -> bool:
+        name = reader.primitive.name
+        if DECIDED in str(reader.source_info.name_stack):
+            return False
+        if name in ("jit", "pjit"):
+            if reader.params.get("name") in tables.functions:
+                return False
+            body = reader.params["jaxpr"]
+            inner, positions = wanted(region, body, rule), getattr(body, "jaxpr", body).invars
+            pairs = zip(reader.invars, positions, strict=True)
+            return all(position in inner for atom, position in pairs if atom is variable)
+        if name in through:
+            return all(result in found for result in reader.outvars)
+        return tables.primitives.get(name) == rule
+
+    for variable in itertools.chain(
+        *(equation.outvars for equation in reversed(opened.eqns)), opened.invars
+    ):
+        read_by = readers.get(variable, [])
+        if read_by and variable not in visible and all(fits(variable, x) for x in read_by):
+            found.add(variable)
+    return found

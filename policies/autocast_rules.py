@@ -1,0 +1,136 @@
+"""Which operation autocast runs in which precision: immutable tables, and torch's and Apex's own.
+
+A rule is one of four words:
+
+* `lower`: floating inputs become the half type, and so does the result;
+* `float32`: floating inputs become float32, and the result stays so;
+* `promote`: floating inputs become the widest type among them;
+* `keep`: the traced dtypes, that is those of the plain function for float32 inputs.
+
+What no table names is promoted if it is an elementwise or data-moving operation, and kept otherwise.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Literal, TypeVar, get_args
+
+Rule = Literal["lower", "float32", "promote", "keep"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AutocastRules:
+    """An immutable, hashable table of rules. Paths come before functions, functions before primitives.
+
+    Args:
+      primitives: (name of a jax primitive, rule) pairs, such as ("dot_general", "lower").
+      functions: (name of a jitted function, rule) pairs, such as ("logsumexp", "float32"). `lower`
+        and `float32` hold for all that the function does.
+      paths: (regular expression, rule) pairs, searched in the path that modules and
+        `jax.named_scope` make, such as ("decoder/attention", "float32"); the first that matches.
+      banned: (name of a primitive or a jitted function, what to do instead) pairs.
+
+    Raises:
+      ValueError: a rule is none of the four words, or an expression cannot be compiled.
+
+    Example:
+      >>> rules = TORCH_CUDA.replace(primitives={"tanh": "float32"}, paths={"head$": "float32"})
+      >>> dict(rules.primitives)["tanh"], dict(rules.primitives)["dot_general"]
+      ('float32', 'lower')
+
+    Reference: aten/src/ATen/autocast_mode.h of PyTorch; apex/amp/lists of Apex.
+    """
+
+    primitives: tuple[tuple[str, Rule], ...] = ()
+    functions: tuple[tuple[str, Rule], ...] = ()
+    paths: tuple[tuple[str, Rule], ...] = ()
+    banned: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("primitives", "functions", "paths"):
+            for name, rule in getattr(self, field):
+                if rule not in get_args(Rule):
+                    raise ValueError(
+                        f"{field}: the rule of {name!r} must be one of "
+                        f"{', '.join(get_args(Rule))}, got {rule!r}"
+                    )
+        for expression, _ in self.paths:
+            try:
+                re.compile(expression)
+            except re.error as error:
+                raise ValueError(
+                    f"paths: {expression!r} is no regular expression: {error}"
+                ) from None
+
+    def replace(
+        self,
+        *,
+        primitives: Mapping[str, Rule] | None = None,
+        functions: Mapping[str, Rule] | None = None,
+        paths: Mapping[str, Rule] | None = None,
+        banned: Mapping[str, str] | None = None,
+    ) -> "AutocastRules":
+        """Returns a table with these entries in place of, or added to, its own.
+
+        Args:
+          primitives: by name of the primitive.
+          functions: by name of the jitted function.
+          paths: by regular expression; they come before the table's own.
+          banned: by name, with the advice.
+        """
+        own_paths = tuple(pair for pair in self.paths if pair[0] not in (paths or {}))
+        return AutocastRules(
+            primitives=_merged(self.primitives, primitives),
+            functions=_merged(self.functions, functions),
+            paths=tuple((paths or {}).items()) + own_paths,
+            banned=_merged(self.banned, banned),
+        )
+
+
+Word = TypeVar("Word", bound=str)
+
+
+def _merged(
+    old: tuple[tuple[str, Word], ...], new: Mapping[str, Word] | None
+) -> tuple[tuple[str, Word], ...]:
+    merged = dict(old)
+    merged.update(new or {})
+    return tuple(merged.items())
+
+
+def _table(**rules: str) -> tuple[tuple[str, Rule], ...]:
+    return tuple((name, rule) for rule, names in rules.items() for name in names.split())  # pyright: ignore[reportReturnType]
+
+
+_PRODUCTS = "dot_general conv_general_dilated ragged_dot_general"
+# Sums in half precision stagnate or overflow, whatever the range of the type.
+_SUMS = (
+    "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum reduce_window reduce "
+    "scatter-add scatter-mul scatter_add scatter_mul select_and_scatter_add"
+)
+_SOLVERS = (
+    "svd qr geqrf householder_product cholesky lu eigh eig schur hessenberg tridiagonal "
+    "tridiagonal_solve triangular_solve lu_pivots_to_permutation fft"
+)
+_CURVED = (
+    "exp exp2 expm1 log log1p log2 log10 pow integer_pow square rsqrt cbrt erf_inv acos asin cosh "
+    "sinh tan acosh asinh atanh lgamma digamma polygamma igamma igammac regularized_incomplete_beta "
+    "bessel_i0e bessel_i1e"
+)
+
+# torch.autocast for float16 on CUDA.
+TORCH_CUDA = AutocastRules(
+    primitives=_table(lower=_PRODUCTS, float32=f"{_CURVED} {_SUMS} {_SOLVERS}"),
+    functions=_table(float32="_resize"),
+    banned=(("binary_cross_entropy", "use optax.sigmoid_binary_cross_entropy on the logits"),),
+)
+
+# torch.autocast for bfloat16 on CPUs, which has float32's range: exp and its like stay in half. Sums
+# are float32 here, unlike in torch, since they stop at 256 in bfloat16.
+TORCH_CPU = AutocastRules(primitives=_table(lower=_PRODUCTS, float32=f"{_SUMS} {_SOLVERS}"))
+
+# Apex's O1: as torch's, and gelu, var and std in float32 too.
+APEX_O1 = TORCH_CUDA.replace(
+    functions={"gelu": "float32", "_var": "float32", "var": "float32", "std": "float32"},
+    primitives={"erf": "float32", "erfc": "float32"},
+)

@@ -1,0 +1,616 @@
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_bitwise_equal, promoting
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jmp_train.policies.autocast import autocast, autocast_as
+from jmp_train.policies.autocast_interpreter import BannedOperationError
+from jmp_train.policies.autocast_rules import APEX_O1, TORCH_CPU, TORCH_CUDA, AutocastRules
+
+F16, F32 = "float16", "float32"
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RANDOM.normal(size=shape)
+
+
+def positive(*shape: int) -> np.ndarray:
+    return RANDOM.uniform(0.5, 2.0, shape)
+
+
+def unit(*shape: int) -> np.ndarray:
+    return RANDOM.uniform(-0.9, 0.9, shape)
+
+
+class Row(NamedTuple):
+    """An operation, its arguments, and the dtype that autocast gives it for float32 and for half."""
+
+    fn: Callable[..., Any]
+    args: tuple[np.ndarray, ...]
+    full: str
+    half: str
+
+
+X, Y, W, V = normal(4, 6), normal(4, 6), normal(6, 3), normal(6)
+IMAGE, KERNEL = normal(2, 8, 8, 3), normal(3, 3, 3, 4)
+LABELS = np.array([0, 1, 2, 0])
+
+
+def lower(fn: Any, *args: Any) -> Row:
+    return Row(fn, args, F16, F16)
+
+
+def float32(fn: Any, *args: Any) -> Row:
+    return Row(fn, args, F32, F32)
+
+
+def as_is(fn: Any, *args: Any) -> Row:
+    return Row(fn, args, F32, F16)
+
+
+def conv(x: Any, k: Any) -> Any:
+    dims = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=dims)
+
+
+ROWS = {
+    # LOWER
+    "conv2d": lower(conv, IMAGE, KERNEL),
+    "conv1d": lower(
+        lambda x, k: lax.conv_general_dilated(
+            x, k, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+        ),
+        normal(2, 9, 3), normal(3, 3, 4),
+    ),
+    "conv_transpose": lower(lambda x, k: lax.conv_transpose(x, k, (2, 2), "SAME"), IMAGE, KERNEL),
+    "matmul": lower(jnp.matmul, X, W),
+    "mv": lower(jnp.matmul, X, V),
+    "bmm": lower(jnp.matmul, normal(2, 3, 4), normal(2, 4, 5)),
+    "addmm": lower(lambda b, x, w: x @ w + b, normal(3), X, W),
+    "einsum": lower(functools.partial(jnp.einsum, "bi,ij,bj->b"), X, normal(6, 6), Y),
+    "multi_dot": lower(lambda a, b, c: jnp.linalg.multi_dot([a, b, c]), X, W, normal(3, 2)),
+    "tensordot": lower(lambda a, b: jnp.tensordot(a, b, 1), X, W),
+    "vecdot": lower(jnp.linalg.vecdot, X, Y),
+    "attention": lower(lambda q: jax.nn.dot_product_attention(q, q, q), normal(1, 4, 2, 8)),
+    # FP32
+    "acos": float32(jnp.arccos, unit(5)),
+    "asin": float32(jnp.arcsin, unit(5)),
+    "cosh": float32(jnp.cosh, V),
+    "sinh": float32(jnp.sinh, V),
+    "tan": float32(jnp.tan, unit(5)),
+    "exp": float32(jnp.exp, V),
+    "exp2": float32(jnp.exp2, V),
+    "expm1": float32(jnp.expm1, V),
+    "log": float32(jnp.log, positive(5)),
+    "log10": float32(jnp.log10, positive(5)),
+    "log2": float32(jnp.log2, positive(5)),
+    "log1p": float32(jnp.log1p, positive(5)),
+    "pow": float32(jnp.power, positive(5), normal(5)),
+    "integer_pow": float32(lambda x: x**3, V),
+    "square": float32(jnp.square, V),
+    "reciprocal": float32(jnp.reciprocal, positive(5)),
+    "rsqrt": float32(lax.rsqrt, positive(5)),
+    "erfinv": float32(lax.erf_inv, unit(5)),
+    "softplus": float32(jax.nn.softplus, V),
+    "log_sigmoid": float32(jax.nn.log_sigmoid, V),
+    "norm": float32(jnp.linalg.norm, V),
+    "frobenius_norm": float32(jnp.linalg.norm, X),
+    "global_norm": float32(optax.tree.norm, V),
+    "cosine_similarity": float32(optax.cosine_similarity, V, normal(6)),
+    "softmax": float32(jax.nn.softmax, X),
+    "log_softmax": float32(jax.nn.log_softmax, X),
+    "logsumexp": float32(jax.nn.logsumexp, X),
+    "sum": float32(jnp.sum, X),
+    "prod": float32(jnp.prod, positive(5)),
+    "cumsum": float32(jnp.cumsum, V),
+    "cumprod": float32(jnp.cumprod, positive(5)),
+    "mean": float32(jnp.mean, X),
+    "var": float32(jnp.var, X),
+    "std": float32(jnp.std, X),
+    "standardize": float32(jax.nn.standardize, X),
+    "resize": float32(lambda x: jax.image.resize(x, (6, 5), "linear"), normal(3, 4)),
+    "avg_pool": float32(lambda x: lax.reduce_window(x, 0.0, lax.add, (2,), (2,), "VALID"), V),
+    "l2_loss": float32(optax.l2_loss, X, Y),
+    "mse": float32(lambda x, y: jnp.mean((x - y) ** 2), X, Y),
+    "huber": float32(optax.huber_loss, X, Y),
+    "cross_entropy": float32(
+        lambda x: optax.softmax_cross_entropy_with_integer_labels(x, LABELS), X
+    ),
+    "binary_cross_entropy_with_logits": float32(
+        lambda x: optax.sigmoid_binary_cross_entropy(x, jnp.asarray(LABELS[:, None] > 0, x.dtype)),
+        X,
+    ),
+    "kl_div": float32(
+        lambda p, q: optax.kl_divergence(jax.nn.log_softmax(p), jax.nn.softmax(q)), X, Y
+    ),
+    "scatter_add": float32(lambda x: jnp.zeros(4, x.dtype).at[np.array([0, 1, 1])].add(x), V[:3]),
+    "segment_sum": float32(lambda x: jax.ops.segment_sum(x, LABELS, 3), X),
+    "cholesky": float32(lambda x: jnp.linalg.cholesky(x @ x.T + 8 * jnp.eye(4)), X),
+    "solve": float32(lambda x: jnp.linalg.solve(x + 6 * jnp.eye(4), x[:, 0]), normal(4, 4)),
+    # as they come
+    "relu": as_is(jax.nn.relu, X),
+    "silu": as_is(jax.nn.silu, X),
+    "tanh": as_is(jnp.tanh, X),
+    "sigmoid": as_is(jax.nn.sigmoid, X),
+    "sqrt": as_is(jnp.sqrt, positive(5)),
+    "abs": as_is(jnp.abs, V),
+    "max": as_is(jnp.max, V),
+    "min": as_is(jnp.min, V),
+    "max_pool": as_is(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2,), (2,), "VALID"), V),
+    "embedding": as_is(lambda x: x[LABELS], X),
+    "add": as_is(jnp.add, X, Y),
+    "mul": as_is(jnp.multiply, X, Y),
+    "div": as_is(jnp.divide, X, positive(4, 6)),
+    "outer": as_is(jnp.outer, V, V),
+    "cross": as_is(jnp.cross, normal(3), normal(3)),
+    "atan2": as_is(jnp.arctan2, X, Y),
+    "concatenate": as_is(lambda x, y: jnp.concatenate([x, y]), X, Y),
+    "stack": as_is(lambda x, y: jnp.stack([x, y]), X, Y),
+    "where": as_is(lambda x, y: jnp.where(x > y, x, y), X, Y),
+    "clip": as_is(lambda x: jnp.clip(x, -0.5, 0.5), X),
+    "sort": as_is(jnp.sort, V),
+    "transpose": as_is(jnp.transpose, X),
+    "python_number": as_is(lambda x: 2.5 * x + 1, X),
+}  # fmt: skip
+
+
+def scalar(fn: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """A weighted sum of the results, in float32 as a loss is."""
+
+    def total(*args: Any) -> jax.Array:
+        out = promoting(fn)(*args)
+        wide = jnp.float64 if args[0].dtype == jnp.float64 else jnp.float32
+        weights = jnp.asarray(np.cos(np.arange(out.size)).reshape(out.shape), wide)
+        return jnp.sum(out.astype(wide) * weights)
+
+    return total
+
+
+def close(actual: Any, expected: Any, dtype: str) -> None:
+    """Within some roundings of the half type, beside the size of the whole."""
+    expected = np.asarray(expected, np.float64)
+    actual = np.asarray(actual, np.float64)
+    epsilon = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        actual, expected, rtol=8 * epsilon, atol=8 * epsilon * np.abs(expected).max()
+    )
+
+
+@pytest.mark.parametrize("given", [F32, F16])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_of_torch_cuda(name: str, given: str) -> None:
+    row = ROWS[name]
+    args = [jnp.asarray(x, given) for x in row.args]
+    out = autocast(promoting(row.fn))(*args)
+    assert out.dtype == (row.full if given == F32 else row.half)
+    grads = jax.grad(scalar(autocast(promoting(row.fn))), tuple(range(len(args))))(*args)
+    assert {grad.dtype.name for grad in grads} == {given}
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in args]
+        close(out, promoting(row.fn)(*exact), F16)
+        expected = jax.grad(scalar(row.fn), tuple(range(len(args))))(*exact)
+    for grad, wanted in zip(grads, expected, strict=True):
+        close(grad, wanted, F16)
+
+
+def test_where_plain_half_fails_autocast_is_right() -> None:
+    many = jnp.zeros(70_000, jnp.float16)
+    assert float(autocast(jax.nn.softmax)(many)[0]) == pytest.approx(1 / 70_000)
+    assert float(autocast(jax.nn.logsumexp)(many)) == pytest.approx(np.log(70_000))
+    assert float(autocast(jax.nn.log_softmax)(many)[0]) == pytest.approx(-np.log(70_000))
+    large = jnp.full(3, 300.0, jnp.float16)
+    assert float(autocast(jnp.linalg.norm)(large)) == pytest.approx(300 * 3**0.5)
+    assert float(autocast(optax.tree.norm)(large)) == pytest.approx(300 * 3**0.5)
+    pair = autocast(jax.nn.standardize)(jnp.array([300, -300], jnp.float16))
+    assert pair.tolist() == pytest.approx([1, -1])
+    assert float(autocast(jnp.sum)(jnp.full(70_000, 2.0, jnp.float16))) == 140_000
+    nodes = autocast(lambda x: jax.ops.segment_sum(x, jnp.zeros(13_161, jnp.int32), 1))
+    assert nodes(jnp.ones(13_161, jnp.float16)).tolist() == [13_161]
+    tiny = autocast(lambda x: x / (jnp.linalg.norm(x) + 1e-8))
+    assert tiny(jnp.full(4, 1e-4, jnp.float16)).tolist() == pytest.approx([0.5] * 4, rel=1e-2)
+
+
+def test_masks_of_large_numbers_do_not_become_infinite() -> None:
+    w = jnp.ones((3, 3))
+    for low in (-1e9, float(jnp.finfo(jnp.float32).min)):
+        fn = autocast(
+            lambda x, low=low: jax.nn.softmax(jnp.where(jnp.zeros((2, 3), bool), x @ w, low))
+        )
+        np.testing.assert_allclose(fn(jnp.ones((2, 3))), 1 / 3, rtol=1e-6)
+
+
+@jax.custom_vjp
+def seven_vjp(x: jax.Array) -> jax.Array:
+    """Twice its argument, with a planted gradient of 7."""
+    return 2 * x
+
+
+seven_vjp.defvjp(lambda x: (2 * x, None), lambda _, g: (7 * g,))
+
+
+@jax.custom_jvp
+def seven_jvp(x: jax.Array) -> jax.Array:
+    """Twice its argument, with a planted tangent of 7."""
+    return 2 * x
+
+
+seven_jvp.defjvp(lambda primals, tangents: (2 * primals[0], 7 * tangents[0]))
+
+
+def through_scan(seven: Any) -> Any:
+    def fn(w: jax.Array) -> jax.Array:
+        body = jax.checkpoint(lambda c, x: (c, seven(c)))
+        return lax.scan(body, w, jnp.arange(3))[1][1]
+
+    return fn
+
+
+@pytest.mark.parametrize("seven", [seven_vjp, seven_jvp])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda seven: seven,
+        lambda seven: jax.jit(seven),
+        through_scan,
+        lambda seven: autocast_as("lower")(seven),
+        lambda seven: autocast_as("float32")(seven),
+        lambda seven: lambda w: lax.cond(w.sum() > -1, seven, lambda x: x, w),
+        lambda seven: lambda w: jax.vmap(seven)(w),
+        lambda seven: lambda w: jax.checkpoint(seven)(w),
+    ],
+    ids=["plain", "jit", "scan of remat", "lower", "float32", "cond", "vmap", "remat"],
+)
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_planted_gradient_survives(seven: Any, wrap: Any, jit: bool) -> None:
+    inner = wrap(seven)
+
+    def loss(w: jax.Array) -> jax.Array:
+        return jnp.sum(autocast(inner)(w).astype(jnp.float32))
+
+    grad = jax.jit(jax.grad(loss)) if jit else jax.grad(loss)
+    for dtype in (F32, F16):
+        out = grad(jnp.ones((2, 2), dtype))
+        assert (out.dtype, out.tolist()) == (dtype, [[7.0, 7.0], [7.0, 7.0]])
+
+
+def test_a_custom_rule_is_lowered_where_a_rule_says_so() -> None:
+    @jax.custom_vjp
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ w
+
+    def backward(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, w = saved
+        return 3 * g @ w.T, 5 * x.T @ g
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
+    assert autocast(product)(x, w).dtype == F32
+    assert autocast(autocast_as("lower")(product))(x, w).dtype == F16
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return autocast(autocast_as("lower")(product))(x, w).astype(jnp.float32).sum()
+
+    gx, gw = jax.grad(loss, (0, 1))(x, w)
+    assert (gx.dtype, gw.dtype) == (F32, F32)
+    assert (float(gx[0, 0]), float(gw[0, 0])) == (12, 10)
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w))
+    assert "f32[2,3] = dot_general" not in text
+
+
+# Loops and branches
+
+
+def test_a_scan_keeps_the_dtype_of_its_carry() -> None:
+    def rnn(w: jax.Array, xs: jax.Array) -> Any:
+        def cell(h: jax.Array, x: jax.Array) -> Any:
+            h = jnp.tanh(h @ w + x)
+            return h, h @ w
+
+        return lax.scan(cell, jnp.zeros(3), xs)
+
+    w, xs = jnp.ones((3, 3)) / 3, jnp.ones((5, 3))
+    carry, ys = autocast(rnn)(w, xs)
+    assert (carry.dtype, ys.dtype) == (F32, F16)
+    expected, outputs = rnn(w, xs)
+    np.testing.assert_allclose(carry, expected, rtol=2e-3)
+    np.testing.assert_allclose(ys.astype(jnp.float32), outputs, rtol=2e-3)
+
+
+def test_a_half_carry_stays_half_only_if_the_body_keeps_it_so() -> None:
+    x, w = jnp.ones(3, jnp.float16), jnp.eye(3)
+
+    def loop(body: Any) -> Any:
+        return autocast(lambda x: lax.fori_loop(0, 3, lambda _, c: body(c), x))(x)
+
+    assert loop(lambda c: c @ w).dtype == F16
+    assert loop(lambda c: jnp.exp(c) * 0.1).dtype == F32
+    assert autocast(lambda x: lax.while_loop(lambda c: c.sum() < 0, jnp.exp, x))(x).dtype == F32
+    total = autocast(lambda x: lax.scan(lambda c, v: (c + v, None), jnp.zeros(()), x)[0])
+    assert float(total(jnp.ones(5000, jnp.float16))) == 5000  # stops at 2048 in float16
+
+
+def test_an_empty_scan() -> None:
+    x, w = jnp.ones((0, 3), jnp.float16), jnp.ones((3, 3))
+    carry, ys = autocast(lambda x: lax.scan(lambda c, v: (c @ w, v @ w), jnp.ones(3), x))(x)
+    assert (carry.dtype, ys.dtype, ys.shape) == (F32, F16, (0, 3))
+
+
+def test_branches_agree() -> None:
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 3))
+
+    def fn(index: Any, x: jax.Array) -> Any:
+        branches = [lambda x: x @ w, lambda x: jnp.exp(x @ w), lambda x: x]
+        return lax.switch(index, branches, x), lax.cond(
+            index > 0, lambda x: x @ w, lambda x: 2 * (x @ w), x
+        )
+
+    for index in range(3):
+        mixed, half = jax.jit(autocast(fn))(jnp.int32(index), x)
+        assert (mixed.dtype, half.dtype) == (F32, F16)
+        np.testing.assert_allclose(mixed, fn(jnp.int32(index), x)[0], rtol=2e-3)
+    grad = jax.grad(lambda x: autocast(fn)(1, x)[0].sum())(x)
+    np.testing.assert_allclose(grad, jax.grad(lambda x: fn(1, x)[0].sum())(x), rtol=5e-3)
+
+
+def test_remat_keeps_its_policy() -> None:
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 3))
+
+    def loss(w: jax.Array, policy: Any) -> jax.Array:
+        body = jax.checkpoint(lambda w: jnp.sin(jnp.sin(x @ w) @ w), policy=policy)
+        return autocast(body)(w).astype(jnp.float32).sum()
+
+    def dots(policy: Any) -> int:
+        return str(jax.make_jaxpr(jax.grad(loss), static_argnums=1)(w, policy)).count("dot_general")
+
+    assert dots(jax.checkpoint_policies.everything_saveable) < dots(None)
+
+
+def test_shard_map_and_pmap_inside_and_outside() -> None:
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    x, w = jnp.ones((8, 3)), jnp.ones((3, 4))
+
+    def product(x: jax.Array, w: jax.Array) -> Any:
+        y = x @ w
+        return y, lax.psum(y.sum(), "data")
+
+    specs = {"mesh": mesh, "in_specs": (P("data"), P()), "out_specs": (P("data"), P())}
+    for fn in (
+        autocast(jax.shard_map(product, **specs)),
+        jax.shard_map(autocast(product), **specs),
+    ):
+        y, total = jax.jit(fn)(x, w)
+        assert (y.dtype, total.dtype, float(total)) == (F16, F32, 96)
+    assert jax.pmap(autocast(lambda x: x @ w))(x[:, None]).dtype == F16
+    assert autocast(jax.pmap(lambda x: x @ w))(x[:, None]).dtype == F16
+
+
+def test_collectives_run_in_float32() -> None:
+    fn = jax.vmap(autocast(lambda x: lax.psum(x, "i")), axis_name="i")
+    assert fn(jnp.full((4, 1), 30_000, jnp.float16)).tolist() == [[120_000.0]] * 4
+
+
+# Nesting
+
+
+def test_the_innermost_region_decides() -> None:
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 3))
+    plain = autocast(lambda y: y @ w, enabled=False)
+    half = autocast(lambda y: y @ w)
+    brain = autocast(lambda y: y @ w, jnp.bfloat16)
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint, jax.vmap, through_identity_scan):
+        assert autocast(lambda x, wrap=wrap: wrap(plain)(x @ w))(x).dtype == F32
+        assert autocast(lambda x, wrap=wrap: wrap(half)(x @ w), enabled=False)(x).dtype == F16
+        assert autocast(lambda x, wrap=wrap: wrap(brain)(x @ w))(x).dtype == jnp.bfloat16
+    assert autocast(half, jnp.bfloat16)(x).dtype == F16
+    assert autocast(autocast(half, enabled=False), enabled=False)(x).dtype == F16
+
+
+def through_identity_scan(fn: Any) -> Any:
+    return lambda x: lax.scan(lambda c, _: (c, fn(c)), x, None, length=1)[1][0]
+
+
+def test_a_region_within_a_differentiated_region() -> None:
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 3))
+    inner = autocast(lambda w: x @ w, enabled=False)
+    text = str(jax.make_jaxpr(jax.grad(lambda w: autocast(lambda w: inner(w).sum())(w)))(w))
+    assert "f16" not in text
+
+
+def test_disabled_is_the_plain_function_to_the_bit() -> None:
+    def fn(x: jax.Array) -> Any:
+        return jax.nn.softmax(x @ x.T), jnp.sum(x)
+
+    for dtype in (F32, F16):
+        x = jnp.asarray(X, dtype)
+        assert_bitwise_equal(autocast(fn, enabled=False)(x), fn(x))
+
+
+def test_twice_is_once() -> None:
+    once = autocast(lambda x: jax.nn.relu(x @ x.T))
+    x = jnp.asarray(X, F16)
+    assert_bitwise_equal(autocast(once)(x), once(x))
+
+
+# What is left alone
+
+
+def test_other_values_are_left_alone() -> None:
+    def fn(key: Any, number: Any, flag: Any, z: Any) -> Any:
+        return jax.random.split(key), number + 1, flag & True, z * z, jax.random.uniform(key)
+
+    args = (jax.random.key(0), jnp.arange(3), jnp.array([True]), jnp.array([1 + 2j]))
+    plain, ours = fn(*args), autocast(fn)(*args)
+    assert [x.dtype for x in ours] == [x.dtype for x in plain]
+    assert_bitwise_equal(ours[1:], plain[1:])
+
+
+def test_float64_is_left_alone() -> None:
+    with jax.enable_x64(True):
+        x = jnp.asarray(X)
+        assert x.dtype == jnp.float64
+        out = autocast(lambda x: jnp.exp(x @ x.T))(x)
+        assert_bitwise_equal(out, jnp.exp(x @ x.T))
+
+
+def test_arguments_that_are_no_arrays_are_handed_on() -> None:
+    def fn(x: jax.Array, power: int, *, name: str, options: Any = None) -> Any:
+        return {"y": x @ x.T, "name": name, "none": options, "n": power}
+
+    out = autocast(fn)(jnp.asarray(X), 2, name="n")
+    assert out["y"].dtype == F16
+    assert (out["name"], out["none"], out["n"]) == ("n", None, 2)
+
+
+def test_numpy_arrays_and_closures() -> None:
+    w = W.astype(np.float32)
+    assert autocast(lambda x: x @ w)(X.astype(np.float32)).dtype == F16
+    grad = jax.grad(lambda w: autocast(lambda x: (x @ w).sum())(jnp.asarray(X, F32)))
+    assert grad(jnp.asarray(W, F32)).dtype == F32
+
+
+def test_opaque_calls_get_their_traced_dtypes() -> None:
+    def host(a: Any) -> Any:
+        assert a.dtype == np.float32
+        return np.asarray(a) * 2
+
+    def fn(x: jax.Array) -> jax.Array:
+        y = x @ x.T
+        return jax.pure_callback(host, jax.ShapeDtypeStruct(y.shape, jnp.float32), y)
+
+    np.testing.assert_allclose(autocast(fn)(jnp.asarray(X, F32)), 2 * X @ X.T, rtol=1e-2, atol=1e-2)
+
+
+# Rules
+
+
+def test_rules_by_primitive_function_and_path() -> None:
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 3))
+
+    @jax.jit
+    def attend(x: jax.Array) -> jax.Array:
+        return x @ w
+
+    def fn(x: jax.Array) -> Any:
+        with jax.named_scope("decoder"), jax.named_scope("attention"):
+            inside = jax.checkpoint(lambda x: x @ w)(x)
+        return inside, attend(x), jnp.exp(x @ w), x @ w
+
+    def dtypes(rules: AutocastRules) -> list[str]:
+        return [y.dtype.name for y in autocast(fn, rules=rules)(x)]
+
+    assert dtypes(TORCH_CUDA) == [F16, F16, F32, F16]
+    assert dtypes(TORCH_CUDA.replace(paths={"decoder/attention": "float32"})) == [
+        F32,
+        F16,
+        F32,
+        F16,
+    ]
+    assert dtypes(TORCH_CUDA.replace(functions={"attend": "float32"})) == [F16, F32, F32, F16]
+    assert dtypes(TORCH_CUDA.replace(primitives={"exp": "promote"})) == [F16, F16, F16, F16]
+    assert dtypes(TORCH_CUDA.replace(primitives={"dot_general": "float32"})) == [F32] * 4
+    assert dtypes(AutocastRules()) == [F32] * 4
+
+
+def test_a_later_path_rule_replaces_the_same_expression() -> None:
+    first = TORCH_CUDA.replace(paths={"a": "float32"})
+    assert first.replace(paths={"a": "lower"}).paths == (("a", "lower"),)
+    assert first.replace(paths={"b": "lower"}).paths == (("b", "lower"), ("a", "float32"))
+
+
+def test_autocast_as_fixes_a_function() -> None:
+    x = jnp.ones((2, 3))
+    exact = autocast_as("float32")(lambda x: x @ x.T)
+    low = autocast_as("lower")(lambda x: jnp.exp(jnp.sum(x)))
+    assert autocast(lambda x: (exact(x), x @ x.T))(x)[0].dtype == F32
+    assert autocast(low)(x).dtype == F16
+    assert autocast(jax.jit(low))(x).dtype == F16
+    assert exact(x).dtype == F32
+    assert autocast(lambda x: jax.vmap(exact)(x[None]))(x).dtype == F32
+
+
+def test_presets() -> None:
+    x = jnp.asarray(X, jnp.bfloat16)
+
+    def fn(x: jax.Array) -> Any:
+        return x @ x.T, jnp.exp(x), jnp.sum(x), jax.nn.gelu(x)
+
+    def dtypes(rules: AutocastRules) -> list[str]:
+        return [y.dtype.name for y in autocast(fn, jnp.bfloat16, rules=rules)(x)]
+
+    assert dtypes(TORCH_CUDA) == ["bfloat16", F32, F32, F32]  # of a cube, which is a power
+    assert dtypes(TORCH_CPU) == ["bfloat16", "bfloat16", F32, "bfloat16"]
+    assert dtypes(APEX_O1) == ["bfloat16", F32, F32, F32]
+    assert len({hash(rules) for rules in (TORCH_CUDA, TORCH_CPU, APEX_O1)}) == 3
+
+
+def test_banned_operations_say_what_to_do() -> None:
+    @jax.jit
+    def binary_cross_entropy(p: jax.Array) -> jax.Array:
+        return -jnp.log(p)
+
+    advice = "autocast bans binary_cross_entropy: use optax.sigmoid_binary_cross_entropy on the"
+    with pytest.raises(BannedOperationError, match=advice):
+        autocast(binary_cross_entropy)(jnp.ones(2))
+    rules = TORCH_CUDA.replace(banned={"erf": "use tanh"})
+    with pytest.raises(BannedOperationError, match="bans erf: use tanh"):
+        autocast(lax.erf, rules=rules)(jnp.ones(2))
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="dtype=float32 must be float16 or bfloat16"):
+        autocast(jnp.sum, jnp.float32)
+    with pytest.raises(TypeError, match="rules must be an AutocastRules, got 'O1'"):
+        autocast(jnp.sum, rules="O1")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="primitives: the rule of 'exp' must be one of lower"):
+        AutocastRules(primitives=(("exp", "half"),))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"paths: '\(' is no regular expression"):
+        AutocastRules(paths=(("(", "lower"),))
+    with pytest.raises(ValueError, match="rule='promote' must be 'float32', 'lower' or 'keep'"):
+        autocast_as("promote")
+
+
+# Cost
+
+
+def test_a_parameter_is_cast_once() -> None:
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 3))
+
+    def fn(x: jax.Array) -> jax.Array:
+        for _ in range(4):
+            x = jax.jit(lambda x: x @ w)(x)
+        return x
+
+    text = str(jax.make_jaxpr(autocast(fn))(x))
+    assert text.count("convert_element_type[new_dtype=float16") == 2  # x and w
+
+
+def test_a_second_call_does_not_trace_again() -> None:
+    traces = []
+
+    @jax.jit
+    @autocast
+    def fn(x: jax.Array) -> jax.Array:
+        traces.append(x)
+        return x @ x.T
+
+    fn(jnp.asarray(X, F32))
+    fn(jnp.asarray(Y, F32))
+    assert len(traces) == 1
+
+
+def test_donation_goes_through() -> None:
+    step = jax.jit(autocast(lambda w, x: w - 0.1 * (x.T @ x).astype(w.dtype)), donate_argnums=0)
+    w = jnp.ones((6, 6))
+    out = step(w, jnp.asarray(X, F32))
+    assert w.is_deleted()
+    assert out.shape == (6, 6)
