@@ -6,11 +6,19 @@ passing. Everything that jmp 0.0.4 has is here under the same names.
 
 from jmp_train import graphs as graphs
 from jmp_train.gradients import scaled_value_and_grad as scaled_value_and_grad
+from jmp_train.policies import APEX_O1 as APEX_O1
+from jmp_train.policies import TORCH_CPU as TORCH_CPU
+from jmp_train.policies import TORCH_CUDA as TORCH_CUDA
+from jmp_train.policies import AutocastPolicy as AutocastPolicy
+from jmp_train.policies import AutocastReport as AutocastReport
+from jmp_train.policies import AutocastRules as AutocastRules
+from jmp_train.policies import BannedOperationError as BannedOperationError
 from jmp_train.policies import DynamicLossScale as DynamicLossScale
 from jmp_train.policies import LeafReport as LeafReport
 from jmp_train.policies import LossScale as LossScale
 from jmp_train.policies import LossScaledState as LossScaledState
 from jmp_train.policies import NoOpLossScale as NoOpLossScale
+from jmp_train.policies import OperationReport as OperationReport
 from jmp_train.policies import PathPolicy as PathPolicy
 from jmp_train.policies import Policy as Policy
 from jmp_train.policies import StalledTrainingError as StalledTrainingError
@@ -18,10 +26,13 @@ from jmp_train.policies import StaticLossScale as StaticLossScale
 from jmp_train.policies import all_finite as all_finite
 from jmp_train.policies import apex_loss_scale as apex_loss_scale
 from jmp_train.policies import apply_policy as apply_policy
+from jmp_train.policies import autocast as autocast
+from jmp_train.policies import autocast_as as autocast_as
 from jmp_train.policies import cast_to_full as cast_to_full
 from jmp_train.policies import cast_to_half as cast_to_half
 from jmp_train.policies import check_progress as check_progress
 from jmp_train.policies import deepspeed_loss_scale as deepspeed_loss_scale
+from jmp_train.policies import explain_autocast as explain_autocast
 from jmp_train.policies import get_loss_scale as get_loss_scale
 from jmp_train.policies import get_policy as get_policy
 from jmp_train.policies import half_dtype as half_dtype

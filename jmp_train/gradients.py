@@ -48,6 +48,7 @@ def scaled_value_and_grad(
 
     Reference: Micikevicius et al., "Mixed Precision Training", https://arxiv.org/abs/1710.03740.
     """
+    run = loss_fn if policy is None else policy.default.transform(loss_fn)
 
     def value_and_grad(loss_scale: LossScale, params: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(loss_scale, LossScale):
@@ -61,7 +62,7 @@ def scaled_value_and_grad(
             call_kwargs = kwargs
             if policy is not None:
                 call_args, call_kwargs = cast_arguments(policy, call_args, kwargs)
-            result = loss_fn(*call_args, **call_kwargs)
+            result = run(*call_args, **call_kwargs)
             loss, aux = result if has_aux else (result, None)
             loss = wide_scalar(loss)
             return loss_scale.scale(loss), (loss, aux)

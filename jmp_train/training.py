@@ -14,7 +14,7 @@ from jmp_train.loading import count_rows, test_batches, train_batches
 from jmp_train.memory import peak_memory
 from jmp_train.policies.loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from jmp_train.policies.loss_scaled_optimizer import with_loss_scale
-from jmp_train.policies.policy import Policy, apply_policy, get_policy
+from jmp_train.policies.policy import AutocastPolicy, Policy, apply_policy, get_policy
 from jmp_train.policies.progress import check_progress, skips_to_floor
 from jmp_train.records import Compiled, Epoch, Event, Progress, Run, Step
 from jmp_train.tasks.task import Task
@@ -37,7 +37,8 @@ def loss_scale_for(policy: Policy) -> LossScale:
       >>> loss_scale_for(get_policy("mixed_bfloat16"))
       NoOpLossScale()
     """
-    if jnp.float16 in (policy.param_dtype, policy.compute_dtype):
+    autocast_dtype = policy.autocast_dtype if isinstance(policy, AutocastPolicy) else None
+    if jnp.float16 in (policy.param_dtype, policy.compute_dtype, autocast_dtype):
         return DynamicLossScale(2.0**16)
     return NoOpLossScale()
 

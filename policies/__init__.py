@@ -6,11 +6,21 @@ reductions have; a loss scale lifts half-precision gradients out of the range wh
 decides whether a step is taken.
 """
 
+from jmp_train.policies.autocast import autocast as autocast
+from jmp_train.policies.autocast import autocast_as as autocast_as
+from jmp_train.policies.autocast_interpreter import BannedOperationError as BannedOperationError
+from jmp_train.policies.autocast_rules import APEX_O1 as APEX_O1
+from jmp_train.policies.autocast_rules import TORCH_CPU as TORCH_CPU
+from jmp_train.policies.autocast_rules import TORCH_CUDA as TORCH_CUDA
+from jmp_train.policies.autocast_rules import AutocastRules as AutocastRules
 from jmp_train.policies.casting import cast_to_full as cast_to_full
 from jmp_train.policies.casting import cast_to_half as cast_to_half
 from jmp_train.policies.collectives import reduce_gradients as reduce_gradients
 from jmp_train.policies.collectives import vary as vary
 from jmp_train.policies.dtypes import half_dtype as half_dtype
+from jmp_train.policies.explain_autocast import AutocastReport as AutocastReport
+from jmp_train.policies.explain_autocast import OperationReport as OperationReport
+from jmp_train.policies.explain_autocast import explain_autocast as explain_autocast
 from jmp_train.policies.finite import LeafReport as LeafReport
 from jmp_train.policies.finite import all_finite as all_finite
 from jmp_train.policies.finite import nonfinite_report as nonfinite_report
@@ -24,6 +34,7 @@ from jmp_train.policies.loss_scaled_optimizer import get_loss_scale as get_loss_
 from jmp_train.policies.loss_scaled_optimizer import with_loss_scale as with_loss_scale
 from jmp_train.policies.path_policy import PathPolicy as PathPolicy
 from jmp_train.policies.path_policy import policy_by_path as policy_by_path
+from jmp_train.policies.policy import AutocastPolicy as AutocastPolicy
 from jmp_train.policies.policy import Policy as Policy
 from jmp_train.policies.policy import apply_policy as apply_policy
 from jmp_train.policies.policy import get_policy as get_policy

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_train.policies.autocast_interpreter import (
+    LAYOUT,
     Handler,
     Region,
     Value,
@@ -91,7 +92,7 @@ def _scan(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
 
 def _lower_before(region: Region, jaxpr: Any, consts: Sequence[Value]) -> None:
     """Casts a loop's weights ahead of it, if products are all that reads them."""
-    lowered = wanted(region, jaxpr, "lower")
+    lowered = wanted(region, jaxpr, "lower", LAYOUT)
     for value, variable in zip(consts, getattr(jaxpr, "jaxpr", jaxpr).invars, strict=False):
         if variable in lowered and eligible(value.dtype):
             value.to(region.half)

@@ -46,6 +46,11 @@ _PROMOTE = _names(
     "reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum"
 )
 _PRODUCTS = _names("dot_general conv_general_dilated ragged_dot_general")
+# Elementwise operations whose gradient needs an input or the result.
+_SAVES_ITS_INPUT = _names(
+    "mul div exp exp2 expm1 log log1p log2 pow integer_pow square rsqrt cbrt erf_inv acos asin cosh "
+    "sinh tan acosh asinh atanh"
+)
 _EACH = frozenset(("sort", "optimization_barrier"))  # operands of which each has its own dtype
 _BIG = 60_000.0  # literals beyond it, such as masks of -1e9, do not become float16
 
@@ -103,6 +108,7 @@ class Decision:
     rule: str
     reason: str
     equation: Any
+    caller: Any
     repeats: int
     dtypes_in: tuple[str, ...]
     dtypes_out: tuple[str, ...]
@@ -118,6 +124,7 @@ class Region:
       handlers: by primitive, what enters those that hold programs; see `autocast_control`.
       path: of modules and scopes around what is interpreted now.
       lower_all: whether a rule lowered the function that is interpreted now.
+      caller: the equation whose body is interpreted now, if any.
       repeats: how often the body of the loops around it runs, where that is known.
       log: where decisions are noted, or None.
       constants: those of the programs so far, by identity.
@@ -128,6 +135,7 @@ class Region:
     handlers: Mapping[str, "Handler"]
     path: str = ""
     lower_all: bool = False
+    caller: Any = None
     repeats: int = 1
     log: list[Decision] | None = None
     constants: dict[int, Value] = dataclasses.field(default_factory=dict)
@@ -141,9 +149,9 @@ class Region:
         inside = {key: value.inside() for key, value in self.constants.items()}
         return dataclasses.replace(self, constants=inside)
 
-    def within(self, scope: str) -> "Region":
+    def within(self, equation: Any, scope: str) -> "Region":
         """Returns the region for the body of an equation in that scope."""
-        return dataclasses.replace(self, path=join(self.path, scope)) if scope else self
+        return dataclasses.replace(self, path=join(self.path, scope), caller=equation)
 
     def unlogged(self) -> "Region":
         """Returns the region for a trial run."""
@@ -228,13 +236,16 @@ def interpret(region: Region, jaxpr: Any, values: Sequence[Value]) -> list[Value
     def read(atom: Any) -> Value:
         return _literal(atom) if isinstance(atom, jex.Literal) else environment[atom]
 
-    in_float32 = wanted(region, opened, "float32")
+    in_float32 = wanted(region, opened, "float32", _ARITHMETIC | {"stop_gradient"})
+    in_half = wanted(region, opened, "lower", LAYOUT | _ARITHMETIC | {"max", "tanh", "logistic"})
     grouped = itertools.groupby(opened.eqns, key=lambda e: str(e.source_info.name_stack))
     for scope, equations in grouped:
         with jax.named_scope(scope) if scope else _NO_SCOPE:
             for equation in equations:
                 inputs = [read(atom) for atom in equation.invars]
                 outputs = _run(region, equation, scope, inputs, in_float32)
+                if equation.primitive.name in _ARITHMETIC and equation.outvars[0] in in_half:
+                    outputs = [_stored(region, outputs[0], inputs)]
                 environment.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in opened.outvars]
 
@@ -272,76 +283,113 @@ def _run(
     else:
         rule, reason = region.decide(equation, scope)
     if name in region.handlers and rule not in ("float32", "keep"):
-        inner = region.within(scope)
+        inner = region.within(equation, scope)
         if rule == "lower":
             inner = dataclasses.replace(inner, lower_all=True)
         outputs = region.handlers[name](inner, equation, inputs)
         if outputs is not None:
             return outputs
-        rule, reason = "keep", f"{name} cannot be entered"
-    outputs, rule, reason = _apply(region, equation, inputs, rule, reason, in_float32)
+        rule, reason = "keep", f"{name} is not entered"
+    dtypes, rule, reason = _settle(region, equation, inputs, rule, reason, in_float32)
+    outputs = _execute(region, equation, inputs, dtypes)
     if region.log is not None:
+        used = [x.dtype if d is None else d for x, d in zip(inputs, dtypes, strict=True)]
         region.log.append(
             Decision(
                 path=join(region.path, scope),
                 rule=rule,
                 reason=reason,
                 equation=equation,
+                caller=region.caller,
                 repeats=region.repeats,
-                dtypes_in=tuple(str(value.dtype) for value in inputs),
+                dtypes_in=tuple(str(dtype) for dtype in used),
                 dtypes_out=tuple(str(value.dtype) for value in outputs),
             )
         )
     return outputs
 
 
-def _apply(
+def _settle(
     region: Region,
     equation: Any,
     inputs: list[Value],
     rule: Rule | None,
     reason: str,
     in_float32: set[Any],
-) -> tuple[list[Value], Rule, str]:
-    """Returns a first-order equation's results, the rule that it got in the end, and why."""
-    name = equation.primitive.name
-    floats = [
-        value
-        for value, atom in zip(inputs, equation.invars, strict=True)
-        if eligible(traced_dtype(atom))
+) -> tuple[list[Any], Rule, str]:
+    """Returns the dtype of each operand, None for "as it is", and the rule and reason in the end."""
+    name, atoms = equation.primitive.name, equation.invars
+    touched = [eligible(traced_dtype(atom)) for atom in atoms]
+    as_it_is = [None] * len(inputs)
+    as_traced = [
+        traced_dtype(atom) if touch else None for atom, touch in zip(atoms, touched, strict=True)
     ]
+    if not any(touched) or not all(_touchable(atom) for atom in atoms):
+        return as_traced, "keep", "no operand that autocast touches"
     if name == "convert_element_type" and rule in (None, "lower"):
-        return [_convert(equation, inputs[0])], "promote", "explicit conversion"
+        return as_it_is, "promote", "explicit conversion"
     if name in _EACH and rule is None:
-        return _bind(equation, [value.array for value in inputs], inputs), "promote", "each its own"
-    if rule is None and name == "mul" and equation.invars[0] is equation.invars[1]:
+        return as_it_is, "promote", "each operand by itself"
+    if rule is None and name == "mul" and atoms[0] is atoms[1]:
         rule, reason = "float32", "a square"
     if rule is None:
         known = name in LAYOUT | _ARITHMETIC | _PROMOTE
         rule, reason = ("promote", "elementwise") if known else ("keep", f"{name} is not known")
-    if not floats or any(not _touchable(atom) for atom in equation.invars):
-        rule, reason = "keep", "no operand that autocast touches"
     if rule == "lower" and not _can_lower(equation):
         rule, reason = "keep", "its precision is spelled out"
     if rule == "keep":
-        return _bind(equation, _as_traced(equation, inputs), inputs), rule, reason
+        return as_traced, rule, reason
 
     target = _FLOAT32 if rule == "float32" else region.half
     if rule == "promote":
+        floats = [value for value, touch in zip(inputs, touched, strict=True) if touch]
         target = _common(region, equation, floats, in_float32)
-    if (
-        _holds_jaxpr(equation)
-        and any(
-            traced_dtype(atom) != target for atom in equation.invars if eligible(traced_dtype(atom))
-        )
-        and name != "scatter"
-    ):
-        return _bind(equation, _as_traced(equation, inputs), inputs), "keep", "its body is typed"
+    dtypes = [target if touch else None for touch in touched]
+    if _holds_typed_body(equation) and dtypes != as_traced:
+        return as_traced, "keep", "its body is typed"
+    return dtypes, rule, reason
+
+
+def _execute(
+    region: Region, equation: Any, inputs: list[Value], dtypes: Sequence[Any]
+) -> list[Value]:
+    """Binds a first-order equation to its inputs in the dtypes that were settled."""
+    name = equation.primitive.name
+    if name == "convert_element_type":
+        return [_convert(equation, inputs[0])]
+    widened = any(
+        value.dtype == region.half and not value.weak and dtype == _FLOAT32
+        for value, dtype in zip(inputs, dtypes, strict=True)
+    )
+    params = _params(equation, next((d for d in dtypes if d is not None), None))
+    if name in _SAVES_ITS_INPUT and widened:
+        return [_recomputed(equation, inputs, params)]
     arrays = [
-        value.to(target) if eligible(traced_dtype(atom)) else value.array
-        for value, atom in zip(inputs, equation.invars, strict=True)
+        value.array if dtype is None else value.to(dtype)
+        for value, dtype in zip(inputs, dtypes, strict=True)
     ]
-    return _bind(equation, arrays, inputs, _params(equation, target)), rule, reason
+    return _bind(equation, arrays, inputs, params)
+
+
+def _recomputed(equation: Any, inputs: Sequence[Value], params: dict[str, Any]) -> Value:
+    """Binds in float32, so that not the widened but the half inputs are saved for the gradient."""
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def run(*arrays: Any) -> Any:
+        wide = [
+            lax.convert_element_type(array, _FLOAT32) if eligible(traced_dtype(atom)) else array
+            for array, atom in zip(arrays, equation.invars, strict=True)
+        ]
+        return equation.primitive.bind(*wide, **params)
+
+    return Value(run(*(value.array for value in inputs)))
+
+
+def _stored(region: Region, value: Value, inputs: Sequence[Value]) -> Value:
+    """Rounds what was computed in float32 of half values, if products are all that it ends in."""
+    if value.weak or value.dtype != _FLOAT32 or all(x.dtype != region.half for x in inputs):
+        return value
+    return Value(value.to(region.half))
 
 
 def _touchable(atom: Any) -> bool:
@@ -360,15 +408,10 @@ def _can_lower(equation: Any) -> bool:
     return all(part is None or isinstance(part, lax.Precision) for part in parts)
 
 
-def _holds_jaxpr(equation: Any) -> bool:
-    return any("jaxpr" in name and x is not None for name, x in equation.params.items())
-
-
-def _as_traced(equation: Any, inputs: Sequence[Value]) -> list[Any]:
-    return [
-        value.to(traced_dtype(atom)) if eligible(traced_dtype(atom)) else value.array
-        for value, atom in zip(inputs, equation.invars, strict=True)
-    ]
+def _holds_typed_body(equation: Any) -> bool:
+    """Whether it holds a program, such as a reducer; that of scatter only hands values on."""
+    held = any("jaxpr" in name and x is not None for name, x in equation.params.items())
+    return held and equation.primitive.name != "scatter"
 
 
 def _common(region: Region, equation: Any, floats: list[Value], in_float32: set[Any]) -> Any:
@@ -400,7 +443,7 @@ def _convert(equation: Any, value: Value) -> Value:
         return value
     if eligible(source) and eligible(dtype):
         return dataclasses.replace(value, array=value.to(dtype), casts={})
-    (output,) = _bind(equation, [value.array], [value])
+    (output,) = _bind(equation, [value.array], [value], equation.params)
     exact = source == np.bool_ and eligible(dtype)  # a mask
     return dataclasses.replace(output, weak=value.weak or exact, limit=value.limit)
 
@@ -409,7 +452,7 @@ def _params(equation: Any, dtype: Any) -> dict[str, Any]:
     """Returns the parameters of an equation whose operands have become of a dtype."""
     params = equation.params
     preferred = params.get("preferred_element_type")
-    if preferred is None or not eligible(np.dtype(preferred)):
+    if preferred is None or dtype is None or not eligible(np.dtype(preferred)):
         return params
     asked_for_wider = (
         jnp.promote_types(*(traced_dtype(x) for x in equation.invars[:2])) != preferred
@@ -418,10 +461,9 @@ def _params(equation: Any, dtype: Any) -> dict[str, Any]:
 
 
 def _bind(
-    equation: Any, arrays: Sequence[Any], inputs: Sequence[Value], params: Any = None
+    equation: Any, arrays: Sequence[Any], inputs: Sequence[Value], params: dict[str, Any]
 ) -> list[Value]:
     primitive = equation.primitive
-    params = equation.params if params is None else params
     results = (
         primitive.bind(*arrays, **primitive.get_bind_params(params))
         if _is_call(equation)
@@ -448,16 +490,23 @@ def _is_call(equation: Any) -> bool:
     return equation.primitive.name in ("custom_jvp_call", "custom_vjp_call")
 
 
-def wanted(region: Region, jaxpr: Any, rule: Rule) -> set[Any]:
-    """Returns the variables whose every reader computes by a rule, however they are moved about.
+def wanted(
+    region: Region,
+    jaxpr: Any,
+    rule: Rule,
+    through: frozenset[str],
+    results: frozenset[Any] = frozenset(),
+) -> set[Any]:
+    """Returns the variables whose every reader computes by a rule, however they get there.
 
     Args:
       region: the region.
       jaxpr: the program.
-      rule: "float32", through arithmetic too, or "lower".
+      rule: "float32" or "lower".
+      through: the primitives whose inputs are wanted as their results are.
+      results: those of the program's results that are wanted so.
     """
     opened, tables = getattr(jaxpr, "jaxpr", jaxpr), _tables(region.rules)
-    through = _ARITHMETIC | {"stop_gradient"} if rule == "float32" else LAYOUT
     if tables.paths:
         return set()
     readers: dict[Any, list[Any]] = {}
@@ -465,19 +514,26 @@ def wanted(region: Region, jaxpr: Any, rule: Rule) -> set[Any]:
         for atom in equation.invars:
             if not isinstance(atom, jex.Literal):
                 readers.setdefault(atom, []).append(equation)
-    visible = {atom for atom in opened.outvars if not isinstance(atom, jex.Literal)}
-    found: set[Any] = set()
+    visible = {atom for atom in opened.outvars if not isinstance(atom, jex.Literal)} - results
+    found: set[Any] = set(results)
 
     def fits(variable: Any, reader: Any) -> bool:
-        name = reader.primitive.name
+        name, params = reader.primitive.name, reader.params
         if DECIDED in str(reader.source_info.name_stack):
             return False
-        if name in ("jit", "pjit"):
-            if reader.params.get("name") in tables.functions:
+        if name in ("jit", "pjit", "custom_jvp_call"):
+            if params.get("name") in tables.functions:
                 return False
-            body = reader.params["jaxpr"]
-            inner, positions = wanted(region, body, rule), getattr(body, "jaxpr", body).invars
-            pairs = zip(reader.invars, positions, strict=True)
+            body = params["jaxpr"] if name != "custom_jvp_call" else params["call_jaxpr"]
+            inside = getattr(body, "jaxpr", body)
+            pairs = zip(inside.outvars, reader.outvars, strict=True)
+            outs = frozenset(
+                inner
+                for inner, outer in pairs
+                if outer in found and not isinstance(inner, jex.Literal)
+            )
+            inner = wanted(region, body, rule, through, outs)
+            pairs = zip(reader.invars, inside.invars, strict=True)
             return all(position in inner for atom, position in pairs if atom is variable)
         if name in through:
             return all(result in found for result in reader.outvars)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jmp_train.policies.casting import cast_leaf, is_float_array
 from jmp_train.policies.paths import named_leaves, path_name
-from jmp_train.policies.policy import Policy, get_policy
+from jmp_train.policies.policy import AutocastPolicy, Policy, get_policy
 
 Tree = TypeVar("Tree")
 
@@ -113,6 +113,8 @@ def policy_by_path(
         except re.error as error:
             raise ValueError(f"rule {regex!r} is not a regular expression: {error}") from None
         policy = get_policy(rule) if isinstance(rule, str) else rule
+        if isinstance(policy, AutocastPolicy):
+            raise ValueError(f"rule {regex!r} has autocast, which the default alone can have")
         if policy.reduce_dtype != default_policy.reduce_dtype:
             raise ValueError(
                 f"rule {regex!r} has reduce_dtype {policy.reduce_dtype}, the default has "

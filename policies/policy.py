@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp_train.policies.autocast import autocast
+from jmp_train.policies.autocast_rules import TORCH_CUDA, AutocastRules
 from jmp_train.policies.casting import cast_floating
 from jmp_train.policies.dtypes import float_dtype, parse_dtype, short_name
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 Tree = TypeVar("Tree")
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+
+
+_DTYPE_FIELDS = ("param_dtype", "compute_dtype", "output_dtype", "reduce_dtype")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +58,11 @@ class Policy:
     reduce_dtype: DTypeLike = jnp.float32
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            dtype = float_dtype(getattr(self, field.name), field.name)
-            object.__setattr__(self, field.name, dtype)
+        for name in _DTYPE_FIELDS:
+            object.__setattr__(self, name, float_dtype(getattr(self, name), name))
 
     def __str__(self) -> str:
-        names = [short_name(jnp.dtype(getattr(self, f.name))) for f in dataclasses.fields(self)]
+        names = [short_name(jnp.dtype(getattr(self, name))) for name in _DTYPE_FIELDS]
         text = "p={},c={},o={}".format(*names[:3])
         return text if self.reduce_dtype == jnp.float32 else f"{text},r={names[3]}"
 
@@ -84,15 +88,64 @@ class Policy:
         """Returns `x` with its floating arrays in `output_dtype`."""
         return cast_floating(x, self.output_dtype)
 
+    def transform(self, fn: Callable[Args, Result]) -> Callable[Args, Result]:
+        """Returns `fn` as it runs between the casts: as it is (see `AutocastPolicy`)."""
+        return fn
+
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Returns a copy of this policy with another `output_dtype`."""
         return dataclasses.replace(self, output_dtype=output_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class AutocastPolicy(Policy):
+    """A policy that runs functions under `autocast`; parameters are cast op by op, as needed.
+
+    Args:
+      param_dtype: see `Policy`.
+      compute_dtype: the dtype in which arguments are handed to the function; float32 as a rule.
+      output_dtype: see `Policy`.
+      reduce_dtype: see `Policy`.
+      autocast_dtype: the half type, float16 or bfloat16.
+      rules: see `autocast`.
+
+    Raises:
+      ValueError: a field is not a floating dtype, or `autocast_dtype` no half type.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> policy = get_policy("autocast_float16")
+      >>> fn = lambda x: (x @ x, jnp.exp(x))
+      >>> [y.dtype.name for y in policy.transform(fn)(jnp.ones((2, 2)))]
+      ['float16', 'float32']
+      >>> [y.dtype.name for y in apply_policy(fn, policy)(jnp.ones((2, 2)))]
+      ['float32', 'float32']
+    """
+
+    autocast_dtype: DTypeLike = jnp.float16
+    rules: AutocastRules = TORCH_CUDA
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        dtype = float_dtype(self.autocast_dtype, "autocast_dtype")
+        if dtype not in (jnp.float16, jnp.bfloat16):
+            raise ValueError(f"autocast_dtype must be float16 or bfloat16, got {dtype}")
+        object.__setattr__(self, "autocast_dtype", dtype)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()},a={short_name(jnp.dtype(self.autocast_dtype))}"
+
+    def transform(self, fn: Callable[Args, Result]) -> Callable[Args, Result]:
+        """Returns `autocast(fn)`."""
+        return autocast(fn, self.autocast_dtype, rules=self.rules)
 
 
 _F32, _F16, _BF16 = jnp.float32, jnp.float16, jnp.bfloat16
 _NAMED_POLICIES = {
     "mixed_float16": Policy(_F32, _F16, _F32),
     "mixed_bfloat16": Policy(_F32, _BF16, _F32),
+    "autocast_float16": AutocastPolicy(_F32, _F32, _F32, autocast_dtype=_F16),
+    "autocast_bfloat16": AutocastPolicy(_F32, _F32, _F32, autocast_dtype=_BF16),
 }
 _FIELD_OF_KEY = {
     "p": "param_dtype",
@@ -103,6 +156,8 @@ _FIELD_OF_KEY = {
     "output": "output_dtype",
     "r": "reduce_dtype",
     "reduce": "reduce_dtype",
+    "a": "autocast_dtype",
+    "autocast": "autocast_dtype",
 }
 
 
@@ -112,13 +167,17 @@ def get_policy(policy_name: str) -> Policy:
     Args:
       policy_name: one of
         * "mixed_float16", "mixed_bfloat16": float32 parameters and outputs, half computation;
+        * "autocast_float16", "autocast_bfloat16": float32 parameters and outputs, and each
+          operation in the precision that `autocast` gives it;
         * a dtype, such as "float32", "float16", "bf16" or "half": that dtype for all three;
         * "params=float32,compute=float16,output=float32", or the short form "p=f32,c=f16,o=f32".
           What is missing is float32 for the parameters, the parameters' dtype for computation and
-          computation's for the output. "reduce=" or "r=" sets `reduce_dtype`, else float32.
+          computation's for the output. "reduce=" or "r=" sets `reduce_dtype`, else float32;
+          "autocast=" or "a=" makes an `AutocastPolicy`.
 
     Returns:
-      The policy. `get_policy(str(policy)) == policy` holds for every policy.
+      The policy. `get_policy(str(policy)) == policy` holds for every policy, unless it has
+      autocast rules of its own.
 
     Raises:
       ValueError: an unknown name, key or dtype, or a part that is not key=dtype.
@@ -142,7 +201,12 @@ def get_policy(policy_name: str) -> Policy:
     fields.setdefault("param_dtype", jnp.dtype(jnp.float32))
     fields.setdefault("compute_dtype", fields["param_dtype"])
     fields.setdefault("output_dtype", fields["compute_dtype"])
-    return Policy(**fields)
+    autocast_dtype = fields.pop("autocast_dtype", None)
+    policy = Policy(**fields)
+    if autocast_dtype is None:
+        return policy
+    dtypes = (getattr(policy, name) for name in _DTYPE_FIELDS)
+    return AutocastPolicy(*dtypes, autocast_dtype=autocast_dtype)
 
 
 def _uniform_policy(name: str) -> Policy:
@@ -161,8 +225,8 @@ def _parse_part(part: str, policy_name: str) -> tuple[str, np.dtype]:
         raise ValueError(f"{part!r} in {policy_name!r} must have the form key=dtype")
     if key not in _FIELD_OF_KEY:
         raise ValueError(
-            f"Unknown key {key!r} in {policy_name!r} should be 'params', 'compute', 'output' or "
-            "'reduce'."
+            f"Unknown key {key!r} in {policy_name!r} should be 'params', 'compute', 'output', "
+            "'reduce' or 'autocast'."
         )
     return _FIELD_OF_KEY[key], parse_dtype(values[0])
 
@@ -192,11 +256,12 @@ def apply_policy(
       >>> float(dot(jnp.float32(1.0001), jnp.float32(1.0)))  # computed in float16
       1.0
     """
+    run = policy.default.transform(fn)
 
     @functools.wraps(fn)
     def with_policy(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         compute_args, compute_kwargs = cast_arguments(policy, args, kwargs)
-        return policy.default.cast_to_output(fn(*compute_args, **compute_kwargs))
+        return policy.default.cast_to_output(run(*compute_args, **compute_kwargs))
 
     return with_policy
 

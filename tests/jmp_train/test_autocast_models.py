@@ -1,0 +1,349 @@
+"""Models of five libraries run unchanged under autocast, and cost no more than models cast by hand."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import promoting
+
+from jmp_train.policies.autocast import autocast
+from jmp_train.tasks import digits, mnist
+
+HALVES = (jnp.float16, jnp.bfloat16)
+RANDOM = np.random.default_rng(0)
+Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Model(NamedTuple):
+    """A loss as users write it: `loss(complete(params), *batch)` gives a float and its by-products."""
+
+    loss: Callable[..., Any]
+    params: Any
+    batch: tuple[Any, ...]
+    complete: Callable[[Any], Any] = lambda params: params
+
+    def under(self, transform: Transform) -> Callable[..., Any]:
+        """Returns the transformed loss as a function of the parameters and the batch."""
+        loss = transform(promoting(self.loss))
+        return lambda params, *batch: loss(self.complete(params), *batch)
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(RANDOM.normal(size=shape), jnp.float32)
+
+
+def labels(count: int, classes: int = 10) -> jax.Array:
+    return jnp.arange(count, dtype=jnp.int32) % classes
+
+
+def cross_entropy(logits: jax.Array, target: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, target).mean()
+
+
+def applied(model: Any, *batch: Any) -> Model:
+    """Returns a model of `init` and `apply` with the cross-entropy of its logits as the loss."""
+    params = promoting(model.init)(jax.random.key(0), batch[0])
+
+    def loss(params: Any, x: jax.Array, target: jax.Array) -> Any:
+        logits = model.apply(params, x)
+        return cross_entropy(logits, target), logits
+
+    return Model(loss, params, batch)
+
+
+# The models
+
+
+def linen_cnn() -> Model:
+    params, batch_stats = digits.init(jax.random.key(0))
+
+    def loss(params: Any, batch_stats: Any, batch: Any, rng: Any) -> Any:
+        loss, (batch_stats, _) = digits.loss_fn(params, batch_stats, batch, rng)
+        return loss, batch_stats
+
+    batch = {"image": jnp.abs(normal(16, 8, 8, 1)), "label": labels(16)}
+    return Model(loss, params, (batch_stats, batch, jax.random.key(1)))
+
+
+class Block(nn.Module):
+    """A transformer's block; `dtype` is flax's: what users of flax set by hand."""
+
+    heads: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        width = x.shape[-1]
+        y = nn.LayerNorm(dtype=self.dtype)(x)
+        x = x + nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)(y, y)
+        y = nn.LayerNorm(dtype=self.dtype)(x)
+        y = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(y))
+        return x + nn.Dense(width, dtype=self.dtype)(y)
+
+
+class ViT(nn.Module):
+    """A vision transformer, ViT-B/16 by default."""
+
+    width: int = 768
+    heads: int = 12
+    blocks: int = 12
+    patch: int = 16
+    classes: int = 1000
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        patch = (self.patch, self.patch)
+        x = nn.Conv(self.width, patch, patch, dtype=self.dtype)(x)
+        x = x.reshape(x.shape[0], -1, self.width)
+        positions = self.param("positions", nn.initializers.normal(0.02), (1, *x.shape[1:]))
+        x = x + positions.astype(x.dtype)
+        for _ in range(self.blocks):
+            x = Block(self.heads, self.dtype)(x)
+        x = nn.LayerNorm(dtype=self.dtype)(x).mean(1)
+        return nn.Dense(self.classes, dtype=self.dtype)(x)
+
+
+def small_vit(dtype: Any = None) -> ViT:
+    return ViT(width=64, heads=2, blocks=2, patch=8, classes=10, dtype=dtype)
+
+
+def linen_vit() -> Model:
+    return applied(small_vit(), normal(8, 32, 32, 3), labels(8))
+
+
+def linen_gru() -> Model:
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(10)(nn.RNN(nn.GRUCell(16))(x)[:, -1])
+
+    return applied(Net(), normal(8, 6, 5), labels(8))
+
+
+def linen_gru_scanned() -> Model:
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            scan = nn.scan(
+                nn.GRUCell,
+                variable_broadcast="params",
+                split_rngs={"params": False},
+                in_axes=1,
+                out_axes=1,
+            )
+            carry, _ = scan(features=16)(jnp.zeros((x.shape[0], 16), x.dtype), x)
+            return nn.Dense(10)(carry)
+
+    return applied(Net(), normal(8, 6, 5), labels(8))
+
+
+def equinox_mlp() -> Model:
+    net = eqx.nn.MLP(6, 10, 32, 2, key=jax.random.key(0))
+    params, static = eqx.partition(net, eqx.is_inexact_array)
+
+    def loss(net: Any, x: jax.Array, target: jax.Array) -> Any:
+        logits = jax.vmap(net)(x)
+        return cross_entropy(logits, target), logits
+
+    return Model(loss, params, (normal(16, 6), labels(16)), lambda p: eqx.combine(p, static))
+
+
+def haiku_transformer() -> Model:
+    def forward(x: jax.Array) -> jax.Array:
+        init = hk.initializers.VarianceScaling(1.0)
+        y = hk.LayerNorm(-1, True, True)(x)
+        x = x + hk.MultiHeadAttention(2, 8, w_init=init, model_size=16)(y, y, y)
+        y = hk.LayerNorm(-1, True, True)(x)
+        x = x + hk.Linear(16)(jax.nn.gelu(hk.Linear(64)(y)))
+        return hk.Linear(10)(x.mean(1))
+
+    return applied(hk.without_apply_rng(hk.transform(forward)), normal(8, 5, 16), labels(8))
+
+
+def nnx_cnn() -> Model:
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.conv = nnx.Conv(1, 8, (3, 3), rngs=rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+            self.out = nnx.Linear(8, 10, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.out(nnx.relu(self.norm(self.conv(x))).mean((1, 2)))
+
+    graph, params, stats = nnx.split(Net(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
+
+    def loss(params: Any, stats: Any, x: jax.Array, target: jax.Array) -> Any:
+        net = nnx.merge(graph, params, stats, copy=True)
+        return cross_entropy(net(x), target), nnx.state(net, nnx.BatchStat)
+
+    return Model(loss, params, (stats, normal(8, 6, 6, 1), labels(8)))
+
+
+MODELS = (
+    linen_cnn,
+    linen_vit,
+    linen_gru,
+    linen_gru_scanned,
+    equinox_mlp,
+    haiku_transformer,
+    nnx_cnn,
+)
+
+
+# What is asserted
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr and of all jaxprs within."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values())):
+            if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr):
+                yield from equations(value)
+
+
+def product_dtypes(fn: Callable[..., Any], *args: Any) -> list[str]:
+    """Returns the dtypes of the results of all matrix products and convolutions."""
+    return [
+        equation.outvars[0].aval.dtype.name
+        for equation in equations(jax.make_jaxpr(fn)(*args))
+        if equation.primitive.name in ("dot_general", "conv_general_dilated")
+    ]
+
+
+def distance(tree: Any, expected: Any) -> float:
+    """Returns the relative distance in the L2 norm of the whole tree."""
+    difference = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b, tree, expected)
+    return float(optax.tree.norm(difference) / optax.tree.norm(expected))
+
+
+@pytest.mark.parametrize("half", HALVES, ids=lambda half: half.__name__)
+@pytest.mark.parametrize("make", MODELS)
+def test_a_model_runs_unchanged(make: Callable[[], Model], half: Any) -> None:
+    model = make()
+    plain = model.under(lambda loss: loss)
+    ours = model.under(lambda loss: autocast(loss, half))
+
+    products = product_dtypes(ours, model.params, *model.batch)
+    assert set(products) == {half.__name__}
+    assert len(products) == len(product_dtypes(plain, model.params, *model.batch))
+    gradient = jax.value_and_grad(ours, has_aux=True)
+    assert set(product_dtypes(gradient, model.params, *model.batch)) == {half.__name__}
+
+    expected, wanted_state = jax.jit(plain)(model.params, *model.batch)
+    loss, state = jax.jit(ours)(model.params, *model.batch)
+    (same_loss, _), grads = jax.jit(gradient)(model.params, *model.batch)
+    _, wanted = jax.jit(jax.value_and_grad(plain, has_aux=True))(model.params, *model.batch)
+
+    assert (loss.dtype, same_loss.dtype) == (jnp.float32, jnp.float32)
+    tolerance = 5e-3 if half == jnp.float16 else 2e-2
+    assert float(loss) == pytest.approx(float(expected), rel=tolerance)
+    assert float(same_loss) == pytest.approx(float(expected), rel=tolerance)
+    assert distance(state, wanted_state) < 5e-2
+    assert {grad.dtype.name for grad in jax.tree.leaves(grads)} == {"float32"}
+    print(
+        make.__name__,
+        half.__name__,
+        abs(float(loss / expected - 1)),
+        distance(state, wanted_state),
+        distance(grads, wanted),
+    )
+    assert distance(grads, wanted) < 5e-2
+
+
+def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mnist_shapes(count: int) -> tuple[Any, ...]:
+    params, batch_stats = jax.eval_shape(mnist.init, jax.random.key(0))
+    batch = {"image": shaped(count, 28, 28, 1), "label": shaped(count, dtype=jnp.int32)}
+    return params, batch_stats, batch, jax.random.key(1)
+
+
+@pytest.mark.parametrize("half", HALVES, ids=lambda half: half.__name__)
+def test_the_mnist_network_by_its_shapes(half: Any) -> None:
+    args = mnist_shapes(4)
+    gradient = jax.value_and_grad(autocast(promoting(mnist.loss_fn), half), has_aux=True)
+    (loss, (batch_stats, metrics)), grads = jax.eval_shape(gradient, *args)
+    floats = jax.tree.leaves((loss, batch_stats, metrics, grads))
+    assert {x.dtype.name for x in floats} == {"float32"}
+    assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, args[0])
+    assert set(product_dtypes(gradient, *args)) == {half.__name__}
+
+
+# Cost
+
+
+def vit_loss(model: ViT) -> Callable[..., jax.Array]:
+    def loss(params: Any, x: jax.Array, target: jax.Array) -> jax.Array:
+        logits = model.apply({"params": params}, x)
+        assert isinstance(logits, jax.Array)
+        return cross_entropy(logits.astype(jnp.float32), target)
+
+    return promoting(loss)
+
+
+def vit_shapes(model: ViT, count: int, size: int) -> tuple[Any, ...]:
+    x = shaped(count, size, size, 3)
+    params = jax.eval_shape(promoting(model.init), jax.random.key(0), x)["params"]
+    return params, x, shaped(count, dtype=jnp.int32)
+
+
+def instructions(loss: Callable[..., jax.Array], *args: Any) -> tuple[int, int]:
+    """Returns the instructions of a compiled training step, and those that convert dtypes."""
+
+    def step(params: Any, *batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    text = jax.jit(step).lower(*args).compile().as_text()
+    assert text is not None
+    return len(re.findall(r"^\s+(?:ROOT )?%?\S+ = ", text, re.MULTILINE)), text.count(" convert(")
+
+
+@pytest.mark.parametrize("half", HALVES, ids=lambda half: half.__name__)
+def test_a_step_has_as_few_instructions_as_one_cast_by_hand(half: Any) -> None:
+    args = vit_shapes(small_vit(), 8, 32)
+    ours = instructions(autocast(vit_loss(small_vit()), half), *args)
+    by_hand = instructions(vit_loss(small_vit(half)), *args)
+    print(ours, by_hand)
+    assert ours[0] <= 1.05 * by_hand[0]
+    assert ours[1] <= 1.05 * by_hand[1]
+
+
+def residual_bytes(loss: Callable[..., Any], params: Any, *args: Any) -> int:
+    """Returns how much a loss keeps for its gradient."""
+
+    def pullback(params: Any, *args: Any) -> Any:
+        return jax.vjp(lambda params: loss(params, *args), params)[1]
+
+    leaves = jax.tree.leaves(jax.eval_shape(pullback, params, *args))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def test_the_mnist_network_keeps_half_as_much_for_its_gradient() -> None:
+    def loss(*args: Any) -> jax.Array:
+        return promoting(mnist.loss_fn)(*args)[0]
+
+    args = mnist_shapes(256)
+    print(residual_bytes(autocast(loss), *args) / residual_bytes(loss, *args))
+    assert residual_bytes(autocast(loss), *args) <= 0.6 * residual_bytes(loss, *args)
+
+
+def test_a_large_vit_keeps_half_as_much_for_its_gradient() -> None:
+    args = vit_shapes(ViT(), 8, 224)
+    loss = vit_loss(ViT())
+    print(residual_bytes(autocast(loss), *args) / residual_bytes(loss, *args))
+    assert residual_bytes(autocast(loss), *args) <= 0.6 * residual_bytes(loss, *args)

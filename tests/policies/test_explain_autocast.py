@@ -1,0 +1,117 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jmp_train.policies.autocast import autocast, autocast_as
+from jmp_train.policies.autocast_rules import TORCH_CUDA
+from jmp_train.policies.explain_autocast import AutocastReport, OperationReport, explain_autocast
+
+X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+W = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+
+
+def model(x: jax.Array, w: jax.Array) -> jax.Array:
+    with jax.named_scope("encoder"):
+        y = jnp.tanh(x @ w)
+    return jax.nn.logsumexp(y, axis=-1).sum()
+
+
+def row(report: AutocastReport, operation: str) -> OperationReport:
+    return next(row for row in report.operations if row.operation == operation)
+
+
+def test_each_operation_has_its_dtypes_rule_path_and_source() -> None:
+    report = explain_autocast(model, X, W)
+    product = row(report, "dot_general")
+    assert (product.rule, product.reason) == ("lower", "primitive 'dot_general'")
+    assert (product.dtypes_in, product.dtypes_out) == (("float16", "float16"), ("float16",))
+    assert product.path == "encoder"
+    line = model.__code__.co_firstlineno + 2
+    assert product.source == f"{__file__}:{line}"
+    assert row(report, "exp").dtypes_out == ("float32",)
+    assert row(report, "tanh").rule == "promote"
+    assert "log" in {row.operation for row in report.operations}
+
+
+def test_it_takes_the_rules_of_an_autocast() -> None:
+    rules = TORCH_CUDA.replace(paths={"encoder": "float32"})
+    report = explain_autocast(autocast(model, jnp.bfloat16, rules=rules), X, W)
+    assert row(report, "dot_general").reason == "path 'encoder'"
+    assert row(report, "dot_general").dtypes_out == ("float32",)
+    fixed = explain_autocast(autocast(autocast_as("float32")(model)), X, W)
+    assert row(fixed, "dot_general").reason == "autocast_as"
+    with pytest.raises(ValueError, match="enabled=False: there is nothing to explain"):
+        explain_autocast(autocast(model, enabled=False), X, W)
+
+
+def test_flops_are_those_of_the_products_times_the_turns_of_a_scan() -> None:
+    def loop(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, _: (c, x @ w), 0.0, None, length=5)[1]
+
+    report = explain_autocast(loop, X, W)
+    assert row(report, "dot_general").flops == 5 * 2 * 4 * 8 * 16
+    assert report.half_flops_share == 1
+    kernel = jax.ShapeDtypeStruct((3, 3, 2, 6), jnp.float32)
+    image = jax.ShapeDtypeStruct((1, 8, 8, 2), jnp.float32)
+    report = explain_autocast(
+        lambda x, k: lax.conv_general_dilated(
+            x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),
+        image,
+        kernel,
+    )
+    assert row(report, "conv_general_dilated").flops == 2 * (8 * 8 * 6) * (3 * 3 * 2)
+
+
+def test_the_share_in_half_precision() -> None:
+    report = explain_autocast(lambda x, w: jnp.exp(x @ w), X, W)
+    product, exponential = 2 * 4 * 8 * 16, 4 * 16
+    assert report.half_flops_share == product / (product + exponential)
+
+
+def test_bytes_saved_for_the_gradient() -> None:
+    report = explain_autocast(lambda x, w: (x @ w).sum(), X, W)
+    assert report.residual_bytes_float32 == 4 * (4 * 8 + 8 * 16)
+    assert report.residual_bytes_autocast == 2 * (4 * 8 + 8 * 16)
+
+
+def test_what_is_not_entered_is_said() -> None:
+    @jax.custom_vjp
+    def own(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    own.defvjp(lambda x: (x * 2, None), lambda _, g: (g,))
+    report = explain_autocast(own, X)
+    assert row(report, "custom_vjp_call").reason == "custom_vjp_call is not entered"
+
+    def host(x: jax.Array) -> jax.Array:
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    report = explain_autocast(host, X)
+    assert row(report, "pure_callback").rule == "keep"
+    assert report.residual_bytes_float32 is None
+    assert str(report).endswith("it has no gradient")
+
+
+def test_rows_are_for_machines_and_the_table_for_people() -> None:
+    report = explain_autocast(model, X, W)
+    rows = json.loads(json.dumps(report.rows()))
+    assert rows[0]["operation"] == "dot_general"
+    lines = str(report).splitlines()
+    assert lines[0].split() == [
+        "operation", "in", "out", "rule", "decided", "by", "path", "source",
+    ]  # fmt: skip
+    assert "float16 float16" in lines[1]
+    assert lines[-2].endswith("% of the flops in half precision")
+    assert lines[-1].startswith("saved for the gradient: ")
+
+
+def test_arrays_and_other_arguments() -> None:
+    report = explain_autocast(
+        lambda x, n, key=None: (x @ x.T * n, key), jnp.ones((2, 3)), 2, key="k"
+    )
+    assert row(report, "dot_general").dtypes_out == ("float16",)
