@@ -226,7 +226,7 @@ def mnist_model(batch: int) -> Model:
 def hlo_counts(model: Model, loss: Loss) -> dict[str, int]:
     """Returns how many instructions, and converts, the optimized HLO of value and gradients has."""
     lowered = jax.jit(jax.value_and_grad(loss)).lower(model.params, model.batch)
-    lines = [line for line in lowered.compile().as_text().splitlines() if " = " in line]
+    lines = [line for line in (lowered.compile().as_text() or "").splitlines() if " = " in line]
     return {"instructions": len(lines), "converts": sum(" convert(" in line for line in lines)}
 
 

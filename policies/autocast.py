@@ -63,7 +63,7 @@ def autocast(
         raise ValueError(f"dtype={half.name} must be float16 or bfloat16")
     if not isinstance(rules, AutocastRules):
         raise TypeError(f"rules must be an AutocastRules, got {rules!r}")
-    if hasattr(fn, "autocast_region"):
+    if mark_of(fn) is not None:
         return fn  # the innermost region decides
 
     region = Region(half, rules, ENTERED)
@@ -75,8 +75,30 @@ def autocast(
                 return fn(*args, **kwargs)
             return run_region(region, fn, args, kwargs)
 
-    with_autocast.autocast_region = region if enabled else None  # pyright: ignore[reportAttributeAccessIssue]
+    mark = Mark(with_autocast, fn, region if enabled else None)
+    with_autocast.autocast_mark = mark  # pyright: ignore[reportAttributeAccessIssue]
     return with_autocast
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """What a function made by `autocast` carries.
+
+    Attributes:
+      owner: that function; decorators that copy attributes copy the mark, but are not its owner.
+      plain: the function that was given to `autocast`.
+      region: None where autocast is not enabled.
+    """
+
+    owner: Callable[..., Any]
+    plain: Callable[..., Any]
+    region: Region | None
+
+
+def mark_of(fn: Callable[..., Any]) -> Mark | None:
+    """Returns the mark of a function that `autocast` made, None of all others."""
+    mark = getattr(fn, "autocast_mark", None)
+    return mark if isinstance(mark, Mark) and mark.owner is fn else None
 
 
 def autocast_as(rule: Rule) -> Callable[[Callable[Args, Result]], Callable[Args, Result]]:

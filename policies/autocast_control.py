@@ -220,8 +220,8 @@ def _custom_jvp(region: Region, equation: Any, inputs: list[Value]) -> list[Valu
 
 
 def _custom_vjp(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | None:
-    """Keeps the rule: the equation as it was or, where it is lowered, its two halves lowered."""
-    if not region.lower_all or not all(eligible(traced_dtype(a)) for a in equation.invars):
+    """Keeps the rule: the equation as it was or, where its dtype is forced, its two halves in it."""
+    if region.forced is None or not all(eligible(traced_dtype(a)) for a in equation.invars):
         return None
     avals = _avals(equation)
     pullback_tree: list[Any] = []
@@ -250,7 +250,8 @@ def _custom_vjp(region: Region, equation: Any, inputs: list[Value]) -> list[Valu
         return tuple(v.to(x.dtype) for v, x in zip(results, arrays, strict=True))
 
     function.defvjp(forward, backward)
-    arrays = [value.to(region.half) for value in inputs]
+    dtype = region.half if region.forced == "lower" else jnp.dtype(jnp.float32)
+    arrays = [value.to(dtype) for value in inputs]
     return _values(function(*arrays))
 
 

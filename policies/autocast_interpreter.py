@@ -5,6 +5,7 @@ equations are bound one by one to the real values, which are cast to what the ru
 are made of literals alone are weak: they follow the dtype of what they meet, as Python numbers do.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -24,7 +25,7 @@ from jmp_train.policies.autocast_rules import AutocastRules, Rule
 DECIDED = "jmp_train.autocast"
 
 _WIDTHS = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
-_FLOAT32 = np.dtype(np.float32)
+_HALVES, _FLOAT32 = _WIDTHS[:2], _WIDTHS[2]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -35,7 +36,8 @@ LAYOUT = _names(
     "reshape transpose broadcast_in_dim squeeze expand_dims rev slice copy copy_p stop_gradient "
     "pvary pcast"
 )
-_ARITHMETIC = _names("add sub mul div neg add_any")
+_ADDITIONS = _names("add sub neg add_any")  # their gradients need neither inputs nor result
+_ARITHMETIC = _ADDITIONS | {"mul", "div"}
 # Elementwise and data-moving operations, whose floating operands have to agree.
 _PROMOTE = _names(
     "rem max min sign abs floor ceil round is_finite tanh logistic erf erfc sqrt sin cos atan atan2 "
@@ -56,7 +58,16 @@ _BIG = 60_000.0  # literals beyond it, such as masks of -1e9, do not become floa
 
 
 class BannedOperationError(TypeError):
-    """An operation that the rules ban; the message says what to do instead."""
+    """An operation that the rules ban; the message says what to do instead.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.policies import TORCH_CUDA, autocast
+      >>> rules = TORCH_CUDA.replace(banned={"fft": "take it outside"})
+      >>> autocast(jnp.fft.fft, rules=rules)(jnp.ones(4))
+      Traceback (most recent call last):
+      jmp_train.policies.autocast_interpreter.BannedOperationError: autocast bans fft: take it outside
+    """
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,6 +80,7 @@ class Value:
       limit: of weak values, the largest magnitude where it is known.
       origin: of arguments and constants that were only moved about, their first size, else None.
       product: whether it is the result of a matrix product or convolution, perhaps moved about.
+      scaled: whether it is the product, or quotient, of a half value.
       casts: the array in other dtypes, so that a parameter is cast once.
     """
 
@@ -77,6 +89,7 @@ class Value:
     limit: float = 0.0
     origin: int | None = None
     product: bool = False
+    scaled: bool = False
     casts: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -108,7 +121,7 @@ class Decision:
     rule: str
     reason: str
     equation: Any
-    caller: Any
+    callers: tuple[Any, ...]
     repeats: int
     dtypes_in: tuple[str, ...]
     dtypes_out: tuple[str, ...]
@@ -123,8 +136,8 @@ class Region:
       rules: the table.
       handlers: by primitive, what enters those that hold programs; see `autocast_control`.
       path: of modules and scopes around what is interpreted now.
-      lower_all: whether a rule lowered the function that is interpreted now.
-      caller: the equation whose body is interpreted now, if any.
+      forced: "lower" or "float32", where a rule gave that to all of the function interpreted now.
+      callers: the equations in whose bodies it is, the outermost first.
       repeats: how often the body of the loops around it runs, where that is known.
       log: where decisions are noted, or None.
       constants: those of the programs so far, by identity.
@@ -134,8 +147,8 @@ class Region:
     rules: AutocastRules
     handlers: Mapping[str, "Handler"]
     path: str = ""
-    lower_all: bool = False
-    caller: Any = None
+    forced: Rule | None = None
+    callers: tuple[Any, ...] = ()
     repeats: int = 1
     log: list[Decision] | None = None
     constants: dict[int, Value] = dataclasses.field(default_factory=dict)
@@ -151,7 +164,8 @@ class Region:
 
     def within(self, equation: Any, scope: str) -> "Region":
         """Returns the region for the body of an equation in that scope."""
-        return dataclasses.replace(self, path=join(self.path, scope), caller=equation)
+        callers = (*self.callers, equation)
+        return dataclasses.replace(self, path=join(self.path, scope), callers=callers)
 
     def unlogged(self) -> "Region":
         """Returns the region for a trial run."""
@@ -174,8 +188,8 @@ class Region:
             return fixed[-1], "autocast_as"
         if function in tables.functions:
             return tables.functions[function], f"function {function!r}"
-        if self.lower_all:
-            return "lower", "within a function that is lowered"
+        if self.forced is not None:
+            return self.forced, f"within a function of rule {self.forced!r}"
         if name in tables.primitives:
             return tables.primitives[name], f"primitive {name!r}"
         return None, "no rule"
@@ -238,27 +252,26 @@ def interpret(region: Region, jaxpr: Any, values: Sequence[Value]) -> list[Value
 
     in_float32 = wanted(region, opened, "float32", _ARITHMETIC | {"stop_gradient"})
     in_half = wanted(region, opened, "lower", LAYOUT | _ARITHMETIC | {"max", "tanh", "logistic"})
+    in_half &= {
+        atom for e in opened.eqns if e.primitive.name not in _ADDITIONS for atom in _read(e)
+    }
     grouped = itertools.groupby(opened.eqns, key=lambda e: str(e.source_info.name_stack))
     for scope, equations in grouped:
-        with jax.named_scope(scope) if scope else _NO_SCOPE:
+        with jax.named_scope(scope) if scope else contextlib.nullcontext():
             for equation in equations:
                 inputs = [read(atom) for atom in equation.invars]
                 outputs = _run(region, equation, scope, inputs, in_float32)
-                if equation.primitive.name in _ARITHMETIC and equation.outvars[0] in in_half:
-                    outputs = [_stored(region, outputs[0], inputs)]
+                if equation.primitive.name in _ARITHMETIC:
+                    (output,) = outputs
+                    stored = equation.outvars[0] in in_half
+                    outputs = [_of_arithmetic(region, equation, output, inputs, stored)]
                 environment.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in opened.outvars]
 
 
-class _NoScope:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-
-_NO_SCOPE = _NoScope()
+def _read(equation: Any) -> list[Any]:
+    """Returns the variables that an equation reads."""
+    return [atom for atom in equation.invars if not isinstance(atom, jex.Literal)]
 
 
 def argument(array: Any) -> Value:
@@ -282,16 +295,15 @@ def _run(
         rule, reason = "keep", "decided by an inner region"
     else:
         rule, reason = region.decide(equation, scope)
-    if name in region.handlers and rule not in ("float32", "keep"):
-        inner = region.within(equation, scope)
-        if rule == "lower":
-            inner = dataclasses.replace(inner, lower_all=True)
+    if name in region.handlers and _is_entered(rule, equation):
+        forced = rule if rule in ("lower", "float32") else region.forced
+        inner = dataclasses.replace(region.within(equation, scope), forced=forced)
         outputs = region.handlers[name](inner, equation, inputs)
         if outputs is not None:
             return outputs
         rule, reason = "keep", f"{name} is not entered"
     dtypes, rule, reason = _settle(region, equation, inputs, rule, reason, in_float32)
-    outputs = _execute(region, equation, inputs, dtypes)
+    outputs = _execute(region, equation, inputs, dtypes, rule)
     if region.log is not None:
         used = [x.dtype if d is None else d for x, d in zip(inputs, dtypes, strict=True)]
         region.log.append(
@@ -300,13 +312,20 @@ def _run(
                 rule=rule,
                 reason=reason,
                 equation=equation,
-                caller=region.caller,
+                callers=region.callers,
                 repeats=region.repeats,
                 dtypes_in=tuple(str(dtype) for dtype in used),
                 dtypes_out=tuple(str(value.dtype) for value in outputs),
             )
         )
     return outputs
+
+
+def _is_entered(rule: Rule | None, equation: Any) -> bool:
+    """Whether a rule needs the program within to be run by rules, instead of as it was traced."""
+    if rule == "float32":
+        return any(traced_dtype(atom) in _HALVES for atom in equation.invars)
+    return rule != "keep"
 
 
 def _settle(
@@ -351,11 +370,13 @@ def _settle(
 
 
 def _execute(
-    region: Region, equation: Any, inputs: list[Value], dtypes: Sequence[Any]
+    region: Region, equation: Any, inputs: list[Value], dtypes: Sequence[Any], rule: Rule
 ) -> list[Value]:
     """Binds a first-order equation to its inputs in the dtypes that were settled."""
     name = equation.primitive.name
     if name == "convert_element_type":
+        if rule == "float32" and equation.params["new_dtype"] in _HALVES:
+            return [Value(inputs[0].to(_FLOAT32))]
         return [_convert(equation, inputs[0])]
     widened = any(
         value.dtype == region.half and not value.weak and dtype == _FLOAT32
@@ -385,11 +406,14 @@ def _recomputed(equation: Any, inputs: Sequence[Value], params: dict[str, Any]) 
     return Value(run(*(value.array for value in inputs)))
 
 
-def _stored(region: Region, value: Value, inputs: Sequence[Value]) -> Value:
-    """Rounds what was computed in float32 of half values, if products are all that it ends in."""
-    if value.weak or value.dtype != _FLOAT32 or all(x.dtype != region.half for x in inputs):
-        return value
-    return Value(value.to(region.half))
+def _of_arithmetic(
+    region: Region, equation: Any, output: Value, inputs: list[Value], stored: bool
+) -> Value:
+    """Rounds a float32 result of half values to half, if it is stored for the gradient."""
+    of_half = any(x.dtype == region.half for x in inputs)
+    if stored and output.dtype == _FLOAT32 and (of_half or any(x.scaled for x in inputs)):
+        return Value(output.to(region.half))
+    return dataclasses.replace(output, scaled=of_half and equation.primitive.name in ("mul", "div"))
 
 
 def _touchable(atom: Any) -> bool:
@@ -511,9 +535,8 @@ def wanted(
         return set()
     readers: dict[Any, list[Any]] = {}
     for equation in opened.eqns:
-        for atom in equation.invars:
-            if not isinstance(atom, jex.Literal):
-                readers.setdefault(atom, []).append(equation)
+        for variable in _read(equation):
+            readers.setdefault(variable, []).append(equation)
     visible = {atom for atom in opened.outvars if not isinstance(atom, jex.Literal)} - results
     found: set[Any] = set(results)
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.policies.autocast import run_region
+from jmp_train.policies.autocast import autocast, mark_of, run_region
 from jmp_train.policies.autocast_control import ENTERED
-from jmp_train.policies.autocast_interpreter import Decision, Region, eligible
-from jmp_train.policies.autocast_rules import TORCH_CUDA
+from jmp_train.policies.autocast_interpreter import Decision, eligible
 
 _HALVES = ("float16", "bfloat16")
 _OURS = os.path.dirname(__file__)
@@ -33,6 +33,13 @@ class OperationReport:
       rule: "lower", "float32", "promote" or "keep".
       reason: what decided that.
       flops: floating-point operations, of all turns of a `scan` together.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+      >>> row, = explain_autocast(lambda x: x @ x, x).operations
+      >>> row.operation, row.dtypes_in, row.rule, row.flops, row.in_half
+      ('dot_general', ('float16', 'float16'), 'lower', 1024, True)
     """
 
     operation: str
@@ -60,6 +67,13 @@ class AutocastReport:
       residual_bytes_float32: what `jax.vjp` saves for the gradient in float32; None where the
         function has no gradient.
       residual_bytes_autocast: and what it saves under autocast.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+      >>> report = explain_autocast(lambda x: jnp.sum(x @ x), x)
+      >>> len(report.rows()), report.residual_bytes_float32, report.residual_bytes_autocast
+      (2, 512, 256)
     """
 
     operations: tuple[OperationReport, ...]
@@ -129,10 +143,10 @@ def explain_autocast(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Autoc
       >>> round(report.half_flops_share, 2)
       0.94
     """
-    region = getattr(fn, "autocast_region", Region(np.dtype(jnp.float16), TORCH_CUDA, ENTERED))
-    if region is None:
+    mark = mark_of(fn) or mark_of(autocast(fn))
+    if mark is None or mark.region is None:
         raise ValueError("fn is an autocast with enabled=False: there is nothing to explain")
-    plain = fn.__wrapped__ if hasattr(fn, "autocast_region") else fn  # pyright: ignore[reportFunctionMemberAccess]
+    plain, region = mark.plain, mark.region
     leaves, tree = jax.tree.flatten((args, kwargs))
     abstract = [_is_abstract(leaf) for leaf in leaves]
 
@@ -196,7 +210,7 @@ def _operation(decision: Decision) -> OperationReport:
     return OperationReport(
         operation=equation.primitive.name,
         path=decision.path,
-        source=_source(equation) or _source(decision.caller),
+        source=_source((*decision.callers, equation)),
         dtypes_in=decision.dtypes_in,
         dtypes_out=decision.dtypes_out,
         rule=decision.rule,
@@ -205,15 +219,19 @@ def _operation(decision: Decision) -> OperationReport:
     )
 
 
-def _source(equation: Any) -> str:
-    traceback = None if equation is None else equation.source_info.traceback
-    for frame in () if traceback is None else traceback.frames:
-        if not frame.file_name.startswith((_JAX, _OURS)) and not frame.file_name.startswith("<"):
-            return f"{frame.file_name}:{frame.line_num}"
+def _source(equations: tuple[Any, ...]) -> str:
+    """Returns the user's line of the innermost equation that has one."""
+    for equation in reversed(equations):
+        traceback = equation.source_info.traceback
+        for frame in () if traceback is None else traceback.frames:
+            if not frame.file_name.startswith((_JAX, _OURS, "<")):
+                return f"{frame.file_name}:{frame.line_num}"
     return ""
 
 
 def _flops(equation: Any) -> int:
+    if equation.primitive.name in ENTERED:  # a program that was run as it was traced
+        return equation.params.get("length", 1) * sum(map(_flops, _held(equation)))
     size = sum(math.prod(getattr(out.aval, "shape", ())) for out in equation.outvars)
     match equation.primitive.name:
         case "dot_general":
@@ -228,3 +246,10 @@ def _flops(equation: Any) -> int:
         case "reshape" | "transpose" | "broadcast_in_dim" | "convert_element_type" | "slice":
             return 0
     return size
+
+
+def _held(equation: Any) -> list[Any]:
+    """Returns the equations of the programs that an equation holds."""
+    held = jax.tree.leaves(list(equation.params.values()))
+    jaxprs = [x for x in held if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)]
+    return [inner for jaxpr in jaxprs for inner in getattr(jaxpr, "jaxpr", jaxpr).eqns]

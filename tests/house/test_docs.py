@@ -51,7 +51,8 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "torch_loss_scale", "apex_loss_scale", "megatron_loss_scale", "deepspeed_loss_scale",
         "with_loss_scale", "LossScaledState", "get_loss_scale", "all_finite", "select_tree",
         "nonfinite_report", "scaled_value_and_grad", "reduce_gradients", "train_step", "stateless",
-        "TrainState",
+        "TrainState", "autocast", "autocast_as", "AutocastRules", "TORCH_CUDA", "TORCH_CPU",
+        "APEX_O1", "explain_autocast",
     } <= set(PUBLIC)  # fmt: skip
     assert jt.LossScale == jt.NoOpLossScale | jt.StaticLossScale | jt.DynamicLossScale
 
@@ -67,7 +68,7 @@ def test_every_public_name_has_a_docstring_with_an_example(name: str) -> None:
             or signature.return_annotation is None
         )
         for parameter in signature.parameters:
-            assert re.search(rf"^  {parameter}: ", text, re.MULTILINE), parameter
+            assert re.search(rf"^  \*{{0,2}}{parameter}: ", text, re.MULTILINE), parameter
 
 
 def test_the_readme_example_is_short() -> None:

@@ -1,5 +1,6 @@
 """Models of five libraries run unchanged under autocast, and cost no more than models cast by hand."""
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ class Model(NamedTuple):
     params: Any
     batch: tuple[Any, ...]
     complete: Callable[[Any], Any] = lambda params: params
+    closeness: float = 5e-2  # of the gradients
 
     def under(self, transform: Transform) -> Callable[..., Any]:
         """Returns the transformed loss as a function of the parameters and the batch."""
@@ -72,7 +74,8 @@ def linen_cnn() -> Model:
         return loss, batch_stats
 
     batch = {"image": jnp.abs(normal(16, 8, 8, 1)), "label": labels(16)}
-    return Model(loss, params, (batch_stats, batch, jax.random.key(1)))
+    # Rounding switches relus next to BatchNorm's mean: by hand, bfloat16 is 0.064 away from float32.
+    return Model(loss, params, (batch_stats, batch, jax.random.key(1)), closeness=0.1)
 
 
 class Block(nn.Module):
@@ -126,7 +129,8 @@ def linen_gru() -> Model:
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            return nn.Dense(10)(nn.RNN(nn.GRUCell(16))(x)[:, -1])
+            outputs: Any = nn.RNN(nn.GRUCell(16))(x)
+            return nn.Dense(10)(outputs[:, -1])
 
     return applied(Net(), normal(8, 6, 5), labels(8))
 
@@ -228,38 +232,37 @@ def distance(tree: Any, expected: Any) -> float:
     return float(optax.tree.norm(difference) / optax.tree.norm(expected))
 
 
+@functools.cache
+def made(make: Callable[[], Model]) -> tuple[Model, Any]:
+    """Returns a model, and its float32 loss and gradient with what else the loss returns."""
+    model = make()
+    plain = jax.value_and_grad(model.under(lambda loss: loss), has_aux=True)
+    return model, jax.jit(plain)(model.params, *model.batch)
+
+
 @pytest.mark.parametrize("half", HALVES, ids=lambda half: half.__name__)
 @pytest.mark.parametrize("make", MODELS)
 def test_a_model_runs_unchanged(make: Callable[[], Model], half: Any) -> None:
-    model = make()
-    plain = model.under(lambda loss: loss)
-    ours = model.under(lambda loss: autocast(loss, half))
+    model, ((expected, expected_rest), expected_grads) = made(make)
+    args = (model.params, *model.batch)
+    forward = model.under(lambda loss: autocast(loss, half))
+    backward = jax.value_and_grad(forward, has_aux=True)
 
-    products = product_dtypes(ours, model.params, *model.batch)
+    products = product_dtypes(forward, *args)
     assert set(products) == {half.__name__}
-    assert len(products) == len(product_dtypes(plain, model.params, *model.batch))
-    gradient = jax.value_and_grad(ours, has_aux=True)
-    assert set(product_dtypes(gradient, model.params, *model.batch)) == {half.__name__}
+    assert len(products) == len(product_dtypes(model.under(lambda loss: loss), *args))
+    assert set(product_dtypes(backward, *args)) == {half.__name__}
 
-    expected, wanted_state = jax.jit(plain)(model.params, *model.batch)
-    loss, state = jax.jit(ours)(model.params, *model.batch)
-    (same_loss, _), grads = jax.jit(gradient)(model.params, *model.batch)
-    _, wanted = jax.jit(jax.value_and_grad(plain, has_aux=True))(model.params, *model.batch)
-
-    assert (loss.dtype, same_loss.dtype) == (jnp.float32, jnp.float32)
-    tolerance = 5e-3 if half == jnp.float16 else 2e-2
-    assert float(loss) == pytest.approx(float(expected), rel=tolerance)
-    assert float(same_loss) == pytest.approx(float(expected), rel=tolerance)
-    assert distance(state, wanted_state) < 5e-2
-    assert {grad.dtype.name for grad in jax.tree.leaves(grads)} == {"float32"}
-    print(
-        make.__name__,
-        half.__name__,
-        abs(float(loss / expected - 1)),
-        distance(state, wanted_state),
-        distance(grads, wanted),
-    )
-    assert distance(grads, wanted) < 5e-2
+    for (loss, rest), grads in (
+        (jax.jit(forward)(*args), expected_grads),
+        jax.jit(backward)(*args),
+    ):
+        assert loss.dtype == jnp.float32
+        tolerance = 5e-3 if half == jnp.float16 else 2e-2
+        assert float(loss) == pytest.approx(float(expected), rel=tolerance)
+        assert distance(rest, expected_rest) < tolerance
+        assert {grad.dtype.name for grad in jax.tree.leaves(grads)} == {"float32"}
+        assert distance(grads, expected_grads) < model.closeness
 
 
 def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -318,7 +321,6 @@ def test_a_step_has_as_few_instructions_as_one_cast_by_hand(half: Any) -> None:
     args = vit_shapes(small_vit(), 8, 32)
     ours = instructions(autocast(vit_loss(small_vit()), half), *args)
     by_hand = instructions(vit_loss(small_vit(half)), *args)
-    print(ours, by_hand)
     assert ours[0] <= 1.05 * by_hand[0]
     assert ours[1] <= 1.05 * by_hand[1]
 
@@ -338,12 +340,10 @@ def test_the_mnist_network_keeps_half_as_much_for_its_gradient() -> None:
         return promoting(mnist.loss_fn)(*args)[0]
 
     args = mnist_shapes(256)
-    print(residual_bytes(autocast(loss), *args) / residual_bytes(loss, *args))
     assert residual_bytes(autocast(loss), *args) <= 0.6 * residual_bytes(loss, *args)
 
 
 def test_a_large_vit_keeps_half_as_much_for_its_gradient() -> None:
     args = vit_shapes(ViT(), 8, 224)
     loss = vit_loss(ViT())
-    print(residual_bytes(autocast(loss), *args) / residual_bytes(loss, *args))
     assert residual_bytes(autocast(loss), *args) <= 0.6 * residual_bytes(loss, *args)

@@ -307,6 +307,23 @@ def test_a_custom_rule_is_lowered_where_a_rule_says_so() -> None:
     assert "f32[2,3] = dot_general" not in text
 
 
+def test_a_custom_rule_of_half_inputs_becomes_float32_where_a_rule_says_so() -> None:
+    @jax.custom_vjp
+    def total(x: jax.Array) -> jax.Array:
+        return jnp.sum(x * x)
+
+    total.defvjp(lambda x: (jnp.sum(x * x), x), lambda x, g: (7 * g * x,))
+
+    def fn(x: jax.Array) -> jax.Array:
+        return autocast_as("float32")(total)(x.astype(jnp.float16))
+
+    x = jnp.full((2, 3), 300.0)
+    assert autocast(lambda x: total(x.astype(jnp.float16)))(x).dtype == F16
+    out = autocast(fn)(x)
+    assert (out.dtype, float(out)) == (F32, 6 * 300.0**2)
+    assert jax.grad(autocast(fn))(x).tolist() == [[2100.0] * 3] * 2
+
+
 # Loops and branches
 
 
@@ -433,6 +450,22 @@ def test_disabled_is_the_plain_function_to_the_bit() -> None:
     for dtype in (F32, F16):
         x = jnp.asarray(X, dtype)
         assert_bitwise_equal(autocast(fn, enabled=False)(x), fn(x))
+
+
+def test_a_decorator_around_a_region_is_no_region() -> None:
+    def squared(fn: Any) -> Any:
+        @functools.wraps(fn)
+        def wrapped(x: jax.Array) -> jax.Array:
+            return jnp.square(fn(x))
+
+        return wrapped
+
+    half = autocast(lambda x: x @ x.T)
+    x = jnp.full((2, 2), 300.0)
+    assert squared(half)(x).dtype == F16
+    around = autocast(squared(half))(x)
+    assert (around.dtype, float(around[0, 0])) == (F32, float(np.inf))
+    assert autocast(squared(autocast(lambda x: x, enabled=False)))(x).tolist() == [[9e4] * 2] * 2
 
 
 def test_twice_is_once() -> None:
@@ -592,6 +625,40 @@ def test_a_parameter_is_cast_once() -> None:
 
     text = str(jax.make_jaxpr(autocast(fn))(x))
     assert text.count("convert_element_type[new_dtype=float16") == 2  # x and w
+
+
+def saved(fn: Any, *args: Any) -> list[str]:
+    """Returns dtype and shape of what is saved for the gradient, without the arguments' own shapes."""
+    avals = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args))
+    shapes = {arg.shape for arg in args}
+    return [f"{a.dtype.name}{list(a.shape)}" for a in avals if a.shape not in shapes]
+
+
+def test_what_is_computed_in_float32_of_half_values_is_saved_in_half() -> None:
+    x, w, v = jnp.ones((4, 3)), jnp.ones((3, 5)), jnp.ones((5, 2))
+    scale = jnp.ones((4, 5))
+    assert saved(autocast(lambda x, w: jnp.exp(x @ w).sum()), x, w) == ["float16[4, 5]"]
+
+    def scaled(x: jax.Array, w: jax.Array, scale: jax.Array, v: jax.Array) -> jax.Array:
+        return ((x @ w - scale) * scale * scale + scale) @ v
+
+    residuals = jax.tree.leaves(
+        jax.eval_shape(lambda *args: jax.vjp(autocast(scaled), *args)[1], x, w, scale, v)
+    )
+    floats = [a.dtype for a in residuals if a.shape == (4, 5)]
+    assert floats.count(F32) <= 2  # of scale, which is an argument
+    assert floats.count(F16) >= 3
+    out = autocast(scaled)(x, w, scale, v)
+    assert out.tolist() == [[15.0] * 2] * 4
+
+
+def test_a_float32_intermediate_is_not_rounded_on_the_way() -> None:
+    x, scale = jnp.full((2, 2), 100.0), jnp.full((2, 2), 1000.0)
+
+    def fn(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return ((x @ x) * scale - 2e4 * scale) @ x
+
+    assert autocast(fn)(x, scale).tolist() == [[0.0, 0.0], [0.0, 0.0]]  # 2e7 is no float16
 
 
 def test_a_second_call_does_not_trace_again() -> None:

@@ -67,6 +67,28 @@ def test_flops_are_those_of_the_products_times_the_turns_of_a_scan() -> None:
     assert row(report, "conv_general_dilated").flops == 2 * (8 * 8 * 6) * (3 * 3 * 2)
 
 
+def test_the_flops_of_what_is_not_entered_count() -> None:
+    @jax.custom_vjp
+    def own(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 3, lambda _, y: y + x @ w, jnp.zeros((4, 16)))
+
+    own.defvjp(lambda x, w: (own(x, w), None), lambda _, g: (g[:, :8], g[:4, :8].T @ g))
+    report = explain_autocast(own, X, W)
+    flops = row(report, "custom_vjp_call").flops
+    assert flops == pytest.approx(3 * 2 * 4 * 8 * 16, rel=0.1)
+    assert report.half_flops_share == 0
+
+
+def test_the_source_is_the_users_line() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x)
+
+    report = explain_autocast(fn, X)
+    assert row(report, "max").source == f"{__file__}:{fn.__code__.co_firstlineno + 1}"
+    wrapped = explain_autocast(jax.jit(autocast(fn, jnp.bfloat16)), X)
+    assert row(wrapped, "custom_jvp_call").reason == "decided by an inner region"
+
+
 def test_the_share_in_half_precision() -> None:
     report = explain_autocast(lambda x, w: jnp.exp(x @ w), X, W)
     product, exponential = 2 * 4 * 8 * 16, 4 * 16

@@ -84,7 +84,10 @@ def test_the_reduce_dtype_of_a_string(key: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("P=f32", "Unknown key 'P' in 'P=f32' should be 'params', 'compute', 'output' or 'reduce'"),
+        (
+            "P=f32",
+            "Unknown key 'P' in 'P=f32' should be 'params', 'compute', 'output', 'reduce' or 'autocast'",
+        ),
         ("=f16", "Unknown key '' in '=f16'"),
         ("param_dtype=f16", "Unknown key 'param_dtype' in"),
         ("f", "Unknown dtype 'f' must be full, half, f32, float32, f16,"),
@@ -106,7 +109,7 @@ def test_wrong_strings(text: str, message: str) -> None:
 
 
 def test_a_wrong_uniform_name_tells_of_policies() -> None:
-    with pytest.raises(ValueError, match="or a policy: mixed_float16, mixed_bfloat16, or 'params="):
+    with pytest.raises(ValueError, match="or a policy: mixed_float16, mixed_bfloat16, autocast_"):
         jt.get_policy("mixed")
 
 
