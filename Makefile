@@ -14,7 +14,7 @@ help:
 	@echo "make test-newest  run the fast ones on the newest Python and jax, where there is one"
 	@echo "make lint         ruff and pyright"
 	@echo "make format       ruff's formatter"
-	@echo "make bench        what a step and an import cost"
+	@echo "make bench        what a step, an import and autocast cost"
 	@echo "make clean        remove what make made"
 
 demo: .venv/.train
@@ -48,6 +48,7 @@ format: .venv/.dev
 bench: .venv/.dev
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/autocast.py
 
 clean:
 	rm -rf .venv .venv-newest build dist out *.egg-info .coverage .pytest_cache .ruff_cache .hypothesis

@@ -17,6 +17,8 @@ from jmp_train.policies.autocast_rules import TORCH_CUDA, AutocastRules, Rule
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
+_ARRAY = object()  # stands for one among results that need not be arrays
+
 
 def autocast(
     fn: Callable[Args, Result],
@@ -139,24 +141,22 @@ def run_region(
     """Returns what `fn(*args, **kwargs)` gives by the rules of a region."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = [leaf for leaf in leaves if _is_array(leaf)]
-    out: list[Any] = []
+    structure: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
         rest = iter(arrays)
         filled = [next(rest) if _is_array(leaf) else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(tree, filled)
         results, out_tree = jax.tree.flatten(fn(*args, **kwargs))
-        out[:] = [results, out_tree]
+        structure[:] = [out_tree, [_ARRAY if _is_array(x) else x for x in results]]
         return [x for x in results if _is_array(x)]
 
     jaxpr = jax.make_jaxpr(flat)(*(_float32_aval(array) for array in arrays))
-    results, out_tree = out
     region = dataclasses.replace(region, constants={})
-    values = interpret(region, jaxpr, [argument(array) for array in arrays])
-    computed = iter(values)
+    computed = iter(interpret(region, jaxpr, [argument(array) for array in arrays]))
+    out_tree, results = structure
     return jax.tree.unflatten(
-        out_tree,
-        [jnp.asarray(next(computed).array) if _is_array(x) else x for x in results],
+        out_tree, [jnp.asarray(next(computed).array) if x is _ARRAY else x for x in results]
     )
 
 

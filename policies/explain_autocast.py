@@ -73,7 +73,7 @@ class AutocastReport:
       >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
       >>> report = explain_autocast(lambda x: jnp.sum(x @ x), x)
       >>> len(report.rows()), report.residual_bytes_float32, report.residual_bytes_autocast
-      (2, 512, 256)
+      (2, 256, 128)
     """
 
     operations: tuple[OperationReport, ...]

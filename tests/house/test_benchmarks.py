@@ -54,3 +54,24 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
         assert result["of_the_memory"] == result["memory_mb"] / first["memory_mb"]
         assert result["loss"] == pytest.approx(first["loss"], rel=0.05)
     assert "2.3 times as fast, 0.63 of the memory" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_autocast_benchmark_stays_within_its_bounds(tmp_path: Path) -> None:
+    file = tmp_path / "autocast.json"
+    output = run("autocast.py", "--tiny", "--rounds", "1", "--json", str(file))
+    report = json.loads(file.read_text())
+    assert report["rounds"] == 1
+    for half in ("float16", "bfloat16"):
+        by_hand, ours = report["hlo"][f"by hand {half}"], report["hlo"][f"autocast {half}"]
+        assert 0 < ours["instructions"] <= 1.05 * by_hand["instructions"]
+        assert 0 < ours["converts"] <= 1.05 * by_hand["converts"]
+    for name in ("ViT-B/16", "mnist"):
+        kept = report["residual_bytes"][name]
+        assert 0 < kept["autocast"] <= 0.6 * kept["float32"]
+    for variants in report["steps"].values():
+        assert {"jax float32", "jax autocast"} <= set(variants)
+        losses = [variant["loss"] for variant in variants.values()]
+        assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert all(f"\n{i}. " in output for i in (1, 2, 3, 4))

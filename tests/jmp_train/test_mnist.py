@@ -139,10 +139,11 @@ def test_initial_values_are_pytorchs() -> None:
 def test_half_precision_starts_as_float32_does(synthetic: Task) -> None:
     losses = {
         name: [step.loss for step in train(synthetic, name, epochs=1, batch_size=16).steps]
-        for name in ("float32", "mixed_float16", "mixed_bfloat16")
+        for name in ("float32", "mixed_float16", "mixed_bfloat16", "autocast_float16")
     }
     assert losses["float32"][-1] < losses["float32"][0]
     np.testing.assert_allclose(losses["mixed_float16"], losses["float32"], rtol=0.005)
+    np.testing.assert_allclose(losses["autocast_float16"], losses["float32"], rtol=0.005)
     np.testing.assert_allclose(losses["mixed_bfloat16"], losses["float32"], rtol=0.02)
 
 

@@ -43,7 +43,14 @@ def test_digits_are_the_real_ones_and_split_without_overlap(digits: Task) -> Non
 
 
 @pytest.mark.parametrize(
-    ("policy", "scale"), [("float32", 1.0), ("mixed_float16", 2.0**16), ("mixed_bfloat16", 1.0)]
+    ("policy", "scale"),
+    [
+        ("float32", 1.0),
+        ("mixed_float16", 2.0**16),
+        ("mixed_bfloat16", 1.0),
+        ("autocast_float16", 2.0**16),
+        ("autocast_bfloat16", 1.0),
+    ],
 )
 def test_digits_learn_in_every_policy(digits: Task, policy: str, scale: float) -> None:
     seen: list[Event] = []

@@ -504,6 +504,18 @@ def test_arguments_that_are_no_arrays_are_handed_on() -> None:
     assert (out["name"], out["none"], out["n"]) == ("n", None, 2)
 
 
+def test_nothing_leaks_out_of_the_trace() -> None:
+    def fn(x: jax.Array) -> Any:
+        y = lax.scan(lambda c, _: (jax.nn.relu(c @ x), None), x, None, length=2)[0]
+        return {"loss": y.sum(), "name": "n"}
+
+    with jax.checking_leaks():
+        out = autocast(fn)(jnp.ones((2, 2)))
+        grads = jax.jit(jax.grad(lambda x: autocast(fn)(x)["loss"]))(jnp.ones((2, 2)))
+    assert (float(out["loss"]), out["name"]) == (16.0, "n")
+    assert grads.tolist() == [[12.0, 12.0], [12.0, 12.0]]
+
+
 def test_numpy_arrays_and_closures() -> None:
     w = W.astype(np.float32)
     assert autocast(lambda x: x @ w)(X.astype(np.float32)).dtype == F16
