@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from jmp_train.policies.autocast_rules import AutocastRules, Rule
+from jmp_train.policies.literal_bounds import UNKNOWN, Bounds, fits, literal_bounds, result_bounds
 
 # What runs under this name was decided by an inner region, and an outer one leaves it as it is.
 DECIDED = "jmp_train.autocast"
@@ -54,7 +55,6 @@ _SAVES_ITS_INPUT = _names(
     "sinh tan acosh asinh atanh"
 )
 _EACH = frozenset(("sort", "optimization_barrier"))  # operands of which each has its own dtype
-_BIG = 60_000.0  # literals beyond it, such as masks of -1e9, do not become float16
 
 
 class BannedOperationError(TypeError):
@@ -77,7 +77,7 @@ class Value:
     Attributes:
       array: an array or tracer in the dtype that the rules gave it.
       weak: whether it is made of literals only.
-      limit: of weak values, the largest magnitude where it is known.
+      bounds: of weak values, their least and greatest magnitude.
       origin: of arguments and constants that were only moved about, their first size, else None.
       product: whether it is the result of a matrix product or convolution, perhaps moved about.
       scaled: whether it is the product, or quotient, of a half value.
@@ -86,7 +86,7 @@ class Value:
 
     array: Any
     weak: bool = False
-    limit: float = 0.0
+    bounds: Bounds = UNKNOWN
     origin: int | None = None
     product: bool = False
     scaled: bool = False
@@ -103,7 +103,8 @@ class Value:
             return self.array
         if dtype not in self.casts:
             if isinstance(self.array, np.ndarray | np.generic):
-                self.casts[dtype] = np.asarray(self.array).astype(dtype)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    self.casts[dtype] = np.asarray(self.array).astype(dtype)
             else:
                 self.casts[dtype] = lax.convert_element_type(self.array, dtype)
         return self.casts[dtype]
@@ -280,11 +281,11 @@ def argument(array: Any) -> Value:
 
 
 def _literal(atom: Any) -> Value:
-    if not eligible(traced_dtype(atom)):
+    dtype = traced_dtype(atom)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.number):
         return Value(atom.val, weak=True)
-    array = np.asarray(atom.val, traced_dtype(atom))
-    number = float(np.max(np.abs(array), initial=0.0))
-    return Value(array, weak=True, limit=number if np.isfinite(number) else 0.0)
+    array = np.asarray(atom.val, dtype) if eligible(dtype) else atom.val
+    return Value(array, weak=True, bounds=literal_bounds(atom.val))
 
 
 def _run(
@@ -433,9 +434,9 @@ def _can_lower(equation: Any) -> bool:
 
 
 def _holds_typed_body(equation: Any) -> bool:
-    """Whether it holds a program, such as a reducer; that of scatter only hands values on."""
-    held = any("jaxpr" in name and x is not None for name, x in equation.params.items())
-    return held and equation.primitive.name != "scatter"
+    """Whether it holds a program that computes, such as a reducer."""
+    held = [x for name, x in equation.params.items() if "jaxpr" in name and x is not None]
+    return any(getattr(jaxpr, "jaxpr", jaxpr).eqns for jaxpr in held)
 
 
 def _common(region: Region, equation: Any, floats: list[Value], in_float32: set[Any]) -> Any:
@@ -445,9 +446,10 @@ def _common(region: Region, equation: Any, floats: list[Value], in_float32: set[
         return _FLOAT32  # all that reads the result would cast it up
     if name == "add" and (bias := _bias_dtype(equation, floats)) is not None:
         return bias
-    strong = {value.dtype for value in floats if not value.weak}
-    if region.half == jnp.float16 and any(v.weak and v.limit > _BIG for v in floats):
+    scales = name in ("mul", "div")
+    if not all(fits(v.bounds, region.half, scales=scales) for v in floats if v.weak):
         return _FLOAT32
+    strong = {value.dtype for value in floats if not value.weak}
     strong = strong or {value.dtype for value in floats}
     return strong.pop() if len(strong) == 1 else _FLOAT32
 
@@ -468,8 +470,9 @@ def _convert(equation: Any, value: Value) -> Value:
     if eligible(source) and eligible(dtype):
         return dataclasses.replace(value, array=value.to(dtype), casts={})
     (output,) = _bind(equation, [value.array], [value], equation.params)
-    exact = source == np.bool_ and eligible(dtype)  # a mask
-    return dataclasses.replace(output, weak=value.weak or exact, limit=value.limit)
+    if source == np.bool_:
+        return dataclasses.replace(output, weak=True, bounds=(0.0, 1.0))  # a mask
+    return output
 
 
 def _params(equation: Any, dtype: Any) -> dict[str, Any]:
@@ -496,13 +499,12 @@ def _bind(
     results = results if primitive.multiple_results else [results]
     layout = primitive.name in LAYOUT
     floats = [v for v, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
-    weak = all(value.weak for value in floats or inputs)
-    limit = max((value.limit for value in floats), default=0.0)
+    weak = bool(inputs) and all(value.weak for value in floats or inputs)
     return [
         Value(
             result,
             weak=weak,
-            limit=limit if layout or primitive.name in ("select_n", "pad", "concatenate") else 0.0,
+            bounds=result_bounds(equation, [v.bounds for v in inputs]) if weak else UNKNOWN,
             origin=inputs[0].origin if layout else None,
             product=inputs[0].product if layout else primitive.name in _PRODUCTS,
         )

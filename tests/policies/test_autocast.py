@@ -220,13 +220,51 @@ def test_where_plain_half_fails_autocast_is_right() -> None:
     assert tiny(jnp.full(4, 1e-4, jnp.float16)).tolist() == pytest.approx([0.5] * 4, rel=1e-2)
 
 
-def test_masks_of_large_numbers_do_not_become_infinite() -> None:
-    w = jnp.ones((3, 3))
-    for low in (-1e9, float(jnp.finfo(jnp.float32).min)):
-        fn = autocast(
-            lambda x, low=low: jax.nn.softmax(jnp.where(jnp.zeros((2, 3), bool), x @ w, low))
-        )
-        np.testing.assert_allclose(fn(jnp.ones((2, 3))), 1 / 3, rtol=1e-6)
+MASKS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "where": lambda y, mask: jnp.where(mask, y, -1e9),
+    "least": lambda y, mask: jnp.where(mask, y, jnp.finfo(jnp.float32).min),
+    "added": lambda y, mask: y + (1.0 - mask.astype(jnp.float32)) * -1e9,
+    "subtracted": lambda y, mask: y - 1e9 * (1 - mask.astype(jnp.int32)),
+    "in a jit": lambda y, mask: y + jax.jit(lambda m: (1.0 - m.astype(jnp.float32)) * -1e9)(mask),
+}
+
+
+@pytest.mark.parametrize("half", [F16, jnp.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_row_that_is_masked_altogether_is_uniform(mask: str, half: Any) -> None:
+    def fn(x: jax.Array, w: jax.Array, allowed: jax.Array) -> jax.Array:
+        return jax.nn.softmax(MASKS[mask](x @ w, allowed))
+
+    allowed = jnp.zeros((2, 3), bool).at[0, 1].set(True)
+    out = autocast(promoting(fn), half)(jnp.ones((2, 3)), jnp.ones((3, 3)), allowed)
+    np.testing.assert_allclose(out, [[0, 1, 0], [1 / 3] * 3], atol=1e-6)
+
+
+LITERALS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "a root": lambda y: y / jnp.sqrt(1e10) * 1e5,
+    "a power": lambda y: y * jnp.float32(10) ** 6 / 1e6,
+    "tiny": lambda y: (y * 1e-7) * 1e7,
+    "nearly zero": lambda y: 1e-9 * y / 1e-9,
+    "a sum": lambda y: y + jnp.sum(jnp.full(100, 1e3)) - 1e5,
+    "a product": lambda y: y + jnp.prod(jnp.full(6, 10.0)) - 1e6,
+    "counted": lambda y: y * 0 + jnp.arange(80_000.0)[jnp.array([1, 4_093, 79_999])],
+}
+
+
+@pytest.mark.parametrize("literal", LITERALS)
+def test_literals_that_half_cannot_hold_are_float32(literal: str) -> None:
+    fn, x = LITERALS[literal], jnp.array([0.0, 0.5, 2.0])
+    ours = autocast(lambda x: fn((x[None] @ jnp.eye(3))[0]))(x)
+    assert ours.dtype == F32
+    np.testing.assert_allclose(ours, promoting(fn)(x), rtol=1e-5, atol=0.07)
+
+
+def test_literals_that_half_can_hold_are_half() -> None:
+    for scale in (0.5, 1 / np.sqrt(64), 6e-4, -60_000.0, 0.0, np.inf):
+        out = autocast(lambda x, scale=scale: jnp.maximum((x @ x) * scale, scale + 0.0))(X[:2, :2])
+        assert out.dtype == F16
+    gelu = autocast(lambda x: jnp.tanh(jnp.sqrt(2 / jnp.pi) * (x @ x) / jnp.log(10.0)))
+    assert gelu(X[:2, :2]).dtype == F16
 
 
 @jax.custom_vjp
@@ -324,6 +362,79 @@ def test_a_custom_rule_of_half_inputs_becomes_float32_where_a_rule_says_so() -> 
     assert jax.grad(autocast(fn))(x).tolist() == [[2100.0] * 3] * 2
 
 
+def tanh_of_product() -> tuple[Any, jax.Array]:
+    """Returns a function with a rule, which closes over an array, and that array."""
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)
+    function = jax.custom_jvp(lambda x: jnp.tanh(x @ w))
+    function.defjvp(lambda p, t: (function(*p), (1 - function(*p) ** 2) * (t[0] @ w)))
+    return function, w
+
+
+@pytest.mark.parametrize(
+    "grad",
+    [
+        lambda loss: jax.grad(jax.jit(loss)),
+        lambda loss: jax.jit(jax.grad(jax.jit(loss))),
+        lambda loss: jax.jacfwd(jax.jit(loss)),
+        lambda loss: jax.grad(jax.checkpoint(jax.jit(loss))),
+        lambda loss: jax.grad(lambda x: lax.scan(lambda c, _: (c, loss(x)), 0, None, 1)[1].sum()),
+    ],
+    ids=["grad of jit", "jit of both", "jacfwd", "remat", "scan"],
+)
+def test_a_rule_may_run_after_its_trace_has_ended(grad: Any) -> None:
+    function, w = tanh_of_product()
+
+    def loss(x: jax.Array, transform: Any = autocast) -> jax.Array:
+        return transform(lambda x: function(x @ w))(x).astype(jnp.float32).mean()
+
+    expected = grad(functools.partial(loss, transform=lambda f: f))(w)
+    np.testing.assert_allclose(grad(loss)(w), expected, atol=1e-3)
+
+
+def test_rules_with_integers() -> None:
+    order, w = jnp.array([1, 0]), jnp.ones((2, 2))
+
+    @jax.custom_jvp
+    def largest(x: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (x @ w)[rows], jnp.argmax(x)
+
+    @largest.defjvp
+    def times_seven(primals: Any, tangents: Any) -> Any:
+        out = largest(*primals)
+        return out, (7 * (tangents[0] @ w)[primals[1]], np.zeros((), jax.dtypes.float0))
+
+    out, index = autocast(largest)(jnp.eye(2), order)
+    assert (out.dtype, index.dtype) == (F16, jnp.int32)
+    grads = jax.grad(lambda x: autocast(largest)(x, order)[0].astype(jnp.float32).sum())(jnp.eye(2))
+    assert grads.tolist() == [[14.0, 14.0], [14.0, 14.0]]
+
+
+def test_a_lowered_rule_may_close_over_arrays_and_call_itself() -> None:
+    w = jnp.full((2, 2), 0.5)
+
+    @jax.custom_vjp
+    def product(x: jax.Array) -> jax.Array:
+        return x @ w
+
+    product.defvjp(lambda x: (product(x), None), lambda _, g: (7 * g @ w.T,))
+    loss = lambda x: autocast(autocast_as("lower")(product))(x).astype(jnp.float32).sum()
+    text = str(jax.make_jaxpr(jax.grad(jax.jit(loss)))(w))
+    assert "f32[2,2] = dot_general" not in text
+    assert jax.grad(jax.jit(loss))(w).tolist() == [[7.0, 7.0], [7.0, 7.0]]
+
+
+def test_symbolic_zeros_stay_symbolic() -> None:
+    function = jax.custom_jvp(lambda x, y: x * y)
+
+    def tangents(primals: Any, tangents: Any) -> Any:
+        (x, y), (dx, dy) = primals, tangents
+        assert isinstance(dy, jax.custom_derivatives.SymbolicZero)
+        return x * y, 7 * dx * y
+
+    function.defjvp(tangents, symbolic_zeros=True)
+    assert float(jax.grad(lambda x: autocast(function)(x, jnp.float32(2)))(jnp.float32(3))) == 14
+
+
 # Loops and branches
 
 
@@ -360,6 +471,22 @@ def test_an_empty_scan() -> None:
     x, w = jnp.ones((0, 3), jnp.float16), jnp.ones((3, 3))
     carry, ys = autocast(lambda x: lax.scan(lambda c, v: (c @ w, v @ w), jnp.ones(3), x))(x)
     assert (carry.dtype, ys.dtype, ys.shape) == (F32, F16, (0, 3))
+
+
+def test_each_element_of_a_batch_leaves_its_loop_by_itself() -> None:
+    w = jnp.eye(2)
+
+    def doubled(x: jax.Array) -> jax.Array:
+        return lax.while_loop(lambda c: c[0] < 100, lambda c: (c[0] * 2, c[1] @ c[1]), (x, w))[0]
+
+    x = jnp.array([1.0, 70.0, 200.0])
+    assert autocast(jax.vmap(doubled))(x).tolist() == [128.0, 140.0, 200.0]
+    assert jax.jit(jax.vmap(autocast(doubled)))(x).tolist() == [128.0, 140.0, 200.0]
+
+
+def test_a_scatter_that_computes() -> None:
+    out = autocast(lambda x: (x @ x).at[0].apply(jnp.tanh))(jnp.eye(2))
+    np.testing.assert_allclose(out, [[np.tanh(1), 0], [0, 1]], rtol=1e-3)
 
 
 def test_branches_agree() -> None:

@@ -1,0 +1,107 @@
+"""How large values made of literals alone can be: whether a half type can hold them.
+
+Bounds are pairs (least, greatest) of magnitudes; what is not known is (0, inf).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+Bounds = tuple[float, float]
+
+UNKNOWN: Bounds = (0.0, math.inf)
+
+
+def literal_bounds(value: Any) -> Bounds:
+    """Returns the bounds of a literal; infinities and NaN, which half types have too, count nothing."""
+    magnitudes = np.abs(np.asarray(value, np.float64))
+    finite = magnitudes[np.isfinite(magnitudes)]
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+
+
+def fits(bounds: Bounds, half: Any, *, scales: bool) -> bool:
+    """Whether a half type holds such values without overflow or, if they scale, underflow."""
+    greatest, limits = bounds[1], jnp.finfo(half)
+    if scales and 0 < greatest < float(limits.smallest_normal):
+        return False
+    return greatest <= float(limits.max)
+
+
+def result_bounds(equation: Any, inputs: Sequence[Bounds]) -> Bounds:
+    """Returns the bounds of an equation's result."""
+    function = _OF_RESULTS.get(equation.primitive.name)
+    if function is None or not inputs:
+        return UNKNOWN
+    try:
+        least, greatest = function(equation, *inputs)
+    except OverflowError:
+        return UNKNOWN
+    return UNKNOWN if math.isnan(least) or math.isnan(greatest) else (least, greatest)
+
+
+def _names(text: str, function: Callable[..., Bounds]) -> dict[str, Callable[..., Bounds]]:
+    return dict.fromkeys(text.split(), function)
+
+
+def _any_of(_: Any, *inputs: Bounds) -> Bounds:
+    return min(least for least, _ in inputs), max(greatest for _, greatest in inputs)
+
+
+def _converted(equation: Any, a: Bounds) -> Bounds:
+    to_float = jnp.issubdtype(equation.params["new_dtype"], jnp.floating)
+    return a if to_float else (0.0, a[1])
+
+
+def _sum(_: Any, a: Bounds, b: Bounds) -> Bounds:
+    return max(a[0] - b[1], b[0] - a[1], 0.0), a[1] + b[1]
+
+
+def _product(_: Any, a: Bounds, b: Bounds) -> Bounds:
+    return a[0] * b[0], a[1] * b[1]
+
+
+def _inverse(a: Bounds) -> Bounds:
+    return 1 / a[1] if a[1] else math.inf, 1 / a[0] if a[0] else math.inf
+
+
+def _power(equation: Any, a: Bounds) -> Bounds:
+    y = equation.params["y"]
+    powers = (a[0] ** abs(y), a[1] ** abs(y))
+    return powers if y >= 0 else _inverse(powers)
+
+
+def _root(_: Any, a: Bounds) -> Bounds:
+    return math.sqrt(a[0]), math.sqrt(a[1])
+
+
+def _logarithm(_: Any, a: Bounds) -> Bounds:
+    return (0.0, max(abs(math.log2(a[0])), abs(math.log2(a[1])))) if a[0] else UNKNOWN
+
+
+def _total(equation: Any, a: Bounds) -> Bounds:
+    return 0.0, a[1] * math.prod(equation.invars[0].aval.shape)
+
+
+_OF_RESULTS: dict[str, Callable[..., Bounds]] = {
+    **_names(
+        "reshape transpose broadcast_in_dim squeeze expand_dims rev slice copy copy_p stop_gradient "
+        "pvary pcast neg abs concatenate max min clamp reduce_max reduce_min",
+        _any_of,
+    ),
+    **_names("pad select_n", lambda _, *inputs: (0.0, _any_of(_, *inputs)[1])),
+    "convert_element_type": _converted,
+    **_names("add sub add_any", _sum),
+    "mul": _product,
+    "div": lambda _, a, b: _product(_, a, _inverse(b)),
+    "integer_pow": _power,
+    "square": lambda _, a: _product(_, a, a),
+    "sqrt": _root,
+    "rsqrt": lambda _, a: _inverse(_root(_, a)),
+    **_names("log log2", _logarithm),
+    **_names("exp", lambda _, a: (0.0, math.exp(a[1]))),
+    **_names("tanh logistic erf sin cos sign", lambda _, a: (0.0, 1.0)),
+    **_names("reduce_sum cumsum", _total),
+}
