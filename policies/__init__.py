@@ -8,7 +8,7 @@ decides whether a step is taken.
 
 from jmp_train.policies.autocast import autocast as autocast
 from jmp_train.policies.autocast import autocast_as as autocast_as
-from jmp_train.policies.autocast_interpreter import BannedOperationError as BannedOperationError
+from jmp_train.policies.autocast_region import BannedOperationError as BannedOperationError
 from jmp_train.policies.autocast_rules import APEX_O1 as APEX_O1
 from jmp_train.policies.autocast_rules import TORCH_CPU as TORCH_CPU
 from jmp_train.policies.autocast_rules import TORCH_CUDA as TORCH_CUDA

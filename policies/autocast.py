@@ -11,7 +11,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocast_control import ENTERED
-from jmp_train.policies.autocast_interpreter import DECIDED, Region, argument, eligible, interpret
+from jmp_train.policies.autocast_interpreter import interpret
+from jmp_train.policies.autocast_region import DECIDED, Region, argument, eligible
 from jmp_train.policies.autocast_rules import TORCH_CUDA, AutocastRules, Rule
 
 Args = ParamSpec("Args")

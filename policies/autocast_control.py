@@ -1,29 +1,27 @@
-"""How autocast enters the primitives that hold programs: jit, loops, branches, remat, custom rules.
+"""How autocast enters the primitives that hold programs: jit, loops, branches, remat, shard_map.
 
 Each handler takes the region, the equation and its inputs and returns its results, or None where the
 equation cannot be entered and is bound as it was traced.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jmp_train.policies.autocast_interpreter import (
+from jmp_train.policies.autocast_custom_rules import custom_jvp, custom_vjp
+from jmp_train.policies.autocast_dtypes import wanted
+from jmp_train.policies.autocast_interpreter import interpret, on_arrays, values_of
+from jmp_train.policies.autocast_region import (
     LAYOUT,
     Handler,
     Region,
     Value,
-    argument,
     eligible,
-    interpret,
     traced_dtype,
-    wanted,
 )
 
 
@@ -48,9 +46,9 @@ def _constrain(values: list[Value], shardings: Any) -> list[Value]:
 
 def _remat(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
     params = equation.params
-    body = _on_arrays(region, params["jaxpr"])
+    body = on_arrays(region, params["jaxpr"])
     wrapped = jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])
-    return _values(wrapped(*(value.array for value in inputs)))
+    return values_of(wrapped(*(value.array for value in inputs)))
 
 
 def _scan(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
@@ -89,7 +87,7 @@ def _scan(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return _values([*carry, *ys])
+    return values_of([*carry, *ys])
 
 
 def _lower_before(region: Region, jaxpr: Any, consts: Sequence[Value]) -> None:
@@ -182,7 +180,7 @@ def _while(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
     def proceed(carry: Any) -> Any:
         return jnp.any(go_on(region, carry))
 
-    return _values(lax.while_loop(proceed, body, start))
+    return values_of(lax.while_loop(proceed, body, start))
 
 
 def _where(condition: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
@@ -197,9 +195,9 @@ def _cond(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | N
     if equation.params.get("branches_platforms") is not None:
         return None
     index, *operands = inputs
-    branches = [_on_arrays(region, jaxpr) for jaxpr in equation.params["branches"]]
+    branches = [on_arrays(region, jaxpr) for jaxpr in equation.params["branches"]]
     arrays = [jnp.asarray(v.array) if eligible(v.dtype) else v.array for v in operands]
-    unlogged = [_on_arrays(region.unlogged(), j) for j in equation.params["branches"]]
+    unlogged = [on_arrays(region.unlogged(), j) for j in equation.params["branches"]]
     shapes = [jax.eval_shape(branch, *arrays) for branch in unlogged]
     dtypes = [
         outs[0].dtype if len({out.dtype for out in outs}) == 1 else jnp.dtype(jnp.float32)
@@ -215,138 +213,24 @@ def _cond(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | N
 
         return run
 
-    return _values(lax.switch(index.array, [agreeing(branch) for branch in branches], *arrays))
-
-
-def _custom_jvp(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | None:
-    """Makes a new custom rule of the body and the old tangents, both by the rules of the region."""
-    into = [eligible(traced_dtype(atom)) for atom in equation.invars]
-    out = [eligible(traced_dtype(variable)) for variable in equation.outvars]
-    if equation.params.get("symbolic_zeros") or _has_other_floats(equation):
-        return None
-    region = dataclasses.replace(region, constants={})  # the rule runs when their casts are gone
-    function = jax.custom_jvp(_on_arrays(region, equation.params["call_jaxpr"]))
-
-    def of_floats(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        def bound(*floats: Any) -> list[Any]:
-            return _chosen(_bound(equation)(*_replaced(primals, into, floats)), out)
-
-        return jax.jvp(bound, tuple(_chosen(primals, into)), tuple(tangents))[1]
-
-    @function.defjvp
-    def tangents_by_the_rules(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        outputs = function(*primals)
-        avals = _avals(equation)
-        jaxpr = jax.make_jaxpr(of_floats)(avals, _chosen(avals, into))
-        values = _values([*primals, *_chosen(tangents, into)])
-        results = interpret(region.body(), jaxpr, values)
-        floats = [v.to(x.dtype) for v, x in zip(results, _chosen(outputs, out), strict=True)]
-        zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in outputs]
-        return outputs, _replaced(zeros, out, floats)
-
-    return _values(function(*(value.array for value in inputs)))
-
-
-def _has_other_floats(equation: Any) -> bool:
-    """Whether it has operands or results that can be differentiated, but are no concern of ours."""
-    dtypes = [traced_dtype(atom) for atom in (*equation.invars, *equation.outvars)]
-    return any(jnp.issubdtype(dtype, jnp.inexact) and not eligible(dtype) for dtype in dtypes)
-
-
-def _chosen(items: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
-    return [item for item, is_chosen in zip(items, chosen, strict=True) if is_chosen]
-
-
-def _replaced(items: Sequence[Any], chosen: Sequence[bool], new: Sequence[Any]) -> list[Any]:
-    """Returns the items with new ones in place of those that are chosen."""
-    rest = iter(new)
-    pairs = zip(items, chosen, strict=True)
-    return [next(rest) if is_chosen else item for item, is_chosen in pairs]
-
-
-def _custom_vjp(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | None:
-    """Keeps the rule: the equation as it was or, where its dtype is forced, its two halves in it."""
-    n_consts = equation.params.get("num_consts", 0)
-    atoms = equation.invars[n_consts:]
-    if region.forced is None or not all(eligible(traced_dtype(atom)) for atom in atoms):
-        return None
-    region = dataclasses.replace(region, constants={})  # the rule runs when their casts are gone
-    consts = [value.array for value in inputs[:n_consts]]
-    const_avals, avals = _avals(equation)[:n_consts], _avals(equation)[n_consts:]
-    pullback_tree: list[Any] = []
-
-    def split(consts: Any, *primals: Any) -> tuple[list[Any], list[Any]]:
-        outputs, pullback = jax.vjp(lambda *x: _bound(equation)(*consts, *x), *primals)
-        leaves, tree = jax.tree.flatten(pullback)
-        pullback_tree[:] = [tree]
-        return outputs, leaves
-
-    forward_jaxpr = jax.make_jaxpr(split)(const_avals, *avals)
-    (tree,) = pullback_tree
-    out_avals, residual_avals = jax.eval_shape(split, const_avals, *avals)
-    backward_jaxpr = jax.make_jaxpr(
-        lambda leaves, cotangents: jax.tree.unflatten(tree, leaves)(cotangents)
-    )(residual_avals, out_avals)
-
-    dtype = region.half if region.forced == "lower" else jnp.dtype(jnp.float32)
-    arrays = [value.to(dtype) for value in inputs[n_consts:]]
-    primal = functools.partial(_on_arrays(region, equation.params["call_jaxpr"]), *consts)
-    function = jax.custom_vjp(primal)
-
-    # A forward half that calls the function itself wants its value, whose rule is this one.
-    within = dataclasses.replace(region, handlers={**region.handlers, "custom_vjp_call": _body})
-
-    def forward(*primals: Any) -> tuple[list[Any], list[Any]]:
-        results = _on_arrays(within, forward_jaxpr)(*consts, *primals)
-        shapes = jax.eval_shape(primal, *primals)
-        outputs = [x.astype(out.dtype) for x, out in zip(results, shapes, strict=False)]
-        return outputs, results[len(out_avals) :]
-
-    def backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        results = interpret(region.body(), backward_jaxpr, _values([*residuals, *cotangents]))
-        return tuple(v.to(x.dtype) for v, x in zip(results, arrays, strict=True))
-
-    function.defvjp(forward, backward)
-    return _values(function(*arrays))
-
-
-def _body(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
-    return interpret(region, equation.params["call_jaxpr"], inputs)
-
-
-def _avals(equation: Any) -> tuple[Any, ...]:
-    return tuple(atom.aval for atom in equation.invars)
-
-
-def _bound(equation: Any) -> Callable[..., list[Any]]:
-    """Returns the equation as a function of values in their traced dtypes."""
-    primitive, params = equation.primitive, equation.params
-    return lambda *arrays: primitive.bind(*arrays, **primitive.get_bind_params(params))
+    return values_of(lax.switch(index.array, [agreeing(branch) for branch in branches], *arrays))
 
 
 def _shard_map(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
     params = equation.params
     wrapped = jax.shard_map(
-        _on_arrays(region, params["jaxpr"]),
+        on_arrays(region, params["jaxpr"]),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),
         axis_names=frozenset(params.get("manual_axes") or params["newly_manual_axes"]),
         check_vma=params["check_vma"],
     )
-    return _values(wrapped(*(value.array for value in inputs)))
+    return values_of(wrapped(*(value.array for value in inputs)))
 
 
-def _on_arrays(region: Region, jaxpr: Any) -> Callable[..., list[Any]]:
-    def run(*arrays: Any) -> list[Any]:
-        outputs = interpret(region.body(), jaxpr, [argument(array) for array in arrays])
-        return [jnp.asarray(v.array) if eligible(v.dtype) else v.array for v in outputs]
-
-    return run
-
-
-def _values(arrays: Sequence[Any]) -> list[Value]:
-    return [Value(array) for array in arrays]
+def _body(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
+    return interpret(region, equation.params["call_jaxpr"], inputs)
 
 
 ENTERED: dict[str, Handler] = {
@@ -357,7 +241,7 @@ ENTERED: dict[str, Handler] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    "custom_jvp_call": _custom_jvp,
-    "custom_vjp_call": _custom_vjp,
+    "custom_jvp_call": custom_jvp,
+    "custom_vjp_call": custom_vjp,
     "shard_map": _shard_map,
 }

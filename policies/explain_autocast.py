@@ -13,7 +13,7 @@ import numpy as np
 
 from jmp_train.policies.autocast import autocast, mark_of, run_region
 from jmp_train.policies.autocast_control import ENTERED
-from jmp_train.policies.autocast_interpreter import Decision, eligible
+from jmp_train.policies.autocast_region import Decision, eligible
 
 _HALVES = ("float16", "bfloat16")
 _OURS = os.path.dirname(__file__)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.autocast import autocast, autocast_as
-from jmp_train.policies.autocast_interpreter import BannedOperationError
+from jmp_train.policies.autocast_region import BannedOperationError
 from jmp_train.policies.autocast_rules import APEX_O1, TORCH_CPU, TORCH_CUDA, AutocastRules
 
 F16, F32 = "float16", "float32"

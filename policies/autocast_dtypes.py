@@ -1,0 +1,181 @@
+"""In which dtype autocast runs an operation, by its rule, its operands and what reads its result."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_train.policies.autocast_region import (
+    ARITHMETIC,
+    DECIDED,
+    FLOAT32,
+    LAYOUT,
+    Region,
+    Value,
+    eligible,
+    names,
+    tables_of,
+    traced_dtype,
+    variables_read,
+)
+from jmp_train.policies.autocast_rules import Rule
+from jmp_train.policies.literal_bounds import fits
+
+# Elementwise and data-moving operations, whose floating operands have to agree.
+_PROMOTE = names(
+    "rem max min sign abs floor ceil round is_finite tanh logistic erf erfc sqrt sin cos atan atan2 "
+    "eq ne lt le gt ge select_n clamp concatenate pad stack split dynamic_slice "
+    "dynamic_update_slice gather scatter reduce_max reduce_min argmax argmin cummax cummin top_k "
+    "reduce_window_max reduce_window_min real imag tile exp exp2 expm1 log log1p log2 pow "
+    "integer_pow square rsqrt cbrt erf_inv acos asin cosh sinh tan acosh asinh atanh reduce_sum "
+    "reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum"
+)
+_EACH = frozenset(("sort", "optimization_barrier"))  # operands of which each has its own dtype
+
+
+def settle(
+    region: Region,
+    equation: Any,
+    inputs: list[Value],
+    rule: Rule | None,
+    reason: str,
+    in_float32: set[Any],
+) -> tuple[list[Any], Rule, str]:
+    """Returns the dtype of each operand, None for "as it is", and the rule and reason in the end."""
+    name, atoms = equation.primitive.name, equation.invars
+    touched = [eligible(traced_dtype(atom)) for atom in atoms]
+    as_it_is = [None] * len(inputs)
+    as_traced = [
+        traced_dtype(atom) if touch else None for atom, touch in zip(atoms, touched, strict=True)
+    ]
+    if not any(touched) or not all(_touchable(atom) for atom in atoms):
+        return as_traced, "keep", "no operand that autocast touches"
+    if name == "convert_element_type" and rule in (None, "lower"):
+        return as_it_is, "promote", "explicit conversion"
+    if name in _EACH and rule is None:
+        return as_it_is, "promote", "each operand by itself"
+    if rule is None and name == "mul" and atoms[0] is atoms[1]:
+        rule, reason = "float32", "a square"
+    if rule is None:
+        known = name in LAYOUT | ARITHMETIC | _PROMOTE
+        rule, reason = ("promote", "elementwise") if known else ("keep", f"{name} is not known")
+    if rule == "lower" and not _can_lower(equation):
+        rule, reason = "keep", "its precision is spelled out"
+    if rule == "keep":
+        return as_traced, rule, reason
+
+    target = FLOAT32 if rule == "float32" else region.half
+    if rule == "promote":
+        floats = [value for value, touch in zip(inputs, touched, strict=True) if touch]
+        target = _common(region, equation, floats, in_float32)
+    dtypes = [target if touch else None for touch in touched]
+    if _holds_typed_body(equation) and dtypes != as_traced:
+        return as_traced, "keep", "its body is typed"
+    return dtypes, rule, reason
+
+
+def _touchable(atom: Any) -> bool:
+    """Whether an operand is eligible or of a dtype that goes along with any float."""
+    dtype = traced_dtype(atom)
+    if dtype is None:
+        return False
+    return eligible(dtype) or not (
+        jnp.issubdtype(dtype, jnp.inexact) or jnp.issubdtype(dtype, jax.dtypes.extended)
+    )
+
+
+def _can_lower(equation: Any) -> bool:
+    precision = equation.params.get("precision")
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    return all(part is None or isinstance(part, lax.Precision) for part in parts)
+
+
+def _holds_typed_body(equation: Any) -> bool:
+    """Whether it holds a program that computes, such as a reducer."""
+    held = [x for name, x in equation.params.items() if "jaxpr" in name and x is not None]
+    return any(getattr(jaxpr, "jaxpr", jaxpr).eqns for jaxpr in held)
+
+
+def _common(region: Region, equation: Any, floats: list[Value], in_float32: set[Any]) -> Any:
+    """Returns the dtype in which operands meet."""
+    name = equation.primitive.name
+    if name in ARITHMETIC and all(out in in_float32 for out in equation.outvars):
+        return FLOAT32  # all that reads the result would cast it up
+    if name == "add" and (bias := _bias_dtype(equation, floats)) is not None:
+        return bias
+    scales = name in ("mul", "div")
+    if not all(fits(v.bounds, region.half, scales=scales) for v in floats if v.weak):
+        return FLOAT32
+    strong = {value.dtype for value in floats if not value.weak}
+    strong = strong or {value.dtype for value in floats}
+    return strong.pop() if len(strong) == 1 else FLOAT32
+
+
+def _bias_dtype(equation: Any, floats: list[Value]) -> Any:
+    """Returns a product's dtype if the other operand is its bias: a parameter that is broadcast."""
+    size = int(np.prod(equation.outvars[0].aval.shape))
+    for product, bias in (floats, floats[::-1]):
+        if product.product and bias.origin is not None and bias.origin < size:
+            return product.dtype
+    return None
+
+
+def wanted(
+    region: Region,
+    jaxpr: Any,
+    rule: Rule,
+    through: frozenset[str],
+    results: frozenset[Any] = frozenset(),
+) -> set[Any]:
+    """Returns the variables whose every reader computes by a rule, however they get there.
+
+    Args:
+      region: the region.
+      jaxpr: the program.
+      rule: "float32" or "lower".
+      through: the primitives whose inputs are wanted as their results are.
+      results: those of the program's results that are wanted so.
+    """
+    opened, tables = getattr(jaxpr, "jaxpr", jaxpr), tables_of(region.rules)
+    if tables.paths:
+        return set()
+    readers: dict[Any, list[Any]] = {}
+    for equation in opened.eqns:
+        for variable in variables_read(equation):
+            readers.setdefault(variable, []).append(equation)
+    visible = {atom for atom in opened.outvars if not isinstance(atom, jex.Literal)} - results
+    found: set[Any] = set(results)
+
+    def fits(variable: Any, reader: Any) -> bool:
+        name, params = reader.primitive.name, reader.params
+        if DECIDED in str(reader.source_info.name_stack):
+            return False
+        if name in ("jit", "pjit", "custom_jvp_call"):
+            if params.get("name") in tables.functions:
+                return False
+            body = params["jaxpr"] if name != "custom_jvp_call" else params["call_jaxpr"]
+            inside = getattr(body, "jaxpr", body)
+            pairs = zip(inside.outvars, reader.outvars, strict=True)
+            outs = frozenset(
+                inner
+                for inner, outer in pairs
+                if outer in found and not isinstance(inner, jex.Literal)
+            )
+            inner = wanted(region, body, rule, through, outs)
+            pairs = zip(reader.invars, inside.invars, strict=True)
+            return all(position in inner for atom, position in pairs if atom is variable)
+        if name in through:
+            return all(result in found for result in reader.outvars)
+        return tables.primitives.get(name) == rule
+
+    for variable in itertools.chain(
+        *(equation.outvars for equation in reversed(opened.eqns)), opened.invars
+    ):
+        read_by = readers.get(variable, [])
+        if read_by and variable not in visible and all(fits(variable, x) for x in read_by):
+            found.add(variable)
+    return found

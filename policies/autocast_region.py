@@ -1,0 +1,234 @@
+"""What an autocast region is made of: its values, its rules, and what it decides."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_train.policies.autocast_rules import AutocastRules, Rule
+from jmp_train.policies.literal_bounds import UNKNOWN, Bounds, literal_bounds
+
+# What runs under this name was decided by an inner region, and an outer one leaves it as it is.
+DECIDED = "jmp_train.autocast"
+
+_WIDTHS = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
+HALVES, FLOAT32 = _WIDTHS[:2], _WIDTHS[2]
+
+
+def names(text: str) -> frozenset[str]:
+    """Returns the words of a text."""
+    return frozenset(text.split())
+
+
+LAYOUT = names(
+    "reshape transpose broadcast_in_dim squeeze expand_dims rev slice copy copy_p stop_gradient "
+    "pvary pcast"
+)
+ADDITIONS = names("add sub neg add_any")  # their gradients need neither inputs nor result
+ARITHMETIC = ADDITIONS | {"mul", "div"}
+PRODUCTS = names("dot_general conv_general_dilated ragged_dot_general")
+
+
+class BannedOperationError(TypeError):
+    """An operation that the rules ban; the message says what to do instead.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.policies import TORCH_CUDA, autocast
+      >>> rules = TORCH_CUDA.replace(banned={"fft": "take it outside"})
+      >>> autocast(jnp.fft.fft, rules=rules)(jnp.ones(4))
+      Traceback (most recent call last):
+      jmp_train.policies.autocast_region.BannedOperationError: autocast bans fft: take it outside
+    """
+
+
+@dataclasses.dataclass(slots=True)
+class Value:
+    """A value of the program that runs.
+
+    Attributes:
+      array: an array or tracer in the dtype that the rules gave it.
+      weak: whether it is made of literals only.
+      bounds: of weak values, their least and greatest magnitude.
+      origin: of arguments and constants that were only moved about, their first size, else None.
+      product: whether it is the result of a matrix product or convolution, perhaps moved about.
+      scaled: whether it is the product, or quotient, of a half value.
+      casts: the array in other dtypes, so that a parameter is cast once.
+    """
+
+    array: Any
+    weak: bool = False
+    bounds: Bounds = UNKNOWN
+    origin: int | None = None
+    product: bool = False
+    scaled: bool = False
+    casts: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def dtype(self) -> Any:
+        """The array's dtype."""
+        return jnp.result_type(self.array) if not hasattr(self.array, "dtype") else self.array.dtype
+
+    def to(self, dtype: Any) -> Any:
+        """Returns the array in a dtype."""
+        if self.dtype == dtype:
+            return self.array
+        if dtype not in self.casts:
+            if isinstance(self.array, np.ndarray | np.generic):
+                with np.errstate(over="ignore", invalid="ignore"):
+                    self.casts[dtype] = np.asarray(self.array).astype(dtype)
+            else:
+                self.casts[dtype] = lax.convert_element_type(self.array, dtype)
+        return self.casts[dtype]
+
+    def inside(self) -> "Value":
+        """Returns it for the body of a loop or branch, whose casts must not leak out."""
+        return dataclasses.replace(self, casts=dict(self.casts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What was decided for one equation: a row of `explain_autocast`."""
+
+    path: str
+    rule: str
+    reason: str
+    equation: Any
+    callers: tuple[Any, ...]
+    repeats: int
+    dtypes_in: tuple[str, ...]
+    dtypes_out: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """What holds throughout an autocast region.
+
+    Attributes:
+      half: the half type.
+      rules: the table.
+      handlers: by primitive, what enters those that hold programs; see `autocast_control`.
+      path: of modules and scopes around what is interpreted now.
+      forced: "lower" or "float32", where a rule gave that to all of the function interpreted now.
+      callers: the equations in whose bodies it is, the outermost first.
+      repeats: how often the body of the loops around it runs, where that is known.
+      log: where decisions are noted, or None.
+      constants: those of the programs so far, by identity.
+    """
+
+    half: Any
+    rules: AutocastRules
+    handlers: Mapping[str, "Handler"]
+    path: str = ""
+    forced: Rule | None = None
+    callers: tuple[Any, ...] = ()
+    repeats: int = 1
+    log: list[Decision] | None = None
+    constants: dict[int, Value] = dataclasses.field(default_factory=dict)
+
+    def constant(self, array: Any) -> Value:
+        """Returns a constant of some body as the same value each time."""
+        return self.constants.setdefault(id(array), argument(array))
+
+    def body(self) -> "Region":
+        """Returns the region for the body of a loop or branch, whose casts must not leak out."""
+        inside = {key: value.inside() for key, value in self.constants.items()}
+        return dataclasses.replace(self, constants=inside)
+
+    def within(self, equation: Any, scope: str) -> "Region":
+        """Returns the region for the body of an equation in that scope."""
+        callers = (*self.callers, equation)
+        return dataclasses.replace(self, path=join(self.path, scope), callers=callers)
+
+    def unlogged(self) -> "Region":
+        """Returns the region for a trial run."""
+        return dataclasses.replace(self, log=None)
+
+    def decide(self, equation: Any, scope: str) -> tuple[Rule | None, str]:
+        """Returns the rule of an equation, None where no table names it, and where it is from."""
+        name = equation.primitive.name
+        function = equation.params.get("name") if name in ("jit", "pjit") else None
+        tables = tables_of(self.rules)
+        for banned in (name, function):
+            if banned in tables.banned:
+                raise BannedOperationError(f"autocast bans {banned}: {tables.banned[banned]}")
+        if tables.paths:
+            path = join(self.path, scope)
+            for expression, rule in tables.paths:
+                if expression.search(path):
+                    return rule, f"path {expression.pattern!r}"
+        if fixed := re.findall(rf"{re.escape(DECIDED)}:(\w+)", scope):
+            return fixed[-1], "autocast_as"
+        if function in tables.functions:
+            return tables.functions[function], f"function {function!r}"
+        if self.forced is not None:
+            return self.forced, f"within a function of rule {self.forced!r}"
+        if name in tables.primitives:
+            return tables.primitives[name], f"primitive {name!r}"
+        return None, "no rule"
+
+
+# Returns an equation's results, or None where it has to be bound as it was traced.
+Handler = Callable[[Region, Any, list[Value]], list[Value] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """Rules, made ready to be looked up."""
+
+    primitives: dict[str, Rule]
+    functions: dict[Any, Rule]
+    paths: tuple[tuple[re.Pattern[str], Rule], ...]
+    banned: dict[Any, str]
+
+
+@functools.lru_cache(maxsize=64)
+def tables_of(rules: AutocastRules) -> Tables:
+    """Returns rules as tables."""
+    return Tables(
+        dict(rules.primitives),
+        dict(rules.functions),
+        tuple((re.compile(expression), rule) for expression, rule in rules.paths),
+        dict(rules.banned),
+    )
+
+
+def join(path: str, scope: str) -> str:
+    """Returns a path and a scope in it as one path, without the names of transformations."""
+    scope = re.sub(r"\b(?:jvp|transpose|vmap|rematted_computation|checkpoint)\(|\)", "", scope)
+    return f"{path}/{scope}" if path and scope else path or scope
+
+
+def eligible(dtype: Any) -> bool:
+    """Whether autocast touches values of that dtype: float16, bfloat16 and float32."""
+    return dtype in _WIDTHS
+
+
+def traced_dtype(atom: Any) -> Any:
+    """Returns the dtype that a variable or literal has in the traced program."""
+    return getattr(atom.aval, "dtype", None)
+
+
+def argument(array: Any) -> Value:
+    """Returns an argument or constant as a value."""
+    return Value(array, origin=int(np.size(array)) if hasattr(array, "size") else None)
+
+
+def literal(atom: Any) -> Value:
+    """Returns a literal as a value."""
+    dtype = traced_dtype(atom)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.number):
+        return Value(atom.val, weak=True)
+    array = np.asarray(atom.val, dtype) if eligible(dtype) else atom.val
+    return Value(array, weak=True, bounds=literal_bounds(atom.val))
+
+
+def variables_read(equation: Any) -> list[Any]:
+    """Returns the variables that an equation reads."""
+    return [atom for atom in equation.invars if not isinstance(atom, jex.Literal)]
