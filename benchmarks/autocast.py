@@ -11,8 +11,8 @@ and the task `mnist`'s network. Four things are printed:
 2. The time to trace the gradients, all caches empty, plain and in autocast, in turn.
 3. The bytes that `jax.vjp` keeps for the backward pass (the leaves of the function it returns,
    parameters included), plain and in autocast. Nothing is computed.
-4. The time of a step of SGD in float32 and in autocast, here and, where torch is installed, in
-   torch and `torch.autocast`: same architectures, sizes and data, one process, in turn. Each
+4. The time of a step of SGD in float32 and in bfloat16: by hand, in autocast and, where torch is
+   installed, in `torch.autocast`: same architectures, sizes and data, one process, in turn. Each
    library has its own default number of threads and its own attention, torch a fused one.
 
 Times are medians over the rounds, and their ratios medians of the rounds' ratios.
@@ -79,9 +79,10 @@ class Model(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """A training step in both libraries: a flax module, the same in torch, the data, the steps."""
+    """A training step: a flax module, the same by hand and in torch, the data, the steps."""
 
     module: nn.Module
+    by_hand: nn.Module
     make_torch: Callable[[], Any]
     batch: tuple[np.ndarray, np.ndarray]
     steps: int
@@ -130,16 +131,17 @@ class Vit(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Dense layers with ReLU between them."""
+    """Dense layers with ReLU between them; `dtype` is what a user sets by hand."""
 
     size: MlpSize
+    dtype: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns logits [batch, width] of rows [batch, width]."""
         for _ in range(self.size.layers - 1):
-            x = nn.relu(nn.Dense(self.size.width)(x))
-        return nn.Dense(self.size.width)(x)
+            x = nn.relu(nn.Dense(self.size.width, dtype=self.dtype)(x))
+        return nn.Dense(self.size.width, dtype=self.dtype)(x)
 
 
 def torch_vit(size: VitSize) -> Any:
@@ -271,8 +273,7 @@ def residual_bytes(model: Model, loss: Loss) -> int:
 class JaxSteps:
     """Steps of SGD in jax on one batch."""
 
-    def __init__(self, workload: Workload, transform: Callable[[Loss], Loss]) -> None:
-        loss_fn = transform(loss_of(workload.module))
+    def __init__(self, workload: Workload, loss_fn: Loss) -> None:
 
         def step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
             loss, grads = jax.value_and_grad(loss_fn)(params, batch)
@@ -330,11 +331,12 @@ def workloads(vit: VitSize, mlp: MlpSize) -> dict[str, Workload]:
         labels = random.integers(0, min(CLASSES, mlp.width), shape[0], np.int32)
         return random.standard_normal(shape, np.float32), labels
 
+    half = jnp.bfloat16
     images = noise(vit.batch, vit.image, vit.image, 3)
     rows = noise(mlp.batch, mlp.width)
     return {
-        "ViT": Workload(Vit(vit), partial(torch_vit, vit), images, 1),
-        "MLP": Workload(Mlp(mlp), partial(torch_mlp, mlp), rows, 5),
+        "ViT": Workload(Vit(vit), Vit(vit, half), partial(torch_vit, vit), images, 1),
+        "MLP": Workload(Mlp(mlp), Mlp(mlp, half), partial(torch_mlp, mlp), rows, 5),
     }
 
 
@@ -369,8 +371,9 @@ def trace_times(models: dict[str, Model], rounds: int) -> dict[str, dict[str, li
 def step_times(workload: Workload, rounds: int) -> dict[str, dict[str, Any]]:
     """Returns seconds of a step, [round], and the last loss, of each library and precision."""
     contenders: dict[str, JaxSteps | TorchSteps] = {
-        "jax float32": JaxSteps(workload, unchanged),
-        "jax autocast": JaxSteps(workload, partial(autocast, dtype=jnp.bfloat16)),
+        "jax float32": JaxSteps(workload, loss_of(workload.module)),
+        "jax by hand": JaxSteps(workload, loss_of(workload.by_hand)),
+        "jax autocast": JaxSteps(workload, autocast(loss_of(workload.module), jnp.bfloat16)),
     }
     if find_spec("torch") is not None:
         contenders["torch float32"] = TorchSteps(workload, None)
@@ -421,7 +424,7 @@ def print_residuals(residuals: dict[str, dict[str, int]]) -> None:
 
 def print_steps(times: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Prints the times of a step, and autocast's beside the same library's float32."""
-    print("\n4. Time of a step, autocast to bfloat16")
+    print("\n4. Time of a step, bfloat16 beside float32")
     print(f"{'':<20}{'ms/step':>14}{'last loss':>13}{'/float32':>10}")
     for name, variants in times.items():
         for variant, result in variants.items():

@@ -71,7 +71,6 @@ def test_the_autocast_benchmark_stays_within_its_bounds(tmp_path: Path) -> None:
         kept = report["residual_bytes"][name]
         assert 0 < kept["autocast"] <= 0.6 * kept["float32"]
     for variants in report["steps"].values():
-        assert {"jax float32", "jax autocast"} <= set(variants)
-        losses = [variant["loss"] for variant in variants.values()]
-        assert losses[1] == pytest.approx(losses[0], rel=0.02)
+        losses = [variants[f"jax {way}"]["loss"] for way in ("float32", "by hand", "autocast")]
+        assert losses == pytest.approx([losses[0]] * 3, rel=0.02)
     assert all(f"\n{i}. " in output for i in (1, 2, 3, 4))
