@@ -18,7 +18,6 @@ from jmp_train.policies.autocast_region import (
     Value,
     eligible,
     names,
-    tables_of,
     traced_dtype,
     variables_read,
 )
@@ -107,12 +106,17 @@ def _common(region: Region, equation: Any, floats: list[Value], in_float32: set[
         return FLOAT32  # all that reads the result would cast it up
     if name == "add" and (bias := _bias_dtype(equation, floats)) is not None:
         return bias
-    scales = name in ("mul", "div")
-    if not all(fits(v.bounds, region.half, scales=scales) for v in floats if v.weak):
+    if not literals_fit(region, equation, floats):
         return FLOAT32
     strong = {value.dtype for value in floats if not value.weak}
     strong = strong or {value.dtype for value in floats}
     return strong.pop() if len(strong) == 1 else FLOAT32
+
+
+def literals_fit(region: Region, equation: Any, inputs: list[Value]) -> bool:
+    """Whether the half type can hold those operands of an equation that are made of literals."""
+    scales = equation.primitive.name in ("mul", "div")
+    return all(fits(x.bounds, region.half, scales=scales) for x in inputs if x.weak)
 
 
 def _bias_dtype(equation: Any, floats: list[Value]) -> Any:
@@ -140,9 +144,7 @@ def wanted(
       through: the primitives whose inputs are wanted as their results are.
       results: those of the program's results that are wanted so.
     """
-    opened, tables = getattr(jaxpr, "jaxpr", jaxpr), tables_of(region.rules)
-    if tables.paths:
-        return set()
+    opened = getattr(jaxpr, "jaxpr", jaxpr)
     readers: dict[Any, list[Any]] = {}
     for equation in opened.eqns:
         for variable in variables_read(equation):
@@ -150,32 +152,36 @@ def wanted(
     visible = {atom for atom in opened.outvars if not isinstance(atom, jex.Literal)} - results
     found: set[Any] = set(results)
 
-    def fits(variable: Any, reader: Any) -> bool:
-        name, params = reader.primitive.name, reader.params
-        if DECIDED in str(reader.source_info.name_stack):
+    def computes_so(reader: Any, variable: Any) -> bool:
+        name, scope = reader.primitive.name, str(reader.source_info.name_stack)
+        if DECIDED in scope:
             return False
+        decided, _ = region.decide(reader, scope)
+        if decided is not None:
+            return decided == rule
         if name in ("jit", "pjit", "custom_jvp_call"):
-            if params.get("name") in tables.functions:
-                return False
-            body = params["jaxpr"] if name != "custom_jvp_call" else params["call_jaxpr"]
-            inside = getattr(body, "jaxpr", body)
-            pairs = zip(inside.outvars, reader.outvars, strict=True)
-            outs = frozenset(
-                inner
-                for inner, outer in pairs
-                if outer in found and not isinstance(inner, jex.Literal)
-            )
-            inner = wanted(region, body, rule, through, outs)
-            pairs = zip(reader.invars, inside.invars, strict=True)
-            return all(position in inner for atom, position in pairs if atom is variable)
-        if name in through:
-            return all(result in found for result in reader.outvars)
-        return tables.primitives.get(name) == rule
+            body = reader.params["call_jaxpr" if name == "custom_jvp_call" else "jaxpr"]
+            return wanted_inside(reader, scope, getattr(body, "jaxpr", body), variable)
+        return name in through and all(result in found for result in reader.outvars)
+
+    def wanted_inside(reader: Any, scope: str, body: Any, variable: Any) -> bool:
+        outs = frozenset(
+            inner
+            for inner, outer in zip(body.outvars, reader.outvars, strict=True)
+            if outer in found and not isinstance(inner, jex.Literal)
+        )
+        inside = wanted(region.within(reader, scope), body, rule, through, outs)
+        pairs = zip(reader.invars, body.invars, strict=True)
+        return all(inner in inside for outer, inner in pairs if outer is variable)
 
     for variable in itertools.chain(
         *(equation.outvars for equation in reversed(opened.eqns)), opened.invars
     ):
         read_by = readers.get(variable, [])
-        if read_by and variable not in visible and all(fits(variable, x) for x in read_by):
+        if (
+            read_by
+            and variable not in visible
+            and all(computes_so(reader, variable) for reader in read_by)
+        ):
             found.add(variable)
     return found

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_train.policies.autocast_dtypes import settle, wanted
+from jmp_train.policies.autocast_dtypes import literals_fit, settle, wanted
 from jmp_train.policies.autocast_region import (
     ADDITIONS,
     ARITHMETIC,
@@ -167,7 +167,8 @@ def _of_arithmetic(
 ) -> Value:
     """Rounds a float32 result of half values to half, if it is stored for the gradient."""
     of_half = any(x.dtype == region.half for x in inputs)
-    if stored and output.dtype == FLOAT32 and (of_half or any(x.scaled for x in inputs)):
+    wide = output.dtype == FLOAT32 and literals_fit(region, equation, inputs)
+    if stored and wide and (of_half or any(x.scaled for x in inputs)):
         return Value(output.to(region.half))
     return dataclasses.replace(output, scaled=of_half and equation.primitive.name in ("mul", "div"))
 

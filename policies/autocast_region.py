@@ -16,6 +16,7 @@ from jmp_train.policies.literal_bounds import UNKNOWN, Bounds, literal_bounds
 
 # What runs under this name was decided by an inner region, and an outer one leaves it as it is.
 DECIDED = "jmp_train.autocast"
+_FIXED = re.compile(rf"{re.escape(DECIDED)}:(\w+)")  # by `autocast_as`
 
 _WIDTHS = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
 HALVES, FLOAT32 = _WIDTHS[:2], _WIDTHS[2]
@@ -163,7 +164,7 @@ class Region:
             for expression, rule in tables.paths:
                 if expression.search(path):
                     return rule, f"path {expression.pattern!r}"
-        if fixed := re.findall(rf"{re.escape(DECIDED)}:(\w+)", scope):
+        if DECIDED in scope and (fixed := _FIXED.findall(scope)):
             return fixed[-1], "autocast_as"
         if function in tables.functions:
             return tables.functions[function], f"function {function!r}"

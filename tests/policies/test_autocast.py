@@ -800,6 +800,26 @@ def test_a_float32_intermediate_is_not_rounded_on_the_way() -> None:
     assert autocast(fn)(x, scale).tolist() == [[0.0, 0.0], [0.0, 0.0]]  # 2e7 is no float16
 
 
+def test_a_result_of_a_large_literal_is_not_rounded_for_storing() -> None:
+    x = jnp.eye(2)
+    out = autocast(lambda x: (jnp.tanh((x @ x) * 1e6 * 1e-7) * 1e6 * 1e-6) @ x)(x)
+    np.testing.assert_allclose(out, np.tanh(0.1) * np.eye(2), rtol=2e-3)
+
+
+def test_rules_for_one_path_change_nothing_elsewhere() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        with jax.named_scope("body"):
+            y = jnp.exp(x @ w).sum()
+        with jax.named_scope("head"):
+            return y + (x @ w).sum()
+
+    args = (jnp.ones((4, 3)), jnp.ones((3, 5)))
+    head = autocast(fn, rules=TORCH_CUDA.replace(paths={"head": "float32"}))
+    text = str(jax.make_jaxpr(head)(*args))
+    assert text.count("f16[4,5] = dot_general") == text.count("f32[4,5] = dot_general") == 1
+    assert saved(head, *args) == ["float16[4, 5]"]
+
+
 def test_a_second_call_does_not_trace_again() -> None:
     traces = []
 
