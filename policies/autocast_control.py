@@ -13,10 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_train.policies.autocast_custom_rules import custom_jvp, custom_vjp
-from jmp_train.policies.autocast_dtypes import wanted
 from jmp_train.policies.autocast_interpreter import interpret, on_arrays, values_of
 from jmp_train.policies.autocast_region import (
-    LAYOUT,
     Handler,
     Region,
     Value,
@@ -57,12 +55,20 @@ def _scan(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
     n_consts, n_carry = _scan_counts(params)
     consts, init, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
     atoms = equation.invars[n_consts:][:n_carry]
-    _lower_before(region, jaxpr, consts)
+    # Gradients of constants are added over the turns, which half precision would not survive.
+    wide = [
+        value.to(jnp.dtype(jnp.float32)) if _is_half(value) else value.array for value in consts
+    ]
 
     def run(
         region: Region, carry: Sequence[Any], x: Sequence[Any]
     ) -> tuple[list[Value], list[Any]]:
-        values = [value.inside() for value in consts]
+        values = [
+            dataclasses.replace(value, array=array.astype(value.dtype), casts={})
+            if _is_half(value)
+            else value.inside()
+            for value, array in zip(consts, wide, strict=True)
+        ]
         values += [Value(array) for array in (*carry, *x)]
         outputs = interpret(region.body(), jaxpr, values)
         return outputs[:n_carry], [value.array for value in outputs[n_carry:]]
@@ -88,14 +94,6 @@ def _scan(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
         unroll=params["unroll"],
     )
     return values_of([*carry, *ys])
-
-
-def _lower_before(region: Region, jaxpr: Any, consts: Sequence[Value]) -> None:
-    """Casts a loop's weights ahead of it, if products are all that reads them."""
-    lowered = wanted(region, jaxpr, "lower", LAYOUT)
-    for value, variable in zip(consts, getattr(jaxpr, "jaxpr", jaxpr).invars, strict=False):
-        if variable in lowered and eligible(value.dtype):
-            value.to(region.half)
 
 
 def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -42,6 +42,7 @@ from jmp_train.policies.autocast_rules import Rule
 from jmp_train.policies.literal_bounds import UNKNOWN, result_bounds
 
 # Elementwise operations whose gradient needs an input or the result.
+_READS_AGAIN = frozenset(("gather", "broadcast_in_dim"))
 _SAVES_ITS_INPUT = names(
     "mul div exp exp2 expm1 log log1p log2 pow integer_pow square rsqrt cbrt erf_inv acos asin cosh "
     "sinh tan acosh asinh atanh"
@@ -141,6 +142,10 @@ def _execute(
     params = _params(equation, next((d for d in dtypes if d is not None), None))
     if name in _SAVES_ITS_INPUT and widened:
         return [_recomputed(equation, inputs, params)]
+    if name in _READS_AGAIN and dtypes[0] == region.half and not inputs[0].weak:
+        return [_read_again(equation, inputs, params, region.half)]
+    if name in ARITHMETIC and region.half in dtypes and _spreads(equation, inputs):
+        return [_spread(equation, inputs, params, region.half)]
     arrays = [
         value.array if dtype is None else value.to(dtype)
         for value, dtype in zip(inputs, dtypes, strict=True)
@@ -159,6 +164,38 @@ def _recomputed(equation: Any, inputs: Sequence[Value], params: dict[str, Any]) 
         ]
         return equation.primitive.bind(*wide, **params)
 
+    return Value(run(*(value.array for value in inputs)))
+
+
+def _read_again(equation: Any, inputs: Sequence[Value], params: dict[str, Any], half: Any) -> Value:
+    """Reads half values more than once by way of float32, in which their gradients are added."""
+    arrays = [inputs[0].to(FLOAT32), *(value.array for value in inputs[1:])]
+    (output,) = _bind(equation, arrays, inputs, params)
+    return dataclasses.replace(output, array=lax.convert_element_type(output.array, half))
+
+
+def _spreads(equation: Any, inputs: Sequence[Value]) -> bool:
+    """Whether operands that have gradients are smaller than the result."""
+    shape = equation.outvars[0].aval.shape
+    return any(not x.weak and np.shape(x.array) != shape for x in inputs)
+
+
+def _spread(equation: Any, inputs: Sequence[Value], params: dict[str, Any], half: Any) -> Value:
+    """Binds in half; smaller operands are spread in float32, in which their gradients are added."""
+    shape = equation.outvars[0].aval.shape
+
+    def in_half(value: Value, array: Any) -> Any:
+        if value.weak:
+            return value.to(half)
+        if array.shape != shape:
+            array = jnp.broadcast_to(array.astype(FLOAT32), shape)
+        return array.astype(half)
+
+    def run(*arrays: Any) -> Any:
+        return equation.primitive.bind(*map(in_half, inputs, arrays), **params)
+
+    if equation.primitive.name in _SAVES_ITS_INPUT:  # the small operands, and not the large ones
+        run = jax.checkpoint(run, prevent_cse=False)
     return Value(run(*(value.array for value in inputs)))
 
 

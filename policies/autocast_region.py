@@ -60,7 +60,7 @@ class Value:
       origin: of arguments and constants that were only moved about, their first size, else None.
       product: whether it is the result of a matrix product or convolution, perhaps moved about.
       scaled: whether it is the product, or quotient, of a half value.
-      casts: the array in other dtypes, so that a parameter is cast once.
+      casts: the array in other dtypes, of values that the program computed.
     """
 
     array: Any
@@ -77,20 +77,25 @@ class Value:
         return jnp.result_type(self.array) if not hasattr(self.array, "dtype") else self.array.dtype
 
     def to(self, dtype: Any) -> Any:
-        """Returns the array in a dtype."""
+        """Returns the array in a dtype.
+
+        Arguments are cast for each use: XLA makes one cast of these, and gradients of all uses are
+        added in the dtype of the argument, not in half, where the 257th would be lost.
+        """
         if self.dtype == dtype:
             return self.array
+        if isinstance(self.array, np.ndarray | np.generic):
+            with np.errstate(over="ignore", invalid="ignore"):
+                return np.asarray(self.array).astype(dtype)
+        if self.origin is not None:
+            return lax.convert_element_type(self.array, dtype)
         if dtype not in self.casts:
-            if isinstance(self.array, np.ndarray | np.generic):
-                with np.errstate(over="ignore", invalid="ignore"):
-                    self.casts[dtype] = np.asarray(self.array).astype(dtype)
-            else:
-                self.casts[dtype] = lax.convert_element_type(self.array, dtype)
+            self.casts[dtype] = lax.convert_element_type(self.array, dtype)
         return self.casts[dtype]
 
     def inside(self) -> "Value":
-        """Returns it for the body of a loop or branch, whose casts must not leak out."""
-        return dataclasses.replace(self, casts=dict(self.casts))
+        """Returns it for the body of a loop or branch, which casts for itself."""
+        return dataclasses.replace(self, casts={})
 
 
 @dataclasses.dataclass(frozen=True)

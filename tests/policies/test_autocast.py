@@ -1,4 +1,5 @@
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -757,13 +758,58 @@ def test_wrong_arguments_are_named() -> None:
 def test_a_parameter_is_cast_once() -> None:
     x, w = jnp.ones((2, 3)), jnp.ones((3, 3))
 
-    def fn(x: jax.Array) -> jax.Array:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(4):
             x = jax.jit(lambda x: x @ w)(x)
         return x
 
-    text = str(jax.make_jaxpr(autocast(fn))(x))
-    assert text.count("convert_element_type[new_dtype=float16") == 2  # x and w
+    lowered = jax.jit(autocast(fn)).lower(x, w)
+    assert lowered.as_text().count("(tensor<3x3xf32>) -> tensor<3x3xf16>") == 4  # one for each use
+    compiled = lowered.compile().as_text() or ""
+    assert len(re.findall(r"= f16\[3,3\]\S* convert\(", compiled)) == 1
+
+
+def added_up(y: jax.Array) -> jax.Array:
+    return lax.fori_loop(0, 5_000, lambda _, c: c + y[0, 0], jnp.float32(0))
+
+
+READ_OFTEN: dict[str, tuple[Callable[[jax.Array, jax.Array], Any], tuple[int, int]]] = {
+    "gather": (lambda x, w: (x @ w)[jnp.zeros(5_000, jnp.int32)], (1, 1)),
+    "embedding": (lambda x, w: w[jnp.zeros(5_000, jnp.int32)] @ x, (1, 1)),
+    "along axis": (
+        lambda x, w: jnp.take_along_axis(x @ w, jnp.zeros((5_000, 1), jnp.int32), 0),
+        (1, 1),
+    ),
+    "loop": (
+        lambda x, w: lax.fori_loop(0, 5_000, lambda _, c: c + (x @ w)[0, 0], jnp.float32(0)),
+        (1, 1),
+    ),
+    "loop over half": (lambda x, w: added_up(x @ w), (1, 1)),
+    "inputs": (
+        lambda x, w: lax.scan(lambda c, row: (c, row[None] @ w), None, x)[1],
+        (5_000, 1),
+    ),
+    "bias": (lambda x, w: x @ jnp.ones((1, 1)) + w[0], (5_000, 1)),
+    "bias of a batch": (lambda x, w: jax.vmap(lambda row: row @ jnp.eye(1) + w[0])(x), (5_000, 1)),
+    "broadcast": (lambda x, w: jnp.broadcast_to(x @ w, (5_000, 1)) * 1, (1, 1)),
+    "gate": (lambda x, w: (x @ jnp.ones((1, 1))) * (w @ jnp.ones((1, 1))), (5_000, 1)),
+    "many times": (lambda x, w: functools.reduce(jnp.add, [x @ w for _ in range(500)]), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("half", [F16, jnp.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("name", READ_OFTEN)
+def test_gradients_of_what_is_read_often_are_added_in_float32(name: str, half: Any) -> None:
+    fn, shape = READ_OFTEN[name]
+
+    def loss(w: jax.Array, transform: Any = lambda f: f) -> jax.Array:
+        out = transform(fn)(jnp.ones(shape), w)
+        return jnp.sum(out, dtype=jnp.float32)
+
+    w = jnp.ones((1, 1))
+    expected = jax.grad(loss)(w)
+    grad = jax.jit(jax.grad(functools.partial(loss, transform=lambda f: autocast(f, half))))(w)
+    np.testing.assert_allclose(grad, expected, rtol=float(jnp.finfo(half).eps))
 
 
 def saved(fn: Any, *args: Any) -> list[str]:
