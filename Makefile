@@ -34,7 +34,7 @@ test-newest:
 run-test-newest:
 	$(NEWEST)/python -c 'import jax; print("jax", jax.__version__); assert jax.__version_info__ >= (0, 11)'
 	$(NEWEST)/python -m pytest -m "not slow" --allowed-skips tests/allowed_skips.txt \
-		tests/policies tests/jmp_train jmp_train
+		tests/policies tests/graphs tests/jmp_train jmp_train
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

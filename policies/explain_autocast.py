@@ -71,9 +71,9 @@ class AutocastReport:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-      >>> report = explain_autocast(lambda x: jnp.sum(x @ x), x)
+      >>> report = explain_autocast(lambda x, w: jnp.sum(x @ w), x, x)
       >>> len(report.rows()), report.residual_bytes_float32, report.residual_bytes_autocast
-      (2, 256, 128)
+      (2, 512, 256)
     """
 
     operations: tuple[OperationReport, ...]

@@ -12,13 +12,14 @@ import pytest
 from helpers import write_mnist
 
 import jmp_train as jt
+import jmp_train.graphs
 import jmp_train.policies
 
 ROOT = Path(__file__).parents[2]
 ALIASES = {"LossScale"}
 PUBLIC = {
     name: thing
-    for module in (jt, jmp_train.policies)
+    for module in (jt, jmp_train.policies, jmp_train.graphs)
     for name, thing in vars(module).items()
     if not name.startswith("_") and not inspect.ismodule(thing) and name not in ALIASES
 }
@@ -52,7 +53,8 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "with_loss_scale", "LossScaledState", "get_loss_scale", "all_finite", "select_tree",
         "nonfinite_report", "scaled_value_and_grad", "reduce_gradients", "train_step", "stateless",
         "TrainState", "autocast", "autocast_as", "AutocastRules", "TORCH_CUDA", "TORCH_CPU",
-        "APEX_O1", "explain_autocast",
+        "APEX_O1", "explain_autocast", "segment_sum", "segment_mean", "segment_max", "segment_min",
+        "segment_softmax", "gather",
     } <= set(PUBLIC)  # fmt: skip
     assert jt.LossScale == jt.NoOpLossScale | jt.StaticLossScale | jt.DynamicLossScale
 

@@ -122,11 +122,16 @@ def test_logs_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_terminal_gets_bars_and_the_table(tmp_path: Path) -> None:
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(tmp_path)
-        os.environ.update(COLUMNS="100", LINES="40", TERM="xterm-256color")
-        os.execv(sys.executable, [*COMMAND, "compare", "--policies", "float32", "--epochs", "2"])
+    terminal, side_of_the_process = pty.openpty()
+    process = subprocess.Popen(
+        (*COMMAND, "compare", "--policies", "float32", "--epochs", "2"),
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "100", "LINES": "40", "TERM": "xterm-256color"},
+        stdin=side_of_the_process,
+        stdout=side_of_the_process,
+        stderr=side_of_the_process,
+    )
+    os.close(side_of_the_process)
     chunks = []
     try:
         while chunk := os.read(terminal, 65536):
@@ -134,7 +139,7 @@ def test_a_terminal_gets_bars_and_the_table(tmp_path: Path) -> None:
     except OSError:  # what Linux says when the other side is closed
         pass
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert process.wait(60) == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(chunks).decode())
     assert re.search(r"float32 [━╺╸ ]+44/44 steps", text)
     assert re.search(r"float32 +compiling", text)

@@ -1,0 +1,252 @@
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jraph
+import numpy as np
+import pytest
+from helpers import promoting
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jmp_train import graphs
+
+HALVES = ("float16", "bfloat16")
+OPERATIONS: dict[str, Callable[..., jax.Array]] = {
+    "sum": graphs.segment_sum,
+    "mean": graphs.segment_mean,
+    "max": graphs.segment_max,
+    "min": graphs.segment_min,
+    "softmax": graphs.segment_softmax,
+    "normalize": graphs.segment_normalize,
+}
+SEGMENTS = 4  # the last of them without rows
+
+
+def draw_rows(degree: int, kind: str, half: str, seed: int) -> tuple[jax.Array, np.ndarray]:
+    """Returns half rows [.., 2] and their segments, of which one has `degree` rows."""
+    random = np.random.default_rng(seed)
+    ids = np.repeat(np.arange(3), [degree, 7, 40]).astype(np.int32)
+    random.shuffle(ids)
+    shape = (len(ids), 2)
+    values = {
+        "uniform": random.uniform(0, 1, shape),
+        "normal": random.normal(size=shape),
+        "equal": np.full(shape, 0.1),
+        "of many sizes": random.normal(size=shape) * 2.0 ** random.integers(-12, 3, shape),
+    }[kind]
+    return jnp.asarray(values, half), ids
+
+
+def in_float64(op: str, rows: Any, ids: np.ndarray) -> np.ndarray:
+    """Returns the result in float64, by numpy."""
+    rows = np.asarray(rows, np.float64)
+    parts = [rows[ids == i] for i in range(SEGMENTS)]
+    if op in ("sum", "mean"):
+        sums = np.stack([part.sum(0) for part in parts])
+        sizes = np.array([max(len(part), 1) for part in parts])[:, None]
+        return sums if op == "sum" else sums / sizes
+    if op in ("max", "min"):
+        empty = -np.inf if op == "max" else np.inf
+        return np.stack([getattr(part, op)(0, initial=empty) for part in parts])
+    out = np.zeros_like(rows)
+    for i, part in enumerate(parts):
+        if op == "softmax":
+            part = np.exp(part - part.max(0, initial=-np.inf))
+            out[ids == i] = part / part.sum(0)
+        elif len(part):
+            deviation = np.sqrt(np.maximum(part.var(0), 1e-8))
+            out[ids == i] = (part - part.mean(0)) / deviation
+    return out
+
+
+def assert_within(
+    actual: Any, exact: np.ndarray, half: str, magnitudes: np.ndarray, ulps: int
+) -> None:
+    """Asserts the rule of the numbers: units in the last place, and 1e-6 of the magnitudes' sum."""
+    info = jnp.finfo(half)
+    wanted, found = (np.asarray(jnp.asarray(x, half), np.float64) for x in (exact, actual))
+    finite = np.isfinite(wanted)
+    np.testing.assert_array_equal(found[~finite], wanted[~finite])
+    wanted, found = wanted[finite], found[finite]
+    sizes = np.maximum(np.abs(wanted), float(info.smallest_normal))
+    bound = ulps * 2.0 ** np.floor(np.log2(sizes)) * float(info.eps)
+    assert (np.abs(found - wanted) <= bound + 1e-6 * magnitudes[finite]).all()
+
+
+kinds = st.sampled_from(["uniform", "normal", "equal", "of many sizes"])
+degrees = st.sampled_from([1, 2, 300, 1_023, 1_025, 2_049, 13_161, 100_000])
+seeds = st.integers(0, 99)
+
+
+def checks(examples: int) -> Any:
+    return settings(max_examples=examples, deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
+@checks(12)
+@given(degree=degrees, kind=kinds, seed=seeds)
+def test_reductions_are_exact(op: str, half: str, degree: int, kind: str, seed: int) -> None:
+    rows, ids = draw_rows(degree, kind, half, seed)
+    actual = jax.jit(OPERATIONS[op], static_argnums=2)(rows, ids, SEGMENTS)
+    assert actual.dtype == half
+    magnitudes = in_float64(op, np.abs(np.asarray(rows, np.float64)), ids)
+    magnitudes = np.where(np.isfinite(magnitudes), np.abs(magnitudes), 0)
+    assert_within(actual, in_float64(op, rows, ids), half, magnitudes, 1)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@checks(10)
+@given(degree=degrees, kind=kinds, seed=seeds)
+def test_softmax_is_exact(half: str, degree: int, kind: str, seed: int) -> None:
+    rows, ids = draw_rows(degree, kind, half, seed)
+    actual, pullback = jax.vjp(lambda x: graphs.segment_softmax(x, ids, SEGMENTS), rows)
+    exact = in_float64("softmax", rows, ids)
+    assert_within(actual, exact, half, exact, 2)
+
+    given_grads, _ = draw_rows(degree, "normal", half, seed + 1)
+    grads = np.asarray(given_grads, np.float64)
+    products = exact * grads
+    totals = in_float64("sum", products, ids)[ids]
+    magnitudes = exact * (np.abs(grads) + in_float64("sum", np.abs(products), ids)[ids])
+    assert_within(pullback(given_grads)[0], products - exact * totals, half, magnitudes, 2)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@checks(12)
+@given(degree=degrees, kind=kinds, seed=seeds)
+def test_gradients_of_sums_and_gathers_are_exact(
+    half: str, degree: int, kind: str, seed: int
+) -> None:
+    rows, ids = draw_rows(degree, kind, half, seed)
+    nodes = jnp.ones((SEGMENTS, 2), half)
+    (grads,) = jax.vjp(lambda x: graphs.gather(x, ids), nodes)[1](rows)
+    assert grads.dtype == half
+    magnitudes = in_float64("sum", np.abs(np.asarray(rows, np.float64)), ids)
+    assert_within(grads, in_float64("sum", rows, ids), half, magnitudes, 1)
+
+    (grads,) = jax.vjp(lambda x: graphs.segment_sum(x, ids, SEGMENTS), rows)[1](nodes * 3)
+    assert grads.dtype == half
+    assert (grads == 3).all()
+
+
+def test_where_plain_half_fails() -> None:
+    """The table of 13,161 edges into one node, and DGL's 6,608 that became 2,048."""
+    edges = 13_161
+    ids, features = np.zeros(edges, np.int32), np.random.default_rng(0).uniform(size=edges)
+    for half, stagnant in (("float16", 2048), ("bfloat16", 256)):
+        x = jnp.asarray(features, half)
+        exact = np.asarray(x, np.float64)
+        assert float(jax.ops.segment_sum(jnp.ones(edges, half), ids, 1)[0]) == stagnant
+        eps = float(jnp.finfo(half).eps)
+        assert float(graphs.segment_sum(x, ids, 1)[0]) == pytest.approx(exact.sum(), rel=eps)
+        assert float(graphs.segment_mean(x, ids, 1)[0]) == pytest.approx(exact.mean(), rel=eps)
+        weights = graphs.segment_softmax(jnp.zeros(edges, half), ids, 1)
+        assert np.asarray(weights, np.float64).sum() == pytest.approx(1, rel=eps)
+        grad = jax.grad(lambda x: jnp.sum(graphs.gather(x, ids), dtype=jnp.float32))
+        assert float(grad(jnp.ones(1, half))[0]) == pytest.approx(edges, rel=eps)
+    large = jnp.full(10, 1e4, jnp.float16)
+    assert graphs.segment_mean(large, np.zeros(10, np.int32), 1).tolist() == [1e4]
+
+
+def test_ties_share_the_gradient() -> None:
+    ties = jnp.zeros((13_161,), jnp.bfloat16)
+    for op in (graphs.segment_max, graphs.segment_min):
+        grad = jax.grad(lambda x, op=op: op(x, jnp.zeros(13_161, jnp.int32), 1)[0])(ties)
+        np.testing.assert_allclose(np.asarray(grad, float), 1 / 13_161, rtol=0.01)
+
+
+@pytest.mark.parametrize("rows", [5, 3_000])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_equal_to_jraph_in_float32(name: str, rows: int) -> None:
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(rows, 3)), jnp.float32)
+    ids = jnp.sort(jnp.asarray(random.integers(0, 4, rows), jnp.int32))
+    expected = promoting(getattr(jraph, f"segment_{name}"))(x, ids, SEGMENTS)
+    for is_sorted in (False, True):
+        actual = OPERATIONS[name](x, ids, SEGMENTS, indices_are_sorted=is_sorted)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [6, 2_006])
+def test_rows_out_of_range_count_nowhere(rows: int) -> None:
+    ids = jnp.concatenate([jnp.array([-1, 4, 0, 1, 1, 99]), jnp.full(rows - 6, 2)])
+    x = jnp.full(rows, 2.0, jnp.float16)
+    assert graphs.segment_sum(x, ids, 4).tolist() == [2, 4, 2 * (rows - 6), 0]
+    assert graphs.segment_mean(x, ids, 4).tolist() == [2, 2, 2 * (rows > 6), 0]
+    assert graphs.segment_max(x, ids, 4).tolist()[3] == -np.inf
+    assert graphs.segment_softmax(x, ids, 4)[:6].tolist() == [0, 0, 1, 0.5, 0.5, 0]
+    assert graphs.gather(jnp.ones(4, jnp.float16), ids)[:6].tolist() == [0, 0, 1, 1, 1, 0]
+    grad = jax.grad(lambda y: graphs.gather(y, ids).sum())(jnp.ones(4, jnp.float16))
+    assert grad.tolist() == [1, 2, rows - 6, 0]
+
+
+def test_a_masked_segment_is_zero_and_so_is_its_gradient() -> None:
+    masked = jnp.full(5, -jnp.inf, jnp.float16)
+    ids = jnp.array([0, 0, 1, 1, 1])
+    weights, pullback = jax.vjp(lambda x: graphs.segment_softmax(x, ids, 2), masked)
+    assert weights.tolist() == [0.0] * 5
+    assert pullback(jnp.ones(5, jnp.float16))[0].tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "float32", "complex64"])
+def test_other_types_keep_theirs(dtype: str) -> None:
+    x = jnp.asarray(np.arange(6), dtype)
+    out = graphs.segment_sum(x, jnp.array([0, 0, 1, 1, 1, 1], jnp.uint8), 2)
+    assert (out.dtype, out.tolist()) == (dtype, [1, 14])
+    assert graphs.gather(x, jnp.array([3])).dtype == dtype
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_under_every_transform(name: str) -> None:
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 3, 1_500), jnp.int32)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 1_500)), jnp.float32)
+
+    def fn(x: jax.Array) -> jax.Array:
+        return OPERATIONS[name](x, ids, 3)
+
+    each = jnp.stack([fn(row) for row in x])
+    np.testing.assert_allclose(jax.jit(jax.vmap(fn))(x), each, rtol=1e-5, atol=1e-6)
+    _, tangent = jax.jvp(fn, (x[0],), (x[1],))
+    (cotangent,) = jax.vjp(fn, x[0])[1](each[1])
+    np.testing.assert_allclose(jnp.vdot(tangent, each[1]), jnp.vdot(cotangent, x[1]), rtol=1e-3)
+    again = jax.jit(fn)(x[0])
+    assert (again == jax.jit(fn)(x[0])).all()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_no_rows_and_no_segments(name: str) -> None:
+    none = OPERATIONS[name](jnp.zeros((0, 2), jnp.float16), jnp.zeros(0, jnp.int32), 3)
+    assert none.shape == ((0, 2) if name in ("softmax", "normalize") else (3, 2))
+    nowhere = graphs.segment_sum(jnp.zeros((2_000, 2)), jnp.zeros(2_000, jnp.int32), 0)
+    assert nowhere.shape == (0, 2)
+    assert graphs.gather(jnp.zeros((0, 2)), jnp.zeros(3, jnp.int32)).tolist() == [[0, 0]] * 3
+
+
+def test_the_order_of_rows_changes_nothing_but_roundings() -> None:
+    rows, ids = draw_rows(13_161, "normal", "bfloat16", 0)
+    order = np.random.default_rng(5).permutation(len(ids))
+    for op in (graphs.segment_sum, graphs.segment_mean):
+        actual = np.asarray(op(rows, ids, SEGMENTS), np.float64)
+        again = np.asarray(op(rows[order], ids[order], SEGMENTS), np.float64)
+        np.testing.assert_allclose(actual, again, rtol=2**-7)
+
+
+def test_wrong_arguments_are_named() -> None:
+    x = jnp.ones((3, 2))
+    with pytest.raises(TypeError, match="segment_ids must be integers, got float32"):
+        graphs.segment_sum(x, jnp.ones(3), 2)
+    with pytest.raises(ValueError, match=r"as many rows, got shapes \(3, 2\) and \(4,\)"):
+        graphs.segment_mean(x, jnp.zeros(4, jnp.int32), 2)
+    with pytest.raises(ValueError, match=r"segment_ids must have one axis, got shape \(3, 1\)"):
+        graphs.segment_max(x, jnp.zeros((3, 1), jnp.int32), 2)
+    with pytest.raises(TypeError, match=r"num_segments=2\.5 must be an integer"):
+        graphs.segment_min(x, jnp.zeros(3, jnp.int32), 2.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="num_segments=-1 must be at least 0"):
+        graphs.segment_softmax(x, jnp.zeros(3, jnp.int32), -1)
+    with pytest.raises(TypeError, match="indices must be integers, got bool"):
+        graphs.gather(x, jnp.zeros(3, bool))
+    with pytest.raises(ValueError, match="data must have rows, got a scalar"):
+        graphs.gather(jnp.float32(1), jnp.zeros(3, jnp.int32))
