@@ -11,6 +11,7 @@ import numpy as np
 
 from jmp_train.policies.autocast_interpreter import interpret, on_arrays, values_of
 from jmp_train.policies.autocast_region import Region, Value, eligible, traced_dtype
+from jmp_train.policies.literal_bounds import fits
 
 
 def custom_jvp(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | None:
@@ -39,7 +40,21 @@ def custom_jvp(region: Region, equation: Any, inputs: list[Value]) -> list[Value
         zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in outputs]
         return outputs, _replaced(zeros, out, floats)
 
-    return values_of(function(*(value.array for value in inputs)))
+    return values_of(function(*_followed(region, inputs)))
+
+
+def _followed(region: Region, inputs: list[Value]) -> list[Any]:
+    """Returns the arrays; literals among half values become half too, if half can hold them."""
+    strong = {value.dtype for value in inputs if not value.weak}
+    return [
+        value.to(region.half)
+        if strong == {region.half}
+        and value.weak
+        and eligible(value.dtype)
+        and fits(value.bounds, region.half, scales=True)
+        else value.array
+        for value in inputs
+    ]
 
 
 def _has_other_floats(equation: Any) -> bool:

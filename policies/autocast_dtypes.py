@@ -11,6 +11,7 @@ from jax import lax
 
 from jmp_train.policies.autocast_region import (
     ARITHMETIC,
+    CURVED,
     DECIDED,
     FLOAT32,
     LAYOUT,
@@ -102,7 +103,7 @@ def _holds_typed_body(equation: Any) -> bool:
 def _common(region: Region, equation: Any, floats: list[Value], in_float32: set[Any]) -> Any:
     """Returns the dtype in which operands meet."""
     name = equation.primitive.name
-    if name in ARITHMETIC and all(out in in_float32 for out in equation.outvars):
+    if name in CURVED | ARITHMETIC and all(out in in_float32 for out in equation.outvars):
         return FLOAT32  # all that reads the result would cast it up
     if name == "add" and (bias := _bias_dtype(equation, floats)) is not None:
         return bias

@@ -22,6 +22,7 @@ from jmp_train.policies.autocast_dtypes import literals_fit, settle, wanted
 from jmp_train.policies.autocast_region import (
     ADDITIONS,
     ARITHMETIC,
+    CURVED,
     DECIDED,
     FLOAT32,
     HALVES,
@@ -34,19 +35,14 @@ from jmp_train.policies.autocast_region import (
     eligible,
     join,
     literal,
-    names,
     traced_dtype,
     variables_read,
 )
 from jmp_train.policies.autocast_rules import Rule
 from jmp_train.policies.literal_bounds import UNKNOWN, result_bounds
 
-# Elementwise operations whose gradient needs an input or the result.
-_READS_AGAIN = frozenset(("gather", "broadcast_in_dim"))
-_SAVES_ITS_INPUT = names(
-    "mul div exp exp2 expm1 log log1p log2 pow integer_pow square rsqrt cbrt erf_inv acos asin cosh "
-    "sinh tan acosh asinh atanh"
-)
+_READS_AGAIN = frozenset(("gather", "broadcast_in_dim"))  # a value more than once
+_SAVES_ITS_INPUT = CURVED | {"mul", "div"}  # whose gradients need an input or the result
 
 
 def interpret(region: Region, jaxpr: Any, values: Sequence[Value]) -> list[Value]:

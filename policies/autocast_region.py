@@ -33,6 +33,10 @@ LAYOUT = names(
 )
 ADDITIONS = names("add sub neg add_any")  # their gradients need neither inputs nor result
 ARITHMETIC = ADDITIONS | {"mul", "div"}
+CURVED = names(
+    "exp exp2 expm1 log log1p log2 pow integer_pow square rsqrt cbrt erf_inv acos asin cosh sinh tan "
+    "acosh asinh atanh"
+)
 PRODUCTS = names("dot_general conv_general_dilated ragged_dot_general")
 
 

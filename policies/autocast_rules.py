@@ -126,8 +126,12 @@ TORCH_CUDA = AutocastRules(
 )
 
 # torch.autocast for bfloat16 on CPUs, which has float32's range: exp and its like stay in half. Sums
-# are float32 here, unlike in torch, since they stop at 256 in bfloat16.
-TORCH_CPU = AutocastRules(primitives=_table(lower=_PRODUCTS, float32=f"{_SUMS} {_SOLVERS}"))
+# are float32 here, unlike in torch, since they stop at 256 in bfloat16; squares and log_sigmoid, since
+# jax writes the losses with them, which are float32 in torch.
+TORCH_CPU = AutocastRules(
+    primitives=_table(lower=_PRODUCTS, float32=f"square integer_pow {_SUMS} {_SOLVERS}"),
+    functions=_table(float32="log_sigmoid quantile nanquantile"),
+)
 
 # Apex's O1: as torch's, and gelu, var and std in float32 too.
 APEX_O1 = TORCH_CUDA.replace(
