@@ -58,7 +58,7 @@ def settle(
         return as_it_is, "promote", "explicit conversion"
     if name in _EACH and rule is None:
         return as_it_is, "promote", "each operand by itself"
-    if rule is None and name == "mul" and atoms[0] is atoms[1]:
+    if rule is None and _is_square(equation):
         rule, reason = "float32", "a square"
     if rule is None:
         known = name in LAYOUT | ARITHMETIC | _PROMOTE
@@ -76,6 +76,13 @@ def settle(
     if _holds_typed_body(equation) and dtypes != as_traced:
         return as_traced, "keep", "its body is typed"
     return dtypes, rule, reason
+
+
+def _is_square(equation: Any) -> bool:
+    name, atoms = equation.primitive.name, equation.invars
+    if name == "integer_pow":
+        return equation.params["y"] == 2
+    return name == "square" or (name == "mul" and atoms[0] is atoms[1])
 
 
 def _touchable(atom: Any) -> bool:

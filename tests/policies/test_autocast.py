@@ -204,6 +204,8 @@ CPU_ROWS = ROWS | {
         "log2",
         "log1p",
         "pow",
+        "integer_pow",
+        "reciprocal",
         "rsqrt",
         "erfinv",
         "softplus",
