@@ -12,7 +12,15 @@ from jax.typing import DTypeLike
 
 from jmp_train.policies.autocast_control import ENTERED
 from jmp_train.policies.autocast_interpreter import interpret
-from jmp_train.policies.autocast_region import DECIDED, Region, argument, eligible
+from jmp_train.policies.autocast_region import (
+    DECIDED,
+    FLOAT32,
+    Region,
+    argument,
+    chosen,
+    eligible,
+    replaced,
+)
 from jmp_train.policies.autocast_rules import TORCH_CUDA, AutocastRules, Rule
 
 Args = ParamSpec("Args")
@@ -141,18 +149,17 @@ def run_region(
 ) -> Any:
     """Returns what `fn(*args, **kwargs)` gives by the rules of a region."""
     leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+    are_arrays = [_is_array(leaf) for leaf in leaves]
+    arrays = chosen(leaves, are_arrays)
     structure: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
-        rest = iter(arrays)
-        filled = [next(rest) if _is_array(leaf) else leaf for leaf in leaves]
-        args, kwargs = jax.tree.unflatten(tree, filled)
+        args, kwargs = jax.tree.unflatten(tree, replaced(leaves, are_arrays, arrays))
         results, out_tree = jax.tree.flatten(fn(*args, **kwargs))
         structure[:] = [out_tree, [_ARRAY if _is_array(x) else x for x in results]]
         return [x for x in results if _is_array(x)]
 
-    jaxpr = jax.make_jaxpr(flat)(*(_float32_aval(array) for array in arrays))
+    jaxpr = jax.make_jaxpr(flat)(*(float32_aval(jax.typeof(array)) for array in arrays))
     region = dataclasses.replace(region, constants={})
     computed = iter(interpret(region, jaxpr, [argument(array) for array in arrays]))
     out_tree, results = structure
@@ -165,8 +172,6 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def _float32_aval(array: Any) -> jax.ShapeDtypeStruct:
+def float32_aval(aval: Any) -> Any:
     """Returns an array's type, with float32 in place of half, so that literals are not rounded."""
-    aval = jax.typeof(array)
-    dtype = jnp.float32 if eligible(aval.dtype) else aval.dtype
-    return aval.update(dtype=jnp.dtype(dtype)) if dtype != aval.dtype else aval
+    return aval.update(dtype=FLOAT32) if eligible(aval.dtype) and aval.dtype != FLOAT32 else aval

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_train.policies.autocast_custom_rules import custom_jvp, custom_vjp
-from jmp_train.policies.autocast_interpreter import interpret, on_arrays, values_of
+from jmp_train.policies.autocast_interpreter import inlined, interpret, on_arrays, values_of
 from jmp_train.policies.autocast_region import (
+    FLOAT32,
+    HALVES,
     Handler,
     Region,
     Value,
@@ -24,7 +26,7 @@ from jmp_train.policies.autocast_region import (
 
 
 def _jit(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
-    """Inlines the body: XLA does so too, and the casts of a parameter are shared with the outside."""
+    """Inlines the body, as XLA does too: what reads its results decides on their dtypes."""
     params = equation.params
     inputs = _constrain(inputs, params.get("in_shardings"))
     outputs = interpret(region, params["jaxpr"], inputs)
@@ -56,9 +58,7 @@ def _scan(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
     consts, init, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
     atoms = equation.invars[n_consts:][:n_carry]
     # Gradients of constants are added over the turns, which half precision would not survive.
-    wide = [
-        value.to(jnp.dtype(jnp.float32)) if _is_half(value) else value.array for value in consts
-    ]
+    wide = [value.to(FLOAT32) if _is_half(value) else value.array for value in consts]
 
     def run(
         region: Region, carry: Sequence[Any], x: Sequence[Any]
@@ -143,7 +143,7 @@ def _dtypes_after(
 
 
 def _is_half(array: Any) -> bool:
-    return array.dtype in (jnp.float16, jnp.bfloat16)
+    return array.dtype in HALVES
 
 
 def _while(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
@@ -227,14 +227,10 @@ def _shard_map(region: Region, equation: Any, inputs: list[Value]) -> list[Value
     return values_of(wrapped(*(value.array for value in inputs)))
 
 
-def _body(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
-    return interpret(region, equation.params["call_jaxpr"], inputs)
-
-
 ENTERED: dict[str, Handler] = {
     "jit": _jit,
     "pjit": _jit,
-    "closed_call": _body,
+    "closed_call": inlined,
     "remat2": _remat,
     "scan": _scan,
     "while": _while,

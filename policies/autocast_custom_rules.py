@@ -2,15 +2,28 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.policies.autocast_interpreter import interpret, on_arrays, values_of
-from jmp_train.policies.autocast_region import Region, Value, eligible, traced_dtype
+from jmp_train.policies.autocast_interpreter import (
+    as_traced,
+    inlined,
+    interpret,
+    on_arrays,
+    values_of,
+)
+from jmp_train.policies.autocast_region import (
+    Region,
+    Value,
+    chosen,
+    eligible,
+    replaced,
+    traced_dtype,
+)
 from jmp_train.policies.literal_bounds import fits
 
 
@@ -25,20 +38,20 @@ def custom_jvp(region: Region, equation: Any, inputs: list[Value]) -> list[Value
 
     def of_floats(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         def bound(*floats: Any) -> list[Any]:
-            return _chosen(_bound(equation)(*_replaced(primals, into, floats)), out)
+            return chosen(as_traced(equation, *replaced(primals, into, floats)), out)
 
-        return jax.jvp(bound, tuple(_chosen(primals, into)), tuple(tangents))[1]
+        return jax.jvp(bound, tuple(chosen(primals, into)), tuple(tangents))[1]
 
     @function.defjvp
     def tangents_by_the_rules(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
         outputs = function(*primals)
         avals = _avals(equation)
-        jaxpr = jax.make_jaxpr(of_floats)(avals, _chosen(avals, into))
-        values = values_of([*primals, *_chosen(tangents, into)])
+        jaxpr = jax.make_jaxpr(of_floats)(avals, chosen(avals, into))
+        values = values_of([*primals, *chosen(tangents, into)])
         results = interpret(region.body(), jaxpr, values)
-        floats = [v.to(x.dtype) for v, x in zip(results, _chosen(outputs, out), strict=True)]
+        floats = [v.to(x.dtype) for v, x in zip(results, chosen(outputs, out), strict=True)]
         zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in outputs]
-        return outputs, _replaced(zeros, out, floats)
+        return outputs, replaced(zeros, out, floats)
 
     return values_of(function(*_followed(region, inputs)))
 
@@ -63,17 +76,6 @@ def _has_other_floats(equation: Any) -> bool:
     return any(jnp.issubdtype(dtype, jnp.inexact) and not eligible(dtype) for dtype in dtypes)
 
 
-def _chosen(items: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
-    return [item for item, is_chosen in zip(items, chosen, strict=True) if is_chosen]
-
-
-def _replaced(items: Sequence[Any], chosen: Sequence[bool], new: Sequence[Any]) -> list[Any]:
-    """Returns the items with new ones in place of those that are chosen."""
-    rest = iter(new)
-    pairs = zip(items, chosen, strict=True)
-    return [next(rest) if is_chosen else item for item, is_chosen in pairs]
-
-
 def custom_vjp(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | None:
     """Keeps the rule: the equation as it was or, where its dtype is forced, its two halves in it."""
     n_consts = equation.params.get("num_consts", 0)
@@ -86,14 +88,14 @@ def custom_vjp(region: Region, equation: Any, inputs: list[Value]) -> list[Value
     pullback_tree: list[Any] = []
 
     def split(consts: Any, *primals: Any) -> tuple[list[Any], list[Any]]:
-        outputs, pullback = jax.vjp(lambda *x: _bound(equation)(*consts, *x), *primals)
+        outputs, pullback = jax.vjp(lambda *x: as_traced(equation, *consts, *x), *primals)
         leaves, tree = jax.tree.flatten(pullback)
         pullback_tree[:] = [tree]
         return outputs, leaves
 
-    forward_jaxpr = jax.make_jaxpr(split)(const_avals, *avals)
+    traced = jax.make_jaxpr(split, return_shape=True)(const_avals, *avals)
+    forward_jaxpr, (out_avals, residual_avals) = traced
     (tree,) = pullback_tree
-    out_avals, residual_avals = jax.eval_shape(split, const_avals, *avals)
     backward_jaxpr = jax.make_jaxpr(
         lambda leaves, cotangents: jax.tree.unflatten(tree, leaves)(cotangents)
     )(residual_avals, out_avals)
@@ -104,7 +106,7 @@ def custom_vjp(region: Region, equation: Any, inputs: list[Value]) -> list[Value
     function = jax.custom_vjp(primal)
 
     # A forward half that calls the function itself wants its value, whose rule is this one.
-    within = dataclasses.replace(region, handlers={**region.handlers, "custom_vjp_call": _body})
+    within = dataclasses.replace(region, handlers={**region.handlers, "custom_vjp_call": inlined})
 
     def forward(*primals: Any) -> tuple[list[Any], list[Any]]:
         results = on_arrays(within, forward_jaxpr)(*consts, *primals)
@@ -120,15 +122,5 @@ def custom_vjp(region: Region, equation: Any, inputs: list[Value]) -> list[Value
     return values_of(function(*arrays))
 
 
-def _body(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
-    return interpret(region, equation.params["call_jaxpr"], inputs)
-
-
 def _avals(equation: Any) -> tuple[Any, ...]:
     return tuple(atom.aval for atom in equation.invars)
-
-
-def _bound(equation: Any) -> Callable[..., list[Any]]:
-    """Returns the equation as a function of values in their traced dtypes."""
-    primitive, params = equation.primitive, equation.params
-    return lambda *arrays: primitive.bind(*arrays, **primitive.get_bind_params(params))

@@ -26,13 +26,17 @@ from jmp_train.policies.autocast_rules import Rule
 from jmp_train.policies.literal_bounds import fits
 
 # Elementwise and data-moving operations, whose floating operands have to agree.
-_PROMOTE = names(
-    "rem max min sign abs floor ceil round is_finite tanh logistic erf erfc sqrt sin cos atan atan2 "
-    "eq ne lt le gt ge select_n clamp concatenate pad stack split dynamic_slice "
-    "dynamic_update_slice gather scatter reduce_max reduce_min argmax argmin cummax cummin top_k "
-    "reduce_window_max reduce_window_min real imag tile exp exp2 expm1 log log1p log2 pow "
-    "integer_pow square rsqrt cbrt erf_inv acos asin cosh sinh tan acosh asinh atanh reduce_sum "
-    "reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum"
+_PROMOTE = (
+    LAYOUT
+    | ARITHMETIC
+    | CURVED
+    | names(
+        "rem max min sign abs floor ceil round is_finite tanh logistic erf erfc sqrt sin cos atan "
+        "atan2 eq ne lt le gt ge select_n clamp concatenate pad stack split dynamic_slice "
+        "dynamic_update_slice gather scatter reduce_max reduce_min argmax argmin cummax cummin "
+        "top_k reduce_window_max reduce_window_min real imag tile reduce_sum reduce_prod cumsum "
+        "cumprod cumlogsumexp reduce_window_sum"
+    )
 )
 _EACH = frozenset(("sort", "optimization_barrier"))  # operands of which each has its own dtype
 
@@ -61,8 +65,9 @@ def settle(
     if rule is None and _is_square(equation):
         rule, reason = "float32", "a square"
     if rule is None:
-        known = name in LAYOUT | ARITHMETIC | _PROMOTE
-        rule, reason = ("promote", "elementwise") if known else ("keep", f"{name} is not known")
+        rule, reason = (
+            ("promote", "elementwise") if name in _PROMOTE else ("keep", f"{name} is not known")
+        )
     if rule == "lower" and not _can_lower(equation):
         rule, reason = "keep", "its precision is spelled out"
     if rule == "keep":

@@ -234,11 +234,10 @@ def _bind(
     equation: Any, arrays: Sequence[Any], inputs: Sequence[Value], params: dict[str, Any]
 ) -> list[Value]:
     primitive = equation.primitive
-    results = (
-        primitive.bind(*arrays, **primitive.get_bind_params(params))
-        if _is_call(equation)
-        else primitive.bind(*arrays, **params)
-    )
+    if primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        results = as_traced(equation, *arrays)
+    else:
+        results = primitive.bind(*arrays, **params)
     results = results if primitive.multiple_results else [results]
     layout = primitive.name in LAYOUT
     floats = [v for v, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
@@ -255,8 +254,15 @@ def _bind(
     ]
 
 
-def _is_call(equation: Any) -> bool:
-    return equation.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+def as_traced(equation: Any, *arrays: Any) -> list[Any]:
+    """Binds a call to values in their traced dtypes."""
+    primitive, params = equation.primitive, equation.params
+    return primitive.bind(*arrays, **primitive.get_bind_params(params))
+
+
+def inlined(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
+    """Runs the body of a call by the rules of a region."""
+    return interpret(region, equation.params["call_jaxpr"], inputs)
 
 
 def on_arrays(region: Region, jaxpr: Any) -> Callable[..., list[Any]]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp_train.policies.autocast_rules import CURVED as _CURVED
+from jmp_train.policies.autocast_rules import PRODUCTS as _PRODUCTS
 from jmp_train.policies.autocast_rules import AutocastRules, Rule
 from jmp_train.policies.literal_bounds import UNKNOWN, Bounds, literal_bounds
 
@@ -33,11 +35,7 @@ LAYOUT = names(
 )
 ADDITIONS = names("add sub neg add_any")  # their gradients need neither inputs nor result
 ARITHMETIC = ADDITIONS | {"mul", "div"}
-CURVED = names(
-    "exp exp2 expm1 log log1p log2 pow integer_pow square rsqrt cbrt erf_inv acos asin cosh sinh tan "
-    "acosh asinh atanh"
-)
-PRODUCTS = names("dot_general conv_general_dilated ragged_dot_general")
+CURVED, PRODUCTS = names(_CURVED), names(_PRODUCTS)
 
 
 class BannedOperationError(TypeError):
@@ -242,3 +240,15 @@ def literal(atom: Any) -> Value:
 def variables_read(equation: Any) -> list[Any]:
     """Returns the variables that an equation reads."""
     return [atom for atom in equation.invars if not isinstance(atom, jex.Literal)]
+
+
+def chosen(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    """Returns the items that a mask chooses."""
+    return [item for item, is_chosen in zip(items, mask, strict=True) if is_chosen]
+
+
+def replaced(items: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) -> list[Any]:
+    """Returns the items with new ones in place of those that a mask chooses."""
+    rest = iter(new)
+    pairs = zip(items, mask, strict=True)
+    return [next(rest) if is_chosen else item for item, is_chosen in pairs]

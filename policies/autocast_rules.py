@@ -102,7 +102,7 @@ def _table(**rules: str) -> tuple[tuple[str, Rule], ...]:
     return tuple((name, rule) for rule, names in rules.items() for name in names.split())  # pyright: ignore[reportReturnType]
 
 
-_PRODUCTS = "dot_general conv_general_dilated ragged_dot_general"
+PRODUCTS = "dot_general conv_general_dilated ragged_dot_general"
 # Sums in half precision stagnate or overflow, whatever the range of the type.
 _SUMS = (
     "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum reduce_window reduce "
@@ -112,15 +112,15 @@ _SOLVERS = (
     "svd qr geqrf householder_product cholesky lu eigh eig schur hessenberg tridiagonal "
     "tridiagonal_solve triangular_solve lu_pivots_to_permutation fft"
 )
-_CURVED = (
-    "exp exp2 expm1 log log1p log2 log10 pow integer_pow square rsqrt cbrt erf_inv acos asin cosh "
-    "sinh tan acosh asinh atanh lgamma digamma polygamma igamma igammac regularized_incomplete_beta "
-    "bessel_i0e bessel_i1e"
+CURVED = (
+    "exp exp2 expm1 log log1p log2 pow integer_pow square rsqrt cbrt erf_inv acos asin cosh sinh tan "
+    "acosh asinh atanh"
 )
+_SPECIAL = "log10 lgamma digamma polygamma igamma igammac regularized_incomplete_beta bessel_i0e bessel_i1e"
 
 # torch.autocast for float16 on CUDA.
 TORCH_CUDA = AutocastRules(
-    primitives=_table(lower=_PRODUCTS, float32=f"{_CURVED} {_SUMS} {_SOLVERS}"),
+    primitives=_table(lower=PRODUCTS, float32=f"{CURVED} {_SPECIAL} {_SUMS} {_SOLVERS}"),
     functions=_table(float32="_resize"),
     banned=(("binary_cross_entropy", "use optax.sigmoid_binary_cross_entropy on the logits"),),
 )
@@ -129,7 +129,7 @@ TORCH_CUDA = AutocastRules(
 # are float32 here, unlike in torch, since they stop at 256 in bfloat16, and so is log_sigmoid, since
 # losses are written with it, which are float32 in torch. (Squares are so wherever no table names them.)
 TORCH_CPU = AutocastRules(
-    primitives=_table(lower=_PRODUCTS, float32=f"{_SUMS} {_SOLVERS}"),
+    primitives=_table(lower=PRODUCTS, float32=f"{_SUMS} {_SOLVERS}"),
     functions=_table(float32="log_sigmoid quantile nanquantile"),
 )
 

@@ -11,9 +11,9 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.policies.autocast import autocast, mark_of, run_region
+from jmp_train.policies.autocast import autocast, float32_aval, mark_of, run_region
 from jmp_train.policies.autocast_control import ENTERED
-from jmp_train.policies.autocast_region import Decision, eligible
+from jmp_train.policies.autocast_region import Decision, chosen, replaced
 
 _HALVES = ("float16", "bfloat16")
 _OURS = os.path.dirname(__file__)
@@ -152,25 +152,20 @@ def explain_autocast(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Autoc
 
     def call(run: Callable[..., Any]) -> Callable[..., Any]:
         def of_arrays(*arrays: Any) -> Any:
-            rest = iter(arrays)
-            filled = [
-                next(rest) if is_array else x for x, is_array in zip(leaves, abstract, strict=True)
-            ]
-            args, kwargs = jax.tree.unflatten(tree, filled)
+            args, kwargs = jax.tree.unflatten(tree, replaced(leaves, abstract, arrays))
             return [x for x in jax.tree.leaves(run(*args, **kwargs)) if isinstance(x, jax.Array)]
 
         return of_arrays
 
     avals = [
-        jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
-        for x, is_array in zip(leaves, abstract, strict=True)
-        if is_array
+        x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+        for x in chosen(leaves, abstract)
     ]
     log: list[Decision] = []
     logged = dataclasses.replace(region, log=log)
     jax.eval_shape(call(lambda *a, **k: run_region(logged, plain, a, k)), *avals)
     under_autocast = call(lambda *a, **k: run_region(region, plain, a, k))
-    wide = [_float32(aval) for aval in avals]
+    wide = [float32_aval(aval) for aval in avals]
     return AutocastReport(
         operations=tuple(_operation(decision) for decision in log),
         residual_bytes_float32=_residual_bytes(call(plain), wide),
@@ -182,21 +177,18 @@ def _is_abstract(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
-def _float32(aval: Any) -> jax.ShapeDtypeStruct:
-    dtype = jnp.float32 if eligible(aval.dtype) else aval.dtype
-    return jax.ShapeDtypeStruct(aval.shape, dtype)
-
-
 def _residual_bytes(fn: Callable[..., Any], avals: list[Any]) -> int | None:
     floats = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals]
 
     def pullback(*arrays: Any) -> Any:
         def of_floats(*some: Any) -> list[Any]:
-            rest = iter(some)
-            filled = [next(rest) if f else x for x, f in zip(arrays, floats, strict=True)]
-            return [y for y in fn(*filled) if jnp.issubdtype(y.dtype, jnp.floating)]
+            return [
+                y
+                for y in fn(*replaced(arrays, floats, some))
+                if jnp.issubdtype(y.dtype, jnp.floating)
+            ]
 
-        return jax.vjp(of_floats, *(x for x, f in zip(arrays, floats, strict=True) if f))[1]
+        return jax.vjp(of_floats, *chosen(arrays, floats))[1]
 
     try:
         leaves = jax.tree.leaves(jax.eval_shape(pullback, *avals))
