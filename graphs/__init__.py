@@ -1,5 +1,24 @@
-"""Floor 2: message passing on graphs in half precision. So far it has the operations on segments."""
+"""Floor 2: message passing on graphs, right in half precision."""
 
+from jmp_train.graphs import fn as fn
+from jmp_train.graphs.attention import edge_softmax as edge_softmax
+from jmp_train.graphs.attention import gat_attention as gat_attention
+from jmp_train.graphs.graph import Graph as Graph
+from jmp_train.graphs.graph import from_edges as from_edges
+from jmp_train.graphs.graph import from_jraph as from_jraph
+from jmp_train.graphs.graph import rand_graph as rand_graph
+from jmp_train.graphs.graph import to_jraph as to_jraph
+from jmp_train.graphs.hetero_graph import HeteroGraph as HeteroGraph
+from jmp_train.graphs.hetero_graph import hetero_from_edges as hetero_from_edges
+from jmp_train.graphs.message_passing import apply_edges as apply_edges
+from jmp_train.graphs.message_passing import apply_nodes as apply_nodes
+from jmp_train.graphs.message_passing import update_all as update_all
+from jmp_train.graphs.multi_update import multi_update_all as multi_update_all
+from jmp_train.graphs.partial_updates import prop_edges as prop_edges
+from jmp_train.graphs.partial_updates import prop_nodes as prop_nodes
+from jmp_train.graphs.partial_updates import pull as pull
+from jmp_train.graphs.partial_updates import push as push
+from jmp_train.graphs.partial_updates import send_and_recv as send_and_recv
 from jmp_train.graphs.segment import gather as gather
 from jmp_train.graphs.segment import segment_max as segment_max
 from jmp_train.graphs.segment import segment_mean as segment_mean
@@ -7,3 +26,5 @@ from jmp_train.graphs.segment import segment_min as segment_min
 from jmp_train.graphs.segment import segment_normalize as segment_normalize
 from jmp_train.graphs.segment import segment_softmax as segment_softmax
 from jmp_train.graphs.segment import segment_sum as segment_sum
+from jmp_train.graphs.user_functions import EdgeBatch as EdgeBatch
+from jmp_train.graphs.user_functions import NodeBatch as NodeBatch

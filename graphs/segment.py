@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jraph
 from jax import lax
 from jax.typing import ArrayLike
 
-from jmp_train.graphs.accumulation import read_rows, sum_rows
+from jmp_train.graphs.accumulation import Incidence, incidence_of
+from jmp_train.graphs.storage import wide
 
 
 def segment_sum(
@@ -44,9 +44,8 @@ def segment_sum(
       >>> segment_sum(ones, zeros, 1).tolist()  # the nearest float16
       [13160.0]
     """
-    data, ids, count = _checked(data, segment_ids, num_segments)
-    sums = sum_rows(_wide(data), ids, count, is_sorted=indices_are_sorted)
-    return sums.astype(data.dtype)
+    data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
+    return segments.sum(wide(data)).astype(data.dtype)
 
 
 def segment_mean(
@@ -77,9 +76,8 @@ def segment_mean(
       >>> segment_mean(jnp.full(10, 1e4, jnp.float16), jnp.zeros(10, jnp.int32), 2).tolist()
       [10000.0, 0.0]
     """
-    data, ids, count = _checked(data, segment_ids, num_segments)
-    mean = _mean(_wide(data), ids, count, indices_are_sorted)
-    return mean.astype(data.dtype)
+    data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
+    return segments.mean(wide(data)).astype(data.dtype)
 
 
 def segment_max(
@@ -109,9 +107,8 @@ def segment_max(
       >>> segment_max(jnp.array([1.0, 3.0, 2.0]), jnp.array([0, 0, 1]), 3).tolist()
       [3.0, 2.0, -inf]
     """
-    data, ids, count = _checked(data, segment_ids, num_segments)
-    wide = jraph.segment_max(_wide(data), _none_negative(ids, count), count, indices_are_sorted)
-    return wide.astype(data.dtype)
+    data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
+    return segments.max(wide(data)).astype(data.dtype)
 
 
 def segment_min(
@@ -141,9 +138,8 @@ def segment_min(
       >>> segment_min(jnp.array([1.0, 3.0, 2.0]), jnp.array([0, 0, 1]), 3).tolist()
       [1.0, 2.0, inf]
     """
-    data, ids, count = _checked(data, segment_ids, num_segments)
-    wide = jraph.segment_min(_wide(data), _none_negative(ids, count), count, indices_are_sorted)
-    return wide.astype(data.dtype)
+    data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
+    return segments.min(wide(data)).astype(data.dtype)
 
 
 def segment_softmax(
@@ -174,17 +170,8 @@ def segment_softmax(
       >>> float(weights.sum(dtype=jnp.float32))
       1.0
     """
-    logits, ids, count = _checked(logits, segment_ids, num_segments)
-    wide = _wide(logits)
-    largest = jraph.segment_max(
-        lax.stop_gradient(wide), _none_negative(ids, count), count, indices_are_sorted
-    )
-    largest = jnp.where(jnp.isfinite(largest), largest, jnp.zeros_like(largest))
-    weights = jnp.exp(wide - read_rows(largest, ids, is_sorted=indices_are_sorted))
-    total = sum_rows(weights, ids, count, is_sorted=indices_are_sorted)
-    inverse = 1 / jnp.where(total == 0, jnp.ones_like(total), total)
-    weights = weights * read_rows(inverse, ids, is_sorted=indices_are_sorted)
-    return weights.astype(logits.dtype)
+    logits, segments = _checked(logits, segment_ids, num_segments, indices_are_sorted)
+    return segments.softmax(wide(logits)).astype(logits.dtype)
 
 
 def segment_normalize(
@@ -216,12 +203,12 @@ def segment_normalize(
       >>> segment_normalize(jnp.array([300, -300, 5], jnp.float16), jnp.array([0, 0, 1]), 2).tolist()
       [1.0, -1.0, 0.0]
     """
-    data, ids, count = _checked(data, segment_ids, num_segments)
-    wide, is_sorted = _wide(data), indices_are_sorted
-    centred = wide - read_rows(_mean(wide, ids, count, is_sorted), ids, is_sorted=is_sorted)
-    variance = _mean(centred * centred, ids, count, is_sorted)
+    data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
+    rows = wide(data)
+    centred = rows - segments.read(segments.mean(rows))
+    variance = segments.mean(centred * centred)
     scale = lax.rsqrt(jnp.maximum(variance, jnp.asarray(eps, variance.dtype)))
-    return (centred * read_rows(scale, ids, is_sorted=is_sorted)).astype(data.dtype)
+    return (centred * segments.read(scale)).astype(data.dtype)
 
 
 def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = False) -> jax.Array:
@@ -248,27 +235,13 @@ def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = Fa
     data, indices = jnp.asarray(data), _integers("indices", indices)
     if data.ndim == 0:
         raise ValueError("data must have rows, got a scalar")
-    return read_rows(_wide(data), indices, is_sorted=indices_are_sorted).astype(data.dtype)
+    rows = incidence_of(indices, data.shape[0], is_sorted=indices_are_sorted)
+    return rows.read(wide(data)).astype(data.dtype)
 
 
-def _mean(wide: jax.Array, ids: jax.Array, count: int, is_sorted: bool) -> jax.Array:
-    ones = jnp.ones(ids.shape, jnp.int32)
-    sizes = jraph.segment_sum(ones, _none_negative(ids, count), count)
-    sizes = jnp.maximum(sizes, 1).astype(wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))
-    return sum_rows(wide, ids, count, is_sorted=is_sorted) / sizes
-
-
-def _wide(data: jax.Array) -> jax.Array:
-    """Returns floats at least in float32, all else as it is."""
-    is_narrow = jnp.issubdtype(data.dtype, jnp.floating) and data.dtype.itemsize < 4
-    return data.astype(jnp.float32) if is_narrow else data
-
-
-def _none_negative(ids: jax.Array, count: int) -> jax.Array:
-    return jnp.where(ids < 0, count, ids)
-
-
-def _checked(data: Any, segment_ids: Any, num_segments: Any) -> tuple[jax.Array, jax.Array, int]:
+def _checked(
+    data: Any, segment_ids: Any, num_segments: Any, is_sorted: bool
+) -> tuple[jax.Array, Incidence]:
     data, ids = jnp.asarray(data), _integers("segment_ids", segment_ids)
     try:
         count = operator.index(num_segments)
@@ -280,7 +253,7 @@ def _checked(data: Any, segment_ids: Any, num_segments: Any) -> tuple[jax.Array,
         raise ValueError(
             f"data and segment_ids must have as many rows, got shapes {data.shape} and {ids.shape}"
         )
-    return data, ids, count
+    return data, incidence_of(ids, count, is_sorted=is_sorted)
 
 
 def _integers(name: str, ids: Any) -> jax.Array:

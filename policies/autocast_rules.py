@@ -118,10 +118,10 @@ CURVED = (
 )
 _SPECIAL = "log10 lgamma digamma polygamma igamma igammac regularized_incomplete_beta bessel_i0e bessel_i1e"
 
-# torch.autocast for float16 on CUDA.
+# torch.autocast for float16 on CUDA. What graphs keep of nodes and edges is half under both, as in DGL.
 TORCH_CUDA = AutocastRules(
     primitives=_table(lower=PRODUCTS, float32=f"{CURVED} {_SPECIAL} {_SUMS} {_SOLVERS}"),
-    functions=_table(float32="_resize"),
+    functions=_table(float32="_resize", lower="graph_storage"),
     banned=(("binary_cross_entropy", "use optax.sigmoid_binary_cross_entropy on the logits"),),
 )
 
@@ -130,7 +130,7 @@ TORCH_CUDA = AutocastRules(
 # losses are written with it, which are float32 in torch. (Squares are so wherever no table names them.)
 TORCH_CPU = AutocastRules(
     primitives=_table(lower=PRODUCTS, float32=f"{_SUMS} {_SOLVERS}"),
-    functions=_table(float32="log_sigmoid quantile nanquantile"),
+    functions=_table(float32="log_sigmoid quantile nanquantile", lower="graph_storage"),
 )
 
 # Apex's O1: as torch's, and gelu, var and std in float32 too.

@@ -1,0 +1,153 @@
+"""Attention over the edges that enter a node, or leave it: float32 inside, and nothing saved per edge."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jraph
+
+from jmp_train.graphs.connections import Connections
+from jmp_train.graphs.frames import frame_of, some_edges
+from jmp_train.graphs.graph import Graph, from_jraph
+from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
+from jmp_train.graphs.messages import in_float32
+from jmp_train.graphs.storage import graph_storage, wide
+from jmp_train.graphs.writing import edge_ids
+from jmp_train.policies.autocast import autocast_as
+
+
+def edge_softmax(
+    graph: Graph | HeteroGraph | jraph.GraphsTuple,
+    logits: Any,
+    edges: Any = None,
+    *,
+    norm_by: str = "dst",
+    etype: str | EdgeType | None = None,
+) -> jax.Array:
+    """Returns the softmax of logits over the edges that enter the same node.
+
+    Args:
+      graph: a graph of ours or jraph's.
+      logits: floating [edges, ...]; -inf masks an edge, and a node all of whose edges are masked has 0.
+      edges: int [some edges], to which the logits belong and over which the softmax goes; None for all.
+      norm_by: "dst", or "src" for the edges that leave the same node.
+      etype: the edge type; needed where there are several.
+
+    Returns:
+      [edges, ...] in the logits' dtype; 0 for padding edges.
+
+    Raises:
+      ValueError: the logits have another number of rows, or `norm_by` is another word.
+      TypeError: the logits are no floats.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2], [2, 2, 0], 3)
+      >>> edge_softmax(graph, jnp.zeros((3, 1), jnp.float16)).tolist()
+      [[0.5], [0.5], [1.0]]
+    """
+    if norm_by not in ("dst", "src"):
+        raise ValueError(f"norm_by={norm_by!r} must be 'dst' or 'src'")
+    graph = from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else graph
+    frame = frame_of(graph, etype)
+    if edges is not None:
+        frame = some_edges(frame, edge_ids(frame.connections, edges))
+    end = frame.connections.targets if norm_by == "dst" else frame.connections.sources
+    logits = _floats("logits", logits, end.num_edges, "edges")
+    return in_float32(lambda logits: end.softmax(wide(logits)), logits)
+
+
+def gat_attention(
+    graph: Graph | jraph.GraphsTuple,
+    features: Any,
+    left: Any,
+    right: Any,
+    *,
+    negative_slope: float = 0.2,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """Returns graph attention: the senders' features, weighted by a softmax over each node's edges.
+
+    The weight of an edge is the softmax of `leaky_relu(left[sender] + right[receiver])`. The gradient
+    computes weights and messages anew.
+
+    Args:
+      graph: a graph of ours or jraph's.
+      features: floating [nodes, heads, width].
+      left: floating [nodes, heads], the senders' part of the logits; float32 is best.
+      right: floating [nodes, heads], the receivers' part.
+      negative_slope: of the leaky ReLU.
+      dropout_rate: the share of the weights that are dropped, those of each head apart.
+      dropout_key: for dropout; needed if the rate is not 0.
+
+    Returns:
+      [nodes, heads, width] in the features' dtype; 0 of nodes without edges.
+
+    Raises:
+      ValueError: shapes do not fit, the rate is not in [0, 1), or there is no key.
+      TypeError: an array has no floats.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2], [2, 2, 0], 3)
+      >>> features, zeros = jnp.arange(3.0).reshape(3, 1, 1), jnp.zeros((3, 1))
+      >>> gat_attention(graph, features, zeros, zeros).ravel().tolist()
+      [2.0, 0.0, 0.5]
+
+    Reference: Velickovic et al., Graph Attention Networks, https://arxiv.org/abs/1710.10903.
+    """
+    graph = from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else graph
+    check_dropout("dropout_rate", dropout_rate, dropout_key)
+    features = _floats("features", features, graph.num_nodes, "nodes")
+    ends = [_floats(*pair, graph.num_nodes, "nodes") for pair in (("left", left), ("right", right))]
+    for name, end in zip(("left", "right"), ends, strict=True):
+        if features.ndim != 3 or end.shape != features.shape[:2]:
+            raise ValueError(
+                f"features must be [nodes, heads, width] and {name} [nodes, heads], "
+                f"got shapes {features.shape} and {end.shape}"
+            )
+
+    @jax.checkpoint
+    def attend(
+        connections: Connections, key: Any, features: jax.Array, left: jax.Array, right: jax.Array
+    ) -> jax.Array:
+        sources, targets = connections.sources, connections.targets
+        logits = sources.read(wide(left)) + targets.read(wide(right))
+        weights = targets.softmax(jax.nn.leaky_relu(logits, negative_slope))
+        weights = drop(weights, dropout_rate, key)
+        return targets.sum(weights[..., None] * sources.read(wide(features)))
+
+    attended = autocast_as("float32")(attend)(
+        graph.connections, dropout_key, graph_storage(features), *ends
+    )
+    return graph_storage(attended.astype(features.dtype))
+
+
+def check_dropout(name: str, rate: float, key: Any) -> None:
+    """Raises ValueError where a rate is not in [0, 1), or has no key."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"{name}={rate} must lie in [0, 1)")
+    if rate and key is None:
+        raise ValueError(f"{name}={rate} needs a random key")
+
+
+def drop(data: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Returns data with entries dropped, and the others scaled up."""
+    if not rate or key is None:
+        return data
+    is_kept = jax.random.bernoulli(key, 1 - rate, data.shape)
+    return jnp.where(is_kept, data / jnp.asarray(1 - rate, data.dtype), jnp.zeros_like(data))
+
+
+def _floats(name: str, array: Any, rows: int, kind: str) -> jax.Array:
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} must be floats, got {array.dtype}")
+    if array.ndim == 0 or array.shape[0] != rows:
+        raise ValueError(
+            f"{name} must have {rows} rows, one for each of the {kind}, got {array.shape}"
+        )
+    return array

@@ -1,0 +1,187 @@
+"""Who sends to whom: the edges' two ends with their indices, made once on the host, and checked there."""
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jmp_train.graphs.accumulation import Incidence, incidence_of, incidence_on_host
+
+FORMATS = ("coo", "mailbox")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mailbox:
+    """The nodes of one in-degree, and their edges.
+
+    Attributes:
+      nodes: int32 [nodes of that degree].
+      edges: int32 [nodes of that degree, degree], each row ascending.
+    """
+
+    nodes: jax.Array
+    edges: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Connections:
+    """The edges of a graph, without features.
+
+    Attributes:
+      sources: the node that each edge leaves.
+      targets: the node that each edge enters.
+      mailboxes: the nodes by in-degree, ascending, for reductions by user-defined functions; None
+        where they were not asked for.
+      has_idle_targets: whether some node is entered by no edge; None where that is not known.
+    """
+
+    sources: Incidence
+    targets: Incidence
+    mailboxes: tuple[Mailbox, ...] | None = None
+    has_idle_targets: bool | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+def connect(
+    senders: Any,
+    receivers: Any,
+    num_senders: int,
+    num_receivers: int,
+    *,
+    formats: Sequence[str] = ("coo",),
+    where: str = "",
+) -> Connections:
+    """Returns the connections of edges that are known, checked.
+
+    Args:
+      senders: int [edges].
+      receivers: int [edges].
+      num_senders: how many nodes there are to send.
+      num_receivers: how many nodes there are to receive.
+      formats: the indices to make, of `FORMATS`.
+      where: of which edge type, for messages.
+
+    Raises:
+      TypeError: ids are no integers, or traced.
+      ValueError: ids have the wrong shape or are out of range; the message names the edge.
+    """
+    unknown = [name for name in formats if name not in FORMATS]
+    if unknown:
+        raise ValueError(f"formats has {unknown[0]!r}, which is none of {', '.join(FORMATS)}")
+    ids = [
+        _host_ids(name, x, where) for name, x in (("senders", senders), ("receivers", receivers))
+    ]
+    if ids[0].shape != ids[1].shape:
+        first = min(map(len, ids))
+        raise ValueError(
+            f"senders has {len(ids[0])} edges and receivers {len(ids[1])}{where}: "
+            f"edge {first} has one end only"
+        )
+    for name, end, count in zip(
+        ("senders", "receivers"), ids, (num_senders, num_receivers), strict=True
+    ):
+        wrong = (end < 0) | (end >= count)
+        if wrong.any():
+            edge = int(wrong.argmax())
+            fault = "is negative" if end[edge] < 0 else f"is out of range for {count} nodes"
+            raise ValueError(f"{name}[{edge}] = {end[edge]}{where} {fault}")
+    return connect_checked(ids[0], ids[1], num_senders, num_receivers, formats=formats)
+
+
+def connect_checked(
+    senders: np.ndarray,
+    receivers: np.ndarray,
+    num_senders: int,
+    num_receivers: int,
+    *,
+    formats: Sequence[str] = ("coo",),
+    num_real_receivers: int | None = None,
+) -> Connections:
+    """Returns the connections of edges that are known; those out of range count nowhere.
+
+    Args:
+      senders: int [edges].
+      receivers: int [edges].
+      num_senders: how many nodes there are to send.
+      num_receivers: how many nodes there are to receive.
+      formats: the indices to make, of `FORMATS`.
+      num_real_receivers: how many of them are no padding; None for all.
+    """
+    sources = incidence_on_host(senders, num_senders)
+    targets = incidence_on_host(receivers, num_receivers)
+    mailboxes = make_mailboxes(receivers, num_receivers) if "mailbox" in formats else None
+    idle = bool((np.asarray(targets.degrees)[:num_real_receivers] == 0).any())
+    return Connections(sources, targets, mailboxes, idle)
+
+
+def connect_traced(
+    senders: jax.Array, receivers: jax.Array, num_senders: int, num_receivers: int
+) -> Connections:
+    """Returns the connections of edges that only the device knows, unchecked."""
+    return Connections(incidence_of(senders, num_senders), incidence_of(receivers, num_receivers))
+
+
+def make_mailboxes(receivers: np.ndarray, num_receivers: int) -> tuple[Mailbox, ...]:
+    """Returns the nodes by in-degree, ascending; those without edges are in none.
+
+    Args:
+      receivers: int [edges]; edges with an id out of range are in none.
+      num_receivers: how many nodes there are.
+    """
+    edges = np.flatnonzero((receivers >= 0) & (receivers < num_receivers))
+    edges = edges[np.argsort(receivers[edges], kind="stable")].astype(np.int32)
+    degrees = np.bincount(receivers[edges], minlength=num_receivers)
+    starts = np.cumsum(degrees) - degrees
+    boxes = []
+    for degree in np.unique(degrees[degrees > 0]):
+        nodes = np.flatnonzero(degrees == degree).astype(np.int32)
+        places = starts[nodes][:, None] + np.arange(degree)
+        boxes.append(Mailbox(jnp.asarray(nodes), jnp.asarray(edges[places])))
+    return tuple(boxes)
+
+
+def is_traced(*arrays: Any) -> bool:
+    """Whether one of them has no value on the host."""
+    return any(isinstance(array, Tracer) for array in arrays)
+
+
+def as_count(name: str, count: Any) -> int:
+    """Returns a number of nodes or edges as an int.
+
+    Args:
+      name: of the argument, for the message.
+      count: what should be an integer of at least 0.
+
+    Raises:
+      TypeError: it is no integer.
+      ValueError: it is negative.
+    """
+    try:
+        number = operator.index(count)
+    except TypeError:
+        raise TypeError(f"{name}={count!r} must be an integer") from None
+    if number < 0:
+        raise ValueError(f"{name}={number} must be at least 0")
+    return number
+
+
+def _host_ids(name: str, ids: Any, where: str) -> np.ndarray:
+    if is_traced(ids):
+        raise TypeError(
+            f"{name}{where} is traced: graphs are made outside of jit, and passed to it"
+        )
+    array = np.asarray(ids)
+    if array.size == 0 and not isinstance(ids, np.ndarray | jax.Array):
+        array = array.astype(np.int32)  # an empty list is float64
+    if array.ndim != 1:
+        raise ValueError(f"{name}{where} must have one axis, got shape {array.shape}")
+    if not np.issubdtype(array.dtype, np.integer):
+        example = f": edge 0 has {array[0]!r}" if array.size else ""
+        raise TypeError(f"{name}{where} must be integers, got {array.dtype}{example}")
+    return array if array.dtype.kind == "i" else array.astype(np.int64)

@@ -1,0 +1,328 @@
+"""The graph: features by name, in the caller's order, and the edges with the indices that sums need."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jraph
+import numpy as np
+
+from jmp_train.graphs.connections import (
+    Connections,
+    as_count,
+    connect,
+    connect_checked,
+    connect_traced,
+    is_traced,
+)
+
+Features = Mapping[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """A directed graph, or a batch of them, as a pytree that goes through jit.
+
+    Make it with `from_edges` or `from_jraph`, on the host; without features it holds two edge-long int32
+    arrays. Edges keep the order in which they were given.
+
+    Args:
+      nodes: arrays [nodes, ...] by name.
+      edges: arrays [edges, ...] by name.
+      connections: who sends to whom.
+      n_node: int32 [graphs], the nodes of each graph of the batch.
+      n_edge: int32 [graphs], the edges of each graph of the batch.
+      globals: any pytree of what belongs to the graphs.
+      is_padded: whether the last graphs are padding, in jraph's conventions. Padding edges then count
+        nowhere: no sum, mean, softmax or degree knows of them, not even that of the padding node.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> graph = from_edges([0, 1, 2], [1, 2, 2], 3, nodes={"h": jnp.ones((3, 4), "float16")})
+      >>> graph.in_degrees.tolist(), graph.nodes["h"].dtype.name
+      ([0, 1, 2], 'float16')
+    """
+
+    nodes: dict[str, jax.Array]
+    edges: dict[str, jax.Array]
+    connections: Connections
+    n_node: jax.Array
+    n_edge: jax.Array
+    globals: Any = None
+    is_padded: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes there are, padding included."""
+        return self.connections.targets.num_segments
+
+    @property
+    def num_edges(self) -> int:
+        """How many edges there are, padding included."""
+        return self.connections.targets.num_edges
+
+    @property
+    def senders(self) -> jax.Array:
+        """Int32 [edges], the node that each edge leaves; the number of nodes for padding edges."""
+        return self.connections.sources.ids
+
+    @property
+    def receivers(self) -> jax.Array:
+        """Int32 [edges], the node that each edge enters; the number of nodes for padding edges."""
+        return self.connections.targets.ids
+
+    @property
+    def in_degrees(self) -> jax.Array:
+        """Int32 [nodes], how many edges enter each node."""
+        return self.connections.targets.degrees
+
+    @property
+    def out_degrees(self) -> jax.Array:
+        """Int32 [nodes], how many edges leave each node."""
+        return self.connections.sources.degrees
+
+    def with_nodes(self, **features: Any) -> "Graph":
+        """Returns the graph with node features [nodes, ...] added or replaced.
+
+        Args:
+          **features: arrays by name.
+        """
+        new = checked_features("nodes", features, self.num_nodes)
+        return dataclasses.replace(self, nodes={**self.nodes, **new})
+
+    def with_edges(self, **features: Any) -> "Graph":
+        """Returns the graph with edge features [edges, ...] added or replaced.
+
+        Args:
+          **features: arrays by name.
+        """
+        new = checked_features("edges", features, self.num_edges)
+        return dataclasses.replace(self, edges={**self.edges, **new})
+
+
+def from_edges(
+    senders: Any,
+    receivers: Any,
+    n_node: int,
+    nodes: Features | None = None,
+    edges: Features | None = None,
+    *,
+    formats: Sequence[str] = ("coo",),
+) -> Graph:
+    """Returns the graph of these edges; runs on the host.
+
+    Args:
+      senders: int [edges], the node that each edge leaves.
+      receivers: int [edges], the node that each edge enters.
+      n_node: how many nodes there are.
+      nodes: arrays [n_node, ...] by name.
+      edges: arrays [edges, ...] by name, in the order of the edges.
+      formats: the indices to make. "coo" is always made; "mailbox" groups nodes by in-degree, which
+        reductions by user-defined functions need under jit.
+
+    Returns:
+      The graph, its arrays on the default device.
+
+    Raises:
+      TypeError: ids are no integers or traced, or `n_node` is no integer.
+      ValueError: an id is out of range, or shapes do not fit; the message names the edge or feature.
+
+    Example:
+      >>> graph = from_edges([0, 0, 2], [1, 2, 1], 3)
+      >>> graph.senders.tolist(), graph.receivers.tolist()
+      ([0, 0, 2], [1, 2, 1])
+    """
+    count = as_count("n_node", n_node)
+    connections = connect(senders, receivers, count, count, formats=formats)
+    return Graph(
+        nodes=checked_features("nodes", nodes or {}, count),
+        edges=checked_features("edges", edges or {}, connections.targets.num_edges),
+        connections=connections,
+        n_node=jnp.array([count], jnp.int32),
+        n_edge=jnp.array([connections.targets.num_edges], jnp.int32),
+    )
+
+
+def from_jraph(
+    graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequence[str] = ("coo",)
+) -> Graph:
+    """Returns jraph's graphs as a graph. Under jit nothing is checked, and indices are made on the device.
+
+    Args:
+      graphs: `nodes` and `edges` are dictionaries of arrays, or None; a single array becomes the
+        feature "x".
+      padded: whether `jraph.pad_with_graphs` padded it.
+      formats: see `from_edges`; outside of jit only.
+
+    Returns:
+      The graph.
+
+    Raises:
+      TypeError: ids are no integers, or features are neither arrays nor dictionaries of them.
+      ValueError: see `from_edges`; or senders or receivers are missing, or counts do not add up.
+
+    Example:
+      >>> import jraph, numpy as np
+      >>> graphs = jraph.GraphsTuple(
+      ...     nodes={"h": np.ones((3, 2))}, edges=None, senders=np.array([0, 1]),
+      ...     receivers=np.array([1, 2]), n_node=np.array([3]), n_edge=np.array([2]), globals=None)
+      >>> from_jraph(graphs).num_nodes
+      3
+    """
+    if graphs.senders is None or graphs.receivers is None:
+        raise ValueError("senders and receivers must be arrays, got None: a graph has edges")
+    nodes, edges = _as_features("nodes", graphs.nodes), _as_features("edges", graphs.edges)
+    n_node, n_edge = jnp.asarray(graphs.n_node), jnp.asarray(graphs.n_edge)
+    traced = is_traced(graphs.senders, graphs.receivers, n_node, n_edge)
+    if traced and "mailbox" in formats:
+        raise TypeError('formats=("mailbox",) needs a graph that is made outside of jit')
+    if nodes:
+        count = next(iter(nodes.values())).shape[0]
+    elif is_traced(n_node):
+        raise TypeError(
+            "n_node is traced: under jit the graph needs a node feature to count nodes by"
+        )
+    else:
+        count = int(n_node.sum())
+    num_edges = np.shape(graphs.receivers)[0]
+    if traced:
+        senders, receivers = jnp.asarray(graphs.senders), jnp.asarray(graphs.receivers)
+        if padded:
+            is_real = jnp.arange(num_edges) < n_edge.sum() - n_edge[_first_padding(n_node)]
+            senders, receivers = (jnp.where(is_real, ids, count) for ids in (senders, receivers))
+        connections = connect_traced(senders, receivers, count, count)
+    else:
+        connections = connect(graphs.senders, graphs.receivers, count, count, formats=formats)
+        for name, counts, total in (("n_node", n_node, count), ("n_edge", n_edge, num_edges)):
+            if int(counts.sum()) != total:
+                raise ValueError(f"{name} adds up to {counts.sum()}, but there are {total}")
+        if padded:
+            connections = _without_padding(graphs, count, formats)
+    return Graph(
+        nodes=checked_features("nodes", nodes, count),
+        edges=checked_features("edges", edges, num_edges),
+        connections=connections,
+        n_node=n_node,
+        n_edge=n_edge,
+        globals=graphs.globals,
+        is_padded=padded,
+    )
+
+
+def to_jraph(graph: Graph) -> jraph.GraphsTuple:
+    """Returns the graph as jraph's, padding edges as loops on the first padding node.
+
+    Args:
+      graph: a graph.
+
+    Returns:
+      A GraphsTuple with dictionaries of features.
+
+    Example:
+      >>> to_jraph(from_edges([0, 1], [1, 0], 2)).senders.tolist()
+      [0, 1]
+    """
+    senders, receivers = graph.senders, graph.receivers
+    if graph.is_padded:
+        first = graph.num_nodes - graph.n_node[_first_padding(graph.n_node)]
+        senders, receivers = (
+            jnp.where(ids < graph.num_nodes, ids, first) for ids in (senders, receivers)
+        )
+    return jraph.GraphsTuple(
+        nodes=dict(graph.nodes),
+        edges=dict(graph.edges),
+        senders=senders,
+        receivers=receivers,
+        n_node=graph.n_node,
+        n_edge=graph.n_edge,
+        globals=graph.globals,
+    )
+
+
+def rand_graph(
+    num_nodes: int, num_edges: int, *, seed: int = 0, formats: Sequence[str] = ("coo",)
+) -> Graph:
+    """Returns a graph with edges between nodes drawn uniformly, with replacement.
+
+    Args:
+      num_nodes: how many nodes.
+      num_edges: how many edges.
+      seed: of numpy's generator: the same seed gives the same graph.
+      formats: see `from_edges`.
+
+    Returns:
+      The graph, without features.
+
+    Raises:
+      TypeError: a number is no integer.
+      ValueError: a number is negative, or there are edges but no nodes.
+
+    Example:
+      >>> rand_graph(30, 100).num_edges
+      100
+    """
+    num_nodes, num_edges = as_count("num_nodes", num_nodes), as_count("num_edges", num_edges)
+    if num_edges and not num_nodes:
+        raise ValueError(f"num_nodes=0 leaves nothing to join by num_edges={num_edges}")
+    ends = np.random.default_rng(seed).integers(0, max(num_nodes, 1), (2, num_edges), np.int32)
+    return from_edges(ends[0], ends[1], num_nodes, formats=formats)
+
+
+def checked_features(name: str, features: Features, rows: int) -> dict[str, jax.Array]:
+    """Returns features as arrays.
+
+    Args:
+      name: "nodes" or "edges", for messages.
+      features: arrays by name.
+      rows: how many rows each must have.
+
+    Raises:
+      TypeError: a feature is no array.
+      ValueError: a feature has another number of rows.
+    """
+    arrays = {}
+    for key, feature in features.items():
+        try:
+            array = jnp.asarray(feature)
+        except TypeError:
+            kind = type(feature).__name__
+            raise TypeError(f"{name}[{key!r}] must be an array, got {kind}") from None
+        if array.ndim == 0 or array.shape[0] != rows:
+            raise ValueError(
+                f"{name}[{key!r}] must have {rows} rows, one for each of the {name}, "
+                f"got shape {array.shape}"
+            )
+        arrays[key] = array
+    return arrays
+
+
+def _as_features(name: str, features: Any) -> dict[str, jax.Array]:
+    if features is None:
+        return {}
+    if isinstance(features, np.ndarray | jax.Array):
+        return {"x": jnp.asarray(features)}
+    if not isinstance(features, Mapping):
+        kind = type(features).__name__
+        raise TypeError(f"{name} must be a dictionary of arrays or one array, got {kind}")
+    return {key: jnp.asarray(value) for key, value in features.items()}
+
+
+def _first_padding(n_node: jax.Array) -> jax.Array:
+    """Returns the index of the graph that holds all padding: the last one that has nodes."""
+    graphs = n_node.shape[0]
+    return graphs - 1 - jnp.argmax(n_node[::-1] > 0)
+
+
+def _without_padding(graphs: jraph.GraphsTuple, count: int, formats: Sequence[str]) -> Connections:
+    padding = int(_first_padding(jnp.asarray(graphs.n_node)))
+    real_nodes = int(np.sum(graphs.n_node[:padding]))
+    real_edges = int(np.sum(graphs.n_edge[:padding]))
+    ends = [np.array(ids, np.int64) for ids in (graphs.senders, graphs.receivers)]
+    for ids in ends:
+        ids[real_edges:] = count
+    return connect_checked(
+        ends[0], ends[1], count, count, formats=formats, num_real_receivers=real_nodes
+    )

@@ -1,0 +1,149 @@
+"""Graphs with several types of nodes and edges."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jmp_train.graphs.connections import Connections, as_count, connect
+from jmp_train.graphs.graph import Features, checked_features
+
+EdgeType = tuple[str, str, str]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeteroGraph:
+    """A directed graph with several types of nodes and edges, as a pytree that goes through jit.
+
+    An edge type is a triple: the type of the senders, a name, the type of the receivers.
+
+    Args:
+      nodes: by node type, arrays [nodes of that type, ...] by name.
+      edges: by edge type, arrays [edges of that type, ...] by name.
+      connections: by edge type, who sends to whom.
+
+    Example:
+      >>> graph = hetero_from_edges({("user", "plays", "game"): ([0, 1], [0, 0])}, {"user": 2, "game": 1})
+      >>> graph.edge_type("plays")
+      ('user', 'plays', 'game')
+    """
+
+    nodes: dict[str, dict[str, jax.Array]]
+    edges: dict[EdgeType, dict[str, jax.Array]]
+    connections: dict[EdgeType, Connections]
+
+    def edge_type(self, name: str | EdgeType | None) -> EdgeType:
+        """Returns the edge type of that name.
+
+        Args:
+          name: the triple, or the name in its middle where that is unique; None where there is one only.
+
+        Raises:
+          ValueError: there is no such type, or there are several.
+        """
+        known = list(self.connections)
+        found = [kind for kind in known if name is None or name in (kind, kind[1])]
+        if len(found) != 1:
+            fault = "is no edge type" if not found else "is ambiguous"
+            raise ValueError(f"etype={name!r} {fault}; there are: {', '.join(map(str, known))}")
+        return found[0]
+
+    def with_nodes(self, node_type: str, **features: Any) -> "HeteroGraph":
+        """Returns the graph with node features added or replaced.
+
+        Args:
+          node_type: which nodes.
+          **features: arrays [nodes of that type, ...] by name.
+        """
+        new = checked_features(f"nodes[{node_type!r}]", features, self.num_nodes(node_type))
+        nodes = {**self.nodes, node_type: {**self.nodes[node_type], **new}}
+        return dataclasses.replace(self, nodes=nodes)
+
+    def with_edges(self, etype: str | EdgeType, **features: Any) -> "HeteroGraph":
+        """Returns the graph with edge features added or replaced.
+
+        Args:
+          etype: which edges.
+          **features: arrays [edges of that type, ...] by name.
+        """
+        kind = self.edge_type(etype)
+        rows = self.connections[kind].targets.num_edges
+        new = checked_features(f"edges[{kind!r}]", features, rows)
+        edges = {**self.edges, kind: {**self.edges[kind], **new}}
+        return dataclasses.replace(self, edges=edges)
+
+    def num_nodes(self, node_type: str) -> int:
+        """Returns how many nodes of a type there are.
+
+        Args:
+          node_type: which nodes.
+
+        Raises:
+          ValueError: no edge type has that node type.
+        """
+        for (source, _, target), connections in self.connections.items():
+            if node_type == source:
+                return connections.sources.num_segments
+            if node_type == target:
+                return connections.targets.num_segments
+        known = ", ".join(map(repr, self.nodes))
+        raise ValueError(f"node_type={node_type!r} is not one of {known}")
+
+
+def hetero_from_edges(
+    edges_by_type: Mapping[EdgeType, tuple[Any, Any]],
+    n_node: Mapping[str, int],
+    nodes: Mapping[str, Features] | None = None,
+    edges: Mapping[EdgeType, Features] | None = None,
+    *,
+    formats: Sequence[str] = ("coo",),
+) -> HeteroGraph:
+    """Returns the graph of these edges; runs on the host.
+
+    Args:
+      edges_by_type: for each edge type its senders and its receivers, int [edges].
+      n_node: how many nodes of each type there are.
+      nodes: by node type, arrays [nodes, ...] by name.
+      edges: by edge type, arrays [edges, ...] by name.
+      formats: see `from_edges`.
+
+    Returns:
+      The graph.
+
+    Raises:
+      TypeError: see `from_edges`.
+      ValueError: see `from_edges`; or a type is unknown, or no triple.
+
+    Example:
+      >>> graph = hetero_from_edges({("user", "plays", "game"): ([0, 1], [0, 0])}, {"user": 2, "game": 1})
+      >>> graph.num_nodes("user")
+      2
+    """
+    counts = {kind: as_count(f"n_node[{kind!r}]", count) for kind, count in n_node.items()}
+    connections = {}
+    for kind, (senders, receivers) in edges_by_type.items():
+        if not (isinstance(kind, tuple) and len(kind) == 3):
+            raise ValueError(
+                f"edge type {kind!r} must be (type of senders, name, type of receivers)"
+            )
+        for end in (kind[0], kind[2]):
+            if end not in counts:
+                raise ValueError(f"edge type {kind!r}: n_node lacks {end!r}")
+        connections[kind] = connect(
+            senders,
+            receivers,
+            counts[kind[0]],
+            counts[kind[2]],
+            formats=formats,
+            where=f" of {kind}",
+        )
+    graph = HeteroGraph(
+        {kind: {} for kind in counts}, {kind: {} for kind in connections}, connections
+    )
+    for node_type, features in (nodes or {}).items():
+        graph = graph.with_nodes(node_type, **features)
+    for edge_type, features in (edges or {}).items():
+        graph = graph.with_edges(edge_type, **features)
+    return graph

@@ -1,0 +1,139 @@
+"""DGL's message passing as pure functions: each takes a graph, and returns one with new features."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jmp_train.graphs.fn import Message, Reduce
+from jmp_train.graphs.frames import frame_of, nodes_of, receive, send, some_edges, target_type
+from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
+from jmp_train.graphs.multi_update import update_over_types
+from jmp_train.graphs.segment import gather
+from jmp_train.graphs.user_functions import EdgeFunction, NodeBatch, NodeFunction
+from jmp_train.graphs.writing import (
+    accepts_jraph,
+    applied,
+    checked_ids,
+    checked_results,
+    edge_ids,
+    placed,
+    with_edge_features,
+    with_node_features,
+)
+
+
+@accepts_jraph
+def update_all(
+    graph: Any,
+    message: Message | EdgeFunction,
+    reduce: Reduce | NodeFunction,
+    apply: NodeFunction | None = None,
+    *,
+    etype: str | EdgeType | None = None,
+) -> Any:
+    """Returns the graph after each node has reduced the messages of all edges that enter it.
+
+    Args:
+      graph: a graph of ours or jraph's.
+      message: a message of `fn`, or a function of `EdgeBatch` to a dictionary of messages.
+      reduce: a reduction of `fn`, or a function of `NodeBatch` to a dictionary of node features, which
+        is called once for each in-degree; under jit the graph needs `formats=("mailbox",)` for it.
+      apply: a function of `NodeBatch` to a dictionary of node features, called with all nodes in the end.
+      etype: the edge type. Without it, a graph with several reduces over the edges of all.
+
+    Returns:
+      The graph with the result among its nodes' features, in the messages' features' dtype: computed in
+      float32 and rounded once. Nodes without messages get 0, of every reduction; true infinities stay.
+
+    Raises:
+      ValueError: a feature is missing, or shapes or names do not fit; the message names them.
+      TypeError: a user-defined reduction meets a graph under jit that has no mailboxes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import fn, from_edges
+      >>> graph = from_edges([0, 1, 2], [2, 2, 0], 3, nodes={"h": jnp.arange(3.0)})
+      >>> update_all(graph, fn.copy_u("h", "m"), fn.sum("m", "x")).nodes["x"].tolist()
+      [2.0, 0.0, 1.0]
+
+    Reference: Wang et al., Deep Graph Library, https://arxiv.org/abs/1909.01315.
+    """
+    if isinstance(graph, HeteroGraph) and etype is None and len(graph.connections) > 1:
+        return update_over_types(graph, message, reduce, apply)
+    ntype = target_type(graph, etype)
+    results = receive(frame_of(graph, etype), message, reduce)
+    return applied(with_node_features(graph, ntype, results), apply, ntype)
+
+
+@accepts_jraph
+def apply_edges(
+    graph: Any,
+    message: Message | EdgeFunction,
+    edges: Any = None,
+    *,
+    etype: str | EdgeType | None = None,
+) -> Any:
+    """Returns the graph with features of its edges computed.
+
+    Args:
+      graph: a graph of ours or jraph's.
+      message: a message of `fn`, or a function of `EdgeBatch` to a dictionary of edge features.
+      edges: int [some edges], or a pair of senders and receivers, all edges between which are meant; None
+        for all edges. The others keep what they have, or get 0.
+      etype: the edge type; needed where there are several.
+
+    Returns:
+      The graph with the results among its edges' features, in the caller's order.
+
+    Raises:
+      ValueError: a feature or edge is missing, or shapes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import fn, from_edges
+      >>> graph = from_edges([0, 1], [1, 1], 2, nodes={"h": jnp.full((2, 4), 90, "float16")})
+      >>> apply_edges(graph, fn.u_dot_v("h", "h", "score")).edges["score"].tolist()
+      [[32400.0], [32400.0]]
+    """
+    frame = frame_of(graph, etype)
+    if edges is None:
+        return with_edge_features(graph, etype, send(frame, message))
+    ids = edge_ids(frame.connections, edges)
+    results = send(some_edges(frame, ids), message, ids)
+    count = frame.connections.targets.num_edges
+    return with_edge_features(graph, etype, placed(frame.data, results, ids, count))
+
+
+@accepts_jraph
+def apply_nodes(
+    graph: Any, function: NodeFunction, nodes: Any = None, *, ntype: str | None = None
+) -> Any:
+    """Returns the graph with features of its nodes computed.
+
+    Args:
+      graph: a graph of ours or jraph's.
+      function: a function of `NodeBatch`, with an empty mailbox, to a dictionary of node features.
+      nodes: int [some nodes], which; None for all. The others keep what they have, or get 0.
+      ntype: the node type, of graphs with several.
+
+    Returns:
+      The graph with the results among its nodes' features.
+
+    Raises:
+      ValueError: a node or the node type is unknown.
+      TypeError: the function returns no dictionary.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0], [1], 2, nodes={"h": jnp.arange(2.0)})
+      >>> apply_nodes(graph, lambda nodes: {"h": 2 * nodes.data["h"]}).nodes["h"].tolist()
+      [0.0, 2.0]
+    """
+    data, count = nodes_of(graph, ntype)
+    ids = jnp.arange(count) if nodes is None else checked_ids("nodes", nodes, count)
+    some = data if nodes is None else {name: gather(feature, ids) for name, feature in data.items()}
+    results = checked_results("node", function(NodeBatch(some, {}, ids)), ids.shape[0])
+    if nodes is not None:
+        results = placed(data, results, ids, count)
+    return with_node_features(graph, ntype, results)

@@ -1,0 +1,189 @@
+"""How built-in messages and reductions are computed: wide, fused, and saving nothing for the gradient."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_train.graphs.connections import Connections
+from jmp_train.graphs.fn import Message, Reduce
+from jmp_train.graphs.storage import graph_storage, wide
+from jmp_train.policies.autocast import autocast_as
+
+ENDS = {"u": "sender", "v": "receiver", "e": "edge"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """The edges of one type, with the features at their ends.
+
+    Attributes:
+      connections: who sends to whom.
+      src: features [senders, ...] by name.
+      dst: features [receivers, ...] by name.
+      data: features [edges, ...] by name.
+    """
+
+    connections: Connections
+    src: Mapping[str, jax.Array]
+    dst: Mapping[str, jax.Array]
+    data: Mapping[str, jax.Array]
+
+    def features(self, end: str) -> Mapping[str, jax.Array]:
+        """Returns the features of "u", "v" or "e"."""
+        return {"u": self.src, "v": self.dst, "e": self.data}[end]
+
+
+def compute_messages(frame: Frame, message: Message) -> jax.Array:
+    """Returns the message of each edge, [edges, ...] in its features' dtype."""
+    return _fused(frame, message, lambda messages, connections: messages)
+
+
+def compute_reduction(frame: Frame, message: Message, reduce: Reduce) -> jax.Array:
+    """Returns what the receivers make of their messages, [receivers, ...] in the features' dtype.
+
+    What sums need per edge and feature is not stored: compilers for GPUs fuse reads, arithmetic and
+    the addition, and the gradient computes the messages anew.
+    """
+    if reduce.message != message.out:
+        raise ValueError(
+            f"{message.name} makes the message {message.out!r}, but {reduce.reduction} wants "
+            f"{reduce.message!r}"
+        )
+    return _fused(
+        frame,
+        message,
+        lambda messages, connections: REDUCTIONS[reduce.reduction](connections, messages),
+    )
+
+
+def reduce_messages(connections: Connections, messages: jax.Array, reduction: str) -> jax.Array:
+    """Returns what the receivers make of messages that are there, [receivers, ...] in their dtype."""
+    return in_float32(lambda x: REDUCTIONS[reduction](connections, wide(x)), messages)
+
+
+def _fused(
+    frame: Frame, message: Message, finish: Callable[[jax.Array, Connections], jax.Array]
+) -> jax.Array:
+    operands = [_operand(frame, message, end, field) for end, field in message.operands]
+    ends = [end for end, _ in message.operands]
+    _check_shapes(message, operands)
+
+    @jax.checkpoint
+    def compute(operands: Sequence[jax.Array], connections: Connections) -> jax.Array:
+        reads = [_read(connections, end, wide(x)) for end, x in zip(ends, operands, strict=True)]
+        return finish(_operate(message.operation, reads), connections)
+
+    return in_float32(lambda *operands: compute(operands, frame.connections), *operands)
+
+
+def in_float32(compute: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
+    """Returns what is computed of stored operands, in float32, stored in their common dtype.
+
+    Args:
+      compute: a function of the operands, which it has to widen.
+      *operands: features in the dtypes that they are stored in.
+    """
+    stored = [graph_storage(operand) for operand in operands]
+    result = autocast_as("float32")(compute)(*stored)
+    return graph_storage(result.astype(_result_dtype(operands, result.dtype)))
+
+
+def _result_dtype(operands: Sequence[jax.Array], computed: Any) -> Any:
+    """Returns the features' common dtype, or what was computed where integers became floats."""
+    common = operands[0].dtype
+    for operand in operands[1:]:
+        common = jnp.promote_types(common, operand.dtype)
+    is_float = jnp.issubdtype(computed, jnp.inexact) and not jnp.issubdtype(common, jnp.inexact)
+    return computed if is_float else common
+
+
+def _operand(frame: Frame, message: Message, end: str, field: str) -> jax.Array:
+    features = frame.features(end)
+    if field not in features:
+        known = ", ".join(map(repr, features)) or "none"
+        raise ValueError(f"{message.name}: no {ENDS[end]} feature {field!r}; there are: {known}")
+    return features[field]
+
+
+def _check_shapes(message: Message, operands: Sequence[jax.Array]) -> None:
+    if len(operands) == 1:
+        return
+    shapes = [_aligned_shape(x.shape[1:], operands) for x in operands]
+    if message.operation == "dot" and len({shape[-1:] for shape in shapes}) == 2:
+        fault = "the last axes differ"
+    else:
+        try:
+            jnp.broadcast_shapes(*shapes)
+            return
+        except ValueError:
+            fault = "they do not broadcast"
+    (left_end, left), (right_end, right) = message.operands
+    raise ValueError(
+        f"{message.name}: feature {left!r} of the {ENDS[left_end]} and {right!r} of the "
+        f"{ENDS[right_end]} have shapes {operands[0].shape[1:]} and {operands[1].shape[1:]} after "
+        f"their first axes: {fault}"
+    )
+
+
+def _aligned_shape(shape: tuple[int, ...], others: Sequence[jax.Array]) -> tuple[int, ...]:
+    """Returns a feature's shape with the axes that it lacks, in front."""
+    rank = max(other.ndim - 1 for other in others)
+    return (1,) * (rank - len(shape)) + shape
+
+
+def _read(connections: Connections, end: str, operand: jax.Array) -> jax.Array:
+    if end == "e":
+        return operand
+    return (connections.sources if end == "u" else connections.targets).read(operand)
+
+
+def _operate(operation: str, reads: Sequence[jax.Array]) -> jax.Array:
+    if operation == "copy":
+        return reads[0]
+    left, right = (x.reshape(x.shape[0], *_aligned_shape(x.shape[1:], reads)) for x in reads)
+    dtype = jnp.promote_types(left.dtype, right.dtype)
+    left, right = left.astype(dtype), right.astype(dtype)
+    if operation == "dot":
+        return left * right if left.ndim == 1 else (left * right).sum(-1, keepdims=True)
+    return {"add": jnp.add, "sub": jnp.subtract, "mul": jnp.multiply, "div": jnp.divide}[operation](
+        left, right
+    )
+
+
+def _sum(connections: Connections, messages: jax.Array) -> jax.Array:
+    return connections.targets.sum(messages)
+
+
+def _mean(connections: Connections, messages: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(messages.dtype, jnp.inexact):
+        messages = messages.astype(jnp.float32)
+    return connections.targets.mean(messages)
+
+
+def _max(connections: Connections, messages: jax.Array) -> jax.Array:
+    return _zero_without_edges(connections, connections.targets.max(messages))
+
+
+def _min(connections: Connections, messages: jax.Array) -> jax.Array:
+    return _zero_without_edges(connections, connections.targets.min(messages))
+
+
+def _zero_without_edges(connections: Connections, result: jax.Array) -> jax.Array:
+    is_reached = rows_like(connections.targets.degrees > 0, result)
+    return jnp.where(is_reached, result, jnp.zeros_like(result))
+
+
+def rows_like(mask: jax.Array, array: jax.Array) -> jax.Array:
+    """Returns a mask [rows] in the shape that selects rows of an array [rows, ...]."""
+    return mask.reshape(-1, *[1] * (array.ndim - 1))
+
+
+REDUCTIONS: dict[str, Callable[[Connections, jax.Array], jax.Array]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "max": _max,
+    "min": _min,
+}

@@ -1,0 +1,143 @@
+"""Message passing over several edge types at once, whose results are joined at the nodes they reach."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_train.graphs.fn import Message, Reduce
+from jmp_train.graphs.frames import frame_of, receive
+from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
+from jmp_train.graphs.messages import rows_like
+from jmp_train.graphs.storage import wide
+from jmp_train.graphs.user_functions import EdgeFunction, NodeBatch, NodeFunction, checked_results
+from jmp_train.graphs.writing import applied
+
+Functions = (
+    tuple[Message | EdgeFunction, Reduce | NodeFunction]
+    | tuple[Message | EdgeFunction, Reduce | NodeFunction, NodeFunction]
+)
+Cross = str | Callable[[Sequence[jax.Array]], jax.Array]
+CROSS_REDUCERS = ("sum", "mean", "max", "min", "stack")
+
+
+def multi_update_all(
+    graph: HeteroGraph,
+    functions: Mapping[Any, Functions],
+    cross: Cross,
+    apply: NodeFunction | None = None,
+) -> HeteroGraph:
+    """Returns the graph after `update_all` over several edge types, with results joined at each node.
+
+    Args:
+      graph: a graph with several edge types.
+      functions: by edge type, the message, the reduction and perhaps a function to apply to its result.
+      cross: how results of one name are joined: "sum", "mean", "max" or "min", in float32 and rounded once;
+        "stack" along axis 1 in the order of the graph's types; or a function of the list of results. A
+        result that is alone stays as it is.
+      apply: a function of `NodeBatch`, called with all nodes of each type that edges of these types enter.
+
+    Returns:
+      The graph. Under "max" and "min", an edge type of which a node gets no messages to take the max or min
+      of does not count there.
+
+    Raises:
+      ValueError: `cross` or an edge type is unknown, or see `update_all`.
+      TypeError: see `update_all`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import fn, hetero_from_edges
+      >>> plays, makes = ("user", "plays", "game"), ("firm", "makes", "game")
+      >>> graph = hetero_from_edges(
+      ...     {plays: ([0, 1], [0, 0]), makes: ([0], [0])}, {"user": 2, "firm": 1, "game": 1},
+      ...     nodes={"user": {"h": jnp.ones(2)}, "firm": {"h": jnp.full(1, 5.0)}})
+      >>> send, add = fn.copy_u("h", "m"), fn.sum("m", "h")
+      >>> multi_update_all(graph, {plays: (send, add), makes: (send, add)}, "max").nodes["game"]["h"]
+      Array([5.], dtype=float32)
+    """
+    if not callable(cross) and cross not in CROSS_REDUCERS:
+        choices = ", ".join(CROSS_REDUCERS)
+        raise ValueError(f"cross={cross!r} must be a function or one of {choices}")
+    by_type = {graph.edge_type(kind): value for kind, value in functions.items()}
+    parts: dict[str, dict[str, list[_Part]]] = {}
+    for kind in graph.connections:
+        if kind not in by_type:
+            continue
+        for name, part in _results(graph, kind, by_type[kind]).items():
+            parts.setdefault(kind[2], {}).setdefault(name, []).append(part)
+    for node_type, features in parts.items():
+        joined = {name: _joined(cross, results) for name, results in features.items()}
+        graph = applied(graph.with_nodes(node_type, **joined), apply, node_type)
+    return graph
+
+
+def update_over_types(
+    graph: HeteroGraph,
+    message: Message | EdgeFunction,
+    reduce: Reduce | NodeFunction,
+    apply: NodeFunction | None,
+) -> HeteroGraph:
+    """Returns the graph after one reduction over the edges of all types.
+
+    Raises:
+      ValueError: a function is user-defined, or the reduction is a mean, which is none of means.
+    """
+    if (
+        not (isinstance(message, Message) and isinstance(reduce, Reduce))
+        or reduce.reduction == "mean"
+    ):
+        raise ValueError(
+            "over several edge types, update_all takes built-in messages with sum, max or min; name "
+            "one by etype, or use multi_update_all"
+        )
+    functions = dict.fromkeys(graph.connections, (message, reduce))
+    return multi_update_all(graph, functions, reduce.reduction, apply)
+
+
+class _Part:
+    """The result of one edge type: rows [nodes, ...], and whether they count, bool [nodes]."""
+
+    def __init__(self, rows: jax.Array, counts: jax.Array) -> None:
+        self.rows, self.counts = rows, counts
+
+
+def _results(graph: HeteroGraph, kind: EdgeType, functions: Functions) -> dict[str, _Part]:
+    message, reduce, *rest = functions
+    frame = frame_of(graph, kind)
+    results = receive(frame, message, reduce)
+    degrees = frame.connections.targets.degrees
+    if rest:
+        batch = NodeBatch({**frame.dst, **results}, {}, jnp.arange(degrees.shape[0]))
+        results |= checked_results("node", rest[0](batch), degrees.shape[0])
+    is_extreme = isinstance(reduce, Reduce) and reduce.reduction in ("max", "min")
+    counts = degrees > 0 if is_extreme else jnp.ones(degrees.shape, bool)
+    return {name: _Part(rows, counts) for name, rows in results.items()}
+
+
+def _joined(cross: Cross, parts: Sequence[_Part]) -> jax.Array:
+    rows = [part.rows for part in parts]
+    if callable(cross):
+        return cross(rows)
+    if len(parts) == 1:
+        return rows[0]
+    if cross == "stack":
+        return jnp.stack(rows, axis=1)
+    if cross in ("sum", "mean"):
+        total = functools.reduce(jnp.add, map(wide, rows))
+        return (total / len(rows) if cross == "mean" else total).astype(rows[0].dtype)
+    return _extreme(jnp.maximum if cross == "max" else jnp.minimum, parts)
+
+
+def _extreme(larger: Callable[[Any, Any], jax.Array], parts: Sequence[_Part]) -> jax.Array:
+    """Returns the extreme of what counts, 0 where nothing does."""
+    first, *rest = parts
+    result, is_found = first.rows, rows_like(first.counts, first.rows)
+    for part in rest:
+        counts = rows_like(part.counts, part.rows)
+        both = larger(result, part.rows)
+        result = jnp.where(is_found & counts, both, jnp.where(counts, part.rows, result))
+        is_found = is_found | counts
+    return result

@@ -1,0 +1,117 @@
+"""What user-defined functions see: a batch of edges, and a batch of nodes with their mailbox."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_train.graphs.accumulation import Incidence
+from jmp_train.graphs.storage import wide
+
+
+class ReadFeatures(Mapping[str, jax.Array]):
+    """Features of the nodes at one end of edges, read when they are asked for.
+
+    Their gradients are added in float32.
+    """
+
+    def __init__(self, features: Mapping[str, jax.Array], end: Incidence) -> None:
+        self._features, self._end = features, end
+
+    def __getitem__(self, name: str) -> jax.Array:
+        feature = self._features[name]
+        return self._end.read(wide(feature)).astype(feature.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._features)
+
+    def __len__(self) -> int:
+        return len(self._features)
+
+
+@dataclasses.dataclass(frozen=True)
+class EdgeBatch:
+    """The edges that a message function sees.
+
+    Attributes:
+      src: features [edges, ...] of the senders by name.
+      dst: features [edges, ...] of the receivers by name.
+      data: features [edges, ...] of the edges by name.
+      senders: int32 [edges].
+      receivers: int32 [edges].
+      ids: int32 [edges], the edges' places in the graph.
+    """
+
+    src: Mapping[str, jax.Array]
+    dst: Mapping[str, jax.Array]
+    data: Mapping[str, jax.Array]
+    senders: jax.Array
+    receivers: jax.Array
+    ids: jax.Array
+
+    def edges(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns senders, receivers and ids, each int32 [edges]."""
+        return self.senders, self.receivers, self.ids
+
+    def batch_size(self) -> int:
+        """Returns the number of edges."""
+        return self.ids.shape[0]
+
+    def __len__(self) -> int:
+        return self.batch_size()
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeBatch:
+    """The nodes that a reduce or apply function sees, all of one in-degree where there is a mailbox.
+
+    Attributes:
+      data: features [nodes, ...] by name.
+      mailbox: messages [nodes, degree, ...] by name, those of a node by ascending edge id.
+      ids: int32 [nodes], the nodes' places in the graph.
+    """
+
+    data: Mapping[str, jax.Array]
+    mailbox: Mapping[str, jax.Array]
+    ids: jax.Array
+
+    def nodes(self) -> jax.Array:
+        """Returns the nodes' places in the graph, int32 [nodes]."""
+        return self.ids
+
+    def batch_size(self) -> int:
+        """Returns the number of nodes."""
+        return self.ids.shape[0]
+
+    def __len__(self) -> int:
+        return self.batch_size()
+
+
+EdgeFunction = Callable[[EdgeBatch], Mapping[str, jax.Array]]
+NodeFunction = Callable[[NodeBatch], Mapping[str, jax.Array]]
+
+
+def checked_results(name: str, results: Any, rows: int) -> dict[str, jax.Array]:
+    """Returns what a user-defined function gave, checked.
+
+    Args:
+      name: of the function, for messages.
+      results: what should be arrays [rows, ...] by name.
+      rows: how many rows each should have.
+
+    Raises:
+      TypeError: it is no dictionary.
+      ValueError: an array has another number of rows.
+    """
+    if not isinstance(results, Mapping):
+        kind = type(results).__name__
+        raise TypeError(f"the {name} function must return a dictionary of arrays, got {kind}")
+    arrays = {key: jnp.asarray(value) for key, value in results.items()}
+    for key, array in arrays.items():
+        if array.ndim == 0 or array.shape[0] != rows:
+            raise ValueError(
+                f"the {name} function's {key!r} must have {rows} rows, got shape {array.shape}"
+            )
+    return arrays
