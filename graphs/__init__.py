@@ -3,6 +3,13 @@
 from jmp_train.graphs import fn as fn
 from jmp_train.graphs.attention import edge_softmax as edge_softmax
 from jmp_train.graphs.attention import gat_attention as gat_attention
+from jmp_train.graphs.batching import batch as batch
+from jmp_train.graphs.batching import edge_mask as edge_mask
+from jmp_train.graphs.batching import graph_mask as graph_mask
+from jmp_train.graphs.batching import node_mask as node_mask
+from jmp_train.graphs.batching import pad as pad
+from jmp_train.graphs.batching import unbatch as unbatch
+from jmp_train.graphs.batching import unpad as unpad
 from jmp_train.graphs.graph import Graph as Graph
 from jmp_train.graphs.graph import from_edges as from_edges
 from jmp_train.graphs.graph import from_jraph as from_jraph

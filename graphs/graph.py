@@ -191,7 +191,7 @@ def from_jraph(
     if traced:
         senders, receivers = jnp.asarray(graphs.senders), jnp.asarray(graphs.receivers)
         if padded:
-            is_real = jnp.arange(num_edges) < n_edge.sum() - n_edge[_first_padding(n_node)]
+            is_real = jnp.arange(num_edges) < n_edge.sum() - n_edge[first_padding(n_node)]
             senders, receivers = (jnp.where(is_real, ids, count) for ids in (senders, receivers))
         connections = connect_traced(senders, receivers, count, count)
     else:
@@ -227,7 +227,7 @@ def to_jraph(graph: Graph) -> jraph.GraphsTuple:
     """
     senders, receivers = graph.senders, graph.receivers
     if graph.is_padded:
-        first = graph.num_nodes - graph.n_node[_first_padding(graph.n_node)]
+        first = graph.num_nodes - graph.n_node[first_padding(graph.n_node)]
         senders, receivers = (
             jnp.where(ids < graph.num_nodes, ids, first) for ids in (senders, receivers)
         )
@@ -310,14 +310,14 @@ def _as_features(name: str, features: Any) -> dict[str, jax.Array]:
     return {key: jnp.asarray(value) for key, value in features.items()}
 
 
-def _first_padding(n_node: jax.Array) -> jax.Array:
+def first_padding(n_node: jax.Array) -> jax.Array:
     """Returns the index of the graph that holds all padding: the last one that has nodes."""
     graphs = n_node.shape[0]
     return graphs - 1 - jnp.argmax(n_node[::-1] > 0)
 
 
 def _without_padding(graphs: jraph.GraphsTuple, count: int, formats: Sequence[str]) -> Connections:
-    padding = int(_first_padding(jnp.asarray(graphs.n_node)))
+    padding = int(first_padding(jnp.asarray(graphs.n_node)))
     real_nodes = int(np.sum(graphs.n_node[:padding]))
     real_edges = int(np.sum(graphs.n_edge[:padding]))
     ends = [np.array(ids, np.int64) for ids in (graphs.senders, graphs.receivers)]

@@ -42,6 +42,12 @@ class EdgeBatch:
       senders: int32 [edges].
       receivers: int32 [edges].
       ids: int32 [edges], the edges' places in the graph.
+
+    Example:
+      >>> from jmp_train.graphs import apply_edges, from_edges
+      >>> graph = from_edges([0, 1], [1, 1], 2)
+      >>> apply_edges(graph, lambda edges: {"loop": edges.senders == edges.receivers}).edges["loop"]
+      Array([False,  True], dtype=bool)
     """
 
     src: Mapping[str, jax.Array]
@@ -71,6 +77,14 @@ class NodeBatch:
       data: features [nodes, ...] by name.
       mailbox: messages [nodes, degree, ...] by name, those of a node by ascending edge id.
       ids: int32 [nodes], the nodes' places in the graph.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import fn, from_edges, update_all
+      >>> graph = from_edges([0, 1, 2], [2, 2, 0], 3, nodes={"h": jnp.arange(3.0)})
+      >>> last = lambda nodes: {"last": nodes.mailbox["m"][:, -1]}
+      >>> update_all(graph, fn.copy_u("h", "m"), last).nodes["last"].tolist()
+      [2.0, 0.0, 1.0]
     """
 
     data: Mapping[str, jax.Array]

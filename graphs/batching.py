@@ -1,0 +1,208 @@
+"""Batches of graphs, and padding to fixed shapes, in jraph's conventions; all of it on the host."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import jraph
+import numpy as np
+
+from jmp_train.graphs.connections import as_count, is_traced
+from jmp_train.graphs.graph import Graph, first_padding, from_jraph, to_jraph
+
+
+def batch(graphs: Sequence[Graph], *, formats: Sequence[str] = ("coo",)) -> Graph:
+    """Returns several graphs as one; runs on the host.
+
+    Args:
+      graphs: unpadded graphs, or batches of them, with the same features.
+      formats: see `from_edges`.
+
+    Returns:
+      One graph that holds them all, unconnected with each other, in their order.
+
+    Raises:
+      ValueError: there are no graphs, one is padded, or their features differ; the message says which.
+      TypeError: a graph is traced.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> batch([from_edges([0], [1], 2), from_edges([0], [0], 1)]).senders.tolist()
+      [0, 2]
+    """
+    if not graphs:
+        raise ValueError("graphs is empty")
+    for place, graph in enumerate(graphs):
+        _check_on_host(f"graphs[{place}]", graph)
+        if graph.is_padded:
+            raise ValueError(f"graphs[{place}] is padded: batch first, and pad then")
+        for name in ("nodes", "edges"):
+            first, this = (sorted(getattr(g, name)) for g in (graphs[0], graph))
+            if first != this:
+                raise ValueError(f"graphs[{place}] has {name} {this}, graphs[0] has {first}")
+    return from_jraph(jraph.batch_np([_on_host(graph) for graph in graphs]), formats=formats)
+
+
+def unbatch(graph: Graph, *, formats: Sequence[str] = ("coo",)) -> list[Graph]:
+    """Returns the graphs of a batch, padding included; runs on the host.
+
+    Args:
+      graph: a batch.
+      formats: see `from_edges`.
+
+    Returns:
+      Each of its graphs.
+
+    Raises:
+      TypeError: the graph is traced.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> graphs = [from_edges([0], [1], 2), from_edges([0], [0], 1)]
+      >>> [part.num_nodes for part in unbatch(batch(graphs))]
+      [2, 1]
+    """
+    _check_on_host("graph", graph)
+    return [from_jraph(part, formats=formats) for part in jraph.unbatch_np(_on_host(graph))]
+
+
+def pad(
+    graph: Graph,
+    n_node: int,
+    n_edge: int,
+    n_graph: int | None = None,
+    *,
+    formats: Sequence[str] = ("coo",),
+) -> Graph:
+    """Returns a graph with padding, so that graphs of different sizes compile once; runs on the host.
+
+    Padding nodes and edges belong to one more graph, and are followed by empty graphs. Padding edges
+    count nowhere: no sum, mean, softmax or degree knows of them.
+
+    Args:
+      graph: a graph or batch without padding.
+      n_node: how many nodes it is to have; one more than it has, at least.
+      n_edge: how many edges it is to have.
+      n_graph: how many graphs it is to have, one more than it has, at least; None for one more.
+      formats: see `from_edges`.
+
+    Returns:
+      The graph, `is_padded`.
+
+    Raises:
+      ValueError: the graph is padded already, or too large; the message says by how much.
+      TypeError: the graph is traced, or a number is no integer.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> padded = pad(from_edges([0, 1], [1, 1], 2), 4, 1024)
+      >>> padded.in_degrees.tolist(), padded.n_node.tolist()
+      ([0, 2, 0, 0], [2, 2])
+    """
+    _check_on_host("graph", graph)
+    if graph.is_padded:
+        raise ValueError("graph is padded already: unpad it first")
+    has = len(graph.n_node)
+    n_graph = has + 1 if n_graph is None else n_graph
+    for name, wanted, least in (
+        ("n_node", n_node, graph.num_nodes + 1),
+        ("n_edge", n_edge, graph.num_edges),
+        ("n_graph", n_graph, has + 1),
+    ):
+        if as_count(name, wanted) < least:
+            raise ValueError(f"{name}={wanted} is {least - wanted} too small, the least is {least}")
+    padded = jraph.pad_with_graphs(_on_host(graph), n_node, n_edge, n_graph)
+    return from_jraph(padded, padded=True, formats=formats)
+
+
+def unpad(graph: Graph, *, formats: Sequence[str] = ("coo",)) -> Graph:
+    """Returns the graph without its padding; runs on the host.
+
+    Args:
+      graph: a padded graph.
+      formats: see `from_edges`.
+
+    Returns:
+      The graph that was padded.
+
+    Raises:
+      ValueError: the graph is not padded.
+      TypeError: the graph is traced.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> unpad(pad(from_edges([0, 1], [1, 1], 2), 4, 8)).num_edges
+      2
+    """
+    _check_on_host("graph", graph)
+    if not graph.is_padded:
+        raise ValueError("graph is not padded")
+    return from_jraph(jraph.unpad_with_graphs(_on_host(graph)), formats=formats)
+
+
+def node_mask(graph: Graph) -> jax.Array:
+    """Returns which nodes are no padding, bool [nodes]; also under jit.
+
+    Args:
+      graph: a graph.
+
+    Returns:
+      False for padding nodes.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> node_mask(pad(from_edges([0], [1], 2), 4, 8)).tolist()
+      [True, True, False, False]
+    """
+    return _mask(graph, graph.num_nodes, graph.n_node)
+
+
+def edge_mask(graph: Graph) -> jax.Array:
+    """Returns which edges are no padding, bool [edges]; also under jit.
+
+    Args:
+      graph: a graph.
+
+    Returns:
+      False for padding edges.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> edge_mask(pad(from_edges([0], [1], 2), 4, 3)).tolist()
+      [True, False, False]
+    """
+    return _mask(graph, graph.num_edges, graph.n_edge)
+
+
+def graph_mask(graph: Graph) -> jax.Array:
+    """Returns which graphs of a batch are no padding, bool [graphs]; also under jit.
+
+    Args:
+      graph: a graph.
+
+    Returns:
+      False for padding graphs.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> graph_mask(pad(from_edges([0], [1], 2), 4, 3, n_graph=3)).tolist()
+      [True, False, False]
+    """
+    places = jnp.arange(len(graph.n_node))
+    return places < first_padding(graph.n_node) if graph.is_padded else places >= 0
+
+
+def _mask(graph: Graph, count: int, counts: jax.Array) -> jax.Array:
+    places = jnp.arange(count)
+    if not graph.is_padded:
+        return places >= 0
+    return places < count - counts[first_padding(graph.n_node)]
+
+
+def _check_on_host(name: str, graph: Graph) -> None:
+    if is_traced(*jax.tree.leaves(graph)):
+        raise TypeError(f"{name} is traced: graphs are batched and padded outside of jit")
+
+
+def _on_host(graph: Graph) -> jraph.GraphsTuple:
+    return jax.tree.map(np.array, to_jraph(graph))  # copies: jraph writes into what it gets
