@@ -1,0 +1,115 @@
+"""Graphs drawn for tests, and their results in float64, by numpy or by plain jax."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_train.graphs import fn
+
+HALVES = ("float16", "bfloat16")
+MESSAGES = [fn.copy_u, fn.copy_e] + [
+    getattr(fn, f"{left}_{op}_{right}")
+    for op in ("add", "sub", "mul", "div", "dot")
+    for left in "uve"
+    for right in "uve"
+    if left != right
+]
+REDUCERS = [fn.sum, fn.mean, fn.max, fn.min]
+
+
+def make_message(function: Any, left: str = "l", right: str = "r") -> fn.Message:
+    """Returns the message "m" of a function of `fn`."""
+    return function(left, "m") if function in (fn.copy_u, fn.copy_e) else function(left, right, "m")
+
+
+def draw(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Returns numbers of a kind, none of them so small that quotients overflow."""
+    random = np.random.default_rng(seed)
+    if kind == "uniform":
+        return random.uniform(0.25, 1, shape)
+    if kind == "equal":
+        return np.full(shape, 0.3)
+    signs = random.choice([-1.0, 1.0], shape)
+    if kind == "signed":
+        return signs * random.uniform(0.25, 2, shape)
+    return signs * 2.0 ** random.uniform(-4, 3, shape)  # "of many sizes"
+
+
+def assert_within(actual: Any, exact: Any, dtype: str, magnitudes: Any, ulps: int) -> None:
+    """Asserts the rule of the numbers: units in the last place, and 1e-6 of the magnitudes' sum.
+
+    Args:
+      actual: what was computed.
+      exact: in float64.
+      dtype: what it was computed in, to which `exact` is rounded.
+      magnitudes: the sum of the magnitudes of the terms of each entry.
+      ulps: how many units.
+    """
+    info = jnp.finfo(dtype)
+    wanted, found = (np.asarray(jnp.asarray(x, dtype), np.float64) for x in (exact, actual))
+    finite = np.isfinite(wanted)
+    np.testing.assert_array_equal(found[~finite], wanted[~finite])
+    wanted, found = wanted[finite], found[finite]
+    sizes = np.maximum(np.abs(wanted), float(info.smallest_normal))
+    bound = ulps * 2.0 ** np.floor(np.log2(sizes)) * float(info.eps)
+    bound = bound + 1e-6 * np.broadcast_to(np.abs(magnitudes), finite.shape)[finite]
+    worst = np.max(np.abs(found - wanted) / bound, initial=0)
+    assert worst <= 1, f"{worst:.3g} times the bound"
+
+
+def exact_messages(
+    message: fn.Message, ends: dict[str, Any], features: dict[str, Any], xp: Any = np
+) -> Any:
+    """Returns messages, by DGL's rules.
+
+    Args:
+      message: which.
+      ends: "u" and "v", int [edges].
+      features: by end and field, ("u", "l") and so on, float64.
+      xp: numpy or jax.numpy.
+    """
+    reads = [
+        features[end, field] if end == "e" else features[end, field][ends[end]]
+        for end, field in message.operands
+    ]
+    if message.operation == "copy":
+        return reads[0]
+    rank = max(x.ndim for x in reads)
+    left, right = (x.reshape(x.shape[0], *[1] * (rank - x.ndim), *x.shape[1:]) for x in reads)
+    if message.operation == "dot":
+        product = left * right
+        return product if rank == 1 else product.sum(-1, keepdims=True)
+    operation = {"add": "add", "sub": "subtract", "mul": "multiply", "div": "divide"}
+    return getattr(xp, operation[message.operation])(left, right)
+
+
+def exact_reduction(messages: np.ndarray, receivers: np.ndarray, count: int, name: str) -> Any:
+    """Returns what nodes make of messages [edges, ...] in float64, 0 without messages."""
+    out = np.zeros((count, *messages.shape[1:]))
+    for node in range(count):
+        mine = messages[receivers == node]
+        if len(mine):
+            out[node] = getattr(mine, name)(0)
+    return out
+
+
+def magnitude_message(message: fn.Message) -> fn.Message:
+    """Returns the message that, of magnitudes, gives the sum of its terms' magnitudes."""
+    if message.operation != "sub":
+        return message
+    return fn.Message("add", message.operands, message.out)
+
+
+def reduce_in_jax(messages: jax.Array, receivers: Any, count: int, name: str) -> jax.Array:
+    """Returns what nodes make of messages, by jax's own segment operations in the messages' dtype."""
+    if name in ("max", "min"):
+        segment = jax.ops.segment_max if name == "max" else jax.ops.segment_min
+        out = segment(messages, receivers, count)
+        return jnp.where(jnp.isfinite(out), out, 0)
+    total = jax.ops.segment_sum(messages, receivers, count)
+    if name == "sum":
+        return total
+    sizes = jnp.maximum(jnp.bincount(receivers, length=count), 1).astype(messages.dtype)
+    return total / sizes.reshape(-1, *[1] * (messages.ndim - 1))

@@ -1,0 +1,150 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jraph
+import numpy as np
+import pytest
+from helpers import assert_bitwise_equal
+
+from jmp_train import graphs
+from jmp_train.graphs import fn
+
+
+def some_graphs() -> list[graphs.Graph]:
+    random = np.random.default_rng(0)
+    return [
+        graphs.from_edges(
+            *random.integers(0, n, (2, e)),
+            n,
+            nodes={"h": random.normal(size=(n, 3)).astype(np.float16)},
+            edges={"w": random.normal(size=(e, 1)).astype(np.float16)},
+        )
+        for n, e in ((4, 9), (3, 0), (5, 11))
+    ]
+
+
+def everything(graph: graphs.Graph) -> dict[str, jax.Array]:
+    """Returns a result of each kind of operation, for the nodes."""
+    out = {}
+    for reducer in (fn.sum, fn.mean, fn.max, fn.min):
+        reduce = reducer("m", "x")
+        out[reduce.reduction] = graphs.update_all(graph, fn.u_mul_e("h", "w", "m"), reduce).nodes[
+            "x"
+        ]
+    weights = graphs.edge_softmax(graph, graph.edges["w"])
+    out["softmax"] = graphs.update_all(
+        graph.with_edges(a=weights), fn.u_mul_e("h", "a", "m"), fn.sum("m", "x")
+    ).nodes["x"]
+    logits = graph.nodes["h"][:, :1]
+    out["attention"] = graphs.gat_attention(graph, graph.nodes["h"][:, None], logits, logits)
+    return out
+
+
+def test_batches_are_jraphs() -> None:
+    parts = some_graphs()
+    batch = graphs.batch(parts)
+    assert_bitwise_equal(
+        graphs.to_jraph(batch), jraph.batch([graphs.to_jraph(graph) for graph in parts])
+    )
+    assert batch.n_node.tolist() == [4, 3, 5]
+    for found, part in zip(graphs.unbatch(batch), parts, strict=True):
+        assert_bitwise_equal(found, part)
+
+
+def test_a_batch_gives_what_its_graphs_give() -> None:
+    parts = some_graphs()
+    each = [everything(graph) for graph in parts]
+    for name, found in everything(graphs.batch(parts)).items():
+        np.testing.assert_array_equal(found, np.concatenate([x[name] for x in each]))
+
+
+def test_padding_is_jraphs_and_changes_nothing() -> None:
+    batch = graphs.batch(some_graphs())
+    padded = graphs.pad(batch, 16, 5_000, 6)
+    wanted = jraph.pad_with_graphs(graphs.to_jraph(batch), 16, 5_000, 6)
+    assert_bitwise_equal(graphs.to_jraph(padded), jax.tree.map(jnp.asarray, wanted))
+    assert padded.is_padded
+    assert padded.in_degrees[12:].tolist() == [0] * 4
+    assert_bitwise_equal(graphs.unpad(padded), batch)
+    for run in (everything, jax.jit(everything)):
+        found = run(padded)
+        for name, rows in run(batch).items():
+            np.testing.assert_array_equal(found[name][:12], rows)
+            np.testing.assert_array_equal(found[name][12:], 0)
+
+
+def test_the_padding_nodes_false_degree_poisons_nothing() -> None:
+    """Padding nodes that have become large, and 5,000 padding edges, whose sum is beyond float16."""
+    batch = graphs.batch(some_graphs())
+    padded = graphs.pad(batch, 16, 5_000)
+    tuple_ = graphs.to_jraph(padded)
+
+    def loss(h: jax.Array, graph: graphs.Graph) -> jax.Array:
+        h = h + jnp.where(graphs.node_mask(graph), 0, 1_000).astype(h.dtype)[:, None]
+        for _ in range(2):
+            out = everything(graph.with_nodes(h=h))
+            h = out["sum"] + out["mean"] + out["attention"][:, 0]
+        return jnp.where(graphs.node_mask(graph)[:, None], h, 0).sum(dtype=jnp.float32)
+
+    grad = jax.grad(loss)
+    wanted = grad(batch.nodes["h"], batch)
+    for graph in (padded, graphs.from_jraph(tuple_, padded=True)):
+        found = grad(padded.nodes["h"], graph)
+        np.testing.assert_array_equal(found[:12], wanted)
+        assert np.isfinite(found).all()
+    found = jax.jit(lambda h, t: grad(h, graphs.from_jraph(t, padded=True)))(
+        padded.nodes["h"], tuple_
+    )
+    np.testing.assert_allclose(found[:12], wanted, rtol=1e-3)
+
+
+def test_graphs_of_different_sizes_compile_once() -> None:
+    traces = []
+
+    @jax.jit
+    def run(graph: graphs.Graph) -> Any:
+        traces.append(graph)
+        return everything(graph)
+
+    for graph in (some_graphs()[0], some_graphs()[2]):
+        run(graphs.pad(graph, 8, 16))
+    assert len(traces) == 1
+
+
+def test_masks() -> None:
+    batch = graphs.batch(some_graphs())
+    padded = graphs.pad(batch, 16, 30, 6)
+    for mask, count in (
+        (graphs.node_mask, [12, 4]),
+        (graphs.edge_mask, [20, 10]),
+        (graphs.graph_mask, [3, 3]),
+    ):
+        assert mask(batch).all()
+        for found in (mask(padded), jax.jit(mask)(padded)):
+            assert found.tolist() == [True] * count[0] + [False] * count[1]
+    tuple_ = graphs.to_jraph(padded)
+    assert (graphs.node_mask(padded) == jraph.get_node_padding_mask(tuple_)).all()
+    assert (graphs.edge_mask(padded) == jraph.get_edge_padding_mask(tuple_)).all()
+    assert (graphs.graph_mask(padded) == jraph.get_graph_padding_mask(tuple_)).all()
+
+
+def test_wrong_arguments_are_named() -> None:
+    parts = some_graphs()
+    padded = graphs.pad(parts[0], 8, 16)
+    with pytest.raises(ValueError, match="graphs is empty"):
+        graphs.batch([])
+    with pytest.raises(ValueError, match=r"graphs\[1\] is padded: batch first"):
+        graphs.batch([parts[0], padded])
+    with pytest.raises(ValueError, match=r"graphs\[1\] has nodes \['g', 'h'\], graphs\[0\] has"):
+        graphs.batch([parts[0], parts[1].with_nodes(g=jnp.ones(3))])
+    with pytest.raises(ValueError, match="graph is padded already"):
+        graphs.pad(padded, 20, 20)
+    with pytest.raises(ValueError, match="n_node=4 is 1 too small, the least is 5"):
+        graphs.pad(parts[0], 4, 16)
+    with pytest.raises(ValueError, match="n_edge=5 is 4 too small, the least is 9"):
+        graphs.pad(parts[0], 5, 5)
+    with pytest.raises(ValueError, match="graph is not padded"):
+        graphs.unpad(parts[0])
+    with pytest.raises(TypeError, match="graph is traced"):
+        jax.jit(lambda g: graphs.pad(g, 8, 16))(parts[0])

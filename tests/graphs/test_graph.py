@@ -1,0 +1,185 @@
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jraph
+import numpy as np
+import pytest
+from helpers import assert_bitwise_equal
+
+from jmp_train import graphs
+from jmp_train.graphs import fn
+
+
+def small_graph(**features: Any) -> graphs.Graph:
+    return graphs.from_edges([0, 1, 2, 2], [1, 2, 0, 2], 3, **features)
+
+
+def test_without_features_there_are_two_edge_long_arrays_even_with_hubs() -> None:
+    hubs = np.zeros(5_000, int)
+    for graph in (small_graph(), graphs.from_edges(hubs, hubs, 7)):
+        long = [x for x in jax.tree.leaves(graph) if x.shape == (graph.num_edges,)]
+        assert [x.dtype for x in long] == ["int32", "int32"]
+        others = [x.shape for x in jax.tree.leaves(graph) if x.shape != (graph.num_edges,)]
+        assert all(len(shape) == 1 and shape[0] <= 7 + 5 for shape in others)
+
+
+@pytest.mark.parametrize("count", [3, 3_000])
+def test_edges_stay_in_the_callers_order(count: int) -> None:
+    random = np.random.default_rng(0)
+    senders, receivers = random.integers(0, 4, (2, count))
+    weights = random.normal(size=(count, 2)).astype(np.float32)
+    graph = graphs.from_edges(senders, receivers, 4, edges={"w": weights})
+    assert graph.senders.tolist() == senders.tolist()
+    assert graph.receivers.tolist() == receivers.tolist()
+    assert graph.in_degrees.tolist() == np.bincount(receivers, minlength=4).tolist()
+    assert graph.out_degrees.tolist() == np.bincount(senders, minlength=4).tolist()
+    found = graphs.apply_edges(graph, fn.copy_e("w", "m")).edges
+    np.testing.assert_array_equal(found["m"], weights)
+    np.testing.assert_array_equal(found["w"], weights)
+
+
+def test_a_pytree_through_jit_that_compiles_once() -> None:
+    traces = []
+
+    @jax.jit
+    def step(graph: graphs.Graph) -> graphs.Graph:
+        traces.append(graph)
+        return graphs.update_all(graph, fn.copy_u("h", "m"), fn.sum("m", "h"))
+
+    graph = small_graph(nodes={"h": jnp.ones((3, 2))})
+    again = step(step(graph))
+    assert len(traces) == 1
+    other = graphs.from_edges([1, 1, 0, 2], [1, 0, 2, 2], 3, nodes={"h": np.ones((3, 2), "f")})
+    step(other)
+    assert len(traces) == 1
+    leaves, tree = jax.tree.flatten(again)
+    assert_bitwise_equal(jax.tree.unflatten(tree, leaves), again)
+
+
+def test_vmap_over_features() -> None:
+    graph = small_graph()
+    h = jnp.arange(24.0).reshape(4, 3, 2)
+
+    def run(h: jax.Array) -> jax.Array:
+        return graphs.update_all(
+            graph.with_nodes(h=h), fn.copy_u("h", "m"), fn.max("m", "x")
+        ).nodes["x"]
+
+    assert_bitwise_equal(jax.vmap(run)(h), jnp.stack([run(x) for x in h]))
+
+
+def test_to_jraph_and_back() -> None:
+    features = {"nodes": {"h": jnp.ones((3, 2))}, "edges": {"w": jnp.arange(4.0)}}
+    graph = small_graph(**features)
+    tuple_ = graphs.to_jraph(graph)
+    assert isinstance(tuple_, jraph.GraphsTuple)
+    assert_bitwise_equal(graphs.from_jraph(tuple_), graph)
+    traced = jax.jit(lambda t: graphs.to_jraph(graphs.from_jraph(t)))(tuple_)
+    assert_bitwise_equal(traced, tuple_)
+
+
+def test_jraphs_tuples_are_taken_everywhere() -> None:
+    tuple_ = graphs.to_jraph(small_graph(nodes={"h": jnp.arange(3.0)}, edges={"w": jnp.ones(4)}))
+    message, reduce = fn.u_mul_e("h", "w", "m"), fn.sum("m", "x")
+    calls: list[Callable[[Any], Any]] = [
+        lambda g: graphs.update_all(g, message, reduce),
+        lambda g: graphs.apply_edges(g, message),
+        lambda g: graphs.apply_nodes(g, lambda nodes: {"x": nodes.data["h"] + 1}),
+        lambda g: graphs.send_and_recv(g, [0, 1], message, reduce),
+        lambda g: graphs.pull(g, [1], message, reduce),
+        lambda g: graphs.push(g, [1], message, reduce),
+        lambda g: graphs.prop_nodes(g, [[0], [1]], message, reduce),
+        lambda g: graphs.prop_edges(g, [[0], [1]], message, reduce),
+    ]
+    for call in calls:
+        found = call(tuple_)
+        assert isinstance(found, jraph.GraphsTuple)
+        wanted = graphs.to_jraph(call(graphs.from_jraph(tuple_)))
+        assert_bitwise_equal(found, wanted)
+        assert_bitwise_equal(jax.jit(call)(tuple_), wanted)
+    logits, heads = jnp.arange(4.0), jnp.ones((3, 1, 2))
+    graph = graphs.from_jraph(tuple_)
+    assert_bitwise_equal(graphs.edge_softmax(tuple_, logits), graphs.edge_softmax(graph, logits))
+    assert_bitwise_equal(
+        graphs.gat_attention(tuple_, heads, heads[..., 0], heads[..., 0]),
+        graphs.gat_attention(graph, heads, heads[..., 0], heads[..., 0]),
+    )
+
+
+def test_one_array_of_jraph_becomes_the_feature_x() -> None:
+    tuple_ = graphs.to_jraph(small_graph())._replace(nodes=np.ones((3, 2), "f"), edges=None)
+    graph = graphs.from_jraph(tuple_)
+    assert graph.nodes["x"].shape == (3, 2)
+    assert graph.edges == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([0, 1], [1, 3], 3), ValueError, r"receivers\[1\] = 3 is out of range for 3 nodes"),
+        (([0, -1], [1, 2], 3), ValueError, r"senders\[1\] = -1 is negative"),
+        (([0, 1, 2], [1, 2], 3), ValueError, "senders has 3 edges and receivers 2: edge 2 has one"),
+        (([0.0, 1.0], [1, 2], 3), TypeError, "senders must be integers, got float64: edge 0 has"),
+        (([[0]], [[1]], 3), ValueError, r"senders must have one axis, got shape \(1, 1\)"),
+        (([0], [1], 2.5), TypeError, r"n_node=2\.5 must be an integer"),
+        (([0], [1], -1), ValueError, "n_node=-1 must be at least 0"),
+        (
+            ([0], [1], 2, {"h": np.ones((3, 1))}),
+            ValueError,
+            r"nodes\['h'\] must have 2 rows, one for each of the nodes, got shape \(3, 1\)",
+        ),
+        (
+            ([0], [1], 2, None, {"w": 1.0}),
+            ValueError,
+            r"edges\['w'\] must have 1 rows, one for each of the edges, got shape \(\)",
+        ),
+        (([0], [1], 2, {"h": "text"}), TypeError, r"nodes\['h'\] must be an array, got str"),
+    ],
+)
+def test_wrong_edges_are_named(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        graphs.from_edges(*arguments)
+
+
+def test_other_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="formats has 'csc', which is none of coo, mailbox"):
+        graphs.from_edges([0], [1], 2, formats=("csc",))
+    with pytest.raises(TypeError, match="senders is traced: graphs are made outside of jit"):
+        jax.jit(lambda ids: graphs.from_edges(ids, ids, 2).senders)(jnp.array([0]))
+    with pytest.raises(ValueError, match="num_nodes=0 leaves nothing to join by num_edges=3"):
+        graphs.rand_graph(0, 3)
+    tuple_ = graphs.to_jraph(small_graph())
+    with pytest.raises(ValueError, match="senders and receivers must be arrays, got None"):
+        graphs.from_jraph(tuple_._replace(senders=None))
+    with pytest.raises(ValueError, match="n_edge adds up to 3, but there are 4"):
+        graphs.from_jraph(tuple_._replace(n_edge=np.array([3])))
+    with pytest.raises(
+        TypeError, match="nodes must be a dictionary of arrays or one array, got list"
+    ):
+        graphs.from_jraph(tuple_._replace(nodes=[1.0]))
+    with pytest.raises(TypeError, match="needs a graph that is made outside of jit"):
+        jax.jit(lambda t: graphs.from_jraph(t, formats=("mailbox",)))(tuple_)
+    with pytest.raises(TypeError, match="under jit the graph needs a node feature"):
+        jax.jit(graphs.from_jraph)(tuple_)
+
+
+def test_random_graphs_are_the_same_for_the_same_seed() -> None:
+    graph = graphs.rand_graph(30, 100)
+    assert (graph.num_nodes, graph.num_edges) == (30, 100)
+    assert_bitwise_equal(graph, graphs.rand_graph(30, 100))
+    assert graph.senders.tolist() != graphs.rand_graph(30, 100, seed=1).senders.tolist()
+    assert graphs.rand_graph(0, 0).num_edges == 0
+
+
+def test_no_edges_and_no_nodes() -> None:
+    none = graphs.from_edges([], [], 3, nodes={"h": jnp.ones((3, 2), "float16")})
+    for reducer in (fn.sum, fn.mean, fn.max, fn.min):
+        x = graphs.update_all(none, fn.copy_u("h", "m"), reducer("m", "x")).nodes["x"]
+        assert x.tolist() == [[0, 0]] * 3
+    empty = graphs.from_edges([], [], 0, nodes={"h": jnp.ones((0, 2))})
+    assert graphs.update_all(empty, fn.copy_u("h", "m"), fn.sum("m", "x")).nodes["x"].shape == (
+        0,
+        2,
+    )

@@ -1,0 +1,187 @@
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from graph_helpers import (
+    HALVES,
+    MESSAGES,
+    REDUCERS,
+    assert_within,
+    draw,
+    exact_messages,
+    exact_reduction,
+    magnitude_message,
+    make_message,
+    reduce_in_jax,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jmp_train import graphs
+from jmp_train.graphs import fn
+
+NODES, EDGES = 9, 40
+# After the node or edge axis: of the left feature, of the right one.
+SHAPES = [((), ()), ((8,), ()), ((), (8,)), ((4, 8), (4, 1)), ((4, 1), (4, 8)), ((8,), (4, 8))]
+DOT_SHAPES = [((), ()), ((8,), (8,)), ((4, 8), (4, 8)), ((8,), (4, 8)), ((4, 8), (1, 8))]
+
+
+def ends_of_edges() -> tuple[np.ndarray, np.ndarray]:
+    """Returns ends with loops and multiple edges; nothing enters the last node."""
+    random = np.random.default_rng(0)
+    return random.integers(0, NODES, EDGES), random.integers(0, NODES - 1, EDGES)
+
+
+def with_features(
+    message: fn.Message, dtype: Any, shapes: tuple[tuple[int, ...], ...]
+) -> tuple[graphs.Graph, dict[tuple[str, str], np.ndarray]]:
+    """Returns a graph with the features that a message reads, and these in float64."""
+    senders, receivers = ends_of_edges()
+    features, nodes, edges = {}, {}, {}
+    for seed, ((end, field), shape) in enumerate(zip(message.operands, shapes, strict=False)):
+        rows = EDGES if end == "e" else NODES
+        array = jnp.asarray(draw("signed", (rows, *shape), seed), dtype)
+        (edges if end == "e" else nodes)[field] = array
+        features[end, field] = np.asarray(array, np.float64)
+    return graphs.from_edges(senders, receivers, NODES, nodes, edges), features
+
+
+def shapes_of(message: fn.Message) -> list[tuple[tuple[int, ...], ...]]:
+    if message.operation == "copy":
+        return [((),), ((8,),), ((4, 8),)]
+    return DOT_SHAPES if message.operation == "dot" else SHAPES
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, "float32"])
+@pytest.mark.parametrize("message", [make_message(f) for f in MESSAGES], ids=lambda m: m.name)
+def test_equal_to_float64(message: fn.Message, dtype: str) -> None:
+    senders, receivers = ends_of_edges()
+    ends = {"u": senders, "v": receivers}
+    for shapes in shapes_of(message):
+        graph, features = with_features(message, dtype, shapes)
+        messages = exact_messages(message, ends, features)
+        sizes = exact_messages(
+            magnitude_message(message), ends, {key: np.abs(x) for key, x in features.items()}
+        )
+        found = graphs.apply_edges(graph, message).edges["m"]
+        assert (found.dtype, found.shape) == (dtype, messages.shape)
+        assert_within(found, messages, dtype, sizes, 1)
+        for reducer in REDUCERS:
+            reduce = reducer("m", "x")
+            found = graphs.update_all(graph, message, reduce).nodes["x"]
+            exact = exact_reduction(messages, receivers, NODES, reduce.reduction)
+            assert (found.dtype, found.shape) == (dtype, exact.shape)
+            magnitudes = exact_reduction(
+                sizes, receivers, NODES, "max" if reduce.reduction == "min" else reduce.reduction
+            )
+            assert_within(found, exact, dtype, magnitudes, 1)
+
+
+@pytest.mark.parametrize("reducer", REDUCERS, ids=lambda r: r.reduction)
+@pytest.mark.parametrize("message", [make_message(f) for f in MESSAGES], ids=lambda m: m.name)
+def test_user_defined_functions_equal_built_ins(message: fn.Message, reducer: Any) -> None:
+    graph, _ = with_features(message, "float32", shapes_of(message)[-1])
+    reduction = reducer("m", "x").reduction
+
+    def send(edges: graphs.EdgeBatch) -> dict[str, jax.Array]:
+        features = {"u": edges.src, "v": edges.dst, "e": edges.data}
+        return {"m": jnp.asarray(_by_hand(message, [features[e][f] for e, f in message.operands]))}
+
+    def receive(nodes: graphs.NodeBatch) -> dict[str, jax.Array]:
+        return {"x": getattr(jnp, reduction)(nodes.mailbox["m"], axis=1)}
+
+    wanted = graphs.update_all(graph, message, reducer("m", "x")).nodes["x"]
+    for m in (message, send):
+        for r in (reducer("m", "x"), receive):
+            found = graphs.update_all(graph, m, r).nodes["x"]
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        graphs.apply_edges(graph, send).edges["m"],
+        graphs.apply_edges(graph, message).edges["m"],
+        rtol=1e-6,
+        atol=1e-6,
+    )
+
+
+def _by_hand(message: fn.Message, reads: list[jax.Array]) -> jax.Array:
+    if message.operation == "copy":
+        return reads[0]
+    rank = max(x.ndim for x in reads)
+    left, right = (x.reshape(EDGES, *[1] * (rank - x.ndim), *x.shape[1:]) for x in reads)
+    if message.operation == "dot":
+        return (left * right).sum(-1, keepdims=True)
+    return {"add": left + right, "sub": left - right, "mul": left * right, "div": left / right}[
+        message.operation
+    ]
+
+
+degrees = st.sampled_from([1, 2, 300, 1_024, 1_025, 2_049, 13_161, 100_000])
+kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("reducer", REDUCERS, ids=lambda r: r.reduction)
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    function=st.sampled_from(MESSAGES),
+    degree=degrees,
+    is_reversed=st.booleans(),
+    kind=kinds,
+    seed=st.integers(0, 99),
+)
+def test_exact_at_every_degree_and_so_is_the_gradient(
+    reducer: Any, half: str, function: Any, degree: int, is_reversed: bool, kind: str, seed: int
+) -> None:
+    """A hub that `degree` edges enter, or leave, and other nodes; against float64 by plain jax."""
+    message, reduce = make_message(function), reducer("m", "x")
+    exact_ties = message.operation in ("copy", "mul", "add", "sub") and kind != "of many sizes"
+    random = np.random.default_rng(seed)
+    others = random.integers(0, 20, degree + 60)
+    hub = np.concatenate([np.zeros(degree, int), random.integers(1, 19, 60)])
+    order = random.permutation(degree + 60)
+    senders, receivers = (others[order], hub[order])[:: -1 if is_reversed else 1]
+    operands = [
+        jnp.asarray(draw(kind, (len(hub) if end == "e" else 20, 2), seed + i), half)
+        for i, (end, _) in enumerate(message.operands)
+    ]
+    graph = graphs.from_edges(senders, receivers, 20)
+
+    def ours(*operands: jax.Array) -> jax.Array:
+        nodes, edges = {}, {}
+        for (end, field), x in zip(message.operands, operands, strict=True):
+            (edges if end == "e" else nodes)[field] = x
+        whole = dataclasses.replace(graph, nodes=nodes, edges=edges)
+        return graphs.update_all(whole, message, reduce).nodes["x"]
+
+    def exactly(message: fn.Message, reduction: str, *operands: jax.Array) -> jax.Array:
+        fields = dict(zip(message.operands, operands, strict=True))
+        ends = {"u": senders, "v": receivers}
+        messages = exact_messages(message, ends, fields, xp=jnp)
+        return reduce_in_jax(messages, receivers, 20, reduction)
+
+    result, pullback = jax.vjp(jax.jit(ours), *operands)
+    cotangent = jnp.asarray(draw("signed", result.shape, seed + 7), half)
+    grads = pullback(cotangent)
+    assert result.dtype == half and all(grad.dtype == half for grad in grads)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in operands]
+        exact, exact_pullback = jax.vjp(
+            functools.partial(exactly, message, reduce.reduction), *wide
+        )
+        g = jnp.asarray(np.asarray(cotangent, np.float64))
+        exact_grads = exact_pullback(g)
+        sizes, size_pullback = jax.vjp(
+            functools.partial(exactly, magnitude_message(message), reduce.reduction),
+            *map(jnp.abs, wide),
+        )
+        size_grads = size_pullback(jnp.abs(g))
+    assert_within(result, exact, half, sizes, 1)
+    if reduce.reduction in ("sum", "mean") or exact_ties:
+        for grad, wanted, size in zip(grads, exact_grads, size_grads, strict=True):
+            if reduce.reduction in ("max", "min"):  # another edge is the largest of the magnitudes
+                size = np.abs(wanted).max()
+            assert_within(grad, wanted, half, size, 1)
