@@ -35,7 +35,7 @@ def multi_update_all(
       graph: a graph with several edge types.
       functions: by edge type, the message, the reduction and perhaps a function to apply to its result.
       cross: how results of one name are joined: "sum", "mean", "max" or "min", in float32 and rounded once;
-        "stack" along axis 1 in the order of the graph's types; or a function of the list of results. A
+        "stack" along axis 1 by the sorted edge types; or a function of the list of results. A
         result that is alone stays as it is.
       apply: a function of `NodeBatch`, called with all nodes of each type that edges of these types enter.
 
@@ -63,9 +63,7 @@ def multi_update_all(
         raise ValueError(f"cross={cross!r} must be a function or one of {choices}")
     by_type = {graph.edge_type(kind): value for kind, value in functions.items()}
     parts: dict[str, dict[str, list[_Part]]] = {}
-    for kind in graph.connections:
-        if kind not in by_type:
-            continue
+    for kind in sorted(by_type):  # as jit sorts the keys of dictionaries
         for name, part in _results(graph, kind, by_type[kind]).items():
             parts.setdefault(kind[2], {}).setdefault(name, []).append(part)
     for node_type, features in parts.items():

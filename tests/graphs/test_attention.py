@@ -1,0 +1,199 @@
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from graph_helpers import HALVES, assert_within, draw
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jmp_train as jt
+from jmp_train import graphs
+from jmp_train.graphs import fn
+
+NODES = 20
+
+
+def draw_ends(degree: int, is_reversed: bool, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns edges of which `degree` enter, or leave, node 0."""
+    random = np.random.default_rng(seed)
+    others = random.integers(0, NODES, degree + 60)
+    hub = np.concatenate([np.zeros(degree, int), random.integers(1, NODES - 1, 60)])
+    order = random.permutation(degree + 60)
+    senders, receivers = (others[order], hub[order])[:: -1 if is_reversed else 1]
+    return senders, receivers
+
+
+def exact_softmax(logits: jax.Array, ids: Any) -> jax.Array:
+    weights = jnp.exp(logits - jax.ops.segment_max(logits, ids, NODES)[ids])
+    return weights / jax.ops.segment_sum(weights, ids, NODES)[ids]
+
+
+def exact_attention(ends: Any, features: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+    senders, receivers = ends
+    logits = jax.nn.leaky_relu(left[senders] + right[receivers], 0.2)
+    messages = exact_softmax(logits, receivers)[..., None] * features[senders]
+    return jax.ops.segment_sum(messages, receivers, NODES)
+
+
+def in_float64(arrays: Any) -> list[jax.Array]:
+    return [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+
+
+degrees = st.sampled_from([1, 2, 300, 1_024, 2_049, 13_161, 100_000])
+kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
+checks = settings(max_examples=16, deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("norm_by", ["dst", "src"])
+@checks
+@given(degree=degrees, is_reversed=st.booleans(), kind=kinds, seed=st.integers(0, 99))
+def test_edge_softmax_is_exact_and_so_is_its_gradient(
+    norm_by: str, half: str, degree: int, is_reversed: bool, kind: str, seed: int
+) -> None:
+    senders, receivers = draw_ends(degree, is_reversed, seed)
+    ids = receivers if norm_by == "dst" else senders
+    graph = graphs.from_edges(senders, receivers, NODES)
+    logits = jnp.asarray(draw(kind, (len(ids), 2), seed), half)
+    cotangent = jnp.asarray(draw("signed", logits.shape, seed + 1), half)
+    run = jax.jit(functools.partial(graphs.edge_softmax, graph, norm_by=norm_by))
+    weights, pullback = jax.vjp(run, logits)
+    (grad,) = pullback(cotangent)
+    assert weights.dtype == grad.dtype == half
+    with jax.enable_x64(True):
+        wide, g = in_float64((logits, cotangent))
+        exact, exact_pullback = jax.vjp(lambda x: exact_softmax(x, ids), wide)
+        (exact_grad,) = exact_pullback(g)
+        sizes = exact * (jnp.abs(g) + jax.ops.segment_sum(exact * jnp.abs(g), ids, NODES)[ids])
+    assert_within(weights, exact, half, exact, 2)
+    assert_within(grad, exact_grad, half, sizes, 2)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@checks
+@given(degree=degrees, is_reversed=st.booleans(), kind=kinds, seed=st.integers(0, 99))
+def test_gat_attention_is_exact_and_so_is_its_gradient(
+    half: str, degree: int, is_reversed: bool, kind: str, seed: int
+) -> None:
+    ends = draw_ends(degree, is_reversed, seed)
+    graph = graphs.from_edges(*ends, NODES)
+    features = jnp.asarray(draw(kind, (NODES, 2, 3), seed), half)
+    left, right = (jnp.asarray(draw("signed", (NODES, 2), seed + i), half) for i in (1, 2))
+    run = jax.jit(functools.partial(graphs.gat_attention, graph))
+    result, pullback = jax.vjp(run, features, left, right)
+    cotangent = jnp.asarray(draw("signed", result.shape, seed + 3), half)
+    grads = pullback(cotangent)
+    assert result.dtype == half and all(grad.dtype == half for grad in grads)
+    with jax.enable_x64(True):
+        wide, (g,) = in_float64((features, left, right)), in_float64((cotangent,))
+        exact, exact_pullback = jax.vjp(functools.partial(exact_attention, ends), *wide)
+        exact_grads = exact_pullback(g)
+        sizes, size_pullback = jax.vjp(
+            lambda features: exact_attention(ends, features, *wide[1:]), jnp.abs(wide[0])
+        )
+        (feature_sizes,) = size_pullback(jnp.abs(g))
+        # A logit's gradient is its weight times a difference of two sums over the width.
+        per_edge = exact_softmax(
+            jax.nn.leaky_relu(wide[1][ends[0]] + wide[2][ends[1]], 0.2), ends[1]
+        )
+        product = jnp.abs(g)[ends[1]] * (jnp.abs(wide[0])[ends[0]] + sizes[ends[1]])
+        terms = per_edge * product.sum(-1)
+        end_sizes = [jax.ops.segment_sum(terms, ids, NODES) for ids in ends]
+    assert_within(result, exact, half, sizes, 2)
+    assert_within(grads[0], exact_grads[0], half, feature_sizes, 2)
+    for grad, wanted, size in zip(grads[1:], exact_grads[1:], end_sizes, strict=True):
+        assert_within(grad, wanted, half, size, 2)
+
+
+def test_softmax_over_some_edges() -> None:
+    graph = graphs.from_edges([0, 1, 2, 2], [1, 1, 1, 0], 3)
+    logits = jnp.log(jnp.array([1.0, 3.0]))
+    np.testing.assert_allclose(graphs.edge_softmax(graph, logits, [0, 2]), [0.25, 0.75], rtol=1e-6)
+    np.testing.assert_allclose(
+        graphs.edge_softmax(graph, jnp.zeros((4, 2, 1)), norm_by="src")[:, 0, 0], [1, 1, 0.5, 0.5]
+    )
+
+
+def test_masked_edges_have_weight_zero_and_a_gradient_of_zero() -> None:
+    graph = graphs.from_edges([0, 1, 2], [1, 1, 0], 3)
+    logits = jnp.array([0.0, -jnp.inf, -jnp.inf], jnp.float16)
+    weights, pullback = jax.vjp(lambda x: graphs.edge_softmax(graph, x), logits)
+    assert weights.tolist() == [1, 0, 0]
+    assert pullback(jnp.ones(3, jnp.float16))[0].tolist() == [0, 0, 0]
+
+
+def test_dropout_of_attention() -> None:
+    graph = graphs.rand_graph(50, 5_000)
+    features, zeros = jnp.ones((50, 2, 1)), jnp.zeros((50, 2))
+    run = functools.partial(graphs.gat_attention, graph, features, zeros, zeros)
+    key = jax.random.key(0)
+    dropped = run(dropout_rate=0.4, dropout_key=key)
+    assert (dropped == run(dropout_rate=0.4, dropout_key=key)).all()
+    assert (dropped != run(dropout_rate=0.4, dropout_key=jax.random.key(1))).any()
+    assert (dropped[:, 0] != dropped[:, 1]).any()
+    assert float(dropped.mean()) == pytest.approx(1, abs=0.02)
+
+    def total(features: jax.Array) -> jax.Array:
+        return graphs.gat_attention(
+            graph, features, zeros, zeros, dropout_rate=0.4, dropout_key=key
+        ).sum()
+
+    # Linear in the features: the backward pass drops what the forward pass dropped.
+    np.testing.assert_allclose(jax.grad(total)(features).sum(), dropped.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_autocast_stores_in_half_and_adds_in_float32(half: str) -> None:
+    edges = 13_161
+    graph = graphs.from_edges(np.zeros(edges, int), np.zeros(edges, int), 1)
+
+    def run(h: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        whole = graph.with_nodes(h=h @ jnp.ones((1, 1))).with_edges(w=w)
+        z = whole.nodes["h"][:, None]
+        return (
+            graphs.update_all(whole, fn.u_mul_e("h", "w", "m"), fn.sum("m", "x")).nodes["x"],
+            graphs.apply_edges(whole, fn.u_dot_v("h", "h", "m")).edges["m"],
+            graphs.edge_softmax(whole, w),
+            graphs.gat_attention(whole, z, z[..., 0], z[..., 0]),
+            graphs.segment_sum(w, graph.receivers, 1),
+        )
+
+    ones = (jnp.ones((1, 1)), jnp.ones((edges, 1)))
+    *stored, segment = jt.autocast(run, jnp.dtype(half))(*ones)
+    assert [x.dtype for x in stored] == [half] * 4
+    assert float(stored[0][0, 0]) == pytest.approx(edges, rel=float(jnp.finfo(half).eps))
+    assert (segment.dtype, segment.tolist()) == ("float32", [[edges]])
+
+    def loss(h: jax.Array, w: jax.Array) -> jax.Array:
+        return sum(x.astype(jnp.float32).mean() for x in run(h, w)[:4])  # pyright: ignore[reportReturnType]
+
+    found = jax.grad(jt.autocast(loss, jnp.dtype(half)), argnums=(0, 1))(*ones)
+    wanted = jax.grad(loss, argnums=(0, 1))(*ones)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0.05, atol=1e-3)
+    exact = jt.TORCH_CUDA.replace(functions={"graph_storage": "float32"})
+    assert {x.dtype for x in jt.autocast(run, jnp.dtype(half), rules=exact)(*ones)} == {
+        jnp.dtype("float32")
+    }
+
+
+def test_wrong_arguments_are_named() -> None:
+    graph = graphs.from_edges([0, 1], [1, 0], 2)
+    z, end = jnp.ones((2, 1, 3)), jnp.ones((2, 1))
+    with pytest.raises(ValueError, match="norm_by='in' must be 'dst' or 'src'"):
+        graphs.edge_softmax(graph, jnp.ones(2), norm_by="in")
+    with pytest.raises(ValueError, match="logits must have 2 rows, one for each of the edges"):
+        graphs.edge_softmax(graph, jnp.ones(3))
+    with pytest.raises(TypeError, match="logits must be floats, got int32"):
+        graphs.edge_softmax(graph, jnp.ones(2, jnp.int32))
+    with pytest.raises(
+        ValueError, match=r"right \[nodes, heads\], got shapes \(2, 1, 3\) and \(2, 2\)"
+    ):
+        graphs.gat_attention(graph, z, end, jnp.ones((2, 2)))
+    with pytest.raises(ValueError, match=r"dropout_rate=1\.5 must lie in \[0, 1\)"):
+        graphs.gat_attention(graph, z, end, end, dropout_rate=1.5)
+    with pytest.raises(ValueError, match=r"dropout_rate=0\.5 needs a random key"):
+        graphs.gat_attention(graph, z, end, end, dropout_rate=0.5)
