@@ -20,7 +20,7 @@ help:
 demo: .venv/.train
 	$(BIN)/jmp-train compare digits --policies float32 mixed_float16 mixed_bfloat16 --out out/demo
 
-test: .venv/.dev
+test: .venv/.dev .venv-plan/.plan
 	$(BIN)/python -m pytest --allowed-skips tests/allowed_skips.txt --cov --cov-report=
 	$(BIN)/coverage report
 	$(BIN)/coverage report --include='policies/*' --fail-under=95 --format=total
@@ -28,7 +28,7 @@ test: .venv/.dev
 test-newest:
 	@python=$$(.ci/newest-python); \
 	if [ -z "$$python" ]; then echo "no Python 3.12 or 3.13 here: the newest jax is not tested"; \
-	else $(MAKE) .venv-newest/.dev NEWEST_PYTHON="$$python" && $(MAKE) run-test-newest; fi
+	else $(MAKE) .venv-newest/.dev .venv-newest-plan/.plan NEWEST_PYTHON="$$python" && $(MAKE) run-test-newest; fi
 
 .PHONY: run-test-newest
 run-test-newest:
@@ -51,7 +51,7 @@ bench: .venv/.dev
 	$(BIN)/python benchmarks/autocast.py
 
 clean:
-	rm -rf .venv .venv-newest build dist out *.egg-info .coverage .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-plan .venv-newest-plan build dist out *.egg-info .coverage .pytest_cache .ruff_cache .hypothesis
 
 .venv/bin/pip:
 	@test -n "$(PYTHON)" || { echo "jmp_train needs Python 3.11 or newer: make PYTHON=/path/to/python"; exit 1; }
@@ -68,4 +68,11 @@ clean:
 	test -x $(NEWEST)/pip || $(NEWEST_PYTHON) -m venv .venv-newest
 	@echo "installing jmp_train[dev] into .venv-newest"
 	@$(NEWEST)/pip install -qq --editable '.[dev]'
+	@touch $@
+
+# For tests that compile for a GPU that is not there; see the plan extra.
+.venv-plan/.plan .venv-newest-plan/.plan: %-plan/.plan: pyproject.toml | %/.dev
+	test -x $*-plan/bin/pip || $*/bin/python -m venv $*-plan
+	@echo "installing jmp_train[plan] into $*-plan"
+	@$*-plan/bin/pip install -qq --editable '.[plan]'
 	@touch $@

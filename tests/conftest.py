@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="fail if a test is skipped for a reason that no regular expression in FILE matches",
     )
+
+
+@pytest.fixture(scope="session")
+def plan_python() -> str:
+    """Returns the interpreter of the environment beside this one that has the plan extra."""
+    environment = Path(f"{sys.prefix}-plan")
+    if not any(environment.glob("lib/*/site-packages/jax_cuda12_plugin")):
+        pytest.skip(f"no environment with the plan extra is there: {environment}")
+    return str(environment / "bin" / "python")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,317 @@
+"""Compiles for an NVIDIA GPU that is not there, and says what the program would need on it.
+
+XLA's compiler for CUDA needs no device, only its description, so memory, fusions and the dtypes of
+collectives can be read on any machine with Linux and the packages of `jmp_train[plan]`.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
+from types import ModuleType
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jmp_train.gpus import GPUS
+from jmp_train.hlo import StoredArray, stored_arrays
+
+
+class PluginError(RuntimeError):
+    """JAX's compiler for CUDA is not installed, or is of another version than jaxlib."""
+
+
+@dataclass(frozen=True)
+class CompiledForGPU:
+    """What a compiled program needs on each of its GPUs.
+
+    Attributes:
+      peak_bytes: the most that is allocated at one time, arguments and results included.
+      argument_bytes: of the arguments.
+      output_bytes: of the results.
+      alias_bytes: of the results that take the place of donated arguments.
+      temp_bytes: of everything else, one common allocation.
+      hlo: the text of the optimized HLO.
+    """
+
+    peak_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    hlo: str = field(repr=False)
+
+    @property
+    def arrays(self) -> tuple[StoredArray, ...]:
+        """The arrays that the program stores, arguments included; see `hlo.stored_arrays`."""
+        return stored_arrays(self.hlo)
+
+    def arrays_of_at_least(self, n_bytes: int) -> tuple[StoredArray, ...]:
+        """Returns the arrays that the program stores and that have `n_bytes` or more.
+
+        Args:
+          n_bytes: the least number of bytes.
+        """
+        return tuple(array for array in self.arrays if array.n_bytes >= n_bytes)
+
+
+def compile_for_gpu(
+    target: str,
+    *arguments: str,
+    gpu: str = "V100-16GB",
+    devices: int = 1,
+    python: str | Path = sys.executable,
+    timeout: float = 600,
+) -> CompiledForGPU:
+    """Returns what a function would need on a GPU, compiled in a process of its own.
+
+    `target` names a builder: a function that gets `arguments`, all strings, and returns `(function,
+    arguments)` or `(function, arguments, jit_kwargs)`. The function is not jitted yet; arguments are
+    a tuple of trees whose leaves are `jax.ShapeDtypeStruct` or arrays, of which only shape and dtype
+    count; `jit_kwargs` go to `jax.jit`. A builder with a parameter `mesh` gets the mesh of the
+    absent GPUs, whose one axis is "data", for shardings; leaves without one are replicated.
+
+        def build(rows, mesh):
+            x = jax.ShapeDtypeStruct(
+                (int(rows), 64), jnp.float16, sharding=NamedSharding(mesh, PartitionSpec("data"))
+            )
+            return jnp.sum, (x,)
+
+        compiled = compile_for_gpu("bench/sums.py:build", "4096", gpu="A100-40GB", devices=8)
+
+    Args:
+      target: "module:function" or "path/to/file.py:function".
+      *arguments: what the builder gets.
+      gpu: one of `GPUS`.
+      devices: how many such GPUs, in one host.
+      python: the interpreter of an environment with `jmp_train[plan]`. With the plugin, jax logs
+        about missing CUDA in every process of that environment, so it is best one of its own.
+      timeout: seconds after which the compilation is killed.
+
+    Raises:
+      ValueError: no such GPU, fewer than one device, or a target without a function.
+      PluginError: the environment lacks the compiler for CUDA, or it does not fit to jaxlib.
+      RuntimeError: the builder or the compiler failed; the text has the traceback.
+      TimeoutError: it took longer than `timeout`.
+
+    Example:
+      >>> compile_for_gpu("bench.sums:build", gpu="T4")
+      Traceback (most recent call last):
+      ...
+      ValueError: gpu='T4' must be one of V100-16GB, A100-40GB, H100-80GB
+    """
+    _check(target, gpu, devices)
+    with tempfile.TemporaryDirectory(prefix="jmp_train_") as directory:
+        folder = Path(directory)
+        command = (str(python), "-m", "jmp_train.absent_gpu", directory, gpu, str(devices), target)
+        log = folder / "log"
+        code = _run((*command, *arguments), log, timeout)
+        if code is None:
+            raise TimeoutError(f"compiling {target} for {gpu} took more than timeout={timeout} s")
+        if (folder / "no_plugin").exists():
+            raise PluginError((folder / "no_plugin").read_text())
+        if code != 0:
+            text = _from_traceback(log.read_text(errors="replace"))
+            raise RuntimeError(f"compiling {target} for {gpu} failed (exit code {code}):\n{text}")
+        sizes = json.loads((folder / "sizes.json").read_text())
+        return CompiledForGPU(**sizes, hlo=(folder / "hlo").read_text())
+
+
+def absent_mesh(gpu: str = "V100-16GB", devices: int = 1) -> Mesh:
+    """Returns a mesh of GPUs that are not there; its one axis is "data".
+
+    Args:
+      gpu: one of `GPUS`.
+      devices: how many, in one host.
+
+    Raises:
+      ValueError: no such GPU, or fewer than one device.
+      PluginError: the environment lacks the compiler for CUDA, or it does not fit to jaxlib.
+    """
+    _check_gpu(gpu, devices)
+    _check_plugin()
+    description = topologies.get_topology_desc(
+        platform="cuda", target_config=GPUS[gpu], topology=f"1x1x{devices}"
+    )
+    return topologies.make_mesh(description, (devices,), ("data",))
+
+
+def compile_here(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    jit_kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Mesh,
+) -> CompiledForGPU:
+    """Returns what a function would need on a GPU, compiled in this process.
+
+    The process must have been started with what `compile_for_gpu` sets for its own:
+    `JAX_PLATFORMS=cpu`, so that the plugin does not look for CUDA, and `XLA_FLAGS` with
+    `--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false`, since nothing can be timed.
+
+    Args:
+      function: not jitted yet.
+      arguments: its arguments, trees of `jax.ShapeDtypeStruct` or arrays; where they have no
+        sharding over `mesh`, they are replicated.
+      jit_kwargs: for `jax.jit`: `donate_argnums`, `out_shardings`.
+      mesh: an `absent_mesh`.
+
+    Raises:
+      TypeError: `function` is jitted, and so would lose what its `jit` was told.
+    """
+    if hasattr(function, "lower"):
+        raise TypeError(f"function must not be jitted, jit_kwargs are for that, got {function}")
+    structs = jax.tree.map(lambda leaf: _on(mesh, leaf), arguments)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas looks there for its target
+        lowered = jax.jit(function, **(jit_kwargs or {})).lower(*structs)
+    compiled = lowered.compile()
+    sizes: Any = compiled.memory_analysis()
+    return CompiledForGPU(
+        peak_bytes=sizes.peak_memory_in_bytes,
+        argument_bytes=sizes.argument_size_in_bytes,
+        output_bytes=sizes.output_size_in_bytes,
+        alias_bytes=sizes.alias_size_in_bytes,
+        temp_bytes=sizes.temp_size_in_bytes,
+        hlo=compiled.as_text() or "",
+    )
+
+
+def _on(mesh: Mesh, leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns what compiling needs to know of a leaf, on the mesh if it is not on one."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(leaf.sharding, NamedSharding):
+        return leaf
+    struct = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.eval_shape(lambda: leaf)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(
+        struct.shape, struct.dtype, sharding=replicated, weak_type=struct.weak_type
+    )
+
+
+def _check(target: str, gpu: str, devices: int) -> None:
+    _check_gpu(gpu, devices)
+    module, _, name = target.rpartition(":")
+    if not module or not name.isidentifier():
+        raise ValueError(
+            f"target={target!r} must be 'module:function' or 'path/to/file.py:function'"
+        )
+
+
+def _check_gpu(gpu: str, devices: int) -> None:
+    if gpu not in GPUS:
+        raise ValueError(f"gpu={gpu!r} must be one of {', '.join(GPUS)}")
+    if devices < 1:
+        raise ValueError(f"devices={devices!r} must be at least 1")
+
+
+def _check_plugin() -> None:
+    jaxlib = metadata.version("jaxlib")
+    for cuda in ("12", "13"):
+        try:
+            version = metadata.version(f"jax-cuda{cuda}-plugin")
+        except metadata.PackageNotFoundError:
+            continue
+        if version == jaxlib:
+            return
+        raise PluginError(
+            f"jaxlib {jaxlib} needs jax-cuda{cuda}-plugin of the same version, not {version}: "
+            f"pip install 'jax-cuda{cuda}-plugin=={jaxlib}'"
+        )
+    raise PluginError(
+        f"the environment of {sys.executable} has no compiler for CUDA: "
+        "pip install 'jmp_train[plan]'"
+    )
+
+
+def _run(command: tuple[str, ...], log: Path, timeout: float) -> int | None:
+    """Runs a command and returns its exit code, None if it was killed; its output goes to `log`."""
+    with log.open("wb") as output:
+        process = Popen(
+            command,
+            stdin=DEVNULL,
+            stdout=output,
+            stderr=STDOUT,
+            env=_environment(),
+            start_new_session=True,  # XLA's compiler starts processes; they are killed with it
+        )
+        try:
+            return process.wait(timeout)
+        except TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Returns the environment of the process that compiles."""
+    flags = (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_gpu_autotune_level=0",  # kernels cannot be timed
+        "--xla_gpu_enable_triton_gemm=false",  # its tiles come from timing
+    )
+    # With the CPU as jax's only platform, the plugin loads without CUDA's libraries.
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags).strip()}
+
+
+def _from_traceback(log: str) -> str:
+    """Returns the first traceback and what follows it, or the end of a log without one."""
+    start = log.find("Traceback (most recent call last)")
+    return log[start:] if start >= 0 else log[-4000:]
+
+
+def _main(directory: str, gpu: str, devices: str, target: str, *arguments: str) -> None:
+    """Compiles what a builder returns and leaves the result in a directory."""
+    folder = Path(directory)
+    try:
+        mesh = absent_mesh(gpu, int(devices))
+    except PluginError as error:
+        (folder / "no_plugin").write_text(str(error))
+        return
+    compiled = asdict(compile_here(*_build(target, arguments, mesh), mesh=mesh))
+    (folder / "hlo").write_text(compiled.pop("hlo"))
+    (folder / "sizes.json").write_text(json.dumps(compiled))
+
+
+def _build(target: str, arguments: tuple[str, ...], mesh: Mesh) -> tuple[Any, ...]:
+    """Returns what a builder returns, two or three things."""
+    place, _, name = target.rpartition(":")
+    builder = getattr(_load(place), name)
+    wants_mesh = "mesh" in inspect.signature(builder).parameters
+    built = builder(*arguments, mesh=mesh) if wants_mesh else builder(*arguments)
+    if not isinstance(built, tuple) or len(built) not in (2, 3) or not isinstance(built[1], tuple):
+        raise TypeError(
+            f"{target} must return (function, arguments tuple) or (function, arguments tuple, "
+            f"jit_kwargs), got {type(built).__name__}: {built!r:.200}"
+        )
+    return built
+
+
+def _load(place: str) -> ModuleType:
+    """Returns the module of that name, or of a file, which may import its neighbours."""
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    file = Path(place).resolve(strict=True)
+    sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

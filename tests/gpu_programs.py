@@ -1,0 +1,55 @@
+"""Builders for `compile_for_gpu`, which runs in an environment without pytest."""
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct as Struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+NODES, EDGES, FEATURES = 500, 20_000, 64
+
+
+def messages(returned: str) -> tuple[Any, ...]:
+    """Sums weighted features over edges; returns the messages too if asked to."""
+
+    def f(x: jax.Array, w: jax.Array, senders: jax.Array, receivers: jax.Array) -> Any:
+        message = x[senders] * w[:, None]
+        total = jax.ops.segment_sum(message, receivers, NODES)
+        return total if returned == "sum" else (total, message)
+
+    index = Struct((EDGES,), jnp.int32)
+    x, w = Struct((NODES, FEATURES), jnp.float32), Struct((EDGES,), jnp.float32)
+    return f, (x, w, index, index)
+
+
+def half_gradient(mesh: Mesh) -> tuple[Any, ...]:
+    """Differentiates a loss in float16 over a batch that all devices share."""
+
+    def loss(w: jax.Array, batch: jax.Array) -> jax.Array:
+        y = batch.astype(jnp.float16) @ w.astype(jnp.float16)
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+    shared = NamedSharding(mesh, PartitionSpec("data"))
+    batch = Struct((512, 256), jnp.float32, sharding=shared)
+    return jax.grad(loss), (Struct((256, 128), jnp.float32), batch)
+
+
+def loop(size: str) -> tuple[Any, ...]:
+    """Multiplies a donated float16 matrix ten times by another one."""
+
+    def f(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 10, lambda _, c: jnp.tanh(c @ b), a)
+
+    matrix = Struct((int(size), int(size)), jnp.float16)
+    return f, (matrix, matrix), {"donate_argnums": 0}
+
+
+def environment(*names: str) -> Any:
+    """Fails, and says which environment variables the process has."""
+    raise LookupError({name: os.environ.get(name) for name in names})
+
+
+def nothing() -> None:
+    """Returns no program."""
