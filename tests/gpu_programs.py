@@ -1,12 +1,17 @@
 """Builders for `compile_for_gpu`, which runs in an environment without pytest."""
 
+import functools
 import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import ShapeDtypeStruct as Struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jmp_train import graphs
+from jmp_train.graphs import fn
 
 NODES, EDGES, FEATURES = 500, 20_000, 64
 
@@ -22,6 +27,28 @@ def messages(returned: str) -> tuple[Any, ...]:
     index = Struct((EDGES,), jnp.int32)
     x, w = Struct((NODES, FEATURES), jnp.float32), Struct((EDGES,), jnp.float32)
     return f, (x, w, index, index)
+
+
+def fused_pairs(dtype: str, most_edges_of_a_node: str) -> tuple[Any, ...]:
+    """Passes messages by every fused pair, with the gradients of the features and the weights."""
+    random = np.random.default_rng(0)
+    senders, receivers = random.integers(0, NODES, (2, EDGES))
+    senders[: int(most_edges_of_a_node)] = receivers[-int(most_edges_of_a_node) :] = 0
+    graph = graphs.from_edges(senders, receivers, NODES)
+
+    def f(graph: graphs.Graph, h: jax.Array, w: jax.Array) -> Any:
+        def run(message: fn.Message, reducer: Any, h: jax.Array, w: jax.Array) -> jax.Array:
+            whole = graph.with_nodes(h=h).with_edges(w=w)
+            return graphs.update_all(whole, message, reducer("m", "x")).nodes["x"]
+
+        results = []
+        for message in (fn.copy_u("h", "m"), fn.u_mul_e("h", "w", "m")):
+            for reducer in (fn.sum, fn.mean):
+                out, pullback = jax.vjp(functools.partial(run, message, reducer), h, w)
+                results.append((out, pullback(jnp.tanh(out))))
+        return results
+
+    return f, (graph, Struct((NODES, FEATURES), dtype), Struct((EDGES, 1), dtype))
 
 
 def half_gradient(mesh: Mesh) -> tuple[Any, ...]:

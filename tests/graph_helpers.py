@@ -1,5 +1,6 @@
 """Graphs drawn for tests, and their results in float64, by numpy or by plain jax."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ def assert_within(actual: Any, exact: Any, dtype: str, magnitudes: Any, ulps: in
 
 
 def exact_messages(
-    message: fn.Message, ends: dict[str, Any], features: dict[str, Any], xp: Any = np
+    message: fn.Message, ends: dict[str, Any], features: Mapping[Any, Any], xp: Any = np
 ) -> Any:
     """Returns messages, by DGL's rules.
 

@@ -15,7 +15,8 @@ def some_graphs() -> list[graphs.Graph]:
     random = np.random.default_rng(0)
     return [
         graphs.from_edges(
-            *random.integers(0, n, (2, e)),
+            random.integers(0, n, e),
+            random.integers(0, n, e),
             n,
             nodes={"h": random.normal(size=(n, 3)).astype(np.float16)},
             edges={"w": random.normal(size=(e, 1)).astype(np.float16)},
@@ -124,9 +125,9 @@ def test_masks() -> None:
         for found in (mask(padded), jax.jit(mask)(padded)):
             assert found.tolist() == [True] * count[0] + [False] * count[1]
     tuple_ = graphs.to_jraph(padded)
-    assert (graphs.node_mask(padded) == jraph.get_node_padding_mask(tuple_)).all()
-    assert (graphs.edge_mask(padded) == jraph.get_edge_padding_mask(tuple_)).all()
-    assert (graphs.graph_mask(padded) == jraph.get_graph_padding_mask(tuple_)).all()
+    assert graphs.node_mask(padded).tolist() == jraph.get_node_padding_mask(tuple_).tolist()
+    assert graphs.edge_mask(padded).tolist() == jraph.get_edge_padding_mask(tuple_).tolist()
+    assert graphs.graph_mask(padded).tolist() == jraph.get_graph_padding_mask(tuple_).tolist()
 
 
 def test_wrong_arguments_are_named() -> None:
