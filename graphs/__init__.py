@@ -3,6 +3,7 @@
 from jmp_train.graphs import fn as fn
 from jmp_train.graphs.attention import edge_softmax as edge_softmax
 from jmp_train.graphs.attention import gat_attention as gat_attention
+from jmp_train.graphs.attention import gatv2_attention as gatv2_attention
 from jmp_train.graphs.batching import batch as batch
 from jmp_train.graphs.batching import edge_mask as edge_mask
 from jmp_train.graphs.batching import graph_mask as graph_mask
@@ -10,11 +11,19 @@ from jmp_train.graphs.batching import node_mask as node_mask
 from jmp_train.graphs.batching import pad as pad
 from jmp_train.graphs.batching import unbatch as unbatch
 from jmp_train.graphs.batching import unpad as unpad
+from jmp_train.graphs.gat_conv import GATConv as GATConv
+from jmp_train.graphs.gat_conv import gat_conv as gat_conv
+from jmp_train.graphs.gatv2_conv import GATv2Conv as GATv2Conv
+from jmp_train.graphs.gatv2_conv import gatv2_conv as gatv2_conv
+from jmp_train.graphs.gin_conv import GINConv as GINConv
+from jmp_train.graphs.gin_conv import gin_conv as gin_conv
 from jmp_train.graphs.graph import Graph as Graph
 from jmp_train.graphs.graph import from_edges as from_edges
 from jmp_train.graphs.graph import from_jraph as from_jraph
 from jmp_train.graphs.graph import rand_graph as rand_graph
 from jmp_train.graphs.graph import to_jraph as to_jraph
+from jmp_train.graphs.graph_conv import GraphConv as GraphConv
+from jmp_train.graphs.graph_conv import graph_conv as graph_conv
 from jmp_train.graphs.hetero_graph import HeteroGraph as HeteroGraph
 from jmp_train.graphs.hetero_graph import hetero_from_edges as hetero_from_edges
 from jmp_train.graphs.message_passing import apply_edges as apply_edges
@@ -26,6 +35,8 @@ from jmp_train.graphs.partial_updates import prop_nodes as prop_nodes
 from jmp_train.graphs.partial_updates import pull as pull
 from jmp_train.graphs.partial_updates import push as push
 from jmp_train.graphs.partial_updates import send_and_recv as send_and_recv
+from jmp_train.graphs.sage_conv import SAGEConv as SAGEConv
+from jmp_train.graphs.sage_conv import sage_conv as sage_conv
 from jmp_train.graphs.segment import gather as gather
 from jmp_train.graphs.segment import segment_max as segment_max
 from jmp_train.graphs.segment import segment_mean as segment_mean

@@ -47,6 +47,11 @@ class Incidence:
         return self.rows.shape[0]
 
     @property
+    def is_counted(self) -> jax.Array:
+        """Bool [edges], whether an edge counts somewhere."""
+        return self.rows < (self.num_segments if self.owners is None else self.owners.shape[0])
+
+    @property
     def ids(self) -> jax.Array:
         """Int [edges], the segment of each edge; the number of segments where it counts nowhere."""
         if self.owners is None:
@@ -92,7 +97,7 @@ class Incidence:
     def mean(self, data: jax.Array) -> jax.Array:
         """Returns the means [segments, ...] of data [edges, ...], wide; 0 of segments without edges."""
         sizes = jnp.maximum(self.degrees, 1).astype(data.dtype)
-        return self.sum(data) / sizes.reshape(-1, *[1] * (data.ndim - 1))
+        return self.sum(data) / rows_like(sizes, data)
 
     def max(self, data: jax.Array) -> jax.Array:
         """Returns the largest [segments, ...] of data [edges, ...]; -inf of segments without edges."""
@@ -104,12 +109,19 @@ class Incidence:
 
     def softmax(self, logits: jax.Array) -> jax.Array:
         """Returns the softmax [edges, ...] of wide logits in each segment; 0 where all are -inf."""
+        is_counted = rows_like(self.is_counted, logits)
+        logits = jnp.where(is_counted, logits, jnp.full_like(logits, -jnp.inf))
         largest = self.max(jax.lax.stop_gradient(logits))
         largest = jnp.where(jnp.isfinite(largest), largest, jnp.zeros_like(largest))
         weights = jnp.exp(logits - self.read(largest))
         total = self.sum_finely(weights)
         inverse = 1 / jnp.where(total == 0, jnp.ones_like(total), total)
         return weights * self.read_finely(inverse)
+
+
+def rows_like(column: jax.Array, array: jax.Array) -> jax.Array:
+    """Returns a column [rows] with the axes that it needs beside an array [rows, ...]."""
+    return column.reshape(-1, *[1] * (array.ndim - 1))
 
 
 def _leading(data: jax.Array) -> jax.Array:

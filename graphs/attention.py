@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import jraph
 
 from jmp_train.graphs.connections import Connections
+from jmp_train.graphs.dropout import check_dropout, drop
 from jmp_train.graphs.frames import frame_of, some_edges
 from jmp_train.graphs.graph import Graph, from_jraph
 from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
+from jmp_train.graphs.layer_inputs import as_edge_weight
 from jmp_train.graphs.messages import in_float32
 from jmp_train.graphs.storage import graph_storage, wide
-from jmp_train.graphs.writing import edge_ids
+from jmp_train.graphs.writing import checked_ids
 from jmp_train.policies.autocast import autocast_as
 
 
@@ -29,7 +31,8 @@ def edge_softmax(
     Args:
       graph: a graph of ours or jraph's.
       logits: floating [edges, ...]; -inf masks an edge, and a node all of whose edges are masked has 0.
-      edges: int [some edges], to which the logits belong and over which the softmax goes; None for all.
+      edges: int [some edges], the places of those to which the logits belong, and over which the softmax
+        goes; None for all.
       norm_by: "dst", or "src" for the edges that leave the same node.
       etype: the edge type; needed where there are several.
 
@@ -52,10 +55,11 @@ def edge_softmax(
     graph = from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else graph
     frame = frame_of(graph, etype)
     if edges is not None:
-        frame = some_edges(frame, edge_ids(frame.connections, edges))
+        frame = some_edges(frame, checked_ids("edges", edges, frame.connections.targets.num_edges))
     end = frame.connections.targets if norm_by == "dst" else frame.connections.sources
     logits = _floats("logits", logits, end.num_edges, "edges")
-    return in_float32(lambda logits: end.softmax(wide(logits)), logits)
+    softmax = jax.checkpoint(lambda end, logits: end.softmax(wide(logits)))
+    return in_float32(lambda logits: softmax(end, logits), logits)
 
 
 def gat_attention(
@@ -64,6 +68,7 @@ def gat_attention(
     left: Any,
     right: Any,
     *,
+    edge_weight: Any = None,
     negative_slope: float = 0.2,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -78,6 +83,7 @@ def gat_attention(
       features: floating [nodes, heads, width].
       left: floating [nodes, heads], the senders' part of the logits; float32 is best.
       right: floating [nodes, heads], the receivers' part.
+      edge_weight: floating [edges], which multiplies the weights after the softmax.
       negative_slope: of the leaky ReLU.
       dropout_rate: the share of the weights that are dropped, those of each head apart.
       dropout_key: for dropout; needed if the rate is not 0.
@@ -110,36 +116,114 @@ def gat_attention(
                 f"got shapes {features.shape} and {end.shape}"
             )
 
+    weight = as_edge_weight(graph, edge_weight)
+
     @jax.checkpoint
     def attend(
-        connections: Connections, key: Any, features: jax.Array, left: jax.Array, right: jax.Array
+        connections: Connections,
+        key: Any,
+        features: jax.Array,
+        left: jax.Array,
+        right: jax.Array,
+        weight: jax.Array | None,
     ) -> jax.Array:
-        sources, targets = connections.sources, connections.targets
-        logits = sources.read(wide(left)) + targets.read(wide(right))
-        weights = targets.softmax(jax.nn.leaky_relu(logits, negative_slope))
-        weights = drop(weights, dropout_rate, key)
-        return targets.sum(weights[..., None] * sources.read(wide(features)))
+        logits = connections.sources.read(wide(left)) + connections.targets.read(wide(right))
+        logits = jax.nn.leaky_relu(logits, negative_slope)
+        messages = connections.sources.read(wide(features))
+        return _weighted_sum(connections, logits, messages, weight, dropout_rate, key)
 
     attended = autocast_as("float32")(attend)(
-        graph.connections, dropout_key, graph_storage(features), *ends
+        graph.connections, dropout_key, graph_storage(features), *ends, weight
     )
     return graph_storage(attended.astype(features.dtype))
 
 
-def check_dropout(name: str, rate: float, key: Any) -> None:
-    """Raises ValueError where a rate is not in [0, 1), or has no key."""
-    if not 0 <= rate < 1:
-        raise ValueError(f"{name}={rate} must lie in [0, 1)")
-    if rate and key is None:
-        raise ValueError(f"{name}={rate} needs a random key")
+def gatv2_attention(
+    graph: Graph | jraph.GraphsTuple,
+    left: Any,
+    right: Any,
+    attention: Any,
+    *,
+    edge_weight: Any = None,
+    negative_slope: float = 0.2,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """Returns graph attention whose weights are a small network of both ends' features.
+
+    The weight of an edge is the softmax of `sum(attention * leaky_relu(left[sender] + right[receiver]))`,
+    in float32. The gradient computes weights and messages anew.
+
+    Args:
+      graph: a graph of ours or jraph's.
+      left: floating [nodes, heads, width], the senders' features, of which the result is made.
+      right: floating [nodes, heads, width], the receivers'.
+      attention: floating [heads, width].
+      edge_weight: see `gat_attention`.
+      negative_slope: see `gat_attention`.
+      dropout_rate: see `gat_attention`.
+      dropout_key: see `gat_attention`.
+
+    Returns:
+      [nodes, heads, width] in the dtype of `left`; 0 of nodes without edges.
+
+    Raises:
+      ValueError: see `gat_attention`.
+      TypeError: see `gat_attention`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2], [2, 2, 0], 3)
+      >>> left, zeros = jnp.arange(3.0).reshape(3, 1, 1), jnp.zeros((3, 1, 1))
+      >>> gatv2_attention(graph, left, zeros, jnp.zeros((1, 1))).ravel().tolist()
+      [2.0, 0.0, 0.5]
+
+    Reference: Brody et al., How Attentive are Graph Attention Networks?, https://arxiv.org/abs/2105.14491.
+    """
+    graph = from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else graph
+    check_dropout("dropout_rate", dropout_rate, dropout_key)
+    ends = [_floats(*pair, graph.num_nodes, "nodes") for pair in (("left", left), ("right", right))]
+    attention = jnp.asarray(attention)
+    if ends[0].ndim != 3 or {x.shape[1:] for x in (*ends, attention[None])} != {ends[0].shape[1:]}:
+        raise ValueError(
+            "left and right must be [nodes, heads, width] and attention [heads, width], "
+            f"got shapes {ends[0].shape}, {ends[1].shape} and {attention.shape}"
+        )
+    weight = as_edge_weight(graph, edge_weight)
+
+    @jax.checkpoint
+    def attend(
+        connections: Connections,
+        key: Any,
+        attention: jax.Array,
+        left: jax.Array,
+        right: jax.Array,
+        weight: jax.Array | None,
+    ) -> jax.Array:
+        messages = connections.sources.read(wide(left))
+        both = jax.nn.leaky_relu(messages + connections.targets.read(wide(right)), negative_slope)
+        logits = (attention.astype(both.dtype) * both).sum(-1)
+        return _weighted_sum(connections, logits, messages, weight, dropout_rate, key)
+
+    attended = autocast_as("float32")(attend)(
+        graph.connections, dropout_key, attention, *map(graph_storage, ends), weight
+    )
+    return graph_storage(attended.astype(ends[0].dtype))
 
 
-def drop(data: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Returns data with entries dropped, and the others scaled up."""
-    if not rate or key is None:
-        return data
-    is_kept = jax.random.bernoulli(key, 1 - rate, data.shape)
-    return jnp.where(is_kept, data / jnp.asarray(1 - rate, data.dtype), jnp.zeros_like(data))
+def _weighted_sum(
+    connections: Connections,
+    logits: jax.Array,
+    messages: jax.Array,
+    edge_weight: jax.Array | None,
+    dropout_rate: float,
+    key: jax.Array | None,
+) -> jax.Array:
+    weights = drop(connections.targets.softmax(logits), dropout_rate, key)
+    if edge_weight is not None:
+        weights = weights * edge_weight.astype(weights.dtype)[:, None]
+    return connections.targets.sum(weights[..., None] * messages)
 
 
 def _floats(name: str, array: Any, rows: int, kind: str) -> jax.Array:

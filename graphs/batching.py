@@ -1,6 +1,7 @@
 """Batches of graphs, and padding to fixed shapes, in jraph's conventions; all of it on the host."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,9 +75,11 @@ def pad(
     *,
     formats: Sequence[str] = ("coo",),
 ) -> Graph:
-    """Returns a graph with padding, so that graphs of different sizes compile once; runs on the host.
+    """Returns a graph with padding, so that graphs of different sizes share compiled programs; on the host.
 
-    Padding nodes and edges belong to one more graph, and are followed by empty graphs. Padding edges
+    Graphs of equal sizes share a program, but not one in which every node is entered by an edge with one
+    in which some is not, nor one with a node of more than 1,024 edges with one without; nor graphs with
+    mailboxes. Padding nodes and edges belong to one more graph, and are followed by empty graphs. Padding edges
     count nowhere: no sum, mean, softmax or degree knows of them.
 
     Args:
@@ -154,6 +157,7 @@ def node_mask(graph: Graph) -> jax.Array:
       >>> node_mask(pad(from_edges([0], [1], 2), 4, 8)).tolist()
       [True, True, False, False]
     """
+    _check_graph("graph", graph)
     return _mask(graph, graph.num_nodes, graph.n_node)
 
 
@@ -171,6 +175,7 @@ def edge_mask(graph: Graph) -> jax.Array:
       >>> edge_mask(pad(from_edges([0], [1], 2), 4, 3)).tolist()
       [True, False, False]
     """
+    _check_graph("graph", graph)
     return _mask(graph, graph.num_edges, graph.n_edge)
 
 
@@ -188,6 +193,7 @@ def graph_mask(graph: Graph) -> jax.Array:
       >>> graph_mask(pad(from_edges([0], [1], 2), 4, 3, n_graph=3)).tolist()
       [True, False, False]
     """
+    _check_graph("graph", graph)
     places = jnp.arange(len(graph.n_node))
     return places < first_padding(graph.n_node) if graph.is_padded else places >= 0
 
@@ -200,8 +206,15 @@ def _mask(graph: Graph, count: int, counts: jax.Array) -> jax.Array:
 
 
 def _check_on_host(name: str, graph: Graph) -> None:
+    _check_graph(name, graph)
     if is_traced(*jax.tree.leaves(graph)):
         raise TypeError(f"{name} is traced: graphs are batched and padded outside of jit")
+
+
+def _check_graph(name: str, graph: Any) -> None:
+    if not isinstance(graph, Graph):
+        kind = type(graph).__name__
+        raise TypeError(f"{name} must be a Graph, got {kind}; from_jraph makes one of jraph's")
 
 
 def _on_host(graph: Graph) -> jraph.GraphsTuple:

@@ -71,6 +71,8 @@ def connect(
       TypeError: ids are no integers, or traced.
       ValueError: ids have the wrong shape or are out of range; the message names the edge.
     """
+    if isinstance(formats, str):
+        raise TypeError(f"formats must be a sequence of names, got {formats!r}")
     unknown = [name for name in formats if name not in FORMATS]
     if unknown:
         raise ValueError(f"formats has {unknown[0]!r}, which is none of {', '.join(FORMATS)}")
@@ -116,8 +118,10 @@ def connect_checked(
     sources = incidence_on_host(senders, num_senders)
     targets = incidence_on_host(receivers, num_receivers)
     mailboxes = make_mailboxes(receivers, num_receivers) if "mailbox" in formats else None
-    idle = bool((np.asarray(targets.degrees)[:num_real_receivers] == 0).any())
-    return Connections(sources, targets, mailboxes, idle)
+    is_reached = np.zeros(num_receivers + 1, bool)
+    is_reached[np.clip(receivers, -1, num_receivers)] = True  # ids out of range: the last one
+    has_idle_targets = not is_reached[:-1][:num_real_receivers].all()
+    return Connections(sources, targets, mailboxes, has_idle_targets)
 
 
 def connect_traced(

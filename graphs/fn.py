@@ -54,8 +54,12 @@ class Reduce:
     out: str
 
 
+class BuiltIn:
+    """A function of this module: it makes a message or a reduction, and is none itself."""
+
+
 @dataclasses.dataclass(frozen=True)
-class _Binary:
+class _Binary(BuiltIn):
     left: End
     operation: Operation
     right: End
@@ -72,7 +76,7 @@ class _Binary:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reducer:
+class _Reducer(BuiltIn):
     reduction: Reduction
 
     def __call__(self, msg: str, out: str) -> Reduce:

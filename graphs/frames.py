@@ -1,6 +1,7 @@
 """The edges of one type with the features at their ends: taken out of a graph, run, and written back."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 
 from jmp_train.graphs.accumulation import incidence_of, incidence_on_host
 from jmp_train.graphs.connections import Connections, is_traced, make_mailboxes
-from jmp_train.graphs.fn import Message, Reduce
+from jmp_train.graphs.fn import BuiltIn, Message, Reduce
 from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
 from jmp_train.graphs.messages import Frame, compute_messages, compute_reduction, reduce_messages
@@ -16,10 +17,10 @@ from jmp_train.graphs.segment import gather
 from jmp_train.graphs.user_functions import (
     EdgeBatch,
     EdgeFunction,
-    NodeBatch,
+    Fields,
     NodeFunction,
-    ReadFeatures,
     checked_results,
+    make_node_batch,
 )
 
 Arrays = dict[str, jax.Array]
@@ -69,7 +70,7 @@ def nodes_of(graph: Graph | HeteroGraph, ntype: str | None) -> tuple[Mapping[str
                 f"ntype={ntype!r}, but the graph has one type of nodes, without a name"
             )
         return graph.nodes, graph.num_nodes
-    if ntype not in graph.nodes:
+    if ntype is None or ntype not in graph.nodes:
         known = ", ".join(map(repr, graph.nodes))
         raise ValueError(f"ntype={ntype!r} is not one of {known}")
     return graph.nodes[ntype], graph.num_nodes(ntype)
@@ -118,12 +119,13 @@ def send(frame: Frame, message: Message | EdgeFunction, ids: jax.Array | None = 
     """
     if isinstance(message, Message):
         return {message.out: compute_messages(frame, message)}
+    _check_function("message", message, 'fn.copy_u("h", "m")')
     connections = frame.connections
     count = connections.targets.num_edges
     batch = EdgeBatch(
-        ReadFeatures(frame.src, connections.sources),
-        ReadFeatures(frame.dst, connections.targets),
-        frame.data,
+        Fields("sender feature", frame.src, connections.sources),
+        Fields("receiver feature", frame.dst, connections.targets),
+        Fields("edge feature", frame.data),
         connections.sources.ids,
         connections.targets.ids,
         jnp.arange(count, dtype=jnp.int32) if ids is None else ids,
@@ -145,6 +147,8 @@ def receive(frame: Frame, message: Message | EdgeFunction, reduce: Reduce | Node
     """
     if isinstance(message, Message) and isinstance(reduce, Reduce):
         return {reduce.out: compute_reduction(frame, message, reduce)}
+    if not isinstance(reduce, Reduce):
+        _check_function("reduce", reduce, 'fn.sum("m", "x")')
     messages = send(frame, message)
     if not isinstance(reduce, Reduce):
         return _reduce_by_function(frame, messages, reduce)
@@ -155,6 +159,13 @@ def receive(frame: Frame, message: Message | EdgeFunction, reduce: Reduce | Node
         )
     result = reduce_messages(frame.connections, messages[reduce.message], reduce.reduction)
     return {reduce.out: result}
+
+
+def _check_function(name: str, function: Any, example: str) -> None:
+    if not callable(function) or isinstance(function, BuiltIn):
+        raise TypeError(
+            f"{name} must be a function, or built in, such as {example}, got {function!r}"
+        )
 
 
 def _reduce_by_function(frame: Frame, messages: Arrays, function: NodeFunction) -> Arrays:
@@ -171,11 +182,9 @@ def _reduce_by_function(frame: Frame, messages: Arrays, function: NodeFunction) 
         mailboxes = make_mailboxes(np.asarray(receivers), count)
     results: Arrays = {}
     for box in mailboxes:
-        batch = NodeBatch(
-            {name: feature[box.nodes] for name, feature in frame.dst.items()},
-            {name: message[box.edges] for name, message in messages.items()},
-            box.nodes,
-        )
+        data = {name: feature[box.nodes] for name, feature in frame.dst.items()}
+        mailbox = {name: message[box.edges] for name, message in messages.items()}
+        batch = make_node_batch(data, box.nodes, mailbox)
         for name, rows in checked_results("reduce", function(batch), batch.batch_size()).items():
             start = results.get(name, jnp.zeros((count, *rows.shape[1:]), rows.dtype))
             results[name] = start.at[box.nodes].set(rows)

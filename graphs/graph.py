@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import jraph
 import numpy as np
+from flax.core import FrozenDict
 
 from jmp_train.graphs.connections import (
     Connections,
@@ -46,8 +47,8 @@ class Graph:
       ([0, 1, 2], 'float16')
     """
 
-    nodes: dict[str, jax.Array]
-    edges: dict[str, jax.Array]
+    nodes: Mapping[str, jax.Array]
+    edges: Mapping[str, jax.Array]
     connections: Connections
     n_node: jax.Array
     n_edge: jax.Array
@@ -84,23 +85,23 @@ class Graph:
         """Int32 [nodes], how many edges leave each node."""
         return self.connections.sources.degrees
 
-    def with_nodes(self, **features: Any) -> "Graph":
+    def with_nodes(self, /, **features: Any) -> "Graph":
         """Returns the graph with node features [nodes, ...] added or replaced.
 
         Args:
           **features: arrays by name.
         """
         new = checked_features("nodes", features, self.num_nodes)
-        return dataclasses.replace(self, nodes={**self.nodes, **new})
+        return dataclasses.replace(self, nodes=FrozenDict({**self.nodes, **new}))
 
-    def with_edges(self, **features: Any) -> "Graph":
+    def with_edges(self, /, **features: Any) -> "Graph":
         """Returns the graph with edge features [edges, ...] added or replaced.
 
         Args:
           **features: arrays by name.
         """
         new = checked_features("edges", features, self.num_edges)
-        return dataclasses.replace(self, edges={**self.edges, **new})
+        return dataclasses.replace(self, edges=FrozenDict({**self.edges, **new}))
 
 
 def from_edges(
@@ -138,8 +139,10 @@ def from_edges(
     count = as_count("n_node", n_node)
     connections = connect(senders, receivers, count, count, formats=formats)
     return Graph(
-        nodes=checked_features("nodes", nodes or {}, count),
-        edges=checked_features("edges", edges or {}, connections.targets.num_edges),
+        nodes=checked_features("nodes", {} if nodes is None else nodes, count),
+        edges=checked_features(
+            "edges", {} if edges is None else edges, connections.targets.num_edges
+        ),
         connections=connections,
         n_node=jnp.array([count], jnp.int32),
         n_edge=jnp.array([connections.targets.num_edges], jnp.int32),
@@ -271,8 +274,8 @@ def rand_graph(
     return from_edges(ends[0], ends[1], num_nodes, formats=formats)
 
 
-def checked_features(name: str, features: Features, rows: int) -> dict[str, jax.Array]:
-    """Returns features as arrays.
+def checked_features(name: str, features: Features, rows: int) -> Mapping[str, jax.Array]:
+    """Returns features as arrays, immutable.
 
     Args:
       name: "nodes" or "edges", for messages.
@@ -283,11 +286,14 @@ def checked_features(name: str, features: Features, rows: int) -> dict[str, jax.
       TypeError: a feature is no array.
       ValueError: a feature has another number of rows.
     """
+    if not isinstance(features, Mapping):
+        kind = type(features).__name__
+        raise TypeError(f"{name} must be a dictionary of arrays, got {kind}")
     arrays = {}
     for key, feature in features.items():
         try:
             array = jnp.asarray(feature)
-        except TypeError:
+        except (TypeError, ValueError):
             kind = type(feature).__name__
             raise TypeError(f"{name}[{key!r}] must be an array, got {kind}") from None
         if array.ndim == 0 or array.shape[0] != rows:
@@ -296,7 +302,7 @@ def checked_features(name: str, features: Features, rows: int) -> dict[str, jax.
                 f"got shape {array.shape}"
             )
         arrays[key] = array
-    return arrays
+    return FrozenDict(arrays)
 
 
 def _as_features(name: str, features: Any) -> dict[str, jax.Array]:

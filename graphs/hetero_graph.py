@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from flax.core import FrozenDict
 
 from jmp_train.graphs.connections import Connections, as_count, connect
 from jmp_train.graphs.graph import Features, checked_features
@@ -23,6 +24,7 @@ class HeteroGraph:
       nodes: by node type, arrays [nodes of that type, ...] by name.
       edges: by edge type, arrays [edges of that type, ...] by name.
       connections: by edge type, who sends to whom.
+      n_node: each node type with the number of its nodes.
 
     Example:
       >>> graph = hetero_from_edges({("user", "plays", "game"): ([0, 1], [0, 0])}, {"user": 2, "game": 1})
@@ -30,9 +32,10 @@ class HeteroGraph:
       ('user', 'plays', 'game')
     """
 
-    nodes: dict[str, dict[str, jax.Array]]
-    edges: dict[EdgeType, dict[str, jax.Array]]
-    connections: dict[EdgeType, Connections]
+    nodes: Mapping[str, Mapping[str, jax.Array]]
+    edges: Mapping[EdgeType, Mapping[str, jax.Array]]
+    connections: Mapping[EdgeType, Connections]
+    n_node: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
 
     def edge_type(self, name: str | EdgeType | None) -> EdgeType:
         """Returns the edge type of that name.
@@ -50,7 +53,7 @@ class HeteroGraph:
             raise ValueError(f"etype={name!r} {fault}; there are: {', '.join(map(str, known))}")
         return found[0]
 
-    def with_nodes(self, node_type: str, **features: Any) -> "HeteroGraph":
+    def with_nodes(self, node_type: str, /, **features: Any) -> "HeteroGraph":
         """Returns the graph with node features added or replaced.
 
         Args:
@@ -59,9 +62,9 @@ class HeteroGraph:
         """
         new = checked_features(f"nodes[{node_type!r}]", features, self.num_nodes(node_type))
         nodes = {**self.nodes, node_type: {**self.nodes[node_type], **new}}
-        return dataclasses.replace(self, nodes=nodes)
+        return dataclasses.replace(self, nodes=FrozenDict(nodes))
 
-    def with_edges(self, etype: str | EdgeType, **features: Any) -> "HeteroGraph":
+    def with_edges(self, etype: str | EdgeType, /, **features: Any) -> "HeteroGraph":
         """Returns the graph with edge features added or replaced.
 
         Args:
@@ -72,7 +75,7 @@ class HeteroGraph:
         rows = self.connections[kind].targets.num_edges
         new = checked_features(f"edges[{kind!r}]", features, rows)
         edges = {**self.edges, kind: {**self.edges[kind], **new}}
-        return dataclasses.replace(self, edges=edges)
+        return dataclasses.replace(self, edges=FrozenDict(edges))
 
     def num_nodes(self, node_type: str) -> int:
         """Returns how many nodes of a type there are.
@@ -81,15 +84,14 @@ class HeteroGraph:
           node_type: which nodes.
 
         Raises:
-          ValueError: no edge type has that node type.
+          ValueError: there is no such type.
         """
-        for (source, _, target), connections in self.connections.items():
-            if node_type == source:
-                return connections.sources.num_segments
-            if node_type == target:
-                return connections.targets.num_segments
-        known = ", ".join(map(repr, self.nodes))
-        raise ValueError(f"node_type={node_type!r} is not one of {known}")
+        counts = dict(self.n_node)
+        if node_type not in counts:
+            raise ValueError(
+                f"node_type={node_type!r} is not one of {', '.join(map(repr, counts))}"
+            )
+        return counts[node_type]
 
 
 def hetero_from_edges(
@@ -140,7 +142,10 @@ def hetero_from_edges(
             where=f" of {kind}",
         )
     graph = HeteroGraph(
-        {kind: {} for kind in counts}, {kind: {} for kind in connections}, connections
+        FrozenDict({kind: {} for kind in counts}),
+        FrozenDict({kind: {} for kind in connections}),
+        FrozenDict(connections),
+        tuple(counts.items()),
     )
     for node_type, features in (nodes or {}).items():
         graph = graph.with_nodes(node_type, **features)

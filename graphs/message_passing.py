@@ -9,7 +9,7 @@ from jmp_train.graphs.frames import frame_of, nodes_of, receive, send, some_edge
 from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
 from jmp_train.graphs.multi_update import update_over_types
 from jmp_train.graphs.segment import gather
-from jmp_train.graphs.user_functions import EdgeFunction, NodeBatch, NodeFunction
+from jmp_train.graphs.user_functions import EdgeFunction, NodeFunction, make_node_batch
 from jmp_train.graphs.writing import (
     accepts_jraph,
     applied,
@@ -133,7 +133,7 @@ def apply_nodes(
     data, count = nodes_of(graph, ntype)
     ids = jnp.arange(count) if nodes is None else checked_ids("nodes", nodes, count)
     some = data if nodes is None else {name: gather(feature, ids) for name, feature in data.items()}
-    results = checked_results("node", function(NodeBatch(some, {}, ids)), ids.shape[0])
+    results = checked_results("node", function(make_node_batch(some, ids)), ids.shape[0])
     if nodes is not None:
         results = placed(data, results, ids, count)
     return with_node_features(graph, ntype, results)

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmp_train.graphs.accumulation import rows_like
 from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.fn import Message, Reduce
-from jmp_train.graphs.storage import graph_storage, wide
+from jmp_train.graphs.storage import common_dtype, graph_storage, wide
 from jmp_train.policies.autocast import autocast_as
 
 ENDS = {"u": "sender", "v": "receiver", "e": "edge"}
@@ -74,7 +75,7 @@ def _fused(
     @jax.checkpoint
     def compute(operands: Sequence[jax.Array], connections: Connections) -> jax.Array:
         reads = [_read(connections, end, wide(x)) for end, x in zip(ends, operands, strict=True)]
-        return finish(_operate(message.operation, reads), connections)
+        return finish(_operate(message.operation, reads, connections), connections)
 
     return in_float32(lambda *operands: compute(operands, frame.connections), *operands)
 
@@ -93,9 +94,7 @@ def in_float32(compute: Callable[..., jax.Array], *operands: jax.Array) -> jax.A
 
 def _result_dtype(operands: Sequence[jax.Array], computed: Any) -> Any:
     """Returns the features' common dtype, or what was computed where integers became floats."""
-    common = operands[0].dtype
-    for operand in operands[1:]:
-        common = jnp.promote_types(common, operand.dtype)
+    common = common_dtype(*(operand.dtype for operand in operands))
     is_float = jnp.issubdtype(computed, jnp.inexact) and not jnp.issubdtype(common, jnp.inexact)
     return computed if is_float else common
 
@@ -140,14 +139,17 @@ def _read(connections: Connections, end: str, operand: jax.Array) -> jax.Array:
     return (connections.sources if end == "u" else connections.targets).read(operand)
 
 
-def _operate(operation: str, reads: Sequence[jax.Array]) -> jax.Array:
+def _operate(operation: str, reads: Sequence[jax.Array], connections: Connections) -> jax.Array:
     if operation == "copy":
         return reads[0]
     left, right = (x.reshape(x.shape[0], *_aligned_shape(x.shape[1:], reads)) for x in reads)
-    dtype = jnp.promote_types(left.dtype, right.dtype)
+    dtype = common_dtype(left.dtype, right.dtype)
     left, right = left.astype(dtype), right.astype(dtype)
     if operation == "dot":
         return left * right if left.ndim == 1 else (left * right).sum(-1, keepdims=True)
+    if operation == "div":  # by 1 for padding edges, or their gradients were NaN
+        is_counted = rows_like(connections.targets.is_counted, right)
+        right = jnp.where(is_counted, right, jnp.ones_like(right))
     return {"add": jnp.add, "sub": jnp.subtract, "mul": jnp.multiply, "div": jnp.divide}[operation](
         left, right
     )
@@ -174,11 +176,6 @@ def _min(connections: Connections, messages: jax.Array) -> jax.Array:
 def _zero_without_edges(connections: Connections, result: jax.Array) -> jax.Array:
     is_reached = rows_like(connections.targets.degrees > 0, result)
     return jnp.where(is_reached, result, jnp.zeros_like(result))
-
-
-def rows_like(mask: jax.Array, array: jax.Array) -> jax.Array:
-    """Returns a mask [rows] in the shape that selects rows of an array [rows, ...]."""
-    return mask.reshape(-1, *[1] * (array.ndim - 1))
 
 
 REDUCTIONS: dict[str, Callable[[Connections, jax.Array], jax.Array]] = {

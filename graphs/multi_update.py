@@ -7,12 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmp_train.graphs.accumulation import rows_like
 from jmp_train.graphs.fn import Message, Reduce
 from jmp_train.graphs.frames import frame_of, receive
 from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
-from jmp_train.graphs.messages import rows_like
 from jmp_train.graphs.storage import wide
-from jmp_train.graphs.user_functions import EdgeFunction, NodeBatch, NodeFunction, checked_results
+from jmp_train.graphs.user_functions import (
+    EdgeFunction,
+    NodeFunction,
+    checked_results,
+    make_node_batch,
+)
 from jmp_train.graphs.writing import applied
 
 Functions = (
@@ -61,6 +66,8 @@ def multi_update_all(
     if not callable(cross) and cross not in CROSS_REDUCERS:
         choices = ", ".join(CROSS_REDUCERS)
         raise ValueError(f"cross={cross!r} must be a function or one of {choices}")
+    if not isinstance(graph, HeteroGraph):
+        raise TypeError(f"graph must be a HeteroGraph, got {type(graph).__name__}")
     by_type = {graph.edge_type(kind): value for kind, value in functions.items()}
     parts: dict[str, dict[str, list[_Part]]] = {}
     for kind in sorted(by_type):  # as jit sorts the keys of dictionaries
@@ -103,12 +110,14 @@ class _Part:
 
 
 def _results(graph: HeteroGraph, kind: EdgeType, functions: Functions) -> dict[str, _Part]:
+    if not isinstance(functions, tuple) or len(functions) not in (2, 3):
+        raise TypeError(f"functions[{kind}] must be (message, reduce[, apply]), got {functions!r}")
     message, reduce, *rest = functions
     frame = frame_of(graph, kind)
     results = receive(frame, message, reduce)
     degrees = frame.connections.targets.degrees
     if rest:
-        batch = NodeBatch({**frame.dst, **results}, {}, jnp.arange(degrees.shape[0]))
+        batch = make_node_batch({**frame.dst, **results}, jnp.arange(degrees.shape[0]))
         results |= checked_results("node", rest[0](batch), degrees.shape[0])
     is_extreme = isinstance(reduce, Reduce) and reduce.reduction in ("max", "min")
     counts = degrees > 0 if is_extreme else jnp.ones(degrees.shape, bool)

@@ -16,7 +16,7 @@ from jmp_train.graphs.frames import (
     where_edges,
 )
 from jmp_train.graphs.hetero_graph import EdgeType
-from jmp_train.graphs.user_functions import EdgeFunction, NodeBatch, NodeFunction
+from jmp_train.graphs.user_functions import EdgeFunction, NodeFunction, make_node_batch
 from jmp_train.graphs.writing import (
     AnyGraph,
     accepts_jraph,
@@ -246,7 +246,7 @@ def _received(
     old, count = nodes_of(graph, ntype)
     new = merged(old, results, is_written)
     if apply is not None:
-        batch = NodeBatch({**old, **new}, {}, jnp.arange(count))
+        batch = make_node_batch({**old, **new}, jnp.arange(count))
         new |= merged({**old, **new}, checked_results("node", apply(batch), count), is_written)
     return with_node_features(graph, ntype, new)
 

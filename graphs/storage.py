@@ -1,5 +1,8 @@
 """Half in memory, float32 in computation: the two moves between them."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -8,6 +11,12 @@ def wide(data: jax.Array) -> jax.Array:
     """Returns floats at least in float32, all else as it is."""
     is_narrow = jnp.issubdtype(data.dtype, jnp.floating) and data.dtype.itemsize < 4
     return data.astype(jnp.float32) if is_narrow else data
+
+
+def common_dtype(*dtypes: Any) -> Any:
+    """Returns the dtype that holds all of these, as jax promotes them where promotion is not strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes)
 
 
 @jax.jit

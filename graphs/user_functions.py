@@ -11,17 +11,27 @@ from jmp_train.graphs.accumulation import Incidence
 from jmp_train.graphs.storage import wide
 
 
-class ReadFeatures(Mapping[str, jax.Array]):
-    """Features of the nodes at one end of edges, read when they are asked for.
+class Fields(Mapping[str, jax.Array]):
+    """Features by name, read for some rows when they are asked for.
 
-    Their gradients are added in float32.
+    Args:
+      kind: what they are, for messages.
+      features: arrays [rows, ...] by name.
+      end: which of the rows each edge reads, with gradients that are added in float32; None for all.
     """
 
-    def __init__(self, features: Mapping[str, jax.Array], end: Incidence) -> None:
-        self._features, self._end = features, end
+    def __init__(
+        self, kind: str, features: Mapping[str, jax.Array], end: Incidence | None = None
+    ) -> None:
+        self._kind, self._features, self._end = kind, features, end
 
     def __getitem__(self, name: str) -> jax.Array:
+        if name not in self._features:
+            known = ", ".join(map(repr, self._features)) or "none"
+            raise KeyError(f"no {self._kind} {name!r}; there are: {known}")
         feature = self._features[name]
+        if self._end is None:
+            return feature
         return self._end.read(wide(feature)).astype(feature.dtype)
 
     def __iter__(self) -> Iterator[str]:
@@ -101,6 +111,13 @@ class NodeBatch:
 
     def __len__(self) -> int:
         return self.batch_size()
+
+
+def make_node_batch(
+    data: Mapping[str, jax.Array], ids: jax.Array, mailbox: Mapping[str, jax.Array] | None = None
+) -> NodeBatch:
+    """Returns the batch of these nodes, whose features and messages are named where one is missed."""
+    return NodeBatch(Fields("node feature", data), Fields("message", mailbox or {}), ids)
 
 
 EdgeFunction = Callable[[EdgeBatch], Mapping[str, jax.Array]]

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 
+from jmp_train.graphs.accumulation import rows_like
 from jmp_train.graphs.connections import Connections, is_traced
 from jmp_train.graphs.frames import nodes_of
 from jmp_train.graphs.graph import Graph, from_jraph, to_jraph
 from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
-from jmp_train.graphs.messages import rows_like
-from jmp_train.graphs.user_functions import NodeBatch, NodeFunction, checked_results
+from jmp_train.graphs.storage import common_dtype
+from jmp_train.graphs.user_functions import NodeFunction, checked_results, make_node_batch
 
 Params = ParamSpec("Params")
 AnyGraph = TypeVar("AnyGraph", Graph, HeteroGraph, jraph.GraphsTuple)
@@ -56,23 +57,32 @@ def applied(graph: OurGraph, function: NodeFunction | None, ntype: str | None) -
     if function is None:
         return graph
     nodes, count = nodes_of(graph, ntype)
-    results = checked_results("node", function(NodeBatch(nodes, {}, jnp.arange(count))), count)
+    results = checked_results("node", function(make_node_batch(nodes, jnp.arange(count))), count)
     return with_node_features(graph, ntype, results)
 
 
 def merged(old: Mapping[str, jax.Array], new: Arrays, is_written: jax.Array) -> Arrays:
-    """Returns new features in the rows of a mask, and elsewhere the old ones, or 0 where there are none."""
-    return {
-        name: jnp.where(
-            rows_like(is_written, array), array, _start(old, name, array, len(is_written))
-        )
-        for name, array in new.items()
-    }
+    """Returns new features in the rows of a mask, and elsewhere the old ones, or 0 where there are none.
+
+    Where the dtypes differ, the result has one that holds both.
+    """
+    results = {}
+    for name, array in new.items():
+        start = _start(old, name, array, len(is_written))
+        results[name] = jnp.where(rows_like(is_written, array), array.astype(start.dtype), start)
+    return results
 
 
 def placed(old: Mapping[str, jax.Array], new: Arrays, ids: jax.Array, count: int) -> Arrays:
-    """Returns new features in the rows `ids`, and elsewhere the old ones, or 0 where there are none."""
-    return {name: _start(old, name, array, count).at[ids].set(array) for name, array in new.items()}
+    """Returns new features in the rows `ids`, and elsewhere the old ones, or 0 where there are none.
+
+    Where the dtypes differ, the result has one that holds both.
+    """
+    results = {}
+    for name, array in new.items():
+        start = _start(old, name, array, count)
+        results[name] = start.at[ids].set(array.astype(start.dtype))
+    return results
 
 
 def checked_ids(name: str, ids: Any, count: int) -> jax.Array:
@@ -80,20 +90,20 @@ def checked_ids(name: str, ids: Any, count: int) -> jax.Array:
 
     Args:
       name: "nodes" or "edges", for messages.
-      ids: int [places].
+      ids: int [places], or one place.
       count: how many there are.
 
     Raises:
       TypeError: they are no integers.
       ValueError: one does not exist.
     """
-    array = jnp.asarray(ids)
+    array = jnp.atleast_1d(jnp.asarray(ids))
     if array.size and not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {array.dtype}")
     if array.ndim != 1:
         raise ValueError(f"{name} must have one axis, got shape {array.shape}")
     if not is_traced(array) and array.size:
-        known = np.asarray(ids)
+        known = np.atleast_1d(np.asarray(ids))
         wrong = (known < 0) | (known >= count)
         if wrong.any():
             place = int(wrong.argmax())
@@ -114,6 +124,8 @@ def edge_ids(connections: Connections, edges: Any) -> jax.Array:
     """
     if not isinstance(edges, tuple):
         return checked_ids("edges", edges, connections.targets.num_edges)
+    if len(edges) != 2:
+        raise ValueError(f"edges must be places or (senders, receivers), got {len(edges)} arrays")
     sources, targets = connections.sources, connections.targets
     senders, receivers = edges
     ends = [
@@ -134,7 +146,7 @@ def edge_ids(connections: Connections, edges: Any) -> jax.Array:
 
 
 def _start(old: Mapping[str, jax.Array], name: str, new: jax.Array, count: int) -> jax.Array:
-    """Returns the old feature in the new one's dtype, or zeros."""
+    """Returns the old feature in a dtype that holds it and the new one, or zeros."""
     shape = (count, *new.shape[1:])
     if name not in old:
         return jnp.zeros(shape, new.dtype)
@@ -143,4 +155,4 @@ def _start(old: Mapping[str, jax.Array], name: str, new: jax.Array, count: int) 
             f"{name!r} has shape {old[name].shape}, and some of its rows would become {new.shape[1:]}: "
             "choose another name"
         )
-    return old[name].astype(new.dtype)
+    return old[name].astype(common_dtype(old[name].dtype, new.dtype))

@@ -117,6 +117,14 @@ def test_softmax_over_some_edges() -> None:
     )
 
 
+def test_softmax_saves_its_logits_only() -> None:
+    graph = graphs.rand_graph(20, 3_000)
+    logits = jnp.ones((3_000, 1), jnp.float16)
+    _, pullback = jax.vjp(lambda x: graphs.edge_softmax(graph, x), logits)
+    saved = [x for x in jax.tree.leaves(pullback) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert {(x.dtype, x.shape) for x in saved} <= {(logits.dtype, logits.shape)}
+
+
 def test_masked_edges_have_weight_zero_and_a_gradient_of_zero() -> None:
     graph = graphs.from_edges([0, 1, 2], [1, 1, 0], 3)
     logits = jnp.array([0.0, -jnp.inf, -jnp.inf], jnp.float16)
@@ -185,6 +193,9 @@ def test_wrong_arguments_are_named() -> None:
     z, end = jnp.ones((2, 1, 3)), jnp.ones((2, 1))
     with pytest.raises(ValueError, match="norm_by='in' must be 'dst' or 'src'"):
         graphs.edge_softmax(graph, jnp.ones(2), norm_by="in")
+    pair = (jnp.array([0]), jnp.array([1]))
+    with pytest.raises(ValueError, match=r"edges must have one axis, got shape \(2, 1\)"):
+        graphs.edge_softmax(graph, jnp.ones(1), pair)
     with pytest.raises(ValueError, match="logits must have 2 rows, one for each of the edges"):
         graphs.edge_softmax(graph, jnp.ones(3))
     with pytest.raises(TypeError, match="logits must be floats, got int32"):

@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +100,25 @@ def test_the_padding_nodes_false_degree_poisons_nothing() -> None:
     np.testing.assert_allclose(found[:12], wanted, rtol=1e-3)
 
 
+def test_padding_edges_divide_by_one_and_their_logits_are_masked() -> None:
+    padded = graphs.pad(some_graphs()[0], 6, 12)
+
+    def total(scale: jax.Array) -> jax.Array:
+        graph = padded.with_edges(w=scale * padded.edges["w"], h=scale * padded.edges["w"])
+        quotients = [
+            graphs.update_all(graph, message("h", "w", "m"), fn.sum("m", "x")).nodes["x"].sum()
+            for message in (fn.u_div_e, fn.v_div_e)
+        ]
+        return sum(quotients)  # pyright: ignore[reportReturnType]
+
+    assert np.isfinite(jax.grad(total)(jnp.float16(1)))
+    is_real = graphs.edge_mask(padded)
+    logits = jnp.where(is_real, 0, jnp.nan).astype(jnp.float16)
+    weights, pullback = jax.vjp(lambda x: graphs.edge_softmax(padded, x), logits)
+    assert (weights[9:] == 0).all() and np.isfinite(weights).all()
+    assert np.isfinite(pullback(jnp.ones_like(weights))[0]).all()
+
+
 def test_graphs_of_different_sizes_compile_once() -> None:
     traces = []
 
@@ -125,9 +144,15 @@ def test_masks() -> None:
         for found in (mask(padded), jax.jit(mask)(padded)):
             assert found.tolist() == [True] * count[0] + [False] * count[1]
     tuple_ = graphs.to_jraph(padded)
-    assert graphs.node_mask(padded).tolist() == jraph.get_node_padding_mask(tuple_).tolist()
-    assert graphs.edge_mask(padded).tolist() == jraph.get_edge_padding_mask(tuple_).tolist()
-    assert graphs.graph_mask(padded).tolist() == jraph.get_graph_padding_mask(tuple_).tolist()
+    np.testing.assert_array_equal(
+        graphs.node_mask(padded), np.asarray(jraph.get_node_padding_mask(tuple_))
+    )
+    np.testing.assert_array_equal(
+        graphs.edge_mask(padded), np.asarray(jraph.get_edge_padding_mask(tuple_))
+    )
+    np.testing.assert_array_equal(
+        graphs.graph_mask(padded), np.asarray(jraph.get_graph_padding_mask(tuple_))
+    )
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -147,5 +172,8 @@ def test_wrong_arguments_are_named() -> None:
         graphs.pad(parts[0], 5, 5)
     with pytest.raises(ValueError, match="graph is not padded"):
         graphs.unpad(parts[0])
+    for call in (graphs.node_mask, graphs.unpad, lambda graph: graphs.pad(graph, 9, 99)):
+        with pytest.raises(TypeError, match="graph must be a Graph, got GraphsTuple; from_jraph"):
+            call(cast(Any, graphs.to_jraph(parts[0])))
     with pytest.raises(TypeError, match="graph is traced"):
         jax.jit(lambda g: graphs.pad(g, 8, 16))(parts[0])

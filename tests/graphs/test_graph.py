@@ -58,6 +58,22 @@ def test_a_pytree_through_jit_that_compiles_once() -> None:
     assert_bitwise_equal(jax.tree.unflatten(tree, leaves), again)
 
 
+def test_features_are_immutable_and_their_names_free() -> None:
+    graph = small_graph(nodes={"h": jnp.ones(3)})
+    with pytest.raises(ValueError, match="immutable"):
+        graph.nodes["h"] = jnp.ones(7)  # pyright: ignore[reportIndexIssue]
+    assert graph.with_nodes(self=jnp.ones(3)).nodes["self"].shape == (3,)
+
+
+def test_made_within_jit_of_what_is_known() -> None:
+    @jax.jit
+    def run(h: jax.Array) -> jax.Array:
+        graph = graphs.from_edges([0, 1, 1], [1, 0, 0], 3, nodes={"h": h})
+        return graphs.update_all(graph, fn.copy_u("h", "m"), fn.sum("m", "x")).nodes["x"]
+
+    assert run(jnp.array([1.0, 2.0, 3.0])).tolist() == [4, 1, 0]
+
+
 def test_vmap_over_features() -> None:
     graph = small_graph()
     h = jnp.arange(24.0).reshape(4, 3, 2)
@@ -135,6 +151,8 @@ def test_one_array_of_jraph_becomes_the_feature_x() -> None:
             ValueError,
             r"edges\['w'\] must have 1 rows, one for each of the edges, got shape \(\)",
         ),
+        (([0], [1], 2, {"h": None}), TypeError, r"nodes\['h'\] must be an array, got NoneType"),
+        (([0], [1], 2, np.ones(2)), TypeError, "nodes must be a dictionary of arrays, got ndarray"),
         (([0], [1], 2, {"h": "text"}), TypeError, r"nodes\['h'\] must be an array, got str"),
     ],
 )
@@ -144,6 +162,8 @@ def test_wrong_edges_are_named(arguments: Any, error: type[Exception], message: 
 
 
 def test_other_wrong_arguments_are_named() -> None:
+    with pytest.raises(TypeError, match="formats must be a sequence of names, got 'mailbox'"):
+        graphs.from_edges([0], [1], 2, formats="mailbox")
     with pytest.raises(ValueError, match="formats has 'csc', which is none of coo, mailbox"):
         graphs.from_edges([0], [1], 2, formats=("csc",))
     with pytest.raises(TypeError, match="senders is traced: graphs are made outside of jit"):

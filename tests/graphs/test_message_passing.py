@@ -119,6 +119,23 @@ def _by_hand(message: fn.Message, reads: list[jax.Array]) -> jax.Array:
     ]
 
 
+def test_mixed_dtypes_have_a_result_that_holds_both() -> None:
+    message, reduce = fn.u_mul_e("l", "r", "m"), fn.sum("m", "x")
+    for left, right, wanted in (
+        ("float16", "float32", "float32"),
+        ("float16", "bfloat16", "float32"),
+        ("float16", "int32", "float16"),
+        ("int32", "int32", "int32"),
+    ):
+        graph = graphs.from_edges(
+            [0, 1, 1], [1, 0, 0], 2, {"l": jnp.full(2, 3, left)}, {"r": jnp.full(3, 2, right)}
+        )
+        found = graphs.update_all(graph, message, reduce).nodes["x"]
+        assert (found.dtype, found.tolist()) == (wanted, [12, 6])
+    mean = graphs.update_all(graph, message, fn.mean("m", "x")).nodes["x"]
+    assert (mean.dtype, mean.tolist()) == ("float32", [6, 6])
+
+
 degrees = st.sampled_from([1, 2, 300, 1_024, 1_025, 2_049, 13_161, 100_000])
 kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
 

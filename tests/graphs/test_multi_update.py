@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,20 @@ def test_the_other_functions_take_a_type() -> None:
     assert named.nodes["firm"]["h"].tolist() == [1, 2]
 
 
+def test_a_node_type_without_edges() -> None:
+    nodes = {"lone": {"h": jnp.ones(2)}}
+    graph = graphs.hetero_from_edges({KNOWS: ([0], [1])}, {"user": 3, "lone": 2}, nodes)
+    assert graph.num_nodes("lone") == 2
+    assert graph.with_nodes("lone", node_type=jnp.ones(2)).nodes["lone"]["node_type"].shape == (2,)
+    with pytest.raises(ValueError, match="node_type='other' is not one of 'user', 'lone'"):
+        graph.num_nodes("other")
+
+
 def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(TypeError, match="graph must be a HeteroGraph, got Graph"):
+        graphs.multi_update_all(graphs.rand_graph(3, 3), {}, "sum")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"functions\[.*plays.*\] must be \(message, reduce"):
+        graphs.multi_update_all(make_graph(), cast(Any, {PLAYS: fn.copy_u("h", "m")}), "sum")
     graph, step = make_graph(), (fn.copy_u("h", "m"), fn.mean("m", "x"))
     with pytest.raises(
         ValueError, match="cross='prod' must be a function or one of sum, mean, max"

@@ -66,6 +66,22 @@ def test_nodes_without_messages_become_zero_and_infinities_stay(reducer: Any) ->
     assert pulled == [0, 0, -np.inf, 0, 0]
 
 
+def test_other_rows_keep_their_values_in_a_dtype_that_holds_them() -> None:
+    graph = with_old(make_graph()).with_nodes(x=jnp.full(5, 1e6), h=jnp.ones(5, "float16"))
+    for pulled in (
+        graphs.pull(graph, [0], COPY, ADD),
+        graphs.apply_nodes(graph, lambda nodes: {"x": nodes.data["h"]}, [0]),
+    ):
+        assert pulled.nodes["x"].dtype == "float32"
+        assert pulled.nodes["x"].tolist() == [1, 1e6, 1e6, 1e6, 1e6]
+
+
+def test_one_place_may_be_a_number() -> None:
+    graph = make_graph()
+    assert graphs.pull(graph, 0, COPY, ADD).nodes["x"].tolist() == [100, 0, 0, 0, 0]
+    assert graphs.send_and_recv(graph, (2, 0), COPY, ADD).nodes["x"].tolist() == [100, 0, 0, 0, 0]
+
+
 def test_nothing_sent_changes_nothing() -> None:
     graph = make_graph()
     for call in (graphs.send_and_recv, graphs.pull, graphs.push):
@@ -150,6 +166,21 @@ def test_wrong_arguments_are_named() -> None:
             graphs.update_all(graph, message, reduce)
     with pytest.raises(TypeError, match="message function must return a dictionary of arrays, got"):
         graphs.update_all(graph, lambda edges: edges.src["h"], ADD)  # pyright: ignore[reportArgumentType]
+    wrong: list[tuple[Any, Any, str]] = [
+        ("copy_u", ADD, "message must be a function, or built in, such as fn.copy_u"),
+        (fn.u_mul_e, ADD, "message must be a function, or built in"),
+        (ADD, COPY, "reduce must be a function, or built in, such as fn.sum"),
+        (COPY, fn.sum, "reduce must be a function, or built in"),
+    ]
+    for message, reduce, text in wrong:
+        with pytest.raises(TypeError, match=text):
+            graphs.update_all(graph, message, reduce)
+    with pytest.raises(KeyError, match="no sender feature 'g'; there are: 'h'"):
+        graphs.update_all(graph, lambda edges: {"m": edges.src["g"]}, ADD)
+    with pytest.raises(KeyError, match="no message 'n'; there are: 'm'"):
+        graphs.update_all(graph, COPY, lambda nodes: {"x": nodes.mailbox["n"]})
+    with pytest.raises(ValueError, match=r"places or \(senders, receivers\), got 3 arrays"):
+        graphs.send_and_recv(graph, (0, 1, 2), COPY, ADD)
     wide = graph.with_nodes(h=jnp.ones((5, 4)))
     with pytest.raises(
         ValueError,

@@ -1,0 +1,33 @@
+"""What layers do to each node by itself: products with weights, biases and activations, stored in half."""
+
+from collections.abc import Callable
+
+import jax
+
+from jmp_train.graphs.storage import graph_storage, wide
+from jmp_train.policies.autocast import autocast_as
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+def dense(features: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Returns features [nodes, in] times weights [in, out], plus a bias [out], all in one dtype."""
+    product = features @ weight
+    return product if bias is None else add_bias(product, bias)
+
+
+@autocast_as("lower")
+def add_bias(features: jax.Array, bias: jax.Array) -> jax.Array:
+    """Returns features [nodes, out] plus a bias [out], whose gradient is added in float32.
+
+    In half, a sum over the nodes stagnates; the sum of two numbers is the same in both.
+    """
+    return (wide(features) + wide(bias)).astype(features.dtype)
+
+
+def activated(features: jax.Array, *functions: Activation | None) -> jax.Array:
+    """Returns what functions, one after the other, make of features; autocast stores it in half."""
+    for function in functions:
+        if function is not None:
+            features = function(features)
+    return graph_storage(features)

@@ -1,0 +1,72 @@
+"""Dropout as layers want it: the rate checked, the key from flax's streams, what is dropped scaled up."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def check_dropout(name: str, rate: float, key: Any) -> None:
+    """Raises ValueError where a rate is not in [0, 1), or has no key."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"{name}={rate} must lie in [0, 1)")
+    if rate and key is None:
+        raise ValueError(f"{name}={rate} needs a random key")
+
+
+def drop(data: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Returns data with entries dropped, and the others scaled up."""
+    if not rate or key is None:
+        return data
+    is_kept = jax.random.bernoulli(key, 1 - rate, data.shape)
+    return jnp.where(is_kept, data / jnp.asarray(1 - rate, data.dtype), jnp.zeros_like(data))
+
+
+def split_key(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns two keys of one, or none of none."""
+    if key is None:
+        return None, None
+    first, second = jax.random.split(key)
+    return first, second
+
+
+class DropoutKeys(nnx.Module):
+    """The keys of a layer's dropout, which `train` and `eval` switch on and off.
+
+    Args:
+      rates: by name of the argument, for messages.
+      rngs: flax's streams, of which "dropout" is used; where all rates are 0, none is.
+
+    Raises:
+      ValueError: a rate is not in [0, 1).
+    """
+
+    def __init__(self, rates: dict[str, float], rngs: nnx.Rngs) -> None:
+        for name, rate in rates.items():
+            check_dropout(name, rate, rngs)
+        self.deterministic: bool = False
+        self.stream: nnx.RngStream | None = (
+            rngs["dropout"].fork() if any(rates.values()) else nnx.data(None)
+        )
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """What `nnx.view` calls.
+
+        Args:
+          deterministic: whether dropout is off.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+    def __call__(self, deterministic: bool | None, rngs: nnx.Rngs | None) -> jax.Array | None:
+        """Returns the next key; None where dropout is off.
+
+        Args:
+          deterministic: whether it is; None for what `train` or `eval` said last.
+          rngs: streams that go before the layer's own.
+        """
+        is_off = self.deterministic if deterministic is None else deterministic
+        if is_off or self.stream is None:
+            return None
+        return self.stream() if rngs is None else rngs["dropout"]()

@@ -1,0 +1,274 @@
+"""Graph attention: neighbours' features, weighted by a softmax of what both ends bring."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jraph
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.attention import gat_attention
+from jmp_train.graphs.dense import Activation, activated, add_bias
+from jmp_train.graphs.dropout import DropoutKeys, check_dropout, drop, split_key
+from jmp_train.graphs.graph import Graph
+from jmp_train.graphs.layer_inputs import (
+    as_floats,
+    as_graph,
+    as_optional,
+    check_in_degrees,
+    in_dtype,
+    promoted,
+)
+from jmp_train.graphs.storage import wide
+from jmp_train.policies.autocast import autocast_as
+
+
+def gat_conv(
+    graph: Graph | jraph.GraphsTuple,
+    features: Any,
+    weight: Any,
+    left: Any,
+    right: Any,
+    bias: Any = None,
+    *,
+    residual: bool = False,
+    residual_weight: Any = None,
+    edge_weight: Any = None,
+    negative_slope: float = 0.2,
+    feature_dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    activation: Activation | None = None,
+    allow_zero_in_degree: bool = False,
+) -> jax.Array:
+    """Returns graph attention over features times weights, of several heads.
+
+    With `z = features @ weight`, an edge has the logit `leaky_relu(sum(left * z[sender]) + sum(right *
+    z[receiver]))`. Logits are float32 under autocast too, where z is half: their rounding would flip
+    the gradient's sign at the kink.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used.
+      features: floating [nodes, in].
+      weight: floating [in, heads * out].
+      left: floating [1, heads, out], for the senders.
+      right: floating [1, heads, out], for the receivers.
+      bias: floating [heads * out].
+      residual: whether the features are added to the result.
+      residual_weight: floating [in, heads * out], by which they are multiplied before; None if they have
+        the result's width.
+      edge_weight: floating [edges], which multiplies the weights after the softmax.
+      negative_slope: of the leaky ReLU.
+      feature_dropout: the share of the features' entries that are dropped.
+      attention_dropout: the share of the weights that are dropped, those of each head apart.
+      dropout_key: for dropout; needed if a rate is not 0.
+      activation: a function of the result.
+      allow_zero_in_degree: whether there may be nodes that no edge enters; they get residual and bias.
+
+    Returns:
+      [nodes, heads, out] in the dtype that features, weights and bias promote to; half under autocast.
+
+    Raises:
+      ValueError: a shape does not fit, a rate is not in [0, 1), there is no key, or no edge enters some
+        node.
+      TypeError: an array has no floats.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 0], [0, 0, 1], 2)
+      >>> features, one, zero = jnp.array([[2.0], [4.0]]), jnp.ones((1, 1)), jnp.zeros((1, 1, 1))
+      >>> gat_conv(graph, features, one, zero, zero).ravel().tolist()
+      [3.0, 2.0]
+
+    Reference: Velickovic et al., Graph Attention Networks, https://arxiv.org/abs/1710.10903; DGL's GATConv.
+    """
+    check_dropout("feature_dropout", feature_dropout, dropout_key)
+    check_dropout("attention_dropout", attention_dropout, dropout_key)
+    graph = as_graph(graph, features)
+    check_in_degrees(graph, allow_zero_in_degree)
+    left = as_floats("left", left, 1, "heads", "out")
+    _, heads, out = left.shape
+    right = as_floats("right", right, 1, heads, out)
+    weight = as_floats("weight", weight, "in", heads * out)
+    features = as_floats("features", features, graph.num_nodes, weight.shape[0])
+    residual_weight = checked_residual(residual, residual_weight, features.shape[1], heads * out)
+    bias = as_optional("bias", bias, heads * out)
+    features, weight, residual_weight, bias = promoted(features, weight, residual_weight, bias)
+    feature_key, attention_key = split_key(dropout_key)
+    features = drop(features, feature_dropout, feature_key)
+
+    table = (features @ weight).reshape(-1, heads, out)
+    result = gat_attention(
+        graph,
+        table,
+        _logits(table, left),
+        _logits(table, right),
+        edge_weight=edge_weight,
+        negative_slope=negative_slope,
+        dropout_rate=attention_dropout,
+        dropout_key=attention_key,
+    ).reshape(-1, heads * out)
+    if residual:
+        result = result + (features if residual_weight is None else features @ residual_weight)
+    if bias is not None:
+        result = add_bias(result, bias)
+    return activated(result.reshape(-1, heads, out), activation)
+
+
+@autocast_as("float32")
+@jax.checkpoint
+def _logits(table: jax.Array, vector: jax.Array) -> jax.Array:
+    """Returns a node's part of the logits [nodes, heads], in float32."""
+    rows = wide(table)
+    return (rows * vector.astype(rows.dtype)).sum(-1)
+
+
+def checked_residual(residual: bool, weight: Any, width: int, out: int) -> jax.Array | None:
+    """Returns the weight of what is added to a layer's result, or None.
+
+    Args:
+      residual: whether anything is.
+      weight: floating [width, out]; None where both are equal.
+      width: that of the features.
+      out: that of the result.
+
+    Raises:
+      ValueError: the shape does not fit, or there is a weight where nothing is added.
+      TypeError: it has no floats.
+    """
+    if weight is not None and not residual:
+        raise ValueError("residual_weight needs residual=True")
+    if residual and weight is None and width != out:
+        raise ValueError(
+            f"residual=True adds features of width {width} to {out}: residual_weight [{width}, {out}] "
+            "is needed"
+        )
+    return as_optional("residual_weight", weight, width, out)
+
+
+class GATConv(nnx.Module):
+    """The layer of `gat_conv`: `layer(graph, features, edge_weight=None)`.
+
+    Weights and vectors are drawn as by Glorot, normally and with gain sqrt(2); the bias is 0.
+
+    Args:
+      in_features: the width of the features.
+      out_features: the width of the result in each head.
+      num_heads: how many heads there are.
+      feature_dropout: see `gat_conv`; `train` and `eval` switch it on and off.
+      attention_dropout: see `gat_conv`; `train` and `eval` switch it on and off.
+      negative_slope: see `gat_conv`.
+      residual: see `gat_conv`; where the widths differ, there is a weight.
+      activation: see `gat_conv`.
+      allow_zero_in_degree: see `gat_conv`.
+      use_bias: whether there is a bias.
+      dtype: what features, weights and bias are cast to; None for what they promote to. The two vectors
+        stay as they are.
+      param_dtype: the parameters' dtype.
+      rngs: flax's random streams, of which "params" is used, and "dropout" if there is any.
+
+    Raises:
+      ValueError: a rate is not in [0, 1).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2], [1, 2, 0], 3)
+      >>> layer = GATConv(4, 8, 2, attention_dropout=0.6, rngs=nnx.Rngs(0))
+      >>> layer.eval()
+      >>> layer(graph, jnp.ones((3, 4))).shape
+      (3, 2, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_heads: int,
+        *,
+        feature_dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        negative_slope: float = 0.2,
+        residual: bool = False,
+        activation: Activation | None = None,
+        allow_zero_in_degree: bool = False,
+        use_bias: bool = True,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.feature_dropout = feature_dropout
+        self.attention_dropout = attention_dropout
+        self.negative_slope = negative_slope
+        self.residual = residual
+        self.activation = activation
+        self.allow_zero_in_degree = allow_zero_in_degree
+        self.dtype = dtype
+        rates = {"feature_dropout": feature_dropout, "attention_dropout": attention_dropout}
+        self.dropout_keys = DropoutKeys(rates, rngs)
+
+        width = num_heads * out_features
+        self.weight = glorot_param(rngs, (in_features, width), param_dtype)
+        self.left = glorot_param(rngs, (1, num_heads, out_features), param_dtype)
+        self.right = glorot_param(rngs, (1, num_heads, out_features), param_dtype)
+        self.residual_weight: nnx.Param[jax.Array] | None = nnx.data(None)
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        if residual and in_features != width:
+            self.residual_weight = glorot_param(rngs, (in_features, width), param_dtype)
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros(width, param_dtype))
+
+    def __call__(
+        self,
+        graph: Graph | jraph.GraphsTuple,
+        features: Any,
+        edge_weight: Any = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> jax.Array:
+        """Returns the attention [nodes, heads, out].
+
+        Args:
+          graph: see `gat_conv`.
+          features: see `gat_conv`.
+          edge_weight: see `gat_conv`.
+          deterministic: whether dropout is off; None for what `train` or `eval` said last.
+          rngs: random streams for dropout that go before the layer's own.
+        """
+        features, weight, residual_weight, bias = in_dtype(
+            self.dtype, features, self.weight, self.residual_weight, self.bias
+        )
+        key = self.dropout_keys(deterministic, rngs)
+        return gat_conv(
+            graph,
+            features,
+            weight,
+            self.left,
+            self.right,
+            bias,
+            residual=self.residual,
+            residual_weight=residual_weight,
+            edge_weight=edge_weight,
+            negative_slope=self.negative_slope,
+            feature_dropout=0.0 if key is None else self.feature_dropout,
+            attention_dropout=0.0 if key is None else self.attention_dropout,
+            dropout_key=key,
+            activation=self.activation,
+            allow_zero_in_degree=self.allow_zero_in_degree,
+        )
+
+
+def glorot_param(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[jax.Array]:
+    """Returns a parameter drawn normally as by Glorot with gain sqrt(2), the fans as torch has them.
+
+    Args:
+      rngs: flax's random streams.
+      shape: [in, out] of a weight, [1, heads, out] of a vector for each head.
+      dtype: the parameter's.
+    """
+    fans = sum(shape) if len(shape) == 2 else shape[2] * (shape[0] + shape[1])
+    return nnx.Param(nnx.initializers.normal((4 / fans) ** 0.5)(rngs.params(), shape, dtype))

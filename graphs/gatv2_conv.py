@@ -1,0 +1,260 @@
+"""Graph attention of the second kind: the order of a node's neighbours depends on the node."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jraph
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.attention import gatv2_attention
+from jmp_train.graphs.dense import Activation, activated, dense
+from jmp_train.graphs.dropout import DropoutKeys, check_dropout, drop, split_key
+from jmp_train.graphs.gat_conv import checked_residual, glorot_param
+from jmp_train.graphs.graph import Graph
+from jmp_train.graphs.layer_inputs import (
+    as_floats,
+    as_graph,
+    as_optional,
+    check_in_degrees,
+    in_dtype,
+    promoted,
+)
+
+
+def gatv2_conv(
+    graph: Graph | jraph.GraphsTuple,
+    features: Any,
+    left_weight: Any,
+    attention: Any,
+    right_weight: Any = None,
+    left_bias: Any = None,
+    right_bias: Any = None,
+    *,
+    residual: bool = False,
+    residual_weight: Any = None,
+    residual_bias: Any = None,
+    edge_weight: Any = None,
+    negative_slope: float = 0.2,
+    feature_dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    activation: Activation | None = None,
+    allow_zero_in_degree: bool = False,
+) -> jax.Array:
+    """Returns graph attention whose logits are a small network of both ends, of several heads.
+
+    With `left = features @ left_weight + left_bias`, and `right` likewise, an edge has the logit
+    `sum(attention * leaky_relu(left[sender] + right[receiver]))`, and brings `left[sender]`. Logits are
+    float32 under autocast too.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used.
+      features: floating [nodes, in].
+      left_weight: floating [in, heads * out], for the senders.
+      attention: floating [1, heads, out].
+      right_weight: floating [in, heads * out], for the receivers; None for those of the senders, and
+        their bias.
+      left_bias: floating [heads * out].
+      right_bias: floating [heads * out].
+      residual: see `gat_conv`.
+      residual_weight: see `gat_conv`.
+      residual_bias: floating [heads * out], added to the product with `residual_weight`.
+      edge_weight: see `gat_conv`.
+      negative_slope: see `gat_conv`.
+      feature_dropout: see `gat_conv`.
+      attention_dropout: see `gat_conv`.
+      dropout_key: see `gat_conv`.
+      activation: see `gat_conv`.
+      allow_zero_in_degree: whether there may be nodes that no edge enters; they get the residual.
+
+    Returns:
+      [nodes, heads, out] in the dtype that features, weights and biases promote to; half under autocast.
+
+    Raises:
+      ValueError: see `gat_conv`; or there is a bias for which there is no weight.
+      TypeError: see `gat_conv`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 0], [0, 0, 1], 2)
+      >>> features, one = jnp.array([[2.0], [4.0]]), jnp.ones((1, 1))
+      >>> gatv2_conv(graph, features, one, jnp.zeros((1, 1, 1))).ravel().tolist()
+      [3.0, 2.0]
+
+    Reference: Brody et al., How Attentive are Graph Attention Networks?,
+    https://arxiv.org/abs/2105.14491; DGL's GATv2Conv.
+    """
+    check_dropout("feature_dropout", feature_dropout, dropout_key)
+    check_dropout("attention_dropout", attention_dropout, dropout_key)
+    for name, weight, bias in (
+        ("right", right_weight, right_bias),
+        ("residual", residual_weight, residual_bias),
+    ):
+        if weight is None and bias is not None:
+            raise ValueError(f"{name}_bias needs {name}_weight")
+    graph = as_graph(graph, features)
+    check_in_degrees(graph, allow_zero_in_degree)
+    attention = as_floats("attention", attention, 1, "heads", "out")
+    _, heads, out = attention.shape
+    left_weight = as_floats("left_weight", left_weight, "in", heads * out)
+    width = left_weight.shape[0]
+    features = as_floats("features", features, graph.num_nodes, width)
+    right_weight = as_optional("right_weight", right_weight, width, heads * out)
+    residual_weight = checked_residual(residual, residual_weight, width, heads * out)
+    biases = [
+        as_optional(name, bias, heads * out)
+        for name, bias in (
+            ("left_bias", left_bias),
+            ("right_bias", right_bias),
+            ("residual_bias", residual_bias),
+        )
+    ]
+    features, left_weight, right_weight, residual_weight, *biases = promoted(
+        features, left_weight, right_weight, residual_weight, *biases
+    )
+    left_bias, right_bias, residual_bias = biases
+    feature_key, attention_key = split_key(dropout_key)
+    features = drop(features, feature_dropout, feature_key)
+
+    left = right = dense(features, left_weight, left_bias).reshape(-1, heads, out)
+    if right_weight is not None:
+        right = dense(features, right_weight, right_bias).reshape(-1, heads, out)
+    result = gatv2_attention(
+        graph,
+        left,
+        right,
+        attention.reshape(heads, out),
+        edge_weight=edge_weight,
+        negative_slope=negative_slope,
+        dropout_rate=attention_dropout,
+        dropout_key=attention_key,
+    )
+    if residual_weight is not None:
+        features = dense(features, residual_weight, residual_bias)
+    if residual:
+        result = result + features.reshape(-1, heads, out)
+    return activated(result, activation)
+
+
+class GATv2Conv(nnx.Module):
+    """The layer of `gatv2_conv`: `layer(graph, features, edge_weight=None)`.
+
+    Weights and vectors are drawn as by Glorot, normally and with gain sqrt(2); biases are 0.
+
+    Args:
+      in_features: the width of the features.
+      out_features: the width of the result in each head.
+      num_heads: how many heads there are.
+      feature_dropout: see `gatv2_conv`; `train` and `eval` switch it on and off.
+      attention_dropout: see `gatv2_conv`; `train` and `eval` switch it on and off.
+      negative_slope: see `gatv2_conv`.
+      residual: see `gatv2_conv`; where the widths differ, there is a weight, and a bias if there are any.
+      activation: see `gatv2_conv`.
+      allow_zero_in_degree: see `gatv2_conv`.
+      use_bias: whether there are biases.
+      share_weights: whether senders and receivers have the same weight and bias.
+      dtype: what features, weights and biases are cast to; None for what they promote to. The vector
+        stays as it is.
+      param_dtype: the parameters' dtype.
+      rngs: flax's random streams, of which "params" is used, and "dropout" if there is any.
+
+    Raises:
+      ValueError: a rate is not in [0, 1).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2], [1, 2, 0], 3)
+      >>> layer = GATv2Conv(4, 8, 2, rngs=nnx.Rngs(0))
+      >>> layer(graph, jnp.ones((3, 4))).shape
+      (3, 2, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_heads: int,
+        *,
+        feature_dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        negative_slope: float = 0.2,
+        residual: bool = False,
+        activation: Activation | None = None,
+        allow_zero_in_degree: bool = False,
+        use_bias: bool = True,
+        share_weights: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.feature_dropout = feature_dropout
+        self.attention_dropout = attention_dropout
+        self.negative_slope = negative_slope
+        self.residual = residual
+        self.activation = activation
+        self.allow_zero_in_degree = allow_zero_in_degree
+        self.dtype = dtype
+        rates = {"feature_dropout": feature_dropout, "attention_dropout": attention_dropout}
+        self.dropout_keys = DropoutKeys(rates, rngs)
+
+        width = num_heads * out_features
+
+        def dense_params(is_there: bool) -> list[nnx.Param[jax.Array] | None]:
+            weight = glorot_param(rngs, (in_features, width), param_dtype) if is_there else None
+            bias = nnx.Param(jnp.zeros(width, param_dtype)) if is_there and use_bias else None
+            return [nnx.data(weight), nnx.data(bias)]
+
+        self.attention = glorot_param(rngs, (1, num_heads, out_features), param_dtype)
+        self.left_weight, self.left_bias = dense_params(True)
+        self.right_weight, self.right_bias = dense_params(not share_weights)
+        self.residual_weight, self.residual_bias = dense_params(residual and in_features != width)
+
+    def __call__(
+        self,
+        graph: Graph | jraph.GraphsTuple,
+        features: Any,
+        edge_weight: Any = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> jax.Array:
+        """Returns the attention [nodes, heads, out].
+
+        Args:
+          graph: see `gatv2_conv`.
+          features: see `gatv2_conv`.
+          edge_weight: see `gatv2_conv`.
+          deterministic: whether dropout is off; None for what `train` or `eval` said last.
+          rngs: random streams for dropout that go before the layer's own.
+        """
+        features, *weights = in_dtype(
+            self.dtype, features, self.left_weight, self.right_weight, self.residual_weight
+        )
+        left_bias, right_bias, residual_bias = in_dtype(
+            self.dtype, self.left_bias, self.right_bias, self.residual_bias
+        )
+        key = self.dropout_keys(deterministic, rngs)
+        return gatv2_conv(
+            graph,
+            features,
+            weights[0],
+            self.attention,
+            weights[1],
+            left_bias,
+            right_bias,
+            residual=self.residual,
+            residual_weight=weights[2],
+            residual_bias=residual_bias,
+            edge_weight=edge_weight,
+            negative_slope=self.negative_slope,
+            feature_dropout=0.0 if key is None else self.feature_dropout,
+            attention_dropout=0.0 if key is None else self.attention_dropout,
+            dropout_key=key,
+            activation=self.activation,
+            allow_zero_in_degree=self.allow_zero_in_degree,
+        )

@@ -1,0 +1,185 @@
+"""Graph convolution: neighbours' features, scaled by the degrees and added."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jraph
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.aggregation import aggregate, scaled_by_degree
+from jmp_train.graphs.connections import Connections
+from jmp_train.graphs.dense import Activation, activated, add_bias
+from jmp_train.graphs.graph import Graph
+from jmp_train.graphs.layer_inputs import (
+    as_edge_weight,
+    as_floats,
+    as_graph,
+    as_optional,
+    check_in_degrees,
+    check_word,
+    in_dtype,
+    promoted,
+)
+
+# The powers of the degrees by which features are scaled: those of the senders, of the receivers.
+NORMS = {"none": (0, 0), "both": (-0.5, -0.5), "left": (-1, 0), "right": (0, -1)}
+
+
+def graph_conv(
+    graph: Graph | jraph.GraphsTuple,
+    features: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    norm: str = "both",
+    edge_weight: Any = None,
+    activation: Activation | None = None,
+    allow_zero_in_degree: bool = False,
+) -> jax.Array:
+    """Returns the sum of the neighbours' features, scaled by degrees, times weights.
+
+    Features are scaled in float32 within the sum, so that none overflows in half. The product comes
+    first where it makes features narrower.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used.
+      features: floating [nodes, in].
+      weight: floating [in, out]; None for no product.
+      bias: floating [out], added to all nodes.
+      norm: "both" divides by the square root of the sender's out-degree times the receiver's in-degree,
+        "left" by the sender's out-degree, "right" by the receiver's in-degree, "none" by nothing.
+      edge_weight: floating [edges], which multiplies what each edge brings.
+      activation: an elementwise function of the result.
+      allow_zero_in_degree: whether there may be nodes that no edge enters; they get the bias only.
+
+    Returns:
+      [nodes, out] in the dtype that features, weight and bias promote to; half under autocast.
+
+    Raises:
+      ValueError: a shape does not fit, `norm` is another word, or no edge enters some node.
+      TypeError: an array has no floats.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0] * 10, [1] * 10, 2)
+      >>> features = jnp.full((2, 1), 1e4, jnp.float16)
+      >>> graph_conv(graph, features, norm="right", allow_zero_in_degree=True).tolist()
+      [[0.0], [10000.0]]
+
+    Reference: Kipf and Welling, Semi-Supervised Classification with Graph Convolutional Networks,
+    https://arxiv.org/abs/1609.02907; DGL's GraphConv.
+    """
+    check_word("norm", norm, NORMS)
+    graph = as_graph(graph, features)
+    check_in_degrees(graph, allow_zero_in_degree)
+    weight = as_optional("weight", weight, "in", "out")
+    width = "in" if weight is None else weight.shape[0]
+    features = as_floats("features", features, graph.num_nodes, width)
+    out = features.shape[1] if weight is None else weight.shape[1]
+    bias = as_optional("bias", bias, out)
+    features, weight, bias = promoted(features, weight, bias)
+    is_product_first = weight is not None and weight.shape[0] > weight.shape[1]
+    if is_product_first:
+        features = features @ weight
+    of_senders, of_receivers = NORMS[norm]
+
+    def before(connections: Connections, rows: jax.Array) -> jax.Array:
+        return scaled_by_degree(rows, connections.sources.degrees, of_senders)
+
+    def after(connections: Connections, rows: jax.Array, total: jax.Array) -> jax.Array:
+        del rows
+        return scaled_by_degree(total, connections.targets.degrees, of_receivers)
+
+    edge_weight = as_edge_weight(graph, edge_weight)
+    result = aggregate(graph.connections, features, edge_weight, before=before, after=after)
+    if weight is not None and not is_product_first:
+        result = result @ weight
+    return activated(result if bias is None else add_bias(result, bias), activation)
+
+
+class GraphConv(nnx.Module):
+    """The layer of `graph_conv`: `layer(graph, features, edge_weight=None)`.
+
+    The weight [in, out] is drawn uniformly as by Glorot, the bias [out] is 0.
+
+    Args:
+      in_features: the width of the features.
+      out_features: the width of the result; without a weight, that of the features.
+      norm: see `graph_conv`.
+      use_weight: whether there is a product with a weight.
+      use_bias: whether there is a bias.
+      activation: see `graph_conv`.
+      allow_zero_in_degree: see `graph_conv`.
+      dtype: what features, weight and bias are cast to; None for what they promote to.
+      param_dtype: the parameters' dtype.
+      rngs: flax's random streams, of which "params" is used.
+
+    Raises:
+      ValueError: `norm` is another word, or there is no weight and the widths differ.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2], [1, 2, 0], 3)
+      >>> layer = GraphConv(4, 8, dtype=jnp.float16, rngs=nnx.Rngs(0))
+      >>> layer(graph, jnp.ones((3, 4))).dtype.name, layer.weight.dtype.name
+      ('float16', 'float32')
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        norm: str = "both",
+        use_weight: bool = True,
+        use_bias: bool = True,
+        activation: Activation | None = None,
+        allow_zero_in_degree: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        check_word("norm", norm, NORMS)
+        if not use_weight and in_features != out_features:
+            raise ValueError(
+                f"use_weight=False keeps the width: in_features={in_features} and "
+                f"out_features={out_features} must be equal"
+            )
+        self.norm = norm
+        self.activation = activation
+        self.allow_zero_in_degree = allow_zero_in_degree
+        self.dtype = dtype
+        self.weight: nnx.Param[jax.Array] | None = nnx.data(None)
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        if use_weight:
+            init = nnx.initializers.glorot_uniform()
+            self.weight = nnx.Param(init(rngs.params(), (in_features, out_features), param_dtype))
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+
+    def __call__(
+        self, graph: Graph | jraph.GraphsTuple, features: Any, edge_weight: Any = None
+    ) -> jax.Array:
+        """Returns the convolution [nodes, out].
+
+        Args:
+          graph: see `graph_conv`.
+          features: see `graph_conv`.
+          edge_weight: see `graph_conv`.
+        """
+        features, weight, bias = in_dtype(self.dtype, features, self.weight, self.bias)
+        return graph_conv(
+            graph,
+            features,
+            weight,
+            bias,
+            norm=self.norm,
+            edge_weight=edge_weight,
+            activation=self.activation,
+            allow_zero_in_degree=self.allow_zero_in_degree,
+        )

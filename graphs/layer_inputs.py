@@ -1,0 +1,103 @@
+"""What layers are given, checked: the graph of either make, arrays by shape, words, and dtypes."""
+
+import functools
+from collections.abc import Iterable
+from types import EllipsisType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jraph
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.connections import is_traced
+from jmp_train.graphs.graph import Graph, from_jraph
+
+
+def as_graph(graph: Any, features: Any) -> Graph:
+    """Returns a graph of either make as ours; features of jraph's are not looked at.
+
+    Args:
+      graph: a graph of ours or jraph's.
+      features: the layer's own, [nodes, ...], which count the nodes of jraph's graphs under jit.
+
+    Raises:
+      TypeError: it is neither.
+    """
+    if isinstance(graph, jraph.GraphsTuple):
+        nodes = jnp.asarray(features) if is_traced(graph.n_node) else None
+        return from_jraph(graph._replace(nodes=nodes, edges=None, globals=None))
+    if not isinstance(graph, Graph):
+        kind = type(graph).__name__
+        raise TypeError(f"graph must be a Graph or a jraph.GraphsTuple, got {kind}")
+    return graph
+
+
+def as_floats(name: str, array: Any, *shape: int | str | EllipsisType) -> jax.Array:
+    """Returns an array, checked.
+
+    Args:
+      name: of the argument, for messages.
+      array: what should be an array of floats.
+      *shape: what its axes should be: a length, the name of any length, or, last, any axes.
+
+    Raises:
+      TypeError: it has no floats.
+      ValueError: it has another shape.
+    """
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} must be floats, got {array.dtype}")
+    axes = [axis for axis in shape if axis is not ...]
+    has_rank = array.ndim >= len(axes) if ... in shape else array.ndim == len(axes)
+    if not has_rank or any(
+        isinstance(axis, int) and axis != length
+        for axis, length in zip(axes, array.shape, strict=False)
+    ):
+        wanted = ", ".join("..." if axis is ... else str(axis) for axis in shape)
+        raise ValueError(f"{name} must be [{wanted}], got shape {array.shape}")
+    return array
+
+
+def as_edge_weight(graph: Graph, edge_weight: Any) -> jax.Array | None:
+    """Returns weights [edges], checked, or None.
+
+    Raises:
+      TypeError: they are no floats.
+      ValueError: they have another shape.
+    """
+    return None if edge_weight is None else as_floats("edge_weight", edge_weight, graph.num_edges)
+
+
+def as_optional(name: str, array: Any, *shape: int | str | EllipsisType) -> jax.Array | None:
+    """Returns an array as `as_floats` does, or None."""
+    return None if array is None else as_floats(name, array, *shape)
+
+
+def check_word(name: str, word: str, words: Iterable[str]) -> None:
+    """Raises ValueError where an argument is none of the words that it may be."""
+    known = list(words)
+    if word not in known:
+        raise ValueError(f"{name}={word!r} must be one of {', '.join(map(repr, known))}")
+
+
+def check_in_degrees(graph: Graph, allow_zero_in_degree: bool) -> None:
+    """Raises ValueError where no edge enters some node, that is known, and it is not allowed."""
+    if graph.connections.has_idle_targets and not allow_zero_in_degree:
+        raise ValueError(
+            "no edge enters some of the nodes, and so nothing of their features would come out: "
+            "give them self-loops, or pass allow_zero_in_degree=True"
+        )
+
+
+def promoted(*arrays: jax.Array | None) -> list[Any]:
+    """Returns arrays in the dtype that theirs promote to; None stays None."""
+    dtype = functools.reduce(jnp.promote_types, [x.dtype for x in arrays if x is not None])
+    return in_dtype(dtype, *arrays)
+
+
+def in_dtype(dtype: DTypeLike | None, *arrays: Any) -> list[Any]:
+    """Returns arrays in a dtype, or as they are where there is none; None stays None."""
+    if dtype is None:
+        return list(arrays)
+    return [None if x is None else jnp.asarray(x, dtype) for x in arrays]

@@ -1,0 +1,80 @@
+"""A recurrent network that reads the messages of a node in the order of the edges."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jmp_train.graphs.accumulation import rows_like
+from jmp_train.graphs.graph import Graph
+from jmp_train.graphs.message_passing import update_all
+from jmp_train.graphs.storage import graph_storage, wide
+from jmp_train.graphs.user_functions import EdgeBatch, NodeBatch
+from jmp_train.policies.autocast import autocast_as
+
+
+def lstm_shapes(width: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of an LSTM's weights, for input and hidden state, and of their biases."""
+    return ((width, 4 * width), (width, 4 * width), (4 * width,), (4 * width,))
+
+
+def lstm_aggregate(
+    graph: Graph,
+    features: jax.Array,
+    weights: Sequence[jax.Array],
+    edge_weight: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the last hidden state of an LSTM that reads the neighbours' features, [nodes, width].
+
+    Both states are float32: what a node forgets slowly stagnates in half. The gradient computes the
+    gates anew.
+
+    Args:
+      graph: under jit it needs `formats=("mailbox",)`.
+      features: floating [nodes, width].
+      weights: floating, of the shapes of `lstm_shapes`; the gates are torch's: input, forget, cell, output.
+      edge_weight: floating [edges], which multiplies the features.
+
+    Raises:
+      TypeError: a graph under jit has no mailboxes.
+    """
+    edges = {} if edge_weight is None else {"weight": edge_weight}
+    carrier = dataclasses.replace(graph, nodes={"h": features}, edges=edges)
+
+    def message(edges: EdgeBatch) -> dict[str, jax.Array]:
+        return {"m": graph_storage(_weighted(edges.src["h"], edges.data.get("weight")))}
+
+    def reduce(nodes: NodeBatch) -> dict[str, jax.Array]:
+        return {"last": graph_storage(_last_state(nodes.mailbox["m"], *weights))}
+
+    nodes = update_all(carrier, message, reduce).nodes
+    return nodes["last"] if "last" in nodes else jnp.zeros_like(features)
+
+
+@autocast_as("float32")
+def _weighted(rows: jax.Array, weight: jax.Array | None) -> jax.Array:
+    if weight is None:
+        return rows
+    messages = wide(rows)
+    return (messages * rows_like(weight.astype(messages.dtype), rows)).astype(rows.dtype)
+
+
+@autocast_as("float32")
+def _last_state(messages: jax.Array, *weights: jax.Array) -> jax.Array:
+    """Returns the hidden state [nodes, width] after messages [nodes, degree, width], in their dtype."""
+    of_input, of_hidden, input_bias, hidden_bias = (wide(weight) for weight in weights)
+
+    @jax.checkpoint
+    def step(
+        states: tuple[jax.Array, jax.Array], row: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        hidden, cell = states
+        gates = wide(row) @ of_input + input_bias + (hidden @ of_hidden + hidden_bias)
+        enter, forget, new, leave = jnp.split(gates, 4, axis=-1)
+        cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
+        return (jax.nn.sigmoid(leave) * jnp.tanh(cell), cell), None
+
+    start = jnp.zeros((messages.shape[0], messages.shape[2]), of_input.dtype)
+    (hidden, _), _ = jax.lax.scan(step, (start, start), jnp.moveaxis(messages, 1, 0))
+    return hidden.astype(messages.dtype)

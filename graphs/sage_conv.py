@@ -1,0 +1,268 @@
+"""GraphSAGE: each node's features beside what an aggregator makes of its neighbours'."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jraph
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.accumulation import rows_like
+from jmp_train.graphs.aggregation import aggregate
+from jmp_train.graphs.connections import Connections
+from jmp_train.graphs.dense import Activation, activated, add_bias, dense
+from jmp_train.graphs.dropout import DropoutKeys, check_dropout, drop
+from jmp_train.graphs.graph import Graph
+from jmp_train.graphs.layer_inputs import (
+    as_edge_weight,
+    as_floats,
+    as_graph,
+    as_optional,
+    check_word,
+    in_dtype,
+    promoted,
+)
+from jmp_train.graphs.lstm import lstm_aggregate, lstm_shapes
+
+AGGREGATORS = ("mean", "gcn", "pool", "lstm")
+
+
+def sage_conv(
+    graph: Graph | jraph.GraphsTuple,
+    features: Any,
+    weight: Any,
+    self_weight: Any = None,
+    bias: Any = None,
+    *,
+    aggregator: str = "mean",
+    aggregator_weights: Sequence[Any] = (),
+    edge_weight: Any = None,
+    feature_dropout: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    activation: Activation | None = None,
+    norm: Activation | None = None,
+) -> jax.Array:
+    """Returns weights times an aggregate of the neighbours, plus weights times the node itself.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used.
+      features: floating [nodes, in].
+      weight: floating [in, out], of the aggregate.
+      self_weight: floating [in, out], of the node itself; None with "gcn".
+      bias: floating [out].
+      aggregator: "mean" of the neighbours; "gcn", the mean of the neighbours and the node; "pool", the
+        largest of `relu(features @ weight + bias)`, elementwise; "lstm", the last hidden state of an
+        LSTM that reads the neighbours in the order of the edges, for which a graph under jit needs
+        `formats=("mailbox",)`. Nodes without edges have 0.
+      aggregator_weights: for "pool" a weight [in, in] and a bias [in]; for "lstm" the weights of input
+        and of hidden state, [in, 4 in] each, and their biases [4 in], the gates in torch's order.
+      edge_weight: floating [edges], which multiplies what each edge brings; means are of as many as
+        there are edges.
+      feature_dropout: the share of the features' entries that are dropped.
+      dropout_key: for dropout; needed if the rate is not 0.
+      activation: a function of the result.
+      norm: a function of the activation.
+
+    Returns:
+      [nodes, out] in the dtype that features, weights and bias promote to; half under autocast.
+
+    Raises:
+      ValueError: a shape does not fit, weights are missing, the rate is not in [0, 1), there is no key,
+        or `aggregator` is another word.
+      TypeError: an array has no floats.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph, one = from_edges([0, 1], [2, 2], 3), jnp.ones((1, 1))
+      >>> sage_conv(graph, jnp.array([[2.0], [4.0], [9.0]]), one, aggregator="gcn").ravel().tolist()
+      [2.0, 4.0, 5.0]
+
+    Reference: Hamilton et al., Inductive Representation Learning on Large Graphs,
+    https://arxiv.org/abs/1706.02216; DGL's SAGEConv.
+    """
+    check_word("aggregator", aggregator, AGGREGATORS)
+    check_dropout("feature_dropout", feature_dropout, dropout_key)
+    if (self_weight is None) != (aggregator == "gcn"):
+        wants = "no self_weight" if aggregator == "gcn" else "a self_weight"
+        raise ValueError(f"aggregator={aggregator!r} takes {wants}")
+    graph = as_graph(graph, features)
+    weight = as_floats("weight", weight, "in", "out")
+    width, out = weight.shape
+    features = as_floats("features", features, graph.num_nodes, width)
+    self_weight = as_optional("self_weight", self_weight, width, out)
+    bias = as_optional("bias", bias, out)
+    inner = _checked_inner(aggregator, aggregator_weights, width)
+    edge_weight = as_edge_weight(graph, edge_weight)
+    features, weight, self_weight, bias, *inner = promoted(
+        features, weight, self_weight, bias, *inner
+    )
+    features = drop(features, feature_dropout, dropout_key)
+
+    if aggregator in ("mean", "gcn") and width > out:
+        result = _collect(graph, features @ weight, aggregator, (), edge_weight)
+    else:
+        result = _collect(graph, features, aggregator, inner, edge_weight) @ weight
+    if self_weight is not None:
+        result = dense(features, self_weight, bias) + result
+    elif bias is not None:
+        result = add_bias(result, bias)
+    return activated(result, activation, norm)
+
+
+def _inner_shapes(aggregator: str, width: int) -> tuple[tuple[int, ...], ...]:
+    if aggregator == "lstm":
+        return lstm_shapes(width)
+    return ((width, width), (width,)) if aggregator == "pool" else ()
+
+
+def _checked_inner(aggregator: str, weights: Sequence[Any], width: int) -> list[jax.Array]:
+    shapes = _inner_shapes(aggregator, width)
+    if len(weights) != len(shapes):
+        raise ValueError(
+            f"aggregator={aggregator!r} takes {len(shapes)} aggregator_weights, got {len(weights)}"
+        )
+    return [
+        as_floats(f"aggregator_weights[{i}]", array, *shape)
+        for i, (array, shape) in enumerate(zip(weights, shapes, strict=True))
+    ]
+
+
+def _collect(
+    graph: Graph,
+    features: jax.Array,
+    aggregator: str,
+    inner: Sequence[jax.Array],
+    edge_weight: jax.Array | None,
+) -> jax.Array:
+    if aggregator == "lstm":
+        return lstm_aggregate(graph, features, inner, edge_weight)
+    if aggregator == "pool":
+        features = activated(dense(features, *inner), jax.nn.relu)
+        return aggregate(graph.connections, features, edge_weight, reduction="max")
+    if aggregator == "mean":
+        return aggregate(graph.connections, features, edge_weight, reduction="mean")
+    return aggregate(graph.connections, features, edge_weight, after=_mean_with_self)
+
+
+def _mean_with_self(connections: Connections, rows: jax.Array, total: jax.Array) -> jax.Array:
+    sizes = (connections.targets.degrees + 1).astype(rows.dtype)
+    return (total + rows) / rows_like(sizes, rows)
+
+
+class SAGEConv(nnx.Module):
+    """The layer of `sage_conv`: `layer(graph, features, edge_weight=None)`.
+
+    Weights are drawn as by Glorot, uniformly and with gain sqrt(2); biases, and all of the LSTM,
+    uniformly between -1 and 1 over the square root of the width; the bias of "gcn" is 0.
+
+    Args:
+      in_features: the width of the features.
+      out_features: the width of the result.
+      aggregator: see `sage_conv`.
+      feature_dropout: see `sage_conv`; `train` and `eval` switch it on and off.
+      use_bias: whether there is a bias.
+      norm: see `sage_conv`; an nnx module or a function.
+      activation: see `sage_conv`.
+      dtype: what features and parameters are cast to; None for what they promote to.
+      param_dtype: the parameters' dtype.
+      rngs: flax's random streams, of which "params" is used, and "dropout" if there is any.
+
+    Raises:
+      ValueError: `aggregator` is another word, or the rate is not in [0, 1).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2], [1, 2, 0], 3)
+      >>> layer = SAGEConv(4, 8, aggregator="pool", activation=nnx.relu, rngs=nnx.Rngs(0))
+      >>> layer(graph, jnp.ones((3, 4))).shape
+      (3, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        aggregator: str = "mean",
+        feature_dropout: float = 0.0,
+        use_bias: bool = True,
+        norm: Activation | None = None,
+        activation: Activation | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        check_word("aggregator", aggregator, AGGREGATORS)
+        self.aggregator = aggregator
+        self.feature_dropout = feature_dropout
+        self.norm = norm
+        self.activation = activation
+        self.dtype = dtype
+        self.dropout_keys = DropoutKeys({"feature_dropout": feature_dropout}, rngs)
+
+        def draw(init: nnx.Initializer, *shape: int) -> nnx.Param[jax.Array]:
+            return nnx.Param(init(rngs.params(), shape, param_dtype))
+
+        glorot = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform")
+        narrow = _between(in_features**-0.5)
+        self.weight = draw(glorot, in_features, out_features)
+        self.self_weight: nnx.Param[jax.Array] | None = nnx.data(None)
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        if aggregator != "gcn":
+            self.self_weight = draw(glorot, in_features, out_features)
+        if use_bias:
+            is_gcn = aggregator == "gcn"
+            self.bias = draw(nnx.initializers.zeros if is_gcn else narrow, out_features)
+        inits = {"pool": (glorot, narrow), "lstm": (narrow,) * 4}.get(aggregator, ())
+        shapes = _inner_shapes(aggregator, in_features)
+        self.aggregator_weights = nnx.List(
+            [draw(init, *shape) for init, shape in zip(inits, shapes, strict=True)]
+        )
+
+    def __call__(
+        self,
+        graph: Graph | jraph.GraphsTuple,
+        features: Any,
+        edge_weight: Any = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> jax.Array:
+        """Returns the layer's result [nodes, out].
+
+        Args:
+          graph: see `sage_conv`.
+          features: see `sage_conv`.
+          edge_weight: see `sage_conv`.
+          deterministic: whether dropout is off; None for what `train` or `eval` said last.
+          rngs: random streams for dropout that go before the layer's own.
+        """
+        arrays = (features, self.weight, self.self_weight, self.bias, *self.aggregator_weights)
+        features, weight, self_weight, bias, *inner = in_dtype(self.dtype, *arrays)
+        key = self.dropout_keys(deterministic, rngs)
+        return sage_conv(
+            graph,
+            features,
+            weight,
+            self_weight,
+            bias,
+            aggregator=self.aggregator,
+            aggregator_weights=inner,
+            edge_weight=edge_weight,
+            feature_dropout=0.0 if key is None else self.feature_dropout,
+            dropout_key=key,
+            activation=self.activation,
+            norm=self.norm,
+        )
+
+
+def _between(bound: float) -> nnx.Initializer:
+    def init(key: jax.Array, shape: Any, dtype: Any = jnp.float32, *_: Any) -> jax.Array:
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return init

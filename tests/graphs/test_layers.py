@@ -1,0 +1,436 @@
+"""What holds for all layers, with each of their options."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from layer_cases import (
+    CASES,
+    Case,
+    draw_inputs,
+    hub_graph,
+    in_float64,
+    parameters,
+    small_graph,
+    weights_of,
+)
+
+import jmp_train as jt
+from jmp_train import graphs
+
+Call = Callable[[Any, jax.Array, Any], jax.Array]
+cases = pytest.mark.parametrize("name", CASES)
+
+
+def graph_of(case: Case) -> Any:
+    return small_graph() if case.is_recurrent else hub_graph()
+
+
+@functools.cache
+def exact_gradients(name: str, is_small: bool, dtype: str) -> Any:
+    """Returns parameters and inputs that the dtype can hold, a cotangent, and the float64 results."""
+    case = CASES[name]
+    graph, edges, count = small_graph() if is_small else graph_of(case)
+    _, state = parameters(case.make(rngs=nnx.Rngs(0)))
+    state = jax.tree.map(lambda a: a.astype(dtype).astype(jnp.float32), state)
+    x, w = draw_inputs(case, count, edges, dtype)
+    p, wide_x, wide_w = in_float64(state), np.asarray(x, np.float64), weights_of(w, edges)
+    exact = case.exact(np, p, edges, wide_x, wide_w)
+    sizes = case.sizes(p, edges, wide_x, wide_w)
+    cotangent = np.random.default_rng(9).normal(size=exact.shape).astype(np.float32)
+    with jax.enable_x64(True):
+        inputs = jax.tree.map(jnp.asarray, (p, wide_x, wide_w))
+        gradients = jax.grad(
+            lambda p, x, w: (case.exact(jnp, p, edges, x, w) * cotangent.astype(float)).sum(),
+            argnums=(0, 1, 2),
+        )(*inputs)
+    gradients = {**gradients[0], "features": gradients[1], "edge_weight": gradients[2]}
+    return graph, state, x, w, cotangent, exact, sizes, jax.tree.map(np.asarray, gradients)
+
+
+def assert_close(name: str, dtype: str, call: Call, state: Any, inputs: Any) -> None:
+    """Asserts that results and gradients are within what the dtype allows, under jit."""
+    _, _, x, w, cotangent, exact, sizes, exact_grads = inputs
+
+    def loss(state: Any, x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
+        result = call(state, x, w)
+        return jnp.sum(result.astype(jnp.float32) * cotangent), result
+
+    numbers = (0, 1) if w is None else (0, 1, 2)
+    (_, result), grads = jax.jit(jax.value_and_grad(loss, numbers, has_aux=True))(state, x, w)
+    eps = float(jnp.finfo(dtype).eps)
+    assert result.dtype == dtype
+    error = np.abs(np.asarray(result, np.float64) - exact)
+    if dtype == "float32":
+        assert error.max() <= 1e-5 * np.abs(exact).max()
+    else:
+        assert (error <= 8 * eps * sizes).all()
+    by_name = {**in_float64(grads[0]), "features": grads[1]}
+    if w is not None:
+        by_name["edge_weight"] = grads[2]
+    # Leaky units of GATv2, and the largest of several, are others after a rounding.
+    tolerance = 32 * eps if CASES[name].is_chosen or "gatv2" in name else 8 * eps
+    largest = max(np.abs(grad).max() for grad in exact_grads.values())
+    for key, grad in by_name.items():
+        wanted = exact_grads[key]
+        scale = max(np.abs(wanted).max(), 0.01 * largest)
+        worst = np.abs(np.asarray(grad, np.float64) - wanted).max() / scale
+        assert worst <= max(tolerance, 3e-5), f"{key}: {worst / eps:.3g} eps"
+
+
+def layer_call(case: Case, graph: graphs.Graph, **options: Any) -> Call:
+    """Returns the layer as a function of its parameters, features and edge weights."""
+    definition, _ = nnx.split(case.make(rngs=nnx.Rngs(0), **options))
+    return lambda state, x, w: nnx.merge(definition, state)(graph, x, w)
+
+
+@pytest.mark.parametrize("is_small", [True, False], ids=["small", "hub"])
+@cases
+def test_float32_equals_float64(name: str, is_small: bool) -> None:
+    inputs = exact_gradients(name, is_small, "float32")
+    assert_close(name, "float32", layer_call(CASES[name], inputs[0]), inputs[1], inputs)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@cases
+def test_autocast_within_eps_of_float64(name: str, half: str) -> None:
+    inputs = exact_gradients(name, False, half)
+    call = jt.autocast(layer_call(CASES[name], inputs[0]), half)
+    assert_close(name, half, call, inputs[1], inputs)
+
+
+@cases
+def test_a_half_policy_within_eps_of_float64(name: str) -> None:
+    inputs = exact_gradients(name, False, "float16")
+    policy = jt.get_policy("mixed_float16")
+    call = layer_call(CASES[name], inputs[0])
+    assert_close(name, "float16", call, policy.cast_to_compute(inputs[1]), inputs)
+    assert jt.apply_policy(call, policy)(inputs[1], *inputs[2:4]).dtype == jnp.float32
+
+
+@cases
+def test_a_half_dtype_within_eps_of_float64(name: str) -> None:
+    inputs = exact_gradients(name, False, "bfloat16")
+    call = layer_call(CASES[name], inputs[0], dtype=jnp.bfloat16)
+    assert_close(name, "bfloat16", call, inputs[1], inputs)
+
+
+@cases
+def test_parameters_have_the_dtype_asked_for(name: str) -> None:
+    for dtype in ("float32", "bfloat16"):
+        layer = CASES[name].make(rngs=nnx.Rngs(0), param_dtype=dtype)
+        assert all(x.dtype == dtype for x in jax.tree.leaves(nnx.state(layer, nnx.Param)))
+    assert not jax.tree.leaves(nnx.state(layer, nnx.Not(nnx.Param)))
+
+
+@cases
+def test_vmap_over_features(name: str) -> None:
+    case = CASES[name]
+    graph, edges, count = small_graph()
+    _, state = parameters(case.make(rngs=nnx.Rngs(0)))
+    x, w = draw_inputs(case, count, edges, "float32")
+    batch = jnp.stack([x, -x, 2 * x])
+    call = layer_call(case, graph)
+    found = jax.jit(jax.vmap(call, (None, 0, None)))(state, batch, w)
+    single = jax.jit(call)
+    wanted = jnp.stack([single(state, x, w) for x in batch])
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@cases
+def test_jraphs_graphs_and_padded_ones_give_the_same(name: str) -> None:
+    case = CASES[name]
+    graph, edges, count = small_graph()
+    definition, state = parameters(case.make(rngs=nnx.Rngs(0)))
+    x, w = draw_inputs(case, count, edges, "float32")
+    layer = nnx.merge(definition, state)
+    wanted = layer(graph, x, w)
+    theirs = graphs.to_jraph(graph)._replace(nodes=np.ones((count, 1)), globals={"a": 1})
+    np.testing.assert_array_equal(layer(theirs, x, w), wanted)
+    if not case.is_recurrent:
+        found = jax.jit(lambda theirs, x, w: layer(theirs, x, w))(
+            theirs._replace(nodes=None, globals=None), x, w
+        )
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        larger = graphs.pad(graph, count + 4, graph.num_edges + 9)
+        rows = jnp.pad(x, ((0, 4), (0, 0)), constant_values=1e4)
+        weights = None if w is None else jnp.pad(w, (0, 9), constant_values=1e4)
+        found = jax.jit(layer)(larger, rows, weights)[:count]
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "lstm" not in name])
+def test_the_gradient_needs_nothing_that_was_computed_per_edge(name: str) -> None:
+    case = CASES[name]
+    graph, edges, count = small_graph()
+    _, state = parameters(case.make(rngs=nnx.Rngs(0)))
+    x, w = draw_inputs(case, count, edges, "float32")
+    call = layer_call(case, graph)
+    _, pullback = jax.vjp(jax.jit(lambda state, x: call(state, x, w)), state, x)
+    for residual in jax.tree.leaves(pullback):
+        is_per_edge = residual.shape[:1] == (graph.num_edges,)
+        assert not is_per_edge or residual is w or residual.dtype == jnp.int32
+
+
+DROPPING: dict[str, Callable[..., Any]] = {
+    "sage": lambda **o: graphs.SAGEConv(6, 4, feature_dropout=0.5, **o),
+    "gat features": lambda **o: graphs.GATConv(6, 4, 2, feature_dropout=0.5, **o),
+    "gat attention": lambda **o: graphs.GATConv(6, 4, 2, attention_dropout=0.5, **o),
+    "gatv2 features": lambda **o: graphs.GATv2Conv(6, 4, 2, feature_dropout=0.5, **o),
+    "gatv2 attention": lambda **o: graphs.GATv2Conv(6, 4, 2, attention_dropout=0.5, **o),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_is_on_in_training_only(name: str) -> None:
+    graph, x = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3), jnp.ones((3, 6))
+    layer = DROPPING[name](rngs=nnx.Rngs(0))
+    first, second = layer(graph, x), layer(graph, x)
+    assert (first != second).any()
+    assert (layer(graph, x, rngs=nnx.Rngs(dropout=5)) != first).any()
+    np.testing.assert_array_equal(
+        layer(graph, x, rngs=nnx.Rngs(dropout=5)), layer(graph, x, rngs=nnx.Rngs(dropout=5))
+    )
+    np.testing.assert_array_equal(DROPPING[name](rngs=nnx.Rngs(0))(graph, x), first)
+    still = layer(graph, x, deterministic=True)
+    layer.eval()
+    np.testing.assert_array_equal(layer(graph, x), still)
+    np.testing.assert_array_equal(layer(graph, x), still)
+    assert (layer(graph, x, deterministic=False) != still).any()
+    view = nnx.view(layer, deterministic=False)
+    assert (view(graph, x) != still).any()
+    layer.train()
+    assert (layer(graph, x) != still).any()
+
+
+@pytest.mark.parametrize("half", [None, "float16"])
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_keeps_the_mean(name: str, half: Any) -> None:
+    """Where the network is linear in what is dropped: logits are 0."""
+    graph = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 6)), half or jnp.float32)
+    layer = DROPPING[name](rngs=nnx.Rngs(0), dtype=half)
+    for vector in ("left", "right", "attention"):
+        if hasattr(layer, vector):
+            getattr(layer, vector)[...] *= 0
+    still = layer(graph, x, deterministic=True)
+    definition, params, others = nnx.split(layer, nnx.Param, ...)
+
+    def dropped(key: jax.Array) -> jax.Array:
+        layer = nnx.merge(definition, params, others)
+        return layer(graph, x, rngs=nnx.Rngs(dropout=key)).astype(jnp.float32)
+
+    count = 4_000
+    results = jax.jit(jax.vmap(dropped))(jax.random.split(jax.random.key(1), count))
+    assert layer(graph, x).dtype == still.dtype == (half or jnp.float32)
+    error = jnp.abs(results.mean(0) - still.astype(jnp.float32))
+    assert (error < 5 * results.std(0) / count**0.5 + 1e-3).all()
+
+
+def test_layers_without_dropout_have_no_random_state() -> None:
+    layer = graphs.GATConv(6, 4, 2, rngs=nnx.Rngs(0))
+    assert not jax.tree.leaves(nnx.state(layer, nnx.RngState))
+
+
+def test_features_and_parameters_promote() -> None:
+    graph, layer = graphs.from_edges([0], [0], 1), graphs.GraphConv(2, 2, rngs=nnx.Rngs(0))
+    with jax.numpy_dtype_promotion("standard"):
+        assert layer(graph, jnp.ones((1, 2), jnp.float16)).dtype == jnp.float32
+
+
+def plain(function: Callable[..., Any], *shapes: tuple[int, ...], **options: Any) -> Any:
+    """Calls a layer's function on a graph of three nodes and four edges, with arrays of ones."""
+    graph = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3)
+    return function(graph, *map(jnp.ones, shapes), **options)
+
+
+FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "graph norm": (
+        lambda: plain(graphs.graph_conv, (3, 2), norm="rigth"),
+        "norm='rigth' must be one of 'none', 'both', 'left', 'right'",
+    ),
+    "graph norm of the layer": (
+        lambda: graphs.GraphConv(2, 2, norm="all", rngs=nnx.Rngs(0)),
+        "norm='all' must be one of",
+    ),
+    "graph width": (
+        lambda: plain(graphs.graph_conv, (3, 2), (4, 2)),
+        r"features must be \[3, 4\], got shape \(3, 2\)",
+    ),
+    "graph rows": (
+        lambda: plain(graphs.graph_conv, (2, 2)),
+        r"features must be \[3, in\], got shape \(2, 2\)",
+    ),
+    "graph weight": (
+        lambda: plain(graphs.graph_conv, (3, 2), (2,)),
+        r"weight must be \[in, out\], got shape \(2,\)",
+    ),
+    "graph bias": (
+        lambda: plain(graphs.graph_conv, (3, 2), (2, 5), (2,)),
+        r"bias must be \[5\], got shape \(2,\)",
+    ),
+    "graph edge weight": (
+        lambda: plain(graphs.graph_conv, (3, 2), edge_weight=jnp.ones(3)),
+        r"edge_weight must be \[4\], got shape \(3,\)",
+    ),
+    "graph widths without weight": (
+        lambda: graphs.GraphConv(2, 3, use_weight=False, rngs=nnx.Rngs(0)),
+        "use_weight=False keeps the width: in_features=2 and out_features=3 must be equal",
+    ),
+    "sage aggregator": (
+        lambda: plain(graphs.sage_conv, (3, 2), (2, 2), aggregator="max"),
+        "aggregator='max' must be one of 'mean', 'gcn', 'pool', 'lstm'",
+    ),
+    "sage aggregator of the layer": (
+        lambda: graphs.SAGEConv(2, 2, aggregator="max", rngs=nnx.Rngs(0)),
+        "aggregator='max' must be one of",
+    ),
+    "sage without self weight": (
+        lambda: plain(graphs.sage_conv, (3, 2), (2, 2)),
+        "aggregator='mean' takes a self_weight",
+    ),
+    "sage gcn with self weight": (
+        lambda: plain(graphs.sage_conv, (3, 2), (2, 2), (2, 2), aggregator="gcn"),
+        "aggregator='gcn' takes no self_weight",
+    ),
+    "sage pool without weights": (
+        lambda: plain(graphs.sage_conv, (3, 2), (2, 2), (2, 2), aggregator="pool"),
+        "aggregator='pool' takes 2 aggregator_weights, got 0",
+    ),
+    "sage pool weights": (
+        lambda: plain(
+            graphs.sage_conv,
+            (3, 2),
+            (2, 2),
+            (2, 2),
+            aggregator="pool",
+            aggregator_weights=[jnp.ones((2, 2)), jnp.ones(3)],
+        ),
+        r"aggregator_weights\[1\] must be \[2\], got shape \(3,\)",
+    ),
+    "sage width": (
+        lambda: plain(graphs.sage_conv, (3, 4), (2, 2), (2, 2)),
+        r"features must be \[3, 2\], got shape \(3, 4\)",
+    ),
+    "sage edge weight": (
+        lambda: plain(graphs.sage_conv, (3, 2), (2, 2), (2, 2), edge_weight=jnp.ones((4, 1))),
+        r"edge_weight must be \[4\], got shape \(4, 1\)",
+    ),
+    "sage rate": (
+        lambda: graphs.SAGEConv(2, 2, feature_dropout=1.5, rngs=nnx.Rngs(0)),
+        r"feature_dropout=1.5 must lie in \[0, 1\)",
+    ),
+    "sage key": (
+        lambda: plain(graphs.sage_conv, (3, 2), (2, 2), (2, 2), feature_dropout=0.5),
+        "feature_dropout=0.5 needs a random key",
+    ),
+    "gat width": (
+        lambda: plain(graphs.gat_conv, (3, 2), (4, 6), (1, 2, 3), (1, 2, 3)),
+        r"features must be \[3, 4\], got shape \(3, 2\)",
+    ),
+    "gat weight": (
+        lambda: plain(graphs.gat_conv, (3, 2), (2, 5), (1, 2, 3), (1, 2, 3)),
+        r"weight must be \[in, 6\], got shape \(2, 5\)",
+    ),
+    "gat vectors": (
+        lambda: plain(graphs.gat_conv, (3, 2), (2, 6), (1, 2, 3), (1, 3, 2)),
+        r"right must be \[1, 2, 3\], got shape \(1, 3, 2\)",
+    ),
+    "gat residual": (
+        lambda: plain(graphs.gat_conv, (3, 2), (2, 6), (1, 2, 3), (1, 2, 3), residual=True),
+        r"features of width 2 to 6: residual_weight \[2, 6\] is needed",
+    ),
+    "gat residual weight": (
+        lambda: plain(
+            graphs.gat_conv,
+            (3, 6),
+            (6, 6),
+            (1, 2, 3),
+            (1, 2, 3),
+            residual_weight=jnp.ones((6, 6)),
+        ),
+        "residual_weight needs residual=True",
+    ),
+    "gat edge weight": (
+        lambda: plain(
+            graphs.gat_conv, (3, 2), (2, 6), (1, 2, 3), (1, 2, 3), edge_weight=jnp.ones(3)
+        ),
+        r"edge_weight must be \[4\], got shape \(3,\)",
+    ),
+    "gat rate": (
+        lambda: graphs.GATConv(2, 2, 2, attention_dropout=-0.5, rngs=nnx.Rngs(0)),
+        r"attention_dropout=-0.5 must lie in \[0, 1\)",
+    ),
+    "gatv2 bias": (
+        lambda: plain(graphs.gatv2_conv, (3, 2), (2, 6), (1, 2, 3), right_bias=jnp.ones(6)),
+        "right_bias needs right_weight",
+    ),
+    "gatv2 weight": (
+        lambda: plain(graphs.gatv2_conv, (3, 2), (2, 5), (1, 2, 3)),
+        r"left_weight must be \[in, 6\], got shape \(2, 5\)",
+    ),
+    "gatv2 attention": (
+        lambda: plain(graphs.gatv2_attention, (3, 2, 3), (3, 2, 3), (3, 2)),
+        r"got shapes \(3, 2, 3\), \(3, 2, 3\) and \(3, 2\)",
+    ),
+    "gin aggregator": (
+        lambda: plain(graphs.gin_conv, (3, 2), aggregator="min"),
+        "aggregator='min' must be one of 'sum', 'max', 'mean'",
+    ),
+    "gin eps": (
+        lambda: plain(graphs.gin_conv, (3, 2), eps=jnp.ones(2)),
+        r"eps must be a number, got shape \(2,\)",
+    ),
+    "gin rows": (
+        lambda: plain(graphs.gin_conv, (4, 2)),
+        r"features must be \[3, \.\.\.\], got shape \(4, 2\)",
+    ),
+    "gin edge weight": (
+        lambda: plain(graphs.gin_conv, (3, 2), edge_weight=jnp.ones(5)),
+        r"edge_weight must be \[4\], got shape \(5,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_messages_name_the_argument_what_came_and_what_was_wanted(name: str) -> None:
+    call, message = FAULTS[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: graphs.GraphConv(2, 2, **options),
+        lambda **options: graphs.GATConv(2, 2, 1, **options),
+        lambda **options: graphs.GATv2Conv(2, 2, 1, **options),
+    ],
+    ids=["graph", "gat", "gatv2"],
+)
+def test_nodes_that_no_edge_enters_have_to_be_allowed(make: Callable[..., Any]) -> None:
+    graph, x = graphs.from_edges([0, 1], [1, 1], 2), jnp.ones((2, 2))
+    layer = make(rngs=nnx.Rngs(0))
+    for call in (layer, jax.jit(layer)):
+        with pytest.raises(ValueError, match="pass allow_zero_in_degree=True"):
+            call(graph, x)
+    allowed = make(rngs=nnx.Rngs(0), allow_zero_in_degree=True)(graph, x)
+    assert (allowed[0] == 0).all() and (allowed[1] != 0).any()
+    # Only the device knows the edges, and nothing is checked.
+    unknown = jax.jit(lambda theirs, x: layer(theirs, x))(graphs.to_jraph(graph), x)
+    np.testing.assert_array_equal(unknown, allowed)
+
+
+def test_what_is_no_graph_and_no_float_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"a Graph or a jraph\.GraphsTuple, got HeteroGraph"):
+        graph: Any = graphs.hetero_from_edges({("a", "b", "a"): ([0], [0])}, {"a": 1})
+        graphs.graph_conv(graph, jnp.ones((1, 1)))
+    with pytest.raises(TypeError, match="features must be floats, got int32"):
+        graphs.gin_conv(graphs.from_edges([0], [0], 1), jnp.ones((1, 1), jnp.int32))
+    with pytest.raises(TypeError, match="edge_weight must be floats, got bool"):
+        plain(graphs.graph_conv, (3, 2), edge_weight=jnp.ones(4, bool))
