@@ -97,6 +97,35 @@ def test_the_digits_example_reaches_its_accuracy(tmp_path: Path) -> None:
     assert float(accuracy[1]) > 97
 
 
+def test_the_message_passing_example_agrees_with_itself_and_the_hub_is_right(
+    tmp_path: Path,
+) -> None:
+    example = str(ROOT / "examples" / "message_passing.py")
+    output = run_script(
+        "import runpy, warnings\nwarnings.simplefilter('error')\n"
+        f"runpy.run_path({example!r}, run_name='__main__')",
+        cwd=tmp_path,
+    )
+    *lines, hub = output.splitlines()
+    assert hub == "hub 13160, by jax.ops.segment_sum 2048"
+    found = [
+        re.fullmatch(
+            r"(\w+) +\((.*)\) float16, float16  largest ([\d.]+), difference ([\d.]+)", line
+        )
+        for line in lines
+    ]
+    assert [match and match.group(1, 2) for match in found] == [
+        ("x", "30, 16"),
+        ("hx", "100, 1"),
+        ("gradient", "100, 1"),
+    ]
+    for match in found:
+        assert match is not None
+        largest, difference = float(match[3]), float(match[4])
+        assert largest > 1
+        assert difference < 2e-3 * largest
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_mnist_example_is_float32s_but_for_three_lines(tmp_path: Path) -> None:
