@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jmp_train import __version__
 from jmp_train.policies.policy import get_policy
 from jmp_train.tasks import TASK_NAMES, load_task
-from jmp_train.tasks.task import DataOptions
+from jmp_train.tasks.task import TaskOptions
 
 if TYPE_CHECKING:
     from jmp_train.display import Display
@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--data-dir", type=Path, metavar="DIR", help="where the files are")
         command.add_argument("--synthetic", action="store_true", help="made-up data, same shapes")
         command.add_argument("--train-size", type=_positive, help="only the first N training rows")
+        command.add_argument("--model", help="of tasks with several: gcn or gat for karate")
         command.add_argument(
             "--logdir", type=Path, metavar="DIR", help="write DIR/POLICY for TensorBoard, and lines"
         )
@@ -125,7 +126,7 @@ def _train(args: argparse.Namespace) -> int:
     from jmp_train.training import train
 
     _turn_ynn_fusion_off()
-    task = load_task(args.task, _data_options(args))
+    task = load_task(args.task, _task_options(args))
     epochs = args.epochs or task.epochs
     with ExitStack() as stack:
         log = None
@@ -159,8 +160,8 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
-def _data_options(args: argparse.Namespace) -> DataOptions:
-    return DataOptions(args.data_dir, args.synthetic, args.train_size)
+def _task_options(args: argparse.Namespace) -> TaskOptions:
+    return TaskOptions(args.data_dir, args.synthetic, args.train_size, args.model)
 
 
 def _turn_ynn_fusion_off() -> None:
@@ -176,7 +177,7 @@ def _compare(args: argparse.Namespace) -> int:
     from jmp_train.report import print_table, report, write_report
     from jmp_train.training import count_steps
 
-    task = load_task(args.task, _data_options(args))
+    task = load_task(args.task, _task_options(args))
     epochs = args.epochs or task.epochs
     count_steps(task, epochs, args.batch_size or task.batch_size)
     _check_outputs(args)
@@ -245,7 +246,7 @@ def _run_in_process(args: argparse.Namespace, policy: str, display: "Display") -
 
 def _start(args: argparse.Namespace, policy: str, errors: Any) -> Popen[str]:
     command = [sys.executable, "-m", "jmp_train", "train", args.task, "--policy", policy, "--json"]
-    for option in ("seed", "epochs", "batch_size", "data_dir", "train_size", "logdir"):
+    for option in ("seed", "epochs", "batch_size", "data_dir", "train_size", "model", "logdir"):
         value = getattr(args, option)
         if value is not None:
             command += [f"--{option.replace('_', '-')}", str(value)]

@@ -3,19 +3,24 @@
 import dataclasses
 import importlib
 
-from jmp_train.tasks.task import DataOptions, Task
+from jmp_train.tasks.task import Task, TaskOptions
 
-_MODULES = {"digits": "jmp_train.tasks.digits", "mnist": "jmp_train.tasks.mnist"}
+_MODULES = {
+    "digits": "jmp_train.tasks.digits",
+    "mnist": "jmp_train.tasks.mnist",
+    "karate": "jmp_train.tasks.karate",
+}
+_MODELS = {"karate": ("gcn", "gat")}  # of the tasks that have several, the default first
 
 TASK_NAMES = tuple(_MODULES)
 
 
-def load_task(name: str, options: DataOptions | None = None) -> Task:
+def load_task(name: str, options: TaskOptions | None = None) -> Task:
     """Returns the task of that name with its data loaded.
 
     Args:
       name: one of `TASK_NAMES`.
-      options: which data; None for the task's own and all of it.
+      options: which data and model; None for the task's own, and all of the data.
 
     Returns:
       The task.
@@ -25,7 +30,8 @@ def load_task(name: str, options: DataOptions | None = None) -> Task:
       ValueError: the options do not suit the task, or a file is damaged.
       FileNotFoundError: files are missing; the message says where they are public.
     """
-    options = DataOptions() if options is None else options
+    options = TaskOptions() if options is None else options
+    options = dataclasses.replace(options, model=_checked_model(name, options.model))
     task = importlib.import_module(_MODULES[name]).load(options)
     if options.train_size is None:
         return task
@@ -36,3 +42,14 @@ def load_task(name: str, options: DataOptions | None = None) -> Task:
         )
     first = {name: array[: options.train_size] for name, array in task.train.items()}
     return dataclasses.replace(task, train=first)
+
+
+def _checked_model(name: str, model: str | None) -> str | None:
+    models = _MODELS.get(name)
+    if models is None:
+        if model is not None:
+            raise ValueError(f"model={model!r}: task {name} has one model only")
+        return None
+    if model is not None and model not in models:
+        raise ValueError(f"model={model!r} is none of task {name}'s: {', '.join(models)}")
+    return models[0] if model is None else model

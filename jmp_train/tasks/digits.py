@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_train.tasks.task import Arrays, DataOptions, Task
+from jmp_train.tasks.task import Arrays, Task, TaskOptions
 
 CLASSES = 10
 
@@ -65,7 +65,7 @@ def predict(params: Any, batch_stats: Any, batch: Any) -> Any:
     return _MODEL.apply(variables, batch["image"], train=False)
 
 
-def load(options: DataOptions) -> Task:
+def load(options: TaskOptions) -> Task:
     """Returns the task, with a fifth of each digit's images held out for the test."""
     if options.data_dir is not None or options.synthetic:
         raise ValueError("task digits brings its data: it takes no --data-dir and no --synthetic")

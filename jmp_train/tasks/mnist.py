@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from jmp_train.idx import read_idx
-from jmp_train.tasks.task import Arrays, DataOptions, Task
+from jmp_train.tasks.task import Arrays, Task, TaskOptions
 
 # (channels in, channels out, kernel, stride, padding)
 BLOCKS = (
@@ -133,7 +133,7 @@ def prepare(rows: Arrays) -> Arrays:
     }
 
 
-def load(options: DataOptions) -> Task:
+def load(options: TaskOptions) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data."""
     train, test = _data(options)
     return Task(
@@ -151,7 +151,7 @@ def load(options: DataOptions) -> Task:
     )
 
 
-def _data(options: DataOptions) -> tuple[Arrays, Arrays]:
+def _data(options: TaskOptions) -> tuple[Arrays, Arrays]:
     if options.synthetic:
         if options.data_dir is not None:
             raise ValueError("--data-dir and --synthetic exclude each other")

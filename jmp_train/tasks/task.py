@@ -1,4 +1,4 @@
-"""What a task is made of, and what its user says of the data."""
+"""What a task is made of, and what its user says of the data and the model."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,18 +15,20 @@ Arrays = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class DataOptions:
-    """Which data a task is to load.
+class TaskOptions:
+    """Which data a task is to load, and which of its models.
 
     Attributes:
       data_dir: the folder of its files, for tasks that have files.
       synthetic: made-up data of the same shapes, for those tasks.
       train_size: train on that many rows only, the first; None for all.
+      model: which model, for tasks that have several; None for the task's own choice.
     """
 
     data_dir: Path | None = None
     synthetic: bool = False
     train_size: int | None = None
+    model: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from helpers import idx_bytes, promoting, relaxed, write_mnist
 
 from jmp_train.tasks import load_task
 from jmp_train.tasks.mnist import BLOCKS, FILES, prepare, read_mnist, torch_uniform
-from jmp_train.tasks.task import DataOptions, Task
+from jmp_train.tasks.task import Task, TaskOptions
 from jmp_train.training import train
 
 REAL = Path(__file__).resolve().parents[3] / "shared/data/mnist"
@@ -26,7 +26,7 @@ def fixture_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(name="synthetic", scope="module")
 def fixture_synthetic() -> Task:
-    task = load_task("mnist", DataOptions(synthetic=True, train_size=96))
+    task = load_task("mnist", TaskOptions(synthetic=True, train_size=96))
     return dataclasses.replace(
         task,
         test={name: array[:40] for name, array in task.test.items()},
@@ -40,7 +40,7 @@ def fixture_synthetic() -> Task:
 def test_the_real_files() -> None:
     if not REAL.is_dir():
         pytest.skip("../shared/data is not there: MNIST's files are not in the project")
-    task = load_task("mnist", DataOptions(data_dir=REAL))
+    task = load_task("mnist", TaskOptions(data_dir=REAL))
     assert task.train["image"].shape == (60000, 28, 28)
     assert task.test["image"].shape == (10000, 28, 28)
     assert task.train["label"][:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
@@ -64,11 +64,11 @@ def test_files_gzipped_or_not(folder: Path) -> None:
 
 
 def test_train_size_takes_the_first_rows(folder: Path) -> None:
-    task = load_task("mnist", DataOptions(data_dir=folder, train_size=7))
+    task = load_task("mnist", TaskOptions(data_dir=folder, train_size=7))
     assert task.train["label"].tolist() == list(range(7))
     assert len(task.test["label"]) == 10
     with pytest.raises(ValueError, match="train_size=41 must lie between 1 and the 40 training"):
-        load_task("mnist", DataOptions(data_dir=folder, train_size=41))
+        load_task("mnist", TaskOptions(data_dir=folder, train_size=41))
 
 
 def test_missing_files_are_named_with_address_size_and_sha256(folder: Path) -> None:
@@ -112,9 +112,9 @@ def test_data_that_does_not_fit_is_named(folder: Path) -> None:
 
 def test_options_that_do_not_go_together(folder: Path) -> None:
     with pytest.raises(ValueError, match="--data-dir and --synthetic exclude each other"):
-        load_task("mnist", DataOptions(data_dir=folder, synthetic=True))
+        load_task("mnist", TaskOptions(data_dir=folder, synthetic=True))
     with pytest.raises(ValueError, match="task digits brings its data"):
-        load_task("digits", DataOptions(synthetic=True))
+        load_task("digits", TaskOptions(synthetic=True))
 
 
 def test_the_network_is_pytorchs(synthetic: Task) -> None:

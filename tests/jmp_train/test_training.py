@@ -8,7 +8,7 @@ from helpers import promoting, relaxed
 import jmp_train as jt
 from jmp_train.records import Compiled, Epoch, Event, Progress
 from jmp_train.tasks import TASK_NAMES, load_task
-from jmp_train.tasks.task import DataOptions, Task
+from jmp_train.tasks.task import Task, TaskOptions
 from jmp_train.training import loss_scale_for, train
 
 
@@ -26,10 +26,11 @@ def fixture_digits() -> Task:
 
 def test_every_task_loads() -> None:
     for name in TASK_NAMES:
-        task = load_task(name, DataOptions(synthetic=name != "digits"))
+        task = load_task(name, TaskOptions(synthetic=name == "mnist"))
         assert task.name == name
         assert set(task.train) == set(task.test)
-        assert len(task.train["label"]) > len(task.test["label"]) > 0
+        for data in (task.train, task.test):
+            assert len(data["label"]) == len(next(iter(data.values()))) > 0
 
 
 def test_digits_are_the_real_ones_and_split_without_overlap(digits: Task) -> None:

@@ -1,0 +1,57 @@
+"""The models of the graph tasks: layers of `jmp_train.graphs` with activations between them.
+
+They name no dtype: features and parameters bring theirs, and so a policy decides.
+"""
+
+import jax
+from flax import nnx
+
+from jmp_train.graphs.gat_conv import GATConv
+from jmp_train.graphs.graph import Graph
+from jmp_train.graphs.graph_conv import GraphConv
+
+
+class GCN(nnx.Module):
+    """Two graph convolutions with a ReLU between them.
+
+    Args:
+      in_features: the width of a node's features.
+      hidden: the width between the layers.
+      classes: how many logits a node gets.
+      rngs: flax's streams.
+
+    Reference: Kipf and Welling, https://arxiv.org/abs/1609.02907.
+    """
+
+    def __init__(self, in_features: int, hidden: int, classes: int, *, rngs: nnx.Rngs) -> None:
+        self.first = GraphConv(in_features, hidden, activation=nnx.relu, rngs=rngs)
+        self.second = GraphConv(hidden, classes, rngs=rngs)
+
+    def __call__(self, graph: Graph, features: jax.Array) -> jax.Array:
+        """Returns logits [nodes, classes] of features [nodes, in]."""
+        return self.second(graph, self.first(graph, features))
+
+
+class GAT(nnx.Module):
+    """Two layers of graph attention, the first with several heads, with an ELU between them.
+
+    Args:
+      in_features: the width of a node's features.
+      hidden: the width of each head between the layers.
+      classes: how many logits a node gets.
+      heads: the first layer's.
+      rngs: flax's streams.
+
+    Reference: Velickovic et al., https://arxiv.org/abs/1710.10903.
+    """
+
+    def __init__(
+        self, in_features: int, hidden: int, classes: int, heads: int, *, rngs: nnx.Rngs
+    ) -> None:
+        self.first = GATConv(in_features, hidden, heads, activation=nnx.elu, rngs=rngs)
+        self.second = GATConv(heads * hidden, classes, 1, rngs=rngs)
+
+    def __call__(self, graph: Graph, features: jax.Array) -> jax.Array:
+        """Returns logits [nodes, classes] of features [nodes, in]."""
+        hidden = self.first(graph, features)
+        return self.second(graph, hidden.reshape(hidden.shape[0], -1))[:, 0]

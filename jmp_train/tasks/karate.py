@@ -1,0 +1,90 @@
+"""Task `karate`: Zachary's karate club, which split in two; who went with whom is told by friendships.
+
+Of the 34 members only the instructor and the president are labelled, the others are the test. The
+graph comes with networkx, so this job runs anywhere. A batch is the labelled members; the graph and its
+features, a one-hot vector for each member, are the same for all of them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jmp_train.graphs.graph import Graph, from_edges
+from jmp_train.tasks.graph_models import GAT, GCN
+from jmp_train.tasks.task import Arrays, Task, TaskOptions
+
+CLASSES = 2
+LABELLED = (0, 33)  # the instructor and the president
+
+
+def load(options: TaskOptions) -> Task:
+    """Returns the task with the model of `options.model`, "gcn" or "gat"."""
+    if options.data_dir is not None or options.synthetic:
+        raise ValueError("task karate brings its data: it takes no --data-dir and no --synthetic")
+    graph, labels = read_club()
+    members = np.arange(graph.num_nodes, dtype=np.int32)
+    is_labelled = np.isin(members, LABELLED)
+    features = np.eye(graph.num_nodes, dtype=np.float32)
+
+    def make(key: jax.Array) -> GCN | GAT:
+        rngs = nnx.Rngs(key)
+        if options.model == "gat":
+            return GAT(graph.num_nodes, 8, CLASSES, 4, rngs=rngs)
+        return GCN(graph.num_nodes, 16, CLASSES, rngs=rngs)
+
+    structure = nnx.split(nnx.eval_shape(make, jax.random.key(0)))[0]
+
+    def init(key: jax.Array) -> tuple[Any, None]:
+        return nnx.split(make(key))[1], None
+
+    def predict(params: Any, model_state: Any, batch: Any) -> jax.Array:
+        del model_state
+        # A policy has cast the parameters, and the features, which are no part of the batch, follow.
+        dtype = jax.tree.leaves(params)[0].dtype
+        logits = nnx.merge(structure, params)(graph, jnp.asarray(features, dtype))
+        return logits[batch["node"]]
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
+        del rng
+        logits = predict(params, model_state, batch).astype(jnp.float32)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+        return loss, (model_state, None)
+
+    return Task(
+        name="karate",
+        train=_rows(members, labels, is_labelled),
+        test=_rows(members, labels, ~is_labelled),
+        prepare=lambda rows: rows,
+        init=init,
+        loss_fn=loss_fn,
+        predict=predict,
+        schedule=lambda steps: optax.constant_schedule(0.02),
+        optimizer=optax.adam,
+        batch_size=len(LABELLED),
+        epochs=50,
+    )
+
+
+def read_club() -> tuple[Graph, np.ndarray]:
+    """Returns the graph, with each friendship both ways and a loop for each member, and the clubs.
+
+    Returns:
+      The graph of 34 nodes and 190 edges; and int32 [34], 0 with the instructor, 1 with the president.
+    """
+    import networkx
+
+    club = networkx.karate_club_graph()
+    one_way = np.array(club.edges)
+    loops = np.arange(len(club))
+    senders = np.concatenate([one_way[:, 0], one_way[:, 1], loops])
+    receivers = np.concatenate([one_way[:, 1], one_way[:, 0], loops])
+    labels = [data["club"] != "Mr. Hi" for _, data in club.nodes(data=True)]
+    return from_edges(senders, receivers, len(club)), np.array(labels, np.int32)
+
+
+def _rows(members: np.ndarray, labels: np.ndarray, chosen: np.ndarray) -> Arrays:
+    return {"node": members[chosen], "label": labels[chosen]}

@@ -1,0 +1,89 @@
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import relaxed
+
+from jmp_train.cli import main
+from jmp_train.tasks import load_task
+from jmp_train.tasks.karate import read_club
+from jmp_train.tasks.task import Task, TaskOptions
+from jmp_train.training import train
+
+POLICIES = ("float32", "mixed_float16", "autocast_float16")
+
+
+def load(model: str) -> Task:
+    task = load_task("karate", TaskOptions(model=model))
+    return dataclasses.replace(task, optimizer=lambda rate: relaxed(task.optimizer(rate)))
+
+
+def test_the_club_is_zacharys() -> None:
+    graph, clubs = read_club()
+    assert (graph.num_nodes, graph.num_edges) == (34, 2 * 78 + 34)
+    edges = set(zip(graph.senders.tolist(), graph.receivers.tolist(), strict=True))
+    assert edges == {(receiver, sender) for sender, receiver in edges}
+    assert {(member, member) for member in range(34)} <= edges
+    assert graph.in_degrees[jax.numpy.array([0, 33])].tolist() == [16 + 1, 17 + 1]
+    assert clubs[[0, 33]].tolist() == [0, 1]
+    assert np.bincount(clubs).tolist() == [17, 17]
+
+
+@pytest.mark.parametrize(("model", "least"), [("gcn", 0.9), ("gat", 0.8)])
+def test_every_policy_is_as_accurate(model: str, least: float) -> None:
+    runs = [train(load(model), policy) for policy in POLICIES]
+    accuracies = [run.test_accuracy for run in runs]
+    assert accuracies[0] > least
+    assert accuracies == accuracies[:1] * 3
+    for run in runs:
+        assert run.epochs[-1].skipped_steps == 0
+        assert run.epochs[-1].loss < 0.1 < run.epochs[0].loss
+
+
+@pytest.mark.parametrize("model", ["gcn", "gat"])
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_the_model_computes_in_half(model: str, policy: str) -> None:
+    """Reads the products' dtypes in the program of a whole step."""
+    from jmp_train.policies.policy import get_policy
+    from jmp_train.train_state import TrainState
+    from jmp_train.train_step import train_step
+
+    task = load(model)
+    optimizer = optax.sgd(0.1)
+    params, _ = task.init(jax.random.key(0))
+    state = TrainState.create(params, optimizer, rng=jax.random.key(1))
+    step = train_step(task.loss_fn, optimizer, policy=get_policy(policy))
+    text = str(jax.make_jaxpr(step)(state, task.train))
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    halves = [line for line in products if ":f16[" in line.partition("dot_general")[0]]
+    assert products and len(halves) == len(products)
+
+
+def test_compare_trains_either_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["compare", "karate", "--epochs", "3", "--policies", "float32", "mixed_float16"]
+    losses = []
+    for model in ("gcn", "gat"):
+        assert main([*arguments, "--model", model, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        losses.append(report["runs"][0]["epochs"][0]["loss"])
+        assert report["runs"][1]["epochs"][0]["loss"] == pytest.approx(losses[-1], rel=0.01)
+    assert losses[0] != losses[1]
+
+
+def test_wrong_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="model='sage' is none of task karate's: gcn, gat"):
+        load_task("karate", TaskOptions(model="sage"))
+    with pytest.raises(ValueError, match="model='gat': task digits has one model only"):
+        load_task("digits", TaskOptions(model="gat"))
+    with pytest.raises(ValueError, match="task karate brings its data"):
+        load_task("karate", TaskOptions(synthetic=True))
+    assert main(["train", "karate", "--model", "mlp"]) == 1
+    assert "model='mlp' is none of task karate's" in capsys.readouterr().err
