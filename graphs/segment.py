@@ -4,7 +4,6 @@ They take what jraph's take. In float16 a running sum of ones ends at 2,048, in 
 no NaN to tell; here what is stored may be half, and what is added is float32.
 """
 
-import operator
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.accumulation import Incidence, incidence_of
+from jmp_train.graphs.connections import as_count
 from jmp_train.graphs.storage import wide
 
 
@@ -243,12 +243,7 @@ def _checked(
     data: Any, segment_ids: Any, num_segments: Any, is_sorted: bool
 ) -> tuple[jax.Array, Incidence]:
     data, ids = jnp.asarray(data), _integers("segment_ids", segment_ids)
-    try:
-        count = operator.index(num_segments)
-    except TypeError:
-        raise TypeError(f"num_segments={num_segments!r} must be an integer") from None
-    if count < 0:
-        raise ValueError(f"num_segments={count} must be at least 0")
+    count = as_count("num_segments", num_segments)
     if data.ndim == 0 or data.shape[0] != ids.shape[0]:
         raise ValueError(
             f"data and segment_ids must have as many rows, got shapes {data.shape} and {ids.shape}"
