@@ -11,7 +11,7 @@ from jmp_train.graphs.dropout import check_dropout, drop
 from jmp_train.graphs.frames import frame_of, some_edges
 from jmp_train.graphs.graph import Graph, from_jraph
 from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
-from jmp_train.graphs.layer_inputs import as_edge_weight
+from jmp_train.graphs.layer_inputs import as_edge_weight, as_graph
 from jmp_train.graphs.messages import in_float32
 from jmp_train.graphs.storage import graph_storage, wide
 from jmp_train.graphs.writing import checked_ids
@@ -105,7 +105,7 @@ def gat_attention(
 
     Reference: Velickovic et al., Graph Attention Networks, https://arxiv.org/abs/1710.10903.
     """
-    graph = from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else graph
+    graph = as_graph(graph, features)
     check_dropout("dropout_rate", dropout_rate, dropout_key)
     features = _floats("features", features, graph.num_nodes, "nodes")
     ends = [_floats(*pair, graph.num_nodes, "nodes") for pair in (("left", left), ("right", right))]
@@ -127,7 +127,8 @@ def gat_attention(
         right: jax.Array,
         weight: jax.Array | None,
     ) -> jax.Array:
-        logits = connections.sources.read(wide(left)) + connections.targets.read(wide(right))
+        sources, targets = connections.sources, connections.targets
+        logits = sources.read(wide(left)) + targets.read(wide(right))
         logits = jax.nn.leaky_relu(logits, negative_slope)
         messages = connections.sources.read(wide(features))
         return _weighted_sum(connections, logits, messages, weight, dropout_rate, key)
@@ -181,7 +182,7 @@ def gatv2_attention(
 
     Reference: Brody et al., How Attentive are Graph Attention Networks?, https://arxiv.org/abs/2105.14491.
     """
-    graph = from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else graph
+    graph = as_graph(graph, left)
     check_dropout("dropout_rate", dropout_rate, dropout_key)
     ends = [_floats(*pair, graph.num_nodes, "nodes") for pair in (("left", left), ("right", right))]
     attention = jnp.asarray(attention)

@@ -1,5 +1,5 @@
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +204,11 @@ def test_wrong_arguments_are_named() -> None:
         ValueError, match=r"right \[nodes, heads\], got shapes \(2, 1, 3\) and \(2, 2\)"
     ):
         graphs.gat_attention(graph, z, end, jnp.ones((2, 2)))
+    hetero = graphs.hetero_from_edges({("a", "b", "a"): ([0], [0])}, {"a": 2})
+    with pytest.raises(
+        TypeError, match=r"graph must be a Graph or a jraph\.GraphsTuple, got Hetero"
+    ):
+        graphs.gat_attention(cast(Any, hetero), z, end, end)
     with pytest.raises(ValueError, match=r"dropout_rate=1\.5 must lie in \[0, 1\)"):
         graphs.gat_attention(graph, z, end, end, dropout_rate=1.5)
     with pytest.raises(ValueError, match=r"dropout_rate=0\.5 needs a random key"):
