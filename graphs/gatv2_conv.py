@@ -89,39 +89,26 @@ def gatv2_conv(
     """
     check_dropout("feature_dropout", feature_dropout, dropout_key)
     check_dropout("attention_dropout", attention_dropout, dropout_key)
-    for name, weight, bias in (
-        ("right", right_weight, right_bias),
-        ("residual", residual_weight, residual_bias),
-    ):
-        if weight is None and bias is not None:
-            raise ValueError(f"{name}_bias needs {name}_weight")
     graph = as_graph(graph, features)
     check_in_degrees(graph, allow_zero_in_degree)
     attention = as_floats("attention", attention, 1, "heads", "out")
     _, heads, out = attention.shape
     left_weight = as_floats("left_weight", left_weight, "in", heads * out)
-    width = left_weight.shape[0]
+    width, columns = left_weight.shape
     features = as_floats("features", features, graph.num_nodes, width)
-    right_weight = as_optional("right_weight", right_weight, width, heads * out)
-    residual_weight = checked_residual(residual, residual_weight, width, heads * out)
-    biases = [
-        as_optional(name, bias, heads * out)
-        for name, bias in (
-            ("left_bias", left_bias),
-            ("right_bias", right_bias),
-            ("residual_bias", residual_bias),
-        )
-    ]
-    features, left_weight, right_weight, residual_weight, *biases = promoted(
-        features, left_weight, right_weight, residual_weight, *biases
+    residual_weight = checked_residual(residual, residual_weight, width, columns)
+    features, *arrays = promoted(
+        features,
+        *_checked_pair("left", left_weight, left_bias, width, columns),
+        *_checked_pair("right", right_weight, right_bias, width, columns),
+        *_checked_pair("residual", residual_weight, residual_bias, width, columns),
     )
-    left_bias, right_bias, residual_bias = biases
     feature_key, attention_key = split_key(dropout_key)
     features = drop(features, feature_dropout, feature_key)
 
-    left = right = dense(features, left_weight, left_bias).reshape(-1, heads, out)
+    left = right = dense(features, *arrays[:2]).reshape(-1, heads, out)
     if right_weight is not None:
-        right = dense(features, right_weight, right_bias).reshape(-1, heads, out)
+        right = dense(features, *arrays[2:4]).reshape(-1, heads, out)
     result = gatv2_attention(
         graph,
         left,
@@ -133,10 +120,21 @@ def gatv2_conv(
         dropout_key=attention_key,
     )
     if residual_weight is not None:
-        features = dense(features, residual_weight, residual_bias)
+        features = dense(features, *arrays[4:])
     if residual:
         result = result + features.reshape(-1, heads, out)
     return activated(result, activation)
+
+
+def _checked_pair(
+    name: str, weight: Any, bias: Any, width: int, out: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    if weight is None and bias is not None:
+        raise ValueError(f"{name}_bias needs {name}_weight")
+    return (
+        as_optional(f"{name}_weight", weight, width, out),
+        as_optional(f"{name}_bias", bias, out),
+    )
 
 
 class GATv2Conv(nnx.Module):

@@ -1,6 +1,5 @@
 """What layers are given, checked: the graph of either make, arrays by shape, words, and dtypes."""
 
-import functools
 from collections.abc import Iterable
 from types import EllipsisType
 from typing import Any
@@ -12,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.connections import is_traced
 from jmp_train.graphs.graph import Graph, from_jraph
+from jmp_train.graphs.storage import common_dtype
 
 
 def as_graph(graph: Any, features: Any) -> Graph:
@@ -92,8 +92,7 @@ def check_in_degrees(graph: Graph, allow_zero_in_degree: bool) -> None:
 
 def promoted(*arrays: jax.Array | None) -> list[Any]:
     """Returns arrays in the dtype that theirs promote to; None stays None."""
-    dtype = functools.reduce(jnp.promote_types, [x.dtype for x in arrays if x is not None])
-    return in_dtype(dtype, *arrays)
+    return in_dtype(common_dtype(*(x.dtype for x in arrays if x is not None)), *arrays)
 
 
 def in_dtype(dtype: DTypeLike | None, *arrays: Any) -> list[Any]:

@@ -118,7 +118,9 @@ def _run(
 def _is_entered(rule: Rule | None, equation: Any) -> bool:
     """Whether a rule needs the program within to be run by rules, instead of as it was traced."""
     if rule == "float32":  # what a checkpoint takes is what it saves, and is widened within
-        return equation.primitive.name == "remat2" or any(traced_dtype(atom) in HALVES for atom in equation.invars)
+        return equation.primitive.name == "remat2" or any(
+            traced_dtype(atom) in HALVES for atom in equation.invars
+        )
     return rule != "keep"
 
 

@@ -24,7 +24,18 @@ import jmp_train as jt
 from jmp_train import graphs
 
 Call = Callable[[Any, jax.Array, Any], jax.Array]
+TYPICAL = [
+    "graph both widening, weighted",
+    "sage mean widening, weighted",
+    "sage gcn",
+    "sage lstm, weighted",
+    "gat residual, weighted",
+    "gatv2 residual, weighted",
+    "gin mean, weighted",
+]
+WITH_FLOAT32_GRADIENTS = [*TYPICAL, "sage pool, weighted", "gatv2 identity, shared", "gin max"]
 cases = pytest.mark.parametrize("name", CASES)
+typical_cases = pytest.mark.parametrize("name", TYPICAL)
 
 
 def graph_of(case: Case) -> Any:
@@ -32,10 +43,22 @@ def graph_of(case: Case) -> Any:
 
 
 @functools.cache
-def exact_gradients(name: str, is_small: bool, dtype: str) -> Any:
+def exact_gradient(name: str) -> Callable[..., Any]:
+    """Returns the gradient of the reference's sum, weighted by a cotangent, in float64."""
+    case = CASES[name]
+    _, edges, _ = graph_of(case)
+
+    def loss(p: Any, x: Any, w: Any, cotangent: Any) -> jax.Array:
+        return (case.exact(jnp, p, edges, x, w) * cotangent).sum()
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+
+@functools.cache
+def exact_results(name: str, dtype: str) -> Any:
     """Returns parameters and inputs that the dtype can hold, a cotangent, and the float64 results."""
     case = CASES[name]
-    graph, edges, count = small_graph() if is_small else graph_of(case)
+    graph, edges, count = graph_of(case)
     _, state = parameters(case.make(rngs=nnx.Rngs(0)))
     state = jax.tree.map(lambda a: a.astype(dtype).astype(jnp.float32), state)
     x, w = draw_inputs(case, count, edges, dtype)
@@ -43,18 +66,17 @@ def exact_gradients(name: str, is_small: bool, dtype: str) -> Any:
     exact = case.exact(np, p, edges, wide_x, wide_w)
     sizes = case.sizes(p, edges, wide_x, wide_w)
     cotangent = np.random.default_rng(9).normal(size=exact.shape).astype(np.float32)
-    with jax.enable_x64(True):
-        inputs = jax.tree.map(jnp.asarray, (p, wide_x, wide_w))
-        gradients = jax.grad(
-            lambda p, x, w: (case.exact(jnp, p, edges, x, w) * cotangent.astype(float)).sum(),
-            argnums=(0, 1, 2),
-        )(*inputs)
-    gradients = {**gradients[0], "features": gradients[1], "edge_weight": gradients[2]}
-    return graph, state, x, w, cotangent, exact, sizes, jax.tree.map(np.asarray, gradients)
+    gradients = None
+    if name in (WITH_FLOAT32_GRADIENTS if dtype == "float32" else TYPICAL):
+        with jax.enable_x64(True):
+            inputs = jax.tree.map(jnp.asarray, (p, wide_x, wide_w, cotangent.astype(np.float64)))
+            of_params, of_x, of_w = jax.tree.map(np.asarray, exact_gradient(name)(*inputs))
+        gradients = {**of_params, "features": of_x, "edge_weight": of_w}
+    return graph, state, x, w, cotangent, exact, sizes, gradients
 
 
 def assert_close(name: str, dtype: str, call: Call, state: Any, inputs: Any) -> None:
-    """Asserts that results and gradients are within what the dtype allows, under jit."""
+    """Asserts that results, and of typical layers gradients, are within what the dtype allows."""
     _, _, x, w, cotangent, exact, sizes, exact_grads = inputs
 
     def loss(state: Any, x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
@@ -62,7 +84,11 @@ def assert_close(name: str, dtype: str, call: Call, state: Any, inputs: Any) -> 
         return jnp.sum(result.astype(jnp.float32) * cotangent), result
 
     numbers = (0, 1) if w is None else (0, 1, 2)
-    (_, result), grads = jax.jit(jax.value_and_grad(loss, numbers, has_aux=True))(state, x, w)
+    run = jax.value_and_grad(loss, numbers, has_aux=True)
+    if exact_grads is None:
+        (_, result), grads = jax.jit(loss)(state, x, w), None
+    else:
+        (_, result), grads = jax.jit(run)(state, x, w)
     eps = float(jnp.finfo(dtype).eps)
     assert result.dtype == dtype
     error = np.abs(np.asarray(result, np.float64) - exact)
@@ -70,17 +96,19 @@ def assert_close(name: str, dtype: str, call: Call, state: Any, inputs: Any) -> 
         assert error.max() <= 1e-5 * np.abs(exact).max()
     else:
         assert (error <= 8 * eps * sizes).all()
+    if grads is None or exact_grads is None:
+        return
     by_name = {**in_float64(grads[0]), "features": grads[1]}
     if w is not None:
         by_name["edge_weight"] = grads[2]
-    # Leaky units of GATv2, and the largest of several, are others after a rounding.
-    tolerance = 32 * eps if CASES[name].is_chosen or "gatv2" in name else 8 * eps
+    # Leaky units of GATv2 are others after a rounding.
+    tolerance = 32 * eps if "gatv2" in name else 8 * eps
     largest = max(np.abs(grad).max() for grad in exact_grads.values())
     for key, grad in by_name.items():
         wanted = exact_grads[key]
         scale = max(np.abs(wanted).max(), 0.01 * largest)
         worst = np.abs(np.asarray(grad, np.float64) - wanted).max() / scale
-        assert worst <= max(tolerance, 3e-5), f"{key}: {worst / eps:.3g} eps"
+        assert worst <= max(tolerance, 1e-4), f"{key}: {worst / eps:.3g} eps"
 
 
 def layer_call(case: Case, graph: graphs.Graph, **options: Any) -> Call:
@@ -89,43 +117,59 @@ def layer_call(case: Case, graph: graphs.Graph, **options: Any) -> Call:
     return lambda state, x, w: nnx.merge(definition, state)(graph, x, w)
 
 
-@pytest.mark.parametrize("is_small", [True, False], ids=["small", "hub"])
 @cases
-def test_float32_equals_float64(name: str, is_small: bool) -> None:
-    inputs = exact_gradients(name, is_small, "float32")
+def test_float32_equals_float64(name: str) -> None:
+    inputs = exact_results(name, "float32")
     assert_close(name, "float32", layer_call(CASES[name], inputs[0]), inputs[1], inputs)
 
 
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@cases
+@pytest.mark.parametrize(
+    ("name", "half"), [(n, "float16") for n in CASES] + [(n, "bfloat16") for n in TYPICAL]
+)
 def test_autocast_within_eps_of_float64(name: str, half: str) -> None:
-    inputs = exact_gradients(name, False, half)
+    inputs = exact_results(name, half)
     call = jt.autocast(layer_call(CASES[name], inputs[0]), half)
     assert_close(name, half, call, inputs[1], inputs)
 
 
-@cases
+@typical_cases
 def test_a_half_policy_within_eps_of_float64(name: str) -> None:
-    inputs = exact_gradients(name, False, "float16")
-    policy = jt.get_policy("mixed_float16")
-    call = layer_call(CASES[name], inputs[0])
-    assert_close(name, "float16", call, policy.cast_to_compute(inputs[1]), inputs)
-    assert jt.apply_policy(call, policy)(inputs[1], *inputs[2:4]).dtype == jnp.float32
+    inputs = exact_results(name, "float16")
+    cast = jt.get_policy("mixed_float16").cast_to_compute(inputs[1])
+    assert_close(name, "float16", layer_call(CASES[name], inputs[0]), cast, inputs)
+
+
+@typical_cases
+def test_a_half_dtype_within_eps_of_float64(name: str) -> None:
+    inputs = exact_results(name, "bfloat16")
+    call = layer_call(CASES[name], inputs[0], dtype=jnp.bfloat16)
+    assert_close(name, "bfloat16", call, inputs[1], (*inputs[:-1], None))
 
 
 @cases
-def test_a_half_dtype_within_eps_of_float64(name: str) -> None:
-    inputs = exact_gradients(name, False, "bfloat16")
-    call = layer_call(CASES[name], inputs[0], dtype=jnp.bfloat16)
-    assert_close(name, "bfloat16", call, inputs[1], inputs)
+def test_dtypes_of_policies_and_of_mixed_inputs(name: str) -> None:
+    case = CASES[name]
+    graph, edges, count = small_graph()
+    _, state = parameters(case.make(rngs=nnx.Rngs(0)))
+    x, w = draw_inputs(case, count, edges, "float32")
+    call, policy = layer_call(case, graph), jt.get_policy("mixed_bfloat16")
+    results = {
+        "float32": jax.eval_shape(jt.apply_policy(call, policy), state, x, w),
+        "bfloat16": jax.eval_shape(call, *policy.cast_to_compute((state, x, w))),
+        "float16": jax.eval_shape(layer_call(case, graph, dtype="float16"), state, x, w),
+    }
+    for dtype, result in results.items():
+        assert result.dtype == dtype
 
 
 @cases
 def test_parameters_have_the_dtype_asked_for(name: str) -> None:
     for dtype in ("float32", "bfloat16"):
-        layer = CASES[name].make(rngs=nnx.Rngs(0), param_dtype=dtype)
-        assert all(x.dtype == dtype for x in jax.tree.leaves(nnx.state(layer, nnx.Param)))
-    assert not jax.tree.leaves(nnx.state(layer, nnx.Not(nnx.Param)))
+        layer = nnx.eval_shape(
+            lambda dtype=dtype: CASES[name].make(rngs=nnx.Rngs(0), param_dtype=dtype)
+        )
+        state = jax.tree.leaves(nnx.state(layer))
+        assert all(x.dtype == dtype for x in state)
 
 
 @cases
@@ -135,14 +179,13 @@ def test_vmap_over_features(name: str) -> None:
     _, state = parameters(case.make(rngs=nnx.Rngs(0)))
     x, w = draw_inputs(case, count, edges, "float32")
     batch = jnp.stack([x, -x, 2 * x])
-    call = layer_call(case, graph)
-    found = jax.jit(jax.vmap(call, (None, 0, None)))(state, batch, w)
-    single = jax.jit(call)
-    wanted = jnp.stack([single(state, x, w) for x in batch])
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    found = jax.jit(jax.vmap(layer_call(case, graph), (None, 0, None)))(state, batch, w)
+    for x, result in zip(np.asarray(batch, np.float64), found, strict=True):
+        wanted = case.exact(np, in_float64(state), edges, x, weights_of(w, edges))
+        np.testing.assert_allclose(result, wanted, rtol=1e-5, atol=1e-5)
 
 
-@cases
+@typical_cases
 def test_jraphs_graphs_and_padded_ones_give_the_same(name: str) -> None:
     case = CASES[name]
     graph, edges, count = small_graph()
@@ -167,14 +210,16 @@ def test_jraphs_graphs_and_padded_ones_give_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if "lstm" not in name])
 def test_the_gradient_needs_nothing_that_was_computed_per_edge(name: str) -> None:
     case = CASES[name]
-    graph, edges, count = small_graph()
+    graph, edges, count = hub_graph()
     _, state = parameters(case.make(rngs=nnx.Rngs(0)))
     x, w = draw_inputs(case, count, edges, "float32")
-    call = layer_call(case, graph)
-    _, pullback = jax.vjp(jax.jit(lambda state, x: call(state, x, w)), state, x)
-    for residual in jax.tree.leaves(pullback):
-        is_per_edge = residual.shape[:1] == (graph.num_edges,)
-        assert not is_per_edge or residual is w or residual.dtype == jnp.int32
+    pullback = jax.eval_shape(
+        lambda state, x, w: jax.vjp(layer_call(case, graph), state, x, w)[1], state, x, w
+    )
+    kept = [x for x in jax.tree.leaves(pullback) if x.shape[:1] == (graph.num_edges,)]
+    floats = [x for x in kept if x.dtype != jnp.int32]
+    assert kept
+    assert [x.shape for x in floats] == ([] if w is None else [w.shape])
 
 
 DROPPING: dict[str, Callable[..., Any]] = {
@@ -186,49 +231,63 @@ DROPPING: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", DROPPING)
+@pytest.mark.parametrize("name", ["sage", "gat attention", "gatv2 features"])
 def test_dropout_is_on_in_training_only(name: str) -> None:
     graph, x = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3), jnp.ones((3, 6))
     layer = DROPPING[name](rngs=nnx.Rngs(0))
-    first, second = layer(graph, x), layer(graph, x)
+
+    @nnx.jit
+    def run(layer: Any, key: Any = None) -> jax.Array:
+        return layer(graph, x, rngs=None if key is None else nnx.Rngs(dropout=key))
+
+    first, second = run(layer), run(layer)
     assert (first != second).any()
-    assert (layer(graph, x, rngs=nnx.Rngs(dropout=5)) != first).any()
-    np.testing.assert_array_equal(
-        layer(graph, x, rngs=nnx.Rngs(dropout=5)), layer(graph, x, rngs=nnx.Rngs(dropout=5))
-    )
-    np.testing.assert_array_equal(DROPPING[name](rngs=nnx.Rngs(0))(graph, x), first)
-    still = layer(graph, x, deterministic=True)
+    five, six = jax.random.key(5), jax.random.key(6)
+    np.testing.assert_array_equal(run(layer, five), run(layer, five))
+    assert (run(layer, five) != run(layer, six)).any()
+    np.testing.assert_array_equal(run(DROPPING[name](rngs=nnx.Rngs(0))), first)
     layer.eval()
-    np.testing.assert_array_equal(layer(graph, x), still)
-    np.testing.assert_array_equal(layer(graph, x), still)
-    assert (layer(graph, x, deterministic=False) != still).any()
-    view = nnx.view(layer, deterministic=False)
-    assert (view(graph, x) != still).any()
+    still = run(layer)
+    np.testing.assert_array_equal(run(layer, six), still)
+    assert (still != first).any()
     layer.train()
+    assert (run(layer) != still).any()
+
+
+def test_calls_and_views_say_whether_dropout_is_on() -> None:
+    graph, x = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3), jnp.ones((3, 6))
+    layer = DROPPING["sage"](rngs=nnx.Rngs(0))
+    still = layer(graph, x, deterministic=True)
     assert (layer(graph, x) != still).any()
+    view = nnx.view(layer, deterministic=True)
+    np.testing.assert_array_equal(view(graph, x), still)
+    assert (view(graph, x, deterministic=False) != still).any()
 
 
-@pytest.mark.parametrize("half", [None, "float16"])
-@pytest.mark.parametrize("name", DROPPING)
-def test_dropout_keeps_the_mean(name: str, half: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in DROPPING), ("gat attention", "float16")],
+)
+def test_dropout_keeps_the_mean(name: str, dtype: str) -> None:
     """Where the network is linear in what is dropped: logits are 0."""
     graph = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 6)), half or jnp.float32)
-    layer = DROPPING[name](rngs=nnx.Rngs(0), dtype=half)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 6)), dtype)
+    layer = DROPPING[name](rngs=nnx.Rngs(0), dtype=dtype)
     for vector in ("left", "right", "attention"):
         if hasattr(layer, vector):
             getattr(layer, vector)[...] *= 0
-    still = layer(graph, x, deterministic=True)
     definition, params, others = nnx.split(layer, nnx.Param, ...)
 
-    def dropped(key: jax.Array) -> jax.Array:
+    def dropped(key: jax.Array | None) -> jax.Array:
         layer = nnx.merge(definition, params, others)
-        return layer(graph, x, rngs=nnx.Rngs(dropout=key)).astype(jnp.float32)
+        rngs = None if key is None else nnx.Rngs(dropout=key)
+        return layer(graph, x, rngs=rngs, deterministic=key is None)
 
-    count = 4_000
+    still, count = dropped(None), 4_000
     results = jax.jit(jax.vmap(dropped))(jax.random.split(jax.random.key(1), count))
-    assert layer(graph, x).dtype == still.dtype == (half or jnp.float32)
-    error = jnp.abs(results.mean(0) - still.astype(jnp.float32))
+    assert results.dtype == still.dtype == dtype
+    results = np.asarray(results, np.float64)
+    error = np.abs(results.mean(0) - np.asarray(still, np.float64))
     assert (error < 5 * results.std(0) / count**0.5 + 1e-3).all()
 
 
@@ -239,8 +298,7 @@ def test_layers_without_dropout_have_no_random_state() -> None:
 
 def test_features_and_parameters_promote() -> None:
     graph, layer = graphs.from_edges([0], [0], 1), graphs.GraphConv(2, 2, rngs=nnx.Rngs(0))
-    with jax.numpy_dtype_promotion("standard"):
-        assert layer(graph, jnp.ones((1, 2), jnp.float16)).dtype == jnp.float32
+    assert layer(graph, jnp.ones((1, 2), jnp.float16)).dtype == jnp.float32
 
 
 def plain(function: Callable[..., Any], *shapes: tuple[int, ...], **options: Any) -> Any:

@@ -101,7 +101,7 @@ def test_equal_to_pytorch_geometric(name: str) -> None:
     definition, state = nnx.split(layer)
     random = np.random.default_rng(1)
     flat = nnx.to_flat_state(state)
-    for path, leaf in flat:
+    for _, leaf in flat:
         leaf[...] = jnp.asarray(random.normal(size=leaf.shape) / 2, leaf.dtype)
     their_state = theirs.state_dict()
     for path, leaf in flat:

@@ -1,0 +1,197 @@
+"""Both kinds of graph attention."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from graph_helpers import HALVES
+
+import jmp_train as jt
+from jmp_train import graphs
+
+
+def run_in(half: str, is_cast: bool, function: Any, *arrays: Any) -> jax.Array:
+    """Returns what a function makes of arrays that were cast to half, or are cast by autocast."""
+    if is_cast:
+        return jax.jit(function)(*(jnp.asarray(x, half) for x in arrays))
+    return jax.jit(jt.autocast(function, half))(*(jnp.asarray(x, jnp.float32) for x in arrays))
+
+
+ways = pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"])
+halves = pytest.mark.parametrize("half", HALVES)
+
+
+@ways
+@halves
+def test_logits_beyond_float16_do_no_harm(half: str, is_cast: bool) -> None:
+    """Four products of 300 and 300 are 360,000."""
+    graph = graphs.from_edges([1, 2, 0], [0, 0, 1], 3)
+    x, eye, vector = np.full((3, 4), 300.0), np.eye(4), np.full((1, 1, 4), 300.0)
+    x[1] = 100
+    for function in (
+        lambda x, w, a: graphs.gat_conv(graph, x, w, a, a, allow_zero_in_degree=True),
+        lambda x, w, a: graphs.gatv2_conv(graph, x, w, a, allow_zero_in_degree=True),
+    ):
+        result = run_in(half, is_cast, function, x, eye, vector)
+        assert result.dtype == half
+        np.testing.assert_array_equal(np.asarray(result[:, 0, 0], float), [300, 300, 0])
+
+
+@ways
+@halves
+def test_logits_differ_by_less_than_half_can_tell(half: str, is_cast: bool) -> None:
+    """Logits of 2,048 + 1 + k / 8, where float16's numbers are 2 apart, and bfloat16's 16."""
+    graph = graphs.from_edges([1, 2, 3, 4], [0] * 4, 5)
+    x = np.zeros((5, 3))
+    x[1:, 0], x[1:, 1], x[1:, 2] = 128, 1 + np.arange(4) / 8, [1, 2, 3, 4]
+    vector = np.array([16.0, 1.0, 0.0]).reshape(1, 1, 3)
+    weights = np.exp(np.arange(4) / 8)
+    wanted = (weights * x[1:, 2]).sum() / weights.sum()
+
+    def gat(x: Any, w: Any, a: Any) -> jax.Array:
+        return graphs.gat_conv(graph, x, w, a, 0 * a, allow_zero_in_degree=True)
+
+    def gatv2(x: Any, w: Any, a: Any) -> jax.Array:
+        return graphs.gatv2_conv(graph, x, w, a, 0 * w, allow_zero_in_degree=True)
+
+    for function in (gat, gatv2):
+        result = run_in(half, is_cast, function, x, np.eye(3), vector)
+        error = abs(float(result[0, 0, 2]) - wanted)
+        assert error <= float(jnp.finfo(half).eps) * wanted
+
+
+@ways
+@halves
+def test_a_hub_of_equal_neighbours_has_their_features(half: str, is_cast: bool) -> None:
+    count = 13_161
+    graph = graphs.from_edges(range(1, count + 1), [0] * count, count + 1)
+    x, eye, vector = np.ones((count + 1, 2)), np.eye(2), np.full((1, 2, 1), 0.3)
+
+    def gat(x: Any, w: Any, a: Any) -> jax.Array:
+        return graphs.gat_conv(graph, x, w, a, a, allow_zero_in_degree=True)
+
+    def gatv2(x: Any, w: Any, a: Any) -> jax.Array:
+        return graphs.gatv2_conv(graph, x, w, a, allow_zero_in_degree=True)
+
+    for function in (gat, gatv2):
+        assert (run_in(half, is_cast, function, x, eye, vector)[0] == 1).all()
+
+
+def test_gat_is_static_where_gatv2_is_not() -> None:
+    """The order of the neighbours: the same for all receivers, or each its own."""
+    graph = graphs.from_edges([0, 1, 0, 1], [2, 2, 3, 3], 4)
+    x = jnp.array([[1.0], [-1.0], [3.0], [-3.0]])
+    one, vector = jnp.ones((1, 1)), jnp.ones((1, 1, 1))
+    static = graphs.gat_conv(graph, x, one, vector, vector, allow_zero_in_degree=True)
+    assert (jnp.sign(static[2:, 0, 0]) == 1).all()
+    both = jnp.array([[1.0, -1.0]])
+    found = graphs.gatv2_conv(
+        graph, x, both, jnp.ones((1, 1, 2)), 0.5 * both, allow_zero_in_degree=True
+    )
+    assert jnp.sign(found[2:, 0, 0]).tolist() == [1, -1]
+
+
+@pytest.mark.parametrize("make", [graphs.GATConv, graphs.GATv2Conv], ids=["gat", "gatv2"])
+def test_edge_weights_multiply_the_weights_after_the_softmax(make: Any) -> None:
+    graph = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), jnp.float32)
+    layer = make(4, 3, 2, use_bias=False, rngs=nnx.Rngs(0))
+    plain, w = layer(graph, x), jnp.array([2.0, 1.0, 0.5, 0.5])
+    scale = jnp.array([0.5, 2.0, 1.0]).reshape(3, 1, 1)
+    np.testing.assert_allclose(layer(graph, x, w), scale * plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [graphs.GATConv, graphs.GATv2Conv], ids=["gat", "gatv2"])
+def test_the_slope_and_the_activation(make: Any) -> None:
+    graph = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), jnp.float32)
+    layer = make(4, 3, 2, rngs=nnx.Rngs(0))
+    active = make(4, 3, 2, activation=nnx.elu, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(active(graph, x), nnx.elu(layer(graph, x)), rtol=1e-6)
+    steep = make(4, 3, 2, negative_slope=1.0, rngs=nnx.Rngs(0))
+    assert (jnp.abs(steep(graph, x)[0] - layer(graph, x)[0]) > 1e-4).any()
+    np.testing.assert_allclose(steep(graph, x)[1:], layer(graph, x)[1:], rtol=1e-6)
+
+
+def test_parameters_are_those_of_dgl() -> None:
+    shapes = {
+        "gat": (
+            graphs.GATConv(300, 40, 5, rngs=nnx.Rngs(0)),
+            {"weight": (300, 200), "left": (1, 5, 40), "right": (1, 5, 40), "bias": (200,)},
+        ),
+        "gat residual": (
+            graphs.GATConv(30, 4, 5, residual=True, use_bias=False, rngs=nnx.Rngs(0)),
+            {
+                "weight": (30, 20),
+                "left": (1, 5, 4),
+                "right": (1, 5, 4),
+                "residual_weight": (30, 20),
+            },
+        ),
+        "gat identity": (
+            graphs.GATConv(20, 4, 5, residual=True, use_bias=False, rngs=nnx.Rngs(0)),
+            {"weight": (20, 20), "left": (1, 5, 4), "right": (1, 5, 4)},
+        ),
+        "gatv2": (
+            graphs.GATv2Conv(300, 40, 5, residual=True, rngs=nnx.Rngs(0)),
+            {
+                "attention": (1, 5, 40),
+                "left_weight": (300, 200),
+                "left_bias": (200,),
+                "right_weight": (300, 200),
+                "right_bias": (200,),
+                "residual_weight": (300, 200),
+                "residual_bias": (200,),
+            },
+        ),
+        "gatv2 shared": (
+            graphs.GATv2Conv(30, 4, 5, share_weights=True, use_bias=False, rngs=nnx.Rngs(0)),
+            {"attention": (1, 5, 4), "left_weight": (30, 20)},
+        ),
+    }
+    for layer, wanted in shapes.values():
+        found = {path[0]: x.shape for path, x in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
+        assert found == wanted
+
+
+@pytest.mark.parametrize("make", [graphs.GATConv, graphs.GATv2Conv], ids=["gat", "gatv2"])
+def test_parameters_are_drawn_as_in_dgl(make: Any) -> None:
+    layer = make(300, 40, 50, residual=True, rngs=nnx.Rngs(0))
+    for path, param in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
+        name = str(path[0])
+        if "bias" in name:
+            assert not param[...].any()
+        elif "weight" in name:
+            std = (4 / (300 + 2000)) ** 0.5
+            assert float(param[...].std()) == pytest.approx(std, rel=0.02)
+        else:
+            assert float(param[...].std()) == pytest.approx(2 / (40 * 51) ** 0.5, rel=0.1)
+
+
+def test_logits_are_float32_under_autocast_and_tables_are_half() -> None:
+    graph = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3)
+    layer = graphs.GATConv(4, 3, 2, rngs=nnx.Rngs(0))
+    definition, state = nnx.split(layer)
+    run = jt.autocast(lambda state, x: nnx.merge(definition, state)(graph, x))
+    text = str(jax.make_jaxpr(run)(state, jnp.ones((3, 4))))
+    assert "f16[3,2,3]" in text and "f32[3,2]" in text
+    assert "f16[3,2]" not in text and "f16[4,2]" not in text
+
+
+def test_dropped_weights_are_not_made_up_for() -> None:
+    """As in DGL: a node all of whose edges are dropped gets nothing."""
+    graph = graphs.from_edges([0, 1], [1, 0], 2)
+    one, zero = jnp.ones((1, 8)), jnp.zeros((1, 8, 1))
+    result = graphs.gat_conv(
+        graph,
+        jnp.ones((2, 1)),
+        one,
+        zero,
+        zero,
+        attention_dropout=0.75,
+        dropout_key=jax.random.key(0),
+    )
+    assert set(np.unique(result)) == {0.0, 4.0}

@@ -1,0 +1,137 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from graph_helpers import HALVES
+
+import jmp_train as jt
+from jmp_train import graphs
+from jmp_train.graphs.lstm import lstm_aggregate
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"])
+@pytest.mark.parametrize("aggregator", ["mean", "gcn"])
+def test_means_do_not_overflow(aggregator: str, half: str, is_cast: bool) -> None:
+    graph = graphs.from_edges(range(1, 11), [0] * 10, 11)
+    dtype = half if is_cast else jnp.float32
+    x, one = jnp.full((11, 1), 1e4, dtype), jnp.ones((1, 1), dtype)
+    own = None if aggregator == "gcn" else 0 * one
+
+    def conv(x: jax.Array) -> jax.Array:
+        return graphs.sage_conv(graph, x, one, own, aggregator=aggregator)
+
+    result = (conv if is_cast else jt.autocast(conv, half))(x)
+    assert result.dtype == half
+    assert float(result[0, 0]) == float(jnp.asarray(1e4, half))
+
+
+def test_gcn_is_rounded_once() -> None:
+    """2,047 neighbours of 1 and the node's own 1 beside the least number above 1."""
+    graph = graphs.from_edges(range(1, 2048), [0] * 2047, 2048)
+    x = jnp.ones((2048, 1), jnp.float16).at[0].set(3)
+    one = jnp.ones((1, 1), jnp.float16)
+    result = graphs.sage_conv(graph, x, one, aggregator="gcn")
+    assert float(result[0, 0]) == float(jnp.asarray((2047 + 3) / 2048, jnp.float16))
+
+
+def lstm_weights(width: int, dtype: Any) -> list[jax.Array]:
+    random = np.random.default_rng(0)
+    shapes = [(width, 4 * width), (width, 4 * width), (4 * width,), (4 * width,)]
+    return [jnp.asarray(random.normal(size=shape) / 2, dtype) for shape in shapes]
+
+
+def test_the_lstm_reads_in_the_order_of_the_edges() -> None:
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 2)), jnp.float32)
+    weights, one = lstm_weights(2, jnp.float32), jnp.eye(2)
+
+    def run(senders: list[int]) -> jax.Array:
+        graph = graphs.from_edges(senders, [3, 3, 3, 0], 4)
+        return graphs.sage_conv(
+            graph, x, one, 0 * one, aggregator="lstm", aggregator_weights=weights
+        )
+
+    first, second = run([0, 1, 2, 3]), run([2, 1, 0, 3])
+    assert (jnp.abs(first[3] - second[3]) > 1e-3).any()
+    np.testing.assert_array_equal(first[:3], second[:3])
+    assert not first[1:3].any()
+    hidden, cell = np.zeros(2), np.zeros(2)
+    of_input, of_hidden, b, c = (np.asarray(weight, float) for weight in weights)
+    for row in np.asarray(x[:3], float):
+        i, f, g, o = np.split(row @ of_input + b + hidden @ of_hidden + c, 4)
+        cell = cell / (1 + np.exp(-f)) + np.tanh(g) / (1 + np.exp(-i))
+        hidden = np.tanh(cell) / (1 + np.exp(-o))
+    np.testing.assert_allclose(first[3], hidden, rtol=1e-5)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_an_lstm_that_forgets_slowly_counts_beyond_2048(half: str) -> None:
+    """The cell adds 1/4096 a step; in half it would stop growing at a fraction of the result."""
+    count = 3_000
+    graph = graphs.from_edges([0] * count, [1] * count, 2)
+    bias = jnp.asarray([20, 20, np.arctanh(2.0**-12), 0], half)
+    zeros = jnp.zeros((1, 4), half)
+    x = jnp.zeros((2, 1), half)
+    result = lstm_aggregate(graph, x, [zeros, zeros, bias, 0 * bias])
+    assert result.dtype == half
+    wanted = 0.5 * np.tanh(count * np.tanh(float(bias[2])))
+    assert float(result[1, 0]) == pytest.approx(wanted, rel=2 * float(jnp.finfo(half).eps))
+
+
+def test_the_lstm_needs_mailboxes_under_jit() -> None:
+    layer = graphs.SAGEConv(2, 2, aggregator="lstm", rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r'formats=\("mailbox",\)'):
+        jax.jit(layer)(graphs.from_edges([0], [1], 2), jnp.ones((2, 2)))
+    graph = graphs.from_edges([0], [1], 2, formats=("mailbox",))
+    assert jax.jit(layer)(graph, jnp.ones((2, 2))).shape == (2, 2)
+
+
+@pytest.mark.parametrize("aggregator", ["mean", "gcn", "pool", "lstm"])
+def test_graphs_without_edges(aggregator: str) -> None:
+    layer = graphs.SAGEConv(2, 3, aggregator=aggregator, rngs=nnx.Rngs(0))
+    graph, x = graphs.from_edges([], [], 4), jnp.ones((4, 2))
+    result = layer(graph, x)
+    own = layer.weight if layer.self_weight is None else layer.self_weight
+    assert layer.bias is not None
+    np.testing.assert_allclose(result, x @ own[...] + layer.bias[...], rtol=1e-6)
+
+
+def test_the_norm_comes_after_the_activation() -> None:
+    graph, x = graphs.from_edges([0, 1], [1, 0], 2), -jnp.ones((2, 3))
+    layer = graphs.SAGEConv(
+        3, 4, activation=nnx.relu, norm=nnx.LayerNorm(4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)
+    )
+    bare = graphs.SAGEConv(3, 4, rngs=nnx.Rngs(0))
+    norm = layer.norm
+    assert norm is not None
+    np.testing.assert_allclose(layer(graph, x), norm(nnx.relu(bare(graph, x))), rtol=1e-5)
+    assert nnx.state(layer)["norm"]
+
+
+def test_parameters_are_drawn_as_in_dgl() -> None:
+    wide = (12 / 500) ** 0.5  # Glorot's bound with gain sqrt(2)
+    narrow = 300**-0.5
+    for aggregator, inner in [
+        ("mean", []),
+        ("gcn", []),
+        ("pool", [((300, 300), (12 / 600) ** 0.5), ((300,), narrow)]),
+        ("lstm", [((300, 1200), narrow), ((300, 1200), narrow), ((1200,), narrow)]),
+    ]:
+        layer = graphs.SAGEConv(300, 200, aggregator=aggregator, rngs=nnx.Rngs(0))
+        pairs = [(layer.weight, (300, 200), wide)]
+        if aggregator == "gcn":
+            assert layer.self_weight is None
+            assert layer.bias is not None and not layer.bias[...].any()
+        else:
+            assert layer.self_weight is not None and layer.bias is not None
+            pairs += [(layer.self_weight, (300, 200), wide), (layer.bias, (200,), narrow)]
+        pairs += [
+            (param, *wanted) for param, wanted in zip(layer.aggregator_weights, inner, strict=False)
+        ]
+        for param, shape, bound in pairs:
+            assert param.shape == shape
+            assert 0.95 * bound < jnp.abs(param[...]).max() <= bound
+    assert layer.aggregator_weights[3].shape == (1200,)

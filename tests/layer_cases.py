@@ -1,0 +1,326 @@
+"""The layers with their options, and what they compute, written in float64 with dense incidences.
+
+The formulas are those of DGL's documentation, by matrices [edges, nodes] of zeros and ones; `xp` is
+numpy, or jax.numpy for gradients. A reference with all magnitudes for its inputs, and with the exact
+attention, gives the sum of the magnitudes of the terms.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jmp_train import graphs
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Edges:
+    """Edges as dense matrices [edges, nodes]: where each begins, and where it ends."""
+
+    sources: np.ndarray
+    targets: np.ndarray
+
+    @property
+    def out_degrees(self) -> np.ndarray:
+        return self.sources.sum(0)
+
+    @property
+    def in_degrees(self) -> np.ndarray:
+        return self.targets.sum(0)
+
+
+def small_graph() -> tuple[graphs.Graph, Edges, int]:
+    """A graph with loops, multiple edges and a node that no edge enters, ready for mailboxes."""
+    senders, receivers = [0, 1, 1, 3, 4, 5, 3, 3, 2, 4, 5, 0], [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 4, 4]
+    return _graph(np.array(senders), np.array(receivers), 6)
+
+
+def hub_graph() -> tuple[graphs.Graph, Edges, int]:
+    """A graph whose first node is entered by 2,600 edges and whose second sends as many.
+
+    It has loops and multiple edges too, and no edge enters the last node.
+    """
+    random = np.random.default_rng(1)
+    others = random.integers(0, 12, 2_600)
+    zeros = np.zeros(2_600, int)
+    rest = random.integers(2, 11, (2, 30))
+    return _graph(
+        np.concatenate([others, zeros + 1, rest[0]]), np.concatenate([zeros, others, rest[1]]), 13
+    )
+
+
+def _graph(senders: np.ndarray, receivers: np.ndarray, count: int) -> Any:
+    graph = graphs.from_edges(senders, receivers, count, formats=("coo", "mailbox"))
+    eye = np.eye(count)
+    return graph, Edges(eye[senders], eye[receivers]), count
+
+
+def total(edges: Edges, messages: Any) -> Any:
+    return (edges.targets.T @ messages.reshape(len(messages), -1)).reshape(-1, *messages.shape[1:])
+
+
+def mean(edges: Edges, messages: Any) -> Any:
+    return total(edges, messages) / np.maximum(edges.in_degrees, 1)[:, None]
+
+
+def largest(xp: Any, edges: Edges, messages: Any) -> Any:
+    is_mine = edges.targets.T[:, :, None] > 0
+    found = xp.where(is_mine, messages[None], -np.inf).max(1)
+    return xp.where(edges.in_degrees[:, None] > 0, found, 0)
+
+
+def edge_softmax(xp: Any, edges: Edges, logits: Any) -> Any:
+    tops = largest(xp, edges, logits)
+    weights = xp.exp(logits - edges.targets @ tops)
+    return weights / (edges.targets @ total(edges, weights))
+
+
+def leaky(xp: Any, x: Any) -> Any:
+    return xp.where(x > 0, x, 0.2 * x)
+
+
+def relu(xp: Any, x: Any) -> Any:
+    return xp.where(x > 0, x, 0)
+
+
+def graph_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, norm: str, **_: Any) -> Any:
+    out, into = np.maximum(edges.out_degrees, 1), np.maximum(edges.in_degrees, 1)
+    before = {"both": out**-0.5, "left": 1 / out}.get(norm, np.ones_like(out))
+    after = {"both": into**-0.5, "right": 1 / into}.get(norm, np.ones_like(into))
+    sent = (edges.sources @ (x * before[:, None])) * w[:, None]
+    result = total(edges, sent) * after[:, None]
+    return result @ p["weight"] + p["bias"] if "weight" in p else result
+
+
+def sage_conv(
+    xp: Any, p: Params, edges: Edges, x: Any, w: Any, kind: str, is_size: bool = False, **_: Any
+) -> Any:
+    sent = (edges.sources @ x) * w[:, None]
+    if kind == "gcn":
+        own = (total(edges, sent) + x) / (edges.in_degrees + 1)[:, None]
+        return own @ p["weight"] + p["bias"]
+    if kind == "mean":
+        found = mean(edges, sent)
+    elif kind == "pool":
+        inner = relu(xp, x @ p["aggregator_weights/0"] + p["aggregator_weights/1"])
+        found = largest(xp, edges, (edges.sources @ inner) * w[:, None])
+    elif is_size:
+        found = np.ones_like(x)
+    else:
+        weights = [p[f"aggregator_weights/{i}"] for i in range(4)]
+        found = xp.stack([_lstm(xp, sent[column > 0], *weights) for column in edges.targets.T])
+    return x @ p["self_weight"] + p["bias"] + found @ p["weight"]
+
+
+def _lstm(xp: Any, rows: Any, of_input: Any, of_hidden: Any, b: Any, c: Any) -> Any:
+    hidden = cell = np.zeros(of_input.shape[0])
+    for row in rows:
+        gates = row @ of_input + b + hidden @ of_hidden + c
+        i, f, g, o = (gates[k : k + len(hidden)] for k in range(0, len(gates), len(hidden)))
+        cell = cell / (1 + xp.exp(-f)) + xp.tanh(g) / (1 + xp.exp(-i))
+        hidden = xp.tanh(cell) / (1 + xp.exp(-o))
+    return hidden
+
+
+def gat_attention_of(xp: Any, p: Params, edges: Edges, x: Any) -> Any:
+    z = (x @ p["weight"]).reshape(len(x), *p["left"].shape[1:])
+    left, right = (z * p["left"]).sum(-1), (z * p["right"]).sum(-1)
+    return edge_softmax(xp, edges, leaky(xp, edges.sources @ left + edges.targets @ right))
+
+
+def gat_conv(
+    xp: Any, p: Params, edges: Edges, x: Any, w: Any, attention: Any, residual: bool = False
+) -> Any:
+    z = (x @ p["weight"]).reshape(len(x), *p["left"].shape[1:])
+    sent = xp.einsum("en,nhd->ehd", edges.sources, z) * attention[..., None] * w[:, None, None]
+    result = total(edges, sent).reshape(len(x), -1) + p["bias"]
+    if residual:
+        result = result + (x @ p["residual_weight"] if "residual_weight" in p else x)
+    return result.reshape(z.shape)
+
+
+def gatv2_attention_of(xp: Any, p: Params, edges: Edges, x: Any) -> Any:
+    left, right = _gatv2_ends(p, x)
+    both = xp.einsum("en,nhd->ehd", edges.sources, left)
+    both = both + xp.einsum("en,nhd->ehd", edges.targets, right)
+    return edge_softmax(xp, edges, (leaky(xp, both) * p["attention"]).sum(-1))
+
+
+def _gatv2_ends(p: Params, x: Any) -> list[Any]:
+    ends = []
+    for name in ("left", "right" if "right_weight" in p else "left"):
+        end = x @ p[f"{name}_weight"] + p.get(f"{name}_bias", 0)
+        ends.append(end.reshape(len(x), *p["attention"].shape[1:]))
+    return ends
+
+
+def gatv2_conv(
+    xp: Any, p: Params, edges: Edges, x: Any, w: Any, attention: Any, residual: bool = False
+) -> Any:
+    left, _ = _gatv2_ends(p, x)
+    sent = xp.einsum("en,nhd->ehd", edges.sources, left) * attention[..., None] * w[:, None, None]
+    result = total(edges, sent)
+    if residual:
+        own = x
+        if "residual_weight" in p:
+            own = x @ p["residual_weight"] + p["residual_bias"]
+        result = result + own.reshape(left.shape)
+    return result
+
+
+def gin_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, kind: str, **_: Any) -> Any:
+    sent = (edges.sources @ x) * w[:, None]
+    found = largest(xp, edges, sent) if kind == "max" else total(edges, sent)
+    found = mean(edges, sent) if kind == "mean" else found
+    result = (1 + p.get("eps", 0.5)) * x + found
+    return result @ p["apply/kernel"] + p["apply/bias"] if "apply/kernel" in p else result
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer with options.
+
+    Attributes:
+      make: a function of `rngs`, and of `dtype` and `param_dtype`, to the layer.
+      reference: a function of `xp`, parameters, edges, features and edge weights.
+      width: of the features.
+      options: of the reference.
+      attention: the reference's attention, of layers that have one.
+      is_weighted: whether there are edge weights.
+      is_chosen: whether a maximum decides which gradients are 0.
+    """
+
+    make: Callable[..., Any]
+    reference: Callable[..., Any]
+    width: int = 5
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    attention: Callable[..., Any] | None = None
+    is_weighted: bool = False
+    is_chosen: bool = False
+    is_recurrent: bool = False
+
+    def exact(self, xp: Any, p: Params, edges: Edges, x: Any, w: Any) -> Any:
+        """Returns the layer's result."""
+        extra = {} if self.attention is None else {"attention": self.attention(xp, p, edges, x)}
+        return self.reference(xp, p, edges, x, w, **extra, **self.options)
+
+    def sizes(self, p: Params, edges: Edges, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        """Returns the sums of magnitudes."""
+        extra: dict[str, Any] = {"is_size": True} if self.is_recurrent else {}
+        if self.attention is not None:
+            extra["attention"] = self.attention(np, p, edges, x)
+        big = {name: np.abs(array) for name, array in p.items()}
+        return self.reference(np, big, edges, np.abs(x), np.abs(w), **extra, **self.options)
+
+
+def _conv(norm: str, width: int = 5, **options: Any) -> Case:
+    def make(**dtypes: Any) -> Any:
+        return graphs.GraphConv(width, 4, norm=norm, allow_zero_in_degree=True, **dtypes)
+
+    return Case(make, graph_conv, width, {"norm": norm}, **options)
+
+
+def _sage(kind: str, width: int = 5, **options: Any) -> Case:
+    def make(**dtypes: Any) -> Any:
+        return graphs.SAGEConv(width, 4, aggregator=kind, **dtypes)
+
+    recurrent = {"is_recurrent": kind == "lstm", "is_chosen": kind == "pool"}
+    return Case(make, sage_conv, width, {"kind": kind}, **recurrent, **options)
+
+
+def _gat(heads: int, residual: bool = False, **options: Any) -> Case:
+    def make(**dtypes: Any) -> Any:
+        return graphs.GATConv(6, 3, heads, residual=residual, allow_zero_in_degree=True, **dtypes)
+
+    return Case(make, gat_conv, 6, {"residual": residual}, gat_attention_of, **options)
+
+
+def _gatv2(heads: int, residual: bool = False, weighted: bool = False, **own: Any) -> Case:
+    def make(**dtypes: Any) -> Any:
+        return graphs.GATv2Conv(
+            6, 3, heads, residual=residual, allow_zero_in_degree=True, **own, **dtypes
+        )
+
+    return Case(
+        make, gatv2_conv, 6, {"residual": residual}, gatv2_attention_of, is_weighted=weighted
+    )
+
+
+def _gin(kind: str, is_network: bool, **options: Any) -> Case:
+    def make(rngs: nnx.Rngs, **dtypes: Any) -> Any:
+        network = nnx.Linear(5, 4, rngs=rngs, **dtypes) if is_network else None
+        return graphs.GINConv(
+            network, aggregator=kind, init_eps=0.5, learn_eps=is_network, **dtypes
+        )
+
+    return Case(make, gin_conv, 5, {"kind": kind}, is_chosen=kind == "max", **options)
+
+
+def _bare(**dtypes: Any) -> Any:
+    return graphs.GraphConv(
+        5, 5, use_weight=False, use_bias=False, allow_zero_in_degree=True, **dtypes
+    )
+
+
+CASES = {
+    "graph both": _conv("both"),
+    "graph both widening, weighted": _conv("both", 3, is_weighted=True),
+    "graph left": _conv("left"),
+    "graph right": _conv("right", 3),
+    "graph none, weighted": _conv("none", is_weighted=True),
+    "graph without weight": Case(_bare, graph_conv, 5, {"norm": "both"}),
+    "sage mean": _sage("mean"),
+    "sage mean widening, weighted": _sage("mean", 3, is_weighted=True),
+    "sage gcn": _sage("gcn"),
+    "sage gcn widening, weighted": _sage("gcn", 3, is_weighted=True),
+    "sage pool, weighted": _sage("pool", is_weighted=True),
+    "sage lstm, weighted": _sage("lstm", 3, is_weighted=True),
+    "gat": _gat(1),
+    "gat residual, weighted": _gat(3, residual=True, is_weighted=True),
+    "gat identity": _gat(2, residual=True),
+    "gatv2": _gatv2(1),
+    "gatv2 residual, weighted": _gatv2(3, residual=True, weighted=True),
+    "gatv2 identity, shared": _gatv2(2, residual=True, share_weights=True),
+    "gatv2 without bias": _gatv2(2, use_bias=False),
+    "gin sum": _gin("sum", True),
+    "gin max": _gin("max", False),
+    "gin mean, weighted": _gin("mean", True, is_weighted=True),
+}
+
+
+def parameters(layer: Any) -> tuple[Any, Any]:
+    """Returns what `nnx.merge` takes: the definition and the parameters, those at 0 drawn."""
+    definition, state = nnx.split(layer)
+    random = np.random.default_rng(3)
+
+    def filled(x: jax.Array) -> jax.Array:
+        return x if x.any() else jnp.asarray(random.normal(size=x.shape) / 2, x.dtype)
+
+    return definition, jax.tree.map(filled, state)
+
+
+def in_float64(state: Any) -> Params:
+    """Returns parameters by path, in float64."""
+    return {
+        "/".join(map(str, path)): np.asarray(leaf[...], np.float64)
+        for path, leaf in nnx.to_flat_state(state)
+    }
+
+
+def draw_inputs(case: Case, count: int, edges: Edges, dtype: Any) -> tuple[jax.Array, Any]:
+    """Returns features and edge weights that the dtype can hold."""
+    random = np.random.default_rng(5)
+    x = jnp.asarray(random.normal(size=(count, case.width)), dtype)
+    w = jnp.asarray(random.uniform(0.2, 1, len(edges.sources)), dtype)
+    return x, w if case.is_weighted else None
+
+
+def weights_of(w: Any, edges: Edges) -> np.ndarray:
+    """Returns edge weights in float64, 1 where there are none."""
+    return np.ones(len(edges.sources)) if w is None else np.asarray(w, np.float64)
