@@ -4,7 +4,9 @@
 passing. Everything that jmp 0.0.4 has is here under the same names.
 """
 
-from jmp_train import graphs as graphs
+import importlib
+import typing
+
 from jmp_train.gradients import scaled_value_and_grad as scaled_value_and_grad
 from jmp_train.policies import APEX_O1 as APEX_O1
 from jmp_train.policies import TORCH_CPU as TORCH_CPU
@@ -51,4 +53,14 @@ from jmp_train.train_step import TrainStep as TrainStep
 from jmp_train.train_step import stateless as stateless
 from jmp_train.train_step import train_step as train_step
 
+if typing.TYPE_CHECKING:
+    from jmp_train import graphs as graphs
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> typing.Any:
+    # The layers load flax.nnx, for which who has no graphs should not wait.
+    if name == "graphs":
+        return importlib.import_module("jmp_train.graphs")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

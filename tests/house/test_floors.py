@@ -69,6 +69,8 @@ import jmp_train
 from jax.extend import backend
 print([name for name in {HEAVY!r} if name in sys.modules and name not in already])
 import jax
+print([name for name in ("flax.nnx", "jmp_train.graphs") if name in sys.modules])
+assert jmp_train.graphs.GATConv
 scale = jmp_train.torch_loss_scale()
 jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend runs
 print(jax.device_count())
@@ -76,4 +78,4 @@ print(jax.device_count())
     result = subprocess.run(
         (sys.executable, "-c", code), capture_output=True, text=True, check=False, timeout=100
     )
-    assert result.stdout == "[]\n3\n", result.stderr
+    assert result.stdout == "[]\n[]\n3\n", result.stderr
