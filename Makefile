@@ -5,13 +5,15 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 NEWEST := .venv-newest/bin
+# Two processes, a file of tests at a time: more would need more memory than cores are worth.
+PARALLEL := -n 2 --dist loadfile
 
 .PHONY: help demo test test-newest lint format bench clean
 
 help:
 	@echo "make demo         train on digits in float32, float16 and bfloat16, side by side"
 	@echo "make test         run all tests, with coverage"
-	@echo "make test-newest  run the fast ones on the newest Python and jax, where there is one"
+	@echo "make test-newest  run the fast ones near jax on the newest Python and jax, where there is one"
 	@echo "make lint         ruff and pyright"
 	@echo "make format       ruff's formatter"
 	@echo "make bench        what a step, an import and autocast cost"
@@ -21,20 +23,21 @@ demo: .venv/.train
 	$(BIN)/jmp-train compare digits --policies float32 mixed_float16 mixed_bfloat16 --out out/demo
 
 test: .venv/.dev .venv-plan/.plan
-	$(BIN)/python -m pytest --allowed-skips tests/allowed_skips.txt --cov --cov-report=
+	$(BIN)/python -m pytest $(PARALLEL) --allowed-skips tests/allowed_skips.txt --cov --cov-report=
 	$(BIN)/coverage report
 	$(BIN)/coverage report --include='policies/*' --fail-under=95 --format=total
 
 test-newest:
 	@python=$$(.ci/newest-python); \
 	if [ -z "$$python" ]; then echo "no Python 3.12 or 3.13 here: the newest jax is not tested"; \
-	else $(MAKE) .venv-newest/.dev .venv-newest-plan/.plan NEWEST_PYTHON="$$python" && $(MAKE) run-test-newest; fi
+	else $(MAKE) .venv-newest/.dev NEWEST_PYTHON="$$python" && $(MAKE) run-test-newest; fi
 
 .PHONY: run-test-newest
 run-test-newest:
 	$(NEWEST)/python -c 'import jax; print("jax", jax.__version__); assert jax.__version_info__ >= (0, 11)'
-	$(NEWEST)/python -m pytest -m "not slow" --allowed-skips tests/allowed_skips.txt \
-		tests/policies tests/graphs tests/jmp_train jmp_train
+	$(NEWEST)/python -m pytest $(PARALLEL) -m "not slow" --allowed-skips tests/allowed_skips.txt \
+		tests/policies tests/graphs $(patsubst %,tests/jmp_train/test_%.py,train_state train_step \
+		gradients model_families autocast_models karate)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -51,7 +54,7 @@ bench: .venv/.dev
 	$(BIN)/python benchmarks/autocast.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-plan .venv-newest-plan build dist out *.egg-info .coverage .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-plan build dist out *.egg-info .coverage .pytest_cache .ruff_cache .hypothesis
 
 .venv/bin/pip:
 	@test -n "$(PYTHON)" || { echo "jmp_train needs Python 3.11 or newer: make PYTHON=/path/to/python"; exit 1; }
@@ -71,7 +74,7 @@ clean:
 	@touch $@
 
 # For tests that compile for a GPU that is not there; see the plan extra.
-.venv-plan/.plan .venv-newest-plan/.plan: %-plan/.plan: pyproject.toml | %/.dev
+.venv-plan/.plan: %-plan/.plan: pyproject.toml | %/.dev
 	test -x $*-plan/bin/pip || $*/bin/python -m venv $*-plan
 	@echo "installing jmp_train[plan] into $*-plan"
 	@$*-plan/bin/pip install -qq --editable '.[plan]'

@@ -24,6 +24,8 @@ import jmp_train as jt
 from jmp_train import graphs
 
 Call = Callable[[Any, jax.Array, Any], jax.Array]
+pytestmark = pytest.mark.slow  # all of them together
+
 TYPICAL = [
     "graph both widening, weighted",
     "sage mean widening, weighted",

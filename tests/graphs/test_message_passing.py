@@ -26,8 +26,8 @@ from jmp_train.graphs import fn
 
 NODES, EDGES = 9, 40
 # After the node or edge axis: of the left feature, of the right one.
-SHAPES = [((), ()), ((8,), ()), ((), (8,)), ((4, 8), (4, 1)), ((4, 1), (4, 8)), ((8,), (4, 8))]
-DOT_SHAPES = [((), ()), ((8,), (8,)), ((4, 8), (4, 8)), ((8,), (4, 8)), ((4, 8), (1, 8))]
+SHAPES = [((), ()), ((), (8,)), ((4, 8), (4, 1)), ((8,), (4, 8))]
+DOT_SHAPES = [((), ()), ((8,), (8,)), ((8,), (4, 8)), ((4, 8), (1, 8))]
 
 
 def ends_of_edges() -> tuple[np.ndarray, np.ndarray]:
@@ -56,6 +56,7 @@ def shapes_of(message: fn.Message) -> list[tuple[tuple[int, ...], ...]]:
     return DOT_SHAPES if message.operation == "dot" else SHAPES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*HALVES, "float32"])
 @pytest.mark.parametrize("message", [make_message(f) for f in MESSAGES], ids=lambda m: m.name)
 def test_equal_to_float64(message: fn.Message, dtype: str) -> None:
@@ -81,9 +82,12 @@ def test_equal_to_float64(message: fn.Message, dtype: str) -> None:
             assert_within(found, exact, dtype, magnitudes, 1)
 
 
-@pytest.mark.parametrize("reducer", REDUCERS, ids=lambda r: r.reduction)
-@pytest.mark.parametrize("message", [make_message(f) for f in MESSAGES], ids=lambda m: m.name)
-def test_user_defined_functions_equal_built_ins(message: fn.Message, reducer: Any) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "place", range(len(MESSAGES)), ids=lambda i: make_message(MESSAGES[i]).name
+)
+def test_user_defined_functions_equal_built_ins(place: int) -> None:
+    message, reducer = make_message(MESSAGES[place]), REDUCERS[place % len(REDUCERS)]
     graph, _ = with_features(message, "float32", shapes_of(message)[-1])
     reduction = reducer("m", "x").reduction
 
@@ -140,9 +144,10 @@ degrees = st.sampled_from([1, 2, 300, 1_024, 1_025, 2_049, 13_161, 100_000])
 kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("reducer", REDUCERS, ids=lambda r: r.reduction)
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     function=st.sampled_from(MESSAGES),
     degree=degrees,
