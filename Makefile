@@ -8,11 +8,12 @@ NEWEST := .venv-newest/bin
 # Two processes, a file of tests at a time: more would need more memory than cores are worth.
 PARALLEL := -n 2 --dist loadfile
 
-.PHONY: help demo test test-newest lint format bench clean
+.PHONY: help demo test test-slow test-newest lint format bench clean
 
 help:
 	@echo "make demo         train on digits in float32, float16 and bfloat16, side by side"
-	@echo "make test         run all tests, with coverage"
+	@echo "make test         run the tests, with coverage, but those that are marked slow"
+	@echo "make test-slow    run those"
 	@echo "make test-newest  run the fast ones near jax on the newest Python and jax, where there is one"
 	@echo "make lint         ruff and pyright"
 	@echo "make format       ruff's formatter"
@@ -23,9 +24,12 @@ demo: .venv/.train
 	$(BIN)/jmp-train compare digits --policies float32 mixed_float16 mixed_bfloat16 --out out/demo
 
 test: .venv/.dev .venv-plan/.plan
-	$(BIN)/python -m pytest $(PARALLEL) --allowed-skips tests/allowed_skips.txt --cov --cov-report=
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" --allowed-skips tests/allowed_skips.txt --cov --cov-report=
 	$(BIN)/coverage report
 	$(BIN)/coverage report --include='policies/*' --fail-under=95 --format=total
+
+test-slow: .venv/.dev
+	$(BIN)/python -m pytest $(PARALLEL) -m slow
 
 test-newest:
 	@python=$$(.ci/newest-python); \
@@ -35,8 +39,8 @@ test-newest:
 .PHONY: run-test-newest
 run-test-newest:
 	$(NEWEST)/python -c 'import jax; print("jax", jax.__version__); assert jax.__version_info__ >= (0, 11)'
-	$(NEWEST)/python -m pytest $(PARALLEL) -m "not slow" --allowed-skips tests/allowed_skips.txt \
-		tests/policies tests/graphs $(patsubst %,tests/jmp_train/test_%.py,train_state train_step \
+	$(NEWEST)/python -m pytest $(PARALLEL) -m "not slow" -k "not exact and not float64" \
+		--allowed-skips tests/allowed_skips.txt tests/policies tests/graphs $(patsubst %,tests/jmp_train/test_%.py,train_state train_step \
 		gradients model_families autocast_models karate)
 
 lint: .venv/.dev

@@ -47,7 +47,6 @@ kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
 checks = settings(max_examples=5, deadline=None, derandomize=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("norm_by", ["dst", "src"])
 @checks
@@ -73,7 +72,6 @@ def test_edge_softmax_is_exact_and_so_is_its_gradient(
     assert_within(grad, exact_grad, half, sizes, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @checks
 @given(degree=degrees, is_reversed=st.booleans(), kind=kinds, seed=st.integers(0, 99))

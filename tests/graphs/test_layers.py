@@ -24,7 +24,6 @@ import jmp_train as jt
 from jmp_train import graphs
 
 Call = Callable[[Any, jax.Array, Any], jax.Array]
-pytestmark = pytest.mark.slow  # all of them together
 
 TYPICAL = [
     "graph both widening, weighted",

@@ -56,7 +56,6 @@ def shapes_of(message: fn.Message) -> list[tuple[tuple[int, ...], ...]]:
     return DOT_SHAPES if message.operation == "dot" else SHAPES
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*HALVES, "float32"])
 @pytest.mark.parametrize("message", [make_message(f) for f in MESSAGES], ids=lambda m: m.name)
 def test_equal_to_float64(message: fn.Message, dtype: str) -> None:
@@ -144,7 +143,6 @@ degrees = st.sampled_from([1, 2, 300, 1_024, 1_025, 2_049, 13_161, 100_000])
 kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("reducer", REDUCERS, ids=lambda r: r.reduction)
 @settings(max_examples=6, deadline=None, derandomize=True)

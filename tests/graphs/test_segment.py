@@ -84,7 +84,6 @@ def checks(examples: int) -> Any:
     return settings(max_examples=examples, deadline=None, derandomize=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
 @checks(4)
@@ -98,7 +97,6 @@ def test_reductions_are_exact(op: str, half: str, degree: int, kind: str, seed: 
     assert_within(actual, in_float64(op, rows, ids), half, magnitudes, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @checks(3)
 @given(degree=degrees, kind=kinds, seed=seeds)
@@ -116,7 +114,6 @@ def test_softmax_is_exact(half: str, degree: int, kind: str, seed: int) -> None:
     assert_within(pullback(given_grads)[0], products - exact * totals, half, magnitudes, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @checks(4)
 @given(degree=degrees, kind=kinds, seed=seeds)
