@@ -40,8 +40,9 @@ test-newest:
 run-test-newest:
 	$(NEWEST)/python -c 'import jax; print("jax", jax.__version__); assert jax.__version_info__ >= (0, 11)'
 	$(NEWEST)/python -m pytest $(PARALLEL) -m "not slow" -k "not exact and not float64" \
-		--allowed-skips tests/allowed_skips.txt tests/policies tests/graphs $(patsubst %,tests/jmp_train/test_%.py,train_state train_step \
-		gradients model_families autocast_models karate)
+		--allowed-skips tests/allowed_skips.txt tests/graphs \
+		$(patsubst %,tests/policies/test_%.py,autocast casting collectives finite policy loss_scale) \
+		$(patsubst %,tests/jmp_train/test_%.py,train_step gradients model_families karate)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -25,6 +25,8 @@ from jmp_train import graphs
 
 Call = Callable[[Any, jax.Array, Any], jax.Array]
 
+pytestmark = pytest.mark.slow  # all of them together; each layer has a file of its own too
+
 TYPICAL = [
     "graph both widening, weighted",
     "sage mean widening, weighted",
