@@ -79,8 +79,8 @@ clean:
 	@touch $@
 
 # For tests that compile for a GPU that is not there; see the plan extra.
-.venv-plan/.plan: %-plan/.plan: pyproject.toml | %/.dev
-	test -x $*-plan/bin/pip || $*/bin/python -m venv $*-plan
-	@echo "installing jmp_train[plan] into $*-plan"
-	@$*-plan/bin/pip install -qq --editable '.[plan]'
+.venv-plan/.plan: pyproject.toml | .venv/.dev
+	test -x .venv-plan/bin/pip || $(BIN)/python -m venv .venv-plan
+	@echo "installing jmp_train[plan] into .venv-plan"
+	@.venv-plan/bin/pip install -qq --editable '.[plan]'
 	@touch $@

@@ -122,10 +122,10 @@ def incidence_of(ids: jax.Array, num_segments: int, *, is_sorted: bool = False) 
       is_sorted: whether the ids ascend.
     """
     ids = jnp.clip(ids, -1, num_segments).astype(jnp.int32)
-    order = jnp.arange(ids.shape[0]) if is_sorted else jnp.argsort(ids, stable=True)
-    ascending = _incidence(jnp, ids[order], num_segments, ids.shape[0])
     if is_sorted:
-        return ascending
+        return _incidence(jnp, ids, num_segments, ids.shape[0])
+    order = jnp.argsort(ids, stable=True)
+    ascending = _incidence(jnp, ids[order], num_segments, ids.shape[0])
     rows = jnp.zeros_like(ids).at[order].set(ascending.rows)
     return dataclasses.replace(ascending, rows=rows)
 

@@ -71,11 +71,24 @@ def connect(
       TypeError: ids are no integers, or traced.
       ValueError: ids have the wrong shape or are out of range; the message names the edge.
     """
+    check_formats(formats)
+    ends = checked_ends(senders, receivers, num_senders, num_receivers, where=where)
+    return connect_checked(*ends, num_senders, num_receivers, formats=formats)
+
+
+def check_formats(formats: Sequence[str]) -> None:
+    """Raises TypeError or ValueError where formats are no sequence, or none of `FORMATS`."""
     if isinstance(formats, str):
         raise TypeError(f"formats must be a sequence of names, got {formats!r}")
     unknown = [name for name in formats if name not in FORMATS]
     if unknown:
         raise ValueError(f"formats has {unknown[0]!r}, which is none of {', '.join(FORMATS)}")
+
+
+def checked_ends(
+    senders: Any, receivers: Any, num_senders: int, num_receivers: int, *, where: str = ""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ends of edges that are known, checked; see `connect`."""
     ids = [
         _host_ids(name, x, where) for name, x in (("senders", senders), ("receivers", receivers))
     ]
@@ -93,7 +106,7 @@ def connect(
             edge = int(wrong.argmax())
             fault = "is negative" if end[edge] < 0 else f"is out of range for {count} nodes"
             raise ValueError(f"{name}[{edge}] = {end[edge]}{where} {fault}")
-    return connect_checked(ids[0], ids[1], num_senders, num_receivers, formats=formats)
+    return ids[0], ids[1]
 
 
 def connect_checked(

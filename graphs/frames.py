@@ -7,8 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.graphs.accumulation import incidence_of, incidence_on_host
-from jmp_train.graphs.connections import Connections, is_traced, make_mailboxes
+from jmp_train.graphs.connections import (
+    Connections,
+    connect_checked,
+    connect_traced,
+    is_traced,
+    make_mailboxes,
+)
 from jmp_train.graphs.fn import BuiltIn, Message, Reduce
 from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
@@ -86,16 +91,13 @@ def some_edges(frame: Frame, edges: jax.Array) -> Frame:
     ends = (frame.connections.sources, frame.connections.targets)
     ids = [end.ids[edges] for end in ends]
     data = {name: gather(feature, edges) for name, feature in frame.data.items()}
+    senders, receivers = ids
+    counts = (ends[0].num_segments, ends[1].num_segments)
     if is_traced(*ids):
-        sources, targets = (
-            incidence_of(x, end.num_segments) for x, end in zip(ids, ends, strict=True)
-        )
+        connections = connect_traced(senders, receivers, *counts)
     else:
-        sources, targets = (
-            incidence_on_host(np.asarray(x), end.num_segments)
-            for x, end in zip(ids, ends, strict=True)
-        )
-    return Frame(Connections(sources, targets), frame.src, frame.dst, data)
+        connections = connect_checked(np.asarray(senders), np.asarray(receivers), *counts)
+    return Frame(connections, frame.src, frame.dst, data)
 
 
 def where_edges(frame: Frame, is_kept: jax.Array) -> Frame:

@@ -13,6 +13,8 @@ from flax.core import FrozenDict
 from jmp_train.graphs.connections import (
     Connections,
     as_count,
+    check_formats,
+    checked_ends,
     connect,
     connect_checked,
     connect_traced,
@@ -198,12 +200,17 @@ def from_jraph(
             senders, receivers = (jnp.where(is_real, ids, count) for ids in (senders, receivers))
         connections = connect_traced(senders, receivers, count, count)
     else:
-        connections = connect(graphs.senders, graphs.receivers, count, count, formats=formats)
+        check_formats(formats)
+        ends = checked_ends(graphs.senders, graphs.receivers, count, count)
         for name, counts, total in (("n_node", n_node, count), ("n_edge", n_edge, num_edges)):
             if int(counts.sum()) != total:
                 raise ValueError(f"{name} adds up to {counts.sum()}, but there are {total}")
+        num_real_nodes = None
         if padded:
-            connections = _without_padding(graphs, count, formats)
+            num_real_nodes, ends = _without_padding(n_node, n_edge, ends, count)
+        connections = connect_checked(
+            *ends, count, count, formats=formats, num_real_receivers=num_real_nodes
+        )
     return Graph(
         nodes=checked_features("nodes", nodes, count),
         edges=checked_features("edges", edges, num_edges),
@@ -322,13 +329,11 @@ def first_padding(n_node: jax.Array) -> jax.Array:
     return graphs - 1 - jnp.argmax(n_node[::-1] > 0)
 
 
-def _without_padding(graphs: jraph.GraphsTuple, count: int, formats: Sequence[str]) -> Connections:
-    padding = int(first_padding(jnp.asarray(graphs.n_node)))
-    real_nodes = int(np.sum(graphs.n_node[:padding]))
-    real_edges = int(np.sum(graphs.n_edge[:padding]))
-    ends = [np.array(ids, np.int64) for ids in (graphs.senders, graphs.receivers)]
-    for ids in ends:
-        ids[real_edges:] = count
-    return connect_checked(
-        ends[0], ends[1], count, count, formats=formats, num_real_receivers=real_nodes
-    )
+def _without_padding(
+    n_node: jax.Array, n_edge: jax.Array, ends: tuple[np.ndarray, np.ndarray], count: int
+) -> tuple[int, tuple[np.ndarray, np.ndarray]]:
+    """Returns how many nodes are no padding, and the ends with those of padding edges out of range."""
+    padding = int(first_padding(n_node))
+    is_real = np.arange(len(ends[0])) < int(n_edge[:padding].sum())
+    senders, receivers = (np.where(is_real, ids.astype(np.int64), count) for ids in ends)
+    return int(n_node[:padding].sum()), (senders, receivers)

@@ -2,19 +2,21 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from jmp_train.graphs.fn import Message, Reduce
 from jmp_train.graphs.frames import frame_of, nodes_of, receive, send, some_edges, target_type
 from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
 from jmp_train.graphs.multi_update import update_over_types
 from jmp_train.graphs.segment import gather
-from jmp_train.graphs.user_functions import EdgeFunction, NodeFunction, make_node_batch
+from jmp_train.graphs.user_functions import (
+    EdgeFunction,
+    NodeFunction,
+    checked_results,
+    make_node_batch,
+)
 from jmp_train.graphs.writing import (
     accepts_jraph,
     applied,
     checked_ids,
-    checked_results,
     edge_ids,
     placed,
     with_edge_features,
@@ -131,9 +133,9 @@ def apply_nodes(
       [0.0, 2.0]
     """
     data, count = nodes_of(graph, ntype)
-    ids = jnp.arange(count) if nodes is None else checked_ids("nodes", nodes, count)
-    some = data if nodes is None else {name: gather(feature, ids) for name, feature in data.items()}
+    if nodes is None:
+        return applied(graph, function, ntype)
+    ids = checked_ids("nodes", nodes, count)
+    some = {name: gather(feature, ids) for name, feature in data.items()}
     results = checked_results("node", function(make_node_batch(some, ids)), ids.shape[0])
-    if nodes is not None:
-        results = placed(data, results, ids, count)
-    return with_node_features(graph, ntype, results)
+    return with_node_features(graph, ntype, placed(data, results, ids, count))

@@ -15,8 +15,7 @@ from jmp_train.graphs.storage import wide
 from jmp_train.graphs.user_functions import (
     EdgeFunction,
     NodeFunction,
-    checked_results,
-    make_node_batch,
+    apply_to_nodes,
 )
 from jmp_train.graphs.writing import applied
 
@@ -117,8 +116,7 @@ def _results(graph: HeteroGraph, kind: EdgeType, functions: Functions) -> dict[s
     results = receive(frame, message, reduce)
     degrees = frame.connections.targets.degrees
     if rest:
-        batch = make_node_batch({**frame.dst, **results}, jnp.arange(degrees.shape[0]))
-        results |= checked_results("node", rest[0](batch), degrees.shape[0])
+        results |= apply_to_nodes(rest[0], {**frame.dst, **results}, degrees.shape[0])
     is_extreme = isinstance(reduce, Reduce) and reduce.reduction in ("max", "min")
     counts = degrees > 0 if is_extreme else jnp.ones(degrees.shape, bool)
     return {name: _Part(rows, counts) for name, rows in results.items()}

@@ -16,12 +16,11 @@ from jmp_train.graphs.frames import (
     where_edges,
 )
 from jmp_train.graphs.hetero_graph import EdgeType
-from jmp_train.graphs.user_functions import EdgeFunction, NodeFunction, make_node_batch
+from jmp_train.graphs.user_functions import EdgeFunction, NodeFunction, apply_to_nodes
 from jmp_train.graphs.writing import (
     AnyGraph,
     accepts_jraph,
     checked_ids,
-    checked_results,
     edge_ids,
     merged,
     with_node_features,
@@ -246,8 +245,8 @@ def _received(
     old, count = nodes_of(graph, ntype)
     new = merged(old, results, is_written)
     if apply is not None:
-        batch = make_node_batch({**old, **new}, jnp.arange(count))
-        new |= merged({**old, **new}, checked_results("node", apply(batch), count), is_written)
+        seen = {**old, **new}
+        new |= merged(seen, apply_to_nodes(apply, seen, count), is_written)
     return with_node_features(graph, ntype, new)
 
 

@@ -146,3 +146,10 @@ def checked_results(name: str, results: Any, rows: int) -> dict[str, jax.Array]:
                 f"the {name} function's {key!r} must have {rows} rows, got shape {array.shape}"
             )
     return arrays
+
+
+def apply_to_nodes(
+    function: NodeFunction, nodes: Mapping[str, jax.Array], count: int
+) -> dict[str, jax.Array]:
+    """Returns what a user-defined function makes of all nodes, checked; see `checked_results`."""
+    return checked_results("node", function(make_node_batch(nodes, jnp.arange(count))), count)

@@ -15,7 +15,7 @@ from jmp_train.graphs.frames import nodes_of
 from jmp_train.graphs.graph import Graph, from_jraph, to_jraph
 from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
 from jmp_train.graphs.storage import common_dtype
-from jmp_train.graphs.user_functions import NodeFunction, checked_results, make_node_batch
+from jmp_train.graphs.user_functions import NodeFunction, apply_to_nodes
 
 Params = ParamSpec("Params")
 AnyGraph = TypeVar("AnyGraph", Graph, HeteroGraph, jraph.GraphsTuple)
@@ -56,9 +56,7 @@ def applied(graph: OurGraph, function: NodeFunction | None, ntype: str | None) -
     """Returns the graph after a function of all its nodes, if there is one."""
     if function is None:
         return graph
-    nodes, count = nodes_of(graph, ntype)
-    results = checked_results("node", function(make_node_batch(nodes, jnp.arange(count))), count)
-    return with_node_features(graph, ntype, results)
+    return with_node_features(graph, ntype, apply_to_nodes(function, *nodes_of(graph, ntype)))
 
 
 def merged(old: Mapping[str, jax.Array], new: Arrays, is_written: jax.Array) -> Arrays:

@@ -19,5 +19,5 @@ def test_fused_pairs_store_no_array_of_edges_by_features(
     compiled = compile_for_gpu(target, dtype, str(hub), python=plan_python, timeout=200)
     sizes = [array.n_bytes for array in compiled.arrays]
     assert max(sizes) >= NODES * FEATURES * 2  # it is the program that was meant
-    elements = [array for array in compiled.arrays if array.n_bytes >= EDGES * FEATURES]
+    elements = compiled.arrays_of_at_least(EDGES * FEATURES)
     assert not elements, elements  # not even in 8 bits
