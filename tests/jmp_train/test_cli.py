@@ -163,14 +163,18 @@ def test_mnist_is_compared_from_files(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_interrupting_compare_stops_the_run(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        (*COMMAND, "compare", "--epochs", "100000"), stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    assert process.stdout is not None
-    assert "epoch" in process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    process.stdout.close()
+    # Processes inherit that SIGINT is ignored, as it is where the tests run in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    command = (*COMMAND, "compare", "--epochs", "100000")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        signal.signal(signal.SIGINT, before)
+        try:
+            assert process.stdout is not None
+            assert "epoch" in process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
