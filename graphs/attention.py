@@ -1,21 +1,25 @@
 """Attention over the edges that enter a node, or leave it: float32 inside, and nothing saved per edge."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jraph
 
+from jmp_train.graphs import attention_xla, gat_streaming, gatv2_streaming
 from jmp_train.graphs.connections import Connections
-from jmp_train.graphs.dropout import check_dropout, drop
+from jmp_train.graphs.dropout import check_dropout
+from jmp_train.graphs.edge_dropout import edge_dropout
 from jmp_train.graphs.frames import frame_of, some_edges
 from jmp_train.graphs.graph import Graph, from_jraph
 from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
+from jmp_train.graphs.implementations import chosen_implementation
 from jmp_train.graphs.layer_inputs import as_edge_weight, as_graph
 from jmp_train.graphs.messages import in_float32
 from jmp_train.graphs.storage import graph_storage, wide
 from jmp_train.graphs.writing import checked_ids
-from jmp_train.policies.autocast import autocast_as
+from jmp_train.policies.autocast_given import as_given
 
 
 def edge_softmax(
@@ -72,6 +76,7 @@ def gat_attention(
     negative_slope: float = 0.2,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Returns graph attention: the senders' features, weighted by a softmax over each node's edges.
 
@@ -87,12 +92,16 @@ def gat_attention(
       negative_slope: of the leaky ReLU.
       dropout_rate: the share of the weights that are dropped, those of each head apart.
       dropout_key: for dropout; needed if the rate is not 0.
+      implementation: "streaming" goes over chunks of sorted edges, stores nothing for each edge, and
+        has reverse mode only; "xla" computes with arrays of all edges, and goes through every
+        transform; None for "streaming" where the graph has `formats=("csr",)` and messages are large.
 
     Returns:
       [nodes, heads, width] in the features' dtype; 0 of nodes without edges.
 
     Raises:
-      ValueError: shapes do not fit, the rate is not in [0, 1), or there is no key.
+      ValueError: shapes do not fit, the rate is not in [0, 1), there is no key, or there is no such
+        implementation for the graph.
       TypeError: an array has no floats.
 
     Example:
@@ -116,27 +125,13 @@ def gat_attention(
                 f"got shapes {features.shape} and {end.shape}"
             )
 
-    weight = as_edge_weight(graph, edge_weight)
-
-    @jax.checkpoint
-    def attend(
-        connections: Connections,
-        key: Any,
-        features: jax.Array,
-        left: jax.Array,
-        right: jax.Array,
-        weight: jax.Array | None,
-    ) -> jax.Array:
-        sources, targets = connections.sources, connections.targets
-        logits = sources.read(wide(left)) + targets.read(wide(right))
-        logits = jax.nn.leaky_relu(logits, negative_slope)
-        messages = connections.sources.read(wide(features))
-        return _weighted_sum(connections, logits, messages, weight, dropout_rate, key)
-
-    attended = autocast_as("float32")(attend)(
-        graph.connections, dropout_key, graph_storage(features), *ends, weight
+    inputs = gat_streaming.Inputs(
+        graph_storage(features), *ends, as_edge_weight(graph, edge_weight)
     )
-    return graph_storage(attended.astype(features.dtype))
+    dropout = edge_dropout(dropout_rate, dropout_key, features.shape[1])
+    numbers = features.shape[1] * features.shape[2]
+    attend = _GAT[chosen_implementation(implementation, graph.connections, numbers)]
+    return graph_storage(attend(negative_slope, graph.connections, dropout, inputs))
 
 
 def gatv2_attention(
@@ -149,6 +144,7 @@ def gatv2_attention(
     negative_slope: float = 0.2,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Returns graph attention whose weights are a small network of both ends' features.
 
@@ -164,6 +160,7 @@ def gatv2_attention(
       negative_slope: see `gat_attention`.
       dropout_rate: see `gat_attention`.
       dropout_key: see `gat_attention`.
+      implementation: see `gat_attention`.
 
     Returns:
       [nodes, heads, width] in the dtype of `left`; 0 of nodes without edges.
@@ -192,39 +189,28 @@ def gatv2_attention(
             f"got shapes {ends[0].shape}, {ends[1].shape} and {attention.shape}"
         )
     weight = as_edge_weight(graph, edge_weight)
-
-    @jax.checkpoint
-    def attend(
-        connections: Connections,
-        key: Any,
-        attention: jax.Array,
-        left: jax.Array,
-        right: jax.Array,
-        weight: jax.Array | None,
-    ) -> jax.Array:
-        messages = connections.sources.read(wide(left))
-        both = jax.nn.leaky_relu(messages + connections.targets.read(wide(right)), negative_slope)
-        logits = (attention.astype(both.dtype) * both).sum(-1)
-        return _weighted_sum(connections, logits, messages, weight, dropout_rate, key)
-
-    attended = autocast_as("float32")(attend)(
-        graph.connections, dropout_key, attention, *map(graph_storage, ends), weight
-    )
-    return graph_storage(attended.astype(ends[0].dtype))
+    inputs = gatv2_streaming.Inputs(*map(graph_storage, ends), attention, weight)
+    dropout = edge_dropout(dropout_rate, dropout_key, attention.shape[0])
+    name = chosen_implementation(implementation, graph.connections, attention.size)
+    return graph_storage(_GATV2[name](negative_slope, graph.connections, dropout, inputs))
 
 
-def _weighted_sum(
-    connections: Connections,
-    logits: jax.Array,
-    messages: jax.Array,
-    edge_weight: jax.Array | None,
-    dropout_rate: float,
-    key: jax.Array | None,
+def _gat_by_streaming(
+    negative_slope: float, connections: Connections, dropout: Any, inputs: Any
 ) -> jax.Array:
-    weights = drop(connections.targets.softmax(logits), dropout_rate, key)
-    if edge_weight is not None:
-        weights = weights * edge_weight.astype(weights.dtype)[:, None]
-    return connections.targets.sum(weights[..., None] * messages)
+    attend = as_given(functools.partial(gat_streaming.attend, negative_slope))
+    return attend(connections.neighbors, dropout, inputs)
+
+
+def _gatv2_by_streaming(
+    negative_slope: float, connections: Connections, dropout: Any, inputs: Any
+) -> jax.Array:
+    attend = as_given(functools.partial(gatv2_streaming.attend, negative_slope))
+    return attend(connections.neighbors, dropout, inputs)
+
+
+_GAT = {"xla": attention_xla.gat, "streaming": _gat_by_streaming}
+_GATV2 = {"xla": attention_xla.gatv2, "streaming": _gatv2_by_streaming}
 
 
 def _floats(name: str, array: Any, rows: int, kind: str) -> jax.Array:

@@ -11,8 +11,10 @@ import numpy as np
 from jax.core import Tracer
 
 from jmp_train.graphs.accumulation import Incidence, incidence_of, incidence_on_host
+from jmp_train.graphs.neighbors import BothWays, sorted_both_ways
 
-FORMATS = ("coo", "mailbox")
+FORMATS = ("coo", "csr", "mailbox")
+DEFAULT_FORMATS = ("coo", "csr")
 
 
 @jax.tree_util.register_dataclass
@@ -35,17 +37,57 @@ class Connections:
     """The edges of a graph, without features.
 
     Attributes:
-      sources: the node that each edge leaves.
-      targets: the node that each edge enters.
+      ends: the node that each edge leaves, and the node that it enters; None where edges were not to
+        have places of their own.
+      neighbors: the edges sorted by either end, for streaming; None where they were not asked for.
       mailboxes: the nodes by in-degree, ascending, for reductions by user-defined functions; None
         where they were not asked for.
       has_idle_targets: whether some node is entered by no edge; None where that is not known.
     """
 
-    sources: Incidence
-    targets: Incidence
+    ends: tuple[Incidence, Incidence] | None
+    neighbors: BothWays | None = None
     mailboxes: tuple[Mailbox, ...] | None = None
     has_idle_targets: bool | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def sources(self) -> Incidence:
+        """The node that each edge leaves."""
+        return self._ends[0]
+
+    @property
+    def targets(self) -> Incidence:
+        """The node that each edge enters."""
+        return self._ends[1]
+
+    @property
+    def _ends(self) -> tuple[Incidence, Incidence]:
+        if self.ends is None:
+            raise ValueError(
+                'the graph was made with formats=("csr",), which keeps no edge apart: this needs "coo" too'
+            )
+        return self.ends
+
+    @property
+    def num_edges(self) -> int:
+        """How many edges there are, those that count nowhere included."""
+        if self.neighbors is not None:
+            return self.neighbors.by_target.num_edges
+        return self.targets.num_edges
+
+    @property
+    def out_degrees(self) -> jax.Array:
+        """Int32 [senders], how many edges leave each node."""
+        if self.neighbors is not None:
+            return self.neighbors.by_source.degrees
+        return self.sources.degrees
+
+    @property
+    def in_degrees(self) -> jax.Array:
+        """Int32 [receivers], how many edges enter each node."""
+        if self.neighbors is not None:
+            return self.neighbors.by_target.degrees
+        return self.targets.degrees
 
 
 def connect(
@@ -54,7 +96,7 @@ def connect(
     num_senders: int,
     num_receivers: int,
     *,
-    formats: Sequence[str] = ("coo",),
+    formats: Sequence[str] = DEFAULT_FORMATS,
     where: str = "",
 ) -> Connections:
     """Returns the connections of edges that are known, checked.
@@ -128,20 +170,28 @@ def connect_checked(
       formats: the indices to make, of `FORMATS`.
       num_real_receivers: how many of them are no padding; None for all.
     """
-    sources = incidence_on_host(senders, num_senders)
-    targets = incidence_on_host(receivers, num_receivers)
+    ends = neighbors = None
+    if set(formats) != {"csr"}:
+        ends = (
+            incidence_on_host(senders, num_senders),
+            incidence_on_host(receivers, num_receivers),
+        )
+    if "csr" in formats:
+        neighbors = sorted_both_ways(
+            senders, receivers, num_senders, num_receivers, have_places=ends is not None
+        )
     mailboxes = make_mailboxes(receivers, num_receivers) if "mailbox" in formats else None
     is_reached = np.zeros(num_receivers + 1, bool)
     is_reached[np.clip(receivers, -1, num_receivers)] = True  # ids out of range: the last one
     has_idle_targets = not is_reached[:-1][:num_real_receivers].all()
-    return Connections(sources, targets, mailboxes, has_idle_targets)
+    return Connections(ends, neighbors, mailboxes, has_idle_targets)
 
 
 def connect_traced(
     senders: jax.Array, receivers: jax.Array, num_senders: int, num_receivers: int
 ) -> Connections:
     """Returns the connections of edges that only the device knows, unchecked."""
-    return Connections(incidence_of(senders, num_senders), incidence_of(receivers, num_receivers))
+    return Connections((incidence_of(senders, num_senders), incidence_of(receivers, num_receivers)))
 
 
 def make_mailboxes(receivers: np.ndarray, num_receivers: int) -> tuple[Mailbox, ...]:

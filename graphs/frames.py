@@ -104,7 +104,7 @@ def where_edges(frame: Frame, is_kept: jax.Array) -> Frame:
     """Returns the frame in which only the edges of a mask, bool [edges], send."""
     connections = frame.connections
     targets = connections.targets.where(is_kept)
-    return Frame(Connections(connections.sources, targets), frame.src, frame.dst, frame.data)
+    return Frame(Connections((connections.sources, targets)), frame.src, frame.dst, frame.data)
 
 
 def send(frame: Frame, message: Message | EdgeFunction, ids: jax.Array | None = None) -> Arrays:

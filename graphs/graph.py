@@ -11,6 +11,7 @@ import numpy as np
 from flax.core import FrozenDict
 
 from jmp_train.graphs.connections import (
+    DEFAULT_FORMATS,
     Connections,
     as_count,
     check_formats,
@@ -60,12 +61,12 @@ class Graph:
     @property
     def num_nodes(self) -> int:
         """How many nodes there are, padding included."""
-        return self.connections.targets.num_segments
+        return self.connections.in_degrees.shape[0]
 
     @property
     def num_edges(self) -> int:
         """How many edges there are, padding included."""
-        return self.connections.targets.num_edges
+        return self.connections.num_edges
 
     @property
     def senders(self) -> jax.Array:
@@ -80,12 +81,12 @@ class Graph:
     @property
     def in_degrees(self) -> jax.Array:
         """Int32 [nodes], how many edges enter each node."""
-        return self.connections.targets.degrees
+        return self.connections.in_degrees
 
     @property
     def out_degrees(self) -> jax.Array:
         """Int32 [nodes], how many edges leave each node."""
-        return self.connections.sources.degrees
+        return self.connections.out_degrees
 
     def with_nodes(self, /, **features: Any) -> "Graph":
         """Returns the graph with node features [nodes, ...] added or replaced.
@@ -113,7 +114,7 @@ def from_edges(
     nodes: Features | None = None,
     edges: Features | None = None,
     *,
-    formats: Sequence[str] = ("coo",),
+    formats: Sequence[str] = DEFAULT_FORMATS,
 ) -> Graph:
     """Returns the graph of these edges; runs on the host.
 
@@ -123,8 +124,11 @@ def from_edges(
       n_node: how many nodes there are.
       nodes: arrays [n_node, ...] by name.
       edges: arrays [edges, ...] by name, in the order of the edges.
-      formats: the indices to make. "coo" is always made; "mailbox" groups nodes by in-degree, which
-        reductions by user-defined functions need under jit.
+      formats: the indices to make. "coo" has both ends of each edge; "csr" has the edges sorted by
+        either end, by which large sums and attention are streamed, fast and without messages in memory;
+        "mailbox" groups nodes by in-degree, which reductions by user-defined functions need under jit.
+        "csr" alone takes the least memory, and knows no edge apart: no edge features, senders or
+        receivers. All others include "coo".
 
     Returns:
       The graph, its arrays on the default device.
@@ -142,12 +146,10 @@ def from_edges(
     connections = connect(senders, receivers, count, count, formats=formats)
     return Graph(
         nodes=checked_features("nodes", {} if nodes is None else nodes, count),
-        edges=checked_features(
-            "edges", {} if edges is None else edges, connections.targets.num_edges
-        ),
+        edges=checked_features("edges", {} if edges is None else edges, connections.num_edges),
         connections=connections,
         n_node=jnp.array([count], jnp.int32),
-        n_edge=jnp.array([connections.targets.num_edges], jnp.int32),
+        n_edge=jnp.array([connections.num_edges], jnp.int32),
     )
 
 

@@ -87,11 +87,11 @@ def graph_conv(
     of_senders, of_receivers = NORMS[norm]
 
     def before(connections: Connections, rows: jax.Array) -> jax.Array:
-        return scaled_by_degree(rows, connections.sources.degrees, of_senders)
+        return scaled_by_degree(rows, connections.out_degrees, of_senders)
 
     def after(connections: Connections, rows: jax.Array, total: jax.Array) -> jax.Array:
         del rows
-        return scaled_by_degree(total, connections.targets.degrees, of_receivers)
+        return scaled_by_degree(total, connections.in_degrees, of_receivers)
 
     edge_weight = as_edge_weight(graph, edge_weight)
     result = aggregate(graph.connections, features, edge_weight, before=before, after=after)

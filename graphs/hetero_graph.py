@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax.core import FrozenDict
 
-from jmp_train.graphs.connections import Connections, as_count, connect
+from jmp_train.graphs.connections import DEFAULT_FORMATS, Connections, as_count, connect
 from jmp_train.graphs.graph import Features, checked_features
 
 EdgeType = tuple[str, str, str]
@@ -100,7 +100,7 @@ def hetero_from_edges(
     nodes: Mapping[str, Features] | None = None,
     edges: Mapping[EdgeType, Features] | None = None,
     *,
-    formats: Sequence[str] = ("coo",),
+    formats: Sequence[str] = DEFAULT_FORMATS,
 ) -> HeteroGraph:
     """Returns the graph of these edges; runs on the host.
 

@@ -114,7 +114,7 @@ def _results(graph: HeteroGraph, kind: EdgeType, functions: Functions) -> dict[s
     message, reduce, *rest = functions
     frame = frame_of(graph, kind)
     results = receive(frame, message, reduce)
-    degrees = frame.connections.targets.degrees
+    degrees = frame.connections.in_degrees
     if rest:
         results |= apply_to_nodes(rest[0], {**frame.dst, **results}, degrees.shape[0])
     is_extreme = isinstance(reduce, Reduce) and reduce.reduction in ("max", "min")

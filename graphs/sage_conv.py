@@ -148,7 +148,7 @@ def _collect(
 
 
 def _mean_with_self(connections: Connections, rows: jax.Array, total: jax.Array) -> jax.Array:
-    sizes = (connections.targets.degrees + 1).astype(rows.dtype)
+    sizes = (connections.in_degrees + 1).astype(rows.dtype)
     return (total + rows) / rows_like(sizes, rows)
 
 

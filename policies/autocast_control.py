@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_train.policies.autocast_custom_rules import custom_jvp, custom_vjp
+from jmp_train.policies.autocast_given import CalledAnew
 from jmp_train.policies.autocast_interpreter import inlined, interpret, on_arrays, values_of
 from jmp_train.policies.autocast_region import (
     FLOAT32,
@@ -46,6 +47,9 @@ def _constrain(values: list[Value], shardings: Any) -> list[Value]:
 
 def _remat(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
     params = equation.params
+    if isinstance(params["policy"], CalledAnew):
+        arrays = [jnp.asarray(value.array) for value in inputs]
+        return values_of(jax.tree.leaves(params["policy"].run(*arrays)))
     body = on_arrays(region, params["jaxpr"])
     wrapped = jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])
     return values_of(wrapped(*(value.array for value in inputs)))

@@ -1,0 +1,167 @@
+"""Graph attention by streaming: saves two numbers per node and head, and computes all of edges anew.
+
+With the logit `s = leaky_relu(left[u] + right[v])` of an edge from u to v, its largest value m over the
+edges that enter v, the inverse i of the sum of `exp(s - m)` there, and the factor k of dropout and edge
+weight, the result is the sum of `a k z[u]` with `a = exp(s - m) i`. With g the gradient of the result, and
+`t = g[v] . z[u]`, that of s is `a (k t - d[v])`, where `d[v]`, the sum of `a k t`, needs no second pass
+over the edges: what is multiplied by it is added up beside.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_train.graphs.edge_dropout import EdgeDropout, dropout_and_weight, times
+from jmp_train.graphs.neighbors import BothWays
+from jmp_train.graphs.storage import wide
+from jmp_train.graphs.streaming import Chunk, add_up, largest, of_edges, sum_of_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What attention is of.
+
+    Attributes:
+      features: floating [nodes, heads, width].
+      left: floating [nodes, heads].
+      right: floating [nodes, heads].
+      edge_weight: floating [edges], or None.
+    """
+
+    features: jax.Array
+    left: jax.Array
+    right: jax.Array
+    edge_weight: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(
+    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: Inputs
+) -> jax.Array:
+    """Returns attention [nodes, heads, width] in the features' dtype."""
+    return _forward(negative_slope, edges, dropout, inputs)[0]
+
+
+def _forward(
+    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: Inputs
+) -> tuple[jax.Array, Any]:
+    neighbors = edges.by_target
+    features, left, right = inputs.features, inputs.left, inputs.right
+    dtype = wide(jnp.zeros((), features.dtype)).dtype
+    _, heads, width = features.shape
+    of_head = jax.ShapeDtypeStruct((heads,), dtype)
+
+    def logits(chunk: Chunk) -> jax.Array:
+        return jax.nn.leaky_relu(chunk.of_others(left) + chunk.of_nodes(right), negative_slope)
+
+    def highest(chunk: Chunk) -> jax.Array:
+        masked = jnp.where(chunk.is_edge[..., None], logits(chunk), -jnp.inf)
+        return masked.max(1).astype(dtype)
+
+    most = largest(neighbors, highest, of_head, 2 * neighbors.width * heads)
+    most = jnp.where(jnp.isfinite(most), most, jnp.zeros_like(most))
+
+    def parts(chunk: Chunk) -> list[jax.Array]:
+        terms = chunk.where_edge(jnp.exp(logits(chunk) - chunk.of_nodes(most)).astype(dtype))
+        kept = times(
+            terms,
+            dropout_and_weight(
+                neighbors, chunk, dropout, inputs.edge_weight, nodes_are_targets=True
+            ),
+        )
+        return [chunk.sum_of_others(features, kept), terms.sum(1)]
+
+    like = [jax.ShapeDtypeStruct((heads, width), dtype), of_head]
+    numbers = heads * (width + 2 * neighbors.width)
+    total, sizes = add_up(neighbors, parts, like, numbers)
+    inverse = 1 / jnp.where(sizes == 0, jnp.ones_like(sizes), sizes)
+    result = (total * inverse[..., None]).astype(features.dtype)
+    return result, (edges, dropout, inputs, most, inverse)
+
+
+def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
+    edges, dropout, inputs, most, inverse = saved
+    features, left, right, edge_weight = (
+        inputs.features,
+        inputs.left,
+        inputs.right,
+        inputs.edge_weight,
+    )
+    _, heads, width = features.shape
+    dtype = most.dtype
+    of_head = jax.ShapeDtypeStruct((heads,), dtype)
+
+    def weights(chunk: Chunk, sums: jax.Array, shift: jax.Array, scale: jax.Array) -> Any:
+        """Returns the softmax's weights and their derivative's slopes [blocks, width, heads]."""
+        logits = jax.nn.leaky_relu(sums, negative_slope)
+        of_softmax = chunk.where_edge((jnp.exp(logits - shift) * scale).astype(dtype))
+        return of_softmax, jnp.where(sums >= 0, of_softmax, negative_slope * of_softmax)
+
+    into = edges.by_target
+
+    def into_node(chunk: Chunk) -> Any:
+        sums = chunk.of_others(left) + chunk.of_nodes(right)
+        return weights(chunk, sums, chunk.of_nodes(most), chunk.of_nodes(inverse))
+
+    def of_targets(chunk: Chunk) -> list[jax.Array]:
+        of_softmax, slopes = into_node(chunk)
+        factor = dropout_and_weight(into, chunk, dropout, edge_weight, nodes_are_targets=True)
+        products = times(chunk.dot_with_others(features, gradient), factor)
+        return [
+            jnp.where(of_softmax == 0, 0, of_softmax * products).sum(1),
+            jnp.where(slopes == 0, 0, slopes * products).sum(1),
+            slopes.sum(1),
+        ]
+
+    numbers = heads * width * into.width // 2
+    mean, of_products, of_slopes = add_up(into, of_targets, [of_head] * 3, numbers)
+    of_right = of_products - mean * of_slopes
+
+    out = edges.by_source
+
+    def of_sources(chunk: Chunk) -> list[jax.Array]:
+        sums = chunk.of_others(right) + chunk.of_nodes(left)
+        of_softmax, slopes = weights(chunk, sums, chunk.of_others(most), chunk.of_others(inverse))
+        factor = dropout_and_weight(out, chunk, dropout, edge_weight, nodes_are_targets=False)
+        rows = chunk.sum_of_others(gradient, times(slopes, factor))
+        of_logits = sum_of_rows(rows * chunk.of_nodes(features)[:, 0])
+        of_means = (slopes * chunk.of_others(mean)).sum(1)
+        return [
+            chunk.sum_of_others(gradient, times(of_softmax, factor)),
+            of_logits - of_means,
+        ]
+
+    like = [jax.ShapeDtypeStruct((heads, width), dtype), of_head]
+    numbers = heads * (2 * width + 3 * out.width)
+    of_features, of_left = add_up(out, of_sources, like, numbers)
+
+    of_weight = None
+    if edge_weight is not None:
+
+        def of_each(chunk: Chunk) -> jax.Array:
+            of_softmax, _ = into_node(chunk)
+            kept = times(
+                of_softmax, dropout_and_weight(into, chunk, dropout, None, nodes_are_targets=True)
+            )
+            return (kept * chunk.dot_with_others(features, gradient)).sum(-1)
+
+        like_one = jax.ShapeDtypeStruct((), dtype)
+        numbers = heads * width * into.width // 2
+        of_weight = of_edges(into, of_each, like_one, numbers).astype(edge_weight.dtype)
+    return (
+        None,
+        None,
+        Inputs(
+            of_features.astype(features.dtype),
+            of_left.astype(left.dtype),
+            of_right.astype(right.dtype),
+            of_weight,
+        ),
+    )
+
+
+attend.defvjp(_forward, _backward)

@@ -1,0 +1,174 @@
+"""GATv2's attention by streaming: as `gat_streaming`, with a small network of both ends for the logits.
+
+The logit of an edge from u to v is the sum over the width of `attention * leaky_relu(left[u] + right[v])`.
+With its gradient `e = a (k t - d[v])`, and `q` the sum of `e` times the slopes of `leaky_relu` over the
+edges of a node, the gradient of that node's row is `attention * q`, and that of `attention` the sum over
+all nodes of `left * q` and `right * q`, since `leaky_relu(y)` is its slope times y.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_train.graphs.accumulation import BLOCK
+from jmp_train.graphs.edge_dropout import EdgeDropout, dropout_and_weight, times
+from jmp_train.graphs.neighbors import BothWays
+from jmp_train.graphs.storage import wide
+from jmp_train.graphs.streaming import Chunk, add_up, largest, of_edges, sum_of_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What attention is of.
+
+    Attributes:
+      left: floating [nodes, heads, width].
+      right: floating [nodes, heads, width].
+      attention: floating [heads, width].
+      edge_weight: floating [edges], or None.
+    """
+
+    left: jax.Array
+    right: jax.Array
+    attention: jax.Array
+    edge_weight: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(
+    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: Inputs
+) -> jax.Array:
+    """Returns attention [nodes, heads, width] in the dtype of `left`."""
+    return _forward(negative_slope, edges, dropout, inputs)[0]
+
+
+def _forward(
+    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: Inputs
+) -> tuple[jax.Array, Any]:
+    neighbors, left, right = edges.by_target, inputs.left, inputs.right
+    _, heads, width = left.shape
+    dtype = wide(jnp.zeros((), left.dtype)).dtype
+    of_head = jax.ShapeDtypeStruct((heads,), dtype)
+    numbers = neighbors.width * heads * width // 2
+
+    def logits(chunk: Chunk) -> jax.Array:
+        return _logits(chunk.of_others(left) + chunk.of_nodes(right), inputs, negative_slope)
+
+    def highest(chunk: Chunk) -> jax.Array:
+        return jnp.where(chunk.is_edge[..., None], logits(chunk), -jnp.inf).max(1).astype(dtype)
+
+    most = largest(neighbors, highest, of_head, numbers)
+    most = jnp.where(jnp.isfinite(most), most, jnp.zeros_like(most))
+
+    def parts(chunk: Chunk) -> list[jax.Array]:
+        terms = chunk.where_edge(jnp.exp(logits(chunk) - chunk.of_nodes(most)).astype(dtype))
+        factor = dropout_and_weight(
+            neighbors, chunk, dropout, inputs.edge_weight, nodes_are_targets=True
+        )
+        return [chunk.sum_of_others(left, times(terms, factor)), terms.sum(1)]
+
+    like = [jax.ShapeDtypeStruct((heads, width), dtype), of_head]
+    total, sizes = add_up(neighbors, parts, like, numbers)
+    inverse = 1 / jnp.where(sizes == 0, jnp.ones_like(sizes), sizes)
+    result = (total * inverse[..., None]).astype(left.dtype)
+    return result, (edges, dropout, inputs, most, inverse)
+
+
+def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
+    edges, dropout, inputs, most, inverse = saved
+    left, right, edge_weight = inputs.left, inputs.right, inputs.edge_weight
+    _, heads, width = left.shape
+    dtype = most.dtype
+    of_head = jax.ShapeDtypeStruct((heads,), dtype)
+    of_row = jax.ShapeDtypeStruct((heads, width), dtype)
+
+    def softmax(chunk: Chunk, sums: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
+        logits = _logits(sums, inputs, negative_slope)
+        return chunk.where_edge((jnp.exp(logits - shift) * scale).astype(dtype))
+
+    into = edges.by_target
+
+    def into_node(chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+        """Returns the softmax's weights, and what the gradient gives for each, [blocks, width, heads]."""
+        sums = chunk.of_others(left) + chunk.of_nodes(right)
+        weights = softmax(chunk, sums, chunk.of_nodes(most), chunk.of_nodes(inverse))
+        return weights, chunk.where_edge(chunk.dot_with_others(left, gradient))
+
+    def of_means(chunk: Chunk) -> list[jax.Array]:
+        weights, products = into_node(chunk)
+        factor = dropout_and_weight(into, chunk, dropout, edge_weight, nodes_are_targets=True)
+        return [(weights * times(products, factor)).sum(1)]
+
+    numbers = into.width * heads * width // 2
+    (mean,) = add_up(into, of_means, [of_head], numbers)
+
+    def of_targets(chunk: Chunk) -> list[jax.Array]:
+        weights, products = into_node(chunk)
+        factor = dropout_and_weight(into, chunk, dropout, edge_weight, nodes_are_targets=True)
+        of_logits = weights * (times(products, factor) - chunk.of_nodes(mean))
+        here = chunk.of_nodes(right)[:, 0]
+        return [chunk.sum_of_others(left, of_logits, lambda x: _slopes(x + here, negative_slope))]
+
+    (into_slopes,) = add_up(into, of_targets, [of_row], numbers)
+
+    out = edges.by_source
+
+    def of_sources(chunk: Chunk) -> list[jax.Array]:
+        sums = chunk.of_others(right) + chunk.of_nodes(left)
+        weights = softmax(chunk, sums, chunk.of_others(most), chunk.of_others(inverse))
+        factor = dropout_and_weight(out, chunk, dropout, edge_weight, nodes_are_targets=False)
+        products = times(chunk.where_edge(chunk.dot_with_others(gradient, left)), factor)
+        of_logits = weights * (products - chunk.of_others(mean))
+        here = chunk.of_nodes(left)[:, 0]
+        return [
+            chunk.sum_of_others(gradient, times(weights, factor)),
+            chunk.sum_of_others(right, of_logits, lambda x: _slopes(x + here, negative_slope)),
+        ]
+
+    of_messages, out_slopes = add_up(out, of_sources, [of_row] * 2, numbers)
+    attention = wide(inputs.attention)
+    of_attention = _total(wide(left) * out_slopes) + _total(wide(right) * into_slopes)
+
+    of_weight = None
+    if edge_weight is not None:
+
+        def of_each(chunk: Chunk) -> jax.Array:
+            weights, products = into_node(chunk)
+            factor = dropout_and_weight(into, chunk, dropout, None, nodes_are_targets=True)
+            return (times(weights, factor) * products).sum(-1)
+
+        of_one = jax.ShapeDtypeStruct((), dtype)
+        of_weight = of_edges(into, of_each, of_one, numbers).astype(edge_weight.dtype)
+    of_inputs = Inputs(
+        (of_messages + attention * out_slopes).astype(left.dtype),
+        (attention * into_slopes).astype(right.dtype),
+        of_attention.astype(inputs.attention.dtype),
+        of_weight,
+    )
+    return None, None, of_inputs
+
+
+attend.defvjp(_forward, _backward)
+
+
+def _logits(sums: jax.Array, inputs: Inputs, negative_slope: float) -> jax.Array:
+    attention = inputs.attention.astype(sums.dtype)
+    return sum_of_rows(attention * jax.nn.leaky_relu(sums, negative_slope))
+
+
+def _slopes(sums: jax.Array, negative_slope: float) -> jax.Array:
+    one = jnp.ones_like(sums)
+    return jnp.where(sums >= 0, one, negative_slope * one)
+
+
+def _total(rows: jax.Array) -> jax.Array:
+    """Returns the sum over the first axis, in blocks of blocks."""
+    while rows.shape[0] > 1:
+        pad = [(0, -rows.shape[0] % BLOCK)] + [(0, 0)] * (rows.ndim - 1)
+        blocks = jnp.pad(rows, pad).reshape(-1, BLOCK, *rows.shape[1:])
+        rows = jax.lax.optimization_barrier(blocks.sum(1))  # XLA would join the sums to one
+    return rows.sum(0)

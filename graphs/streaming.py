@@ -1,0 +1,231 @@
+"""How a chunk of edges after the other is walked over: what is made of an edge lives in that chunk only.
+
+On CPUs a chunk fits into the caches; on GPUs it is large enough to give all of them work.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_train.graphs.neighbors import Neighbors
+from jmp_train.graphs.storage import wide
+
+CPU_NUMBERS = 2**17  # that a chunk of blocks makes: half a MiB
+GPU_EDGES = 2**18
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A chunk of blocks of edges, traced.
+
+    Attributes:
+      others: int32 [blocks, width], the node at each edge's other end; any node in empty places.
+      is_edge: bool [blocks, width], which places are not empty.
+      nodes: int32 [blocks], the node at this end.
+      positions: int32 [blocks, width], where the edges stand in `Neighbors.others`; anywhere for empty ones.
+    """
+
+    others: jax.Array
+    is_edge: jax.Array
+    nodes: jax.Array
+    positions: jax.Array
+
+    def of_others(self, data: jax.Array) -> jax.Array:
+        """Returns the rows [blocks, width, ...] at the other ends, of data [others, ...], wide."""
+        return wide_at(data, self.others)
+
+    def of_nodes(self, data: jax.Array) -> jax.Array:
+        """Returns the rows [blocks, 1, ...] at this end, of data [nodes, ...], wide."""
+        return wide_at(data, self.nodes)[:, None]
+
+    def where_edge(self, data: jax.Array) -> jax.Array:
+        """Returns data [blocks, width, ...] with 0 in empty places."""
+        is_edge = self.is_edge.reshape(*self.is_edge.shape, *[1] * (data.ndim - 2))
+        return jnp.where(is_edge, data, jnp.zeros_like(data))
+
+    def sum_of_others(
+        self,
+        data: jax.Array,
+        weights: jax.Array | None,
+        change: Callable[[jax.Array], jax.Array] = lambda rows: rows,
+    ) -> jax.Array:
+        """Returns the sums [blocks, heads, width] of rows of data [others, heads, width], wide.
+
+        One edge of each block after the other, so that the sums stay in registers.
+
+        Args:
+          data: floating.
+          weights: [blocks, width, heads] or [blocks, width, 1], 0 in empty places; None for 1.
+          change: what is added is this function of rows [blocks, heads, width].
+        """
+        total = None
+        for place in range(self.others.shape[1]):
+            rows = change(wide_at(data, self.others[:, place]))
+            rows = jnp.where(self.is_edge[:, place, None, None], rows, jnp.zeros_like(rows))
+            rows = rows if weights is None else weights[:, place, :, None] * rows
+            total = rows if total is None else total + rows
+        assert total is not None  # a block is at least 8 wide
+        return total
+
+    def dot_with_others(self, others: jax.Array, nodes: jax.Array) -> jax.Array:
+        """Returns the products [blocks, width, heads] of rows at both ends, summed over their width, wide.
+
+        Args:
+          others: floating [others, heads, width].
+          nodes: floating [nodes, heads, width].
+        """
+        return sum_of_rows(self.of_others(others) * self.of_nodes(nodes))
+
+
+def sum_of_rows(data: jax.Array) -> jax.Array:
+    """Returns data [..., width], wide, summed over the width."""
+
+    def by_product(data: jax.Array) -> jax.Array:  # which XLA vectorises on CPUs, and its sum not
+        ones = jnp.ones((data.shape[-1], 1), data.dtype)
+        rows = data.reshape(-1, data.shape[-1])
+        return jnp.matmul(rows, ones, precision="highest").reshape(data.shape[:-1])
+
+    return jax.lax.platform_dependent(data, cpu=by_product, default=lambda data: data.sum(-1))
+
+
+def at(data: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns rows of data by ids that are in range."""
+    return data.at[ids].get(mode="promise_in_bounds")
+
+
+def wide_at(data: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns rows of data by ids that are in range, wide.
+
+    bfloat16 is widened by its bits: XLA's own conversion is slow on CPUs without instructions for it.
+    """
+    if data.dtype != jnp.bfloat16:
+        return wide(at(data, ids))
+    bits = at(jax.lax.bitcast_convert_type(data, jnp.uint16), ids).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits << 16, jnp.float32)
+
+
+def add_up(
+    neighbors: Neighbors,
+    compute: Callable[[Chunk], Sequence[jax.Array]],
+    like: Sequence[jax.ShapeDtypeStruct],
+    numbers_per_block: int,
+) -> list[jax.Array]:
+    """Returns for each node the sums [nodes, ...] of what its blocks make.
+
+    Args:
+      neighbors: the edges.
+      compute: makes arrays [blocks, ...] of a chunk.
+      like: shape and dtype of one block's part of each.
+      numbers_per_block: how many numbers `compute` holds for each, which sets the chunks' size on CPUs.
+    """
+    owners = neighbors.owners
+
+    def add(sums: list[jax.Array], chunk: Chunk, step: Step) -> list[jax.Array]:
+        rows = jax.lax.dynamic_slice_in_dim(owners.rows, step.first, step.size)
+        rows = jnp.where(step.is_new, rows, owners.num_rows)
+        return [
+            total.at[rows].add(part, mode="drop", indices_are_sorted=True)
+            for total, part in zip(sums, compute(chunk), strict=True)
+        ]
+
+    start = [jnp.zeros((owners.num_rows, *x.shape), x.dtype) for x in like]
+    sums = _walk(neighbors, add, start, numbers_per_block)
+    return sums if owners.blocks is None else [owners.blocks.sum(x) for x in sums]
+
+
+def largest(
+    neighbors: Neighbors,
+    compute: Callable[[Chunk], jax.Array],
+    like: jax.ShapeDtypeStruct,
+    numbers_per_block: int,
+) -> jax.Array:
+    """Returns for each node the largest [nodes, ...] of what its blocks make, -inf where it has none.
+
+    Args:
+      neighbors: see `add_up`.
+      compute: makes an array [blocks, ...] of a chunk.
+      like: see `add_up`.
+      numbers_per_block: see `add_up`.
+    """
+
+    def update(most: jax.Array, chunk: Chunk, step: Step) -> jax.Array:
+        del step  # blocks that come twice do no harm
+        return most.at[chunk.nodes].max(compute(chunk), indices_are_sorted=True)
+
+    start = jnp.full((neighbors.num_nodes, *like.shape), -jnp.inf, like.dtype)
+    return _walk(neighbors, update, start, numbers_per_block)
+
+
+def of_edges(
+    neighbors: Neighbors,
+    compute: Callable[[Chunk], jax.Array],
+    like: jax.ShapeDtypeStruct,
+    numbers_per_block: int,
+) -> jax.Array:
+    """Returns [edges, ...] what is made of each edge, 0 for those that count nowhere.
+
+    Args:
+      neighbors: see `add_up`; edges must have places.
+      compute: makes an array [blocks, width, ...] of a chunk.
+      like: shape and dtype of one edge's part.
+      numbers_per_block: see `add_up`.
+    """
+    assert neighbors.slots is not None
+    shape = (neighbors.num_blocks, neighbors.width, *like.shape)
+
+    def write(result: jax.Array, chunk: Chunk, step: Step) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(result, compute(chunk), step.first, 0)
+
+    result = _walk(neighbors, write, jnp.zeros(shape, like.dtype), numbers_per_block)
+    result = result.reshape(-1, *like.shape)
+    slots = jnp.where(neighbors.slots < 0, result.shape[0], neighbors.slots)
+    return result.at[slots].get(mode="fill", fill_value=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Which blocks a chunk has: `size` from `first` on; those of the last chunk may have come before."""
+
+    first: jax.Array
+    size: int
+    is_new: jax.Array
+
+
+def _walk(
+    neighbors: Neighbors,
+    update: Callable[[Any, Chunk, Step], Any],
+    start: Any,
+    numbers_per_block: int,
+) -> Any:
+    if neighbors.num_blocks == 0:
+        return start
+
+    def run(size: int, start: Any) -> Any:
+        size = max(1, min(size, neighbors.num_blocks))
+
+        def turn(index: jax.Array, carry: Any) -> Any:
+            first = jnp.minimum(index * size, neighbors.num_blocks - size)
+            step = Step(first, size, first + jnp.arange(size) >= index * size)
+            return update(carry, _chunk(neighbors, first, size), step)
+
+        return jax.lax.fori_loop(0, -(-neighbors.num_blocks // size), turn, start)
+
+    return jax.lax.platform_dependent(
+        start,
+        cpu=functools.partial(run, CPU_NUMBERS // numbers_per_block),
+        default=functools.partial(run, GPU_EDGES // neighbors.width),
+    )
+
+
+def _chunk(neighbors: Neighbors, first: jax.Array, size: int) -> Chunk:
+    starts, counts, nodes = (
+        jax.lax.dynamic_slice_in_dim(array, first, size)
+        for array in (neighbors.starts, neighbors.counts, neighbors.nodes)
+    )
+    places = jnp.arange(neighbors.width, dtype=jnp.int32)
+    positions = jnp.minimum(starts[:, None] + places, neighbors.others.shape[0] - 1)
+    return Chunk(at(neighbors.others, positions), places < counts[:, None], nodes, positions)

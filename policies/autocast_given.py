@@ -1,0 +1,57 @@
+"""Functions that autocast calls anew with the arrays that it has, instead of running them as traced.
+
+A kernel with a gradient of its own stores and computes by the dtypes that it is given. Traced in float32, as
+autocast traces all, it would save float32 of values that are half; so the traced program has to know the
+function. It is carried by the policy of a `jax.checkpoint` that recomputes nothing.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+class CalledAnew:
+    """A checkpoint policy that saves everything, and tells which function it is of."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+
+    def __call__(self, *_: Any, **__: Any) -> bool:
+        """Returns that a value is saved."""
+        return True
+
+
+def as_given(fn: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Returns a function that computes by the dtypes of its arguments within autocast regions too.
+
+    Args:
+      fn: a function of pytrees of arrays to a pytree of arrays, which closes over no traced values.
+
+    Returns:
+      A function that, within autocast regions, gets its arguments in the dtypes that they have there,
+      half among them, and decides by these. Outside it is `fn`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train import autocast
+      >>> square = as_given(lambda x: (x.astype("float32") ** 2).astype(x.dtype))
+      >>> autocast(lambda x, w: square(x @ w))(jnp.ones((2, 3)), jnp.ones((3, 2))).dtype.name
+      'float16'
+    """
+
+    @functools.wraps(fn)
+    def carried(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+
+        def run(*leaves: Any) -> Any:
+            arguments: Any = jax.tree.unflatten(tree, leaves)
+            return fn(*arguments[0], **arguments[1])
+
+        return jax.checkpoint(run, prevent_cse=False, policy=CalledAnew(run))(*leaves)
+
+    return carried
