@@ -30,7 +30,7 @@ _FEWEST = 100  # nodes
 _DENSEST = 1 / 8  # of all pairs
 _WITHIN = 3 / 4  # the share of a node's edges that go to its own class, if it has room
 _DRAWN_FOR_LARGEST = (
-    36_000  # about 21,700 are left of them: between hubs, edges are drawn many times
+    36_000  # about 21,000 are left of them: between hubs, edges are drawn many times
 )
 _DRAWN_AT_ONCE = 2**22
 
