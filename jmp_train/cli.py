@@ -25,6 +25,19 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
+# What `compare` hands on to its processes, but for flags.
+_HANDED_ON = (
+    "seed",
+    "epochs",
+    "batch_size",
+    "data_dir",
+    "train_size",
+    "model",
+    "heads",
+    "scale",
+    "logdir",
+)
+
 
 class _Failure(Exception):
     """A run that did not end well; its text is the line that the user sees."""
@@ -92,6 +105,18 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--train-size", type=_positive, help="only the first N training rows")
         command.add_argument("--model", help="of tasks with several: gcn or gat for karate")
         command.add_argument(
+            "--heads",
+            type=_positive,
+            nargs=3,
+            metavar="N",
+            help="of each layer of reddit's GAT; default: 1 1 1",
+        )
+        command.add_argument(
+            "--scale",
+            type=_scale,
+            help="with --synthetic, the share of reddit's nodes and edges; default: 1",
+        )
+        command.add_argument(
             "--logdir", type=Path, metavar="DIR", help="write DIR/POLICY for TensorBoard, and lines"
         )
         command.add_argument("--json", action="store_true", help="print JSON on standard output")
@@ -117,6 +142,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _scale(text: str) -> float:
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = 0.0
+    if not 0 < scale <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+    return scale
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -161,7 +196,14 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _task_options(args: argparse.Namespace) -> TaskOptions:
-    return TaskOptions(args.data_dir, args.synthetic, args.train_size, args.model)
+    return TaskOptions(
+        data_dir=args.data_dir,
+        synthetic=args.synthetic,
+        train_size=args.train_size,
+        model=args.model,
+        heads=None if args.heads is None else tuple(args.heads),
+        scale=args.scale,
+    )
 
 
 def _turn_ynn_fusion_off() -> None:
@@ -180,6 +222,7 @@ def _compare(args: argparse.Namespace) -> int:
     task = load_task(args.task, _task_options(args))
     epochs = args.epochs or task.epochs
     count_steps(task, epochs, args.batch_size or task.batch_size)
+    del task  # its data may be large, and each process has its own
     _check_outputs(args)
     log = sys.stderr if args.json else sys.stdout
     runs, failures = [], []
@@ -246,10 +289,11 @@ def _run_in_process(args: argparse.Namespace, policy: str, display: "Display") -
 
 def _start(args: argparse.Namespace, policy: str, errors: Any) -> Popen[str]:
     command = [sys.executable, "-m", "jmp_train", "train", args.task, "--policy", policy, "--json"]
-    for option in ("seed", "epochs", "batch_size", "data_dir", "train_size", "model", "logdir"):
+    for option in _HANDED_ON:
         value = getattr(args, option)
         if value is not None:
-            command += [f"--{option.replace('_', '-')}", str(value)]
+            values = value if isinstance(value, list) else [value]
+            command += [f"--{option.replace('_', '-')}", *map(str, values)]
     if args.synthetic:
         command.append("--synthetic")
     return Popen(command, stdout=PIPE, stderr=errors, text=True)

@@ -87,7 +87,8 @@ def train(
     state = TrainState.create(
         policy.cast_to_param(params), optimizer, model_state=model_state, rng=step_key
     )
-    batches = train_batches(task, batch_size, seed, epochs)
+    shared = _shared(task, policy)
+    batches = (batch | shared for batch in train_batches(task, batch_size, seed, epochs))
     first_batch = next(batches)
     step = jax.jit(train_step(task.loss_fn, optimizer, policy=policy), donate_argnums=0)
     start = time.perf_counter()
@@ -111,7 +112,7 @@ def train(
     run = Run(
         policy=policy_name,
         device=jax.local_devices()[0].device_kind,
-        test_accuracy=_test_accuracy(task, policy, state, batch_size),
+        test_accuracy=_test_accuracy(task, policy, state, batch_size, shared),
         compile_seconds=compiled.seconds,
         memory_of=peak_memory()[1],
         epochs=tuple(records),
@@ -199,7 +200,14 @@ def _check_float64(policy: Policy, name: str) -> None:
         raise ValueError(f"policy {name!r} has float64, which needs JAX_ENABLE_X64=1")
 
 
-def _test_accuracy(task: Task, policy: Policy, state: TrainState, batch_size: int) -> float:
+def _shared(task: Task, policy: Policy) -> dict[str, Any]:
+    """Returns what all batches share, on the device; cast on the host, so that it is there once only."""
+    return jax.device_put(policy.cast_to_compute(task.shared()), jax.local_devices()[0])
+
+
+def _test_accuracy(
+    task: Task, policy: Policy, state: TrainState, batch_size: int, shared: dict[str, Any]
+) -> float:
     @jax.jit
     def predict(params: Any, model_state: Any, batch: Any) -> jax.Array:
         apply = apply_policy(lambda params, batch: task.predict(params, model_state, batch), policy)
@@ -207,7 +215,7 @@ def _test_accuracy(task: Task, policy: Policy, state: TrainState, batch_size: in
 
     correct = 0
     for batch, count in test_batches(task, batch_size):
-        logits = np.asarray(predict(state.params, state.model_state, batch))[:count]
+        logits = np.asarray(predict(state.params, state.model_state, batch | shared))[:count]
         if not np.isfinite(logits.astype(np.float32)).all():
             raise FloatingPointError("the model's output for the test data is not finite")
         correct += int(np.sum(np.argmax(logits, -1) == batch["label"][:count]))

@@ -9,8 +9,10 @@ _MODULES = {
     "digits": "jmp_train.tasks.digits",
     "mnist": "jmp_train.tasks.mnist",
     "karate": "jmp_train.tasks.karate",
+    "reddit": "jmp_train.tasks.reddit",
 }
 _MODELS = {"karate": ("gcn", "gat")}  # of the tasks that have several, the default first
+_HAVE = {"heads": ("reddit",), "scale": ("reddit",)}  # the tasks that have an option
 
 TASK_NAMES = tuple(_MODULES)
 
@@ -32,6 +34,10 @@ def load_task(name: str, options: TaskOptions | None = None) -> Task:
     """
     options = TaskOptions() if options is None else options
     options = dataclasses.replace(options, model=_checked_model(name, options.model))
+    for option, value in (("heads", options.heads), ("scale", options.scale)):
+        if value is not None and name not in _HAVE[option]:
+            tasks = ", ".join(_HAVE[option])
+            raise ValueError(f"{option}={value}: task {name} has no such option, only {tasks} has")
     task = importlib.import_module(_MODULES[name]).load(options)
     if options.train_size is None:
         return task

@@ -3,6 +3,8 @@
 They name no dtype: features and parameters bring theirs, and so a policy decides.
 """
 
+from collections.abc import Sequence
+
 import jax
 from flax import nnx
 
@@ -33,25 +35,38 @@ class GCN(nnx.Module):
 
 
 class GAT(nnx.Module):
-    """Two layers of graph attention, the first with several heads, with an ELU between them.
+    """Layers of graph attention with an ELU between them: heads side by side, in the last layer their mean.
 
     Args:
       in_features: the width of a node's features.
       hidden: the width of each head between the layers.
       classes: how many logits a node gets.
-      heads: the first layer's.
+      heads: how many heads each layer has.
       rngs: flax's streams.
 
     Reference: Velickovic et al., https://arxiv.org/abs/1710.10903.
     """
 
     def __init__(
-        self, in_features: int, hidden: int, classes: int, heads: int, *, rngs: nnx.Rngs
+        self,
+        in_features: int,
+        hidden: int,
+        classes: int,
+        heads: Sequence[int],
+        *,
+        rngs: nnx.Rngs,
     ) -> None:
-        self.first = GATConv(in_features, hidden, heads, activation=nnx.elu, rngs=rngs)
-        self.second = GATConv(heads * hidden, classes, 1, rngs=rngs)
+        *inner, last = heads
+        layers, width = [], in_features
+        for count in inner:
+            layers.append(GATConv(width, hidden, count, activation=nnx.elu, rngs=rngs))
+            width = count * hidden
+        self.layers = nnx.List([*layers, GATConv(width, classes, last, rngs=rngs)])
 
     def __call__(self, graph: Graph, features: jax.Array) -> jax.Array:
         """Returns logits [nodes, classes] of features [nodes, in]."""
-        hidden = self.first(graph, features)
-        return self.second(graph, hidden.reshape(hidden.shape[0], -1))[:, 0]
+        *inner, last = self.layers
+        for layer in inner:
+            features = layer(graph, features)
+            features = features.reshape(features.shape[0], -1)
+        return last(graph, features).mean(axis=1)

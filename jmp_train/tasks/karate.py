@@ -33,7 +33,7 @@ def load(options: TaskOptions) -> Task:
     def make(key: jax.Array) -> GCN | GAT:
         rngs = nnx.Rngs(key)
         if options.model == "gat":
-            return GAT(graph.num_nodes, 8, CLASSES, 4, rngs=rngs)
+            return GAT(graph.num_nodes, 8, CLASSES, (4, 1), rngs=rngs)
         return GCN(graph.num_nodes, 16, CLASSES, rngs=rngs)
 
     structure = nnx.split(nnx.eval_shape(make, jax.random.key(0)))[0]

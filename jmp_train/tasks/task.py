@@ -23,12 +23,16 @@ class TaskOptions:
       synthetic: made-up data of the same shapes, for those tasks.
       train_size: train on that many rows only, the first; None for all.
       model: which model, for tasks that have several; None for the task's own choice.
+      heads: the attention heads of each layer, for tasks that let choose; None for the task's own.
+      scale: the size of the synthetic data, for tasks that let choose; None for the real data's.
     """
 
     data_dir: Path | None = None
     synthetic: bool = False
     train_size: int | None = None
     model: str | None = None
+    heads: tuple[int, ...] | None = None
+    scale: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,9 @@ class Task:
       optimizer: the optimizer, given its learning rate.
       batch_size: rows a step.
       epochs: passes over the training data.
+      shared: makes the part of a batch that is the same for all rows, a graph for instance, which is
+        added to what `prepare` makes; the loop calls it once, casts it once, as the policy casts what
+        is computed with, and keeps it on the device.
     """
 
     name: str
@@ -60,3 +67,4 @@ class Task:
     optimizer: Callable[[Any], optax.GradientTransformation]
     batch_size: int
     epochs: int
+    shared: Callable[[], dict[str, Any]] = dict

@@ -128,6 +128,27 @@ def test_the_message_passing_example_agrees_with_itself_and_the_hub_is_right(
         assert difference < 2e-3 * largest
 
 
+def test_the_reddit_example_learns_in_float16_as_in_float32(tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "gat_reddit.py")
+    losses = []
+    for flag in ("--use-fp16", "--no-use-fp16"):
+        output = run_script(example, flag, "--scale", "0.001", "--epochs", "20", cwd=tmp_path)
+        *lines, last = output.splitlines()
+        found = [
+            re.fullmatch(r"epoch (\d+)  loss ([\d.]+|nan)  loss scale (\d+)  [\d.]+ s", line)
+            for line in lines
+        ]
+        assert [match and int(match[1]) for match in found] == list(range(1, 21))
+        numbers = [(float(match[2]), int(match[3])) for match in found if match]
+        losses.append([loss for loss, _ in numbers])
+        assert (numbers[-1][1] > 1) == (flag == "--use-fp16")
+        accuracy = re.fullmatch(r"test accuracy ([\d.]+)%", last)
+        assert accuracy is not None
+        assert float(accuracy[1]) > 60  # by chance 25
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=0.01)
+    assert max(run[-1] for run in losses) < 0.5 * losses[1][0]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_mnist_example_is_float32s_but_for_three_lines(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""Task `reddit`: the graph attention network of DGL's guide to mixed precision, on Reddit's posts.
+
+Three layers, hidden 256 in each head, on the whole graph at once: a step is an epoch. A batch is the
+labelled nodes; the graph and its features are shared by all of them, as arguments of the step, since as
+constants they would be part of the program.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jmp_train.graphs.graph import Graph, from_edges
+from jmp_train.reddit_files import (
+    CLASSES,
+    FEATURES,
+    TEST,
+    TRAIN,
+    RedditData,
+    missing_folder,
+    read_reddit,
+    sorted_ends,
+)
+from jmp_train.synthetic_reddit import synthetic_reddit
+from jmp_train.tasks.graph_models import GAT
+from jmp_train.tasks.task import Arrays, Task, TaskOptions
+
+HIDDEN = 256
+HEADS = (1, 1, 1)
+WEIGHT_DECAY = 5e-4
+
+
+def load(options: TaskOptions) -> Task:
+    """Returns the task with the data of `options.data_dir`, or with synthetic data; nothing on a device."""
+    heads = _checked_heads(options.heads)
+    data = _data(options)
+    rows = {kind: _rows(data, kind) for kind in (TRAIN, TEST)}
+
+    def make(key: jax.Array) -> GAT:
+        return GAT(FEATURES, HIDDEN, CLASSES, heads, rngs=nnx.Rngs(key))
+
+    @functools.cache  # and not done here, for that would start the device
+    def structure() -> Any:
+        return nnx.split(nnx.eval_shape(make, jax.random.key(0)))[0]
+
+    def init(key: jax.Array) -> tuple[Any, None]:
+        return nnx.split(make(key))[1], None
+
+    def predict(params: Any, model_state: Any, batch: Any) -> jax.Array:
+        del model_state
+        logits = nnx.merge(structure(), params)(batch["graph"], batch["features"])
+        return logits[batch["node"]]
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
+        del rng
+        logits = predict(params, model_state, batch).astype(jnp.float32)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+        return loss, (model_state, None)
+
+    return Task(
+        name="reddit",
+        train=rows[TRAIN],
+        test=rows[TEST],
+        prepare=lambda rows: rows,
+        init=init,
+        loss_fn=loss_fn,
+        predict=predict,
+        schedule=lambda steps: optax.constant_schedule(1e-3),
+        optimizer=adam_with_l2,
+        batch_size=options.train_size or len(rows[TRAIN]["label"]),
+        epochs=100,
+        shared=lambda: {"graph": make_graph(data), "features": data.features},
+    )
+
+
+def adam_with_l2(learning_rate: Any) -> optax.GradientTransformation:
+    """Returns torch's Adam with `weight_decay=5e-4`, which is added to the gradient, not to the step.
+
+    Args:
+      learning_rate: a number or a schedule.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> optimizer, weights = adam_with_l2(0.5), jnp.array([3.0, -1.0])
+      >>> with jax.numpy_dtype_promotion("standard"):  # optax's own code promotes
+      ...     updates, _ = optimizer.update(jnp.zeros(2), optimizer.init(weights), weights)
+      >>> updates.round(3).tolist()  # the decay went through Adam, which makes all the same size
+      [-0.5, 0.5]
+    """
+    return optax.chain(optax.add_decayed_weights(WEIGHT_DECAY), optax.adam(learning_rate))
+
+
+def make_graph(data: RedditData) -> Graph:
+    """Returns the graph with one loop at each node, its edges sorted by receiver, then sender.
+
+    Args:
+      data: the edges, with or without loops.
+
+    Example:
+      >>> import numpy as np
+      >>> from jmp_train.reddit_files import RedditData
+      >>> ends, none = np.array([[0, 1, 1], [1, 0, 1]], np.int32), np.zeros(2, np.int32)
+      >>> graph = make_graph(RedditData(ends[0], ends[1], none, none, none))
+      >>> graph.senders.tolist(), graph.receivers.tolist()
+      ([0, 1, 0, 1], [0, 0, 1, 1])
+    """
+    n_node = data.num_nodes
+    is_loop = data.senders == data.receivers
+    keys = data.receivers[~is_loop].astype(np.int64)
+    keys *= n_node
+    keys += data.senders[~is_loop]
+    loops = np.arange(n_node, dtype=np.int64) * (n_node + 1)
+    return from_edges(*sorted_ends(np.concatenate([keys, loops]), n_node), n_node)
+
+
+def _data(options: TaskOptions) -> RedditData:
+    if options.synthetic:
+        if options.data_dir is not None:
+            raise ValueError("--data-dir and --synthetic exclude each other")
+        return synthetic_reddit(1.0 if options.scale is None else options.scale)
+    if options.scale is not None:
+        raise ValueError(f"scale={options.scale}: the real graph has one size; add --synthetic")
+    if options.data_dir is None:
+        raise missing_folder()
+    return read_reddit(options.data_dir)
+
+
+def _checked_heads(heads: tuple[int, ...] | None) -> tuple[int, ...]:
+    if heads is None:
+        return HEADS
+    if len(heads) != len(HEADS) or any(count < 1 for count in heads):
+        raise ValueError(f"heads={heads} must be {len(HEADS)} numbers of at least 1, one a layer")
+    return heads
+
+
+def _rows(data: RedditData, kind: int) -> Arrays:
+    nodes = np.flatnonzero(data.node_types == kind).astype(np.int32)
+    return {"node": nodes, "label": data.labels[nodes]}

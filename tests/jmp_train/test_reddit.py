@@ -1,0 +1,288 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.sparse
+from helpers import relaxed
+
+import jmp_train as jt
+from jmp_train import cli
+from jmp_train.cli import main
+from jmp_train.policies.loss_scaled_optimizer import with_loss_scale
+from jmp_train.reddit_files import RedditData
+from jmp_train.synthetic_reddit import synthetic_reddit
+from jmp_train.tasks import load_task
+from jmp_train.tasks.reddit import adam_with_l2, make_graph
+from jmp_train.tasks.task import Task, TaskOptions
+from jmp_train.training import train
+
+TINY = 0.001
+
+
+@pytest.fixture(name="tiny", scope="module")
+def fixture_tiny() -> Task:
+    return load(TINY)
+
+
+def load(scale: float, **options: Any) -> Task:
+    task = load_task("reddit", TaskOptions(synthetic=True, scale=scale, **options))
+    return dataclasses.replace(task, optimizer=lambda rate: relaxed(task.optimizer(rate)))
+
+
+@pytest.mark.parametrize(
+    ("scale", "nodes", "edges", "classes"), [(0.001, 233, 6756, 4), (0.02, 4659, 2292318, 4)]
+)
+def test_the_made_up_graph_has_reddits_counts(
+    scale: float, nodes: int, edges: int, classes: int
+) -> None:
+    data = synthetic_reddit(scale)
+    assert (data.num_nodes, len(data.senders), len(data.receivers)) == (nodes, edges, edges)
+    assert (data.features.shape, data.features.dtype) == ((nodes, 602), np.float32)
+    assert data.senders.dtype == data.receivers.dtype == np.int32
+    assert np.bincount(data.labels).min() >= nodes // classes
+    assert data.labels.max() == classes - 1
+    split = np.bincount(data.node_types)[1:] / nodes
+    np.testing.assert_allclose(split, np.array([153_431, 23_831, 55_703]) / 232_965, atol=0.005)
+    # Sorted by receiver, then sender; no edge twice, no loops, and each both ways.
+    keys = data.receivers.astype(np.int64) * nodes + data.senders
+    assert (np.diff(keys) > 0).all()
+    assert not (data.senders == data.receivers).any()
+    backwards = data.senders.astype(np.int64) * nodes + data.receivers
+    np.testing.assert_array_equal(np.sort(backwards), keys)
+    # Degrees fall slowly, neighbours mostly share the class, features have mean 0 and variance about 1.
+    degrees = np.bincount(data.receivers, minlength=nodes)
+    assert degrees.max() > 3 * degrees.mean() > 3.5 * np.median(degrees)
+    assert degrees.min() > 0
+    assert (data.labels[data.senders] == data.labels[data.receivers]).mean() > 0.6
+    assert abs(data.features.mean()) < 0.01
+    assert 0.8 < data.features.std() < 1.1
+
+
+def test_the_seed_makes_the_data() -> None:
+    one, same, other = (synthetic_reddit(TINY, seed) for seed in (3, 3, 4))
+    for field in dataclasses.fields(RedditData):
+        arrays = [getattr(data, field.name) for data in (one, same, other)]
+        np.testing.assert_array_equal(arrays[0], arrays[1])
+        assert not np.array_equal(arrays[0], arrays[2])
+
+
+def test_scales_out_of_range_are_named() -> None:
+    for scale in (0.0, -1.0, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=f"scale={scale} must lie between 0"):
+            synthetic_reddit(scale)
+    with pytest.raises(
+        ValueError, match=r"scale=0.0004 leaves 93 nodes of 232965; 100 are the few"
+    ):
+        synthetic_reddit(0.0004)
+
+
+def test_each_node_has_one_loop() -> None:
+    none = np.zeros(4, np.int32)
+    senders, receivers = np.array([[2, 1, 3, 1, 2], [0, 1, 1, 1, 2]], np.int32)
+    graph = make_graph(RedditData(senders, receivers, none, none, none))
+    edges = list(zip(graph.receivers.tolist(), graph.senders.tolist(), strict=True))
+    assert edges == [(0, 0), (0, 2), (1, 1), (1, 3), (2, 2), (3, 3)]
+
+
+def test_decay_is_added_to_the_gradient_before_adam() -> None:
+    """Compares with Adam in float64, by its paper, of gradients with an L2 term."""
+    random = np.random.default_rng(0)
+    weights, gradients = random.normal(size=(2, 5)), random.normal(size=(4, 2, 5)) * 1e-3
+    optimizer = relaxed(adam_with_l2(1e-3))
+    params: Any = {"w": jnp.asarray(weights, jnp.float32)}
+    state = optimizer.init(params)
+    mean, square = np.zeros_like(weights), np.zeros_like(weights)
+    for step, gradient in enumerate(gradients, 1):
+        updates, state = optimizer.update({"w": jnp.float32(gradient)}, state, params)
+        params = optax.apply_updates(params, updates)
+        decayed = gradient + 5e-4 * weights
+        mean = 0.9 * mean + 0.1 * decayed
+        square = 0.999 * square + 0.001 * decayed**2
+        unbiased = mean / (1 - 0.9**step), square / (1 - 0.999**step)
+        weights = weights - 1e-3 * unbiased[0] / (np.sqrt(unbiased[1]) + 1e-8)
+    np.testing.assert_allclose(np.asarray(params["w"]), weights, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [None, (3, 1, 2)])
+def test_the_model_is_the_guides(heads: Any) -> None:
+    task = load(TINY, heads=heads)
+    params, model_state = jax.eval_shape(task.init, jax.random.key(0))
+    one, two, three = heads or (1, 1, 1)
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(params))
+    assert shapes == sorted(
+        shape
+        for width, out, count in ((602, 256, one), (one * 256, 256, two), (two * 256, 41, three))
+        for shape in ((width, count * out), (1, count, out), (1, count, out), (count * out,))
+    )
+    assert model_state is None
+    assert (task.epochs, task.batch_size) == (100, len(task.train["label"]))
+    assert float(np.asarray(task.schedule(100)(7))) == 1e-3
+
+
+def test_the_loss_is_the_training_nodes(tiny: Task) -> None:
+    params, _ = tiny.init(jax.random.key(0))
+    shared = tiny.shared()
+    data = synthetic_reddit(TINY)
+    everyone = {"node": np.arange(data.num_nodes)}
+
+    @jax.jit
+    def both(params: Any, shared: Any) -> Any:
+        loss, _ = tiny.loss_fn(params, None, tiny.train | shared, None)
+        return loss, tiny.predict(params, None, everyone | shared)
+
+    loss, logits = both(params, shared)
+    logits = np.asarray(logits, np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    losses = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(logits)), data.labels]
+    assert float(loss) == pytest.approx(losses[data.node_types == 1].mean(), rel=1e-5)
+    assert float(loss) != pytest.approx(losses.mean(), rel=1e-5)
+    assert set(tiny.train["node"]).isdisjoint(tiny.test["node"])
+    assert (data.node_types[tiny.test["node"]] == 3).all()
+
+
+def test_graph_and_features_are_arguments_of_the_step(tiny: Task) -> None:
+    """Neither is a constant of the program, and the features are there in the compute dtype only."""
+    policy = jt.get_policy("mixed_float16")
+    optimizer = with_loss_scale(tiny.optimizer(1e-3), jt.torch_loss_scale())
+    params, _ = tiny.init(jax.random.key(0))
+    state = jt.TrainState.create(params, optimizer, rng=jax.random.key(1))
+    step = jt.train_step(tiny.loss_fn, optimizer, policy=policy)
+    batch: Any = tiny.train | policy.cast_to_compute(tiny.shared())
+    program = jax.make_jaxpr(step)(state, batch)
+    assert not program.consts
+    nodes = batch["graph"].num_nodes
+    shapes = {(x.aval.dtype.name, x.aval.shape) for x in program.jaxpr.invars}
+    assert ("float16", (nodes, 602)) in shapes
+    assert f"f32[{nodes},602]" not in str(program)
+
+
+def test_it_learns_in_float32_and_float16(tiny: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the loop makes the graph once a run, and casts the features before they are arguments."""
+    made, traced = [], []
+    step = jt.TrainStep.__call__
+
+    def shared() -> dict[str, Any]:
+        made.append(1)
+        return tiny.shared()
+
+    def look(self: Any, state: Any, batch: Any) -> Any:
+        traced.append(batch["features"].dtype)
+        return step(self, state, batch)
+
+    monkeypatch.setattr(jt.TrainStep, "__call__", look)
+    counted = dataclasses.replace(tiny, shared=shared)
+    runs = [train(counted, policy, epochs=14) for policy in ("float32", "mixed_float16")]
+    assert (len(made), traced) == (2, [jnp.float32, jnp.float16])
+    for run in runs:
+        assert run.test_accuracy > 0.75  # by chance 0.25
+        assert run.epochs[-1].loss < 0.5 * run.epochs[-14 + 2].loss
+    losses = [[step.loss for step in run.steps if step.finite] for run in runs]
+    np.testing.assert_allclose(losses[1], losses[0][: len(losses[1])], rtol=0.05, atol=0.02)
+
+
+def test_loading_starts_no_device() -> None:
+    """Where it did, `compare` would take the memory of the GPU that its processes need."""
+    code = """
+import jax
+from jmp_train.tasks import load_task
+from jmp_train.tasks.task import TaskOptions
+load_task("reddit", TaskOptions(synthetic=True, scale=0.001))
+jax.config.update("jax_num_cpu_devices", 3)  # refused once a device is started
+print(jax.device_count())
+"""
+    result = subprocess.run(
+        (sys.executable, "-c", code), capture_output=True, text=True, check=False, timeout=100
+    )
+    assert result.stdout == "3\n", result.stderr
+
+
+@pytest.mark.timeout(200)
+def test_compare_runs(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    policies = ["float32", "mixed_float16"]
+    arguments = "compare reddit --synthetic --scale 0.002 --epochs 2 --json --policies"
+    assert main([*arguments.split(), *policies]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [run["policy"] for run in report["runs"]] == policies
+    assert all(len(run["epochs"]) == 2 for run in report["runs"])
+    assert 0 < report["runs"][0]["epochs"][0]["loss"] < 8
+
+
+def test_compare_hands_scale_and_heads_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+    monkeypatch.setattr(cli, "Popen", lambda command, **options: commands.append(command))
+    arguments = ["compare", "reddit", "--synthetic", "--scale", "0.002", "--heads", "2", "1", "2"]
+    cli._start(cli._parser().parse_args(arguments), "float32", None)
+    expected = (
+        "train reddit --policy float32 --json --seed 0 --heads 2 1 2 --scale 0.002 --synthetic"
+    )
+    assert " ".join(commands[0]).endswith(expected)
+
+
+def test_a_run_from_files(tmp_path: Path) -> None:
+    data = synthetic_reddit(TINY)
+    ends, entries = (data.senders, data.receivers), np.ones(len(data.senders))
+    graph = scipy.sparse.coo_matrix((entries, ends), shape=(data.num_nodes, data.num_nodes))
+    scipy.sparse.save_npz(tmp_path / "reddit_graph.npz", graph)
+    nodes = {"feature": data.features, "label": data.labels, "node_types": data.node_types}
+    np.savez(tmp_path / "reddit_data.npz", allow_pickle=False, **nodes)
+    read = load_task("reddit", TaskOptions(data_dir=tmp_path))
+    made = load_task("reddit", TaskOptions(synthetic=True, scale=TINY))
+    for name in ("train", "test"):
+        for key, array in getattr(made, name).items():
+            np.testing.assert_array_equal(getattr(read, name)[key], array)
+    leaves = [jax.tree.leaves(task.shared()) for task in (read, made)]
+    jax.tree.map(np.testing.assert_array_equal, *leaves)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("reddit", "task reddit wants --data-dir, the folder of reddit_graph.npz and reddit_data"),
+        ("reddit --data-dir nowhere", "nowhere is no folder; Reddit's two files are public in"),
+        ("reddit --data-dir . --synthetic", "--data-dir and --synthetic exclude each other"),
+        ("reddit --data-dir . --scale 0.5", "scale=0.5: the real graph has one size; add --synth"),
+        ("reddit --synthetic --model gat", "model='gat': task reddit has one model only"),
+        ("reddit --synthetic --scale 0.0001", "scale=0.0001 leaves 23 nodes of 232965; 100 are"),
+        ("mnist --synthetic --scale 0.5", "scale=0.5: task mnist has no such option, only reddit"),
+        ("karate --heads 2 2 2", "heads=(2, 2, 2): task karate has no such option, only reddit"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    args: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *args.split()]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    with pytest.raises(ValueError, match=r"heads=\(2, 2\) must be 3 numbers of at least 1"):
+        load_task("reddit", TaskOptions(synthetic=True, heads=(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--scale 1.5", "argument --scale: '1.5' is not a number above 0 and up to 1"),
+        ("--scale nan", "argument --scale: 'nan' is not a number above 0 and up to 1"),
+        ("--scale x", "argument --scale: 'x' is not a number above 0 and up to 1"),
+        ("--heads 1 0 1", "argument --heads: '0' is not a whole number of at least 1"),
+        ("--heads 1 1", "argument --heads: expected 3 arguments"),
+    ],
+)
+def test_wrong_numbers_are_one_line(
+    args: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "reddit", *args.split()])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,149 @@
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse
+
+from jmp_train.reddit_files import read_reddit
+
+SENDERS, RECEIVERS = [0, 1, 1, 3, 2], [1, 0, 3, 1, 2]
+
+
+def write_graph(path: Path, **changed: Any) -> None:
+    """Writes the file as scipy does, then with other arrays in place of its own."""
+    graph = scipy.sparse.coo_matrix((np.ones(5), (SENDERS, RECEIVERS)), shape=(4, 4))
+    scipy.sparse.save_npz(path, graph)
+    if changed:
+        with np.load(path) as archive:
+            np.savez(path, **{**archive, **changed})
+
+
+def write_data(folder: Path, **changed: Any) -> None:
+    features = np.arange(4 * 602.0).reshape(4, 602)
+    arrays = {"feature": features, "label": np.array([3, 40, 0, 7]), "node_types": [1, 3, 2, 1]}
+    arrays.update(changed)
+    present = {name: array for name, array in arrays.items() if array is not None}
+    np.savez(folder / "reddit_data.npz", **present)
+
+
+@pytest.fixture(name="folder")
+def fixture_folder(tmp_path: Path) -> Path:
+    """Files in the layout of the public ones, of 4 nodes."""
+    write_graph(tmp_path / "reddit_graph.npz")
+    write_data(tmp_path)
+    return tmp_path
+
+
+def fault(folder: Path, kind: type[Exception] = ValueError) -> str:
+    """Returns the message, one line that starts with the path of a file or names the folder."""
+    with pytest.raises(kind) as caught:
+        read_reddit(folder)
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+@pytest.mark.parametrize("name", ["reddit_graph.npz", "reddit_self_loop_graph.npz"])
+def test_the_files_of_either_archive(folder: Path, name: str) -> None:
+    (folder / "reddit_graph.npz").rename(folder / name)
+    data = read_reddit(folder)
+    assert data.num_nodes == 4
+    assert (data.senders.tolist(), data.receivers.tolist()) == (SENDERS, RECEIVERS)
+    assert data.labels.tolist() == [3, 40, 0, 7]
+    assert data.node_types.tolist() == [1, 3, 2, 1]
+    np.testing.assert_array_equal(data.features, np.arange(4 * 602.0).reshape(4, 602))
+    dtypes = [x.dtype.name for x in (data.senders, data.receivers, data.features, data.labels)]
+    assert dtypes == ["int32", "int32", "float32", "int32"]
+
+
+def test_missing_files_are_named_with_their_address(folder: Path) -> None:
+    address = "Reddit's two files are public in https://data.dgl.ai/dataset/reddit.zip"
+    (folder / "reddit_data.npz").unlink()
+    message = fault(folder, FileNotFoundError)
+    assert message == f"--data-dir {folder} lacks reddit_data.npz; {address}"
+    (folder / "reddit_graph.npz").unlink()
+    message = fault(folder, FileNotFoundError)
+    names = "reddit_graph.npz or reddit_self_loop_graph.npz and reddit_data.npz"
+    assert message == f"--data-dir {folder} lacks {names}; {address}"
+    with pytest.raises(FileNotFoundError, match="nowhere is no folder; Reddit's two files are"):
+        read_reddit(folder / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["reddit_graph.npz", "reddit_data.npz"])
+def test_damaged_files_are_named(folder: Path, name: str) -> None:
+    content = (folder / name).read_bytes()
+    for damaged in (content[: len(content) // 2], b"", b"<html>no such file</html>"):
+        (folder / name).write_bytes(damaged)
+        assert fault(folder) == f"{name} is no npz file, or an incomplete one"
+    # A byte of an array is another one: the zip's check sum is wrong.
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        wrong = "col.npy" if name == "reddit_graph.npz" else "label.npy"
+        info = archive.getinfo(wrong)
+    middle = info.header_offset + 30 + len(wrong) + info.compress_size // 2
+    (folder / name).write_bytes(content[:middle] + b"?!?!" + content[middle + 4 :])
+    assert fault(folder).startswith(f"{name}: '{wrong[:-4]}' cannot be read: ")
+
+
+def test_objects_are_not_unpickled(folder: Path) -> None:
+    write_data(folder, label=np.array([3, 40, 0, None]))
+    assert fault(folder).startswith("reddit_data.npz: 'label' cannot be read: Object arrays cannot")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"label": None}, " has no 'label', only feature, node_types"),
+        (
+            {"label": [1, 2, 3]},
+            ": 'label' has shape (3,), where the 4 nodes of reddit_graph.npz want (4,)",
+        ),
+        (
+            {"feature": np.ones((4, 601))},
+            ": 'feature' has shape (4, 601), where the 4 nodes of reddit_graph.npz want (4, 602)",
+        ),
+        ({"feature": np.ones((4, 602), int)}, ": 'feature' has int64, no floats"),
+        (
+            {"feature": np.full((4, 602), [[1], [1], [np.nan], [1]])},
+            ": 'feature' is not finite in row 2",
+        ),
+        ({"label": [0.0, 1.0, 2.0, 3.0]}, ": 'label' has float64, no integers"),
+        ({"label": [0, 41, 2, 3]}, ": 'label' has 41 at row 1, where 0 to 40 are right"),
+        ({"node_types": [1, 2, 3, 0]}, ": 'node_types' has 0 at row 3, where 1 to 3 are right"),
+        ({"node_types": [3, 2, 3, 3]}, ": 'node_types' has no 1: no node to train on"),
+        ({"node_types": [1, 2, 1, 1]}, ": 'node_types' has no 3: no node to test on"),
+    ],
+)
+def test_faults_of_the_nodes_are_named(folder: Path, changed: Any, message: str) -> None:
+    write_data(folder, **changed)
+    assert fault(folder) == f"reddit_data.npz{message}"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"row": [0, 1, 4, 3, 2]}, ": 'row' has 4 at row 2, where 0 to 3 are right"),
+        ({"col": [1, -1, 3, 1, 2]}, ": 'col' has -1 at row 1, where 0 to 3 are right"),
+        (
+            {"row": [0, 1]},
+            ": 'row' and 'col' have shapes (2,) and (5,), where both are [edges]",
+        ),
+        ({"row": np.array(SENDERS, float)}, ": 'row' has float64, no integers"),
+        ({"shape": [5]}, ": 'shape' is [5], where [nodes, nodes] is wanted"),
+    ],
+)
+def test_faults_of_the_edges_are_named(folder: Path, changed: Any, message: str) -> None:
+    write_graph(folder / "reddit_graph.npz", **changed)
+    assert fault(folder) == f"reddit_graph.npz{message}"
+
+
+def test_other_matrices_are_refused(folder: Path) -> None:
+    path = folder / "reddit_graph.npz"
+    scipy.sparse.save_npz(path, scipy.sparse.csr_matrix(np.eye(4)))
+    assert (
+        fault(folder) == "reddit_graph.npz has no 'row', only indices, indptr, format, shape, data"
+    )
+    scipy.sparse.save_npz(path, scipy.sparse.coo_matrix(np.eye(4, 5)))
+    assert fault(folder) == "reddit_graph.npz: 'shape' is [4, 5], where [nodes, nodes] is wanted"
