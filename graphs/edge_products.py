@@ -56,7 +56,7 @@ def weighted_sum(
         return [chunk.sum_of_others(data, factors)]
 
     like = [jax.ShapeDtypeStruct(shape, wide(jnp.zeros((), dtype)).dtype)]
-    (sums,) = add_up(neighbors, compute, like, int(np.prod(shape)))
+    (sums,) = add_up(neighbors, compute, like, int(np.prod(shape)), data)
     if scales.targets is not None:
         sums = sums * scales.targets.astype(sums.dtype)[:, None, None]
     return sums.astype(dtype)

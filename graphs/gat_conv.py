@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.attention import gat_attention
-from jmp_train.graphs.dense import Activation, activated, add_bias
+from jmp_train.graphs.dense import Activation, activated, add_bias, product
 from jmp_train.graphs.dropout import DropoutKeys, check_dropout, drop, split_key
 from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.layer_inputs import (
@@ -99,7 +99,7 @@ def gat_conv(
     feature_key, attention_key = split_key(dropout_key)
     features = drop(features, feature_dropout, feature_key)
 
-    table = (features @ weight).reshape(-1, heads, out)
+    table = product(features, weight).reshape(-1, heads, out)
     result = gat_attention(
         graph,
         table,
@@ -111,7 +111,9 @@ def gat_conv(
         dropout_key=attention_key,
     ).reshape(-1, heads * out)
     if residual:
-        result = result + (features if residual_weight is None else features @ residual_weight)
+        result = result + (
+            features if residual_weight is None else product(features, residual_weight)
+        )
     if bias is not None:
         result = add_bias(result, bias)
     return activated(result.reshape(-1, heads, out), activation)

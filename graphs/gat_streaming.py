@@ -77,7 +77,7 @@ def _forward(
 
     like = [jax.ShapeDtypeStruct((heads, width), dtype), of_head]
     numbers = heads * (width + 2 * neighbors.width)
-    total, sizes = add_up(neighbors, parts, like, numbers)
+    total, sizes = add_up(neighbors, parts, like, numbers, most)
     inverse = 1 / jnp.where(sizes == 0, jnp.ones_like(sizes), sizes)
     result = (total * inverse[..., None]).astype(features.dtype)
     return result, (edges, dropout, inputs, most, inverse)
@@ -118,7 +118,7 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
         ]
 
     numbers = heads * width * into.width // 2
-    mean, of_products, of_slopes = add_up(into, of_targets, [of_head] * 3, numbers)
+    mean, of_products, of_slopes = add_up(into, of_targets, [of_head] * 3, numbers, gradient)
     of_right = of_products - mean * of_slopes
 
     out = edges.by_source
@@ -137,7 +137,7 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
 
     like = [jax.ShapeDtypeStruct((heads, width), dtype), of_head]
     numbers = heads * (2 * width + 3 * out.width)
-    of_features, of_left = add_up(out, of_sources, like, numbers)
+    of_features, of_left = add_up(out, of_sources, like, numbers, mean)
 
     of_weight = None
     if edge_weight is not None:

@@ -72,7 +72,7 @@ def _forward(
         return [chunk.sum_of_others(left, times(terms, factor)), terms.sum(1)]
 
     like = [jax.ShapeDtypeStruct((heads, width), dtype), of_head]
-    total, sizes = add_up(neighbors, parts, like, numbers)
+    total, sizes = add_up(neighbors, parts, like, numbers, most)
     inverse = 1 / jnp.where(sizes == 0, jnp.ones_like(sizes), sizes)
     result = (total * inverse[..., None]).astype(left.dtype)
     return result, (edges, dropout, inputs, most, inverse)
@@ -104,7 +104,7 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
         return [(weights * times(products, factor)).sum(1)]
 
     numbers = into.width * heads * width // 2
-    (mean,) = add_up(into, of_means, [of_head], numbers)
+    (mean,) = add_up(into, of_means, [of_head], numbers, gradient)
 
     def of_targets(chunk: Chunk) -> list[jax.Array]:
         weights, products = into_node(chunk)
@@ -113,7 +113,7 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
         here = chunk.of_nodes(right)[:, 0]
         return [chunk.sum_of_others(left, of_logits, lambda x: _slopes(x + here, negative_slope))]
 
-    (into_slopes,) = add_up(into, of_targets, [of_row], numbers)
+    (into_slopes,) = add_up(into, of_targets, [of_row], numbers, mean)
 
     out = edges.by_source
 
@@ -129,7 +129,7 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
             chunk.sum_of_others(right, of_logits, lambda x: _slopes(x + here, negative_slope)),
         ]
 
-    of_messages, out_slopes = add_up(out, of_sources, [of_row] * 2, numbers)
+    of_messages, out_slopes = add_up(out, of_sources, [of_row] * 2, numbers, into_slopes)
     attention = wide(inputs.attention)
     of_attention = _total(wide(left) * out_slopes) + _total(wide(right) * into_slopes)
 

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.aggregation import aggregate, scaled_by_degree
 from jmp_train.graphs.connections import Connections
-from jmp_train.graphs.dense import Activation, activated, add_bias
+from jmp_train.graphs.dense import Activation, activated, add_bias, product
 from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.layer_inputs import (
     as_edge_weight,
@@ -83,7 +83,7 @@ def graph_conv(
     features, weight, bias = promoted(features, weight, bias)
     is_product_first = weight is not None and weight.shape[0] > weight.shape[1]
     if is_product_first:
-        features = features @ weight
+        features = product(features, weight)
     of_senders, of_receivers = NORMS[norm]
 
     def before(connections: Connections, rows: jax.Array) -> jax.Array:
@@ -96,7 +96,7 @@ def graph_conv(
     edge_weight = as_edge_weight(graph, edge_weight)
     result = aggregate(graph.connections, features, edge_weight, before=before, after=after)
     if weight is not None and not is_product_first:
-        result = result @ weight
+        result = product(result, weight)
     return activated(result if bias is None else add_bias(result, bias), activation)
 
 

@@ -1,7 +1,10 @@
 """The edges sorted by one of their ends, in blocks of a few: what streaming walks over.
 
-A block holds up to 32 edges of one node. What a block's edges make is added in registers, or one after the
-other in float32, what a node's blocks make in blocks of blocks; see `accumulation`.
+A block holds up to 32 edges of one node. Sums are added in rows, of which each node has one: its first 32
+blocks add to it. Every further 32 blocks have a row of their own, which adds to the node's in the end,
+together with at most 31 others of these; and so on. So no number is the sum of many in turn, which keeps
+rounding errors near 1e-6 of the terms' magnitudes (see `accumulation`), and few rows are added to the
+nodes' own.
 """
 
 import dataclasses
@@ -10,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.graphs.accumulation import BLOCK, Incidence, incidence_on_host
+from jmp_train.graphs.accumulation import BLOCK
 
 WIDTHS = (8, 16, BLOCK)
 BLOCK_COST = 4  # a block costs as much as that many edges: its row is written and added once more
@@ -29,7 +32,8 @@ class Neighbors:
       starts: int32 [blocks], where each block begins in `others`.
       counts: int32 [blocks], how many edges it has.
       nodes: int32 [blocks], the node that has it.
-      owners: the same, to add what blocks make.
+      rows: int32 [blocks], the row that it adds to, a node's or a further one.
+      further: int32 [further rows] of each level, the rows that they add to in the end.
       degrees: int32 [nodes], how many edges each node has.
       width: no block has more edges.
       num_edges: how many there are, those that count nowhere included.
@@ -41,7 +45,8 @@ class Neighbors:
     starts: jax.Array
     counts: jax.Array
     nodes: jax.Array
-    owners: Incidence
+    rows: jax.Array
+    further: tuple[jax.Array, ...]
     degrees: jax.Array
     width: int = dataclasses.field(metadata={"static": True})
     num_edges: int = dataclasses.field(metadata={"static": True})
@@ -55,6 +60,11 @@ class Neighbors:
     def num_blocks(self) -> int:
         """How many blocks there are."""
         return self.starts.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows sums are added in."""
+        return self.num_nodes + sum(level.shape[0] for level in self.further)
 
 
 @jax.tree_util.register_dataclass
@@ -104,32 +114,65 @@ def _sorted(
         order = order[is_counted[order]]
     sorted_others = np.asarray(others if order is None else others[order], np.int32)
     degrees = np.bincount(ids[is_counted], minlength=num_nodes)
-    width = min(WIDTHS, key=lambda width: _cost(degrees, width))
+    edges = None
+    if have_places:
+        edges = np.arange(len(ids)) if order is None else order
+    return from_degrees(degrees, sorted_others, edges, len(ids))
 
+
+def from_degrees(
+    degrees: np.ndarray, others: np.ndarray, edges: np.ndarray | None, num_edges: int
+) -> Neighbors:
+    """Returns edges that are sorted, in blocks.
+
+    Args:
+      degrees: int [nodes], how many edges each node has.
+      others: int [counted edges], the nodes at the other ends, sorted by the node at this end.
+      edges: int [counted edges], which edges these are; None where they have no places of their own.
+      num_edges: how many edges there are, those that count nowhere included.
+    """
+    width = min(WIDTHS, key=lambda width: _cost(degrees, width))
     num_blocks = -(-degrees // width)
-    nodes = np.repeat(np.arange(num_nodes, dtype=np.int32), num_blocks)
+    nodes = np.repeat(np.arange(len(degrees)), num_blocks)
     places = np.arange(len(nodes)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
     ends = np.cumsum(degrees)
     starts = (ends - degrees)[nodes] + places * width
     counts = np.minimum(ends[nodes] - starts, width)
-    edges = slots = None
-    if have_places:
-        edges = np.asarray(np.arange(len(ids)) if order is None else order, np.int32)
+    rows, *further = _rows(nodes, len(degrees))
+    slots = None
+    if edges is not None:
         blocks = np.repeat(np.arange(len(nodes)), counts)
-        slots = np.full(len(ids), -1, np.int32)
+        slots = np.full(num_edges, -1)
         slots[edges] = blocks * width + np.arange(len(edges)) - starts[blocks]
     return Neighbors(
-        _on_device(sorted_others),
+        _on_device(others),
         None if edges is None else _on_device(edges),
         None if slots is None else _on_device(slots),
         _on_device(starts),
         _on_device(counts),
         _on_device(nodes),
-        incidence_on_host(nodes, num_nodes),
+        _on_device(rows),
+        tuple(map(_on_device, further)),
         _on_device(degrees),
         width,
-        len(ids),
+        num_edges,
     )
+
+
+def _rows(nodes: np.ndarray, num_nodes: int) -> list[np.ndarray]:
+    """Returns the rows that blocks add to, then those that the further rows add to, level by level."""
+    levels, num_rows, owners = [], num_nodes, nodes
+    while True:
+        first = np.searchsorted(owners, owners)  # owners ascend: where each one's begin
+        groups = (np.arange(len(owners)) - first) // BLOCK
+        is_further = groups > 0
+        starts_row = is_further & ((np.arange(len(owners)) - first) % BLOCK == 0)
+        rows = np.where(is_further, num_rows + np.cumsum(starts_row) - 1, owners)
+        levels.append(rows)
+        if not is_further.any():
+            return levels
+        owners = owners[starts_row]
+        num_rows += len(owners)
 
 
 def _on_device(array: np.ndarray) -> jax.Array:

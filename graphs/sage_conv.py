@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.accumulation import rows_like
 from jmp_train.graphs.aggregation import aggregate
 from jmp_train.graphs.connections import Connections
-from jmp_train.graphs.dense import Activation, activated, add_bias, dense
+from jmp_train.graphs.dense import Activation, activated, add_bias, dense, product
 from jmp_train.graphs.dropout import DropoutKeys, check_dropout, drop
 from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.layer_inputs import (
@@ -102,9 +102,9 @@ def sage_conv(
     features = drop(features, feature_dropout, dropout_key)
 
     if aggregator in ("mean", "gcn") and width > out:
-        result = _collect(graph, features @ weight, aggregator, (), edge_weight)
+        result = _collect(graph, product(features, weight), aggregator, (), edge_weight)
     else:
-        result = _collect(graph, features, aggregator, inner, edge_weight) @ weight
+        result = product(_collect(graph, features, aggregator, inner, edge_weight), weight)
     if self_weight is not None:
         result = dense(features, self_weight, bias) + result
     elif bias is not None:

@@ -113,6 +113,7 @@ def add_up(
     compute: Callable[[Chunk], Sequence[jax.Array]],
     like: Sequence[jax.ShapeDtypeStruct],
     numbers_per_block: int,
+    after: Any,
 ) -> list[jax.Array]:
     """Returns for each node the sums [nodes, ...] of what its blocks make.
 
@@ -121,20 +122,36 @@ def add_up(
       compute: makes arrays [blocks, ...] of a chunk.
       like: shape and dtype of one block's part of each.
       numbers_per_block: how many numbers `compute` holds for each, which sets the chunks' size on CPUs.
+      after: arrays that `compute` needs. XLA would allocate the zeros of all passes at once, or keep one
+        for all of them; these begin their life after those arrays.
     """
-    owners = neighbors.owners
+    zero = jax.lax.optimization_barrier((jnp.zeros(()), after))[0]
+    shapes = [(neighbors.num_rows, *x.shape) for x in like]
+    start = [
+        jnp.broadcast_to(zero.astype(x.dtype), shape) for x, shape in zip(like, shapes, strict=True)
+    ]
 
     def add(sums: list[jax.Array], chunk: Chunk, step: Step) -> list[jax.Array]:
-        rows = jax.lax.dynamic_slice_in_dim(owners.rows, step.first, step.size)
-        rows = jnp.where(step.is_new, rows, owners.num_rows)
+        rows = jax.lax.dynamic_slice_in_dim(neighbors.rows, step.first, step.size)
+        rows = jnp.where(step.is_new, rows, neighbors.num_rows)
         return [
-            total.at[rows].add(part, mode="drop", indices_are_sorted=True)
+            total.at[rows].add(part, mode="drop")
             for total, part in zip(sums, compute(chunk), strict=True)
         ]
 
-    start = [jnp.zeros((owners.num_rows, *x.shape), x.dtype) for x in like]
     sums = _walk(neighbors, add, start, numbers_per_block)
-    return sums if owners.blocks is None else [owners.blocks.sum(x) for x in sums]
+    return [_joined(neighbors, total)[: neighbors.num_nodes] for total in sums]
+
+
+def _joined(neighbors: Neighbors, sums: jax.Array) -> jax.Array:
+    """Returns the rows after the further ones were added to the nodes' own."""
+    first = neighbors.num_nodes
+    for rows in neighbors.further:
+        sums = sums.at[rows].add(sums[first : first + len(rows)], mode="promise_in_bounds")
+        first += len(rows)
+    return jax.lax.optimization_barrier(
+        sums
+    )  # or XLA copied the nodes' rows before it adds to them
 
 
 def largest(
