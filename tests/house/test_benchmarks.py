@@ -35,6 +35,27 @@ def test_import_time_prints_both_and_their_ratio() -> None:
     assert re.search(r"ratio \d\.\d+", output)
 
 
+@pytest.mark.timeout(300)
+def test_the_graph_benchmark_checks_what_it_measures(tmp_path: Path) -> None:
+    file = tmp_path / "graphs.json"
+    options = ("--sizes", "200x3000", "--seconds", "0", "--dtypes", "float32", "float16")
+    options += ("--rows", "copy+sum", "edge softmax, gradient", "GAT step")
+    output = run("graphs.py", *options, "--libraries", "jmp_train", "jraph", "--json", str(file))
+    report = json.loads(file.read_text())
+    assert list(report["seconds"]) == ["200x3000"]
+    for title, forms in report["seconds"]["200x3000"].items():
+        assert f"\n{title} " in output
+        assert list(forms) == ["jmp_train", "jraph", "jraph, sorted"]
+        for name, seconds in forms.items():
+            assert len(seconds["float32"]) == 1, name  # a reason why not is longer
+            assert seconds["float32"][0] > 0
+        assert len(forms["jmp_train"]["float16"]) == 1
+        best, _ = report["summaries"]["200x3000"][title]["best_peer"]
+        assert best.startswith("jraph")
+    assert len(report["verdicts"]) == 3  # no CSR, no verdict on it
+    assert all(verdict in output for verdict in report["verdicts"])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
