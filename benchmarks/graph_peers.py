@@ -30,7 +30,6 @@ class Torch:
         self.edge_index = torch.from_numpy(ends)
         self.senders, self.receivers = self.edge_index
         self.starts = torch.from_numpy(case.starts.astype(np.int64))
-        # MKL takes int32 only; int64 is converted at each product.
         self.starts32 = torch.from_numpy(case.starts)
         self.senders32 = torch.from_numpy(case.senders)
         self.sparse_size = (case.num_nodes, case.num_nodes)
@@ -38,9 +37,18 @@ class Torch:
             self.edge_index.clone(), sparse_size=self.sparse_size, sort_order="col"
         ).fill_cache_()
 
-    def csr(self, values: Any) -> Any:
-        """Returns the adjacency, receivers by senders, as a sparse tensor that MKL multiplies."""
-        return self.torch.sparse_csr_tensor(self.starts32, self.senders32, values, self.sparse_size)
+    def csr(self, values: Any, *, is_wide: bool = False) -> Any:
+        """Returns the adjacency, receivers by senders, as a sparse tensor in CSR.
+
+        Args:
+          values: of the edges.
+          is_wide: whether indices are int64. MKL takes int32 without a copy at each product; with those,
+            torch's own gradient is wrong from 46,341 nodes on, whose square is no int32.
+        """
+        starts, senders = self.starts32, self.senders32
+        if is_wide:
+            starts, senders = self.starts, self.senders
+        return self.torch.sparse_csr_tensor(starts, senders, values, self.sparse_size)
 
     def forget(self) -> None:
         """Drops what was compiled: with too much of it, torch would run eagerly and not say so."""
@@ -90,7 +98,7 @@ class Torch:
 
     def csr_weighted_sum(self, x: Any, w: Any) -> Any:
         """Multiplies by a sparse tensor in CSR, by torch's own product with a reduction."""
-        return self.torch.sparse.mm(self.csr(w), x, "sum")
+        return self.torch.sparse.mm(self.csr(w, is_wide=w.requires_grad), x, "sum")
 
     def ones(self, x: Any) -> Any:
         """Returns the weights of edges without weights, made once a dtype."""
@@ -222,10 +230,8 @@ def torch_form(peer: Torch, name: str, row: Row, dtype: str) -> Form | None:
     way, compiles = FORMS[name]
     if row.op == "step":
         graphs = {"scatter": peer.edge_index, "edge_index": peer.sorted_index}
-        if way == "csr":  # layers take int64 alone
-            values = peer.torch.ones(peer.case.num_edges)
-            parts = (peer.starts, peer.senders, values, peer.sparse_size)
-            graphs["csr"] = peer.torch.sparse_csr_tensor(*parts)
+        if way == "csr":
+            graphs["csr"] = peer.csr(peer.torch.ones(peer.case.num_edges), is_wide=True)
         if way not in graphs:
             return None
         return peer.step_form(graphs[way], dtype, compiles)

@@ -16,7 +16,7 @@ requirement of the library: `pip install torch==2.13 torch_geometric`; without i
 Before a row is timed, each form's results are compared with float64's, the GAT step's loss and update
 with those of jraph in float32. A form that raises, or is wrong, is shown with the reason and is no peer.
 All forms of a row run in one process, in turn, each with its library's default threads and until it is
-done; printed are medians. What takes over five times as long as the fastest runs once after warming up.
+done; printed are medians. What takes over five times as long as the fastest is timed once.
 """
 
 import argparse
@@ -133,16 +133,16 @@ def measure(
         if form is not None:
             forms[name, dtype] = form
             times.setdefault(name, {})[dtype] = []
-    warm = {key: timed(form.run)[0] for key, form in forms.items()}
-    fastest = min(warm.values())
-    start = time.monotonic()
+    names, start = list(forms), time.monotonic()
     for index in range(MOST_ROUNDS):
-        if index and time.monotonic() - start > seconds:
-            break
-        names = [key for key in forms if index == 0 or warm[key] <= SLOW * fastest]
         shift = index % len(names)
         for name, dtype in names[shift:] + names[:shift]:
-            times[name][dtype].append(timed(forms[name, dtype].run)[0])
+            times[name][dtype].append(timed(forms[name, dtype].run))
+        if time.monotonic() - start > seconds:
+            break
+        if index == 0:
+            fastest = min(times[name][dtype][0] for name, dtype in names)
+            names = [(n, dtype) for n, dtype in names if times[n][dtype][0] <= SLOW * fastest]
     return times
 
 
@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS, metavar="ROW")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--libraries", nargs="+", default=LIBRARIES, choices=LIBRARIES)
-    parser.add_argument("--seconds", type=float, default=30, help="of each row; default: 30")
+    parser.add_argument("--seconds", type=float, default=60, help="of each row; default: 60")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     args = parser.parse_args()
 
