@@ -17,7 +17,7 @@ help:
 	@echo "make test-newest  run the fast ones near jax on the newest Python and jax, where there is one"
 	@echo "make lint         ruff and pyright"
 	@echo "make format       ruff's formatter"
-	@echo "make bench        what a step, an import and autocast cost"
+	@echo "make bench        what a step, an import, autocast and graph operations cost"
 	@echo "make clean        remove what make made"
 
 demo: .venv/.train
@@ -57,6 +57,7 @@ bench: .venv/.dev
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/autocast.py
+	$(BIN)/python benchmarks/graphs.py
 
 clean:
 	rm -rf .venv .venv-newest .venv-plan build dist out *.egg-info .coverage .pytest_cache .ruff_cache .hypothesis

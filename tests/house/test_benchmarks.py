@@ -35,6 +35,33 @@ def test_import_time_prints_both_and_their_ratio() -> None:
     assert re.search(r"ratio \d\.\d+", output)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("rows", "dtypes", "verdicts"),
+    [
+        (("copy+sum", "weighted sum, gradient", "edge softmax", "dot"), ("float32", "float16"), 2),
+        pytest.param(("GAT step",), ("float32",), 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_graph_benchmark_checks_what_it_times(
+    tmp_path: Path, rows: tuple[str, ...], dtypes: tuple[str, ...], verdicts: int
+) -> None:
+    file = tmp_path / "graphs.json"
+    options = ("--sizes", "200x3000", "--seconds", "0", "--libraries", "jmp_train", "jraph")
+    output = run("graphs.py", *options, "--rows", *rows, "--dtypes", *dtypes, "--json", str(file))
+    report = json.loads(file.read_text())
+    results = report["seconds"]["200x3000"]
+    assert tuple(results) == rows
+    for title, forms in results.items():
+        assert f"\n{title} " in output
+        assert {"jmp_train", "jraph"} <= set(forms)
+        assert all(len(forms["jmp_train"][dtype]) == 1 for dtype in dtypes)  # a reason is longer
+        assert len(forms["jraph"]["float32"]) == 1
+        assert report["summaries"]["200x3000"][title]["best_peer"][0].startswith("jraph")
+    assert len(report["verdicts"]) == verdicts
+    assert all(verdict in output for verdict in report["verdicts"])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
