@@ -104,7 +104,7 @@ def compiled(policy: str, heads: str, gpu: str, python: str) -> CompiledForGPU:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--python", default=_plan_python(), help="with jmp_train[plan]")
     parser.add_argument("--gpu", default="V100-16GB")
     parser.add_argument("--policies", nargs="+", default=POLICIES)

@@ -31,11 +31,13 @@ class Incidence:
         beyond the last one for edges that count nowhere.
       degrees: int32 [segments], how many edges each segment has.
       blocks: the segment of each block; None where there are no blocks.
+      all_count: whether it is known that all edges count, which saves looking.
     """
 
     rows: jax.Array
     degrees: jax.Array
     blocks: "Incidence | None" = None
+    all_count: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def num_segments(self) -> int:
@@ -73,8 +75,7 @@ class Incidence:
         """Returns each edge's row [edges, ...] of data [segments, ...], wide; 0 where it has none."""
         if self.num_segments == 0:
             return jnp.zeros((self.num_edges, *data.shape[1:]), data.dtype)
-        table = data if self.blocks is None else self.blocks.read(data)
-        return table.at[self.rows].get(mode="fill", fill_value=0)
+        return self._of_rows(data if self.blocks is None else self.blocks.read(data))
 
     def sum(self, data: jax.Array) -> jax.Array:
         """Returns the sums [segments, ...] of data [edges, ...], wide."""
@@ -97,15 +98,51 @@ class Incidence:
         return jraph.segment_min(data, self.ids, self.num_segments)
 
     def softmax(self, logits: jax.Array) -> jax.Array:
-        """Returns the softmax [edges, ...] of wide logits in each segment; 0 where all are -inf."""
-        is_counted = rows_like(self.is_counted, logits)
-        logits = jnp.where(is_counted, logits, jnp.full_like(logits, -jnp.inf))
-        largest = self.max(jax.lax.stop_gradient(logits))
-        largest = jnp.where(jnp.isfinite(largest), largest, jnp.zeros_like(largest))
-        weights = jnp.exp(logits - self.read(largest))
-        total = self.sum(weights)
-        inverse = 1 / jnp.where(total == 0, jnp.ones_like(total), total)
-        return weights * self.read(inverse)
+        """Returns the softmax [edges, ...] of wide logits in each segment; 0 where all are -inf.
+
+        Powers are taken of differences to the largest of their block, and blocks scaled afterwards.
+        """
+        if not self.all_count:
+            logits = jnp.where(rows_like(self.is_counted, logits), logits, -jnp.inf)
+        fixed = jax.lax.stop_gradient(logits)
+        largest = _largest(fixed, self.rows, self.num_rows)
+        powers = jnp.exp(logits - self._of_rows(_finite(largest)))
+        sizes = jraph.segment_sum(powers, self.rows, self.num_rows)
+        if self.blocks is None:
+            return powers * self._of_rows(_inverse(sizes))
+        scales = jnp.exp(largest - self.blocks.read(_finite(self.blocks.max(largest))))
+        total = self.blocks.sum(sizes * scales)
+        return powers * self._of_rows(scales * self.blocks.read(_inverse(total)))
+
+    def _of_rows(self, table: jax.Array) -> jax.Array:
+        """Returns the rows [edges, ...] of blocks, or of segments where there are no blocks; 0 for others."""
+        if self.all_count:
+            return table.at[self.rows].get(mode="promise_in_bounds")
+        return table.at[self.rows].get(mode="fill", fill_value=0)
+
+
+def _largest(data: jax.Array, ids: jax.Array, count: int) -> jax.Array:
+    """Returns the largest [count, ...] of data [edges, ...] by ids; -inf where there are none."""
+    if data.dtype != jnp.float32:
+        return jraph.segment_max(data, ids, count)
+    # As integers of the same order, for which XLA's maximum is three times as fast on CPUs.
+    bits = jax.lax.bitcast_convert_type(data, jnp.int32)
+    most = jraph.segment_max(_ordered(bits), ids, count)
+    least = _ordered(jax.lax.bitcast_convert_type(jnp.float32(-jnp.inf), jnp.int32))
+    return jax.lax.bitcast_convert_type(_ordered(jnp.maximum(most, least)), jnp.float32)
+
+
+def _ordered(bits: jax.Array) -> jax.Array:
+    """Returns the bits of float32 as integers of the same order, and the other way round."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _finite(data: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(data), data, jnp.zeros_like(data))
+
+
+def _inverse(data: jax.Array) -> jax.Array:
+    return 1 / jnp.where(data == 0, jnp.ones_like(data), data)
 
 
 def rows_like(column: jax.Array, array: jax.Array) -> jax.Array:
@@ -144,7 +181,9 @@ def incidence_on_host(ids: np.ndarray, num_segments: int) -> Incidence:
     ascending = _incidence(np, ids, num_segments, int(most))
     rows = np.empty_like(ids)
     rows[order] = ascending.rows
-    return jax.tree.map(jnp.asarray, dataclasses.replace(ascending, rows=rows))
+    all_count = bool(((ids >= 0) & (ids < num_segments)).all())
+    incidence = dataclasses.replace(ascending, rows=rows, all_count=all_count)
+    return jax.tree.map(jnp.asarray, incidence)
 
 
 def _incidence(xp: Any, ids: Any, num_segments: int, most: int) -> Incidence:

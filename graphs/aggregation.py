@@ -1,17 +1,21 @@
 """What layers make of a node's neighbours: scaled, reduced and combined in float32, rounded once."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jmp_train.graphs.accumulation import rows_like
 from jmp_train.graphs.connections import Connections
+from jmp_train.graphs.edge_products import Scales, weighted_sum
+from jmp_train.graphs.implementations import chosen_implementation
 from jmp_train.graphs.messages import REDUCTIONS
 from jmp_train.graphs.storage import graph_storage, wide
+from jmp_train.graphs.streamed_messages import inverse, is_one_precision
 from jmp_train.policies.autocast import autocast_as
+from jmp_train.policies.autocast_given import as_given
 
-Before = Callable[[Connections, jax.Array], jax.Array]
 After = Callable[[Connections, jax.Array, jax.Array], jax.Array]
 
 
@@ -21,7 +25,7 @@ def aggregate(
     edge_weight: jax.Array | None = None,
     *,
     reduction: str = "sum",
-    before: Before | None = None,
+    source_scale: jax.Array | None = None,
     after: After | None = None,
 ) -> jax.Array:
     """Returns what nodes make of the nodes that send to them, [nodes, ...] in the features' dtype.
@@ -33,34 +37,70 @@ def aggregate(
       features: floating [nodes, ...].
       edge_weight: floating [edges], which multiplies the messages.
       reduction: "sum", "mean", "max" or "min".
-      before: a function of the connections and the wide features to what is sent.
+      source_scale: wide [nodes], by which features are multiplied before they are sent.
       after: a function of the connections, the wide features and the reduced messages to the result.
     """
+    connections_of = {"sum": None, "mean": connections.in_degrees}
+    numbers = features[:1].size
+    is_streamed = chosen_implementation(None, connections, numbers) == "streaming"
+    if is_streamed and reduction in connections_of and is_one_precision(features, edge_weight):
+        degrees = connections_of[reduction]
+        scales = Scales(source_scale, None if degrees is None else inverse(degrees, features))
+        return _stream(connections, features, edge_weight, scales, after)
 
     @jax.checkpoint
     def compute(
-        connections: Connections, features: jax.Array, edge_weight: jax.Array | None
+        connections: Connections,
+        source_scale: jax.Array | None,
+        features: jax.Array,
+        edge_weight: jax.Array | None,
     ) -> jax.Array:
         rows = wide(features)
-        messages = connections.sources.read(rows if before is None else before(connections, rows))
+        sent = rows
+        if source_scale is not None:
+            sent = rows * rows_like(source_scale.astype(rows.dtype), rows)
+        messages = connections.sources.read(sent)
         if edge_weight is not None:
             messages = messages * rows_like(edge_weight.astype(messages.dtype), messages)
         reduced = REDUCTIONS[reduction](connections, messages)
         return reduced if after is None else after(connections, rows, reduced)
 
-    result = autocast_as("float32")(compute)(connections, graph_storage(features), edge_weight)
+    result = autocast_as("float32")(compute)(
+        connections, source_scale, graph_storage(features), edge_weight
+    )
     return graph_storage(result.astype(features.dtype))
 
 
-def scaled_by_degree(rows: jax.Array, degrees: jax.Array, power: float) -> jax.Array:
-    """Returns rows times a power of their degrees, those of 0 counted as 1.
+def _stream(
+    connections: Connections,
+    features: jax.Array,
+    edge_weight: jax.Array | None,
+    scales: Scales,
+    after: After | None,
+) -> jax.Array:
+    def add(edges: Any, scales: Scales, data: jax.Array, weights: jax.Array | None) -> jax.Array:
+        dtype = data.dtype if after is None else wide(jnp.zeros((), data.dtype)).dtype
+        return weighted_sum(dtype, edges, scales, data, weights)
+
+    stored = graph_storage(features)
+    rows = stored.reshape(stored.shape[0], 1, -1)
+    weights = None if edge_weight is None else edge_weight[:, None]
+    result = as_given(add)(connections.neighbors, scales, rows, weights).reshape(features.shape)
+    if after is not None:
+        finish = autocast_as("float32")(lambda rows, sums: after(connections, wide(rows), sums))
+        result = finish(stored, result).astype(features.dtype)
+    return graph_storage(result)
+
+
+def degree_scale(degrees: jax.Array, power: float, features: jax.Array) -> jax.Array | None:
+    """Returns a power of degrees, wide, those of 0 counted as 1; None where all are 1.
 
     Args:
-      rows: wide [nodes, ...].
       degrees: int32 [nodes].
       power: 0, -1/2 or -1.
+      features: what they are to scale.
     """
     if not power:
-        return rows
-    sizes = jnp.maximum(degrees, 1).astype(rows.dtype)
-    return rows / rows_like(jnp.sqrt(sizes) if power == -0.5 else sizes, rows)
+        return None
+    scale = inverse(degrees, features)
+    return jnp.sqrt(scale) if power == -0.5 else scale

@@ -125,9 +125,8 @@ def gat_attention(
                 f"got shapes {features.shape} and {end.shape}"
             )
 
-    inputs = gat_streaming.Inputs(
-        graph_storage(features), *ends, as_edge_weight(graph, edge_weight)
-    )
+    weight = as_edge_weight(graph, edge_weight)
+    inputs = gat_streaming.Inputs(graph_storage(features), *ends, edge_weight=weight)
     dropout = edge_dropout(dropout_rate, dropout_key, features.shape[1])
     numbers = features.shape[1] * features.shape[2]
     attend = _GAT[chosen_implementation(implementation, graph.connections, numbers)]
@@ -189,7 +188,8 @@ def gatv2_attention(
             f"got shapes {ends[0].shape}, {ends[1].shape} and {attention.shape}"
         )
     weight = as_edge_weight(graph, edge_weight)
-    inputs = gatv2_streaming.Inputs(*map(graph_storage, ends), attention, weight)
+    stored = [graph_storage(end) for end in ends]
+    inputs = gatv2_streaming.Inputs(*stored, attention=attention, edge_weight=weight)
     dropout = edge_dropout(dropout_rate, dropout_key, attention.shape[0])
     name = chosen_implementation(implementation, graph.connections, attention.size)
     return graph_storage(_GATV2[name](negative_slope, graph.connections, dropout, inputs))

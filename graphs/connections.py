@@ -62,6 +62,7 @@ class Connections:
 
     @property
     def _ends(self) -> tuple[Incidence, Incidence]:
+        """The ends; where there are none, edges cannot have features either."""
         if self.ends is None:
             raise ValueError(
                 'the graph was made with formats=("csr",), which keeps no edge apart: this needs "coo" too'

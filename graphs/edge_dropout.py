@@ -36,8 +36,8 @@ class EdgeDropout:
         """
         second = jnp.zeros_like(first) if second is None else second
         counts = jnp.stack([first, second]).astype(jnp.uint32)
-        bits = [threefry_2x32((words[0], words[1]), counts)[0] for words in self.words]
-        is_kept = jnp.stack(bits, -1) >= jnp.uint32(int(self.rate * 2**32))
+        draw = jax.vmap(lambda words: threefry_2x32((words[0], words[1]), counts)[0], out_axes=-1)
+        is_kept = draw(self.words) >= jnp.uint32(int(self.rate * 2**32))
         return jnp.where(is_kept, jnp.float32(1 / (1 - self.rate)), jnp.float32(0))
 
     def of_chunk(self, neighbors: Neighbors, chunk: Chunk, *, nodes_are_targets: bool) -> jax.Array:

@@ -5,11 +5,12 @@ order of reverse derivatives is again made of these two.
 """
 
 import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jmp_train.graphs.neighbors import BothWays, Neighbors
 from jmp_train.graphs.storage import common_dtype, wide
@@ -30,22 +31,20 @@ class Scales:
     targets: jax.Array | None = None
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def weighted_sum(
-    edges: BothWays, scales: Scales, data: jax.Array, weights: jax.Array | None
+    dtype: Any, edges: BothWays, scales: Scales, data: jax.Array, weights: jax.Array | None
 ) -> jax.Array:
-    """Returns the sums [targets, heads, width] of weights times the sources' rows.
+    """Returns the sums [targets, heads, width] of weights times the sources' rows, computed in float32.
 
     Args:
+      dtype: the result's; None for that which data and weights promote to.
       edges: who sends to whom.
       scales: of the rows and sums.
       data: floating [sources, heads, width].
       weights: floating [edges, heads] or [edges, 1]; None for 1.
-
-    Returns:
-      The sums, in the dtype that data and weights promote to.
     """
-    dtype = data.dtype if weights is None else common_dtype(data.dtype, weights.dtype)
+    common = data.dtype if weights is None else common_dtype(data.dtype, weights.dtype)
     neighbors, shape = edges.by_target, data.shape[1:]
 
     def compute(chunk: Chunk) -> list[jax.Array]:
@@ -55,11 +54,11 @@ def weighted_sum(
             factors = scale if factors is None else factors * scale
         return [chunk.sum_of_others(data, factors)]
 
-    like = [jax.ShapeDtypeStruct(shape, wide(jnp.zeros((), dtype)).dtype)]
-    (sums,) = add_up(neighbors, compute, like, int(np.prod(shape)), data)
+    like = [jax.ShapeDtypeStruct(shape, wide(jnp.zeros((), common)).dtype)]
+    (sums,) = add_up(neighbors, compute, like, max(1, math.prod(shape)), data)
     if scales.targets is not None:
         sums = sums * scales.targets.astype(sums.dtype)[:, None, None]
-    return sums.astype(dtype)
+    return sums.astype(common if dtype is None else dtype)
 
 
 @jax.custom_vjp
@@ -88,7 +87,7 @@ def edge_dot(edges: BothWays, scales: Scales, sources: jax.Array, targets: jax.A
 
     # XLA would copy all of a loop's bfloat16 array in each turn on CPUs: it is rounded in the end.
     like = jax.ShapeDtypeStruct(sources.shape[1:2], wide(jnp.zeros((), dtype)).dtype)
-    numbers = neighbors.width * int(np.prod(sources.shape[1:])) // 2
+    numbers = max(1, neighbors.width * math.prod(sources.shape[1:]) // 2)
     return of_edges(neighbors, compute, like, numbers).astype(dtype)
 
 
@@ -99,15 +98,16 @@ def edge_rows(neighbors: Neighbors, chunk: Chunk, data: jax.Array) -> jax.Array:
 
 
 def _sum_forward(
-    edges: BothWays, scales: Scales, data: jax.Array, weights: jax.Array | None
+    dtype: Any, edges: BothWays, scales: Scales, data: jax.Array, weights: jax.Array | None
 ) -> Any:
-    return weighted_sum(edges, scales, data, weights), (edges, scales, data, weights)
+    return weighted_sum(dtype, edges, scales, data, weights), (edges, scales, data, weights)
 
 
-def _sum_backward(saved: Any, gradient: jax.Array) -> Any:
+def _sum_backward(dtype: Any, saved: Any, gradient: jax.Array) -> Any:
+    del dtype
     edges, scales, data, weights = saved
     turned = Scales(scales.targets, scales.sources)
-    of_data = weighted_sum(edges.reversed(), turned, gradient, weights).astype(data.dtype)
+    of_data = weighted_sum(data.dtype, edges.reversed(), turned, gradient, weights)
     if weights is None:
         return None, None, of_data, None
     if weights.shape[1] == 1:  # all of a row is one head
@@ -123,9 +123,9 @@ def _dot_forward(edges: BothWays, scales: Scales, sources: jax.Array, targets: j
 def _dot_backward(saved: Any, gradient: jax.Array) -> Any:
     edges, scales, sources, targets = saved
     turned = Scales(scales.targets, scales.sources)
-    of_sources = weighted_sum(edges.reversed(), turned, targets, gradient)
-    of_targets = weighted_sum(edges, scales, sources, gradient)
-    return None, None, of_sources.astype(sources.dtype), of_targets.astype(targets.dtype)
+    of_sources = weighted_sum(sources.dtype, edges.reversed(), turned, targets, gradient)
+    of_targets = weighted_sum(targets.dtype, edges, scales, sources, gradient)
+    return None, None, of_sources, of_targets
 
 
 weighted_sum.defvjp(_sum_forward, _sum_backward)

@@ -107,20 +107,26 @@ def where_edges(frame: Frame, is_kept: jax.Array) -> Frame:
     return Frame(Connections((connections.sources, targets)), frame.src, frame.dst, frame.data)
 
 
-def send(frame: Frame, message: Message | EdgeFunction, ids: jax.Array | None = None) -> Arrays:
+def send(
+    frame: Frame,
+    message: Message | EdgeFunction,
+    ids: jax.Array | None = None,
+    implementation: str | None = None,
+) -> Arrays:
     """Returns the messages [edges, ...] by name.
 
     Args:
       frame: the edges.
       message: built in or not.
       ids: int [edges], the places of these edges in the graph; None if they are all.
+      implementation: see `chosen_implementation`.
 
     Raises:
       ValueError: a feature is missing, or shapes do not fit.
       TypeError: the function returns no dictionary of arrays.
     """
     if isinstance(message, Message):
-        return {message.out: compute_messages(frame, message)}
+        return {message.out: compute_messages(frame, message, implementation)}
     _check_function("message", message, 'fn.copy_u("h", "m")')
     connections = frame.connections
     count = connections.targets.num_edges
@@ -135,20 +141,26 @@ def send(frame: Frame, message: Message | EdgeFunction, ids: jax.Array | None = 
     return checked_results("message", message(batch), count)
 
 
-def receive(frame: Frame, message: Message | EdgeFunction, reduce: Reduce | NodeFunction) -> Arrays:
+def receive(
+    frame: Frame,
+    message: Message | EdgeFunction,
+    reduce: Reduce | NodeFunction,
+    implementation: str | None = None,
+) -> Arrays:
     """Returns what receivers make of their messages, [receivers, ...] by name.
 
     Args:
       frame: the edges.
       message: built in or not.
       reduce: built in or not.
+      implementation: see `chosen_implementation`.
 
     Raises:
       ValueError: a feature or message is missing, or shapes do not fit.
       TypeError: a function returns no dictionary of arrays, or there are no mailboxes under jit.
     """
     if isinstance(message, Message) and isinstance(reduce, Reduce):
-        return {reduce.out: compute_reduction(frame, message, reduce)}
+        return {reduce.out: compute_reduction(frame, message, reduce, implementation)}
     if not isinstance(reduce, Reduce):
         _check_function("reduce", reduce, 'fn.sum("m", "x")')
     messages = send(frame, message)

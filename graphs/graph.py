@@ -30,8 +30,9 @@ Features = Mapping[str, Any]
 class Graph:
     """A directed graph, or a batch of them, as a pytree that goes through jit.
 
-    Make it with `from_edges` or `from_jraph`, on the host; without features it holds two edge-long int32
-    arrays. Edges keep the order in which they were given.
+    Make it with `from_edges` or `from_jraph`, on the host. Without features it holds two edge-long int32
+    arrays with `formats=("coo",)`, or `("csr",)`, and eight with both. Edges keep the order in which they
+    were given.
 
     Args:
       nodes: arrays [nodes, ...] by name.
@@ -103,7 +104,7 @@ class Graph:
         Args:
           **features: arrays by name.
         """
-        new = checked_features("edges", features, self.num_edges)
+        new = checked_features("edges", features, self.connections.targets.num_edges)
         return dataclasses.replace(self, edges=FrozenDict({**self.edges, **new}))
 
 
@@ -144,12 +145,13 @@ def from_edges(
     """
     count = as_count("n_node", n_node)
     connections = connect(senders, receivers, count, count, formats=formats)
+    num_edges = connections.targets.num_edges if edges else connections.num_edges
     return Graph(
         nodes=checked_features("nodes", {} if nodes is None else nodes, count),
-        edges=checked_features("edges", {} if edges is None else edges, connections.num_edges),
+        edges=checked_features("edges", edges or {}, num_edges),
         connections=connections,
         n_node=jnp.array([count], jnp.int32),
-        n_edge=jnp.array([connections.num_edges], jnp.int32),
+        n_edge=jnp.array([num_edges], jnp.int32),
     )
 
 

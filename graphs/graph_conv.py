@@ -8,7 +8,8 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.aggregation import aggregate, scaled_by_degree
+from jmp_train.graphs.accumulation import rows_like
+from jmp_train.graphs.aggregation import aggregate, degree_scale
 from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.dense import Activation, activated, add_bias, product
 from jmp_train.graphs.graph import Graph
@@ -86,15 +87,21 @@ def graph_conv(
         features = product(features, weight)
     of_senders, of_receivers = NORMS[norm]
 
-    def before(connections: Connections, rows: jax.Array) -> jax.Array:
-        return scaled_by_degree(rows, connections.out_degrees, of_senders)
+    target_scale = degree_scale(graph.in_degrees, of_receivers, features)
 
     def after(connections: Connections, rows: jax.Array, total: jax.Array) -> jax.Array:
-        del rows
-        return scaled_by_degree(total, connections.in_degrees, of_receivers)
+        del connections, rows
+        if target_scale is None:
+            return total
+        return total * rows_like(target_scale.astype(total.dtype), total)
 
-    edge_weight = as_edge_weight(graph, edge_weight)
-    result = aggregate(graph.connections, features, edge_weight, before=before, after=after)
+    result = aggregate(
+        graph.connections,
+        features,
+        as_edge_weight(graph, edge_weight),
+        source_scale=degree_scale(graph.out_degrees, of_senders, features),
+        after=after,
+    )
     if weight is not None and not is_product_first:
         result = product(result, weight)
     return activated(result if bias is None else add_bias(result, bias), activation)

@@ -66,7 +66,9 @@ def as_edge_weight(graph: Graph, edge_weight: Any) -> jax.Array | None:
       TypeError: they are no floats.
       ValueError: they have another shape.
     """
-    return None if edge_weight is None else as_floats("edge_weight", edge_weight, graph.num_edges)
+    if edge_weight is None:
+        return None
+    return as_floats("edge_weight", edge_weight, graph.connections.targets.num_edges)
 
 
 def as_optional(name: str, array: Any, *shape: int | str | EllipsisType) -> jax.Array | None:

@@ -32,6 +32,7 @@ def update_all(
     apply: NodeFunction | None = None,
     *,
     etype: str | EdgeType | None = None,
+    implementation: str | None = None,
 ) -> Any:
     """Returns the graph after each node has reduced the messages of all edges that enter it.
 
@@ -42,6 +43,10 @@ def update_all(
         is called once for each in-degree; under jit the graph needs `formats=("mailbox",)` for it.
       apply: a function of `NodeBatch` to a dictionary of node features, called with all nodes in the end.
       etype: the edge type. Without it, a graph with several reduces over the edges of all.
+      implementation: "streaming" goes over chunks of sorted edges, stores no message, and has reverse mode
+        only; it adds `copy_u`, and `u_mul_e` with one weight for an edge or for a head of it. "xla" computes
+        with arrays of all edges, which XLA may fuse, and goes through every transform. None for
+        "streaming" where the graph has `formats=("csr",)` and messages are large.
 
     Returns:
       The graph with the result among its nodes' features, in the messages' features' dtype: computed in
@@ -63,7 +68,7 @@ def update_all(
     if isinstance(graph, HeteroGraph) and etype is None and len(graph.connections) > 1:
         return update_over_types(graph, message, reduce, apply)
     ntype = target_type(graph, etype)
-    results = receive(frame_of(graph, etype), message, reduce)
+    results = receive(frame_of(graph, etype), message, reduce, implementation)
     return applied(with_node_features(graph, ntype, results), apply, ntype)
 
 
@@ -74,6 +79,7 @@ def apply_edges(
     edges: Any = None,
     *,
     etype: str | EdgeType | None = None,
+    implementation: str | None = None,
 ) -> Any:
     """Returns the graph with features of its edges computed.
 
@@ -83,6 +89,7 @@ def apply_edges(
       edges: int [some edges], or a pair of senders and receivers, all edges between which are meant; None
         for all edges. The others keep what they have, or get 0.
       etype: the edge type; needed where there are several.
+      implementation: see `update_all`; `u_dot_v` can be streamed.
 
     Returns:
       The graph with the results among its edges' features, in the caller's order.
@@ -99,7 +106,8 @@ def apply_edges(
     """
     frame = frame_of(graph, etype)
     if edges is None:
-        return with_edge_features(graph, etype, send(frame, message))
+        results = send(frame, message, implementation=implementation)
+        return with_edge_features(graph, etype, results)
     ids = edge_ids(frame.connections, edges)
     results = send(some_edges(frame, ids), message, ids)
     count = frame.connections.targets.num_edges

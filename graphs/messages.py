@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jmp_train.graphs.accumulation import rows_like
 from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.fn import Message, Reduce
+from jmp_train.graphs.implementations import chosen_implementation
 from jmp_train.graphs.storage import common_dtype, graph_storage, wide
+from jmp_train.graphs.streamed_messages import heads_of, is_edge_dot, stream_dot, stream_sum
 from jmp_train.policies.autocast import autocast_as
 
 ENDS = {"u": "sender", "v": "receiver", "e": "edge"}
@@ -37,12 +39,20 @@ class Frame:
         return {"u": self.src, "v": self.dst, "e": self.data}[end]
 
 
-def compute_messages(frame: Frame, message: Message) -> jax.Array:
+def compute_messages(
+    frame: Frame, message: Message, implementation: str | None = None
+) -> jax.Array:
     """Returns the message of each edge, [edges, ...] in its features' dtype."""
-    return _fused(frame, message, lambda messages, connections: messages)
+    operands = _operands(frame, message)
+    numbers = operands[0][:1].size if is_edge_dot(message, operands) else None
+    if _is_streamed(frame, message.name, implementation, numbers):
+        return stream_dot(frame.connections, message, operands)
+    return _fused(frame, message, operands, lambda messages, connections: messages)
 
 
-def compute_reduction(frame: Frame, message: Message, reduce: Reduce) -> jax.Array:
+def compute_reduction(
+    frame: Frame, message: Message, reduce: Reduce, implementation: str | None = None
+) -> jax.Array:
     """Returns what the receivers make of their messages, [receivers, ...] in the features' dtype.
 
     What sums need per edge and feature is not stored: compilers for GPUs fuse reads, arithmetic and
@@ -53,9 +63,15 @@ def compute_reduction(frame: Frame, message: Message, reduce: Reduce) -> jax.Arr
             f"{message.name} makes the message {message.out!r}, but {reduce.reduction} wants "
             f"{reduce.message!r}"
         )
+    operands = _operands(frame, message)
+    heads = heads_of(message, reduce.reduction, operands)
+    numbers = None if heads is None else max(x[:1].size for x in operands)
+    if heads and _is_streamed(frame, message.name, implementation, numbers):
+        return stream_sum(frame.connections, message, reduce.reduction, operands, heads)
     return _fused(
         frame,
         message,
+        operands,
         lambda messages, connections: REDUCTIONS[reduce.reduction](connections, messages),
     )
 
@@ -65,12 +81,35 @@ def reduce_messages(connections: Connections, messages: jax.Array, reduction: st
     return in_float32(lambda x: REDUCTIONS[reduction](connections, wide(x)), messages)
 
 
-def _fused(
-    frame: Frame, message: Message, finish: Callable[[jax.Array, Connections], jax.Array]
-) -> jax.Array:
+def _is_streamed(
+    frame: Frame, name: str, implementation: str | None, numbers_per_edge: int | None
+) -> bool:
+    """Whether messages of so many numbers are streamed; None for those that never are."""
+    if numbers_per_edge is not None:
+        chosen = chosen_implementation(implementation, frame.connections, numbers_per_edge)
+        return chosen == "streaming"
+    if implementation == "streaming":
+        raise ValueError(
+            f'implementation="streaming" adds copy_u and u_mul_e with one weight for a head, and makes '
+            f"u_dot_v of floats; this is {name} of other shapes or dtypes, or with another reduction"
+        )
+    chosen_implementation(implementation, frame.connections, 0)
+    return False
+
+
+def _operands(frame: Frame, message: Message) -> list[jax.Array]:
     operands = [_operand(frame, message, end, field) for end, field in message.operands]
-    ends = [end for end, _ in message.operands]
     _check_shapes(message, operands)
+    return operands
+
+
+def _fused(
+    frame: Frame,
+    message: Message,
+    operands: Sequence[jax.Array],
+    finish: Callable[[jax.Array, Connections], jax.Array],
+) -> jax.Array:
+    ends = [end for end, _ in message.operands]
 
     @jax.checkpoint
     def compute(operands: Sequence[jax.Array], connections: Connections) -> jax.Array:

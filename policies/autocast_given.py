@@ -47,10 +47,11 @@ def as_given(fn: Callable[Args, Result]) -> Callable[Args, Result]:
     @functools.wraps(fn)
     def carried(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         leaves, tree = jax.tree.flatten((args, kwargs))
+        call: Any = fn
 
         def run(*leaves: Any) -> Any:
             arguments: Any = jax.tree.unflatten(tree, leaves)
-            return fn(*arguments[0], **arguments[1])
+            return call(*arguments[0], **arguments[1])
 
         return jax.checkpoint(run, prevent_cse=False, policy=CalledAnew(run))(*leaves)
 

@@ -34,7 +34,7 @@ def fused_pairs(dtype: str, most_edges_of_a_node: str) -> tuple[Any, ...]:
     random = np.random.default_rng(0)
     senders, receivers = random.integers(0, NODES, (2, EDGES))
     senders[: int(most_edges_of_a_node)] = receivers[-int(most_edges_of_a_node) :] = 0
-    graph = graphs.from_edges(senders, receivers, NODES)
+    graph = graphs.from_edges(senders, receivers, NODES, formats=("coo",))
 
     def f(graph: graphs.Graph, h: jax.Array, w: jax.Array) -> Any:
         def run(message: fn.Message, reducer: Any, h: jax.Array, w: jax.Array) -> jax.Array:
@@ -49,6 +49,27 @@ def fused_pairs(dtype: str, most_edges_of_a_node: str) -> tuple[Any, ...]:
         return results
 
     return f, (graph, Struct((NODES, FEATURES), dtype), Struct((EDGES, 1), dtype))
+
+
+GAT_NODES, GAT_EDGES = 30_000, 3_000_000  # many chunks of edges
+
+
+def attention(name: str, dtype: str) -> tuple[Any, ...]:
+    """Computes attention of two heads with dropout by streaming, and its gradients."""
+    random = np.random.default_rng(0)
+    senders, receivers = random.integers(0, GAT_NODES, (2, GAT_EDGES))
+    graph = graphs.from_edges(senders, receivers, GAT_NODES, formats=("csr",))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def f(graph: graphs.Graph, key: jax.Array, *arrays: jax.Array) -> Any:
+        attend = graphs.gat_attention if name == "gat" else graphs.gatv2_attention
+        run = functools.partial(attend, graph, dropout_rate=0.5, dropout_key=key)
+        out, pullback = jax.vjp(run, *arrays)
+        return out, pullback(jnp.tanh(out))
+
+    rows, end = Struct((GAT_NODES, 2, 16), dtype), Struct((GAT_NODES, 2), "float32")
+    arrays = (rows, end, end) if name == "gat" else (rows, rows, Struct((2, 16), "float32"))
+    return f, (graph, key, *arrays)
 
 
 def half_gradient(mesh: Mesh) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import jmp_train as jt
 from jmp_train import graphs
 from jmp_train.graphs import fn
+from jmp_train.graphs.implementations import IMPLEMENTATIONS
 
 NODES = 20
 
@@ -73,16 +74,18 @@ def test_edge_softmax_is_exact_and_so_is_its_gradient(
 
 
 @pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @checks
 @given(degree=degrees, is_reversed=st.booleans(), kind=kinds, seed=st.integers(0, 99))
 def test_gat_attention_is_exact_and_so_is_its_gradient(
-    half: str, degree: int, is_reversed: bool, kind: str, seed: int
+    implementation: str, half: str, degree: int, is_reversed: bool, kind: str, seed: int
 ) -> None:
     ends = draw_ends(degree, is_reversed, seed)
     graph = graphs.from_edges(*ends, NODES)
     features = jnp.asarray(draw(kind, (NODES, 2, 3), seed), half)
     left, right = (jnp.asarray(draw("signed", (NODES, 2), seed + i), half) for i in (1, 2))
-    run = jax.jit(functools.partial(graphs.gat_attention, graph))
+    run = functools.partial(graphs.gat_attention, graph, implementation=implementation)
+    run = jax.jit(run)
     result, pullback = jax.vjp(run, features, left, right)
     cotangent = jnp.asarray(draw("signed", result.shape, seed + 3), half)
     grads = pullback(cotangent)
@@ -134,7 +137,7 @@ def test_masked_edges_have_weight_zero_and_a_gradient_of_zero() -> None:
 
 
 def test_dropout_of_attention() -> None:
-    graph = graphs.rand_graph(50, 5_000)
+    graph = graphs.rand_graph(50, 20_000)
     features, zeros = jnp.ones((50, 2, 1)), jnp.zeros((50, 2))
     run = functools.partial(graphs.gat_attention, graph, features, zeros, zeros)
     key = jax.random.key(0)

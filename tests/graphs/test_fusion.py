@@ -1,9 +1,10 @@
 """What message passing stores on a GPU, read from what XLA compiles for a V100 that is not there."""
 
+import math
 from pathlib import Path
 
 import pytest
-from gpu_programs import EDGES, FEATURES, NODES
+from gpu_programs import EDGES, FEATURES, GAT_EDGES, NODES
 
 from jmp_train.absent_gpu import compile_for_gpu
 
@@ -21,3 +22,14 @@ def test_fused_pairs_store_no_array_of_edges_by_features(
     assert max(sizes) >= NODES * FEATURES * 2  # it is the program that was meant
     elements = compiled.arrays_of_at_least(EDGES * FEATURES)
     assert not elements, elements  # not even in 8 bits
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "dtype"), [("gat", "float16"), ("gatv2", "float32")])
+def test_streamed_attention_stores_no_float_for_an_edge(
+    name: str, dtype: str, plan_python: str
+) -> None:
+    target = f"{PROGRAMS}:attention"
+    compiled = compile_for_gpu(target, name, dtype, python=plan_python, timeout=200)
+    long = [x for x in compiled.arrays if math.prod(x.shape) >= GAT_EDGES]
+    assert {(x.dtype, x.opcode) for x in long} == {("s32", "parameter")}, long

@@ -16,13 +16,37 @@ def small_graph(**features: Any) -> graphs.Graph:
     return graphs.from_edges([0, 1, 2, 2], [1, 2, 0, 2], 3, **features)
 
 
-def test_without_features_there_are_two_edge_long_arrays_even_with_hubs() -> None:
+@pytest.mark.parametrize(("formats", "count"), [(("coo",), 2), (("csr",), 2), (("coo", "csr"), 8)])
+def test_without_features_there_are_few_edge_long_arrays_even_with_hubs(
+    formats: tuple[str, ...], count: int
+) -> None:
     hubs = np.zeros(5_000, int)
-    for graph in (small_graph(), graphs.from_edges(hubs, hubs, 7)):
+    for graph in (small_graph(formats=formats), graphs.from_edges(hubs, hubs, 7, formats=formats)):
         long = [x for x in jax.tree.leaves(graph) if x.shape == (graph.num_edges,)]
-        assert [x.dtype for x in long] == ["int32", "int32"]
+        assert [x.dtype for x in long] == ["int32"] * count
         others = [x.shape for x in jax.tree.leaves(graph) if x.shape != (graph.num_edges,)]
-        assert all(len(shape) == 1 and shape[0] <= 7 + 5_000 // 32 for shape in others)
+        assert all(len(shape) == 1 and shape[0] <= 7 + 5_000 // 8 for shape in others)
+
+
+def test_sorted_edges_alone_know_no_edge_apart() -> None:
+    graph = small_graph(formats=("csr",))
+    assert (graph.num_nodes, graph.num_edges) == (3, 4)
+    assert (graph.in_degrees.tolist(), graph.out_degrees.tolist()) == ([1, 1, 2], [1, 1, 2])
+    h = jnp.arange(3.0)[:, None]
+    found = graphs.update_all(graph.with_nodes(h=h), fn.copy_u("h", "m"), fn.sum("m", "x"))
+    assert found.nodes["x"].ravel().tolist() == [2, 0, 3]
+    fault = r'made with formats=\("csr",\), which keeps no edge apart: this needs "coo" too'
+    for use in (
+        lambda: graph.senders,
+        lambda: graph.with_edges(w=jnp.ones(4)),
+        lambda: graphs.update_all(graph.with_nodes(h=h), fn.copy_u("h", "m"), fn.max("m", "x")),
+        lambda: graphs.edge_softmax(graph, jnp.ones(4)),
+        lambda: graphs.gat_attention(graph, h[:, None], h, h, edge_weight=jnp.ones(4)),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            use()
+    with pytest.raises(ValueError, match=fault):
+        small_graph(edges={"w": jnp.ones(4)}, formats=("csr",))
 
 
 @pytest.mark.parametrize("count", [3, 3_000])
@@ -88,7 +112,7 @@ def test_vmap_over_features() -> None:
 
 def test_to_jraph_and_back() -> None:
     features = {"nodes": {"h": jnp.ones((3, 2))}, "edges": {"w": jnp.arange(4.0)}}
-    graph = small_graph(**features)
+    graph = small_graph(**features, formats=("coo",))
     tuple_ = graphs.to_jraph(graph)
     assert isinstance(tuple_, jraph.GraphsTuple)
     assert_bitwise_equal(graphs.from_jraph(tuple_), graph)
@@ -164,7 +188,7 @@ def test_wrong_edges_are_named(arguments: Any, error: type[Exception], message: 
 def test_other_wrong_arguments_are_named() -> None:
     with pytest.raises(TypeError, match="formats must be a sequence of names, got 'mailbox'"):
         graphs.from_edges([0], [1], 2, formats="mailbox")
-    with pytest.raises(ValueError, match="formats has 'csc', which is none of coo, mailbox"):
+    with pytest.raises(ValueError, match="formats has 'csc', which is none of coo, csr, mailbox"):
         graphs.from_edges([0], [1], 2, formats=("csc",))
     with pytest.raises(TypeError, match="senders is traced: graphs are made outside of jit"):
         jax.jit(lambda ids: graphs.from_edges(ids, ids, 2).senders)(jnp.array([0]))

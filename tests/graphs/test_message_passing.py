@@ -25,6 +25,7 @@ from jmp_train import graphs
 from jmp_train.graphs import fn
 
 NODES, EDGES = 9, 40
+STREAMED = (fn.copy_u, fn.u_mul_e, fn.e_mul_u)
 # After the node or edge axis: of the left feature, of the right one.
 SHAPES = [((), ()), ((), (8,)), ((4, 8), (4, 1)), ((8,), (4, 8))]
 DOT_SHAPES = [((), ()), ((8,), (8,)), ((8,), (4, 8)), ((4, 8), (1, 8))]
@@ -144,7 +145,11 @@ kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
 
 
 @pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("reducer", REDUCERS, ids=lambda r: r.reduction)
+@pytest.mark.parametrize(
+    ("reducer", "implementation"),
+    [*((reducer, "xla") for reducer in REDUCERS), (fn.sum, "streaming"), (fn.mean, "streaming")],
+    ids=lambda x: getattr(x, "reduction", x),
+)
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     function=st.sampled_from(MESSAGES),
@@ -154,9 +159,18 @@ kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
     seed=st.integers(0, 99),
 )
 def test_exact_at_every_degree_and_so_is_the_gradient(
-    reducer: Any, half: str, function: Any, degree: int, is_reversed: bool, kind: str, seed: int
+    reducer: Any,
+    implementation: str,
+    half: str,
+    function: Any,
+    degree: int,
+    is_reversed: bool,
+    kind: str,
+    seed: int,
 ) -> None:
     """A hub that `degree` edges enter, or leave, and other nodes; against float64 by plain jax."""
+    if implementation == "streaming":
+        function = STREAMED[seed % len(STREAMED)]
     message, reduce = make_message(function), reducer("m", "x")
     exact_ties = message.operation in ("copy", "mul", "add", "sub") and kind != "of many sizes"
     random = np.random.default_rng(seed)
@@ -175,7 +189,7 @@ def test_exact_at_every_degree_and_so_is_the_gradient(
         for (end, field), x in zip(message.operands, operands, strict=True):
             (edges if end == "e" else nodes)[field] = x
         whole = dataclasses.replace(graph, nodes=nodes, edges=edges)
-        return graphs.update_all(whole, message, reduce).nodes["x"]
+        return graphs.update_all(whole, message, reduce, implementation=implementation).nodes["x"]
 
     def exactly(message: fn.Message, reduction: str, *operands: jax.Array) -> jax.Array:
         fields = dict(zip(message.operands, operands, strict=True))

@@ -1,0 +1,210 @@
+"""What is streamed equals what XLA does with whole arrays of edges, and goes where that goes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_train as jt
+from jmp_train import graphs
+from jmp_train.graphs import fn, streaming
+from jmp_train.graphs.implementations import IMPLEMENTATIONS, chosen_implementation
+
+NODES, EDGES, HEADS, WIDTH = 30, 900, 2, 5
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a few blocks, the last of which overlaps with the one before."""
+    monkeypatch.setattr(streaming, "CPU_NUMBERS", 1_000)
+
+
+def graph_with_hub(formats: tuple[str, ...] = ("coo", "csr")) -> graphs.Graph:
+    """Returns edges of which a third enter node 3; nothing enters the last two nodes."""
+    random = np.random.default_rng(0)
+    senders = random.integers(0, NODES, EDGES)
+    receivers = np.where(random.random(EDGES) < 0.3, 3, random.integers(0, NODES - 2, EDGES))
+    return graphs.from_edges(senders, receivers, NODES, formats=formats)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+def gat(graph: graphs.Graph, *arrays: Any, **options: Any) -> jax.Array:
+    features, left, right, edge_weight = arrays
+    return graphs.gat_attention(graph, features, left, right, edge_weight=edge_weight, **options)
+
+
+def gatv2(graph: graphs.Graph, *arrays: Any, **options: Any) -> jax.Array:
+    left, right, attention, edge_weight = arrays
+    return graphs.gatv2_attention(graph, left, right, attention, edge_weight=edge_weight, **options)
+
+
+def weighted(graph: graphs.Graph, *arrays: Any, reduce: Any, **options: Any) -> jax.Array:
+    features, weights = arrays
+    whole = graph.with_nodes(h=features).with_edges(w=weights)
+    return graphs.update_all(whole, fn.u_mul_e("h", "w", "m"), reduce("m", "x"), **options).nodes[
+        "x"
+    ]
+
+
+def dot(graph: graphs.Graph, *arrays: Any, **options: Any) -> jax.Array:
+    left, right = arrays
+    whole = graph.with_nodes(l=left, r=right)
+    return graphs.apply_edges(whole, fn.u_dot_v("l", "r", "m"), **options).edges["m"]
+
+
+def cases() -> dict[str, tuple[Any, list[tuple[int, ...] | None]]]:
+    """Returns functions, and the shapes of their arrays; None for no array."""
+    rows, ends = (NODES, HEADS, WIDTH), (NODES, HEADS)
+    key = jax.random.key(1)
+    dropped = {"dropout_rate": 0.4, "dropout_key": key, "negative_slope": 0.3}
+    mean = functools.partial(weighted, reduce=fn.mean)
+    return {
+        "gat": (gat, [rows, ends, ends, None]),
+        "gat, dropout and weights": (
+            functools.partial(gat, **dropped),
+            [rows, ends, ends, (EDGES,)],
+        ),
+        "gatv2": (gatv2, [rows, rows, (HEADS, WIDTH), None]),
+        "gatv2, dropout and weights": (
+            functools.partial(gatv2, **dropped),
+            [rows, rows, (HEADS, WIDTH), (EDGES,)],
+        ),
+        "sum, a weight for each edge": (
+            functools.partial(weighted, reduce=fn.sum),
+            [rows, (EDGES,)],
+        ),
+        "mean, a weight for each head": (mean, [rows, (EDGES, HEADS, 1)]),
+        "mean of numbers": (mean, [(NODES,), (EDGES,)]),
+        "dot": (dot, [rows, rows]),
+    }
+
+
+@pytest.mark.parametrize("name", cases())
+def test_streaming_equals_xla_in_float64(name: str) -> None:
+    function, shapes = cases()[name]
+    graph = graph_with_hub()
+    with jax.enable_x64(True):
+        arrays = [None if s is None else normal(i, *s) for i, s in enumerate(shapes)]
+        results = []
+        for implementation in IMPLEMENTATIONS:
+            run = functools.partial(function, graph, implementation=implementation)
+            result, pullback = jax.vjp(jax.jit(run), *arrays)
+            results.append([result, *jax.tree.leaves(pullback(normal(9, *result.shape)))])
+        for wanted, found in zip(*results, strict=True):
+            assert found.dtype == wanted.dtype == "float64"
+            np.testing.assert_allclose(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gat", pytest.param("gatv2", marks=pytest.mark.slow), "sum, a weight for each edge", "dot"],
+)
+def test_streaming_under_vmap_and_differentiated_twice(name: str) -> None:
+    function, shapes = cases()[name]
+    graph = graph_with_hub()
+    with jax.enable_x64(True):
+        first, *others = [None if s is None else normal(i, *s) for i, s in enumerate(shapes)]
+        assert first is not None
+
+        def run(x: jax.Array, implementation: str = "streaming") -> jax.Array:
+            return function(graph, x, *others, implementation=implementation)
+
+        def twice(x: jax.Array, implementation: str) -> jax.Array:
+            slope = jax.grad(lambda x: (run(x, implementation) ** 2).sum())
+            return jax.grad(lambda x: (slope(x) ** 2).sum())(x)
+
+        both = jax.vmap(run)(jnp.stack([first, 2 * first]))
+        np.testing.assert_allclose(both[1], run(2 * first), rtol=1e-12)
+        wanted, found = (twice(first, name) for name in IMPLEMENTATIONS)
+        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_infinities_stay_where_they_are() -> None:
+    graph = graphs.from_edges(
+        [0, 1, 2], [1, 1, 2], 3, nodes={"h": jnp.array([[jnp.inf], [1], [2]])}
+    )
+    found = graphs.update_all(
+        graph, fn.copy_u("h", "m"), fn.sum("m", "x"), implementation="streaming"
+    )
+    assert found.nodes["x"].ravel().tolist() == [0, jnp.inf, 2]
+
+
+def test_without_edges_and_without_nodes() -> None:
+    for count in (0, 3):
+        graph = graphs.from_edges([], [], count)
+        z, end = jnp.ones((count, 2, 4), jnp.float16), jnp.ones((count, 2))
+        run = functools.partial(graphs.gat_attention, graph, implementation="streaming")
+        result, pullback = jax.vjp(run, z, end, end)
+        assert result.tolist() == jnp.zeros((count, 2, 4)).tolist()
+        assert all(not x.any() for x in pullback(result))
+
+
+def test_attention_saves_inputs_and_two_numbers_for_each_node_and_head() -> None:
+    graph = graph_with_hub()
+    z, end = (normal(i, *s) for i, s in enumerate([(NODES, HEADS, WIDTH), (NODES, HEADS)]))
+    run = functools.partial(graphs.gat_attention, graph, implementation="streaming")
+
+    def saved(function: Any) -> list[tuple[str, tuple[int, ...]]]:
+        _, pullback = jax.vjp(function, z.astype("float16"), end, end)
+        floats = [x for x in jax.tree.leaves(pullback) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return sorted({(str(x.dtype), x.shape) for x in floats})
+
+    wanted = [("float16", z.shape), ("float32", end.shape)]
+    assert saved(run) == wanted
+    # Autocast has half features too, if what makes them is a product.
+    eye = jnp.eye(WIDTH)
+    by_autocast = jt.autocast(lambda z, *ends: run(z.astype("float32") @ eye, *ends))
+    assert [x for x in saved(by_autocast) if x[1] == z.shape] == wanted[:1]
+
+
+def test_autocast_gives_what_half_features_give() -> None:
+    graph = graph_with_hub()
+    z, end = (normal(i, *s) for i, s in enumerate([(NODES, HEADS, WIDTH), (NODES, HEADS)]))
+    eye, half = jnp.eye(WIDTH), z.astype("float16")
+    run = functools.partial(graphs.gat_attention, graph, implementation="streaming")
+    found = jt.autocast(lambda z: run(z @ eye, end, end))(z)
+    assert found.dtype == "float16"
+    np.testing.assert_array_equal(found, run(half, end, end))
+
+
+def test_dropped_edges_are_the_same_in_all_implementations_and_by_node_pairs_too() -> None:
+    z, end = jnp.ones((NODES, 3, 1)), jnp.zeros((NODES, 3))
+    dropped = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
+    graph = graph_with_hub()
+    one, other = (
+        graphs.gat_attention(graph, z, end, end, implementation=name, **dropped)
+        for name in IMPLEMENTATIONS
+    )
+    np.testing.assert_allclose(one, other, rtol=1e-6)
+    lean = graph_with_hub(("csr",))
+    result = functools.partial(graphs.gat_attention, lean, **dropped)
+    assert float(result(z, end, end)[: NODES - 2].mean()) == pytest.approx(1, abs=0.1)
+    # Linear in the features: both directions drop the same edges.
+    total = result(z, end, end).sum()
+    of_features = jax.grad(lambda z: result(z, end, end).sum())(z)
+    np.testing.assert_allclose(of_features.sum(), total, rtol=1e-5)
+
+
+def test_which_implementation_is_chosen() -> None:
+    graph = graph_with_hub()
+    connections, coo = graph.connections, graph_with_hub(("coo",)).connections
+    assert chosen_implementation(None, connections, 10) == "xla"
+    assert chosen_implementation(None, connections, 2**20) == "streaming"
+    assert chosen_implementation(None, coo, 2**20) == "xla"
+    assert chosen_implementation(None, graph_with_hub(("csr",)).connections, 1) == "streaming"
+    z, end = jnp.ones((NODES, 1, 1)), jnp.zeros((NODES, 1))
+    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of 'xla', 'st"):
+        graphs.gat_attention(graph, z, end, end, implementation="cuda")
+    with pytest.raises(
+        ValueError, match=r'needs sorted edges: make the graph with formats=\("coo"'
+    ):
+        graphs.gat_attention(graph_with_hub(("coo",)), z, end, end, implementation="streaming")
+    whole = graph.with_nodes(h=z[:, 0])
+    with pytest.raises(ValueError, match="and makes u_dot_v of floats; this is u_sub_v of other"):
+        graphs.apply_edges(whole, fn.u_sub_v("h", "h", "m"), implementation="streaming")
