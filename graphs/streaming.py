@@ -62,6 +62,8 @@ class Chunk:
           weights: [blocks, width, heads] or [blocks, width, 1], 0 in empty places; None for 1.
           change: what is added is this function of rows [blocks, heads, width].
         """
+        if weights is not None:  # or XLA would gather them for each number of a row again
+            weights = jax.lax.optimization_barrier(weights)
         total = None
         for place in range(self.others.shape[1]):
             rows = change(wide_at(data, self.others[:, place]))

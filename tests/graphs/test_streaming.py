@@ -14,6 +14,7 @@ from jmp_train.graphs import fn, streaming
 from jmp_train.graphs.implementations import IMPLEMENTATIONS, chosen_implementation
 
 NODES, EDGES, HEADS, WIDTH = 30, 900, 2, 5
+DROPPED = {"dropout_rate": 0.4, "dropout_key": jax.random.key(1), "negative_slope": 0.3}
 
 
 @pytest.fixture(autouse=True)
@@ -61,18 +62,16 @@ def dot(graph: graphs.Graph, *arrays: Any, **options: Any) -> jax.Array:
 def cases() -> dict[str, tuple[Any, list[tuple[int, ...] | None]]]:
     """Returns functions, and the shapes of their arrays; None for no array."""
     rows, ends = (NODES, HEADS, WIDTH), (NODES, HEADS)
-    key = jax.random.key(1)
-    dropped = {"dropout_rate": 0.4, "dropout_key": key, "negative_slope": 0.3}
     mean = functools.partial(weighted, reduce=fn.mean)
     return {
         "gat": (gat, [rows, ends, ends, None]),
         "gat, dropout and weights": (
-            functools.partial(gat, **dropped),
+            functools.partial(gat, **DROPPED),
             [rows, ends, ends, (EDGES,)],
         ),
         "gatv2": (gatv2, [rows, rows, (HEADS, WIDTH), None]),
         "gatv2, dropout and weights": (
-            functools.partial(gatv2, **dropped),
+            functools.partial(gatv2, **DROPPED),
             [rows, rows, (HEADS, WIDTH), (EDGES,)],
         ),
         "sum, a weight for each edge": (
@@ -208,3 +207,24 @@ def test_which_implementation_is_chosen() -> None:
     whole = graph.with_nodes(h=z[:, 0])
     with pytest.raises(ValueError, match="and makes u_dot_v of floats; this is u_sub_v of other"):
         graphs.apply_edges(whole, fn.u_sub_v("h", "h", "m"), implementation="streaming")
+
+
+def test_padding_edges_count_nowhere() -> None:
+    graph = graph_with_hub()
+    padded = graphs.pad(graph, NODES + 3, EDGES + 50, formats=("coo", "csr"))
+    z, end = (normal(i, *s) for i, s in enumerate([(NODES + 3, 2, WIDTH), (NODES + 3, 2)]))
+    w = normal(5, EDGES + 50)
+    functions = (
+        functools.partial(gat, implementation="streaming", **DROPPED),
+        functools.partial(weighted, reduce=fn.mean, implementation="streaming"),
+    )
+    for function, arrays in zip(functions, [(z, end, end, w), (z, w)], strict=True):
+        result, pullback = jax.vjp(functools.partial(function, padded), *arrays)
+        rows = [x[:NODES] for x in arrays[:-1]]
+        wanted, wanted_pullback = jax.vjp(functools.partial(function, graph), *rows, w[:EDGES])
+        np.testing.assert_allclose(result[:NODES], wanted, rtol=1e-6, atol=1e-6)
+        grads = pullback(jnp.ones_like(result))
+        for found, grad in zip(grads, wanted_pullback(jnp.ones_like(wanted)), strict=True):
+            np.testing.assert_allclose(found[: len(grad)], grad, rtol=1e-5, atol=1e-5)
+            assert not found[len(grad) :].any()
+    assert not dot(padded, z, z, implementation="streaming")[EDGES:].any()
