@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import jraph
 
-from jmp_train.graphs import attention_xla, gat_streaming, gatv2_streaming
+from jmp_train.graphs.attention_xla import gat_by_xla, gatv2_by_xla
 from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.dropout import check_dropout
 from jmp_train.graphs.edge_dropout import edge_dropout
 from jmp_train.graphs.frames import frame_of, some_edges
+from jmp_train.graphs.gat_streaming import GATInputs, stream_gat
+from jmp_train.graphs.gatv2_streaming import GATv2Inputs, stream_gatv2
 from jmp_train.graphs.graph import Graph, from_jraph
 from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
 from jmp_train.graphs.implementations import chosen_implementation
@@ -126,7 +128,7 @@ def gat_attention(
             )
 
     weight = as_edge_weight(graph, edge_weight)
-    inputs = gat_streaming.Inputs(graph_storage(features), *ends, edge_weight=weight)
+    inputs = GATInputs(graph_storage(features), *ends, edge_weight=weight)
     dropout = edge_dropout(dropout_rate, dropout_key, features.shape[1])
     numbers = features.shape[1] * features.shape[2]
     attend = _GAT[chosen_implementation(implementation, graph.connections, numbers)]
@@ -189,7 +191,7 @@ def gatv2_attention(
         )
     weight = as_edge_weight(graph, edge_weight)
     stored = [graph_storage(end) for end in ends]
-    inputs = gatv2_streaming.Inputs(*stored, attention=attention, edge_weight=weight)
+    inputs = GATv2Inputs(*stored, attention=attention, edge_weight=weight)
     dropout = edge_dropout(dropout_rate, dropout_key, attention.shape[0])
     name = chosen_implementation(implementation, graph.connections, attention.size)
     return graph_storage(_GATV2[name](negative_slope, graph.connections, dropout, inputs))
@@ -198,19 +200,19 @@ def gatv2_attention(
 def _gat_by_streaming(
     negative_slope: float, connections: Connections, dropout: Any, inputs: Any
 ) -> jax.Array:
-    attend = as_given(functools.partial(gat_streaming.attend, negative_slope))
+    attend = as_given(functools.partial(stream_gat, negative_slope))
     return attend(connections.neighbors, dropout, inputs)
 
 
 def _gatv2_by_streaming(
     negative_slope: float, connections: Connections, dropout: Any, inputs: Any
 ) -> jax.Array:
-    attend = as_given(functools.partial(gatv2_streaming.attend, negative_slope))
+    attend = as_given(functools.partial(stream_gatv2, negative_slope))
     return attend(connections.neighbors, dropout, inputs)
 
 
-_GAT = {"xla": attention_xla.gat, "streaming": _gat_by_streaming}
-_GATV2 = {"xla": attention_xla.gatv2, "streaming": _gatv2_by_streaming}
+_GAT = {"xla": gat_by_xla, "streaming": _gat_by_streaming}
+_GATV2 = {"xla": gatv2_by_xla, "streaming": _gatv2_by_streaming}
 
 
 def _floats(name: str, array: Any, rows: int, kind: str) -> jax.Array:

@@ -5,18 +5,19 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs import gat_streaming, gatv2_streaming
 from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.edge_dropout import EdgeDropout
+from jmp_train.graphs.gat_streaming import GATInputs
+from jmp_train.graphs.gatv2_streaming import GATv2Inputs
 from jmp_train.graphs.storage import wide
 from jmp_train.policies.autocast import autocast_as
 
 
-def gat(
+def gat_by_xla(
     negative_slope: float,
     connections: Connections,
     dropout: EdgeDropout | None,
-    inputs: gat_streaming.Inputs,
+    inputs: GATInputs,
 ) -> jax.Array:
     """Returns attention [nodes, heads, width] in the features' dtype."""
     attend = autocast_as("float32")(functools.partial(_gat, negative_slope))
@@ -28,7 +29,7 @@ def _gat(
     negative_slope: float,
     connections: Connections,
     dropout: EdgeDropout | None,
-    inputs: gat_streaming.Inputs,
+    inputs: GATInputs,
 ) -> jax.Array:
     left = connections.sources.read(wide(inputs.left))
     logits = jax.nn.leaky_relu(left + connections.targets.read(wide(inputs.right)), negative_slope)
@@ -36,11 +37,11 @@ def _gat(
     return _weighted_sum(connections, logits, messages, inputs.edge_weight, dropout)
 
 
-def gatv2(
+def gatv2_by_xla(
     negative_slope: float,
     connections: Connections,
     dropout: EdgeDropout | None,
-    inputs: gatv2_streaming.Inputs,
+    inputs: GATv2Inputs,
 ) -> jax.Array:
     """Returns attention [nodes, heads, width] in the dtype of `left`."""
     attend = autocast_as("float32")(functools.partial(_gatv2, negative_slope))
@@ -52,7 +53,7 @@ def _gatv2(
     negative_slope: float,
     connections: Connections,
     dropout: EdgeDropout | None,
-    inputs: gatv2_streaming.Inputs,
+    inputs: GATv2Inputs,
 ) -> jax.Array:
     messages = connections.sources.read(wide(inputs.left))
     both = messages + connections.targets.read(wide(inputs.right))

@@ -22,7 +22,7 @@ from jmp_train.graphs.streaming import Chunk, add_up, largest, of_edges, sum_of_
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Inputs:
+class GATInputs:
     """What attention is of.
 
     Attributes:
@@ -39,15 +39,15 @@ class Inputs:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(
-    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: Inputs
+def stream_gat(
+    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: GATInputs
 ) -> jax.Array:
     """Returns attention [nodes, heads, width] in the features' dtype."""
     return _forward(negative_slope, edges, dropout, inputs)[0]
 
 
 def _forward(
-    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: Inputs
+    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: GATInputs
 ) -> tuple[jax.Array, Any]:
     neighbors = edges.by_target
     features, left, right = inputs.features, inputs.left, inputs.right
@@ -155,7 +155,7 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
     return (
         None,
         None,
-        Inputs(
+        GATInputs(
             of_features.astype(features.dtype),
             of_left.astype(left.dtype),
             of_right.astype(right.dtype),
@@ -164,4 +164,4 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
     )
 
 
-attend.defvjp(_forward, _backward)
+stream_gat.defvjp(_forward, _backward)

@@ -22,7 +22,7 @@ from jmp_train.graphs.streaming import Chunk, add_up, largest, of_edges, sum_of_
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Inputs:
+class GATv2Inputs:
     """What attention is of.
 
     Attributes:
@@ -39,15 +39,15 @@ class Inputs:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(
-    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: Inputs
+def stream_gatv2(
+    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: GATv2Inputs
 ) -> jax.Array:
     """Returns attention [nodes, heads, width] in the dtype of `left`."""
     return _forward(negative_slope, edges, dropout, inputs)[0]
 
 
 def _forward(
-    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: Inputs
+    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: GATv2Inputs
 ) -> tuple[jax.Array, Any]:
     neighbors, left, right = edges.by_target, inputs.left, inputs.right
     _, heads, width = left.shape
@@ -143,7 +143,7 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
 
         of_one = jax.ShapeDtypeStruct((), dtype)
         of_weight = of_edges(into, of_each, of_one, numbers).astype(edge_weight.dtype)
-    of_inputs = Inputs(
+    of_inputs = GATv2Inputs(
         (of_messages + attention * out_slopes).astype(left.dtype),
         (attention * into_slopes).astype(right.dtype),
         of_attention.astype(inputs.attention.dtype),
@@ -152,10 +152,10 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
     return None, None, of_inputs
 
 
-attend.defvjp(_forward, _backward)
+stream_gatv2.defvjp(_forward, _backward)
 
 
-def _logits(sums: jax.Array, inputs: Inputs, negative_slope: float) -> jax.Array:
+def _logits(sums: jax.Array, inputs: GATv2Inputs, negative_slope: float) -> jax.Array:
     attention = inputs.attention.astype(sums.dtype)
     return sum_of_rows(attention * jax.nn.leaky_relu(sums, negative_slope))
 
