@@ -1,5 +1,6 @@
 """What layers make of a node's neighbours: scaled, reduced and combined in float32, rounded once."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -40,12 +41,11 @@ def aggregate(
       source_scale: wide [nodes], by which features are multiplied before they are sent.
       after: a function of the connections, the wide features and the reduced messages to the result.
     """
-    connections_of = {"sum": None, "mean": connections.in_degrees}
-    numbers = features[:1].size
-    is_streamed = chosen_implementation(None, connections, numbers) == "streaming"
-    if is_streamed and reduction in connections_of and is_one_precision(features, edge_weight):
-        degrees = connections_of[reduction]
-        scales = Scales(source_scale, None if degrees is None else inverse(degrees, features))
+    numbers = math.prod(features.shape[1:])
+    is_sum = reduction in ("sum", "mean") and is_one_precision(features, edge_weight)
+    if is_sum and chosen_implementation(None, connections, numbers) == "streaming":
+        target_scale = inverse(connections.in_degrees, features) if reduction == "mean" else None
+        scales = Scales(source_scale, target_scale)
         return _stream(connections, features, edge_weight, scales, after)
 
     @jax.checkpoint

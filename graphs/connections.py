@@ -252,4 +252,7 @@ def _host_ids(name: str, ids: Any, where: str) -> np.ndarray:
     if not np.issubdtype(array.dtype, np.integer):
         example = f": edge 0 has {array[0]!r}" if array.size else ""
         raise TypeError(f"{name}{where} must be integers, got {array.dtype}{example}")
-    return array if array.dtype.kind == "i" else array.astype(np.int64)
+    is_wide_enough = array.dtype.kind == "i" and array.dtype.itemsize >= 4
+    return (
+        array if is_wide_enough else array.astype(np.int64)
+    )  # int8 cannot hold the number of nodes

@@ -1,6 +1,7 @@
 """How built-in messages and reductions are computed: wide, fused, and saving nothing for the gradient."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def compute_messages(
 ) -> jax.Array:
     """Returns the message of each edge, [edges, ...] in its features' dtype."""
     operands = _operands(frame, message)
-    numbers = operands[0][:1].size if is_edge_dot(message, operands) else None
+    numbers = math.prod(operands[0].shape[1:]) if is_edge_dot(message, operands) else None
     if _is_streamed(frame, message.name, implementation, numbers):
         return stream_dot(frame.connections, message, operands)
     return _fused(frame, message, operands, lambda messages, connections: messages)
@@ -65,7 +66,7 @@ def compute_reduction(
         )
     operands = _operands(frame, message)
     heads = heads_of(message, reduce.reduction, operands)
-    numbers = None if heads is None else max(x[:1].size for x in operands)
+    numbers = None if heads is None else max(math.prod(x.shape[1:]) for x in operands)
     if heads and _is_streamed(frame, message.name, implementation, numbers):
         return stream_sum(frame.connections, message, reduce.reduction, operands, heads)
     return _fused(

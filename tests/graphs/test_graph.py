@@ -209,6 +209,13 @@ def test_other_wrong_arguments_are_named() -> None:
         jax.jit(graphs.from_jraph)(tuple_)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int64", "uint32"])
+def test_ids_of_any_integers(dtype: str) -> None:
+    ids = np.array([0, 1, 99], dtype)
+    graph = graphs.from_edges(ids, ids[::-1], 40_000)
+    assert (graph.senders.tolist(), graph.receivers.tolist()) == ([0, 1, 99], [99, 1, 0])
+
+
 def test_random_graphs_are_the_same_for_the_same_seed() -> None:
     graph = graphs.rand_graph(30, 100)
     assert (graph.num_nodes, graph.num_edges) == (30, 100)
