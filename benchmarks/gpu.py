@@ -29,7 +29,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpu_graphs import GAT_STEP, GRAPH_OPERATIONS
+from gpu_gat import GAT_STEP
+from gpu_operations import GRAPH_OPERATIONS
 from gpu_workloads import MNIST, OURS, PRECISIONS, Variant, part_text
 
 WORKLOADS = {"mnist": MNIST, "gat": GAT_STEP, "graph-ops": GRAPH_OPERATIONS}
@@ -37,13 +38,23 @@ ROUND_SECONDS = 0.5  # of each variant
 ROUNDS = 15
 LONGEST = 4  # times as long as its rounds should take, after which a variant begins no other
 GRACE = 15.0  # seconds beyond the deadline, after which what still runs is ended
+LOGGED = 40  # lines of a failed variant's standard error that the JSON file has
 NEEDS = {"torch": ("torch",), "PyG": ("torch", "torch_geometric")}  # by a way's first word
 
 Results = dict[str, dict[str, Any]]  # of each variant: facts and step times, or why it failed
 
 
 class Failed(Exception):
-    """A variant's process that ended; its text says why."""
+    """A variant's process that ended.
+
+    Args:
+      reason: why, in a line.
+      log: the last lines of its standard error.
+    """
+
+    def __init__(self, reason: str, log: str = "") -> None:
+        super().__init__(reason)
+        self.log = log
 
 
 class Worker:
@@ -70,7 +81,11 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            env={
+                **os.environ,
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+                "JAX_TRACEBACK_FILTERING": "off",  # so that the last line is the error's
+            },
         )
 
     def ask(self, steps: int) -> Any:
@@ -94,7 +109,8 @@ class Worker:
             raise Failed("ended for lack of time")
         self.errors.seek(0)
         lines = self.errors.read().strip().splitlines()
-        raise Failed(lines[-1] if lines else f"ended with exit code {self.process.returncode}")
+        reason = lines[-1] if lines else f"ended with exit code {self.process.returncode}"
+        raise Failed(reason, "\n".join(lines[-LOGGED:]))
 
     def close(self) -> None:
         """Ends the process."""
@@ -193,7 +209,7 @@ def measure_group(
             return workers[variant].ask(steps)
         except Failed as failure:
             workers.pop(variant).close()
-            results[variant] = {"failed": str(failure)}
+            results[variant] = {"failed": str(failure), "log": failure.log}
             print(f"{variant}: {failure}", flush=True)
             return None
 
@@ -219,15 +235,17 @@ def measure_group(
             if (facts := attempt(label, 0)) is not None:
                 results[label] |= facts
                 if len(variants) == 1:
-                    ms, seconds = (
-                        statistics.median(results[label]["step_ms"]),
-                        time.monotonic() - begin,
-                    )
-                    print(f"{label}: {ms:.2f} ms/step, after {seconds:.0f} s", flush=True)
+                    print_progress(label, results[label], time.monotonic() - begin)
     finally:
         for worker in workers.values():
             worker.close()
     return results
+
+
+def print_progress(label: str, result: dict[str, Any], seconds: float) -> None:
+    """Prints what is known of a variant as soon as it is, in case that the run is ended."""
+    ms, memory = statistics.median(result["step_ms"]), result["memory_mb"]
+    print(f"{label}: {ms:.2f} ms/step, {memory:.0f} MB; took {seconds:.0f} s", flush=True)
 
 
 def add_ratios(results: Results) -> None:
@@ -248,8 +266,8 @@ def print_results(name: str, size: float, results: Results) -> None:
     workload = WORKLOADS[name]
     done = {name: result for name, result in results.items() if "median_ms" in result}
     facts = next(iter(done.values()), {"device": "nothing", "memory_of": "device"})
-    versions = ", ".join(dict.fromkeys(result["version"] for result in done.values()))
-    print(f"\n{name}, {workload.unit} {size:,g}, on {facts['device']}; {versions}")
+    versions = dict.fromkeys(result["version"] for result in done.values())
+    print(f"\n{name}, {workload.unit} {size:,g}, on {', '.join([facts['device'], *versions])}")
     print(
         f"{'':<30}{'ms/step':>9}{'peak MB':>9}{'program MB':>12}{'compile s':>11}"
         f"{'speed':>8}{'memory':>8}"
