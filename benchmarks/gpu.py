@@ -1,6 +1,7 @@
-"""Step time and peak memory of whole training steps on whatever accelerator is there, beside torch.
+"""Step time and peak memory on whatever accelerator is there, beside torch.
 
     python benchmarks/gpu.py [--workloads mnist] [--minutes 8] [--json FILE]
+    python benchmarks/gpu.py --workloads gat graph-ops
     python benchmarks/gpu.py --tiny     # in a small size, for a machine that has a CPU only
 
 Each variant (who steps, and in which precision) lives in a process of its own, so that its peak memory
@@ -8,6 +9,11 @@ is its own, and compiles there. Then all step in turn, round after round, so tha
 slows all of them. Printed are medians over the rounds, and ratios to the same way in float32. torch runs
 where it is installed, in its documented best form: channels_last, cudnn.benchmark, fused Adam, in-place
 ReLU; eager and with torch.compile. No data and no network are needed.
+
+`mnist` is the training step of a convolutional network. `gat` is that of the task `reddit`, on a made-up
+graph of 114.8 million edges, beside PyTorch Geometric's layers on as many edges as fit, and ours on these
+too. `graph-ops` are sums, softmax, dot and attention on a power-law graph. Their variants, which may fill
+the device, take turns as a whole; making the graph counts among the minutes.
 """
 
 import argparse
@@ -17,35 +23,69 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpu_workloads import PRECISIONS, WORKLOADS, Variant
+from gpu_gat import GAT_STEP
+from gpu_operations import GRAPH_OPERATIONS
+from gpu_workloads import MNIST, OURS, PRECISIONS, Variant, part_text
 
+WORKLOADS = {"mnist": MNIST, "gat": GAT_STEP, "graph-ops": GRAPH_OPERATIONS}
 ROUND_SECONDS = 0.5  # of each variant
 ROUNDS = 15
-NOTEBOOK = "the notebook, torch.amp beside float32: 2.3 times as fast, 0.63 of the memory"
+LONGEST = 4  # times as long as its rounds should take, after which a variant begins no other
+GRACE = 15.0  # seconds beyond the deadline, after which what still runs is ended
+LOGGED = 40  # lines of a failed variant's standard error that the JSON file has
+NEEDS = {"torch": ("torch",), "PyG": ("torch", "torch_geometric")}  # by a way's first word
+
+Results = dict[str, dict[str, Any]]  # of each variant: facts and step times, or why it failed
 
 
 class Failed(Exception):
-    """A variant's process that ended; its text says why."""
+    """A variant's process that ended.
+
+    Args:
+      reason: why, in a line.
+      log: the last lines of its standard error.
+    """
+
+    def __init__(self, reason: str, log: str = "") -> None:
+        super().__init__(reason)
+        self.log = log
 
 
 class Worker:
-    """A variant's process: told how many steps to make, it answers with the seconds they took."""
+    """A variant's process: told how many steps to make, it answers with the seconds they took.
 
-    def __init__(self, workload: str, variant: Variant, batch: int) -> None:
+    Args:
+      workload: its name.
+      variant: who steps.
+      size: of the workload.
+      folder: of what the workload has prepared.
+      deadline: in the time of `time.monotonic`, after which it is ended.
+    """
+
+    def __init__(
+        self, workload: str, variant: Variant, size: float, folder: str, deadline: float
+    ) -> None:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the worker
-        command = [sys.executable, __file__, "--worker", workload, *variant, str(batch)]
+        self.deadline = deadline
+        arguments = [workload, *map(str, variant), str(size), folder]
+        command = [sys.executable, __file__, "--worker", *arguments]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            env={
+                **os.environ,
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+                "JAX_TRACEBACK_FILTERING": "off",  # so that the last line is the error's
+            },
         )
 
     def ask(self, steps: int) -> Any:
@@ -57,13 +97,20 @@ class Worker:
             self.process.stdin.flush()
         except BrokenPipeError:
             pass  # the answer below will be missing
+        left = max(0.0, self.deadline + GRACE - time.monotonic())
+        timer = threading.Timer(left, self.process.kill)
+        timer.start()
         line = self.process.stdout.readline()
+        timer.cancel()
         if line:
             return json.loads(line)
         self.process.wait()
+        if time.monotonic() > self.deadline + GRACE:
+            raise Failed("ended for lack of time")
         self.errors.seek(0)
         lines = self.errors.read().strip().splitlines()
-        raise Failed(lines[-1] if lines else f"ended with exit code {self.process.returncode}")
+        reason = lines[-1] if lines else f"ended with exit code {self.process.returncode}"
+        raise Failed(reason, "\n".join(lines[-LOGGED:]))
 
     def close(self) -> None:
         """Ends the process."""
@@ -72,60 +119,114 @@ class Worker:
         self.errors.close()
 
 
-def work(workload: str, way: str, precision: str, batch: str) -> None:
+def work(workload: str, way: str, precision: str, part: str, size: str, folder: str) -> None:
     """Answers a parent's requests, until it closes the pipe."""
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries print as they like
-    job = WORKLOADS[workload].job(Variant(way, precision), int(batch))
+    variant = Variant(way, precision, float(part))
+    job = WORKLOADS[workload].job(variant, float(size), Path(folder))
     for line in sys.stdin:
         steps = int(line)
         print(json.dumps(job.steps(steps) if steps else job.facts()), file=answers, flush=True)
 
 
-def variants() -> list[Variant]:
-    """Returns ours and, where torch is installed, torch's."""
-    ways = ["jmp_train"]
-    if find_spec("torch") is not None:
-        ways += ["torch eager", "torch compile"]
-    else:
-        print("torch is not installed here: jmp_train runs alone")
-    return [Variant(way, precision) for way in ways for precision in PRECISIONS]
+def prepare(name: str, size: float, folder: str, deadline: float) -> str | None:
+    """Makes a workload's data, in a process of its own and on the host; returns why it failed, or None."""
+    if WORKLOADS[name].prepare is None:
+        return None
+    start = time.monotonic()
+    command = [sys.executable, __file__, "--prepare", name, str(size), folder]
+    try:
+        subprocess.run(
+            command,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            timeout=max(0.0, deadline - start),
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    except subprocess.TimeoutExpired:
+        return "no time was left when its data were there"
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines()
+        return f"no data: {lines[-1] if lines else f'exit code {error.returncode}'}"
+    print(f"{name}: made its data in {time.monotonic() - start:.0f} s", flush=True)
+    return None
 
 
-def measure(name: str, batch: int, rounds: int, deadline: float) -> dict[str, dict[str, Any]]:
+def available(variants: tuple[Variant, ...]) -> list[Variant]:
+    """Returns the variants for which all is installed, and says what is not."""
+    missing = {
+        module: way
+        for way in dict.fromkeys(variant.way.split()[0] for variant in variants)
+        for module in NEEDS.get(way, ())
+        if find_spec(module) is None
+    }
+    for module, way in missing.items():
+        print(f"{module} is not installed here: {OURS} runs without {way}")
+    return [x for x in variants if x.way.split()[0] not in missing.values()]
+
+
+def measure(name: str, precisions: list[str], size: float, rounds: int, deadline: float) -> Results:
     """Returns the facts and step times of all variants of a workload, or why they failed.
 
     Args:
       name: of the workload.
-      batch: rows a step.
+      precisions: of the variants.
+      size: of the workload.
       rounds: how often each variant is measured.
       deadline: in the time of `time.monotonic`; what does not fit is left out, and said so.
     """
-    results: dict[str, dict[str, Any]] = {}
+    workload, results = WORKLOADS[name], {}
+    variants = [x for x in available(workload.variants) if x.precision in precisions]
+    groups = [variants] if workload.is_together else [[variant] for variant in variants]
+    with tempfile.TemporaryDirectory() as folder:
+        failure = prepare(name, size, folder, deadline)
+        if failure is not None:
+            print(f"{name}: {failure}", flush=True)
+            return {variant.label: {"failed": failure} for variant in variants}
+        while groups:
+            group = groups.pop(0)
+            results |= measure_group(name, group, size, folder, rounds, deadline)
+            for variant in group:  # what fitted a part only is measured beside ours on that part
+                twin = Variant(OURS, variant.precision, results[variant.label].get("part", 1.0))
+                if twin.part < 1 and twin.label not in results:
+                    groups.insert(0, [twin])
+    return results
+
+
+def measure_group(
+    name: str, variants: list[Variant], size: float, folder: str, rounds: int, deadline: float
+) -> Results:
+    """Returns the results of variants whose processes live, and step in turn, at the same time."""
+    results: Results = {}
     workers: dict[str, Worker] = {}
     counts: dict[str, int] = {}
+    begin = time.monotonic()
+    full_time = ROUND_SECONDS * rounds * len(variants)
 
     def attempt(variant: str, steps: int) -> Any:
         try:
             return workers[variant].ask(steps)
         except Failed as failure:
             workers.pop(variant).close()
-            results[variant] = {"failed": str(failure)}
+            results[variant] = {"failed": str(failure), "log": failure.log}
             print(f"{variant}: {failure}", flush=True)
             return None
 
     try:
-        for variant in variants():
-            label = " ".join(variant)
+        for variant in variants:
+            label = variant.label
             if time.monotonic() > deadline - 2 * ROUND_SECONDS * rounds:
                 results[label] = {"failed": "left out for lack of time"}
                 print(f"{label}: left out for lack of time", flush=True)
                 continue
-            workers[label] = Worker(name, variant, batch)
+            workers[label] = Worker(name, variant, size, folder, deadline)
             if (seconds := attempt(label, 3)) is not None:
                 counts[label] = max(1, round(3 * ROUND_SECONDS / seconds))
-                results[label] = {"step_ms": []}
-        for _ in range(rounds):
-            if time.monotonic() > deadline:
+                results[label] = {**variant._asdict(), "step_ms": []}
+        start = time.monotonic()
+        for index in range(rounds):
+            if time.monotonic() > min(deadline, start + LONGEST * full_time) and index:
                 break
             for label in list(workers):
                 if (seconds := attempt(label, counts[label])) is not None:
@@ -133,70 +234,123 @@ def measure(name: str, batch: int, rounds: int, deadline: float) -> dict[str, di
         for label in list(workers):
             if (facts := attempt(label, 0)) is not None:
                 results[label] |= facts
+                if len(variants) == 1:
+                    print_progress(label, results[label], time.monotonic() - begin)
     finally:
         for worker in workers.values():
             worker.close()
     return results
 
 
-def add_ratios(results: dict[str, dict[str, Any]]) -> None:
+def print_progress(label: str, result: dict[str, Any], seconds: float) -> None:
+    """Prints what is known of a variant as soon as it is, in case that the run is ended."""
+    ms, memory = statistics.median(result["step_ms"]), result["memory_mb"]
+    print(f"{label}: {ms:.2f} ms/step, {memory:.0f} MB; took {seconds:.0f} s", flush=True)
+
+
+def add_ratios(results: Results) -> None:
     """Adds each variant's median, and its speed and memory beside the same way in float32."""
-    for name, result in results.items():
-        if result.get("step_ms"):
-            result["median_ms"] = statistics.median(result["step_ms"])
-            first = results[f"{name.rpartition(' ')[0]} float32"]
-            if first.get("step_ms"):
-                rounds = zip(first["step_ms"], result["step_ms"], strict=False)
-                result["times_as_fast"] = statistics.median(a / b for a, b in rounds)
-                result["of_the_memory"] = result["memory_mb"] / first["memory_mb"]
+    done = [result for result in results.values() if result.get("step_ms")]
+    firsts = {(x["way"], x["part"]): x for x in done if x["precision"] == "float32"}
+    for result in done:
+        result["median_ms"] = statistics.median(result["step_ms"])
+        first = firsts.get((result["way"], result["part"]))
+        if first is not None:
+            rounds = zip(first["step_ms"], result["step_ms"], strict=False)
+            result["times_as_fast"] = statistics.median(a / b for a, b in rounds)
+            result["of_the_memory"] = result["memory_mb"] / first["memory_mb"]
 
 
-def print_results(name: str, batch: int, results: dict[str, dict[str, Any]]) -> None:
+def print_results(name: str, size: float, results: Results) -> None:
     """Prints a table of a workload's variants."""
+    workload = WORKLOADS[name]
     done = {name: result for name, result in results.items() if "median_ms" in result}
     facts = next(iter(done.values()), {"device": "nothing", "memory_of": "device"})
-    print(f"\n{name}, batch {batch}, on {facts['device']}")
+    versions = dict.fromkeys(result["version"] for result in done.values())
+    print(f"\n{name}, {workload.unit} {size:,g}, on {', '.join([facts['device'], *versions])}")
     print(
-        f"{'':<24}{'ms/step':>9}{'peak MB':>9}{'program MB':>12}{'compile s':>11}"
+        f"{'':<30}{'ms/step':>9}{'peak MB':>9}{'program MB':>12}{'compile s':>11}"
         f"{'speed':>8}{'memory':>8}"
     )
-    for variant, result in done.items():
+    for result in done.values():
+        label = f"{result['way']} {result['precision']}{part_text(result['part'])}"
         program = "" if result["program_mb"] is None else f"{result['program_mb']:.0f}"
+        ratios = [result.get(ratio) for ratio in ("times_as_fast", "of_the_memory")]
         print(
-            f"{variant:<24}{result['median_ms']:>9.2f}{result['memory_mb']:>9.0f}{program:>12}"
-            f"{result['compile_seconds']:>11.1f}{result.get('times_as_fast', 0):>8.2f}"
-            f"{result.get('of_the_memory', 0):>8.2f}"
+            f"{label:<30}{result['median_ms']:>9.2f}{result['memory_mb']:>9.0f}{program:>12}"
+            f"{result['compile_seconds']:>11.1f}"
+            + "".join(f"{'-' if ratio is None else f'{ratio:.2f}':>8}" for ratio in ratios)
         )
     print(f"peak: of the {facts['memory_of']}; speed and memory: beside the same way in float32")
-    print(NOTEBOOK)
+    for line in comparisons(done) + table_of_rows(done):
+        print(line)
+    print(workload.note)
+
+
+def comparisons(results: Results) -> list[str]:
+    """Returns a line for each variant that was given a part of the data, and ours on that part."""
+    lines = []
+    for result in results.values():
+        twin = results.get(Variant(OURS, result["precision"], result["part"]).label)
+        if "edges" in result and result["way"] != OURS and twin is not None and "edges" in twin:
+            lines.append(
+                f"{result['way']} {result['precision']} on {result['edges']:,} edges: {OURS} is "
+                f"{result['median_ms'] / twin['median_ms']:.2f} times as fast, in "
+                f"{twin['memory_mb'] / result['memory_mb']:.3f} of the memory"
+            )
+            reasons = result["too_large"].items()
+            lines += [f"  {part} of the edges: {reason}" for part, reason in reasons]
+    return lines
+
+
+def table_of_rows(results: Results) -> list[str]:
+    """Returns a table of the operations that a step has, for workloads of operations."""
+    lines = []
+    for title in next((result["rows"] for result in results.values() if "rows" in result), {}):
+        lines += [f"{title:<30}{'ms':>9}{'extra MB':>10}"]
+        for label, result in results.items():
+            row = result["rows"][title]
+            if "failed" in row:
+                lines.append(f"  {label:<28}  {row['failed']}")
+                continue
+            extra = "" if row["extra_mb"] is None else f"{row['extra_mb']:.0f}"
+            lines.append(f"  {label:<28}{row['ms']:>9.3f}{extra:>10}")
+    return lines
 
 
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mnist"])
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--minutes", type=float, default=8.0, help="in all; default: 8")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
-    parser.add_argument("--tiny", action="store_true", help="small batches")
+    parser.add_argument("--tiny", action="store_true", help="small sizes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--prepare", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:
         return work(*args.worker)
+    if args.prepare is not None:
+        name, size, folder = args.prepare
+        make = WORKLOADS[name].prepare
+        assert make is not None
+        return make(float(size), Path(folder))
 
     deadline = time.monotonic() + 60 * args.minutes
     report = {}
     for name in args.workloads:
         workload = WORKLOADS[name]
-        batch = workload.tiny_batch if args.tiny else workload.batch
-        results = measure(name, batch, args.rounds, deadline)
+        size = workload.tiny_size if args.tiny else workload.size
+        results = measure(name, args.precisions, size, args.rounds, deadline)
         add_ratios(results)
-        print_results(name, batch, results)
-        report[name] = {"batch": batch, "variants": results}
-    if args.json is not None:
-        beside = args.json.with_suffix(".part")
-        beside.write_text(json.dumps({"notebook": NOTEBOOK, "workloads": report}, indent=2) + "\n")
-        beside.replace(args.json)
+        print_results(name, size, results)
+        report[name] = {workload.unit: size, "note": workload.note, "variants": results}
+        if args.json is not None:
+            beside = args.json.with_suffix(".part")
+            beside.write_text(json.dumps({"workloads": report}, indent=2) + "\n")
+            beside.replace(args.json)
     return None
 
 

@@ -243,6 +243,12 @@ class JraphOps:
         """Returns the scalar products of both ends of each edge, one a head."""
         return (x[ends[0]] * x[ends[1]]).sum(-1)
 
+    def attention(self, ends: Any, x: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+        """Returns the sum over each node's senders, weighted by the softmax of both ends' logits."""
+        logits = jax.nn.leaky_relu(left[ends[0]] + right[ends[1]], SLOPE)
+        messages = x[ends[0]] * self.softmax(ends, logits)[..., None]
+        return jraph.segment_sum(messages, ends[1], **self.options)
+
     def loss(self, params: Any, batch: Any) -> jax.Array:
         """Returns the loss of the layers."""
         ends, x = batch["graph"], batch["features"]
@@ -251,15 +257,13 @@ class JraphOps:
                 x = jax.nn.elu(x)
             z = (x @ layer["weight"]).reshape(len(x), *layer["left"].shape[1:])
             left, right = (z * layer["left"]).sum(-1), (z * layer["right"]).sum(-1)
-            logits = jax.nn.leaky_relu(left[ends[0]] + right[ends[1]], SLOPE)
-            messages = z[ends[0]] * self.softmax(ends, logits)[..., None]
-            x = jraph.segment_sum(messages, ends[1], **self.options)
+            x = self.attention(ends, z, left, right)
             x = x.reshape(len(x), -1) + layer["bias"]
         return cross_entropy(x, batch["labels"])
 
 
-def jax_form(op: Op, graph: Any, case: Case, row: Row, dtype: str) -> Form:
-    """Returns the compiled form of an operation in jax."""
+def jax_program(op: Op, graph: Any, case: Case, row: Row, dtype: str) -> tuple[Any, Any]:
+    """Returns an operation in jax, compiled, and its arguments."""
     inputs = [jnp.asarray(x, dtype) for x in case.inputs(row)]
     cotangent = None if row.cotangent is None else jnp.asarray(case.arrays[row.cotangent], dtype)
 
@@ -269,9 +273,15 @@ def jax_form(op: Op, graph: Any, case: Case, row: Row, dtype: str) -> Form:
         result, pullback = jax.vjp(partial(op, graph), *inputs)
         return [result, *pullback(cotangent)]
 
-    compiled = jax.jit(compute).lower(graph, cotangent, *inputs).compile()
+    arguments = (graph, cotangent, *inputs)
+    return jax.jit(compute).lower(*arguments).compile(), arguments
+
+
+def jax_form(op: Op, graph: Any, case: Case, row: Row, dtype: str) -> Form:
+    """Returns the compiled form of an operation in jax."""
+    compiled, arguments = jax_program(op, graph, case, row, dtype)
     return Form(
-        lambda: jax.block_until_ready(compiled(graph, cotangent, *inputs)),
+        lambda: jax.block_until_ready(compiled(*arguments)),
         lambda results: [np.asarray(x.astype(jnp.float32)) for x in results],
     )
 

@@ -6,7 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from graph_cases import HEADS, LAYERS, LEARNING_RATE, WIDTH, Case, Form, Row, gat_params
+from graph_cases import (
+    HEADS,
+    LAYERS,
+    LEARNING_RATE,
+    SLOPE,
+    WIDTH,
+    Case,
+    Form,
+    Row,
+    gat_params,
+)
 
 INSTALL = "pip install torch==2.13 torch_geometric"
 
@@ -16,9 +26,10 @@ class Torch:
 
     Args:
       case: the graph; its edges are sorted by receiver.
+      device: where the scatter forms and their inputs live; all others are the CPU's.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, device: str = "cpu") -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.torch: Any = importlib.import_module("torch")
@@ -27,14 +38,15 @@ class Torch:
             self.layers: Any = importlib.import_module("torch_geometric.nn")
         torch, self.case, self.num_nodes = self.torch, case, case.num_nodes
         ends = np.stack([case.senders, case.receivers]).astype(np.int64)
-        self.edge_index = torch.from_numpy(ends)
+        self.device = device
+        self.edge_index = torch.from_numpy(ends).to(device)
         self.senders, self.receivers = self.edge_index
         self.starts = torch.from_numpy(case.starts.astype(np.int64))
         self.starts32 = torch.from_numpy(case.starts)
         self.senders32 = torch.from_numpy(case.senders)
         self.sparse_size = (case.num_nodes, case.num_nodes)
         self.sorted_index = self.pyg.EdgeIndex(
-            self.edge_index.clone(), sparse_size=self.sparse_size, sort_order="col"
+            torch.from_numpy(ends.copy()), sparse_size=self.sparse_size, sort_order="col"
         ).fill_cache_()
 
     def csr(self, values: Any, *, is_wide: bool = False) -> Any:
@@ -119,6 +131,13 @@ class Torch:
         """Gathers both ends."""
         return (x.index_select(0, self.senders) * x.index_select(0, self.receivers)).sum(-1)
 
+    def scatter_gat(self, x: Any, left: Any, right: Any) -> Any:
+        """Gathers logits and features and scatters, as `GATConv` does."""
+        logits = left.index_select(0, self.senders) + right.index_select(0, self.receivers)
+        weights = self.scatter_softmax(self.torch.nn.functional.leaky_relu(logits, SLOPE))
+        messages = x.view(-1, HEADS, WIDTH).index_select(0, self.senders) * weights.unsqueeze(-1)
+        return self.utils.scatter(messages, self.receivers, 0, self.num_nodes).flatten(1)
+
     def csr_dot(self, x: Any) -> Any:
         """Samples a product of matrices, one a head."""
         zeros = self.csr(self.torch.zeros(self.case.num_edges, dtype=x.dtype))
@@ -129,10 +148,11 @@ class Torch:
     def form(self, op: Callable[..., Any], row: Row, dtype: str) -> Form:
         """Returns the form of an operation, which torch runs as it comes."""
         torch_dtype = getattr(self.torch, dtype)
-        inputs = [self.torch.from_numpy(x).to(torch_dtype) for x in self.case.inputs(row)]
+        where = {"device": self.device, "dtype": torch_dtype}
+        inputs = [self.torch.from_numpy(x).to(**where) for x in self.case.inputs(row)]
         cotangent: Any = None
         if row.cotangent is not None:
-            cotangent = self.torch.from_numpy(self.case.arrays[row.cotangent]).to(torch_dtype)
+            cotangent = self.torch.from_numpy(self.case.arrays[row.cotangent]).to(**where)
             inputs = [x.requires_grad_() for x in inputs]
 
         def run() -> Any:
@@ -142,7 +162,7 @@ class Torch:
             result = op(*inputs)
             return [result, *self.torch.autograd.grad(result, inputs, cotangent)]
 
-        return Form(run, lambda results: [x.detach().float().numpy() for x in results])
+        return Form(run, lambda results: [x.detach().float().cpu().numpy() for x in results])
 
     def step_form(self, graph: Any, dtype: str, compiles: bool) -> Form:
         """Returns the training step of three `GATConv`, in half by `torch.autocast`."""

@@ -83,6 +83,41 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     assert "2.3 times as fast, 0.63 of the memory" in output
 
 
+@pytest.mark.timeout(300)
+def test_the_gpu_benchmark_makes_gat_steps_on_a_graph_made_once(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    options = ("--workloads", "gat", "--precisions", "float32", "--rounds", "1")
+    output = run("gpu.py", "--tiny", *options, "--json", str(file))
+    assert output.count("gat: made its data in") == 1
+    report = json.loads(file.read_text())["workloads"]["gat"]
+    assert report["scale"] == 0.0005
+    ours = report["variants"]["jmp_train float32"]
+    assert (ours["nodes"], ours["edges"], ours["part"]) == (116, 1784, 1)  # loops included
+    assert ours["step_ms"] == [ours["median_ms"]]
+    assert ours["memory_mb"] > ours["program_mb"] > 0
+    assert 0.5 < ours["loss"] < 3
+    assert "jmp_train float32  " in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_gpu_benchmark_times_each_graph_operation(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    output = run(
+        "gpu.py", "--tiny", "--workloads", "graph-ops", "--rounds", "1", "--json", str(file)
+    )
+    report = json.loads(file.read_text())["workloads"]["graph-ops"]
+    assert report["edges"] == 4000
+    for way in ("jmp_train streaming", "jmp_train xla", "jraph"):
+        for precision in ("float32", "float16", "bfloat16"):
+            rows = report["variants"][f"{way} {precision}"]["rows"]
+            assert len(rows) == 5
+            for title, row in rows.items():
+                assert f"\n{title} " in output
+                assert row["ms"] > 0
+                assert row["extra_mb"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_autocast_benchmark_stays_within_its_bounds(tmp_path: Path) -> None:
