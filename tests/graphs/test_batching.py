@@ -20,6 +20,7 @@ def some_graphs() -> list[graphs.Graph]:
             n,
             nodes={"h": random.normal(size=(n, 3)).astype(np.float16)},
             edges={"w": random.normal(size=(e, 1)).astype(np.float16)},
+            formats=("coo",),
         )
         for n, e in ((4, 9), (3, 0), (5, 11))
     ]

@@ -150,7 +150,7 @@ kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
     [*((reducer, "xla") for reducer in REDUCERS), (fn.sum, "streaming"), (fn.mean, "streaming")],
     ids=lambda x: getattr(x, "reduction", x),
 )
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     function=st.sampled_from(MESSAGES),
     degree=degrees,

@@ -18,6 +18,7 @@ def run(name: str, *arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_step_has_no_more_instructions_than_one_by_hand_with_jmp(tmp_path: Path) -> None:
     file = tmp_path / "overhead.json"
@@ -83,6 +84,7 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     assert "2.3 times as fast, 0.63 of the memory" in output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_gpu_benchmark_makes_gat_steps_on_a_graph_made_once(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"

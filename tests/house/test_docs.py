@@ -128,6 +128,7 @@ def test_the_message_passing_example_agrees_with_itself_and_the_hub_is_right(
         assert difference < 2e-3 * largest
 
 
+@pytest.mark.slow
 def test_the_reddit_example_learns_in_float16_as_in_float32(tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "gat_reddit.py")
     losses = []

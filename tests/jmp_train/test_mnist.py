@@ -147,6 +147,7 @@ def test_half_precision_starts_as_float32_does(synthetic: Task) -> None:
     np.testing.assert_allclose(losses["mixed_bfloat16"], losses["float32"], rtol=0.02)
 
 
+@pytest.mark.slow
 def test_rng_is_not_needed(synthetic: Task) -> None:
     params, batch_stats = synthetic.init(jax.random.key(0))
     batch: Any = prepare({name: array[:4] for name, array in synthetic.train.items()})
