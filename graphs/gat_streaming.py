@@ -110,14 +110,12 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
     def of_targets(chunk: Chunk) -> list[jax.Array]:
         of_softmax, slopes = into_node(chunk)
         factor = dropout_and_weight(into, chunk, dropout, edge_weight, nodes_are_targets=True)
-        products = times(chunk.dot_with_others(features, gradient), factor)
-        return [
-            jnp.where(of_softmax == 0, 0, of_softmax * products).sum(1),
-            jnp.where(slopes == 0, 0, slopes * products).sum(1),
-            slopes.sum(1),
-        ]
+        here = chunk.of_nodes(gradient)[:, 0]
+        # A product of sums is cheaper than the sum of the edges' products, which XLA stores on CPUs.
+        rows = [chunk.sum_of_others(features, times(x, factor)) for x in (of_softmax, slopes)]
+        return [*(sum_of_rows(x * here) for x in rows), slopes.sum(1)]
 
-    numbers = heads * width * into.width // 2
+    numbers = heads * (2 * width + 3 * into.width)
     mean, of_products, of_slopes = add_up(into, of_targets, [of_head] * 3, numbers, gradient)
     of_right = of_products - mean * of_slopes
 
