@@ -21,7 +21,6 @@ from jmp_train.graphs.layer_inputs import (
     promoted,
 )
 from jmp_train.graphs.storage import wide
-from jmp_train.graphs.streaming import sum_of_rows
 from jmp_train.policies.autocast import autocast_as
 
 
@@ -125,7 +124,7 @@ def gat_conv(
 def _logits(table: jax.Array, vector: jax.Array) -> jax.Array:
     """Returns a node's part of the logits [nodes, heads], in float32."""
     rows = wide(table)
-    return sum_of_rows(rows * vector.astype(rows.dtype))
+    return (rows * vector.astype(rows.dtype)).sum(-1)
 
 
 def checked_residual(residual: bool, weight: Any, width: int, out: int) -> jax.Array | None:
