@@ -106,13 +106,13 @@ class Incidence:
             logits = jnp.where(rows_like(self.is_counted, logits), logits, -jnp.inf)
         fixed = jax.lax.stop_gradient(logits)
         largest = _largest(fixed, self.rows, self.num_rows)
-        powers = jnp.exp(logits - self._of_rows(_finite(largest)))
+        powers = jnp.exp(logits - self._of_rows(finite_or_zero(largest)))
         sizes = jraph.segment_sum(powers, self.rows, self.num_rows)
         if self.blocks is None:
-            return powers * self._of_rows(_inverse(sizes))
-        scales = jnp.exp(largest - self.blocks.read(_finite(self.blocks.max(largest))))
+            return powers * self._of_rows(reciprocal(sizes))
+        scales = jnp.exp(largest - self.blocks.read(finite_or_zero(self.blocks.max(largest))))
         total = self.blocks.sum(sizes * scales)
-        return powers * self._of_rows(scales * self.blocks.read(_inverse(total)))
+        return powers * self._of_rows(scales * self.blocks.read(reciprocal(total)))
 
     def _of_rows(self, table: jax.Array) -> jax.Array:
         """Returns the rows [edges, ...] of blocks, or of segments where there are no blocks; 0 for others."""
@@ -137,11 +137,13 @@ def _ordered(bits: jax.Array) -> jax.Array:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _finite(data: jax.Array) -> jax.Array:
+def finite_or_zero(data: jax.Array) -> jax.Array:
+    """Returns data with 0 for infinities, which largest logits have where all are masked."""
     return jnp.where(jnp.isfinite(data), data, jnp.zeros_like(data))
 
 
-def _inverse(data: jax.Array) -> jax.Array:
+def reciprocal(data: jax.Array) -> jax.Array:
+    """Returns 1 over data, 1 where they are 0."""
     return 1 / jnp.where(data == 0, jnp.ones_like(data), data)
 
 

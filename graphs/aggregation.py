@@ -12,7 +12,7 @@ from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.edge_products import Scales, weighted_sum
 from jmp_train.graphs.implementations import chosen_implementation
 from jmp_train.graphs.messages import REDUCTIONS
-from jmp_train.graphs.storage import graph_storage, wide
+from jmp_train.graphs.storage import graph_storage, wide, wide_dtype
 from jmp_train.graphs.streamed_messages import inverse, is_one_precision
 from jmp_train.policies.autocast import autocast_as
 from jmp_train.policies.autocast_given import as_given
@@ -79,7 +79,7 @@ def _stream(
     after: After | None,
 ) -> jax.Array:
     def add(edges: Any, scales: Scales, data: jax.Array, weights: jax.Array | None) -> jax.Array:
-        dtype = data.dtype if after is None else wide(jnp.zeros((), data.dtype)).dtype
+        dtype = data.dtype if after is None else wide_dtype(data.dtype)
         return weighted_sum(dtype, edges, scales, data, weights)
 
     stored = graph_storage(features)

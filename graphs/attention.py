@@ -1,6 +1,7 @@
 """Attention over the edges that enter a node, or leave it: float32 inside, and nothing saved per edge."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -197,22 +198,20 @@ def gatv2_attention(
     return graph_storage(_GATV2[name](negative_slope, graph.connections, dropout, inputs))
 
 
-def _gat_by_streaming(
-    negative_slope: float, connections: Connections, dropout: Any, inputs: Any
-) -> jax.Array:
-    attend = as_given(functools.partial(stream_gat, negative_slope))
-    return attend(connections.neighbors, dropout, inputs)
+def _streamed(stream: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """Returns streamed attention with the arguments of that by XLA."""
+
+    def attend(
+        negative_slope: float, connections: Connections, dropout: Any, inputs: Any
+    ) -> jax.Array:
+        run = as_given(functools.partial(stream, negative_slope))
+        return run(connections.neighbors, dropout, inputs)
+
+    return attend
 
 
-def _gatv2_by_streaming(
-    negative_slope: float, connections: Connections, dropout: Any, inputs: Any
-) -> jax.Array:
-    attend = as_given(functools.partial(stream_gatv2, negative_slope))
-    return attend(connections.neighbors, dropout, inputs)
-
-
-_GAT = {"xla": gat_by_xla, "streaming": _gat_by_streaming}
-_GATV2 = {"xla": gatv2_by_xla, "streaming": _gatv2_by_streaming}
+_GAT = {"xla": gat_by_xla, "streaming": _streamed(stream_gat)}
+_GATV2 = {"xla": gatv2_by_xla, "streaming": _streamed(stream_gatv2)}
 
 
 def _floats(name: str, array: Any, rows: int, kind: str) -> jax.Array:

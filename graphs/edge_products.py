@@ -10,10 +10,9 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jmp_train.graphs.neighbors import BothWays, Neighbors
-from jmp_train.graphs.storage import common_dtype, wide
+from jmp_train.graphs.storage import common_dtype, wide_dtype
 from jmp_train.graphs.streaming import Chunk, add_up, at, of_edges, wide_at
 
 
@@ -54,7 +53,7 @@ def weighted_sum(
             factors = scale if factors is None else factors * scale
         return [chunk.sum_of_others(data, factors)]
 
-    like = [jax.ShapeDtypeStruct(shape, wide(jnp.zeros((), common)).dtype)]
+    like = [jax.ShapeDtypeStruct(shape, wide_dtype(common))]
     (sums,) = add_up(neighbors, compute, like, max(1, math.prod(shape)), data)
     if scales.targets is not None:
         sums = sums * scales.targets.astype(sums.dtype)[:, None, None]
@@ -86,7 +85,7 @@ def edge_dot(edges: BothWays, scales: Scales, sources: jax.Array, targets: jax.A
         return products
 
     # XLA would copy all of a loop's bfloat16 array in each turn on CPUs: it is rounded in the end.
-    like = jax.ShapeDtypeStruct(sources.shape[1:2], wide(jnp.zeros((), dtype)).dtype)
+    like = jax.ShapeDtypeStruct(sources.shape[1:2], wide_dtype(dtype))
     numbers = max(1, neighbors.width * math.prod(sources.shape[1:]) // 2)
     return of_edges(neighbors, compute, like, numbers).astype(dtype)
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from jmp_train.graphs.edge_dropout import EdgeDropout, dropout_and_weight, times
 from jmp_train.graphs.neighbors import BothWays
-from jmp_train.graphs.storage import wide
-from jmp_train.graphs.streaming import Chunk, add_up, largest, of_edges, sum_of_rows
+from jmp_train.graphs.softmax_streaming import gradient_of_edge_weight, softmax_sum
+from jmp_train.graphs.streaming import Chunk, add_up, sum_of_rows
 
 
 @jax.tree_util.register_dataclass
@@ -49,37 +49,17 @@ def stream_gat(
 def _forward(
     negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: GATInputs
 ) -> tuple[jax.Array, Any]:
-    neighbors = edges.by_target
-    features, left, right = inputs.features, inputs.left, inputs.right
-    dtype = wide(jnp.zeros((), features.dtype)).dtype
-    _, heads, width = features.shape
-    of_head = jax.ShapeDtypeStruct((heads,), dtype)
+    neighbors, features = edges.by_target, inputs.features
 
     def logits(chunk: Chunk) -> jax.Array:
-        return jax.nn.leaky_relu(chunk.of_others(left) + chunk.of_nodes(right), negative_slope)
+        sums = chunk.of_others(inputs.left) + chunk.of_nodes(inputs.right)
+        return jax.nn.leaky_relu(sums, negative_slope)
 
-    def highest(chunk: Chunk) -> jax.Array:
-        masked = jnp.where(chunk.is_edge[..., None], logits(chunk), -jnp.inf)
-        return masked.max(1).astype(dtype)
-
-    most = largest(neighbors, highest, of_head, 2 * neighbors.width * heads)
-    most = jnp.where(jnp.isfinite(most), most, jnp.zeros_like(most))
-
-    def parts(chunk: Chunk) -> list[jax.Array]:
-        terms = chunk.where_edge(jnp.exp(logits(chunk) - chunk.of_nodes(most)).astype(dtype))
-        kept = times(
-            terms,
-            dropout_and_weight(
-                neighbors, chunk, dropout, inputs.edge_weight, nodes_are_targets=True
-            ),
-        )
-        return [chunk.sum_of_others(features, kept), terms.sum(1)]
-
-    like = [jax.ShapeDtypeStruct((heads, width), dtype), of_head]
+    _, heads, width = features.shape
     numbers = heads * (width + 2 * neighbors.width)
-    total, sizes = add_up(neighbors, parts, like, numbers, most)
-    inverse = 1 / jnp.where(sizes == 0, jnp.ones_like(sizes), sizes)
-    result = (total * inverse[..., None]).astype(features.dtype)
+    result, most, inverse = softmax_sum(
+        neighbors, dropout, inputs.edge_weight, features, logits, numbers
+    )
     return result, (edges, dropout, inputs, most, inverse)
 
 
@@ -137,19 +117,13 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
     numbers = heads * (2 * width + 3 * out.width)
     of_features, of_left = add_up(out, of_sources, like, numbers, mean)
 
-    of_weight = None
-    if edge_weight is not None:
+    def weights_and_products(chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+        return into_node(chunk)[0], chunk.dot_with_others(features, gradient)
 
-        def of_each(chunk: Chunk) -> jax.Array:
-            of_softmax, _ = into_node(chunk)
-            kept = times(
-                of_softmax, dropout_and_weight(into, chunk, dropout, None, nodes_are_targets=True)
-            )
-            return (kept * chunk.dot_with_others(features, gradient)).sum(-1)
-
-        like_one = jax.ShapeDtypeStruct((), dtype)
-        numbers = heads * width * into.width // 2
-        of_weight = of_edges(into, of_each, like_one, numbers).astype(edge_weight.dtype)
+    numbers = heads * width * into.width // 2
+    of_weight = gradient_of_edge_weight(
+        into, dropout, edge_weight, weights_and_products, dtype, numbers
+    )
     return (
         None,
         None,

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jmp_train.graphs.accumulation import BLOCK
 from jmp_train.graphs.edge_dropout import EdgeDropout, dropout_and_weight, times
 from jmp_train.graphs.neighbors import BothWays
+from jmp_train.graphs.softmax_streaming import gradient_of_edge_weight, softmax_sum
 from jmp_train.graphs.storage import wide
-from jmp_train.graphs.streaming import Chunk, add_up, largest, of_edges, sum_of_rows
+from jmp_train.graphs.streaming import Chunk, add_up, sum_of_rows
 
 
 @jax.tree_util.register_dataclass
@@ -49,32 +50,17 @@ def stream_gatv2(
 def _forward(
     negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: GATv2Inputs
 ) -> tuple[jax.Array, Any]:
-    neighbors, left, right = edges.by_target, inputs.left, inputs.right
-    _, heads, width = left.shape
-    dtype = wide(jnp.zeros((), left.dtype)).dtype
-    of_head = jax.ShapeDtypeStruct((heads,), dtype)
-    numbers = neighbors.width * heads * width // 2
+    neighbors, left = edges.by_target, inputs.left
 
     def logits(chunk: Chunk) -> jax.Array:
-        return _logits(chunk.of_others(left) + chunk.of_nodes(right), inputs, negative_slope)
+        sums = chunk.of_others(left) + chunk.of_nodes(inputs.right)
+        return _logits(sums, inputs, negative_slope)
 
-    def highest(chunk: Chunk) -> jax.Array:
-        return jnp.where(chunk.is_edge[..., None], logits(chunk), -jnp.inf).max(1).astype(dtype)
-
-    most = largest(neighbors, highest, of_head, numbers)
-    most = jnp.where(jnp.isfinite(most), most, jnp.zeros_like(most))
-
-    def parts(chunk: Chunk) -> list[jax.Array]:
-        terms = chunk.where_edge(jnp.exp(logits(chunk) - chunk.of_nodes(most)).astype(dtype))
-        factor = dropout_and_weight(
-            neighbors, chunk, dropout, inputs.edge_weight, nodes_are_targets=True
-        )
-        return [chunk.sum_of_others(left, times(terms, factor)), terms.sum(1)]
-
-    like = [jax.ShapeDtypeStruct((heads, width), dtype), of_head]
-    total, sizes = add_up(neighbors, parts, like, numbers, most)
-    inverse = 1 / jnp.where(sizes == 0, jnp.ones_like(sizes), sizes)
-    result = (total * inverse[..., None]).astype(left.dtype)
+    _, heads, width = left.shape
+    numbers = neighbors.width * heads * width // 2
+    result, most, inverse = softmax_sum(
+        neighbors, dropout, inputs.edge_weight, left, logits, numbers
+    )
     return result, (edges, dropout, inputs, most, inverse)
 
 
@@ -133,16 +119,7 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
     attention = wide(inputs.attention)
     of_attention = _total(wide(left) * out_slopes) + _total(wide(right) * into_slopes)
 
-    of_weight = None
-    if edge_weight is not None:
-
-        def of_each(chunk: Chunk) -> jax.Array:
-            weights, products = into_node(chunk)
-            factor = dropout_and_weight(into, chunk, dropout, None, nodes_are_targets=True)
-            return (times(weights, factor) * products).sum(-1)
-
-        of_one = jax.ShapeDtypeStruct((), dtype)
-        of_weight = of_edges(into, of_each, of_one, numbers).astype(edge_weight.dtype)
+    of_weight = gradient_of_edge_weight(into, dropout, edge_weight, into_node, dtype, numbers)
     of_inputs = GATv2Inputs(
         (of_messages + attention * out_slopes).astype(left.dtype),
         (attention * into_slopes).astype(right.dtype),

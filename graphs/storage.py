@@ -13,6 +13,11 @@ def wide(data: jax.Array) -> jax.Array:
     return data.astype(jnp.float32) if is_narrow else data
 
 
+def wide_dtype(dtype: Any) -> Any:
+    """Returns the dtype in which arrays of a dtype are computed: that of what `wide` returns."""
+    return wide(jnp.zeros((), dtype)).dtype
+
+
 def common_dtype(*dtypes: Any) -> Any:
     """Returns the dtype that holds all of these, as jax promotes them where promotion is not strict."""
     with jax.numpy_dtype_promotion("standard"):

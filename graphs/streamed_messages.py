@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.edge_products import Scales, edge_dot, weighted_sum
 from jmp_train.graphs.fn import Message
-from jmp_train.graphs.storage import graph_storage, wide
+from jmp_train.graphs.storage import graph_storage, wide_dtype
 from jmp_train.policies.autocast_given import as_given
 
 
@@ -101,11 +101,11 @@ def stream_dot(
 
 def inverse(degrees: jax.Array, features: jax.Array) -> jax.Array:
     """Returns 1 over degrees, those of 0 counted as 1, in the dtype in which features are computed."""
-    return 1 / jnp.maximum(degrees, 1).astype(wide(jnp.zeros((), features.dtype)).dtype)
+    return 1 / jnp.maximum(degrees, 1).astype(wide_dtype(features.dtype))
 
 
 def is_one_precision(*operands: jax.Array | None) -> bool:
     """Whether operands, None aside, are floats that are computed in one dtype."""
     dtypes = [x.dtype for x in operands if x is not None]
     are_floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
-    return are_floats and len({wide(jnp.zeros((), dtype)).dtype for dtype in dtypes}) == 1
+    return are_floats and len({wide_dtype(dtype) for dtype in dtypes}) == 1

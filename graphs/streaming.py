@@ -151,9 +151,8 @@ def _joined(neighbors: Neighbors, sums: jax.Array) -> jax.Array:
     for rows in neighbors.further:
         sums = sums.at[rows].add(sums[first : first + len(rows)], mode="promise_in_bounds")
         first += len(rows)
-    return jax.lax.optimization_barrier(
-        sums
-    )  # or XLA copied the nodes' rows before it adds to them
+    # Or XLA copied the nodes' rows before it adds to them.
+    return jax.lax.optimization_barrier(sums)
 
 
 def largest(

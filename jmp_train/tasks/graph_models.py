@@ -1,16 +1,36 @@
-"""The models of the graph tasks: layers of `jmp_train.graphs` with activations between them.
+"""The models of the graph tasks, layers of `jmp_train.graphs` with activations between them, and their loss.
 
 They name no dtype: features and parameters bring theirs, and so a policy decides.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from jmp_train.graphs.gat_conv import GATConv
 from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.graph_conv import GraphConv
+from jmp_train.train_step import LossFn
+
+
+def cross_entropy(predict: Callable[[Any, Any, Any], jax.Array]) -> LossFn:
+    """Returns the mean cross-entropy of a batch's labels, for models without dropout.
+
+    Args:
+      predict: `predict(params, model_state, batch) -> logits [batch, classes]`.
+    """
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
+        del rng
+        logits = predict(params, model_state, batch).astype(jnp.float32)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+        return loss, (model_state, None)
+
+    return loss_fn
 
 
 class GCN(nnx.Module):

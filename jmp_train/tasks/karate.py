@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 from jmp_train.graphs.graph import Graph, from_edges
-from jmp_train.tasks.graph_models import GAT, GCN
+from jmp_train.tasks.graph_models import GAT, GCN, cross_entropy
 from jmp_train.tasks.task import Arrays, Task, TaskOptions
 
 CLASSES = 2
@@ -48,19 +48,13 @@ def load(options: TaskOptions) -> Task:
         logits = nnx.merge(structure, params)(graph, jnp.asarray(features, dtype))
         return logits[batch["node"]]
 
-    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
-        del rng
-        logits = predict(params, model_state, batch).astype(jnp.float32)
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-        return loss, (model_state, None)
-
     return Task(
         name="karate",
         train=_rows(members, labels, is_labelled),
         test=_rows(members, labels, ~is_labelled),
         prepare=lambda rows: rows,
         init=init,
-        loss_fn=loss_fn,
+        loss_fn=cross_entropy(predict),
         predict=predict,
         schedule=lambda steps: optax.constant_schedule(0.02),
         optimizer=optax.adam,

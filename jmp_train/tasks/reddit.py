@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -26,7 +25,7 @@ from jmp_train.reddit_files import (
     sorted_ends,
 )
 from jmp_train.synthetic_reddit import synthetic_reddit
-from jmp_train.tasks.graph_models import GAT
+from jmp_train.tasks.graph_models import GAT, cross_entropy
 from jmp_train.tasks.task import Arrays, Task, TaskOptions
 
 HIDDEN = 256
@@ -55,19 +54,13 @@ def load(options: TaskOptions) -> Task:
         logits = nnx.merge(structure(), params)(batch["graph"], batch["features"])
         return logits[batch["node"]]
 
-    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
-        del rng
-        logits = predict(params, model_state, batch).astype(jnp.float32)
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-        return loss, (model_state, None)
-
     return Task(
         name="reddit",
         train=rows[TRAIN],
         test=rows[TEST],
         prepare=lambda rows: rows,
         init=init,
-        loss_fn=loss_fn,
+        loss_fn=cross_entropy(predict),
         predict=predict,
         schedule=lambda steps: optax.constant_schedule(1e-3),
         optimizer=adam_with_l2,
