@@ -11,7 +11,16 @@ ROOT = Path(__file__).parents[2]
 STANDARD = sys.stdlib_module_names
 ALLOWED = {
     "policies": {"jax", "optax", "numpy", "jmp_train.policies"},
-    "graphs": {"jax", "optax", "numpy", "jraph", "flax", "jmp_train.policies", "jmp_train.graphs"},
+    "graphs": {
+        "jax",
+        "optax",
+        "numpy",
+        "scipy",
+        "jraph",
+        "flax",
+        "jmp_train.policies",
+        "jmp_train.graphs",
+    },
 }
 HEAVY = ("orbax", "matplotlib", "grain", "rich", "sklearn", "networkx", "pandas")
 
