@@ -11,6 +11,7 @@ from jmp_train.graphs.batching import node_mask as node_mask
 from jmp_train.graphs.batching import pad as pad
 from jmp_train.graphs.batching import unbatch as unbatch
 from jmp_train.graphs.batching import unpad as unpad
+from jmp_train.graphs.block import Block as Block
 from jmp_train.graphs.gat_conv import GATConv as GATConv
 from jmp_train.graphs.gat_conv import gat_conv as gat_conv
 from jmp_train.graphs.gatv2_conv import GATv2Conv as GATv2Conv
@@ -26,10 +27,17 @@ from jmp_train.graphs.graph_conv import GraphConv as GraphConv
 from jmp_train.graphs.graph_conv import graph_conv as graph_conv
 from jmp_train.graphs.hetero_graph import HeteroGraph as HeteroGraph
 from jmp_train.graphs.hetero_graph import hetero_from_edges as hetero_from_edges
+from jmp_train.graphs.host_edges import HostEdges as HostEdges
+from jmp_train.graphs.host_edges import host_edges as host_edges
+from jmp_train.graphs.host_rows import take_rows as take_rows
+from jmp_train.graphs.layerwise_inference import infer_in_layers as infer_in_layers
 from jmp_train.graphs.message_passing import apply_edges as apply_edges
 from jmp_train.graphs.message_passing import apply_nodes as apply_nodes
 from jmp_train.graphs.message_passing import update_all as update_all
 from jmp_train.graphs.multi_update import multi_update_all as multi_update_all
+from jmp_train.graphs.neighbor_sampler import MiniBatch as MiniBatch
+from jmp_train.graphs.neighbor_sampler import NeighborSampler as NeighborSampler
+from jmp_train.graphs.neighbor_sampler import neighbor_sampler as neighbor_sampler
 from jmp_train.graphs.node_data import NodeData as NodeData
 from jmp_train.graphs.partial_updates import prop_edges as prop_edges
 from jmp_train.graphs.partial_updates import prop_nodes as prop_nodes

@@ -188,6 +188,66 @@ def incidence_on_host(ids: np.ndarray, num_segments: int) -> Incidence:
     return jax.tree.map(jnp.asarray, incidence)
 
 
+def padded_incidence(
+    ids: np.ndarray, num_segments: int, num_edges: int, most: int | None = None
+) -> Incidence:
+    """Returns the incidence of ids that are known, of shapes that depend on the numbers alone.
+
+    Args:
+      ids: int [at most num_edges], all in range.
+      num_segments: how many segments there are.
+      num_edges: how many edges there are to be; those that are added count nowhere.
+      most: no segment has more edges; None for `num_edges`.
+
+    Returns:
+      The incidence, its arrays in the host's memory.
+    """
+    padded = filled(ids, num_edges, num_segments)
+    most = num_edges if most is None else most
+    if _ascends(padded):
+        return _incidence(np, padded, num_segments, most)
+    order = _sorting(padded, num_segments + 1)
+    ascending = _incidence(np, padded[order], num_segments, most)
+    rows = np.empty_like(padded)
+    rows[order] = ascending.rows
+    return dataclasses.replace(ascending, rows=rows)
+
+
+def most_in_as_many_levels(most: int) -> int:
+    """Returns the largest number of edges of a segment that takes no more levels of blocks.
+
+    Args:
+      most: such a number.
+
+    Example:
+      >>> most_in_as_many_levels(7), most_in_as_many_levels(100)
+      (32, 991)
+    """
+    largest = BLOCK
+    while largest < most:
+        largest = (largest - 1) * BLOCK - 1  # the inverse of what `_incidence` hands down
+    return largest
+
+
+def filled(array: np.ndarray, length: int, value: int) -> np.ndarray:
+    """Returns int32 [length]: an array, followed by a value."""
+    result = np.full(length, value, np.int32)
+    result[: len(array)] = array
+    return result
+
+
+def _sorting(ids: np.ndarray, count: int) -> np.ndarray:
+    """Returns the places of ids in their order, as argsort; scipy counts, and so is faster."""
+    from scipy.sparse import csc_array
+
+    places, columns = np.arange(len(ids), dtype=np.int32), np.arange(len(ids) + 1, dtype=np.int32)
+    return csc_array((places, ids, columns), shape=(count, len(ids))).tocsr().data
+
+
+def _ascends(ids: np.ndarray) -> bool:
+    return bool((ids[1:] >= ids[:-1]).all())
+
+
 def _incidence(xp: Any, ids: Any, num_segments: int, most: int) -> Incidence:
     """Returns the incidence of ids that ascend.
 

@@ -28,25 +28,27 @@ def aggregate(
     reduction: str = "sum",
     source_scale: jax.Array | None = None,
     after: After | None = None,
+    targets: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns what nodes make of the nodes that send to them, [nodes, ...] in the features' dtype.
+    """Returns what nodes make of the nodes that send to them, [targets, ...] in the features' dtype.
 
     Nothing is rounded, and so nothing overflows, before the end; the gradient computes all anew.
 
     Args:
       connections: who sends to whom.
-      features: floating [nodes, ...].
+      features: floating [sources, ...].
       edge_weight: floating [edges], which multiplies the messages.
       reduction: "sum", "mean", "max" or "min".
-      source_scale: wide [nodes], by which features are multiplied before they are sent.
-      after: a function of the connections, the wide features and the reduced messages to the result.
+      source_scale: wide [sources], by which features are multiplied before they are sent.
+      after: a function of the connections, the targets' wide features and the reduced messages to the result.
+      targets: floating [targets, ...], their features; None for the first of the sources'.
     """
     numbers = math.prod(features.shape[1:])
     is_sum = reduction in ("sum", "mean") and is_one_precision(features, edge_weight)
     if is_sum and chosen_implementation(None, connections, numbers) == "streaming":
         target_scale = inverse(connections.in_degrees, features) if reduction == "mean" else None
         scales = Scales(source_scale, target_scale)
-        return _stream(connections, features, edge_weight, scales, after)
+        return _stream(connections, features, edge_weight, scales, after, targets)
 
     @jax.checkpoint
     def compute(
@@ -54,6 +56,7 @@ def aggregate(
         source_scale: jax.Array | None,
         features: jax.Array,
         edge_weight: jax.Array | None,
+        targets: jax.Array | None,
     ) -> jax.Array:
         rows = wide(features)
         sent = rows
@@ -63,10 +66,17 @@ def aggregate(
         if edge_weight is not None:
             messages = messages * rows_like(edge_weight.astype(messages.dtype), messages)
         reduced = REDUCTIONS[reduction](connections, messages)
-        return reduced if after is None else after(connections, rows, reduced)
+        if after is None:
+            return reduced
+        own = _first(rows, connections) if targets is None else wide(targets)
+        return after(connections, own, reduced)
 
     result = autocast_as("float32")(compute)(
-        connections, source_scale, graph_storage(features), edge_weight
+        connections,
+        source_scale,
+        graph_storage(features),
+        edge_weight,
+        None if targets is None else graph_storage(targets),
     )
     return graph_storage(result.astype(features.dtype))
 
@@ -77,6 +87,7 @@ def _stream(
     edge_weight: jax.Array | None,
     scales: Scales,
     after: After | None,
+    targets: jax.Array | None,
 ) -> jax.Array:
     def add(edges: Any, scales: Scales, data: jax.Array, weights: jax.Array | None) -> jax.Array:
         dtype = data.dtype if after is None else wide_dtype(data.dtype)
@@ -85,11 +96,19 @@ def _stream(
     stored = graph_storage(features)
     rows = stored.reshape(stored.shape[0], 1, -1)
     weights = None if edge_weight is None else edge_weight[:, None]
-    result = as_given(add)(connections.neighbors, scales, rows, weights).reshape(features.shape)
+    result = as_given(add)(connections.neighbors, scales, rows, weights)
+    result = result.reshape(-1, *features.shape[1:])
     if after is not None:
+        own = _first(stored, connections) if targets is None else graph_storage(targets)
         finish = autocast_as("float32")(lambda rows, sums: after(connections, wide(rows), sums))
-        result = finish(stored, result).astype(features.dtype)
+        result = finish(own, result).astype(features.dtype)
     return graph_storage(result)
+
+
+def _first(rows: jax.Array, connections: Connections) -> jax.Array:
+    """Returns the targets' rows of the sources'."""
+    is_all = connections.num_targets == rows.shape[0]
+    return rows if is_all else rows[: connections.num_targets]
 
 
 def degree_scale(degrees: jax.Array, power: float, features: jax.Array) -> jax.Array | None:

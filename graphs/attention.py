@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jraph
 
 from jmp_train.graphs.attention_xla import gat_by_xla, gatv2_by_xla
+from jmp_train.graphs.block import Block
 from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.dropout import check_dropout
 from jmp_train.graphs.edge_dropout import edge_dropout
@@ -70,7 +71,7 @@ def edge_softmax(
 
 
 def gat_attention(
-    graph: Graph | jraph.GraphsTuple,
+    graph: Graph | Block | jraph.GraphsTuple,
     features: Any,
     left: Any,
     right: Any,
@@ -87,10 +88,10 @@ def gat_attention(
     computes weights and messages anew.
 
     Args:
-      graph: a graph of ours or jraph's.
-      features: floating [nodes, heads, width].
+      graph: a graph of ours or jraph's, or a block.
+      features: floating [nodes, heads, width]; of a block's sources.
       left: floating [nodes, heads], the senders' part of the logits; float32 is best.
-      right: floating [nodes, heads], the receivers' part.
+      right: floating [nodes, heads], the receivers' part; of a block's targets.
       edge_weight: floating [edges], which multiplies the weights after the softmax.
       negative_slope: of the leaky ReLU.
       dropout_rate: the share of the weights that are dropped, those of each head apart.
@@ -119,10 +120,11 @@ def gat_attention(
     """
     graph = as_graph(graph, features)
     check_dropout("dropout_rate", dropout_rate, dropout_key)
-    features = _floats("features", features, graph.num_nodes, "nodes")
-    ends = [_floats(*pair, graph.num_nodes, "nodes") for pair in (("left", left), ("right", right))]
+    connections = graph.connections
+    features = _floats("features", features, connections.num_sources, "nodes")
+    ends = _ends(connections, left, right)
     for name, end in zip(("left", "right"), ends, strict=True):
-        if features.ndim != 3 or end.shape != features.shape[:2]:
+        if features.ndim != 3 or end.shape[1:] != features.shape[1:2]:
             raise ValueError(
                 f"features must be [nodes, heads, width] and {name} [nodes, heads], "
                 f"got shapes {features.shape} and {end.shape}"
@@ -132,12 +134,12 @@ def gat_attention(
     inputs = GATInputs(graph_storage(features), *ends, edge_weight=weight)
     dropout = edge_dropout(dropout_rate, dropout_key, features.shape[1])
     numbers = features.shape[1] * features.shape[2]
-    attend = _GAT[chosen_implementation(implementation, graph.connections, numbers)]
-    return graph_storage(attend(negative_slope, graph.connections, dropout, inputs))
+    attend = _GAT[chosen_implementation(implementation, connections, numbers)]
+    return graph_storage(attend(negative_slope, connections, dropout, inputs))
 
 
 def gatv2_attention(
-    graph: Graph | jraph.GraphsTuple,
+    graph: Graph | Block | jraph.GraphsTuple,
     left: Any,
     right: Any,
     attention: Any,
@@ -154,9 +156,9 @@ def gatv2_attention(
     in float32. The gradient computes weights and messages anew.
 
     Args:
-      graph: a graph of ours or jraph's.
+      graph: a graph of ours or jraph's, or a block.
       left: floating [nodes, heads, width], the senders' features, of which the result is made.
-      right: floating [nodes, heads, width], the receivers'.
+      right: floating [nodes, heads, width], the receivers'; of a block's targets.
       attention: floating [heads, width].
       edge_weight: see `gat_attention`.
       negative_slope: see `gat_attention`.
@@ -183,7 +185,7 @@ def gatv2_attention(
     """
     graph = as_graph(graph, left)
     check_dropout("dropout_rate", dropout_rate, dropout_key)
-    ends = [_floats(*pair, graph.num_nodes, "nodes") for pair in (("left", left), ("right", right))]
+    ends = _ends(graph.connections, left, right)
     attention = jnp.asarray(attention)
     if ends[0].ndim != 3 or {x.shape[1:] for x in (*ends, attention[None])} != {ends[0].shape[1:]}:
         raise ValueError(
@@ -212,6 +214,13 @@ def _streamed(stream: Callable[..., Any]) -> Callable[..., jax.Array]:
 
 _GAT = {"xla": gat_by_xla, "streaming": _streamed(stream_gat)}
 _GATV2 = {"xla": gatv2_by_xla, "streaming": _streamed(stream_gatv2)}
+
+
+def _ends(connections: Connections, left: Any, right: Any) -> list[jax.Array]:
+    return [
+        _floats("left", left, connections.num_sources, "nodes"),
+        _floats("right", right, connections.num_targets, "nodes"),
+    ]
 
 
 def _floats(name: str, array: Any, rows: int, kind: str) -> jax.Array:

@@ -77,6 +77,16 @@ class Connections:
         return self.targets.num_edges
 
     @property
+    def num_sources(self) -> int:
+        """How many nodes there are to send."""
+        return self.out_degrees.shape[0]
+
+    @property
+    def num_targets(self) -> int:
+        """How many nodes there are to receive."""
+        return self.in_degrees.shape[0]
+
+    @property
     def out_degrees(self) -> jax.Array:
         """Int32 [senders], how many edges leave each node."""
         if self.neighbors is not None:

@@ -9,8 +9,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.attention import gat_attention
+from jmp_train.graphs.block import Block
 from jmp_train.graphs.dense import Activation, activated, add_bias, product
-from jmp_train.graphs.dropout import DropoutKeys, check_dropout, drop, split_key
+from jmp_train.graphs.dropout import DropoutKeys, check_dropout, split_key
+from jmp_train.graphs.end_rows import end_rows, promoted_with
 from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.layer_inputs import (
     as_floats,
@@ -18,14 +20,13 @@ from jmp_train.graphs.layer_inputs import (
     as_optional,
     check_in_degrees,
     in_dtype,
-    promoted,
 )
 from jmp_train.graphs.storage import wide
 from jmp_train.policies.autocast import autocast_as
 
 
 def gat_conv(
-    graph: Graph | jraph.GraphsTuple,
+    graph: Graph | Block | jraph.GraphsTuple,
     features: Any,
     weight: Any,
     left: Any,
@@ -49,8 +50,8 @@ def gat_conv(
     the gradient's sign at the kink.
 
     Args:
-      graph: a graph of ours or jraph's, whose own features are not used.
-      features: floating [nodes, in].
+      graph: a graph of ours or jraph's, whose own features are not used, or a block.
+      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
       weight: floating [in, heads * out].
       left: floating [1, heads, out], for the senders.
       right: floating [1, heads, out], for the receivers.
@@ -92,28 +93,28 @@ def gat_conv(
     _, heads, out = left.shape
     right = as_floats("right", right, 1, heads, out)
     weight = as_floats("weight", weight, "in", heads * out)
-    features = as_floats("features", features, graph.num_nodes, weight.shape[0])
-    residual_weight = checked_residual(residual, residual_weight, features.shape[1], heads * out)
+    width = weight.shape[0]
+    rows = end_rows(graph, features, width)
+    residual_weight = checked_residual(residual, residual_weight, width, heads * out)
     bias = as_optional("bias", bias, heads * out)
-    features, weight, residual_weight, bias = promoted(features, weight, residual_weight, bias)
+    rows, (weight, residual_weight, bias) = promoted_with(rows, weight, residual_weight, bias)
     feature_key, attention_key = split_key(dropout_key)
-    features = drop(features, feature_dropout, feature_key)
+    rows = rows.dropped(feature_dropout, feature_key)
 
-    table = product(features, weight).reshape(-1, heads, out)
+    tables = rows.map(lambda features: product(features, weight).reshape(-1, heads, out))
     result = gat_attention(
         graph,
-        table,
-        _logits(table, left),
-        _logits(table, right),
+        tables.sources,
+        _logits(tables.sources, left),
+        _logits(tables.targets, right),
         edge_weight=edge_weight,
         negative_slope=negative_slope,
         dropout_rate=attention_dropout,
         dropout_key=attention_key,
     ).reshape(-1, heads * out)
     if residual:
-        result = result + (
-            features if residual_weight is None else product(features, residual_weight)
-        )
+        own = rows.targets
+        result = result + (own if residual_weight is None else product(own, residual_weight))
     if bias is not None:
         result = add_bias(result, bias)
     return activated(result.reshape(-1, heads, out), activation)
@@ -225,7 +226,7 @@ class GATConv(nnx.Module):
 
     def __call__(
         self,
-        graph: Graph | jraph.GraphsTuple,
+        graph: Graph | Block | jraph.GraphsTuple,
         features: Any,
         edge_weight: Any = None,
         *,

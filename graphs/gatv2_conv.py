@@ -9,8 +9,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.attention import gatv2_attention
+from jmp_train.graphs.block import Block
 from jmp_train.graphs.dense import Activation, activated, dense
-from jmp_train.graphs.dropout import DropoutKeys, check_dropout, drop, split_key
+from jmp_train.graphs.dropout import DropoutKeys, check_dropout, split_key
+from jmp_train.graphs.end_rows import end_rows, promoted_with
 from jmp_train.graphs.gat_conv import checked_residual, glorot_param
 from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.layer_inputs import (
@@ -19,12 +21,11 @@ from jmp_train.graphs.layer_inputs import (
     as_optional,
     check_in_degrees,
     in_dtype,
-    promoted,
 )
 
 
 def gatv2_conv(
-    graph: Graph | jraph.GraphsTuple,
+    graph: Graph | Block | jraph.GraphsTuple,
     features: Any,
     left_weight: Any,
     attention: Any,
@@ -50,8 +51,8 @@ def gatv2_conv(
     float32 under autocast too.
 
     Args:
-      graph: a graph of ours or jraph's, whose own features are not used.
-      features: floating [nodes, in].
+      graph: a graph of ours or jraph's, whose own features are not used, or a block.
+      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
       left_weight: floating [in, heads * out], for the senders.
       attention: floating [1, heads, out].
       right_weight: floating [in, heads * out], for the receivers; None for those of the senders, and
@@ -95,23 +96,24 @@ def gatv2_conv(
     _, heads, out = attention.shape
     left_weight = as_floats("left_weight", left_weight, "in", heads * out)
     width, columns = left_weight.shape
-    features = as_floats("features", features, graph.num_nodes, width)
+    rows = end_rows(graph, features, width)
     residual_weight = checked_residual(residual, residual_weight, width, columns)
-    features, *arrays = promoted(
-        features,
+    rows, arrays = promoted_with(
+        rows,
         *_checked_pair("left", left_weight, left_bias, width, columns),
         *_checked_pair("right", right_weight, right_bias, width, columns),
         *_checked_pair("residual", residual_weight, residual_bias, width, columns),
     )
     feature_key, attention_key = split_key(dropout_key)
-    features = drop(features, feature_dropout, feature_key)
+    rows = rows.dropped(feature_dropout, feature_key)
 
-    left = right = dense(features, *arrays[:2]).reshape(-1, heads, out)
+    tables = rows.map(lambda features: dense(features, *arrays[:2]).reshape(-1, heads, out))
+    right = tables.targets
     if right_weight is not None:
-        right = dense(features, *arrays[2:4]).reshape(-1, heads, out)
+        right = dense(rows.targets, *arrays[2:4]).reshape(-1, heads, out)
     result = gatv2_attention(
         graph,
-        left,
+        tables.sources,
         right,
         attention.reshape(heads, out),
         edge_weight=edge_weight,
@@ -119,10 +121,9 @@ def gatv2_conv(
         dropout_rate=attention_dropout,
         dropout_key=attention_key,
     )
-    if residual_weight is not None:
-        features = dense(features, *arrays[4:])
     if residual:
-        result = result + features.reshape(-1, heads, out)
+        own = rows.targets if residual_weight is None else dense(rows.targets, *arrays[4:])
+        result = result + own.reshape(-1, heads, out)
     return activated(result, activation)
 
 
@@ -214,7 +215,7 @@ class GATv2Conv(nnx.Module):
 
     def __call__(
         self,
-        graph: Graph | jraph.GraphsTuple,
+        graph: Graph | Block | jraph.GraphsTuple,
         features: Any,
         edge_weight: Any = None,
         *,

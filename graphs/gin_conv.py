@@ -10,12 +10,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.aggregation import aggregate
+from jmp_train.graphs.block import Block
 from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.dense import Activation, activated
+from jmp_train.graphs.end_rows import end_rows, promoted_with
 from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.layer_inputs import (
     as_edge_weight,
-    as_floats,
     as_graph,
     check_word,
     in_dtype,
@@ -25,7 +26,7 @@ AGGREGATORS = ("sum", "max", "mean")
 
 
 def gin_conv(
-    graph: Graph | jraph.GraphsTuple,
+    graph: Graph | Block | jraph.GraphsTuple,
     features: Any,
     apply: Callable[[jax.Array], jax.Array] | None = None,
     eps: Any = 0.0,
@@ -37,8 +38,8 @@ def gin_conv(
     """Returns `apply((1 + eps) * features + aggregate of the neighbours' features)`.
 
     Args:
-      graph: a graph of ours or jraph's, whose own features are not used.
-      features: floating [nodes, ...].
+      graph: a graph of ours or jraph's, whose own features are not used, or a block.
+      features: floating [nodes, ...]; those of a block's sources, or a pair, see `Block`.
       apply: a function of the sum, such as a network; None for the sum itself.
       eps: a number, or an array [] or [1], by which a node counts more than its neighbours.
       aggregator: "sum", "max" or "mean".
@@ -65,7 +66,7 @@ def gin_conv(
     """
     check_word("aggregator", aggregator, AGGREGATORS)
     graph = as_graph(graph, features)
-    features = as_floats("features", features, graph.num_nodes, ...)
+    rows, _ = promoted_with(end_rows(graph, features, ...))
     eps = jnp.asarray(eps)
     if eps.size != 1:
         raise ValueError(f"eps must be a number, got shape {eps.shape}")
@@ -76,7 +77,12 @@ def gin_conv(
 
     edge_weight = as_edge_weight(graph, edge_weight)
     result = aggregate(
-        graph.connections, features, edge_weight, reduction=aggregator, after=with_self
+        graph.connections,
+        rows.sources,
+        edge_weight,
+        reduction=aggregator,
+        after=with_self,
+        targets=rows.own_targets,
     )
     return activated(result, apply, activation)
 

@@ -10,12 +10,13 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.accumulation import rows_like
 from jmp_train.graphs.aggregation import aggregate, degree_scale
+from jmp_train.graphs.block import Block
 from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.dense import Activation, activated, add_bias, product
+from jmp_train.graphs.end_rows import end_rows
 from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.layer_inputs import (
     as_edge_weight,
-    as_floats,
     as_graph,
     as_optional,
     check_in_degrees,
@@ -23,13 +24,14 @@ from jmp_train.graphs.layer_inputs import (
     in_dtype,
     promoted,
 )
+from jmp_train.graphs.streamed_messages import inverse
 
 # The powers of the degrees by which features are scaled: those of the senders, of the receivers.
 NORMS = {"none": (0, 0), "both": (-0.5, -0.5), "left": (-1, 0), "right": (0, -1)}
 
 
 def graph_conv(
-    graph: Graph | jraph.GraphsTuple,
+    graph: Graph | Block | jraph.GraphsTuple,
     features: Any,
     weight: Any = None,
     bias: Any = None,
@@ -42,11 +44,12 @@ def graph_conv(
     """Returns the sum of the neighbours' features, scaled by degrees, times weights.
 
     Features are scaled in float32 within the sum, so that none overflows in half. The product comes
-    first where it makes features narrower.
+    first where it makes features narrower. The sums of a sampled block estimate those of the whole graph,
+    without bias: degrees are the whole graph's, and what is drawn stands for what is not.
 
     Args:
-      graph: a graph of ours or jraph's, whose own features are not used.
-      features: floating [nodes, in].
+      graph: a graph of ours or jraph's, whose own features are not used, or a block.
+      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
       weight: floating [in, out]; None for no product.
       bias: floating [out], added to all nodes.
       norm: "both" divides by the square root of the sender's out-degree times the receiver's in-degree,
@@ -78,16 +81,14 @@ def graph_conv(
     check_in_degrees(graph, allow_zero_in_degree)
     weight = as_optional("weight", weight, "in", "out")
     width = "in" if weight is None else weight.shape[0]
-    features = as_floats("features", features, graph.num_nodes, width)
+    features = end_rows(graph, features, width).sources
     out = features.shape[1] if weight is None else weight.shape[1]
     bias = as_optional("bias", bias, out)
     features, weight, bias = promoted(features, weight, bias)
     is_product_first = weight is not None and weight.shape[0] > weight.shape[1]
     if is_product_first:
         features = product(features, weight)
-    of_senders, of_receivers = NORMS[norm]
-
-    target_scale = degree_scale(graph.in_degrees, of_receivers, features)
+    source_scale, target_scale = _degree_scales(graph, norm, features)
 
     def after(connections: Connections, rows: jax.Array, total: jax.Array) -> jax.Array:
         del connections, rows
@@ -99,12 +100,28 @@ def graph_conv(
         graph.connections,
         features,
         as_edge_weight(graph, edge_weight),
-        source_scale=degree_scale(graph.out_degrees, of_senders, features),
+        source_scale=source_scale,
         after=after,
     )
     if weight is not None and not is_product_first:
         result = product(result, weight)
     return activated(result if bias is None else add_bias(result, bias), activation)
+
+
+def _degree_scales(
+    graph: Graph | Block, norm: str, features: jax.Array
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns what features are multiplied by before and after the sum, wide [nodes]; None for 1."""
+    of_senders, of_receivers = NORMS[norm]
+    if not isinstance(graph, Block) or graph.whole_degrees is None:
+        source_scale = degree_scale(graph.out_degrees, of_senders, features)
+        return source_scale, degree_scale(graph.in_degrees, of_receivers, features)
+    out_degrees, in_degrees = graph.whole_degrees
+    # The edges that were drawn stand for those that were not.
+    of_drawn = inverse(graph.in_degrees, features) / inverse(in_degrees, features)
+    of_whole = degree_scale(in_degrees, of_receivers, features)
+    target_scale = of_drawn if of_whole is None else of_drawn * of_whole
+    return degree_scale(out_degrees, of_senders, features), target_scale
 
 
 class GraphConv(nnx.Module):
@@ -170,7 +187,7 @@ class GraphConv(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
 
     def __call__(
-        self, graph: Graph | jraph.GraphsTuple, features: Any, edge_weight: Any = None
+        self, graph: Graph | Block | jraph.GraphsTuple, features: Any, edge_weight: Any = None
     ) -> jax.Array:
         """Returns the convolution [nodes, out].
 

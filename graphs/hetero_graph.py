@@ -141,14 +141,31 @@ def hetero_from_edges(
             formats=formats,
             where=f" of {kind}",
         )
+    return hetero_of(connections, counts, nodes or {}, edges or {})
+
+
+def hetero_of(
+    connections: Mapping[EdgeType, Connections],
+    n_node: Mapping[str, int],
+    nodes: Mapping[str, Features],
+    edges: Mapping[EdgeType, Features],
+) -> HeteroGraph:
+    """Returns the graph of connections that are made already.
+
+    Args:
+      connections: by edge type, who sends to whom.
+      n_node: how many nodes of each type there are.
+      nodes: by node type, arrays [nodes, ...] by name.
+      edges: by edge type, arrays [edges, ...] by name.
+    """
     graph = HeteroGraph(
-        FrozenDict({kind: {} for kind in counts}),
+        FrozenDict({kind: {} for kind in n_node}),
         FrozenDict({kind: {} for kind in connections}),
         FrozenDict(connections),
-        tuple(counts.items()),
+        tuple(n_node.items()),
     )
-    for node_type, features in (nodes or {}).items():
+    for node_type, features in nodes.items():
         graph = graph.with_nodes(node_type, **features)
-    for edge_type, features in (edges or {}).items():
+    for edge_type, features in edges.items():
         graph = graph.with_edges(edge_type, **features)
     return graph

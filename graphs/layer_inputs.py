@@ -9,27 +9,28 @@ import jax.numpy as jnp
 import jraph
 from jax.typing import DTypeLike
 
+from jmp_train.graphs.block import Block
 from jmp_train.graphs.connections import is_traced
 from jmp_train.graphs.graph import Graph, from_jraph
 from jmp_train.graphs.storage import common_dtype
 
 
-def as_graph(graph: Any, features: Any) -> Graph:
-    """Returns a graph of either make as ours; features of jraph's are not looked at.
+def as_graph(graph: Any, features: Any) -> Graph | Block:
+    """Returns a graph of either make as ours, a block as it is; features of jraph's are not looked at.
 
     Args:
-      graph: a graph of ours or jraph's.
+      graph: a graph of ours or jraph's, or a block.
       features: the layer's own, [nodes, ...], which count the nodes of jraph's graphs under jit.
 
     Raises:
-      TypeError: it is neither.
+      TypeError: it is none of them.
     """
     if isinstance(graph, jraph.GraphsTuple):
         nodes = jnp.asarray(features) if is_traced(graph.n_node) else None
         return from_jraph(graph._replace(nodes=nodes, edges=None, globals=None))
-    if not isinstance(graph, Graph):
+    if not isinstance(graph, Graph | Block):
         kind = type(graph).__name__
-        raise TypeError(f"graph must be a Graph or a jraph.GraphsTuple, got {kind}")
+        raise TypeError(f"graph must be a Graph, a Block or a jraph.GraphsTuple, got {kind}")
     return graph
 
 
@@ -59,7 +60,7 @@ def as_floats(name: str, array: Any, *shape: int | str | EllipsisType) -> jax.Ar
     return array
 
 
-def as_edge_weight(graph: Graph, edge_weight: Any) -> jax.Array | None:
+def as_edge_weight(graph: Graph | Block, edge_weight: Any) -> jax.Array | None:
     """Returns weights [edges], checked, or None.
 
     Raises:
@@ -83,7 +84,7 @@ def check_word(name: str, word: str, words: Iterable[str]) -> None:
         raise ValueError(f"{name}={word!r} must be one of {', '.join(map(repr, known))}")
 
 
-def check_in_degrees(graph: Graph, allow_zero_in_degree: bool) -> None:
+def check_in_degrees(graph: Graph | Block, allow_zero_in_degree: bool) -> None:
     """Raises ValueError where no edge enters some node, that is known, and it is not allowed."""
     if graph.connections.has_idle_targets and not allow_zero_in_degree:
         raise ValueError(
@@ -98,7 +99,14 @@ def promoted(*arrays: jax.Array | None) -> list[Any]:
 
 
 def in_dtype(dtype: DTypeLike | None, *arrays: Any) -> list[Any]:
-    """Returns arrays in a dtype, or as they are where there is none; None stays None."""
+    """Returns arrays, or pairs of them, in a dtype; as they are where there is none; None stays None."""
     if dtype is None:
         return list(arrays)
-    return [None if x is None else jnp.asarray(x, dtype) for x in arrays]
+    return [
+        tuple(in_dtype(dtype, *x))
+        if isinstance(x, tuple)
+        else None
+        if x is None
+        else jnp.asarray(x, dtype)
+        for x in arrays
+    ]

@@ -11,9 +11,11 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.accumulation import rows_like
 from jmp_train.graphs.aggregation import aggregate
+from jmp_train.graphs.block import Block
 from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.dense import Activation, activated, add_bias, dense, product
-from jmp_train.graphs.dropout import DropoutKeys, check_dropout, drop
+from jmp_train.graphs.dropout import DropoutKeys, check_dropout
+from jmp_train.graphs.end_rows import EndRows, end_rows, promoted_with
 from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.layer_inputs import (
     as_edge_weight,
@@ -22,7 +24,6 @@ from jmp_train.graphs.layer_inputs import (
     as_optional,
     check_word,
     in_dtype,
-    promoted,
 )
 from jmp_train.graphs.lstm import lstm_aggregate, lstm_shapes
 
@@ -30,7 +31,7 @@ AGGREGATORS = ("mean", "gcn", "pool", "lstm")
 
 
 def sage_conv(
-    graph: Graph | jraph.GraphsTuple,
+    graph: Graph | Block | jraph.GraphsTuple,
     features: Any,
     weight: Any,
     self_weight: Any = None,
@@ -47,8 +48,8 @@ def sage_conv(
     """Returns weights times an aggregate of the neighbours, plus weights times the node itself.
 
     Args:
-      graph: a graph of ours or jraph's, whose own features are not used.
-      features: floating [nodes, in].
+      graph: a graph of ours or jraph's, whose own features are not used, or a block, but not with "lstm".
+      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
       weight: floating [in, out], of the aggregate.
       self_weight: floating [in, out], of the node itself; None with "gcn".
       bias: floating [out].
@@ -91,22 +92,23 @@ def sage_conv(
     graph = as_graph(graph, features)
     weight = as_floats("weight", weight, "in", "out")
     width, out = weight.shape
-    features = as_floats("features", features, graph.num_nodes, width)
+    rows = end_rows(graph, features, width)
     self_weight = as_optional("self_weight", self_weight, width, out)
     bias = as_optional("bias", bias, out)
     inner = _checked_inner(aggregator, aggregator_weights, width)
     edge_weight = as_edge_weight(graph, edge_weight)
-    features, weight, self_weight, bias, *inner = promoted(
-        features, weight, self_weight, bias, *inner
+    rows, (weight, self_weight, bias, *inner) = promoted_with(
+        rows, weight, self_weight, bias, *inner
     )
-    features = drop(features, feature_dropout, dropout_key)
+    rows = rows.dropped(feature_dropout, dropout_key)
 
     if aggregator in ("mean", "gcn") and width > out:
-        result = _collect(graph, product(features, weight), aggregator, (), edge_weight)
+        products = rows.map(lambda features: product(features, weight))
+        result = _collect(graph, products, aggregator, (), edge_weight)
     else:
-        result = product(_collect(graph, features, aggregator, inner, edge_weight), weight)
+        result = product(_collect(graph, rows, aggregator, inner, edge_weight), weight)
     if self_weight is not None:
-        result = dense(features, self_weight, bias) + result
+        result = dense(rows.targets, self_weight, bias) + result
     elif bias is not None:
         result = add_bias(result, bias)
     return activated(result, activation, norm)
@@ -131,20 +133,25 @@ def _checked_inner(aggregator: str, weights: Sequence[Any], width: int) -> list[
 
 
 def _collect(
-    graph: Graph,
-    features: jax.Array,
+    graph: Graph | Block,
+    rows: EndRows,
     aggregator: str,
     inner: Sequence[jax.Array],
     edge_weight: jax.Array | None,
 ) -> jax.Array:
+    features = rows.sources
     if aggregator == "lstm":
+        if isinstance(graph, Block):
+            raise TypeError('aggregator="lstm" needs a Graph: blocks have no mailboxes')
         return lstm_aggregate(graph, features, inner, edge_weight)
     if aggregator == "pool":
         features = activated(dense(features, *inner), jax.nn.relu)
         return aggregate(graph.connections, features, edge_weight, reduction="max")
     if aggregator == "mean":
         return aggregate(graph.connections, features, edge_weight, reduction="mean")
-    return aggregate(graph.connections, features, edge_weight, after=_mean_with_self)
+    return aggregate(
+        graph.connections, features, edge_weight, after=_mean_with_self, targets=rows.own_targets
+    )
 
 
 def _mean_with_self(connections: Connections, rows: jax.Array, total: jax.Array) -> jax.Array:
@@ -226,7 +233,7 @@ class SAGEConv(nnx.Module):
 
     def __call__(
         self,
-        graph: Graph | jraph.GraphsTuple,
+        graph: Graph | Block | jraph.GraphsTuple,
         features: Any,
         edge_weight: Any = None,
         *,

@@ -488,7 +488,7 @@ def test_nodes_that_no_edge_enters_have_to_be_allowed(make: Callable[..., Any]) 
 
 
 def test_what_is_no_graph_and_no_float_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"a Graph or a jraph\.GraphsTuple, got HeteroGraph"):
+    with pytest.raises(TypeError, match=r"a Block or a jraph\.GraphsTuple, got HeteroGraph"):
         graph: Any = graphs.hetero_from_edges({("a", "b", "a"): ([0], [0])}, {"a": 1})
         graphs.graph_conv(graph, jnp.ones((1, 1)))
     with pytest.raises(TypeError, match="features must be floats, got int32"):

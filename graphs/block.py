@@ -1,0 +1,128 @@
+"""A block: the edges from some nodes to some of these, as a layer of a mini-batch sees them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp_train.graphs.accumulation import filled, padded_incidence
+from jmp_train.graphs.connections import Connections
+from jmp_train.graphs.hetero_graph import HeteroGraph, hetero_of
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Edges from sources to targets, padded, as a pytree that goes through jit.
+
+    Layers take it in place of a graph: of features [sources, ...] they make [targets, ...]. Where a layer
+    needs the targets' own features, they are the first rows of the sources', unless it is given a pair
+    (features of the sources, features of the targets). `NeighborSampler` makes blocks. Padding edges
+    count nowhere, as in padded graphs.
+
+    Args:
+      connections: who sends to whom.
+      whole_degrees: int32 [sources] and [targets], how many edges leave and enter these in the graph that
+        the block was drawn from; None where it is the whole.
+      edge_ids: int32 [edges], which edge of that graph each is, -1 for padding; None where that was not
+        kept.
+
+    Example:
+      >>> import numpy as np
+      >>> block = padded_block(np.array([0, 2, 3]), np.array([0, 0, 1]), 4, 2, num_edges=8)
+      >>> block.num_sources, block.num_targets, block.num_edges, block.in_degrees.tolist()
+      (4, 2, 8, [2, 1])
+    """
+
+    connections: Connections
+    whole_degrees: tuple[jax.Array, jax.Array] | None = None
+    edge_ids: jax.Array | None = None
+
+    @property
+    def num_sources(self) -> int:
+        """How many nodes there are to send, padding included."""
+        return self.connections.num_sources
+
+    @property
+    def num_targets(self) -> int:
+        """How many nodes there are to receive, padding included."""
+        return self.connections.num_targets
+
+    @property
+    def num_edges(self) -> int:
+        """How many edges there are, padding included."""
+        return self.connections.num_edges
+
+    @property
+    def in_degrees(self) -> jax.Array:
+        """Int32 [targets], how many edges enter each target."""
+        return self.connections.in_degrees
+
+    @property
+    def out_degrees(self) -> jax.Array:
+        """Int32 [sources], how many edges leave each source."""
+        return self.connections.out_degrees
+
+    def graph(
+        self,
+        sources: Mapping[str, Any] | None = None,
+        targets: Mapping[str, Any] | None = None,
+        edges: Mapping[str, Any] | None = None,
+    ) -> HeteroGraph:
+        """Returns the block as a graph, for `update_all` and its kin.
+
+        Args:
+          sources: arrays [sources, ...] by name.
+          targets: arrays [targets, ...] by name.
+          edges: arrays [edges, ...] by name.
+
+        Returns:
+          A graph of one edge type, `("source", "sends", "target")`.
+        """
+        kind = ("source", "sends", "target")
+        return hetero_of(
+            {kind: self.connections},
+            {"source": self.num_sources, "target": self.num_targets},
+            {"source": sources or {}, "target": targets or {}},
+            {kind: edges or {}},
+        )
+
+
+def padded_block(
+    senders: np.ndarray,
+    receivers: np.ndarray,
+    num_sources: int,
+    num_targets: int,
+    *,
+    num_edges: int,
+    most_in: int | None = None,
+    most_out: int | None = None,
+    has_idle_targets: bool | None = None,
+    whole_degrees: tuple[np.ndarray, np.ndarray] | None = None,
+    edge_ids: np.ndarray | None = None,
+) -> Block:
+    """Returns a block whose shapes depend on the numbers alone, its arrays in the host's memory.
+
+    Args:
+      senders: int [at most num_edges], places among the sources.
+      receivers: int [at most num_edges], places among the targets.
+      num_sources: how many nodes there are to send.
+      num_targets: how many nodes there are to receive.
+      num_edges: how many edges the block is to have.
+      most_in: no target has more edges; None for `num_edges`.
+      most_out: no source has more edges; None for `num_edges`.
+      has_idle_targets: whether some target is entered by no edge, padding aside; None where unknown.
+      whole_degrees: int [at most num_sources] and [at most num_targets], see `Block`.
+      edge_ids: int [as senders], see `Block`.
+    """
+    sources = padded_incidence(senders, num_sources, num_edges, most_out)
+    targets = padded_incidence(receivers, num_targets, num_edges, most_in)
+    degrees: Any = None
+    if whole_degrees is not None:
+        counts = (num_sources, num_targets)
+        degrees = tuple(filled(*pair, 0) for pair in zip(whole_degrees, counts, strict=True))
+    ids: Any = None if edge_ids is None else filled(edge_ids, num_edges, -1)
+    connections = Connections((sources, targets), has_idle_targets=has_idle_targets)
+    return Block(connections, degrees, ids)

@@ -1,0 +1,155 @@
+"""The whole graph's result from blocks of all neighbours, one layer after the other, in fixed memory."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax.core import FrozenDict
+
+from jmp_train.graphs.accumulation import filled
+from jmp_train.graphs.block import Block
+from jmp_train.graphs.hetero_graph import EdgeType
+from jmp_train.graphs.host_edges import ALL, HostEdges
+from jmp_train.graphs.host_rows import take_rows
+from jmp_train.graphs.sampled_layer import (
+    EDGE,
+    Edges,
+    LayerSizes,
+    blocks_of,
+    node_counts,
+    sample_layer,
+    sizes_needed,
+)
+
+Ranges = dict[str, np.ndarray]
+
+
+def infer_in_layers(
+    layers: Sequence[Callable[..., Any]],
+    edges: HostEdges | Mapping[EdgeType, HostEdges],
+    features: Any,
+    *,
+    batch_size: int = 1024,
+    max_edges: int = 2**18,
+) -> Any:
+    """Returns what layers make of all nodes, each of whose neighbours count; the result is the host's.
+
+    Each layer is computed for all nodes before the next one, some nodes at a time, so that no node is
+    computed twice, and the device holds a block and its rows only. Each layer is compiled once.
+
+    Args:
+      layers: functions `layer(block, rows)` from rows [sources, ...] to rows [targets, ...]; of several
+        types, `layer(blocks, rows)` from dictionaries by edge type and by node type to one by node type.
+      edges: of one type, or of several.
+      features: floating [nodes, ...]; by node type where there are several.
+      batch_size: how many nodes of a type are computed at a time, at most.
+      max_edges: how many edges of a type these may have; a node that has more is computed alone.
+
+    Returns:
+      [nodes, ...] in the last layer's dtype; by node type where there are several.
+
+    Raises:
+      ValueError: features have another number of rows, or a number is not positive.
+
+    Example:
+      >>> import numpy as np
+      >>> from jmp_train.graphs import graph_conv, host_edges
+      >>> edges = host_edges([1, 2, 0, 0], [0, 0, 1, 2], 3)
+      >>> layer = lambda block, rows: graph_conv(block, rows, norm="none")
+      >>> infer_in_layers([layer, layer], edges, np.array([[1.0], [2.0], [4.0]], np.float32)).tolist()
+      [[2.0], [6.0], [6.0]]
+
+    Reference: the inference of DGL's and PyG's GraphSAGE examples.
+    """
+    by_type: Edges = {EDGE: edges} if isinstance(edges, HostEdges) else dict(edges)
+    is_alone = isinstance(edges, HostEdges)
+    for name, number in (("batch_size", batch_size), ("max_edges", max_edges)):
+        if number < 1:
+            raise ValueError(f"{name}={number} must be positive")
+    rows = {EDGE[0]: features} if is_alone else dict(features)
+    for node_type, count in node_counts(by_type).items():
+        if node_type not in rows or len(rows[node_type]) != count:
+            got = f"{len(rows[node_type])} rows" if node_type in rows else "none"
+            raise ValueError(f"features of {node_type!r} must have {count} rows, got {got}")
+    ranges = list(_ranges(by_type, batch_size, max_edges))
+    if not ranges:
+        raise ValueError("edges have no nodes")
+    sizes = _sizes(by_type, ranges)
+    for layer in layers:
+        run = jax.jit(layer)
+        rows = _all_rows(run, by_type, rows, ranges, sizes, is_alone=is_alone)
+    return rows[EDGE[0]] if is_alone else rows
+
+
+def _all_rows(
+    run: Callable[..., Any],
+    edges: Edges,
+    rows: Mapping[str, Any],
+    ranges: Sequence[Ranges],
+    sizes: tuple[LayerSizes, dict[str, int]],
+    *,
+    is_alone: bool,
+) -> dict[str, np.ndarray]:
+    """Returns what a layer makes of all nodes, by node type."""
+    results: dict[str, np.ndarray] = {}
+
+    def write(targets: Ranges, result: Any) -> None:
+        for node_type, array in ({EDGE[0]: result} if is_alone else result).items():
+            ids = targets[node_type]
+            if node_type not in results:
+                shape = (len(rows[node_type]), *array.shape[1:])
+                results[node_type] = np.empty(shape, array.dtype)
+            results[node_type][ids] = np.asarray(array)[: len(ids)]
+
+    waiting: tuple[Ranges, Any] | None = None  # computed while the next block is made
+    for targets in ranges:
+        blocks, inputs = _block(edges, targets, sizes)
+        some = {node_type: take_rows(rows[node_type], ids) for node_type, ids in inputs.items()}
+        result = run(blocks[EDGE], some[EDGE[0]]) if is_alone else run(FrozenDict(blocks), some)
+        if waiting is not None:
+            write(*waiting)
+        waiting = targets, result
+    if waiting is not None:
+        write(*waiting)
+    return results
+
+
+def _block(
+    edges: Edges, targets: Ranges, sizes: tuple[LayerSizes, dict[str, int]]
+) -> tuple[dict[EdgeType, Block], dict[str, np.ndarray]]:
+    """Returns the blocks of some targets, by edge type, and their sources, by node type, padded."""
+    fanout, (size, num_targets) = dict.fromkeys(edges, ALL), sizes
+    layer = sample_layer(edges, targets, fanout, np.random.default_rng(0))
+    inputs = {kind: filled(ids, size.sources[kind], -1) for kind, ids in layer.nodes.items()}
+    return blocks_of(layer, size, num_targets, edges, fanout), inputs
+
+
+def _sizes(edges: Edges, ranges: Sequence[Ranges]) -> tuple[LayerSizes, dict[str, int]]:
+    """Returns sizes into which the blocks of all ranges fit, and how many targets these have at most."""
+    fanout, random = dict.fromkeys(edges, ALL), np.random.default_rng(0)
+    num_targets = {kind: max(len(part[kind]) for part in ranges) for kind in ranges[0]}
+    largest = LayerSizes(num_targets, dict.fromkeys(edges, 0), dict.fromkeys(edges, 0))
+    for targets in ranges:
+        needed = sizes_needed(sample_layer(edges, targets, fanout, random))
+        largest = largest.combine(needed, max)
+    return largest, num_targets
+
+
+def _ranges(edges: Edges, batch_size: int, max_edges: int) -> Iterator[Ranges]:
+    """Yields which nodes of each type are computed together; nodes of some types may be at their end."""
+    counts = node_counts(edges)
+    begins = dict.fromkeys(counts, 0)
+    while any(begins[node_type] < count for node_type, count in counts.items()):
+        ranges = {}
+        for node_type, count in counts.items():
+            begin = begins[node_type]
+            end = min(begin + batch_size, count)
+            for kind, these in edges.items():
+                if kind[2] == node_type and end > begin:
+                    most = these.starts[begin] + max_edges
+                    end = min(end, int(np.searchsorted(these.starts, most, side="right")) - 1)
+            end = max(end, min(begin + 1, count))
+            ranges[node_type] = np.arange(begin, end)
+            begins[node_type] = end
+        yield ranges

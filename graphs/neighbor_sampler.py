@@ -1,0 +1,226 @@
+"""Mini-batches of a graph that is larger than the device: sampled neighbours, in blocks of fixed shapes.
+
+A layer's targets are the first of its sources, and the sources of one layer are the targets of the one
+before it. All arrays are padded to sizes that were measured once, so that one compiled program serves all
+batches; a batch that is larger takes the next sizes, and none loses an edge.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax.core import FrozenDict
+
+from jmp_train.graphs.accumulation import filled
+from jmp_train.graphs.connections import as_count
+from jmp_train.graphs.hetero_graph import EdgeType
+from jmp_train.graphs.host_edges import ALL, HostEdges
+from jmp_train.graphs.sampled_layer import (
+    EDGE,
+    Edges,
+    Layer,
+    LayerSizes,
+    blocks_of,
+    ladder,
+    largest_sizes,
+    node_counts,
+    sample_layer,
+    sizes_needed,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MiniBatch:
+    """What a model needs to know of some nodes, its seeds; arrays in the host's memory, padded.
+
+    Attributes:
+      blocks: a block for each layer, the first layer's first; by edge type where there are several.
+      inputs: int32 [sources of the first layer], the nodes whose features the first layer reads, -1 for
+        padding; by node type where there are several. Its first ones are the seeds.
+      seeds: int32 [batch size], the nodes that the last layer's result is of, -1 for padding.
+    """
+
+    blocks: tuple[Any, ...]
+    inputs: Any
+    seeds: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class NeighborSampler:
+    """Draws neighbours for mini-batches; make it with `neighbor_sampler`.
+
+    Attributes:
+      edges: by edge type, the edges.
+      fanouts: for each layer, by edge type, how many edges are drawn for each node.
+      seed_type: the type of the seeds.
+      batch_size: the largest number of seeds.
+      replace: whether edges are drawn with replacement.
+      sizes: of the layers, for each shape that batches may have, the smallest first.
+    """
+
+    edges: Edges
+    fanouts: tuple[Mapping[EdgeType, int], ...]
+    seed_type: str
+    batch_size: int
+    replace: bool
+    sizes: tuple[tuple[LayerSizes, ...], ...] = ()
+
+    def sample(self, seeds: Any, random: np.random.Generator) -> MiniBatch:
+        """Returns the mini-batch of some seeds.
+
+        Args:
+          seeds: int [at most the batch size].
+          random: numpy's generator; the same one gives the same batch.
+
+        Raises:
+          ValueError: there are too many seeds, or one is out of range.
+        """
+        seeds = np.asarray(seeds)
+        count = node_counts(self.edges)[self.seed_type]
+        if seeds.ndim != 1 or len(seeds) > self.batch_size:
+            raise ValueError(
+                f"seeds must be at most {self.batch_size} nodes, the batch size, got shape {seeds.shape}"
+            )
+        if len(seeds) and not 0 <= seeds.min() <= seeds.max() < count:
+            raise ValueError(
+                f"seeds must lie between 0 and {count - 1}, got {seeds.min()} to {seeds.max()}"
+            )
+        layers = self.layers(seeds, random)
+        needed = [sizes_needed(layer) for layer in layers]
+        sizes = next(
+            sizes
+            for sizes in self.sizes
+            if all(size.hold(need) for size, need in zip(sizes, needed, strict=True))
+        )
+        num_targets = [*(size.sources for size in sizes[1:]), {self.seed_type: self.batch_size}]
+        blocks = [
+            blocks_of(layer, size, counts, self.edges, fanout)
+            for layer, size, counts, fanout in zip(
+                layers, sizes, num_targets, self.fanouts, strict=True
+            )
+        ]
+        inputs = {
+            kind: filled(nodes, sizes[0].sources[kind], -1)
+            for kind, nodes in layers[0].nodes.items()
+        }
+        return MiniBatch(
+            tuple(map(self._alone, blocks)),
+            self._alone(inputs),
+            filled(seeds, self.batch_size, -1),
+        )
+
+    def _alone(self, by_type: Mapping[Any, Any]) -> Any:
+        """Returns the one value where the graph has one type, the mapping where it has several."""
+        is_alone = set(self.edges) == {EDGE}
+        return next(iter(by_type.values())) if is_alone else FrozenDict(by_type)
+
+    def layers(self, seeds: np.ndarray, random: np.random.Generator) -> list[Layer]:
+        """Returns the layers without padding, the first layer's first."""
+        layers, targets = [], {self.seed_type: seeds}
+        for fanout in reversed(self.fanouts):
+            layers.append(sample_layer(self.edges, targets, fanout, random, replace=self.replace))
+            targets = layers[-1].nodes
+        return layers[::-1]
+
+
+def neighbor_sampler(
+    edges: HostEdges | Mapping[EdgeType, HostEdges],
+    fanouts: Sequence[int | Mapping[EdgeType, int]],
+    seeds: Any,
+    batch_size: int,
+    *,
+    seed_type: str | None = None,
+    replace: bool = False,
+    num_trials: int = 16,
+) -> NeighborSampler:
+    """Returns a sampler of neighbours, with the sizes that its batches need.
+
+    Sizes are those of the largest of some batches, drawn on trial, and a tenth more; a batch that does not
+    fit takes the next ones, half as large again, and so on up to what no batch can exceed.
+
+    Args:
+      edges: of one type, or of several.
+      fanouts: for each layer, the first layer's first, how many edges are drawn for each node; -1 for all
+        edges. By edge type where types differ.
+      seeds: int [nodes], from which trial batches are drawn, the nodes to train on.
+      batch_size: how many seeds a batch has.
+      seed_type: the type of the seeds, where there are several types of nodes.
+      replace: whether edges are drawn with replacement.
+      num_trials: how many batches are drawn on trial.
+
+    Returns:
+      The sampler.
+
+    Raises:
+      ValueError: a fanout is neither positive nor -1, or is missing; there is no such type; node counts
+        of edge types disagree; there are no seeds; the batch size is not positive.
+      TypeError: the batch size is no integer.
+
+    Example:
+      >>> import numpy as np
+      >>> from jmp_train.graphs import host_edges
+      >>> edges = host_edges([1, 2, 3, 0], [0, 0, 0, 1], 4)
+      >>> sampler = neighbor_sampler(edges, (2, 2), seeds=np.arange(4), batch_size=2)
+      >>> batch = sampler.sample([0, 1], np.random.default_rng(0))
+      >>> [block.num_targets for block in batch.blocks][-1], batch.blocks[-1].in_degrees.tolist()
+      (2, [2, 1])
+
+    Reference: Hamilton et al., Inductive Representation Learning on Large Graphs,
+    https://arxiv.org/abs/1706.02216; DGL's NeighborSampler.
+    """
+    by_type = {EDGE: edges} if isinstance(edges, HostEdges) else dict(edges)
+    counts = node_counts(by_type)
+    if as_count("batch_size", batch_size) == 0:
+        raise ValueError("batch_size=0 must be positive")
+    seeds = np.asarray(seeds)
+    if seeds.size == 0:
+        raise ValueError("seeds is empty")
+    if seed_type is None and len(counts) > 1:
+        raise ValueError(f"seed_type is needed, one of {', '.join(map(repr, counts))}")
+    seed_type = next(iter(counts)) if seed_type is None else seed_type
+    if seed_type not in counts:
+        known = ", ".join(map(repr, counts))
+        raise ValueError(f"seed_type={seed_type!r} is not one of {known}")
+    if not fanouts:
+        raise ValueError("fanouts is empty: a model has a layer at least")
+    of_layers = tuple(_checked_fanout(fanout, by_type) for fanout in fanouts)
+    sampler = NeighborSampler(by_type, of_layers, seed_type, batch_size, replace)
+    most, num_targets = [], {seed_type: batch_size}
+    for fanout in reversed(of_layers):
+        most.append(largest_sizes(by_type, num_targets, fanout, replace=replace))
+        num_targets = most[-1].sources
+    return dataclasses.replace(
+        sampler, sizes=ladder(_tried(sampler, seeds, num_trials), most[::-1])
+    )
+
+
+def _tried(sampler: NeighborSampler, seeds: np.ndarray, num_trials: int) -> list[LayerSizes]:
+    """Returns the largest sizes of the layers of some batches, with room for the seeds in all."""
+    largest: list[LayerSizes] = []
+    for trial in range(num_trials):
+        random = np.random.default_rng(trial)
+        some = random.permutation(seeds)[: sampler.batch_size]
+        needed = [sizes_needed(layer) for layer in sampler.layers(some, random)]
+        largest = [a.combine(b, max) for a, b in zip(largest or needed, needed, strict=True)]
+    counts = {sampler.seed_type: sampler.batch_size}
+    return [
+        dataclasses.replace(
+            size, sources={kind: max(n, counts.get(kind, 0)) for kind, n in size.sources.items()}
+        )
+        for size in largest
+    ]
+
+
+def _checked_fanout(
+    fanout: int | Mapping[EdgeType, int], edges: Mapping[EdgeType, HostEdges]
+) -> dict[EdgeType, int]:
+    by_type = fanout if isinstance(fanout, Mapping) else dict.fromkeys(edges, fanout)
+    for kind in edges:
+        if kind not in by_type:
+            raise ValueError(f"fanouts lacks edge type {kind!r}")
+        if not isinstance(by_type[kind], int) or (by_type[kind] != ALL and by_type[kind] < 1):
+            raise ValueError(f"fanout {by_type[kind]!r} must be a positive integer, or -1 for all")
+    return {kind: by_type[kind] for kind in edges}

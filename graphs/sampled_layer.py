@@ -1,0 +1,216 @@
+"""One layer of a mini-batch: which edges it has, to what sizes it is padded, and the blocks that come of it."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jmp_train.graphs.accumulation import most_in_as_many_levels
+from jmp_train.graphs.block import Block, padded_block
+from jmp_train.graphs.hetero_graph import EdgeType
+from jmp_train.graphs.host_edges import ALL, HostEdges, renumbered, sample_in_edges
+
+EDGE: EdgeType = ("node", "edge", "node")  # of a graph that has one type
+MARGIN = 1.1  # of the sizes over the largest batch that was measured
+STEP = 1.5  # from one size to the next
+MULTIPLE = 64  # of which sizes are
+
+Edges = Mapping[EdgeType, HostEdges]
+Fanout = Mapping[EdgeType, int]
+Counts = Mapping[str, int]
+Nodes = Mapping[str, np.ndarray]
+
+
+class Layer(NamedTuple):
+    """One layer of a batch, without padding.
+
+    Attributes:
+      nodes: by node type, int32 [sources], the targets first.
+      num_targets: by node type, how many these are.
+      ends: by edge type, the places of each edge's ends, int [edges], and which edge it is.
+    """
+
+    nodes: dict[str, np.ndarray]
+    num_targets: dict[str, int]
+    ends: dict[EdgeType, tuple[np.ndarray, np.ndarray, np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSizes:
+    """To what a layer is padded, or what it needs.
+
+    Attributes:
+      sources: by node type, how many nodes there are.
+      edges: by edge type, how many edges.
+      most_out: by edge type, the largest number of edges that leave a node.
+    """
+
+    sources: Counts
+    edges: Mapping[EdgeType, int]
+    most_out: Mapping[EdgeType, int]
+
+    def combine(self, other: "LayerSizes", function: Callable[[int, int], int]) -> "LayerSizes":
+        """Returns what a function makes of each of these numbers and that of the other sizes."""
+
+        def combined(mine: Mapping[Any, int], theirs: Mapping[Any, int]) -> dict[Any, int]:
+            return {key: function(mine[key], theirs[key]) for key in mine}
+
+        return LayerSizes(
+            combined(self.sources, other.sources),
+            combined(self.edges, other.edges),
+            combined(self.most_out, other.most_out),
+        )
+
+    def hold(self, needed: "LayerSizes") -> bool:
+        """Whether a layer that needs these sizes fits in."""
+        return self.combine(needed, max) == self
+
+
+def sample_layer(
+    edges: Edges,
+    targets: Nodes,
+    fanout: Fanout,
+    random: np.random.Generator,
+    *,
+    replace: bool = False,
+) -> Layer:
+    """Returns one layer of a batch.
+
+    Args:
+      edges: by edge type.
+      targets: by node type, int [targets]; types may be missing.
+      fanout: by edge type.
+      random: numpy's generator.
+      replace: see `sample_in_edges`.
+    """
+    none = np.empty(0, np.int32)
+    counts = node_counts(edges)
+    targets = {kind: np.asarray(targets.get(kind, none)) for kind in counts}
+    drawn = {
+        kind: sample_in_edges(these, targets[kind[2]], fanout[kind], random, replace=replace)
+        for kind, these in edges.items()
+    }
+    nodes, senders = {}, {}
+    for node_type, count in counts.items():
+        kinds = [kind for kind in edges if kind[0] == node_type]
+        ids = [edges[kind].sources[drawn[kind][1]] for kind in kinds]
+        nodes[node_type], places = renumbered(targets[node_type], ids, count)
+        senders |= dict(zip(kinds, places, strict=True))
+    ends = {kind: (senders[kind], *drawn[kind]) for kind in edges}
+    return Layer(nodes, {kind: len(ids) for kind, ids in targets.items()}, ends)
+
+
+def node_counts(edges: Edges) -> dict[str, int]:
+    """Returns how many nodes of each type there are; raises ValueError where edge types disagree."""
+    counts: dict[str, int] = {}
+    for kind, these in edges.items():
+        if not (isinstance(kind, tuple) and len(kind) == 3):
+            raise ValueError(
+                f"edge type {kind!r} must be (type of senders, name, type of receivers)"
+            )
+        for node_type, count in ((kind[0], these.num_sources), (kind[2], these.num_targets)):
+            if counts.setdefault(node_type, count) != count:
+                raise ValueError(
+                    f"edge type {kind!r} has {count} nodes of type {node_type!r}, another one has "
+                    f"{counts[node_type]}"
+                )
+    if not counts:
+        raise ValueError("edges is empty: a graph has an edge type at least")
+    return counts
+
+
+def sizes_needed(layer: Layer) -> LayerSizes:
+    """Returns the sizes of a layer as it is."""
+    most_out = {
+        kind: int(np.bincount(senders).max(initial=0))
+        for kind, (senders, _, _) in layer.ends.items()
+    }
+    return LayerSizes(
+        {kind: len(nodes) for kind, nodes in layer.nodes.items()},
+        {kind: len(senders) for kind, (senders, _, _) in layer.ends.items()},
+        most_out,
+    )
+
+
+def largest_sizes(
+    edges: Edges, num_targets: Counts, fanout: Fanout, *, replace: bool
+) -> LayerSizes:
+    """Returns sizes that no layer with so many targets exceeds.
+
+    Args:
+      edges: by edge type.
+      num_targets: by node type; types may be missing.
+      fanout: by edge type.
+      replace: see `sample_in_edges`.
+    """
+    counts = node_counts(edges)
+    num_edges = {}
+    for kind, these in edges.items():
+        degrees = these.in_degrees
+        if fanout[kind] != ALL:
+            of_each = np.where(degrees > 0, fanout[kind], 0)
+            degrees = of_each if replace else np.minimum(degrees, fanout[kind])
+        largest = np.sort(degrees)[::-1][: num_targets.get(kind[2], 0)]
+        num_edges[kind] = int(largest.sum())
+    sources = {}
+    for node_type, count in counts.items():
+        others = sum(number for kind, number in num_edges.items() if kind[0] == node_type)
+        sources[node_type] = num_targets.get(node_type, 0) + min(others, count)
+    return LayerSizes(sources, num_edges, num_edges)
+
+
+def ladder(needed: Sequence[LayerSizes], most: Sequence[LayerSizes]) -> tuple[Any, ...]:
+    """Returns sizes of the layers, from a little more than is needed up to the most there can be.
+
+    Args:
+      needed: of each layer.
+      most: of each layer.
+    """
+    factor, steps = MARGIN, []
+    while not steps or steps[-1] != tuple(most):
+        grown = functools.partial(_grown, factor)
+        scaled = [size.combine(size, grown) for size in needed]
+        steps.append(tuple(a.combine(b, min) for a, b in zip(scaled, most, strict=True)))
+        factor *= STEP
+    return tuple(steps)
+
+
+def _grown(factor: float, number: int, _: int) -> int:
+    """Returns a multiple that is larger by a factor at least; a number that was 0 on trial grows too."""
+    return -(-math.ceil(max(number, 1) * factor) // MULTIPLE) * MULTIPLE
+
+
+def blocks_of(
+    layer: Layer, sizes: LayerSizes, num_targets: Counts, edges: Edges, fanout: Fanout
+) -> dict[EdgeType, Block]:
+    """Returns the blocks of a layer, padded, by edge type.
+
+    Args:
+      layer: the layer.
+      sizes: what it is to have.
+      num_targets: by node type, how many targets it is to have; types may be missing.
+      edges: of which its edges were drawn.
+      fanout: how many for each node.
+    """
+    blocks = {}
+    for kind, (senders, receivers, drawn) in layer.ends.items():
+        these = edges[kind]
+        sources = layer.nodes[kind[0]]
+        targets = layer.nodes[kind[2]][: layer.num_targets[kind[2]]]
+        most_in = these.most_in if fanout[kind] == ALL else fanout[kind]
+        blocks[kind] = padded_block(
+            senders,
+            receivers,
+            sizes.sources[kind[0]],
+            num_targets.get(kind[2], 0),
+            num_edges=sizes.edges[kind],
+            most_in=most_in_as_many_levels(most_in),
+            most_out=most_in_as_many_levels(sizes.most_out[kind]),
+            has_idle_targets=these.has_idle_targets,
+            whole_degrees=(these.out_degrees[sources], these.in_degrees[targets]),
+            edge_ids=None if these.edge_ids is None else these.edge_ids[drawn],
+        )
+    return blocks

@@ -1,0 +1,96 @@
+"""Mini-batches of graphs for the training loop: shuffled, sampled, and on the device before they are wanted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp_train.graphs.neighbor_sampler import MiniBatch, NeighborSampler
+
+
+def neighbor_batches(
+    sampler: NeighborSampler,
+    seeds: Any,
+    fetch: Callable[[MiniBatch], Any],
+    *,
+    seed: int = 0,
+    epochs: int | None = 1,
+    shuffle: bool = True,
+    drop_remainder: bool = False,
+    process_index: int = 0,
+    process_count: int = 1,
+    num_threads: int = 1,
+    prefetch: int = 4,
+    device: Any = None,
+) -> Any:
+    """Returns an iterator over sampled mini-batches of seeds; threads sample and fetch, through grain.
+
+    The batches are the same on every run, whatever the threads. All processes have the same number of
+    them, of different seeds.
+
+    Args:
+      sampler: which draws neighbours.
+      seeds: int [nodes], the nodes to train on.
+      fetch: makes what the step takes of a `MiniBatch`: it adds features and labels, by `take_rows`. On the
+        host, in a thread.
+      seed: of the order and of the neighbours, both of which are others each epoch; below 2**32.
+      epochs: passes over the seeds; None for no end.
+      shuffle: whether the order changes.
+      drop_remainder: whether the last, incomplete batch of an epoch is left out; else it is padded.
+      process_index: which of the processes this is.
+      process_count: how many processes share the seeds; fewer seeds than that remain unseen in an epoch.
+      num_threads: how many threads sample and fetch.
+      prefetch: how many batches are made ahead of time.
+      device: where batches go, a device or a sharding; None for the first one of this process.
+
+    Returns:
+      An iterator, with grain's `get_state` and `set_state`.
+
+    Raises:
+      ValueError: there are too few seeds for a batch of each process, or a number is out of range.
+
+    Example:
+      >>> from jmp_train.graphs import host_edges, neighbor_sampler, take_rows
+      >>> edges = host_edges([1, 2, 3, 0], [0, 0, 1, 2], 4)
+      >>> seeds, features = np.arange(4), np.eye(4, dtype=np.float32)
+      >>> sampler = neighbor_sampler(edges, (2,), seeds, batch_size=2)
+      >>> def fetch(batch):
+      ...     return {"block": batch.blocks[0], "features": take_rows(features, batch.inputs)}
+      >>> batches = neighbor_batches(sampler, seeds, fetch, epochs=2)
+      >>> sum(int(batch["block"].num_targets) for batch in batches)
+      8
+    """
+    import grain
+    from grain.experimental import device_put
+
+    seeds = np.asarray(seeds)
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must lie between 0 and 2**32 - 1")
+    if epochs is not None and epochs < 1:
+        raise ValueError(f"epochs={epochs} must be at least 1")
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index={process_index} must lie in [0, {process_count})")
+    share = len(seeds) // process_count
+    least = sampler.batch_size if drop_remainder else 1
+    if share < least:
+        raise ValueError(
+            f"seeds has {len(seeds)} nodes, {share} for each of {process_count} processes, where a "
+            f"batch needs {least}"
+        )
+
+    def sample(places: np.ndarray, random: np.random.Generator) -> Any:
+        return fetch(sampler.sample(seeds[places], random))
+
+    places = grain.MapDataset.range(len(seeds))
+    if shuffle:
+        places = places.shuffle(seed=seed)
+    own = places[: share * process_count][process_index::process_count]
+    own_seed = int(np.random.SeedSequence([seed, process_index]).generate_state(1)[0])
+    batches = (
+        own.batch(sampler.batch_size, drop_remainder=drop_remainder, batch_fn=np.asarray)
+        .random_map(sample, seed=own_seed)
+        .repeat(epochs)
+        .to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch))
+    )
+    return iter(device_put(batches, jax.local_devices()[0] if device is None else device))
