@@ -19,6 +19,7 @@ from jmp_train.graphs.hetero_graph import EdgeType
 from jmp_train.graphs.host_edges import ALL, HostEdges
 from jmp_train.graphs.sampled_layer import (
     EDGE,
+    Counts,
     Edges,
     Layer,
     LayerSizes,
@@ -76,25 +77,15 @@ class NeighborSampler:
           random: numpy's generator; the same one gives the same batch.
 
         Raises:
-          ValueError: there are too many seeds, or one is out of range.
+          ValueError: there are too many seeds, or one is out of range or no integer.
         """
-        seeds = np.asarray(seeds)
-        count = node_counts(self.edges)[self.seed_type]
-        if seeds.ndim != 1 or len(seeds) > self.batch_size:
+        seeds = _checked_seeds(seeds, node_counts(self.edges)[self.seed_type])
+        if len(seeds) > self.batch_size:
             raise ValueError(
-                f"seeds must be at most {self.batch_size} nodes, the batch size, got shape {seeds.shape}"
-            )
-        if len(seeds) and not 0 <= seeds.min() <= seeds.max() < count:
-            raise ValueError(
-                f"seeds must lie between 0 and {count - 1}, got {seeds.min()} to {seeds.max()}"
+                f"seeds must be at most {self.batch_size} nodes, the batch size, got {len(seeds)}"
             )
         layers = self.layers(seeds, random)
-        needed = [sizes_needed(layer) for layer in layers]
-        sizes = next(
-            sizes
-            for sizes in self.sizes
-            if all(size.hold(need) for size, need in zip(sizes, needed, strict=True))
-        )
+        sizes = _fitting(self.sizes, layers)
         num_targets = [*(size.sources for size in sizes[1:]), {self.seed_type: self.batch_size}]
         blocks = [
             blocks_of(layer, size, counts, self.edges, fanout)
@@ -175,26 +166,51 @@ def neighbor_sampler(
     counts = node_counts(by_type)
     if as_count("batch_size", batch_size) == 0:
         raise ValueError("batch_size=0 must be positive")
-    seeds = np.asarray(seeds)
-    if seeds.size == 0:
-        raise ValueError("seeds is empty")
     if seed_type is None and len(counts) > 1:
         raise ValueError(f"seed_type is needed, one of {', '.join(map(repr, counts))}")
     seed_type = next(iter(counts)) if seed_type is None else seed_type
     if seed_type not in counts:
         known = ", ".join(map(repr, counts))
         raise ValueError(f"seed_type={seed_type!r} is not one of {known}")
+    seeds = _checked_seeds(seeds, counts[seed_type])
+    if len(seeds) == 0:
+        raise ValueError("seeds is empty")
     if not fanouts:
         raise ValueError("fanouts is empty: a model has a layer at least")
     of_layers = tuple(_checked_fanout(fanout, by_type) for fanout in fanouts)
     sampler = NeighborSampler(by_type, of_layers, seed_type, batch_size, replace)
-    most, num_targets = [], {seed_type: batch_size}
+    most, num_seeds = [], {seed_type: batch_size}
+    num_targets: Counts = num_seeds
     for fanout in reversed(of_layers):
-        most.append(largest_sizes(by_type, num_targets, fanout, replace=replace))
+        most.append(largest_sizes(by_type, num_targets, num_seeds, fanout, replace=replace))
         num_targets = most[-1].sources
     return dataclasses.replace(
         sampler, sizes=ladder(_tried(sampler, seeds, num_trials), most[::-1])
     )
+
+
+def _fitting(
+    sizes: Sequence[tuple[LayerSizes, ...]], layers: Sequence[Layer]
+) -> tuple[LayerSizes, ...]:
+    """Returns the smallest sizes that hold all layers."""
+    needed = [sizes_needed(layer) for layer in layers]
+    for step in sizes:
+        if all(size.hold(need) for size, need in zip(step, needed, strict=True)):
+            return step
+    raise AssertionError("the largest sizes hold every batch")
+
+
+def _checked_seeds(seeds: Any, count: int) -> np.ndarray:
+    seeds = np.asarray(seeds)
+    if seeds.size == 0:
+        seeds = seeds.astype(np.int32)  # an empty list is float64
+    if seeds.ndim != 1 or not np.issubdtype(seeds.dtype, np.integer):
+        raise ValueError(f"seeds must be integers [nodes], got {seeds.dtype} {seeds.shape}")
+    if len(seeds) and not 0 <= seeds.min() <= seeds.max() < count:
+        raise ValueError(
+            f"seeds must lie between 0 and {count - 1}, got {seeds.min()} to {seeds.max()}"
+        )
+    return seeds
 
 
 def _tried(sampler: NeighborSampler, seeds: np.ndarray, num_trials: int) -> list[LayerSizes]:

@@ -136,13 +136,14 @@ def sizes_needed(layer: Layer) -> LayerSizes:
 
 
 def largest_sizes(
-    edges: Edges, num_targets: Counts, fanout: Fanout, *, replace: bool
+    edges: Edges, num_targets: Counts, num_repeated: Counts, fanout: Fanout, *, replace: bool
 ) -> LayerSizes:
     """Returns sizes that no layer with so many targets exceeds.
 
     Args:
       edges: by edge type.
       num_targets: by node type; types may be missing.
+      num_repeated: by node type, how many of these may be the same node; types may be missing.
       fanout: by edge type.
       replace: see `sample_in_edges`.
     """
@@ -153,8 +154,9 @@ def largest_sizes(
         if fanout[kind] != ALL:
             of_each = np.where(degrees > 0, fanout[kind], 0)
             degrees = of_each if replace else np.minimum(degrees, fanout[kind])
-        largest = np.sort(degrees)[::-1][: num_targets.get(kind[2], 0)]
-        num_edges[kind] = int(largest.sum())
+        repeated = num_repeated.get(kind[2], 0)
+        largest = np.sort(degrees)[::-1][: num_targets.get(kind[2], 0) - repeated]
+        num_edges[kind] = int(largest.sum() + repeated * degrees.max(initial=0))
     sources = {}
     for node_type, count in counts.items():
         others = sum(number for kind, number in num_edges.items() if kind[0] == node_type)

@@ -1,0 +1,189 @@
+"""The loader of mini-batches: every seed once an epoch, the same on every run, apart on every process."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jmp_train as jt
+from jmp_train import graphs
+from jmp_train.graph_loading import neighbor_batches
+
+COUNT, CLASSES = 600, 3
+
+
+def sampler_of(seeds: np.ndarray, fanouts: Any = (4, 3), batch_size: int = 32) -> Any:
+    random = np.random.default_rng(0)
+    labels = np.arange(COUNT) % CLASSES
+    senders = random.integers(0, COUNT, 4_000)
+    # Three of four edges join nodes of one class.
+    same = senders + CLASSES * random.integers(0, 50, 4_000)
+    receivers = (
+        np.where(random.random(4_000) < 0.75, same, random.integers(0, COUNT, 4_000)) % COUNT
+    )
+    edges = graphs.host_edges(senders, receivers, COUNT)
+    return graphs.neighbor_sampler(edges, fanouts, seeds, batch_size), edges, labels
+
+
+def ids(batch: graphs.MiniBatch) -> Any:
+    return {"seeds": batch.seeds, "inputs": batch.inputs}
+
+
+def taken(batches: Iterator[Any], number: int | None = None) -> list[np.ndarray]:
+    found = []
+    for batch in batches:
+        found.append(np.asarray(batch["seeds"]))
+        if len(found) == number:
+            break
+    return found
+
+
+def real(batches: list[np.ndarray]) -> list[int]:
+    return [int(seed) for batch in batches for seed in batch if seed >= 0]
+
+
+def test_each_seed_comes_once_an_epoch_in_another_order() -> None:
+    seeds = np.arange(0, COUNT, 7)  # 86, two batches and a part
+    sampler, _, _ = sampler_of(seeds)
+    found = taken(neighbor_batches(sampler, seeds, ids, epochs=2))
+    assert [len(batch) for batch in found] == [32] * 6
+    first, second = real(found[:3]), real(found[3:])
+    assert sorted(first) == sorted(second) == seeds.tolist()
+    assert first != second
+    whole = taken(neighbor_batches(sampler, seeds, ids, drop_remainder=True))
+    assert [len(batch) for batch in whole] == [32] * 2 and -1 not in whole[1]
+    in_order = taken(neighbor_batches(sampler, seeds, ids, shuffle=False))
+    assert real(in_order) == seeds.tolist()
+
+
+def test_threads_and_resuming_change_nothing() -> None:
+    seeds = np.arange(COUNT)
+    sampler, _, _ = sampler_of(seeds)
+    alone = [jax.device_get(b) for b in neighbor_batches(sampler, seeds, ids, seed=5)]
+    many = neighbor_batches(sampler, seeds, ids, seed=5, num_threads=3, prefetch=7)
+    for _ in range(4):
+        next(many)
+    state = many.get_state()
+    again = neighbor_batches(sampler, seeds, ids, seed=5)
+    again.set_state(state)
+    for wanted, found, resumed in zip(alone[4:], many, again, strict=True):
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(found[name], array)
+            np.testing.assert_array_equal(resumed[name], array)
+
+
+def test_processes_share_the_seeds_in_equal_numbers() -> None:
+    seeds = np.arange(200)  # 66 for each of three, and two that wait for the next epoch
+    sampler, _, _ = sampler_of(seeds)
+    parts, inputs = [], []
+    for index in range(3):
+        batches = list(neighbor_batches(sampler, seeds, ids, process_index=index, process_count=3))
+        parts.append(real([np.asarray(batch["seeds"]) for batch in batches]))
+        inputs.append([np.asarray(batch["inputs"]) for batch in batches])
+    assert [len(part) for part in parts] == [66] * 3
+    assert len(set().union(*parts)) == 198
+
+
+def test_processes_draw_different_neighbours() -> None:
+    # All seeds are the same node, so that only what is drawn can differ.
+    hub = graphs.host_edges(np.arange(1, 500), np.zeros(499, int), 500)
+    seeds = np.zeros(4, int)
+    sampler = graphs.neighbor_sampler(hub, (5,), seeds, 2)
+    drawn = [
+        np.asarray(
+            next(neighbor_batches(sampler, seeds, ids, process_index=i, process_count=2))["inputs"]
+        )
+        for i in range(2)
+    ]
+    assert not np.array_equal(drawn[0], drawn[1])
+
+
+def test_wrong_calls_are_refused() -> None:
+    seeds = np.arange(10)
+    sampler, _, _ = sampler_of(seeds)
+    with pytest.raises(ValueError, match=r"process_index=2 must lie in \[0, 2\)"):
+        neighbor_batches(sampler, seeds, ids, process_index=2, process_count=2)
+    with pytest.raises(
+        ValueError, match="10 nodes, 10 for each of 1 processes, where a batch needs 32"
+    ):
+        neighbor_batches(sampler, seeds, ids, drop_remainder=True)
+    with pytest.raises(ValueError, match="epochs=0 must be at least 1"):
+        neighbor_batches(sampler, seeds, ids, epochs=0)
+    with pytest.raises(ValueError, match="seed=-1 must lie between 0"):
+        neighbor_batches(sampler, seeds, ids, seed=-1)
+
+
+def flat(layer: Any) -> Callable[[Any, Any], jax.Array]:
+    def run(block: Any, rows: Any) -> jax.Array:
+        result = layer(block, rows)
+        return result.reshape(len(result), -1)
+
+    return run
+
+
+class Net(nnx.Module):
+    """Two layers, of GraphSAGE or of attention."""
+
+    def __init__(self, kind: str, rngs: nnx.Rngs) -> None:
+        if kind == "sage":
+            self.first = graphs.SAGEConv(8, 16, activation=nnx.relu, rngs=rngs)
+            self.second = graphs.SAGEConv(16, CLASSES, rngs=rngs)
+        else:
+            allow: Any = {"allow_zero_in_degree": True, "rngs": rngs}
+            self.first = graphs.GATConv(8, 8, 2, activation=nnx.elu, residual=True, **allow)
+            self.second = graphs.GATConv(16, CLASSES, 1, residual=True, **allow)
+
+    def __call__(self, blocks: Any, rows: jax.Array) -> jax.Array:
+        return flat(self.second)(blocks[1], flat(self.first)(blocks[0], rows))
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy_name"), [("sage", "mixed_float16"), ("gat", "mixed_bfloat16")]
+)
+def test_models_learn_from_mini_batches_in_half(kind: str, policy_name: str) -> None:
+    train, test = np.arange(0, COUNT, 2), np.arange(1, COUNT, 2)
+    sampler, edges, labels = sampler_of(train, batch_size=64)
+    noise = np.random.default_rng(1).normal(size=(COUNT, 8))
+    features = (noise + 1.5 * np.eye(CLASSES, 8)[labels]).astype(np.float32)
+    policy = jt.get_policy(policy_name)
+
+    def fetch(batch: graphs.MiniBatch) -> Any:
+        return {
+            "blocks": batch.blocks,
+            "features": graphs.take_rows(features, batch.inputs, policy.compute_dtype),
+            "label": graphs.take_rows(labels, batch.seeds),
+            "is_seed": batch.seeds >= 0,
+        }
+
+    definition, params = nnx.split(Net(kind, nnx.Rngs(0)))
+    traces = []
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        traces.append(None)
+        logits = nnx.merge(definition, params)(batch["blocks"], batch["features"])
+        assert logits.dtype == policy.compute_dtype
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), batch["label"]
+        )
+        return losses.mean(where=batch["is_seed"])
+
+    tx = jt.with_loss_scale(optax.adam(1e-2), jt.torch_loss_scale(2.0**10))
+    step = jax.jit(jt.train_step(jt.stateless(loss_fn), tx, policy=policy))
+    state = jax.device_put(jt.TrainState.create(params, tx), jax.devices()[0])  # as batches are
+    with jax.numpy_dtype_promotion("standard"):  # optax's own code promotes
+        for batch in neighbor_batches(sampler, train, fetch, epochs=12):
+            state, _ = step(state, batch)
+    model = nnx.merge(definition, policy.cast_to_compute(state.params))
+    layers = [flat(model.first), flat(model.second)]
+    rows = features.astype(policy.compute_dtype)
+    logits = graphs.infer_in_layers(layers, edges, rows, batch_size=128)
+    assert logits.dtype == policy.compute_dtype
+    accuracy = (logits.astype(np.float32).argmax(1) == labels)[test].mean()
+    alone = (features[:, :CLASSES].argmax(1) == labels)[test].mean()
+    assert accuracy > alone + 0.08  # what neighbours tell, beyond a node's own features
+    assert len(traces) == 1
