@@ -37,6 +37,7 @@ from jmp_train.graphs.partial_updates import pull as pull
 from jmp_train.graphs.partial_updates import push as push
 from jmp_train.graphs.partial_updates import send_and_recv as send_and_recv
 from jmp_train.graphs.planetoid import read_planetoid as read_planetoid
+from jmp_train.graphs.reddit_files import read_reddit as read_reddit
 from jmp_train.graphs.sage_conv import SAGEConv as SAGEConv
 from jmp_train.graphs.sage_conv import sage_conv as sage_conv
 from jmp_train.graphs.segment import gather as gather
