@@ -31,6 +31,7 @@ from jmp_train.graphs.message_passing import apply_nodes as apply_nodes
 from jmp_train.graphs.message_passing import update_all as update_all
 from jmp_train.graphs.multi_update import multi_update_all as multi_update_all
 from jmp_train.graphs.node_data import NodeData as NodeData
+from jmp_train.graphs.ogb import read_ogb as read_ogb
 from jmp_train.graphs.partial_updates import prop_edges as prop_edges
 from jmp_train.graphs.partial_updates import prop_nodes as prop_nodes
 from jmp_train.graphs.partial_updates import pull as pull
