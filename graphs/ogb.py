@@ -58,13 +58,14 @@ def read_ogb(
             f"{raw / 'data.npz'} is of OGB's binary layout (ogbn-papers100M), which is not supported"
         )
     paths = _find_files(raw, _NEEDED)
+    split_paths = _find_split(Path(data_dir) / "split", split)
     num_nodes = _read_count(paths["num-node-list"])
     num_edges = _read_count(paths["num-edge-list"])
     ends = _read_ids(paths["edge"], 2, num_nodes)
     _check_rows(paths["edge"], ends, num_edges, paths["num-edge-list"])
     features = _read_features(paths["node-feat"], num_nodes, paths["num-node-list"])
     labels = _read_labels(paths["node-label"], num_nodes, paths["num-node-list"])
-    train, validation, test = _read_split(_find_split(Path(data_dir) / "split", split), labels)
+    train, validation, test = _read_split(split_paths, labels)
 
     nodes, edges = {}, {}
     if year := _find(raw, "node_year"):
