@@ -25,7 +25,7 @@ from jmp_train.absent_gpu import CompiledForGPU, compile_for_gpu
 from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.neighbors import BothWays, from_degrees
-from jmp_train.reddit_files import CLASSES, FEATURES
+from jmp_train.graphs.reddit_files import CLASSES, FEATURES
 from jmp_train.synthetic_reddit import heavy_tailed
 from jmp_train.tasks.graph_models import GAT
 from jmp_train.tasks.reddit import HIDDEN, adam_with_l2

@@ -31,7 +31,7 @@ from gpu_workloads import (
 )
 
 from jmp_train.graphs import Graph, from_edges
-from jmp_train.reddit_files import CLASSES, FEATURES, TRAIN
+from jmp_train.graphs.reddit_files import CLASSES, FEATURES
 from jmp_train.synthetic_reddit import synthetic_reddit
 from jmp_train.tasks import reddit
 from jmp_train.tasks.graph_models import GAT
@@ -71,13 +71,14 @@ def _gat(key: jax.Array) -> GAT:
 def _prepare_gat(scale: float, folder: Path) -> None:
     data = synthetic_reddit(scale)
     graph = jax.tree.map(np.asarray, reddit.make_graph(data))
-    nodes = np.flatnonzero(data.node_types == TRAIN).astype(np.int32)
     names = {"lin.weight": "weight", "att_src": "left", "att_dst": "right", "bias": "bias"}
     params = []
     for layer in _gat(jax.random.key(0)).layers:
         arrays = {name: np.asarray(getattr(layer, ours)[...]) for name, ours in names.items()}
         params.append(arrays | {"lin.weight": arrays["lin.weight"].T})
-    write_prepared(folder, RedditGraph(graph, data.features, nodes, data.labels[nodes], params))
+    write_prepared(
+        folder, RedditGraph(graph, data.features, data.train, data.labels[data.train], params)
+    )
 
 
 def _part_of(data: RedditGraph, part: float) -> RedditGraph:

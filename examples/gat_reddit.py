@@ -17,8 +17,8 @@ import optax
 from flax import nnx
 
 import jmp_train as jt
-from jmp_train.graphs import GATConv, Graph
-from jmp_train.reddit_files import CLASSES, FEATURES, TEST, TRAIN, read_reddit
+from jmp_train.graphs import GATConv, Graph, read_reddit
+from jmp_train.graphs.reddit_files import CLASSES, FEATURES
 from jmp_train.synthetic_reddit import synthetic_reddit
 from jmp_train.tasks.reddit import make_graph
 
@@ -56,11 +56,8 @@ def main(use_fp16: bool, data_dir: Path | None, scale: float, epochs: int) -> No
     tx = jt.with_loss_scale(adam, jt.torch_loss_scale(enabled=use_fp16))
     step = jax.jit(jt.train_step(jt.stateless(loss_fn), tx, policy=policy), donate_argnums=0)
     state = jt.TrainState.create(params, tx)
-    batch = {
-        "features": data.features,
-        "label": data.labels,
-        "train_mask": data.node_types == TRAIN,
-    }
+    train_mask = np.isin(np.arange(data.num_nodes), data.train)
+    batch = {"features": data.features, "label": data.labels, "train_mask": train_mask}
     batch = jax.device_put(policy.cast_to_compute(batch)) | {"graph": make_graph(data)}
 
     for epoch in range(epochs):
@@ -71,7 +68,7 @@ def main(use_fp16: bool, data_dir: Path | None, scale: float, epochs: int) -> No
         print(f"epoch {epoch + 1}  loss {loss:.4f}  loss scale {loss_scale:g}  {seconds:.2f} s")
 
     logits = jax.jit(jt.apply_policy(predict, policy))(state.params, batch)
-    is_right = (np.argmax(logits, -1) == data.labels)[data.node_types == TEST]
+    is_right = np.argmax(logits, -1)[data.test] == data.labels[data.test]
     print(f"test accuracy {is_right.mean():.2%}")
 
 

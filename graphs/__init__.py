@@ -39,11 +39,14 @@ from jmp_train.graphs.neighbor_sampler import MiniBatch as MiniBatch
 from jmp_train.graphs.neighbor_sampler import NeighborSampler as NeighborSampler
 from jmp_train.graphs.neighbor_sampler import neighbor_sampler as neighbor_sampler
 from jmp_train.graphs.node_data import NodeData as NodeData
+from jmp_train.graphs.ogb import read_ogb as read_ogb
 from jmp_train.graphs.partial_updates import prop_edges as prop_edges
 from jmp_train.graphs.partial_updates import prop_nodes as prop_nodes
 from jmp_train.graphs.partial_updates import pull as pull
 from jmp_train.graphs.partial_updates import push as push
 from jmp_train.graphs.partial_updates import send_and_recv as send_and_recv
+from jmp_train.graphs.planetoid import read_planetoid as read_planetoid
+from jmp_train.graphs.reddit_files import read_reddit as read_reddit
 from jmp_train.graphs.sage_conv import SAGEConv as SAGEConv
 from jmp_train.graphs.sage_conv import sage_conv as sage_conv
 from jmp_train.graphs.segment import gather as gather

@@ -12,19 +12,12 @@ Reddit's 41 from 0.174 on.
 
 import numpy as np
 
-from jmp_train.reddit_files import (
-    CLASSES,
-    FEATURES,
-    TEST,
-    TRAIN,
-    VALIDATION,
-    RedditData,
-    sorted_ends,
-)
+from jmp_train.graphs.node_data import NodeData
+from jmp_train.graphs.reddit_files import CLASSES, FEATURES, sorted_ends
 
 NODES = 232_965
 EDGES = 114_615_892
-SPLIT = {TRAIN: 153_431, VALIDATION: 23_831, TEST: 55_703}
+TRAIN, TEST = 153_431, 55_703  # how many nodes; the other 23,831 are for validation
 
 _FEWEST = 100  # nodes
 _DENSEST = 1 / 8  # of all pairs
@@ -35,7 +28,7 @@ _DRAWN_FOR_LARGEST = (
 _DRAWN_AT_ONCE = 2**22
 
 
-def synthetic_reddit(scale: float = 1.0, seed: int = 0) -> RedditData:
+def synthetic_reddit(scale: float = 1.0, seed: int = 0) -> NodeData:
     """Returns a graph like Reddit's, with as many nodes and edges as the module says.
 
     Args:
@@ -72,13 +65,12 @@ def synthetic_reddit(scale: float = 1.0, seed: int = 0) -> RedditData:
         rows = features[start : start + 2**14]
         rows += centres[labels[start : start + 2**14]]
         rows *= np.float32(0.5**0.5)
-    node_types = np.full(nodes, VALIDATION, np.int8)
-    order = random.permutation(nodes)
-    node_types[order[: round(SPLIT[TRAIN] * scale)]] = TRAIN
-    node_types[order[nodes - round(SPLIT[TEST] * scale) :]] = TEST
+    order = random.permutation(nodes).astype(np.int32)
+    parts = np.split(order, [round(TRAIN * scale), nodes - round(TEST * scale)])
+    train, validation, test = map(np.sort, parts)
 
     senders, receivers = both_ways(_draw_pairs(random, labels, pairs), nodes)
-    return RedditData(senders, receivers, features, labels, node_types)
+    return NodeData(senders, receivers, features, labels, CLASSES, train, validation, test)
 
 
 def heavy_tailed(count: int, mean: float, largest: float) -> np.ndarray:

@@ -14,19 +14,19 @@ import optax
 from flax import nnx
 
 from jmp_train.graphs.graph import Graph, from_edges
-from jmp_train.reddit_files import (
+from jmp_train.graphs.node_data import NodeData
+from jmp_train.graphs.reddit_files import (
     CLASSES,
+    DATA_FILE,
     FEATURES,
-    TEST,
-    TRAIN,
-    RedditData,
-    missing_folder,
+    GRAPH_FILES,
+    PUBLIC,
     read_reddit,
     sorted_ends,
 )
 from jmp_train.synthetic_reddit import synthetic_reddit
 from jmp_train.tasks.graph_models import GAT, cross_entropy
-from jmp_train.tasks.task import Arrays, Task, TaskOptions
+from jmp_train.tasks.task import Task, TaskOptions
 
 HIDDEN = 256
 HEADS = (1, 1, 1)
@@ -37,7 +37,7 @@ def load(options: TaskOptions) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data; nothing on a device."""
     heads = _checked_heads(options.heads)
     data = _data(options)
-    rows = {kind: _rows(data, kind) for kind in (TRAIN, TEST)}
+    train, test = ({"node": ids, "label": data.labels[ids]} for ids in (data.train, data.test))
 
     def make(key: jax.Array) -> GAT:
         return GAT(FEATURES, HIDDEN, CLASSES, heads, rngs=nnx.Rngs(key))
@@ -56,15 +56,15 @@ def load(options: TaskOptions) -> Task:
 
     return Task(
         name="reddit",
-        train=rows[TRAIN],
-        test=rows[TEST],
+        train=train,
+        test=test,
         prepare=lambda rows: rows,
         init=init,
         loss_fn=cross_entropy(predict),
         predict=predict,
         schedule=lambda steps: optax.constant_schedule(1e-3),
         optimizer=adam_with_l2,
-        batch_size=options.train_size or len(rows[TRAIN]["label"]),
+        batch_size=options.train_size or len(data.train),
         epochs=100,
         shared=lambda: {"graph": make_graph(data), "features": data.features},
     )
@@ -87,7 +87,7 @@ def adam_with_l2(learning_rate: Any) -> optax.GradientTransformation:
     return optax.chain(optax.add_decayed_weights(WEIGHT_DECAY), optax.adam(learning_rate))
 
 
-def make_graph(data: RedditData) -> Graph:
+def make_graph(data: NodeData) -> Graph:
     """Returns the graph with one loop at each node; of its edges, only what streaming needs is kept.
 
     Args:
@@ -95,9 +95,9 @@ def make_graph(data: RedditData) -> Graph:
 
     Example:
       >>> import numpy as np
-      >>> from jmp_train.reddit_files import RedditData
+      >>> from jmp_train.graphs.node_data import NodeData
       >>> ends, none = np.array([[0, 1, 1], [1, 0, 1]], np.int32), np.zeros(2, np.int32)
-      >>> graph = make_graph(RedditData(ends[0], ends[1], none, none, none))
+      >>> graph = make_graph(NodeData(ends[0], ends[1], none, none, 1, none, none, none))
       >>> graph.num_edges, graph.in_degrees.tolist()
       (4, [2, 2])
     """
@@ -111,7 +111,7 @@ def make_graph(data: RedditData) -> Graph:
     return from_edges(senders, receivers, n_node, formats=("csr",))
 
 
-def _data(options: TaskOptions) -> RedditData:
+def _data(options: TaskOptions) -> NodeData:
     if options.synthetic:
         if options.data_dir is not None:
             raise ValueError("--data-dir and --synthetic exclude each other")
@@ -119,7 +119,10 @@ def _data(options: TaskOptions) -> RedditData:
     if options.scale is not None:
         raise ValueError(f"scale={options.scale}: the real graph has one size; add --synthetic")
     if options.data_dir is None:
-        raise missing_folder()
+        raise FileNotFoundError(
+            f"task reddit wants --data-dir, the folder of {GRAPH_FILES[0]} and {DATA_FILE} "
+            f"(or --synthetic); {PUBLIC}"
+        )
     return read_reddit(options.data_dir)
 
 
@@ -129,8 +132,3 @@ def _checked_heads(heads: tuple[int, ...] | None) -> tuple[int, ...]:
     if len(heads) != len(HEADS) or any(count < 1 for count in heads):
         raise ValueError(f"heads={heads} must be {len(HEADS)} numbers of at least 1, one a layer")
     return heads
-
-
-def _rows(data: RedditData, kind: int) -> Arrays:
-    nodes = np.flatnonzero(data.node_types == kind).astype(np.int32)
-    return {"node": nodes, "label": data.labels[nodes]}

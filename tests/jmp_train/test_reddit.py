@@ -16,8 +16,8 @@ from helpers import relaxed
 import jmp_train as jt
 from jmp_train import cli
 from jmp_train.cli import main
+from jmp_train.graphs.node_data import NodeData
 from jmp_train.policies.loss_scaled_optimizer import with_loss_scale
-from jmp_train.reddit_files import RedditData
 from jmp_train.synthetic_reddit import synthetic_reddit
 from jmp_train.tasks import load_task
 from jmp_train.tasks.reddit import adam_with_l2, make_graph
@@ -49,8 +49,11 @@ def test_the_made_up_graph_has_reddits_counts(
     assert data.senders.dtype == data.receivers.dtype == np.int32
     assert np.bincount(data.labels).min() >= nodes // classes
     assert data.labels.max() == classes - 1
-    split = np.bincount(data.node_types)[1:] / nodes
-    np.testing.assert_allclose(split, np.array([153_431, 23_831, 55_703]) / 232_965, atol=0.005)
+    split = [data.train, data.validation, data.test]
+    shares = [len(ids) / nodes for ids in split]
+    np.testing.assert_allclose(shares, np.array([153_431, 23_831, 55_703]) / 232_965, atol=0.005)
+    assert sorted(np.concatenate(split).tolist()) == list(range(nodes))
+    assert all((np.diff(ids) > 0).all() for ids in split)
     # Sorted by receiver, then sender; no edge twice, no loops, and each both ways.
     keys = data.receivers.astype(np.int64) * nodes + data.senders
     assert (np.diff(keys) > 0).all()
@@ -68,8 +71,8 @@ def test_the_made_up_graph_has_reddits_counts(
 
 def test_the_seed_makes_the_data() -> None:
     one, same, other = (synthetic_reddit(TINY, seed) for seed in (3, 3, 4))
-    for field in dataclasses.fields(RedditData):
-        arrays = [getattr(data, field.name) for data in (one, same, other)]
+    for name in ("senders", "receivers", "features", "labels", "train", "validation", "test"):
+        arrays = [getattr(data, name) for data in (one, same, other)]
         np.testing.assert_array_equal(arrays[0], arrays[1])
         assert not np.array_equal(arrays[0], arrays[2])
 
@@ -87,7 +90,7 @@ def test_scales_out_of_range_are_named() -> None:
 def test_each_node_has_one_loop() -> None:
     none = np.zeros(4, np.int32)
     senders, receivers = np.array([[2, 1, 3, 1, 2], [0, 1, 1, 1, 2]], np.int32)
-    graph = make_graph(RedditData(senders, receivers, none, none, none))
+    graph = make_graph(NodeData(senders, receivers, none, none, 1, none, none, none))
     neighbors = graph.connections.neighbors
     assert neighbors is not None
     assert graph.in_degrees.tolist() == [2, 2, 1, 1]
@@ -146,10 +149,10 @@ def test_the_loss_is_the_training_nodes(tiny: Task) -> None:
     logits = np.asarray(logits, np.float64)
     logits -= logits.max(axis=1, keepdims=True)
     losses = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(logits)), data.labels]
-    assert float(loss) == pytest.approx(losses[data.node_types == 1].mean(), rel=1e-5)
+    assert float(loss) == pytest.approx(losses[data.train].mean(), rel=1e-5)
     assert float(loss) != pytest.approx(losses.mean(), rel=1e-5)
     assert set(tiny.train["node"]).isdisjoint(tiny.test["node"])
-    assert (data.node_types[tiny.test["node"]] == 3).all()
+    assert tiny.test["node"].tolist() == data.test.tolist()
 
 
 def test_graph_and_features_are_arguments_of_the_step(tiny: Task) -> None:
@@ -237,7 +240,9 @@ def test_a_run_from_files(tmp_path: Path) -> None:
     ends, entries = (data.senders, data.receivers), np.ones(len(data.senders))
     graph = scipy.sparse.coo_matrix((entries, ends), shape=(data.num_nodes, data.num_nodes))
     scipy.sparse.save_npz(tmp_path / "reddit_graph.npz", graph)
-    nodes = {"feature": data.features, "label": data.labels, "node_types": data.node_types}
+    node_types = np.full(data.num_nodes, 2)
+    node_types[data.train], node_types[data.test] = 1, 3
+    nodes = {"feature": data.features, "label": data.labels, "node_types": node_types}
     np.savez(tmp_path / "reddit_data.npz", allow_pickle=False, **nodes)
     read = load_task("reddit", TaskOptions(data_dir=tmp_path))
     made = load_task("reddit", TaskOptions(synthetic=True, scale=TINY))

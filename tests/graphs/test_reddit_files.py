@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jmp_train.reddit_files import read_reddit
+from jmp_train.graphs import read_reddit
 
 SENDERS, RECEIVERS = [0, 1, 1, 3, 2], [1, 0, 3, 1, 2]
 
@@ -53,21 +55,23 @@ def test_the_files_of_either_archive(folder: Path, name: str) -> None:
     assert data.num_nodes == 4
     assert (data.senders.tolist(), data.receivers.tolist()) == (SENDERS, RECEIVERS)
     assert data.labels.tolist() == [3, 40, 0, 7]
-    assert data.node_types.tolist() == [1, 3, 2, 1]
+    assert (data.train.tolist(), data.validation.tolist()) == ([0, 3], [2])
+    assert (data.test.tolist(), data.num_classes) == ([1], 41)
     np.testing.assert_array_equal(data.features, np.arange(4 * 602.0).reshape(4, 602))
-    dtypes = [x.dtype.name for x in (data.senders, data.receivers, data.features, data.labels)]
-    assert dtypes == ["int32", "int32", "float32", "int32"]
+    ids = (data.senders, data.receivers, data.labels, data.train, data.validation, data.test)
+    assert {x.dtype.name for x in ids} == {"int32"}
+    assert data.features.dtype == np.float32
 
 
 def test_missing_files_are_named_with_their_address(folder: Path) -> None:
     address = "Reddit's two files are public in https://data.dgl.ai/dataset/reddit.zip"
     (folder / "reddit_data.npz").unlink()
     message = fault(folder, FileNotFoundError)
-    assert message == f"--data-dir {folder} lacks reddit_data.npz; {address}"
+    assert message == f"data_dir {folder} lacks reddit_data.npz; {address}"
     (folder / "reddit_graph.npz").unlink()
     message = fault(folder, FileNotFoundError)
     names = "reddit_graph.npz or reddit_self_loop_graph.npz and reddit_data.npz"
-    assert message == f"--data-dir {folder} lacks {names}; {address}"
+    assert message == f"data_dir {folder} lacks {names}; {address}"
     with pytest.raises(FileNotFoundError, match="nowhere is no folder; Reddit's two files are"):
         read_reddit(folder / "nowhere")
 
@@ -85,6 +89,34 @@ def test_damaged_files_are_named(folder: Path, name: str) -> None:
     middle = info.header_offset + 30 + len(wrong) + info.compress_size // 2
     (folder / name).write_bytes(content[:middle] + b"?!?!" + content[middle + 4 :])
     assert fault(folder).startswith(f"{name}: '{wrong[:-4]}' cannot be read: ")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_changed_bytes_never_make_data_of_another_shape(tmp_path_factory: Any, data: Any) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    write_graph(folder / "reddit_graph.npz")
+    np.savez_compressed(
+        folder / "reddit_data.npz",
+        feature=np.ones((4, 602), np.float32),
+        label=[3, 40, 0, 7],
+        node_types=[1, 3, 2, 1],
+    )
+    path = folder / data.draw(st.sampled_from(["reddit_graph.npz", "reddit_data.npz"]))
+    content = bytearray(path.read_bytes())
+    directory = content.find(b"PK\x01\x02")  # of the zip file, half of the changes are there
+    least = data.draw(st.sampled_from([0, directory]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(least, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.sampled_from([len(content), len(content) - 1]))])
+    try:
+        read = read_reddit(folder)
+    except ValueError as error:
+        assert str(error).startswith(str(path))
+        assert "\n" not in str(error)
+        return
+    assert (read.senders.tolist(), read.receivers.tolist()) == (SENDERS, RECEIVERS)
+    assert read.labels.tolist() == [3, 40, 0, 7]
 
 
 def test_objects_are_not_unpickled(folder: Path) -> None:
@@ -109,6 +141,7 @@ def test_objects_are_not_unpickled(folder: Path) -> None:
             {"feature": np.full((4, 602), [[1], [1], [np.nan], [1]])},
             ": 'feature' is not finite in row 2",
         ),
+        ({"feature": np.full((4, 602), 1e39)}, ": 'feature' is not finite in row 0"),
         ({"label": [0.0, 1.0, 2.0, 3.0]}, ": 'label' has float64, no integers"),
         ({"label": [0, 41, 2, 3]}, ": 'label' has 41 at row 1, where 0 to 40 are right"),
         ({"node_types": [1, 2, 3, 0]}, ": 'node_types' has 0 at row 3, where 1 to 3 are right"),
@@ -132,6 +165,7 @@ def test_faults_of_the_nodes_are_named(folder: Path, changed: Any, message: str)
         ),
         ({"row": np.array(SENDERS, float)}, ": 'row' has float64, no integers"),
         ({"shape": [5]}, ": 'shape' is [5], where [nodes, nodes] is wanted"),
+        ({"shape": [4.0, 4.0]}, ": 'shape' is [4.0, 4.0], where [nodes, nodes] is wanted"),
     ],
 )
 def test_faults_of_the_edges_are_named(folder: Path, changed: Any, message: str) -> None:

@@ -1,56 +1,33 @@
 """Reddit's graph of posts, as DGL publishes it: two npz files, one of them a scipy sparse matrix."""
 
-import dataclasses
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from jmp_train.graphs.node_data import NodeData
+
 FEATURES = 602
 CLASSES = 41
-TRAIN, VALIDATION, TEST = 1, 2, 3  # what `node_types` says of a node
 
 GRAPH_FILES = ("reddit_graph.npz", "reddit_self_loop_graph.npz")  # either will do
 DATA_FILE = "reddit_data.npz"
-ADDRESS = "https://data.dgl.ai/dataset/reddit.zip"
+PUBLIC = "Reddit's two files are public in https://data.dgl.ai/dataset/reddit.zip"
+
+_TRAIN, _VALIDATION, _TEST = 1, 2, 3  # what `node_types` says of a node
 
 Arrays = dict[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True)
-class RedditData:
-    """Posts that are joined where a user commented on both; a post's class is its community.
-
-    Attributes:
-      senders: int32 [edges]; an edge that joins two posts is there both ways.
-      receivers: int32 [edges].
-      features: float32 [nodes, 602].
-      labels: int32 [nodes], from 0 to 40.
-      node_types: int8 [nodes], `TRAIN`, `VALIDATION` or `TEST`.
-    """
-
-    senders: np.ndarray
-    receivers: np.ndarray
-    features: np.ndarray
-    labels: np.ndarray
-    node_types: np.ndarray
-
-    @property
-    def num_nodes(self) -> int:
-        """How many posts there are."""
-        return len(self.labels)
-
-
-def read_reddit(data_dir: Path) -> RedditData:
-    """Reads Reddit's graph and what is known of its nodes.
+def read_reddit(data_dir: Path | str) -> NodeData:
+    """Reads Reddit's graph: posts, joined where a user commented on both, whose class is their community.
 
     Args:
       data_dir: the folder of `reddit_graph.npz`, or `reddit_self_loop_graph.npz`, and `reddit_data.npz`.
 
     Returns:
-      The data, its edges as they are in the file.
+      The data, its edges as they are in the file; features are 602 wide, and there are 41 classes.
 
     Raises:
       FileNotFoundError: a file is missing; the message says where it is public.
@@ -68,10 +45,12 @@ def read_reddit(data_dir: Path) -> RedditData:
       >>> data = read_reddit(folder)
       >>> data.senders.tolist(), data.receivers.tolist(), data.labels.tolist()
       ([0, 1, 2], [1, 0, 2], [0, 40, 1])
+      >>> data.train.tolist(), data.validation.tolist(), data.test.tolist()
+      ([0], [1], [2])
 
     Reference: https://docs.dgl.ai/generated/dgl.data.RedditDataset.html.
     """
-    graph_path, data_path = _find_files(data_dir)
+    graph_path, data_path = _find_files(Path(data_dir))
     senders, receivers, num_nodes = _read_graph(graph_path)
     arrays = _read_npz(data_path, ("feature", "label", "node_types"))
     shapes = {"feature": (num_nodes, FEATURES), "label": (num_nodes,), "node_types": (num_nodes,)}
@@ -83,20 +62,29 @@ def read_reddit(data_dir: Path) -> RedditData:
             )
     if not np.issubdtype(arrays["feature"].dtype, np.floating):
         raise ValueError(f"{data_path}: 'feature' has {arrays['feature'].dtype}, no floats")
-    is_finite = np.isfinite(arrays["feature"]).all(axis=1)
+    with np.errstate(over="ignore"):
+        features = arrays["feature"].astype(np.float32, copy=False)
+    is_finite = np.isfinite(features).all(axis=1)
     if not is_finite.all():
         raise ValueError(f"{data_path}: 'feature' is not finite in row {is_finite.argmin()}")
     _check_integers(data_path, "label", arrays["label"], 0, CLASSES - 1)
-    _check_integers(data_path, "node_types", arrays["node_types"], TRAIN, TEST)
-    for kind, name in ((TRAIN, "train"), (TEST, "test")):
+    _check_integers(data_path, "node_types", arrays["node_types"], _TRAIN, _TEST)
+    for kind, name in ((_TRAIN, "train"), (_TEST, "test")):
         if kind not in arrays["node_types"]:
             raise ValueError(f"{data_path}: 'node_types' has no {kind}: no node to {name} on")
-    return RedditData(
+    train, validation, test = (
+        np.flatnonzero(arrays["node_types"] == kind).astype(np.int32)
+        for kind in (_TRAIN, _VALIDATION, _TEST)
+    )
+    return NodeData(
         senders,
         receivers,
-        arrays["feature"].astype(np.float32, copy=False),
+        features,
         arrays["label"].astype(np.int32),
-        arrays["node_types"].astype(np.int8),
+        CLASSES,
+        train,
+        validation,
+        test,
     )
 
 
@@ -119,34 +107,14 @@ def sorted_ends(keys: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarra
 
 def _find_files(data_dir: Path) -> tuple[Path, Path]:
     if not data_dir.is_dir():
-        raise FileNotFoundError(f"--data-dir {data_dir} is no folder; {_where_public()}")
+        raise FileNotFoundError(f"data_dir {data_dir} is no folder; {PUBLIC}")
     graphs = [data_dir / name for name in GRAPH_FILES if (data_dir / name).is_file()]
     data = data_dir / DATA_FILE
     missing = [] if graphs else [" or ".join(GRAPH_FILES)]
     missing += [] if data.is_file() else [DATA_FILE]
     if missing:
-        raise FileNotFoundError(
-            f"--data-dir {data_dir} lacks {' and '.join(missing)}; {_where_public()}"
-        )
+        raise FileNotFoundError(f"data_dir {data_dir} lacks {' and '.join(missing)}; {PUBLIC}")
     return graphs[0], data
-
-
-def _where_public() -> str:
-    return f"Reddit's two files are public in {ADDRESS}"
-
-
-def missing_folder() -> FileNotFoundError:
-    """Returns the error for who says neither where the files are nor that data is to be made up.
-
-    Example:
-      >>> print(missing_folder())
-      task reddit wants --data-dir, the folder of reddit_graph.npz and reddit_data.npz (or --synthetic); \
-Reddit's two files are public in https://data.dgl.ai/dataset/reddit.zip
-    """
-    return FileNotFoundError(
-        f"task reddit wants --data-dir, the folder of {GRAPH_FILES[0]} and {DATA_FILE} "
-        f"(or --synthetic); {_where_public()}"
-    )
 
 
 def _read_graph(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
@@ -156,7 +124,8 @@ def _read_graph(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
         kind = arrays["format"].tolist()
         raise ValueError(f"{path} holds a sparse matrix in the format {kind!r}, not in b'coo'")
     shape = arrays["shape"].tolist()
-    if not isinstance(shape, list) or len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
+    is_pair = isinstance(shape, list) and len(shape) == 2 and type(shape[0]) is int
+    if not is_pair or shape[0] != shape[1] or shape[0] < 1:
         raise ValueError(f"{path}: 'shape' is {shape}, where [nodes, nodes] is wanted")
     rows, columns = arrays["row"], arrays["col"]
     if rows.ndim != 1 or rows.shape != columns.shape:
@@ -173,17 +142,19 @@ def _read_npz(path: Path, names: Sequence[str]) -> Arrays:
     """Returns arrays of an npz file, without unpickling anything."""
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is no npz file, or an incomplete one")
-    with np.load(path, allow_pickle=False) as archive:
-        missing = [name for name in names if name not in archive]
-        if missing:
-            raise ValueError(f"{path} has no {missing[0]!r}, only {', '.join(archive)}")
-        arrays = {}
-        for name in names:
-            try:
-                arrays[name] = archive[name]
-            except (EOFError, OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-                fault = str(error).partition("\n")[0]
-                raise ValueError(f"{path}: {name!r} cannot be read: {fault}") from None
+    part, arrays = "its list of arrays", {}
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            present = archive.files
+            for name in set(names) & set(present):
+                part = repr(name)
+                arrays[name] = np.asarray(archive[name])
+    except Exception as error:  # noqa: BLE001  # what wrong bytes lead zipfile and numpy to
+        fault = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: {part} cannot be read: {fault}") from None
+    missing = [name for name in names if name not in arrays]
+    if missing:
+        raise ValueError(f"{path} has no {missing[0]!r}, only {', '.join(present)}")
     return arrays
 
 

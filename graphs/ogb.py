@@ -1,0 +1,210 @@
+"""Data sets of node classification in the csv files of the Open Graph Benchmark (OGB)."""
+
+from pathlib import Path
+
+import numpy as np
+
+from jmp_train.graphs.csv_tables import read_csv_table
+from jmp_train.graphs.node_data import NodeData
+
+ADDRESS = "https://ogb.stanford.edu/docs/nodeprop"
+
+_NEEDED = ("edge", "num-node-list", "num-edge-list", "node-feat", "node-label")
+_LARGEST = 2**31 - 1  # of a label, and of the number of nodes or edges
+
+
+def read_ogb(
+    data_dir: Path | str, split: str | None = None, *, add_inverse_edge: bool = False
+) -> NodeData:
+    r"""Reads a data set in OGB's layout of csv files, such as ogbn-arxiv or ogbn-products.
+
+    Each file may be gzipped (`edge.csv.gz`) or not (`edge.csv`); none has a header.
+
+    Args:
+      data_dir: the folder of `raw`, with edge, num-node-list, num-edge-list, node-feat, node-label and, where
+        there are any, edge-feat and node_year; and of `split/<scheme>`, with train, valid and test.
+      split: the name of the scheme; where there is one only, it need not be named.
+      add_inverse_edge: whether each edge is followed by the same one the other way round, with the same
+        features, as OGB does for ogbn-products.
+
+    Returns:
+      The data, edges and ids of the split in the order of the files; years are `nodes["year"]`, int32
+      [nodes], and features of edges `edges["feat"]`, float32 [edges, width]. A label that is NaN is -1.
+
+    Raises:
+      FileNotFoundError: files are missing; the message names them and says where they are public.
+      ValueError: `split` is none of the schemes, or does not choose among several; or a file is damaged, or
+        does not fit the others: the message names it, and the row and the fault.
+
+    Example:
+      >>> import tempfile
+      >>> folder = Path(tempfile.mkdtemp())
+      >>> files = {"raw/edge": "0,1\n1,2\n", "raw/num-node-list": "3\n", "raw/num-edge-list": "2\n",
+      ...          "raw/node-feat": "0.5,1\n1,2\n2,4\n", "raw/node-label": "1\n0\nnan\n",
+      ...          "split/time/train": "0\n", "split/time/valid": "", "split/time/test": "1\n"}
+      >>> for name, text in files.items():
+      ...     (folder / name).parent.mkdir(parents=True, exist_ok=True)
+      ...     _ = (folder / f"{name}.csv").write_text(text)
+      >>> data = read_ogb(folder, add_inverse_edge=True)
+      >>> data.senders.tolist(), data.receivers.tolist(), data.labels.tolist(), data.num_classes
+      ([0, 1, 1, 2], [1, 0, 2, 1], [1, 0, -1], 2)
+
+    Reference: Hu et al., Open Graph Benchmark, https://arxiv.org/abs/2005.00687;
+    https://github.com/snap-stanford/ogb (ogb/io/read_graph_raw.py).
+    """
+    raw = Path(data_dir) / "raw"
+    if (raw / "data.npz").is_file():
+        raise ValueError(
+            f"{raw / 'data.npz'} is of OGB's binary layout (ogbn-papers100M), which is not supported"
+        )
+    paths = _find_files(raw, _NEEDED)
+    split_paths = _find_split(Path(data_dir) / "split", split)
+    num_nodes = _read_count(paths["num-node-list"])
+    num_edges = _read_count(paths["num-edge-list"])
+    ends = _read_ids(paths["edge"], 2, num_nodes)
+    _check_rows(paths["edge"], ends, num_edges, paths["num-edge-list"])
+    features = _read_features(paths["node-feat"], num_nodes, paths["num-node-list"])
+    labels = _read_labels(paths["node-label"], num_nodes, paths["num-node-list"])
+    train, validation, test = _read_split(split_paths, labels)
+
+    nodes, edges = {}, {}
+    if year := _find(raw, "node_year"):
+        nodes["year"] = _read_year(year, num_nodes, paths["num-node-list"])
+    if feat := _find(raw, "edge-feat"):
+        edges["feat"] = _read_features(feat, num_edges, paths["num-edge-list"])
+    if add_inverse_edge:
+        ends = np.stack([ends, ends[:, ::-1]], axis=1).reshape(-1, 2)
+        edges = {name: np.repeat(array, 2, axis=0) for name, array in edges.items()}
+    senders, receivers = (np.ascontiguousarray(ids) for ids in ends.T)
+    classes = int(labels.max()) + 1
+    return NodeData(
+        senders, receivers, features, labels, classes, train, validation, test, nodes, edges
+    )
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    paths = (folder / f"{name}.csv.gz", folder / f"{name}.csv")
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _find_files(folder: Path, names: tuple[str, ...]) -> dict[str, Path]:
+    found = {name: path for name in names if (path := _find(folder, name))}
+    missing = [f"{name}.csv.gz" for name in names if name not in found]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder} lacks {', '.join(missing)}; OGB's data sets are public in {ADDRESS}"
+        )
+    return found
+
+
+def _find_split(folder: Path, split: str | None) -> dict[str, Path]:
+    """Returns the paths of a scheme's three files."""
+    schemes = sorted(path.name for path in folder.glob("*/"))
+    if not schemes:
+        raise FileNotFoundError(
+            f"{folder} has no folder of a split; OGB's data sets are public in {ADDRESS}"
+        )
+    if split not in schemes and (split is not None or len(schemes) > 1):
+        raise ValueError(
+            f"split={split!r} must be one of {', '.join(map(repr, schemes))}, which are in {folder}"
+        )
+    return _find_files(folder / (split or schemes[0]), ("train", "valid", "test"))
+
+
+def _read_count(path: Path) -> int:
+    counts = read_csv_table(path, np.int32)
+    if counts.shape != (1, 1):
+        raise ValueError(f"{path} has {counts.size} numbers, where that of one graph is wanted")
+    if counts[0, 0] < 0:
+        raise ValueError(f"{path} has the number {counts[0, 0]}, which is negative")
+    return int(counts[0, 0])
+
+
+def _read_ids(path: Path, columns: int, num_nodes: int) -> np.ndarray:
+    """Returns int32 [rows, columns]."""
+    ids = read_csv_table(path, np.int32)
+    if not ids.size:
+        return np.zeros((0, columns), np.int32)
+    _check_columns(path, ids, columns)
+    if not 0 <= ids.min() <= ids.max() < num_nodes:
+        row, column = np.argwhere((ids < 0) | (ids >= num_nodes))[0]
+        raise ValueError(
+            f"{path}: row {row}, column {column} is {ids[row, column]}, where the graph has "
+            f"{num_nodes} nodes"
+        )
+    return ids
+
+
+def _read_features(path: Path, rows: int, counted_by: Path) -> np.ndarray:
+    """Returns float32 [rows, width], finite."""
+    features = read_csv_table(path, np.float32)
+    _check_rows(path, features, rows, counted_by)
+    is_finite = np.isfinite(features).all(axis=1)
+    if not is_finite.all():
+        raise ValueError(f"{path}: row {is_finite.argmin()} is not finite")
+    return features
+
+
+def _read_labels(path: Path, rows: int, counted_by: Path) -> np.ndarray:
+    """Returns int32 [rows], -1 where the file has NaN."""
+    labels = read_csv_table(path, np.float64)
+    if labels.shape[1] > 1:
+        raise ValueError(
+            f"{path} has {labels.shape[1]} columns: several labels a node are not supported, one is"
+        )
+    _check_rows(path, labels, rows, counted_by)
+    if np.isnan(labels).all():
+        raise ValueError(f"{path} has no label")
+    return _whole(path, np.where(np.isnan(labels), -1, labels), ~np.isnan(labels))
+
+
+def _read_year(path: Path, rows: int, counted_by: Path) -> np.ndarray:
+    """Returns int32 [rows]."""
+    years = read_csv_table(path, np.float64)
+    _check_rows(path, years, rows, counted_by)
+    _check_columns(path, years, 1)
+    return _whole(path, years, np.full(years.shape, True))
+
+
+def _whole(path: Path, numbers: np.ndarray, is_given: np.ndarray) -> np.ndarray:
+    """Returns int32 [rows] of float64 [rows, 1]; those that are given must be whole and not negative."""
+    is_right = (numbers >= 0) & (numbers <= _LARGEST) & (numbers == np.floor(numbers))
+    is_wrong = is_given & ~is_right
+    if is_wrong.any():
+        row = int(is_wrong[:, 0].argmax())
+        raise ValueError(
+            f"{path}: row {row} is {numbers[row, 0]:g}, where whole numbers from 0 are right"
+        )
+    return numbers[:, 0].astype(np.int32)
+
+
+def _read_split(paths: dict[str, Path], labels: np.ndarray) -> list[np.ndarray]:
+    """Returns the ids of training, validation and test nodes, int32 [nodes of that part]."""
+    parts, is_taken = [], np.full(len(labels), False)
+    for name, path in paths.items():
+        ids = _read_ids(path, 1, len(labels))[:, 0]
+        if not len(ids) and name != "valid":
+            raise ValueError(f"{path} names no node")
+        is_first = np.full(len(ids), False)
+        is_first[np.unique(ids, return_index=True)[1]] = True
+        is_again = is_taken[ids] | ~is_first
+        for is_wrong, fault in (
+            (is_again, "is in the split twice"),
+            (labels[ids] < 0, "has no label"),
+        ):
+            if is_wrong.any():
+                row = int(is_wrong.argmax())
+                raise ValueError(f"{path}: row {row} is {ids[row]}, which {fault}")
+        is_taken[ids] = True
+        parts.append(np.ascontiguousarray(ids))
+    return parts
+
+
+def _check_columns(path: Path, table: np.ndarray, columns: int) -> None:
+    if table.shape[1] != columns:
+        raise ValueError(f"{path} has {table.shape[1]} columns, where {columns} are wanted")
+
+
+def _check_rows(path: Path, table: np.ndarray, rows: int, counted_by: Path) -> None:
+    if len(table) != rows:
+        raise ValueError(f"{path} has {len(table)} rows, where {counted_by.name} says {rows}")

@@ -1,0 +1,240 @@
+import gzip
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jmp_train.graphs import read_ogb
+from jmp_train.graphs.csv_tables import read_csv_table
+
+EDGES = [[0, 1], [4, 2], [2, 2], [1, 0]]
+FILES = {
+    "raw/edge": "0,1\n4,2\n2,2\n1,0\n",
+    "raw/num-node-list": "5\n",
+    "raw/num-edge-list": "4\n",
+    "raw/node-feat": "0.5,-1\n1e-3,2\n0,4\n7,8\n9,10\n",
+    "raw/node-label": "2\n0\nnan\n0\n3.0\n",
+    "raw/edge-feat": "1,2,3\n4,5,6\n7,8,9\n0.5,0,0\n",
+    "raw/node_year": "2013\n2014\n2015\n2016\n2017\n",
+    "split/time/train": "4\n0\n",
+    "split/time/valid": "1\n",
+    "split/time/test": "3\n",
+}
+
+
+def write(folder: Path, zipped: bool = True, files: Mapping[str, str] = FILES) -> None:
+    for name, text in files.items():
+        path = folder / f"{name}.csv{'.gz' if zipped else ''}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(text.encode(), mtime=0) if zipped else text.encode())
+
+
+@pytest.fixture(name="folder")
+def fixture_folder(tmp_path: Path) -> Path:
+    write(tmp_path)
+    return tmp_path
+
+
+def fault(folder: Path, kind: type[Exception] = ValueError, **options: Any) -> str:
+    """Returns the message, one line, without the folder that it starts with."""
+    with pytest.raises(kind) as caught:
+        read_ogb(folder, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(folder) in message
+    return message.removeprefix(f"{folder}/")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_the_layout(tmp_path: Path, zipped: bool) -> None:
+    write(tmp_path, zipped)
+    data = read_ogb(str(tmp_path))
+    assert np.stack([data.senders, data.receivers], 1).tolist() == EDGES
+    features = np.array([[0.5, -1], [1e-3, 2], [0, 4], [7, 8], [9, 10]], np.float32)
+    np.testing.assert_array_equal(data.features, features)
+    assert (data.labels.tolist(), data.num_classes) == ([2, 0, -1, 0, 3], 4)
+    assert (data.train.tolist(), data.validation.tolist()) == ([4, 0], [1])
+    assert data.test.tolist() == [3]
+    assert data.nodes["year"].tolist() == [2013, 2014, 2015, 2016, 2017]
+    assert data.edges["feat"].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [0.5, 0, 0]]
+    ids = [data.senders, data.receivers, data.labels, data.train, data.validation, data.test]
+    assert {x.dtype.name for x in [*ids, data.nodes["year"]]} == {"int32"}
+    assert {x.dtype.name for x in (data.features, data.edges["feat"])} == {"float32"}
+    assert all(x.flags.c_contiguous for x in ids)
+
+
+def test_edges_are_followed_by_their_inverse(folder: Path) -> None:
+    data = read_ogb(folder, add_inverse_edge=True)
+    # As ogb/io/read_graph_raw.py does it.
+    edge = np.array(EDGES).T
+    duplicated = np.repeat(edge, 2, axis=1)
+    duplicated[0, 1::2] = duplicated[1, 0::2]
+    duplicated[1, 1::2] = edge[0]
+    np.testing.assert_array_equal(np.stack([data.senders, data.receivers]), duplicated)
+    assert data.num_edges == 8
+    assert data.edges["feat"][:, 0].tolist() == [1, 1, 4, 4, 7, 7, 0.5, 0.5]
+
+
+def test_files_that_need_not_be_there(folder: Path) -> None:
+    for name in ("edge-feat", "node_year"):
+        (folder / f"raw/{name}.csv.gz").unlink()
+    data = read_ogb(folder)
+    assert (data.nodes, data.edges) == ({}, {})
+    write(folder, files={"raw/edge": "", "raw/num-edge-list": "0\n", "split/time/valid": ""})
+    data = read_ogb(folder, add_inverse_edge=True)
+    assert (data.num_edges, data.senders.dtype, len(data.validation)) == (0, np.int32, 0)
+
+
+def test_the_split_is_chosen_by_name(folder: Path) -> None:
+    (folder / "split/notes.txt").write_text("no folder")
+    assert read_ogb(folder, "time").train.tolist() == [4, 0]
+    parts = {"train": "1\n", "valid": "0\n", "test": "4\n3\n"}
+    write(folder, False, {f"split/random/{name}": ids for name, ids in parts.items()})
+    assert read_ogb(folder, "random").test.tolist() == [4, 3]
+    are_there = f"must be one of 'random', 'time', which are in {folder}/split"
+    assert fault(folder) == f"split=None {are_there}"
+    for other in ("public", "", "../split/time", "notes.txt"):
+        assert fault(folder, split=other) == f"split={other!r} {are_there}"
+
+
+def test_missing_files_are_named_with_their_address(folder: Path) -> None:
+    address = "OGB's data sets are public in https://ogb.stanford.edu/docs/nodeprop"
+    (folder / "split/time/valid.csv.gz").unlink()
+    message = fault(folder, FileNotFoundError)
+    assert message == f"split/time lacks valid.csv.gz; {address}"
+    for part in ("train", "test"):
+        (folder / f"split/time/{part}.csv.gz").unlink()
+    (folder / "split/time").rmdir()
+    assert fault(folder, FileNotFoundError) == f"split has no folder of a split; {address}"
+    (folder / "raw/edge.csv.gz").unlink()
+    (folder / "raw/node-feat.csv.gz").unlink()
+    message = fault(folder, FileNotFoundError)
+    assert message == f"raw lacks edge.csv.gz, node-feat.csv.gz; {address}"
+    with pytest.raises(FileNotFoundError, match=r"nowhere/raw lacks edge.csv.gz, num-node-list"):
+        read_ogb(folder / "nowhere")
+
+
+def test_the_binary_layout_is_refused(folder: Path) -> None:
+    (folder / "raw/data.npz").write_bytes(b"")
+    message = "raw/data.npz is of OGB's binary layout (ogbn-papers100M), which is not supported"
+    assert fault(folder) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("raw/edge", "0,1\n4,x\n2,2\n1,0\n", ": row 1, column 1 is 'x', no whole number of int32"),
+        ("raw/edge", "0,1\n4,2.5\n2,2\n", ": row 1, column 1 is '2.5', no whole number of int32"),
+        ("raw/edge", "0,1\n\n4,2.0\n", ": row 1, column 1 is '2.0', no whole number of int32"),
+        ("raw/edge", "0,1\n4,99999999999\n", ": row 1, column 1 is '99999999999', no whole number"),
+        ("raw/edge", "0,1\n4,\n2,2\n1,0\n", ": row 1, column 1 is '', no whole number of int32"),
+        ("raw/edge", "0,1\n4,2\n2\n1,0\n", ": row 2 has 1 columns, where those before have 2"),
+        ("raw/edge", "0,1\n4,2,2\n1,0\n", ": row 1 has 3 columns, where those before have 2"),
+        ("raw/edge", "head,tail\n0,1\n", ": row 0, column 0 is 'head', no whole number of int32"),
+        ("raw/edge", "0,1\n4,2\n2,5\n1,0\n", ": row 2, column 1 is 5, where the graph has 5 nodes"),
+        ("raw/edge", "0,1\n4,2\n2,2\n-1,0\n", ": row 3, column 0 is -1, where the graph has 5 nodes"),
+        ("raw/edge", "0,1\n4,2\n2,2\n", " has 3 rows, where num-edge-list.csv.gz says 4"),
+        ("raw/edge", "", " has 0 rows, where num-edge-list.csv.gz says 4"),
+        ("raw/edge", "0\n4\n2\n1\n", " has 1 columns, where 2 are wanted"),
+        ("raw/num-node-list", "5\n5\n", " has 2 numbers, where that of one graph is wanted"),
+        ("raw/num-node-list", "", " has 0 numbers, where that of one graph is wanted"),
+        ("raw/num-node-list", "-5\n", " has the number -5, which is negative"),
+        ("raw/num-edge-list", "x\n", ": row 0, column 0 is 'x', no whole number of int32"),
+        ("raw/node-feat", "1\n2\n3\n4\n", " has 4 rows, where num-node-list.csv.gz says 5"),
+        ("raw/node-feat", "1\n2\n3\nnan\n5\n", ": row 3 is not finite"),
+        ("raw/node-feat", "1\n2\n1e39\n4\n5\n", ": row 2 is not finite"),
+        ("raw/node-feat", "1,2\n3\n", ": row 1 has 1 columns, where those before have 2"),
+        ("raw/node-feat", "1\n2 3\n", ": row 1, column 0 is '2 3', no number"),
+        ("raw/edge-feat", "1\n2\n3\n", " has 3 rows, where num-edge-list.csv.gz says 4"),
+        ("raw/node-label", "0\n1\n2\n", " has 3 rows, where num-node-list.csv.gz says 5"),
+        ("raw/node-label", "0,1\n" * 5, " has 2 columns: several labels a node are not supported, one"),
+        ("raw/node-label", "0\n1\n-1\n0\n3\n", ": row 2 is -1, where whole numbers from 0 are right"),
+        ("raw/node-label", "0\n1.5\nnan\n0\n3\n", ": row 1 is 1.5, where whole numbers from 0 are right"),
+        ("raw/node-label", "0\n1\n0\ninf\n3\n", ": row 3 is inf, where whole numbers from 0 are right"),
+        ("raw/node-label", "0\n1\n0\n1\n3e9\n", ": row 4 is 3e+09, where whole numbers from 0 are right"),
+        ("raw/node-label", "nan\n" * 5, " has no label"),
+        ("raw/node_year", "2013\n" * 4, " has 4 rows, where num-node-list.csv.gz says 5"),
+        ("raw/node_year", "2013,1\n" * 5, " has 2 columns, where 1 are wanted"),
+        ("raw/node_year", "2013\nnan\n" * 2 + "0\n", ": row 1 is nan, where whole numbers from 0 are right"),
+        ("split/time/train", "4\n5\n", ": row 1, column 0 is 5, where the graph has 5 nodes"),
+        ("split/time/train", "4\n0\n4\n", ": row 2 is 4, which is in the split twice"),
+        ("split/time/train", "4\n2\n", ": row 1 is 2, which has no label"),
+        ("split/time/train", "4,0\n", " has 2 columns, where 1 are wanted"),
+        ("split/time/train", "", " names no node"),
+        ("split/time/test", "3\n1\n", ": row 1 is 1, which is in the split twice"),
+    ],
+)  # fmt: skip
+def test_faults_are_named(folder: Path, name: str, text: str, message: str) -> None:
+    write(folder, files={name: text})
+    assert fault(folder).startswith(f"{name}.csv.gz{message}")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_cut_files_are_named(folder: Path, name: str) -> None:
+    path = folder / f"{name}.csv.gz"
+    content = path.read_bytes()
+    for length in (1, 5, 10, len(content) // 2, len(content) - 8, len(content) - 1):
+        path.write_bytes(content[:length])
+        assert fault(folder).startswith(f"{name}.csv.gz is no gzip file, or a damaged one: ")
+    path.write_bytes(b"")  # which gzip reads as nothing
+    if name != "split/time/valid":
+        assert fault(folder).startswith(f"{name}.csv.gz ")
+    path.write_bytes(FILES[name].encode())
+    assert fault(folder).startswith(f"{name}.csv.gz is no gzip file, or a damaged one: Not a gzip")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_changed_bytes_never_make_data_of_another_shape(tmp_path_factory: Any, data: Any) -> None:
+    folder, zipped = tmp_path_factory.mktemp("files"), data.draw(st.booleans())
+    write(folder, zipped)
+    path = folder / f"{data.draw(st.sampled_from(sorted(FILES)))}.csv{'.gz' if zipped else ''}"
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    try:
+        read = read_ogb(folder)
+    except ValueError as error:
+        assert str(error).startswith(str(folder))
+        assert "\n" not in str(error)
+        return
+    assert read.senders.shape == read.receivers.shape == (4,)
+    assert read.labels.shape == read.nodes["year"].shape == (5,)
+    assert len(read.edges["feat"]) == 4
+    assert np.isfinite(read.features).all()
+    assert -1 <= read.labels.min() <= read.labels.max() == read.num_classes - 1
+    ids = np.concatenate([read.train, read.validation, read.test])
+    for array in (read.senders, read.receivers, ids):
+        assert 0 <= array.min() <= array.max() < 5
+    assert len(set(ids.tolist())) == len(ids)
+    assert (read.labels[ids] >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32, np.float64])
+def test_tables_are_read_as_numpy_writes_them(tmp_path: Path, dtype: Any) -> None:
+    """Over more rows than numpy reads at once."""
+    table = (np.random.default_rng(0).normal(size=(60_000, 2)) * 1e6).astype(dtype)
+    path = tmp_path / "table.csv.gz"
+    np.savetxt(path, table, "%d" if dtype is np.int32 else "%.17g", delimiter=",")
+    read = read_csv_table(path, dtype)
+    assert read.dtype == dtype
+    np.testing.assert_array_equal(read, table)
+
+
+@pytest.mark.parametrize("field", ["1_0", "0x1", '"1"', "1 # one", "1\0", "\u0661", "1;2", "+-1"])
+def test_what_only_looks_like_a_number_is_none(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(f"1,2\n3,{field}\n", encoding="utf-8")
+    for dtype in (np.int32, np.float64):
+        with pytest.raises(ValueError, match=r"table.csv: row 1, column 1 is .*, no .*number"):
+            read_csv_table(path, dtype)
+
+
+def test_ends_of_lines_and_blanks_do_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_bytes(b" 1, -2\r\n\r\n+3,4")
+    assert read_csv_table(tmp_path / "table.csv", np.int32).tolist() == [[1, -2], [3, 4]]
