@@ -74,7 +74,7 @@ https://github.com/kimiyoung/planetoid/tree/master/data
     classes = np.full(num_nodes, -1, np.int32)
     for ids, suffix in ((np.arange(known), "all"), (test, "t")):
         features[ids] = matrices[f"{suffix}x"]
-        classes[ids] = labels[f"{suffix}y"]
+        classes[ids] = labels[f"{suffix}y"].argmax(axis=1)
     validation = np.arange(train, min(train + _VALIDATION, known), dtype=np.int32)
     split = (np.arange(train, dtype=np.int32), validation, np.sort(test))
     return NodeData(senders, receivers, features, classes, num_classes, *split)
@@ -148,9 +148,9 @@ def _read_labels(path: Path) -> np.ndarray:
 
 
 def _check_widths(
-    paths: Paths, matrices: dict[str, np.ndarray], labels: dict[str, np.ndarray]
+    paths: Paths, matrices: Mapping[str, np.ndarray], labels: Mapping[str, np.ndarray]
 ) -> int:
-    """Checks that features and labels fit each other, makes labels ids, and returns how many classes."""
+    """Checks that features and labels fit each other, and returns how many classes there are."""
     width, num_classes = matrices["allx"].shape[1], labels["ally"].shape[1]
     for of_features, of_labels in zip(_MATRICES, _LABELS, strict=True):
         matrix, one_hot = matrices[of_features], labels[of_labels]
@@ -163,7 +163,6 @@ def _check_widths(
                 f"{paths[of_labels]} has shape {one_hot.shape}, where {of_features} and ally want "
                 f"{(len(matrix), num_classes)}"
             )
-        labels[of_labels] = one_hot.argmax(axis=1)
     return num_classes
 
 
