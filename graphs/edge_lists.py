@@ -86,7 +86,8 @@ def with_edge_list(graph: Graph, edges: EdgeList, formats: Sequence[str] | None)
 
     Raises:
       TypeError: `formats` is no sequence.
-      ValueError: a format is unknown, or without places for edge features; or an edge joins two graphs.
+      ValueError: a format is unknown, or has no places for edge features; or an edge joins two graphs of
+        the batch, or `n_node` does not add up, as may be in a graph made under jit.
     """
     formats = _formats(graph.connections) if formats is None else formats
     check_formats(formats)
@@ -112,7 +113,10 @@ def with_edge_list(graph: Graph, edges: EdgeList, formats: Sequence[str] | None)
 
 def owning_graphs(graph: Graph) -> np.ndarray:
     """Returns the graph of the batch that each node belongs to, int [nodes]."""
-    return np.repeat(np.arange(len(graph.n_node)), np.asarray(graph.n_node))
+    owners = np.repeat(np.arange(len(graph.n_node)), np.asarray(graph.n_node))
+    if len(owners) != graph.num_nodes:
+        raise ValueError(f"n_node adds up to {len(owners)}, but there are {graph.num_nodes}")
+    return owners
 
 
 def _ends(connections: Connections) -> tuple[np.ndarray, np.ndarray]:

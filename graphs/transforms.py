@@ -128,7 +128,7 @@ def to_simple(
       The graph, each edge where the first of those that it joins was.
 
     Raises:
-      TypeError: the graph is traced, or has several types; or integers are to have a mean.
+      TypeError: the graph is traced, or has several types; integers are to have a mean; or `count` is no name.
       ValueError: the graph is padded; `reduce` is unknown, or `count` is there already; or a sum of
         integers goes beyond their dtype.
 
@@ -141,8 +141,7 @@ def to_simple(
     """
     _check_reduce(reduce)
     edges = edges_on_host(graph)
-    if count is not None and count in edges.features:
-        raise ValueError(f"count={count!r} is an edge feature already")
+    _check_count(count, edges)
     groups = groups_of(edges.keys)
     features = {name: groups.reduce(name, rows, reduce) for name, rows in edges.features.items()}
     if count is not None:
@@ -235,3 +234,12 @@ def _check_fill_value(fill_value: Any) -> None:
 def _check_reduce(reduce: Any) -> None:
     if reduce not in ("first", *REDUCTIONS):
         raise ValueError(f"reduce={reduce!r} must be one of first, {', '.join(REDUCTIONS)}")
+
+
+def _check_count(count: Any, edges: EdgeList) -> None:
+    if count is None:
+        return
+    if not isinstance(count, str):
+        raise TypeError(f"count must be the name of an edge feature or None, got {count!r}")
+    if count in edges.features:
+        raise ValueError(f"count={count!r} is an edge feature already")

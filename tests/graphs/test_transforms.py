@@ -350,6 +350,9 @@ def test_what_is_no_graph_on_the_host_is_refused(name: str) -> None:
     )
     with pytest.raises(ValueError, match=rf"senders\[1\] = {graph.num_nodes} is out of range"):
         transform(unchecked)
+    uneven = graphs.to_jraph(graph)._replace(n_node=graph.n_node.at[0].add(1))
+    with pytest.raises(ValueError, match=f"n_node adds up to {graph.num_nodes + 1}, but there are"):
+        transform(jax.jit(graphs.from_jraph)(uneven))
     joining = graphs.from_edges([0, 0], [1, 2], 3)
     joining = graphs.to_jraph(joining)._replace(n_node=np.array([2, 1]), n_edge=np.array([1, 1]))
     with pytest.raises(ValueError, match="an edge joins two graphs of the batch, "):
@@ -364,6 +367,10 @@ def test_other_wrong_arguments_are_named() -> None:
             call(graph, "prod")
     with pytest.raises(ValueError, match="count='w' is an edge feature already"):
         graphs.to_simple(graph, count="w")
+    with pytest.raises(
+        TypeError, match="count must be the name of an edge feature or None, got Tr"
+    ):
+        graphs.to_simple(graph, count=True)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match='keeps no edge apart: this needs "coo" too'):
         graphs.to_simple(graphs.from_edges([0], [1], 2, formats=("csr",)), count="times")
     with pytest.raises(ValueError, match=f"fill_value='first' must be a number or one of {known}"):
