@@ -17,8 +17,8 @@ def reorder(
 ) -> tuple[AnyGraph, np.ndarray]:
     """Returns the graph with its nodes renamed and its edges sorted, and the old name of each node.
 
-    Edges are sorted by receiver, and those of a receiver by sender; sums that read neighbouring rows after
-    each other then find them in the caches. Nodes of a batch stay in their graph. Runs on the host.
+    Edges are sorted by receiver, and those of a receiver by sender, so that rows which are read after each
+    other lie near each other. Nodes of a batch stay in their graph. Runs on the host.
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
