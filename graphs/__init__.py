@@ -47,6 +47,8 @@ from jmp_train.graphs.partial_updates import push as push
 from jmp_train.graphs.partial_updates import send_and_recv as send_and_recv
 from jmp_train.graphs.planetoid import read_planetoid as read_planetoid
 from jmp_train.graphs.reddit_files import read_reddit as read_reddit
+from jmp_train.graphs.reordering import reorder as reorder
+from jmp_train.graphs.row_normalization import normalize_rows as normalize_rows
 from jmp_train.graphs.sage_conv import SAGEConv as SAGEConv
 from jmp_train.graphs.sage_conv import sage_conv as sage_conv
 from jmp_train.graphs.segment import gather as gather
@@ -56,5 +58,10 @@ from jmp_train.graphs.segment import segment_min as segment_min
 from jmp_train.graphs.segment import segment_normalize as segment_normalize
 from jmp_train.graphs.segment import segment_softmax as segment_softmax
 from jmp_train.graphs.segment import segment_sum as segment_sum
+from jmp_train.graphs.transforms import add_self_loop as add_self_loop
+from jmp_train.graphs.transforms import remove_self_loop as remove_self_loop
+from jmp_train.graphs.transforms import reverse as reverse
+from jmp_train.graphs.transforms import to_bidirected as to_bidirected
+from jmp_train.graphs.transforms import to_simple as to_simple
 from jmp_train.graphs.user_functions import EdgeBatch as EdgeBatch
 from jmp_train.graphs.user_functions import NodeBatch as NodeBatch

@@ -1,0 +1,148 @@
+"""Rows of edge features joined to one for each group of edges; on the host, in float64, rounded once."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+REDUCTIONS = ("sum", "mean", "max", "min")
+_UFUNCS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
+CHUNK = 2**18  # numbers that are wide at a time: few enough for caches
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Edges in groups, none of which is empty.
+
+    Attributes:
+      rows: int [members], the row that the features of each edge stand in, group after group.
+      bounds: int [groups + 1], where each group begins in `rows`, and where the last one ends.
+    """
+
+    rows: np.ndarray
+    bounds: np.ndarray
+
+    @property
+    def firsts(self) -> np.ndarray:
+        """Int [groups], the row of each group's first edge."""
+        return self.rows[self.bounds[:-1]]
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Int [groups], how many edges each group has."""
+        return np.diff(self.bounds)
+
+    def reduce(self, name: str, features: np.ndarray, reduction: str) -> np.ndarray:
+        """Returns one row for each group [groups, ...], in the dtype of the features.
+
+        Args:
+          name: of the features, for messages.
+          features: [edges, ...].
+          reduction: "first", or one of `REDUCTIONS`.
+
+        Raises:
+          TypeError: sums of booleans, or means of what is no float.
+          ValueError: a sum of integers goes beyond their dtype.
+        """
+        if reduction == "first":
+            return features[self.firsts]
+        _check_can_reduce(name, features.dtype, reduction)
+        table = features.reshape(len(features), math.prod(features.shape[1:]))
+        joined = table[self.firsts]
+        several = np.flatnonzero(self.sizes > 1)
+        groups = self._some(several)
+        for first, last in groups._chunks(table.shape[1]):
+            results = groups._reduce_chunk(table, reduction, groups.bounds[first : last + 1])
+            what = f"the {reduction} of edges[{name!r}]"
+            joined[several[first:last]] = rounded(what, results, features.dtype)
+        return joined.reshape(len(joined), *features.shape[1:])
+
+    def _reduce_chunk(self, table: np.ndarray, reduction: str, bounds: np.ndarray) -> np.ndarray:
+        """Returns one row for each of some groups [some groups, width], wide."""
+        numbers = table[self.rows[bounds[0] : bounds[-1]]].astype(_wide(table.dtype))
+        with np.errstate(all="ignore"):  # inf - inf
+            results = _UFUNCS[reduction].reduceat(numbers, bounds[:-1] - bounds[0], axis=0)
+            return results / np.diff(bounds)[:, None] if reduction == "mean" else results
+
+    def _chunks(self, width: int) -> Iterable[tuple[int, int]]:
+        """Returns the first group of each chunk, and the one after its last: what fits into caches."""
+        places = np.arange(0, len(self.rows), max(1, CHUNK // max(1, width)))
+        cuts = np.searchsorted(self.bounds, places)
+        return itertools.pairwise(np.unique([*cuts, len(self.bounds) - 1]))
+
+    def _some(self, groups: np.ndarray) -> "Groups":
+        """Returns some of the groups, int [some groups], ascending."""
+        sizes = np.zeros_like(self.bounds[1:])
+        sizes[groups] = self.sizes[groups]
+        rows = self.rows[np.repeat(sizes > 0, self.sizes)]
+        return Groups(rows, np.append(0, np.cumsum(sizes[groups])))
+
+
+def groups_of(ids: np.ndarray) -> Groups:
+    """Returns edges grouped by an id, in the order of the ids; within a group they keep their order.
+
+    Args:
+      ids: int [edges].
+    """
+    rows = np.argsort(ids, kind="stable")
+    ids = ids[rows]
+    is_bound = np.ones(len(ids) + 1, bool)
+    is_bound[1:-1] = ids[1:] != ids[:-1]
+    return Groups(rows, np.flatnonzero(is_bound))
+
+
+def rounded(what: str, values: np.ndarray, dtype: Any) -> np.ndarray:
+    """Returns wide numbers in a dtype: floats rounded once, and perhaps infinite; integers as they are.
+
+    Args:
+      what: these numbers are, for the message.
+      values: float64, complex128, or integers of 64 bits.
+      dtype: of the result.
+
+    Raises:
+      ValueError: the dtype is of integers, and does not hold the values.
+    """
+    with np.errstate(all="ignore"):
+        if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+            return _to_odd(np.asarray(values, np.float64)).astype(dtype)
+        results = np.asarray(values).astype(dtype)
+    if not jnp.issubdtype(dtype, jnp.inexact) and (results != values).any():
+        wrong = np.extract(results != values, values)[0]
+        raise ValueError(f"{what} is {wrong}, which {dtype} does not hold")
+    return results
+
+
+def _to_odd(values: np.ndarray) -> np.ndarray:
+    """Returns float64 as the float32 below it in magnitude, its last bit set where the two differ.
+
+    What is rounded from there to half is float64 rounded once: numpy's bfloat16 goes by way of float32, and
+    so rounds 1 + 2**-8 + 2**-30 down.
+
+    Reference: Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008.
+    """
+    near = values.astype(np.float32)
+    bits = near.view(np.int32)
+    bits = bits - (np.abs(near.astype(np.float64)) > np.abs(values))
+    return (bits | (near != values)).astype(np.int32).view(np.float32)
+
+
+def _wide(dtype: Any) -> Any:
+    """Returns the widest dtype of that kind."""
+    kinds = (
+        (jnp.floating, np.float64),
+        (jnp.complexfloating, np.complex128),
+        (jnp.unsignedinteger, np.uint64),
+        (jnp.signedinteger, np.int64),
+    )
+    return next((wide for kind, wide in kinds if jnp.issubdtype(dtype, kind)), dtype)
+
+
+def _check_can_reduce(name: str, dtype: Any, reduction: str) -> None:
+    if reduction == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(f"edges[{name!r}] must be floating to have a mean, got {dtype}")
+    if reduction == "sum" and dtype == np.bool_:
+        raise TypeError(f"edges[{name!r}] must be numbers to have a sum, got {dtype}")

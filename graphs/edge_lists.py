@@ -1,0 +1,147 @@
+"""The edges of a graph in the host's memory: read, changed by transforms, and made into a graph again."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_train.graphs.connections import (
+    Connections,
+    check_formats,
+    checked_ends,
+    connect_checked,
+    is_traced,
+)
+from jmp_train.graphs.graph import Graph, checked_features
+
+
+@dataclasses.dataclass(frozen=True)
+class EdgeList:
+    """Edges with their features.
+
+    Attributes:
+      senders: int [edges], the node that each edge leaves.
+      receivers: int [edges], the node that each edge enters.
+      features: arrays [edges, ...] by name.
+    """
+
+    senders: np.ndarray
+    receivers: np.ndarray
+    features: Mapping[str, np.ndarray]
+
+    @property
+    def is_loop(self) -> np.ndarray:
+        """Bool [edges], whether an edge leaves and enters the same node."""
+        return self.senders == self.receivers
+
+    @property
+    def keys(self) -> np.ndarray:
+        """Int64 [edges], ascending with the receiver, then the sender; equal for parallel edges."""
+        return (
+            self.receivers.astype(np.int64) * (1 + int(self.senders.max(initial=0))) + self.senders
+        )
+
+    def take(self, places: np.ndarray) -> "EdgeList":
+        """Returns some of the edges.
+
+        Args:
+          places: int [some edges], or bool [edges].
+        """
+        features = {name: rows[places] for name, rows in self.features.items()}
+        return EdgeList(self.senders[places], self.receivers[places], features)
+
+
+def edges_on_host(graph: Any) -> EdgeList:
+    """Returns the edges of a graph, in its order; sorted by receiver where it keeps no order.
+
+    Args:
+      graph: what should be an unpadded Graph with values.
+
+    Raises:
+      TypeError: it is no Graph, or traced.
+      ValueError: it is padded, or an id is out of range, which a graph made under jit may have.
+    """
+    if not isinstance(graph, Graph):
+        kind = type(graph).__name__
+        raise TypeError(f"graph must be a Graph or a GraphsTuple, got {kind}")
+    if is_traced(*jax.tree.leaves(graph)):
+        raise TypeError("graph is traced: transforms run outside of jit")
+    if graph.is_padded:
+        raise ValueError("graph is padded: unpad it first")
+    features = {name: np.asarray(rows) for name, rows in graph.edges.items()}
+    ends = _ends(graph.connections)
+    return EdgeList(*checked_ends(*ends, graph.num_nodes, graph.num_nodes), features)
+
+
+def with_edge_list(graph: Graph, edges: EdgeList, formats: Sequence[str] | None) -> Graph:
+    """Returns the graph with these edges for its own; those of each graph of a batch come to stand together.
+
+    Args:
+      graph: a graph.
+      edges: what edges it is to have, between its nodes.
+      formats: see `from_edges`; None for those of the graph.
+
+    Raises:
+      TypeError: `formats` is no sequence.
+      ValueError: a format is unknown, or has no places for edge features; or an edge joins two graphs of
+        the batch, or `n_node` does not add up, as may be in a graph made under jit.
+    """
+    formats = _formats(graph.connections) if formats is None else formats
+    check_formats(formats)
+    owners = owning_graphs(graph)
+    n_edge = np.array([len(edges.senders)])
+    if len(graph.n_node) != 1:
+        owner = owners[edges.receivers]
+        _check_apart(owners[edges.senders], owner)
+        n_edge = np.bincount(owner, minlength=len(graph.n_node))
+        if (owner[1:] < owner[:-1]).any():
+            edges = edges.take(np.argsort(owner, kind="stable"))
+    connections = connect_checked(
+        edges.senders, edges.receivers, graph.num_nodes, graph.num_nodes, formats=formats
+    )
+    rows = connections.targets.num_edges if edges.features else connections.num_edges
+    return dataclasses.replace(
+        graph,
+        edges=checked_features("edges", edges.features, rows),
+        connections=connections,
+        n_edge=jnp.asarray(n_edge, jnp.int32),
+    )
+
+
+def owning_graphs(graph: Graph) -> np.ndarray:
+    """Returns the graph of the batch that each node belongs to, int [nodes]."""
+    owners = np.repeat(np.arange(len(graph.n_node)), np.asarray(graph.n_node))
+    if len(owners) != graph.num_nodes:
+        raise ValueError(f"n_node adds up to {len(owners)}, but there are {graph.num_nodes}")
+    return owners
+
+
+def _ends(connections: Connections) -> tuple[np.ndarray, np.ndarray]:
+    if connections.ends is not None:
+        return np.asarray(connections.sources.ids), np.asarray(connections.targets.ids)
+    assert connections.neighbors is not None  # no format is without both
+    by_target = connections.neighbors.by_target
+    nodes = np.arange(by_target.num_nodes, dtype=np.int32)
+    return np.asarray(by_target.others), np.repeat(nodes, np.asarray(by_target.degrees))
+
+
+def _formats(connections: Connections) -> tuple[str, ...]:
+    """Returns the formats that the connections were made with."""
+    kept = {
+        "coo": connections.ends,
+        "csr": connections.neighbors,
+        "mailbox": connections.mailboxes,
+    }
+    return tuple(name for name, indices in kept.items() if indices is not None)
+
+
+def _check_apart(of_senders: np.ndarray, of_receivers: np.ndarray) -> None:
+    differ = of_senders != of_receivers
+    if differ.any():
+        edge = int(differ.argmax())
+        raise ValueError(
+            f"graph: an edge joins two graphs of the batch, {of_senders[edge]} and {of_receivers[edge]}"
+        )

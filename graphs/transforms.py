@@ -1,0 +1,245 @@
+"""Transforms of a graph's edges: loops, both directions, parallel edges; on the host, as pure functions."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_train.graphs.edge_groups import REDUCTIONS, Groups, groups_of, rounded
+from jmp_train.graphs.edge_lists import EdgeList, edges_on_host, with_edge_list
+from jmp_train.graphs.writing import accepts_jraph
+
+
+@accepts_jraph
+def add_self_loop(
+    graph: Any,
+    fill_value: float | str = 1.0,
+    allow_duplicate: bool = False,
+    *,
+    formats: Sequence[str] | None = None,
+) -> Any:
+    """Returns the graph with one loop on each node, after its other edges; runs on the host.
+
+    Args:
+      graph: a graph of ours or jraph's, or a batch, without padding.
+      fill_value: the features of the new loops: a number, or "sum", "mean", "max" or "min" of those of
+        the edges that enter the node, 0 where there are none.
+      allow_duplicate: whether loops that are there stay; they are removed first otherwise, and count
+        for no `fill_value`.
+      formats: see `from_edges`; None for those of the graph.
+
+    Returns:
+      The graph, its features in the dtypes that they had.
+
+    Raises:
+      TypeError: the graph is traced, or has several types; or integers are to have a mean.
+      ValueError: the graph is padded; or `fill_value` is unknown, or no value of a feature's dtype.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = add_self_loop(from_edges([0, 1], [1, 1], 2, edges={"w": [0.5, 3.0]}))
+      >>> graph.senders.tolist(), graph.receivers.tolist(), graph.edges["w"].tolist()
+      ([0, 0, 1], [1, 0, 1], [0.5, 1.0, 1.0])
+
+    Reference: AddSelfLoop of Deep Graph Library, https://www.dgl.ai.
+    """
+    _check_fill_value(fill_value)
+    edges = edges_on_host(graph)
+    if not allow_duplicate:
+        edges = edges.take(~edges.is_loop)
+    nodes = np.arange(graph.num_nodes, dtype=edges.senders.dtype)
+    features = {}
+    for name, rows in edges.features.items():
+        loops = _loop_features(name, rows, edges.receivers, len(nodes), fill_value)
+        features[name] = np.concatenate([rows, loops])
+    senders, receivers = (np.append(ids, nodes) for ids in (edges.senders, edges.receivers))
+    return with_edge_list(graph, EdgeList(senders, receivers, features), formats)
+
+
+@accepts_jraph
+def remove_self_loop(graph: Any, *, formats: Sequence[str] | None = None) -> Any:
+    """Returns the graph without the edges that enter the node which they leave; runs on the host.
+
+    Args:
+      graph: a graph of ours or jraph's, or a batch, without padding.
+      formats: see `from_edges`; None for those of the graph.
+
+    Returns:
+      The graph, its other edges in their order.
+
+    Raises:
+      TypeError: the graph is traced, or has several types.
+      ValueError: the graph is padded.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> remove_self_loop(from_edges([0, 1, 1], [1, 1, 0], 2)).senders.tolist()
+      [0, 1]
+    """
+    edges = edges_on_host(graph)
+    return with_edge_list(graph, edges.take(~edges.is_loop), formats)
+
+
+@accepts_jraph
+def reverse(graph: Any, *, formats: Sequence[str] | None = None) -> Any:
+    """Returns the graph with every edge turned round; runs on the host.
+
+    Args:
+      graph: a graph of ours or jraph's, or a batch, without padding.
+      formats: see `from_edges`; None for those of the graph.
+
+    Returns:
+      The graph, its edges in their order, with their features.
+
+    Raises:
+      TypeError: the graph is traced, or has several types.
+      ValueError: the graph is padded.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = reverse(from_edges([0, 1], [1, 2], 3))
+      >>> graph.senders.tolist(), graph.receivers.tolist()
+      ([1, 2], [0, 1])
+    """
+    edges = edges_on_host(graph)
+    turned = EdgeList(edges.receivers, edges.senders, edges.features)
+    return with_edge_list(graph, turned, formats)
+
+
+@accepts_jraph
+def to_simple(
+    graph: Any,
+    reduce: str = "first",
+    count: str | None = None,
+    *,
+    formats: Sequence[str] | None = None,
+) -> Any:
+    """Returns the graph with parallel edges joined to one; runs on the host.
+
+    Args:
+      graph: a graph of ours or jraph's, or a batch, without padding.
+      reduce: what becomes of their features: "first", "sum", "mean", "max" or "min". Sums and means are
+        those of float64, rounded once.
+      count: the name of a new edge feature, int32 [edges], how many edges were joined; None for none.
+      formats: see `from_edges`; None for those of the graph.
+
+    Returns:
+      The graph, each edge where the first of those that it joins was.
+
+    Raises:
+      TypeError: the graph is traced, or has several types; integers are to have a mean; or `count` is no name.
+      ValueError: the graph is padded; `reduce` is unknown, or `count` is there already; or a sum of
+        integers goes beyond their dtype.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 0], [1, 0, 1], 2, edges={"w": [1.0, 2.0, 3.0]})
+      >>> simple = to_simple(graph, "mean", "times")
+      >>> simple.senders.tolist(), simple.edges["w"].tolist(), simple.edges["times"].tolist()
+      ([0, 1], [2.0, 2.0], [2, 1])
+    """
+    _check_reduce(reduce)
+    edges = edges_on_host(graph)
+    _check_count(count, edges)
+    groups = groups_of(edges.keys)
+    features = {name: groups.reduce(name, rows, reduce) for name, rows in edges.features.items()}
+    if count is not None:
+        features[count] = groups.sizes.astype(np.int32)
+    return with_edge_list(graph, _firsts(edges, groups, features), formats)
+
+
+@accepts_jraph
+def to_bidirected(
+    graph: Any, reduce: str = "first", *, formats: Sequence[str] | None = None
+) -> Any:
+    """Returns the graph with each edge once in either direction; runs on the host.
+
+    Args:
+      graph: a graph of ours or jraph's, or a batch, without padding.
+      reduce: what becomes of the features of an edge, of those parallel to it, and of those opposite,
+        which all come together: "first", "sum", "mean", "max" or "min". With "first", edges that are there
+        keep theirs; with the others, both directions get the same. Sums and means are those of float64,
+        rounded once.
+      formats: see `from_edges`; None for those of the graph.
+
+    Returns:
+      The graph: its edges, each where its first one was, then those that were missing. Loops stay single.
+
+    Raises:
+      TypeError: the graph is traced, or has several types; or integers are to have a mean.
+      ValueError: the graph is padded; `reduce` is unknown; or a sum of integers goes beyond their dtype.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 1], [1, 0, 2], 3, edges={"w": [1.0, 2.0, 4.0]})
+      >>> both = to_bidirected(graph, "sum")
+      >>> both.senders.tolist(), both.receivers.tolist(), both.edges["w"].tolist()
+      ([0, 1, 1, 2], [1, 0, 2, 1], [3.0, 3.0, 4.0, 4.0])
+    """
+    _check_reduce(reduce)
+    edges = edges_on_host(graph)
+    places = np.arange(len(edges.senders))
+    turned = places[~edges.is_loop]
+    places = np.concatenate([places, turned])  # whose features an edge of `both` carries
+    both = EdgeList(
+        np.concatenate([edges.senders, edges.receivers[turned]]),
+        np.concatenate([edges.receivers, edges.senders[turned]]),
+        {},
+    )
+    groups = groups_of(both.keys)
+    carried = Groups(places[groups.rows], groups.bounds)
+    features = {name: carried.reduce(name, rows, reduce) for name, rows in edges.features.items()}
+    return with_edge_list(graph, _firsts(both, groups, features), formats)
+
+
+def _firsts(edges: EdgeList, groups: Groups, features: Mapping[str, np.ndarray]) -> EdgeList:
+    """Returns the first edge of each group, in the order of the edges, with the features of the groups."""
+    joined = EdgeList(edges.senders[groups.firsts], edges.receivers[groups.firsts], features)
+    group_at = np.full(len(edges.senders), -1)
+    group_at[groups.firsts] = np.arange(len(groups.firsts))
+    return joined.take(group_at[group_at >= 0])
+
+
+def _loop_features(
+    name: str, rows: np.ndarray, receivers: np.ndarray, num_nodes: int, fill_value: float | str
+) -> np.ndarray:
+    """Returns the features of the loops [nodes, ...], in the dtype of the other edges' rows."""
+    shape = (num_nodes, *rows.shape[1:])
+    if isinstance(fill_value, str):
+        groups, loops = groups_of(receivers), np.zeros(shape, rows.dtype)
+        loops[receivers[groups.firsts]] = groups.reduce(name, rows, fill_value)
+        return loops
+    filled = rounded(f"fill_value for edges[{name!r}]", np.asarray(fill_value), rows.dtype)
+    if np.isfinite(fill_value) and not np.isfinite(filled):
+        raise ValueError(
+            f"fill_value for edges[{name!r}] is {fill_value}, which {rows.dtype} does not hold"
+        )
+    return np.full(shape, filled, rows.dtype)
+
+
+def _check_fill_value(fill_value: Any) -> None:
+    known = ", ".join(REDUCTIONS)
+    if isinstance(fill_value, str):
+        if fill_value not in REDUCTIONS:
+            raise ValueError(f"fill_value={fill_value!r} must be a number or one of {known}")
+        return
+    kinds = (jnp.floating, jnp.integer, np.bool_)
+    dtype = np.asarray(fill_value).dtype
+    if np.ndim(fill_value) or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+        kind = type(fill_value).__name__
+        raise TypeError(f"fill_value must be a number or one of {known}, got {kind}")
+
+
+def _check_reduce(reduce: Any) -> None:
+    if reduce not in ("first", *REDUCTIONS):
+        raise ValueError(f"reduce={reduce!r} must be one of first, {', '.join(REDUCTIONS)}")
+
+
+def _check_count(count: Any, edges: EdgeList) -> None:
+    if count is None:
+        return
+    if not isinstance(count, str):
+        raise TypeError(f"count must be the name of an edge feature or None, got {count!r}")
+    if count in edges.features:
+        raise ValueError(f"count={count!r} is an edge feature already")
