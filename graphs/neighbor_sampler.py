@@ -42,6 +42,15 @@ class MiniBatch:
       inputs: int32 [sources of the first layer], the nodes whose features the first layer reads, -1 for
         padding; by node type where there are several. Its first ones are the seeds.
       seeds: int32 [batch size], the nodes that the last layer's result is of, -1 for padding.
+
+    Example:
+      >>> import numpy as np
+      >>> from jmp_train.graphs import host_edges
+      >>> edges = host_edges([1, 2], [0, 0], 3)
+      >>> sampler = neighbor_sampler(edges, (2,), seeds=[0], batch_size=2)
+      >>> batch = sampler.sample([0], np.random.default_rng(0))
+      >>> batch.seeds.tolist(), sorted(batch.inputs[:3].tolist())
+      ([0, -1], [0, 1, 2])
     """
 
     blocks: tuple[Any, ...]
@@ -60,6 +69,12 @@ class NeighborSampler:
       batch_size: the largest number of seeds.
       replace: whether edges are drawn with replacement.
       sizes: of the layers, for each shape that batches may have, the smallest first.
+
+    Example:
+      >>> from jmp_train.graphs import host_edges
+      >>> sampler = neighbor_sampler(host_edges([1, 2], [0, 0], 3), (2, -1), seeds=[0], batch_size=2)
+      >>> len(sampler.fanouts), sampler.batch_size
+      (2, 2)
     """
 
     edges: Edges
