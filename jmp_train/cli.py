@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--data-dir", type=Path, metavar="DIR", help="where the files are")
         command.add_argument("--synthetic", action="store_true", help="made-up data, same shapes")
         command.add_argument("--train-size", type=_positive, help="only the first N training rows")
-        command.add_argument("--model", help="of tasks with several: gcn or gat for karate")
+        command.add_argument("--model", help="gcn or gat of karate; gcn, gat or sage of cora")
         command.add_argument(
             "--heads",
             type=_positive,

@@ -9,9 +9,13 @@ _MODULES = {
     "digits": "jmp_train.tasks.digits",
     "mnist": "jmp_train.tasks.mnist",
     "karate": "jmp_train.tasks.karate",
+    "cora": "jmp_train.tasks.cora",
     "reddit": "jmp_train.tasks.reddit",
 }
-_MODELS = {"karate": ("gcn", "gat")}  # of the tasks that have several, the default first
+_MODELS = {  # of the tasks that have several, the default first
+    "karate": ("gcn", "gat"),
+    "cora": ("gcn", "gat", "sage"),
+}
 _HAVE = {"heads": ("reddit",), "scale": ("reddit",)}  # the tasks that have an option
 
 TASK_NAMES = tuple(_MODULES)

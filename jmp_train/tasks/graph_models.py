@@ -1,8 +1,10 @@
 """The models of the graph tasks, layers of `jmp_train.graphs` with activations between them, and their loss.
 
-They name no dtype: features and parameters bring theirs, and so a policy decides.
+They name no dtype: features and parameters bring theirs, and so a policy decides. A model drops something
+where it has a rate and its call brings random streams, `rngs=`, and else nothing.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,19 +16,50 @@ from flax import nnx
 from jmp_train.graphs.gat_conv import GATConv
 from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.graph_conv import GraphConv
+from jmp_train.graphs.sage_conv import SAGEConv
 from jmp_train.train_step import LossFn
 
+Init = Callable[[jax.Array], tuple[Any, Any]]
+Predict = Callable[..., jax.Array]
 
-def cross_entropy(predict: Callable[[Any, Any, Any], jax.Array]) -> LossFn:
-    """Returns the mean cross-entropy of a batch's labels, for models without dropout.
+
+def node_classifier(make: Callable[[jax.Array], nnx.Module]) -> tuple[Init, Predict, LossFn]:
+    """Returns what a task wants of a model that classifies nodes: `init`, `predict` and `loss_fn`.
+
+    A batch has a "graph", the "features" of all its nodes, and "node", the nodes that are classified.
 
     Args:
-      predict: `predict(params, model_state, batch) -> logits [batch, classes]`.
+      make: returns the model, whose call takes `(graph, features, rngs=None)`, for a key.
+    """
+
+    @functools.cache  # and not done here, for that would start the device
+    def structure() -> Any:
+        return nnx.split(nnx.eval_shape(make, jax.random.key(0)), nnx.Param, ...)
+
+    def init(key: jax.Array) -> tuple[Any, None]:
+        return nnx.state(make(key), nnx.Param), None
+
+    def predict(params: Any, model_state: Any, batch: Any, rng: Any = None) -> jax.Array:
+        del model_state
+        # The layers' own random streams stay mere shapes: they are drawn from nowhere.
+        graphdef, _, streams = structure()
+        model = nnx.merge(graphdef, params, streams)
+        rngs = None if rng is None else nnx.Rngs(dropout=rng)
+        return model(batch["graph"], batch["features"], rngs=rngs)[batch["node"]]
+
+    return init, predict, cross_entropy(predict)
+
+
+def cross_entropy(predict: Predict) -> LossFn:
+    """Returns the mean cross-entropy of a batch's labels.
+
+    Args:
+      predict: `predict(params, model_state, batch, rng) -> logits [batch, classes]`, with dropout, if
+        there is any, from that key.
     """
 
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
-        del rng
-        logits = predict(params, model_state, batch).astype(jnp.float32)
+        logits = predict(params, model_state, batch, rng).astype(jnp.float32)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
         return loss, (model_state, None)
 
@@ -40,18 +73,37 @@ class GCN(nnx.Module):
       in_features: the width of a node's features.
       hidden: the width between the layers.
       classes: how many logits a node gets.
+      dropout: the share of what enters each layer that is dropped.
+      use_bias: whether the layers have biases; the paper's have none.
       rngs: flax's streams.
 
     Reference: Kipf and Welling, https://arxiv.org/abs/1609.02907.
     """
 
-    def __init__(self, in_features: int, hidden: int, classes: int, *, rngs: nnx.Rngs) -> None:
-        self.first = GraphConv(in_features, hidden, activation=nnx.relu, rngs=rngs)
-        self.second = GraphConv(hidden, classes, rngs=rngs)
+    def __init__(
+        self,
+        in_features: int,
+        hidden: int,
+        classes: int,
+        *,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.dropout = nnx.Dropout(dropout)
+        self.first = GraphConv(
+            in_features, hidden, use_bias=use_bias, activation=nnx.relu, rngs=rngs
+        )
+        self.second = GraphConv(hidden, classes, use_bias=use_bias, rngs=rngs)
 
-    def __call__(self, graph: Graph, features: jax.Array) -> jax.Array:
+    def __call__(
+        self, graph: Graph, features: jax.Array, *, rngs: nnx.Rngs | None = None
+    ) -> jax.Array:
         """Returns logits [nodes, classes] of features [nodes, in]."""
-        return self.second(graph, self.first(graph, features))
+        for layer in (self.first, self.second):
+            features = self.dropout(features, deterministic=rngs is None, rngs=rngs)
+            features = layer(graph, features)
+        return features
 
 
 class GAT(nnx.Module):
@@ -62,6 +114,8 @@ class GAT(nnx.Module):
       hidden: the width of each head between the layers.
       classes: how many logits a node gets.
       heads: how many heads each layer has.
+      feature_dropout: the share of what enters each layer that is dropped.
+      attention_dropout: the share of the attention's weights that are dropped.
       rngs: flax's streams.
 
     Reference: Velickovic et al., https://arxiv.org/abs/1710.10903.
@@ -74,19 +128,68 @@ class GAT(nnx.Module):
         classes: int,
         heads: Sequence[int],
         *,
+        feature_dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         rngs: nnx.Rngs,
     ) -> None:
         *inner, last = heads
+        make = functools.partial(
+            GATConv,
+            feature_dropout=feature_dropout,
+            attention_dropout=attention_dropout,
+            rngs=rngs,
+        )
         layers, width = [], in_features
         for count in inner:
-            layers.append(GATConv(width, hidden, count, activation=nnx.elu, rngs=rngs))
+            layers.append(make(width, hidden, count, activation=nnx.elu))
             width = count * hidden
-        self.layers = nnx.List([*layers, GATConv(width, classes, last, rngs=rngs)])
+        self.layers = nnx.List([*layers, make(width, classes, last)])
 
-    def __call__(self, graph: Graph, features: jax.Array) -> jax.Array:
+    def __call__(
+        self, graph: Graph, features: jax.Array, *, rngs: nnx.Rngs | None = None
+    ) -> jax.Array:
         """Returns logits [nodes, classes] of features [nodes, in]."""
         *inner, last = self.layers
         for layer in inner:
-            features = layer(graph, features)
+            features = layer(graph, features, deterministic=rngs is None, rngs=rngs)
             features = features.reshape(features.shape[0], -1)
-        return last(graph, features).mean(axis=1)
+        return last(graph, features, deterministic=rngs is None, rngs=rngs).mean(axis=1)
+
+
+class SAGE(nnx.Module):
+    """Two layers of GraphSAGE with a ReLU between them.
+
+    Args:
+      in_features: the width of a node's features.
+      hidden: the width between the layers.
+      classes: how many logits a node gets.
+      aggregator: see `sage_conv`.
+      dropout: the share of what enters each layer that is dropped.
+      rngs: flax's streams.
+
+    Reference: Hamilton et al., https://arxiv.org/abs/1706.02216.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden: int,
+        classes: int,
+        *,
+        aggregator: str = "mean",
+        dropout: float = 0.0,
+        rngs: nnx.Rngs,
+    ) -> None:
+        make = functools.partial(
+            SAGEConv, aggregator=aggregator, feature_dropout=dropout, rngs=rngs
+        )
+        self.first = make(in_features, hidden, activation=nnx.relu)
+        self.second = make(hidden, classes)
+
+    def __call__(
+        self, graph: Graph, features: jax.Array, *, rngs: nnx.Rngs | None = None
+    ) -> jax.Array:
+        """Returns logits [nodes, classes] of features [nodes, in]."""
+        for layer in (self.first, self.second):
+            features = layer(graph, features, deterministic=rngs is None, rngs=rngs)
+        return features

@@ -41,8 +41,8 @@ def load(options: TaskOptions) -> Task:
     def init(key: jax.Array) -> tuple[Any, None]:
         return nnx.split(make(key))[1], None
 
-    def predict(params: Any, model_state: Any, batch: Any) -> jax.Array:
-        del model_state
+    def predict(params: Any, model_state: Any, batch: Any, rng: Any = None) -> jax.Array:
+        del model_state, rng
         # A policy has cast the parameters, and the features, which are no part of the batch, follow.
         dtype = jax.tree.leaves(params)[0].dtype
         logits = nnx.merge(structure, params)(graph, jnp.asarray(features, dtype))

@@ -5,7 +5,6 @@ labelled nodes; the graph and its features are shared by all of them, as argumen
 constants they would be part of the program.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from jmp_train.graphs.reddit_files import (
     sorted_ends,
 )
 from jmp_train.synthetic_reddit import synthetic_reddit
-from jmp_train.tasks.graph_models import GAT, cross_entropy
+from jmp_train.tasks.graph_models import GAT, node_classifier
 from jmp_train.tasks.task import Task, TaskOptions
 
 HIDDEN = 256
@@ -42,25 +41,14 @@ def load(options: TaskOptions) -> Task:
     def make(key: jax.Array) -> GAT:
         return GAT(FEATURES, HIDDEN, CLASSES, heads, rngs=nnx.Rngs(key))
 
-    @functools.cache  # and not done here, for that would start the device
-    def structure() -> Any:
-        return nnx.split(nnx.eval_shape(make, jax.random.key(0)))[0]
-
-    def init(key: jax.Array) -> tuple[Any, None]:
-        return nnx.split(make(key))[1], None
-
-    def predict(params: Any, model_state: Any, batch: Any) -> jax.Array:
-        del model_state
-        logits = nnx.merge(structure(), params)(batch["graph"], batch["features"])
-        return logits[batch["node"]]
-
+    init, predict, loss_fn = node_classifier(make)
     return Task(
         name="reddit",
         train=train,
         test=test,
         prepare=lambda rows: rows,
         init=init,
-        loss_fn=cross_entropy(predict),
+        loss_fn=loss_fn,
         predict=predict,
         schedule=lambda steps: optax.constant_schedule(1e-3),
         optimizer=adam_with_l2,

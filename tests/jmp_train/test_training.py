@@ -27,7 +27,8 @@ def fixture_digits() -> Task:
 def test_every_task_loads() -> None:
     for name in TASK_NAMES:
         scale = 0.001 if name == "reddit" else None
-        task = load_task(name, TaskOptions(synthetic=name in ("mnist", "reddit"), scale=scale))
+        synthetic = name in ("mnist", "cora", "reddit")
+        task = load_task(name, TaskOptions(synthetic=synthetic, scale=scale))
         assert task.name == name
         assert set(task.train) == set(task.test)
         for data in (task.train, task.test):

@@ -1,0 +1,208 @@
+"""Task `cora`: papers that cite each other, of which 140 are labelled; the subjects of 1,000 are to be told.
+
+The models and what they are trained with are those of the papers on GCN and GAT, and of DGL's example of
+GraphSAGE. A step takes the whole graph, and so is an epoch; a batch is the labelled nodes.
+`benchmarks/planetoid.py` reproduces the published accuracies.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from jmp_train.graphs.graph import Graph, from_edges
+from jmp_train.graphs.node_data import NodeData
+from jmp_train.graphs.planetoid import ADDRESS, read_planetoid
+from jmp_train.policies.paths import path_name
+from jmp_train.synthetic_cora import synthetic_cora
+from jmp_train.tasks.graph_models import GAT, GCN, SAGE, node_classifier
+from jmp_train.tasks.task import Arrays, Task, TaskOptions
+
+WEIGHT_DECAY = 5e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A model and how its paper trains it.
+
+    Attributes:
+      make: returns the model for the features' width, the number of classes and random streams.
+      learning_rate: Adam's.
+      decayed: the path of the only parameter with an L2 term in the loss; None for all of them.
+    """
+
+    make: Callable[[int, int, nnx.Rngs], nnx.Module]
+    learning_rate: float
+    decayed: str | None = None
+
+
+def gcn(in_features: int, classes: int, rngs: nnx.Rngs) -> GCN:
+    """Returns the GCN of Kipf and Welling, https://arxiv.org/abs/1609.02907: hidden 16, dropout 0.5, no biases.
+
+    Args:
+      in_features: the width of a node's features.
+      classes: how many logits a node gets.
+      rngs: flax's streams.
+    """
+    return GCN(in_features, 16, classes, dropout=0.5, use_bias=False, rngs=rngs)
+
+
+def gat(in_features: int, classes: int, rngs: nnx.Rngs) -> GAT:
+    """Returns the GAT of Velickovic et al., https://arxiv.org/abs/1710.10903: 8 heads of 8, then 1; dropout 0.6.
+
+    Its weights are drawn as theirs, uniformly and as by Glorot, each head by itself. Their code also drops
+    0.6 of the values that attention adds, and has a bias in each logit; the paper has neither.
+
+    Args:
+      in_features: the width of a node's features.
+      classes: how many logits a node gets.
+      rngs: flax's streams.
+    """
+    model = GAT(
+        in_features, 8, classes, (8, 1), feature_dropout=0.6, attention_dropout=0.6, rngs=rngs
+    )
+    for layer in model.layers:
+        (fan_in, _), (_, _, width) = layer.weight.shape, layer.left.shape
+        for param, fans in (
+            (layer.weight, fan_in + width),
+            (layer.left, width + 1),
+            (layer.right, width + 1),
+        ):
+            bound = (6 / fans) ** 0.5
+            param[...] = jax.random.uniform(rngs.params(), param.shape, param.dtype, -bound, bound)
+    return model
+
+
+def sage(in_features: int, classes: int, rngs: nnx.Rngs) -> SAGE:
+    """Returns the GraphSAGE of DGL's example: hidden 16, dropout 0.5, the mean of neighbours and node.
+
+    Args:
+      in_features: the width of a node's features.
+      classes: how many logits a node gets.
+      rngs: flax's streams.
+
+    Reference: https://github.com/dmlc/dgl, examples/pytorch/graphsage/train_full.py.
+    """
+    return SAGE(in_features, 16, classes, aggregator="gcn", dropout=0.5, rngs=rngs)
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "gcn": Recipe(gcn, learning_rate=0.01, decayed="first/weight"),
+    "gat": Recipe(gat, learning_rate=0.005),
+    "sage": Recipe(sage, learning_rate=0.01),
+}
+
+
+def load(options: TaskOptions) -> Task:
+    """Returns the task with the data of `options.data_dir`, or with synthetic data; nothing on a device."""
+    task = make_task(_data(options), options.model or "gcn")
+    return dataclasses.replace(task, batch_size=options.train_size or task.batch_size)
+
+
+def make_task(data: NodeData, model: str) -> Task:
+    """Returns the task of training one of the models on a graph.
+
+    Args:
+      data: the graph, its features not normalised.
+      model: one of `RECIPES`.
+
+    Example:
+      >>> task = make_task(synthetic_cora(), "gcn")
+      >>> task.batch_size, task.test["label"].shape, sorted(task.shared())
+      (140, (1000,), ['features', 'graph'])
+    """
+    recipe = RECIPES[model]
+    width = data.features.shape[1]
+
+    def make(key: jax.Array) -> nnx.Module:
+        return recipe.make(width, data.num_classes, nnx.Rngs(key))
+
+    init, predict, loss_fn = node_classifier(make)
+    return Task(
+        name="cora",
+        train=rows(data, data.train),
+        test=rows(data, data.test),
+        prepare=lambda rows: rows,
+        init=init,
+        loss_fn=loss_fn,
+        predict=predict,
+        schedule=lambda steps: optax.constant_schedule(recipe.learning_rate),
+        optimizer=lambda rate: adam_with_l2(rate, recipe.decayed),
+        batch_size=len(data.train),
+        epochs=200,
+        shared=lambda: {
+            "graph": make_graph(data),
+            "features": normalize_rows(data.features),
+        },
+    )
+
+
+def adam_with_l2(learning_rate: Any, decayed: str | None) -> optax.GradientTransformation:
+    """Returns Adam of a loss plus half the parameters' squares times 5e-4, which are added to the gradient.
+
+    Args:
+      learning_rate: a number or a schedule.
+      decayed: the path of the only parameter of which squares are taken; None for all.
+    """
+
+    def is_decayed(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: decayed in (None, path_name(path)), params
+        )
+
+    return optax.chain(
+        optax.add_decayed_weights(WEIGHT_DECAY, is_decayed), optax.adam(learning_rate)
+    )
+
+
+def rows(data: NodeData, nodes: np.ndarray) -> Arrays:
+    """Returns what a batch holds of some nodes, beside what all batches share.
+
+    Args:
+      data: whose labels.
+      nodes: int32 [batch].
+    """
+    return {"node": nodes, "label": data.labels[nodes]}
+
+
+def make_graph(data: NodeData) -> Graph:
+    """Returns the graph with a loop at each node.
+
+    Args:
+      data: the edges, without loops.
+    """
+    loops = np.arange(data.num_nodes, dtype=np.int32)
+    senders = np.concatenate([data.senders, loops])
+    receivers = np.concatenate([data.receivers, loops])
+    return from_edges(senders, receivers, data.num_nodes)
+
+
+def normalize_rows(features: np.ndarray) -> np.ndarray:
+    """Returns the features of each node divided by their sum; rows of zeros stay.
+
+    Args:
+      features: float32 [nodes, width], of which none is negative.
+
+    Example:
+      >>> normalize_rows(np.array([[1, 0, 1], [0, 0, 0]], np.float32)).tolist()
+      [[0.5, 0.0, 0.5], [0.0, 0.0, 0.0]]
+    """
+    sums = features.sum(axis=1, keepdims=True)
+    return features / np.where(sums == 0, 1, sums)
+
+
+def _data(options: TaskOptions) -> NodeData:
+    if options.synthetic:
+        if options.data_dir is not None:
+            raise ValueError("--data-dir and --synthetic exclude each other")
+        return synthetic_cora()
+    if options.data_dir is None:
+        raise FileNotFoundError(
+            "task cora wants --data-dir, the folder of ind.cora.x and the other seven files (or "
+            f"--synthetic); Planetoid's files are public in {ADDRESS}"
+        )
+    return read_planetoid(options.data_dir, "cora")
