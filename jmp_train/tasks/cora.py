@@ -17,6 +17,8 @@ from flax import nnx
 from jmp_train.graphs.graph import Graph, from_edges
 from jmp_train.graphs.node_data import NodeData
 from jmp_train.graphs.planetoid import ADDRESS, read_planetoid
+from jmp_train.graphs.row_normalization import normalize_rows
+from jmp_train.graphs.transforms import add_self_loop
 from jmp_train.policies.paths import path_name
 from jmp_train.synthetic_cora import synthetic_cora
 from jmp_train.tasks.graph_models import GAT, GCN, SAGE, node_classifier
@@ -173,26 +175,9 @@ def make_graph(data: NodeData) -> Graph:
     """Returns the graph with a loop at each node.
 
     Args:
-      data: the edges, without loops.
+      data: the edges, with or without loops.
     """
-    loops = np.arange(data.num_nodes, dtype=np.int32)
-    senders = np.concatenate([data.senders, loops])
-    receivers = np.concatenate([data.receivers, loops])
-    return from_edges(senders, receivers, data.num_nodes)
-
-
-def normalize_rows(features: np.ndarray) -> np.ndarray:
-    """Returns the features of each node divided by their sum; rows of zeros stay.
-
-    Args:
-      features: float32 [nodes, width], of which none is negative.
-
-    Example:
-      >>> normalize_rows(np.array([[1, 0, 1], [0, 0, 0]], np.float32)).tolist()
-      [[0.5, 0.0, 0.5], [0.0, 0.0, 0.0]]
-    """
-    sums = features.sum(axis=1, keepdims=True)
-    return features / np.where(sums == 0, 1, sums)
+    return add_self_loop(from_edges(data.senders, data.receivers, data.num_nodes))
 
 
 def _data(options: TaskOptions) -> NodeData:
