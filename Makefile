@@ -58,6 +58,7 @@ bench: .venv/.dev
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/autocast.py
 	$(BIN)/python benchmarks/graphs.py
+	$(BIN)/python benchmarks/minibatch.py
 
 clean:
 	rm -rf .venv .venv-newest .venv-plan build dist out *.egg-info .coverage .pytest_cache .ruff_cache .hypothesis

@@ -19,9 +19,12 @@ the graph and its features, which stay in the host's.
 
 import argparse
 import importlib
+import itertools
 import json
 import os
+import pickle
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -220,33 +223,30 @@ def measure(data: Data, kind: str, policy_name: str, peer: Any, args: Any) -> Ra
     return rates
 
 
-def absent_step(kind: str, policy_name: str, size: str, batch_size: str) -> Any:
-    """Returns the step and its arguments' shapes, for `compile_for_gpu`."""
-    num_nodes, num_edges = map(int, size.split("x"))
-    data = Data(num_nodes, num_edges, int(batch_size))
+def absent_step(kind: str, policy_name: str, file: str) -> Any:
+    """Returns the step and its arguments' shapes, for `compile_for_gpu`; the batch's are in a file."""
     step, state = make_step(kind, policy_name)
-    fetch = data.fetch(jt.get_policy(policy_name).compute_dtype)
-    batch = fetch(data.sampler.sample(data.seeds[: int(batch_size)], np.random.default_rng(0)))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch))
-    return step, shapes, {"donate_argnums": 0}
+    batch = pickle.loads(Path(file).read_bytes())
+    return step, (jax.eval_shape(lambda: state), batch), {"donate_argnums": 0}
 
 
 def print_memory(data: Data, args: Any) -> dict[str, int]:
     """Prints what the steps need on the GPU, and returns the bytes."""
-    print(f"\nthe graph and its features: {data.host_bytes / 1e6:.0f} MB, in the host's memory")
+    size = data.host_bytes / 1e6
+    print(f"\nthe graph and its features, in the host's memory: {size:.0f} MB; a {args.gpu} needs")
+    seeds, target = data.seeds[: args.batch_size], f"{Path(__file__).resolve()}:absent_step"
+    sampled = data.sampler.sample(seeds, np.random.default_rng(0))
     peaks = {}
-    for kind in args.models:
-        for policy_name in POLICIES:
-            target = f"{Path(__file__).resolve()}:absent_step"
+    for kind, policy_name in itertools.product(args.models, args.policies):
+        batch = data.fetch(jt.get_policy(policy_name).compute_dtype)(sampled)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(pickle.dumps(shapes))
+            file.flush()
             options: Any = {"gpu": args.gpu, "python": args.python, "timeout": 1200}
-            arguments = (kind, policy_name, args.size, str(args.batch_size))
-            peaks[f"{kind} {policy_name}"] = compile_for_gpu(
-                target, *arguments, **options
-            ).peak_bytes
-            print(
-                f"{kind:6}{policy_name:16}{peaks[f'{kind} {policy_name}'] / 1e6:8.0f} MB on a {args.gpu}",
-                flush=True,
-            )
+            compiled = compile_for_gpu(target, kind, policy_name, file.name, **options)
+        peaks[f"{kind} {policy_name}"] = compiled.peak_bytes
+        print(f"{kind:6}{policy_name:16}{compiled.peak_bytes / 1e6:10.0f} MB", flush=True)
     return peaks
 
 

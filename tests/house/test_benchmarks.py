@@ -150,6 +150,22 @@ def test_the_autocast_benchmark_stays_within_its_bounds(tmp_path: Path) -> None:
     assert all(f"\n{i}. " in output for i in (1, 2, 3, 4))
 
 
+@pytest.mark.timeout(300)
+def test_the_minibatch_benchmark_measures_loading_and_stepping(tmp_path: Path) -> None:
+    file = tmp_path / "minibatch.json"
+    options = ("--size", "300x2000", "--batch-size", "16", "--seconds", "0", "--rounds", "1")
+    some = ("--models", "gat", "--policies", "mixed_float16")
+    output = run("minibatch.py", *options, *some, "--json", str(file))
+    rates = json.loads(file.read_text())["rates"]
+    assert list(rates) == ["gat mixed_float16"]
+    ours = rates["gat mixed_float16"]
+    assert {"loading", "step", "both"} <= set(ours)
+    assert all(rate > 0 for rate in ours.values())
+    is_ahead = ours["loading"] > ours["step"]
+    assert ("keeps ahead" if is_ahead else "keeps BEHIND") in output
+    assert "NeighborLoader" in output or "PyG" in output
+
+
 @pytest.fixture(name="planetoid", scope="module")
 def fixture_planetoid() -> Any:
     spec = importlib.util.spec_from_file_location("planetoid", BENCHMARKS / "planetoid.py")

@@ -151,6 +151,21 @@ def test_the_reddit_example_learns_in_float16_as_in_float32(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_the_minibatch_example_learns_in_float16_as_in_float32(tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "sage_minibatch.py")
+    for flag in ("--use-fp16", "--no-use-fp16"):
+        output = run_script(example, flag, "--scale", "0.005", "--epochs", "4", cwd=tmp_path)
+        *lines, last = output.splitlines()
+        found = [re.fullmatch(r"epoch \d  loss ([\d.]+)  [\d.]+ s", line) for line in lines]
+        losses = [float(match[1]) for match in found if match]
+        assert len(losses) == 4
+        assert losses[-1] < 0.5 * losses[0]
+        accuracy = re.fullmatch(r"test accuracy ([\d.]+)%", last)
+        assert accuracy is not None
+        assert float(accuracy[1]) > 90
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_mnist_example_is_float32s_but_for_three_lines(tmp_path: Path) -> None:
     half = (ROOT / "examples" / "mnist_amp.py").read_text()
