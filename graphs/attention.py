@@ -27,7 +27,7 @@ from jmp_train.policies.autocast_given import as_given
 
 
 def edge_softmax(
-    graph: Graph | HeteroGraph | jraph.GraphsTuple,
+    graph: Graph | HeteroGraph | Block | jraph.GraphsTuple,
     logits: Any,
     edges: Any = None,
     *,
@@ -37,7 +37,7 @@ def edge_softmax(
     """Returns the softmax of logits over the edges that enter the same node.
 
     Args:
-      graph: a graph of ours or jraph's.
+      graph: a graph of ours or jraph's, or a block.
       logits: floating [edges, ...]; -inf masks an edge, and a node all of whose edges are masked has 0.
       edges: int [some edges], the places of those to which the logits belong, and over which the softmax
         goes; None for all.
@@ -61,6 +61,7 @@ def edge_softmax(
     if norm_by not in ("dst", "src"):
         raise ValueError(f"norm_by={norm_by!r} must be 'dst' or 'src'")
     graph = from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else graph
+    graph = graph.graph() if isinstance(graph, Block) else graph
     frame = frame_of(graph, etype)
     if edges is not None:
         frame = some_edges(frame, checked_ids("edges", edges, frame.connections.targets.num_edges))

@@ -190,6 +190,8 @@ def neighbor_sampler(
     seeds = _checked_seeds(seeds, counts[seed_type])
     if len(seeds) == 0:
         raise ValueError("seeds is empty")
+    if as_count("num_trials", num_trials) == 0:
+        raise ValueError("num_trials=0 must be positive")
     if not fanouts:
         raise ValueError("fanouts is empty: a model has a layer at least")
     of_layers = tuple(_checked_fanout(fanout, by_type) for fanout in fanouts)

@@ -10,6 +10,7 @@ import jraph
 import numpy as np
 
 from jmp_train.graphs.accumulation import rows_like
+from jmp_train.graphs.block import Block
 from jmp_train.graphs.connections import Connections, is_traced
 from jmp_train.graphs.frames import nodes_of
 from jmp_train.graphs.graph import Graph, from_jraph, to_jraph
@@ -32,6 +33,12 @@ def accepts_jraph(
     def on_any_graph(graph: Any, /, *args: Params.args, **kwargs: Params.kwargs) -> Any:
         if isinstance(graph, jraph.GraphsTuple):
             return to_jraph(function(from_jraph(graph), *args, **kwargs))
+        if not isinstance(graph, Graph | HeteroGraph):
+            kind = type(graph).__name__
+            raise TypeError(
+                f"graph must be a Graph, a HeteroGraph or a jraph.GraphsTuple, got {kind}"
+                + ("; block.graph(...) makes one of it" if isinstance(graph, Block) else "")
+            )
         return function(graph, *args, **kwargs)
 
     return on_any_graph

@@ -114,6 +114,12 @@ def test_messages_pass_along_a_block() -> None:
     assert passed(graph).nodes["target"]["x"].tolist() == [8, 8]
 
 
+def test_softmax_goes_over_the_edges_of_a_target() -> None:
+    block = padded_block(np.array([0, 2, 3]), np.array([0, 0, 1]), 4, 2, num_edges=5)
+    weights = graphs.edge_softmax(block, jnp.zeros((5, 1), jnp.float16))
+    assert weights.ravel().tolist() == [0.5, 0.5, 1, 0, 0]
+
+
 def test_what_does_not_fit_a_block_is_refused() -> None:
     _, batch = whole_and_block()
     block = batch.blocks[0]
@@ -126,5 +132,7 @@ def test_what_does_not_fit_a_block_is_refused() -> None:
         graphs.gin_conv(block, (rows, rows, rows))
     with pytest.raises(TypeError, match='"lstm" needs a Graph: blocks have no mailboxes'):
         graphs.SAGEConv(4, 3, aggregator="lstm", rngs=nnx.Rngs(0))(block, rows)
+    with pytest.raises(TypeError, match=r"got Block; block\.graph\(\.\.\.\) makes one of it"):
+        graphs.update_all(block, fn.copy_u("h", "m"), fn.sum("m", "x"))  # type: ignore[type-var]
     with pytest.raises(ValueError, match="no edge enters some of the nodes"):
         graphs.GATConv(4, 3, 1, rngs=nnx.Rngs(0))(block, rows)

@@ -213,6 +213,8 @@ def test_wrong_calls_are_refused() -> None:
         graphs.neighbor_sampler(edges, (0,), some, 2)
     with pytest.raises(ValueError, match="fanouts is empty"):
         graphs.neighbor_sampler(edges, (), some, 2)
+    with pytest.raises(ValueError, match="num_trials=0 must be positive"):
+        graphs.neighbor_sampler(edges, (1,), some, 2, num_trials=0)
     with pytest.raises(ValueError, match="seeds is empty"):
         graphs.neighbor_sampler(edges, (1,), [], 2)
     with pytest.raises(ValueError, match="batch_size=0 must be positive"):
