@@ -10,8 +10,8 @@ two layers, hidden 256, GraphSAGE's mean or 4 heads of attention, and the step i
 Measured in one process, in turn, medians of batches a second: loading alone (sampling, padding, gathering,
 putting on the device, by one thread that works ahead); the step alone, on a batch that is there; and both
 together, as training has them, the threads sharing the processors with the step. The peer is PyTorch
-Geometric's NeighborLoader with the same fanouts and features, alone and in the same rounds, where
-torch_geometric and pyg_lib or torch_sparse are there.
+Geometric's NeighborLoader with the same fanouts and features, by itself or with a worker that loads ahead, alone and
+in the same rounds, where torch_geometric and pyg_lib or torch_sparse are there.
 
 `--memory` compiles each step for a GPU that is not there, and prints the memory that it needs beside the size of
 the graph and its features, which stay in the host's.
@@ -50,7 +50,10 @@ WIDTH, HIDDEN, HEADS, CLASSES = 256, 256, 4, 16
 FANOUTS = (10, 15)  # of the first layer, and of the last one, which the seeds are the targets of
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 AHEAD = 4  # batches that are loaded before they are wanted
-PEER = "PyG's NeighborLoader"
+PEERS: dict[str, dict[str, Any]] = {
+    "PyG": {},
+    "PyG, 1 worker": {"num_workers": 1, "persistent_workers": True},
+}
 Rates = dict[str, float]
 
 
@@ -73,12 +76,13 @@ class Data:
         return self.edges.sources.nbytes + self.edges.starts.nbytes + self.features.nbytes
 
     def fetch(self, dtype: Any) -> Callable[[graphs.MiniBatch], Any]:
-        """Returns what makes the step's batch."""
+        """Returns what makes the step's batch of features that were cast beforehand."""
+        features = self.features.astype(dtype)
 
         def fetch(batch: graphs.MiniBatch) -> Any:
             return {
                 "blocks": batch.blocks,
-                "features": graphs.take_rows(self.features, batch.inputs, dtype),
+                "features": graphs.take_rows(features, batch.inputs),
                 "label": graphs.take_rows(self.labels, batch.seeds),
                 "is_seed": batch.seeds >= 0,
             }
@@ -168,7 +172,7 @@ def our_rates(data: Data, kind: str, policy_name: str) -> dict[str, Callable[[],
     return {"loading": load, "step": run, "both": train}
 
 
-def peer_loader(data: Data, batch_size: int) -> Callable[[], None] | str:
+def peer_loaders(data: Data, batch_size: int) -> dict[str, Callable[[], None]] | str:
     """Returns what loads a batch with PyTorch Geometric, or the reason why it does not run."""
     if find_spec("torch_geometric") is None:
         return "torch_geometric is not installed"
@@ -181,18 +185,21 @@ def peer_loader(data: Data, batch_size: int) -> Callable[[], None] | str:
     whole = pyg_data.Data(
         x=torch.from_numpy(data.features), edge_index=ends, y=torch.from_numpy(data.labels)
     )
+    options = {"batch_size": batch_size, "shuffle": True, "drop_last": True}
+    num_neighbors = list(reversed(FANOUTS))  # PyG counts from the seeds
     try:
-        batches = loader.NeighborLoader(
-            whole,
-            num_neighbors=list(reversed(FANOUTS)),  # PyG counts from the seeds
-            batch_size=batch_size,
-            shuffle=True,
-            drop_last=True,
-        )
-        iterator = iter(batches)
-        next(iterator)
+        return {
+            name: _next_of(loader.NeighborLoader(whole, num_neighbors, **options, **workers))
+            for name, workers in PEERS.items()
+        }
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _next_of(batches: Any) -> Callable[[], None]:
+    """Returns what loads the next batch, from the start again after the last one."""
+    iterator = iter(batches)
+    next(iterator)
 
     def load() -> None:
         nonlocal iterator
@@ -209,7 +216,7 @@ def measure(data: Data, kind: str, policy_name: str, peer: Any, args: Any) -> Ra
     """Returns the medians of what is measured in turn, and prints them."""
     forms = our_rates(data, kind, policy_name)
     if not isinstance(peer, str):
-        forms[PEER] = peer
+        forms |= peer
     found: dict[str, list[float]] = {name: [] for name in forms}
     for round_number in range(args.rounds + 1):
         for name, run in forms.items():
@@ -218,7 +225,7 @@ def measure(data: Data, kind: str, policy_name: str, peer: Any, args: Any) -> Ra
                 found[name].append(measured)
     rates = {name: statistics.median(values) for name, values in found.items()}
     verdict = "ahead" if rates["loading"] > rates["step"] else "BEHIND"
-    cells = "".join(f"{value:10.2f}" for value in rates.values())
+    cells = "".join(f"{value:15.2f}" for value in rates.values())
     print(f"{kind:6}{policy_name:16}{cells}  loading keeps {verdict}", flush=True)
     return rates
 
@@ -267,21 +274,21 @@ def main() -> None:
 
     num_nodes, num_edges = map(int, args.size.split("x"))
     data = Data(num_nodes, num_edges, args.batch_size)
-    peer = peer_loader(data, args.batch_size)
+    peer = peer_loaders(data, args.batch_size)
     shapes = ", ".join(
         f"{size.sources['node']:,} sources and {next(iter(size.edges.values())):,} edges"
         for size in data.sampler.sizes[0]
     )
     print(f"jax {jax.__version__}, {os.cpu_count()} CPUs; {args.batch_size} seeds; {shapes}")
-    names = ["loading", "step", "both", *([] if isinstance(peer, str) else ["PyG"])]
-    print(f"batches a second\n{'':22}{''.join(f'{name:>10}' for name in names)}")
+    names = ["loading", "step", "both", *([] if isinstance(peer, str) else peer)]
+    print(f"batches a second\n{'':22}{''.join(f'{name:>15}' for name in names)}")
     results = {
         f"{kind} {policy_name}": measure(data, kind, policy_name, peer, args)
         for kind in args.models
         for policy_name in args.policies
     }
     if isinstance(peer, str):
-        print(f"{PEER} does not run: {peer}")
+        print(f"PyG's NeighborLoader does not run: {peer}")
     report: dict[str, Any] = {"jax": jax.__version__, "size": args.size, "rates": results}
     if args.memory:
         report |= {"host_bytes": data.host_bytes, "peak_bytes": print_memory(data, args)}
