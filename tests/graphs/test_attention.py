@@ -209,7 +209,7 @@ def test_wrong_arguments_are_named() -> None:
         graphs.gat_attention(graph, z, end, jnp.ones((2, 2)))
     hetero = graphs.hetero_from_edges({("a", "b", "a"): ([0], [0])}, {"a": 2})
     with pytest.raises(
-        TypeError, match=r"graph must be a Graph or a jraph\.GraphsTuple, got Hetero"
+        TypeError, match=r"graph must be a Graph, a Block or a jraph\.GraphsTuple, got Hetero"
     ):
         graphs.gat_attention(cast(Any, hetero), z, end, end)
     with pytest.raises(ValueError, match=r"dropout_rate=1\.5 must lie in \[0, 1\)"):

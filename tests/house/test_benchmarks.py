@@ -150,6 +150,7 @@ def test_the_autocast_benchmark_stays_within_its_bounds(tmp_path: Path) -> None:
     assert all(f"\n{i}. " in output for i in (1, 2, 3, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_minibatch_benchmark_measures_loading_and_stepping(tmp_path: Path) -> None:
     file = tmp_path / "minibatch.json"
