@@ -8,6 +8,9 @@ import importlib
 import typing
 
 from jmp_train.gradients import scaled_value_and_grad as scaled_value_and_grad
+from jmp_train.parallel import data_parallel as data_parallel
+from jmp_train.parallel import pmap_step as pmap_step
+from jmp_train.parallel import sharded_step as sharded_step
 from jmp_train.policies import APEX_O1 as APEX_O1
 from jmp_train.policies import TORCH_CPU as TORCH_CPU
 from jmp_train.policies import TORCH_CUDA as TORCH_CUDA

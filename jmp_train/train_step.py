@@ -27,6 +27,7 @@ from jmp_train.policies.policy import Policy, get_policy
 from jmp_train.train_state import TrainState
 
 Metrics = dict[str, Any]
+METRICS = ("loss", "aux", "grad_norm", "grads_finite", "loss_scale", "skipped_steps")
 LossFn = Callable[[Any, Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]]
 
 

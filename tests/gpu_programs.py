@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import ShapeDtypeStruct as Struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jmp_train as jt
 from jmp_train import graphs
 from jmp_train.graphs import fn
 
@@ -101,3 +103,23 @@ def environment(*names: str) -> Any:
 
 def nothing() -> None:
     """Returns no program."""
+
+
+def parallel_step(route: str, mesh: Mesh) -> tuple[Any, ...]:
+    """Makes a step of mixed_float16 on all GPUs of a mesh, by `data_parallel` or for plain jit."""
+    optimizer = jt.with_loss_scale(optax.adam(1e-3), jt.torch_loss_scale())
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        rows = batch["x"]
+        for weight in params:
+            rows = jax.nn.relu(rows @ weight)
+        return (rows.astype(jnp.float32) ** 2).mean()
+
+    step = jt.train_step(jt.stateless(loss_fn), optimizer, policy="mixed_float16")
+    state = jax.eval_shape(
+        lambda: jt.TrainState.create([jnp.zeros((256, 256)) for _ in range(4)], optimizer)
+    )
+    data = NamedSharding(mesh, PartitionSpec("data"))
+    batch = {"x": Struct((1024, 256), jnp.float32, sharding=data)}
+    transform = {"shard_map": jt.data_parallel, "jit": jt.sharded_step}[route]
+    return transform(step, mesh), (state, batch), {}

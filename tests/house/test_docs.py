@@ -54,7 +54,7 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "nonfinite_report", "scaled_value_and_grad", "reduce_gradients", "train_step", "stateless",
         "TrainState", "autocast", "autocast_as", "AutocastRules", "TORCH_CUDA", "TORCH_CPU",
         "APEX_O1", "explain_autocast", "segment_sum", "segment_mean", "segment_max", "segment_min",
-        "segment_softmax", "gather", "Graph", "from_edges", "from_jraph", "to_jraph", "rand_graph",
+        "segment_softmax", "gather", "data_parallel", "pmap_step", "Graph", "from_edges", "from_jraph", "to_jraph", "rand_graph",
         "update_all", "apply_edges", "edge_softmax", "gat_attention", "GraphConv", "SAGEConv",
         "GATConv", "GATv2Conv", "GINConv",
     } <= set(PUBLIC)  # fmt: skip

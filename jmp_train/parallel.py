@@ -1,0 +1,190 @@
+"""One step on many devices: `shard_map`, `pmap` or `jit`, each with the signature that it has on one.
+
+The batch is cut along its first axis, the state is the same everywhere. Gradients stay local until they are
+averaged in the policy's `reduce_dtype`; loss, floating aux and batch statistics are averaged in float32; the
+step is taken or skipped by all devices together, and each draws from a key of its own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jmp_train.policies.paths import named_leaves
+from jmp_train.train_state import TrainState
+from jmp_train.train_step import METRICS, Metrics, TrainStep
+
+Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+
+
+def data_parallel(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
+    """Returns a step that runs on all devices along an axis of a mesh, by `shard_map`.
+
+    Jit it as the step itself: `jax.jit(data_parallel(step, mesh), donate_argnums=0)`. Other axes of the mesh
+    are left to jax. Several processes run it with a mesh of all their devices and a batch that is one array
+    over these.
+
+    Args:
+      step: what `train_step` returned.
+      mesh: the devices, for example `jax.make_mesh((8,), ("data",))`.
+      axis: the mesh axis along which the batch is cut.
+
+    Returns:
+      A pure function `(state, batch) -> (state, metrics)`. Metrics are those of the whole batch; aux that is
+      no float is the first device's.
+
+    Raises:
+      TypeError: `step` is no `TrainStep`.
+      ValueError: the mesh has no such axis; when called, the number of its devices does not divide the batch.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optax.sgd(1.0))
+      >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+      >>> state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
+      >>> state, metrics = jax.jit(jt.data_parallel(step, mesh))(state, jnp.full(8 * mesh.size, 2.0))
+      >>> float(state.params)
+      -2.0
+
+    Reference: torch's DistributedDataParallel; https://docs.jax.dev/en/latest/notebooks/shard_map.html.
+    """
+    parallel = _checked_step(step).with_axes(axis)
+    count = _axis_size(mesh, axis)
+    # The step names its reductions, and so does not need jax to find out what varies.
+    run = jax.shard_map(
+        parallel,
+        mesh=_automatic(mesh),
+        in_specs=(P(), P(axis)),
+        out_specs=P(),
+        axis_names={axis},
+        check_vma=False,
+    )
+
+    def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        _check_batch(batch, count, f"the {count} devices along mesh axis {axis!r}")
+        return run(state, batch)
+
+    return on_all
+
+
+def pmap_step(step: TrainStep, axis: str = "data", *, devices: Sequence[Any] | None = None) -> Step:
+    """Returns a step that runs on several devices of this process, by `pmap`; it is compiled already.
+
+    Args:
+      step: what `train_step` returned.
+      axis: a name for the devices.
+      devices: which; None for all local ones.
+
+    Returns:
+      A function `(state, batch) -> (state, metrics)` that wants no jit. The state goes in and comes out as on
+      one device, and the batch whole. Of several processes each brings the batch of its own devices.
+
+    Raises:
+      TypeError: `step` is no `TrainStep`.
+      ValueError: when called, the number of devices does not divide the batch.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optax.sgd(1.0))
+      >>> state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
+      >>> state, metrics = jt.pmap_step(step)(state, jnp.full(4 * jax.device_count(), 2.0))
+      >>> float(state.params)
+      -2.0
+    """
+    parallel = _checked_step(step).with_axes(axis)
+    count = len(jax.local_devices() if devices is None else devices)
+    run = jax.pmap(parallel, axis, in_axes=(None, 0), out_axes=None, devices=devices)
+
+    def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        _check_batch(batch, count, f"the {count} devices")
+        return run(state, _in_parts(batch, count))
+
+    return on_all
+
+
+def sharded_step(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
+    """Returns a step for plain `jit`, which places its parts on the devices along an axis of a mesh.
+
+    What jit makes of a whole batch by itself adds gradients over the devices in the compute dtype. Here each
+    device's gradients are apart until they are averaged, as in `data_parallel`.
+
+    Args:
+      step: see `data_parallel`.
+      mesh: see `data_parallel`.
+      axis: see `data_parallel`.
+
+    Returns:
+      See `data_parallel`; aux that is no float has one row for each device.
+
+    Raises:
+      TypeError: see `data_parallel`.
+      ValueError: see `data_parallel`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optax.sgd(1.0))
+      >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+      >>> state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
+      >>> state, metrics = jax.jit(jt.sharded_step(step, mesh))(state, jnp.full(8 * mesh.size, 2.0))
+      >>> float(state.params)
+      -2.0
+    """
+    parallel = _checked_step(step).with_axes(axis)
+    count = _axis_size(mesh, axis)
+    placed = NamedSharding(_automatic(mesh), P(axis))
+    # Aux comes in rows; all else is the same for all devices once it is reduced.
+    out_axes = (None, {name: 0 if name == "aux" else None for name in METRICS})
+    run = jax.vmap(parallel, (None, 0), out_axes, axis_name=axis, spmd_axis_name=axis)
+
+    def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        _check_batch(batch, count, f"the {count} devices along mesh axis {axis!r}")
+        parts = jax.lax.with_sharding_constraint(_in_parts(batch, count), placed)
+        state, metrics = run(state, parts)
+        return state, metrics | {"aux": jax.tree.map(_one_if_averaged, metrics["aux"])}
+
+    return on_all
+
+
+def _one_if_averaged(rows: jax.Array) -> jax.Array:
+    """Returns the first of rows that are all the same, as floating ones are."""
+    return rows[0] if jnp.issubdtype(rows.dtype, jnp.floating) else rows
+
+
+def _checked_step(step: Any) -> TrainStep:
+    if not isinstance(step, TrainStep):
+        kind = type(step).__name__
+        raise TypeError(f"step must be what train_step returned, not jitted, got {kind}")
+    return step
+
+
+def _axis_size(mesh: Any, axis: str) -> int:
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    if axis not in mesh.shape:
+        known = ", ".join(map(repr, mesh.axis_names))
+        raise ValueError(f"axis={axis!r} is none of the mesh's: {known}")
+    return mesh.shape[axis]
+
+
+def _automatic(mesh: Mesh) -> Mesh:
+    """Returns the mesh with axes that jax shards over by itself; explicit ones want inputs to be placed."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def _check_batch(batch: Any, count: int, devices: str) -> None:
+    for path, x in named_leaves(batch):
+        if jnp.ndim(x) == 0 or jnp.shape(x)[0] % count:
+            raise ValueError(
+                f"{devices} must divide the first axis of every leaf of the batch; "
+                f"{path or '(root)'!r} has shape {jnp.shape(x)}"
+            )
+
+
+def _in_parts(batch: Any, count: int) -> Any:
+    return jax.tree.map(lambda x: x.reshape(count, -1, *jnp.shape(x)[1:]), batch)

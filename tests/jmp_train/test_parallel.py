@@ -1,0 +1,231 @@
+"""The three routes to many devices: the numbers of one device, and one decision for all."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import relaxed
+from jax.sharding import AxisType, Mesh
+from sklearn.datasets import load_digits
+
+import jmp_train as jt
+from jmp_train.absent_gpu import compile_for_gpu
+
+DEVICES, ROWS = 8, 64
+PROGRAMS = Path(__file__).resolve().parents[1] / "gpu_programs.py"
+MESH = Mesh(np.array(jax.devices()), ("data",))
+
+
+def by_shard_map(step: jt.TrainStep) -> Any:
+    return jax.jit(jt.data_parallel(step, MESH))
+
+
+def by_jit(step: jt.TrainStep) -> Any:
+    return jax.jit(jt.sharded_step(step, MESH))
+
+
+ROUTES: dict[str, Callable[[jt.TrainStep], Any]] = {
+    "shard_map": by_shard_map,
+    "pmap": jt.pmap_step,
+    "jit": by_jit,
+}
+
+
+class Net(nn.Module):
+    """Two dense layers with a BatchNorm, which is the whole batch's where it is given an axis."""
+
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(32)(x)
+        x = nn.BatchNorm(use_running_average=False, momentum=0.9, axis_name=self.axis_name)(x)
+        return nn.Dense(10)(nn.relu(x))
+
+
+def batches(count: int) -> list[dict[str, np.ndarray]]:
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    rows = [order[np.arange(i * ROWS, (i + 1) * ROWS) % len(labels)] for i in range(count)]
+    return [
+        {"x": (images[r] / 16).astype(np.float32), "y": labels[r].astype(np.int32)} for r in rows
+    ]
+
+
+def make(optimizer: Any, policy: str, axis_name: str | None) -> tuple[jt.TrainStep, jt.TrainState]:
+    variables = Net().init(jax.random.key(0), jnp.zeros((1, 64)))
+
+    def loss_fn(params: Any, stats: Any, batch: Any, rng: Any) -> Any:
+        del rng
+        with jax.numpy_dtype_promotion("standard"):  # flax promotes by itself
+            logits, new = Net(axis_name).apply(
+                {"params": params, "batch_stats": stats}, batch["x"], mutable=["batch_stats"]
+            )
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), batch["y"]
+        )
+        return losses.mean(), (new["batch_stats"], None)
+
+    optimizer = relaxed(optimizer)
+    if "16" in policy:
+        optimizer = jt.with_loss_scale(optimizer, jt.torch_loss_scale(2.0**10))
+    step = jt.train_step(loss_fn, optimizer, policy=policy)
+    state = jt.TrainState.create(
+        variables["params"], optimizer, model_state=variables["batch_stats"]
+    )
+    return step, state
+
+
+def assert_replicas_are_equal(tree: Any) -> None:
+    for array in jax.tree.leaves(tree):
+        first, *others = [np.asarray(shard.data) for shard in array.addressable_shards]
+        assert len(others) == DEVICES - 1
+        assert first.shape == array.shape
+        for other in others:
+            np.testing.assert_array_equal(other, first)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_fifty_steps_are_those_of_one_device(route: str) -> None:
+    sgd = optax.sgd(0.05, momentum=0.9)
+    step, state = make(sgd, "float32", "data")
+    alone, single = make(sgd, "float32", None)
+    many, one = ROUTES[route](step), jax.jit(alone)
+    losses = []
+    for batch in batches(50):
+        state, metrics = many(state, batch)
+        single, wanted = one(single, batch)
+        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-5)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.5 * losses[0]
+    assert_replicas_are_equal((state.params, state.model_state, state.opt_state))
+    for tree in ("params", "model_state"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6),
+            jax.device_get(getattr(state, tree)),
+            jax.device_get(getattr(single, tree)),
+        )
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_overflow_on_one_replica_is_skipped_by_all(route: str) -> None:
+    step, state = make(optax.adam(1e-2), "mixed_float16", None)
+    many = ROUTES[route](step)
+    finite, scales, skipped = [], [], []
+    for number, batch in enumerate(batches(12)):
+        if number in (3, 4, 9):
+            batch["x"][ROWS // DEVICES * 5] = 7e4  # infinite in float16, on the sixth device alone
+        before = jax.device_get((state.params, state.model_state))
+        state, metrics = many(state, batch)
+        finite.append(bool(metrics["grads_finite"]))
+        scales.append(float(metrics["loss_scale"]))
+        skipped.append(int(metrics["skipped_steps"]))
+        if not finite[-1]:
+            after = jax.device_get((state.params, state.model_state))
+            jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert [number for number, is_finite in enumerate(finite) if not is_finite] == [3, 4, 9]
+    assert scales[-1] == 2.0**7
+    assert skipped[-1] == 3
+    assert_replicas_are_equal((state.params, state.model_state, state.opt_state))
+
+
+def test_the_routes_lose_the_same_with_adam() -> None:
+    losses = {}
+    for route, transform in ROUTES.items():
+        step, state = make(optax.adam(1e-2), "mixed_bfloat16", None)
+        many, losses[route] = transform(step), []
+        for batch in batches(20):
+            state, metrics = many(state, batch)
+            losses[route].append(float(metrics["loss"]))
+    for route in ("pmap", "jit"):
+        np.testing.assert_allclose(losses[route], losses["shard_map"], rtol=2e-2)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("size", "reduce_dtype", "expected"),
+    [(60_000.0, "f32", 60_000.0), (60_000.0, "f16", 60_000.0), (6e-8, "f32", 6e-8)],
+)
+def test_gradients_neither_overflow_nor_vanish_when_they_are_reduced(
+    route: str, size: float, reduce_dtype: str, expected: float
+) -> None:
+    policy = jt.get_policy(f"p=f32,c=f16,o=f32,r={reduce_dtype}")
+    step = jt.train_step(
+        jt.stateless(lambda params, batch: (params * batch).sum()), optax.sgd(1.0), policy=policy
+    )
+    state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
+    after, _ = ROUTES[route](step)(state, jnp.full(DEVICES, size))
+    np.testing.assert_allclose(after.params, -expected, rtol=1e-2 if size < 1 else 1e-3)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_devices_draw_apart_and_aux_is_reduced(route: str) -> None:
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        draw = jax.random.uniform(rng)
+        aux = {"draw": draw, "square": draw**2, "rows": jnp.int32(len(batch))}
+        return (params * batch).sum(), (model_state, aux)
+
+    step = jt.train_step(loss_fn, optax.sgd(0.1), accumulate_steps=2)
+    state = jt.TrainState.create(jnp.ones(()), optax.sgd(0.1), rng=jax.random.key(0))
+    _, metrics = ROUTES[route](step)(state, jnp.ones(4 * DEVICES))
+    aux = metrics["aux"]
+    assert (aux["square"] > aux["draw"] ** 2 + 1e-3).all()
+    assert set(np.asarray(aux["rows"]).ravel().tolist()) == {2}
+
+
+def test_a_mesh_may_be_explicit_and_have_other_axes() -> None:
+    kinds = (AxisType.Explicit,) * 2
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=kinds)
+    step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optax.sgd(1.0))
+    for transform in (jt.data_parallel, jt.sharded_step):
+        state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
+        after, _ = jax.jit(transform(step, mesh))(state, np.arange(8, dtype=np.float32))
+        assert float(after.params) == -3.5
+
+
+def test_wrong_calls_are_refused() -> None:
+    step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optax.sgd(1.0))
+    jitted: Any = jax.jit(step)
+    for transform in (
+        lambda s: jt.data_parallel(s, MESH),
+        jt.pmap_step,
+        lambda s: jt.sharded_step(s, MESH),
+    ):
+        with pytest.raises(TypeError, match="step must be what train_step returned, not jitted"):
+            transform(jitted)
+    no_mesh: Any = jax.devices()
+    with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got list"):
+        jt.data_parallel(step, no_mesh)
+    with pytest.raises(ValueError, match="axis='batch' is none of the mesh's: 'data'"):
+        jt.sharded_step(step, MESH, "batch")
+    state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
+    for route, transform in ROUTES.items():
+        text = r"the 8 devices.* must divide the first axis of every leaf of the batch; 'x' has shape \(9,\)"
+        with pytest.raises(ValueError, match=text):
+            transform(dataclasses.replace(step))(state, {"x": jnp.ones(9)})
+        assert route in ROUTES
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("route", ["shard_map", "jit"])
+def test_eight_gpus_reduce_once_and_never_in_half(route: str, plan_python: str) -> None:
+    target = f"{PROGRAMS}:parallel_step"
+    compiled = compile_for_gpu(target, route, gpu="H100-80GB", devices=DEVICES, python=plan_python)
+    reduced = re.findall(r"= (.*?) all-reduce(?:-start)?\(", compiled.hlo)
+    assert reduced
+    sizes = [
+        (dtype, int(np.prod([int(n) for n in shape.split(",") if n])))
+        for text in reduced
+        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", text)
+    ]
+    assert {dtype for dtype, _ in sizes} <= {"f32", "s32", "u32", "pred"}
+    floating = sum(4 * count for dtype, count in sizes if dtype == "f32")
+    assert 4 * 4 * 256 * 256 <= floating <= 4 * 4 * 256 * 256 + 1024  # gradients and metrics, once
