@@ -64,6 +64,7 @@ def test_the_model_computes_in_half(model: str, policy: str) -> None:
     assert products and len(halves) == len(products)
 
 
+@pytest.mark.slow
 def test_compare_trains_either_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

@@ -171,6 +171,7 @@ def test_graph_and_features_are_arguments_of_the_step(tiny: Task) -> None:
     assert f"f32[{nodes},602]" not in str(program)
 
 
+@pytest.mark.slow
 def test_it_learns_in_float32_and_float16(tiny: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the loop makes the graph once a run, and casts the features before they are arguments."""
     made, traced = [], []
