@@ -27,8 +27,8 @@ from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.neighbors import BothWays, from_degrees
 from jmp_train.graphs.reddit_files import CLASSES, FEATURES
 from jmp_train.synthetic_reddit import heavy_tailed
-from jmp_train.tasks.graph_models import GAT
-from jmp_train.tasks.reddit import HIDDEN, adam_with_l2
+from jmp_train.tasks.graph_models import GAT, adam_with_l2
+from jmp_train.tasks.reddit import HIDDEN
 
 NODES, EDGES = 232_965, 114_615_892  # without self loops
 POLICIES = ("float32", "mixed_float16", "autocast_float16")

@@ -33,7 +33,7 @@ from gpu_workloads import (
 from jmp_train.graphs import Graph, from_edges
 from jmp_train.graphs.reddit_files import CLASSES, FEATURES
 from jmp_train.synthetic_reddit import synthetic_reddit
-from jmp_train.tasks import reddit
+from jmp_train.tasks import graph_models, reddit
 from jmp_train.tasks.graph_models import GAT
 
 SMALLEST_PART = 1 / 64
@@ -164,7 +164,7 @@ def _our_gat(data: RedditGraph, precision: str) -> Job:
         "node": data.nodes,
         "label": data.labels,
     }
-    return JaxJob(loss_fn, reddit.adam_with_l2(1e-3), init, batch, precision)
+    return JaxJob(loss_fn, graph_models.adam_with_l2(1e-3), init, batch, precision)
 
 
 def pyg_gat(data: RedditGraph, precision: str, compiled: bool) -> Job:
@@ -190,7 +190,7 @@ def pyg_gat(data: RedditGraph, precision: str, compiled: bool) -> Job:
             return x[nodes]
 
     def adam(params: Any) -> Any:
-        decay = reddit.WEIGHT_DECAY
+        decay = graph_models.WEIGHT_DECAY
         return torch.optim.Adam(params, lr=1e-3, weight_decay=decay, fused=True)
 
     half = precision if precision in ("float16", "bfloat16") else "float32"

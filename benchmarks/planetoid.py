@@ -32,7 +32,8 @@ import jmp_train as jt
 from jmp_train.graphs.node_data import NodeData
 from jmp_train.graphs.planetoid import read_planetoid
 from jmp_train.synthetic_cora import synthetic_cora
-from jmp_train.tasks.cora import make_task, rows
+from jmp_train.tasks.cora import make_task
+from jmp_train.tasks.graph_models import rows
 from jmp_train.tasks.task import Task
 from jmp_train.training import loss_scale_for
 

@@ -147,6 +147,11 @@ def reciprocal(data: jax.Array) -> jax.Array:
     return 1 / jnp.where(data == 0, jnp.ones_like(data), data)
 
 
+def first_rows(rows: jax.Array, count: int) -> jax.Array:
+    """Returns the first of some rows; where that is all, they themselves."""
+    return rows if count == rows.shape[0] else rows[:count]
+
+
 def rows_like(column: jax.Array, array: jax.Array) -> jax.Array:
     """Returns a column [rows] with the axes that it needs beside an array [rows, ...]."""
     return column.reshape(-1, *[1] * (array.ndim - 1))
@@ -204,7 +209,7 @@ def padded_incidence(
     """
     padded = filled(ids, num_edges, num_segments)
     most = num_edges if most is None else most
-    if _ascends(padded):
+    if ascends(padded):
         return _incidence(np, padded, num_segments, most)
     order = _sorting(padded, num_segments + 1)
     ascending = _incidence(np, padded[order], num_segments, most)
@@ -244,7 +249,8 @@ def _sorting(ids: np.ndarray, count: int) -> np.ndarray:
     return csc_array((places, ids, columns), shape=(count, len(ids))).tocsr().data
 
 
-def _ascends(ids: np.ndarray) -> bool:
+def ascends(ids: np.ndarray) -> bool:
+    """Whether no number is less than the one before it."""
     return bool((ids[1:] >= ids[:-1]).all())
 
 

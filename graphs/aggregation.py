@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.accumulation import rows_like
+from jmp_train.graphs.accumulation import first_rows, rows_like
 from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.edge_products import Scales, weighted_sum
 from jmp_train.graphs.implementations import chosen_implementation
@@ -68,7 +68,7 @@ def aggregate(
         reduced = REDUCTIONS[reduction](connections, messages)
         if after is None:
             return reduced
-        own = _first(rows, connections) if targets is None else wide(targets)
+        own = first_rows(rows, connections.num_targets) if targets is None else wide(targets)
         return after(connections, own, reduced)
 
     result = autocast_as("float32")(compute)(
@@ -99,16 +99,14 @@ def _stream(
     result = as_given(add)(connections.neighbors, scales, rows, weights)
     result = result.reshape(-1, *features.shape[1:])
     if after is not None:
-        own = _first(stored, connections) if targets is None else graph_storage(targets)
+        own = (
+            first_rows(stored, connections.num_targets)
+            if targets is None
+            else graph_storage(targets)
+        )
         finish = autocast_as("float32")(lambda rows, sums: after(connections, wide(rows), sums))
         result = finish(own, result).astype(features.dtype)
     return graph_storage(result)
-
-
-def _first(rows: jax.Array, connections: Connections) -> jax.Array:
-    """Returns the targets' rows of the sources'."""
-    is_all = connections.num_targets == rows.shape[0]
-    return rows if is_all else rows[: connections.num_targets]
 
 
 def degree_scale(degrees: jax.Array, power: float, features: jax.Array) -> jax.Array | None:

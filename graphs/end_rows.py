@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jmp_train.graphs.accumulation import first_rows
 from jmp_train.graphs.block import Block
 from jmp_train.graphs.dropout import drop
 from jmp_train.graphs.graph import Graph
@@ -34,8 +35,7 @@ class EndRows:
         """The rows [targets, ...] of the nodes that receive."""
         if self.own_targets is not None:
             return self.own_targets
-        is_all = self.num_targets == self.sources.shape[0]
-        return self.sources if is_all else self.sources[: self.num_targets]
+        return first_rows(self.sources, self.num_targets)
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "EndRows":
         """Returns what a function makes of the rows at either end, computed once where they are shared."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jmp_train.graphs.accumulation import ascends
 from jmp_train.graphs.connections import as_count, checked_ends
 
 ALL = -1  # the fanout that takes all edges
@@ -101,7 +102,7 @@ def host_edges(
     senders, receivers = checked_ends(senders, receivers, num_sources, num_targets, where=where)
     starts = np.zeros(num_targets + 1, np.int64)
     np.cumsum(np.bincount(receivers, minlength=num_targets), out=starts[1:])
-    is_sorted = bool((receivers[1:] >= receivers[:-1]).all())
+    is_sorted = ascends(receivers)
     order = None if is_sorted else np.argsort(receivers, kind="stable")
     edge_ids = None
     if keep_edge_ids:

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 from flax.core import FrozenDict
 
-from jmp_train.graphs.accumulation import filled
 from jmp_train.graphs.block import Block
 from jmp_train.graphs.hetero_graph import EdgeType
 from jmp_train.graphs.host_edges import ALL, HostEdges
@@ -17,6 +16,7 @@ from jmp_train.graphs.sampled_layer import (
     Edges,
     LayerSizes,
     blocks_of,
+    inputs_of,
     node_counts,
     sample_layer,
     sizes_needed,
@@ -121,8 +121,7 @@ def _block(
     """Returns the blocks of some targets, by edge type, and their sources, by node type, padded."""
     fanout, (size, num_targets) = dict.fromkeys(edges, ALL), sizes
     layer = sample_layer(edges, targets, fanout, np.random.default_rng(0))
-    inputs = {kind: filled(ids, size.sources[kind], -1) for kind, ids in layer.nodes.items()}
-    return blocks_of(layer, size, num_targets, edges, fanout), inputs
+    return blocks_of(layer, size, num_targets, edges, fanout), inputs_of(layer, size)
 
 
 def _sizes(edges: Edges, ranges: Sequence[Ranges]) -> tuple[LayerSizes, dict[str, int]]:

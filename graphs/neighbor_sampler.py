@@ -24,6 +24,7 @@ from jmp_train.graphs.sampled_layer import (
     Layer,
     LayerSizes,
     blocks_of,
+    inputs_of,
     ladder,
     largest_sizes,
     node_counts,
@@ -108,13 +109,9 @@ class NeighborSampler:
                 layers, sizes, num_targets, self.fanouts, strict=True
             )
         ]
-        inputs = {
-            kind: filled(nodes, sizes[0].sources[kind], -1)
-            for kind, nodes in layers[0].nodes.items()
-        }
         return MiniBatch(
             tuple(map(self._alone, blocks)),
-            self._alone(inputs),
+            self._alone(inputs_of(layers[0], sizes[0])),
             filled(seeds, self.batch_size, -1),
         )
 

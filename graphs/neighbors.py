@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.graphs.accumulation import BLOCK
+from jmp_train.graphs.accumulation import BLOCK, ascends
 
 WIDTHS = (8, 16, BLOCK)
 BLOCK_COST = 4  # a block costs as much as that many edges: its row is written and added once more
@@ -180,7 +180,7 @@ def _on_device(array: np.ndarray) -> jax.Array:
 
 
 def _ascend(ids: np.ndarray, num_nodes: int) -> bool:
-    return bool((ids[1:] >= ids[:-1]).all()) and (len(ids) == 0 or 0 <= ids[0] < num_nodes)
+    return ascends(ids) and (len(ids) == 0 or 0 <= ids[0] < num_nodes)
 
 
 def _cost(degrees: np.ndarray, width: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmp_train.graphs.accumulation import most_in_as_many_levels
+from jmp_train.graphs.accumulation import filled, most_in_as_many_levels
 from jmp_train.graphs.block import Block, padded_block
 from jmp_train.graphs.hetero_graph import EdgeType
 from jmp_train.graphs.host_edges import ALL, HostEdges, renumbered, sample_in_edges
@@ -183,6 +183,11 @@ def ladder(needed: Sequence[LayerSizes], most: Sequence[LayerSizes]) -> tuple[An
 def _grown(factor: float, number: int, _: int) -> int:
     """Returns a multiple that is larger by a factor at least; a number that was 0 on trial grows too."""
     return -(-math.ceil(max(number, 1) * factor) // MULTIPLE) * MULTIPLE
+
+
+def inputs_of(layer: Layer, sizes: LayerSizes) -> dict[str, np.ndarray]:
+    """Returns the sources of a layer, by node type, int32 [sources]; -1 for padding."""
+    return {kind: filled(nodes, sizes.sources[kind], -1) for kind, nodes in layer.nodes.items()}
 
 
 def blocks_of(

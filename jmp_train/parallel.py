@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmp_train.policies.paths import named_leaves
+from jmp_train.batch_parts import check_divides, in_parts
 from jmp_train.train_state import TrainState
-from jmp_train.train_step import METRICS, Metrics, TrainStep
+from jmp_train.train_step import Metrics, TrainStep
 
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
@@ -65,7 +65,7 @@ def data_parallel(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
     )
 
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        _check_batch(batch, count, f"the {count} devices along mesh axis {axis!r}")
+        check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
         return run(state, batch)
 
     return on_all
@@ -101,8 +101,8 @@ def pmap_step(step: TrainStep, axis: str = "data", *, devices: Sequence[Any] | N
     run = jax.pmap(parallel, axis, in_axes=(None, 0), out_axes=None, devices=devices)
 
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        _check_batch(batch, count, f"the {count} devices")
-        return run(state, _in_parts(batch, count))
+        check_divides(batch, count, f"the {count} devices")
+        return run(state, in_parts(batch, count))
 
     return on_all
 
@@ -138,15 +138,20 @@ def sharded_step(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
     parallel = _checked_step(step).with_axes(axis)
     count = _axis_size(mesh, axis)
     placed = NamedSharding(_automatic(mesh), P(axis))
+
+    def on_one(state: TrainState, part: Any) -> tuple[tuple[TrainState, Metrics], Any]:
+        state, metrics = parallel(state, part)
+        aux = metrics.pop("aux")
+        return (state, metrics), aux
+
     # Aux comes in rows; all else is the same for all devices once it is reduced.
-    out_axes = (None, {name: 0 if name == "aux" else None for name in METRICS})
-    run = jax.vmap(parallel, (None, 0), out_axes, axis_name=axis, spmd_axis_name=axis)
+    run = jax.vmap(on_one, (None, 0), (None, 0), axis_name=axis, spmd_axis_name=axis)
 
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        _check_batch(batch, count, f"the {count} devices along mesh axis {axis!r}")
-        parts = jax.lax.with_sharding_constraint(_in_parts(batch, count), placed)
-        state, metrics = run(state, parts)
-        return state, metrics | {"aux": jax.tree.map(_one_if_averaged, metrics["aux"])}
+        check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
+        parts = jax.lax.with_sharding_constraint(in_parts(batch, count), placed)
+        (state, metrics), aux = run(state, parts)
+        return state, metrics | {"aux": jax.tree.map(_one_if_averaged, aux)}
 
     return on_all
 
@@ -175,16 +180,3 @@ def _axis_size(mesh: Any, axis: str) -> int:
 def _automatic(mesh: Mesh) -> Mesh:
     """Returns the mesh with axes that jax shards over by itself; explicit ones want inputs to be placed."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-
-
-def _check_batch(batch: Any, count: int, devices: str) -> None:
-    for path, x in named_leaves(batch):
-        if jnp.ndim(x) == 0 or jnp.shape(x)[0] % count:
-            raise ValueError(
-                f"{devices} must divide the first axis of every leaf of the batch; "
-                f"{path or '(root)'!r} has shape {jnp.shape(x)}"
-            )
-
-
-def _in_parts(batch: Any, count: int) -> Any:
-    return jax.tree.map(lambda x: x.reshape(count, -1, *jnp.shape(x)[1:]), batch)

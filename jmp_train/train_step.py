@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jmp_train.batch_parts import check_divides, in_parts
 from jmp_train.gradients import scaled_value_and_grad, wide_scalar
 from jmp_train.policies.casting import is_float_array, widen_to_float32
 from jmp_train.policies.collectives import mean_over_axes, reduce_gradients, vary
@@ -27,7 +28,6 @@ from jmp_train.policies.policy import Policy, get_policy
 from jmp_train.train_state import TrainState
 
 Metrics = dict[str, Any]
-METRICS = ("loss", "aux", "grad_norm", "grads_finite", "loss_scale", "skipped_steps")
 LossFn = Callable[[Any, Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]]
 
 
@@ -214,7 +214,8 @@ class TrainStep:
             )
             return (model_state, jax.tree.map(jnp.add, total, grads)), (loss, aux)
 
-        micro_batches = _split_batch(batch, count)
+        check_divides(batch, count, f"accumulate_steps={count}")
+        micro_batches = in_parts(batch, count)
         rngs = None if rng is None else jax.random.split(rng, count)
         zeros = vary(jax.tree.map(jnp.zeros_like, widen_to_float32(params)), self.axis_names)
         (model_state, grads), (shares_of_loss, aux) = lax.scan(
@@ -281,16 +282,6 @@ def _stored_like(old: Any, new: Any) -> Any:
         return y.astype(x.dtype) if both_float else y
 
     return jax.tree_util.tree_map_with_path(like, old, new)
-
-
-def _split_batch(batch: Any, count: int) -> Any:
-    for path, x in named_leaves(batch):
-        if jnp.ndim(x) == 0 or jnp.shape(x)[0] % count:
-            raise ValueError(
-                f"accumulate_steps={count} must divide the first axis of every leaf of the batch; "
-                f"{path or '(root)'!r} has shape {jnp.shape(x)}"
-            )
-    return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
 
 
 def _check_param_dtypes(params: Any, policy: Policy | PathPolicy | None) -> None:

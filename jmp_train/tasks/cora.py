@@ -7,10 +7,8 @@ GraphSAGE. A step takes the whole graph, and so is an epoch; a batch is the labe
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
 
@@ -19,12 +17,9 @@ from jmp_train.graphs.node_data import NodeData
 from jmp_train.graphs.planetoid import ADDRESS, read_planetoid
 from jmp_train.graphs.row_normalization import normalize_rows
 from jmp_train.graphs.transforms import add_self_loop
-from jmp_train.policies.paths import path_name
 from jmp_train.synthetic_cora import synthetic_cora
-from jmp_train.tasks.graph_models import GAT, GCN, SAGE, node_classifier
-from jmp_train.tasks.task import Arrays, Task, TaskOptions
-
-WEIGHT_DECAY = 5e-4
+from jmp_train.tasks.graph_models import GAT, GCN, SAGE, adam_with_l2, node_classifier, rows
+from jmp_train.tasks.task import Task, TaskOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,34 +136,6 @@ def make_task(data: NodeData, model: str) -> Task:
             "features": normalize_rows(data.features),
         },
     )
-
-
-def adam_with_l2(learning_rate: Any, decayed: str | None) -> optax.GradientTransformation:
-    """Returns Adam of a loss plus half the parameters' squares times 5e-4, which are added to the gradient.
-
-    Args:
-      learning_rate: a number or a schedule.
-      decayed: the path of the only parameter of which squares are taken; None for all.
-    """
-
-    def is_decayed(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, x: decayed in (None, path_name(path)), params
-        )
-
-    return optax.chain(
-        optax.add_decayed_weights(WEIGHT_DECAY, is_decayed), optax.adam(learning_rate)
-    )
-
-
-def rows(data: NodeData, nodes: np.ndarray) -> Arrays:
-    """Returns what a batch holds of some nodes, beside what all batches share.
-
-    Args:
-      data: whose labels.
-      nodes: int32 [batch].
-    """
-    return {"node": nodes, "label": data.labels[nodes]}
 
 
 def make_graph(data: NodeData) -> Graph:

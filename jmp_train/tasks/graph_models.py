@@ -1,4 +1,4 @@
-"""The models of the graph tasks, layers of `jmp_train.graphs` with activations between them, and their loss.
+"""The models of the graph tasks, layers of `jmp_train.graphs` with activations between them; loss and optimizer.
 
 They name no dtype: features and parameters bring theirs, and so a policy decides. A model drops something
 where it has a rate and its call brings random streams, `rngs=`, and else nothing.
@@ -10,14 +10,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
 from jmp_train.graphs.gat_conv import GATConv
 from jmp_train.graphs.graph import Graph
 from jmp_train.graphs.graph_conv import GraphConv
+from jmp_train.graphs.node_data import NodeData
 from jmp_train.graphs.sage_conv import SAGEConv
+from jmp_train.policies.paths import path_name
+from jmp_train.tasks.task import Arrays
 from jmp_train.train_step import LossFn
+
+WEIGHT_DECAY = 5e-4
 
 Init = Callable[[jax.Array], tuple[Any, Any]]
 Predict = Callable[..., jax.Array]
@@ -64,6 +70,41 @@ def cross_entropy(predict: Predict) -> LossFn:
         return loss, (model_state, None)
 
     return loss_fn
+
+
+def adam_with_l2(learning_rate: Any, decayed: str | None = None) -> optax.GradientTransformation:
+    """Returns torch's Adam with `weight_decay=5e-4`, which is added to the gradient, not to the step.
+
+    That is Adam of a loss plus half the parameters' squares times 5e-4.
+
+    Args:
+      learning_rate: a number or a schedule.
+      decayed: the path of the only parameter that decays; None for all.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> optimizer, weights = adam_with_l2(0.5), jnp.array([3.0, -1.0])
+      >>> with jax.numpy_dtype_promotion("standard"):  # optax's own code promotes
+      ...     updates, _ = optimizer.update(jnp.zeros(2), optimizer.init(weights), weights)
+      >>> updates.round(3).tolist()  # the decay went through Adam, which makes all the same size
+      [-0.5, 0.5]
+    """
+
+    def is_decayed(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) == decayed, params)
+
+    mask = None if decayed is None else is_decayed
+    return optax.chain(optax.add_decayed_weights(WEIGHT_DECAY, mask), optax.adam(learning_rate))
+
+
+def rows(data: NodeData, nodes: np.ndarray) -> Arrays:
+    """Returns what a batch holds of some nodes, beside what all batches share.
+
+    Args:
+      data: whose labels.
+      nodes: int32 [batch].
+    """
+    return {"node": nodes, "label": data.labels[nodes]}
 
 
 class GCN(nnx.Module):

@@ -5,8 +5,6 @@ labelled nodes; the graph and its features are shared by all of them, as argumen
 constants they would be part of the program.
 """
 
-from typing import Any
-
 import jax
 import numpy as np
 import optax
@@ -24,19 +22,18 @@ from jmp_train.graphs.reddit_files import (
     sorted_ends,
 )
 from jmp_train.synthetic_reddit import synthetic_reddit
-from jmp_train.tasks.graph_models import GAT, node_classifier
+from jmp_train.tasks.graph_models import GAT, adam_with_l2, node_classifier, rows
 from jmp_train.tasks.task import Task, TaskOptions
 
 HIDDEN = 256
 HEADS = (1, 1, 1)
-WEIGHT_DECAY = 5e-4
 
 
 def load(options: TaskOptions) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data; nothing on a device."""
     heads = _checked_heads(options.heads)
     data = _data(options)
-    train, test = ({"node": ids, "label": data.labels[ids]} for ids in (data.train, data.test))
+    train, test = (rows(data, ids) for ids in (data.train, data.test))
 
     def make(key: jax.Array) -> GAT:
         return GAT(FEATURES, HIDDEN, CLASSES, heads, rngs=nnx.Rngs(key))
@@ -56,23 +53,6 @@ def load(options: TaskOptions) -> Task:
         epochs=100,
         shared=lambda: {"graph": make_graph(data), "features": data.features},
     )
-
-
-def adam_with_l2(learning_rate: Any) -> optax.GradientTransformation:
-    """Returns torch's Adam with `weight_decay=5e-4`, which is added to the gradient, not to the step.
-
-    Args:
-      learning_rate: a number or a schedule.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> optimizer, weights = adam_with_l2(0.5), jnp.array([3.0, -1.0])
-      >>> with jax.numpy_dtype_promotion("standard"):  # optax's own code promotes
-      ...     updates, _ = optimizer.update(jnp.zeros(2), optimizer.init(weights), weights)
-      >>> updates.round(3).tolist()  # the decay went through Adam, which makes all the same size
-      [-0.5, 0.5]
-    """
-    return optax.chain(optax.add_decayed_weights(WEIGHT_DECAY), optax.adam(learning_rate))
 
 
 def make_graph(data: NodeData) -> Graph:

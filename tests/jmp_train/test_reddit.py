@@ -20,7 +20,8 @@ from jmp_train.graphs.node_data import NodeData
 from jmp_train.policies.loss_scaled_optimizer import with_loss_scale
 from jmp_train.synthetic_reddit import synthetic_reddit
 from jmp_train.tasks import load_task
-from jmp_train.tasks.reddit import adam_with_l2, make_graph
+from jmp_train.tasks.graph_models import adam_with_l2
+from jmp_train.tasks.reddit import make_graph
 from jmp_train.tasks.task import Task, TaskOptions
 from jmp_train.training import train
 
