@@ -1,12 +1,106 @@
-"""Batches for the training loop: shuffled, cut, and on the device before they are wanted."""
+"""Batches for training loops: shuffled, cut, shared between processes, and on the devices before they are wanted."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
+from jmp_train.policies.paths import named_leaves
 from jmp_train.tasks.task import Arrays, Task
+
+
+def array_batches(
+    arrays: Any,
+    batch_size: int,
+    *,
+    seed: int = 0,
+    epochs: int | None = 1,
+    prepare: Callable[[Any], Any] = lambda rows: rows,
+    process_index: int | None = None,
+    process_count: int | None = None,
+    sharding: Sharding | None = None,
+    num_threads: int = 1,
+    prefetch: int = 4,
+) -> Any:
+    """Returns an iterator over batches of arrays in memory; threads prepare them, through grain.
+
+    The order is another one each epoch and the same on every run. A global batch has the same rows however
+    many processes there are: each reads a part of it, and the last, incomplete one of an epoch is left out,
+    so that all have the same number of batches.
+
+    Args:
+      arrays: tree of numpy arrays [rows, ...], memory maps included.
+      batch_size: rows of the global batch, those of all processes together.
+      seed: of the order; below 2**32.
+      epochs: passes over the rows; None for no end.
+      prepare: makes a batch of a tree of rows; on the host, in a thread.
+      process_index: which of the processes this is; None asks jax.
+      process_count: how many share a batch, and at least one row is each one's; None asks jax.
+      sharding: of the global batch, for example `NamedSharding(mesh, PartitionSpec("data"))`, which makes
+        one array over all processes of their parts; None puts this process' rows on its first device.
+      num_threads: how many threads prepare.
+      prefetch: how many batches are made ahead of time.
+
+    Returns:
+      An iterator with grain's `get_state` and `set_state`; a state fits any number of processes.
+
+    Raises:
+      ValueError: leaves have different numbers of rows, or a number is out of range.
+
+    Example:
+      >>> rows = {"x": np.arange(10.0, dtype=np.float32), "y": np.arange(10)}
+      >>> batches = array_batches(rows, batch_size=4, epochs=3)
+      >>> sum(len(batch["x"]) for batch in batches)
+      24
+    """
+    import grain
+    from grain.experimental import ThreadPrefetchIterDataset
+
+    total = _checked_rows(arrays)
+    process_index = jax.process_index() if process_index is None else process_index
+    process_count = jax.process_count() if process_count is None else process_count
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must lie between 0 and 2**32 - 1")
+    if epochs is not None and epochs < 1:
+        raise ValueError(f"epochs={epochs} must be at least 1")
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index={process_index} must lie in [0, {process_count})")
+    if not 1 <= batch_size <= total:
+        raise ValueError(f"batch_size={batch_size} must lie between 1 and the {total} rows")
+    if batch_size % process_count:
+        raise ValueError(f"{process_count} processes must divide batch_size={batch_size}")
+    share = batch_size // process_count
+    own = slice(process_index * share, (process_index + 1) * share)
+
+    def fetch(rows: np.ndarray) -> Any:
+        return prepare(jax.tree.map(lambda array: array[rows[own]], arrays))
+
+    def place(batch: Any) -> Any:
+        if sharding is None:
+            return jax.device_put(batch, jax.local_devices()[0])
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
+
+    batches = (
+        grain.MapDataset.range(total)
+        .shuffle(seed=seed)
+        .batch(batch_size, drop_remainder=True, batch_fn=np.asarray)
+        .repeat(epochs)
+        .map(fetch)
+        .to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch))
+        .map(place)
+    )
+    return iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=2))
+
+
+def _checked_rows(arrays: Any) -> int:
+    """Returns how many rows all leaves have."""
+    rows = {path: len(array) if np.ndim(array) else 0 for path, array in named_leaves(arrays)}
+    if len(set(rows.values())) != 1:
+        found = ", ".join(f"{path!r} has {count}" for path, count in rows.items())
+        raise ValueError(f"all leaves of arrays must have the same number of rows: {found}")
+    return next(iter(rows.values()))
 
 
 def count_rows(data: Arrays) -> int:
@@ -14,30 +108,26 @@ def count_rows(data: Arrays) -> int:
     return len(next(iter(data.values())))
 
 
-def train_batches(task: Task, batch_size: int, seed: int, epochs: int) -> Iterator[Any]:
-    """Yields the training batches of all epochs; threads prepare them and put them on the device.
+def train_batches(
+    task: Task, batch_size: int, seed: int, epochs: int, sharding: Sharding | None = None
+) -> Iterator[Any]:
+    """Yields the training batches of all epochs; see `array_batches`.
 
     Args:
       task: whose training data, and how it prepares rows.
       batch_size: rows a batch. The last, incomplete batch of an epoch is left out.
       seed: of the order, which is another one each epoch; below 2**32.
       epochs: passes over the data.
+      sharding: of a batch over several devices; None for the first one.
     """
-    import grain
-    from grain.experimental import device_put
-
-    def batch(rows: Any) -> Arrays:
-        return task.prepare({name: array[rows] for name, array in task.train.items()})
-
-    batches = (
-        grain.MapDataset.range(count_rows(task.train))
-        .shuffle(seed=seed)
-        .batch(batch_size, drop_remainder=True, batch_fn=np.asarray)
-        .repeat(epochs)
-        .map(batch)
-        .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
+    return array_batches(
+        task.train,
+        batch_size,
+        seed=seed,
+        epochs=epochs,
+        prepare=task.prepare,
+        sharding=sharding,
     )
-    return iter(device_put(batches, jax.local_devices()[0]))
 
 
 def test_batches(task: Task, batch_size: int) -> Iterator[tuple[Arrays, int]]:

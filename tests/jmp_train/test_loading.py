@@ -1,11 +1,13 @@
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jmp_train.loading import array_batches, train_batches
 from jmp_train.loading import test_batches as batches_of_test
-from jmp_train.loading import train_batches
 from jmp_train.tasks import load_task
 from jmp_train.tasks.task import Arrays, Task
 
@@ -58,3 +60,55 @@ def test_the_test_data_comes_in_order_and_once(task: Task, size: int, counts: li
     assert all(batch["image"].shape == (size,) for batch, _ in batches)
     labels = np.concatenate([batch["label"][:count] for batch, count in batches])
     np.testing.assert_array_equal(labels, np.arange(50))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_processes_share_the_same_global_batches(processes: int) -> None:
+    arrays = {"x": np.arange(50), "y": np.arange(50) ** 2}
+    whole = list(array_batches(arrays, 8, seed=3, epochs=2))
+    parts = [
+        list(array_batches(arrays, 8, seed=3, epochs=2, process_index=i, process_count=processes))
+        for i in range(processes)
+    ]
+    assert {len(part) for part in parts} == {len(whole)} == {12}
+    for number, batch in enumerate(whole):
+        for name in arrays:
+            rows = np.concatenate([part[number][name] for part in parts])
+            np.testing.assert_array_equal(rows, batch[name])
+
+
+def test_batches_resume_with_another_number_of_processes() -> None:
+    arrays = {"x": np.arange(50)}
+    whole = [np.asarray(batch["x"]) for batch in array_batches(arrays, 8, epochs=3)]
+    of_two = array_batches(arrays, 8, epochs=3, process_index=1, process_count=2)
+    for _ in range(8):
+        next(of_two)
+    alone = array_batches(arrays, 8, epochs=3)
+    alone.set_state(of_two.get_state())
+    rest = [np.asarray(batch["x"]) for batch in alone]
+    np.testing.assert_array_equal(rest, whole[8:])
+
+
+def test_batches_are_cut_over_devices() -> None:
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    batch = next(array_batches({"x": np.arange(64)}, 16, sharding=sharding))
+    assert batch["x"].sharding.is_equivalent_to(sharding, 1)
+    assert batch["x"].addressable_shards[0].data.shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 51}, "batch_size=51 must lie between 1 and the 50 rows"),
+        ({"batch_size": 9, "process_index": 0, "process_count": 2}, "2 processes must divide"),
+        ({"process_index": 2, "process_count": 2}, r"process_index=2 must lie in \[0, 2\)"),
+        ({"epochs": 0}, "epochs=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must lie between 0 and"),
+        ({"arrays": {"x": np.ones(3), "y": {"z": np.ones(4)}}}, "'x' has 3, 'y/z' has 4"),
+        ({"arrays": {"x": np.ones(())}}, "the 0 rows"),
+    ],
+)
+def test_wrong_options_of_array_batches(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        array_batches(**{"arrays": {"x": np.ones(50)}, "batch_size": 8} | options)
