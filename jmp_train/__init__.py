@@ -7,6 +7,8 @@ passing. Everything that jmp 0.0.4 has is here under the same names.
 import importlib
 import typing
 
+from jmp_train import distributed as distributed
+from jmp_train.distributed import broadcast_state as broadcast_state
 from jmp_train.gradients import scaled_value_and_grad as scaled_value_and_grad
 from jmp_train.parallel import data_parallel as data_parallel
 from jmp_train.parallel import pmap_step as pmap_step

@@ -1,4 +1,4 @@
-"""`jmp-train`: train a task in one policy, or compare policies side by side.
+"""`jmp-train`: train a task in one policy, compare policies side by side, or launch several processes.
 
 Exit codes: 0 all is well, 1 a run failed, 2 the call is wrong. Errors are one line.
 """
@@ -94,6 +94,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--out", type=Path, metavar="DIR", help="write report.json, .png, .html")
     compare.set_defaults(run=_compare)
+
+    launch = commands.add_parser("launch", help="run a script as several processes on this machine")
+    launch.add_argument(
+        "-n", "--processes", type=_positive, required=True, metavar="N", help="how many"
+    )
+    launch.add_argument(
+        "--devices-per-process", type=_positive, default=1, metavar="N", help="default: 1"
+    )
+    launch.add_argument("--logdir", type=Path, metavar="DIR", help="write DIR/rank_0.log and so on")
+    launch.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="and its arguments"
+    )
+    launch.set_defaults(run=_launch)
 
     for command in (train, compare):
         command.add_argument("task", nargs="?", default="digits", choices=TASK_NAMES)
@@ -307,6 +320,18 @@ def _reason(code: int, errors: str) -> str:
         return lines[-1].removeprefix(prefix)
     print(errors, end="", file=sys.stderr)
     return f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from jmp_train.launcher import launch
+
+    launch(
+        args.command[1:] if args.command[:1] == ["--"] else args.command,
+        args.processes,
+        devices_per_process=args.devices_per_process,
+        logdir=args.logdir,
+    )
+    return 0
 
 
 def _make_writable(option: str, directory: Path) -> None:

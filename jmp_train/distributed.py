@@ -1,0 +1,325 @@
+"""Several processes that train as one: how they start, agree before the first step, and share a state.
+
+    jt.distributed.initialize()                             # nothing to do for one process
+    jt.distributed.check_agreement(batch=batch, policy=policy, seed=seed)
+    state = jt.broadcast_state(state, mesh)
+
+There is no recovery inside a process: when one dies, the others end too, and what started them starts
+them again.
+"""
+
+import atexit
+import hashlib
+import json
+import os
+import re
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jmp_train.policies.paths import named_leaves
+
+# What a launcher leaves in the environment of each process: how many there are, and who says so.
+_LAUNCHERS = {
+    "SLURM_NTASKS": "Slurm",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI",
+    "PMI_SIZE": "an MPI launcher",
+    "WORLD_SIZE": "a launcher of torch's kind",
+}
+_INDEXED_JOB = "JOB_COMPLETION_INDEX"  # of Kubernetes; how many there are it does not say
+_SHOWN = 5  # differences that an error lists
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: int | Sequence[int] | None = None,
+    initialization_timeout: int = 300,
+    heartbeat_timeout: int = 100,
+    shutdown_timeout: int = 300,
+    collective_timeout: int | None = None,
+) -> None:
+    """Joins this process with the others of a training run; call it before anything else of jax.
+
+    Under `jmp-train launch` no argument is needed, nor under Slurm, Open MPI 4 and Kubernetes' indexed jobs,
+    which jax detects. Otherwise give the first three, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID. Where neither is there, this process is the only one and nothing happens.
+
+    A process that ends with an uncaught exception leaves at once, so that the others notice; jax alone would
+    have it wait for them until `shutdown_timeout`, as it does after `sys.exit(1)`.
+
+    Args:
+      coordinator_address: "host:port" on which process 0 listens and which all can reach.
+      num_processes: how many there are; 1 for no others, whatever the environment says.
+      process_id: which one this is, from 0.
+      local_device_ids: the GPUs of this machine that are this process'; None for all, or with Slurm and Open
+        MPI for the one of its local rank.
+      initialization_timeout: seconds that the processes wait for each other at the start; then they abort.
+      heartbeat_timeout: seconds without a sign of life after which a process counts as dead.
+      shutdown_timeout: seconds that a process which is ready waits for the others to be.
+      collective_timeout: seconds that a reduction waits for a slow process; then it raises (on GPUs aborts)
+        in those that waited. None waits without end.
+
+    Raises:
+      ValueError: a number is out of range, or there are several processes, and jax cannot tell how they meet.
+      RuntimeError: jax was used before, or this is the second call.
+
+    Example:
+      >>> from jmp_train import distributed
+      >>> distributed.initialize(num_processes=1)  # as for a script that runs alone
+      >>> distributed.is_main_process()
+      True
+    """
+    timeouts = {
+        "initialization_timeout": initialization_timeout,
+        "heartbeat_timeout": heartbeat_timeout,
+        "shutdown_timeout": shutdown_timeout,
+    }
+    for name, seconds in {**timeouts, "collective_timeout": collective_timeout}.items():
+        if seconds is not None and (not isinstance(seconds, int) or seconds < 1):
+            raise ValueError(f"{name}={seconds!r} must be a whole number of seconds, at least 1")
+    given = {
+        "coordinator_address": coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        "num_processes": _number("JAX_NUM_PROCESSES") if num_processes is None else num_processes,
+        "process_id": _number("JAX_PROCESS_ID") if process_id is None else process_id,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    started_by = _launcher()
+    if given["num_processes"] == 1 or (len(missing) == len(given) and started_by is None):
+        return
+    if collective_timeout is not None:
+        _limit_collectives(collective_timeout)
+    timer = threading.Timer(initialization_timeout, _report_lonely, [given, initialization_timeout])
+    timer.daemon = True
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            **given,
+            local_device_ids=local_device_ids,
+            cluster_detection_method=None if missing else "deactivate",
+            initialization_timeout=initialization_timeout,
+            heartbeat_timeout_seconds=heartbeat_timeout,
+            shutdown_timeout_seconds=shutdown_timeout,
+        )
+    except ValueError as error:
+        if not missing:
+            raise
+        raise ValueError(
+            f"{started_by or 'the arguments'} want several processes, but jax cannot tell how they meet; "
+            f"initialize also needs {', '.join(missing)}, or num_processes=1 if this one trains alone"
+        ) from error
+    finally:
+        timer.cancel()
+    atexit.register(_leave_after_error)  # before jax's own, which was registered earlier
+
+
+def is_main_process() -> bool:
+    """Returns whether this is process 0, the one that prints and writes."""
+    return jax.process_index() == 0
+
+
+def check_agreement(state: Any = None, batch: Any = None, **values: Any) -> None:
+    """Raises an error in all processes if they do not start from the same; all have to call it.
+
+    Args:
+      state: tree whose leaves must be equal to the last bit, a `TrainState` or parameters.
+      batch: tree of arrays whose shapes and dtypes must be the same, not what they hold.
+      **values: whatever else must be the same, such as `policy` and `seed`: numbers, texts, policies; compared
+        by what they print.
+
+    Raises:
+      ValueError: processes differ; the message says in what, and names those in the minority.
+
+    Example:
+      >>> import numpy as np
+      >>> from jmp_train import distributed
+      >>> distributed.check_agreement(batch={"x": np.ones((8, 2))}, seed=0, policy="mixed_float16")
+    """
+    if jax.process_count() == 1:
+        return
+    _check_device_counts()
+    facts = {"jax": jax.__version__, "x64": str(jax.dtypes.canonicalize_dtype(float))}
+    facts |= {name: _printed(value) for name, value in values.items()}
+    facts |= {f"batch {path!r}": _kind(x) for path, x in named_leaves(batch)}
+    facts |= {f"state {path!r}": f"{_kind(x)} {_digest(x)}" for path, x in named_leaves(state)}
+    _check_same(_gather(facts))
+
+
+def broadcast_state(state: Any, mesh: Mesh | None = None) -> Any:
+    """Returns the state of process 0, bit by bit, in all processes; all have to call it.
+
+    Args:
+      state: tree of arrays and numbers, a `TrainState` for example, of the same shapes and dtypes everywhere.
+      mesh: where the result goes, a copy on each device of the mesh, as `data_parallel` and `sharded_step` want
+        it; None for the first device of each process, as `pmap_step` wants it.
+
+    Raises:
+      ValueError: the processes' states differ in structure, shapes or dtypes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+      >>> state = jt.broadcast_state(jt.TrainState.create(jnp.ones(2), optax.sgd(0.1)), mesh)
+      >>> state.params.sharding.is_fully_replicated
+      True
+    """
+    host = jax.tree.map(_to_host, state)
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        _check_device_counts()
+        _check_same(_gather({f"state {path!r}": _kind(x) for path, x in named_leaves(state)}))
+        # As bytes: jax broadcasts by a sum with zeros, in which -0.0 loses its sign.
+        sent = multihost_utils.broadcast_one_to_all(jax.tree.map(_as_bytes, host))
+        host = jax.tree.map(lambda x, data: data.view(x.dtype).reshape(x.shape), host, sent)
+    place = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x, data: _like(x, data, place), state, host)
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"the environment variable {variable}={text!r} must be a whole number")
+    return int(text)
+
+
+def _limit_collectives(seconds: int) -> None:
+    """Sets how long reductions wait for a slow process, which jax reads when it starts its devices."""
+    flags = [
+        os.environ.get("XLA_FLAGS", ""),
+        f"--xla_cpu_collective_timeout_seconds={seconds}",
+        f"--xla_gpu_nccl_termination_timeout_seconds={seconds}",
+    ]
+    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+
+
+def _report_lonely(given: dict[str, Any], seconds: int) -> None:
+    """Says what is about to happen: jax aborts the process without naming a reason."""
+    print(
+        f"process {given['process_id']} of {given['num_processes']} did not meet the others at "
+        f"{given['coordinator_address']} within initialization_timeout={seconds} s",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _launcher() -> str | None:
+    """Returns what in the environment says that this process is not the only one, if anything does."""
+    for variable, launcher in _LAUNCHERS.items():
+        if (_number(variable) or 1) > 1:
+            return f"{launcher} ({variable}={os.environ[variable]})"
+    index = os.environ.get(_INDEXED_JOB)
+    return None if index is None else f"Kubernetes ({_INDEXED_JOB}={index})"
+
+
+def _leave_after_error() -> None:
+    """Ends the process after an uncaught exception, without waiting for processes that wait for this one."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _check_device_counts() -> None:
+    counts = Counter(device.process_index for device in jax.devices())
+    _check_same([{"number of devices": str(count)} for _, count in sorted(counts.items())])
+
+
+def _printed(value: Any) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))  # of functions, which differs
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        return f"{x.dtype.name}{list(x.shape)}"
+    return type(x).__name__
+
+
+def _to_host(x: Any) -> np.ndarray:
+    """Returns an array, or what this process has of it, as numpy has it."""
+    if isinstance(x, jax.Array):
+        x = jax.random.key_data(x) if _is_key(x) else x
+        x = x if x.is_fully_addressable else x.addressable_data(0)
+    return np.asarray(x)
+
+
+def _as_bytes(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def _like(x: Any, data: np.ndarray, place: Any) -> Any:
+    """Returns data as what x is, and on devices if that is an array."""
+    if not hasattr(x, "dtype"):  # a number of Python's
+        return data.item()
+    if isinstance(place, NamedSharding):
+        array = jax.make_array_from_callback(data.shape, place, lambda index: data[index])
+    else:
+        array = jax.device_put(data, place)
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(x)) if _is_key(x) else array
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _digest(x: Any) -> str:
+    return hashlib.blake2b(_as_bytes(_to_host(x)).data, digest_size=8).hexdigest()
+
+
+def _gather(facts: dict[str, str]) -> list[dict[str, str]]:
+    """Returns the facts of all processes, or this one's alone if all are the same."""
+    from jax.experimental import multihost_utils
+
+    text = json.dumps(facts).encode()
+    digest = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint8)
+    if not np.ptp(multihost_utils.process_allgather(digest), axis=0).any():
+        return [facts]
+    sizes = multihost_utils.process_allgather(np.int32(len(text)))
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    rows = multihost_utils.process_allgather(padded)
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _check_same(facts: list[dict[str, str]]) -> None:
+    """Raises ValueError if the facts of the processes are not the same."""
+    lines = _differences(facts)
+    if len(lines) > _SHOWN:
+        lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} more"]
+    if lines:
+        raise ValueError("the processes do not agree:\n  " + "\n  ".join(lines))
+
+
+def _differences(facts: list[dict[str, str]]) -> list[str]:
+    """Returns a line for each name whose value is not the same for all processes."""
+    names = dict.fromkeys(name for those in facts for name in those)
+    lines = []
+    for name in names:
+        holders = defaultdict(list)
+        for process, those in enumerate(facts):
+            holders[those.get(name, "nothing")].append(process)
+        if len(holders) > 1:
+            rarest_first = sorted(holders.items(), key=lambda item: (len(item[1]), -item[1][0]))
+            parts = [f"{_processes(who)} {value}" for value, who in rarest_first]
+            lines.append(f"{name}: " + "; ".join(parts))
+    return lines
+
+
+def _processes(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return f"process {numbers[0]} has"
+    *first, last = map(str, numbers)
+    return f"processes {', '.join(first)} and {last} have"

@@ -1,0 +1,191 @@
+"""Several real processes on this machine, by `jmp-train launch`."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from process_programs import BATCH, STEPS, digits, make_step
+
+import jmp_train as jt
+from jmp_train.loading import array_batches
+
+PROGRAMS = Path(__file__).resolve().parents[1] / "programs" / "process_programs.py"
+Launch = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(name="launch")
+def fixture_launch(tmp_path: Path) -> Launch:
+    def launch(*arguments: Any, count: int = 2, timeout: int = 150) -> tuple[int, str]:
+        """Returns the exit code and what all processes printed."""
+        command = [sys.executable, "-m", "jmp_train", "launch", "-n", str(count)]
+        command += ["--logdir", str(tmp_path / "logs"), "--", str(PROGRAMS), *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    return launch
+
+
+def alone() -> tuple[Any, list[float]]:
+    """Returns what one process on one device makes of the same batches."""
+    step, state = make_step("float32")
+    run, losses = jax.jit(step), []
+    batches = array_batches(digits(), BATCH, seed=1)
+    for batch in [next(batches) for _ in range(STEPS)]:
+        state, metrics = run(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state.params, losses
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("count", "routes"),
+    [
+        (2, ("shard_map", "jit", "pmap")),
+        (4, ("shard_map",)),
+        pytest.param(4, ("jit", "pmap"), marks=pytest.mark.slow),
+    ],
+)
+def test_processes_equal_one(
+    count: int, routes: tuple[str, ...], launch: Launch, tmp_path: Path
+) -> None:
+    code, text = launch("train", tmp_path, *routes, count=count)
+    assert code == 0, text
+    params, losses = alone()
+    assert losses[-1] < 0.7 * losses[0]
+    for route in routes:
+        with np.load(tmp_path / f"{route}.npz") as found:
+            np.testing.assert_allclose(found["losses"], losses, rtol=0, atol=1e-6)
+            for name, array in params.items():
+                np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-6)
+    skips = "finite [True, False, True, True, False, True] scale 256.0"
+    assert text.count(skips) == count, text
+
+
+@pytest.mark.timeout(200)
+def test_what_differs_is_refused_and_a_state_is_sent_bit_by_bit(launch: Launch) -> None:
+    code, text = launch("differ", count=3)
+    assert code == 1
+    for line in (
+        "seed: the processes do not agree: |  seed: process 1 has 7; processes 0 and 2 have 0",
+        "policy: process 1 has p=full,c=full,o=full; processes 0 and 2 have p=full,c=f16,o=full",
+        "batch 'x': process 1 has float64[3, 2]; processes 0 and 2 have float64[4, 2]",
+        "batch 'extra': process 1 has float; processes 0 and 2 have nothing",
+        "state 'rng': process 1 has key<fry>[] ",
+        "broadcast: the processes do not agree: |  state 'w': process 1 has float64[2]; ",
+        "seed: process 1 has 1; processes 0 and 2 have 0",
+    ):
+        assert text.count(line) == 3, f"{line}\n{text}"
+    assert len(re.findall(r"state 'w': process 1 has float32\[3\] \w{16}; processes", text)) == 3
+    assert re.search("jmp-train: error: process . ended with exit code 1", text), text
+    assert text.count("signs [True, True, True] 7 int") == 3, text
+    wanted = {
+        "zero": "float32",
+        "half": "bfloat16",
+        "nan": "float16",
+        "key": "key<fry>",
+        "number": "",
+        "none": "float32",
+        "flags": "bool",
+    }
+    assert text.count(f"kinds {dict(sorted(wanted.items()))}") == 3, text
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.slow
+def test_a_process_20_seconds_late_is_waited_for(launch: Launch) -> None:
+    code, text = launch("late", 20, "none")
+    assert code == 0, text
+    seconds, losses = zip(*re.findall(r"step of ([\d.]+) seconds, loss (\S+)", text), strict=True)
+    assert max(map(float, seconds)) > 18
+    assert len(losses) == 2
+    assert len(set(losses)) == 1
+
+
+@pytest.mark.timeout(200)
+def test_a_late_process_is_reported_after_the_time_out(launch: Launch, tmp_path: Path) -> None:
+    code, text = launch("late", 100, 3)
+    assert code == 1
+    assert "Timed out waiting 3000ms" in text, text
+    assert "Timed out waiting" in (tmp_path / "logs" / "rank_0.log").read_text()
+    assert "jmp-train: error: process 0 ended with exit code 1, then process 1 " in text
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("how", "code"), [("exit", 3), pytest.param("raise", 1, marks=pytest.mark.slow)]
+)
+def test_all_are_stopped_when_one_fails(how: str, code: int, launch: Launch) -> None:
+    returned, text = launch("leave", how, timeout=60)
+    assert returned == 1
+    assert f"jmp-train: error: process 1 ended with exit code {code}" in text, text
+    assert ("LookupError: lost" in text) == (how == "raise")
+
+
+def test_a_state_that_was_sent_is_one_s_own() -> None:
+    params = jnp.arange(4.0)
+    sent = jt.broadcast_state({"w": params, "rng": jax.random.key(3)})
+    jax.block_until_ready(jax.jit(lambda x: x * 0 + 7, donate_argnums=0)(sent["w"]))
+    np.testing.assert_array_equal(params, np.arange(4.0))
+    assert jnp.issubdtype(sent["rng"].dtype, jax.dtypes.prng_key)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ("", {"SLURM_NTASKS": "4"}, r"Slurm \(SLURM_NTASKS=4\) want several processes"),
+        ("", {"OMPI_COMM_WORLD_SIZE": "2"}, "also needs coordinator_address, num_processes, "),
+        ("", {"JOB_COMPLETION_INDEX": "0"}, r"Kubernetes \(JOB_COMPLETION_INDEX=0\) want"),
+        ("num_processes=2", {}, "the arguments want .* needs coordinator_address, process_id, or"),
+    ],
+)
+def test_processes_that_cannot_meet_are_refused(
+    arguments: str, variables: dict[str, str], message: str
+) -> None:
+    script = f"from jmp_train import distributed; distributed.initialize({arguments})"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.search(f"ValueError: .*{message}", done.stderr), done.stderr
+
+
+def test_a_process_alone_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    jt.distributed.initialize()
+    assert jt.distributed.is_main_process()
+    jt.distributed.check_agreement({"w": jnp.ones(2)}, seed=0)
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    jt.distributed.initialize(num_processes=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "message"),
+    [
+        ({}, {"JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID='-1' must be a whole number"),
+        ({}, {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES='two' must be a whole number"),
+        ({"collective_timeout": 0}, {}, "collective_timeout=0 must be a whole number of seconds"),
+        ({"shutdown_timeout": 2.5}, {}, "shutdown_timeout=2.5 must be a whole number of seconds"),
+    ],
+)
+def test_wrong_starts_are_refused(
+    options: dict[str, Any],
+    variables: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        jt.distributed.initialize(**options)

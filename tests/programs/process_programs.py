@@ -1,0 +1,179 @@
+"""What tests run as several processes: `jmp-train launch -n 2 -- process_programs.py NAME ...`."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sklearn.datasets import load_digits
+
+import jmp_train as jt
+from jmp_train.loading import array_batches
+
+BATCH, STEPS = 64, 20
+
+
+def digits() -> dict[str, np.ndarray]:
+    images, labels = load_digits(return_X_y=True)
+    return {"x": (images / 16).astype(np.float32), "y": labels.astype(np.int32)}
+
+
+def make_step(policy: str) -> tuple[jt.TrainStep, jt.TrainState]:
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        logits = jax.nn.relu(batch["x"] @ params["hidden"]) @ params["out"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), batch["y"]
+        )
+        return losses.mean()
+
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    if "16" in policy:
+        optimizer = jt.with_loss_scale(optimizer, jt.torch_loss_scale(2.0**10))
+    random = np.random.default_rng(0)
+    params = {
+        "hidden": jnp.asarray(random.normal(0, 0.1, (64, 32)), jnp.float32),
+        "out": jnp.asarray(random.normal(0, 0.1, (32, 10)), jnp.float32),
+    }
+    step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy)
+    return step, jt.TrainState.create(params, optimizer)
+
+
+def train(directory: str, *names: str) -> None:
+    """Trains by some routes, once with a late process, and leaves parameters and losses in files."""
+    jt.distributed.initialize(shutdown_timeout=20)
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    routes: dict[str, tuple[Callable[[jt.TrainStep], Any], Any, Any]] = {
+        "shard_map": (lambda step: jax.jit(jt.data_parallel(step, mesh)), mesh, sharding),
+        "jit": (lambda step: jax.jit(jt.sharded_step(step, mesh)), mesh, sharding),
+        "pmap": (jt.pmap_step, None, None),
+    }
+    for route in names:
+        transform, where, how = routes[route]
+        step, state = make_step("float32")
+        if not jt.distributed.is_main_process():  # replaced by those of process 0
+            state = jax.tree.map(lambda x: x + 1, state)
+        state = jt.broadcast_state(state, where)
+        jt.distributed.check_agreement(state, policy=step.policy, seed=1)
+        run, losses = transform(step), []
+        for batch in array_batches(digits(), BATCH, seed=1, sharding=how):
+            if len(losses) == 5 and jax.process_index() == 1:
+                time.sleep(1.0)
+            state, metrics = run(state, batch)
+            losses.append(float(metrics["loss"]))
+            if len(losses) == STEPS:
+                break
+        jt.distributed.check_agreement(state)
+        save(Path(directory, f"{route}.npz"), state.params, losses)
+    overflow(mesh, sharding)
+
+
+def save(path: Path, params: Any, losses: list[float]) -> None:
+    if jt.distributed.is_main_process():
+        arrays = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), params)
+        np.savez(path, losses=losses, **arrays)
+
+
+def overflow(mesh: Mesh, sharding: NamedSharding) -> None:
+    """Skips steps that overflow in the last process only."""
+    step, state = make_step("mixed_float16")
+    state = jt.broadcast_state(state, mesh)
+    run, finite, scales = jax.jit(jt.data_parallel(step, mesh)), [], []
+    rows = BATCH // jax.process_count()
+    for number in range(6):
+        batch = jax.tree.map(lambda x: x[:rows].copy(), digits())
+        if number in (1, 4) and jax.process_index() == jax.process_count() - 1:
+            batch["x"][0] = 7e4
+        batch = jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
+        state, metrics = run(state, batch)
+        finite.append(bool(metrics["grads_finite"]))
+        scales.append(float(metrics["loss_scale"]))
+    print("finite", finite, "scale", scales[-1])
+    jt.distributed.check_agreement(state)
+
+
+def differ() -> None:
+    """Shows what is said of processes that start from different things."""
+    jt.distributed.initialize(shutdown_timeout=20)
+    odd = jax.process_index() == 1
+    state = {"w": jnp.zeros(3), "rng": jax.random.key(0)}
+    cases = {
+        "seed": {"seed": 7 if odd else 0},
+        "policy": {"policy": jt.get_policy("float32" if odd else "mixed_float16")},
+        "shape": {"batch": {"x": np.ones((3 if odd else 4, 2))}},
+        "structure": {"batch": {"x": 1.0, **({"extra": 1.0} if odd else {})}},
+        "parameters": {"state": {**state, "w": jnp.full(3, -0.0)} if odd else state},
+        "rng": {"state": {**state, "rng": jax.random.key(int(odd))}},
+    }
+    for name, case in cases.items():
+        try:
+            jt.distributed.check_agreement(**case)
+        except ValueError as error:
+            print(f"{name}: {error}".replace("\n", " |"))
+    try:
+        jt.broadcast_state({"w": np.zeros(2 if odd else 3)})
+    except ValueError as error:
+        print(f"broadcast: {error}".replace("\n", " |"))
+    send_all_kinds()
+    jt.distributed.check_agreement(seed=int(odd))  # the end
+
+
+def send_all_kinds() -> None:
+    """Sends all kinds of leaves from process 0 to the others."""
+    first = jt.distributed.is_main_process()
+    sent = {
+        "zero": jnp.full(3, -0.0),
+        "half": jnp.arange(4, dtype=jnp.bfloat16),
+        "nan": np.array([np.nan, np.inf], np.float16),
+        "key": jax.random.key(5),
+        "number": 7,
+        "none": jnp.zeros((0, 2)),
+        "flags": np.array([True, False]),
+    }
+    other = {**jax.tree.map(lambda x: x, sent), "key": jax.random.key(6), "number": 8}
+    got = jt.broadcast_state(sent if first else other)
+    jt.distributed.check_agreement(got)
+    print("signs", np.signbit(got["zero"]).tolist(), got["number"], type(got["number"]).__name__)
+    print("kinds", {name: str(getattr(x, "dtype", "")) for name, x in got.items()})
+    assert (jax.random.key_data(got["key"]) == jax.random.key_data(sent["key"])).all()
+
+
+def late(delay: str, collective_timeout: str) -> None:
+    """Has process 1 come late to a step."""
+    limit = None if collective_timeout == "none" else int(collective_timeout)
+    jt.distributed.initialize(collective_timeout=limit, shutdown_timeout=20)
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    step, state = make_step("float32")
+    run = jax.jit(jt.data_parallel(step, mesh))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    state = jt.broadcast_state(state, mesh)
+    for number, batch in enumerate(array_batches(digits(), BATCH, sharding=sharding)):
+        if number == 2 and jax.process_index() == 1:
+            time.sleep(float(delay))
+        start = time.perf_counter()
+        state, metrics = run(state, batch)
+        loss = float(metrics["loss"])
+        if number == 2:
+            print(f"step of {time.perf_counter() - start:.1f} seconds, loss {loss:.4f}")
+            break
+
+
+def leave(how: str) -> None:
+    """Ends process 1 in some way while process 0 waits for it."""
+    jt.distributed.initialize(shutdown_timeout=200)
+    if jax.process_index() == 1:
+        if how == "exit":
+            sys.exit(3)
+        if how == "raise":
+            raise LookupError("lost")
+    jt.distributed.check_agreement(seed=0)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
