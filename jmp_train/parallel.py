@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -71,13 +73,20 @@ def data_parallel(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
     return on_all
 
 
-def pmap_step(step: TrainStep, axis: str = "data", *, devices: Sequence[Any] | None = None) -> Step:
+def pmap_step(
+    step: TrainStep,
+    axis: str = "data",
+    *,
+    devices: Sequence[Any] | None = None,
+    donate_argnums: int | Sequence[int] = (),
+) -> Step:
     """Returns a step that runs on several devices of this process, by `pmap`; it is compiled already.
 
     Args:
       step: what `train_step` returned.
       axis: a name for the devices.
       devices: which; None for all local ones.
+      donate_argnums: as for jit; 0 lets the next state take the memory of the last.
 
     Returns:
       A function `(state, batch) -> (state, metrics)` that wants no jit. The state goes in and comes out as on
@@ -97,12 +106,21 @@ def pmap_step(step: TrainStep, axis: str = "data", *, devices: Sequence[Any] | N
       -2.0
     """
     parallel = _checked_step(step).with_axes(axis)
-    count = len(jax.local_devices() if devices is None else devices)
-    run = jax.pmap(parallel, axis, in_axes=(None, 0), out_axes=None, devices=devices)
+    mesh = Mesh(np.array(jax.local_devices() if devices is None else devices), (axis,))
+    everywhere, apart = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))
+    run = jax.pmap(
+        parallel,
+        axis,
+        in_axes=(None, 0),
+        out_axes=None,
+        devices=devices,
+        donate_argnums=donate_argnums,
+    )
 
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        check_divides(batch, count, f"the {count} devices")
-        return run(state, in_parts(batch, count))
+        check_divides(batch, mesh.size, f"the {mesh.size} devices")
+        parts = in_parts(batch, mesh.size)
+        return run(_placed(state, everywhere), _placed(parts, apart))
 
     return on_all
 
@@ -154,6 +172,13 @@ def sharded_step(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
         return state, metrics | {"aux": jax.tree.map(_one_if_averaged, aux)}
 
     return on_all
+
+
+def _placed(tree: Any, sharding: NamedSharding) -> Any:
+    """Returns arrays where pmap wants them: it refuses those that were put on one device."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
+        return tree
+    return jax.device_put(tree, sharding)
 
 
 def _one_if_averaged(rows: jax.Array) -> jax.Array:

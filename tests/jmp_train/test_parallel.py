@@ -229,3 +229,15 @@ def test_eight_gpus_reduce_once_and_never_in_half(route: str, plan_python: str) 
     assert {dtype for dtype, _ in sizes} <= {"f32", "s32", "u32", "pred"}
     floating = sum(4 * count for dtype, count in sizes if dtype == "f32")
     assert 4 * 4 * 256 * 256 <= floating <= 4 * 4 * 256 * 256 + 1024  # gradients and metrics, once
+
+
+def test_pmap_takes_what_was_put_on_one_device_and_donates_the_state() -> None:
+    optimizer = optax.sgd(1.0)
+    step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optimizer)
+    run = jt.pmap_step(step, donate_argnums=0)
+    first = jax.local_devices()[0]
+    state = jax.device_put(jt.TrainState.create(jnp.zeros(3), optimizer), first)
+    batch = jax.device_put(jnp.ones((16, 3)), first)
+    states = [state := run(state, batch)[0] for _ in range(3)]
+    np.testing.assert_allclose(states[-1].params, -1.0, rtol=1e-6)
+    assert states[0].params.is_deleted()
