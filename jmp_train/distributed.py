@@ -123,7 +123,13 @@ def initialize(
 
 
 def is_main_process() -> bool:
-    """Returns whether this is process 0, the one that prints and writes."""
+    """Returns whether this is process 0, the one that prints and writes.
+
+    Example:
+      >>> from jmp_train import distributed
+      >>> distributed.is_main_process()  # a script that runs alone
+      True
+    """
     return jax.process_index() == 0
 
 

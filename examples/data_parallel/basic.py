@@ -41,7 +41,7 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
 def make_data(seed: int) -> dict[str, np.ndarray]:
     """Returns points and a smooth function of them to learn."""
     random = np.random.default_rng(seed)
-    x = random.normal(size=(4096, 10)).astype(np.float32)
+    x = random.normal(size=(2048, 10)).astype(np.float32)
     return {"x": x, "y": np.tanh(x @ random.normal(size=(10, 5)) / 3).astype(np.float32)}
 
 
@@ -50,7 +50,7 @@ def main(seed: int = 0, epochs: int = 10) -> None:
     jt.distributed.initialize()
     mesh = Mesh(np.array(jax.devices()), ("data",))
 
-    tx = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.torch_loss_scale())
+    tx = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.torch_loss_scale(2.0**10))
     step = jt.train_step(jt.stateless(loss_fn), tx, policy="mixed_float16")
     run = jax.jit(jt.data_parallel(step, mesh), donate_argnums=0)
 

@@ -22,6 +22,9 @@ PUBLIC = {
     for module in (jt, jmp_train.policies, jmp_train.graphs)
     for name, thing in vars(module).items()
     if not name.startswith("_") and not inspect.ismodule(thing) and name not in ALIASES
+} | {
+    name: getattr(jt.distributed, name)
+    for name in ("initialize", "is_main_process", "check_agreement")
 }
 PAGES = ("README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md"))))
 
@@ -56,7 +59,7 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "APEX_O1", "explain_autocast", "segment_sum", "segment_mean", "segment_max", "segment_min",
         "segment_softmax", "gather", "data_parallel", "pmap_step", "Graph", "from_edges", "from_jraph", "to_jraph", "rand_graph",
         "update_all", "apply_edges", "edge_softmax", "gat_attention", "GraphConv", "SAGEConv",
-        "GATConv", "GATv2Conv", "GINConv",
+        "GATConv", "GATv2Conv", "GINConv", "broadcast_state", "initialize",
     } <= set(PUBLIC)  # fmt: skip
     assert jt.LossScale == jt.NoOpLossScale | jt.StaticLossScale | jt.DynamicLossScale
 
@@ -126,6 +129,37 @@ def test_the_message_passing_example_agrees_with_itself_and_the_hub_is_right(
         largest, difference = float(match[3]), float(match[4])
         assert largest > 1
         assert difference < 2e-3 * largest
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "epochs"),
+    [
+        ("basic.py", (), 10),
+        pytest.param("pmap_mnist.py", ("--train-size", "2048"), 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_data_parallel_example_loses_the_same_on_eight_devices_and_in_two_processes(
+    name: str, options: tuple[str, ...], epochs: int, tmp_path: Path
+) -> None:
+    example = str(ROOT / "examples" / "data_parallel" / name)
+    launch = ("-m", "jmp_train", "launch", "-n", "2", "--", example)
+    losses = []
+    for command in ((example,), launch):
+        output = run_script(*command, *options, cwd=tmp_path)
+        losses.append([float(loss) for loss in re.findall(r"epoch \d+  loss ([\d.]+)", output)])
+        assert len(losses[-1]) == epochs, output  # by process 0 alone
+    assert losses[0][-1] < 0.7 * losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_skewed_example_waits_or_gives_up(tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "data_parallel" / "skewed.py")
+    launch = ("-m", "jmp_train", "launch", "-n", "2", "--", example, "--delay", "20")
+    output = run_script(*launch, cwd=tmp_path)
+    assert float(re.findall(r"process 0 waited ([\d.]+) s", output)[0]) > 19
+    with pytest.raises(AssertionError, match="jmp-train: error: process 0 ended with exit code 1"):
+        run_script(*launch, "--timeout", "5", cwd=tmp_path)
 
 
 @pytest.mark.slow
