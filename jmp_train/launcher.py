@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -133,12 +133,14 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
 
 
 def _copy_lines(lines: IO[str], rank: int, log: IO[str] | None, lock: threading.Lock) -> None:
-    for line in lines:
-        with lock:  # or two processes' lines run together
-            print(f"[{rank}] {line.rstrip()}", flush=True)
-        if log is not None:
-            log.write(line)
-            log.flush()
+    with lines:
+        for line in lines:
+            # The lock keeps lines apart; and who reads them may leave (`| head`) before the processes do.
+            with lock, suppress(BrokenPipeError):
+                print(f"[{rank}] {line.rstrip()}", flush=True)
+            if log is not None:
+                log.write(line)
+                log.flush()
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]]) -> list[int]:
