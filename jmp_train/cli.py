@@ -14,6 +14,8 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import jax
+
 from jmp_train import __version__
 from jmp_train.policies.policy import get_policy
 from jmp_train.tasks import TASK_NAMES, load_task
@@ -30,6 +32,7 @@ _HANDED_ON = (
     "seed",
     "epochs",
     "batch_size",
+    "devices",
     "data_dir",
     "train_size",
     "model",
@@ -112,6 +115,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("task", nargs="?", default="digits", choices=TASK_NAMES)
         command.add_argument("--epochs", type=_positive, help="default: the task's")
         command.add_argument("--batch-size", type=_positive, help="default: the task's")
+        command.add_argument(
+            "--devices", type=_positive, default=1, help="cut each batch over so many; default: 1"
+        )
         command.add_argument("--seed", type=_seed, default=0, help="default: 0")
         command.add_argument("--data-dir", type=Path, metavar="DIR", help="where the files are")
         command.add_argument("--synthetic", action="store_true", help="made-up data, same shapes")
@@ -174,6 +180,7 @@ def _train(args: argparse.Namespace) -> int:
     from jmp_train.training import train
 
     _turn_ynn_fusion_off()
+    _provide_cpu_devices(args.devices)
     task = load_task(args.task, _task_options(args))
     epochs = args.epochs or task.epochs
     with ExitStack() as stack:
@@ -216,6 +223,7 @@ def _task_options(args: argparse.Namespace) -> TaskOptions:
         model=args.model,
         heads=None if args.heads is None else tuple(args.heads),
         scale=args.scale,
+        devices=args.devices,
     )
 
 
@@ -224,6 +232,17 @@ def _turn_ynn_fusion_off() -> None:
     flag, flags = "--xla_cpu_experimental_ynn_fusion_type=", os.environ.get("XLA_FLAGS", "")
     if flag not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+
+
+def _provide_cpu_devices(count: int) -> None:
+    """Lets jax, which has not started yet, cut a CPU into that many devices; accelerators stay as they are."""
+    if count == 1:
+        return
+    given = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if given < count:
+        jax.config.update("jax_num_cpu_devices", count)
+    # With few threads, as few cores have, the devices wait for each other for ever.
+    os.environ.setdefault("NPROC", str(max(32, 2 * count, os.cpu_count() or 1)))
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -87,7 +87,7 @@ def page(task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = (
         epochs="\n".join(_epochs(run) for run in runs),
         devices=escape(" and ".join(dict.fromkeys(run.device for run in runs))),
         version=jax.__version__,
-        on_cpu=_ON_CPU if any(run.device == "cpu" for run in runs) else "",
+        on_cpu=_ON_CPU if any(run.device.endswith("cpu") for run in runs) else "",
         memory_of=" or ".join(dict.fromkeys(run.memory_of for run in runs)),
     )
 

@@ -9,16 +9,17 @@ def peak_memory() -> tuple[float, str]:
     """Returns the peak memory in MB (10**6 bytes) so far, and whose it is: "device" or "process".
 
     CPUs report no device memory; what counts there is the largest resident size that the process
-    had, data and compiler included.
+    had, data and compiler included. Of several devices the one that needed most counts.
 
     Example:
       >>> megabytes, whose = peak_memory()
       >>> megabytes > 0
       True
     """
-    statistics = jax.local_devices()[0].memory_stats()
-    if statistics and "peak_bytes_in_use" in statistics:
-        return statistics["peak_bytes_in_use"] / 1e6, "device"
+    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+    peak = max(numbers.get("peak_bytes_in_use", 0) for numbers in statistics)
+    if peak:
+        return peak / 1e6, "device"
     return _peak_resident_bytes() / 1e6, "process"
 
 

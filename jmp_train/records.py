@@ -76,7 +76,7 @@ class Run:
 
     Attributes:
       policy: its name.
-      device: what it ran on, such as "cpu" or "NVIDIA H200".
+      device: what it ran on, such as "cpu", "NVIDIA H200" or, of several, "8 x cpu".
       test_accuracy: from 0 to 1.
       compile_seconds: what compiling the step took.
       memory_of: whose peak memory the epochs report, "device" or "process".

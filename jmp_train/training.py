@@ -9,15 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jmp_train.loading import count_rows, test_batches, train_batches
 from jmp_train.memory import peak_memory
+from jmp_train.parallel import data_parallel
 from jmp_train.policies.loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from jmp_train.policies.loss_scaled_optimizer import with_loss_scale
 from jmp_train.policies.policy import AutocastPolicy, Policy, apply_policy, get_policy
 from jmp_train.policies.progress import check_progress, skips_to_floor
 from jmp_train.records import Compiled, Epoch, Event, Progress, Run, Step
-from jmp_train.tasks.task import Task
+from jmp_train.tasks.task import DATA_AXIS, Task
 from jmp_train.train_state import TrainState
 from jmp_train.train_step import Metrics, train_step
 
@@ -54,6 +57,9 @@ def train(
 ) -> Run:
     """Trains a task in one policy and tests it.
 
+    With `task.devices` above 1 each batch is cut over that many local devices, by `data_parallel`; the test runs
+    on the first of them.
+
     Args:
       task: what to train.
       policy_name: see `get_policy`.
@@ -67,8 +73,8 @@ def train(
       The run.
 
     Raises:
-      ValueError: an unknown policy, a seed out of range, fewer than one epoch, or a batch larger
-        than the data.
+      ValueError: an unknown policy, a seed out of range, fewer than one epoch, a batch larger
+        than the data or not to be cut evenly, or fewer devices than the task wants.
       StalledTrainingError: non-finite gradients made the loop skip every step.
       FloatingPointError: the trained model's output for the test data is not finite.
     """
@@ -78,6 +84,7 @@ def train(
     batch_size = task.batch_size if batch_size is None else batch_size
     steps_per_epoch = count_steps(task, epochs, batch_size)
     _check_seed(seed)
+    devices = _first_devices(task.devices)
     schedule = task.schedule(epochs * steps_per_epoch)
     loss_scale = loss_scale_for(policy)
     optimizer = with_loss_scale(task.optimizer(schedule), loss_scale)
@@ -87,10 +94,17 @@ def train(
     state = TrainState.create(
         policy.cast_to_param(params), optimizer, model_state=model_state, rng=step_key
     )
+    step = train_step(task.loss_fn, optimizer, policy=policy)
+    sharding = None
+    if len(devices) > 1:
+        mesh = Mesh(devices, (DATA_AXIS,))
+        step = data_parallel(step, mesh, DATA_AXIS)
+        sharding = NamedSharding(mesh, P(DATA_AXIS))
+        state = jax.device_put(state, NamedSharding(mesh, P()))
     shared = _shared(task, policy)
-    batches = (batch | shared for batch in train_batches(task, batch_size, seed, epochs))
+    batches = (batch | shared for batch in train_batches(task, batch_size, seed, epochs, sharding))
     first_batch = next(batches)
-    step = jax.jit(train_step(task.loss_fn, optimizer, policy=policy), donate_argnums=0)
+    step = jax.jit(step, donate_argnums=0)
     start = time.perf_counter()
     step = step.lower(state, first_batch).compile()  # so that the first epoch times training only
     compiled = Compiled(time.perf_counter() - start)
@@ -109,9 +123,10 @@ def train(
         learning_rate = float(np.asarray(schedule(len(watch.steps) - watch.skipped_steps)))
         records.append(_epoch(epoch, watch, steps_per_epoch, learning_rate, seconds))
         on_event(records[-1])
+    kind = devices[0].device_kind
     run = Run(
         policy=policy_name,
-        device=jax.local_devices()[0].device_kind,
+        device=kind if len(devices) == 1 else f"{len(devices)} x {kind}",
         test_accuracy=_test_accuracy(task, policy, state, batch_size, shared),
         compile_seconds=compiled.seconds,
         memory_of=peak_memory()[1],
@@ -186,7 +201,18 @@ def count_steps(task: Task, epochs: int, batch_size: int) -> int:
         raise ValueError(f"epochs={epochs} must be at least 1")
     if not 1 <= batch_size <= rows:
         raise ValueError(f"batch_size={batch_size} must lie between 1 and the {rows} training rows")
+    if task.devices < 1 or batch_size % task.devices:
+        raise ValueError(f"devices={task.devices} must divide batch_size={batch_size}")
     return rows // batch_size
+
+
+def _first_devices(count: int) -> list[Any]:
+    """Returns that many of this process' devices; raises ValueError if there are fewer."""
+    devices = jax.local_devices()
+    if len(devices) < count:
+        there = f"{len(devices)} x {devices[0].device_kind}"
+        raise ValueError(f"devices={count}: there is no more than {there}")
+    return devices[:count]
 
 
 def _check_seed(seed: int) -> None:
@@ -213,9 +239,11 @@ def _test_accuracy(
         apply = apply_policy(lambda params, batch: task.predict(params, model_state, batch), policy)
         return apply(params, batch)
 
+    # Off the mesh, where several devices trained: else each of them would compute the same.
+    params, model_state = jax.device_put((state.params, state.model_state), jax.local_devices()[0])
     correct = 0
     for batch, count in test_batches(task, batch_size):
-        logits = np.asarray(predict(state.params, state.model_state, batch | shared))[:count]
+        logits = np.asarray(predict(params, model_state, batch | shared))[:count]
         if not np.isfinite(logits.astype(np.float32)).all():
             raise FloatingPointError("the model's output for the test data is not finite")
         correct += int(np.sum(np.argmax(logits, -1) == batch["label"][:count]))

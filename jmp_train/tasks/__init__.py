@@ -16,6 +16,7 @@ _MODELS = {  # of the tasks that have several, the default first
     "karate": ("gcn", "gat"),
     "cora": ("gcn", "gat", "sage"),
 }
+_CUT = ("digits", "mnist")  # the tasks whose batches can be cut over devices
 _HAVE = {"heads": ("reddit",), "scale": ("reddit",)}  # the tasks that have an option
 
 TASK_NAMES = tuple(_MODULES)
@@ -42,6 +43,11 @@ def load_task(name: str, options: TaskOptions | None = None) -> Task:
         if value is not None and name not in _HAVE[option]:
             tasks = ", ".join(_HAVE[option])
             raise ValueError(f"{option}={value}: task {name} has no such option, only {tasks} has")
+    if options.devices > 1 and name not in _CUT:
+        raise ValueError(
+            f"task {name} trains on a whole graph, which is not cut: "
+            f"--devices is for {' and '.join(_CUT)}"
+        )
     task = importlib.import_module(_MODULES[name]).load(options)
     if options.train_size is None:
         return task

@@ -4,6 +4,7 @@ The data comes with scikit-learn, so this job runs anywhere; BatchNorm and dropo
 state and the random key that larger jobs have.
 """
 
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -23,13 +24,17 @@ class DigitsCNN(nn.Module):
     It names no dtype: inputs and parameters bring theirs, and so a policy decides.
     """
 
+    axis_name: str | None = None
+
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Returns logits [batch, 10] of images [batch, 8, 8, 1]."""
         for features, strides in ((32, 1), (64, 2), (64, 1)):
             x = nn.Conv(features, (3, 3), strides, use_bias=False)(x)
-            x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
-            x = nn.relu(x)
+            norm = nn.BatchNorm(
+                use_running_average=not train, momentum=0.9, axis_name=self.axis_name
+            )
+            x = nn.relu(norm(x))
         x = x.mean(axis=(1, 2))
         x = nn.Dropout(0.25, deterministic=not train)(x)
         return nn.Dense(CLASSES)(x)
@@ -44,9 +49,19 @@ def init(key: jax.Array) -> tuple[Any, Any]:
     return variables["params"], variables["batch_stats"]
 
 
-def loss_fn(params: Any, batch_stats: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
-    """Returns the mean cross-entropy, the next batch statistics and the accuracy."""
-    logits, updated = _MODEL.apply(
+def loss_fn(
+    params: Any, batch_stats: Any, batch: Any, rng: Any, axis_name: str | None = None
+) -> tuple[jax.Array, Any]:
+    """Returns the mean cross-entropy, the next batch statistics and the accuracy.
+
+    Args:
+      params: what `init` made.
+      batch_stats: what `init` made.
+      batch: rows that are prepared.
+      rng: of the dropout.
+      axis_name: the mesh axis over which BatchNorm is synchronised, where a batch is cut.
+    """
+    logits, updated = DigitsCNN(axis_name).apply(
         {"params": params, "batch_stats": batch_stats},
         batch["image"],
         train=True,
@@ -86,12 +101,13 @@ def load(options: TaskOptions) -> Task:
         test=_rows(data, test_rows),
         prepare=lambda rows: rows,
         init=init,
-        loss_fn=loss_fn,
+        loss_fn=partial(loss_fn, axis_name=options.axis_name),
         predict=predict,
         schedule=lambda steps: optax.cosine_decay_schedule(3e-3, steps),
         optimizer=optax.adam,
         batch_size=64,
         epochs=15,
+        devices=options.devices,
     )
 
 

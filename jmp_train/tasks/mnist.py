@@ -7,6 +7,7 @@ here is at most 0.05 % less.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ FILES = {
 class MnistCNN(nn.Module):
     """The network; it names no dtype: inputs and parameters bring theirs, and so a policy decides."""
 
+    axis_name: str | None = None
+
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Returns logits [batch, 10] of images [batch, 28, 28, 1]."""
@@ -72,7 +75,12 @@ class MnistCNN(nn.Module):
             conv = nn.Conv(
                 features, (size, size), stride, padding, kernel_init=init, bias_init=init
             )
-            norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, epsilon=1e-5)
+            norm = nn.BatchNorm(
+                use_running_average=not train,
+                momentum=0.9,
+                epsilon=1e-5,
+                axis_name=self.axis_name,
+            )
             x = nn.relu(norm(conv(x)))
         x = x.mean(axis=(1, 2))
         for features in DENSE:
@@ -104,10 +112,20 @@ def init(key: jax.Array) -> tuple[Any, Any]:
     return variables["params"], variables["batch_stats"]
 
 
-def loss_fn(params: Any, batch_stats: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
-    """Returns the mean cross-entropy, the next batch statistics and the accuracy."""
+def loss_fn(
+    params: Any, batch_stats: Any, batch: Any, rng: Any, axis_name: str | None = None
+) -> tuple[jax.Array, Any]:
+    """Returns the mean cross-entropy, the next batch statistics and the accuracy.
+
+    Args:
+      params: what `init` made.
+      batch_stats: what `init` made.
+      batch: rows that are prepared.
+      rng: unused.
+      axis_name: the mesh axis over which BatchNorm is synchronised, where a batch is cut.
+    """
     del rng
-    logits, updated = _MODEL.apply(
+    logits, updated = MnistCNN(axis_name).apply(
         {"params": params, "batch_stats": batch_stats},
         batch["image"],
         train=True,
@@ -142,12 +160,13 @@ def load(options: TaskOptions) -> Task:
         test=test,
         prepare=prepare,
         init=init,
-        loss_fn=loss_fn,
+        loss_fn=partial(loss_fn, axis_name=options.axis_name),
         predict=predict,
         schedule=lambda steps: optax.constant_schedule(1e-4),
         optimizer=optax.adam,
         batch_size=256,
         epochs=10,
+        devices=options.devices,
     )
 
 

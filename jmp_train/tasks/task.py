@@ -13,6 +13,8 @@ from jmp_train.train_step import LossFn
 
 Arrays = dict[str, np.ndarray]
 
+DATA_AXIS = "data"  # the mesh axis along which a batch is cut
+
 
 @dataclasses.dataclass(frozen=True)
 class TaskOptions:
@@ -25,6 +27,7 @@ class TaskOptions:
       model: which model, for tasks that have several; None for the task's own choice.
       heads: the attention heads of each layer, for tasks that let choose; None for the task's own.
       scale: the size of the synthetic data, for tasks that let choose; None for the real data's.
+      devices: over how many devices a batch is cut, for tasks whose batches can be.
     """
 
     data_dir: Path | None = None
@@ -33,6 +36,12 @@ class TaskOptions:
     model: str | None = None
     heads: tuple[int, ...] | None = None
     scale: float | None = None
+    devices: int = 1
+
+    @property
+    def axis_name(self) -> str | None:
+        """The mesh axis over which a model's BatchNorm is synchronised; None on one device."""
+        return DATA_AXIS if self.devices > 1 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +63,7 @@ class Task:
       shared: makes the part of a batch that is the same for all rows, a graph for instance, which is
         added to what `prepare` makes; the loop calls it once, casts it once, as the policy casts what
         is computed with, and keeps it on the device.
+      devices: over how many devices a batch is cut; if several, `loss_fn` may name `DATA_AXIS`.
     """
 
     name: str
@@ -68,3 +78,4 @@ class Task:
     batch_size: int
     epochs: int
     shared: Callable[[], dict[str, Any]] = dict
+    devices: int = 1

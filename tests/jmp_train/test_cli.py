@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from helpers import write_mnist
 
@@ -19,12 +20,17 @@ COMMAND = (sys.executable, "-m", "jmp_train")
 
 
 def run(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    # Without conftest.py's virtual devices, as users have it.
+    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "JAX_NUM_CPU_DEVICES")}
+    command = (*COMMAND, *args)
     return subprocess.run(
-        (*COMMAND, *args), capture_output=True, text=True, timeout=240, cwd=cwd, check=False
+        command, capture_output=True, text=True, timeout=240, cwd=cwd, env=env, check=False
     )
 
 
-def check_schema(report: Any, policies: list[str], epochs: int, task: str = "digits") -> None:
+def check_schema(
+    report: Any, policies: list[str], epochs: int, task: str = "digits", device: str = "cpu"
+) -> None:
     assert set(report) == {"task", "runs"}
     assert report["task"] == task
     assert [entry["policy"] for entry in report["runs"]] == policies
@@ -34,7 +40,7 @@ def check_schema(report: Any, policies: list[str], epochs: int, task: str = "dig
         }  # fmt: skip
         assert 0 <= entry["test_accuracy"] <= 1
         assert entry["compile_seconds"] > 0
-        assert (entry["device"], entry["memory_of"]) == ("cpu", "process")
+        assert (entry["device"], entry["memory_of"]) == (device, "process")
         assert [epoch["epoch"] for epoch in entry["epochs"]] == list(range(1, epochs + 1))
         for epoch in entry["epochs"]:
             assert set(epoch) == {
@@ -66,17 +72,17 @@ def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: 
 
 
 @pytest.mark.timeout(300)
-def test_compare_json_and_a_run_that_fails(tmp_path: Path) -> None:
+def test_compare_json_on_eight_devices_and_a_run_that_fails(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("earlier")
     result = run(
         "compare", "--policies", "float64", "bf16", "--epochs", "1", "--json", "--out", ".",
-        cwd=tmp_path,
+        "--devices", "8", cwd=tmp_path,
     )  # fmt: skip
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (
         "jmp-train: error: float64: policy 'float64' has float64, which needs JAX_ENABLE_X64=1"
     )
-    check_schema(json.loads(result.stdout), ["bf16"], epochs=1)
+    check_schema(json.loads(result.stdout), ["bf16"], epochs=1, device="8 x cpu")
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(result.stdout)
 
 
@@ -189,6 +195,7 @@ def test_interrupting_compare_stops_the_run(tmp_path: Path) -> None:
         (["train", "--seed", "x"], "'x' is not a whole number from 0 to 4294967295"),
         (["train", "--seed", str(2**32)], "'4294967296' is not a whole number from 0"),
         (["train", "--train-size", "0"], "argument --train-size: '0' is not a whole number of at"),
+        (["train", "--devices", "0"], "argument --devices: '0' is not a whole number of at least"),
     ],
 )
 def test_wrong_calls_are_one_line_and_exit_with_2(
@@ -221,6 +228,8 @@ def test_a_batch_too_large_is_found_before_anything_runs(
         (["train", "mnist", "--data-dir", "nowhere"], "--data-dir nowhere is no folder"),
         (["compare", "mnist", "--synthetic", "--data-dir", "x"], "exclude each other"),
         (["compare", "--policies", "float32", "float32"], "--policies names float32 more than"),
+        (["compare", "--devices", "8", "--batch-size", "100"], "devices=8 must divide batch_size"),
+        (["train", "karate", "--devices", "2"], "--devices is for digits and mnist"),
     ],
 )
 def test_errors_of_the_data_are_one_line(
@@ -276,6 +285,10 @@ def test_the_environment_of_a_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     cli._turn_ynn_fusion_off()
     cli._turn_ynn_fusion_off()
     assert os.environ["XLA_FLAGS"] == f"--xla_cpu_multi_thread_eigen=false {flag}"
+    monkeypatch.setenv("NPROC", "40")
+    cli._provide_cpu_devices(4)
+    assert os.environ["NPROC"] == "40"
+    assert jax.local_device_count() == 8  # as conftest.py has it
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

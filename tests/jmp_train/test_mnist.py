@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import idx_bytes, promoting, relaxed, write_mnist
 
-from jmp_train.tasks import load_task
+from jmp_train.tasks import load_task, mnist
 from jmp_train.tasks.mnist import BLOCKS, FILES, prepare, read_mnist, torch_uniform
 from jmp_train.tasks.task import Task, TaskOptions
 from jmp_train.training import train
@@ -133,6 +133,24 @@ def test_initial_values_are_pytorchs() -> None:
     assert -bound <= float(values.min()) < -0.999 * bound
     assert 0.999 * bound < float(values.max()) <= bound
     assert float(values.std()) == pytest.approx(bound / 3**0.5, rel=0.01)
+
+
+def test_batch_norm_is_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mnist, "BLOCKS", BLOCKS[:1])
+    monkeypatch.setattr(mnist, "DENSE", ())
+    task = load_task("mnist", TaskOptions(synthetic=True, train_size=4, devices=2))
+    on_part, on_whole = promoting(task.loss_fn), promoting(mnist.loss_fn)
+    params, batch_stats = jax.jit(promoting(mnist.init))(jax.random.key(0))
+    batch: Any = prepare(task.train)
+    parts = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), batch)
+
+    over_parts = jax.vmap(on_part, (None, None, 0, None), axis_name="data")
+    losses, (stats, _) = jax.jit(over_parts)(params, batch_stats, parts, None)
+    loss, (whole_stats, _) = jax.jit(on_whole)(params, batch_stats, batch, None)
+    assert float(losses.mean()) == pytest.approx(float(loss), rel=1e-5)
+    for x, y in zip(jax.tree.leaves(stats), jax.tree.leaves(whole_stats), strict=True):
+        np.testing.assert_allclose(x[0], y, rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(x[0], x[1])
 
 
 @pytest.mark.slow

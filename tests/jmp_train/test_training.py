@@ -14,7 +14,11 @@ from jmp_train.training import loss_scale_for, train
 
 @pytest.fixture(name="digits")
 def fixture_digits() -> Task:
-    task = load_task("digits")
+    return load_digits_task()
+
+
+def load_digits_task(devices: int = 1) -> Task:
+    task = load_task("digits", TaskOptions(devices=devices))
     return dataclasses.replace(
         task,
         loss_fn=promoting(task.loss_fn),
@@ -79,6 +83,37 @@ def test_digits_learn_in_every_policy(digits: Task, policy: str, scale: float) -
 def test_the_same_seed_gives_the_same_run(digits: Task) -> None:
     runs = [train(digits, "mixed_float16", epochs=1, seed=seed) for seed in (3, 3, 4)]
     assert runs[0].epochs[0].loss == runs[1].epochs[0].loss != runs[2].epochs[0].loss
+
+
+def test_eight_devices_give_the_numbers_of_one(
+    digits: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each device draws a dropout of its own; all else, BatchNorm included, is the whole batch's.
+    monkeypatch.setattr("flax.linen.Dropout", lambda rate, deterministic: lambda x: x)
+    one, eight = (
+        train(task, "float32", epochs=1) for task in (digits, load_digits_task(devices=8))
+    )
+    assert (one.device, eight.device) == ("cpu", "8 x cpu")
+    losses = [[step.loss for step in run.steps] for run in (one, eight)]
+    np.testing.assert_allclose(losses[1][:10], losses[0][:10], atol=1e-5)
+    np.testing.assert_allclose(losses[1], losses[0], atol=1e-3)  # Adam lets rounding errors grow
+    assert eight.test_accuracy == pytest.approx(one.test_accuracy, abs=0.01)
+
+
+def test_devices_that_a_batch_or_the_machine_does_not_have_are_named(digits: Task) -> None:
+    eight, nine, none = (dataclasses.replace(digits, devices=count) for count in (8, 9, 0))
+    with pytest.raises(ValueError, match="devices=8 must divide batch_size=100"):
+        train(eight, "float32", batch_size=100)
+    with pytest.raises(ValueError, match="devices=9: there is no more than 8 x cpu"):
+        train(nine, "float32", batch_size=90)
+    with pytest.raises(ValueError, match="devices=0 must divide batch_size=64"):
+        train(none, "float32")
+
+
+@pytest.mark.parametrize("name", ["karate", "cora", "reddit"])
+def test_a_whole_graph_is_not_cut_over_devices(name: str) -> None:
+    with pytest.raises(ValueError, match=f"task {name} trains on a whole graph, which is not cut"):
+        load_task(name, TaskOptions(devices=2))
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32", "mixed_bfloat16"])
