@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -189,3 +190,51 @@ def test_wrong_starts_are_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
         jt.distributed.initialize(**options)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        {
+            "SLURM_JOB_ID": "7",
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_NTASKS": "2",
+            "SLURM_PROCID": "{rank}",
+            "SLURM_LOCALID": "{rank}",
+        },
+        {
+            "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_RANK": "{rank}",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
+        },
+    ],
+    ids=["slurm", "ompi"],
+)
+def test_what_a_cluster_leaves_in_the_environment_is_enough(cluster: dict[str, str]) -> None:
+    script = (
+        "import jax\nimport jmp_train as jt\n"
+        "jt.distributed.initialize(initialization_timeout=60, shutdown_timeout=20)\n"
+        "print('process', jax.process_index(), 'of', jax.process_count())\n"
+        "jt.distributed.check_agreement(seed=0)\n"
+    )
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=os.environ
+            | {name: value.format(rank=rank) for name, value in cluster.items()}
+            | {"JAX_COORDINATOR_PORT": str(port), "JAX_NUM_CPU_DEVICES": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(processes):
+        text, _ = process.communicate(timeout=80)
+        assert process.returncode == 0, text
+        assert f"process {rank} of 2" in text
