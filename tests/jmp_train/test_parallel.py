@@ -1,6 +1,7 @@
 """The three routes to many devices: the numbers of one device, and one decision for all."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -214,18 +215,56 @@ def test_wrong_calls_are_refused() -> None:
         assert route in ROUTES
 
 
+COLLECTIVE = re.compile(
+    r" (all-reduce|reduce-scatter|all-gather|all-to-all|collective-\w+)(-start)?\("
+)
+STARTED = re.compile(r"\s+%(\S+) = (.*?) all-reduce-start\((.*)")
+WIDTH, LAYERS = 2048, 4  # as in PROGRAMS
+
+
+@functools.cache
+def scheduled(python: str, route: str, accumulate_steps: str) -> tuple[str, list[str]]:
+    """Returns all that is in front of a program's entry, and the entry's lines in running order."""
+    target = f"{PROGRAMS}:parallel_step", route, accumulate_steps
+    compiled = compile_for_gpu(*target, gpu="H100-80GB", devices=DEVICES, python=python)
+    before, entry = compiled.hlo.split("\nENTRY ")
+    return before, entry.splitlines()
+
+
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("route", ["shard_map", "jit"])
-def test_eight_gpus_reduce_once_and_never_in_half(route: str, plan_python: str) -> None:
-    target = f"{PROGRAMS}:parallel_step"
-    compiled = compile_for_gpu(target, route, gpu="H100-80GB", devices=DEVICES, python=plan_python)
-    reduced = re.findall(r"= (.*?) all-reduce(?:-start)?\(", compiled.hlo)
-    assert reduced
+@pytest.mark.parametrize("accumulate_steps", ["1", "2"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_eight_gpus_reduce_once_and_never_in_half(
+    route: str, accumulate_steps: str, plan_python: str
+) -> None:
+    before, entry = scheduled(plan_python, route, accumulate_steps)
+    assert not COLLECTIVE.search(before)  # nothing is reduced for each micro-batch,
+    assert any(" while(" in line for line in entry) == (accumulate_steps == "2")  # in this loop
+    types = [match[2] for match in map(STARTED.match, entry) if match]
+    assert len(types) == sum(bool(COLLECTIVE.search(line)) for line in entry)
     sizes = [
         (dtype, int(np.prod([int(n) for n in shape.split(",") if n])))
-        for text in reduced
+        for text in types
         for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", text)
     ]
     assert {dtype for dtype, _ in sizes} <= {"f32", "s32", "u32", "pred"}
-    floating = sum(4 * count for dtype, count in sizes if dtype == "f32")
-    assert 4 * 4 * 256 * 256 <= floating <= 4 * 4 * 256 * 256 + 1024  # gradients and metrics, once
+    floating = 4 * sum(count for dtype, count in sizes if dtype == "f32")
+    gradients_and_statistics = 4 * LAYERS * (WIDTH * WIDTH + 2 * WIDTH)
+    assert 4 <= floating - gradients_and_statistics <= 1024  # the metrics
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("route", ROUTES)
+def test_eight_gpus_reduce_gradients_while_they_compute_others(
+    route: str, plan_python: str
+) -> None:
+    """Without micro-batches: the loop over these has all gradients ready at the same time."""
+    _, entry = scheduled(plan_python, route, "1")
+    multiplies = []
+    for start, match in enumerate(map(STARTED.match, entry)):
+        if match and "f32[" in match[2]:
+            assert '"is_sync":false' in match[3]
+            done = next(i for i, x in enumerate(entry) if f" all-reduce-done(%{match[1]})" in x)
+            multiplies.append(any("__cublas" in line for line in entry[start:done]))
+    # After the last of the gradients there is no other to compute.
+    assert multiplies == [True] * (LAYERS - 1) + [False]
