@@ -111,7 +111,9 @@ def sharded_step(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
     """Returns a step for plain `jit`, which places its parts on the devices along an axis of a mesh.
 
     What jit makes of a whole batch by itself adds gradients over the devices in the compute dtype. Here each
-    device's gradients are apart until they are averaged, as in `data_parallel`.
+    device's gradients are apart until they are averaged, as in `data_parallel`. It is no route for
+    convolutions: XLA does not divide the gradients of their kernels over devices, but gathers the
+    activations of the whole batch on each (`benchmarks/scaling.py`).
 
     Args:
       step: see `data_parallel`.
