@@ -20,7 +20,7 @@ help:
 	@echo "make test-newest  run the fast ones near jax on the newest Python and jax, where there is one"
 	@echo "make lint         ruff and pyright"
 	@echo "make format       ruff's formatter"
-	@echo "make bench        what a step, an import, autocast and graph operations cost"
+	@echo "make bench        what a step, many devices, an import, autocast and graph operations cost"
 	@echo "make clean        remove what make made"
 
 demo: .venv/.train
@@ -58,6 +58,7 @@ format: .venv/.dev
 
 bench: .venv/.dev
 	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/autocast.py
 	$(BIN)/python benchmarks/graphs.py

@@ -16,8 +16,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.batch_parts import check_divides, in_parts
+from jmp_train.policies.casting import is_float_array
 from jmp_train.train_state import TrainState
-from jmp_train.train_step import Metrics, TrainStep
+from jmp_train.train_step import Metrics, TrainStep, loss_scale_of
 
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
@@ -126,10 +127,11 @@ def pmap_step(
 
 
 def sharded_step(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
-    """Returns a step for plain `jit`, which places its parts on the devices along an axis of a mesh.
+    """Returns a step for plain `jit` with arrays that are sharded over a mesh.
 
     What jit makes of a whole batch by itself adds gradients over the devices in the compute dtype. Here each
-    device's gradients are apart until they are averaged, as in `data_parallel`.
+    device's gradients are apart until they are averaged, as in `data_parallel`; all else is jit's: its `out_shardings`
+    may keep the optimizer state in parts, one on each device (ZeRO).
 
     Args:
       step: see `data_parallel`.
@@ -155,21 +157,35 @@ def sharded_step(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
     """
     parallel = _checked_step(step).with_axes(axis)
     count = _axis_size(mesh, axis)
-    placed = NamedSharding(_automatic(mesh), P(axis))
 
-    def on_one(state: TrainState, part: Any) -> tuple[tuple[TrainState, Metrics], Any]:
-        state, metrics = parallel(state, part)
-        aux = metrics.pop("aux")
-        return (state, metrics), aux
+    def gradients(*arguments: Any) -> tuple[Any, Any]:
+        loss, model_state, aux, grads = parallel.gradients(*arguments)
+        averaged = jax.tree.map(lambda x: x if is_float_array(x) else None, aux)
+        rows = jax.tree.map(lambda x: None if is_float_array(x) else jnp.asarray(x)[None], aux)
+        return (loss, model_state, averaged, grads), rows
 
-    # Aux comes in rows; all else is the same for all devices once it is reduced.
-    run = jax.vmap(on_one, (None, 0), (None, 0), axis_name=axis, spmd_axis_name=axis)
+    run = jax.shard_map(
+        gradients,
+        mesh=_automatic(mesh),
+        in_specs=(P(), P(), P(), P(axis), P()),
+        out_specs=(P(), P(axis)),
+        axis_names={axis},
+        check_vma=False,
+    )
 
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
-        parts = jax.lax.with_sharding_constraint(in_parts(batch, count), placed)
-        (state, metrics), aux = run(state, parts)
-        return state, metrics | {"aux": jax.tree.map(_one_if_averaged, aux)}
+        next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
+        (loss, model_state, averaged, grads), rows = run(
+            loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng
+        )
+        aux = jax.tree.map(
+            lambda mean, row: row if mean is None else mean,
+            averaged,
+            rows,
+            is_leaf=lambda x: x is None,
+        )
+        return step.apply_gradients(state, loss, model_state, aux, grads, next_rng)
 
     return on_all
 
@@ -179,11 +195,6 @@ def _placed(tree: Any, sharding: NamedSharding) -> Any:
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
         return tree
     return jax.device_put(tree, sharding)
-
-
-def _one_if_averaged(rows: jax.Array) -> jax.Array:
-    """Returns the first of rows that are all the same, as floating ones are."""
-    return rows[0] if jnp.issubdtype(rows.dtype, jnp.floating) else rows
 
 
 def _checked_step(step: Any) -> TrainStep:

@@ -156,20 +156,50 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Returns the next state and the metrics of this step."""
-        _check_param_dtypes(state.params, self.policy)
-        next_rng, step_rng = self._split_rng(state.rng)
-        loss_scale = _loss_scale_or_none(state.opt_state)
+        next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
+        loss, model_state, aux, grads = self.gradients(
+            loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng
+        )
+        return self.apply_gradients(state, loss, model_state, aux, grads, next_rng)
 
-        params = vary(state.params, self.axis_names)
+    def gradients(
+        self, loss_scale: LossScale, params: Any, model_state: Any, batch: Any, rng: Any
+    ) -> tuple[jax.Array, Any, Any, Any]:
+        """Returns loss, next model state, aux and scaled gradients, reduced over the axes.
+
+        Args:
+          loss_scale: the optimizer state's.
+          params: as they are stored.
+          model_state: as it is stored.
+          batch: this device's rows.
+          rng: the step's random key, the same for all devices, or None.
+        """
+        _check_param_dtypes(params, self.policy)
+        if rng is not None and self.axis_names:
+            rng = jax.random.fold_in(rng, lax.axis_index(self.axis_names))
+        params = vary(params, self.axis_names)
         model_state = jax.tree.map(
-            lambda x: vary(x, self.axis_names) if is_float_array(x) else x, state.model_state
+            lambda x: vary(x, self.axis_names) if is_float_array(x) else x, model_state
         )
-        loss, model_state, aux, grads = self._gradients(
-            loss_scale, params, model_state, batch, step_rng
-        )
+        loss, model_state, aux, grads = self._gradients(loss_scale, params, model_state, batch, rng)
         grads = reduce_gradients(grads, self.axis_names, self._reduce_dtype)
         loss, model_state, aux = mean_over_axes((loss, model_state, aux), self.axis_names)
+        return loss, model_state, aux, grads
 
+    def apply_gradients(
+        self, state: TrainState, loss: jax.Array, model_state: Any, aux: Any, grads: Any, rng: Any
+    ) -> tuple[TrainState, Metrics]:
+        """Returns the next state, with the step taken or skipped, and the metrics.
+
+        Args:
+          state: the one whose gradients these are.
+          loss: see `gradients`, as are `model_state`, `aux` and `grads`.
+          model_state: the next one.
+          aux: for the metrics.
+          grads: scaled, and reduced.
+          rng: the next state's random key, or None.
+        """
+        loss_scale = loss_scale_of(state.opt_state)
         # with_loss_scale computes both of these too, and XLA computes them once.
         unscaled = loss_scale.unscale(grads)
         finite = all_finite(unscaled, self.axis_names)
@@ -185,19 +215,11 @@ class TrainStep:
             "grads_finite": finite,
             **_scale_metrics(opt_state),
         }
-        return TrainState(new_params, opt_state, model_state, next_rng, state.step + 1), metrics
+        return TrainState(new_params, opt_state, model_state, rng, state.step + 1), metrics
 
     @property
     def _reduce_dtype(self) -> Any:
         return jnp.float32 if self.policy is None else self.policy.reduce_dtype
-
-    def _split_rng(self, rng: Any) -> tuple[Any, Any]:
-        if rng is None:
-            return None, None
-        next_rng, step_rng = jax.random.split(rng)
-        if self.axis_names:
-            step_rng = jax.random.fold_in(step_rng, lax.axis_index(self.axis_names))
-        return next_rng, step_rng
 
     def _gradients(
         self, loss_scale: LossScale, params: Any, model_state: Any, batch: Any, rng: Any
@@ -300,12 +322,13 @@ def _check_param_dtypes(params: Any, policy: Policy | PathPolicy | None) -> None
         )
 
 
-def _loss_scale_or_none(opt_state: Any) -> LossScale:
+def loss_scale_of(opt_state: Any) -> LossScale:
+    """Returns the loss scale in an optimizer's state, a `NoOpLossScale` if there is none."""
     return get_loss_scale(opt_state) if scaled_states(opt_state) else NoOpLossScale()
 
 
 def _scale_metrics(opt_state: Any) -> Metrics:
-    loss_scale = jnp.asarray(_loss_scale_or_none(opt_state).loss_scale, jnp.float32)
+    loss_scale = jnp.asarray(loss_scale_of(opt_state).loss_scale, jnp.float32)
     skipped = [state.skipped_steps for _, state in scaled_states(opt_state)]
     return {
         "loss_scale": loss_scale,

@@ -105,21 +105,37 @@ def nothing() -> None:
     """Returns no program."""
 
 
-def parallel_step(route: str, mesh: Mesh) -> tuple[Any, ...]:
-    """Makes a step of mixed_float16 on all GPUs of a mesh, by `data_parallel` or for plain jit."""
+WIDTH, LAYERS = 2048, 4  # the gradients of two layers are more than XLA reduces in one piece
+
+
+def parallel_step(route: str, accumulate_steps: str, mesh: Mesh) -> tuple[Any, ...]:
+    """Makes a step of mixed_float16 on all GPUs of a mesh, with batch statistics of each layer."""
     optimizer = jt.with_loss_scale(optax.adam(1e-3), jt.torch_loss_scale())
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        rows = batch["x"]
-        for weight in params:
-            rows = jax.nn.relu(rows @ weight)
-        return (rows.astype(jnp.float32) ** 2).mean()
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        del rng
+        rows, statistics = batch["x"], []
+        for weight, running in zip(params, model_state, strict=True):
+            wide = (rows @ weight).astype(jnp.float32)
+            mean, var = wide.mean(0), wide.var(0)
+            new = {"mean": mean, "var": var}
+            statistics.append(jax.tree.map(lambda old, x: 0.9 * old + 0.1 * x, running, new))
+            rows = jax.nn.relu((wide - mean) * jax.lax.rsqrt(var + 1e-5)).astype(weight.dtype)
+        return (rows.astype(jnp.float32) ** 2).mean(), (statistics, None)
 
-    step = jt.train_step(jt.stateless(loss_fn), optimizer, policy="mixed_float16")
-    state = jax.eval_shape(
-        lambda: jt.TrainState.create([jnp.zeros((256, 256)) for _ in range(4)], optimizer)
+    def create() -> jt.TrainState:
+        params = [jnp.zeros((WIDTH, WIDTH)) for _ in range(LAYERS)]
+        statistics = [{"mean": jnp.zeros(WIDTH), "var": jnp.ones(WIDTH)} for _ in range(LAYERS)]
+        return jt.TrainState.create(params, optimizer, model_state=statistics)
+
+    step = jt.train_step(
+        loss_fn, optimizer, policy="mixed_float16", accumulate_steps=int(accumulate_steps)
     )
+    routes = {
+        "shard_map": lambda: jt.data_parallel(step, mesh),
+        "pmap": lambda: jt.pmap_step(step, devices=list(mesh.devices.flat)),
+        "jit": lambda: jt.sharded_step(step, mesh),
+    }
     data = NamedSharding(mesh, PartitionSpec("data"))
-    batch = {"x": Struct((1024, 256), jnp.float32, sharding=data)}
-    transform = {"shard_map": jt.data_parallel, "jit": jt.sharded_step}[route]
-    return transform(step, mesh), (state, batch), {}
+    batch = {"x": Struct((1024, WIDTH), jnp.float32, sharding=data)}
+    return routes[route](), (jax.eval_shape(create), batch), {"donate_argnums": 0}

@@ -38,6 +38,25 @@ def test_a_step_has_no_more_instructions_than_one_by_hand_with_jmp(tmp_path: Pat
     assert 0 < instructions["jmp_train"] <= instructions["jmp by hand"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_parallel_step_is_the_one_written_by_hand(tmp_path: Path) -> None:
+    file = tmp_path / "scaling.json"
+    options = ("--devices", "1", "2", "--rounds", "1", "--steps", "1")
+    output = run("scaling.py", *options, "--json", str(file))
+    report = json.loads(file.read_text())
+    assert report["cores"] >= 1
+    assert list(report["devices"]) == ["1", "2"]
+    for devices, result in report["devices"].items():
+        losses = list(result["losses"].values())
+        assert losses == pytest.approx([losses[0]] * 5, rel=1e-4)
+        counts = result["instructions"]
+        assert 0 < counts["data_parallel"] <= 1.03 * counts["by hand"]
+        for route in ("data_parallel", "sharded_step", "pmap_step"):
+            assert re.search(rf"^{devices} +{route} +\d", output, re.MULTILINE)
+    assert "target at most 1.03" in output
+
+
 @pytest.mark.timeout(300)
 def test_import_time_prints_both_and_their_ratio() -> None:
     output = run("import_time.py", "--runs", "1")

@@ -1,6 +1,7 @@
 """The three routes to many devices: the numbers of one device, and one decision for all."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import relaxed
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from sklearn.datasets import load_digits
 
 import jmp_train as jt
@@ -214,21 +215,59 @@ def test_wrong_calls_are_refused() -> None:
         assert route in ROUTES
 
 
+COLLECTIVE = re.compile(
+    r" (all-reduce|reduce-scatter|all-gather|all-to-all|collective-\w+)(-start)?\("
+)
+STARTED = re.compile(r"\s+%(\S+) = (.*?) all-reduce-start\((.*)")
+WIDTH, LAYERS = 2048, 4  # as in PROGRAMS
+
+
+@functools.cache
+def scheduled(python: str, route: str, accumulate_steps: str) -> tuple[str, list[str]]:
+    """Returns all that is in front of a program's entry, and the entry's lines in running order."""
+    target = f"{PROGRAMS}:parallel_step", route, accumulate_steps
+    compiled = compile_for_gpu(*target, gpu="H100-80GB", devices=DEVICES, python=python)
+    before, entry = compiled.hlo.split("\nENTRY ")
+    return before, entry.splitlines()
+
+
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("route", ["shard_map", "jit"])
-def test_eight_gpus_reduce_once_and_never_in_half(route: str, plan_python: str) -> None:
-    target = f"{PROGRAMS}:parallel_step"
-    compiled = compile_for_gpu(target, route, gpu="H100-80GB", devices=DEVICES, python=plan_python)
-    reduced = re.findall(r"= (.*?) all-reduce(?:-start)?\(", compiled.hlo)
-    assert reduced
+@pytest.mark.parametrize("accumulate_steps", ["1", "2"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_eight_gpus_reduce_once_and_never_in_half(
+    route: str, accumulate_steps: str, plan_python: str
+) -> None:
+    before, entry = scheduled(plan_python, route, accumulate_steps)
+    assert not COLLECTIVE.search(before)  # nothing is reduced for each micro-batch,
+    assert any(" while(" in line for line in entry) == (accumulate_steps == "2")  # in this loop
+    types = [match[2] for match in map(STARTED.match, entry) if match]
+    assert len(types) == sum(bool(COLLECTIVE.search(line)) for line in entry)
     sizes = [
         (dtype, int(np.prod([int(n) for n in shape.split(",") if n])))
-        for text in reduced
+        for text in types
         for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", text)
     ]
     assert {dtype for dtype, _ in sizes} <= {"f32", "s32", "u32", "pred"}
-    floating = sum(4 * count for dtype, count in sizes if dtype == "f32")
-    assert 4 * 4 * 256 * 256 <= floating <= 4 * 4 * 256 * 256 + 1024  # gradients and metrics, once
+    floating = 4 * sum(count for dtype, count in sizes if dtype == "f32")
+    gradients_and_statistics = 4 * LAYERS * (WIDTH * WIDTH + 2 * WIDTH)
+    assert 4 <= floating - gradients_and_statistics <= 1024  # the metrics
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("route", ROUTES)
+def test_eight_gpus_reduce_gradients_while_they_compute_others(
+    route: str, plan_python: str
+) -> None:
+    """Without micro-batches: the loop over these has all gradients ready at the same time."""
+    _, entry = scheduled(plan_python, route, "1")
+    multiplies = []
+    for start, match in enumerate(map(STARTED.match, entry)):
+        if match and "f32[" in match[2]:
+            assert '"is_sync":false' in match[3]
+            done = next(i for i, x in enumerate(entry) if f" all-reduce-done(%{match[1]})" in x)
+            multiplies.append(any("__cublas" in line for line in entry[start:done]))
+    # After the last of the gradients there is no other to compute.
+    assert multiplies == [True] * (LAYERS - 1) + [False]
 
 
 def test_pmap_takes_what_was_put_on_one_device_and_donates_the_state() -> None:
@@ -241,3 +280,31 @@ def test_pmap_takes_what_was_put_on_one_device_and_donates_the_state() -> None:
     states = [state := run(state, batch)[0] for _ in range(3)]
     np.testing.assert_allclose(states[-1].params, -1.0, rtol=1e-6)
     assert states[0].params.is_deleted()
+
+
+def test_an_optimizer_state_may_be_sharded_where_jit_places_the_step() -> None:
+    """ZeRO's first stage: each device keeps its part of the momentum, and updates that."""
+    step, state = make(optax.sgd(0.05, momentum=0.9), "mixed_float16", "data")
+
+    def divided(x: jax.Array) -> NamedSharding:
+        axes = [axis for axis, size in enumerate(x.shape) if size % DEVICES == 0]
+        where = PartitionSpec(*(("data" if axis in axes[:1] else None) for axis in range(x.ndim)))
+        return NamedSharding(MESH, where)
+
+    apart = jax.tree.map(lambda x: NamedSharding(MESH, PartitionSpec()), state)
+    apart = dataclasses.replace(apart, opt_state=jax.tree.map(divided, state.opt_state))
+    run = jax.jit(jt.sharded_step(step, MESH), out_shardings=(apart, None))
+    whole = jax.jit(jt.data_parallel(step, MESH))
+    parts = jax.device_put(state, apart)
+    for batch in batches(10):
+        parts, _ = run(parts, batch)
+        state, _ = whole(state, batch)
+    moments = [x for x in jax.tree.leaves(parts.opt_state) if x.ndim and x.size > 100]
+    assert len(moments) == 2  # the kernels'
+    for x in moments:
+        assert x.addressable_shards[0].data.size * DEVICES == x.size
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6),
+        jax.device_get(parts.params),
+        jax.device_get(state.params),
+    )
