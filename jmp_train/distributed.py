@@ -179,17 +179,45 @@ def broadcast_state(state: Any, mesh: Mesh | None = None) -> Any:
       >>> state.params.sharding.is_fully_replicated
       True
     """
-    host = jax.tree.map(_to_host, state)
     if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
         _check_device_counts()
         _check_same(_gather({f"state {path!r}": _kind(x) for path, x in named_leaves(state)}))
-        # As bytes: jax broadcasts by a sum with zeros, in which -0.0 loses its sign.
-        sent = multihost_utils.broadcast_one_to_all(jax.tree.map(_as_bytes, host))
-        host = jax.tree.map(lambda x, data: data.view(x.dtype).reshape(x.shape), host, sent)
+    host = broadcast_arrays(jax.tree.map(_to_host, state))
     place = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x, data: _like(x, data, place), state, host)
+
+
+def broadcast_arrays(arrays: Any) -> Any:
+    """Returns process 0's numpy arrays, of the same shapes and dtypes everywhere, in all processes.
+
+    Args:
+      arrays: tree of numpy arrays.
+    """
+    if jax.process_count() == 1:
+        return arrays
+    from jax.experimental import multihost_utils
+
+    # As bytes: jax broadcasts by a sum with zeros, in which -0.0 loses its sign.
+    sent = multihost_utils.broadcast_one_to_all(jax.tree.map(_as_bytes, arrays))
+    return jax.tree.map(lambda x, data: data.view(x.dtype).reshape(x.shape), arrays, sent)
+
+
+def gather_texts(text: str) -> list[str]:
+    """Returns what each process says, in all of them.
+
+    Args:
+      text: this one's.
+    """
+    if jax.process_count() == 1:
+        return [text]
+    from jax.experimental import multihost_utils
+
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(data)))
+    padded = np.zeros(max(1, sizes.max()), np.uint8)
+    padded[: len(data)] = data
+    rows = multihost_utils.process_allgather(padded)
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def _number(variable: str) -> int | None:
@@ -289,15 +317,11 @@ def _gather(facts: dict[str, str]) -> list[dict[str, str]]:
     """Returns the facts of all processes, or this one's alone if all are the same."""
     from jax.experimental import multihost_utils
 
-    text = json.dumps(facts).encode()
-    digest = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint8)
+    text = json.dumps(facts)
+    digest = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), np.uint8)
     if not np.ptp(multihost_utils.process_allgather(digest), axis=0).any():
         return [facts]
-    sizes = multihost_utils.process_allgather(np.int32(len(text)))
-    padded = np.zeros(sizes.max(), np.uint8)
-    padded[: len(text)] = np.frombuffer(text, np.uint8)
-    rows = multihost_utils.process_allgather(padded)
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    return [json.loads(other) for other in gather_texts(text)]
 
 
 def _check_same(facts: list[dict[str, str]]) -> None:

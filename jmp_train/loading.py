@@ -17,6 +17,7 @@ def array_batches(
     *,
     seed: int = 0,
     epochs: int | None = 1,
+    start: int = 0,
     prepare: Callable[[Any], Any] = lambda rows: rows,
     process_index: int | None = None,
     process_count: int | None = None,
@@ -35,6 +36,7 @@ def array_batches(
       batch_size: rows of the global batch, those of all processes together.
       seed: of the order; below 2**32.
       epochs: passes over the rows; None for no end.
+      start: how many batches to leave out, those that a run which goes on has seen.
       prepare: makes a batch of a tree of rows; on the host, in a thread.
       process_index: which of the processes this is; None asks jax.
       process_count: how many share a batch, and at least one row is each one's; None asks jax.
@@ -65,6 +67,8 @@ def array_batches(
         raise ValueError(f"seed={seed} must lie between 0 and 2**32 - 1")
     if epochs is not None and epochs < 1:
         raise ValueError(f"epochs={epochs} must be at least 1")
+    if start < 0:
+        raise ValueError(f"start={start} must be at least 0")
     if not 0 <= process_index < process_count:
         raise ValueError(f"process_index={process_index} must lie in [0, {process_count})")
     if not 1 <= batch_size <= total:
@@ -86,7 +90,7 @@ def array_batches(
         grain.MapDataset.range(total)
         .shuffle(seed=seed)
         .batch(batch_size, drop_remainder=True, batch_fn=np.asarray)
-        .repeat(epochs)
+        .repeat(epochs)[start:]
         .map(fetch)
         .to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch))
         .map(place)
@@ -109,7 +113,12 @@ def count_rows(data: Arrays) -> int:
 
 
 def train_batches(
-    task: Task, batch_size: int, seed: int, epochs: int, sharding: Sharding | None = None
+    task: Task,
+    batch_size: int,
+    seed: int,
+    epochs: int,
+    sharding: Sharding | None = None,
+    start: int = 0,
 ) -> Iterator[Any]:
     """Yields the training batches of all epochs; see `array_batches`.
 
@@ -119,12 +128,14 @@ def train_batches(
       seed: of the order, which is another one each epoch; below 2**32.
       epochs: passes over the data.
       sharding: of a batch over several devices; None for the first one.
+      start: how many batches to leave out.
     """
     return array_batches(
         task.train,
         batch_size,
         seed=seed,
         epochs=epochs,
+        start=start,
         prepare=task.prepare,
         sharding=sharding,
     )

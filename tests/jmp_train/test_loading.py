@@ -87,6 +87,10 @@ def test_batches_resume_with_another_number_of_processes() -> None:
     alone.set_state(of_two.get_state())
     rest = [np.asarray(batch["x"]) for batch in alone]
     np.testing.assert_array_equal(rest, whole[8:])
+    later = array_batches(arrays, 8, epochs=3, start=8)
+    np.testing.assert_array_equal([np.asarray(batch["x"]) for batch in later], whole[8:])
+    without_end = array_batches(arrays, 8, epochs=None, start=17)
+    np.testing.assert_array_equal(next(without_end)["x"], whole[17])
 
 
 def test_batches_are_cut_over_devices() -> None:
@@ -104,6 +108,7 @@ def test_batches_are_cut_over_devices() -> None:
         ({"batch_size": 9, "process_index": 0, "process_count": 2}, "2 processes must divide"),
         ({"process_index": 2, "process_count": 2}, r"process_index=2 must lie in \[0, 2\)"),
         ({"epochs": 0}, "epochs=0 must be at least 1"),
+        ({"start": -1}, "start=-1 must be at least 0"),
         ({"seed": -1}, "seed=-1 must lie between 0 and"),
         ({"arrays": {"x": np.ones(3), "y": {"z": np.ones(4)}}}, "'x' has 3, 'y/z' has 4"),
         ({"arrays": {"x": np.ones(())}}, "the 0 rows"),

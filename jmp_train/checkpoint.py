@@ -1,0 +1,273 @@
+"""Checkpoints of a whole training state: written in the background, verified when they are read."""
+
+import logging
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import jax
+import numpy as np
+
+from jmp_train.checkpoint_files import (
+    DamagedError,
+    clear_leftovers,
+    commit,
+    read_manifest,
+    remove,
+    saved_steps,
+    step_folder,
+)
+from jmp_train.checkpoint_leaves import (
+    Leaf,
+    differences,
+    digest,
+    file_name,
+    from_host,
+    leaves_of,
+    to_host,
+)
+from jmp_train.distributed import broadcast_arrays, gather_texts
+
+State = TypeVar("State")
+
+_FORMAT = 1
+_ARRAYS = "arrays"
+
+
+class CheckpointStore:
+    """Checkpoints of the last few steps in a folder, the arrays in orbax's format.
+
+    `save` copies the state to the host and returns; a thread writes it, beside its place, with the sha256 of every
+    file and leaf, and renames it when all is on the disk. A process that is killed loses no more than the step
+    that it was writing. `restore` reads the newest step that is as it was written.
+
+    Of several processes all call every method. Process 0 writes and reads, so the folder need not be shared.
+
+    Args:
+      directory: a folder, which is made if it is not there; one training run's own.
+      max_to_keep: how many steps to keep, the newest; at least 1.
+
+    Raises:
+      ValueError: `max_to_keep` is out of range.
+      OSError: the folder cannot be made or written to.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> state = jt.TrainState.create({"w": jnp.ones(2)}, optax.adam(1e-3))
+      >>> with tempfile.TemporaryDirectory() as directory, jt.CheckpointStore(directory) as store:
+      ...     store.save(7, state)
+      ...     step, state = store.restore(state)
+      >>> step
+      7
+    """
+
+    def __init__(self, directory: str | Path, *, max_to_keep: int = 3) -> None:
+        if not isinstance(max_to_keep, int) or max_to_keep < 1:
+            raise ValueError(f"max_to_keep={max_to_keep!r} must be a whole number of at least 1")
+        self.directory = Path(directory).absolute()
+        self.max_to_keep = max_to_keep
+        self._writer: ThreadPoolExecutor | None = None
+        self._writing: tuple[int, Future[None]] | None = None
+        if jax.process_index() == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory):
+                pass  # it can be written to
+            clear_leftovers(self.directory)
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def __enter__(self) -> Self:
+        """Returns the store."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Closes the store."""
+        self.close()
+
+    def steps(self) -> list[int]:
+        """Returns the steps that are in the folder, damaged or not, in ascending order."""
+        return saved_steps(self.directory) if self.directory.is_dir() else []
+
+    def save(self, step: int, state: Any) -> None:
+        """Copies the state, and has it written in the background; waits for the step before, if need be.
+
+        Args:
+          step: its number, which replaces an earlier checkpoint of that step.
+          state: tree of arrays, random keys and numbers.
+
+        Raises:
+          ValueError: `step` is negative.
+          TypeError: a leaf is neither an array nor a number.
+          OSError: the step before could not be written.
+        """
+        if step < 0:
+            raise ValueError(f"step={step} must be at least 0")
+        described = leaves_of(state)
+        jax.block_until_ready(state)
+        arrays = [to_host(x) for _, x in described]
+        self.wait()
+        if self._writer is not None:
+            leaves = [leaf for leaf, _ in described]
+            self._writing = int(step), self._writer.submit(self._write, int(step), leaves, arrays)
+
+    def restore(self, state: State) -> tuple[int, State]:
+        """Returns the newest intact step's number and its state.
+
+        A damaged step is passed over, with a warning that names it and the file or leaf.
+
+        Args:
+          state: of the same structure, shapes and dtypes as what was saved; arrays or, where no sharding is
+            wanted, `jax.ShapeDtypeStruct`. Its placement is that of the result, on any number of devices.
+
+        Raises:
+          FileNotFoundError: there is no checkpoint, or none that is intact.
+          ValueError: leaves differ in structure, shape or dtype; the message lists all of them.
+          OSError: a step could not be written.
+        """
+        self.wait()
+        read = self._read if jax.process_count() == 1 else self._read_in_process_0
+        step, arrays = read(state)
+        leaves, structure = jax.tree_util.tree_flatten(state)
+        placed = [from_host(like, array) for like, array in zip(leaves, arrays, strict=True)]
+        return step, structure.unflatten(placed)
+
+    def wait(self) -> None:
+        """Waits until the last step is on the disk; raises OSError if it could not be written."""
+        if self._writing is None:
+            return
+        (step, writing), self._writing = self._writing, None
+        try:
+            writing.result()
+        except Exception as error:
+            raise OSError(
+                f"step {step} could not be written to {self.directory}: {error}; the steps before are as they were"
+            ) from error
+
+    def close(self) -> None:
+        """Waits, and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+
+    def _write(self, step: int, leaves: list[Leaf], arrays: list[np.ndarray]) -> None:
+        names = [file_name(number, leaf.path) for number, leaf in enumerate(leaves)]
+        manifest = {
+            "format": _FORMAT,
+            "step": step,
+            "jax": jax.__version__,
+            "leaves": [
+                {**leaf._asdict(), "folder": name, "sha256": digest(array)}
+                for leaf, name, array in zip(leaves, names, arrays, strict=True)
+            ],
+        }
+        # Orbax stores nothing of arrays without elements.
+        named = {name: array for name, array in zip(names, arrays, strict=True) if array.size}
+        commit(
+            step_folder(self.directory, step),
+            manifest,
+            lambda folder: _save_arrays(folder / _ARRAYS, named),
+        )
+        for old in saved_steps(self.directory)[: -self.max_to_keep]:
+            remove(step_folder(self.directory, old))
+
+    def _read_in_process_0(self, state: Any) -> tuple[int, list[np.ndarray]]:
+        """Returns what process 0 reads, or raises what it raises, in all processes."""
+        wanted = [leaf for leaf, _ in leaves_of(state)]
+        step, arrays = 0, [np.zeros(leaf.shape, leaf.dtype) for leaf in wanted]
+        failure = ""
+        if jax.process_index() == 0:
+            try:
+                step, arrays = self._read(state)
+            except (FileNotFoundError, ValueError) as error:
+                failure = f"{type(error).__name__} {error}"
+        kind, _, text = gather_texts(failure)[0].partition(" ")
+        if kind:
+            raise FileNotFoundError(text) if kind == "FileNotFoundError" else ValueError(text)
+        step, arrays = broadcast_arrays((np.asarray(step), arrays))
+        return int(step), arrays
+
+    def _read(self, state: Any) -> tuple[int, list[np.ndarray]]:
+        wanted = [leaf for leaf, _ in leaves_of(state)]
+        damages = []
+        for step in reversed(self.steps()):
+            folder = step_folder(self.directory, step)
+            try:
+                manifest = read_manifest(folder)
+                saved = [
+                    Leaf(x["path"], x["kind"], x["dtype"], tuple(x["shape"]))
+                    for x in manifest["leaves"]
+                ]
+                lines = differences(saved, wanted)
+                if lines:
+                    raise ValueError(
+                        f"step {step} of {self.directory} does not fit the state:\n  "
+                        + "\n  ".join(lines)
+                    )
+                arrays = dict(zip(saved, _load_arrays(folder, manifest), strict=True))
+                return step, [arrays[leaf] for leaf in wanted]
+            except DamagedError as damage:
+                damages.append(f"step {step} is damaged: {damage}")
+                warnings.warn(damages[-1], stacklevel=3)
+        text = "; ".join(damages) if damages else "there is none"
+        raise FileNotFoundError(f"no intact checkpoint in {self.directory}: {text}")
+
+
+def _save_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    import orbax.checkpoint as ocp
+
+    with _without_warnings_of_merging():
+        _checkpointer().save(folder, args=ocp.args.PyTreeSave(arrays))
+
+
+def _load_arrays(folder: Path, manifest: dict[str, Any]) -> list[np.ndarray]:
+    """Returns the leaves' arrays; raises DamagedError if one is not what was saved."""
+    import orbax.checkpoint as ocp
+
+    leaves = manifest["leaves"]
+    empty = {x["folder"]: np.zeros(x["shape"], x["dtype"]) for x in leaves if 0 in x["shape"]}
+    like = {x["folder"]: 0 for x in leaves if x["folder"] not in empty}
+    as_numpy = dict.fromkeys(like, ocp.RestoreArgs(restore_type=np.ndarray))
+    try:
+        loaded = _checkpointer().restore(
+            folder / _ARRAYS, args=ocp.args.PyTreeRestore(item=like, restore_args=as_numpy)
+        )
+    except Exception as error:  # though every file is as it was written
+        raise DamagedError(f"orbax cannot read {folder / _ARRAYS}: {error}") from error
+    arrays = []
+    for x in leaves:
+        arrays.append(np.asarray(empty.get(x["folder"], loaded.get(x["folder"]))))
+        if digest(arrays[-1]) != x["sha256"]:
+            raise DamagedError(f"leaf {x['path']} is not what was saved")
+    return arrays
+
+
+def _checkpointer() -> Any:
+    """Returns orbax's checkpointer of process 0 alone, with a folder for each leaf."""
+    import orbax.checkpoint as ocp
+
+    alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+@contextmanager
+def _without_warnings_of_merging() -> Iterator[None]:
+    """Leaves out what orbax logs, from this thread, of a format that is not used here."""
+    thread = threading.get_ident()
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.thread != thread or "Skipping merge of OCDBT" not in record.getMessage()
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)

@@ -1,0 +1,306 @@
+"""Checkpoints: exact, verified file by file, and on any number of devices."""
+
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from helpers import relaxed
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jmp_train as jt
+
+
+def small_state(value: float = 1.0) -> dict[str, Any]:
+    """Returns a state of few files, each of which damage tests damage."""
+    return {
+        "w": jnp.full((4, 3), value),
+        "half": jnp.arange(5, dtype=jnp.bfloat16) * value,
+        "rng": jax.random.key(int(value)),
+        "step": int(value),
+    }
+
+
+def training_state(seed: int) -> jt.TrainState:
+    """Returns a state with every kind of counter, none at its first value."""
+    loss_scale = jt.DynamicLossScale(2.0**10, counter=jnp.int32(seed), hysteresis=2)
+    tx = jt.with_loss_scale(relaxed(optax.adamw(1e-3)), loss_scale)
+    params = {"w": jnp.linspace(0, 1, 12).reshape(4, 3), "none": jnp.zeros((0, 2))}
+    state = jt.TrainState.create(
+        params, tx, model_state={"mean": jnp.ones(3)}, rng=jax.random.key(seed)
+    )
+    step = jax.jit(jt.train_step(jt.stateless(lambda p, x: (p["w"] * x).sum()), tx))
+    for x in (1.0, np.inf, 3.0):
+        state, _ = step(state, jnp.full((4, 3), x))
+    return state
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        if hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            assert a.dtype == b.dtype
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert getattr(a, "dtype", type(a)) == getattr(b, "dtype", type(b))
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def files_of(step_folder: Path) -> list[Path]:
+    return sorted(path for path in step_folder.rglob("*") if path.is_file())
+
+
+def test_all_kinds_of_leaves_come_back_to_the_last_bit(tmp_path: Path) -> None:
+    state = {
+        "train": training_state(3),
+        "floats": np.array([np.nan, -0.0, np.inf], np.float16),
+        "fp8": jnp.asarray(np.ones(2, ml_dtypes.float8_e4m3fn)),
+        "wide": np.array(2**40),
+        "keys": jax.random.split(jax.random.key(1, impl="rbg"), 3),
+        "old_key": jax.random.PRNGKey(4),
+        "numbers": [True, 3, 0.1],
+        "empty": jnp.zeros((0, 7), jnp.int8),
+        "nothing": None,
+    }
+    like = jax.tree.map(lambda x: x, {**state, "train": training_state(5)})
+    with jt.CheckpointStore(tmp_path) as store:
+        store.save(12, state)
+        step, found = store.restore(like)
+    assert step == 12
+    assert_equal(found, state)
+
+
+def test_the_state_is_copied_before_save_returns(tmp_path: Path) -> None:
+    change = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    state = {"w": jnp.arange(1000.0), "v": jnp.ones((100, 100))}
+    wanted = jax.tree.map(np.array, state)
+    with jt.CheckpointStore(tmp_path) as store:
+        for step in range(4):
+            store.save(step, state)
+            state = jax.block_until_ready(change(state))
+            assert_equal(store.restore(state)[1], wanted)
+            wanted = jax.tree.map(np.array, state)
+
+
+def test_the_newest_steps_are_kept(tmp_path: Path) -> None:
+    with jt.CheckpointStore(tmp_path, max_to_keep=2) as store:
+        for step in (1, 5, 30, 100_000_000):
+            store.save(step, small_state(step % 7))
+        store.wait()
+        assert store.steps() == [30, 100_000_000]
+        store.save(30, small_state(5.0))  # written anew
+        store.wait()
+        assert store.steps() == [30, 100_000_000]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000030", "step_100000000"]
+
+
+@pytest.fixture(name="two_steps", scope="module")
+def fixture_two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("two_steps")
+    with jt.CheckpointStore(directory) as store:
+        store.save(1, small_state(1.0))
+        store.save(2, small_state(2.0))
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["deleted", "cut", "emptied", "flipped"])
+def test_no_damage_is_silent(kind: str, two_steps: Path, tmp_path: Path) -> None:
+    """At least 200 cases together: each file of the step; of the flipped ones, 13 places in each."""
+    generator, cases = random.Random(0), 0
+    whole = two_steps / "step_00000002"
+    names = [path.relative_to(whole) for path in files_of(whole)]
+    assert len(names) >= 13
+    for name in names:
+        for _ in range(13 if kind == "flipped" else 1):
+            directory = tmp_path / str(cases)
+            shutil.copytree(two_steps, directory)
+            damage(directory / whole.name / name, kind, generator)
+            with (
+                jt.CheckpointStore(directory) as store,
+                pytest.warns(UserWarning, match="step 2 is damaged: ") as warned,
+            ):
+                step, found = store.restore(small_state(7.0))
+            assert (step, len(warned)) == (1, 1)
+            assert name.name in str(warned[0].message) or "manifest" in str(warned[0].message)
+            assert_equal(found, small_state(1.0))
+            shutil.rmtree(directory)
+            cases += 1
+    assert cases >= {"flipped": 169}.get(kind, 13)
+
+
+def damage(path: Path, kind: str, generator: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    if kind == "deleted":
+        path.unlink()
+        return
+    if kind == "flipped":
+        data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+    path.write_bytes({"cut": data[: len(data) // 2], "emptied": b""}.get(kind, bytes(data)))
+
+
+def test_a_leaf_that_is_another_than_was_saved_is_named(two_steps: Path, tmp_path: Path) -> None:
+    """Should the files be as they were written, and orbax still read something else."""
+    directory = tmp_path / "copy"
+    shutil.copytree(two_steps, directory)
+    manifest = directory / "step_00000002" / "manifest.json"
+    facts = json.loads(manifest.read_text())
+    (leaf,) = (leaf for leaf in facts["leaves"] if leaf["path"] == "['half']")
+    leaf["sha256"] = "0" * 64
+    forge(manifest, facts)
+    with (
+        jt.CheckpointStore(directory) as store,
+        pytest.warns(UserWarning, match=r"step 2 is damaged: leaf \['half'\] is not what was sa"),
+    ):
+        assert store.restore(small_state())[0] == 1
+
+
+def forge(manifest: Path, facts: dict[str, Any]) -> None:
+    text = json.dumps(facts).encode()
+    manifest.write_bytes(text)
+    manifest.with_name("manifest.sha256").write_text(hashlib.sha256(text).hexdigest())
+
+
+def test_no_intact_step_is_an_error_that_says_what_is_wrong_with_each(
+    two_steps: Path, tmp_path: Path
+) -> None:
+    text = r"no intact checkpoint in .*new: there is none"
+    with (
+        jt.CheckpointStore(tmp_path / "new") as store,
+        pytest.raises(FileNotFoundError, match=text),
+    ):
+        store.restore(small_state())
+    shutil.copytree(two_steps, tmp_path / "copy")
+    for step in (1, 2):
+        (tmp_path / "copy" / f"step_0000000{step}" / "manifest.json").unlink()
+    with jt.CheckpointStore(tmp_path / "copy") as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        text = "step 2 is damaged: .*manifest.json: No such file.*; step 1 is damaged: "
+        with pytest.raises(FileNotFoundError, match=text):
+            store.restore(small_state())
+
+
+def test_a_state_that_does_not_fit_is_refused_with_all_leaves(two_steps: Path) -> None:
+    state = small_state()
+    other = {
+        "w": state["w"].T,
+        "half": state["half"].astype(jnp.float32),
+        "rng": jax.random.key(0, impl="rbg"),
+        "more": jnp.ones(()),
+    }
+    with jt.CheckpointStore(two_steps) as store, pytest.raises(ValueError) as error:
+        store.restore(other)
+    assert str(error.value).splitlines()[1:] == [
+        "  ['half']: the checkpoint has bfloat16[5], the state has float32[5]",
+        "  ['rng']: the checkpoint has key<fry> uint32[2], the state has key<rbg> uint32[4]",
+        "  ['step']: the checkpoint has int int64[], the state has nothing",
+        "  ['w']: the checkpoint has float32[4, 3], the state has float32[3, 4]",
+        "  ['more']: the checkpoint has nothing, the state has float32[]",
+    ]
+
+
+def on_devices(state: Any, count: int) -> Any:
+    """Returns a state of which long arrays are divided over some devices, and others copied."""
+    mesh = Mesh(np.array(jax.devices()[:count]), ("data",))
+
+    def place(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        divided = x.ndim > 0 and x.shape[0] % count == 0 and x.shape[0] > 0
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*["data"] * divided)))
+
+    return jax.tree.map(place, state)
+
+
+def test_a_state_moves_between_numbers_of_devices(tmp_path: Path) -> None:
+    state = {"train": training_state(1), "long": jnp.linspace(0, 1, 64).reshape(16, 4)}
+    blank = {"train": training_state(2), "long": jnp.zeros((16, 4))}
+    found = on_devices(state, 8)
+    with jt.CheckpointStore(tmp_path) as store:
+        for step, count in enumerate((4, 1, 2, 8)):
+            store.save(step, found)
+            like = on_devices(blank, count)
+            found = store.restore(like)[1]
+            assert_equal(found, state)
+            assert found["long"].sharding == like["long"].sharding
+            assert len(found["train"].rng.sharding.device_set) == count
+        shapes = jax.eval_shape(lambda: blank)
+        assert_equal(store.restore(shapes)[1], state)
+
+
+def test_what_cannot_be_stored_or_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_to_keep=0 must be a whole number of at least 1"):
+        jt.CheckpointStore(tmp_path, max_to_keep=0)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(OSError, match="file"):
+        jt.CheckpointStore(file / "store")
+    with jt.CheckpointStore(tmp_path / "store") as store:
+        with pytest.raises(TypeError, match="state 'a/b' must be an array or a number, got 'text'"):
+            store.save(0, {"a": {"b": "text"}})
+        with pytest.raises(ValueError, match="step=-1 must be at least 0"):
+            store.save(-1, {})
+        assert store.steps() == []
+
+
+def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    small, large = {"w": np.zeros(1)}, {"w": np.random.default_rng(0).normal(size=200_000)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    store = jt.CheckpointStore(tmp_path)
+    store.save(1, small)
+    store.wait()
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        store.save(2, large)
+        with pytest.raises(OSError, match=r"step 2 could not be written to .*; the steps before"):
+            store.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    store.save(3, large)
+    assert store.restore(large)[0] == 3
+    store.close()
+
+
+@pytest.mark.timeout(120)
+def test_a_writer_that_is_killed_leaves_whole_steps_only(tmp_path: Path) -> None:
+    script = (
+        "import sys, numpy as np, jmp_train as jt\n"
+        "store = jt.CheckpointStore(sys.argv[1])\n"
+        "for step in range(1, 1000):\n"
+        "    store.save(step, {'w': np.full(300_000, step / 7), 'step': step})\n"
+        "    print(step, flush=True)\n"
+    )
+    generator = random.Random(1)
+    for _ in range(2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        for _ in range(generator.randrange(4, 9)):
+            process.stdout.readline()
+        process.kill()
+        rest = process.stdout.read().split()
+        process.wait()
+        process.stdout.close()
+        with jt.CheckpointStore(tmp_path) as store:
+            step, state = store.restore({"w": np.zeros(300_000), "step": 0})
+        assert state["step"] == step
+        np.testing.assert_array_equal(state["w"], step / 7)
+        if rest:
+            assert step >= int(rest[-1]) - 2
+        assert all("." not in name for name in os.listdir(tmp_path))
