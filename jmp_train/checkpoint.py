@@ -28,6 +28,7 @@ from jmp_train.checkpoint_leaves import (
     digest,
     file_name,
     from_host,
+    is_divided,
     leaves_of,
     to_host,
 )
@@ -108,12 +109,15 @@ class CheckpointStore:
         if step < 0:
             raise ValueError(f"step={step} must be at least 0")
         described = leaves_of(state)
-        jax.block_until_ready(state)
+        if self._writer is None:  # but what is divided between processes is gathered by all
+            for _, x in described:
+                if is_divided(x):
+                    to_host(x)
+            return
         arrays = [to_host(x) for _, x in described]
         self.wait()
-        if self._writer is not None:
-            leaves = [leaf for leaf, _ in described]
-            self._writing = int(step), self._writer.submit(self._write, int(step), leaves, arrays)
+        leaves = [leaf for leaf, _ in described]
+        self._writing = int(step), self._writer.submit(self._write, int(step), leaves, arrays)
 
     def restore(self, state: State) -> tuple[int, State]:
         """Returns the newest intact step's number and its state.
@@ -125,8 +129,8 @@ class CheckpointStore:
             wanted, `jax.ShapeDtypeStruct`. Its placement is that of the result, on any number of devices.
 
         Raises:
-          FileNotFoundError: there is no checkpoint, or none that is intact.
-          ValueError: leaves differ in structure, shape or dtype; the message lists all of them.
+          FileNotFoundError: there is no checkpoint.
+          ValueError: none is intact, or leaves differ in structure, shape or dtype; the message lists all of them.
           OSError: a step could not be written.
         """
         self.wait()
@@ -215,8 +219,9 @@ class CheckpointStore:
             except DamagedError as damage:
                 damages.append(f"step {step} is damaged: {damage}")
                 warnings.warn(damages[-1], stacklevel=3)
-        text = "; ".join(damages) if damages else "there is none"
-        raise FileNotFoundError(f"no intact checkpoint in {self.directory}: {text}")
+        if damages:
+            raise ValueError(f"no checkpoint in {self.directory} is intact: {'; '.join(damages)}")
+        raise FileNotFoundError(f"there is no checkpoint in {self.directory}")
 
 
 def _save_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:

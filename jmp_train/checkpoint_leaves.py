@@ -52,16 +52,20 @@ def to_host(x: Any) -> np.ndarray:
     """Returns a leaf as a numpy array of its own; one that is divided between processes is gathered by all."""
     if _is_key(x):
         x = jax.random.key_data(x)
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        if x.is_fully_replicated:
-            x = x.addressable_data(0)
-        else:
-            from jax.experimental import multihost_utils
+    if is_divided(x):
+        from jax.experimental import multihost_utils
 
-            return multihost_utils.process_allgather(x, tiled=True)
+        return multihost_utils.process_allgather(x, tiled=True)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = x.addressable_data(0)
     array = np.asarray(x)
     # On a CPU that is the device's memory, which the next step may be given.
     return array if array.flags.owndata else array.copy()
+
+
+def is_divided(x: Any) -> bool:
+    """Returns whether no process has all of a leaf."""
+    return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
 
 
 def from_host(like: Any, array: np.ndarray) -> Any:

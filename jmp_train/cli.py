@@ -107,6 +107,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     launch.add_argument("--logdir", type=Path, metavar="DIR", help="write DIR/rank_0.log and so on")
     launch.add_argument(
+        "--restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="start all anew after a failure, so many times; default: 0",
+    )
+    launch.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="and its arguments"
     )
     launch.set_defaults(run=_launch)
@@ -160,6 +167,12 @@ def _seed(text: str) -> int:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
@@ -349,6 +362,7 @@ def _launch(args: argparse.Namespace) -> int:
         args.processes,
         devices_per_process=args.devices_per_process,
         logdir=args.logdir,
+        restarts=args.restarts,
     )
     return 0
 

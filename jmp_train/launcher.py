@@ -22,25 +22,48 @@ def launch(
     *,
     devices_per_process: int = 1,
     logdir: Path | None = None,
+    restarts: int = 0,
     grace: float = 5.0,
 ) -> None:
     """Runs a Python script as several processes that `jmp_train.distributed.initialize` joins.
 
     Each line that they print is printed with the number of its process in front. When one fails, the others
-    are stopped.
+    are stopped, and if there are restarts left, all are started anew: a script that saves checkpoints goes on
+    from the last.
 
     Args:
       command: a script and its arguments, or `-m`, a module and its arguments.
       count: how many processes.
       devices_per_process: how many GPUs each gets, counted through, or on a CPU virtual devices.
       logdir: where to write what each prints, as `rank_0.log` and so on; None for nowhere.
+      restarts: how many times to start all anew after a failure.
       grace: seconds between asking a process to end and killing it.
 
     Raises:
-      ValueError: a number is below 1, or there is no script.
+      ValueError: a number is too small, or there is no script.
       ChildProcessError: a process failed; the message says which ones.
     """
     _check(command, count, devices_per_process)
+    if restarts < 0:
+        raise ValueError(f"restarts={restarts} must be at least 0")
+    if logdir is not None:
+        logdir.mkdir(parents=True, exist_ok=True)
+        for rank in range(count):
+            _log_path(logdir, rank).write_text("")
+    for number in range(restarts + 1):
+        failure = _run(command, count, devices_per_process, logdir, grace)
+        if failure is None:
+            return
+        if number == restarts:
+            raise ChildProcessError(failure)
+        again = f"starting all anew, {number + 1} of {restarts} times"
+        print(f"jmp-train: {failure}; {again}", file=sys.stderr, flush=True)
+
+
+def _run(
+    command: Sequence[str], count: int, devices_per_process: int, logdir: Path | None, grace: float
+) -> str | None:
+    """Runs the processes once; returns who failed, None if all is well."""
     address = f"127.0.0.1:{_free_port()}"
     processes: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
@@ -58,10 +81,11 @@ def launch(
             readers[-1].start()
         failed = _wait(processes)
         running = [rank for rank, process in enumerate(processes) if process.poll() is None]
-    if failed:
-        codes = [(rank, processes[rank].returncode) for rank in failed]
-        where = "" if logdir is None else f" (see {logdir}/rank_*.log)"
-        raise ChildProcessError(_reason(codes, running) + where)
+    if not failed:
+        return None
+    codes = [(rank, processes[rank].returncode) for rank in failed]
+    where = "" if logdir is None else f" (see {logdir}/rank_*.log)"
+    return _reason(codes, running) + where
 
 
 def _check(command: Sequence[str], count: int, devices_per_process: int) -> None:
@@ -99,10 +123,11 @@ def _environment(address: str, count: int, rank: int, devices: int) -> dict[str,
 
 
 def _log(logdir: Path | None, rank: int) -> AbstractContextManager[IO[str] | None]:
-    if logdir is None:
-        return nullcontext()
-    logdir.mkdir(parents=True, exist_ok=True)
-    return (logdir / f"rank_{rank}.log").open("w")
+    return nullcontext() if logdir is None else _log_path(logdir, rank).open("a")
+
+
+def _log_path(logdir: Path, rank: int) -> Path:
+    return logdir / f"rank_{rank}.log"
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The launcher, with scripts that do without jax."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,6 +76,36 @@ def test_a_failure_stops_all_and_what_they_started(
     )
     assert (tmp_path / "rank_1.log").read_text() == "no more\n"
     assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+
+
+def test_all_are_started_anew_after_a_failure(
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(
+        "import os, pathlib, signal, sys\n"
+        "tries = pathlib.Path(sys.argv[1]) / os.environ['JAX_PROCESS_ID']\n"
+        "tries.mkdir(exist_ok=True)\n"
+        "number = len(list(tries.iterdir()))\n"
+        "(tries / str(number)).touch()\n"
+        "print('try', number, os.environ['JAX_COORDINATOR_ADDRESS'])\n"
+        "if number < 2 and os.environ['JAX_PROCESS_ID'] == '1':\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command, logdir = [str(script), str(tmp_path)], tmp_path / "logs"
+    launch(command, 2, restarts=3, logdir=logdir)
+    output = capfd.readouterr()
+    said = "jmp-train: process 1 was killed by signal 9 (see "
+    assert [line[: len(said)] for line in output.err.splitlines()] == [said] * 2
+    assert "; starting all anew, 2 of 3 times" in output.err
+    assert [line[:5] for line in (logdir / "rank_1.log").read_text().splitlines()] == [
+        "try 0",
+        "try 1",
+        "try 2",
+    ]
+    for rank in (0, 1):
+        shutil.rmtree(tmp_path / str(rank))
+    with pytest.raises(ChildProcessError, match="process 1 was killed by signal 9"):
+        launch(command, 2, restarts=1)
 
 
 @pytest.mark.timeout(60)
