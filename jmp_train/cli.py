@@ -6,10 +6,11 @@ Exit codes: 0 all is well, 1 a run failed, 2 the call is wrong. Errors are one l
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,6 +25,7 @@ from jmp_train.tasks.task import TaskOptions
 if TYPE_CHECKING:
     from jmp_train.display import Display
     from jmp_train.records import Run
+    from jmp_train.resuming import Saving
 
 DEFAULT_POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
@@ -85,6 +87,13 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train a task in one policy")
     train.add_argument("--policy", type=_policy_name, default="float32", help="default: float32")
+    train.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="save the run in DIR")
+    train.add_argument(
+        "--checkpoint-every", type=_positive, metavar="STEPS", help="default: once an epoch"
+    )
+    train.add_argument(
+        "--resume", action="store_true", help="go on from DIR's last checkpoint, if it has one"
+    )
     train.set_defaults(run=_train)
 
     compare = commands.add_parser("compare", help="train a task in several policies")
@@ -190,6 +199,7 @@ def _train(args: argparse.Namespace) -> int:
     from jmp_train.display import display_on
     from jmp_train.records import Event, event_to_json
     from jmp_train.report import print_table
+    from jmp_train.resuming import Stopped
     from jmp_train.training import train
 
     _turn_ynn_fusion_off()
@@ -197,6 +207,8 @@ def _train(args: argparse.Namespace) -> int:
     task = load_task(args.task, _task_options(args))
     epochs = args.epochs or task.epochs
     with ExitStack() as stack:
+        signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None))
+        saving = _saving(args, stack, signals)
         log = None
         if args.logdir is not None:
             from jmp_train.run_log import RunLog
@@ -215,17 +227,53 @@ def _train(args: argparse.Namespace) -> int:
             else:
                 display.show(args.policy, event)
 
-        run = train(
-            task,
-            args.policy,
-            epochs=epochs,
-            batch_size=args.batch_size,
-            seed=args.seed,
-            on_event=on_event,
-        )
+        try:
+            run = train(
+                task,
+                args.policy,
+                epochs=epochs,
+                batch_size=args.batch_size,
+                seed=args.seed,
+                saving=saving,
+                on_event=on_event,
+            )
+        except Stopped as stopped:
+            print(f"jmp-train: {stopped}; --resume goes on", file=sys.stderr)
+            return 128 + signals[0]
     if not args.json:
         print_table([run])
     return 0
+
+
+def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> "Saving | None":
+    if args.checkpoint_dir is None:
+        if args.resume or args.checkpoint_every:
+            raise _Failure("--resume and --checkpoint-every want a --checkpoint-dir")
+        return None
+    from jmp_train.checkpoint import CheckpointStore
+    from jmp_train.resuming import Saving
+
+    store = stack.enter_context(CheckpointStore(args.checkpoint_dir))
+    return Saving(store, args.checkpoint_every, args.resume, lambda: bool(signals))
+
+
+@contextmanager
+def _signals_noted(wanted: bool) -> Iterator[list[int]]:
+    """Notes SIGTERM and SIGINT, so that the run can save; the second one interrupts."""
+    numbers: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if numbers:
+            raise KeyboardInterrupt
+        numbers.append(number)
+
+    kinds = (signal.SIGTERM, signal.SIGINT) if wanted else ()
+    previous = {kind: signal.signal(kind, note) for kind in kinds}
+    try:
+        yield numbers
+    finally:
+        for kind, handler in previous.items():
+            signal.signal(kind, handler)
 
 
 def _task_options(args: argparse.Namespace) -> TaskOptions:

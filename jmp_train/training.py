@@ -20,6 +20,7 @@ from jmp_train.policies.loss_scaled_optimizer import with_loss_scale
 from jmp_train.policies.policy import AutocastPolicy, Policy, apply_policy, get_policy
 from jmp_train.policies.progress import check_progress, skips_to_floor
 from jmp_train.records import Compiled, Epoch, Event, Progress, Run, Step
+from jmp_train.resuming import Saver, Saving
 from jmp_train.tasks.task import DATA_AXIS, Task
 from jmp_train.train_state import TrainState
 from jmp_train.train_step import Metrics, train_step
@@ -53,6 +54,7 @@ def train(
     epochs: int | None = None,
     batch_size: int | None = None,
     seed: int = 0,
+    saving: Saving | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Run:
     """Trains a task in one policy and tests it.
@@ -66,6 +68,7 @@ def train(
       epochs: passes over the data; None for the task's own number.
       batch_size: rows a step; None for the task's own number. An incomplete batch is left out.
       seed: of parameters, dropout and the order of the data; below 2**32.
+      saving: where to save checkpoints, and whether to go on from the last; None for nowhere.
       on_event: called with a `Compiled`, with a `Progress` now and then, with each `Epoch` and with
         the `Run`.
 
@@ -74,7 +77,8 @@ def train(
 
     Raises:
       ValueError: an unknown policy, a seed out of range, fewer than one epoch, a batch larger
-        than the data or not to be cut evenly, or fewer devices than the task wants.
+        than the data or not to be cut evenly, fewer devices than the task wants, or checkpoints of another run.
+      Stopped: `saving` said so.
       StalledTrainingError: non-finite gradients made the loop skip every step.
       FloatingPointError: the trained model's output for the test data is not finite.
     """
@@ -101,8 +105,18 @@ def train(
         step = data_parallel(step, mesh, DATA_AXIS)
         sharding = NamedSharding(mesh, P(DATA_AXIS))
         state = jax.device_put(state, NamedSharding(mesh, P()))
+    total, done, steps, records = epochs * steps_per_epoch, 0, [], []
+    saver = None
+    if saving is not None:
+        options = _options(task, policy_name, epochs, batch_size, seed)
+        saver = Saver(saving, options, total, steps_per_epoch)
+        done, state, steps, records = saver.restore(state)
     shared = _shared(task, policy)
-    batches = (batch | shared for batch in train_batches(task, batch_size, seed, epochs, sharding))
+    start_at = min(
+        done, total - 1
+    )  # of a run that is ready, a batch is wanted to compile all the same
+    batches = train_batches(task, batch_size, seed, epochs, sharding, start_at)
+    batches = (batch | shared for batch in batches)
     first_batch = next(batches)
     step = jax.jit(step, donate_argnums=0)
     start = time.perf_counter()
@@ -111,18 +125,22 @@ def train(
     on_event(compiled)
 
     batches = itertools.chain([first_batch], batches)
-    watch = _Watch(epochs * steps_per_epoch, skips_to_floor(loss_scale) + PATIENCE, on_event)
-    records = []
-    for epoch in range(1, epochs + 1):
+    watch = _Watch(total, skips_to_floor(loss_scale) + PATIENCE, steps, on_event)
+    for epoch in range(done // steps_per_epoch + 1, epochs + 1):
         start = time.perf_counter()
-        for batch in itertools.islice(batches, steps_per_epoch):
+        for batch in itertools.islice(batches, epoch * steps_per_epoch - watch.count):
             state, metrics = step(state, batch)
             watch.after_step(state, metrics)
+            if saver and watch.count % steps_per_epoch and saver.is_due(watch.count):
+                watch.look(state)
+                saver.save(state, watch.steps, records)
         watch.look(state)
         seconds = time.perf_counter() - start
         learning_rate = float(np.asarray(schedule(len(watch.steps) - watch.skipped_steps)))
         records.append(_epoch(epoch, watch, steps_per_epoch, learning_rate, seconds))
         on_event(records[-1])
+        if saver and saver.is_due(watch.count):
+            saver.save(state, watch.steps, records)
     kind = devices[0].device_kind
     run = Run(
         policy=policy_name,
@@ -140,14 +158,21 @@ def train(
 class _Watch:
     """Fetches the steps' metrics now and then, because each time waits for the device."""
 
-    def __init__(self, total: int, stop_after: int, on_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self, total: int, stop_after: int, steps: list[Step], on_event: Callable[[Event], None]
+    ) -> None:
         self.total = total
         self.stop_after = stop_after
         self.on_event = on_event
-        self.steps: list[Step] = []
-        self.skipped_steps = 0
+        self.steps = steps  # those of before, if the run goes on
+        self.skipped_steps = sum(not step.finite for step in steps)
         self._waiting: list[Metrics] = []
         self._looked = time.perf_counter()
+
+    @property
+    def count(self) -> int:
+        """How many steps are done."""
+        return len(self.steps) + len(self._waiting)
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:
         """Takes note of a step, and looks if it is time."""
@@ -204,6 +229,18 @@ def count_steps(task: Task, epochs: int, batch_size: int) -> int:
     if task.devices < 1 or batch_size % task.devices:
         raise ValueError(f"devices={task.devices} must divide batch_size={batch_size}")
     return rows // batch_size
+
+
+def _options(task: Task, policy: str, epochs: int, batch_size: int, seed: int) -> dict[str, Any]:
+    """Returns what a run that goes on has to have in common with what it was."""
+    return {
+        "task": task.name,
+        "policy": policy,
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "seed": seed,
+        "training_rows": count_rows(task.train),
+    }
 
 
 def _first_devices(count: int) -> list[Any]:
