@@ -60,6 +60,8 @@ from jmp_train.train_state import TrainState as TrainState
 from jmp_train.train_step import TrainStep as TrainStep
 from jmp_train.train_step import stateless as stateless
 from jmp_train.train_step import train_step as train_step
+from jmp_train.weights import load_weights as load_weights
+from jmp_train.weights import save_weights as save_weights
 
 if typing.TYPE_CHECKING:
     from jmp_train import graphs as graphs
