@@ -44,12 +44,15 @@ from jmp_train.policies import explain_autocast as explain_autocast
 from jmp_train.policies import get_loss_scale as get_loss_scale
 from jmp_train.policies import get_policy as get_policy
 from jmp_train.policies import half_dtype as half_dtype
+from jmp_train.policies import loss_scale_from_torch as loss_scale_from_torch
+from jmp_train.policies import loss_scale_to_torch as loss_scale_to_torch
 from jmp_train.policies import megatron_loss_scale as megatron_loss_scale
 from jmp_train.policies import nemo_loss_scale as nemo_loss_scale
 from jmp_train.policies import nonfinite_report as nonfinite_report
 from jmp_train.policies import policy_by_path as policy_by_path
 from jmp_train.policies import reduce_gradients as reduce_gradients
 from jmp_train.policies import select_tree as select_tree
+from jmp_train.policies import set_loss_scale as set_loss_scale
 from jmp_train.policies import skips_to_floor as skips_to_floor
 from jmp_train.policies import torch_loss_scale as torch_loss_scale
 from jmp_train.policies import vary as vary
@@ -58,6 +61,8 @@ from jmp_train.train_state import TrainState as TrainState
 from jmp_train.train_step import TrainStep as TrainStep
 from jmp_train.train_step import stateless as stateless
 from jmp_train.train_step import train_step as train_step
+from jmp_train.weights import load_weights as load_weights
+from jmp_train.weights import save_weights as save_weights
 
 if typing.TYPE_CHECKING:
     from jmp_train import graphs as graphs

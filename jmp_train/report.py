@@ -1,12 +1,12 @@
 """What `jmp-train` prints and writes about finished runs: a table, report.json, .png and .html."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jmp_train.records import Epoch, Run, event_to_json, finite_or_none
+from jmp_train.whole_files import write_whole
 
 _REPORTED = ("epoch", "loss", "seconds", "memory_mb", "loss_scale", "skipped_steps")
 
@@ -54,21 +54,10 @@ def write_report(
 
     content = finite_or_none(report(task, runs))
     return [
-        _write(directory / "report.json", (json.dumps(content, indent=2) + "\n").encode()),
-        _write(directory / "report.png", png(task, runs)),
-        _write(directory / "report.html", page(task, runs, failures).encode()),
+        write_whole(directory / "report.json", (json.dumps(content, indent=2) + "\n").encode()),
+        write_whole(directory / "report.png", png(task, runs)),
+        write_whole(directory / "report.html", page(task, runs, failures).encode()),
     ]
-
-
-def _write(path: Path, content: bytes) -> Path:
-    """Writes a file beside and renames it, so that no half file is ever there."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_bytes(content)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    return path
 
 
 def print_table(runs: Sequence[Run]) -> None:

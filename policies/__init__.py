@@ -31,6 +31,7 @@ from jmp_train.policies.loss_scale import NoOpLossScale as NoOpLossScale
 from jmp_train.policies.loss_scale import StaticLossScale as StaticLossScale
 from jmp_train.policies.loss_scaled_optimizer import LossScaledState as LossScaledState
 from jmp_train.policies.loss_scaled_optimizer import get_loss_scale as get_loss_scale
+from jmp_train.policies.loss_scaled_optimizer import set_loss_scale as set_loss_scale
 from jmp_train.policies.loss_scaled_optimizer import with_loss_scale as with_loss_scale
 from jmp_train.policies.path_policy import PathPolicy as PathPolicy
 from jmp_train.policies.path_policy import policy_by_path as policy_by_path
@@ -46,3 +47,5 @@ from jmp_train.policies.presets import torch_loss_scale as torch_loss_scale
 from jmp_train.policies.progress import StalledTrainingError as StalledTrainingError
 from jmp_train.policies.progress import check_progress as check_progress
 from jmp_train.policies.progress import skips_to_floor as skips_to_floor
+from jmp_train.policies.torch_scaler import loss_scale_from_torch as loss_scale_from_torch
+from jmp_train.policies.torch_scaler import loss_scale_to_torch as loss_scale_to_torch

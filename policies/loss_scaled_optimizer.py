@@ -5,17 +5,19 @@ moments neither overflow nor stagnate. What it sees is unscaled and finite: clip
 and schedules belong inside, and `with_loss_scale` belongs outermost.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.finite import all_finite, select_tree
 from jmp_train.policies.loss_scale import LossScale
-from jmp_train.policies.paths import path_name
+from jmp_train.policies.paths import named_leaves, path_name
 
 
 class LossScaledState(NamedTuple):
@@ -190,6 +192,59 @@ def get_loss_scale(opt_state: Any) -> LossScale:
       >>> float(get_loss_scale(optimizer.init(jnp.ones(2))).scale(jnp.float16(2.0)))
       131072.0
     """
+    return _only_scaled_state(opt_state).loss_scale
+
+
+def set_loss_scale(opt_state: Any, loss_scale: LossScale) -> Any:
+    """Returns an optimizer's state with another loss scale in the place of its one.
+
+    The scale and its counters are set; what is no leaf, such as the period, belongs to the
+    compiled step and has to be what it was. The counters of skips stay.
+
+    Args:
+      opt_state: a state with one `LossScaledState` in it, in any nesting of optax's combinators.
+      loss_scale: the scale of the next forward pass, of the kind that the state has. Its arrays
+        are copied to where the state's are.
+
+    Returns:
+      The same state but for the loss scale.
+
+    Raises:
+      TypeError: `loss_scale` is none.
+      ValueError: the state has no loss scale or several, or one of another kind, with other
+        settings or of another shape; the message says what differs.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_train.policies import torch_loss_scale
+      >>> state = with_loss_scale(optax.sgd(0.1), torch_loss_scale()).init(jnp.ones(2))
+      >>> state = set_loss_scale(state, torch_loss_scale(init_scale=1024.0))
+      >>> float(get_loss_scale(state).loss_scale)
+      1024.0
+    """
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(f"loss_scale must be a LossScale, got {loss_scale!r}")
+    old = _only_scaled_state(opt_state).loss_scale
+    if jax.tree_util.tree_structure(loss_scale) != jax.tree_util.tree_structure(old):
+        raise ValueError(
+            f"opt_state has another kind of loss scale: {_difference(loss_scale, old)}; "
+            "make the optimizer anew, with_loss_scale(optimizer, loss_scale)"
+        )
+    new = jax.tree_util.tree_map_with_path(
+        lambda path, x, y: _in_place_of(path_name(path), x, y), loss_scale, old
+    )
+
+    def is_scaled(node: Any) -> bool:
+        return isinstance(node, LossScaledState)
+
+    return jax.tree_util.tree_map(
+        lambda node: node._replace(loss_scale=new) if is_scaled(node) else node,
+        opt_state,
+        is_leaf=is_scaled,
+    )
+
+
+def _only_scaled_state(opt_state: Any) -> LossScaledState:
     found = scaled_states(opt_state)
     if not found:
         raise ValueError("opt_state has no loss scale; wrap the optimizer in with_loss_scale")
@@ -199,4 +254,29 @@ def get_loss_scale(opt_state: Any) -> LossScale:
             f"opt_state has {len(found)} loss scales, at {paths}; "
             "take the one you mean: opt_state[...].loss_scale"
         )
-    return found[0][1].loss_scale
+    return found[0][1]
+
+
+def _difference(new: LossScale, old: LossScale) -> str:
+    """Returns which fields that are structure differ between two loss scales."""
+    if type(new) is not type(old):
+        return f"a {type(old).__name__}, not a {type(new).__name__}"
+    leaves = {name for tree in (new, old) for name, _ in named_leaves(tree)}
+    fields = ", ".join(
+        f"{field.name}={getattr(old, field.name)!r}, not {getattr(new, field.name)!r}"
+        for field in dataclasses.fields(new)
+        if field.name not in leaves and getattr(new, field.name) != getattr(old, field.name)
+    )
+    return fields or "the number of one is an array, that of the other is not"
+
+
+def _in_place_of(name: str, new: Any, old: Any) -> jax.Array:
+    """Returns a copy of an array in the dtype and on the devices of another."""
+    if jnp.shape(new) != jnp.shape(old):
+        raise ValueError(
+            f"{name} of opt_state's loss scale has the shape {jnp.shape(old)}, got "
+            f"{jnp.shape(new)}; set it before the state is copied to many devices or members"
+        )
+    x = jnp.array(new, old.dtype)
+    on_devices = isinstance(old, jax.Array) and not isinstance(old, Tracer)
+    return jax.device_put(x, old.sharding) if on_devices and old.committed else x

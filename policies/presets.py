@@ -5,12 +5,19 @@ to the same values, as the original. Two bounds are ours: no scale leaves 2**-12
 beyond it or its inverse is zero.
 """
 
-import math
-import warnings
-from typing import Any
-
 import numpy as np
 
+from jmp_train.policies.argument_checks import (
+    check_backoff,
+    check_count,
+    check_flag,
+    check_floor,
+    check_growth,
+    check_number,
+    check_range,
+    check_scale,
+    is_integer,
+)
 from jmp_train.policies.loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -48,11 +55,11 @@ def torch_loss_scale(
 
     Reference: PyTorch 2.13, torch/amp/grad_scaler.py and aten AmpKernels.cu.
     """
-    _check_flag("enabled", enabled)
-    _check_scale("init_scale", init_scale)
-    _check_growth("growth_factor", growth_factor)
-    _check_backoff("backoff_factor", backoff_factor)
-    _check_count("growth_interval", growth_interval)
+    check_flag("enabled", enabled)
+    check_scale("init_scale", init_scale)
+    check_growth("growth_factor", growth_factor)
+    check_backoff("backoff_factor", backoff_factor)
+    check_count("growth_interval", growth_interval)
     if not enabled:
         return NoOpLossScale()
     return DynamicLossScale(
@@ -95,17 +102,17 @@ def apex_loss_scale(
     Reference: NVIDIA Apex e13873de, apex/amp/scaler.py.
     """
     if loss_scale != "dynamic":
-        _check_scale("loss_scale", loss_scale)
+        check_scale("loss_scale", loss_scale)
         return StaticLossScale(float(loss_scale))
-    _check_scale("init_scale", init_scale)
-    _check_growth("scale_factor", scale_factor)
-    _check_count("scale_window", scale_window)
-    _check_range("max_loss_scale", max_loss_scale)
+    check_scale("init_scale", init_scale)
+    check_growth("scale_factor", scale_factor)
+    check_count("scale_window", scale_window)
+    check_range("max_loss_scale", max_loss_scale)
     start, floor = min(init_scale, max_loss_scale), SMALLEST_SCALE
     if min_loss_scale is not None:
-        _check_number("min_loss_scale", min_loss_scale)
+        check_number("min_loss_scale", min_loss_scale)
         floor = min_loss_scale or floor
-        _check_floor("min_loss_scale", floor, start)
+        check_floor("min_loss_scale", floor, start)
     return DynamicLossScale(
         float(start),
         period=scale_window,
@@ -149,13 +156,13 @@ def megatron_loss_scale(
     Reference: Megatron-LM d98e8a64, megatron/core/optimizer/grad_scaler.py (DynamicGradScaler);
     ColossalAI 4f9953be, DynamicGradScaler.
     """
-    _check_scale("initial_scale", initial_scale)
-    _check_growth("growth_factor", growth_factor)
-    _check_backoff("backoff_factor", backoff_factor)
-    _check_count("growth_interval", growth_interval)
-    _check_count("hysteresis", hysteresis)
-    _check_range("max_scale", max_scale)
-    _check_floor("min_scale", min_scale, initial_scale)
+    check_scale("initial_scale", initial_scale)
+    check_growth("growth_factor", growth_factor)
+    check_backoff("backoff_factor", backoff_factor)
+    check_count("growth_interval", growth_interval)
+    check_count("hysteresis", hysteresis)
+    check_range("max_scale", max_scale)
+    check_floor("min_scale", min_scale, initial_scale)
     if initial_scale > max_scale:
         raise ValueError(f"initial_scale={initial_scale} must not exceed max_scale={max_scale}")
     return DynamicLossScale(
@@ -200,12 +207,12 @@ def nemo_loss_scale(
 
     Reference: Apex e13873de, csrc/update_scale_hysteresis.cu, as NeMo uses it.
     """
-    _check_flag("enabled", enabled)
-    _check_scale("init_scale", init_scale)
-    _check_growth("growth_factor", growth_factor)
-    _check_backoff("backoff_factor", backoff_factor)
-    _check_count("growth_interval", growth_interval)
-    _check_count("hysteresis", hysteresis)
+    check_flag("enabled", enabled)
+    check_scale("init_scale", init_scale)
+    check_growth("growth_factor", growth_factor)
+    check_backoff("backoff_factor", backoff_factor)
+    check_count("growth_interval", growth_interval)
+    check_count("hysteresis", hysteresis)
     if not enabled:
         return NoOpLossScale()
     return DynamicLossScale(
@@ -251,19 +258,19 @@ def deepspeed_loss_scale(
 
     Reference: DeepSpeed edaa7221, deepspeed/runtime/fp16/loss_scaler.py (DynamicLossScaler).
     """
-    _check_number("loss_scale", loss_scale)
+    check_number("loss_scale", loss_scale)
     if loss_scale != 0:
-        _check_scale("loss_scale", loss_scale)
+        check_scale("loss_scale", loss_scale)
         return StaticLossScale(float(loss_scale))
-    if not _is_integer(initial_scale_power) or not -126 <= initial_scale_power <= 126:
+    if not is_integer(initial_scale_power) or not -126 <= initial_scale_power <= 126:
         raise ValueError(
             f"initial_scale_power={initial_scale_power!r} must be an integer in -126 .. 126"
         )
-    _check_count("loss_scale_window", loss_scale_window)
-    _check_count("hysteresis", hysteresis)
-    _check_flag("consecutive_hysteresis", consecutive_hysteresis)
+    check_count("loss_scale_window", loss_scale_window)
+    check_count("hysteresis", hysteresis)
+    check_flag("consecutive_hysteresis", consecutive_hysteresis)
     start = 2.0**initial_scale_power
-    _check_floor("min_loss_scale", min_loss_scale, start)
+    check_floor("min_loss_scale", min_loss_scale, start)
     return DynamicLossScale(
         start,
         counter=-1,
@@ -273,63 +280,3 @@ def deepspeed_loss_scale(
         consecutive_hysteresis=consecutive_hysteresis,
         counter_start=-1,
     )
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _check_number(name: str, value: Any) -> None:
-    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(
-        value, bool
-    )
-    if not number or not -math.inf < value < math.inf:  # compares integers of any length
-        raise ValueError(f"{name}={value!r} must be a finite number")
-
-
-def _check_range(name: str, value: Any) -> None:
-    _check_number(name, value)
-    if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
-        raise ValueError(f"{name}={value!r} must lie between 2**-126 and 2**126")
-
-
-def _check_scale(name: str, value: Any) -> None:
-    _check_range(name, value)
-    _warn_if_inexact(name, value)
-
-
-def _check_floor(name: str, value: Any, start: float) -> None:
-    _check_range(name, value)
-    if value > start:
-        raise ValueError(f"{name}={value!r} must not exceed the scale to begin with, {start}")
-
-
-def _check_growth(name: str, value: Any) -> None:
-    _check_range(name, value)
-    if value <= 1:
-        raise ValueError(f"{name}={value!r} must be above 1")
-    _warn_if_inexact(name, value)
-
-
-def _check_backoff(name: str, value: Any) -> None:
-    _check_range(name, value)
-    if value >= 1:
-        raise ValueError(f"{name}={value!r} must be below 1")
-    _warn_if_inexact(name, value)
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not _is_integer(value) or value < 1:
-        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False")
-
-
-def _warn_if_inexact(name: str, value: float) -> None:
-    if math.frexp(value)[0] != 0.5:
-        warnings.warn(
-            f"{name}={value} is no power of two: scaling and unscaling will round", stacklevel=4
-        )

@@ -22,7 +22,7 @@ ALLOWED = {
         "jmp_train.graphs",
     },
 }
-HEAVY = ("orbax", "matplotlib", "grain", "rich", "sklearn", "networkx", "pandas")
+HEAVY = ("orbax", "matplotlib", "grain", "rich", "sklearn", "networkx", "pandas", "safetensors")
 
 
 def modules(folder: str) -> list[Path]:

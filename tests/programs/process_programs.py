@@ -1,6 +1,7 @@
 """What tests run as several processes: `jmp-train launch -n 2 -- process_programs.py NAME ...`."""
 
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,7 @@ def differ() -> None:
     except ValueError as error:
         print(f"broadcast: {error}".replace("\n", " |"))
     send_all_kinds()
+    save_replicated_and_cut_weights()
     jt.distributed.check_agreement(seed=int(odd))  # the end
 
 
@@ -142,6 +144,28 @@ def send_all_kinds() -> None:
     print("signs", np.signbit(got["zero"]).tolist(), got["number"], type(got["number"]).__name__)
     print("kinds", {name: str(getattr(x, "dtype", "")) for name, x in got.items()})
     assert (jax.random.key_data(got["key"]) == jax.random.key_data(sent["key"])).all()
+
+
+def save_replicated_and_cut_weights() -> None:
+    """Saves and loads what all processes have, and shows what is said of an array cut over them."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    x = np.arange(2.0 * jax.device_count(), dtype=np.float32)
+    replicated, cut = (
+        jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes))) for axes in ((), ("data",))
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "weights.safetensors")
+        jt.save_weights(file, {"w": replicated})
+        (got,) = jt.load_weights(file, {"w": cut}).values()
+        print(
+            "loaded",
+            got.sharding == cut.sharding,
+            np.array_equal(got.addressable_data(0), cut.addressable_data(0)),
+        )
+        try:
+            jt.save_weights(file, {"w": cut})
+        except ValueError as error:
+            print(f"save: {error}".replace("\n", " |"))
 
 
 def late(delay: str, collective_timeout: str) -> None:

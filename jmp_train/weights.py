@@ -1,0 +1,255 @@
+"""Weights as safetensors files, which other programs read too, and back.
+
+A leaf's name in the file is the path that rules and errors give it, such as "encoder/0/kernel". The
+file's metadata says `format` and `format_version`, and in `dtypes`, as JSON, the dtype that each leaf
+had before it was cast for the file. Casts are made on the host, where subnormal numbers survive.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.tree_util import keystr
+
+from jmp_train.policies.paths import path_name
+from jmp_train.whole_files import write_whole
+
+_FORMAT, _VERSION = "jmp_train.weights", "1"
+_METADATA = "__metadata__"  # the format's own entry among the names
+_STORED = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+}
+_NAMES = {stored: name for name, stored in _STORED.items()}
+
+
+def save_weights(path: str | os.PathLike[str], params: Any, *, dtype: Any = None) -> None:
+    """Writes the arrays of a pytree to a safetensors file.
+
+    The file is written beside and renamed: under its name there is never half a file. With several
+    processes, let the main one save.
+
+    Args:
+      path: the file; its folder exists. A file that is there is replaced.
+      params: pytree of arrays: linen's and haiku's dicts, an nnx state, an equinox module's arrays
+        (`eqx.filter(model, eqx.is_array)`). Arrays may lie on several devices of this process, or
+        be replicated over those of many.
+      dtype: float16, bfloat16 or float32 for all floating leaves; None keeps each as it is.
+        Integers, bools and complex numbers stay as they are. Small numbers become subnormal or
+        zero in float16; inf and NaN stay what they are.
+
+    Raises:
+      TypeError: leaves are no arrays, such as Python scalars and random keys, or of a dtype that
+        the file cannot hold.
+      ValueError: finite values overflow in `dtype`, two leaves have the same name, or an array is
+        not here: deleted, or in part on other processes. All messages list every leaf.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp
+      >>> file = tempfile.mkdtemp() + "/weights.safetensors"
+      >>> params = {"dense": {"kernel": jnp.full((2, 3), 0.1)}}
+      >>> save_weights(file, params, dtype=jnp.float16)
+      >>> load_weights(file, params)["dense"]["kernel"][0, 0]  # float32 again, rounded once
+      Array(0.09997559, dtype=float32)
+
+    Reference: https://huggingface.co/docs/safetensors, the format.
+    """
+    from safetensors.numpy import save
+
+    target = None if dtype is None else _target(dtype)
+    leaves = _named("params", params)
+    _check_present(leaves)
+    arrays, overflows = {}, []
+    for name, x in leaves.items():
+        host = np.asarray(x, x.dtype.newbyteorder("="), order="C")
+        if target is not None and _is_floating(x.dtype):
+            host = _cast(name, host, target, overflows)
+        arrays[name] = host
+    if overflows:
+        raise ValueError(_listing(f"params do not fit into {target}", overflows))
+    metadata = {
+        "format": _FORMAT,
+        "format_version": _VERSION,
+        "dtypes": json.dumps({name: x.dtype.name for name, x in leaves.items()}),
+    }
+    write_whole(Path(path), save(arrays, metadata))
+
+
+def load_weights(path: str | os.PathLike[str], like: Any) -> Any:
+    """Returns the arrays of a safetensors file as a pytree.
+
+    Floating leaves are cast to the dtypes of `like`: of a file in half precision and a `like` in
+    float32 come float32 leaves, of the values that the file has. All other leaves must have the
+    dtypes of `like` already. Files of other programs are read too, if their names are these.
+
+    Args:
+      path: the file.
+      like: pytree of arrays or `jax.ShapeDtypeStruct`, of which only structure, shapes, dtypes and
+        placement count.
+
+    Returns:
+      A pytree like `like`: NumPy arrays where it has them, else jax arrays, on the devices of its
+      arrays where these are committed or of its structs where these have a sharding.
+
+    Raises:
+      TypeError: leaves of `like` are no arrays.
+      ValueError: the file is damaged or of a later version; names are missing or too many, or
+        shapes or dtypes differ; values overflow in `like`'s dtype. The message names the file and
+        lists every leaf.
+      OSError: the file cannot be read.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp
+      >>> file = tempfile.mkdtemp() + "/weights.safetensors"
+      >>> save_weights(file, {"w": jnp.arange(3.0)})
+      >>> load_weights(file, jax.eval_shape(lambda: {"w": jnp.zeros(3, jnp.bfloat16)}))["w"]
+      Array([0, 1, 2], dtype=bfloat16)
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    leaves = _named("like", like)
+    with path.open("rb"):  # its errors name the file
+        pass
+    try:
+        with safe_open(path, framework="numpy") as file:
+            _check_version(path, file.metadata() or {})
+            _check_fit(path, {name: file.get_slice(name) for name in file.keys()}, leaves)  # noqa: SIM118
+            arrays, misfits = [], []
+            for name, x in leaves.items():
+                array = _placed(_cast(name, file.get_tensor(name), x.dtype, misfits), x)
+                if array.dtype != x.dtype:
+                    misfits.append(f"{name!r}: {x.dtype} wants jax_enable_x64")
+                arrays.append(array)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file, or a damaged one: {error}") from error
+    if misfits:
+        raise ValueError(_listing(f"{path} does not fit into like's dtypes", misfits))
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), arrays)
+
+
+def _target(dtype: Any) -> np.dtype:
+    for target in (jnp.float16, jnp.bfloat16, jnp.float32):
+        with contextlib.suppress(TypeError):  # which NumPy raises for what is no dtype
+            if jnp.dtype(dtype) == target:
+                return jnp.dtype(target)
+    raise ValueError(f"dtype={dtype!r} must be float16, bfloat16, float32 or None")
+
+
+def _named(argument: str, tree: Any) -> dict[str, Any]:
+    """Returns the leaves by their names in a file, in tree order; raises for what is no array."""
+    leaves, paths = {}, {}
+    wrong, collisions = [], []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        name, spelled = path_name(path), keystr(path)
+        if reason := _why_not_stored(x):
+            wrong.append(f"{name!r}: {reason}")
+        if name in paths:
+            collisions.append(f"{name!r}: of {paths[name]} and of {spelled}")
+        elif name == _METADATA:
+            collisions.append(f"{name!r}: of {spelled} and of safetensors itself")
+        leaves[name], paths[name] = x, spelled
+    if wrong:
+        raise TypeError(_listing(f"{argument} must have arrays only", wrong))
+    if collisions:
+        raise ValueError(_listing(f"{argument} must have a name for each leaf", collisions))
+    return leaves
+
+
+def _why_not_stored(x: Any) -> str | None:
+    arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    if not isinstance(x, arrays) or isinstance(x, Tracer):
+        return f"{x!r} is no array"
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return "a random key; keep jax.random.key_data(key), or leave it out"
+    if x.dtype.name not in _STORED:
+        return f"safetensors files hold no {x.dtype}"
+    return None
+
+
+def _check_present(leaves: Mapping[str, Any]) -> None:
+    absent = []
+    for name, x in leaves.items():
+        if isinstance(x, jax.ShapeDtypeStruct):
+            absent.append(f"{name!r}: a shape without values")
+        elif isinstance(x, jax.Array) and x.is_deleted():
+            absent.append(f"{name!r}: deleted, by donation as a rule; save what the step returned")
+        elif isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+            absent.append(
+                f"{name!r}: in part on other processes; gather it with "
+                "jax.experimental.multihost_utils.process_allgather(x, tiled=True)"
+            )
+    if absent:
+        raise ValueError(_listing("params are not all here", absent))
+
+
+def _cast(name: str, x: np.ndarray, dtype: np.dtype, overflows: list[str]) -> np.ndarray:
+    """Returns a copy in another dtype, and notes the finite values that became infinite."""
+    with np.errstate(all="ignore"):  # NumPy warns of overflows, and ml_dtypes of signalling NaNs
+        y = x.astype(dtype)
+        lost = np.isinf(y) & np.isfinite(x) if dtype != x.dtype else None
+    if lost is not None and lost.any():
+        count, largest = f"{lost.sum()} of {x.size}", float(np.abs(x[lost]).max())
+        overflows.append(f"{name!r}: {count} values overflow, the largest {largest:g}")
+    return y
+
+
+def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
+    version = metadata.get("format_version")
+    if metadata.get("format") == _FORMAT and version != _VERSION:
+        raise ValueError(f"{path} has format_version {version}, this reads {_VERSION}")
+
+
+def _check_fit(path: Path, slices: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
+    """Raises one error for all names, shapes and dtypes that differ, before anything is read."""
+    problems = [f"{name!r}: missing in the file" for name in leaves if name not in slices]
+    problems += [f"{name!r}: not in like" for name in sorted(slices) if name not in leaves]
+    for name, x in leaves.items():
+        if name not in slices:
+            continue
+        shape, stored = tuple(slices[name].get_shape()), slices[name].get_dtype()
+        if shape != tuple(x.shape):
+            problems.append(f"{name!r}: shape {shape} in the file, {tuple(x.shape)} in like")
+        of_file = _NAMES.get(stored)
+        floats = of_file is not None and _is_floating(of_file) and _is_floating(x.dtype)
+        if of_file != x.dtype.name and not floats:
+            problems.append(f"{name!r}: {of_file or stored} in the file, {x.dtype} in like")
+    if problems:
+        raise ValueError(_listing(f"{path} does not fit like", problems))
+
+
+def _placed(host: np.ndarray, like: Any) -> Any:
+    if isinstance(like, np.ndarray | np.generic):
+        return host
+    sharding = like.sharding if isinstance(like, jax.ShapeDtypeStruct) or like.committed else None
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        sharding = None  # eval_shape under jax.set_mesh gives meshes without devices
+    return jax.device_put(host, sharding)
+
+
+def _is_floating(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _listing(what: str, lines: list[str]) -> str:
+    return f"{what}:\n  " + "\n  ".join(lines)

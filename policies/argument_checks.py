@@ -1,0 +1,82 @@
+"""Checks of the arguments of loss scales: each raises a ValueError that names the argument.
+
+Bad values are ValueErrors whatever their type, so that there is one class to catch. Those that warn
+are called by the function that the user called, whose caller the warning shows.
+"""
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+
+from jmp_train.policies.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
+
+
+def is_integer(value: Any) -> bool:
+    """Returns whether a value is an integer, and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises unless a value is a finite number, and no bool."""
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(
+        value, bool
+    )
+    if not number or not -math.inf < value < math.inf:  # compares integers of any length
+        raise ValueError(f"{name}={value!r} must be a finite number")
+
+
+def check_range(name: str, value: Any) -> None:
+    """Raises unless a value is a scale that has an inverse."""
+    check_number(name, value)
+    if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
+        raise ValueError(f"{name}={value!r} must lie between 2**-126 and 2**126")
+
+
+def check_scale(name: str, value: Any) -> None:
+    """Raises unless a value is a scale that has an inverse; warns if it makes scaling round."""
+    check_range(name, value)
+    _warn_if_inexact(name, value)
+
+
+def check_floor(name: str, value: Any, start: float) -> None:
+    """Raises unless a value is a scale of at most `start`."""
+    check_range(name, value)
+    if value > start:
+        raise ValueError(f"{name}={value!r} must not exceed the scale to begin with, {start}")
+
+
+def check_growth(name: str, value: Any) -> None:
+    """Raises unless a value is a factor above 1; warns if it makes scaling round."""
+    check_range(name, value)
+    if value <= 1:
+        raise ValueError(f"{name}={value!r} must be above 1")
+    _warn_if_inexact(name, value)
+
+
+def check_backoff(name: str, value: Any) -> None:
+    """Raises unless a value is a factor between 0 and 1; warns if it makes scaling round."""
+    check_range(name, value)
+    if value >= 1:
+        raise ValueError(f"{name}={value!r} must be below 1")
+    _warn_if_inexact(name, value)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises unless a value is an integer of at least 1."""
+    if not is_integer(value) or value < 1:
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises unless a value is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+
+
+def _warn_if_inexact(name: str, value: float) -> None:
+    if math.frexp(value)[0] != 0.5:
+        warnings.warn(
+            f"{name}={value} is no power of two: scaling and unscaling will round", stacklevel=4
+        )
