@@ -6,12 +6,13 @@ with the leaves and with size and sha256 of every file, and `manifest.sha256` of
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from jmp_train.whole_files import sync
 
 _STEP = re.compile(r"step_(\d{8,})")
 _MANIFEST, _MANIFEST_SUM = "manifest.json", "manifest.sha256"
@@ -50,11 +51,11 @@ def commit(folder: Path, manifest: dict[str, Any], write: Callable[[Path], None]
         (beside / _MANIFEST).write_bytes(text)
         (beside / _MANIFEST_SUM).write_text(hashlib.sha256(text).hexdigest())
         for path in (*_files(beside), *(p for p in beside.rglob("*") if p.is_dir()), beside):
-            _sync(path)
+            sync(path)
         if folder.exists():
             remove(folder)
         beside.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
@@ -110,11 +111,3 @@ def _facts(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

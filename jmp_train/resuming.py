@@ -11,6 +11,7 @@ import numpy as np
 from jmp_train.checkpoint import CheckpointStore
 from jmp_train.records import Epoch, Step
 from jmp_train.train_state import TrainState
+from jmp_train.whole_files import write_whole
 
 _OPTIONS_FILE = "run.json"
 
@@ -122,9 +123,7 @@ def _records(kind: type[Any], columns: dict[str, np.ndarray], count: int) -> lis
 def _check_options(file: Path, options: dict[str, Any], *, new: bool) -> None:
     """Writes a new run's options; raises ValueError where those of a run that goes on are others."""
     if new or not file.exists():
-        beside = file.with_suffix(".tmp")
-        beside.write_text(json.dumps(options, indent=1))
-        beside.replace(file)
+        write_whole(file, json.dumps(options, indent=1).encode())
         return
     saved = json.loads(file.read_text())
     lines = [

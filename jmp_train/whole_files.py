@@ -20,18 +20,22 @@ def write_whole(path: Path, content: bytes) -> Path:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_bytes(content)
-        _sync(beside, os.O_RDWR)  # before the rename, which may reach the disk first
+        sync(beside)  # before the rename, which may reach the disk first
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # not all systems sync folders; the file is whole anyway
-        _sync(path.parent, os.O_RDONLY)
+        sync(path.parent)
     return path
 
 
-def _sync(path: Path, flags: int) -> None:
-    """Has what was written to a file, or renamed in a folder, reach the disk."""
-    descriptor = os.open(path, flags)
+def sync(path: Path) -> None:
+    """Has what was written to a file, or renamed in a folder, reach the disk.
+
+    Args:
+      path: of the file or the folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
