@@ -9,6 +9,7 @@ from helpers import make_run
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
+from selenium.webdriver.support.wait import WebDriverWait
 
 from jmp_train.html_report import page
 
@@ -47,6 +48,9 @@ def show(browser: webdriver.Chrome, file: Path, width: int, scheme: str) -> None
     media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     browser.get(file.as_uri())
+    WebDriverWait(browser, 20).until(
+        lambda page: page.execute_script("return document.readyState") == "complete"
+    )
 
 
 def color_of(browser: webdriver.Chrome, selector: str, name: str) -> Any:

@@ -231,9 +231,7 @@ def test_compare_hands_scale_and_heads_on(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(cli, "Popen", lambda command, **options: commands.append(command))
     arguments = ["compare", "reddit", "--synthetic", "--scale", "0.002", "--heads", "2", "1", "2"]
     cli._start(cli._parser().parse_args(arguments), "float32", None)
-    expected = (
-        "train reddit --policy float32 --json --seed 0 --heads 2 1 2 --scale 0.002 --synthetic"
-    )
+    expected = "train reddit --policy float32 --json --seed 0 --devices 1 --heads 2 1 2 --scale 0.002 --synthetic"
     assert " ".join(commands[0]).endswith(expected)
 
 

@@ -116,7 +116,9 @@ def test_a_whole_graph_is_not_cut_over_devices(name: str) -> None:
         load_task(name, TaskOptions(devices=2))
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "float32", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "policy", ["mixed_float16", pytest.param("float32", marks=pytest.mark.slow), "mixed_bfloat16"]
+)
 def test_nan_for_ever_ends_in_an_error(digits: Task, policy: str) -> None:
     images = np.full_like(digits.train["image"], np.nan)
     broken = dataclasses.replace(digits, train={**digits.train, "image": images})
