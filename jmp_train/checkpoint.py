@@ -27,12 +27,11 @@ from jmp_train.checkpoint_leaves import (
     differences,
     digest,
     file_name,
-    from_host,
-    is_divided,
     leaves_of,
     to_host,
 )
 from jmp_train.distributed import broadcast_arrays, gather_texts
+from jmp_train.host_arrays import is_divided, placement, to_leaf
 
 State = TypeVar("State")
 
@@ -137,7 +136,10 @@ class CheckpointStore:
         read = self._read if jax.process_count() == 1 else self._read_in_process_0
         step, arrays = read(state)
         leaves, structure = jax.tree_util.tree_flatten(state)
-        placed = [from_host(like, array) for like, array in zip(leaves, arrays, strict=True)]
+        placed = [
+            to_leaf(array, like, placement(like))
+            for like, array in zip(leaves, arrays, strict=True)
+        ]
         return step, structure.unflatten(placed)
 
     def wait(self) -> None:

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jmp_train.host_arrays import as_bytes, is_divided, local_data, to_leaf
 from jmp_train.policies.paths import named_leaves
 
 # What a launcher leaves in the environment of each process: how many there are, and who says so.
@@ -137,7 +137,8 @@ def check_agreement(state: Any = None, batch: Any = None, **values: Any) -> None
     """Raises an error in all processes if they do not start from the same; all have to call it.
 
     Args:
-      state: tree whose leaves must be equal to the last bit, a `TrainState` or parameters.
+      state: tree whose leaves must be equal to the last bit, a `TrainState` or parameters; of leaves that are
+        divided between processes only shapes and dtypes are compared.
       batch: tree of arrays whose shapes and dtypes must be the same, not what they hold.
       **values: whatever else must be the same, such as `policy` and `seed`: numbers, texts, policies; compared
         by what they print.
@@ -166,10 +167,10 @@ def broadcast_state(state: Any, mesh: Mesh | None = None) -> Any:
     Args:
       state: tree of arrays and numbers, a `TrainState` for example, of the same shapes and dtypes everywhere.
       mesh: where the result goes, a copy on each device of the mesh, as `data_parallel` and `sharded_step` want
-        it; None for the first device of each process, as `pmap_step` wants it.
+        it; None for the first device of each process, as `pmap_step` wants it. Numpy's arrays stay numpy's.
 
     Raises:
-      ValueError: the processes' states differ in structure, shapes or dtypes.
+      ValueError: the processes' states differ in structure, shapes or dtypes, or a leaf is divided between them.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -179,12 +180,17 @@ def broadcast_state(state: Any, mesh: Mesh | None = None) -> Any:
       >>> state.params.sharding.is_fully_replicated
       True
     """
+    divided = [path for path, x in named_leaves(state) if is_divided(x)]
+    if divided:
+        raise ValueError(
+            f"state {divided[0]!r} is divided between processes, so that all have a part"
+        )
     if jax.process_count() > 1:
         _check_device_counts()
         _check_same(_gather({f"state {path!r}": _kind(x) for path, x in named_leaves(state)}))
-    host = broadcast_arrays(jax.tree.map(_to_host, state))
-    place = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x, data: _like(x, data, place), state, host)
+    host = broadcast_arrays(jax.tree.map(local_data, state))
+    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x, data: to_leaf(data, x, sharding), state, host)
 
 
 def broadcast_arrays(arrays: Any) -> Any:
@@ -198,7 +204,7 @@ def broadcast_arrays(arrays: Any) -> Any:
     from jax.experimental import multihost_utils
 
     # As bytes: jax broadcasts by a sum with zeros, in which -0.0 loses its sign.
-    sent = multihost_utils.broadcast_one_to_all(jax.tree.map(_as_bytes, arrays))
+    sent = multihost_utils.broadcast_one_to_all(jax.tree.map(as_bytes, arrays))
     return jax.tree.map(lambda x, data: data.view(x.dtype).reshape(x.shape), arrays, sent)
 
 
@@ -260,8 +266,7 @@ def _launcher() -> str | None:
 
 def _leave_after_error() -> None:
     """Ends the process after an uncaught exception, without waiting for processes that wait for this one."""
-    error = getattr(sys, "last_value", None)
-    if error is not None:
+    if getattr(sys, "last_value", None) is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -282,35 +287,10 @@ def _kind(x: Any) -> str:
     return type(x).__name__
 
 
-def _to_host(x: Any) -> np.ndarray:
-    """Returns an array, or what this process has of it, as numpy has it."""
-    if isinstance(x, jax.Array):
-        x = jax.random.key_data(x) if _is_key(x) else x
-        x = x if x.is_fully_addressable else x.addressable_data(0)
-    return np.asarray(x)
-
-
-def _as_bytes(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-
-
-def _like(x: Any, data: np.ndarray, place: Any) -> Any:
-    """Returns data as what x is, and on devices if that is an array."""
-    if not hasattr(x, "dtype"):  # a number of Python's
-        return data.item()
-    if isinstance(place, NamedSharding):
-        array = jax.make_array_from_callback(data.shape, place, lambda index: data[index])
-    else:
-        array = jax.device_put(data, place)
-    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(x)) if _is_key(x) else array
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _digest(x: Any) -> str:
-    return hashlib.blake2b(_as_bytes(_to_host(x)).data, digest_size=8).hexdigest()
+    if is_divided(x):
+        return "divided"  # of which each process has another part
+    return hashlib.blake2b(as_bytes(local_data(x)).data, digest_size=8).hexdigest()
 
 
 def _gather(facts: dict[str, str]) -> list[dict[str, str]]:

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, NamedSharding
 from jax.tree_util import keystr
 
+from jmp_train.host_arrays import is_divided, is_key, placement, to_leaf
 from jmp_train.policies.paths import path_name
 from jmp_train.whole_files import write_whole
 
@@ -137,7 +137,8 @@ def load_weights(path: str | os.PathLike[str], like: Any) -> Any:
             _check_fit(path, {name: file.get_slice(name) for name in file.keys()}, leaves)  # noqa: SIM118
             arrays, misfits = [], []
             for name, x in leaves.items():
-                array = _placed(_cast(name, file.get_tensor(name), x.dtype, misfits), x)
+                array = _cast(name, file.get_tensor(name), x.dtype, misfits)
+                array = to_leaf(array, x, placement(x))
                 if array.dtype != x.dtype:
                     misfits.append(f"{name!r}: {x.dtype} wants jax_enable_x64")
                 arrays.append(array)
@@ -180,7 +181,7 @@ def _why_not_stored(x: Any) -> str | None:
     arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
     if not isinstance(x, arrays) or isinstance(x, Tracer):
         return f"{x!r} is no array"
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         return "a random key; keep jax.random.key_data(key), or leave it out"
     if x.dtype.name not in _STORED:
         return f"safetensors files hold no {x.dtype}"
@@ -194,7 +195,7 @@ def _check_present(leaves: Mapping[str, Any]) -> None:
             absent.append(f"{name!r}: a shape without values")
         elif isinstance(x, jax.Array) and x.is_deleted():
             absent.append(f"{name!r}: deleted, by donation as a rule; save what the step returned")
-        elif isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        elif is_divided(x):
             absent.append(
                 f"{name!r}: in part on other processes; gather it with "
                 "jax.experimental.multihost_utils.process_allgather(x, tiled=True)"
@@ -236,15 +237,6 @@ def _check_fit(path: Path, slices: Mapping[str, Any], leaves: Mapping[str, Any])
             problems.append(f"{name!r}: {of_file or stored} in the file, {x.dtype} in like")
     if problems:
         raise ValueError(_listing(f"{path} does not fit like", problems))
-
-
-def _placed(host: np.ndarray, like: Any) -> Any:
-    if isinstance(like, np.ndarray | np.generic):
-        return host
-    sharding = like.sharding if isinstance(like, jax.ShapeDtypeStruct) or like.committed else None
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        sharding = None  # eval_shape under jax.set_mesh gives meshes without devices
-    return jax.device_put(host, sharding)
 
 
 def _is_floating(dtype: Any) -> bool:

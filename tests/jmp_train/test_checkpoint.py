@@ -306,3 +306,15 @@ def test_a_writer_that_is_killed_leaves_whole_steps_only(tmp_path: Path) -> None
         if rest:
             assert step >= int(rest[-1]) - 2
         assert all("." not in name for name in os.listdir(tmp_path))
+
+
+def test_what_lay_on_no_particular_device_still_does(tmp_path: Path) -> None:
+    """A state that was fixed to one device could not be given to a step on many."""
+    state = {"w": jnp.ones(8), "rng": jax.random.key(0)}
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    x = jax.device_put(jnp.ones(8), NamedSharding(mesh, PartitionSpec("data")))
+    with jt.CheckpointStore(tmp_path) as store:
+        store.save(0, state)
+        for found in (store.restore(state)[1], jt.broadcast_state(state)):
+            assert not found["w"].committed
+            assert float(jax.jit(lambda a, b, rng: (a["w"] * b).sum())(found, x, found["rng"])) == 8

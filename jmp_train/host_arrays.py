@@ -1,0 +1,73 @@
+"""Arrays between devices and the host: which a process has, and where they go back to."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+_IMPLEMENTATIONS = {
+    "key<fry>": "threefry2x32",
+    "key<rbg>": "rbg",
+    "key<urbg>": "unsafe_rbg",
+}
+
+
+def is_key(x: Any) -> bool:
+    """Returns whether a leaf is a typed random key, or describes one."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def is_divided(x: Any) -> bool:
+    """Returns whether no process has all of a leaf."""
+    return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
+
+
+def local_data(x: Any) -> np.ndarray:
+    """Returns a leaf that is not divided between processes, of a key its data, as numpy has it."""
+    if is_key(x):
+        x = jax.random.key_data(x)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = x.addressable_data(0)
+    return np.asarray(x)
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """Returns the bytes of an array, uint8 [bytes]."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def placement(like: Any) -> Any:
+    """Returns the sharding of a leaf, None if it is on no particular device."""
+    fixed = isinstance(like, jax.ShapeDtypeStruct) or getattr(like, "committed", False)
+    sharding = getattr(like, "sharding", None) if fixed else None
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        return None  # eval_shape under jax.set_mesh gives meshes without devices
+    return sharding
+
+
+def to_leaf(array: np.ndarray, like: Any, sharding: Any) -> Any:
+    """Returns an array as what another leaf is: an array on devices, a key, numpy's or a number.
+
+    Args:
+      array: of a key, its data.
+      like: the other leaf.
+      sharding: where to, of a key the key's; None for no particular device.
+    """
+    if not hasattr(like, "dtype"):
+        return type(like)(array.item())
+    if isinstance(like, np.ndarray | np.generic):
+        return array if isinstance(like, np.ndarray) else array[()]
+    if is_key(like):
+        if isinstance(sharding, NamedSharding):  # the data has one more axis
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec))
+        implementation = _IMPLEMENTATIONS.get(str(like.dtype)) or str(jax.random.key_impl(like))
+        return jax.random.wrap_key_data(_placed(array, sharding), impl=implementation)
+    return _placed(array, sharding)
+
+
+def _placed(array: np.ndarray, sharding: Any) -> jax.Array:
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
