@@ -45,7 +45,7 @@ run-test-newest:
 	$(NEWEST)/python -m pytest $(PARALLEL) -m "not slow" -k "not exact and not float64" \
 		--allowed-skips tests/allowed_skips.txt tests/graphs $(HOST_ONLY) \
 		$(patsubst %,tests/policies/test_%.py,autocast casting collectives finite policy loss_scale) \
-		$(patsubst %,tests/jmp_train/test_%.py,train_step parallel gradients model_families karate)
+		$(patsubst %,tests/jmp_train/test_%.py,train_step parallel gradients model_families karate checkpoint)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -59,6 +59,7 @@ format: .venv/.dev
 bench: .venv/.dev
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/autocast.py
 	$(BIN)/python benchmarks/graphs.py

@@ -31,7 +31,7 @@ from jmp_train.checkpoint_leaves import (
     to_host,
 )
 from jmp_train.distributed import broadcast_arrays, gather_texts
-from jmp_train.host_arrays import is_divided, placement, to_leaf
+from jmp_train.host_arrays import is_divided, is_key, placement, to_leaf
 
 State = TypeVar("State")
 
@@ -113,6 +113,9 @@ class CheckpointStore:
                 if is_divided(x):
                     to_host(x)
             return
+        for _, x in described:
+            if isinstance(x, jax.Array) and x.is_fully_addressable and not is_key(x):
+                x.copy_to_host_async()  # all at once, before the first is waited for
         arrays = [to_host(x) for _, x in described]
         self.wait()
         leaves = [leaf for leaf, _ in described]

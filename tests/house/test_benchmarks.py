@@ -40,6 +40,17 @@ def test_a_step_has_no_more_instructions_than_one_by_hand_with_jmp(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_what_saving_costs_is_measured_beside_orbax(tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint.json"
+    run("checkpoint.py", "--every", "2", "--batch-size", "4", "--rounds", "1", "--json", str(file))
+    report = json.loads(file.read_text())
+    assert report["megabytes"] > 100
+    for way in ("without", "CheckpointStore", "orbax"):
+        assert len(report[way]["rounds"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_parallel_step_is_the_one_written_by_hand(tmp_path: Path) -> None:
     file = tmp_path / "scaling.json"
     options = ("--devices", "1", "2", "--rounds", "1", "--steps", "1")

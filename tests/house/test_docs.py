@@ -60,6 +60,7 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "segment_softmax", "gather", "data_parallel", "pmap_step", "Graph", "from_edges", "from_jraph", "to_jraph", "rand_graph",
         "update_all", "apply_edges", "edge_softmax", "gat_attention", "GraphConv", "SAGEConv",
         "GATConv", "GATv2Conv", "GINConv", "broadcast_state", "initialize",
+        "CheckpointStore",
         "save_weights", "load_weights", "set_loss_scale", "loss_scale_from_torch",
         "loss_scale_to_torch",
     } <= set(PUBLIC)  # fmt: skip

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -21,8 +22,11 @@ import optax
 import pytest
 from helpers import relaxed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from process_programs import damage_file
 
 import jmp_train as jt
+
+OTHERS = {".venv": ".venv-newest", ".venv-newest": ".venv"}  # environments with another jax
 
 
 def small_state(value: float = 1.0) -> dict[str, Any]:
@@ -127,7 +131,7 @@ def test_no_damage_is_silent(kind: str, two_steps: Path, tmp_path: Path) -> None
         for _ in range(13 if kind == "flipped" else 1):
             directory = tmp_path / str(cases)
             shutil.copytree(two_steps, directory)
-            damage(directory / whole.name / name, kind, generator)
+            damage_file(directory / whole.name / name, kind, generator)
             with (
                 jt.CheckpointStore(directory) as store,
                 pytest.warns(UserWarning, match="step 2 is damaged: ") as warned,
@@ -139,16 +143,6 @@ def test_no_damage_is_silent(kind: str, two_steps: Path, tmp_path: Path) -> None
             shutil.rmtree(directory)
             cases += 1
     assert cases >= {"flipped": 169}.get(kind, 13)
-
-
-def damage(path: Path, kind: str, generator: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    if kind == "deleted":
-        path.unlink()
-        return
-    if kind == "flipped":
-        data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
-    path.write_bytes({"cut": data[: len(data) // 2], "emptied": b""}.get(kind, bytes(data)))
 
 
 def test_a_leaf_that_is_another_than_was_saved_is_named(two_steps: Path, tmp_path: Path) -> None:
@@ -318,3 +312,51 @@ def test_what_lay_on_no_particular_device_still_does(tmp_path: Path) -> None:
         for found in (store.restore(state)[1], jt.broadcast_state(state)):
             assert not found["w"].committed
             assert float(jax.jit(lambda a, b, rng: (a["w"] * b).sum())(found, x, found["rng"])) == 8
+
+
+@pytest.mark.timeout(120)
+def test_another_jax_reads_it_and_is_read(tmp_path: Path) -> None:
+    other = Path(sys.prefix).with_name(OTHERS.get(Path(sys.prefix).name, "none")) / "bin" / "python"
+    if not other.exists():
+        pytest.skip(f"no environment with another jax is there: {other}")
+    script = (
+        "import sys, jax, numpy as np, jmp_train as jt\n"
+        "with jt.CheckpointStore(sys.argv[1]) as store:\n"
+        "    state = {'w': jax.numpy.zeros(9, 'bfloat16'), 'rng': jax.random.key(0), 'step': 0}\n"
+        "    step, state = store.restore(state)\n"
+        "    store.save(step + 1, state | {'step': 2})\n"
+        "    print(jax.__version__)\n"
+    )
+    state = {"w": jnp.linspace(-1, 1, 9, dtype=jnp.bfloat16), "rng": jax.random.key(5), "step": 1}
+    with jt.CheckpointStore(tmp_path) as store:
+        store.save(1, state)
+    done = subprocess.run(
+        [str(other), "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() != jax.__version__
+    with jt.CheckpointStore(tmp_path) as store:
+        step, found = store.restore(state)
+    assert step == 2
+    assert_equal(found, state | {"step": 2})
+
+
+@pytest.mark.timeout(200)
+def test_no_damage_is_silent_with_two_processes_and_a_leaf_divided_between_them(
+    tmp_path: Path,
+) -> None:
+    program = Path(__file__).resolve().parents[1] / "programs" / "process_programs.py"
+    command = [sys.executable, "-m", "jmp_train", "launch", "-n", "2", "--", str(program)]
+    done = subprocess.run(
+        [*command, "damage", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = [int(count) for count in re.findall(r"cases (\d+)", done.stdout)]
+    assert len(cases) == 2
+    assert cases[0] >= 130
+    refusal = "['step']: the checkpoint has int int64[], the state has float float64[]"
+    assert done.stdout.count(refusal) == 2, done.stdout

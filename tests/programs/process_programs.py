@@ -1,8 +1,11 @@
 """What tests run as several processes: `jmp-train launch -n 2 -- process_programs.py NAME ...`."""
 
+import random
+import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,6 +200,74 @@ def leave(how: str) -> None:
         if how == "raise":
             raise LookupError("lost")
     jt.distributed.check_agreement(seed=0)
+
+
+def divided_state(value: float, mesh: Mesh) -> dict[str, Any]:
+    """Returns a state of which each process has a part of one leaf, and all of the others."""
+    apart, alike = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
+    rows = np.arange(8.0, dtype=np.float32) * value
+    return {
+        "divided": jax.make_array_from_callback(rows.shape, apart, lambda index: rows[index]),
+        "alike": jax.make_array_from_callback((), alike, lambda index: np.float32(value)),
+        "step": int(value),
+    }
+
+
+def damage(directory: str) -> None:
+    """Saves two steps, and restores from copies with one damaged file each."""
+    jt.distributed.initialize(shutdown_timeout=20)
+    mesh, folder, cases = Mesh(np.array(jax.devices()), ("data",)), Path(directory), 0
+    with jt.CheckpointStore(folder / "whole") as store:
+        for step in (1, 2):
+            store.save(step, divided_state(float(step), mesh))
+        found = store.restore(divided_state(7.0, mesh))
+        check_restored(found, 2, mesh)
+    names = sorted(x for x in (folder / "whole" / "step_00000002").rglob("*") if x.is_file())
+    generator = random.Random(0)
+    for name in names:
+        for kind in ("deleted", "cut", *["flipped"] * 10):
+            copy = folder / str(cases)
+            if jt.distributed.is_main_process():
+                shutil.copytree(folder / "whole", copy)
+                damage_file(copy / name.relative_to(folder / "whole"), kind, generator)
+            with jt.CheckpointStore(copy) as store, warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                check_restored(store.restore(divided_state(7.0, mesh)), 1, mesh)
+            said = [str(warning.message) for warning in warned]
+            if jt.distributed.is_main_process():
+                assert len(said) == 1, said
+                assert said[0].startswith("step 2 is damaged: "), said
+                shutil.rmtree(copy)
+            cases += 1
+    try:
+        with jt.CheckpointStore(folder / "whole") as store:
+            store.restore({**divided_state(1.0, mesh), "step": 1.0})
+    except ValueError as error:
+        print(f"refused: {error}".replace("\n", " |"))
+    print("cases", cases)
+
+
+def check_restored(found: tuple[int, Any], step: int, mesh: Mesh) -> None:
+    assert found[0] == step
+    wanted = divided_state(float(step), mesh)
+    assert jax.tree.structure(found[1]) == jax.tree.structure(wanted)
+    for x, y in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted), strict=True):
+        if isinstance(y, int):
+            assert x == y
+            continue
+        assert x.sharding == y.sharding
+        np.testing.assert_array_equal(x.addressable_data(0), y.addressable_data(0))
+
+
+def damage_file(path: Path, kind: str, generator: random.Random) -> None:
+    """Deletes a file, cuts it to half, empties it, or flips one of its bits."""
+    data = bytearray(path.read_bytes())
+    if kind == "deleted":
+        path.unlink()
+        return
+    if kind == "flipped":
+        data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+    path.write_bytes({"cut": data[: len(data) // 2], "emptied": b""}.get(kind, bytes(data)))
 
 
 if __name__ == "__main__":
