@@ -97,6 +97,7 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_digits_example_reaches_its_accuracy(tmp_path: Path) -> None:
     output = run_script(str(ROOT / "examples" / "digits.py"), cwd=tmp_path)

@@ -53,7 +53,7 @@ def check_schema(
 def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: Path) -> None:
     policies = ["float32", "mixed_float16"]
     result = run(
-        "compare", "digits", "--policies", *policies, "--epochs", "2", "--out", "a/b", cwd=tmp_path
+        "compare", "karate", "--policies", *policies, "--epochs", "2", "--out", "a/b", cwd=tmp_path
     )
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
@@ -65,7 +65,7 @@ def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: 
             assert part in line
     assert any("test accuracy" in line and "memory" in line for line in lines[5:])
     assert "memory: peak of the process" in result.stdout
-    check_schema(json.loads((tmp_path / "a/b/report.json").read_text()), policies, epochs=2)
+    check_schema(json.loads((tmp_path / "a/b/report.json").read_text()), policies, 2, task="karate")
     assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == [
         "report.html", "report.json", "report.png",
     ]  # fmt: skip

@@ -74,6 +74,7 @@ def test_a_run_that_was_stopped_twice_ends_as_one_in_a_piece(task: Task, tmp_pat
     assert final(tmp_path / "parts") == arrays
 
 
+@pytest.mark.slow
 def test_a_run_that_is_ready_is_tested_again(task: Task, tmp_path: Path) -> None:
     events: list[Event] = []
     first = run(task, tmp_path)

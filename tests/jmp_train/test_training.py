@@ -80,6 +80,7 @@ def test_digits_learn_in_every_policy(digits: Task, policy: str, scale: float) -
     assert all(epoch.seconds > 0 and epoch.memory_mb > 0 for epoch in run.epochs)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run(digits: Task) -> None:
     runs = [train(digits, "mixed_float16", epochs=1, seed=seed) for seed in (3, 3, 4)]
     assert runs[0].epochs[0].loss == runs[1].epochs[0].loss != runs[2].epochs[0].loss
