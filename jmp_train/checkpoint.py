@@ -183,7 +183,9 @@ class CheckpointStore:
             manifest,
             lambda folder: _save_arrays(folder / _ARRAYS, named),
         )
-        for old in saved_steps(self.directory)[: -self.max_to_keep]:
+        # Later steps, which a run that went back left behind, may be damaged: they do not count.
+        until_now = [number for number in saved_steps(self.directory) if number <= step]
+        for old in until_now[: -self.max_to_keep]:
             remove(step_folder(self.directory, old))
 
     def _read_in_process_0(self, state: Any) -> tuple[int, list[np.ndarray]]:

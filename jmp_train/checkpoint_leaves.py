@@ -49,8 +49,9 @@ def to_host(x: Any) -> np.ndarray:
 
         return multihost_utils.process_allgather(x, tiled=True)
     array = local_data(x)
-    # On a CPU that is the device's memory, which the next step may be given.
-    return array if array.flags.owndata else array.copy()
+    # On a CPU that is the device's memory, which the next step may be given; numpy's own its owner may change.
+    mine = array.flags.owndata and array is not x
+    return array if mine else array.copy()
 
 
 def digest(array: np.ndarray) -> str:

@@ -111,6 +111,27 @@ def test_the_newest_steps_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000030", "step_100000000"]
 
 
+def test_a_damaged_step_does_not_count_as_one_that_is_kept(tmp_path: Path) -> None:
+    with jt.CheckpointStore(tmp_path) as store:
+        for step in (10, 20):
+            store.save(step, small_state(float(step)))
+    (tmp_path / "step_00000020" / "manifest.json").unlink()
+    with jt.CheckpointStore(tmp_path, max_to_keep=1) as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert store.restore(small_state())[0] == 10
+        store.save(15, small_state(15.0))
+        assert store.restore(small_state())[0] == 15
+        assert store.steps() == [15, 20]
+
+
+def test_numpy_s_arrays_may_be_changed_after_save(tmp_path: Path) -> None:
+    array = np.zeros(1_000_000)
+    with jt.CheckpointStore(tmp_path) as store:
+        store.save(1, {"w": array})
+        array += 1
+        assert not store.restore({"w": array})[1]["w"].any()
+
+
 @pytest.fixture(name="two_steps", scope="module")
 def fixture_two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("two_steps")
