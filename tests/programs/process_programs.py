@@ -225,7 +225,7 @@ def damage(directory: str) -> None:
     names = sorted(x for x in (folder / "whole" / "step_00000002").rglob("*") if x.is_file())
     generator = random.Random(0)
     for name in names:
-        for kind in ("deleted", "cut", *["flipped"] * 10):
+        for kind in ("deleted", "cut", "emptied", *["flipped"] * 17):
             copy = folder / str(cases)
             if jt.distributed.is_main_process():
                 shutil.copytree(folder / "whole", copy)
