@@ -52,8 +52,7 @@ def commit(folder: Path, manifest: dict[str, Any], write: Callable[[Path], None]
         (beside / _MANIFEST_SUM).write_text(hashlib.sha256(text).hexdigest())
         for path in (*_files(beside), *(p for p in beside.rglob("*") if p.is_dir()), beside):
             sync(path)
-        if folder.exists():
-            remove(folder)
+        remove(folder)
         beside.rename(folder)
         sync(folder.parent)
     except BaseException:

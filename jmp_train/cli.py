@@ -174,14 +174,16 @@ def _seed(text: str) -> int:
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+    return _at_least(1, text)
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)
 
 
@@ -299,11 +301,12 @@ def _provide_cpu_devices(count: int) -> None:
     """Lets jax, which has not started yet, cut a CPU into that many devices; accelerators stay as they are."""
     if count == 1:
         return
+    from jmp_train.launcher import threads_for
+
     given = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     if given < count:
         jax.config.update("jax_num_cpu_devices", count)
-    # With few threads, as few cores have, the devices wait for each other for ever.
-    os.environ.setdefault("NPROC", str(max(32, 2 * count, os.cpu_count() or 1)))
+    os.environ.setdefault("NPROC", str(threads_for(count)))
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jmp_train.graphs.neighbor_sampler import MiniBatch, NeighborSampler
+from jmp_train.loading import check_order
 
 
 def neighbor_batches(
@@ -65,12 +66,7 @@ def neighbor_batches(
     from grain.experimental import device_put
 
     seeds = np.asarray(seeds)
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} must lie between 0 and 2**32 - 1")
-    if epochs is not None and epochs < 1:
-        raise ValueError(f"epochs={epochs} must be at least 1")
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index={process_index} must lie in [0, {process_count})")
+    check_order(seed, epochs, process_index, process_count)
     share = len(seeds) // process_count
     least = sampler.batch_size if drop_remainder else 1
     if share < least:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding
 
 _IMPLEMENTATIONS = {
     "key<fry>": "threefry2x32",
@@ -60,8 +60,6 @@ def to_leaf(array: np.ndarray, like: Any, sharding: Any) -> Any:
     if isinstance(like, np.ndarray | np.generic):
         return array if isinstance(like, np.ndarray) else array[()]
     if is_key(like):
-        if isinstance(sharding, NamedSharding):  # the data has one more axis
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec))
         implementation = _IMPLEMENTATIONS.get(str(like.dtype)) or str(jax.random.key_impl(like))
         return jax.random.wrap_key_data(_placed(array, sharding), impl=implementation)
     return _placed(array, sharding)

@@ -43,9 +43,7 @@ def launch(
       ValueError: a number is too small, or there is no script.
       ChildProcessError: a process failed; the message says which ones.
     """
-    _check(command, count, devices_per_process)
-    if restarts < 0:
-        raise ValueError(f"restarts={restarts} must be at least 0")
+    _check(command, count, devices_per_process, restarts)
     if logdir is not None:
         logdir.mkdir(parents=True, exist_ok=True)
         for rank in range(count):
@@ -88,11 +86,13 @@ def _run(
     return _reason(codes, running) + where
 
 
-def _check(command: Sequence[str], count: int, devices_per_process: int) -> None:
+def _check(command: Sequence[str], count: int, devices_per_process: int, restarts: int) -> None:
     if count < 1:
         raise ValueError(f"count={count} must be at least 1")
     if devices_per_process < 1:
         raise ValueError(f"devices_per_process={devices_per_process} must be at least 1")
+    if restarts < 0:
+        raise ValueError(f"restarts={restarts} must be at least 0")
     if not command:
         raise ValueError("launch needs a script: jmp-train launch -n 2 -- script.py")
     if command[0] != "-m" and not Path(command[0]).is_file():
@@ -117,9 +117,14 @@ def _environment(address: str, count: int, rank: int, devices: int) -> dict[str,
         "JAX_NUM_CPU_DEVICES": str(devices),
         "PYTHONUNBUFFERED": "1",
     }
-    if devices > 1:  # virtual devices wait for each other in threads, and need enough of them
-        environment.setdefault("NPROC", str(max(32, 2 * devices)))
+    if devices > 1:
+        environment.setdefault("NPROC", str(threads_for(devices)))
     return environment
+
+
+def threads_for(devices: int) -> int:
+    """Returns NPROC for a CPU's virtual devices: with few threads they wait for each other for ever."""
+    return max(32, 2 * devices, os.cpu_count() or 1)
 
 
 def _log(logdir: Path | None, rank: int) -> AbstractContextManager[IO[str] | None]:

@@ -63,14 +63,9 @@ def array_batches(
     total = _checked_rows(arrays)
     process_index = jax.process_index() if process_index is None else process_index
     process_count = jax.process_count() if process_count is None else process_count
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} must lie between 0 and 2**32 - 1")
-    if epochs is not None and epochs < 1:
-        raise ValueError(f"epochs={epochs} must be at least 1")
+    check_order(seed, epochs, process_index, process_count)
     if start < 0:
         raise ValueError(f"start={start} must be at least 0")
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index={process_index} must lie in [0, {process_count})")
     if not 1 <= batch_size <= total:
         raise ValueError(f"batch_size={batch_size} must lie between 1 and the {total} rows")
     if batch_size % process_count:
@@ -96,6 +91,21 @@ def array_batches(
         .map(place)
     )
     return iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=2))
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError if a seed is out of range."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must lie between 0 and 2**32 - 1")
+
+
+def check_order(seed: int, epochs: int | None, process_index: int, process_count: int) -> None:
+    """Raises ValueError if a number that the order of batches depends on is out of range."""
+    check_seed(seed)
+    if epochs is not None and epochs < 1:
+        raise ValueError(f"epochs={epochs} must be at least 1")
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index={process_index} must lie in [0, {process_count})")
 
 
 def _checked_rows(arrays: Any) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmp_train.loading import count_rows, test_batches, train_batches
+from jmp_train.loading import check_seed, count_rows, test_batches, train_batches
 from jmp_train.memory import peak_memory
 from jmp_train.parallel import data_parallel
 from jmp_train.policies.loss_scale import DynamicLossScale, LossScale, NoOpLossScale
@@ -87,9 +87,10 @@ def train(
     epochs = task.epochs if epochs is None else epochs
     batch_size = task.batch_size if batch_size is None else batch_size
     steps_per_epoch = count_steps(task, epochs, batch_size)
-    _check_seed(seed)
+    check_seed(seed)
     devices = _first_devices(task.devices)
-    schedule = task.schedule(epochs * steps_per_epoch)
+    total = epochs * steps_per_epoch
+    schedule = task.schedule(total)
     loss_scale = loss_scale_for(policy)
     optimizer = with_loss_scale(task.optimizer(schedule), loss_scale)
 
@@ -105,16 +106,15 @@ def train(
         step = data_parallel(step, mesh, DATA_AXIS)
         sharding = NamedSharding(mesh, P(DATA_AXIS))
         state = jax.device_put(state, NamedSharding(mesh, P()))
-    total, done, steps, records = epochs * steps_per_epoch, 0, [], []
+    done, steps, records = 0, [], []
     saver = None
     if saving is not None:
         options = _options(task, policy_name, epochs, batch_size, seed)
         saver = Saver(saving, options, total, steps_per_epoch)
         done, state, steps, records = saver.restore(state)
     shared = _shared(task, policy)
-    start_at = min(
-        done, total - 1
-    )  # of a run that is ready, a batch is wanted to compile all the same
+    # Of a run that is ready, a batch is wanted to compile all the same.
+    start_at = min(done, total - 1)
     batches = train_batches(task, batch_size, seed, epochs, sharding, start_at)
     batches = (batch | shared for batch in batches)
     first_batch = next(batches)
@@ -250,11 +250,6 @@ def _first_devices(count: int) -> list[Any]:
         there = f"{len(devices)} x {devices[0].device_kind}"
         raise ValueError(f"devices={count}: there is no more than {there}")
     return devices[:count]
-
-
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} must lie between 0 and 2**32 - 1")
 
 
 def _check_float64(policy: Policy, name: str) -> None:

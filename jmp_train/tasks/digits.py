@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jmp_train.tasks.image_loss import image_loss
 from jmp_train.tasks.task import Arrays, Task, TaskOptions
 
 CLASSES = 10
@@ -61,17 +62,7 @@ def loss_fn(
       rng: of the dropout.
       axis_name: the mesh axis over which BatchNorm is synchronised, where a batch is cut.
     """
-    logits, updated = DigitsCNN(axis_name).apply(
-        {"params": params, "batch_stats": batch_stats},
-        batch["image"],
-        train=True,
-        mutable=["batch_stats"],
-        rngs={"dropout": rng},
-    )
-    logits = logits.astype(jnp.float32)  # the loss is no place for half precision
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-    accuracy = (logits.argmax(-1) == batch["label"]).mean(dtype=jnp.float32)
-    return loss, (updated["batch_stats"], {"accuracy": accuracy})
+    return image_loss(DigitsCNN(axis_name), params, batch_stats, batch, {"dropout": rng})
 
 
 def predict(params: Any, batch_stats: Any, batch: Any) -> Any:

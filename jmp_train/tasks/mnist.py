@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from jmp_train.idx import read_idx
+from jmp_train.tasks.image_loss import image_loss
 from jmp_train.tasks.task import Arrays, Task, TaskOptions
 
 # (channels in, channels out, kernel, stride, padding)
@@ -125,16 +126,7 @@ def loss_fn(
       axis_name: the mesh axis over which BatchNorm is synchronised, where a batch is cut.
     """
     del rng
-    logits, updated = MnistCNN(axis_name).apply(
-        {"params": params, "batch_stats": batch_stats},
-        batch["image"],
-        train=True,
-        mutable=["batch_stats"],
-    )
-    logits = logits.astype(jnp.float32)  # the loss is no place for half precision
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-    accuracy = (logits.argmax(-1) == batch["label"]).mean(dtype=jnp.float32)
-    return loss, (updated["batch_stats"], {"accuracy": accuracy})
+    return image_loss(MnistCNN(axis_name), params, batch_stats, batch)
 
 
 def predict(params: Any, batch_stats: Any, batch: Any) -> Any:
