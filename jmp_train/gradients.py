@@ -10,6 +10,7 @@ from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.dtypes import at_least_float32
 from jmp_train.policies.loss_scale import LossScale
 from jmp_train.policies.path_policy import PathPolicy
+from jmp_train.policies.per_loss_scale import PerLossScale
 from jmp_train.policies.policy import Policy, cast_arguments
 
 
@@ -32,7 +33,8 @@ def scaled_value_and_grad(
 
     Returns:
       A function that returns `(loss, grads)` or `((loss, aux), grads)`; the loss is unscaled, in
-      float32 or wider.
+      float32 or wider. Under a `PerLossScale` the loss is a tuple, and so are the gradients: one forward pass,
+      and a backward pass for each loss.
 
     Raises:
       TypeError: when called, the first argument is no loss scale, or the loss no floating scalar.
@@ -50,8 +52,10 @@ def scaled_value_and_grad(
     """
     run = loss_fn if policy is None else policy.default.transform(loss_fn)
 
-    def value_and_grad(loss_scale: LossScale, params: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(loss_scale, LossScale):
+    def value_and_grad(
+        loss_scale: LossScale | PerLossScale, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not isinstance(loss_scale, LossScale | PerLossScale):
             raise TypeError(
                 f"loss_scale must be a LossScale, got {loss_scale!r}; "
                 "get_loss_scale(opt_state) finds an optimizer's"
@@ -64,17 +68,36 @@ def scaled_value_and_grad(
                 call_args, call_kwargs = cast_arguments(policy, call_args, kwargs)
             result = run(*call_args, **call_kwargs)
             loss, aux = result if has_aux else (result, None)
-            loss = wide_scalar(loss)
+            several = isinstance(loss_scale, PerLossScale) and isinstance(loss, tuple | list)
+            loss = tuple(map(wide_scalar, loss)) if several else wide_scalar(loss)
             return loss_scale.scale(loss), (loss, aux)
 
-        grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(params)
+        if isinstance(loss_scale, PerLossScale):
+            grads, (loss, aux) = _grads_of_each(scaled_loss, params)
+        else:
+            grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(params)
         return ((loss, aux) if has_aux else loss), widen_to_float32(grads)
 
     return value_and_grad
 
 
+def _grads_of_each(losses_fn: Callable[..., Any], params: Any) -> tuple[Any, Any]:
+    """Returns the gradients of each of several losses, and what else the function returns."""
+    losses, pull_back, aux = jax.vjp(losses_fn, params, has_aux=True)
+    zeros = [jnp.zeros_like(loss) for loss in losses]
+    seeds = (
+        tuple(jnp.ones_like(loss) if i == chosen else zero for i, zero in enumerate(zeros))
+        for chosen, loss in enumerate(losses)
+    )
+    return tuple(pull_back(seed)[0] for seed in seeds), aux
+
+
 def wide_scalar(loss: Any) -> jax.Array:
     """Returns a loss in float32 or wider; raises TypeError if it is no floating scalar."""
+    if isinstance(loss, tuple | list):
+        raise TypeError(
+            f"loss_fn returned {len(loss)} losses; the optimizer has to have a PerLossScale for them"
+        )
     dtype, shape = jnp.result_type(loss), jnp.shape(loss)
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"loss_fn must return a floating scalar as loss, got {dtype}{list(shape)}")

@@ -1,6 +1,7 @@
 """All that a training run carries from step to step, as one pytree."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,6 +46,7 @@ class TrainState:
         *,
         model_state: Any = None,
         rng: jax.Array | None = None,
+        cast_params: Callable[[Any], Any] | None = None,
     ) -> "TrainState":
         """Returns the state before the first step.
 
@@ -53,6 +55,8 @@ class TrainState:
           optimizer: the optimizer that the train step has; `init` is called on `params`.
           model_state: pytree of the model's own state, or None.
           rng: a jax random key, typed or of uint32, or None.
+          cast_params: gives the parameters the dtypes in which they are to be stored, after the optimizer has
+            seen them whole: its float32 masters lose nothing then. None leaves them as they are.
 
         Returns:
           A state whose arrays keep their dtypes through all steps, so that jit traces once.
@@ -73,9 +77,10 @@ class TrainState:
             if not isinstance(x, jax.Array | np.ndarray | np.generic):
                 raise TypeError(f"params {path!r} must be an array, got {x!r}; partition the model")
         params, model_state = _settle((params, model_state))
-        params, opt_state, model_state = _own_buffers(
-            (params, _settle(optimizer.init(params)), model_state)
-        )
+        opt_state = _settle(optimizer.init(params))
+        if cast_params is not None:
+            params = _settle(cast_params(params))
+        params, opt_state, model_state = _own_buffers((params, opt_state, model_state))
         return cls(
             params=params,
             opt_state=opt_state,

@@ -1,7 +1,8 @@
 """The train step: policy -> loss -> gradients -> optimizer -> state, as one pure function."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jmp_train.batch_parts import check_divides, in_parts
 from jmp_train.gradients import scaled_value_and_grad, wide_scalar
 from jmp_train.policies.casting import is_float_array, widen_to_float32
 from jmp_train.policies.collectives import mean_over_axes, reduce_gradients, vary
-from jmp_train.policies.finite import all_finite, select_tree
+from jmp_train.policies.finite import select_tree
 from jmp_train.policies.loss_scale import LossScale, NoOpLossScale
 from jmp_train.policies.loss_scaled_optimizer import (
     LossScaledOptimizer,
@@ -22,9 +23,13 @@ from jmp_train.policies.loss_scaled_optimizer import (
     get_loss_scale,
     scaled_states,
 )
+from jmp_train.policies.optimizer_states import find_states
 from jmp_train.policies.path_policy import PathPolicy
 from jmp_train.policies.paths import named_leaves, path_name
+from jmp_train.policies.per_loss_scale import PerLossScale, unscale_and_test
 from jmp_train.policies.policy import Policy, get_policy
+from jmp_train.policies.stored_parameters import StoringOptimizer
+from jmp_train.policies.zero_gradients import ZeroGradientsState
 from jmp_train.train_state import TrainState
 
 Metrics = dict[str, Any]
@@ -80,6 +85,7 @@ def train_step(
         as it is stored. `rng` is a fresh key each step, or None if the state has none. Floating
         targets in the batch are cast too: where that loses too much, use `apply_policy` on the
         model inside `loss_fn` and no policy here.
+        Where the optimizer has a `PerLossScale`, `loss` is a tuple; the step follows the gradients of all.
       optimizer: any optax optimizer, usually a `with_loss_scale(...)`. It is given the loss as the
         extra argument `value`.
       policy: the dtypes, or the name of a policy; None casts nothing.
@@ -88,12 +94,14 @@ def train_step(
 
     Returns:
       A `TrainStep`: call it, jit it, or hand it to a parallel transform. Its metrics:
-        * loss: float32 scalar, the mean over the batch, unscaled;
+        * loss: float32 scalar, the mean over the batch, unscaled; of several losses the sum;
         * aux: what `loss_fn` returned, in the output dtype; stacked if there are micro-batches;
         * grad_norm: float32 scalar, of the unscaled gradients before the optimizer clips them;
         * grads_finite: bool scalar, whether this batch's gradients were;
-        * loss_scale: float32 scalar, the scale that the next step will use;
-        * skipped_steps: int32 scalar, how many steps were skipped so far, this one included.
+        * loss_scale: float32 scalar, the scale that the next step will use; of several losses an
+          array [losses];
+        * skipped_steps: int32 scalar, how many steps were skipped so far, this one included;
+        * num_zeros_in_grad: int32 scalar, if the optimizer has a `count_zero_gradients`.
 
     Raises:
       ValueError: `accumulate_steps` is below 1 or, when called, does not divide the batch; the
@@ -131,6 +139,7 @@ class TrainStep:
       policy: see `train_step`.
       accumulate_steps: see `train_step`.
       axis_names: mesh axes over which the batch is split.
+      model_axis_names: mesh axes over which the parameters are split.
 
     Example:
       >>> import optax
@@ -144,15 +153,26 @@ class TrainStep:
     policy: Policy | PathPolicy | None = None
     accumulate_steps: int = 1
     axis_names: tuple[str, ...] = ()
+    model_axis_names: tuple[str, ...] = ()
 
-    def with_axes(self, *names: str) -> "TrainStep":
+    def with_axes(self, *names: str, model: Sequence[str] = ()) -> "TrainStep":
         """Returns this step for use inside a `shard_map` or `pmap` with these axes.
 
         Gradients are averaged over them in the policy's `reduce_dtype`, all devices take or skip
         the step together, loss, floating aux and batch statistics are averaged in float32, and
         every device draws from a key of its own. Whole-number aux stays each device's own.
+
+        Args:
+          *names: axes over which the batch is split.
+          model: axes over which the parameters are split, by tensor or by pipeline parallelism: nothing is
+            averaged over them, but the step is taken or skipped by all of their devices together. The norm
+            in the metrics is that of a device's own part.
         """
-        return dataclasses.replace(self, axis_names=names)
+        return dataclasses.replace(self, axis_names=names, model_axis_names=tuple(model))
+
+    @property
+    def _all_axes(self) -> tuple[str, ...]:
+        return (*self.axis_names, *self.model_axis_names)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Returns the next state and the metrics of this step."""
@@ -163,7 +183,12 @@ class TrainStep:
         return self.apply_gradients(state, loss, model_state, aux, grads, next_rng)
 
     def gradients(
-        self, loss_scale: LossScale, params: Any, model_state: Any, batch: Any, rng: Any
+        self,
+        loss_scale: LossScale | PerLossScale,
+        params: Any,
+        model_state: Any,
+        batch: Any,
+        rng: Any,
     ) -> tuple[jax.Array, Any, Any, Any]:
         """Returns loss, next model state, aux and scaled gradients, reduced over the axes.
 
@@ -199,10 +224,10 @@ class TrainStep:
           grads: scaled, and reduced.
           rng: the next state's random key, or None.
         """
-        loss_scale = loss_scale_of(state.opt_state)
         # with_loss_scale computes both of these too, and XLA computes them once.
-        unscaled = loss_scale.unscale(grads)
-        finite = all_finite(unscaled, self.axis_names)
+        unscaled, finite, _ = unscale_and_test(
+            loss_scale_of(state.opt_state), grads, self._all_axes
+        )
 
         new_params, opt_state = self._update(grads, state, loss)
         if scaled_states(opt_state):
@@ -213,7 +238,7 @@ class TrainStep:
             "aux": aux,
             "grad_norm": optax.tree.norm(unscaled),
             "grads_finite": finite,
-            **_scale_metrics(opt_state),
+            **_state_metrics(opt_state),
         }
         return TrainState(new_params, opt_state, model_state, rng, state.step + 1), metrics
 
@@ -222,7 +247,12 @@ class TrainStep:
         return jnp.float32 if self.policy is None else self.policy.reduce_dtype
 
     def _gradients(
-        self, loss_scale: LossScale, params: Any, model_state: Any, batch: Any, rng: Any
+        self,
+        loss_scale: LossScale | PerLossScale,
+        params: Any,
+        model_state: Any,
+        batch: Any,
+        rng: Any,
     ) -> tuple[jax.Array, Any, Any, Any]:
         """Returns loss, next model state, aux and scaled gradients of a local batch."""
         count = self.accumulate_steps
@@ -240,36 +270,50 @@ class TrainStep:
         micro_batches = in_parts(batch, count)
         rngs = None if rng is None else jax.random.split(rng, count)
         zeros = vary(jax.tree.map(jnp.zeros_like, widen_to_float32(params)), self.axis_names)
+        if isinstance(loss_scale, PerLossScale):
+            zeros = (zeros,) * len(loss_scale.loss_scales)
         (model_state, grads), (shares_of_loss, aux) = lax.scan(
             add_micro_batch, (model_state, zeros), (micro_batches, rngs)
         )
         return shares_of_loss.sum(), model_state, aux, grads
 
     def _micro_gradients(
-        self, loss_scale: LossScale, params: Any, model_state: Any, batch: Any, rng: Any
+        self,
+        loss_scale: LossScale | PerLossScale,
+        params: Any,
+        model_state: Any,
+        batch: Any,
+        rng: Any,
     ) -> tuple[jax.Array, Any, Any, Any]:
         def share_of_loss(params: Any, batch: Any) -> tuple[jax.Array, Any]:
             # Rebuilt here, because nnx lets variables change only in the trace that made them.
             state = jax.tree.map(lambda x: x, model_state)
             loss, extra = _unpack(self.loss_fn(params, state, batch, rng))
+            if isinstance(loss, tuple):
+                return tuple(wide_scalar(x) / self.accumulate_steps for x in loss), extra
             return wide_scalar(loss) / self.accumulate_steps, extra
 
         value_and_grad = scaled_value_and_grad(share_of_loss, self.policy, has_aux=True)
         (loss, (new_model_state, aux)), grads = value_and_grad(loss_scale, params, batch)
         if self.policy is not None:
             aux = self.policy.default.cast_to_output(aux)
+        if isinstance(loss, tuple):
+            loss = functools.reduce(jnp.add, loss)
         return loss, _stored_like(model_state, new_model_state), aux, grads
 
     def _update(self, grads: Any, state: TrainState, loss: jax.Array) -> tuple[Any, Any]:
         """Returns the parameters and optimizer state after the optimizer's step."""
         optimizer = self.optimizer
-        axes = {"axis_names": self.axis_names} if self.axis_names else {}
+        extra = {"value": loss, **({"axis_names": self._all_axes} if self._all_axes else {})}
+        if isinstance(optimizer, StoringOptimizer):
+            params, opt_state = optimizer.step(grads, state.opt_state, state.params, **extra)
+            return params, _clear_emitted(opt_state)
         if not scaled_states(state.opt_state):  # bare optax wants gradients like parameters
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         # The caller selects the parameters, so the optimizer need not select the updates.
         direct = isinstance(optimizer, LossScaledOptimizer)
         update = optimizer.propose if direct else optimizer.update
-        updates, opt_state = update(grads, state.opt_state, state.params, value=loss, **axes)
+        updates, opt_state = update(grads, state.opt_state, state.params, **extra)
         wide = optax.apply_updates(*widen_to_float32((state.params, updates)))
         params = jax.tree.map(lambda new, old: new.astype(old.dtype), wide, state.params)
         return params, _clear_emitted(opt_state)
@@ -322,17 +366,19 @@ def _check_param_dtypes(params: Any, policy: Policy | PathPolicy | None) -> None
         )
 
 
-def loss_scale_of(opt_state: Any) -> LossScale:
+def loss_scale_of(opt_state: Any) -> LossScale | PerLossScale:
     """Returns the loss scale in an optimizer's state, a `NoOpLossScale` if there is none."""
     return get_loss_scale(opt_state) if scaled_states(opt_state) else NoOpLossScale()
 
 
-def _scale_metrics(opt_state: Any) -> Metrics:
+def _state_metrics(opt_state: Any) -> Metrics:
     loss_scale = jnp.asarray(loss_scale_of(opt_state).loss_scale, jnp.float32)
     skipped = [state.skipped_steps for _, state in scaled_states(opt_state)]
+    zeros = [state.zeros for _, state in find_states(opt_state, ZeroGradientsState)]
     return {
         "loss_scale": loss_scale,
         "skipped_steps": skipped[0] if skipped else jnp.zeros((), jnp.int32),
+        **({"num_zeros_in_grad": sum(zeros)} if zeros else {}),
     }
 
 

@@ -33,8 +33,12 @@ from jmp_train.policies.loss_scaled_optimizer import LossScaledState as LossScal
 from jmp_train.policies.loss_scaled_optimizer import get_loss_scale as get_loss_scale
 from jmp_train.policies.loss_scaled_optimizer import set_loss_scale as set_loss_scale
 from jmp_train.policies.loss_scaled_optimizer import with_loss_scale as with_loss_scale
+from jmp_train.policies.master_weights import MasterWeightsState as MasterWeightsState
+from jmp_train.policies.master_weights import get_master_weights as get_master_weights
+from jmp_train.policies.master_weights import with_master_weights as with_master_weights
 from jmp_train.policies.path_policy import PathPolicy as PathPolicy
 from jmp_train.policies.path_policy import policy_by_path as policy_by_path
+from jmp_train.policies.per_loss_scale import PerLossScale as PerLossScale
 from jmp_train.policies.policy import AutocastPolicy as AutocastPolicy
 from jmp_train.policies.policy import Policy as Policy
 from jmp_train.policies.policy import apply_policy as apply_policy
@@ -47,5 +51,10 @@ from jmp_train.policies.presets import torch_loss_scale as torch_loss_scale
 from jmp_train.policies.progress import StalledTrainingError as StalledTrainingError
 from jmp_train.policies.progress import check_progress as check_progress
 from jmp_train.policies.progress import skips_to_floor as skips_to_floor
+from jmp_train.policies.stochastic_rounding import stochastic_round as stochastic_round
+from jmp_train.policies.stochastic_rounding import (
+    with_stochastic_rounding as with_stochastic_rounding,
+)
 from jmp_train.policies.torch_scaler import loss_scale_from_torch as loss_scale_from_torch
 from jmp_train.policies.torch_scaler import loss_scale_to_torch as loss_scale_to_torch
+from jmp_train.policies.zero_gradients import count_zero_gradients as count_zero_gradients

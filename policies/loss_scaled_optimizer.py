@@ -15,16 +15,19 @@ import optax
 from jax.core import Tracer
 
 from jmp_train.policies.casting import widen_to_float32
-from jmp_train.policies.finite import all_finite, select_tree
+from jmp_train.policies.finite import select_tree
 from jmp_train.policies.loss_scale import LossScale
+from jmp_train.policies.optimizer_states import find_states
 from jmp_train.policies.paths import named_leaves, path_name
+from jmp_train.policies.per_loss_scale import PerLossScale, unscale_and_test
+from jmp_train.policies.stored_parameters import StoringOptimizer
 
 
 class LossScaledState(NamedTuple):
     """State of `with_loss_scale`.
 
     Attributes:
-      loss_scale: the `LossScale` of the next forward pass.
+      loss_scale: the `LossScale` of the next forward pass, or the `PerLossScale`.
       inner_state: the wrapped optimizer's state; unchanged by a skipped step.
       last_finite: bool scalar, whether the last gradients were finite and so the step taken.
       skipped_steps: int32 scalar, how many steps were skipped so far.
@@ -38,7 +41,7 @@ class LossScaledState(NamedTuple):
       (0, 65536.0)
     """
 
-    loss_scale: LossScale
+    loss_scale: LossScale | PerLossScale
     inner_state: Any
     last_finite: jax.Array
     skipped_steps: jax.Array
@@ -63,7 +66,8 @@ class LossScaledOptimizer(optax.GradientTransformationExtraArgs):
 
 
 def with_loss_scale(
-    optimizer: optax.GradientTransformation | optax.MultiSteps, loss_scale: LossScale
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    loss_scale: LossScale | PerLossScale,
 ) -> LossScaledOptimizer:
     """Makes an optimizer take scaled gradients, skip non-finite ones and adapt the scale.
 
@@ -76,7 +80,7 @@ def with_loss_scale(
     Args:
       optimizer: any optax optimizer. It sees float32 gradients and parameters.
       loss_scale: the scale to begin with. `NoOpLossScale()` skips without scaling, which is what
-        bfloat16 wants.
+        bfloat16 wants. A `PerLossScale` has one for each loss, and `update` a tuple of gradients.
 
     Returns:
       An optimizer whose state is a `LossScaledState`.
@@ -101,11 +105,18 @@ def with_loss_scale(
     Reference: `torch.amp.GradScaler.step` and `update`; `optax.apply_if_finite`.
     """
     inner = as_transformation(optimizer)
-    if not isinstance(loss_scale, LossScale):
+    if isinstance(inner, StoringOptimizer):
         raise TypeError(
-            f"loss_scale must be a LossScale, got {loss_scale!r}; for a number pass "
-            "StaticLossScale(number) or torch_loss_scale(init_scale=number)"
+            "optimizer must not store the parameters: with_master_weights and with_stochastic_rounding go "
+            "outside, with_master_weights(with_loss_scale(optimizer, loss_scale))"
         )
+    scales = loss_scale.loss_scales if isinstance(loss_scale, PerLossScale) else (loss_scale,)
+    for scale in scales:
+        if not isinstance(scale, LossScale):
+            raise TypeError(
+                f"loss_scale must be a LossScale, got {scale!r}; for a number pass "
+                "StaticLossScale(number) or torch_loss_scale(init_scale=number)"
+            )
 
     def init(params: Any) -> Any:
         inner_state = inner.init(widen_to_float32(params))
@@ -127,14 +138,15 @@ def with_loss_scale(
         axis_names: Sequence[str] = (),
         **extra_args: Any,
     ) -> tuple[Any, Any]:
-        grads = state.loss_scale.unscale(widen_to_float32(updates))
-        finite = all_finite(grads, axis_names)
+        grads, finite, next_scale = unscale_and_test(
+            state.loss_scale, widen_to_float32(updates), axis_names
+        )
         new_updates, new_inner_state = inner.update(
             grads, state.inner_state, widen_to_float32(params), **extra_args
         )
         skipped = (~finite).astype(jnp.int32)
         return new_updates, LossScaledState(
-            loss_scale=state.loss_scale.adjust(finite),
+            loss_scale=next_scale,
             inner_state=select_tree(finite, new_inner_state, state.inner_state),
             last_finite=finite,
             skipped_steps=state.skipped_steps + skipped,
@@ -167,23 +179,22 @@ def _or_nothing(finite: jax.Array, update: jax.Array) -> jax.Array:
 
 def scaled_states(opt_state: Any) -> list[tuple[str, LossScaledState]]:
     """Returns (path, state) of every outermost `LossScaledState` in any nesting."""
-    nodes = jax.tree_util.tree_leaves_with_path(
-        opt_state, is_leaf=lambda node: isinstance(node, LossScaledState)
-    )
-    return [(path_name(path), node) for path, node in nodes if isinstance(node, LossScaledState)]
+    return find_states(opt_state, LossScaledState)
 
 
-def get_loss_scale(opt_state: Any) -> LossScale:
+def get_loss_scale(opt_state: Any, *, loss_id: int | None = None) -> LossScale | PerLossScale:
     """Returns the one loss scale in an optimizer's state.
 
     Args:
       opt_state: a state with one `LossScaledState` in it, in any nesting of optax's combinators.
+      loss_id: of a `PerLossScale` the scale of that loss, from 0; None for all of it.
 
     Returns:
       The scale of the next forward pass: `.loss_scale` is the number, `.scale(loss)` applies it.
 
     Raises:
-      ValueError: there is none, or there are several; the message lists their paths.
+      ValueError: there is none, or there are several, where the message lists their paths; or there is no
+        loss of that number.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -192,10 +203,18 @@ def get_loss_scale(opt_state: Any) -> LossScale:
       >>> float(get_loss_scale(optimizer.init(jnp.ones(2))).scale(jnp.float16(2.0)))
       131072.0
     """
-    return _only_scaled_state(opt_state).loss_scale
+    loss_scale = _only_scaled_state(opt_state).loss_scale
+    if loss_id is None:
+        return loss_scale
+    scales = loss_scale.loss_scales if isinstance(loss_scale, PerLossScale) else (loss_scale,)
+    if not isinstance(loss_id, int) or not 0 <= loss_id < len(scales):
+        raise ValueError(
+            f"loss_id={loss_id!r} must be a whole number below num_losses={len(scales)}"
+        )
+    return scales[loss_id]
 
 
-def set_loss_scale(opt_state: Any, loss_scale: LossScale) -> Any:
+def set_loss_scale(opt_state: Any, loss_scale: LossScale | PerLossScale) -> Any:
     """Returns an optimizer's state with another loss scale in the place of its one.
 
     The scale and its counters are set; what is no leaf, such as the period, belongs to the
@@ -222,7 +241,7 @@ def set_loss_scale(opt_state: Any, loss_scale: LossScale) -> Any:
       >>> float(get_loss_scale(state).loss_scale)
       1024.0
     """
-    if not isinstance(loss_scale, LossScale):
+    if not isinstance(loss_scale, LossScale | PerLossScale):
         raise TypeError(f"loss_scale must be a LossScale, got {loss_scale!r}")
     old = _only_scaled_state(opt_state).loss_scale
     if jax.tree_util.tree_structure(loss_scale) != jax.tree_util.tree_structure(old):
@@ -257,8 +276,16 @@ def _only_scaled_state(opt_state: Any) -> LossScaledState:
     return found[0][1]
 
 
-def _difference(new: LossScale, old: LossScale) -> str:
+def _difference(new: LossScale | PerLossScale, old: LossScale | PerLossScale) -> str:
     """Returns which fields that are structure differ between two loss scales."""
+    if isinstance(new, PerLossScale) and isinstance(old, PerLossScale):
+        if len(new.loss_scales) != len(old.loss_scales):
+            return f"for {len(old.loss_scales)} losses, not {len(new.loss_scales)}"
+        pairs = zip(new.loss_scales, old.loss_scales, strict=True)
+        structure = jax.tree_util.tree_structure
+        return next(
+            _difference(*pair) for pair in pairs if structure(pair[0]) != structure(pair[1])
+        )
     if type(new) is not type(old):
         return f"a {type(old).__name__}, not a {type(new).__name__}"
     leaves = {name for tree in (new, old) for name, _ in named_leaves(tree)}

@@ -8,6 +8,7 @@ from jax.core import Tracer
 
 from jmp_train.policies.loss_scale import DynamicLossScale, LossScale
 from jmp_train.policies.loss_scaled_optimizer import LossScaledState, scaled_states
+from jmp_train.policies.per_loss_scale import PerLossScale
 
 
 class StalledTrainingError(FloatingPointError):
@@ -19,12 +20,12 @@ class StalledTrainingError(FloatingPointError):
     """
 
 
-def skips_to_floor(loss_scale: LossScale) -> int:
+def skips_to_floor(loss_scale: LossScale | PerLossScale) -> int:
     """Returns how many overflows in a row bring a loss scale from its value now to its floor.
 
     Args:
       loss_scale: a loss scale that is not traced. Without a floor above zero, the smallest normal
-        float32 is meant.
+        float32 is meant; of a `PerLossScale` the last loss to get there.
 
     Returns:
       The number of steps; 0 for a scale that does not fall.
@@ -34,6 +35,8 @@ def skips_to_floor(loss_scale: LossScale) -> int:
       >>> skips_to_floor(megatron_loss_scale(initial_scale=256.0, hysteresis=2))
       9
     """
+    if isinstance(loss_scale, PerLossScale):
+        return max(map(skips_to_floor, loss_scale.loss_scales))
     if not isinstance(loss_scale, DynamicLossScale):
         return 0
     floor = max(np.float32(loss_scale.min_loss_scale), np.finfo(np.float32).tiny)
@@ -98,10 +101,16 @@ def _describe(path: str, state: LossScaledState) -> str:
     steps = "step was" if skips == 1 else f"{skips} steps were"
     where = f" of opt_state {path!r}" if path else ""
     scale = state.loss_scale
-    number = float(np.broadcast_to(np.ravel(scale.loss_scale), all_skips.shape)[worst])
-    floor = f" (floor {scale.min_loss_scale:g})" if isinstance(scale, DynamicLossScale) else ""
+    scales = scale.loss_scales if isinstance(scale, PerLossScale) else (scale,)
+    numbers = " and ".join(_number(scale, all_skips.shape, worst) for scale in scales)
     return (
         f"the last {steps} skipped for non-finite gradients; the loss scale{where} is now "
-        f"{number:g}{floor}. NaN or inf in the data or the model does not go away with a lower "
+        f"{numbers}. NaN or inf in the data or the model does not go away with a lower "
         "scale: look at nonfinite_report(gradients)"
     )
+
+
+def _number(scale: LossScale, shape: tuple[int, ...], index: int) -> str:
+    number = float(np.broadcast_to(np.ravel(scale.loss_scale), shape)[index])
+    floor = f" (floor {scale.min_loss_scale:g})" if isinstance(scale, DynamicLossScale) else ""
+    return f"{number:g}{floor}"

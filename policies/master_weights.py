@@ -1,0 +1,123 @@
+"""Parameters in half precision, with float32 masters of them in the optax state.
+
+An update of less than 1/2048 of a float16 parameter (1/256 of a bfloat16 one) is lost when it is added to it.
+The optimizer therefore steps on a float32 copy, of which the stored parameters are the rounded value.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jmp_train.policies.casting import widen_to_float32
+from jmp_train.policies.loss_scaled_optimizer import as_transformation
+from jmp_train.policies.optimizer_states import find_states
+from jmp_train.policies.stored_parameters import StoringOptimizer, storing_optimizer
+from jmp_train.policies.wide_step import wide_step
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `with_master_weights`.
+
+    Attributes:
+      master_weights: the parameters in float32, or wider where they are; what the optimizer steps on.
+      inner_state: the wrapped optimizer's state.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> state = with_master_weights(optax.sgd(0.1)).init({"w": jnp.ones(2, jnp.float16)})
+      >>> state.master_weights["w"].dtype.name
+      'float32'
+    """
+
+    master_weights: Any
+    inner_state: Any
+
+
+def with_master_weights(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+) -> StoringOptimizer:
+    """Makes an optimizer step on float32 masters of parameters that are stored in half precision.
+
+    It goes outermost: `with_master_weights(with_loss_scale(optimizer, loss_scale))`. After each step the
+    parameters are the masters, rounded to the dtypes in which they are stored; in `train_step` to the
+    last bit, by `optax.apply_updates` to one part in 2**24 of what they were before.
+
+    Masters begin as what `init` is given, so float32 parameters lose nothing. Of half ones, as Apex makes them,
+    they are the rounded values: `TrainState.create(params, optimizer, cast_params=...)` does the first.
+
+    Args:
+      optimizer: any optax optimizer; `with_loss_scale`'s included.
+
+    Returns:
+      An optimizer whose state is a `MasterWeightsState`, and whose `update` needs the parameters.
+
+    Raises:
+      TypeError: `optimizer` is none.
+      ValueError: when called, `update` is not given the parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> optimizer = with_master_weights(optax.sgd(1.0))
+      >>> params = jnp.ones((), jnp.float16)
+      >>> state = optimizer.init(params)
+      >>> for _ in range(4):  # a float16 next to 1 is 2**-11 away, or 2**-10
+      ...     params, state = optimizer.step(jnp.float32(2.0**-13), state, params)
+      >>> float(1 - params) == 2.0**-11, float(1 - get_master_weights(state)) == 2.0**-11
+      (True, True)
+
+    Reference: Micikevicius et al., "Mixed Precision Training", https://arxiv.org/abs/1710.03740; Apex's
+    `master_weights`.
+    """
+    inner = as_transformation(optimizer)
+
+    def init(params: Any) -> MasterWeightsState:
+        master_weights = widen_to_float32(params)
+        return MasterWeightsState(master_weights, inner.init(master_weights))
+
+    def step(
+        updates: Any, state: MasterWeightsState, params: Any, **extra_args: Any
+    ) -> tuple[Any, MasterWeightsState]:
+        master_weights, inner_state = wide_step(
+            inner, updates, state.inner_state, state.master_weights, **extra_args
+        )
+        new_params = jax.tree_util.tree_map(
+            lambda master, x: master.astype(x.dtype), master_weights, params
+        )
+        return new_params, MasterWeightsState(master_weights, inner_state)
+
+    return storing_optimizer(init, step)
+
+
+def get_master_weights(opt_state: Any) -> Any:
+    """Returns the float32 masters in an optimizer's state: what to save and to export.
+
+    Args:
+      opt_state: a state with one `MasterWeightsState` in it, in any nesting of optax's combinators.
+
+    Returns:
+      A tree like the parameters, in float32.
+
+    Raises:
+      ValueError: there is none, or there are several; the message lists their paths.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> optimizer = with_master_weights(optax.adam(1e-3))
+      >>> get_master_weights(optimizer.init({"w": jnp.ones(2, jnp.bfloat16)}))["w"].dtype.name
+      'float32'
+
+    Reference: Apex's `amp.master_params(optimizer)`.
+    """
+    found = find_states(opt_state, MasterWeightsState)
+    if not found:
+        raise ValueError(
+            "opt_state has no master weights; wrap the optimizer in with_master_weights"
+        )
+    if len(found) > 1:
+        paths = ", ".join(repr(path) for path, _ in found)
+        raise ValueError(
+            f"opt_state has {len(found)} sets of master weights, at {paths}; "
+            "take the one you mean: opt_state[...].master_weights"
+        )
+    return found[0][1].master_weights

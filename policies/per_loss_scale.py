@@ -1,0 +1,97 @@
+"""A loss scale for each of several losses whose gradients are added up for one optimizer."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_train.policies.finite import all_finite
+from jmp_train.policies.loss_scale import LossScale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerLossScale:
+    """Independent loss scales, one for each loss: a bad one backs off its own scale, and no other.
+
+    It takes the place of a `LossScale` in `with_loss_scale`. The losses and the gradients that it takes are
+    tuples, in the same order; `train_step`'s loss function returns a tuple of losses then, and
+    `get_loss_scale(opt_state, loss_id=1)` is the second loss's scale.
+
+    Args:
+      loss_scales: at least one.
+
+    Raises:
+      ValueError: there is none.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_train.policies import StaticLossScale, torch_loss_scale, with_loss_scale
+      >>> scales = PerLossScale((StaticLossScale(8.0), torch_loss_scale(4.0)))
+      >>> optimizer = with_loss_scale(optax.sgd(1.0), scales)
+      >>> params = jnp.ones(())
+      >>> state = optimizer.init(params)
+      >>> grads = (jnp.array(8.0), jnp.array(4.0))  # of two losses, scaled: 1 and 1
+      >>> float(optimizer.update(grads, state, params)[0])
+      -2.0
+
+    Reference: `num_losses` and `loss_id` of NVIDIA Apex e13873de, apex/amp/handle.py.
+    """
+
+    loss_scales: tuple[LossScale, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss_scales, tuple):
+            return  # jax puts other things here, such as shardings
+        if not self.loss_scales:
+            raise ValueError("loss_scales=() must have at least one loss scale")
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """The numbers, float32 [losses]."""
+        return jnp.stack([jnp.asarray(s.loss_scale, jnp.float32) for s in self.loss_scales])
+
+    def scale(self, losses: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns each loss times its scale."""
+        self._check_count("loss_fn returned", losses)
+        return tuple(s.scale(loss) for s, loss in zip(self.loss_scales, losses, strict=True))
+
+    def unscale(self, trees: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns each loss's gradients over its scale."""
+        self._check_count("updates has the gradients of", trees)
+        return tuple(s.unscale(tree) for s, tree in zip(self.loss_scales, trees, strict=True))
+
+    def adjust(self, grads_finite: Sequence[Any]) -> "PerLossScale":
+        """Returns the scales for the next step, given for each loss whether its gradients were finite."""
+        pairs = zip(self.loss_scales, grads_finite, strict=True)
+        return PerLossScale(tuple(s.adjust(finite) for s, finite in pairs))
+
+    def _check_count(self, what: str, given: Any) -> None:
+        count = len(self.loss_scales)
+        if not isinstance(given, tuple | list) or len(given) != count:
+            came = f"{len(given)}" if isinstance(given, tuple | list) else type(given).__name__
+            raise ValueError(f"{what} {came}, the optimizer has a loss scale for each of {count}")
+
+
+def unscale_and_test(
+    loss_scale: LossScale | PerLossScale, grads: Any, axis_names: Sequence[str]
+) -> tuple[Any, jax.Array, Any]:
+    """Returns unscaled gradients, whether all are finite, and the loss scale for the next step.
+
+    Args:
+      loss_scale: that of the forward pass.
+      grads: scaled gradients, in float32; under a `PerLossScale` a tuple of them, which are added up.
+      axis_names: axes over which the answer is agreed upon.
+    """
+    if not isinstance(loss_scale, PerLossScale):
+        unscaled = loss_scale.unscale(grads)
+        finite = all_finite(unscaled, axis_names)
+        return unscaled, finite, loss_scale.adjust(finite)
+    parts = loss_scale.unscale(grads)
+    tests = [all_finite(part, axis_names) for part in parts]
+    total = functools.reduce(lambda a, b: jax.tree_util.tree_map(jnp.add, a, b), parts)
+    finite = functools.reduce(jnp.logical_and, tests, all_finite(total, axis_names))
+    return total, finite, loss_scale.adjust(tests)

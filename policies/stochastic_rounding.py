@@ -1,0 +1,147 @@
+"""bfloat16 parameters without masters: rounded up or down by chance, so that small updates add up.
+
+Rounding to the nearest loses an update of less than 1/512 of the parameter every time. Rounded up with the
+probability that the lost part has of a step, the value is right on average, and half the bytes are saved.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jmp_train.policies.casting import is_float_array, widen_to_float32
+from jmp_train.policies.loss_scaled_optimizer import as_transformation
+from jmp_train.policies.paths import named_leaves
+from jmp_train.policies.stored_parameters import StoringOptimizer, storing_optimizer
+from jmp_train.policies.wide_step import wide_step
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of `with_stochastic_rounding`.
+
+    Attributes:
+      key: the jax random key of the next step's rounding.
+      inner_state: the wrapped optimizer's state.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> optimizer = with_stochastic_rounding(optax.sgd(0.1), jax.random.key(0))
+      >>> optimizer.init(jnp.ones(2, jnp.bfloat16)).key == jax.random.key(0)
+      Array(True, dtype=bool)
+    """
+
+    key: Any
+    inner_state: Any
+
+
+def with_stochastic_rounding(
+    optimizer: optax.GradientTransformation | optax.MultiSteps, key: jax.Array
+) -> StoringOptimizer:
+    """Makes an optimizer round what it stores in bfloat16 up or down by chance, without bias.
+
+    It goes outermost, as `with_master_weights` does, and takes its place: the optimizer sees float32, and what
+    it makes of the parameters is rounded by `stochastic_round`. Those in float32 are stored as they are. The
+    same key gives the same run; a skipped step changes no parameter, but draws.
+
+    Args:
+      optimizer: any optax optimizer; `with_loss_scale`'s included.
+      key: a jax random key, typed or of uint32; the same on all devices.
+
+    Returns:
+      An optimizer whose state is a `StochasticRoundingState`, and whose `update` needs the parameters.
+
+    Raises:
+      TypeError: `optimizer` is none, or `key` no random key.
+      ValueError: at `init`, a parameter is of another half type; the message names it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> optimizer = with_stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+      >>> params = jnp.ones(10_000, jnp.bfloat16)
+      >>> state = optimizer.init(params)
+      >>> for _ in range(8):  # plain rounding leaves 1 where it is
+      ...     params, state = optimizer.step(jnp.full(10_000, 2.0**-12), state, params)
+      >>> abs(float(params.astype(jnp.float32).mean()) - (1 - 8 * 2.0**-12)) < 1e-4
+      True
+
+    Reference: Gupta et al., "Deep Learning with Limited Numerical Precision", https://arxiv.org/abs/1502.02551.
+    """
+    inner = as_transformation(optimizer)
+    _check_key(key)
+
+    def init(params: Any) -> StochasticRoundingState:
+        _check_dtypes(params)
+        return StochasticRoundingState(jnp.copy(key), inner.init(widen_to_float32(params)))
+
+    def step(
+        updates: Any, state: StochasticRoundingState, params: Any, **extra_args: Any
+    ) -> tuple[Any, StochasticRoundingState]:
+        wide, inner_state = wide_step(
+            inner, updates, state.inner_state, widen_to_float32(params), **extra_args
+        )
+        next_key, step_key = jax.random.split(state.key)
+        leaves, tree = jax.tree_util.tree_flatten(params)
+        stored = [
+            stochastic_round(x, jax.random.fold_in(step_key, index))
+            if old.dtype == jnp.bfloat16
+            else x.astype(old.dtype)
+            for index, (x, old) in enumerate(zip(tree.flatten_up_to(wide), leaves, strict=True))
+        ]
+        return tree.unflatten(stored), StochasticRoundingState(next_key, inner_state)
+
+    return storing_optimizer(init, step)
+
+
+def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Rounds float32 to one of the two nearest bfloat16, so that the mean over many keys is `x`.
+
+    Args:
+      x: float32 array of any shape. What bfloat16 holds, inf and NaN stay what they are.
+      key: a jax random key; each number has a draw of its own.
+
+    Returns:
+      bfloat16 array of the same shape.
+
+    Raises:
+      TypeError: `x` is not float32.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jnp.full(1000, 1 + 2.0**-9)  # a quarter of the way from 1 to 1 + 2**-7
+      >>> up = stochastic_round(x, jax.random.key(0)) > 1
+      >>> 200 < int(up.sum()) < 300
+      True
+
+    Reference: Zamirai et al., "Revisiting BFloat16 Training", https://arxiv.org/abs/2010.06192.
+    """
+    if x.dtype != jnp.float32:
+        raise TypeError(f"x must be float32, got {x.dtype}")
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    # bfloat16 is the upper half of float32: adding a random lower half carries in proportion to x's own.
+    draw = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    rounded = lax.bitcast_convert_type(
+        ((bits + draw) >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16
+    )
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+def _check_key(key: Any) -> None:
+    if not isinstance(key, jax.Array | np.ndarray) or not (
+        key.dtype == jnp.uint32 or jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    ):
+        raise TypeError(f"key must be a jax random key, such as jax.random.key(0), got {key!r}")
+
+
+def _check_dtypes(params: Any) -> None:
+    others = [
+        f"{path!r} is {x.dtype.name}"
+        for path, x in named_leaves(params)
+        if is_float_array(x) and x.dtype.itemsize < 4 and x.dtype != jnp.bfloat16
+    ]
+    if others:
+        raise ValueError(
+            "with_stochastic_rounding is for parameters in bfloat16 and wider: " + ", ".join(others)
+        )

@@ -1,0 +1,58 @@
+"""Optimizers that say what the parameters become, in the dtypes in which these are stored.
+
+optax's updates are differences, which `apply_updates` adds. Where parameters are stored in half precision
+their next value is known, and the way over a difference can lose its last bits.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_train.policies.casting import widen_to_float32
+
+
+class StepFn(Protocol):
+    """Makes the next parameters and state of gradients, state and parameters."""
+
+    def __call__(self, updates: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+        """Returns `(new_params, new_state)`."""
+        ...
+
+
+class StoringOptimizer(optax.GradientTransformationExtraArgs):
+    """What `with_master_weights` and `with_stochastic_rounding` return: an optax optimizer with a `step`.
+
+    `step` takes the arguments of `update` and returns `(new_params, state)`, the parameters in the dtypes
+    that they came in. `train_step` calls it; `update` gives the difference for everybody else.
+
+    Example:
+      >>> import optax
+      >>> from jmp_train.policies import with_master_weights
+      >>> isinstance(with_master_weights(optax.sgd(0.1)), StoringOptimizer)
+      True
+    """
+
+    step: StepFn
+
+
+def storing_optimizer(init: Callable[[Any], Any], step: StepFn) -> StoringOptimizer:
+    """Returns the optimizer with that `init` and `step`."""
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError("params must be given: update(updates, state, params)")
+        new_params, state = step(updates, state, params, **extra_args)
+        return jax.tree_util.tree_map(_difference, new_params, params), state
+
+    optimizer = StoringOptimizer(init, update)
+    optimizer.step = step
+    return optimizer
+
+
+def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
+    # x + -0.0 is x for every x: what does not change keeps its bits, an inf and a -0.0 too.
+    new_wide, old_wide = widen_to_float32((new, old))
+    return jnp.where(new == old, jnp.full_like(new_wide, -0.0), new_wide - old_wide)

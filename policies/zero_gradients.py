@@ -1,0 +1,68 @@
+"""How many gradients are zero: a loss scale that is too low shows here, and layers that do not learn."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_train.policies.loss_scaled_optimizer import as_transformation
+
+
+class ZeroGradientsState(NamedTuple):
+    """State of `count_zero_gradients`.
+
+    Attributes:
+      zeros: int32 scalar, how many numbers of the last gradients that were stepped on were exactly zero.
+      inner_state: the wrapped optimizer's state.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> int(count_zero_gradients(optax.sgd(0.1)).init(jnp.ones(2)).zeros)
+      0
+    """
+
+    zeros: jax.Array
+    inner_state: Any
+
+
+def count_zero_gradients(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformationExtraArgs:
+    """Makes an optimizer count the zeros in the gradients that it is given.
+
+    Inside of `with_loss_scale` these are unscaled and float32, and `train_step` reports the count among its
+    metrics as `num_zeros_in_grad`. A skipped step counts nothing: the last number stays.
+
+    Args:
+      optimizer: any optax optimizer.
+
+    Returns:
+      An optimizer whose state is a `ZeroGradientsState`.
+
+    Raises:
+      TypeError: `optimizer` is none.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> optimizer = count_zero_gradients(optax.sgd(0.1))
+      >>> params = jnp.ones(3)
+      >>> _, state = optimizer.update(jnp.array([0.0, 1.0, 0.0]), optimizer.init(params), params)
+      >>> int(state.zeros)
+      2
+
+    Reference: `log_num_zeros_in_grad` of Megatron-LM and ColossalAI.
+    """
+    inner = as_transformation(optimizer)
+
+    def init(params: Any) -> ZeroGradientsState:
+        return ZeroGradientsState(jnp.zeros((), jnp.int32), inner.init(params))
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, ZeroGradientsState]:
+        counts = [(g == 0).sum(dtype=jnp.int32) for g in jax.tree_util.tree_leaves(updates)]
+        new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        return new_updates, ZeroGradientsState(sum(counts, jnp.int32(0)), inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
