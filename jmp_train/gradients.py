@@ -68,8 +68,10 @@ def scaled_value_and_grad(
                 call_args, call_kwargs = cast_arguments(policy, call_args, kwargs)
             result = run(*call_args, **call_kwargs)
             loss, aux = result if has_aux else (result, None)
-            several = isinstance(loss_scale, PerLossScale) and isinstance(loss, tuple | list)
-            loss = tuple(map(wide_scalar, loss)) if several else wide_scalar(loss)
+            if isinstance(loss_scale, PerLossScale):
+                losses = tuple(map(wide_scalar, loss)) if isinstance(loss, tuple) else loss
+                return loss_scale.scale(losses), (losses, aux)
+            loss = wide_scalar(loss)
             return loss_scale.scale(loss), (loss, aux)
 
         if isinstance(loss_scale, PerLossScale):
@@ -94,7 +96,7 @@ def _grads_of_each(losses_fn: Callable[..., Any], params: Any) -> tuple[Any, Any
 
 def wide_scalar(loss: Any) -> jax.Array:
     """Returns a loss in float32 or wider; raises TypeError if it is no floating scalar."""
-    if isinstance(loss, tuple | list):
+    if isinstance(loss, tuple):
         raise TypeError(
             f"loss_fn returned {len(loss)} losses; the optimizer has to have a PerLossScale for them"
         )

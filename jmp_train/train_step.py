@@ -285,7 +285,7 @@ class TrainStep:
         batch: Any,
         rng: Any,
     ) -> tuple[jax.Array, Any, Any, Any]:
-        def share_of_loss(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        def share_of_loss(params: Any, batch: Any) -> tuple[Any, Any]:
             # Rebuilt here, because nnx lets variables change only in the trace that made them.
             state = jax.tree.map(lambda x: x, model_state)
             loss, extra = _unpack(self.loss_fn(params, state, batch, rng))

@@ -6,6 +6,10 @@ reductions have; a loss scale lifts half-precision gradients out of the range wh
 decides whether a step is taken.
 """
 
+from jmp_train.policies.amp import Amp as Amp
+from jmp_train.policies.amp import amp_mode as amp_mode
+from jmp_train.policies.amp_config import amp_from_config as amp_from_config
+from jmp_train.policies.amp_options import AmpType as AmpType
 from jmp_train.policies.autocast import autocast as autocast
 from jmp_train.policies.autocast import autocast_as as autocast_as
 from jmp_train.policies.autocast_region import BannedOperationError as BannedOperationError
@@ -13,6 +17,7 @@ from jmp_train.policies.autocast_rules import APEX_O1 as APEX_O1
 from jmp_train.policies.autocast_rules import TORCH_CPU as TORCH_CPU
 from jmp_train.policies.autocast_rules import TORCH_CUDA as TORCH_CUDA
 from jmp_train.policies.autocast_rules import AutocastRules as AutocastRules
+from jmp_train.policies.batch_norms import batch_norm_paths as batch_norm_paths
 from jmp_train.policies.casting import cast_to_full as cast_to_full
 from jmp_train.policies.casting import cast_to_half as cast_to_half
 from jmp_train.policies.collectives import reduce_gradients as reduce_gradients

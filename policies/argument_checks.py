@@ -6,6 +6,7 @@ are called by the function that the user called, whose caller the warning shows.
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,12 @@ def check_flag(name: str, value: Any) -> None:
     """Raises unless a value is a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raises unless a value is one of the choices; 1 is no True."""
+    if not any(value == choice and isinstance(value, type(choice)) for choice in choices):
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
 
 
 def _warn_if_inexact(name: str, value: float) -> None:

@@ -54,14 +54,14 @@ class PerLossScale:
         """The numbers, float32 [losses]."""
         return jnp.stack([jnp.asarray(s.loss_scale, jnp.float32) for s in self.loss_scales])
 
-    def scale(self, losses: Sequence[Any]) -> tuple[Any, ...]:
+    def scale(self, losses: Any) -> tuple[Any, ...]:
         """Returns each loss times its scale."""
         self._check_count("loss_fn returned", losses)
         return tuple(s.scale(loss) for s, loss in zip(self.loss_scales, losses, strict=True))
 
-    def unscale(self, trees: Sequence[Any]) -> tuple[Any, ...]:
+    def unscale(self, trees: Any) -> tuple[Any, ...]:
         """Returns each loss's gradients over its scale."""
-        self._check_count("updates has the gradients of", trees)
+        self._check_count("updates is", trees)
         return tuple(s.unscale(tree) for s, tree in zip(self.loss_scales, trees, strict=True))
 
     def adjust(self, grads_finite: Sequence[Any]) -> "PerLossScale":
@@ -71,9 +71,9 @@ class PerLossScale:
 
     def _check_count(self, what: str, given: Any) -> None:
         count = len(self.loss_scales)
-        if not isinstance(given, tuple | list) or len(given) != count:
-            came = f"{len(given)}" if isinstance(given, tuple | list) else type(given).__name__
-            raise ValueError(f"{what} {came}, the optimizer has a loss scale for each of {count}")
+        if not isinstance(given, tuple) or len(given) != count:
+            came = f"{len(given)} losses" if isinstance(given, tuple) else f"{given!r}"
+            raise ValueError(f"{what} {came}, not a tuple for the {count} losses that have a scale")
 
 
 def unscale_and_test(

@@ -4,7 +4,6 @@ optax's updates are differences, which `apply_updates` adds. Where parameters ar
 their next value is known, and the way over a difference can lose its last bits.
 """
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -38,7 +37,7 @@ class StoringOptimizer(optax.GradientTransformationExtraArgs):
     step: StepFn
 
 
-def storing_optimizer(init: Callable[[Any], Any], step: StepFn) -> StoringOptimizer:
+def storing_optimizer(init: optax.TransformInitFn, step: StepFn) -> StoringOptimizer:
     """Returns the optimizer with that `init` and `step`."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:

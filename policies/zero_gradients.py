@@ -1,5 +1,6 @@
 """How many gradients are zero: a loss scale that is too low shows here, and layers that do not learn."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -62,7 +63,8 @@ def count_zero_gradients(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ZeroGradientsState]:
         counts = [(g == 0).sum(dtype=jnp.int32) for g in jax.tree_util.tree_leaves(updates)]
+        zeros = functools.reduce(jnp.add, counts, jnp.int32(0))
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-        return new_updates, ZeroGradientsState(sum(counts, jnp.int32(0)), inner_state)
+        return new_updates, ZeroGradientsState(zeros, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

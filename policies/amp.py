@@ -1,0 +1,338 @@
+"""AMP modes: one value that switches a training script between three families of mixed precision.
+
+The way of the data: options -> `Amp` -> `transform`, which gives the loss function its casts or its autocast,
+and the optimizer its loss scale and its masters; `cast_params` gives the parameters the dtypes to be stored in.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
+
+from jmp_train.policies.amp_options import (
+    FLOAT32,
+    AmpOptions,
+    AmpType,
+    Precision,
+    amp_options,
+)
+from jmp_train.policies.autocast import autocast
+from jmp_train.policies.batch_norms import (
+    batch_norm_paths,
+    float32_batch_norms,
+    float32_batch_norms_called,
+)
+from jmp_train.policies.casting import cast_floating, cast_leaf, is_float_array
+from jmp_train.policies.dtypes import float_dtype, is_half
+from jmp_train.policies.loss_scale import LossScale
+from jmp_train.policies.loss_scaled_optimizer import as_transformation, with_loss_scale
+from jmp_train.policies.master_weights import with_master_weights
+from jmp_train.policies.paths import named_leaves, path_name
+from jmp_train.policies.per_loss_scale import PerLossScale
+from jmp_train.policies.zero_gradients import count_zero_gradients
+
+_LOGGER = logging.getLogger("jmp_train.amp")
+
+
+def amp_mode(mode: str, *, dtype: DTypeLike = jnp.float16, **options: Any) -> "Amp":
+    """Returns the mixed precision of a mode, with the options of its original.
+
+    | mode | parameters | computation | BatchNorm | outputs | loss scale | the optimizer steps on |
+    | --- | --- | --- | --- | --- | --- | --- |
+    | torch | float32 | by autocast | float32 parameters | as they come | dynamic, 2**16 | parameters |
+    | apex, O0 | float32 | float32 | float32 | float32 | 1 | parameters |
+    | apex, O1 | float32 | by autocast | float32 parameters | as they come | dynamic, 2**16 | parameters |
+    | apex, O2 | half | half | float32 | float32 | dynamic, 2**16 | float32 masters |
+    | apex, O3 | half | half | half | float32 | 1 | parameters |
+    | naive | half | half | half | float32 | dynamic, 2**32, hysteresis 2 | float32 masters |
+
+    Args:
+      mode: "torch", "apex" or "naive", or an `AmpType`.
+      dtype: the half type, float16 or bfloat16. bfloat16 has no loss scale, and skips all the same.
+      **options: those of `TorchOptions`, `ApexOptions` or `NaiveOptions`, by name.
+
+    Returns:
+      A value with `transform`, `cast_params` and the rest.
+
+    Raises:
+      ValueError: there is no such mode or option, an option breaks its rule, or two exclude each other; the
+        message names them and the choices.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> loss_fn = jt.stateless(lambda w, x: ((x @ w).astype(jnp.float32) ** 2).mean())
+      >>> amp = jt.amp_mode("naive", initial_scale=2.0**10)
+      >>> loss_fn, optimizer = amp.transform(loss_fn, optax.sgd(0.1))
+      >>> step = jax.jit(jt.train_step(loss_fn, optimizer))
+      >>> state = jt.TrainState.create(jnp.ones((2, 1)), optimizer, cast_params=amp.cast_params)
+      >>> state, metrics = step(state, jnp.full((4, 2), 0.25))
+      >>> state.params.dtype.name, jt.get_master_weights(state.opt_state).dtype.name
+      ('float16', 'float32')
+
+    Reference: torch.amp; NVIDIA Apex e13873de; ColossalAI e79ea4424^, colossalai/amp.
+    """
+    half = float_dtype(dtype, "dtype")
+    if half not in (jnp.float16, jnp.bfloat16):
+        raise ValueError(f"dtype={half.name!r} must be 'float16' or 'bfloat16'")
+    chosen = amp_options(mode, options)
+    if half == jnp.bfloat16:
+        idle = [name for name in chosen.scaling if name in options]
+        if idle:
+            raise ValueError(
+                f"{idle[0]}: dtype=bfloat16 has float32's range and takes no loss scale"
+            )
+    return Amp(chosen, chosen.half_dtype(half))
+
+
+@dataclasses.dataclass(frozen=True)
+class Amp:
+    """What `amp_mode` returns: a mode's options and what they come to; hashable.
+
+    Args:
+      options: of the mode.
+      dtype: the half type.
+      batch_norms: the paths of the model's BatchNorms, as `batch_norm_paths` finds them; None where they are
+        not known. `for_model` sets it.
+
+    Example:
+      >>> amp_mode("apex", opt_level="O3").precision.model_dtype.name
+      'float16'
+    """
+
+    options: AmpOptions
+    dtype: np.dtype
+    batch_norms: tuple[str, ...] | None = None
+
+    @property
+    def mode(self) -> AmpType:
+        """The mode."""
+        return self.options.mode
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it does anything; else all of it computes what float32 computes."""
+        return self.options.enabled
+
+    @property
+    def precision(self) -> Precision:
+        """Which dtypes it gives what."""
+        return self.options.precision(self.dtype) if self.enabled else Precision()
+
+    @property
+    def loss_scale(self) -> LossScale | PerLossScale:
+        """The loss scale to begin with."""
+        return self.options.make_loss_scale(self.dtype)
+
+    def for_model(self, model: Any, *args: Any, **kwargs: Any) -> tuple["Amp", Any]:
+        """Returns this mode with the model's BatchNorms known to it, and the model to train.
+
+        Only `keep_batchnorm_fp32` asks for it; other modes return what they have. BatchNorms then compute in
+        float32 and hand on the dtype of what they were given. In nnx and equinox, where modules hold their
+        dtypes, that makes another model, which is to be split or partitioned in place of the old one.
+
+        Args:
+          model: a linen module, nnx module, equinox module or haiku transform.
+          *args: what linen's and haiku's `init` take beside the key, arrays or their shapes.
+          **kwargs: see `args`.
+
+        Raises:
+          TypeError: `model` is none of these; for others see `batch_norms`.
+        """
+        precision = self.precision
+        if not precision.keep_batchnorm_fp32:
+            return self, model
+        paths = batch_norm_paths(model, *args, **kwargs)
+        return dataclasses.replace(self, batch_norms=paths), float32_batch_norms(model, self.dtype)
+
+    def cast_params(self, params: Any) -> Any:
+        """Returns parameters in the dtypes in which the mode stores them.
+
+        Args:
+          params: pytree of float32 parameters; mode "naive" takes half ones too.
+
+        Raises:
+          ValueError: parameters are in half precision already, all of which are named, or the mode keeps
+            BatchNorms in float32 and does not know them.
+        """
+        if not self.enabled:
+            return params
+        if self.mode is not AmpType.NAIVE:
+            self._refuse_half(params)
+        if self.precision.model_dtype is None:
+            return params
+
+        def cast(path: KeyPath, x: Any) -> Any:
+            return cast_leaf(x, self._stored_dtype(path_name(path)))
+
+        return jax.tree_util.tree_map_with_path(cast, params)
+
+    def cast_model_state(self, model_state: Any) -> Any:
+        """Returns batch statistics in the dtypes of the mode: half where all of the model is half.
+
+        Args:
+          model_state: pytree, or None.
+        """
+        precision = self.precision
+        if precision.model_dtype is None or precision.keep_batchnorm_fp32:
+            return model_state
+        return cast_floating(model_state, precision.model_dtype)
+
+    def transform(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: optax.GradientTransformation | optax.MultiSteps,
+    ) -> tuple[Callable[..., Any], Any]:
+        """Returns a loss function and an optimizer that train in this mode.
+
+        Args:
+          loss_fn: what `train_step` takes, `loss_fn(params, model_state, batch, rng) -> (loss, (model_state,
+            aux))`; of a plain `loss_fn(params, batch)` `stateless` makes one. The floats of the batch are cast
+            with the model. With `num_losses` above 1, `loss` is a tuple.
+          optimizer: any optax optimizer without a loss scale.
+
+        Returns:
+          Both, for `train_step` without a policy or for a step of one's own. Where the mode is not enabled
+          they are what came.
+
+        Raises:
+          ValueError: when called, parameters are not stored as `cast_params` gives them; the message names them.
+        """
+        if not self.enabled:
+            return loss_fn, optimizer
+        if self.options.verbosity:
+            _log(f"AMP mode {self.mode}: {self.options}, {self.precision}")
+
+        @functools.wraps(loss_fn)
+        def with_amp(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+            def model(params: Any, state: Any, batch: Any) -> Any:
+                return loss_fn(params, state, batch, rng)
+
+            loss, (new_state, aux) = self._run(model, params, model_state, batch)
+            return loss, (_stored_like(model_state, new_state), self._cast_outputs(aux))
+
+        return with_amp, self._optimizer(optimizer)
+
+    def forward(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a model's function as it runs in this mode, for evaluation.
+
+        Args:
+          fn: `fn(params, model_state, batch) -> outputs`.
+        """
+        if not self.enabled:
+            return fn
+
+        @functools.wraps(fn)
+        def with_amp(params: Any, model_state: Any, batch: Any) -> Any:
+            return self._cast_outputs(self._run(fn, params, model_state, batch))
+
+        return with_amp
+
+    def log(self, metrics: Any) -> None:
+        """Logs that a step was skipped, if the options are verbose; waits for the step.
+
+        The logger is "jmp_train.amp", the level INFO; of several processes the first one logs.
+
+        Args:
+          metrics: those of `train_step`, outside of jit.
+        """
+        if self.enabled and self.options.verbosity and not bool(metrics["grads_finite"]):
+            scales = ", ".join(f"{scale:g}" for scale in np.ravel(metrics["loss_scale"]))
+            count = int(metrics["skipped_steps"])
+            _log(f"gradient overflow: step skipped, the {count}. so far; loss scale now {scales}")
+
+    def _run(self, fn: Callable[..., Any], params: Any, model_state: Any, batch: Any) -> Any:
+        """Returns what a function of parameters, model state and batch gives in this mode."""
+        self._check_params(params)
+        precision = self.precision
+        # Made anew, because nnx lets variables change only in the trace that made them.
+        state = jax.tree_util.tree_map(lambda x: x, self.cast_model_state(model_state))
+        if precision.autocast_rules is not None:
+            run = autocast(
+                lambda params, batch: fn(params, state, batch),
+                self.dtype,
+                rules=precision.autocast_rules,
+            )
+            return run(params, batch)
+        if precision.model_dtype is not None:
+            batch = cast_floating(batch, precision.model_dtype)
+        keep = precision.keep_batchnorm_fp32
+        with float32_batch_norms_called() if keep else contextlib.nullcontext():
+            return fn(params, state, batch)
+
+    def _cast_outputs(self, outputs: Any) -> Any:
+        dtype = self.precision.output_dtype
+        return outputs if dtype is None else cast_floating(outputs, dtype)
+
+    def _optimizer(self, optimizer: Any) -> Any:
+        optimizer = as_transformation(optimizer)
+        if self.options.counts_zeros:
+            optimizer = count_zero_gradients(optimizer)
+        optimizer = with_loss_scale(optimizer, self.loss_scale)
+        return with_master_weights(optimizer) if self.precision.master_weights else optimizer
+
+    def _stored_dtype(self, path: str) -> np.dtype:
+        """Returns the dtype of the parameter at a path in a mode that casts the model."""
+        precision = self.precision
+        assert precision.model_dtype is not None
+        if not precision.keep_batchnorm_fp32:
+            return precision.model_dtype
+        if self.batch_norms is None:
+            raise ValueError(
+                "keep_batchnorm_fp32=True: which parameters are BatchNorm's is not known; call amp, model = "
+                "amp.for_model(model, *inputs), or dataclasses.replace(amp, batch_norms=(...)) with their "
+                "modules' paths, () for none"
+            )
+        is_norm = any(f"/{norm}/" in f"/{path}" for norm in self.batch_norms)
+        return FLOAT32 if is_norm else precision.model_dtype
+
+    def _check_params(self, params: Any) -> None:
+        if self.precision.model_dtype is None:
+            return self._refuse_half(params)
+        wrong = [
+            f"{path!r} is {x.dtype.name}, not {wanted.name}"
+            for path, x in named_leaves(params)
+            if is_float_array(x) and x.dtype != (wanted := self._stored_dtype(path))
+        ]
+        if wrong:
+            raise ValueError(
+                f"params are not stored as mode {str(self.mode)!r} wants them, call amp.cast_params(params) "
+                "before the first step:\n  " + "\n  ".join(wrong)
+            )
+        return None
+
+    def _refuse_half(self, params: Any) -> None:
+        half = [
+            f"{path!r} is {x.dtype.name}"
+            for path, x in named_leaves(params)
+            if is_float_array(x) and is_half(x.dtype)
+        ]
+        if half:
+            raise ValueError(
+                f"params must come in float32, mode {str(self.mode)!r} casts them itself where it wants that:"
+                "\n  " + "\n  ".join(half)
+            )
+
+
+def _stored_like(old: Any, new: Any) -> Any:
+    """Returns a new model state in the dtypes of the old one; `train_step` checks what else differs."""
+    if jax.tree_util.tree_structure(old) != jax.tree_util.tree_structure(new):
+        return new
+    return jax.tree_util.tree_map(
+        lambda x, y: cast_leaf(y, x.dtype) if is_float_array(x) else y, old, new
+    )
+
+
+def _log(text: str) -> None:
+    # Who asks for the process before `initialize` would start jax, and too early.
+    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+        _LOGGER.info(text)

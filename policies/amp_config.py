@@ -1,0 +1,66 @@
+"""AMP modes from configuration: the tutorials' dictionaries, and TOML files."""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jmp_train.policies.amp import Amp, amp_mode
+from jmp_train.policies.amp_options import AmpType
+
+
+def amp_from_config(
+    config: Mapping[str, Any] | str | Path, *, dtype: DTypeLike = jnp.float16
+) -> Amp:
+    """Returns the mode that a configuration names under `fp16`.
+
+    Args:
+      config: a dictionary such as `{"fp16": {"mode": "torch", "init_scale": 2.0**10}}`, or the path of a TOML
+        file with a table `[fp16]`. What else is in it is the script's; without `fp16`, or where it is None,
+        the mode is one that is not enabled.
+      dtype: see `amp_mode`; a `dtype` in `fp16` comes before it.
+
+    Returns:
+      What `amp_mode` returns.
+
+    Raises:
+      TypeError: `config` or `fp16` is of another type.
+      ValueError: the file is no TOML, or a key of `fp16` is wrong; the message names it and the choices.
+      FileNotFoundError: there is no such file.
+
+    Example:
+      >>> config = {"batch_size": 128, "fp16": {"mode": AmpType.APEX, "opt_level": "O2"}}
+      >>> amp = amp_from_config(config)
+      >>> amp.options.opt_level, amp.precision.master_weights
+      ('O2', True)
+
+    Reference: ColossalAI's configuration files, https://colossalai.org/docs/features/mixed_precision_training.
+    """
+    where = "config"
+    if isinstance(config, str | Path):
+        where, config = str(config), _read(Path(config))
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config must be a dictionary or a TOML file's path, got {config!r}")
+    options = config.get("fp16")
+    if options is None:
+        return amp_mode(AmpType.TORCH, dtype=dtype, enabled=False)
+    if not isinstance(options, Mapping):
+        raise TypeError(f"{where}: fp16 must be a dictionary of options, got {options!r}")
+    options = dict(options)
+    try:
+        if "mode" not in options:
+            choices = ", ".join(repr(kind.value) for kind in AmpType)
+            raise ValueError(f"mode is missing; choose from {choices}")
+        return amp_mode(**{"dtype": dtype, **options})
+    except ValueError as error:
+        raise ValueError(f"{where}: fp16: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML file: {error}") from error

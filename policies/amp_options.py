@@ -1,0 +1,419 @@
+"""The options of the three families of mixed precision, under the names of their originals.
+
+Each is a frozen dataclass whose fields are the keys of the tutorials' `fp16` dictionaries, with their
+defaults, checked when it is made; `precision` and `loss_scale` say what it comes to.
+"""
+
+import dataclasses
+import enum
+import warnings
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_train.policies.argument_checks import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_scale,
+    is_integer,
+)
+from jmp_train.policies.autocast_rules import APEX_O1, TORCH_CUDA, AutocastRules
+from jmp_train.policies.loss_scale import LossScale, NoOpLossScale, StaticLossScale
+from jmp_train.policies.per_loss_scale import PerLossScale
+from jmp_train.policies.presets import apex_loss_scale, megatron_loss_scale, torch_loss_scale
+
+FLOAT32 = np.dtype(np.float32)
+
+
+class AmpType(enum.StrEnum):
+    """The families of mixed precision; each is equal to its name.
+
+    Example:
+      >>> AmpType("naive") is AmpType.NAIVE, AmpType.APEX == "apex"
+      (True, True)
+
+    Reference: ColossalAI's `AMP_TYPE`.
+    """
+
+    TORCH = "torch"
+    APEX = "apex"
+    NAIVE = "naive"
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Which dtypes a mode gives what.
+
+    Args:
+      model_dtype: of parameters, inputs and buffers; None leaves them as they are.
+      autocast_rules: by which each operation gets its precision; None for no autocast.
+      keep_batchnorm_fp32: whether BatchNorms are float32 where the model is not.
+      master_weights: whether the optimizer keeps float32 masters.
+      output_dtype: of what the model returns; None for the dtype in which it was made.
+    """
+
+    model_dtype: np.dtype | None = None
+    autocast_rules: AutocastRules | None = None
+    keep_batchnorm_fp32: bool = False
+    master_weights: bool = False
+    output_dtype: np.dtype | None = None
+
+
+class _Options:
+    """What the options of all modes have."""
+
+    mode: ClassVar[AmpType]
+    scaling: ClassVar[tuple[str, ...]]  # the options of a loss scale, which bfloat16 does without
+    enabled: bool = True
+    verbosity: int = 0  # 0 logs nothing
+    counts_zeros: bool = False
+
+    def half_dtype(self, dtype: np.dtype) -> np.dtype:
+        """Returns the half type, given the one that was asked for."""
+        return dtype
+
+    def precision(self, half: np.dtype) -> Precision:
+        """Returns the dtypes, given the half type."""
+        raise NotImplementedError
+
+    def make_loss_scale(self, half: np.dtype) -> LossScale | PerLossScale:
+        """Returns the loss scale to begin with, given the half type."""
+        return self._dynamic_scale() if half == jnp.float16 else NoOpLossScale()
+
+    def _dynamic_scale(self) -> LossScale:
+        raise NotImplementedError
+
+    def _scaling_options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.scaling}
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchOptions(_Options):
+    """Mode "torch": autocast, float32 parameters and torch's `GradScaler`.
+
+    Args:
+      init_scale: see `torch_loss_scale`, as for the next three.
+      growth_factor: see there.
+      backoff_factor: see there.
+      growth_interval: see there.
+      enabled: False computes what float32 computes.
+
+    Example:
+      >>> TorchOptions().growth_interval
+      2000
+
+    Reference: ColossalAI's AMP_TYPE.TORCH; torch.amp.
+    """
+
+    mode: ClassVar[AmpType] = AmpType.TORCH
+    scaling: ClassVar[tuple[str, ...]] = (
+        "init_scale",
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+    )
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        check_flag("enabled", self.enabled)
+        self._dynamic_scale()
+
+    def precision(self, half: np.dtype) -> Precision:
+        """Returns autocast by torch's rules."""
+        del half
+        return Precision(autocast_rules=TORCH_CUDA)
+
+    def _dynamic_scale(self) -> LossScale:
+        return torch_loss_scale(**self._scaling_options())
+
+
+@dataclasses.dataclass(frozen=True)
+class NaiveOptions(_Options):
+    """Mode "naive": the whole model in half precision, and float32 masters.
+
+    Args:
+      log_num_zeros_in_grad: whether to count the gradients that are zero (metric `num_zeros_in_grad`).
+      initial_scale: see `megatron_loss_scale`, as for the next six.
+      min_scale: see there.
+      max_scale: see there.
+      growth_factor: see there.
+      backoff_factor: see there.
+      growth_interval: see there.
+      hysteresis: see there.
+      verbose: whether the settings and the skipped steps are logged.
+
+    Example:
+      >>> NaiveOptions().initial_scale == 2.0**32
+      True
+
+    Reference: ColossalAI's AMP_TYPE.NAIVE of 2022 (e79ea4424^).
+    """
+
+    mode: ClassVar[AmpType] = AmpType.NAIVE
+    scaling: ClassVar[tuple[str, ...]] = (
+        "initial_scale",
+        "min_scale",
+        "max_scale",
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "hysteresis",
+    )
+
+    log_num_zeros_in_grad: bool = False
+    initial_scale: float = 2.0**32
+    min_scale: float = 1.0
+    max_scale: float = 2.0**32
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        check_flag("log_num_zeros_in_grad", self.log_num_zeros_in_grad)
+        check_flag("verbose", self.verbose)
+        self._dynamic_scale()
+
+    @property
+    def verbosity(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """1 where settings and skipped steps are logged."""
+        return int(self.verbose)
+
+    @property
+    def counts_zeros(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether zero gradients are counted."""
+        return self.log_num_zeros_in_grad
+
+    def precision(self, half: np.dtype) -> Precision:
+        """Returns half precision for all but masters and outputs."""
+        return Precision(model_dtype=half, master_weights=True, output_dtype=FLOAT32)
+
+    def _dynamic_scale(self) -> LossScale:
+        return megatron_loss_scale(**self._scaling_options())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Level:
+    """What one of Apex's levels sets, where an option does not say otherwise."""
+
+    cast_model_type: str | None
+    patch_torch_functions: bool
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None
+    loss_scale: float | str
+
+
+_HALF = "half"  # the half type of the mode
+_LEVELS = {
+    "O0": _Level("float32", False, None, False, 1.0),
+    "O1": _Level(None, True, None, None, "dynamic"),
+    "O2": _Level(_HALF, False, True, True, "dynamic"),
+    "O3": _Level(_HALF, False, False, False, 1.0),
+}
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ApexOptions(_Options):
+    """Mode "apex": NVIDIA Apex's levels; an option that is not None overrides its level's.
+
+    Args:
+      enabled: False computes what float32 computes.
+      opt_level: "O0" is float32, "O1" autocast, "O2" a half model with BatchNorms and masters in float32 and
+        a dynamic loss scale, "O3" a half model with nothing else.
+      cast_model_type: dtype of the model, or its name; False for none.
+      patch_torch_functions: whether each operation gets its precision by autocast; O1 only.
+      keep_batchnorm_fp32: whether BatchNorms stay in float32; "True" and "False" are taken too. Not for O1.
+      master_weights: whether the optimizer keeps float32 masters of half parameters. Not for O1.
+      loss_scale: a number, its text, or "dynamic".
+      cast_model_outputs: dtype of what the model returns; None for float32, under O1 for what comes.
+      num_losses: how many losses with a scale of their own there are; see `PerLossScale`.
+      verbosity: 0 logs nothing, 1 settings and skipped steps.
+      min_loss_scale: the floor of a dynamic scale; None for 1, 0 for none.
+      max_loss_scale: its ceiling.
+
+    Example:
+      >>> ApexOptions(opt_level="O2").max_loss_scale == 2.0**24
+      True
+
+    Reference: NVIDIA Apex e13873de, apex/amp/frontend.py.
+    """
+
+    mode: ClassVar[AmpType] = AmpType.APEX
+    scaling: ClassVar[tuple[str, ...]] = ("min_loss_scale", "max_loss_scale")
+
+    enabled: bool = True
+    opt_level: str = "O1"
+    cast_model_type: Any = None
+    patch_torch_functions: bool | None = None
+    keep_batchnorm_fp32: bool | str | None = None
+    master_weights: bool | None = None
+    loss_scale: float | str | None = None
+    cast_model_outputs: Any = None
+    num_losses: int = 1
+    verbosity: int = 1
+    min_loss_scale: float | None = None
+    max_loss_scale: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        check_flag("enabled", self.enabled)
+        _check_level(self.opt_level)
+        for name in ("cast_model_type", "cast_model_outputs"):
+            object.__setattr__(self, name, _dtype_option(name, getattr(self, name)))
+        keep = {"True": True, "False": False}.get(str(self.keep_batchnorm_fp32))
+        check_choice(
+            "keep_batchnorm_fp32", self.keep_batchnorm_fp32, (None, True, False, "True", "False")
+        )
+        object.__setattr__(self, "keep_batchnorm_fp32", keep)
+        for name in ("patch_torch_functions", "master_weights"):
+            check_choice(name, getattr(self, name), (None, True, False))
+        object.__setattr__(self, "loss_scale", _scale_option(self.loss_scale))
+        check_count("num_losses", self.num_losses)
+        if not is_integer(self.verbosity) or self.verbosity < 0:
+            raise ValueError(f"verbosity={self.verbosity!r} must be a whole number of at least 0")
+        self._check_combinations()
+        self._dynamic_scale()
+        if self._level_or("loss_scale") != "dynamic" and self._scaling_options() != _NO_BOUNDS:
+            warnings.warn(
+                "min_loss_scale and max_loss_scale bound a dynamic loss scale; "
+                f"loss_scale={self._level_or('loss_scale')} is static",
+                stacklevel=4,
+            )
+
+    def _check_combinations(self) -> None:
+        if self.opt_level != "O1":
+            if self.patch_torch_functions:
+                raise ValueError(
+                    "patch_torch_functions=True is for opt_level='O1', got opt_level="
+                    f"{self.opt_level!r}; leave it out, or choose False or None"
+                )
+            return
+        if self.cast_model_type not in (None, False, FLOAT32):
+            raise ValueError(
+                f"cast_model_type={self.cast_model_type.name!r}: opt_level='O1' leaves the model in "
+                "float32; choose None, False or 'float32', or opt_level 'O2' or 'O3'"
+            )
+        for name in ("keep_batchnorm_fp32", "master_weights"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: opt_level='O1' keeps all parameters in float32; "
+                    "leave it out, or choose opt_level 'O2' or 'O3'"
+                )
+
+    def _level_or(self, name: str) -> Any:
+        """Returns an option, or what the level says where it is None."""
+        value = getattr(self, name)
+        return getattr(_LEVELS[self.opt_level], name) if value is None else value
+
+    def half_dtype(self, dtype: np.dtype) -> np.dtype:
+        """Returns `cast_model_type`, if it is a half type, else the one that was asked for."""
+        half = self.cast_model_type not in (None, False, FLOAT32)
+        return self.cast_model_type if half else dtype
+
+    def precision(self, half: np.dtype) -> Precision:
+        """Returns the dtypes that the level and the options give."""
+        if self._level_or("patch_torch_functions"):
+            return Precision(autocast_rules=APEX_O1, output_dtype=self.cast_model_outputs)
+        model_dtype = self._level_or("cast_model_type")
+        model_dtype = (
+            half if model_dtype == _HALF else np.dtype(model_dtype) if model_dtype else None
+        )
+        is_half = model_dtype not in (None, FLOAT32)
+        outputs = FLOAT32 if model_dtype is not None else None
+        return Precision(
+            model_dtype=model_dtype,
+            keep_batchnorm_fp32=is_half and bool(self._level_or("keep_batchnorm_fp32")),
+            master_weights=is_half and bool(self._level_or("master_weights")),
+            output_dtype=self.cast_model_outputs or outputs,
+        )
+
+    def make_loss_scale(self, half: np.dtype) -> LossScale | PerLossScale:
+        """Returns the loss scale to begin with, or one for each loss."""
+        scale = self._level_or("loss_scale")
+        if scale != "dynamic":
+            one = StaticLossScale(scale)
+        elif self.loss_scale is None and half != jnp.float16:
+            one = NoOpLossScale()
+        else:
+            one = self._dynamic_scale()
+        return one if self.num_losses == 1 else PerLossScale((one,) * self.num_losses)
+
+    def _dynamic_scale(self) -> LossScale:
+        floor = 1.0 if self.min_loss_scale is None else self.min_loss_scale
+        return apex_loss_scale(min_loss_scale=floor, max_loss_scale=self.max_loss_scale)
+
+
+_NO_BOUNDS = {"min_loss_scale": None, "max_loss_scale": 2.0**24}
+
+
+def _check_level(level: Any) -> None:
+    if level in _LEVELS:
+        return
+    hint = "; the first character is the letter O" if str(level)[:1] == "0" else ""
+    raise ValueError(f"opt_level={level!r} must be one of {', '.join(map(repr, _LEVELS))}{hint}")
+
+
+def _dtype_option(name: str, value: Any) -> Any:
+    """Returns the dtype that an option names, by torch's names too; None and False come back."""
+    if value is None or (value is False and name == "cast_model_type"):
+        return value
+    if isinstance(value, str):
+        value = value.removeprefix("torch.")
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in _DTYPES:
+        raise ValueError(
+            f"{name}={value!r} must be one of {', '.join(map(repr, _DTYPES))}, or None"
+        )
+    return dtype
+
+
+def _scale_option(value: Any) -> float | str | None:
+    if value is None or value == "dynamic":
+        return value
+    number = value
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            raise ValueError(
+                f"loss_scale={value!r} must be 'dynamic', a number, or a number's text"
+            ) from None
+    check_scale("loss_scale", number)
+    return float(number)
+
+
+AmpOptions: TypeAlias = TorchOptions | ApexOptions | NaiveOptions
+
+_OPTIONS: dict[AmpType, type[AmpOptions]] = {
+    kind.mode: kind for kind in (TorchOptions, ApexOptions, NaiveOptions)
+}
+
+
+def amp_options(mode: str, options: Mapping[str, Any]) -> AmpOptions:
+    """Returns a mode's options; raises ValueError for a mode or a key that there is not.
+
+    Args:
+      mode: "torch", "apex" or "naive", or an `AmpType`.
+      options: by the names of the mode's options.
+    """
+    check_choice("mode", mode, tuple(kind.value for kind in AmpType))
+    kind = _OPTIONS[AmpType(mode)]
+    names = [field.name for field in dataclasses.fields(kind)]
+    for name in options:
+        if name not in names:
+            raise ValueError(
+                f"{name!r} is no option of mode {str(mode)!r}; choose from mode, {', '.join(names)}"
+            )
+    return kind(**options)
