@@ -33,8 +33,7 @@ def scaled_value_and_grad(
 
     Returns:
       A function that returns `(loss, grads)` or `((loss, aux), grads)`; the loss is unscaled, in
-      float32 or wider. Under a `PerLossScale` the loss is a tuple, and so are the gradients: one forward pass,
-      and a backward pass for each loss.
+      float32 or wider. Under a `PerLossScale` the loss is a tuple, and so are the gradients.
 
     Raises:
       TypeError: when called, the first argument is no loss scale, or the loss no floating scalar.
@@ -75,7 +74,8 @@ def scaled_value_and_grad(
             return loss_scale.scale(loss), (loss, aux)
 
         if isinstance(loss_scale, PerLossScale):
-            grads, (loss, aux) = _grads_of_each(scaled_loss, params)
+            count = len(loss_scale.loss_scales)
+            grads, (loss, aux) = _grads_of_each(scaled_loss, params, count)
         else:
             grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(params)
         return ((loss, aux) if has_aux else loss), widen_to_float32(grads)
@@ -83,15 +83,21 @@ def scaled_value_and_grad(
     return value_and_grad
 
 
-def _grads_of_each(losses_fn: Callable[..., Any], params: Any) -> tuple[Any, Any]:
-    """Returns the gradients of each of several losses, and what else the function returns."""
-    losses, pull_back, aux = jax.vjp(losses_fn, params, has_aux=True)
-    zeros = [jnp.zeros_like(loss) for loss in losses]
-    seeds = (
-        tuple(jnp.ones_like(loss) if i == chosen else zero for i, zero in enumerate(zeros))
-        for chosen, loss in enumerate(losses)
-    )
-    return tuple(pull_back(seed)[0] for seed in seeds), aux
+def _grads_of_each(losses_fn: Callable[..., Any], params: Any, count: int) -> tuple[Any, Any]:
+    """Returns the gradients of each of several losses, and what else the function returns.
+
+    Each has a backward pass of its own: where another loss is not finite, its zero times that is NaN.
+    """
+
+    def only(chosen: int) -> Callable[[Any], Any]:
+        def loss_fn(params: Any) -> Any:
+            losses, aux = losses_fn(params)
+            return losses[chosen], aux
+
+        return loss_fn
+
+    pairs = [jax.grad(only(chosen), has_aux=True)(params) for chosen in range(count)]
+    return tuple(grads for grads, _ in pairs), pairs[0][1]
 
 
 def wide_scalar(loss: Any) -> jax.Array:

@@ -31,7 +31,12 @@ from jmp_train.policies.batch_norms import (
     float32_batch_norms,
     float32_batch_norms_called,
 )
-from jmp_train.policies.casting import cast_floating, cast_leaf, is_float_array
+from jmp_train.policies.casting import (
+    cast_floating,
+    cast_leaf,
+    is_float_array,
+    widen_to_float32,
+)
 from jmp_train.policies.dtypes import float_dtype, is_half
 from jmp_train.policies.loss_scale import LossScale
 from jmp_train.policies.loss_scaled_optimizer import as_transformation, with_loss_scale
@@ -217,7 +222,9 @@ class Amp:
             def model(params: Any, state: Any, batch: Any) -> Any:
                 return loss_fn(params, state, batch, rng)
 
-            loss, (new_state, aux) = self._run(model, params, model_state, batch)
+            # Stored in half where all of the model is, but handed on in float32: nnx refuses what is wider.
+            state = widen_to_float32(self.cast_model_state(model_state))
+            loss, (new_state, aux) = self._run(model, params, state, batch)
             return loss, (_stored_like(model_state, new_state), self._cast_outputs(aux))
 
         return with_amp, self._optimizer(optimizer)
@@ -233,7 +240,8 @@ class Amp:
 
         @functools.wraps(fn)
         def with_amp(params: Any, model_state: Any, batch: Any) -> Any:
-            return self._cast_outputs(self._run(fn, params, model_state, batch))
+            state = self.cast_model_state(model_state)
+            return self._cast_outputs(self._run(fn, params, state, batch))
 
         return with_amp
 
@@ -254,20 +262,18 @@ class Amp:
         """Returns what a function of parameters, model state and batch gives in this mode."""
         self._check_params(params)
         precision = self.precision
-        # Made anew, because nnx lets variables change only in the trace that made them.
-        state = jax.tree_util.tree_map(lambda x: x, self.cast_model_state(model_state))
+
+        def run(params: Any, batch: Any) -> Any:
+            # Made anew, because nnx lets variables change only in the trace that made them.
+            return fn(params, jax.tree_util.tree_map(lambda x: x, model_state), batch)
+
         if precision.autocast_rules is not None:
-            run = autocast(
-                lambda params, batch: fn(params, state, batch),
-                self.dtype,
-                rules=precision.autocast_rules,
-            )
-            return run(params, batch)
+            return autocast(run, self.dtype, rules=precision.autocast_rules)(params, batch)
         if precision.model_dtype is not None:
             batch = cast_floating(batch, precision.model_dtype)
         keep = precision.keep_batchnorm_fp32
         with float32_batch_norms_called() if keep else contextlib.nullcontext():
-            return fn(params, state, batch)
+            return run(params, batch)
 
     def _cast_outputs(self, outputs: Any) -> Any:
         dtype = self.precision.output_dtype

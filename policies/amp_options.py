@@ -323,17 +323,16 @@ class ApexOptions(_Options):
         """Returns the dtypes that the level and the options give."""
         if self._level_or("patch_torch_functions"):
             return Precision(autocast_rules=APEX_O1, output_dtype=self.cast_model_outputs)
-        model_dtype = self._level_or("cast_model_type")
-        model_dtype = (
-            half if model_dtype == _HALF else np.dtype(model_dtype) if model_dtype else None
-        )
-        is_half = model_dtype not in (None, FLOAT32)
-        outputs = FLOAT32 if model_dtype is not None else None
+        cast = self._level_or("cast_model_type")
+        if not cast:
+            return Precision(output_dtype=self.cast_model_outputs)
+        model_dtype = half if cast == _HALF else np.dtype(cast)
+        is_half = model_dtype != FLOAT32
         return Precision(
             model_dtype=model_dtype,
             keep_batchnorm_fp32=is_half and bool(self._level_or("keep_batchnorm_fp32")),
             master_weights=is_half and bool(self._level_or("master_weights")),
-            output_dtype=self.cast_model_outputs or outputs,
+            output_dtype=self.cast_model_outputs or FLOAT32,
         )
 
     def make_loss_scale(self, half: np.dtype) -> LossScale | PerLossScale:
@@ -366,10 +365,9 @@ def _dtype_option(name: str, value: Any) -> Any:
     """Returns the dtype that an option names, by torch's names too; None and False come back."""
     if value is None or (value is False and name == "cast_model_type"):
         return value
-    if isinstance(value, str):
-        value = value.removeprefix("torch.")
+    named: Any = value.removeprefix("torch.") if isinstance(value, str) else value
     try:
-        dtype = jnp.dtype(value)
+        dtype = jnp.dtype(named)
     except TypeError:
         dtype = None
     if dtype is None or dtype.name not in _DTYPES:

@@ -1,0 +1,143 @@
+"""Half parameters with float32 masters: the bits of float32 training, and nothing lost to a skip."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_bitwise_equal, relaxed
+
+import jmp_train as jt
+from jmp_train.policies.stored_parameters import StoringOptimizer
+
+X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+HALVES = ["float16", "bfloat16"]
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    hidden = jnp.tanh(batch @ params["w"] + params["b"]).astype(jnp.float32)
+    return ((hidden - 0.5) ** 2).mean()
+
+
+def make_params() -> dict[str, jax.Array]:
+    return {"w": jax.random.normal(jax.random.key(0), (4, 3)), "b": jnp.zeros(3)}
+
+
+def in_half(dtype: str) -> Callable[[Any], Any]:
+    return lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 50)),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "lamb": lambda: optax.lamb(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2),
+    "accumulating": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_masters_are_float32_training_to_the_last_bit(optimizer: str, dtype: str) -> None:
+    inner = OPTIMIZERS[optimizer]()
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    scaled = jt.with_loss_scale(relaxed(inner), jt.torch_loss_scale(2.0**8, growth_interval=5))
+    mastered = jt.with_master_weights(scaled)
+    wide_step = jax.jit(
+        jt.train_step(jt.stateless(loss_fn), scaled, policy=f"p=f32,c={dtype},o=f32")
+    )
+    half_step = jax.jit(
+        jt.train_step(jt.stateless(lambda p, x: loss_fn(p, x.astype(dtype))), mastered)
+    )
+    wide = jt.TrainState.create(make_params(), scaled)
+    half = jt.TrainState.create(make_params(), mastered, cast_params=in_half(dtype))
+    for number in range(30):
+        batch = jnp.asarray(X) * (np.float32(np.inf) if number in (3, 4, 17) else 1)
+        wide, wanted = wide_step(wide, batch)
+        half, metrics = half_step(half, batch)
+        assert_bitwise_equal(metrics, wanted)
+        masters = jt.get_master_weights(half.opt_state)
+        assert_bitwise_equal(masters, wide.params)
+        assert_bitwise_equal(half.params, in_half(dtype)(masters))
+    assert int(metrics["skipped_steps"]) == 3
+    assert {x.dtype.name for x in jax.tree.leaves(half.params)} == {dtype}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_skipped_step_changes_no_bit(dtype: str) -> None:
+    optimizer = jt.with_master_weights(
+        jt.with_loss_scale(relaxed(optax.adam(0.1)), jt.torch_loss_scale())
+    )
+    params = {"w": jnp.array([1.0, -0.0, 0.0, np.inf], dtype), "n": jnp.ones(2)}
+    state = optimizer.init(params)
+    bad = {"w": jnp.array([1.0, 2.0, 3.0, np.nan], dtype), "n": jnp.ones(2)}
+    updates, after = optimizer.update(bad, state, params)
+    with jax.numpy_dtype_promotion("standard"):
+        assert_bitwise_equal(optax.apply_updates(params, updates), params)
+    assert_bitwise_equal(optimizer.step(bad, state, params)[0], params)
+    assert_bitwise_equal(jt.get_master_weights(after), jt.get_master_weights(state))
+    assert int(jt.get_loss_scale(after).loss_scale) == 2**15
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_updates_lead_where_steps_lead(dtype: str) -> None:
+    optimizer = jt.with_master_weights(relaxed(optax.adam(3e-3)))
+    stepped = added = in_half(dtype)(make_params())
+    state = other = optimizer.init(stepped)
+    for number in range(20):
+        grads = jax.tree.map(lambda p, n=number: jnp.cos(p * n), stepped)
+        stepped, state = optimizer.step(grads, state, stepped)
+        updates, other = optimizer.update(grads, other, added)
+        with jax.numpy_dtype_promotion("standard"):
+            added = optax.apply_updates(added, updates)
+        assert_bitwise_equal(added, stepped)
+
+
+def test_half_parameters_alone_stay_where_masters_move() -> None:
+    plain = jt.with_loss_scale(optax.sgd(1.0), jt.NoOpLossScale())
+    mastered = jt.with_master_weights(plain)
+    loss = jt.stateless(lambda w, x: (w * x).astype(jnp.float32))
+    ends = {}
+    for name, optimizer in {"plain": plain, "mastered": mastered}.items():
+        step = jax.jit(jt.train_step(loss, optimizer))
+        state = jt.TrainState.create(jnp.ones((), jnp.float16), optimizer)
+        for _ in range(100):
+            state, _ = step(state, jnp.float16(2.0**-13))
+        ends[name] = float(state.params)
+    assert ends == {"plain": 1.0, "mastered": 1 - 100 * 2.0**-13}
+
+
+def test_masters_of_float32_parameters_lose_nothing() -> None:
+    optimizer = jt.with_master_weights(optax.sgd(0.1))
+    params = jnp.float32(1 + 2.0**-20)
+    state = jt.TrainState.create(params, optimizer, cast_params=in_half("float16"))
+    assert state.params.dtype.name == "float16"
+    assert float(jt.get_master_weights(state.opt_state)) == 1 + 2.0**-20
+
+
+def test_they_are_found_in_any_nesting_and_only_where_they_are() -> None:
+    params = jnp.ones(2, jnp.float16)
+    chained = optax.chain(optax.clip(1.0), jt.with_master_weights(optax.sgd(0.1)))
+    assert jt.get_master_weights(chained.init(params)).dtype.name == "float32"
+    with pytest.raises(ValueError, match="no master weights; wrap the optimizer in with_master"):
+        jt.get_master_weights(optax.sgd(0.1).init(params))
+    twice = (chained.init(params), chained.init(params))
+    with pytest.raises(ValueError, match=r"2 sets of master weights, at '0/1', '1/1'"):
+        jt.get_master_weights(twice)
+
+
+def test_wrong_calls_are_named() -> None:
+    optimizer = jt.with_master_weights(optax.sgd(0.1))
+    assert isinstance(optimizer, StoringOptimizer)
+    params = jnp.ones(2, jnp.float16)
+    with pytest.raises(ValueError, match="params must be given"):
+        optimizer.update(params, optimizer.init(params))
+    with pytest.raises(TypeError, match=r"must be an optax\.GradientTransformation, got 3"):
+        jt.with_master_weights(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"with_master_weights\(with_loss_scale\(optimizer"):
+        jt.with_loss_scale(optimizer, jt.torch_loss_scale())

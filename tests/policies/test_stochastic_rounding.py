@@ -1,0 +1,122 @@
+"""Rounding by chance: unbiased, reproducible, and small updates that add up."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_bitwise_equal, relaxed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jmp_train as jt
+
+DRAWS = 10_000
+NORMAL = st.floats(2.0**-100, 2.0**100, width=32)
+
+
+@settings(max_examples=30, deadline=None)
+@given(NORMAL, st.booleans())
+def test_the_mean_of_ten_thousand_is_the_number(magnitude: float, negative: bool) -> None:
+    x = np.float32(-magnitude if negative else magnitude)
+    rounded = jt.stochastic_round(jnp.full(DRAWS, x), jax.random.key(7))
+    assert rounded.dtype == jnp.bfloat16
+    values = np.asarray(rounded.astype(jnp.float32)).astype(np.float64)
+    # The neighbours, by the definition of bfloat16: eight bits of float32's fraction.
+    mantissa, exponent = math.frexp(abs(float(x)))
+    lower = math.ldexp(math.floor(mantissa * 256) / 256, exponent)
+    upper = math.ldexp((math.floor(mantissa * 256) + 1) / 256, exponent)
+    assert set(np.abs(values)) <= {lower, upper}
+    share = (abs(float(x)) - lower) / (upper - lower)
+    error = abs(values.mean() - float(x)) / (upper - lower)
+    assert error <= 3 * math.sqrt(share * (1 - share) / DRAWS)
+
+
+def test_what_bfloat16_holds_stays() -> None:
+    x = jnp.array([0.0, -0.0, 1.0, -1.5, jnp.inf, -jnp.inf, 2.0**-126, 3.3895314e38])
+    for seed in range(20):
+        rounded = jt.stochastic_round(x, jax.random.key(seed))
+        assert_bitwise_equal(rounded, x.astype(jnp.bfloat16))
+    assert bool(jnp.isnan(jt.stochastic_round(jnp.full(1000, jnp.nan), jax.random.key(0))).all())
+    with pytest.raises(TypeError, match="x must be float32, got float16"):
+        jt.stochastic_round(jnp.ones(2, jnp.float16), jax.random.key(0))
+
+
+def descend(optimizer: Any, params: Any, steps: int, grads: Any) -> Any:
+    step = jax.jit(lambda p, s: optimizer.step(grads, s, p))
+    state = optimizer.init(params)
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params
+
+
+def test_two_thousand_tiny_updates_move_it() -> None:
+    params = jnp.ones(256, jnp.bfloat16)
+    tiny = jnp.full(256, 2.0**-13)
+    optimizer = jt.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(1))
+    moved = descend(optimizer, params, 2000, tiny).astype(jnp.float32)
+    # A random walk of 2,000 steps of at most 2**-8 up to 0.76, each with variance below 2**-21.
+    assert abs(float(moved.mean()) - (1 - 2000 * 2.0**-13)) < 3 * math.sqrt(2000 * 2.0**-21 / 256)
+
+    plain = jt.with_loss_scale(optax.sgd(1.0), jt.NoOpLossScale())
+    step = jax.jit(
+        jt.train_step(jt.stateless(lambda w, x: (w.astype(jnp.float32) * x).sum()), plain)
+    )
+    state = jt.TrainState.create(params, plain)
+    for _ in range(2000):
+        state, _ = step(state, tiny)
+    assert_bitwise_equal(state.params, params)
+
+
+def test_a_key_makes_a_run() -> None:
+    params = {"w": jnp.linspace(0, 1, 64, dtype=jnp.bfloat16), "norm": jnp.ones(4)}
+    grads = {"w": jnp.full(64, 1e-3), "norm": jnp.full(4, 1e-3)}
+    first, same, other = (
+        descend(jt.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(seed)), params, 5, grads)
+        for seed in (0, 0, 1)
+    )
+    assert_bitwise_equal(first, same)
+    assert bool((first["w"] != other["w"]).any())
+    assert first["norm"].dtype == jnp.float32
+    np.testing.assert_allclose(first["norm"], 0.995, rtol=1e-6)
+
+
+def test_equal_parameters_get_draws_of_their_own() -> None:
+    params = {name: jnp.ones(64, jnp.bfloat16) for name in "ab"}
+    grads = jax.tree.map(lambda x: jnp.full(64, 2.0**-9), params)
+    optimizer = jt.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    after = descend(optimizer, params, 1, grads)
+    assert bool((after["a"] != after["b"]).any())
+
+
+def test_in_a_train_step_with_a_skip() -> None:
+    optimizer = jt.with_stochastic_rounding(
+        jt.with_loss_scale(relaxed(optax.adam(1e-2)), jt.NoOpLossScale()), jax.random.key(0)
+    )
+    loss_fn = jt.stateless(lambda w, x: ((x @ w).astype(jnp.float32) ** 2).mean())
+    step = jax.jit(jt.train_step(loss_fn, optimizer), donate_argnums=0)
+    state = jt.TrainState.create(jnp.ones((4, 2), jnp.bfloat16), optimizer)
+    assert {x.dtype.name for x in jax.tree.leaves(state.opt_state.inner_state.inner_state)} == {
+        "float32",
+        "int32",
+    }
+    before = np.asarray(state.params)
+    state, metrics = step(state, jnp.full((8, 4), jnp.inf, jnp.bfloat16))
+    assert not bool(metrics["grads_finite"])
+    assert_bitwise_equal(state.params, before)
+    state, first = step(state, jnp.ones((8, 4), jnp.bfloat16))
+    for _ in range(50):
+        state, metrics = step(state, jnp.ones((8, 4), jnp.bfloat16))
+    assert float(metrics["loss"]) < 0.5 * float(first["loss"])
+    assert state.params.dtype == jnp.bfloat16
+
+
+def test_wrong_calls_are_named() -> None:
+    optimizer = jt.with_stochastic_rounding(optax.sgd(0.1), jax.random.key(0))
+    with pytest.raises(ValueError, match="for parameters in bfloat16 and wider: 'w' is float16"):
+        optimizer.init({"w": jnp.ones(2, jnp.float16), "b": jnp.ones(2)})
+    with pytest.raises(TypeError, match=r"key must be a jax random key, .* got 0"):
+        jt.with_stochastic_rounding(optax.sgd(0.1), 0)  # pyright: ignore[reportArgumentType]
