@@ -256,7 +256,7 @@ class Amp:
         if self.enabled and self.options.verbosity and not bool(metrics["grads_finite"]):
             scales = ", ".join(f"{scale:g}" for scale in np.ravel(metrics["loss_scale"]))
             count = int(metrics["skipped_steps"])
-            _log(f"gradient overflow: step skipped, the {count}. so far; loss scale now {scales}")
+            _log(f"gradient overflow: step skipped, {count} so far; the loss scale is now {scales}")
 
     def _run(self, fn: Callable[..., Any], params: Any, model_state: Any, batch: Any) -> Any:
         """Returns what a function of parameters, model state and batch gives in this mode."""
@@ -298,7 +298,8 @@ class Amp:
                 "amp.for_model(model, *inputs), or dataclasses.replace(amp, batch_norms=(...)) with their "
                 "modules' paths, () for none"
             )
-        is_norm = any(f"/{norm}/" in f"/{path}" for norm in self.batch_norms)
+        path = path.removeprefix("params/")  # of linen's whole variables
+        is_norm = any(not norm or path.startswith(f"{norm}/") for norm in self.batch_norms)
         return FLOAT32 if is_norm else precision.model_dtype
 
     def _check_params(self, params: Any) -> None:

@@ -355,7 +355,7 @@ _NO_BOUNDS = {"min_loss_scale": None, "max_loss_scale": 2.0**24}
 
 
 def _check_level(level: Any) -> None:
-    if level in _LEVELS:
+    if isinstance(level, str) and level in _LEVELS:
         return
     hint = "; the first character is the letter O" if str(level)[:1] == "0" else ""
     raise ValueError(f"opt_level={level!r} must be one of {', '.join(map(repr, _LEVELS))}{hint}")

@@ -111,7 +111,7 @@ def apex_loss_scale(
     start, floor = min(init_scale, max_loss_scale), SMALLEST_SCALE
     if min_loss_scale is not None:
         check_number("min_loss_scale", min_loss_scale)
-        floor = min_loss_scale or floor
+        floor = float(min_loss_scale) or floor
         check_floor("min_loss_scale", floor, start)
     return DynamicLossScale(
         float(start),
@@ -169,7 +169,7 @@ def megatron_loss_scale(
         float(initial_scale),
         period=growth_interval,
         factor=float(np.float32(growth_factor)),  # Megatron keeps both in float32
-        min_loss_scale=min_scale,
+        min_loss_scale=float(min_scale),
         backoff_factor=float(np.float32(backoff_factor)),
         max_loss_scale=max_scale,
         hysteresis=hysteresis,

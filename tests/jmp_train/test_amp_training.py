@@ -1,0 +1,230 @@
+"""AMP modes in real training loops: accuracy, the scalers' golden traces, and one decision over a mesh."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import poison_gradient, promoting, relaxed
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jmp_train as jt
+from jmp_train.loading import train_batches
+from jmp_train.tasks import load_task
+from jmp_train.tasks.digits import DigitsCNN
+
+MODES = {
+    "torch": jt.amp_mode("torch"),
+    "O0": jt.amp_mode("apex", opt_level="O0"),
+    "O1": jt.amp_mode("apex"),
+    "O2": jt.amp_mode("apex", opt_level="O2"),
+    "O3": jt.amp_mode("apex", opt_level="O3"),
+    "naive": jt.amp_mode("naive"),
+}
+
+
+def digits_accuracy(amp: jt.Amp, steps: int) -> tuple[float, int]:
+    """Returns the test accuracy of the digits task after some steps, and how many were skipped."""
+    task = load_task("digits")
+    amp, _ = amp.for_model(DigitsCNN(), jnp.ones((1, 8, 8, 1)), train=False)
+    init_key, step_key = jax.random.split(jax.random.key(0))
+    params, stats = task.init(init_key)
+    loss_fn, tx = amp.transform(task.loss_fn, optax.adam(task.schedule(steps)))
+    step = jax.jit(jt.train_step(loss_fn, tx), donate_argnums=0)
+    state = jt.TrainState.create(
+        params,
+        tx,
+        model_state=amp.cast_model_state(stats),
+        rng=step_key,
+        cast_params=amp.cast_params,
+    )
+    skipped = 0
+    for batch in itertools.islice(train_batches(task, 64, 0, 100, None, 0), steps):
+        state, metrics = step(state, batch)
+        skipped = metrics["skipped_steps"]
+    test = {name: jnp.asarray(array) for name, array in task.test.items()}
+    logits = jax.jit(amp.forward(task.predict))(state.params, state.model_state, test)
+    assert logits.dtype == jnp.float32 or amp.precision.autocast_rules
+    return float((logits.argmax(-1) == test["label"]).mean(dtype=jnp.float32)), int(skipped)
+
+
+@pytest.fixture(scope="module")
+def float32_accuracy() -> float:
+    return promoting(digits_accuracy)(jt.amp_mode("torch", enabled=False), 300)[0]
+
+
+@pytest.mark.parametrize("name", ["torch", "O1", "O2", "O3", "naive"])
+def test_three_hundred_steps_of_digits_end_where_float32_ends(
+    name: str, float32_accuracy: float
+) -> None:
+    accuracy, skipped = promoting(digits_accuracy)(MODES[name], 300)
+    assert float32_accuracy > 0.98
+    assert accuracy >= float32_accuracy - 0.01
+    # From 2**32 the naive scale finds its level, each overflow after the first halving it.
+    assert skipped < 18 if name == "naive" else skipped == 0
+
+
+# Bad steps and the scale after each, of `reference implementations` run by hand (init 256, interval 3).
+BAD = [1, 0, 1, 0, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]
+TORCH = [128, 128, 64, 64, 32, 16, 16, 16, 32, 32, 16, 8, 8, 8, 16, 16, 16]
+MEGATRON = [256, 256, 128, 128, 64, 32, 32, 32, 64, 64, 64, 32, 32, 32, 64, 64, 64]
+
+
+def scales_of(amp: jt.Amp, bad: Sequence[int]) -> tuple[list[float], list[bool]]:
+    """Returns the loss scale after each step of a training loop, and whether the step was taken."""
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        del rng
+        w = poison_gradient(params["w"], batch["poison"].astype(params["w"].dtype))
+        loss = (jnp.tanh(batch["x"] @ w).astype(jnp.float32) ** 2).mean()
+        return loss, (model_state, None)
+
+    fn, tx = amp.transform(loss_fn, relaxed(optax.adam(1e-2)))
+    state = jt.TrainState.create({"w": jnp.full((4, 2), 0.1)}, tx, cast_params=amp.cast_params)
+    poison = np.where(np.asarray(bad, bool), np.float32(np.inf), np.float32(1))
+    batches = {"x": jnp.ones((len(bad), 8, 4)), "poison": jnp.asarray(poison)}
+    _, metrics = jax.lax.scan(jt.train_step(fn, tx), state, batches)
+    return metrics["loss_scale"].tolist(), metrics["grads_finite"].tolist()
+
+
+def apex_rule(bad: Sequence[int], scale: float, lowest: float, highest: float) -> list[float]:
+    """apex/amp/scaler.py, update_scale: halve on an overflow, double after 2000 steps without."""
+    scales, good = [], 0
+    for overflow in bad:
+        if overflow:
+            scale, good = max(lowest, scale / 2), 0
+        else:
+            good += 1
+        if good == 2000:
+            scale, good = min(highest, 2 * scale), 0
+        scales.append(scale)
+    return scales
+
+
+@pytest.mark.parametrize(
+    ("amp", "wanted"),
+    [
+        (jt.amp_mode("torch", init_scale=256.0, growth_interval=3), TORCH),
+        (jt.amp_mode("naive", initial_scale=256.0, growth_interval=3), MEGATRON),
+        (jt.amp_mode("naive", initial_scale=256.0, growth_interval=3, hysteresis=1), TORCH),
+        (jt.amp_mode("apex", opt_level="O3", loss_scale=128.0), [128] * len(BAD)),
+    ],
+)
+def test_scalers_follow_their_golden_traces(amp: jt.Amp, wanted: list[float]) -> None:
+    scales, taken = scales_of(amp, BAD)
+    assert scales == wanted
+    assert taken == [not bad for bad in BAD]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_apex_scales_follow_its_rule(level: str) -> None:
+    amp = jt.amp_mode("apex", opt_level=level, max_loss_scale=512.0, min_loss_scale=64.0)
+    amp = dataclasses.replace(amp, batch_norms=())
+    bad = [1, 0, 1, 1, 1] + 2000 * [0] + [0, 1] + 1999 * [0] + [1] + 6100 * [0]
+    scales, _ = scales_of(amp, bad)
+    assert scales == apex_rule(bad, 512.0, 64.0, 512.0)
+    assert {64.0, 128.0, 256.0, 512.0} == set(scales)
+
+
+def with_small_scale(amp: jt.Amp) -> jt.Amp:
+    """Returns a mode whose first step does not overflow, for a model without BatchNorms."""
+    small = {
+        "torch": {"init_scale": 2.0**8},
+        "apex": {"max_loss_scale": 2.0**8},
+        "naive": {"initial_scale": 2.0**8},
+    }
+    options = amp.options
+    if amp.loss_scale != jt.StaticLossScale(1.0):
+        options = dataclasses.replace(options, **small[amp.mode])
+    return dataclasses.replace(amp, options=options, batch_norms=())
+
+
+MESH = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "model", "pipe"))
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_all_axes_of_a_mesh_decide_as_one(name: str) -> None:
+    """Columns of a matrix on the axis `model`, a matrix of its own on each device of `pipe`."""
+    amp = with_small_scale(MODES[name])
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        del rng
+        w = poison_gradient(params["w"], batch["poison"].reshape(()))
+        loss = (jnp.tanh(batch["x"] @ w).astype(jnp.float32) ** 2).mean()
+        return loss, (model_state, None)
+
+    fn, tx = amp.transform(loss_fn, relaxed(optax.adam(1e-2)))
+    step = jt.train_step(fn, tx).with_axes("data", model=("model", "pipe"))
+    params = {"w": jnp.linspace(-0.1, 0.1, 32).reshape(4, 8)}
+    split = P(None, ("pipe", "model"))
+    state = jt.TrainState.create(params, tx, cast_params=amp.cast_params)
+    specs = jax.tree.map(lambda x: split if x.shape == (4, 8) else P(), state)
+    run = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=MESH,
+            in_specs=(specs, {"x": P("data"), "poison": P("data", "model", "pipe")}),
+            out_specs=(specs, P()),
+            check_vma=False,
+        )
+    )
+    x = jnp.ones((8, 4))
+    for device in [None, (0, 0, 0), (1, 0, 1), None, (0, 1, 1)]:
+        poison = np.ones((2, 2, 2), np.float32)
+        if device is not None:
+            poison[device] = np.inf
+        before = jax.device_get(state)
+        state, metrics = run(state, {"x": x, "poison": jnp.asarray(poison)})
+        replicas = [np.asarray(s.data) for s in metrics["grads_finite"].addressable_shards]
+        assert replicas == [device is None] * 8
+        scales = {float(s.data) for s in metrics["loss_scale"].addressable_shards}
+        assert len(scales) == 1
+        after = jax.device_get(state)
+        moved = (after.params["w"] != before.params["w"]).any()
+        assert moved == (device is None)
+        if device is not None:
+            jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
+    assert int(metrics["skipped_steps"]) == 3
+
+
+@pytest.mark.parametrize("name", ["O2", "naive"])
+def test_masters_round_to_the_parameters_on_every_route(name: str) -> None:
+    amp = with_small_scale(MODES[name])
+    model = nn.Dense(3)
+    params = model.init(jax.random.key(0), jnp.ones((1, 4)))
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        return (promoting(model.apply)(params, batch).astype(jnp.float32) ** 2).mean()
+
+    fn, tx = amp.transform(jt.stateless(loss_fn), relaxed(optax.adam(1e-2)))
+    step = jt.train_step(fn, tx)
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    batch = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32)
+    ends = {}
+    for route, run in {
+        "jit": jax.jit(step),
+        "shard_map": jax.jit(jt.data_parallel(step, mesh)),
+        "pmap": jt.pmap_step(step),
+        "sharded": jax.jit(jt.sharded_step(step, mesh)),
+    }.items():
+        state = jt.TrainState.create(params, tx, cast_params=amp.cast_params)
+        for _ in range(5):
+            state, metrics = run(state, batch)
+            assert bool(metrics["grads_finite"])
+        masters = jt.get_master_weights(state.opt_state)
+        for half, master in zip(
+            jax.tree.leaves(state.params), jax.tree.leaves(masters), strict=True
+        ):
+            np.testing.assert_array_equal(half, np.asarray(master).astype(np.float16))
+        ends[route] = jax.device_get(masters)
+    for route in ("shard_map", "pmap", "sharded"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), ends[route], ends["jit"]
+        )

@@ -1,0 +1,286 @@
+"""The options of the AMP modes: the originals' names, defaults and illegal combinations; dictionaries and TOML."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import jmp_train as jt
+
+# As documented by torch, Apex (frontend.py) and ColossalAI; see the reference in each options class.
+DEFAULTS = {
+    "torch": {
+        "init_scale": 2.0**16,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "enabled": True,
+    },
+    "apex": {
+        "enabled": True,
+        "opt_level": "O1",
+        "cast_model_type": None,
+        "patch_torch_functions": None,
+        "keep_batchnorm_fp32": None,
+        "master_weights": None,
+        "loss_scale": None,
+        "cast_model_outputs": None,
+        "num_losses": 1,
+        "verbosity": 1,
+        "min_loss_scale": None,
+        "max_loss_scale": 2.0**24,
+    },
+    "naive": {
+        "log_num_zeros_in_grad": False,
+        "initial_scale": 2.0**32,
+        "min_scale": 1,
+        "max_scale": 2.0**32,
+        "growth_factor": 2,
+        "backoff_factor": 0.5,
+        "growth_interval": 1000,
+        "hysteresis": 2,
+        "verbose": False,
+    },
+}
+
+
+@pytest.mark.parametrize("mode", DEFAULTS)
+def test_options_and_defaults_are_the_originals(mode: str) -> None:
+    assert dataclasses.asdict(jt.amp_mode(mode).options) == DEFAULTS[mode]
+    spelled_out = jt.amp_mode(mode, **DEFAULTS[mode])
+    assert spelled_out == jt.amp_mode(jt.AmpType(mode))
+    assert hash(spelled_out) == hash(jt.amp_mode(mode))
+
+
+def apex(level: str, **options: Any) -> jt.Amp:
+    return jt.amp_mode("apex", opt_level=level, **options)
+
+
+def test_apex_levels_are_its_table() -> None:
+    found = {}
+    for level in ("O0", "O1", "O2", "O3"):
+        amp = apex(level)
+        p = amp.precision
+        found[level] = (
+            p.model_dtype and p.model_dtype.name,
+            p.autocast_rules is not None,
+            p.keep_batchnorm_fp32,
+            p.master_weights,
+            p.output_dtype and p.output_dtype.name,
+            type(amp.loss_scale).__name__,
+            float(amp.loss_scale.loss_scale),
+        )
+    assert found == {
+        "O0": ("float32", False, False, False, "float32", "StaticLossScale", 1.0),
+        "O1": (None, True, False, False, None, "DynamicLossScale", 2.0**16),
+        "O2": ("float16", False, True, True, "float32", "DynamicLossScale", 2.0**16),
+        "O3": ("float16", False, False, False, "float32", "StaticLossScale", 1.0),
+    }
+
+
+def test_an_option_of_apex_overrides_its_level() -> None:
+    assert not apex("O1", patch_torch_functions=False).precision.autocast_rules
+    assert apex("O3", keep_batchnorm_fp32="True").precision.keep_batchnorm_fp32
+    assert not apex("O2", keep_batchnorm_fp32="False").precision.keep_batchnorm_fp32
+    assert apex("O3", master_weights=True).precision.master_weights
+    assert not apex("O2", master_weights=False).precision.master_weights
+    assert apex("O2", cast_model_type="bfloat16").precision.model_dtype == jnp.bfloat16
+    assert apex("O3", cast_model_type="torch.bfloat16").dtype == jnp.bfloat16
+    assert apex("O2", cast_model_type=jnp.float32).precision.model_dtype == jnp.float32
+    assert not apex("O2", cast_model_type=jnp.float32).precision.master_weights
+    assert apex("O2", cast_model_type=False).precision.model_dtype is None
+    assert apex("O1", cast_model_type=False) != apex("O1")
+    assert apex("O1", cast_model_outputs="float32").precision.output_dtype == jnp.float32
+    assert apex("O3", cast_model_outputs=jnp.float16).precision.output_dtype == jnp.float16
+    assert apex("O2", loss_scale="128.0").loss_scale == jt.StaticLossScale(128.0)
+    assert apex("O2", loss_scale=64).loss_scale == jt.StaticLossScale(64.0)
+    assert float(apex("O3", loss_scale="dynamic").loss_scale.loss_scale) == 2.0**16
+    bounded = apex("O2", min_loss_scale=4.0, max_loss_scale=2.0**10).loss_scale
+    assert isinstance(bounded, jt.DynamicLossScale)
+    assert (bounded.min_loss_scale, bounded.max_loss_scale) == (4.0, 2.0**10)
+    assert float(bounded.loss_scale) == 2.0**10
+    floors = [apex("O1", min_loss_scale=x).loss_scale.min_loss_scale for x in (None, 0.0)]  # pyright: ignore[reportAttributeAccessIssue]
+    assert floors == [1.0, 2.0**-126]
+    several = apex("O1", num_losses=3).loss_scale
+    assert isinstance(several, jt.PerLossScale)
+    assert len(several.loss_scales) == 3
+
+
+def test_scaler_options_reach_the_loss_scale() -> None:
+    torch = jt.amp_mode(
+        "torch", init_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=7
+    )
+    assert torch.loss_scale == jt.torch_loss_scale(8.0, 4.0, 0.25, 7)
+    naive = jt.amp_mode(
+        "naive",
+        initial_scale=8.0,
+        min_scale=2.0,
+        max_scale=16.0,
+        growth_factor=4.0,
+        backoff_factor=0.25,
+        growth_interval=7,
+        hysteresis=3,
+    )
+    assert naive.loss_scale == jt.megatron_loss_scale(8.0, 2.0, 4.0, 0.25, 7, 3, 16.0)
+
+
+@pytest.mark.parametrize("mode", ["torch", "apex", "naive"])
+def test_bfloat16_skips_without_a_scale(mode: str) -> None:
+    amp = jt.amp_mode(mode, dtype=jnp.bfloat16)
+    assert amp.loss_scale == jt.NoOpLossScale()
+    assert amp.dtype == jnp.bfloat16
+
+
+def test_a_scale_that_is_asked_for_is_there_in_bfloat16() -> None:
+    amp = apex("O2", cast_model_type="bfloat16", loss_scale="dynamic")
+    assert float(amp.loss_scale.loss_scale) == 2.0**16
+
+
+WRONG = [
+    (
+        "torch",
+        {"init_scal": 1.0},
+        "'init_scal' is no option of mode 'torch'; choose from mode, init",
+    ),
+    ("apex", {"hysteresis": 2}, "'hysteresis' is no option of mode 'apex'; choose from mode, enab"),
+    (
+        "naive",
+        {"enabled": True},
+        "'enabled' is no option of mode 'naive'; choose from mode, log_num",
+    ),
+    ("amp", {}, "mode='amp' must be one of 'torch', 'apex', 'naive'"),
+    (3, {}, "mode=3 must be one of 'torch', 'apex', 'naive'"),
+    ("torch", {"enabled": 1}, "enabled=1 must be True or False"),
+    ("torch", {"init_scale": "2"}, "init_scale='2' must be a finite number"),
+    ("torch", {"init_scale": True}, "init_scale=True must be a finite number"),
+    ("torch", {"growth_factor": 1.0}, "growth_factor=1.0 must be above 1"),
+    ("torch", {"backoff_factor": 1.0}, "backoff_factor=1.0 must be below 1"),
+    ("torch", {"growth_interval": 0}, "growth_interval=0 must be an integer of at least 1"),
+    (
+        "naive",
+        {"log_num_zeros_in_grad": "yes"},
+        "log_num_zeros_in_grad='yes' must be True or False",
+    ),
+    ("naive", {"verbose": 2}, "verbose=2 must be True or False"),
+    ("naive", {"hysteresis": 0}, "hysteresis=0 must be an integer of at least 1"),
+    ("naive", {"min_scale": 2.0**33}, "min_scale=8589934592.0 must not exceed the scale to begin"),
+    ("naive", {"initial_scale": 2.0**33}, "initial_scale=8589934592.0 must not exceed max_scale"),
+    ("apex", {"opt_level": "O4"}, "opt_level='O4' must be one of 'O0', 'O1', 'O2', 'O3'"),
+    ("apex", {"opt_level": "02"}, "opt_level='02' must be .*; the first character is the letter O"),
+    ("apex", {"opt_level": []}, r"opt_level=\[\] must be one of"),
+    (
+        "apex",
+        {"cast_model_type": "float16"},
+        "cast_model_type='float16': opt_level='O1' leaves .*'O2'",
+    ),
+    (
+        "apex",
+        {"cast_model_type": "int8"},
+        "cast_model_type='int8' must be one of 'float32', 'float16'",
+    ),
+    (
+        "apex",
+        {"cast_model_outputs": False},
+        "cast_model_outputs=False must be one of 'float32', 'f",
+    ),
+    ("apex", {"cast_model_outputs": "float64"}, "cast_model_outputs='float64' must be one of 'flo"),
+    ("apex", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True: opt_level='O1' .* 'O2' or"),
+    (
+        "apex",
+        {"keep_batchnorm_fp32": "true"},
+        "keep_batchnorm_fp32='true' must be one of None, True",
+    ),
+    ("apex", {"master_weights": False}, "master_weights=False: opt_level='O1' .* choose opt_level"),
+    ("apex", {"master_weights": 1}, "master_weights=1 must be one of None, True, False"),
+    (
+        "apex",
+        {"opt_level": "O2", "patch_torch_functions": True},
+        "patch_torch_functions=True is for opt_level='O1', got opt_level='O2'; .*choose False or None",
+    ),
+    (
+        "apex",
+        {"patch_torch_functions": "no"},
+        "patch_torch_functions='no' must be one of None, True",
+    ),
+    ("apex", {"loss_scale": "static"}, "loss_scale='static' must be 'dynamic', a number, or a num"),
+    ("apex", {"loss_scale": 0.0}, r"loss_scale=0.0 must lie between 2\*\*-126 and 2\*\*126"),
+    ("apex", {"loss_scale": float("inf")}, "loss_scale=inf must be a finite number"),
+    ("apex", {"num_losses": 0}, "num_losses=0 must be an integer of at least 1"),
+    ("apex", {"verbosity": -1}, "verbosity=-1 must be a whole number of at least 0"),
+    ("apex", {"min_loss_scale": 2.0**30}, "min_loss_scale=1073741824.0 must not exceed"),
+    ("torch", {"dtype": "float32"}, "dtype='float32' must be 'float16' or 'bfloat16'"),
+    (
+        "torch",
+        {"dtype": "bfloat16", "init_scale": 2.0},
+        "init_scale: dtype=bfloat16 has float32's r",
+    ),
+]
+
+
+@pytest.mark.parametrize(("mode", "options", "message"), WRONG)
+def test_wrong_options_are_named_with_the_choices(mode: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jt.amp_mode(mode, **options)
+    where = re.escape("config: fp16: ")
+    with pytest.raises(ValueError, match=where + message):
+        jt.amp_from_config({"fp16": {"mode": mode, **options}})
+
+
+def test_bounds_of_a_static_scale_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="bound a dynamic loss scale; loss_scale=1.0 is static"):
+        apex("O3", min_loss_scale=2.0)
+
+
+def test_the_tutorials_dictionaries() -> None:
+    torch = jt.amp_from_config(
+        {
+            "BATCH_SIZE": 128,
+            "DROP_RATE": 0.1,
+            "fp16": {
+                "mode": jt.AmpType.TORCH,
+                "init_scale": 2.0**16,
+                "growth_factor": 2.0,
+                "backoff_factor": 0.5,
+                "growth_interval": 2000,
+                "enabled": True,
+            },
+        }
+    )
+    assert torch == jt.amp_mode("torch")
+    assert jt.amp_from_config({"fp16": {"mode": "apex", "opt_level": "O2"}}) == apex("O2")
+    naive = {"mode": jt.AmpType.NAIVE, "initial_scale": 2**10, "clip_grad": 1.0}
+    with pytest.raises(ValueError, match="'clip_grad' is no option of mode 'naive'"):
+        jt.amp_from_config({"fp16": naive})
+    for without in ({}, {"fp16": None}):
+        assert not jt.amp_from_config({"clip_grad_norm": 1.0, **without}).enabled
+    bfloat16 = jt.amp_from_config({"fp16": {"mode": "naive", "dtype": "bfloat16"}})
+    assert bfloat16 == jt.amp_mode("naive", dtype=jnp.bfloat16)
+
+
+def test_toml_files(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('epochs = 3\n[fp16]\nmode = "apex"\nopt_level = "O2"\nloss_scale = 128.0\n')
+    wanted = apex("O2", loss_scale=128.0)
+    assert jt.amp_from_config(file) == jt.amp_from_config(str(file)) == wanted
+    file.write_text('[fp16]\nmode = "naive"\nhysteresis = "two"\n')
+    with pytest.raises(ValueError, match=r"config.toml: fp16: hysteresis='two' must be an integer"):
+        jt.amp_from_config(file)
+    file.write_text("[fp16\n")
+    with pytest.raises(ValueError, match=r"config.toml is no TOML file: "):
+        jt.amp_from_config(file)
+    with pytest.raises(FileNotFoundError, match=r"none\.toml"):
+        jt.amp_from_config(tmp_path / "none.toml")
+
+
+def test_configurations_of_another_type() -> None:
+    with pytest.raises(
+        ValueError, match="fp16: mode is missing; choose from 'torch', 'apex', 'naive'"
+    ):
+        jt.amp_from_config({"fp16": {"opt_level": "O2"}})
+    with pytest.raises(TypeError, match="fp16 must be a dictionary of options, got 'O2'"):
+        jt.amp_from_config({"fp16": "O2"})
+    with pytest.raises(TypeError, match="config must be a dictionary or a TOML file's path, got 3"):
+        jt.amp_from_config(3)  # pyright: ignore[reportArgumentType]
