@@ -1,0 +1,290 @@
+"""Batch norms of flax, equinox and haiku: where they are, and how to run them in float32.
+
+Half precision overflows in a batch norm's sums and rounds its statistics, so NVIDIA's Apex leaves
+batch norms in float32 when it halves a model: they compute wide and hand on half. No library is
+imported for that: who hands in a model has imported its library, so it is among `sys.modules`.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.tree_util import keystr
+from jax.typing import DTypeLike
+
+from jmp_train.policies.casting import cast_leaf, is_float_array, widen_to_float32
+from jmp_train.policies.dtypes import float_dtype, is_half
+from jmp_train.policies.paths import named_leaves
+
+Model = TypeVar("Model")
+Found = tuple[list[str], Any]  # the batch norms' paths, and a tree of the model's parameters
+Call = Callable[..., Any]
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+
+# Part of the key of jax's caches. nn.jit, nn.remat and scan would else reuse, within an
+# interceptor, what they traced without one, and the interceptor would see no call.
+_interception = jax.make_user_context(default_value=None)
+
+
+def batch_norm_paths(model: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+    """Returns the paths of a model's batch norms, found by type, subclasses included.
+
+    Linen and haiku models are run to find them: their `init` is traced, and nothing is computed.
+
+    Args:
+      model: a flax linen or nnx module, a transformed haiku function, or a pytree with equinox
+        modules.
+      *args: for linen and haiku, what `model.init` takes after the random key: arrays of any shape
+        and dtype or `jax.ShapeDtypeStruct`; all else is passed on as it is. Others need none.
+      **kwargs: the same by name, such as `train=False`.
+
+    Returns:
+      Sorted path names, as in linen's `variables["params"]`, `nnx.state(model, nnx.Param)`, the
+      equinox model and haiku's parameters: each is how the norm's parameters begin ("" if the model
+      is a batch norm itself). Norms without parameters are left out.
+
+    Raises:
+      TypeError: `model` is of another kind, or cannot be traced without example inputs.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> layers = [nn.Dense(3), nn.BatchNorm(use_running_average=False), nn.LayerNorm()]
+      >>> batch_norm_paths(nn.Sequential(layers), jax.ShapeDtypeStruct((8, 2), jnp.float32))
+      ('layers_1',)
+
+    Reference: NVIDIA Apex e13873de, `keep_batchnorm_fp32`; apex/fp16_utils/fp16util.py,
+    `convert_network` finds batch norms by type as well.
+    """
+    find = {"linen": _find_linen, "nnx": _find_nnx, "haiku": _find_haiku, "equinox": _find_equinox}
+    found, params = find[_library_of(model)](model, args, kwargs)
+    leaves = [name for name, _ in named_leaves(params)]
+    return tuple(
+        path
+        for path in sorted(set(found))
+        if any(not path or leaf.startswith(f"{path}/") for leaf in leaves)
+    )
+
+
+def float32_batch_norms(model: Model, dtype: DTypeLike) -> Model:
+    """Returns a model whose batch norms compute in float32 at least, and hand on half.
+
+    Paths, parameters and states are those of `model`, which does not change; arrays are shared.
+    Keep the norms' parameters and running statistics in float32: they are used as they are.
+
+    Args:
+      model: as in `batch_norm_paths`. nnx models are cloned; in equinox models a subclass takes
+        each batch norm's place. linen and haiku models come back themselves, since
+        `float32_batch_norms_called` is theirs.
+      dtype: the floating dtype that nnx's batch norms hand on; equinox's hand on their input's.
+
+    Raises:
+      TypeError: `model` is of another kind.
+      ValueError: `dtype` is not a floating dtype.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> norm = float32_batch_norms(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), jnp.float16)
+      >>> with jax.numpy_dtype_promotion("standard"):  # flax asks for it
+      ...     norm(jnp.full((4, 2), 300, jnp.float16)).dtype.name, norm.var.dtype.name
+      ('float16', 'float32')
+
+    Reference: NVIDIA Apex e13873de, apex/fp16_utils/fp16util.py, `convert_network`.
+    """
+    handed_on, library = float_dtype(dtype, "dtype"), _library_of(model)
+    if library == "nnx":
+        return _float32_nnx(model, handed_on)
+    return _float32_equinox(model) if library == "equinox" else model
+
+
+@contextlib.contextmanager
+def float32_batch_norms_called() -> Iterator[None]:
+    """Within it, batch norms of linen and haiku compute in float32 at least, and hand on half.
+
+    It acts where a model is called or traced, also within jit, grad and lifted transforms. The
+    result gets the dtype of the input; float32 and wider inputs pass untouched. Keep the norms'
+    parameters and running statistics in float32: they are used as they are.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> norm = nn.BatchNorm(use_running_average=False)
+      >>> variables = norm.init(jax.random.key(0), jnp.ones((4, 2)))
+      >>> with float32_batch_norms_called():
+      ...     x = jnp.full((4, 2), 300, jnp.float16)
+      ...     y, updated = norm.apply(variables, x, mutable=["batch_stats"])
+      >>> y.dtype.name, updated["batch_stats"]["var"].dtype.name
+      ('float16', 'float32')
+
+    Reference: NVIDIA Apex e13873de, apex/fp16_utils/fp16util.py, `convert_network`.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_interception("float32 batch norms"))
+        for library in filter(None, map(sys.modules.get, ("flax.linen", "haiku"))):
+            stack.enter_context(_batch_norms_called(library, _call_in_float32))
+        yield
+
+
+def _library_of(model: Any) -> str:
+    linen, nnx, haiku, equinox = map(
+        sys.modules.get, ("flax.linen", "flax.nnx", "haiku", "equinox")
+    )
+    if linen and isinstance(model, linen.Module):
+        return "linen"
+    if nnx and isinstance(model, nnx.Module):
+        return "nnx"
+    if haiku and isinstance(model, haiku.Transformed | haiku.TransformedWithState):
+        return "haiku"
+    if haiku and isinstance(model, haiku.MultiTransformed | haiku.MultiTransformedWithState):
+        return "haiku"
+    if equinox and _nodes(model, equinox.Module):
+        return "equinox"
+    raise TypeError(
+        f"model is of type {type(model).__name__}; it must be a flax linen or nnx module, a "
+        "transformed haiku function or a pytree with equinox modules"
+    )
+
+
+def _nodes(tree: Any, kind: type) -> list[str]:
+    """Returns the path names of a tree's outermost nodes of a type."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [keystr(p, simple=True, separator="/") for p, x in nodes if isinstance(x, kind)]
+
+
+def _find_linen(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    def init(*args: Any, **kwargs: Any) -> Any:
+        rngs = {"params": jax.random.key(0), "dropout": jax.random.key(0)}  # others use "params"
+        return model.init(rngs, *args, **kwargs).get("params", {})
+
+    modules, params = _trace(model, sys.modules["flax.linen"], init, args, kwargs)
+    return ["/".join(module.path) for module in modules], params
+
+
+def _find_haiku(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    def init(*args: Any, **kwargs: Any) -> Any:
+        made = model.init(jax.random.key(0), *args, **kwargs)
+        return made[0] if isinstance(made, tuple) else made  # with a state, or without
+
+    found = []
+    modules, params = _trace(model, sys.modules["haiku"], init, args, kwargs)
+    for name in (module.module_name for module in modules):
+        # A transform lifted into another does not know how its modules' names begin there.
+        lifted = [key for key in params if key.endswith(f"/{name}")]
+        found += [name] if name in params else lifted
+    return found, params
+
+
+def _find_nnx(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    nnx: Any = sys.modules["flax.nnx"]
+    paths = [path for path, x in nnx.iter_modules(model) if isinstance(x, nnx.BatchNorm)]
+    return ["/".join(map(str, path)) for path in paths], nnx.state(model, nnx.Param)
+
+
+def _find_equinox(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    equinox: Any = sys.modules["equinox"]
+    return _nodes(model, equinox.nn.BatchNorm), equinox.filter(model, equinox.is_inexact_array)
+
+
+def _trace(
+    model: Any, library: Any, init: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], Any]:
+    """Returns the batch norms that `init` calls, and the shapes that it returns."""
+    called: list[Any] = []
+
+    def record(call: Call, args: Any, kwargs: Any, module: Any) -> Any:
+        called.append(module)
+        return call(*args, **kwargs)
+
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays = [x if isinstance(x, _ARRAYS) else None for x in leaves]
+
+    def run(arrays: list[Any]) -> Any:
+        given = [x if array is None else array for x, array in zip(leaves, arrays, strict=True)]
+        args, kwargs = jax.tree.unflatten(structure, given)
+        return init(*args, **kwargs)
+
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_batch_norms_called(library, record))
+            stack.enter_context(_interception(object()))  # a new key: no trace is reused
+            stack.enter_context(jax.numpy_dtype_promotion("standard"))  # the libraries ask for it
+            return called, jax.eval_shape(run, arrays)
+    except Exception as error:
+        if any(isinstance(x, _ARRAYS) for x in leaves):
+            raise
+        raise TypeError(
+            f"model is a {type(model).__name__} whose init cannot be traced without example "
+            "inputs; pass what it takes: batch_norm_paths(model, x), arrays or ShapeDtypeStructs"
+        ) from error
+
+
+def _batch_norms_called(library: Any, run: Call) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which `run(call, args, kwargs, module)` stands for batch norms' calls.
+
+    The interceptors of linen and haiku are alike. Where a subclass calls its superclass, both calls
+    are seen, one within the other.
+    """
+
+    def intercept(call: Call, args: Any, kwargs: Any, context: Any) -> Any:
+        if isinstance(context.module, library.BatchNorm) and context.method_name == "__call__":
+            return run(call, args, kwargs, context.module)
+        return call(*args, **kwargs)
+
+    return library.intercept_methods(intercept)
+
+
+def _call_in_float32(call: Call, args: Any, kwargs: Any, module: Any = None) -> Any:
+    del module
+    named = [kwargs[name] for name in ("x", "inputs") if name in kwargs]  # linen's and haiku's
+    floats = [x for x in (*args, *named, *kwargs.values()) if is_float_array(x)]
+    if not floats or not is_half(floats[0].dtype):
+        return call(*args, **kwargs)
+    result = call(*map(_widen, args), **{name: _widen(x) for name, x in kwargs.items()})
+    if isinstance(result, tuple):  # equinox's, whose second is the state
+        return cast_leaf(result[0], floats[0].dtype), *result[1:]
+    return cast_leaf(result, floats[0].dtype)
+
+
+def _widen(x: Any) -> Any:
+    return widen_to_float32(x) if is_float_array(x) else x  # an equinox state stays the same object
+
+
+def _float32_nnx(model: Any, dtype: np.dtype) -> Any:
+    nnx: Any = sys.modules["flax.nnx"]
+    clone = nnx.clone(model)
+    for _, module in nnx.iter_modules(clone):
+        if isinstance(module, nnx.BatchNorm):
+            # flax casts what comes in by the one, and what goes out to the other.
+            module.promote_dtype, module.dtype = _widen_arrays, dtype
+    return clone
+
+
+def _widen_arrays(arrays: tuple[Any, ...], **dtype: Any) -> tuple[Any, ...]:
+    return widen_to_float32(arrays)
+
+
+def _float32_equinox(model: Any) -> Any:
+    batch_norm = sys.modules["equinox"].nn.BatchNorm
+
+    def replaced(node: Any) -> Any:
+        if not isinstance(node, batch_norm):
+            return node
+        twin = object.__new__(_float32_class(type(node)))
+        vars(twin).update(vars(node))  # the same arrays and StateIndex objects
+        return twin
+
+    return jax.tree.map(replaced, model, is_leaf=lambda x: isinstance(x, batch_norm))
+
+
+@functools.cache  # tree structures compare classes
+def _float32_class(batch_norm: type) -> type:
+    @functools.wraps(batch_norm.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _call_in_float32(functools.partial(batch_norm.__call__, self), args, kwargs)
+
+    return type(batch_norm)(f"Float32{batch_norm.__name__}", (batch_norm,), {"__call__": call})
