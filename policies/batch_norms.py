@@ -23,6 +23,7 @@ from jmp_train.policies.paths import named_leaves
 Model = TypeVar("Model")
 Found = tuple[list[str], Any]  # the batch norms' paths, and a tree of the model's parameters
 Call = Callable[..., Any]
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 # Part of the key of jax's caches. nn.jit, nn.remat and scan would else reuse, within an
 # interceptor, what they traced without one, and the interceptor would see no call.
@@ -124,9 +125,8 @@ def float32_batch_norms_called() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_interception("float32 batch norms"))
-        for name in ("flax.linen", "haiku"):
-            if name in sys.modules:
-                stack.enter_context(_batch_norms_called(sys.modules[name], _call_in_float32))
+        for library in filter(None, map(sys.modules.get, ("flax.linen", "haiku"))):
+            stack.enter_context(_batch_norms_called(library, _call_in_float32))
         yield
 
 
@@ -209,7 +209,10 @@ def _trace(
         return init(*args, **kwargs)
 
     try:
-        with _batch_norms_called(library, record), _interception(object()):  # reuse no trace at all
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_batch_norms_called(library, record))
+            stack.enter_context(_interception(object()))  # a new key: no trace is reused
+            stack.enter_context(jax.numpy_dtype_promotion("standard"))  # the libraries ask for it
             return called, jax.eval_shape(run, arrays)
     except Exception as error:
         if any(isinstance(x, _ARRAYS) for x in leaves):
@@ -218,9 +221,6 @@ def _trace(
             f"model is a {type(model).__name__} whose init cannot be traced without example "
             "inputs; pass what it takes: batch_norm_paths(model, x), arrays or ShapeDtypeStructs"
         ) from error
-
-
-_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 def _batch_norms_called(library: Any, run: Call) -> contextlib.AbstractContextManager[Any]:
