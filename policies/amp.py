@@ -30,6 +30,7 @@ from jmp_train.policies.batch_norms import (
     batch_norm_paths,
     float32_batch_norms,
     float32_batch_norms_called,
+    half_batch_norms,
 )
 from jmp_train.policies.casting import (
     cast_floating,
@@ -141,9 +142,9 @@ class Amp:
     def for_model(self, model: Any, *args: Any, **kwargs: Any) -> tuple["Amp", Any]:
         """Returns this mode with the model's BatchNorms known to it, and the model to train.
 
-        Only `keep_batchnorm_fp32` asks for it; other modes return what they have. BatchNorms then compute in
-        float32 and hand on the dtype of what they were given. In nnx and equinox, where modules hold their
-        dtypes, that makes another model, which is to be split or partitioned in place of the old one.
+        With `keep_batchnorm_fp32` they compute in float32 and hand on half; where all of the model is half, nnx's
+        too hand on half. nnx and equinox modules hold their dtypes, so there it is another model, which is to be
+        split or partitioned in place of the old one. Other modes hand back what they are given.
 
         Args:
           model: a linen module, nnx module, equinox module or haiku transform.
@@ -154,10 +155,13 @@ class Amp:
           TypeError: `model` is none of these; for others see `batch_norms`.
         """
         precision = self.precision
-        if not precision.keep_batchnorm_fp32:
-            return self, model
-        paths = batch_norm_paths(model, *args, **kwargs)
-        return dataclasses.replace(self, batch_norms=paths), float32_batch_norms(model, self.dtype)
+        if precision.keep_batchnorm_fp32:
+            paths = batch_norm_paths(model, *args, **kwargs)
+            known = dataclasses.replace(self, batch_norms=paths)
+            return known, float32_batch_norms(model, self.dtype)
+        if precision.model_dtype is not None and is_half(precision.model_dtype):
+            return self, half_batch_norms(model, self.dtype)
+        return self, model
 
     def cast_params(self, params: Any) -> Any:
         """Returns parameters in the dtypes in which the mode stores them.

@@ -98,8 +98,23 @@ def float32_batch_norms(model: Model, dtype: DTypeLike) -> Model:
     """
     handed_on, library = float_dtype(dtype, "dtype"), _library_of(model)
     if library == "nnx":
-        return _float32_nnx(model, handed_on)
+        # flax casts what comes in by the one, and what goes out to the other.
+        return _nnx_clone(model, promote_dtype=_widen_arrays, dtype=handed_on)
     return _float32_equinox(model) if library == "equinox" else model
+
+
+def half_batch_norms(model: Model, dtype: DTypeLike) -> Model:
+    """Returns a model whose batch norms hand on half, also where their statistics are float32.
+
+    nnx alone asks for it, whose batch norms else hand on the statistics' dtype: its models are cloned, all
+    others come back as they are.
+
+    Args:
+      model: any.
+      dtype: the half type.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    return _nnx_clone(model, dtype=dtype) if nnx and isinstance(model, nnx.Module) else model
 
 
 @contextlib.contextmanager
@@ -254,13 +269,13 @@ def _widen(x: Any) -> Any:
     return widen_to_float32(x) if is_float_array(x) else x  # an equinox state stays the same object
 
 
-def _float32_nnx(model: Any, dtype: np.dtype) -> Any:
+def _nnx_clone(model: Any, **attributes: Any) -> Any:
+    """Returns a copy of an nnx model whose batch norms have these attributes."""
     nnx: Any = sys.modules["flax.nnx"]
     clone = nnx.clone(model)
     for _, module in nnx.iter_modules(clone):
         if isinstance(module, nnx.BatchNorm):
-            # flax casts what comes in by the one, and what goes out to the other.
-            module.promote_dtype, module.dtype = _widen_arrays, dtype
+            vars(module).update(attributes)
     return clone
 
 
