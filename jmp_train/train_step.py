@@ -166,7 +166,7 @@ class TrainStep:
           *names: axes over which the batch is split.
           model: axes over which the parameters are split, by tensor or by pipeline parallelism: nothing is
             averaged over them, but the step is taken or skipped by all of their devices together. The norm
-            in the metrics is that of a device's own part.
+            and the count of zeros in the metrics are those of a device's own part.
         """
         return dataclasses.replace(self, axis_names=names, model_axis_names=tuple(model))
 

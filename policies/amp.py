@@ -39,7 +39,7 @@ from jmp_train.policies.casting import (
     widen_to_float32,
 )
 from jmp_train.policies.dtypes import float_dtype, is_half
-from jmp_train.policies.loss_scale import LossScale
+from jmp_train.policies.loss_scale import LossScale, NoOpLossScale
 from jmp_train.policies.loss_scaled_optimizer import as_transformation, with_loss_scale
 from jmp_train.policies.master_weights import with_master_weights
 from jmp_train.policies.paths import named_leaves, path_name
@@ -137,7 +137,7 @@ class Amp:
     @property
     def loss_scale(self) -> LossScale | PerLossScale:
         """The loss scale to begin with."""
-        return self.options.make_loss_scale(self.dtype)
+        return self.options.make_loss_scale(self.dtype) if self.enabled else NoOpLossScale()
 
     def for_model(self, model: Any, *args: Any, **kwargs: Any) -> tuple["Amp", Any]:
         """Returns this mode with the model's BatchNorms known to it, and the model to train.

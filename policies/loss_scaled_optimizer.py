@@ -182,7 +182,7 @@ def scaled_states(opt_state: Any) -> list[tuple[str, LossScaledState]]:
     return find_states(opt_state, LossScaledState)
 
 
-def get_loss_scale(opt_state: Any, *, loss_id: int | None = None) -> LossScale | PerLossScale:
+def get_loss_scale(opt_state: Any, *, loss_id: int | None = None) -> Any:
     """Returns the one loss scale in an optimizer's state.
 
     Args:
@@ -190,7 +190,8 @@ def get_loss_scale(opt_state: Any, *, loss_id: int | None = None) -> LossScale |
       loss_id: of a `PerLossScale` the scale of that loss, from 0; None for all of it.
 
     Returns:
-      The scale of the next forward pass: `.loss_scale` is the number, `.scale(loss)` applies it.
+      The `LossScale` of the next forward pass: `.loss_scale` is the number, `.scale(loss)` applies it. Or the
+      `PerLossScale`, if there is one.
 
     Raises:
       ValueError: there is none, or there are several, where the message lists their paths; or there is no

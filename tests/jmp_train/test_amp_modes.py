@@ -201,7 +201,7 @@ def test_the_dtypes_are_those_of_the_table(name: str, library: str, route: str) 
         made = LIBRARIES[library](amp_named(name, **SMALL_SCALES.get(name, {})))
         step, state, loss_fn = start(made, optax.adam(0.03))
         step = ROUTES[route](step)
-        losses = []
+        losses, metrics = [], {}
         for _ in range(12):
             state, metrics = step(state, BATCH)
             assert bool(metrics["grads_finite"])
@@ -242,6 +242,7 @@ def test_disabled_computes_what_float32_computes(mode: str, route: str) -> None:
         plain = jt.TrainState.create(made.params, adam, model_state=made.model_state)
         ours = ROUTES[route](step)
         theirs = ROUTES[route](jt.train_step(made.loss_fn, adam))
+        metrics, wanted = {}, {}
         for _ in range(5):
             state, metrics = ours(state, BATCH)
             plain, wanted = theirs(plain, BATCH)

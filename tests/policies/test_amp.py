@@ -161,6 +161,7 @@ def test_zero_gradients_are_counted_where_asked_for() -> None:
 def test_skips_keep_the_count_of_zeros() -> None:
     optimizer = jt.with_loss_scale(jt.count_zero_gradients(optax.sgd(0.1)), jt.NoOpLossScale())
     params = jnp.ones(3)
+    state: Any
     _, state = optimizer.update(jnp.array([0.0, 0.0, 1.0]), optimizer.init(params), params)
     _, state = optimizer.update(jnp.array([0.0, jnp.inf, 1.0]), state, params)
     assert int(state.inner_state.zeros) == 2

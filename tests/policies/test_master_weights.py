@@ -56,6 +56,7 @@ def test_the_masters_are_float32_training_to_the_last_bit(optimizer: str, dtype:
     )
     wide = jt.TrainState.create(make_params(), scaled)
     half = jt.TrainState.create(make_params(), mastered, cast_params=in_half(dtype))
+    metrics: Any = {}
     for number in range(30):
         batch = jnp.asarray(X) * (np.float32(np.inf) if number in (3, 4, 17) else 1)
         wide, wanted = wide_step(wide, batch)
