@@ -68,6 +68,11 @@ def test_processes_equal_one(
                 np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-6)
     skips = "finite [True, False, True, True, False, True] scale 256.0"
     assert text.count(skips) == count, text
+    assert text.count("masters [('hidden', True), ('out', True)] 1") == count, text
+    assert text.count("AMP mode naive: NaiveOptions(") == 1, text
+    assert (
+        text.count("gradient overflow: step skipped, 1 so far; the loss scale is now 128") == 1
+    ), text
 
 
 @pytest.mark.timeout(200)

@@ -1,5 +1,6 @@
 """What tests run as several processes: `jmp-train launch -n 2 -- process_programs.py NAME ...`."""
 
+import logging
 import random
 import shutil
 import sys
@@ -76,6 +77,7 @@ def train(directory: str, *names: str) -> None:
         jt.distributed.check_agreement(state)
         save(Path(directory, f"{route}.npz"), state.params, losses)
     overflow(mesh, sharding)
+    naive_mode(mesh, sharding)
 
 
 def save(path: Path, params: Any, losses: list[float]) -> None:
@@ -100,6 +102,30 @@ def overflow(mesh: Mesh, sharding: NamedSharding) -> None:
         scales.append(float(metrics["loss_scale"]))
     print("finite", finite, "scale", scales[-1])
     jt.distributed.check_agreement(state)
+
+
+def naive_mode(mesh: Mesh, sharding: NamedSharding) -> None:
+    """Trains in half precision with masters; what is logged comes from the first process alone."""
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
+    amp = jt.amp_mode("naive", initial_scale=2.0**8, hysteresis=1, verbose=True)
+    plain, state = make_step("float32")
+    loss_fn, optimizer = amp.transform(plain.loss_fn, plain.optimizer)
+    state = jt.TrainState.create(state.params, optimizer, cast_params=amp.cast_params)
+    state = jt.broadcast_state(state, mesh)
+    run = jax.jit(jt.data_parallel(jt.train_step(loss_fn, optimizer), mesh))
+    rows = BATCH // jax.process_count()
+    metrics: Any = {}
+    for number in range(4):
+        batch = jax.tree.map(lambda x: x[:rows].copy(), digits())
+        if number == 2 and jax.process_index() == jax.process_count() - 1:
+            batch["x"][0] = 7e4
+        batch = jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
+        state, metrics = run(state, batch)
+        amp.log(metrics)
+    jt.distributed.check_agreement(state)
+    masters = jt.get_master_weights(state.opt_state)
+    equal = jax.tree.map(lambda x, m: bool((x == m.astype(x.dtype)).all()), state.params, masters)
+    print("masters", sorted(equal.items()), int(metrics["skipped_steps"]))
 
 
 def differ() -> None:
