@@ -50,6 +50,7 @@ def run_script(code_or_file: str, *arguments: str, cwd: Path) -> str:
 
 def test_the_public_names_are_those_of_the_design() -> None:
     assert {
+        "amp_mode", "amp_from_config", "with_master_weights",
         "Policy", "get_policy", "half_dtype", "cast_to_full", "cast_to_half", "apply_policy",
         "policy_by_path", "NoOpLossScale", "StaticLossScale", "DynamicLossScale",
         "torch_loss_scale", "apex_loss_scale", "megatron_loss_scale", "deepspeed_loss_scale",
@@ -99,8 +100,16 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_digits_example_reaches_its_accuracy(tmp_path: Path) -> None:
-    output = run_script(str(ROOT / "examples" / "digits.py"), cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("digits.py", "mixed_float16"),
+        *(("amp_modes.py", mode) for mode in ("torch", "apex-O2", "apex-O3", "config.toml")),
+    ],
+)
+def test_the_digits_examples_reach_their_accuracy(name: str, option: str, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[fp16]\nmode = "naive"\ninitial_scale = 65536.0\n')
+    output = run_script(str(ROOT / "examples" / name), option, cwd=tmp_path)
     accuracy = re.search(r"test accuracy ([\d.]+)%", output)
     assert accuracy is not None
     assert float(accuracy[1]) > 97
