@@ -89,7 +89,7 @@ def test_the_padding_nodes_false_degree_poisons_nothing() -> None:
             h = out["sum"] + out["mean"] + out["attention"][:, 0]
         return jnp.where(graphs.node_mask(graph)[:, None], h, 0).sum(dtype=jnp.float32)
 
-    grad = jax.grad(loss)
+    grad = jax.jit(jax.grad(loss))
     wanted = grad(batch.nodes["h"], batch)
     for graph in (padded, graphs.from_jraph(tuple_, padded=True)):
         found = grad(padded.nodes["h"], graph)
