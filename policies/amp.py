@@ -111,8 +111,8 @@ class Amp:
         not known. `for_model` sets it.
 
     Example:
-      >>> amp_mode("apex", opt_level="O3").precision.model_dtype.name
-      'float16'
+      >>> print(amp_mode("apex", opt_level="O2"))
+      apex: model float16, BatchNorm float32, masters float32, outputs float32, loss scale 65536
     """
 
     options: AmpOptions
@@ -138,6 +138,21 @@ class Amp:
     def loss_scale(self) -> LossScale | PerLossScale:
         """The loss scale to begin with."""
         return self.options.make_loss_scale(self.dtype) if self.enabled else NoOpLossScale()
+
+    def __str__(self) -> str:
+        if not self.enabled:
+            return f"{self.mode}: not enabled"
+        precision = self.precision
+        model = f"model {precision.model_dtype or 'as it is'}"
+        scales = ", ".join(f"{scale:g}" for scale in np.ravel(self.loss_scale.loss_scale))
+        parts = (
+            f"autocast {self.dtype}" if precision.autocast_rules else model,
+            "BatchNorm float32" if precision.keep_batchnorm_fp32 else "",
+            "masters float32" if precision.master_weights else "",
+            f"outputs {precision.output_dtype or 'as they come'}",
+            f"loss scale {scales}",
+        )
+        return f"{self.mode}: {', '.join(filter(None, parts))}"
 
     def for_model(self, model: Any, *args: Any, **kwargs: Any) -> tuple["Amp", Any]:
         """Returns this mode with the model's BatchNorms known to it, and the model to train.
@@ -219,7 +234,7 @@ class Amp:
         if not self.enabled:
             return loss_fn, optimizer
         if self.options.verbosity:
-            _log(f"AMP mode {self.mode}: {self.options}, {self.precision}")
+            _log(f"AMP mode {self}; {self.options}")
 
         @functools.wraps(loss_fn)
         def with_amp(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
