@@ -28,6 +28,7 @@ _MODES: dict[str, dict[str, Any]] = {
     "naive": {"mode": "naive"},
 }
 _BFLOAT16 = "-bfloat16"
+MODE_CHOICES = f"{', '.join(_MODES)}, each also with {_BFLOAT16}"
 
 
 def precision_of(name: str) -> Policy | Amp:
@@ -51,8 +52,7 @@ def precision_of(name: str) -> Policy | Amp:
     try:
         return get_policy(name)
     except ValueError as error:
-        choices = f"{', '.join(_MODES)}, each also with {_BFLOAT16}"
-        raise ValueError(f"{error}; or an AMP mode: {choices}") from None
+        raise ValueError(f"{error}; or an AMP mode: {MODE_CHOICES}") from None
 
 
 @dataclasses.dataclass(frozen=True)

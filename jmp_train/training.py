@@ -125,6 +125,7 @@ def train(
         test_accuracy=_test_accuracy(task, setup, state, batch_size, shared),
         compile_seconds=compiled.seconds,
         memory_of=peak_memory()[1],
+        batch_size=batch_size,
         epochs=tuple(records),
         steps=tuple(watch.steps),
     )

@@ -37,7 +37,9 @@ def check_schema(
     for entry in report["runs"]:
         assert set(entry) == {
             "policy", "device", "test_accuracy", "compile_seconds", "memory_of", "epochs",
+            "iterations_per_second", "samples_per_second",
         }  # fmt: skip
+        assert 0 < entry["iterations_per_second"] < entry["samples_per_second"]
         assert 0 <= entry["test_accuracy"] <= 1
         assert entry["compile_seconds"] > 0
         assert (entry["device"], entry["memory_of"]) == (device, "process")
