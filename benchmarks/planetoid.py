@@ -31,11 +31,11 @@ import optax
 import jmp_train as jt
 from jmp_train.graphs.node_data import NodeData
 from jmp_train.graphs.planetoid import read_planetoid
+from jmp_train.setups import loss_scale_for
 from jmp_train.synthetic_cora import synthetic_cora
 from jmp_train.tasks.cora import make_task
 from jmp_train.tasks.graph_models import rows
 from jmp_train.tasks.task import Task
-from jmp_train.training import loss_scale_for
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/planetoid"
 POLICIES = ("float32", "mixed_float16", "autocast_float16")

@@ -1,4 +1,4 @@
-"""`jmp-train`: train a task in one policy, compare policies side by side, or launch several processes.
+"""`jmp-train`: train a task in one policy or AMP mode, compare several, or launch several processes.
 
 Exit codes: 0 all is well, 1 a run failed, 2 the call is wrong. Errors are one line.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 
 from jmp_train import __version__
-from jmp_train.policies.policy import get_policy
+from jmp_train.setups import MODE_CHOICES, precision_of
 from jmp_train.tasks import TASK_NAMES, load_task
 from jmp_train.tasks.task import TaskOptions
 
@@ -85,8 +85,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jmp-train {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
 
-    train = commands.add_parser("train", help="train a task in one policy")
-    train.add_argument("--policy", type=_policy_name, default="float32", help="default: float32")
+    train = commands.add_parser("train", help="train a task in one policy or AMP mode")
+    one = train.add_mutually_exclusive_group()
+    one.add_argument(
+        "--policy",
+        type=_name,
+        dest="name",
+        metavar="NAME",
+        help="such as mixed_float16, or a mode; default: float32",
+    )
+    one.add_argument(
+        "--mode", type=_name, dest="name", metavar="NAME", help=f"{MODE_CHOICES}; or a policy"
+    )
     train.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="save the run in DIR")
     train.add_argument(
         "--checkpoint-every", type=_positive, metavar="STEPS", help="default: once an epoch"
@@ -96,13 +106,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=_train)
 
-    compare = commands.add_parser("compare", help="train a task in several policies")
-    compare.add_argument(
+    compare = commands.add_parser("compare", help="train a task in several policies or AMP modes")
+    several = compare.add_mutually_exclusive_group()
+    several.add_argument(
         "--policies",
-        type=_policy_name,
+        type=_name,
         nargs="+",
-        default=DEFAULT_POLICIES,
-        help=f"default: {' '.join(DEFAULT_POLICIES)}",
+        metavar="NAME",
+        help=f"or modes; default: {' '.join(DEFAULT_POLICIES)}",
+    )
+    several.add_argument(
+        "--modes",
+        type=_name,
+        nargs="+",
+        metavar="NAME",
+        help=f"{MODE_CHOICES}; or policies; prints a table of speed and memory beside the first, too",
     )
     compare.add_argument("--out", type=Path, metavar="DIR", help="write report.json, .png, .html")
     compare.set_defaults(run=_compare)
@@ -152,16 +170,16 @@ def _parser() -> argparse.ArgumentParser:
             help="with --synthetic, the share of reddit's nodes and edges; default: 1",
         )
         command.add_argument(
-            "--logdir", type=Path, metavar="DIR", help="write DIR/POLICY for TensorBoard, and lines"
+            "--logdir", type=Path, metavar="DIR", help="write DIR/NAME for TensorBoard, and lines"
         )
         command.add_argument("--json", action="store_true", help="print JSON on standard output")
     return parser
 
 
-def _policy_name(text: str) -> str:
+def _name(text: str) -> str:
     try:
         # "half" would ask the device, which belongs to the training process.
-        get_policy(text.replace("half", "float16"))
+        precision_of(text.replace("half", "float16"))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
@@ -208,6 +226,7 @@ def _train(args: argparse.Namespace) -> int:
     _provide_cpu_devices(args.devices)
     task = load_task(args.task, _task_options(args))
     epochs = args.epochs or task.epochs
+    name = args.name or "float32"
     with ExitStack() as stack:
         signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None))
         saving = _saving(args, stack, signals)
@@ -215,11 +234,11 @@ def _train(args: argparse.Namespace) -> int:
         if args.logdir is not None:
             from jmp_train.run_log import RunLog
 
-            log = stack.enter_context(RunLog(args.logdir / args.policy))
+            log = stack.enter_context(RunLog(args.logdir / name))
         display = None
         if not args.json:
-            display = stack.enter_context(display_on(sys.stdout, [args.policy], epochs))
-            display.start(args.policy)
+            display = stack.enter_context(display_on(sys.stdout, [name], epochs))
+            display.start(name)
 
         def on_event(event: Event) -> None:
             if log is not None:
@@ -227,12 +246,12 @@ def _train(args: argparse.Namespace) -> int:
             if display is None:
                 print(json.dumps(event_to_json(event)), flush=True)
             else:
-                display.show(args.policy, event)
+                display.show(name, event)
 
         try:
             run = train(
                 task,
-                args.policy,
+                name,
                 epochs=epochs,
                 batch_size=args.batch_size,
                 seed=args.seed,
@@ -310,26 +329,29 @@ def _provide_cpu_devices(count: int) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    """Trains each policy in a process of its own, so that time and memory are that policy's."""
+    """Trains under each name in a process of its own, so that time and memory are that name's."""
+    from jmp_train.comparison import explain_failure, explanations
     from jmp_train.display import display_on
-    from jmp_train.report import print_table, report, write_report
+    from jmp_train.report import print_speed_table, print_table, report, write_report
     from jmp_train.training import count_steps
 
     task = load_task(args.task, _task_options(args))
     epochs = args.epochs or task.epochs
     count_steps(task, epochs, args.batch_size or task.batch_size)
     del task  # its data may be large, and each process has its own
-    _check_outputs(args)
+    names = args.modes or args.policies or DEFAULT_POLICIES
+    _check_outputs(args, names)
     log = sys.stderr if args.json else sys.stdout
     runs, failures = [], []
-    with display_on(log, args.policies, epochs) as display:
-        for policy in args.policies:
-            display.start(policy)
+    with display_on(log, names, epochs) as display:
+        for name in names:
+            display.start(name)
             try:
-                runs.append(_run_in_process(args, policy, display))
+                runs.append(_run_in_process(args, name, display))
             except _Failure as failure:
-                failures.append((policy, str(failure)))
-                display.fail(policy, str(failure))
+                reason = explain_failure(name, str(failure))
+                failures.append((name, reason))
+                display.fail(name, reason)
     if args.out is not None and runs:  # an earlier report is not lost to a failure
         for path in write_report(args.out, args.task, runs, failures):
             print(f"wrote {path}", file=log)
@@ -337,16 +359,21 @@ def _compare(args: argparse.Namespace) -> int:
         print(json.dumps(report(args.task, runs), indent=2))
     elif runs:
         print_table(runs)
+        if args.modes:
+            print_speed_table(runs)
+    for text in explanations(runs):
+        print(text, file=log)
     if failures:
-        raise _Failure("; ".join(f"{policy}: {reason}" for policy, reason in failures))
+        raise _Failure("; ".join(f"{name}: {reason}" for name, reason in failures))
     return 0
 
 
-def _check_outputs(args: argparse.Namespace) -> None:
+def _check_outputs(args: argparse.Namespace, names: Sequence[str]) -> None:
     """Raises an error if what a comparison is to write could not be written at its end."""
-    repeated = [policy for policy in args.policies if args.policies.count(policy) > 1]
+    repeated = [name for name in names if names.count(name) > 1]
     if repeated:
-        raise _Failure(f"--policies names {repeated[0]} more than once")
+        option = "--modes" if args.modes else "--policies"
+        raise _Failure(f"{option} names {repeated[0]} more than once")
     if args.out is not None:
         import matplotlib  # noqa: F401  # wanted at the end, and missed too late there
 
@@ -355,21 +382,21 @@ def _check_outputs(args: argparse.Namespace) -> None:
         from jmp_train.run_log import check_unused
 
         _make_writable("--logdir", args.logdir)
-        for policy in args.policies:
-            check_unused(args.logdir / policy)
+        for name in names:
+            check_unused(args.logdir / name)
 
 
-def _run_in_process(args: argparse.Namespace, policy: str, display: "Display") -> "Run":
+def _run_in_process(args: argparse.Namespace, name: str, display: "Display") -> "Run":
     """Returns the run; raises _Failure if the process did not end well."""
     from jmp_train.records import Run, event_from_json
 
     run = None
-    with tempfile.TemporaryFile("w+") as errors, _start(args, policy, errors) as process:
+    with tempfile.TemporaryFile("w+") as errors, _start(args, name, errors) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
                 event = event_from_json(json.loads(line))
-                display.show(policy, event)
+                display.show(name, event)
                 if isinstance(event, Run):
                     run = event
         except BaseException:
@@ -383,8 +410,8 @@ def _run_in_process(args: argparse.Namespace, policy: str, display: "Display") -
     return run
 
 
-def _start(args: argparse.Namespace, policy: str, errors: Any) -> Popen[str]:
-    command = [sys.executable, "-m", "jmp_train", "train", args.task, "--policy", policy, "--json"]
+def _start(args: argparse.Namespace, name: str, errors: Any) -> Popen[str]:
+    command = [sys.executable, "-m", "jmp_train", "train", args.task, "--policy", name, "--json"]
     for option in _HANDED_ON:
         value = getattr(args, option)
         if value is not None:

@@ -6,6 +6,7 @@ from string import Template
 
 import jax
 
+from jmp_train.comparison import SPEED_TITLES, explanations, speed_rows
 from jmp_train.pictures import PANELS, color, svg
 from jmp_train.records import Run
 
@@ -31,6 +32,7 @@ ul { padding-left: 1.2rem; }
 .panels { display: grid; gap: 1rem; margin: 2rem 0 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
 .panels svg { width: 100%; height: auto; }
 .wide { overflow-x: auto; }
+.wide + .wide { margin-top: 1rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th, td { padding: 0.35rem 0.8rem 0.35rem 0; text-align: right; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; }
@@ -51,6 +53,14 @@ $summary
 <th>peak memory</th><th>last loss</th><th>last scale</th><th>skipped steps</th></tr></thead>
 <tbody>
 $rows
+</tbody>
+</table>
+</div>
+<div class="wide">
+<table id="speed">
+<thead><tr>$speed_titles</tr></thead>
+<tbody>
+$speed_rows
 </tbody>
 </table>
 </div>
@@ -79,10 +89,15 @@ def page(task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = (
         f'<li class="failed">{escape(policy)} did not end: {escape(reason)}</li>'
         for policy, reason in failures
     ]
+    said = [*sentences(runs), *explanations(runs)]
     return _PAGE.substitute(
         title=f"{escape(task)}: {escape(' / '.join(run.policy for run in runs))}",
-        summary="\n".join([f"<li>{escape(text)}</li>" for text in sentences(runs)] + failed),
+        summary="\n".join([f"<li>{escape(text)}</li>" for text in said] + failed),
         rows="\n".join(_row(index, run) for index, run in enumerate(runs)),
+        speed_titles="".join(f"<th>{title}</th>" for title in SPEED_TITLES),
+        speed_rows="\n".join(
+            _named_row(index, name, cells) for index, (name, *cells) in enumerate(speed_rows(runs))
+        ),
         panels="\n".join(f'<div class="panel">{svg(name, runs)}</div>' for name in PANELS),
         epochs="\n".join(_epochs(run) for run in runs),
         devices=escape(" and ".join(dict.fromkeys(run.device for run in runs))),
@@ -118,9 +133,7 @@ def _sentence(run: Run, first: Run) -> str:
 
 def _row(index: int, run: Run) -> str:
     last = run.epochs[-1]
-    dot = f'<span class="dot" style="background:{color(index)}"></span>'
     cells = (
-        dot + escape(run.policy),
         f"{run.test_accuracy:.2%}",
         f"{run.epoch_seconds:.2f}",
         f"{run.compile_seconds:.1f} s",
@@ -129,7 +142,13 @@ def _row(index: int, run: Run) -> str:
         f"{last.loss_scale:g}",
         f"{last.skipped_steps}",
     )
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    return _named_row(index, run.policy, cells)
+
+
+def _named_row(index: int, name: str, cells: Sequence[str]) -> str:
+    """Returns a row that begins with a run's name and colour."""
+    dot = f'<span class="dot" style="background:{color(index)}"></span>'
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in (dot + escape(name), *cells)) + "</tr>"
 
 
 def _epochs(run: Run) -> str:

@@ -75,11 +75,12 @@ class Run:
     """A finished run.
 
     Attributes:
-      policy: its name.
+      policy: the name of its policy or AMP mode.
       device: what it ran on, such as "cpu", "NVIDIA H200" or, of several, "8 x cpu".
       test_accuracy: from 0 to 1.
       compile_seconds: what compiling the step took.
       memory_of: whose peak memory the epochs report, "device" or "process".
+      batch_size: rows a step.
       epochs: all of them.
       steps: all of them.
     """
@@ -89,6 +90,7 @@ class Run:
     test_accuracy: float
     compile_seconds: float
     memory_of: str
+    batch_size: int
     epochs: tuple[Epoch, ...]
     steps: tuple[Step, ...]
 
@@ -96,6 +98,16 @@ class Run:
     def epoch_seconds(self) -> float:
         """The median epoch's."""
         return statistics.median(epoch.seconds for epoch in self.epochs)
+
+    @property
+    def iterations_per_second(self) -> float:
+        """The median epoch's steps a second."""
+        return len(self.steps) / len(self.epochs) / self.epoch_seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        """The median epoch's rows a second."""
+        return self.batch_size * self.iterations_per_second
 
     @property
     def memory_mb(self) -> float:

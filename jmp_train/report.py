@@ -1,10 +1,12 @@
 """What `jmp-train` prints and writes about finished runs: a table, report.json, .png and .html."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jmp_train.comparison import SPEED_TITLES, speed_rows
 from jmp_train.records import Epoch, Run, event_to_json, finite_or_none
 from jmp_train.whole_files import write_whole
 
@@ -34,6 +36,8 @@ def _run_report(run: Run) -> dict[str, Any]:
         "test_accuracy": run.test_accuracy,
         "compile_seconds": run.compile_seconds,
         "memory_of": run.memory_of,
+        "iterations_per_second": run.iterations_per_second,
+        "samples_per_second": run.samples_per_second,
         "epochs": [{name: epoch[name] for name in _REPORTED} for epoch in epochs],
     }
 
@@ -80,7 +84,33 @@ def print_table(runs: Sequence[Run]) -> None:
             f"{run.memory_mb:.0f} MB",
             f"{run.test_accuracy:.2%}",
             f"{last.loss:.4f}",
-            f"{last.loss_scale:g}",
+            _short(last.loss_scale),
             str(last.skipped_steps),
         )
+    Console().print(table)
+
+
+def _short(scale: float) -> str:
+    """Returns a loss scale in few characters; from a million on, a power of two as such."""
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if scale >= 1e6 and fraction == 0.5 else f"{scale:g}"
+
+
+def print_speed_table(runs: Sequence[Run]) -> None:
+    """Prints speed and memory of the runs beside the first one's.
+
+    Args:
+      runs: at least one.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=0, caption=f"1.00x: {runs[0].policy}")
+    first, *others = SPEED_TITLES
+    table.add_column(first, no_wrap=True)
+    for title in others:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in speed_rows(runs):
+        table.add_row(*row)
     Console().print(table)

@@ -1,4 +1,4 @@
-"""The training loop of the command line: one task, one policy, from data to test accuracy."""
+"""The training loop of the command line: one task, one policy or AMP mode, from data to test accuracy."""
 
 import itertools
 import math
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,15 +14,13 @@ from jax.sharding import PartitionSpec as P
 from jmp_train.loading import check_seed, count_rows, test_batches, train_batches
 from jmp_train.memory import peak_memory
 from jmp_train.parallel import data_parallel
-from jmp_train.policies.loss_scale import DynamicLossScale, LossScale, NoOpLossScale
-from jmp_train.policies.loss_scaled_optimizer import with_loss_scale
-from jmp_train.policies.policy import AutocastPolicy, Policy, apply_policy, get_policy
 from jmp_train.policies.progress import check_progress, skips_to_floor
 from jmp_train.records import Compiled, Epoch, Event, Progress, Run, Step
 from jmp_train.resuming import Saver, Saving
+from jmp_train.setups import Setup, make_setup
 from jmp_train.tasks.task import DATA_AXIS, Task
 from jmp_train.train_state import TrainState
-from jmp_train.train_step import Metrics, train_step
+from jmp_train.train_step import Metrics
 
 LOOK_EVERY = 20  # steps between two looks at the skips, each of which waits for the device
 LOOK_SECONDS = 0.5  # and the time after which a slow job is looked at all the same
@@ -32,24 +29,9 @@ PATIENCE = 20  # skips in a row at the loss scale's floor until the run is given
 _KEPT = ("loss", "grad_norm", "loss_scale", "grads_finite")  # of the metrics of each step
 
 
-def loss_scale_for(policy: Policy) -> LossScale:
-    """Returns the loss scale that a policy needs: a dynamic one for float16, none for the others.
-
-    It is torch's, but never falls below 1.
-
-    Example:
-      >>> loss_scale_for(get_policy("mixed_bfloat16"))
-      NoOpLossScale()
-    """
-    autocast_dtype = policy.autocast_dtype if isinstance(policy, AutocastPolicy) else None
-    if jnp.float16 in (policy.param_dtype, policy.compute_dtype, autocast_dtype):
-        return DynamicLossScale(2.0**16)
-    return NoOpLossScale()
-
-
 def train(
     task: Task,
-    policy_name: str,
+    name: str,
     *,
     epochs: int | None = None,
     batch_size: int | None = None,
@@ -57,14 +39,14 @@ def train(
     saving: Saving | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Run:
-    """Trains a task in one policy and tests it.
+    """Trains a task in one policy or AMP mode and tests it.
 
     With `task.devices` above 1 each batch is cut over that many local devices, by `data_parallel`; the test runs
     on the first of them.
 
     Args:
       task: what to train.
-      policy_name: see `get_policy`.
+      name: of the policy or mode, see `precision_of`.
       epochs: passes over the data; None for the task's own number.
       batch_size: rows a step; None for the task's own number. An incomplete batch is left out.
       seed: of parameters, dropout and the order of the data; below 2**32.
@@ -76,14 +58,12 @@ def train(
       The run.
 
     Raises:
-      ValueError: an unknown policy, a seed out of range, fewer than one epoch, a batch larger
+      ValueError: an unknown policy or mode, a seed out of range, fewer than one epoch, a batch larger
         than the data or not to be cut evenly, fewer devices than the task wants, or checkpoints of another run.
       Stopped: `saving` said so.
       StalledTrainingError: non-finite gradients made the loop skip every step.
       FloatingPointError: the trained model's output for the test data is not finite.
     """
-    policy = get_policy(policy_name)
-    _check_float64(policy, policy_name)
     epochs = task.epochs if epochs is None else epochs
     batch_size = task.batch_size if batch_size is None else batch_size
     steps_per_epoch = count_steps(task, epochs, batch_size)
@@ -91,15 +71,12 @@ def train(
     devices = _first_devices(task.devices)
     total = epochs * steps_per_epoch
     schedule = task.schedule(total)
-    loss_scale = loss_scale_for(policy)
-    optimizer = with_loss_scale(task.optimizer(schedule), loss_scale)
+    setup = make_setup(task, name, schedule)
 
     init_key, step_key = jax.random.split(jax.random.key(seed))
     params, model_state = task.init(init_key)
-    state = TrainState.create(
-        policy.cast_to_param(params), optimizer, model_state=model_state, rng=step_key
-    )
-    step = train_step(task.loss_fn, optimizer, policy=policy)
+    state = setup.create_state(params, model_state, step_key)
+    step = setup.step
     sharding = None
     if len(devices) > 1:
         mesh = Mesh(devices, (DATA_AXIS,))
@@ -109,10 +86,10 @@ def train(
     done, steps, records = 0, [], []
     saver = None
     if saving is not None:
-        options = _options(task, policy_name, epochs, batch_size, seed)
+        options = _options(task, name, epochs, batch_size, seed)
         saver = Saver(saving, options, total, steps_per_epoch)
         done, state, steps, records = saver.restore(state)
-    shared = _shared(task, policy)
+    shared = _shared(task, setup)
     # Of a run that is ready, a batch is wanted to compile all the same.
     start_at = min(done, total - 1)
     batches = train_batches(task, batch_size, seed, epochs, sharding, start_at)
@@ -125,7 +102,7 @@ def train(
     on_event(compiled)
 
     batches = itertools.chain([first_batch], batches)
-    watch = _Watch(total, skips_to_floor(loss_scale) + PATIENCE, steps, on_event)
+    watch = _Watch(total, skips_to_floor(setup.loss_scale) + PATIENCE, steps, on_event)
     for epoch in range(done // steps_per_epoch + 1, epochs + 1):
         start = time.perf_counter()
         for batch in itertools.islice(batches, epoch * steps_per_epoch - watch.count):
@@ -143,11 +120,12 @@ def train(
             saver.save(state, watch.steps, records)
     kind = devices[0].device_kind
     run = Run(
-        policy=policy_name,
+        policy=name,
         device=kind if len(devices) == 1 else f"{len(devices)} x {kind}",
-        test_accuracy=_test_accuracy(task, policy, state, batch_size, shared),
+        test_accuracy=_test_accuracy(task, setup, state, batch_size, shared),
         compile_seconds=compiled.seconds,
         memory_of=peak_memory()[1],
+        batch_size=batch_size,
         epochs=tuple(records),
         steps=tuple(watch.steps),
     )
@@ -252,25 +230,15 @@ def _first_devices(count: int) -> list[Any]:
     return devices[:count]
 
 
-def _check_float64(policy: Policy, name: str) -> None:
-    dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
-    if jnp.float64 in dtypes and jax.dtypes.canonicalize_dtype(jnp.float64) != jnp.float64:
-        raise ValueError(f"policy {name!r} has float64, which needs JAX_ENABLE_X64=1")
-
-
-def _shared(task: Task, policy: Policy) -> dict[str, Any]:
+def _shared(task: Task, setup: Setup) -> dict[str, Any]:
     """Returns what all batches share, on the device; cast on the host, so that it is there once only."""
-    return jax.device_put(policy.cast_to_compute(task.shared()), jax.local_devices()[0])
+    return jax.device_put(setup.cast_shared(task.shared()), jax.local_devices()[0])
 
 
 def _test_accuracy(
-    task: Task, policy: Policy, state: TrainState, batch_size: int, shared: dict[str, Any]
+    task: Task, setup: Setup, state: TrainState, batch_size: int, shared: dict[str, Any]
 ) -> float:
-    @jax.jit
-    def predict(params: Any, model_state: Any, batch: Any) -> jax.Array:
-        apply = apply_policy(lambda params, batch: task.predict(params, model_state, batch), policy)
-        return apply(params, batch)
-
+    predict = jax.jit(setup.predict)
     # Off the mesh, where several devices trained: else each of them would compute the same.
     params, model_state = jax.device_put((state.params, state.model_state), jax.local_devices()[0])
     correct = 0

@@ -88,7 +88,7 @@ def make_run(policy: str = "float32", *, scale: float = 1.0, skips: tuple[int, .
         if number % 50 == 0:
             count = sum(skip <= number for skip in skips)
             epochs.append(Epoch(number // 50, loss, 1e-3, number / 25, 300.0, scale, count))
-    return Run(policy, "cpu", 0.987, 7.5, "process", tuple(epochs), tuple(steps))
+    return Run(policy, "cpu", 0.987, 7.5, "process", 64, tuple(epochs), tuple(steps))
 
 
 def idx_bytes(array: np.ndarray) -> bytes:

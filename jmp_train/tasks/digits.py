@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jmp_train.policies.batch_norms import batch_norm_paths
 from jmp_train.tasks.image_loss import image_loss
 from jmp_train.tasks.task import Arrays, Task, TaskOptions
 
@@ -42,12 +43,18 @@ class DigitsCNN(nn.Module):
 
 
 _MODEL = DigitsCNN()
+_IMAGES = (1, 8, 8, 1)
 
 
 def init(key: jax.Array) -> tuple[Any, Any]:
     """Returns float32 parameters and batch statistics."""
-    variables = _MODEL.init(key, jnp.zeros((1, 8, 8, 1)), train=False)
+    variables = _MODEL.init(key, jnp.zeros(_IMAGES), train=False)
     return variables["params"], variables["batch_stats"]
+
+
+def batch_norms() -> tuple[str, ...]:
+    """Returns the paths of the model's BatchNorms in the parameters."""
+    return batch_norm_paths(_MODEL, jax.ShapeDtypeStruct(_IMAGES, jnp.float32), train=False)
 
 
 def loss_fn(
@@ -99,6 +106,7 @@ def load(options: TaskOptions) -> Task:
         batch_size=64,
         epochs=15,
         devices=options.devices,
+        batch_norms=batch_norms,
     )
 
 

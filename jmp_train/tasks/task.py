@@ -64,6 +64,8 @@ class Task:
         added to what `prepare` makes; the loop calls it once, casts it once, as the policy casts what
         is computed with, and keeps it on the device.
       devices: over how many devices a batch is cut; if several, `loss_fn` may name `DATA_AXIS`.
+      batch_norms: finds the paths of the model's BatchNorms in the parameters, for modes that keep them in
+        float32; the loop calls it where it needs them.
     """
 
     name: str
@@ -79,3 +81,4 @@ class Task:
     epochs: int
     shared: Callable[[], dict[str, Any]] = dict
     devices: int = 1
+    batch_norms: Callable[[], tuple[str, ...]] = tuple

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import pty
@@ -10,7 +11,7 @@ from typing import Any
 
 import jax
 import pytest
-from helpers import write_mnist
+from helpers import make_run, write_mnist
 
 from jmp_train import cli
 from jmp_train.cli import main
@@ -37,7 +38,9 @@ def check_schema(
     for entry in report["runs"]:
         assert set(entry) == {
             "policy", "device", "test_accuracy", "compile_seconds", "memory_of", "epochs",
+            "iterations_per_second", "samples_per_second",
         }  # fmt: skip
+        assert 0 < entry["iterations_per_second"] < entry["samples_per_second"]
         assert 0 <= entry["test_accuracy"] <= 1
         assert entry["compile_seconds"] > 0
         assert (entry["device"], entry["memory_of"]) == (device, "process")
@@ -51,9 +54,9 @@ def check_schema(
 
 @pytest.mark.timeout(300)
 def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: Path) -> None:
-    policies = ["float32", "mixed_float16"]
+    policies = ["float32", "apex-O2"]
     result = run(
-        "compare", "karate", "--policies", *policies, "--epochs", "2", "--out", "a/b", cwd=tmp_path
+        "compare", "karate", "--modes", *policies, "--epochs", "2", "--out", "a/b", cwd=tmp_path
     )
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
@@ -65,6 +68,7 @@ def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: 
             assert part in line
     assert any("test accuracy" in line and "memory" in line for line in lines[5:])
     assert "memory: peak of the process" in result.stdout
+    assert re.search(r"apex-O2 +\d+ MB +[\d.]+ +[\d.]+ +\d+\.\d\dx +\d\.\d\dx", result.stdout)
     check_schema(json.loads((tmp_path / "a/b/report.json").read_text()), policies, 2, task="karate")
     assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == [
         "report.html", "report.json", "report.png",
@@ -190,6 +194,23 @@ def test_interrupting_compare_stops_the_run(tmp_path: Path) -> None:
         (["train", "nosuch"], "argument task: invalid choice: 'nosuch'"),
         (["train", "--policy", "float31"], "argument --policy: Unknown dtype 'float31'"),
         (["compare", "--policies", "float32", "c=x"], "argument --policies: Unknown dtype 'x'"),
+        (["train", "--mode", "apex-O4"], "argument --mode: Unknown dtype 'apex-O4' must be full"),
+        (
+            ["compare", "--modes", "torch", "apex-02"],
+            (
+                "or a policy: mixed_float16, mixed_bfloat16, autocast_float16, autocast_bfloat16, or "
+                "'params=...,compute=...'; or an AMP mode: torch, apex-O0, apex-O1, apex-O2, apex-O3, "
+                "naive, each also with -bfloat16"
+            ),
+        ),
+        (
+            ["train", "--policy", "float32", "--mode", "torch"],
+            "argument --mode: not allowed with argument --policy",
+        ),
+        (
+            ["compare", "--modes", "torch", "--policies", "float32"],
+            "argument --policies: not allowed with argument --modes",
+        ),
         (["train", "--epochs", "0"], "'0' is not a whole number of at least 1"),
         (["train", "--batch-size", "-3"], "argument --batch-size: '-3' is not a whole number"),
         (["train", "--seed", "x"], "'x' is not a whole number from 0 to 4294967295"),
@@ -228,6 +249,7 @@ def test_a_batch_too_large_is_found_before_anything_runs(
         (["train", "mnist", "--data-dir", "nowhere"], "--data-dir nowhere is no folder"),
         (["compare", "mnist", "--synthetic", "--data-dir", "x"], "exclude each other"),
         (["compare", "--policies", "float32", "float32"], "--policies names float32 more than"),
+        (["compare", "--modes", "naive", "naive"], "--modes names naive more than"),
         (["compare", "--devices", "8", "--batch-size", "100"], "devices=8 must divide batch_size"),
         (["train", "karate", "--devices", "2"], "--devices is for digits and mnist"),
     ],
@@ -241,6 +263,31 @@ def test_errors_of_the_data_are_one_line(
     assert error.startswith("jmp-train: error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_compare_says_why_a_mode_fell_behind_or_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run_in_process(args: Any, name: str, display: Any) -> Run:
+        del args, display
+        if name == "apex-O3-bfloat16":
+            raise cli._Failure("the last 20 steps were skipped")
+        return dataclasses.replace(make_run(name), test_accuracy=0.9 if "-O" in name else 0.95)
+
+    monkeypatch.setattr(cli, "_run_in_process", run_in_process)
+    modes = ("float32", "apex-O2", "apex-O3", "apex-O3-bfloat16")
+    assert main(["compare", "karate", "--out", str(tmp_path), "--modes", *modes]) == 1
+    out, error = capsys.readouterr()
+    behind = [line for line in out.splitlines() if "below float32" in line]
+    assert len(behind) == 1
+    assert behind[0].startswith(
+        "apex-O3 is 5.00 points of test accuracy below float32. apex-O3 has"
+    )
+    reason = "apex-O3-bfloat16: the last 20 steps were skipped. apex-O3-bfloat16 has no float32"
+    assert error.startswith(f"jmp-train: error: {reason}")
+    page = (tmp_path / "report.html").read_text()
+    assert f"<li>{behind[0]}</li>" in page
+    assert "did not end: the last 20 steps were skipped. apex-O3-bfloat16 has no float32" in page
 
 
 def test_missing_files_of_mnist_are_a_line_each(

@@ -73,6 +73,13 @@ def test_the_page_says_all_and_logs_nothing(browser: webdriver.Chrome, report: P
         "mixed_float16 98.70% 3.00 7.5 s 300 MB 0.0100 2 2",
         "mixed_bfloat16 99.10% 3.00 7.5 s 300 MB 0.0100 1 0",
     ]
+    speeds = browser.find_elements(By.CSS_SELECTOR, "#speed tr")
+    assert [row.text for row in speeds] == [
+        "run memory iterations/s samples/s speed-up memory ratio",
+        "float32 300 MB 16.7 1066.7 1.00x 1.00x",
+        "mixed_float16 300 MB 16.7 1066.7 1.00x 1.00x",
+        "mixed_bfloat16 300 MB 16.7 1066.7 1.00x 1.00x",
+    ]
     titles = [
         svg.get_attribute("aria-label")
         for svg in browser.find_elements(By.CSS_SELECTOR, ".panels svg")

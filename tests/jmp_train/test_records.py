@@ -36,3 +36,5 @@ def test_a_run_sums_itself_up() -> None:
     assert run.memory_mb == 300.0
     assert [step.step for step in run.skipped] == [3, 60]
     assert dataclasses.replace(run, epochs=run.epochs[:1]).epoch_seconds == 2.0
+    assert run.iterations_per_second == 50 / 3.0
+    assert run.samples_per_second == 64 * 50 / 3.0

@@ -8,7 +8,7 @@ from helpers import make_run
 
 from jmp_train import html_report
 from jmp_train.records import Epoch
-from jmp_train.report import epoch_line, print_table, report, write_report
+from jmp_train.report import epoch_line, print_speed_table, print_table, report, write_report
 
 EPOCH = Epoch(
     epoch=1, loss=0.5, learning_rate=1e-3, seconds=2.0, memory_mb=300.0, loss_scale=65536.0,
@@ -20,6 +20,8 @@ def test_numbers_that_are_not_finite_become_null() -> None:
     run = dataclasses.replace(make_run(), epochs=(EPOCH, dataclasses.replace(EPOCH, loss=math.nan)))
     content = report("digits", [run])
     assert [epoch["loss"] for epoch in content["runs"][0]["epochs"]] == [0.5, None]
+    assert content["runs"][0]["iterations_per_second"] == 25
+    assert content["runs"][0]["samples_per_second"] == 64 * 25
     json.dumps(content, allow_nan=False)
 
 
@@ -39,6 +41,7 @@ def test_the_table_holds_the_runs_side_by_side_in_80_columns(
         [
             dataclasses.replace(make_run("mixed_bfloat16"), epochs=(EPOCH, long)),
             dataclasses.replace(make_run("b", scale=64.0, skips=(1, 2)), memory_of="device"),
+            make_run("apex-O2-bfloat16", scale=2.0**32, skips=(1,)),
         ]
     )
     out = capsys.readouterr().out
@@ -56,7 +59,29 @@ def test_the_table_holds_the_runs_side_by_side_in_80_columns(
         "3",
     ] in rows
     assert ["b", "3.00", "7.5", "s", "300", "MB", "98.70%", "0.0100", "16", "2"] in rows
+    name = "apex-O2-bfloat16"
+    assert [name, "3.00", "7.5", "s", "300", "MB", "98.70%", "0.0100", "2^31", "1"] in rows
     assert "memory: peak of the process or device" in out
+
+
+def test_speed_and_memory_are_beside_the_first_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    slow = dataclasses.replace(EPOCH, seconds=20.0, memory_mb=450.0)
+    print_speed_table(
+        [
+            dataclasses.replace(make_run("float32"), epochs=(EPOCH, EPOCH)),
+            dataclasses.replace(make_run("apex-O3-bfloat16"), epochs=(slow, slow)),
+        ]
+    )
+    titles, _, *rows = capsys.readouterr().out.strip().splitlines()
+    assert titles.split() == [
+        "run", "memory", "iterations/s", "samples/s", "speed-up", "memory", "ratio",
+    ]  # fmt: skip
+    assert rows[0].split() == ["float32", "300", "MB", "25.0", "1600.0", "1.00x", "1.00x"]
+    assert rows[1].split() == ["apex-O3-bfloat16", "450", "MB", "2.5", "160.0", "0.10x", "1.50x"]
+    assert rows[-1].strip() == "1.00x: float32"
 
 
 def test_a_report_is_three_files(tmp_path: Path) -> None:

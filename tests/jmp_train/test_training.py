@@ -1,6 +1,5 @@
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import promoting, relaxed
@@ -9,7 +8,7 @@ import jmp_train as jt
 from jmp_train.records import Compiled, Epoch, Event, Progress
 from jmp_train.tasks import TASK_NAMES, load_task
 from jmp_train.tasks.task import Task, TaskOptions
-from jmp_train.training import loss_scale_for, train
+from jmp_train.training import train
 
 
 @pytest.fixture(name="digits")
@@ -161,13 +160,3 @@ def test_bad_numbers_are_named(digits: Task) -> None:
         train(digits, "float31")
     with pytest.raises(ValueError, match="'float64' has float64, which needs JAX_ENABLE_X64=1"):
         train(digits, "float64")
-
-
-def test_only_float16_gets_a_scale() -> None:
-    for name in ("float16", "mixed_float16", "p=f32,c=f16,o=f32"):
-        scale = loss_scale_for(jt.get_policy(name))
-        assert isinstance(scale, jt.DynamicLossScale)
-        assert float(scale.min_loss_scale) == 1
-    for name in ("float32", "bfloat16", "mixed_bfloat16"):
-        assert loss_scale_for(jt.get_policy(name)) == jt.NoOpLossScale()
-    assert jnp.float16 == jt.get_policy("float16").param_dtype

@@ -1,0 +1,165 @@
+"""What a name comes to for a task: of a policy, or of an AMP mode.
+
+The way of the data: name -> `precision_of` -> `Policy` or `Amp` -> `make_setup`, the pieces that the training
+loop puts together, the same for both.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_train.policies.amp import Amp, amp_mode
+from jmp_train.policies.casting import cast_floating
+from jmp_train.policies.loss_scale import DynamicLossScale, LossScale, NoOpLossScale
+from jmp_train.policies.loss_scaled_optimizer import with_loss_scale
+from jmp_train.policies.per_loss_scale import PerLossScale
+from jmp_train.policies.policy import AutocastPolicy, Policy, apply_policy, get_policy
+from jmp_train.tasks.task import Task
+from jmp_train.train_state import TrainState
+from jmp_train.train_step import TrainStep, train_step
+
+_MODES: dict[str, dict[str, Any]] = {
+    "torch": {"mode": "torch"},
+    **{f"apex-{level}": {"mode": "apex", "opt_level": level} for level in ("O0", "O1", "O2", "O3")},
+    "naive": {"mode": "naive"},
+}
+_BFLOAT16 = "-bfloat16"
+MODE_CHOICES = f"{', '.join(_MODES)}, each also with {_BFLOAT16}"
+
+
+def precision_of(name: str) -> Policy | Amp:
+    """Returns the policy or the AMP mode of that name.
+
+    Args:
+      name: of a mode, "torch", "apex-O0" to "apex-O3" or "naive", in float16, or with "-bfloat16" after it; else
+        what `get_policy` takes.
+
+    Raises:
+      ValueError: there is neither; the message lists the choices.
+
+    Example:
+      >>> precision_of("apex-O2-bfloat16").dtype.name, str(precision_of("mixed_float16"))
+      ('bfloat16', 'p=full,c=f16,o=full')
+    """
+    options = _MODES.get(name.removesuffix(_BFLOAT16))
+    if options is not None:
+        dtype = jnp.bfloat16 if name.endswith(_BFLOAT16) else jnp.float16
+        return amp_mode(**options, dtype=dtype)
+    try:
+        return get_policy(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; or an AMP mode: {MODE_CHOICES}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """The pieces with which a task is trained and tested in a policy or a mode.
+
+    Attributes:
+      step: the train step.
+      loss_scale: the one to begin with.
+      create_state: `create_state(params, model_state, rng)`, the state before the first step, of float32
+        parameters.
+      predict: the task's, with its casts or its autocast.
+      cast_shared: casts what all batches share, on the host if it is there, as the step would cast it each time.
+    """
+
+    step: TrainStep
+    loss_scale: LossScale | PerLossScale
+    create_state: Callable[[Any, Any, jax.Array], TrainState]
+    predict: Callable[[Any, Any, Any], jax.Array]
+    cast_shared: Callable[[Any], Any]
+
+
+def make_setup(task: Task, name: str, schedule: optax.Schedule) -> Setup:
+    """Returns the pieces with which a task is trained under a name.
+
+    Args:
+      task: what to train.
+      name: see `precision_of`.
+      schedule: the learning rate.
+
+    Raises:
+      ValueError: there is no such name, or jax has no float64 and the policy has.
+    """
+    precision = precision_of(name)
+    if isinstance(precision, Amp):
+        return _of_mode(task, precision, schedule)
+    _check_float64(precision, name)
+    return _of_policy(task, precision, schedule)
+
+
+def _of_mode(task: Task, amp: Amp, schedule: optax.Schedule) -> Setup:
+    if amp.precision.keep_batchnorm_fp32:
+        amp = dataclasses.replace(amp, batch_norms=task.batch_norms())
+    model_dtype = amp.precision.model_dtype
+    loss_fn, optimizer = amp.transform(task.loss_fn, task.optimizer(schedule))
+
+    def create_state(params: Any, model_state: Any, rng: jax.Array) -> TrainState:
+        return TrainState.create(
+            params,
+            optimizer,
+            model_state=amp.cast_model_state(model_state),
+            rng=rng,
+            cast_params=amp.cast_params,
+        )
+
+    def cast_shared(shared: Any) -> Any:
+        return shared if model_dtype is None else cast_floating(shared, model_dtype)
+
+    return Setup(
+        step=train_step(loss_fn, optimizer),
+        loss_scale=amp.loss_scale,
+        create_state=create_state,
+        predict=amp.forward(task.predict),
+        cast_shared=cast_shared,
+    )
+
+
+def _of_policy(task: Task, policy: Policy, schedule: optax.Schedule) -> Setup:
+    loss_scale = loss_scale_for(policy)
+    optimizer = with_loss_scale(task.optimizer(schedule), loss_scale)
+
+    def create_state(params: Any, model_state: Any, rng: jax.Array) -> TrainState:
+        params = policy.cast_to_param(params)
+        return TrainState.create(params, optimizer, model_state=model_state, rng=rng)
+
+    def predict(params: Any, model_state: Any, batch: Any) -> jax.Array:
+        apply = apply_policy(lambda params, batch: task.predict(params, model_state, batch), policy)
+        return apply(params, batch)
+
+    return Setup(
+        step=train_step(task.loss_fn, optimizer, policy=policy),
+        loss_scale=loss_scale,
+        create_state=create_state,
+        predict=predict,
+        cast_shared=policy.cast_to_compute,
+    )
+
+
+def loss_scale_for(policy: Policy) -> LossScale:
+    """Returns the loss scale that a policy needs: a dynamic one for float16, none for the others.
+
+    It is torch's, but never falls below 1.
+
+    Args:
+      policy: the dtypes.
+
+    Example:
+      >>> loss_scale_for(get_policy("mixed_bfloat16"))
+      NoOpLossScale()
+    """
+    autocast_dtype = policy.autocast_dtype if isinstance(policy, AutocastPolicy) else None
+    if jnp.float16 in (policy.param_dtype, policy.compute_dtype, autocast_dtype):
+        return DynamicLossScale(2.0**16)
+    return NoOpLossScale()
+
+
+def _check_float64(policy: Policy, name: str) -> None:
+    dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    if jnp.float64 in dtypes and jax.dtypes.canonicalize_dtype(jnp.float64) != jnp.float64:
+        raise ValueError(f"policy {name!r} has float64, which needs JAX_ENABLE_X64=1")

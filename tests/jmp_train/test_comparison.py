@@ -1,0 +1,30 @@
+"""Why a run is behind another, as far as it is known."""
+
+import pytest
+
+from jmp_train.comparison import explain_accuracy, explain_failure
+
+
+def test_a_failure_is_explained_by_what_the_mode_lacks() -> None:
+    assert explain_failure("apex-O3", "all steps were skipped") == (
+        "all steps were skipped. apex-O3 has neither loss scale nor float32 masters nor float32 BatchNorms: "
+        "gradients below 6e-8 vanish, updates below 1/2048 of a parameter are lost, statistics above 65504 "
+        "overflow; apex-O2 has all three"
+    )
+    assert explain_failure("apex-O2", "all steps were skipped") == "all steps were skipped"
+
+
+@pytest.mark.parametrize(("points", "said"), [(-3.0, False), (1.0, False), (1.01, True)])
+def test_more_than_a_point_of_accuracy_is_explained(points: float, said: bool) -> None:
+    text = explain_accuracy("apex-O3-bfloat16", points, "float32")
+    if not said:
+        assert text is None
+        return
+    assert text == (
+        "apex-O3-bfloat16 is 1.01 points of test accuracy below float32. apex-O3-bfloat16 has no float32 "
+        "masters: updates below 1/256 of a parameter are lost; apex-O2-bfloat16 has them"
+    )
+
+
+def test_what_is_not_known_is_not_explained() -> None:
+    assert explain_accuracy("naive", 50.0, "float32") is None

@@ -1,0 +1,161 @@
+"""What the names of policies and modes come to, and tasks that train by them."""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import promoting, relaxed
+
+import jmp_train as jt
+from jmp_train.policies.paths import named_leaves
+from jmp_train.resuming import Saving, Stopped
+from jmp_train.setups import loss_scale_for, make_setup, precision_of
+from jmp_train.tasks import load_task
+from jmp_train.tasks.task import Task, TaskOptions
+from jmp_train.training import train
+
+KEY = jax.random.key(0)
+MODES = ("torch", "apex-O0", "apex-O1", "apex-O2", "apex-O3", "naive")
+
+
+def load(name: str, devices: int = 1) -> Task:
+    task = load_task(name, TaskOptions(train_size=128 if devices > 1 else None, devices=devices))
+    return dataclasses.replace(
+        task,
+        loss_fn=promoting(task.loss_fn),
+        predict=promoting(task.predict),
+        init=promoting(task.init),
+        batch_norms=promoting(task.batch_norms),
+        optimizer=lambda rate: relaxed(task.optimizer(rate)),
+    )
+
+
+@pytest.fixture(name="digits", scope="module")
+def fixture_digits() -> Task:
+    return load("digits")
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_has_a_name_in_either_half_type(name: str) -> None:
+    family, _, level = name.partition("-")
+    options: dict[str, Any] = {"opt_level": level} if level else {}
+    assert precision_of(name) == jt.amp_mode(family, **options)
+    wide = precision_of(f"{name}-bfloat16")
+    assert wide == jt.amp_mode(family, **options, dtype=jnp.bfloat16)
+    assert wide != precision_of(name)
+
+
+def test_other_names_are_those_of_policies() -> None:
+    assert precision_of("p=f32,c=f16") == jt.get_policy("p=f32,c=f16")
+    assert precision_of("float32") == jt.get_policy("float32")
+
+
+@pytest.mark.parametrize("name", ["apex-O4", "apex", "naive-float16", "Torch", "float32-bfloat16"])
+def test_an_unknown_name_is_told_the_choices(name: str) -> None:
+    text = (
+        f"Unknown dtype '{name}' must be .*; or a policy: mixed_float16, .*; or an AMP mode: torch, "
+        "apex-O0, apex-O1, apex-O2, apex-O3, naive, each also with -bfloat16$"
+    )
+    with pytest.raises(ValueError, match=text):
+        precision_of(name)
+
+
+def test_only_float16_gets_a_scale() -> None:
+    for name in ("float16", "mixed_float16", "p=f32,c=f16,o=f32"):
+        scale = loss_scale_for(jt.get_policy(name))
+        assert isinstance(scale, jt.DynamicLossScale)
+        assert float(scale.min_loss_scale) == 1
+    for name in ("float32", "bfloat16", "mixed_bfloat16"):
+        assert loss_scale_for(jt.get_policy(name)) == jt.NoOpLossScale()
+    assert jnp.float16 == jt.get_policy("float16").param_dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "halves", "statistics"),
+    [
+        ("float32", 0, "float32"),
+        ("float16", 11, "float32"),
+        ("torch", 0, "float32"),
+        ("apex-O0", 0, "float32"),
+        ("apex-O1", 0, "float32"),
+        ("apex-O2", 5, "float32"),  # all but the three BatchNorms' scales and biases
+        ("apex-O3", 11, "float16"),
+        ("naive", 11, "float16"),
+    ],
+)
+def test_the_state_is_stored_as_the_name_says(
+    digits: Task, name: str, halves: int, statistics: str
+) -> None:
+    setup = make_setup(digits, name, optax.constant_schedule(1e-3))
+    state = jax.eval_shape(lambda key: setup.create_state(*digits.init(key), key), KEY)
+    dtypes = {path: x.dtype.name for path, x in named_leaves(state.params)}
+    assert Counter(dtypes.values()) == Counter(float16=halves, float32=11 - halves)
+    is_norm = {path: "BatchNorm" in path for path in dtypes}
+    assert sum(is_norm.values()) == 6
+    if name == "apex-O2":
+        assert is_norm == {path: dtype == "float32" for path, dtype in dtypes.items()}
+    assert {x.dtype.name for x in jax.tree.leaves(state.model_state)} == {statistics}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("mixed_float16", "float16"),
+        ("autocast_float16", "float32"),
+        ("torch", "float32"),
+        ("apex-O0", "float32"),
+        ("apex-O1-bfloat16", "float32"),
+        ("apex-O2", "float16"),
+        ("naive-bfloat16", "bfloat16"),
+    ],
+)
+def test_what_batches_share_is_cast_on_the_host(digits: Task, name: str, dtype: str) -> None:
+    setup = make_setup(digits, name, optax.constant_schedule(1e-3))
+    shared = {"features": np.ones(2, np.float32), "count": np.ones(2, np.int32)}
+    cast = setup.cast_shared(shared)
+    assert {key: (type(x), x.dtype.name) for key, x in cast.items()} == {
+        "features": (np.ndarray, dtype),
+        "count": (np.ndarray, "int32"),
+    }
+
+
+@pytest.mark.parametrize("name", ["torch", "apex-O3"])
+def test_the_club_is_told_apart(name: str) -> None:
+    run = train(load("karate"), name)
+    assert run.policy == name
+    assert run.test_accuracy > 0.9
+    assert run.epochs[-1].loss < 0.1
+    assert run.skipped == ()
+
+
+def test_a_run_in_a_mode_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    task = load("karate")
+    whole = train(task, "naive")
+    assert whole.test_accuracy > 0.9
+    assert len(whole.skipped) > 10  # from 2**32 the scale has a long way to fall
+    with jt.CheckpointStore(tmp_path) as store:
+        answers = iter([False] * 19 + [True, True])
+        with pytest.raises(Stopped, match="after step 20"):
+            train(task, "naive", saving=Saving(store, should_stop=lambda: next(answers)))
+        with pytest.raises(ValueError, match="policy: the run has naive, this call apex-O2"):
+            train(task, "apex-O2", saving=Saving(store, resume=True))
+        again = train(task, "naive", saving=Saving(store, resume=True))
+    # The norm of a step that is skipped may be NaN, which is not equal to itself.
+    first, second = (
+        [dataclasses.replace(step, grad_norm=0.0) for step in run.steps] for run in (whole, again)
+    )
+    assert first == second
+    assert again.test_accuracy == whole.test_accuracy
+
+
+def test_batch_norms_of_a_half_model_stay_wide_on_two_devices() -> None:
+    run = train(load("digits", devices=2), "apex-O2", epochs=1)
+    assert run.device == "2 x cpu"
+    assert [step.finite for step in run.steps] == [True, True]
+    assert run.epochs[-1].loss_scale == 2.0**16
