@@ -46,17 +46,19 @@ def _rate(number: float) -> str:
 
 
 def explain_failure(name: str, reason: str) -> str:
-    """Returns why a run failed, and what its mode lacks if it is known to fail.
+    """Returns why a run failed; where numbers did, and its mode is known for that, with what the mode lacks.
 
     Args:
       name: of the policy or mode.
-      reason: the error's text.
+      reason: the error's text, which is all that a run's process leaves.
 
     Example:
-      >>> explain_failure("torch", "the last 20 steps were skipped")
-      'the last 20 steps were skipped'
+      >>> explain_failure("apex-O3", "devices=9: there is no more than 8 x cpu")
+      'devices=9: there is no more than 8 x cpu'
     """
-    return f"{reason}. {_LACKS[name]}" if name in _LACKS else reason
+    if name not in _LACKS or "finite" not in reason:
+        return reason
+    return f"{reason}. {_LACKS[name]}"
 
 
 def explain_accuracy(name: str, points: float, first: str) -> str | None:

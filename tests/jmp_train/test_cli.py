@@ -271,7 +271,7 @@ def test_compare_says_why_a_mode_fell_behind_or_failed(
     def run_in_process(args: Any, name: str, display: Any) -> Run:
         del args, display
         if name == "apex-O3-bfloat16":
-            raise cli._Failure("the last 20 steps were skipped")
+            raise cli._Failure("the output is not finite")
         return dataclasses.replace(make_run(name), test_accuracy=0.9 if "-O" in name else 0.95)
 
     monkeypatch.setattr(cli, "_run_in_process", run_in_process)
@@ -283,11 +283,11 @@ def test_compare_says_why_a_mode_fell_behind_or_failed(
     assert behind[0].startswith(
         "apex-O3 is 5.00 points of test accuracy below float32. apex-O3 has"
     )
-    reason = "apex-O3-bfloat16: the last 20 steps were skipped. apex-O3-bfloat16 has no float32"
+    reason = "apex-O3-bfloat16: the output is not finite. apex-O3-bfloat16 has no float32"
     assert error.startswith(f"jmp-train: error: {reason}")
     page = (tmp_path / "report.html").read_text()
     assert f"<li>{behind[0]}</li>" in page
-    assert "did not end: the last 20 steps were skipped. apex-O3-bfloat16 has no float32" in page
+    assert "did not end: the output is not finite. apex-O3-bfloat16 has no float32" in page
 
 
 def test_missing_files_of_mnist_are_a_line_each(

@@ -6,12 +6,14 @@ from jmp_train.comparison import explain_accuracy, explain_failure
 
 
 def test_a_failure_is_explained_by_what_the_mode_lacks() -> None:
-    assert explain_failure("apex-O3", "all steps were skipped") == (
-        "all steps were skipped. apex-O3 has neither loss scale nor float32 masters nor float32 BatchNorms: "
+    text = "the last 20 steps were skipped for non-finite gradients"
+    assert explain_failure("apex-O3", text) == (
+        f"{text}. apex-O3 has neither loss scale nor float32 masters nor float32 BatchNorms: "
         "gradients below 6e-8 vanish, updates below 1/2048 of a parameter are lost, statistics above 65504 "
         "overflow; apex-O2 has all three"
     )
-    assert explain_failure("apex-O2", "all steps were skipped") == "all steps were skipped"
+    assert explain_failure("apex-O2", text) == text
+    assert explain_failure("apex-O3", "killed by signal 9") == "killed by signal 9"
 
 
 @pytest.mark.parametrize(("points", "said"), [(-3.0, False), (1.0, False), (1.01, True)])

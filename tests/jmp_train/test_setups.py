@@ -11,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 from helpers import promoting, relaxed
+from jax.sharding import Mesh
 
 import jmp_train as jt
+from jmp_train.parallel import data_parallel
 from jmp_train.policies.paths import named_leaves
 from jmp_train.resuming import Saving, Stopped
 from jmp_train.setups import loss_scale_for, make_setup, precision_of
@@ -125,7 +127,9 @@ def test_what_batches_share_is_cast_on_the_host(digits: Task, name: str, dtype: 
     }
 
 
-@pytest.mark.parametrize("name", ["torch", "apex-O3"])
+@pytest.mark.parametrize(
+    "name", ["torch", *(pytest.param(x, marks=pytest.mark.slow) for x in ("apex-O2", "apex-O3"))]
+)
 def test_the_club_is_told_apart(name: str) -> None:
     run = train(load("karate"), name)
     assert run.policy == name
@@ -135,17 +139,17 @@ def test_the_club_is_told_apart(name: str) -> None:
 
 
 def test_a_run_in_a_mode_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    task = load("karate")
+    task = dataclasses.replace(load("karate"), epochs=30)
     whole = train(task, "naive")
     assert whole.test_accuracy > 0.9
     assert len(whole.skipped) > 10  # from 2**32 the scale has a long way to fall
     with jt.CheckpointStore(tmp_path) as store:
         answers = iter([False] * 19 + [True, True])
         with pytest.raises(Stopped, match="after step 20"):
-            train(task, "naive", saving=Saving(store, should_stop=lambda: next(answers)))
+            train(task, "naive", saving=Saving(store, 100, should_stop=lambda: next(answers)))
         with pytest.raises(ValueError, match="policy: the run has naive, this call apex-O2"):
             train(task, "apex-O2", saving=Saving(store, resume=True))
-        again = train(task, "naive", saving=Saving(store, resume=True))
+        again = train(task, "naive", saving=Saving(store, 100, resume=True))
     # The norm of a step that is skipped may be NaN, which is not equal to itself.
     first, second = (
         [dataclasses.replace(step, grad_norm=0.0) for step in run.steps] for run in (whole, again)
@@ -154,6 +158,22 @@ def test_a_run_in_a_mode_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert again.test_accuracy == whole.test_accuracy
 
 
+@pytest.mark.parametrize("name", ["mixed_float16", *MODES])
+def test_a_step_on_two_devices_and_the_test_keep_to_the_setup(name: str) -> None:
+    """Traces them, which is cheap, on a model with BatchNorm and dropout."""
+    task = load("digits", devices=2)
+    setup = make_setup(task, name, optax.constant_schedule(1e-3))
+    state = jax.eval_shape(lambda key: setup.create_state(*task.init(key), key), KEY)
+    step = data_parallel(setup.step, Mesh(jax.devices()[:2], ("data",)))
+    new_state, metrics = jax.eval_shape(step, state, task.train)
+    assert new_state == state
+    assert metrics["loss"].dtype == jnp.float32
+    logits = jax.eval_shape(setup.predict, state.params, state.model_state, task.test)
+    assert logits.shape == (360, 10)
+    assert logits.dtype == (jnp.float16 if name in ("torch", "apex-O1") else jnp.float32)
+
+
+@pytest.mark.slow
 def test_batch_norms_of_a_half_model_stay_wide_on_two_devices() -> None:
     run = train(load("digits", devices=2), "apex-O2", epochs=1)
     assert run.device == "2 x cpu"
