@@ -61,6 +61,7 @@ from jmp_train.policies import policy_by_path as policy_by_path
 from jmp_train.policies import reduce_gradients as reduce_gradients
 from jmp_train.policies import select_tree as select_tree
 from jmp_train.policies import set_loss_scale as set_loss_scale
+from jmp_train.policies import set_master_weights as set_master_weights
 from jmp_train.policies import skips_to_floor as skips_to_floor
 from jmp_train.policies import stochastic_round as stochastic_round
 from jmp_train.policies import torch_loss_scale as torch_loss_scale

@@ -68,7 +68,7 @@ def scaled_value_and_grad(
             result = run(*call_args, **call_kwargs)
             loss, aux = result if has_aux else (result, None)
             if isinstance(loss_scale, PerLossScale):
-                losses = tuple(map(wide_scalar, loss)) if isinstance(loss, tuple) else loss
+                losses = tuple(map(wide_scalar, loss)) if isinstance(loss, tuple | list) else loss
                 return loss_scale.scale(losses), (losses, aux)
             loss = wide_scalar(loss)
             return loss_scale.scale(loss), (loss, aux)
@@ -102,7 +102,7 @@ def _grads_of_each(losses_fn: Callable[..., Any], params: Any, count: int) -> tu
 
 def wide_scalar(loss: Any) -> jax.Array:
     """Returns a loss in float32 or wider; raises TypeError if it is no floating scalar."""
-    if isinstance(loss, tuple):
+    if isinstance(loss, tuple | list):
         raise TypeError(
             f"loss_fn returned {len(loss)} losses; the optimizer has to have a PerLossScale for them"
         )

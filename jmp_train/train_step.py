@@ -85,7 +85,8 @@ def train_step(
         as it is stored. `rng` is a fresh key each step, or None if the state has none. Floating
         targets in the batch are cast too: where that loses too much, use `apply_policy` on the
         model inside `loss_fn` and no policy here.
-        Where the optimizer has a `PerLossScale`, `loss` is a tuple; the step follows the gradients of all.
+        `loss` may be a tuple of losses: the step follows their sum. Where the optimizer has a
+        `PerLossScale`, each has a scale of its own.
       optimizer: any optax optimizer, usually a `with_loss_scale(...)`. It is given the loss as the
         extra argument `value`.
       policy: the dtypes, or the name of a policy; None casts nothing.
@@ -289,9 +290,12 @@ class TrainStep:
             # Rebuilt here, because nnx lets variables change only in the trace that made them.
             state = jax.tree.map(lambda x: x, model_state)
             loss, extra = _unpack(self.loss_fn(params, state, batch, rng))
-            if isinstance(loss, tuple):
-                return tuple(wide_scalar(x) / self.accumulate_steps for x in loss), extra
-            return wide_scalar(loss) / self.accumulate_steps, extra
+            if not isinstance(loss, tuple | list):
+                return wide_scalar(loss) / self.accumulate_steps, extra
+            losses = tuple(wide_scalar(x) / self.accumulate_steps for x in loss)
+            if isinstance(loss_scale, PerLossScale):
+                return losses, extra
+            return functools.reduce(jnp.add, losses), extra
 
         value_and_grad = scaled_value_and_grad(share_of_loss, self.policy, has_aux=True)
         (loss, (new_model_state, aux)), grads = value_and_grad(loss_scale, params, batch)

@@ -40,6 +40,7 @@ from jmp_train.policies.loss_scaled_optimizer import set_loss_scale as set_loss_
 from jmp_train.policies.loss_scaled_optimizer import with_loss_scale as with_loss_scale
 from jmp_train.policies.master_weights import MasterWeightsState as MasterWeightsState
 from jmp_train.policies.master_weights import get_master_weights as get_master_weights
+from jmp_train.policies.master_weights import set_master_weights as set_master_weights
 from jmp_train.policies.master_weights import with_master_weights as with_master_weights
 from jmp_train.policies.path_policy import PathPolicy as PathPolicy
 from jmp_train.policies.path_policy import policy_by_path as policy_by_path

@@ -31,12 +31,12 @@ from jmp_train.policies.batch_norms import (
     float32_batch_norms,
     float32_batch_norms_called,
     half_batch_norms,
+    wide_nnx_statistics,
 )
 from jmp_train.policies.casting import (
     cast_floating,
     cast_leaf,
     is_float_array,
-    widen_to_float32,
 )
 from jmp_train.policies.dtypes import float_dtype, is_half
 from jmp_train.policies.loss_scale import LossScale, NoOpLossScale
@@ -91,13 +91,11 @@ def amp_mode(mode: str, *, dtype: DTypeLike = jnp.float16, **options: Any) -> "A
     if half not in (jnp.float16, jnp.bfloat16):
         raise ValueError(f"dtype={half.name!r} must be 'float16' or 'bfloat16'")
     chosen = amp_options(mode, options)
-    if half == jnp.bfloat16:
-        idle = [name for name in chosen.scaling if name in options]
-        if idle:
-            raise ValueError(
-                f"{idle[0]}: dtype=bfloat16 has float32's range and takes no loss scale"
-            )
-    return Amp(chosen, chosen.half_dtype(half))
+    amp = Amp(chosen, chosen.half_dtype(half))
+    idle = [name for name in chosen.scaling if name in options]
+    if idle and amp.enabled and isinstance(amp.loss_scale, NoOpLossScale):
+        raise ValueError(f"{idle[0]}: {amp.dtype} has float32's range and takes no loss scale")
+    return amp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +116,10 @@ class Amp:
     options: AmpOptions
     dtype: np.dtype
     batch_norms: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batch_norms, str):
+            raise TypeError(f"batch_norms={self.batch_norms!r} must be a tuple of paths")
 
     @property
     def mode(self) -> AmpType:
@@ -171,7 +173,13 @@ class Amp:
         """
         precision = self.precision
         if precision.keep_batchnorm_fp32:
-            paths = batch_norm_paths(model, *args, **kwargs)
+            try:
+                paths = batch_norm_paths(model, *args, **kwargs)
+            except TypeError as error:
+                raise TypeError(
+                    f"{error}; for a model of another kind name the paths of its BatchNorms, () for none: "
+                    "dataclasses.replace(amp, batch_norms=(...))"
+                ) from error
             known = dataclasses.replace(self, batch_norms=paths)
             return known, float32_batch_norms(model, self.dtype)
         if precision.model_dtype is not None and is_half(precision.model_dtype):
@@ -194,6 +202,8 @@ class Amp:
             self._refuse_half(params)
         if self.precision.model_dtype is None:
             return params
+
+        self._check_batch_norms(params)
 
         def cast(path: KeyPath, x: Any) -> Any:
             return cast_leaf(x, self._stored_dtype(path_name(path)))
@@ -241,10 +251,8 @@ class Amp:
             def model(params: Any, state: Any, batch: Any) -> Any:
                 return loss_fn(params, state, batch, rng)
 
-            # Stored in half where all of the model is, but handed on in float32: nnx refuses what is wider.
-            state = widen_to_float32(self.cast_model_state(model_state))
-            loss, (new_state, aux) = self._run(model, params, state, batch)
-            return loss, (_stored_like(model_state, new_state), self._cast_outputs(aux))
+            loss, (new_state, aux) = self._run(model, params, model_state, batch)
+            return loss, (_stored_like(model_state, new_state), self.cast_outputs(aux))
 
         return with_amp, self._optimizer(optimizer)
 
@@ -259,8 +267,7 @@ class Amp:
 
         @functools.wraps(fn)
         def with_amp(params: Any, model_state: Any, batch: Any) -> Any:
-            state = self.cast_model_state(model_state)
-            return self._cast_outputs(self._run(fn, params, state, batch))
+            return self.cast_outputs(self._run(fn, params, model_state, batch))
 
         return with_amp
 
@@ -272,19 +279,20 @@ class Amp:
         Args:
           metrics: those of `train_step`, outside of jit.
         """
-        if self.enabled and self.options.verbosity and not bool(metrics["grads_finite"]):
+        if self.enabled and self.options.verbosity and not np.all(metrics["grads_finite"]):
             scales = ", ".join(f"{scale:g}" for scale in np.ravel(metrics["loss_scale"]))
-            count = int(metrics["skipped_steps"])
+            count = int(np.max(metrics["skipped_steps"]))
             _log(f"gradient overflow: step skipped, {count} so far; the loss scale is now {scales}")
 
     def _run(self, fn: Callable[..., Any], params: Any, model_state: Any, batch: Any) -> Any:
         """Returns what a function of parameters, model state and batch gives in this mode."""
         self._check_params(params)
         precision = self.precision
+        state = wide_nnx_statistics(self.cast_model_state(model_state))
 
         def run(params: Any, batch: Any) -> Any:
             # Made anew, because nnx lets variables change only in the trace that made them.
-            return fn(params, jax.tree_util.tree_map(lambda x: x, model_state), batch)
+            return fn(params, jax.tree_util.tree_map(lambda x: x, state), batch)
 
         if precision.autocast_rules is not None:
             return autocast(run, self.dtype, rules=precision.autocast_rules)(params, batch)
@@ -294,7 +302,12 @@ class Amp:
         with float32_batch_norms_called() if keep else contextlib.nullcontext():
             return run(params, batch)
 
-    def _cast_outputs(self, outputs: Any) -> Any:
+    def cast_outputs(self, outputs: Any) -> Any:
+        """Returns what a model gives in the dtype that the mode's outputs have; for use inside a loss function.
+
+        Args:
+          outputs: pytree, such as logits.
+        """
         dtype = self.precision.output_dtype
         return outputs if dtype is None else cast_floating(outputs, dtype)
 
@@ -317,13 +330,29 @@ class Amp:
                 "amp.for_model(model, *inputs), or dataclasses.replace(amp, batch_norms=(...)) with their "
                 "modules' paths, () for none"
             )
-        path = path.removeprefix("params/")  # of linen's whole variables
-        is_norm = any(not norm or path.startswith(f"{norm}/") for norm in self.batch_norms)
+        is_norm = any(_is_under(norm, path) for norm in self.batch_norms)
         return FLOAT32 if is_norm else precision.model_dtype
+
+    def _check_batch_norms(self, params: Any) -> None:
+        if not self.precision.keep_batchnorm_fp32:
+            return
+        paths = [path for path, x in named_leaves(params) if is_float_array(x)]
+        idle = [
+            norm
+            for norm in self.batch_norms or ()
+            if not any(_is_under(norm, path) for path in paths)
+        ]
+        if idle:
+            raise ValueError(
+                f"batch_norms: {', '.join(map(repr, idle))} found no floating parameter; set them by "
+                "dataclasses.replace(amp, batch_norms=(...)), the paths are:\n  "
+                + "\n  ".join(paths)
+            )
 
     def _check_params(self, params: Any) -> None:
         if self.precision.model_dtype is None:
             return self._refuse_half(params)
+        self._check_batch_norms(params)
         wrong = [
             f"{path!r} is {x.dtype.name}, not {wanted.name}"
             for path, x in named_leaves(params)
@@ -347,6 +376,11 @@ class Amp:
                 f"params must come in float32, mode {str(self.mode)!r} casts them itself where it wants that:"
                 "\n  " + "\n  ".join(half)
             )
+
+
+def _is_under(module: str, path: str) -> bool:
+    """Says whether a parameter is a module's; the paths may begin with linen's "params"."""
+    return module == "" or path.startswith((f"{module}/", f"params/{module}/"))
 
 
 def _stored_like(old: Any, new: Any) -> Any:

@@ -51,6 +51,9 @@ def amp_from_config(
         raise TypeError(f"{where}: fp16 must be a dictionary of options, got {options!r}")
     options = dict(options)
     try:
+        unnamed = [key for key in options if not isinstance(key, str)]
+        if unnamed:
+            raise ValueError(f"{unnamed[0]!r} is no option; options are named by strings")
         if "mode" not in options:
             choices = ", ".join(repr(kind.value) for kind in AmpType)
             raise ValueError(f"mode is missing; choose from {choices}")

@@ -17,6 +17,7 @@ from jmp_train.policies.argument_checks import (
     check_choice,
     check_count,
     check_flag,
+    check_range,
     check_scale,
     is_integer,
 )
@@ -281,8 +282,9 @@ class ApexOptions(_Options):
         if not is_integer(self.verbosity) or self.verbosity < 0:
             raise ValueError(f"verbosity={self.verbosity!r} must be a whole number of at least 0")
         self._check_combinations()
-        self._dynamic_scale()
-        if self._level_or("loss_scale") != "dynamic" and self._scaling_options() != _NO_BOUNDS:
+        if self._level_or("loss_scale") == "dynamic":
+            self._dynamic_scale()
+        elif self._scaling_options() != _NO_BOUNDS:
             warnings.warn(
                 "min_loss_scale and max_loss_scale bound a dynamic loss scale; "
                 f"loss_scale={self._level_or('loss_scale')} is static",
@@ -347,7 +349,9 @@ class ApexOptions(_Options):
         return one if self.num_losses == 1 else PerLossScale((one,) * self.num_losses)
 
     def _dynamic_scale(self) -> LossScale:
-        floor = 1.0 if self.min_loss_scale is None else self.min_loss_scale
+        check_range("max_loss_scale", self.max_loss_scale)
+        floor = self.min_loss_scale
+        floor = min(1.0, self.max_loss_scale) if floor is None else floor
         return apex_loss_scale(min_loss_scale=floor, max_loss_scale=self.max_loss_scale)
 
 
@@ -378,7 +382,7 @@ def _dtype_option(name: str, value: Any) -> Any:
 
 
 def _scale_option(value: Any) -> float | str | None:
-    if value is None or value == "dynamic":
+    if value is None or (isinstance(value, str) and value == "dynamic"):
         return value
     number = value
     if isinstance(value, str):

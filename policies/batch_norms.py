@@ -117,6 +117,26 @@ def half_batch_norms(model: Model, dtype: DTypeLike) -> Model:
     return _nnx_clone(model, dtype=dtype) if nnx and isinstance(model, nnx.Module) else model
 
 
+def wide_nnx_statistics(model_state: Model) -> Model:
+    """Returns a model state with the batch statistics of nnx in float32, which refuses to narrow new ones.
+
+    Args:
+      model_state: any pytree; what is no `nnx.BatchStat` stays.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return model_state
+
+    def is_statistic(node: Any) -> bool:
+        return isinstance(node, nnx.BatchStat)
+
+    return jax.tree.map(
+        lambda node: widen_to_float32(node) if is_statistic(node) else node,
+        model_state,
+        is_leaf=is_statistic,
+    )
+
+
 @contextlib.contextmanager
 def float32_batch_norms_called() -> Iterator[None]:
     """Within it, batch norms of linen and haiku compute in float32 at least, and hand on half.

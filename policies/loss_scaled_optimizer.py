@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from jmp_train.policies.argument_checks import is_integer
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.finite import select_tree
 from jmp_train.policies.loss_scale import LossScale
 from jmp_train.policies.optimizer_states import find_states
 from jmp_train.policies.paths import named_leaves, path_name
 from jmp_train.policies.per_loss_scale import PerLossScale, unscale_and_test
-from jmp_train.policies.stored_parameters import StoringOptimizer
+from jmp_train.policies.stored_parameters import StochasticRoundingState, StoringOptimizer
 
 
 class LossScaledState(NamedTuple):
@@ -87,7 +88,7 @@ def with_loss_scale(
 
     Raises:
       TypeError: an argument is of another type; the message names it.
-      ValueError: at `init`, the optimizer has a loss scale already.
+      ValueError: at `init`, the optimizer has a loss scale already, or rounds stochastically.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -122,6 +123,11 @@ def with_loss_scale(
         inner_state = inner.init(widen_to_float32(params))
         if scaled_states(inner_state):
             raise ValueError("optimizer has a loss scale already: gradients would be divided twice")
+        if find_states(inner_state, StochasticRoundingState):
+            raise ValueError(
+                "optimizer rounds stochastically, but sees float32 here: with_stochastic_rounding goes outside "
+                "of with_loss_scale"
+            )
         return LossScaledState(
             loss_scale=jax.tree_util.tree_map(jnp.array, loss_scale),
             inner_state=inner_state,
@@ -208,7 +214,7 @@ def get_loss_scale(opt_state: Any, *, loss_id: int | None = None) -> Any:
     if loss_id is None:
         return loss_scale
     scales = loss_scale.loss_scales if isinstance(loss_scale, PerLossScale) else (loss_scale,)
-    if not isinstance(loss_id, int) or not 0 <= loss_id < len(scales):
+    if not is_integer(loss_id) or not 0 <= loss_id < len(scales):
         raise ValueError(
             f"loss_id={loss_id!r} must be a whole number below num_losses={len(scales)}"
         )

@@ -7,11 +7,14 @@ The optimizer therefore steps on a float32 copy, of which the stored parameters 
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.loss_scaled_optimizer import as_transformation
 from jmp_train.policies.optimizer_states import find_states
+from jmp_train.policies.paths import path_name
 from jmp_train.policies.stored_parameters import StoringOptimizer, storing_optimizer
 from jmp_train.policies.wide_step import wide_step
 
@@ -41,7 +44,7 @@ def with_master_weights(
 
     It goes outermost: `with_master_weights(with_loss_scale(optimizer, loss_scale))`. After each step the
     parameters are the masters, rounded to the dtypes in which they are stored; in `train_step` to the
-    last bit, by `optax.apply_updates` to one part in 2**24 of what they were before.
+    last bit, by `optax.apply_updates` to one part in 2**24 of what they were before, if that was finite.
 
     Masters begin as what `init` is given, so float32 parameters lose nothing. Of half ones, as Apex makes them,
     they are the rounded values: `TrainState.create(params, optimizer, cast_params=...)` does the first.
@@ -72,7 +75,8 @@ def with_master_weights(
     inner = as_transformation(optimizer)
 
     def init(params: Any) -> MasterWeightsState:
-        master_weights = widen_to_float32(params)
+        # Copies, so that parameters and state can be donated together.
+        master_weights = jax.tree_util.tree_map(_copied_from, widen_to_float32(params), params)
         return MasterWeightsState(master_weights, inner.init(master_weights))
 
     def step(
@@ -82,11 +86,15 @@ def with_master_weights(
             inner, updates, state.inner_state, state.master_weights, **extra_args
         )
         new_params = jax.tree_util.tree_map(
-            lambda master, x: master.astype(x.dtype), master_weights, params
+            lambda master, x: _copied_from(master.astype(x.dtype), master), master_weights, params
         )
         return new_params, MasterWeightsState(master_weights, inner_state)
 
     return storing_optimizer(init, step)
+
+
+def _copied_from(x: Any, original: Any) -> Any:
+    return jnp.copy(x) if x is original else x
 
 
 def get_master_weights(opt_state: Any) -> Any:
@@ -109,6 +117,58 @@ def get_master_weights(opt_state: Any) -> Any:
 
     Reference: Apex's `amp.master_params(optimizer)`.
     """
+    return _only_state(opt_state).master_weights
+
+
+def set_master_weights(opt_state: Any, params: Any) -> Any:
+    """Returns an optimizer's state with other masters, for parameters that come from elsewhere.
+
+    Parameters that are replaced without their masters are what the masters say again after the next step.
+
+    Args:
+      opt_state: a state with one `MasterWeightsState` in it, in any nesting of optax's combinators.
+      params: pytree like the masters, of any floating dtypes.
+
+    Returns:
+      The same state but for the masters.
+
+    Raises:
+      ValueError: `params` has another structure, or a leaf another shape; the message names it. Or there are
+        no masters, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> state = with_master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.float16))
+      >>> get_master_weights(set_master_weights(state, jnp.zeros(2, jnp.float16)))
+      Array([0., 0.], dtype=float32)
+    """
+    old = _only_state(opt_state).master_weights
+    structures = [jax.tree_util.tree_structure(tree) for tree in (params, old)]
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"params has another structure, {structures[0]}, than the masters, {structures[1]}"
+        )
+
+    def like(path: KeyPath, x: Any, master: Any) -> Any:
+        if jnp.shape(x) != jnp.shape(master):
+            raise ValueError(
+                f"params {path_name(path)!r} has the shape {jnp.shape(x)}, its master {jnp.shape(master)}"
+            )
+        return jnp.array(x, master.dtype)
+
+    new = jax.tree_util.tree_map_with_path(like, params, old)
+
+    def is_masters(node: Any) -> bool:
+        return isinstance(node, MasterWeightsState)
+
+    return jax.tree_util.tree_map(
+        lambda node: node._replace(master_weights=new) if is_masters(node) else node,
+        opt_state,
+        is_leaf=is_masters,
+    )
+
+
+def _only_state(opt_state: Any) -> MasterWeightsState:
     found = find_states(opt_state, MasterWeightsState)
     if not found:
         raise ValueError(
@@ -120,4 +180,4 @@ def get_master_weights(opt_state: Any) -> Any:
             f"opt_state has {len(found)} sets of master weights, at {paths}; "
             "take the one you mean: opt_state[...].master_weights"
         )
-    return found[0][1].master_weights
+    return found[0][1]

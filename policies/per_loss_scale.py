@@ -25,6 +25,7 @@ class PerLossScale:
       loss_scales: at least one.
 
     Raises:
+      TypeError: it is no tuple.
       ValueError: there is none.
 
     Example:
@@ -44,9 +45,12 @@ class PerLossScale:
     loss_scales: tuple[LossScale, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.loss_scales, tuple):
-            return  # jax puts other things here, such as shardings
-        if not self.loss_scales:
+        # jax puts other things here, such as shardings
+        if isinstance(self.loss_scales, LossScale):
+            raise TypeError(f"loss_scales must be a tuple of loss scales, got {self.loss_scales!r}")
+        if isinstance(self.loss_scales, list):
+            object.__setattr__(self, "loss_scales", tuple(self.loss_scales))
+        if self.loss_scales == ():
             raise ValueError("loss_scales=() must have at least one loss scale")
 
     @property
@@ -72,7 +76,7 @@ class PerLossScale:
     def _check_count(self, what: str, given: Any) -> None:
         count = len(self.loss_scales)
         if not isinstance(given, tuple) or len(given) != count:
-            came = f"{len(given)} losses" if isinstance(given, tuple) else f"{given!r}"
+            came = f"{len(given)} losses" if isinstance(given, tuple) else "one"
             raise ValueError(f"{what} {came}, not a tuple for the {count} losses that have a scale")
 
 

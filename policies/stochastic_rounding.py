@@ -4,37 +4,22 @@ Rounding to the nearest loses an update of less than 1/512 of the parameter ever
 probability that the lost part has of a step, the value is right on average, and half the bytes are saved.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
 from jmp_train.policies.casting import is_float_array, widen_to_float32
 from jmp_train.policies.loss_scaled_optimizer import as_transformation
 from jmp_train.policies.paths import named_leaves
-from jmp_train.policies.stored_parameters import StoringOptimizer, storing_optimizer
+from jmp_train.policies.stored_parameters import (
+    StochasticRoundingState,
+    StoringOptimizer,
+    storing_optimizer,
+)
 from jmp_train.policies.wide_step import wide_step
-
-
-class StochasticRoundingState(NamedTuple):
-    """State of `with_stochastic_rounding`.
-
-    Attributes:
-      key: the jax random key of the next step's rounding.
-      inner_state: the wrapped optimizer's state.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> optimizer = with_stochastic_rounding(optax.sgd(0.1), jax.random.key(0))
-      >>> optimizer.init(jnp.ones(2, jnp.bfloat16)).key == jax.random.key(0)
-      Array(True, dtype=bool)
-    """
-
-    key: Any
-    inner_state: Any
 
 
 def with_stochastic_rounding(
@@ -129,9 +114,12 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _check_key(key: Any) -> None:
-    if not isinstance(key, jax.Array | np.ndarray) or not (
-        key.dtype == jnp.uint32 or jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    ):
+    try:
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        shape = (key if typed else jax.random.wrap_key_data(key)).shape
+    except (AttributeError, TypeError):
+        shape = None
+    if shape != ():
         raise TypeError(f"key must be a jax random key, such as jax.random.key(0), got {key!r}")
 
 

@@ -4,7 +4,7 @@ optax's updates are differences, which `apply_updates` adds. Where parameters ar
 their next value is known, and the way over a difference can lose its last bits.
 """
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,25 @@ class StoringOptimizer(optax.GradientTransformationExtraArgs):
     """
 
     step: StepFn
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of `with_stochastic_rounding`.
+
+    Attributes:
+      key: the jax random key of the next step's rounding.
+      inner_state: the wrapped optimizer's state.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from jmp_train.policies import with_stochastic_rounding
+      >>> optimizer = with_stochastic_rounding(optax.sgd(0.1), jax.random.key(0))
+      >>> optimizer.init(jnp.ones(2, jnp.bfloat16)).key == jax.random.key(0)
+      Array(True, dtype=bool)
+    """
+
+    key: Any
+    inner_state: Any
 
 
 def storing_optimizer(init: optax.TransformInitFn, step: StepFn) -> StoringOptimizer:

@@ -6,7 +6,7 @@ import optax
 
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.finite import select_tree
-from jmp_train.policies.loss_scaled_optimizer import LossScaledOptimizer
+from jmp_train.policies.loss_scaled_optimizer import LossScaledOptimizer, scaled_states
 
 
 def wide_step(
@@ -21,9 +21,11 @@ def wide_step(
     Where it has a loss scale and skips, the parameters come back as they were.
     """
     grads = widen_to_float32(updates)
-    if not isinstance(inner, LossScaledOptimizer):
-        updates, inner_state = inner.update(grads, inner_state, wide_params, **extra_args)
-        return optax.apply_updates(wide_params, updates), inner_state
-    updates, inner_state = inner.propose(grads, inner_state, wide_params, **extra_args)
+    # What is outermost leaves the selection to us; what is nested made zeros of its updates already, but
+    # others may have changed them since.
+    update = inner.propose if isinstance(inner, LossScaledOptimizer) else inner.update
+    updates, inner_state = update(grads, inner_state, wide_params, **extra_args)
     new_params = optax.apply_updates(wide_params, updates)
-    return select_tree(inner_state.last_finite, new_params, wide_params), inner_state
+    for _, scaled in scaled_states(inner_state):
+        new_params = select_tree(scaled.last_finite, new_params, wide_params)
+    return new_params, inner_state

@@ -232,6 +232,30 @@ def test_the_dtypes_are_those_of_the_table(name: str, library: str, route: str) 
     assert float(jnp.ravel(amp_named(name).loss_scale.loss_scale)[0]) == wanted.scale
 
 
+@pytest.mark.parametrize("name", ["O2", "O3", "naive"])
+def test_running_and_frozen_norms_of_equinox_hand_on_half(name: str) -> None:
+    norm = eqx.nn.BatchNorm(4, axis_name="rows", mode="ema", momentum=0.5)
+    stats = eqx.nn.State(norm)
+    amp, norm = amp_named(name, **SMALL_SCALES.get(name, {})).for_model(norm)
+    params, static = eqx.partition(norm, eqx.is_inexact_array)
+
+    def loss_fn(params: Any, stats: Any, batch: Any, rng: Any) -> Any:
+        net = eqx.combine(params, static)
+        over_rows = {"axis_name": "rows", "in_axes": (0, None), "out_axes": (0, None)}
+        y, stats = jax.vmap(net, **over_rows)(batch["x"], stats)
+        frozen, _ = jax.vmap(eqx.nn.inference_mode(net), **over_rows)(batch["x"], stats)
+        return squared(y[:, :1], batch), (stats, outputs(y, frozen))
+
+    mixed, _ = amp.transform(loss_fn, optax.sgd(0.1))
+    with jax.numpy_dtype_promotion("standard"):
+        loss, (new, aux) = jax.jit(mixed)(
+            amp.cast_params(params), amp.cast_model_state(stats), BATCH, None
+        )
+    assert int(aux["bytes"]) == 2
+    assert bool(jnp.isfinite(loss))
+    assert float_dtypes(new) == {TABLE[name].statistics}
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("mode", ["torch", "apex"])
 def test_disabled_computes_what_float32_computes(mode: str, route: str) -> None:

@@ -78,6 +78,36 @@ def test_paths_of_norms_are_whole_and_from_the_root() -> None:
     assert whole["params"]["bn"]["scale"].dtype == jnp.float32
 
 
+def test_norms_that_are_not_there_are_named() -> None:
+    amp = dataclasses.replace(apex("O2"), batch_norms=("bn", "encoder/norm"))
+    with pytest.raises(
+        ValueError, match=r"batch_norms: 'encoder/norm' found .*\n  bn/scale\n  dense/w"
+    ):
+        amp.cast_params(make_params())
+    two_models = {"g": make_params(), "d": make_params()}
+    with pytest.raises(ValueError, match="batch_norms: 'bn' found no floating parameter"):
+        apex("O2").cast_params(two_models)
+    both = dataclasses.replace(amp, batch_norms=("g/bn", "d/bn")).cast_params(two_models)
+    assert both["d"]["bn"]["scale"].dtype == jnp.float32
+    with pytest.raises(TypeError, match="batch_norms='bn' must be a tuple of paths"):
+        dataclasses.replace(amp, batch_norms="bn")
+
+
+def test_outputs_are_cast_inside_a_loss_where_asked_for() -> None:
+    batch = {"x": jnp.full((4, 4), 64.0), "y": jnp.full((4, 2), 1000.0)}
+
+    def far_off(amp: jt.Amp) -> float:
+        def fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+            y = amp.cast_outputs(batch["x"] @ params["dense"]["w"])
+            return ((y - batch["y"].astype(y.dtype)) ** 2).mean(), (model_state, None)
+
+        mixed, _ = amp.transform(fn, optax.sgd(0.1))
+        return float(mixed(amp.cast_params(make_params()), None, batch, None)[0])
+
+    assert far_off(jt.amp_mode("naive")) == far_off(apex("O3")) == (1000 - 64.0) ** 2
+    assert far_off(apex("O3", cast_model_outputs="float16")) == np.inf
+
+
 def test_master_weights() -> None:
     with_masters, _ = train(apex("O3", master_weights=True))
     assert jt.get_master_weights(with_masters.opt_state)["dense"]["w"].dtype == jnp.float32
@@ -217,7 +247,7 @@ def test_statistics_are_stored_as_the_mode_says_and_come_back_so() -> None:
 
     def with_stats(params: Any, stats: Any, batch: Any, rng: Any) -> Any:
         loss, (_, aux) = loss_fn(params, stats, batch, rng)
-        return loss, ({**stats, "mean": stats["mean"] * np.float32(2)}, aux)
+        return loss, ({**stats, "mean": 2 * stats["mean"]}, aux)
 
     for amp, dtype in [
         (apex("O3"), "float16"),
@@ -293,6 +323,6 @@ def test_for_model_asks_only_where_norms_are_kept() -> None:
     assert same is model
     params = {"scale": jnp.ones(3), "bias": jnp.zeros(3)}
     assert known.cast_params(params)["scale"].dtype == jnp.float32
-    with pytest.raises(TypeError, match="model"):
+    with pytest.raises(TypeError, match=r"model is of type function.*batch_norms=\(\.\.\.\)"):
         amp.for_model(lambda x: x)
     assert jt.amp_mode("torch").for_model(model) == (jt.amp_mode("torch"), model)

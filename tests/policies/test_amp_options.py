@@ -135,8 +135,10 @@ def test_bfloat16_skips_without_a_scale(mode: str) -> None:
 
 
 def test_a_scale_that_is_asked_for_is_there_in_bfloat16() -> None:
-    amp = apex("O2", cast_model_type="bfloat16", loss_scale="dynamic")
-    assert float(amp.loss_scale.loss_scale) == 2.0**16
+    amp = apex("O2", cast_model_type="bfloat16", loss_scale="dynamic", max_loss_scale=2.0**8)
+    assert float(amp.loss_scale.loss_scale) == 2.0**8
+    half = apex("O2", dtype=jnp.bfloat16, cast_model_type="float16", max_loss_scale=0.5)
+    assert float(half.loss_scale.loss_scale) == 0.5
 
 
 WRONG = [
@@ -215,8 +217,15 @@ WRONG = [
     (
         "torch",
         {"dtype": "bfloat16", "init_scale": 2.0},
-        "init_scale: dtype=bfloat16 has float32's r",
+        "init_scale: bfloat16 has float32's range",
     ),
+    (
+        "apex",
+        {"opt_level": "O2", "cast_model_type": "bfloat16", "max_loss_scale": 2.0},
+        "max_loss_scale: bfloat16 has float32's range and takes no loss scale",
+    ),
+    ("apex", {"loss_scale": [2.0]}, r"loss_scale=\[2.0\] must be a finite number"),
+    ("apex", {"max_loss_scale": -1.0}, "max_loss_scale=-1.0 must lie between"),
 ]
 
 
@@ -282,5 +291,7 @@ def test_configurations_of_another_type() -> None:
         jt.amp_from_config({"fp16": {"opt_level": "O2"}})
     with pytest.raises(TypeError, match="fp16 must be a dictionary of options, got 'O2'"):
         jt.amp_from_config({"fp16": "O2"})
+    with pytest.raises(ValueError, match="fp16: 1 is no option; options are named by strings"):
+        jt.amp_from_config({"fp16": {"mode": "torch", 1: 2}})
     with pytest.raises(TypeError, match="config must be a dictionary or a TOML file's path, got 3"):
         jt.amp_from_config(3)  # pyright: ignore[reportArgumentType]

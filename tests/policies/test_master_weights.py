@@ -132,6 +132,45 @@ def test_they_are_found_in_any_nesting_and_only_where_they_are() -> None:
         jt.get_master_weights(twice)
 
 
+def test_a_skip_holds_for_what_comes_after_the_loss_scale_too() -> None:
+    scaled = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
+    optimizer = jt.with_master_weights(optax.chain(scaled, optax.add_decayed_weights(-0.1)))
+    loss = jt.stateless(lambda w, x: (w * x).astype(jnp.float32).sum())
+    step = jax.jit(jt.train_step(loss, optimizer))
+    state = jt.TrainState.create(jnp.full(2, 0.1), optimizer, cast_params=in_half("float16"))
+    before = state
+    state, metrics = step(state, jnp.float16(np.nan))
+    assert int(metrics["skipped_steps"]) == 1
+    assert_bitwise_equal(state.params, before.params)
+    assert_bitwise_equal(
+        jt.get_master_weights(state.opt_state), jt.get_master_weights(before.opt_state)
+    )
+
+
+def test_parameters_from_elsewhere_come_with_their_masters() -> None:
+    optimizer = jt.with_master_weights(optax.sgd(0.0))
+    params = {"w": jnp.ones((2, 3), jnp.float16)}
+    state = optax.chain(optimizer).init(params)
+    other = jt.set_master_weights(state, {"w": jnp.full((2, 3), 0.25, jnp.float16)})
+    masters = jt.get_master_weights(other)
+    assert_bitwise_equal(masters, {"w": jnp.full((2, 3), 0.25)})
+    with pytest.raises(ValueError, match=r"params 'w' has the shape \(3,\), its master \(2, 3\)"):
+        jt.set_master_weights(state, {"w": jnp.ones(3)})
+    with pytest.raises(ValueError, match="params has another structure"):
+        jt.set_master_weights(state, {"v": jnp.ones(3)})
+
+
+def test_float32_parameters_and_their_masters_can_be_donated_together() -> None:
+    optimizer = jt.with_master_weights(optax.sgd(0.1))
+    params = {"norm": jnp.ones(2), "w": jnp.ones(2, jnp.float16)}
+    state = optimizer.init(params)
+    step = jax.jit(lambda p, s: optimizer.step(p, s, p), donate_argnums=(0, 1))
+    params, state = optimizer.step(params, state, params)  # not jitted
+    for _ in range(2):
+        params, state = step(params, state)
+    np.testing.assert_allclose(params["norm"], 0.9**3, rtol=1e-6)
+
+
 def test_wrong_calls_are_named() -> None:
     optimizer = jt.with_master_weights(optax.sgd(0.1))
     assert isinstance(optimizer, StoringOptimizer)

@@ -93,8 +93,6 @@ def test_each_scale_is_found_by_its_loss() -> None:
     single = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(8.0)).init(params())
     assert float(jt.get_loss_scale(single, loss_id=0).loss_scale) == 8.0
     for loss_id in (2, -1, True, 0.5):
-        if loss_id is True:
-            continue
         with pytest.raises(ValueError, match=f"loss_id={loss_id} must be a whole .* num_losses=2"):
             jt.get_loss_scale(state, loss_id=loss_id)  # pyright: ignore[reportArgumentType]
     other = jt.set_loss_scale(state, scales(16.0, 32.0))
@@ -136,11 +134,37 @@ def test_losses_and_scales_that_do_not_fit_are_named() -> None:
     with pytest.raises(
         TypeError, match="loss_fn returned 2 losses; the optimizer has to have a Per"
     ):
-        jt.train_step(two_losses, one)(jt.TrainState.create(params(), one), batch())
+        losses = jt.scaled_value_and_grad(lambda p, b: two_losses(p, None, b, None)[0])
+        losses(jt.get_loss_scale(one.init(params())), params(), batch())
+    with pytest.raises(TypeError, match="loss_scales must be a tuple of loss scales, got Dynamic"):
+        jt.PerLossScale(jt.torch_loss_scale())  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"loss_scales=\(\) must have at least one"):
         jt.PerLossScale(())
     with pytest.raises(TypeError, match="loss_scale must be a LossScale, got 2"):
         jt.with_loss_scale(optax.sgd(0.1), jt.PerLossScale((jt.torch_loss_scale(), 2)))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("scale", [jt.NoOpLossScale(), jt.torch_loss_scale(2.0**8), None])
+def test_one_scale_or_none_for_the_sum_of_the_losses(scale: Any) -> None:
+    optimizer = optax.sgd(0.1) if scale is None else jt.with_loss_scale(optax.sgd(0.1), scale)
+    separate = jt.with_loss_scale(optax.sgd(0.1), scales(2.0**6, 2.0**10))
+    ends = []
+    for tx in (optimizer, separate):
+        step = jax.jit(jt.train_step(two_losses, tx))
+        state, metrics = step(jt.TrainState.create(params(), tx), batch())
+        ends.append((state.params["w"], metrics["loss"]))
+    np.testing.assert_allclose(ends[0][0], ends[1][0], rtol=1e-6)
+    np.testing.assert_allclose(ends[0][1], ends[1][1], rtol=1e-6)
+
+
+def test_a_list_is_a_tuple_and_nothing_is_traced_twice() -> None:
+    listed = jt.PerLossScale([jt.torch_loss_scale(), jt.torch_loss_scale()])  # pyright: ignore[reportArgumentType]
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), listed)
+    step: Any = jax.jit(jt.train_step(two_losses, optimizer))
+    state = jt.TrainState.create(params(), optimizer)
+    for _ in range(3):
+        state, _ = step(state, batch())
+    assert step._cache_size() == 1
 
 
 def test_progress_looks_at_all_of_them() -> None:

@@ -118,5 +118,12 @@ def test_wrong_calls_are_named() -> None:
     optimizer = jt.with_stochastic_rounding(optax.sgd(0.1), jax.random.key(0))
     with pytest.raises(ValueError, match="for parameters in bfloat16 and wider: 'w' is float16"):
         optimizer.init({"w": jnp.ones(2, jnp.float16), "b": jnp.ones(2)})
-    with pytest.raises(TypeError, match=r"key must be a jax random key, .* got 0"):
-        jt.with_stochastic_rounding(optax.sgd(0.1), 0)  # pyright: ignore[reportArgumentType]
+    for key in (0, jnp.zeros(3, jnp.uint32), jax.random.split(jax.random.key(0))):
+        with pytest.raises(TypeError, match=r"key must be a jax random key, .* got "):
+            jt.with_stochastic_rounding(optax.sgd(0.1), key)  # pyright: ignore[reportArgumentType]
+    jt.with_stochastic_rounding(optax.sgd(0.1), jax.random.PRNGKey(0))
+    nested = jt.with_loss_scale(optax.chain(optimizer), jt.NoOpLossScale())
+    with pytest.raises(
+        ValueError, match="with_stochastic_rounding goes outside of with_loss_scale"
+    ):
+        nested.init(jnp.ones(2, jnp.bfloat16))
