@@ -18,7 +18,7 @@ from jmp_train.policies.argument_checks import is_integer
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.finite import select_tree
 from jmp_train.policies.loss_scale import LossScale
-from jmp_train.policies.optimizer_states import find_states
+from jmp_train.policies.optimizer_states import change_states, find_states
 from jmp_train.policies.paths import named_leaves, path_name
 from jmp_train.policies.per_loss_scale import PerLossScale, unscale_and_test
 from jmp_train.policies.stored_parameters import StochasticRoundingState, StoringOptimizer
@@ -259,15 +259,7 @@ def set_loss_scale(opt_state: Any, loss_scale: LossScale | PerLossScale) -> Any:
     new = jax.tree_util.tree_map_with_path(
         lambda path, x, y: _in_place_of(path_name(path), x, y), loss_scale, old
     )
-
-    def is_scaled(node: Any) -> bool:
-        return isinstance(node, LossScaledState)
-
-    return jax.tree_util.tree_map(
-        lambda node: node._replace(loss_scale=new) if is_scaled(node) else node,
-        opt_state,
-        is_leaf=is_scaled,
-    )
+    return change_states(opt_state, LossScaledState, lambda state: state._replace(loss_scale=new))
 
 
 def _only_scaled_state(opt_state: Any) -> LossScaledState:

@@ -13,7 +13,7 @@ from jax.tree_util import KeyPath
 
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.loss_scaled_optimizer import as_transformation
-from jmp_train.policies.optimizer_states import find_states
+from jmp_train.policies.optimizer_states import change_states, find_states
 from jmp_train.policies.paths import path_name
 from jmp_train.policies.stored_parameters import StoringOptimizer, storing_optimizer
 from jmp_train.policies.wide_step import wide_step
@@ -157,14 +157,8 @@ def set_master_weights(opt_state: Any, params: Any) -> Any:
         return jnp.array(x, master.dtype)
 
     new = jax.tree_util.tree_map_with_path(like, params, old)
-
-    def is_masters(node: Any) -> bool:
-        return isinstance(node, MasterWeightsState)
-
-    return jax.tree_util.tree_map(
-        lambda node: node._replace(master_weights=new) if is_masters(node) else node,
-        opt_state,
-        is_leaf=is_masters,
+    return change_states(
+        opt_state, MasterWeightsState, lambda state: state._replace(master_weights=new)
     )
 
 
