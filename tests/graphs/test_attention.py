@@ -51,7 +51,7 @@ checks = settings(max_examples=4, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("half", ONE_HALF)
-@pytest.mark.parametrize("norm_by", ["dst", "src"])
+@pytest.mark.parametrize("norm_by", [pytest.param("dst", marks=pytest.mark.slow), "src"])
 @checks
 @given(degree=degrees, is_reversed=st.booleans(), kind=kinds, seed=st.integers(0, 99))
 def test_edge_softmax_is_exact_and_so_is_its_gradient(

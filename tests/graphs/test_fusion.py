@@ -25,7 +25,10 @@ def test_fused_pairs_store_no_array_of_edges_by_features(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "dtype"), [("gat", "float16"), ("gatv2", "float32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gat", "float16"), pytest.param("gatv2", "float32", marks=pytest.mark.slow)],
+)
 def test_streamed_attention_stores_no_float_for_an_edge(
     name: str, dtype: str, plan_python: str
 ) -> None:
