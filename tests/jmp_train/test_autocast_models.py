@@ -20,7 +20,7 @@ from helpers import promoting
 from jmp_train.policies.autocast import autocast
 from jmp_train.tasks import digits, mnist
 
-HALVES = (jnp.float16, jnp.bfloat16)
+HALVES = (jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow))
 RANDOM = np.random.default_rng(0)
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
