@@ -8,9 +8,8 @@ import jax.numpy as jnp
 
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.dtypes import at_least_float32
-from jmp_train.policies.loss_scale import LossScale
 from jmp_train.policies.path_policy import PathPolicy
-from jmp_train.policies.per_loss_scale import PerLossScale
+from jmp_train.policies.per_loss_scale import LossScales, PerLossScale
 from jmp_train.policies.policy import Policy, cast_arguments
 
 
@@ -51,10 +50,8 @@ def scaled_value_and_grad(
     """
     run = loss_fn if policy is None else policy.default.transform(loss_fn)
 
-    def value_and_grad(
-        loss_scale: LossScale | PerLossScale, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not isinstance(loss_scale, LossScale | PerLossScale):
+    def value_and_grad(loss_scale: LossScales, params: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(loss_scale, LossScales):
             raise TypeError(
                 f"loss_scale must be a LossScale, got {loss_scale!r}; "
                 "get_loss_scale(opt_state) finds an optimizer's"

@@ -16,7 +16,7 @@ from jmp_train.policies.amp import Amp, amp_mode
 from jmp_train.policies.casting import cast_floating
 from jmp_train.policies.loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from jmp_train.policies.loss_scaled_optimizer import with_loss_scale
-from jmp_train.policies.per_loss_scale import PerLossScale
+from jmp_train.policies.per_loss_scale import LossScales
 from jmp_train.policies.policy import AutocastPolicy, Policy, apply_policy, get_policy
 from jmp_train.tasks.task import Task
 from jmp_train.train_state import TrainState
@@ -69,7 +69,7 @@ class Setup:
     """
 
     step: TrainStep
-    loss_scale: LossScale | PerLossScale
+    loss_scale: LossScales
     create_state: Callable[[Any, Any, jax.Array], TrainState]
     predict: Callable[[Any, Any, Any], jax.Array]
     cast_shared: Callable[[Any], Any]

@@ -15,7 +15,7 @@ from jmp_train.gradients import scaled_value_and_grad, wide_scalar
 from jmp_train.policies.casting import is_float_array, widen_to_float32
 from jmp_train.policies.collectives import mean_over_axes, reduce_gradients, vary
 from jmp_train.policies.finite import select_tree
-from jmp_train.policies.loss_scale import LossScale, NoOpLossScale
+from jmp_train.policies.loss_scale import NoOpLossScale
 from jmp_train.policies.loss_scaled_optimizer import (
     LossScaledOptimizer,
     LossScaledState,
@@ -23,10 +23,10 @@ from jmp_train.policies.loss_scaled_optimizer import (
     get_loss_scale,
     scaled_states,
 )
-from jmp_train.policies.optimizer_states import find_states
+from jmp_train.policies.nodes import find_nodes
 from jmp_train.policies.path_policy import PathPolicy
 from jmp_train.policies.paths import named_leaves, path_name
-from jmp_train.policies.per_loss_scale import PerLossScale, unscale_and_test
+from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, unscale_and_test
 from jmp_train.policies.policy import Policy, get_policy
 from jmp_train.policies.stored_parameters import StoringOptimizer
 from jmp_train.policies.zero_gradients import ZeroGradientsState
@@ -184,12 +184,7 @@ class TrainStep:
         return self.apply_gradients(state, loss, model_state, aux, grads, next_rng)
 
     def gradients(
-        self,
-        loss_scale: LossScale | PerLossScale,
-        params: Any,
-        model_state: Any,
-        batch: Any,
-        rng: Any,
+        self, loss_scale: LossScales, params: Any, model_state: Any, batch: Any, rng: Any
     ) -> tuple[jax.Array, Any, Any, Any]:
         """Returns loss, next model state, aux and scaled gradients, reduced over the axes.
 
@@ -248,12 +243,7 @@ class TrainStep:
         return jnp.float32 if self.policy is None else self.policy.reduce_dtype
 
     def _gradients(
-        self,
-        loss_scale: LossScale | PerLossScale,
-        params: Any,
-        model_state: Any,
-        batch: Any,
-        rng: Any,
+        self, loss_scale: LossScales, params: Any, model_state: Any, batch: Any, rng: Any
     ) -> tuple[jax.Array, Any, Any, Any]:
         """Returns loss, next model state, aux and scaled gradients of a local batch."""
         count = self.accumulate_steps
@@ -279,12 +269,7 @@ class TrainStep:
         return shares_of_loss.sum(), model_state, aux, grads
 
     def _micro_gradients(
-        self,
-        loss_scale: LossScale | PerLossScale,
-        params: Any,
-        model_state: Any,
-        batch: Any,
-        rng: Any,
+        self, loss_scale: LossScales, params: Any, model_state: Any, batch: Any, rng: Any
     ) -> tuple[jax.Array, Any, Any, Any]:
         def share_of_loss(params: Any, batch: Any) -> tuple[Any, Any]:
             # Rebuilt here, because nnx lets variables change only in the trace that made them.
@@ -370,7 +355,7 @@ def _check_param_dtypes(params: Any, policy: Policy | PathPolicy | None) -> None
         )
 
 
-def loss_scale_of(opt_state: Any) -> LossScale | PerLossScale:
+def loss_scale_of(opt_state: Any) -> LossScales:
     """Returns the loss scale in an optimizer's state, a `NoOpLossScale` if there is none."""
     return get_loss_scale(opt_state) if scaled_states(opt_state) else NoOpLossScale()
 
@@ -378,7 +363,7 @@ def loss_scale_of(opt_state: Any) -> LossScale | PerLossScale:
 def _state_metrics(opt_state: Any) -> Metrics:
     loss_scale = jnp.asarray(loss_scale_of(opt_state).loss_scale, jnp.float32)
     skipped = [state.skipped_steps for _, state in scaled_states(opt_state)]
-    zeros = [state.zeros for _, state in find_states(opt_state, ZeroGradientsState)]
+    zeros = [state.zeros for _, state in find_nodes(opt_state, ZeroGradientsState)]
     return {
         "loss_scale": loss_scale,
         "skipped_steps": skipped[0] if skipped else jnp.zeros((), jnp.int32),

@@ -18,13 +18,7 @@ import optax
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
-from jmp_train.policies.amp_options import (
-    FLOAT32,
-    AmpOptions,
-    AmpType,
-    Precision,
-    amp_options,
-)
+from jmp_train.policies.amp_options import FLOAT32, AmpOptions, AmpType, Precision, amp_options
 from jmp_train.policies.autocast import autocast
 from jmp_train.policies.batch_norms import (
     batch_norm_paths,
@@ -33,17 +27,13 @@ from jmp_train.policies.batch_norms import (
     half_batch_norms,
     wide_nnx_statistics,
 )
-from jmp_train.policies.casting import (
-    cast_floating,
-    cast_leaf,
-    is_float_array,
-)
+from jmp_train.policies.casting import cast_floating, cast_leaf, is_float_array
 from jmp_train.policies.dtypes import float_dtype, is_half
-from jmp_train.policies.loss_scale import LossScale, NoOpLossScale
+from jmp_train.policies.loss_scale import NoOpLossScale
 from jmp_train.policies.loss_scaled_optimizer import as_transformation, with_loss_scale
 from jmp_train.policies.master_weights import with_master_weights
 from jmp_train.policies.paths import named_leaves, path_name
-from jmp_train.policies.per_loss_scale import PerLossScale
+from jmp_train.policies.per_loss_scale import LossScales
 from jmp_train.policies.zero_gradients import count_zero_gradients
 
 _LOGGER = logging.getLogger("jmp_train.amp")
@@ -137,7 +127,7 @@ class Amp:
         return self.options.precision(self.dtype) if self.enabled else Precision()
 
     @property
-    def loss_scale(self) -> LossScale | PerLossScale:
+    def loss_scale(self) -> LossScales:
         """The loss scale to begin with."""
         return self.options.make_loss_scale(self.dtype) if self.enabled else NoOpLossScale()
 
@@ -351,7 +341,8 @@ class Amp:
 
     def _check_params(self, params: Any) -> None:
         if self.precision.model_dtype is None:
-            return self._refuse_half(params)
+            self._refuse_half(params)
+            return
         self._check_batch_norms(params)
         wrong = [
             f"{path!r} is {x.dtype.name}, not {wanted.name}"
@@ -363,7 +354,6 @@ class Amp:
                 f"params are not stored as mode {str(self.mode)!r} wants them, call amp.cast_params(params) "
                 "before the first step:\n  " + "\n  ".join(wrong)
             )
-        return None
 
     def _refuse_half(self, params: Any) -> None:
         half = [

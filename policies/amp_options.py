@@ -1,7 +1,7 @@
 """The options of the three families of mixed precision, under the names of their originals.
 
 Each is a frozen dataclass whose fields are the keys of the tutorials' `fp16` dictionaries, with their
-defaults, checked when it is made; `precision` and `loss_scale` say what it comes to.
+defaults, checked when it is made; `precision` and `make_loss_scale` say what it comes to.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jmp_train.policies.argument_checks import (
 )
 from jmp_train.policies.autocast_rules import APEX_O1, TORCH_CUDA, AutocastRules
 from jmp_train.policies.loss_scale import LossScale, NoOpLossScale, StaticLossScale
-from jmp_train.policies.per_loss_scale import PerLossScale
+from jmp_train.policies.per_loss_scale import LossScales, PerLossScale
 from jmp_train.policies.presets import apex_loss_scale, megatron_loss_scale, torch_loss_scale
 
 FLOAT32 = np.dtype(np.float32)
@@ -80,7 +80,7 @@ class _Options:
         """Returns the dtypes, given the half type."""
         raise NotImplementedError
 
-    def make_loss_scale(self, half: np.dtype) -> LossScale | PerLossScale:
+    def make_loss_scale(self, half: np.dtype) -> LossScales:
         """Returns the loss scale to begin with, given the half type."""
         return self._dynamic_scale() if half == jnp.float16 else NoOpLossScale()
 
@@ -284,7 +284,7 @@ class ApexOptions(_Options):
         self._check_combinations()
         if self._level_or("loss_scale") == "dynamic":
             self._dynamic_scale()
-        elif self._scaling_options() != _NO_BOUNDS:
+        elif any(getattr(self, name) != getattr(ApexOptions, name) for name in self.scaling):
             warnings.warn(
                 "min_loss_scale and max_loss_scale bound a dynamic loss scale; "
                 f"loss_scale={self._level_or('loss_scale')} is static",
@@ -337,7 +337,7 @@ class ApexOptions(_Options):
             output_dtype=self.cast_model_outputs or FLOAT32,
         )
 
-    def make_loss_scale(self, half: np.dtype) -> LossScale | PerLossScale:
+    def make_loss_scale(self, half: np.dtype) -> LossScales:
         """Returns the loss scale to begin with, or one for each loss."""
         scale = self._level_or("loss_scale")
         if scale != "dynamic":
@@ -353,9 +353,6 @@ class ApexOptions(_Options):
         floor = self.min_loss_scale
         floor = min(1.0, self.max_loss_scale) if floor is None else floor
         return apex_loss_scale(min_loss_scale=floor, max_loss_scale=self.max_loss_scale)
-
-
-_NO_BOUNDS = {"min_loss_scale": None, "max_loss_scale": 2.0**24}
 
 
 def _check_level(level: Any) -> None:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from jmp_train.policies.casting import cast_leaf, is_float_array, widen_to_float32
 from jmp_train.policies.dtypes import float_dtype, is_half
+from jmp_train.policies.nodes import change_nodes
 from jmp_train.policies.paths import named_leaves
 
 Model = TypeVar("Model")
@@ -126,15 +127,7 @@ def wide_nnx_statistics(model_state: Model) -> Model:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return model_state
-
-    def is_statistic(node: Any) -> bool:
-        return isinstance(node, nnx.BatchStat)
-
-    return jax.tree.map(
-        lambda node: widen_to_float32(node) if is_statistic(node) else node,
-        model_state,
-        is_leaf=is_statistic,
-    )
+    return change_nodes(model_state, nnx.BatchStat, widen_to_float32)
 
 
 @contextlib.contextmanager
@@ -306,14 +299,12 @@ def _widen_arrays(arrays: tuple[Any, ...], **dtype: Any) -> tuple[Any, ...]:
 def _float32_equinox(model: Any) -> Any:
     batch_norm = sys.modules["equinox"].nn.BatchNorm
 
-    def replaced(node: Any) -> Any:
-        if not isinstance(node, batch_norm):
-            return node
+    def in_float32(node: Any) -> Any:
         twin = object.__new__(_float32_class(type(node)))
         vars(twin).update(vars(node))  # the same arrays and StateIndex objects
         return twin
 
-    return jax.tree.map(replaced, model, is_leaf=lambda x: isinstance(x, batch_norm))
+    return change_nodes(model, batch_norm, in_float32)
 
 
 @functools.cache  # tree structures compare classes

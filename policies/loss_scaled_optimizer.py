@@ -18,9 +18,14 @@ from jmp_train.policies.argument_checks import is_integer
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.finite import select_tree
 from jmp_train.policies.loss_scale import LossScale
-from jmp_train.policies.optimizer_states import change_states, find_states
+from jmp_train.policies.nodes import change_nodes, find_nodes, only_state
 from jmp_train.policies.paths import named_leaves, path_name
-from jmp_train.policies.per_loss_scale import PerLossScale, unscale_and_test
+from jmp_train.policies.per_loss_scale import (
+    LossScales,
+    PerLossScale,
+    scales_in,
+    unscale_and_test,
+)
 from jmp_train.policies.stored_parameters import StochasticRoundingState, StoringOptimizer
 
 
@@ -42,7 +47,7 @@ class LossScaledState(NamedTuple):
       (0, 65536.0)
     """
 
-    loss_scale: LossScale | PerLossScale
+    loss_scale: LossScales
     inner_state: Any
     last_finite: jax.Array
     skipped_steps: jax.Array
@@ -68,7 +73,7 @@ class LossScaledOptimizer(optax.GradientTransformationExtraArgs):
 
 def with_loss_scale(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
-    loss_scale: LossScale | PerLossScale,
+    loss_scale: LossScales,
 ) -> LossScaledOptimizer:
     """Makes an optimizer take scaled gradients, skip non-finite ones and adapt the scale.
 
@@ -111,8 +116,7 @@ def with_loss_scale(
             "optimizer must not store the parameters: with_master_weights and with_stochastic_rounding go "
             "outside, with_master_weights(with_loss_scale(optimizer, loss_scale))"
         )
-    scales = loss_scale.loss_scales if isinstance(loss_scale, PerLossScale) else (loss_scale,)
-    for scale in scales:
+    for scale in scales_in(loss_scale):
         if not isinstance(scale, LossScale):
             raise TypeError(
                 f"loss_scale must be a LossScale, got {scale!r}; for a number pass "
@@ -123,7 +127,7 @@ def with_loss_scale(
         inner_state = inner.init(widen_to_float32(params))
         if scaled_states(inner_state):
             raise ValueError("optimizer has a loss scale already: gradients would be divided twice")
-        if find_states(inner_state, StochasticRoundingState):
+        if find_nodes(inner_state, StochasticRoundingState):
             raise ValueError(
                 "optimizer rounds stochastically, but sees float32 here: with_stochastic_rounding goes outside "
                 "of with_loss_scale"
@@ -185,7 +189,7 @@ def _or_nothing(finite: jax.Array, update: jax.Array) -> jax.Array:
 
 def scaled_states(opt_state: Any) -> list[tuple[str, LossScaledState]]:
     """Returns (path, state) of every outermost `LossScaledState` in any nesting."""
-    return find_states(opt_state, LossScaledState)
+    return find_nodes(opt_state, LossScaledState)
 
 
 def get_loss_scale(opt_state: Any, *, loss_id: int | None = None) -> Any:
@@ -213,7 +217,7 @@ def get_loss_scale(opt_state: Any, *, loss_id: int | None = None) -> Any:
     loss_scale = _only_scaled_state(opt_state).loss_scale
     if loss_id is None:
         return loss_scale
-    scales = loss_scale.loss_scales if isinstance(loss_scale, PerLossScale) else (loss_scale,)
+    scales = scales_in(loss_scale)
     if not is_integer(loss_id) or not 0 <= loss_id < len(scales):
         raise ValueError(
             f"loss_id={loss_id!r} must be a whole number below num_losses={len(scales)}"
@@ -221,7 +225,7 @@ def get_loss_scale(opt_state: Any, *, loss_id: int | None = None) -> Any:
     return scales[loss_id]
 
 
-def set_loss_scale(opt_state: Any, loss_scale: LossScale | PerLossScale) -> Any:
+def set_loss_scale(opt_state: Any, loss_scale: LossScales) -> Any:
     """Returns an optimizer's state with another loss scale in the place of its one.
 
     The scale and its counters are set; what is no leaf, such as the period, belongs to the
@@ -248,7 +252,7 @@ def set_loss_scale(opt_state: Any, loss_scale: LossScale | PerLossScale) -> Any:
       >>> float(get_loss_scale(state).loss_scale)
       1024.0
     """
-    if not isinstance(loss_scale, LossScale | PerLossScale):
+    if not isinstance(loss_scale, LossScales):
         raise TypeError(f"loss_scale must be a LossScale, got {loss_scale!r}")
     old = _only_scaled_state(opt_state).loss_scale
     if jax.tree_util.tree_structure(loss_scale) != jax.tree_util.tree_structure(old):
@@ -259,23 +263,14 @@ def set_loss_scale(opt_state: Any, loss_scale: LossScale | PerLossScale) -> Any:
     new = jax.tree_util.tree_map_with_path(
         lambda path, x, y: _in_place_of(path_name(path), x, y), loss_scale, old
     )
-    return change_states(opt_state, LossScaledState, lambda state: state._replace(loss_scale=new))
+    return change_nodes(opt_state, LossScaledState, lambda state: state._replace(loss_scale=new))
 
 
 def _only_scaled_state(opt_state: Any) -> LossScaledState:
-    found = scaled_states(opt_state)
-    if not found:
-        raise ValueError("opt_state has no loss scale; wrap the optimizer in with_loss_scale")
-    if len(found) > 1:
-        paths = ", ".join(repr(path) for path, _ in found)
-        raise ValueError(
-            f"opt_state has {len(found)} loss scales, at {paths}; "
-            "take the one you mean: opt_state[...].loss_scale"
-        )
-    return found[0][1]
+    return only_state(opt_state, LossScaledState, "loss_scale", "loss scales")
 
 
-def _difference(new: LossScale | PerLossScale, old: LossScale | PerLossScale) -> str:
+def _difference(new: LossScales, old: LossScales) -> str:
     """Returns which fields that are structure differ between two loss scales."""
     if isinstance(new, PerLossScale) and isinstance(old, PerLossScale):
         if len(new.loss_scales) != len(old.loss_scales):

@@ -13,7 +13,7 @@ from jax.tree_util import KeyPath
 
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.loss_scaled_optimizer import as_transformation
-from jmp_train.policies.optimizer_states import change_states, find_states
+from jmp_train.policies.nodes import change_nodes, only_state
 from jmp_train.policies.paths import path_name
 from jmp_train.policies.stored_parameters import StoringOptimizer, storing_optimizer
 from jmp_train.policies.wide_step import wide_step
@@ -76,7 +76,7 @@ def with_master_weights(
 
     def init(params: Any) -> MasterWeightsState:
         # Copies, so that parameters and state can be donated together.
-        master_weights = jax.tree_util.tree_map(_copied_from, widen_to_float32(params), params)
+        master_weights = jax.tree_util.tree_map(_apart_from, widen_to_float32(params), params)
         return MasterWeightsState(master_weights, inner.init(master_weights))
 
     def step(
@@ -86,14 +86,14 @@ def with_master_weights(
             inner, updates, state.inner_state, state.master_weights, **extra_args
         )
         new_params = jax.tree_util.tree_map(
-            lambda master, x: _copied_from(master.astype(x.dtype), master), master_weights, params
+            lambda master, x: _apart_from(master.astype(x.dtype), master), master_weights, params
         )
         return new_params, MasterWeightsState(master_weights, inner_state)
 
     return storing_optimizer(init, step)
 
 
-def _copied_from(x: Any, original: Any) -> Any:
+def _apart_from(x: Any, original: Any) -> Any:
     return jnp.copy(x) if x is original else x
 
 
@@ -157,21 +157,10 @@ def set_master_weights(opt_state: Any, params: Any) -> Any:
         return jnp.array(x, master.dtype)
 
     new = jax.tree_util.tree_map_with_path(like, params, old)
-    return change_states(
+    return change_nodes(
         opt_state, MasterWeightsState, lambda state: state._replace(master_weights=new)
     )
 
 
 def _only_state(opt_state: Any) -> MasterWeightsState:
-    found = find_states(opt_state, MasterWeightsState)
-    if not found:
-        raise ValueError(
-            "opt_state has no master weights; wrap the optimizer in with_master_weights"
-        )
-    if len(found) > 1:
-        paths = ", ".join(repr(path) for path, _ in found)
-        raise ValueError(
-            f"opt_state has {len(found)} sets of master weights, at {paths}; "
-            "take the one you mean: opt_state[...].master_weights"
-        )
-    return found[0][1]
+    return only_state(opt_state, MasterWeightsState, "master_weights", "sets of master weights")

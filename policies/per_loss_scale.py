@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -80,8 +80,16 @@ class PerLossScale:
             raise ValueError(f"{what} {came}, not a tuple for the {count} losses that have a scale")
 
 
+LossScales: TypeAlias = LossScale | PerLossScale  # what an optimizer's state may have
+
+
+def scales_in(loss_scale: LossScales) -> tuple[LossScale, ...]:
+    """Returns the scale of each loss, or the one that there is."""
+    return loss_scale.loss_scales if isinstance(loss_scale, PerLossScale) else (loss_scale,)
+
+
 def unscale_and_test(
-    loss_scale: LossScale | PerLossScale, grads: Any, axis_names: Sequence[str]
+    loss_scale: LossScales, grads: Any, axis_names: Sequence[str]
 ) -> tuple[Any, jax.Array, Any]:
     """Returns unscaled gradients, whether all are finite, and the loss scale for the next step.
 

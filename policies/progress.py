@@ -8,7 +8,7 @@ from jax.core import Tracer
 
 from jmp_train.policies.loss_scale import DynamicLossScale, LossScale
 from jmp_train.policies.loss_scaled_optimizer import LossScaledState, scaled_states
-from jmp_train.policies.per_loss_scale import PerLossScale
+from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, scales_in
 
 
 class StalledTrainingError(FloatingPointError):
@@ -20,7 +20,7 @@ class StalledTrainingError(FloatingPointError):
     """
 
 
-def skips_to_floor(loss_scale: LossScale | PerLossScale) -> int:
+def skips_to_floor(loss_scale: LossScales) -> int:
     """Returns how many overflows in a row bring a loss scale from its value now to its floor.
 
     Args:
@@ -100,8 +100,7 @@ def _describe(path: str, state: LossScaledState) -> str:
     skips = int(all_skips[worst])
     steps = "step was" if skips == 1 else f"{skips} steps were"
     where = f" of opt_state {path!r}" if path else ""
-    scale = state.loss_scale
-    scales = scale.loss_scales if isinstance(scale, PerLossScale) else (scale,)
+    scales = scales_in(state.loss_scale)
     numbers = " and ".join(_number(scale, all_skips.shape, worst) for scale in scales)
     return (
         f"the last {steps} skipped for non-finite gradients; the loss scale{where} is now "

@@ -1,0 +1,51 @@
+"""A tree's nodes of a type, in any nesting: wrappers' states in optax's, modules in models."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from jmp_train.policies.paths import path_name
+
+Node = TypeVar("Node")
+Tree = TypeVar("Tree")
+
+
+def find_nodes(tree: Any, kind: type[Node]) -> list[tuple[str, Node]]:
+    """Returns (path, node) of every outermost node of a type."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [(path_name(path), node) for path, node in nodes if isinstance(node, kind)]
+
+
+def change_nodes(tree: Tree, kind: type[Node], change: Callable[[Node], Any]) -> Tree:
+    """Returns a tree with every outermost node of a type changed."""
+
+    def is_of_kind(node: Any) -> bool:
+        return isinstance(node, kind)
+
+    return jax.tree_util.tree_map(
+        lambda node: change(node) if is_of_kind(node) else node, tree, is_leaf=is_of_kind
+    )
+
+
+def only_state(opt_state: Any, kind: type[Node], field: str, plural: str) -> Node:
+    """Returns the one state of a type in an optimizer's state; raises ValueError if it is not one.
+
+    Args:
+      opt_state: in any nesting of optax's combinators.
+      kind: of the state of `with_<field>`.
+      field: of the state, for the messages.
+      plural: what several of them are called there.
+    """
+    found = find_nodes(opt_state, kind)
+    if not found:
+        raise ValueError(
+            f"opt_state has no {field.replace('_', ' ')}; wrap the optimizer in with_{field}"
+        )
+    if len(found) > 1:
+        paths = ", ".join(repr(path) for path, _ in found)
+        raise ValueError(
+            f"opt_state has {len(found)} {plural}, at {paths}; "
+            f"take the one you mean: opt_state[...].{field}"
+        )
+    return found[0][1]
