@@ -14,6 +14,10 @@ from jmp_train.gradients import scaled_value_and_grad as scaled_value_and_grad
 from jmp_train.parallel import data_parallel as data_parallel
 from jmp_train.parallel import pmap_step as pmap_step
 from jmp_train.parallel import sharded_step as sharded_step
+from jmp_train.placement import fsdp_shardings as fsdp_shardings
+from jmp_train.placement import specs_by_path as specs_by_path
+from jmp_train.placement import state_shardings as state_shardings
+from jmp_train.placement import zero1_shardings as zero1_shardings
 from jmp_train.policies import APEX_O1 as APEX_O1
 from jmp_train.policies import TORCH_CPU as TORCH_CPU
 from jmp_train.policies import TORCH_CUDA as TORCH_CUDA

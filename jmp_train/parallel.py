@@ -5,20 +5,25 @@ averaged in the policy's `reduce_dtype`; loss, floating aux and batch statistics
 step is taken or skipped by all devices together, and each draws from a key of its own.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.batch_parts import check_divides, in_parts
+from jmp_train.placement import automatic, dimension_over, gradient_dimensions
 from jmp_train.policies.casting import is_float_array
+from jmp_train.policies.collectives import gather_params, mean_over_axes, scatter_gradients
+from jmp_train.policies.per_loss_scale import PerLossScale
 from jmp_train.train_state import TrainState
-from jmp_train.train_step import Metrics, TrainStep, loss_scale_of
+from jmp_train.train_step import Metrics, TrainStep, check_param_dtypes, loss_scale_of
 
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
@@ -60,7 +65,7 @@ def data_parallel(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
     # The step names its reductions, and so does not need jax to find out what varies.
     run = jax.shard_map(
         parallel,
-        mesh=_automatic(mesh),
+        mesh=automatic(mesh),
         in_specs=(P(), P(axis)),
         out_specs=P(),
         axis_names={axis},
@@ -126,17 +131,24 @@ def pmap_step(
     return on_all
 
 
-def sharded_step(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
+def sharded_step(
+    step: TrainStep, mesh: Mesh, axis: str = "data", *, shardings: TrainState | None = None
+) -> Step:
     """Returns a step for plain `jit` with arrays that are sharded over a mesh.
 
     What jit makes of a whole batch by itself adds gradients over the devices in the compute dtype. Here each
-    device's gradients are apart until they are averaged, as in `data_parallel`; all else is jit's: its `out_shardings`
-    may keep the optimizer state in parts, one on each device (ZeRO).
+    device's gradients are apart until they are averaged, as in `data_parallel`; all else is jit's. With `shardings`
+    the state may be cut over the mesh in any way: parameters over other axes (tensor parallelism), the optimizer's
+    state over `axis` (ZeRO-1), parameters too (FSDP). Norm, finite test and clipping see all of it.
 
     Args:
       step: see `data_parallel`.
       mesh: see `data_parallel`.
       axis: see `data_parallel`.
+      shardings: where the state's arrays lie, as `state_shardings`, `zero1_shardings` or `fsdp_shardings` says; the
+        next state's lie there too. None for whole ones. Parameters that are cut over `axis` are gathered in the
+        policy's compute dtype; gradients are added up in its `reduce_dtype`, and where the parameter or its optimizer
+        state is cut over `axis`, each device gets its part of the sum alone.
 
     Returns:
       See `data_parallel`; aux that is no float has one row for each device.
@@ -150,32 +162,22 @@ def sharded_step(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
       >>> import jmp_train as jt
       >>> step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optax.sgd(1.0))
       >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-      >>> state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
-      >>> state, metrics = jax.jit(jt.sharded_step(step, mesh))(state, jnp.full(8 * mesh.size, 2.0))
-      >>> float(state.params)
+      >>> state = jt.TrainState.create(jnp.zeros(8), optax.sgd(1.0))
+      >>> shardings = jt.fsdp_shardings(state, mesh, min_size=8)
+      >>> run = jax.jit(jt.sharded_step(step, mesh, shardings=shardings), donate_argnums=0)
+      >>> state, metrics = run(jax.device_put(state, shardings), jnp.full((8 * mesh.size, 8), 16.0))
+      >>> float(state.params[0])
       -2.0
     """
     parallel = _checked_step(step).with_axes(axis)
     count = _axis_size(mesh, axis)
 
-    def gradients(*arguments: Any) -> tuple[Any, Any]:
-        loss, model_state, aux, grads = parallel.gradients(*arguments)
-        averaged = jax.tree.map(lambda x: x if is_float_array(x) else None, aux)
-        rows = jax.tree.map(lambda x: None if is_float_array(x) else jnp.asarray(x)[None], aux)
-        return (loss, model_state, averaged, grads), rows
-
-    run = jax.shard_map(
-        gradients,
-        mesh=_automatic(mesh),
-        in_specs=(P(), P(), P(), P(axis), P()),
-        out_specs=(P(), P(axis)),
-        axis_names={axis},
-        check_vma=False,
-    )
-
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
+        check_param_dtypes(state.params, step.policy)
         next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
+        cuts = _Cuts.of(state, shardings, axis)
+        run = _sharded_gradients(parallel, automatic(mesh), axis, cuts)
         (loss, model_state, averaged, grads), rows = run(
             loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng
         )
@@ -185,9 +187,60 @@ def sharded_step(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
             rows,
             is_leaf=lambda x: x is None,
         )
-        return step.apply_gradients(state, loss, model_state, aux, grads, next_rng)
+        new, metrics = step.apply_gradients(state, loss, model_state, aux, grads, next_rng)
+        return (new if shardings is None else lax.with_sharding_constraint(new, shardings)), metrics
 
     return on_all
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cuts:
+    """Along which dimension each parameter and its gradient are cut over the batch's axis; -1 for whole ones."""
+
+    params: Any
+    grads: Any
+
+    @classmethod
+    def of(cls, state: TrainState, shardings: TrainState | None, axis: str) -> "_Cuts":
+        if shardings is None:
+            whole = jax.tree.map(lambda x: -1, state.params)
+            params, grads = whole, whole
+        else:
+            params = jax.tree.map(lambda x: dimension_over(axis, x), shardings.params)
+            grads = gradient_dimensions(state, shardings, axis)
+        losses = loss_scale_of(state.opt_state)
+        if isinstance(losses, PerLossScale):  # gradients of each loss
+            grads = (grads,) * len(losses.loss_scales)
+        return cls(params, grads)
+
+
+def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, cuts: _Cuts) -> Any:
+    """Returns `TrainStep.gradients` over the devices along an axis, whose parameters may be parts."""
+
+    def gradients(
+        loss_scale: Any, params: Any, model_state: Any, batch: Any, rng: Any
+    ) -> tuple[Any, Any]:
+        if parallel.policy is not None:  # so that half as much is gathered
+            params = parallel.policy.cast_to_compute(params)
+        params = gather_params(params, cuts.params, axis)
+        results = parallel.local_gradients(loss_scale, params, model_state, batch, rng)
+        grads = scatter_gradients(results[-1], cuts.grads, axis, parallel.reduce_dtype)
+        loss, model_state, aux = mean_over_axes(results[:-1], (axis,))
+        averaged = jax.tree.map(lambda x: x if is_float_array(x) else None, aux)
+        rows = jax.tree.map(lambda x: None if is_float_array(x) else jnp.asarray(x)[None], aux)
+        return (loss, model_state, averaged, grads), rows
+
+    def specs(dimensions: Any) -> Any:
+        return jax.tree.map(lambda dim: P(*(None,) * dim, axis) if dim >= 0 else P(), dimensions)
+
+    return jax.shard_map(
+        gradients,
+        mesh=mesh,
+        in_specs=(P(), specs(cuts.params), P(), P(axis), P()),
+        out_specs=((P(), P(), P(), specs(cuts.grads)), P(axis)),
+        axis_names={axis},
+        check_vma=False,
+    )
 
 
 def _placed(tree: Any, sharding: NamedSharding) -> Any:
@@ -211,8 +264,3 @@ def _axis_size(mesh: Any, axis: str) -> int:
         known = ", ".join(map(repr, mesh.axis_names))
         raise ValueError(f"axis={axis!r} is none of the mesh's: {known}")
     return mesh.shape[axis]
-
-
-def _automatic(mesh: Mesh) -> Mesh:
-    """Returns the mesh with axes that jax shards over by itself; explicit ones want inputs to be placed."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

@@ -195,17 +195,32 @@ class TrainStep:
           batch: this device's rows.
           rng: the step's random key, the same for all devices, or None.
         """
-        _check_param_dtypes(params, self.policy)
+        check_param_dtypes(params, self.policy)
+        loss, model_state, aux, grads = self.local_gradients(
+            loss_scale, params, model_state, batch, rng
+        )
+        grads = reduce_gradients(grads, self.axis_names, self.reduce_dtype)
+        return *mean_over_axes((loss, model_state, aux), self.axis_names), grads
+
+    def local_gradients(
+        self, loss_scale: LossScales, params: Any, model_state: Any, batch: Any, rng: Any
+    ) -> tuple[jax.Array, Any, Any, Any]:
+        """Returns what `gradients` does of this device's rows alone, before anything is reduced.
+
+        Args:
+          loss_scale: see `gradients`, as are the others.
+          params: whole, as they are stored or in their compute dtype.
+          model_state: as it is stored.
+          batch: this device's rows.
+          rng: the step's random key, the same for all devices, or None.
+        """
         if rng is not None and self.axis_names:
             rng = jax.random.fold_in(rng, lax.axis_index(self.axis_names))
         params = vary(params, self.axis_names)
         model_state = jax.tree.map(
             lambda x: vary(x, self.axis_names) if is_float_array(x) else x, model_state
         )
-        loss, model_state, aux, grads = self._gradients(loss_scale, params, model_state, batch, rng)
-        grads = reduce_gradients(grads, self.axis_names, self._reduce_dtype)
-        loss, model_state, aux = mean_over_axes((loss, model_state, aux), self.axis_names)
-        return loss, model_state, aux, grads
+        return self._gradients(loss_scale, params, model_state, batch, rng)
 
     def apply_gradients(
         self, state: TrainState, loss: jax.Array, model_state: Any, aux: Any, grads: Any, rng: Any
@@ -239,7 +254,8 @@ class TrainStep:
         return TrainState(new_params, opt_state, model_state, rng, state.step + 1), metrics
 
     @property
-    def _reduce_dtype(self) -> Any:
+    def reduce_dtype(self) -> Any:
+        """In what gradients are reduced: the policy's dtype, or float32."""
         return jnp.float32 if self.policy is None else self.policy.reduce_dtype
 
     def _gradients(
@@ -339,7 +355,8 @@ def _stored_like(old: Any, new: Any) -> Any:
     return jax.tree_util.tree_map_with_path(like, old, new)
 
 
-def _check_param_dtypes(params: Any, policy: Policy | PathPolicy | None) -> None:
+def check_param_dtypes(params: Any, policy: Policy | PathPolicy | None) -> None:
+    """Raises ValueError if parameters are stored narrower than their policy says, and names them."""
     if policy is None:
         return
     narrow = [

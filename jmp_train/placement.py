@@ -1,0 +1,331 @@
+"""Where the arrays of a train state lie on a mesh: whole, as their paths say, or cut by their shapes.
+
+What the optimizer keeps of a parameter, moments and float32 masters, lies where the parameter does, unless a
+form says otherwise: ZeRO-1 cuts these alone, FSDP the parameters too.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+
+from jmp_train.policies.paths import named_leaves, path_name
+from jmp_train.train_state import TrainState
+
+P = PartitionSpec
+MIN_SIZE = 2**12  # elements; less is not worth a message
+
+
+def specs_by_path(params: Any, rules: Mapping[str, PartitionSpec]) -> Any:
+    """Returns a `PartitionSpec` for each parameter, that of the first rule whose regular expression its path finds.
+
+    Args:
+      params: pytree of arrays, or of their shapes.
+      rules: from a regular expression, searched for in a path such as "layers/0/kernel", to a spec. Parameters that
+        no rule finds lie whole on every device.
+
+    Returns:
+      A tree like `params`.
+
+    Raises:
+      ValueError: a rule finds no parameter, or has more entries than the parameter has dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> params = {"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}, "norm": jnp.ones(4)}
+      >>> specs = specs_by_path(params, {"up/kernel": P(None, "model"), "up/bias": P("model")})
+      >>> tuple(specs["up"]["kernel"])
+      (None, 'model')
+
+    Reference: the partitioning rules of t5x.
+    """
+    paths = [path for path, _ in named_leaves(params)]
+    idle = [regex for regex in rules if not any(re.search(regex, path) for path in paths)]
+    if idle:
+        raise ValueError(
+            f"specs_by_path: {', '.join(map(repr, idle))} found no parameter; the paths are:\n  "
+            + "\n  ".join(paths or ["(none)"])
+        )
+
+    def spec_of(path: KeyPath, x: Any) -> PartitionSpec:
+        name = path_name(path)
+        spec = next((spec for regex, spec in rules.items() if re.search(regex, name)), P())
+        _check_rank(name, x, spec)
+        return spec
+
+    return jax.tree_util.tree_map_with_path(spec_of, params)
+
+
+def state_shardings(state: TrainState, mesh: Mesh, *, params: Any = None) -> TrainState:
+    """Returns where the arrays of a state lie whose parameters are cut as one says, as for tensor parallelism.
+
+    Args:
+      state: a train state, or the shapes of one, as `jax.eval_shape` makes them.
+      mesh: the devices.
+      params: tree like `state.params` of `PartitionSpec`s, such as `specs_by_path` makes; None for parameters that
+        lie whole on every device.
+
+    Returns:
+      A tree like `state` of `NamedSharding`s, for `jax.device_put(state, shardings)` and
+      `sharded_step(step, mesh, shardings=shardings)`. What the optimizer keeps for a parameter, in its shape, lies
+      where the parameter does; all else is whole everywhere.
+
+    Raises:
+      TypeError: `state` is no `TrainState`.
+      ValueError: a spec names an axis that the mesh lacks, or does not divide its parameter; the message names it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> import jmp_train as jt
+      >>> mesh = Mesh(jax.devices()[:1], ("model",))
+      >>> state = jt.TrainState.create({"w": jnp.ones((2, 4))}, optax.adam(1e-3))
+      >>> shardings = jt.state_shardings(state, mesh, params={"w": P(None, "model")})
+      >>> tuple(shardings.opt_state[0].mu["w"].spec)
+      (None, 'model')
+    """
+    return _placed(state, mesh, params, cut_optimizer=None, cut_params=None)
+
+
+def zero1_shardings(
+    state: TrainState,
+    mesh: Mesh,
+    axis: str = "data",
+    *,
+    params: Any = None,
+    min_size: int = MIN_SIZE,
+) -> TrainState:
+    """Returns where the arrays of a state lie whose optimizer state is cut over the devices that share a batch.
+
+    Each device keeps and updates its part of moments and masters; parameters lie whole on all of them.
+
+    Args:
+      state: see `state_shardings`, as are `mesh` and `params`.
+      mesh: the devices.
+      axis: the mesh axis to cut over. An array is cut along the longest of its dimensions that the axis divides and
+        that `params` has not cut.
+      params: how parameters are cut already.
+      min_size: arrays with fewer elements are left alone.
+
+    Returns:
+      See `state_shardings`.
+
+    Raises:
+      TypeError: see `state_shardings`.
+      ValueError: the mesh has no such axis, or see `state_shardings`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+      >>> state = jt.TrainState.create({"w": jnp.ones((64, 128)), "b": jnp.ones(128)}, optax.adam(1e-3))
+      >>> shardings = jt.zero1_shardings(state, mesh)
+      >>> moments = shardings.opt_state[0].mu
+      >>> tuple(moments["w"].spec), tuple(moments["b"].spec), tuple(shardings.params["w"].spec)
+      ((None, 'data'), (), ())
+
+    Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+    https://arxiv.org/abs/1910.02054.
+    """
+    cut = _Cut(axis, _size(mesh, axis), min_size)
+    return _placed(state, mesh, params, cut_optimizer=cut, cut_params=None)
+
+
+def fsdp_shardings(
+    state: TrainState,
+    mesh: Mesh,
+    axis: str = "data",
+    *,
+    params: Any = None,
+    min_size: int = MIN_SIZE,
+) -> TrainState:
+    """Returns where the arrays of a state lie whose parameters are cut, too, over the devices that share a batch.
+
+    `sharded_step` gathers them for the step, in the compute dtype, and adds gradients up in float32, each device
+    its own part of them.
+
+    Args:
+      state: see `zero1_shardings`, as are the others.
+      mesh: the devices.
+      axis: the mesh axis to cut over.
+      params: how parameters are cut already.
+      min_size: arrays with fewer elements are left alone.
+
+    Returns:
+      See `state_shardings`.
+
+    Raises:
+      TypeError: see `state_shardings`.
+      ValueError: see `zero1_shardings`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+      >>> state = jt.TrainState.create({"w": jnp.ones((64, 128)), "b": jnp.ones(128)}, optax.adam(1e-3))
+      >>> tuple(jt.fsdp_shardings(state, mesh).params["w"].spec)
+      (None, 'data')
+
+    Reference: torch's FullyShardedDataParallel; ZeRO's third stage, https://arxiv.org/abs/1910.02054.
+    """
+    cut = _Cut(axis, _size(mesh, axis), min_size)
+    return _placed(state, mesh, params, cut_optimizer=cut, cut_params=cut)
+
+
+def dimension_over(axis: str, sharding: NamedSharding) -> int:
+    """Returns which dimension of an array is cut over a mesh axis; -1 if none is.
+
+    Args:
+      axis: the mesh axis.
+      sharding: the array's.
+    """
+    for dimension, entry in enumerate(sharding.spec):
+        if entry == axis or (isinstance(entry, tuple) and axis in entry):
+            return dimension
+    return -1
+
+
+def gradient_dimensions(state: TrainState, shardings: TrainState, axis: str) -> Any:
+    """Returns along which dimension the gradient of each parameter is best cut over an axis; -1 for none.
+
+    Where the optimizer has its part of a parameter alone, it needs that part of the gradient.
+
+    Args:
+      state: a train state, or the shapes of one.
+      shardings: where its arrays lie.
+      axis: the mesh axis.
+    """
+    found = {
+        path: dimension_over(axis, sharding)
+        for path, sharding in jax.tree_util.tree_leaves_with_path(shardings.params)
+    }
+    owners = _owners(state)
+    for leaf, sharding in jax.tree_util.tree_leaves_with_path(shardings.opt_state):
+        owner = owners.get(leaf)
+        if owner is not None and found[owner] < 0:
+            found[owner] = dimension_over(axis, sharding)
+    return jax.tree.unflatten(jax.tree.structure(shardings.params), list(found.values()))
+
+
+def automatic(mesh: Mesh) -> Mesh:
+    """Returns the mesh with axes that jax shards over by itself; explicit ones want inputs to be placed."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """The rule on shapes: along the longest dimension that can be divided and is whole."""
+
+    axis: str
+    count: int
+    min_size: int
+
+    def __call__(self, x: Any, spec: PartitionSpec) -> PartitionSpec:
+        if jnp.size(x) < self.min_size:
+            return spec
+        entries = [*spec, *(None,) * (jnp.ndim(x) - len(spec))]
+        whole = [
+            dimension
+            for dimension, size in enumerate(jnp.shape(x))
+            if entries[dimension] is None and size % self.count == 0
+        ]
+        if not whole:
+            return spec
+        longest = max(whole, key=lambda dimension: jnp.shape(x)[dimension])
+        entries[longest] = self.axis
+        while entries[-1] is None:
+            entries.pop()
+        return P(*entries)
+
+
+def _placed(
+    state: TrainState, mesh: Mesh, params: Any, cut_optimizer: _Cut | None, cut_params: _Cut | None
+) -> TrainState:
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state must be a TrainState, got {type(state).__name__}")
+    specs = _checked_specs(state.params, params, mesh)
+    by_owner = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec))
+    owners = _owners(state)
+    mesh = automatic(mesh)
+
+    def named(cut: _Cut | None, x: Any, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(mesh, spec if cut is None else cut(x, spec))
+
+    def of_optimizer(path: KeyPath, x: Any) -> NamedSharding:
+        owner = owners.get(path)
+        return named(cut_optimizer, x, P() if owner is None else by_owner[owner])
+
+    whole = jax.tree.map(lambda x: NamedSharding(mesh, P()), state)
+    return dataclasses.replace(
+        whole,
+        params=jax.tree.map(lambda x, spec: named(cut_params, x, spec), state.params, specs),
+        opt_state=jax.tree_util.tree_map_with_path(of_optimizer, state.opt_state),
+    )
+
+
+def _owners(state: TrainState) -> dict[KeyPath, KeyPath]:
+    """Returns, by their paths, to which parameter the arrays of the optimizer's state belong.
+
+    optax keeps such arrays in trees like the parameters, so their paths end in the parameter's; the longest such
+    end counts, and the shape has to be the same.
+    """
+    shapes = {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(state.params)}
+    owners = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state):
+        ends = (path[start:] for start in range(len(path) + 1))
+        owner = next((end for end in ends if shapes.get(end) == jnp.shape(x)), None)
+        if owner is not None:
+            owners[path] = owner
+    return owners
+
+
+def _checked_specs(params: Any, specs: Any, mesh: Mesh) -> Any:
+    if specs is None:
+        return jax.tree.map(lambda x: P(), params)
+    wanted, came = jax.tree.structure(params), jax.tree.structure(specs, is_leaf=_is_spec)
+    if wanted != came:
+        raise ValueError(
+            f"params must have a PartitionSpec for each parameter of the state:\n  {wanted}\ngot:\n  {came}"
+        )
+    leaves = jax.tree.leaves(specs, is_leaf=_is_spec)
+    for (path, x), spec in zip(named_leaves(params), leaves, strict=True):
+        if not _is_spec(spec):
+            raise ValueError(f"params {path!r} must be a PartitionSpec, got {spec!r}")
+        _check_rank(path, x, spec)
+        for size, entry in zip(jnp.shape(x), spec, strict=False):
+            axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+            count = 1
+            for axis in axes:
+                count *= _size(mesh, axis)
+            if size % count:
+                raise ValueError(
+                    f"params {path!r} of shape {jnp.shape(x)} cannot be cut by {spec}: "
+                    f"{size} is no multiple of {count} devices"
+                )
+    return specs
+
+
+def _check_rank(path: str, x: Any, spec: PartitionSpec) -> None:
+    if len(spec) > jnp.ndim(x):
+        raise ValueError(
+            f"params {path!r} of shape {jnp.shape(x)} has fewer dimensions than {spec}"
+        )
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _size(mesh: Mesh, axis: str) -> int:
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    if axis not in mesh.shape:
+        known = ", ".join(map(repr, mesh.axis_names))
+        raise ValueError(f"axis={axis!r} is none of the mesh's: {known}")
+    return mesh.shape[axis]
