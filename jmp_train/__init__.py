@@ -14,6 +14,7 @@ from jmp_train.gradients import scaled_value_and_grad as scaled_value_and_grad
 from jmp_train.parallel import data_parallel as data_parallel
 from jmp_train.parallel import pmap_step as pmap_step
 from jmp_train.parallel import sharded_step as sharded_step
+from jmp_train.pipelining import pipeline as pipeline
 from jmp_train.placement import fsdp_shardings as fsdp_shardings
 from jmp_train.placement import specs_by_path as specs_by_path
 from jmp_train.placement import state_shardings as state_shardings
@@ -70,9 +71,11 @@ from jmp_train.policies import skips_to_floor as skips_to_floor
 from jmp_train.policies import stochastic_round as stochastic_round
 from jmp_train.policies import torch_loss_scale as torch_loss_scale
 from jmp_train.policies import vary as vary
+from jmp_train.policies import wide_dot_general as wide_dot_general
 from jmp_train.policies import with_loss_scale as with_loss_scale
 from jmp_train.policies import with_master_weights as with_master_weights
 from jmp_train.policies import with_stochastic_rounding as with_stochastic_rounding
+from jmp_train.stages import Stages as Stages
 from jmp_train.train_state import TrainState as TrainState
 from jmp_train.train_step import TrainStep as TrainStep
 from jmp_train.train_step import stateless as stateless

@@ -165,13 +165,15 @@ def compile_here(
       arguments: its arguments, trees of `jax.ShapeDtypeStruct` or arrays; where they have no
         sharding over `mesh`, they are replicated.
       jit_kwargs: for `jax.jit`: `donate_argnums`, `out_shardings`.
-      mesh: an `absent_mesh`.
+      mesh: an `absent_mesh`, or one of its devices in another arrangement. If arguments are on such a one, that
+        counts.
 
     Raises:
       TypeError: `function` is jitted, and so would lose what its `jit` was told.
     """
     if hasattr(function, "lower"):
         raise TypeError(f"function must not be jitted, jit_kwargs are for that, got {function}")
+    mesh = next((x.sharding.mesh for x in jax.tree.leaves(arguments) if _is_placed(x)), mesh)
     structs = jax.tree.map(lambda leaf: _on(mesh, leaf), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas looks there for its target
         lowered = jax.jit(function, **(jit_kwargs or {})).lower(*structs)
@@ -187,9 +189,13 @@ def compile_here(
     )
 
 
+def _is_placed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(leaf.sharding, NamedSharding)
+
+
 def _on(mesh: Mesh, leaf: Any) -> jax.ShapeDtypeStruct:
     """Returns what compiling needs to know of a leaf, on the mesh if it is not on one."""
-    if isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(leaf.sharding, NamedSharding):
+    if _is_placed(leaf):
         return leaf
     struct = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.eval_shape(lambda: leaf)
     replicated = NamedSharding(mesh, PartitionSpec())

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.batch_parts import check_divides, in_parts
-from jmp_train.placement import automatic, dimension_over, gradient_dimensions
+from jmp_train.narrow_uses import narrow_uses
+from jmp_train.placement import automatic, axis_size, dimension_over, gradient_dimensions
 from jmp_train.policies.casting import is_float_array
 from jmp_train.policies.collectives import gather_params, mean_over_axes, scatter_gradients
 from jmp_train.policies.per_loss_scale import PerLossScale
@@ -61,7 +63,7 @@ def data_parallel(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
     Reference: torch's DistributedDataParallel; https://docs.jax.dev/en/latest/notebooks/shard_map.html.
     """
     parallel = _checked_step(step).with_axes(axis)
-    count = _axis_size(mesh, axis)
+    count = axis_size(mesh, axis)
     # The step names its reductions, and so does not need jax to find out what varies.
     run = jax.shard_map(
         parallel,
@@ -170,7 +172,7 @@ def sharded_step(
       -2.0
     """
     parallel = _checked_step(step).with_axes(axis)
-    count = _axis_size(mesh, axis)
+    count = axis_size(mesh, axis)
 
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
@@ -220,10 +222,9 @@ def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, cuts: _Cuts) 
     def gradients(
         loss_scale: Any, params: Any, model_state: Any, batch: Any, rng: Any
     ) -> tuple[Any, Any]:
-        if parallel.policy is not None:  # so that half as much is gathered
-            params = parallel.policy.cast_to_compute(params)
-        params = gather_params(params, cuts.params, axis)
-        results = parallel.local_gradients(loss_scale, params, model_state, batch, rng)
+        results = _of_parts(parallel, axis, cuts.params)(
+            loss_scale, params, model_state, batch, rng
+        )
         grads = scatter_gradients(results[-1], cuts.grads, axis, parallel.reduce_dtype)
         loss, model_state, aux = mean_over_axes(results[:-1], (axis,))
         averaged = jax.tree.map(lambda x: x if is_float_array(x) else None, aux)
@@ -243,6 +244,32 @@ def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, cuts: _Cuts) 
     )
 
 
+def _of_parts(parallel: TrainStep, axis: str, dimensions: Any) -> Any:
+    """Returns `TrainStep.local_gradients` of parameters of which each device has its part.
+
+    They are gathered in the dtype that all of their uses cast them to, where there is one.
+    """
+    if all(dimension < 0 for dimension in jax.tree.leaves(dimensions)):
+        return parallel.local_gradients
+
+    def local_gradients(loss_scale: Any, params: Any, *rest: Any) -> Any:
+        whole = jax.eval_shape(lambda: gather_params(params, dimensions, axis))
+        program, shapes = jax.make_jaxpr(parallel.local_gradients, return_shape=True)(
+            loss_scale, whole, *rest
+        )
+        first = len(jax.tree.leaves(loss_scale))
+        leaves, structure = jax.tree.flatten(params)
+        inputs = program.jaxpr.invars[first : first + len(leaves)]
+        dtypes = narrow_uses(program.jaxpr, inputs)
+        narrow = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+        gathered = gather_params(jax.tree.unflatten(structure, narrow), dimensions, axis)
+        params = jax.tree.map(lambda x, like: x.astype(like.dtype), gathered, params)
+        results = jaxpr_as_fun(program)(*jax.tree.leaves((loss_scale, params, *rest)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return local_gradients
+
+
 def _placed(tree: Any, sharding: NamedSharding) -> Any:
     """Returns arrays where pmap wants them: it refuses those that were put on one device."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
@@ -255,12 +282,3 @@ def _checked_step(step: Any) -> TrainStep:
         kind = type(step).__name__
         raise TypeError(f"step must be what train_step returned, not jitted, got {kind}")
     return step
-
-
-def _axis_size(mesh: Any, axis: str) -> int:
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-    if axis not in mesh.shape:
-        known = ", ".join(map(repr, mesh.axis_names))
-        raise ValueError(f"axis={axis!r} is none of the mesh's: {known}")
-    return mesh.shape[axis]

@@ -133,7 +133,7 @@ def zero1_shardings(
     Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
     https://arxiv.org/abs/1910.02054.
     """
-    cut = _Cut(axis, _size(mesh, axis), min_size)
+    cut = _Cut(axis, axis_size(mesh, axis), min_size)
     return _placed(state, mesh, params, cut_optimizer=cut, cut_params=None)
 
 
@@ -174,7 +174,7 @@ def fsdp_shardings(
 
     Reference: torch's FullyShardedDataParallel; ZeRO's third stage, https://arxiv.org/abs/1910.02054.
     """
-    cut = _Cut(axis, _size(mesh, axis), min_size)
+    cut = _Cut(axis, axis_size(mesh, axis), min_size)
     return _placed(state, mesh, params, cut_optimizer=cut, cut_params=cut)
 
 
@@ -302,7 +302,7 @@ def _checked_specs(params: Any, specs: Any, mesh: Mesh) -> Any:
             axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
             count = 1
             for axis in axes:
-                count *= _size(mesh, axis)
+                count *= axis_size(mesh, axis)
             if size % count:
                 raise ValueError(
                     f"params {path!r} of shape {jnp.shape(x)} cannot be cut by {spec}: "
@@ -322,7 +322,8 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _size(mesh: Mesh, axis: str) -> int:
+def axis_size(mesh: Mesh, axis: str) -> int:
+    """Returns how many devices are along a mesh axis; raises TypeError or ValueError if there is no such."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if axis not in mesh.shape:

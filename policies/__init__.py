@@ -63,4 +63,5 @@ from jmp_train.policies.stochastic_rounding import (
 )
 from jmp_train.policies.torch_scaler import loss_scale_from_torch as loss_scale_from_torch
 from jmp_train.policies.torch_scaler import loss_scale_to_torch as loss_scale_to_torch
+from jmp_train.policies.wide_products import wide_dot_general as wide_dot_general
 from jmp_train.policies.zero_gradients import count_zero_gradients as count_zero_gradients

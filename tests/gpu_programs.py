@@ -1,5 +1,6 @@
 """Builders for `compile_for_gpu`, which runs in an environment without pytest."""
 
+import dataclasses
 import functools
 import os
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import ShapeDtypeStruct as Struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jt
 from jmp_train import graphs
@@ -139,3 +140,54 @@ def parallel_step(route: str, accumulate_steps: str, mesh: Mesh) -> tuple[Any, .
     data = NamedSharding(mesh, PartitionSpec("data"))
     batch = {"x": Struct((1024, WIDTH), jnp.float32, sharding=data)}
     return routes[route](), (jax.eval_shape(create), batch), {"donate_argnums": 0}
+
+
+def cut_step(form: str, mode: str, mesh: Mesh) -> tuple[Any, ...]:
+    """Makes a step of residual blocks on all GPUs of a mesh, with a state that is cut in one of three forms."""
+    optimizer = optax.adam(1e-3)
+    amp = jt.amp_from_config({"fp16": {"mode": mode.split("-")[0], **_level(mode)}})
+    amp = dataclasses.replace(amp, batch_norms=())
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        del rng
+        x = batch["x"].astype(params["up0"].dtype)
+        for layer in range(LAYERS):
+            hidden = jax.nn.relu(_dense(x, params[f"up{layer}"]))
+            x = x + _dense(hidden, params[f"down{layer}"])
+        return (x.astype(jnp.float32) ** 2).mean(), (model_state, None)
+
+    loss_fn, optimizer = amp.transform(loss_fn, optimizer)
+
+    def create() -> jt.TrainState:
+        params = {
+            f"{name}{layer}": jnp.zeros((WIDTH, WIDTH))
+            for layer in range(LAYERS)
+            for name in ("up", "down")
+        }
+        return jt.TrainState.create(params, optimizer, cast_params=amp.cast_params)
+
+    state = jax.eval_shape(create)
+    step = jt.train_step(loss_fn, optimizer)
+    if form == "tensor":
+        mesh = Mesh(mesh.devices.reshape(-1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        rules = {"up": PartitionSpec(None, "model"), "down": PartitionSpec("model")}
+        specs = jt.specs_by_path(state.params, rules)
+        shardings = jt.state_shardings(state, mesh, params=specs)
+    elif form == "zero1":
+        shardings = jt.zero1_shardings(state, mesh)
+    else:
+        shardings = jt.fsdp_shardings(state, mesh)
+    data = NamedSharding(mesh, PartitionSpec("data"))
+    batch = {"x": Struct((1024, WIDTH), jnp.float32, sharding=data)}
+    state = jax.tree.map(
+        lambda x, where: Struct(x.shape, x.dtype, sharding=where), state, shardings
+    )
+    return jt.sharded_step(step, mesh, shardings=shardings), (state, batch), {"donate_argnums": 0}
+
+
+def _level(mode: str) -> dict[str, str]:
+    return {"opt_level": mode.split("-")[1]} if "-" in mode else {}
+
+
+def _dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jt.wide_dot_general(x, kernel, (((1,), (0,)), ((), ())))

@@ -1,0 +1,147 @@
+"""Layers on different devices: a model in stages, one on each device along a mesh axis.
+
+A batch is cut into micro-batches that follow each other from stage to stage, as in GPipe. A pipeline is a
+function of the model, not of the step: it stands inside the loss, and gradients, norm and finite test are those of
+the whole model wherever its parts lie.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jmp_train.batch_parts import check_divides, in_parts
+from jmp_train.placement import automatic, axis_size
+from jmp_train.policies.paths import named_leaves
+
+Stage = Callable[[Any, Any, Any], Any]
+
+
+def pipeline(
+    stage: Stage, mesh: Mesh, axis: str = "pipe", *, micro_batches: int = 1
+) -> Callable[..., Any]:
+    """Returns a function that sends a batch through as many stages as a mesh axis has devices.
+
+    Of S stages and M micro-batches each device waits for S - 1 of M + S - 1 turns. What a backward pass needs of all
+    micro-batches is kept; `jax.checkpoint(stage)` keeps their inputs alone.
+
+    Args:
+      stage: `stage(params, x, rng) -> y`, one stage; y has the shapes and dtypes of x. It must not reduce over `axis`.
+      mesh: the devices.
+      axis: the mesh axis along which the stages lie.
+      micro_batches: into how many parts a batch is cut along its first axis.
+
+    Returns:
+      `run(params, x, rng=None) -> y`. Leaves of `params` are [stages, ...], and lie as `PartitionSpec("pipe")` says if
+      each device is to store its own stage alone. `x` is an array or a tree of arrays [rows, ...], and y one like it.
+      `rng` is a random key, of which every stage gets one of its own for each micro-batch, or None.
+
+    Raises:
+      TypeError: `mesh` is no Mesh.
+      ValueError: the mesh has no such axis, or `micro_batches` is below 1. When called: a parameter has not one row
+        for each stage, `micro_batches` does not divide the batch, or a stage changes shapes or dtypes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> mesh = jax.sharding.Mesh(jax.devices(), ("pipe",))
+      >>> run = pipeline(lambda w, x, rng: x * w, mesh, micro_batches=2)
+      >>> y = jax.jit(run)(jnp.full(mesh.size, 2.0), jnp.ones((4, 3)))
+      >>> bool((y == 2.0**mesh.size).all())
+      True
+
+    Reference: Huang et al., "GPipe", https://arxiv.org/abs/1811.06965.
+    """
+    in_turns = pipeline_of_indexed(lambda index, *rest: stage(*rest), mesh, axis, micro_batches)
+
+    def run(params: Any, x: Any, rng: Any = None) -> Any:
+        check_divides(x, micro_batches, f"micro_batches={micro_batches}")
+        _check_stage(stage, params, in_parts(x, micro_batches), rng)
+        return in_turns(params, x, rng)
+
+    return run
+
+
+def pipeline_of_indexed(
+    stage: Callable[..., Any], mesh: Mesh, axis: str, micro_batches: int
+) -> Callable[..., Any]:
+    """Returns a pipeline whose stages are told which one they are.
+
+    Args:
+      stage: `stage(index, params, x, rng)`; else see `pipeline`, as for the others.
+      mesh: the devices.
+      axis: the mesh axis along which the stages lie.
+      micro_batches: into how many parts a batch is cut.
+    """
+    count = axis_size(mesh, axis)
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches!r} must be an integer of at least 1")
+
+    def run(params: Any, x: Any, rng: Any = None) -> Any:
+        for path, leaf in named_leaves(params):
+            if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != count:
+                raise ValueError(
+                    f"params {path or '(root)'!r} of shape {jnp.shape(leaf)} must have one row for each of "
+                    f"{count} stages"
+                )
+        check_divides(x, micro_batches, f"micro_batches={micro_batches}")
+        outputs = jax.shard_map(
+            partial(_in_turns, stage, axis, count),
+            mesh=_surrounding(mesh),
+            in_specs=(P(axis), P(), P()),
+            out_specs=P(axis),
+            axis_names={axis},
+            check_vma=False,
+        )(params, in_parts(x, micro_batches), rng)
+        # Rows are [stages * micro_batches, ...], and those of the last stage are the model's.
+        return jax.tree.map(lambda y: y[-micro_batches:].reshape(-1, *y.shape[2:]), outputs)
+
+    return run
+
+
+def _in_turns(
+    stage: Callable[..., Any], axis: str, count: int, params: Any, parts: Any, rng: Any
+) -> Any:
+    """Returns what one device's stage makes of each micro-batch, its turns one after another."""
+    params = jax.tree.map(lambda x: x[0], params)
+    index = lax.axis_index(axis)
+    micro_batches = len(jax.tree.leaves(parts)[0])
+    to_next = [(i, i + 1) for i in range(count - 1)]
+
+    def turn(received: Any, number: jax.Array) -> tuple[Any, Any]:
+        own = jnp.clip(number - index, 0, micro_batches - 1)  # of the turn's micro-batches
+        first = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, own, keepdims=False), parts)
+        x = jax.tree.map(lambda a, b: jnp.where(index == 0, a, b), first, received)
+        key = None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, index), own)
+        y = stage(index, params, x, key)
+        return jax.tree.map(lambda x: lax.ppermute(x, axis, to_next), y), y
+
+    # Before their first turn stages run on a micro-batch that is not theirs, whose result nobody takes: on zeros a
+    # norm could have infinite derivatives, and zero times these is NaN.
+    start = jax.tree.map(lambda x: x[0], parts)
+    _, outputs = lax.scan(turn, start, jnp.arange(micro_batches + count - 1))
+    return jax.tree.map(lambda y: y[count - 1 :], outputs)
+
+
+def _check_stage(stage: Stage, params: Any, parts: Any, rng: Any) -> None:
+    one, x = (jax.tree.map(lambda leaf: leaf[0], tree) for tree in (params, parts))
+    y = jax.eval_shape(stage, one, x, rng)
+    wanted, came = (
+        [f"{path or '(root)'} {leaf.dtype}{list(leaf.shape)}" for path, leaf in named_leaves(tree)]
+        for tree in (x, y)
+    )
+    if wanted != came:
+        raise ValueError(
+            f"stage must return what it takes, {', '.join(wanted)}; it returned {', '.join(came)}. "
+            "Stages puts layers of several shapes on devices"
+        )
+
+
+def _surrounding(mesh: Mesh) -> Any:
+    """Returns the mesh of the `shard_map` that this is called in, if it is in one: jax takes no other there."""
+    context = jax.sharding.get_abstract_mesh()
+    return context if context.manual_axes else automatic(mesh)

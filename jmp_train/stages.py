@@ -1,0 +1,188 @@
+"""Layers of any shapes on different devices: their parameters packed into one array with a row for each device.
+
+One program runs on all devices, and an array has equal parts on them. So a device's parameters are one row, as
+long as the longest, and what a stage hands on is as wide as the widest.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jmp_train.batch_parts import check_divides
+from jmp_train.pipelining import Stage, pipeline_of_indexed
+from jmp_train.placement import axis_size
+from jmp_train.policies.casting import is_float_array
+from jmp_train.policies.paths import named_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """A model's stages, one for each device along a mesh axis, that need not be alike.
+
+    The packed parameters are one leaf: a policy casts them all alike, rules on paths do not see what is in it, and
+    optimizers that look at whole layers (LAMB, Adafactor) take a stage for a layer.
+
+    Args:
+      functions: `function(params, x, rng) -> y` of each stage. `x` and `y` are arrays [rows, ...] of one dtype, and each
+        stage takes what the one before it returns.
+      params: the parameters of each stage, trees of arrays of one floating dtype; their shapes are kept.
+
+    Raises:
+      ValueError: numbers of functions and parameters differ, or a parameter has another dtype than the first one;
+        the message names it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_train as jt
+      >>> params = [{"w": jnp.ones((2, 3))}, {"w": jnp.ones((3, 1)), "b": jnp.ones(1)}]
+      >>> first = lambda p, x, rng: jax.nn.relu(x @ p["w"])
+      >>> second = lambda p, x, rng: x @ p["w"] + p["b"]
+      >>> stages = jt.Stages([first, second], params)
+      >>> packed = stages.pack(params)
+      >>> packed.shape, stages.unpack(packed)[1]["w"].shape
+      ((2, 6), (3, 1))
+
+    Reference: "Combining DDP with model parallelism" of PyTorch's tutorial on DistributedDataParallel.
+    """
+
+    functions: Sequence[Stage]
+    params: dataclasses.InitVar[Sequence[Any]]
+    _shapes: tuple[Any, ...] = dataclasses.field(init=False)
+
+    def __post_init__(self, params: Sequence[Any]) -> None:
+        if len(params) != len(self.functions):
+            raise ValueError(f"{len(self.functions)} functions have params of {len(params)} stages")
+        leaves = named_leaves(list(params))
+        for path, x in leaves:
+            if not is_float_array(x) or x.dtype != leaves[0][1].dtype:
+                raise ValueError(
+                    f"params {path!r} is {jnp.result_type(x)}, {leaves[0][0]!r} is {jnp.result_type(leaves[0][1])}: "
+                    "stages are packed into one array of one floating dtype"
+                )
+        shapes = (
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree) for tree in params
+        )
+        object.__setattr__(self, "functions", tuple(self.functions))
+        object.__setattr__(self, "_shapes", tuple(shapes))
+
+    def pack(self, params: Sequence[Any]) -> jax.Array:
+        """Returns the parameters as one array [stages, elements of the largest stage], padded with zeros.
+
+        Args:
+          params: the parameters of each stage, of the shapes that they were made with; or anything like them, such
+            as gradients.
+
+        Raises:
+          ValueError: a stage has another structure, or a leaf another shape.
+        """
+        for number, (tree, shapes) in enumerate(zip(params, self._shapes, strict=True)):
+            came, wanted = (
+                [(path, tuple(leaf.shape)) for path, leaf in named_leaves(each)]
+                for each in (tree, shapes)
+            )
+            if came != wanted:
+                raise ValueError(f"params of stage {number} must be {wanted}, got {came}")
+        longest = max(map(_size, self._shapes))
+        return jnp.stack([_row(tree, longest) for tree in params])
+
+    def unpack(self, packed: jax.Array) -> list[Any]:
+        """Returns the parameters of each stage.
+
+        Args:
+          packed: what `pack` returned, in any dtype.
+        """
+        return [self._unpack_row(number, row) for number, row in enumerate(packed)]
+
+    def _unpack_row(self, number: int, row: jax.Array) -> Any:
+        leaves, structure = jax.tree.flatten(self._shapes[number])
+        arrays, start = [], 0
+        for leaf in leaves:
+            arrays.append(row[start : start + leaf.size].reshape(leaf.shape))
+            start += leaf.size
+        return jax.tree.unflatten(structure, arrays)
+
+    def pipeline(
+        self, mesh: Mesh, axis: str = "pipe", *, micro_batches: int = 1
+    ) -> Callable[..., jax.Array]:
+        """Returns a function that sends a batch through the stages; see `pipeline`.
+
+        Args:
+          mesh: the devices.
+          axis: the mesh axis along which the stages lie. They must not reduce over it, nor over another axis that jax
+            shards over by itself.
+          micro_batches: into how many parts a batch is cut along its first axis.
+
+        Returns:
+          `run(packed, x, rng=None) -> y`; y is what the last stage returns.
+
+        Raises:
+          ValueError: the axis has not one device for each stage, or `micro_batches` is below 1. When called:
+            `micro_batches` does not divide the batch, or a stage returns another dtype than it takes.
+        """
+        count = axis_size(mesh, axis)
+        if count != len(self.functions):
+            raise ValueError(
+                f"mesh axis {axis!r} has {count} devices for {len(self.functions)} stages"
+            )
+
+        def run(packed: jax.Array, x: jax.Array, rng: Any = None) -> jax.Array:
+            check_divides(x, micro_batches, f"micro_batches={micro_batches}")
+            shapes = self._activations(packed, x, rng)
+            widest = max(math.prod(shape) for shape in shapes)
+
+            def stage(index: jax.Array, row: jax.Array, flat: jax.Array, rng: Any) -> jax.Array:
+                def branch(number: int) -> Callable[..., jax.Array]:
+                    def on_flat(row: jax.Array, flat: jax.Array, rng: Any) -> jax.Array:
+                        x = _narrowed(flat, shapes[number])
+                        y = self.functions[number](self._unpack_row(number, row), x, rng)
+                        return _widened(y, widest)
+
+                    return on_flat
+
+                return lax.switch(index, [branch(i) for i in range(count)], row, flat, rng)
+
+            flat = pipeline_of_indexed(stage, mesh, axis, micro_batches)(
+                packed, _widened(x, widest), rng
+            )
+            return _narrowed(flat, shapes[-1])
+
+        return run
+
+    def _activations(self, packed: Any, x: Any, rng: Any) -> list[tuple[int, ...]]:
+        """Returns the shape of a row of what each stage takes, and of what the last returns."""
+        shapes = [x.shape[1:]]
+        value: Any = x
+        for number, (function, tree) in enumerate(zip(self.functions, self._shapes, strict=True)):
+            params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, packed.dtype), tree)
+            value = jax.eval_shape(function, params, value, rng)
+            if value.dtype != x.dtype or value.shape[:1] != x.shape[:1]:
+                raise ValueError(
+                    f"stage {number} returned {value.dtype}{list(value.shape)} of a batch of {x.shape[0]} rows in "
+                    f"{x.dtype}: all stages hand on arrays [rows, ...] of one dtype"
+                )
+            shapes.append(value.shape[1:])
+        return shapes
+
+
+def _size(shapes: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def _row(tree: Any, length: int) -> jax.Array:
+    flat = jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(tree)])
+    return jnp.pad(flat, (0, length - flat.size))
+
+
+def _widened(x: jax.Array, width: int) -> jax.Array:
+    flat = x.reshape(x.shape[0], -1)
+    return jnp.pad(flat, ((0, 0), (0, width - flat.shape[1])))
+
+
+def _narrowed(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return flat[:, : math.prod(shape)].reshape(flat.shape[0], *shape)
