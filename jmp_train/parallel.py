@@ -5,7 +5,6 @@ averaged in the policy's `reduce_dtype`; loss, floating aux and batch statistics
 step is taken or skipped by all devices together, and each draws from a key of its own.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from jmp_train.batch_parts import check_divides, in_parts
 from jmp_train.narrow_uses import narrow_uses
 from jmp_train.placement import automatic, axis_size, dimension_over, gradient_dimensions
 from jmp_train.policies.casting import is_float_array
-from jmp_train.policies.collectives import gather_params, mean_over_axes, scatter_gradients
+from jmp_train.policies.collectives import mean_over_axes, scatter_gradients
 from jmp_train.policies.per_loss_scale import PerLossScale
 from jmp_train.train_state import TrainState
 from jmp_train.train_step import Metrics, TrainStep, check_param_dtypes, loss_scale_of
@@ -178,8 +177,11 @@ def sharded_step(
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
         check_param_dtypes(state.params, step.policy)
         next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        cuts = _Cuts.of(state, shardings, axis)
-        run = _sharded_gradients(parallel, automatic(mesh), axis, cuts)
+        run = _sharded_gradients(
+            parallel, automatic(mesh), axis, _grad_cuts(state, shardings, axis)
+        )
+        if shardings is not None:
+            run = _with_whole_params(run, shardings.params, axis)
         (loss, model_state, averaged, grads), rows = run(
             loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng
         )
@@ -195,79 +197,78 @@ def sharded_step(
     return on_all
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cuts:
-    """Along which dimension each parameter and its gradient are cut over the batch's axis; -1 for whole ones."""
-
-    params: Any
-    grads: Any
-
-    @classmethod
-    def of(cls, state: TrainState, shardings: TrainState | None, axis: str) -> "_Cuts":
-        if shardings is None:
-            whole = jax.tree.map(lambda x: -1, state.params)
-            params, grads = whole, whole
-        else:
-            params = jax.tree.map(lambda x: dimension_over(axis, x), shardings.params)
-            grads = gradient_dimensions(state, shardings, axis)
-        losses = loss_scale_of(state.opt_state)
-        if isinstance(losses, PerLossScale):  # gradients of each loss
-            grads = (grads,) * len(losses.loss_scales)
-        return cls(params, grads)
+def _grad_cuts(state: TrainState, shardings: TrainState | None, axis: str) -> Any:
+    """Returns along which dimension each parameter's gradient is cut over the batch's axis; -1 for whole ones."""
+    if shardings is None:
+        cuts = jax.tree.map(lambda x: -1, state.params)
+    else:
+        cuts = gradient_dimensions(state, shardings, axis)
+    losses = loss_scale_of(state.opt_state)
+    return (cuts,) * len(losses.loss_scales) if isinstance(losses, PerLossScale) else cuts
 
 
-def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, cuts: _Cuts) -> Any:
-    """Returns `TrainStep.gradients` over the devices along an axis, whose parameters may be parts."""
+def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, cuts: Any) -> Any:
+    """Returns `TrainStep.gradients` over the devices along an axis, each of which gets its part of the gradients."""
 
     def gradients(
         loss_scale: Any, params: Any, model_state: Any, batch: Any, rng: Any
     ) -> tuple[Any, Any]:
-        results = _of_parts(parallel, axis, cuts.params)(
-            loss_scale, params, model_state, batch, rng
-        )
-        grads = scatter_gradients(results[-1], cuts.grads, axis, parallel.reduce_dtype)
+        results = parallel.local_gradients(loss_scale, params, model_state, batch, rng)
+        grads = scatter_gradients(results[-1], cuts, axis, parallel.reduce_dtype)
         loss, model_state, aux = mean_over_axes(results[:-1], (axis,))
         averaged = jax.tree.map(lambda x: x if is_float_array(x) else None, aux)
         rows = jax.tree.map(lambda x: None if is_float_array(x) else jnp.asarray(x)[None], aux)
         return (loss, model_state, averaged, grads), rows
 
-    def specs(dimensions: Any) -> Any:
-        return jax.tree.map(lambda dim: P(*(None,) * dim, axis) if dim >= 0 else P(), dimensions)
-
+    specs = jax.tree.map(lambda dim: P(*(None,) * dim, axis) if dim >= 0 else P(), cuts)
     return jax.shard_map(
         gradients,
         mesh=mesh,
-        in_specs=(P(), specs(cuts.params), P(), P(axis), P()),
-        out_specs=((P(), P(), P(), specs(cuts.grads)), P(axis)),
+        in_specs=(P(), P(), P(), P(axis), P()),
+        out_specs=((P(), P(), P(), specs), P(axis)),
         axis_names={axis},
         check_vma=False,
     )
 
 
-def _of_parts(parallel: TrainStep, axis: str, dimensions: Any) -> Any:
-    """Returns `TrainStep.local_gradients` of parameters of which each device has its part.
+def _with_whole_params(run: Any, shardings: Any, axis: str) -> Any:
+    """Returns a function of parameters that may be cut over an axis, which are gathered for `run`.
 
-    They are gathered in the dtype that all of their uses cast them to, where there is one.
+    Those that all of its uses cast to a narrower dtype are gathered in that. XLA does not do so by itself. Nor does
+    an `all_gather` within the `shard_map` do: what scatters into its result is wrong there in jaxlib 0.10, where
+    another dimension is cut too.
     """
-    if all(dimension < 0 for dimension in jax.tree.leaves(dimensions)):
-        return parallel.local_gradients
+    cut = jax.tree.map(lambda sharding: dimension_over(axis, sharding) >= 0, shardings)
+    if not any(jax.tree.leaves(cut)):
+        return run
 
-    def local_gradients(loss_scale: Any, params: Any, *rest: Any) -> Any:
-        whole = jax.eval_shape(lambda: gather_params(params, dimensions, axis))
-        program, shapes = jax.make_jaxpr(parallel.local_gradients, return_shape=True)(
-            loss_scale, whole, *rest
-        )
-        first = len(jax.tree.leaves(loss_scale))
-        leaves, structure = jax.tree.flatten(params)
+    def gather(x: Any, dtype: Any, sharding: NamedSharding) -> Any:
+        entries = (_without(axis, entry) for entry in sharding.spec)
+        whole = NamedSharding(sharding.mesh, P(*entries))
+        return lax.with_sharding_constraint(x.astype(dtype), whole).astype(x.dtype)
+
+    def with_whole(loss_scale: Any, params: Any, *rest: Any) -> Any:
+        program, shapes = jax.make_jaxpr(run, return_shape=True)(loss_scale, params, *rest)
+        first, (leaves, structure) = len(jax.tree.leaves(loss_scale)), jax.tree.flatten(params)
         inputs = program.jaxpr.invars[first : first + len(leaves)]
-        dtypes = narrow_uses(program.jaxpr, inputs)
-        narrow = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
-        gathered = gather_params(jax.tree.unflatten(structure, narrow), dimensions, axis)
-        params = jax.tree.map(lambda x, like: x.astype(like.dtype), gathered, params)
+        dtypes = jax.tree.unflatten(structure, narrow_uses(program.jaxpr, inputs))
+        params = jax.tree.map(
+            lambda x, dtype, sharding, is_cut: gather(x, dtype, sharding) if is_cut else x,
+            params,
+            dtypes,
+            shardings,
+            cut,
+        )
         results = jaxpr_as_fun(program)(*jax.tree.leaves((loss_scale, params, *rest)))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    return local_gradients
+    return with_whole
+
+
+def _without(axis: str, entry: Any) -> Any:
+    if isinstance(entry, tuple):
+        return tuple(name for name in entry if name != axis) or None
+    return None if entry == axis else entry
 
 
 def _placed(tree: Any, sharding: NamedSharding) -> Any:

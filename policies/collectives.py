@@ -122,31 +122,6 @@ def scatter_gradients(
     return jax.tree_util.tree_map(scatter, grads, dimensions)
 
 
-def gather_params(params: Tree, dimensions: Any, axis_name: str) -> Tree:
-    """Returns whole parameters of the parts that the devices along a mesh axis have, in the dtypes of these.
-
-    Args:
-      params: pytree of this device's parts.
-      dimensions: pytree like `params` of whole numbers: along which dimension a parameter is cut; -1 for those that
-        are whole.
-      axis_name: the mesh axis.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> parts = jnp.array([[1.0], [2.0]])  # of two devices
-      >>> jax.vmap(lambda x: gather_params(x, 0, "data"), axis_name="data")(parts)
-      Array([[1., 2.],
-             [1., 2.]], dtype=float32)
-    """
-
-    def gather(x: Any, dimension: int) -> Any:
-        if dimension < 0:
-            return x
-        return lax.all_gather(vary(x, (axis_name,)), axis_name, axis=dimension, tiled=True)
-
-    return jax.tree_util.tree_map(gather, params, dimensions)
-
-
 def mean_over_axes(tree: Tree, axis_names: Sequence[str]) -> Tree:
     """Averages floating arrays over mesh axes, in float32 or wider; other leaves stay.
 
