@@ -161,16 +161,17 @@ def check_agreement(state: Any = None, batch: Any = None, **values: Any) -> None
     _check_same(_gather(facts))
 
 
-def broadcast_state(state: Any, mesh: Mesh | None = None) -> Any:
+def broadcast_state(state: Any, mesh: Mesh | None = None, *, shardings: Any = None) -> Any:
     """Returns the state of process 0, bit by bit, in all processes; all have to call it.
 
     Args:
       state: tree of arrays and numbers, a `TrainState` for example, of the same shapes and dtypes everywhere.
       mesh: where the result goes, a copy on each device of the mesh, as `data_parallel` and `sharded_step` want
         it; None for the first device of each process, as `pmap_step` wants it. Numpy's arrays stay numpy's.
+      shardings: in place of a mesh, where each leaf goes, a tree like `state`, such as `fsdp_shardings` makes.
 
     Raises:
-      ValueError: the processes' states differ in structure, shapes or dtypes, or a leaf is divided between them.
+      ValueError: `mesh` and `shardings` are both given, or the processes' states differ in structure, shapes or dtypes, or a leaf is divided between them.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -180,6 +181,8 @@ def broadcast_state(state: Any, mesh: Mesh | None = None) -> Any:
       >>> state.params.sharding.is_fully_replicated
       True
     """
+    if mesh is not None and shardings is not None:
+        raise ValueError("mesh and shardings exclude each other: shardings have a mesh")
     divided = [path for path, x in named_leaves(state) if is_divided(x)]
     if divided:
         raise ValueError(
@@ -189,6 +192,8 @@ def broadcast_state(state: Any, mesh: Mesh | None = None) -> Any:
         _check_device_counts()
         _check_same(_gather({f"state {path!r}": _kind(x) for path, x in named_leaves(state)}))
     host = broadcast_arrays(jax.tree.map(local_data, state))
+    if shardings is not None:
+        return jax.tree.map(lambda x, data, where: to_leaf(data, x, where), state, host, shardings)
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x, data: to_leaf(data, x, sharding), state, host)
 

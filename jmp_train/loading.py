@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jmp_train.policies.paths import named_leaves
 from jmp_train.tasks.task import Arrays, Task
@@ -38,7 +38,7 @@ def array_batches(
       epochs: passes over the rows; None for no end.
       start: how many batches to leave out, those that a run which goes on has seen.
       prepare: makes a batch of a tree of rows; on the host, in a thread.
-      process_index: which of the processes this is; None asks jax.
+      process_index: which of the processes this is; None asks jax, and `sharding` for its rows.
       process_count: how many share a batch, and at least one row is each one's; None asks jax.
       sharding: of the global batch, for example `NamedSharding(mesh, PartitionSpec("data"))`, which makes
         one array over all processes of their parts; None puts this process' rows on its first device.
@@ -61,6 +61,7 @@ def array_batches(
     from grain.experimental import ThreadPrefetchIterDataset
 
     total = _checked_rows(arrays)
+    placed = sharding is not None and process_index is None and process_count is None
     process_index = jax.process_index() if process_index is None else process_index
     process_count = jax.process_count() if process_count is None else process_count
     check_order(seed, epochs, process_index, process_count)
@@ -68,10 +69,13 @@ def array_batches(
         raise ValueError(f"start={start} must be at least 0")
     if not 1 <= batch_size <= total:
         raise ValueError(f"batch_size={batch_size} must lie between 1 and the {total} rows")
-    if batch_size % process_count:
+    if placed and sharding is not None:
+        own = _own_rows(sharding, batch_size)
+    elif batch_size % process_count:
         raise ValueError(f"{process_count} processes must divide batch_size={batch_size}")
-    share = batch_size // process_count
-    own = slice(process_index * share, (process_index + 1) * share)
+    else:
+        share = batch_size // process_count
+        own = slice(process_index * share, (process_index + 1) * share)
 
     def fetch(rows: np.ndarray) -> Any:
         return prepare(jax.tree.map(lambda array: array[rows[own]], arrays))
@@ -91,6 +95,21 @@ def array_batches(
         .map(place)
     )
     return iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=2))
+
+
+def _own_rows(sharding: Sharding, batch_size: int) -> slice:
+    """Returns the rows of a global batch that this process' devices have: others may have the same ones."""
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+    try:
+        parts = sharding.addressable_devices_indices_map((batch_size,))
+    except ValueError as error:
+        raise ValueError(f"batch_size={batch_size} does not suit the sharding: {error}") from error
+    rows = [part[0].indices(batch_size)[:2] for part in parts.values() if part is not None]
+    first, last = min(start for start, _ in rows), max(stop for _, stop in rows)
+    if last - first != sum(stop - start for start, stop in set(rows)):
+        raise ValueError(f"this process' devices have rows of a batch that lie apart: {sharding}")
+    return slice(first, last)
 
 
 def check_seed(seed: int) -> None:

@@ -245,7 +245,10 @@ def _with_whole_params(run: Any, shardings: Any, axis: str) -> Any:
     def gather(x: Any, dtype: Any, sharding: NamedSharding) -> Any:
         entries = (_without(axis, entry) for entry in sharding.spec)
         whole = NamedSharding(sharding.mesh, P(*entries))
-        return lax.with_sharding_constraint(x.astype(dtype), whole).astype(x.dtype)
+        narrow = lax.with_sharding_constraint(
+            x.astype(dtype), sharding
+        )  # cast before it is gathered
+        return lax.with_sharding_constraint(narrow, whole).astype(x.dtype)
 
     def with_whole(loss_scale: Any, params: Any, *rest: Any) -> Any:
         program, shapes = jax.make_jaxpr(run, return_shape=True)(loss_scale, params, *rest)

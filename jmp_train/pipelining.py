@@ -89,18 +89,25 @@ def pipeline_of_indexed(
                     f"{count} stages"
                 )
         check_divides(x, micro_batches, f"micro_batches={micro_batches}")
-        outputs = jax.shard_map(
-            partial(_in_turns, stage, axis, count),
-            mesh=_surrounding(mesh),
-            in_specs=(P(axis), P(), P()),
-            out_specs=P(axis),
-            axis_names={axis},
-            check_vma=False,
-        )(params, in_parts(x, micro_batches), rng)
+        in_turns = partial(_in_turns, stage, axis, count)
+        outputs = _over_devices(in_turns, mesh, axis)(params, in_parts(x, micro_batches), rng)
         # Rows are [stages * micro_batches, ...], and those of the last stage are the model's.
         return jax.tree.map(lambda y: y[-micro_batches:].reshape(-1, *y.shape[2:]), outputs)
 
     return run
+
+
+def _over_devices(in_turns: Any, mesh: Mesh, axis: str) -> Any:
+    if mesh.shape[axis] == 1:  # nothing to cut, and XLA does not reduce over one device
+        return in_turns
+    return jax.shard_map(
+        in_turns,
+        mesh=_surrounding(mesh),
+        in_specs=(P(axis), P(), P()),
+        out_specs=P(axis),
+        axis_names={axis},
+        check_vma=False,
+    )
 
 
 def _in_turns(
@@ -108,7 +115,7 @@ def _in_turns(
 ) -> Any:
     """Returns what one device's stage makes of each micro-batch, its turns one after another."""
     params = jax.tree.map(lambda x: x[0], params)
-    index = lax.axis_index(axis)
+    index = lax.axis_index(axis) if count > 1 else jnp.int32(0)
     micro_batches = len(jax.tree.leaves(parts)[0])
     to_next = [(i, i + 1) for i in range(count - 1)]
 
@@ -118,7 +125,7 @@ def _in_turns(
         x = jax.tree.map(lambda a, b: jnp.where(index == 0, a, b), first, received)
         key = None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, index), own)
         y = stage(index, params, x, key)
-        return jax.tree.map(lambda x: lax.ppermute(x, axis, to_next), y), y
+        return (jax.tree.map(lambda x: lax.ppermute(x, axis, to_next), y) if to_next else y), y
 
     # Before their first turn stages run on a micro-batch that is not theirs, whose result nobody takes: on zeros a
     # norm could have infinite derivatives, and zero times these is NaN.

@@ -111,7 +111,7 @@ def scatter_gradients(
     count = lax.axis_size(axis_name)
 
     def scatter(x: Any, dimension: int) -> Any:
-        if dimension < 0:
+        if dimension < 0 or count == 1:
             return reduce_gradients(x, (axis_name,), reduce_dtype)
         wide = widen_to_float32(vary(x, (axis_name,)))
         # As in reduce_gradients, shares in half precision are made before they are added.
@@ -120,6 +120,18 @@ def scatter_gradients(
         return total.astype(wide.dtype) if is_half(reduce_dtype) else total / count
 
     return jax.tree_util.tree_map(scatter, grads, dimensions)
+
+
+def sum_over_axes(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
+    """Returns the sum of an array over mesh axes.
+
+    Axes of one device are left out where they can be: XLA refuses to reduce over such a one in a `shard_map` that
+    leaves another axis to jax.
+    """
+    x = vary(x, axis_names)
+    varying = jax.typeof(x).manual_axis_type.varying
+    names = tuple(name for name in axis_names if lax.axis_size(name) > 1 or name in varying)
+    return lax.psum(x, names) if names else x
 
 
 def mean_over_axes(tree: Tree, axis_names: Sequence[str]) -> Tree:
@@ -134,7 +146,7 @@ def mean_over_axes(tree: Tree, axis_names: Sequence[str]) -> Tree:
         if not is_float_array(x):
             return x
         wide = widen_to_float32(vary(x, axis_names))
-        return lax.pmean(wide, tuple(axis_names)).astype(x.dtype)
+        return (sum_over_axes(wide, axis_names) / lax.axis_size(tuple(axis_names))).astype(x.dtype)
 
     return jax.tree_util.tree_map(mean, tree)
 
@@ -142,4 +154,4 @@ def mean_over_axes(tree: Tree, axis_names: Sequence[str]) -> Tree:
 def _mean_in_half(x: Any, axis_names: Sequence[str], dtype: DTypeLike) -> Any:
     count = lax.axis_size(tuple(axis_names))
     share = (vary(x, axis_names) / count).astype(dtype)
-    return lax.psum(share, tuple(axis_names)).astype(x.dtype)
+    return sum_over_axes(share, axis_names).astype(x.dtype)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import KeyPath
 
-from jmp_train.policies.collectives import vary
+from jmp_train.policies.collectives import sum_over_axes
 from jmp_train.policies.dtypes import at_least_float32
 from jmp_train.policies.paths import named_leaves, path_name
 
@@ -46,7 +46,7 @@ def all_finite(tree: Any, axis_names: Sequence[str] = ()) -> jax.Array:
     finite = functools.reduce(jnp.logical_and, tests) if tests else jnp.array(True)
     if not axis_names:
         return finite
-    bad_devices = lax.psum(vary((~finite).astype(jnp.int32), axis_names), tuple(axis_names))
+    bad_devices = sum_over_axes((~finite).astype(jnp.int32), axis_names)
     return bad_devices == 0
 
 
