@@ -5,12 +5,12 @@ form says otherwise: ZeRO-1 cuts these alone, FSDP the parameters too.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
@@ -227,17 +227,17 @@ class _Cut:
     min_size: int
 
     def __call__(self, x: Any, spec: PartitionSpec) -> PartitionSpec:
-        if jnp.size(x) < self.min_size:
+        if math.prod(x.shape) < self.min_size:
             return spec
-        entries = [*spec, *(None,) * (jnp.ndim(x) - len(spec))]
+        entries = [*spec, *(None,) * (len(x.shape) - len(spec))]
         whole = [
             dimension
-            for dimension, size in enumerate(jnp.shape(x))
+            for dimension, size in enumerate(x.shape)
             if entries[dimension] is None and size % self.count == 0
         ]
         if not whole:
             return spec
-        longest = max(whole, key=lambda dimension: jnp.shape(x)[dimension])
+        longest = max(whole, key=lambda dimension: x.shape[dimension])
         entries[longest] = self.axis
         while entries[-1] is None:
             entries.pop()
@@ -275,11 +275,11 @@ def _owners(state: TrainState) -> dict[KeyPath, KeyPath]:
     optax keeps such arrays in trees like the parameters, so their paths end in the parameter's; the longest such
     end counts, and the shape has to be the same.
     """
-    shapes = {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(state.params)}
+    shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(state.params)}
     owners = {}
     for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state):
         ends = (path[start:] for start in range(len(path) + 1))
-        owner = next((end for end in ends if shapes.get(end) == jnp.shape(x)), None)
+        owner = next((end for end in ends if shapes.get(end) == x.shape), None)
         if owner is not None:
             owners[path] = owner
     return owners
@@ -298,24 +298,22 @@ def _checked_specs(params: Any, specs: Any, mesh: Mesh) -> Any:
         if not _is_spec(spec):
             raise ValueError(f"params {path!r} must be a PartitionSpec, got {spec!r}")
         _check_rank(path, x, spec)
-        for size, entry in zip(jnp.shape(x), spec, strict=False):
+        for size, entry in zip(x.shape, spec, strict=False):
             axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
             count = 1
             for axis in axes:
                 count *= axis_size(mesh, axis)
             if size % count:
                 raise ValueError(
-                    f"params {path!r} of shape {jnp.shape(x)} cannot be cut by {spec}: "
+                    f"params {path!r} of shape {x.shape} cannot be cut by {spec}: "
                     f"{size} is no multiple of {count} devices"
                 )
     return specs
 
 
 def _check_rank(path: str, x: Any, spec: PartitionSpec) -> None:
-    if len(spec) > jnp.ndim(x):
-        raise ValueError(
-            f"params {path!r} of shape {jnp.shape(x)} has fewer dimensions than {spec}"
-        )
+    if len(spec) > len(x.shape):
+        raise ValueError(f"params {path!r} of shape {x.shape} has fewer dimensions than {spec}")
 
 
 def _is_spec(x: Any) -> bool:

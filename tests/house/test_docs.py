@@ -149,6 +149,11 @@ def test_the_message_passing_example_agrees_with_itself_and_the_hub_is_right(
     [
         ("basic.py", (), 10),
         pytest.param("pmap_mnist.py", ("--train-size", "2048"), 2, marks=pytest.mark.slow),
+        ("model_parallel.py", (), 10),
+        pytest.param("model_parallel.py", ("tensor",), 10, marks=pytest.mark.slow),
+        pytest.param("sharded.py", ("zero1", "naive"), 10, marks=pytest.mark.slow),
+        pytest.param("sharded.py", ("fsdp", "torch"), 10, marks=pytest.mark.slow),
+        pytest.param("pipeline.py", (), 10, marks=pytest.mark.slow),
     ],
 )
 def test_a_data_parallel_example_loses_the_same_on_eight_devices_and_in_two_processes(
@@ -162,7 +167,7 @@ def test_a_data_parallel_example_loses_the_same_on_eight_devices_and_in_two_proc
         losses.append([float(loss) for loss in re.findall(r"epoch \d+  loss ([\d.]+)", output)])
         assert len(losses[-1]) == epochs, output  # by process 0 alone
     assert losses[0][-1] < 0.7 * losses[0][0]
-    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert losses[1] == pytest.approx(losses[0], rel=0.05, abs=2e-3)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
+from jmp_train.absent_gpu import CompiledForGPU, compile_for_gpu
 
 DEVICES, ROWS, WIDTH, HIDDEN, CLASSES = 8, 32, 16, 32, 5
 WEIGHT = 2.0**-8  # of a loss whose gradients shall not overflow at the loss scale 2**16
@@ -240,3 +242,195 @@ def test_an_overflow_on_one_shard_is_skipped_by_all(mode: str, form: str) -> Non
 
 def moments(opt_state: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_state) if np.ndim(x)]
+
+
+def bytes_by_device(tree: Any) -> set[int]:
+    per_device = np.zeros(DEVICES, np.int64)
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards:
+            per_device[shard.device.id] += shard.data.nbytes
+    return set(per_device.tolist())
+
+
+@pytest.mark.parametrize("form", ["zero1", "fsdp"])
+def test_a_device_stores_an_eighth(form: str) -> None:
+    """Of Adam's moments and O2's masters, by FSDP of the parameters too; and small leaves whole."""
+    amp = dataclasses.replace(jt.amp_mode("apex", opt_level="O2"), batch_norms=())
+    _, tx = amp.transform(jt.stateless(lambda params, batch: 0.0), optax.adam(1e-3))
+    large, small, odd = 64 * 96, 96, 67 * 67
+    params = {"kernel": jnp.zeros((64, 96)), "bias": jnp.zeros(96), "odd": jnp.zeros((67, 67))}
+    state = jt.TrainState.create(params, tx, cast_params=amp.cast_params)
+    make = {"zero1": jt.zero1_shardings, "fsdp": jt.fsdp_shardings}[form]
+    state = jax.device_put(state, make(state, DATA))
+    copies = jax.device_get(state.opt_state)
+    scalars = sum(x.nbytes for x in jax.tree.leaves(copies) if not x.ndim)
+    assert bytes_by_device(state.opt_state) == {3 * 4 * (large // 8 + small + odd) + scalars}
+    whole = large if form == "zero1" else large // 8
+    assert bytes_by_device(state.params) == {2 * (whole + small + odd)}
+
+
+@functools.cache
+def compiled(python: str, form: str, mode: str) -> CompiledForGPU:
+    target = f"{PROGRAMS}:cut_step", form, mode
+    return compile_for_gpu(*target, gpu="H100-80GB", devices=DEVICES, python=python)
+
+
+COLLECTIVE = re.compile(
+    r" = (.*?) (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+)
+LARGE = 2**16  # elements; metrics have fewer
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("form", "mode"),
+    [
+        ("fsdp", "torch"),
+        ("zero1", "apex-O2"),
+        pytest.param("fsdp", "apex-O2", marks=pytest.mark.slow),
+        pytest.param("fsdp", "apex-O1", marks=pytest.mark.slow),
+        pytest.param("fsdp", "apex-O3", marks=pytest.mark.slow),
+        pytest.param("fsdp", "naive", marks=pytest.mark.slow),
+        pytest.param("tensor", "torch", marks=pytest.mark.slow),
+        pytest.param("tensor", "apex-O2", marks=pytest.mark.slow),
+    ],
+)
+def test_eight_gpus_gather_in_half_and_reduce_in_float32(
+    form: str, mode: str, plan_python: str
+) -> None:
+    program = compiled(plan_python, form, mode)
+    gathered, reduced = set(), set()
+    for types, name in COLLECTIVE.findall(program.hlo):
+        large = {
+            dtype
+            for dtype, shape in re.findall(r"(\w+)\[([\d,]+)\]", types)
+            if np.prod([int(n) for n in shape.split(",")]) >= LARGE
+        }
+        (gathered if name == "all-gather" else reduced).update(large)
+    assert reduced == {"f32"}
+    assert gathered == (set() if form == "tensor" else {"f16"})
+    assert ("reduce-scatter" in program.hlo) == (form != "tensor")
+    if form == "fsdp":
+        layers = 8 * 2048 * 2048 // DEVICES  # of tests/gpu_programs.py
+        stored = {"torch": 4, "apex-O1": 4, "apex-O3": 2}.get(mode, 2 + 4)
+        moments_and_batch = (4 if mode == "apex-O3" else 8) * layers + 4 * 128 * 2048
+        assert 0 <= program.argument_bytes - stored * layers - moments_and_batch < 10_000
+
+
+def test_layers_of_other_shapes_on_different_devices_are_those_of_one() -> None:
+    """The tutorial's two-device model; its loss scale and its dropout, too."""
+    params = [
+        {"kernel": make_params()["up"][0], "bias": jnp.ones(HIDDEN)},
+        {"kernel": make_params()["down"][0][:, :CLASSES]},
+    ]
+
+    def first(params: Any, x: jax.Array, rng: Any) -> jax.Array:
+        hidden = jax.nn.relu(dense(x, params["kernel"]) + params["bias"])
+        return hidden if rng is None else hidden * jax.random.uniform(rng, hidden.shape)
+
+    def second(params: Any, x: jax.Array, rng: Any) -> jax.Array:
+        del rng
+        return dense(x, params["kernel"])
+
+    stages = jt.Stages([first, second], params)
+    run = stages.pipeline(DATA_PIPE, micro_batches=2)
+
+    def cross_entropy(logits: jax.Array, batch: Any) -> jax.Array:
+        logits = logits.astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    def apart(packed: Any, batch: Any) -> jax.Array:
+        return cross_entropy(run(packed, batch["x"]), batch)
+
+    def together(params: Any, batch: Any) -> jax.Array:
+        return cross_entropy(second(params[1], first(params[0], batch["x"], None), None), batch)
+
+    tx = optax.sgd(0.1, momentum=0.9)
+    single = jt.TrainState.create(params, tx)
+    state = jt.TrainState.create(stages.pack(params), tx)
+    where = jt.state_shardings(state, DATA_PIPE, params=P("pipe"))
+    state = jax.device_put(state, where)
+    one = jax.jit(jt.train_step(jt.stateless(together), tx))
+    step = jt.train_step(jt.stateless(apart), tx)
+    many = jax.jit(jt.sharded_step(step, DATA_PIPE, shardings=where))
+    for batch in batches(5):
+        single, wanted = one(single, batch)
+        state, metrics = many(state, batch)
+        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6),
+        stages.unpack(jax.device_get(state.params)),
+        jax.device_get(single.params),
+    )
+    assert state.params.addressable_shards[0].data.shape == (1, WIDTH * HIDDEN + HIDDEN)
+
+    # Micro-batches draw apart, and a row draws the same whatever the others are.
+    x = jnp.ones((4, WIDTH))
+    drawn = np.asarray(jax.jit(run)(stages.pack(params), x, jax.random.key(0)))
+    assert (drawn[:2] != drawn[2:]).any()
+
+
+def test_a_pipeline_draws_for_each_stage_and_micro_batch() -> None:
+    mesh = mesh_of(data=4, pipe=2)
+
+    def stage(params: jax.Array, x: jax.Array, rng: Any) -> jax.Array:
+        return x + params * jax.random.uniform(rng, x.shape)
+
+    run = jax.jit(jt.pipeline(stage, mesh, micro_batches=4))
+    weights = jnp.array([1.0, 10.0])
+    y = np.asarray(run(weights, jnp.zeros((4, 3)), jax.random.key(7)))
+    key = jax.random.key(7)
+    for row in range(4):
+        keys = [jax.random.fold_in(jax.random.fold_in(key, stage), row) for stage in range(2)]
+        first, second = (np.asarray(jax.random.uniform(key, (1, 3))) for key in keys)
+        np.testing.assert_allclose(y[row], (first + 10 * second)[0], rtol=1e-6)
+
+
+def test_a_pipeline_of_one_stage_or_of_trees() -> None:
+    x = {"a": jnp.arange(8.0).reshape(4, 2), "b": jnp.ones((4, 1))}
+
+    def stage(params: jax.Array, x: Any, rng: Any) -> Any:
+        del rng
+        return {"a": x["a"] * params, "b": x["b"] + params}
+
+    for count in (1, 8):
+        mesh = mesh_of(data=8 // count, pipe=count)
+        run = jt.pipeline(stage, mesh, micro_batches=2)
+        y = jax.jit(run)(jnp.full(count, 2.0), x)
+        np.testing.assert_array_equal(y["a"], x["a"] * 2.0**count)
+        np.testing.assert_array_equal(y["b"], x["b"] + 2.0 * count)
+
+
+def test_wrong_pipelines_are_refused() -> None:
+    mesh, x = DATA_PIPE, jnp.ones((4, 3))
+
+    def identity(params: Any, x: Any, rng: Any) -> Any:
+        del params, rng
+        return x
+
+    with pytest.raises(ValueError, match="axis='stages' is none of the mesh's: 'data', 'pipe'"):
+        jt.pipeline(identity, mesh, "stages")
+    with pytest.raises(ValueError, match="micro_batches=0 must be an integer of at least 1"):
+        jt.pipeline(identity, mesh, micro_batches=0)
+    with pytest.raises(ValueError, match=r"params 'w' of shape \(3,\) must have one row for each"):
+        jt.pipeline(identity, mesh)({"w": jnp.ones(3)}, x)
+    with pytest.raises(ValueError, match="micro_batches=3 must divide the first axis"):
+        jt.pipeline(identity, mesh, micro_batches=3)(jnp.ones(2), x)
+    wider = jt.pipeline(lambda params, x, rng: jnp.tile(x, (1, 2)), mesh)
+    with pytest.raises(ValueError, match=r"takes, \(root\) float32\[4, 3\]; it returned .*4, 6\]"):
+        wider(jnp.ones(2), x)
+    with pytest.raises(ValueError, match="2 functions have params of 1 stages"):
+        jt.Stages([identity, identity], [jnp.ones(2)])
+    with pytest.raises(ValueError, match="params '1' is float16, '0' is float32"):
+        jt.Stages([identity] * 2, [jnp.ones(2), jnp.ones(2, jnp.float16)])
+    stages = jt.Stages([identity] * 2, [jnp.ones(2), jnp.ones(3)])
+    with pytest.raises(ValueError, match=r"params of stage 1 must be .*3.*, got .*2"):
+        stages.pack([jnp.ones(2), jnp.ones(2)])
+    with pytest.raises(ValueError, match="mesh axis 'data' has 4 devices for 2 stages"):
+        stages.pipeline(mesh, "data")
+    to_half = jt.Stages(
+        [identity, lambda p, x, rng: x.astype("float16")], [jnp.ones(2), jnp.ones(3)]
+    )
+    run = to_half.pipeline(mesh)
+    with pytest.raises(ValueError, match=r"stage 1 returned float16\[4, 3\] of a batch of 4 rows"):
+        run(to_half.pack([jnp.ones(2), jnp.ones(3)]), x)
