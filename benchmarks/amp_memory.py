@@ -1,0 +1,113 @@
+"""The memory that a training step needs on an A100-40GB in every AMP mode, beside what the tutorials measured.
+
+    python benchmarks/amp_memory.py [--tasks vit-b16 cifar10 mnist] [--modes float32 torch] [--json FILE]
+
+No GPU is needed: the whole step of a task (model, loss, optimizer, loss scale, at the task's own batch size) is
+compiled for one that is not there, and the compiler says what it allocates. All that lives on the device is an
+argument of the step and so is counted: parameters, masters, optimizer state, statistics, batch. The tutorials' figures
+are their authors': ColossalAI's page on AMP for ViT-B/16, PyTorch users' notebook for MNIST.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jmp_train.absent_gpu import CompiledForGPU, compile_for_gpu
+from jmp_train.setups import make_setup
+from jmp_train.tasks import load_task
+from jmp_train.tasks.task import TaskOptions
+
+TASKS = ("vit-b16", "cifar10", "mnist")
+MODES = ("float32", "torch", "apex-O1", "apex-O2", "apex-O3", "naive")
+# Of the peak in float32; of float32 itself GB.
+TUTORIALS = {
+    "vit-b16": {"float32": 27.2, "torch": 0.75, "naive": 0.63, "apex-O1": 0.74},
+    "mnist": {"torch": 0.63},
+}
+GOALS = {
+    "vit-b16": {
+        "float32": 25.6,
+        "torch": 0.56,
+        "apex-O1": 0.56,
+        "apex-O2": 0.53,
+        "naive": 0.53,
+    },
+    "cifar10": dict.fromkeys(("torch", "apex-O1", "apex-O2", "naive"), 0.6),
+    "mnist": dict.fromkeys(("torch", "apex-O1", "apex-O2", "naive"), 0.6),
+}
+
+
+def train_step(task_name: str, mode: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Returns the whole step, the shapes of its arguments, and that the state is donated."""
+    task = load_task(task_name, TaskOptions(synthetic=True))
+    setup = make_setup(task, mode, task.schedule(100))
+
+    def create(key: jax.Array) -> Any:
+        init_key, step_key = jax.random.split(key)
+        return setup.create_state(*task.init(init_key), step_key)
+
+    rows = {name: array[: task.batch_size] for name, array in task.train.items()}
+    batch = jax.eval_shape(lambda: task.prepare(rows))
+    return setup.step, (jax.eval_shape(create, jax.random.key(0)), batch), {"donate_argnums": 0}
+
+
+def compiled(task: str, mode: str, gpu: str, python: str) -> CompiledForGPU:
+    """Returns what the step of a task needs in a mode."""
+    target = f"{Path(__file__).resolve()}:train_step"
+    return compile_for_gpu(target, task, mode, gpu=gpu, python=python, timeout=1800)
+
+
+def main() -> None:
+    """Prints a table a task."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--python", default=_plan_python(), help="with jmp_train[plan]")
+    parser.add_argument("--gpu", default="A100-40GB")
+    parser.add_argument("--tasks", nargs="+", default=TASKS)
+    parser.add_argument("--modes", nargs="+", default=MODES, help="the first is compared with")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+
+    print(f"peak memory of a training step on an {args.gpu}; jax {jax.__version__}")
+    results = []
+    for task in args.tasks:
+        print(f"\n{task:16}{'GB':>8}{'arguments':>11}{'ratio':>8}{'goal':>7}  tutorial")
+        first = None
+        for mode in args.modes:
+            sizes = compiled(task, mode, args.gpu, args.python)
+            first = sizes.peak_bytes if first is None else first
+            peak, arguments = sizes.peak_bytes / 1e9, sizes.argument_bytes / 1e9
+            goal, tutorial = (table.get(task, {}).get(mode, "") for table in (GOALS, TUTORIALS))
+            print(
+                f"{mode:16}{peak:8.3f}{arguments:11.3f}{sizes.peak_bytes / first:8.3f}{goal:>7}  {tutorial}",
+                flush=True,
+            )
+            results.append(
+                {
+                    "task": task,
+                    "mode": mode,
+                    "gpu": args.gpu,
+                    "peak_bytes": sizes.peak_bytes,
+                    "argument_bytes": sizes.argument_bytes,
+                    "temp_bytes": sizes.temp_bytes,
+                    "ratio": round(sizes.peak_bytes / first, 4),
+                    "tutorial": tutorial or None,
+                }
+            )
+    if args.json is not None:
+        beside = args.json.with_suffix(".part")
+        beside.write_text(json.dumps({"jax": jax.__version__, "steps": results}, indent=2) + "\n")
+        beside.replace(args.json)
+
+
+def _plan_python() -> str:
+    """Returns the interpreter that `make .venv-plan/.plan` makes, or this one."""
+    path = Path(__file__).resolve().parents[1] / ".venv-plan/bin/python"
+    return str(path) if path.exists() else sys.executable
+
+
+if __name__ == "__main__":
+    main()
