@@ -54,7 +54,7 @@ def test_a_block_is_torchvisions(stride: int) -> None:
     random = np.random.default_rng(0)
     x = random.normal(size=(3, 8, 8, 4)).astype(np.float32)
     block = Block(4 * stride, stride)
-    variables = promoting(block.init)(jax.random.key(0), x, True)
+    variables = jax.jit(promoting(lambda key, x: block.init(key, x, True)))(jax.random.key(0), x)
     params = jax.tree.map(  # not 1 and 0
         lambda p: p + jnp.asarray(random.normal(size=p.shape), jnp.float32) / 4, variables["params"]
     )
@@ -72,7 +72,7 @@ def test_a_block_is_torchvisions(stride: int) -> None:
     def apply(variables: Any, x: Any) -> Any:
         return block.apply(variables, x, True, mutable=["batch_stats"])
 
-    y, _ = promoting(apply)({**variables, "params": params}, x)
+    y, _ = jax.jit(promoting(apply))({**variables, "params": params}, x)
     np.testing.assert_allclose(y, wanted, atol=2e-4)
 
 
@@ -85,7 +85,7 @@ def test_running_statistics_follow_by_a_tenth() -> None:
         variables = model.init(jax.random.key(0), x, True)
         return variables, model.apply(variables, x, True, mutable=["batch_stats"])
 
-    variables, (logits, new) = promoting(run)(x)
+    variables, (logits, new) = jax.jit(promoting(run))(x)
     assert logits.shape == (4, 10)
     stem = convolve(x, np.asarray(variables["params"]["stem"]["kernel"]), 1)
     stats = new["batch_stats"]["stem_norm"]
