@@ -17,13 +17,14 @@ from jmp_train.tasks.resnet import ResNet
 from jmp_train.tasks.task import Task, TaskOptions
 from jmp_train.training import train
 
-SMALL = ResNet(stages=(1, 1), features=(8, 16))
 
-
-def small_task(rows: int, devices: int = 1) -> Task:
-    data = cifar10.synthetic_data(rows, seed=0), cifar10.synthetic_data(96, seed=1)
+def small_task(rows: int, features: tuple[int, ...], devices: int = 1) -> Task:
+    """Returns the task with one block a stage and images of 8 x 8, which compiles in seconds."""
+    train, test = cifar10.synthetic_data(rows, seed=0), cifar10.synthetic_data(96, seed=1)
+    train, test = ({**data, "image": data["image"][:, :8, :8]} for data in (train, test))
     axis_name = TaskOptions(devices=devices).axis_name
-    task = cifar10.make_task(SMALL.clone(axis_name=axis_name), *data, devices)
+    model = ResNet(stages=(1,) * len(features), features=features, axis_name=axis_name)
+    task = cifar10.make_task(model, train, test, devices)
     return dataclasses.replace(
         task,
         loss_fn=promoting(task.loss_fn),
@@ -35,7 +36,7 @@ def small_task(rows: int, devices: int = 1) -> Task:
 
 def test_augmented_images_are_crops_of_the_frame_flipped_or_not() -> None:
     random = np.random.default_rng(0)
-    images = random.integers(0, 256, (400, 32, 32, 3), np.uint8)
+    images = random.integers(0, 256, (200, 32, 32, 3), np.uint8)
     augmented = np.asarray(jax.jit(cifar10.augment)(images, jax.random.key(0)))
     assert (augmented.dtype, augmented.shape) == (np.uint8, images.shape)
     found = []
@@ -53,9 +54,8 @@ def test_augmented_images_are_crops_of_the_frame_flipped_or_not() -> None:
         found += matches
     rows, columns, flips = zip(*found, strict=True)
     assert set(rows) == set(columns) == set(range(9))
-    # 400 fair draws are this far off once in a million runs; the key is fixed.
-    assert abs(sum(flips)) < 100
-    assert abs(np.corrcoef(rows, columns)[0, 1]) < 0.25
+    assert abs(sum(flips)) < 70  # fair draws; 70 are five deviations
+    assert abs(np.corrcoef(rows, columns)[0, 1]) < 0.35
     other = np.asarray(cifar10.augment(jnp.asarray(images), jax.random.key(1)))
     assert (other != augmented).any()
 
@@ -90,7 +90,7 @@ def test_sgd_with_decay_is_torchs() -> None:
 
 
 def test_the_rate_falls_by_a_cosine_over_the_run() -> None:
-    schedule = small_task(32).schedule(400)
+    schedule = small_task(32, (4,)).schedule(400)
     rates = [float(np.asarray(schedule(step))) for step in (0, 100, 200, 300, 400)]
     wanted = 0.05 * (1 + np.cos(np.pi * np.arange(5) / 4))
     np.testing.assert_allclose(rates, wanted, atol=1e-7)
@@ -144,21 +144,31 @@ def convolution_dtypes(fn: Any, *args: Any) -> set[str]:
 
 @pytest.mark.parametrize("mode", ["torch", "apex-O1", "apex-O2", "apex-O3", "naive"])
 def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
-    task = small_task(8)
+    task = small_task(8, (4, 8))
     name, _, level = mode.partition("-")
     amp = jt.amp_mode(name, **({"opt_level": level} if level else {}))
     amp = dataclasses.replace(amp, batch_norms=task.batch_norms())
     loss_fn, _ = amp.transform(task.loss_fn, optax.sgd(0.1))
-    params, stats = jax.jit(task.init)(jax.random.key(0))
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    params, stats = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
     params, stats = amp.cast_params(params), amp.cast_model_state(stats)
     batch = task.prepare(task.train)
     on_params = partial(loss_fn, model_state=stats, batch=batch, rng=jax.random.key(1))
     assert convolution_dtypes(lambda params: on_params(params), params) == {"float16"}
 
 
-@pytest.mark.parametrize("mode", ["float32", "torch", "apex-O2", "apex-O3"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "apex-O2",
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("float32", "torch", "apex-O1")),
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("apex-O3", "mixed_bfloat16")),
+    ],
+)
 def test_a_small_network_learns(mode: str) -> None:
-    task = dataclasses.replace(small_task(512), schedule=lambda steps: optax.constant_schedule(0.1))
+    task = dataclasses.replace(
+        small_task(512, (8, 16)), schedule=lambda steps: optax.constant_schedule(0.1)
+    )
     run = train(task, mode, epochs=3, batch_size=32)
     assert len(run.skipped) <= 3
     assert run.epochs[-1].loss < 0.6 * run.epochs[0].loss
@@ -170,7 +180,7 @@ def test_two_devices_give_the_numbers_of_one(monkeypatch: pytest.MonkeyPatch) ->
     # Each device draws crops and flips of its own; all else, BatchNorm included, is the whole batch's.
     monkeypatch.setattr(cifar10, "augment", lambda images, key: images)
     one, two = (
-        train(small_task(96, count), "float32", epochs=1, batch_size=16) for count in (1, 2)
+        train(small_task(64, (4,), count), "float32", epochs=1, batch_size=16) for count in (1, 2)
     )
     assert two.device == "2 x cpu"
     losses = [[step.loss for step in run.steps] for run in (one, two)]
@@ -178,7 +188,7 @@ def test_two_devices_give_the_numbers_of_one(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_devices_draw_crops_of_their_own() -> None:
-    task = small_task(8, devices=2)
+    task = small_task(8, (4,), devices=2)
     image = task.train["image"][:1]
     batch = {"image": np.repeat(image, 2, axis=0), "label": np.zeros(2, np.int32)}
 
