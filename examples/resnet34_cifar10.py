@@ -9,6 +9,7 @@ table [fp16]. What is about precision stands in the lines under "AMP"; the rest 
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def main() -> None:
 
     model = ResNet()
     images = jnp.zeros((1, 32, 32, 3))
-    variables = model.init(jax.random.key(0), images, train=False)
+    variables = jax.jit(partial(model.init, train=False))(jax.random.key(0), images)
     schedule = optax.cosine_decay_schedule(0.1, args.epochs * steps_per_epoch)
     optimizer = optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(schedule, momentum=0.9))
 

@@ -67,7 +67,8 @@ def init(model: ResNet, key: jax.Array) -> tuple[Any, Any]:
       model: the network.
       key: of the parameters.
     """
-    variables = model.init(key, jnp.zeros(_IMAGES), train=False)
+    # Compiled, nothing of the forward pass is left; else each of its operations would be compiled and run.
+    variables = jax.jit(partial(model.init, train=False))(key, jnp.zeros(_IMAGES))
     return variables["params"], variables["batch_stats"]
 
 

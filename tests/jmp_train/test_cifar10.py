@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import promoting, relaxed, write_cifar
+from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
 from jmp_train.tasks import cifar10, load_task
@@ -158,17 +159,18 @@ def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode",
+    ("mode", "features"),
     [
-        "apex-O2",
-        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("float32", "torch", "apex-O1")),
-        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("apex-O3", "mixed_bfloat16")),
+        ("apex-O2", (8,)),
+        *(
+            pytest.param(mode, (8, 16), marks=pytest.mark.slow)
+            for mode in ("float32", "torch", "apex-O1", "apex-O2", "apex-O3", "mixed_bfloat16")
+        ),
     ],
 )
-def test_a_small_network_learns(mode: str) -> None:
-    task = dataclasses.replace(
-        small_task(512, (8, 16)), schedule=lambda steps: optax.constant_schedule(0.1)
-    )
+def test_a_small_network_learns(mode: str, features: tuple[int, ...]) -> None:
+    task = small_task(512, features)
+    task = dataclasses.replace(task, schedule=lambda steps: optax.constant_schedule(0.1))
     run = train(task, mode, epochs=3, batch_size=32)
     assert len(run.skipped) <= 3
     assert run.epochs[-1].loss < 0.6 * run.epochs[0].loss
@@ -176,8 +178,32 @@ def test_a_small_network_learns(mode: str) -> None:
     assert run.nonfinite_outputs == 0
 
 
+def test_batch_norm_is_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each device draws crops and flips of its own; all else is the whole batch's.
+    monkeypatch.setattr(cifar10, "augment", lambda images, key: images)
+    one, two = (small_task(16, (4,), count) for count in (1, 2))
+    params, stats = one.init(jax.random.key(0))
+    batch = one.prepare(one.train)
+
+    def on_part(params: Any, stats: Any, batch: Any) -> Any:
+        loss, (stats, _) = two.loss_fn(params, stats, batch, None)
+        return loss[None], jax.tree.map(lambda x: x[None], stats)
+
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P("data"), "check_vma": False}
+    on_parts = jax.jit(jax.shard_map(on_part, mesh=mesh, **specs))
+    losses, parts_stats = on_parts(params, stats, batch)
+    loss, (whole_stats, _) = jax.jit(one.loss_fn)(params, stats, batch, None)
+    assert float(losses.mean()) == pytest.approx(float(loss), rel=1e-5)
+    for parts, whole in zip(
+        jax.tree.leaves(parts_stats), jax.tree.leaves(whole_stats), strict=True
+    ):
+        np.testing.assert_allclose(parts[0], whole, rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(parts[0], parts[1])
+
+
+@pytest.mark.slow
 def test_two_devices_give_the_numbers_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Each device draws crops and flips of its own; all else, BatchNorm included, is the whole batch's.
     monkeypatch.setattr(cifar10, "augment", lambda images, key: images)
     one, two = (
         train(small_task(64, (4,), count), "float32", epochs=1, batch_size=16) for count in (1, 2)
