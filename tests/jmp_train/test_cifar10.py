@@ -90,11 +90,13 @@ def test_sgd_with_decay_is_torchs() -> None:
             np.testing.assert_allclose(params[name], w, rtol=1e-5, atol=1e-6)
 
 
-def test_the_rate_falls_by_a_cosine_over_the_run() -> None:
-    schedule = small_task(32, (4,)).schedule(400)
-    rates = [float(np.asarray(schedule(step))) for step in (0, 100, 200, 300, 400)]
-    wanted = 0.05 * (1 + np.cos(np.pi * np.arange(5) / 4))
-    np.testing.assert_allclose(rates, wanted, atol=1e-7)
+@pytest.mark.parametrize("total", [16, 78_000])
+def test_the_rate_falls_by_a_cosine_and_rises_over_the_first_epoch(total: int) -> None:
+    schedule = jax.vmap(promoting(cifar10.schedule(total)))
+    steps = np.unique(np.concatenate([np.arange(450), np.arange(0, 78_001, 1950)]))
+    steps = steps[steps <= total]
+    wanted = 0.05 * (1 + np.cos(np.pi * steps / total)) * np.minimum((steps + 1) / 390, 1)
+    np.testing.assert_allclose(schedule(jnp.asarray(steps, jnp.int32)), wanted, atol=1e-6)
 
 
 def test_the_task_is_the_tutorials() -> None:
