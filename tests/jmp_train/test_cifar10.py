@@ -74,7 +74,7 @@ def test_sgd_with_decay_is_torchs() -> None:
     weights = {"kernel": random.normal(size=(3, 4)), "scale": random.normal(size=4)}
     rates = [0.1, 0.07, 0.03, 0.0]
     optimizer = relaxed(cifar10.sgd(lambda count: jnp.asarray(rates)[count]))
-    params = jax.tree.map(jnp.float32, weights)
+    params: Any = jax.tree.map(jnp.float32, weights)
     state = optimizer.init(params)
     momentum: dict[str, Any] = {}
     for rate in rates:

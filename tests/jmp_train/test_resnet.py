@@ -35,12 +35,13 @@ def test_a_convolution_is_torchs(size: int, stride: int) -> None:
     params = jax.jit(conv.init)(jax.random.key(0), x)["params"]
     kernel = np.asarray(params["kernel"])
     assert kernel.shape == (7, size, size, 5)
-    y = conv.apply({"params": params}, x)
+    y: Any = conv.apply({"params": params}, x)
     np.testing.assert_allclose(y, convolve(x, kernel, stride), atol=1e-5)
 
 
 def test_kernels_are_kaiming_normal_by_what_goes_out() -> None:
-    kernel = Conv(96, 3).init(jax.random.key(0), jnp.zeros((1, 4, 4, 128)))["params"]["kernel"]
+    variables: Any = Conv(96, 3).init(jax.random.key(0), jnp.zeros((1, 4, 4, 128)))
+    kernel = variables["params"]["kernel"]
     deviation = (2 / (96 * 9)) ** 0.5
     assert float(kernel.mean()) == pytest.approx(0, abs=0.01 * deviation)
     assert float(kernel.std()) == pytest.approx(deviation, rel=0.01)
