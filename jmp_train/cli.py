@@ -216,6 +216,7 @@ def _scale(text: str) -> float:
 
 
 def _train(args: argparse.Namespace) -> int:
+    from jmp_train.comparison import note_outputs
     from jmp_train.display import display_on
     from jmp_train.records import Event, event_to_json
     from jmp_train.report import print_table
@@ -263,6 +264,8 @@ def _train(args: argparse.Namespace) -> int:
             return 128 + signals[0]
     if not args.json:
         print_table([run])
+        if note := note_outputs(run):
+            print(note)
     return 0
 
 

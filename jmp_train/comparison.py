@@ -75,13 +75,27 @@ def explain_accuracy(name: str, points: float, first: str) -> str | None:
 
 
 def explanations(runs: Sequence[Run]) -> list[str]:
-    """Returns a sentence for each run that is less accurate than the first one for a known reason.
+    """Returns a sentence for each run with outputs that are not finite, or less accurate for a known reason.
 
     Args:
-      runs: any number.
+      runs: any number; the first one's accuracy is what the others are beside.
     """
     texts = []
     for run in runs:
         points = 100 * (runs[0].test_accuracy - run.test_accuracy)
-        texts.append(explain_accuracy(run.policy, points, runs[0].policy))
+        texts += [note_outputs(run), explain_accuracy(run.policy, points, runs[0].policy)]
     return [text for text in texts if text is not None]
+
+
+def note_outputs(run: Run) -> str | None:
+    """Returns that some of a run's outputs are not finite; None if all are.
+
+    Args:
+      run: the run.
+    """
+    if not run.nonfinite_outputs:
+        return None
+    return (
+        f"{run.policy}: for {run.nonfinite_outputs} of the test data the model's output is not finite, which counts "
+        "as wrong"
+    )

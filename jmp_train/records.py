@@ -77,12 +77,13 @@ class Run:
     Attributes:
       policy: the name of its policy or AMP mode.
       device: what it ran on, such as "cpu", "NVIDIA H200" or, of several, "8 x cpu".
-      test_accuracy: from 0 to 1.
+      test_accuracy: from 0 to 1; an output that is not finite is a wrong one.
       compile_seconds: what compiling the step took.
       memory_of: whose peak memory the epochs report, "device" or "process".
       batch_size: rows a step.
       epochs: all of them.
       steps: all of them.
+      nonfinite_outputs: for how many of the test data the model's output is not finite.
     """
 
     policy: str
@@ -93,6 +94,7 @@ class Run:
     batch_size: int
     epochs: tuple[Epoch, ...]
     steps: tuple[Step, ...]
+    nonfinite_outputs: int = 0
 
     @property
     def epoch_seconds(self) -> float:

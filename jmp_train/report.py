@@ -34,6 +34,7 @@ def _run_report(run: Run) -> dict[str, Any]:
         "policy": run.policy,
         "device": run.device,
         "test_accuracy": run.test_accuracy,
+        "nonfinite_outputs": run.nonfinite_outputs,
         "compile_seconds": run.compile_seconds,
         "memory_of": run.memory_of,
         "iterations_per_second": run.iterations_per_second,

@@ -62,7 +62,8 @@ def train(
         than the data or not to be cut evenly, fewer devices than the task wants, or checkpoints of another run.
       Stopped: `saving` said so.
       StalledTrainingError: non-finite gradients made the loop skip every step.
-      FloatingPointError: the trained model's output for the test data is not finite.
+      FloatingPointError: none of the trained model's outputs for the test data is finite; some may be otherwise,
+        they count as wrong.
     """
     epochs = task.epochs if epochs is None else epochs
     batch_size = task.batch_size if batch_size is None else batch_size
@@ -119,15 +120,17 @@ def train(
         if saver and saver.is_due(watch.count):
             saver.save(state, watch.steps, records)
     kind = devices[0].device_kind
+    test_accuracy, nonfinite_outputs = _test(task, setup, state, batch_size, shared)
     run = Run(
         policy=name,
         device=kind if len(devices) == 1 else f"{len(devices)} x {kind}",
-        test_accuracy=_test_accuracy(task, setup, state, batch_size, shared),
+        test_accuracy=test_accuracy,
         compile_seconds=compiled.seconds,
         memory_of=peak_memory()[1],
         batch_size=batch_size,
         epochs=tuple(records),
         steps=tuple(watch.steps),
+        nonfinite_outputs=nonfinite_outputs,
     )
     on_event(run)
     return run
@@ -235,16 +238,21 @@ def _shared(task: Task, setup: Setup) -> dict[str, Any]:
     return jax.device_put(setup.cast_shared(task.shared()), jax.local_devices()[0])
 
 
-def _test_accuracy(
+def _test(
     task: Task, setup: Setup, state: TrainState, batch_size: int, shared: dict[str, Any]
-) -> float:
+) -> tuple[float, int]:
+    """Returns the accuracy, and for how many rows the output is not finite; raises if it is for none."""
     predict = jax.jit(setup.predict)
     # Off the mesh, where several devices trained: else each of them would compute the same.
     params, model_state = jax.device_put((state.params, state.model_state), jax.local_devices()[0])
-    correct = 0
+    correct = nonfinite = 0
     for batch, count in test_batches(task, batch_size):
         logits = np.asarray(predict(params, model_state, batch | shared))[:count]
-        if not np.isfinite(logits.astype(np.float32)).all():
-            raise FloatingPointError("the model's output for the test data is not finite")
-        correct += int(np.sum(np.argmax(logits, -1) == batch["label"][:count]))
-    return correct / count_rows(task.test)
+        finite = np.isfinite(logits.astype(np.float32)).all(-1)
+        right = np.argmax(logits, -1) == batch["label"][:count]
+        correct += int(np.sum(finite & right))
+        nonfinite += int(np.sum(~finite))
+    rows = count_rows(task.test)
+    if nonfinite == rows:
+        raise FloatingPointError("the model's output for the test data is not finite")
+    return correct / rows, nonfinite

@@ -97,6 +97,28 @@ def idx_bytes(array: np.ndarray) -> bytes:
     return struct.pack(f">I{array.ndim}I", magic, *array.shape) + array.tobytes()
 
 
+def cifar_bytes(images: np.ndarray, labels: np.ndarray) -> bytes:
+    """Returns images uint8 [n, 32, 32, 3] and labels as CIFAR-10's page describes its binary version."""
+    rows = []
+    for image, label in zip(images, labels, strict=True):
+        planes = (image[..., color].tobytes() for color in range(3))
+        rows.append(bytes([label]) + b"".join(planes))
+    return b"".join(rows)
+
+
+def write_cifar(directory: Path, rows: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Writes CIFAR-10's six files with that many rows each; returns (images, labels) by the files' names."""
+    random = np.random.default_rng(0)
+    names = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]
+    contents = {}
+    for name in names:
+        images = random.integers(0, 256, (rows, 32, 32, 3), np.uint8)
+        labels = random.integers(0, 10, rows, np.uint8)
+        (directory / name).write_bytes(cifar_bytes(images, labels))
+        contents[name] = images, labels
+    return contents
+
+
 def write_mnist(directory: Path, train: int, test: int) -> None:
     """Writes files of MNIST's format and sizes of image; each digit is a shade of gray."""
     for prefix, count in (("train", train), ("t10k", test)):

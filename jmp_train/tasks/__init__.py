@@ -11,12 +11,13 @@ _MODULES = {
     "karate": "jmp_train.tasks.karate",
     "cora": "jmp_train.tasks.cora",
     "reddit": "jmp_train.tasks.reddit",
+    "cifar10": "jmp_train.tasks.cifar10",
 }
 _MODELS = {  # of the tasks that have several, the default first
     "karate": ("gcn", "gat"),
     "cora": ("gcn", "gat", "sage"),
 }
-_CUT = ("digits", "mnist")  # the tasks whose batches can be cut over devices
+_CUT = ("digits", "mnist", "cifar10")  # the tasks whose batches can be cut over devices
 _HAVE = {"heads": ("reddit",), "scale": ("reddit",)}  # the tasks that have an option
 
 TASK_NAMES = tuple(_MODULES)
@@ -46,7 +47,7 @@ def load_task(name: str, options: TaskOptions | None = None) -> Task:
     if options.devices > 1 and name not in _CUT:
         raise ValueError(
             f"task {name} trains on a whole graph, which is not cut: "
-            f"--devices is for {' and '.join(_CUT)}"
+            f"--devices is for {', '.join(_CUT)}"
         )
     task = importlib.import_module(_MODULES[name]).load(options)
     if options.train_size is None:

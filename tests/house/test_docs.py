@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import write_mnist
+from helpers import write_cifar, write_mnist
 
 import jmp_train as jt
 import jmp_train.graphs
@@ -235,6 +235,27 @@ def test_the_mnist_example_is_float32s_but_for_three_lines(tmp_path: Path) -> No
         losses.append(float(result[1]))
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
     assert 0 < losses[1] < 2.6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_resnet_example_trains_in_a_mode_and_by_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[fp16]\nmode = "naive"\ninitial_scale = 1024.0\n')
+    write_cifar(tmp_path, rows=8)
+    example = str(ROOT / "examples" / "resnet34_cifar10.py")
+    sizes = ("--data-dir", ".", "--epochs", "1", "--batch-size", "8", "--train-size", "16")
+    losses = []
+    for precision in (("--mode", "float32"), ("--config", "config.toml")):
+        output = run_script(example, *sizes, *precision, cwd=tmp_path)
+        result = re.fullmatch(
+            r"epoch 1  loss ([\d.]+)  loss scale ([\d.]+)  skipped 0  [\d.]+ s  "
+            r"test accuracy [\d.]+%\n",
+            output,
+        )
+        assert result is not None, output
+        losses.append(float(result[1]))
+        assert float(result[2]) == (1 if precision[0] == "--mode" else 1024)
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
 
 def test_the_changelog_and_the_version_agree() -> None:

@@ -38,10 +38,11 @@ def check_schema(
     for entry in report["runs"]:
         assert set(entry) == {
             "policy", "device", "test_accuracy", "compile_seconds", "memory_of", "epochs",
-            "iterations_per_second", "samples_per_second",
+            "iterations_per_second", "samples_per_second", "nonfinite_outputs",
         }  # fmt: skip
         assert 0 < entry["iterations_per_second"] < entry["samples_per_second"]
         assert 0 <= entry["test_accuracy"] <= 1
+        assert entry["nonfinite_outputs"] == 0
         assert entry["compile_seconds"] > 0
         assert (entry["device"], entry["memory_of"]) == (device, "process")
         assert [epoch["epoch"] for epoch in entry["epochs"]] == list(range(1, epochs + 1))
@@ -251,7 +252,7 @@ def test_a_batch_too_large_is_found_before_anything_runs(
         (["compare", "--policies", "float32", "float32"], "--policies names float32 more than"),
         (["compare", "--modes", "naive", "naive"], "--modes names naive more than"),
         (["compare", "--devices", "8", "--batch-size", "100"], "devices=8 must divide batch_size"),
-        (["train", "karate", "--devices", "2"], "--devices is for digits and mnist"),
+        (["train", "karate", "--devices", "2"], "--devices is for digits, mnist, cifar10"),
     ],
 )
 def test_errors_of_the_data_are_one_line(

@@ -1,8 +1,11 @@
 """Why a run is behind another, as far as it is known."""
 
-import pytest
+import dataclasses
 
-from jmp_train.comparison import explain_accuracy, explain_failure
+import pytest
+from helpers import make_run
+
+from jmp_train.comparison import explain_accuracy, explain_failure, explanations, note_outputs
 
 
 def test_a_failure_is_explained_by_what_the_mode_lacks() -> None:
@@ -30,3 +33,10 @@ def test_more_than_a_point_of_accuracy_is_explained(points: float, said: bool) -
 
 def test_what_is_not_known_is_not_explained() -> None:
     assert explain_accuracy("naive", 50.0, "float32") is None
+
+
+def test_outputs_that_are_not_finite_are_told() -> None:
+    bad = dataclasses.replace(make_run("naive"), nonfinite_outputs=3)
+    text = "naive: for 3 of the test data the model's output is not finite, which counts as wrong"
+    assert note_outputs(bad) == text
+    assert explanations([make_run(), bad]) == [text]

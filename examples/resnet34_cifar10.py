@@ -1,0 +1,128 @@
+"""Colossal-AI's tutorial of its AMP modes as a JAX script: ResNet-34 on CIFAR-10, in any mode.
+
+    python examples/resnet34_cifar10.py --data-dir DIR --mode apex-O2
+    python examples/resnet34_cifar10.py --synthetic --epochs 1 --config CONFIG.toml
+
+DIR holds the binary version's files, of cifar-10-binary.tar.gz. A configuration has the tutorial's keys in a
+table [fp16]. What is about precision stands in the lines under "AMP"; the rest is the float32 script.
+"""
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jmp_train as jt
+from jmp_train.cifar import read_cifar10
+from jmp_train.loading import array_batches
+from jmp_train.tasks.cifar10 import augment, normalize, synthetic_data
+from jmp_train.tasks.resnet import ResNet
+
+MODES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "torch": {"fp16": {"mode": jt.AmpType.TORCH}},
+    "apex-O1": {"fp16": {"mode": jt.AmpType.APEX, "opt_level": "O1"}},
+    "apex-O2": {"fp16": {"mode": jt.AmpType.APEX, "opt_level": "O2"}},
+    "apex-O3": {"fp16": {"mode": jt.AmpType.APEX, "opt_level": "O3"}},
+    "naive": {"fp16": {"mode": jt.AmpType.NAIVE, "initial_scale": 2.0**16}},
+}
+
+
+def parse_args() -> argparse.Namespace:
+    """Returns the options of the command line."""
+    parser = argparse.ArgumentParser()
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--data-dir", type=Path, help="the folder of data_batch_1.bin and so on")
+    data.add_argument("--synthetic", action="store_true", help="made-up data")
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument("--mode", choices=MODES, default="torch", help="default: torch")
+    precision.add_argument("--config", metavar="TOML", help="a file with a table [fp16]")
+    parser.add_argument("--epochs", type=int, default=200)
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--train-size", type=int, help="only the first training rows")
+    return parser.parse_args()
+
+
+@jax.jit
+def transform_train(batch: Any, key: jax.Array) -> Any:
+    """Returns a batch with its images cropped, flipped and normalised, on the device."""
+    return {**batch, "image": normalize(augment(batch["image"], key))}
+
+
+def main() -> None:
+    """Trains, and prints the test accuracy after each epoch."""
+    args = parse_args()
+    if args.synthetic:
+        train, test = synthetic_data(50_000, seed=0), synthetic_data(10_000, seed=1)
+    else:
+        train, test = read_cifar10(args.data_dir)
+    train = {name: array[: args.train_size] for name, array in train.items()}
+    steps_per_epoch = len(train["label"]) // args.batch_size
+
+    model = ResNet()
+    images = jnp.zeros((1, 32, 32, 3))
+    variables = jax.jit(partial(model.init, train=False))(jax.random.key(0), images)
+    schedule = optax.cosine_decay_schedule(0.1, args.epochs * steps_per_epoch)
+    optimizer = optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(schedule, momentum=0.9))
+
+    def loss_fn(params: Any, stats: Any, batch: Any, rng: Any) -> Any:
+        del rng
+        logits, new = model.apply(
+            {"params": params, "batch_stats": stats},
+            batch["image"],
+            train=True,
+            mutable=["batch_stats"],
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), batch["label"]
+        )
+        return losses.mean(), (new["batch_stats"], None)
+
+    def predict(params: Any, stats: Any, images: Any) -> Any:
+        return model.apply({"params": params, "batch_stats": stats}, images, train=False)
+
+    # AMP
+    amp = jt.amp_from_config(args.config or MODES[args.mode])
+    amp, model = amp.for_model(model, images, train=False)
+    loss_fn, optimizer = amp.transform(loss_fn, optimizer)
+    predict = amp.forward(predict)
+
+    step = jax.jit(jt.train_step(loss_fn, optimizer), donate_argnums=0)
+    evaluate = jax.jit(
+        lambda state, images: predict(state.params, state.model_state, normalize(images))
+    )
+    state = jt.TrainState.create(
+        variables["params"],
+        optimizer,
+        model_state=amp.cast_model_state(variables["batch_stats"]),  # AMP
+        cast_params=amp.cast_params,  # AMP
+    )
+
+    for epoch in range(args.epochs):
+        start, losses, metrics = time.perf_counter(), [], {}
+        key = jax.random.fold_in(jax.random.key(1), epoch)
+        for number, batch in enumerate(array_batches(train, args.batch_size, seed=epoch)):
+            batch = transform_train(batch, jax.random.fold_in(key, number))
+            state, metrics = step(state, batch)
+            losses.append(metrics["loss"])
+        loss, seconds = np.mean(jax.device_get(losses)), time.perf_counter() - start
+        right = 0
+        for first in range(0, len(test["label"]), args.batch_size):
+            rows = slice(first, first + args.batch_size)
+            logits = np.asarray(evaluate(state, test["image"][rows]))
+            right += np.sum(np.argmax(logits, -1) == test["label"][rows])
+        print(
+            f"epoch {epoch + 1}  loss {loss:.4f}  loss scale {metrics['loss_scale']:g}  "
+            f"skipped {metrics['skipped_steps']}  {seconds:.1f} s  "
+            f"test accuracy {right / len(test['label']):.2%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

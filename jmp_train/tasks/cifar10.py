@@ -1,0 +1,193 @@
+"""Task `cifar10`: ResNet-34 on CIFAR-10, the job with which Colossal-AI's tutorial shows its AMP modes.
+
+SGD 0.1 with momentum 0.9 and L2 5e-4, cosine, batch 128, 200 epochs. One thing is not the tutorial's: the rate
+rises over the first 390 steps, which are one epoch of its 200. Images travel as bytes; the step crops,
+flips and normalises them on the device, so that the host does nothing.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jmp_train.cifar import CLASSES, SIZE, read_cifar10
+from jmp_train.policies.batch_norms import batch_norm_paths
+from jmp_train.tasks.image_loss import image_loss
+from jmp_train.tasks.resnet import ResNet
+from jmp_train.tasks.task import Arrays, Task, TaskOptions
+
+LEARNING_RATE = 0.1
+WARM_UP = 390  # steps: an epoch of 50,000 images in batches of 128
+WEIGHT_DECAY = 5e-4
+PADDING = 4  # black pixels around an image, out of which it is cropped
+MEAN = (0.4914, 0.4822, 0.4465)  # of red, green and blue, as the tutorial has them
+STD = (0.2023, 0.1994, 0.2010)
+
+_IMAGES = (1, SIZE, SIZE, 3)
+
+
+def augment(images: jax.Array, key: jax.Array) -> jax.Array:
+    """Returns images cropped at random out of a black frame, and half of them flipped.
+
+    Args:
+      images: [batch, rows, columns, 3], any dtype.
+      key: of the crops and flips.
+    """
+    count, rows, columns, channels = images.shape
+    crop_key, flip_key = jax.random.split(key)
+    corners = jax.random.randint(crop_key, (count, 2), 0, 2 * PADDING + 1)
+    flips = jax.random.bernoulli(flip_key, 0.5, (count,))
+    frame = ((0, 0), (PADDING, PADDING), (PADDING, PADDING), (0, 0))
+
+    def cut(image: jax.Array, corner: jax.Array, flip: jax.Array) -> jax.Array:
+        crop = lax.dynamic_slice(image, (corner[0], corner[1], 0), (rows, columns, channels))
+        return jnp.where(flip, crop[:, ::-1], crop)
+
+    return jax.vmap(cut)(jnp.pad(images, frame), corners, flips)
+
+
+def normalize(images: jax.Array) -> jax.Array:
+    """Returns images of mean 0 and deviation 1, as CIFAR-10's are.
+
+    Args:
+      images: uint8 [batch, 32, 32, 3].
+
+    Returns:
+      float32, same shape.
+    """
+    return (images.astype(jnp.float32) / 255 - jnp.array(MEAN)) / jnp.array(STD)
+
+
+def init(model: ResNet, key: jax.Array) -> tuple[Any, Any]:
+    """Returns float32 parameters and batch statistics.
+
+    Args:
+      model: the network.
+      key: of the parameters.
+    """
+    # Compiled, nothing of the forward pass is left; else each of its operations would be compiled and run.
+    variables = jax.jit(partial(model.init, train=False))(key, jnp.zeros(_IMAGES))
+    return variables["params"], variables["batch_stats"]
+
+
+def loss_fn(
+    model: ResNet, params: Any, batch_stats: Any, batch: Any, rng: jax.Array
+) -> tuple[jax.Array, Any]:
+    """Returns the mean cross-entropy, the next batch statistics and the accuracy.
+
+    Args:
+      model: the network.
+      params: what `init` made.
+      batch_stats: what `init` made.
+      batch: `image`, uint8 [batch, 32, 32, 3], and `label`, int32 [batch].
+      rng: of the crops and flips.
+    """
+    images = _model_input(params, augment(batch["image"], rng))
+    return image_loss(model, params, batch_stats, {**batch, "image": images})
+
+
+def predict(model: ResNet, params: Any, batch_stats: Any, batch: Any) -> Any:
+    """Returns the logits [batch, 10] of `batch["image"]`, uint8 [batch, 32, 32, 3].
+
+    Args:
+      model: the network.
+      params: what `init` made.
+      batch_stats: what `init` made.
+      batch: at least `image`.
+    """
+    variables = {"params": params, "batch_stats": batch_stats}
+    return model.apply(variables, _model_input(params, batch["image"]), train=False)
+
+
+def _model_input(params: Any, images: jax.Array) -> jax.Array:
+    """Returns normalised images in the kernels' dtype: what casts a batch leaves bytes as they are."""
+    return normalize(images).astype(params["stem"]["kernel"].dtype)
+
+
+def prepare(rows: Arrays) -> Arrays:
+    """Returns images as they are, and labels as int32."""
+    return {"image": rows["image"], "label": rows["label"].astype(np.int32)}
+
+
+def schedule(steps: int) -> optax.Schedule:
+    """Returns the learning rate: a cosine over the run, below it while it warms up.
+
+    Args:
+      steps: of the whole run.
+    """
+    # At 0.1 from the first step on, the weights run away from BatchNorm's running statistics. A long run
+    # recovers; one of a few steps ends with half activations that overflow in the test.
+    cosine = optax.cosine_decay_schedule(LEARNING_RATE, steps)
+    return lambda count: cosine(count) * jnp.minimum((count + 1) / WARM_UP, 1.0)
+
+
+def sgd(learning_rate: Any) -> optax.GradientTransformation:
+    """Returns torch's SGD with momentum 0.9 and L2, which it adds to the gradient of all parameters.
+
+    Args:
+      learning_rate: a number or a schedule.
+    """
+    decay = optax.add_decayed_weights(WEIGHT_DECAY)
+    return optax.chain(decay, optax.sgd(learning_rate, momentum=0.9))
+
+
+def load(options: TaskOptions) -> Task:
+    """Returns the task with the data of `options.data_dir`, or with synthetic data."""
+    train, test = _data(options)
+    return make_task(ResNet(axis_name=options.axis_name), train, test, options.devices)
+
+
+def make_task(model: ResNet, train: Arrays, test: Arrays, devices: int = 1) -> Task:
+    """Returns the task of training a ResNet.
+
+    Args:
+      model: the network, `axis_name` included.
+      train: `image`, uint8 [examples, 32, 32, 3], and `label`, uint8 [examples].
+      test: the same.
+      devices: over how many a batch is cut.
+    """
+    alone = model.clone(axis_name=None)  # there is no axis where it is initialised and tested
+    return Task(
+        name="cifar10",
+        train=train,
+        test=test,
+        prepare=prepare,
+        init=partial(init, alone),
+        loss_fn=partial(loss_fn, model),
+        predict=partial(predict, alone),
+        schedule=schedule,
+        optimizer=sgd,
+        batch_size=128,
+        epochs=200,
+        devices=devices,
+        batch_norms=partial(
+            batch_norm_paths, alone, jax.ShapeDtypeStruct(_IMAGES, jnp.float32), train=False
+        ),
+    )
+
+
+def _data(options: TaskOptions) -> tuple[Arrays, Arrays]:
+    if options.synthetic:
+        if options.data_dir is not None:
+            raise ValueError("--data-dir and --synthetic exclude each other")
+        return synthetic_data(50_000, seed=0), synthetic_data(10_000, seed=1)
+    return read_cifar10(options.data_dir)
+
+
+def synthetic_data(count: int, seed: int) -> Arrays:
+    """Returns noise in a colour for each label: CIFAR-10's shapes, and no crop or flip hides the label.
+
+    Args:
+      count: rows.
+      seed: of the labels and the noise.
+    """
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, CLASSES, count, np.uint8)
+    images = random.integers(0, 128, (count, SIZE, SIZE, 3), np.uint8)
+    colors = 60 * np.stack([labels % 3, labels // 3 % 3, labels // 9], axis=-1)
+    images += colors[:, None, None]
+    return {"image": images, "label": labels}

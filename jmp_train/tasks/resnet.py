@@ -1,0 +1,120 @@
+"""ResNet-34 for images of 32 x 32 pixels: a stem of stride 1, no max-pooling, sixteen basic blocks.
+
+It names no dtype: inputs and parameters bring theirs, and so a policy decides. Its initialisers and
+paddings are torchvision's.
+
+Reference: https://arxiv.org/abs/1512.03385; torchvision's `resnet34`.
+"""
+
+import flax.linen as nn
+import jax
+from flax.linen.dtypes import promote_dtype
+from jax import lax
+
+from jmp_train.tasks.mnist import torch_uniform
+
+CLASSES = 10
+
+# torch's kaiming_normal_(mode="fan_out", nonlinearity="relu"), for kernels [out, height, width, in].
+_kaiming_normal = nn.initializers.variance_scaling(2.0, "fan_out", "normal", in_axis=-1, out_axis=0)
+
+
+class Conv(nn.Module):
+    """A convolution without bias, padded as torch pads odd kernels: by half of the kernel on each side.
+
+    Args:
+      features: channels out.
+      size: of the kernel, both ways; odd.
+      stride: both ways.
+    """
+
+    features: int
+    size: int
+    stride: int = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns [batch, rows, columns, features] of x [batch, rows, columns, channels], in x's dtype."""
+        # On GPUs XLA convolves NHWC with OHWI kernels. linen's HWIO ones it would transpose, and under autocast
+        # the step would keep float32 copies of all of them; stored as OHWI they are cast as they lie.
+        shape = (self.features, self.size, self.size, x.shape[-1])
+        kernel = self.param("kernel", _kaiming_normal, shape)
+        x, kernel = promote_dtype(x, kernel, dtype=None)
+        return lax.conv_general_dilated(
+            x,
+            kernel,
+            window_strides=(self.stride, self.stride),
+            padding=[(self.size // 2, self.size // 2)] * 2,
+            dimension_numbers=("NHWC", "OHWI", "NHWC"),
+        )
+
+
+class Block(nn.Module):
+    """Two convolutions of 3 x 3 beside the identity, or beside a projection where the shape changes.
+
+    Args:
+      features: channels out.
+      stride: of the first convolution, both ways.
+      axis_name: see `ResNet`.
+    """
+
+    features: int
+    stride: int = 1
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        """Returns [batch, rows / stride, columns / stride, features] of x [batch, rows, columns, channels]."""
+        y = Conv(self.features, 3, self.stride, name="conv1")(x)
+        y = nn.relu(batch_norm("norm1", train, self.axis_name)(y))
+        y = Conv(self.features, 3, name="conv2")(y)
+        y = batch_norm("norm2", train, self.axis_name)(y)
+        if x.shape != y.shape:
+            x = Conv(self.features, 1, self.stride, name="projection")(x)
+            x = batch_norm("projection_norm", train, self.axis_name)(x)
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """The network; its defaults are ResNet-34's.
+
+    Args:
+      stages: blocks a stage.
+      features: channels a stage; all stages but the first halve rows and columns.
+      axis_name: the mesh axis over which BatchNorm is synchronised.
+    """
+
+    stages: tuple[int, ...] = (3, 4, 6, 3)
+    features: tuple[int, ...] = (64, 128, 256, 512)
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        """Returns logits [batch, 10] of images [batch, 32, 32, 3]."""
+        x = Conv(self.features[0], 3, name="stem")(x)
+        x = nn.relu(batch_norm("stem_norm", train, self.axis_name)(x))
+        for stage, (count, features) in enumerate(zip(self.stages, self.features, strict=True)):
+            for number in range(count):
+                stride = 2 if stage and not number else 1
+                name = f"stage{stage + 1}_block{number + 1}"
+                x = Block(features, stride, self.axis_name, name=name)(x, train)
+        x = x.mean(axis=(1, 2))
+        init = torch_uniform(x.shape[-1])
+        return nn.Dense(CLASSES, kernel_init=init, bias_init=init, name="head")(x)
+
+
+def batch_norm(name: str, train: bool, axis_name: str | None) -> nn.BatchNorm:
+    """Returns a BatchNorm with torch's defaults, whose momentum of 0.1 is flax's 0.9.
+
+    Args:
+      name: of the module.
+      train: whether the batch's statistics count, and not the running ones.
+      axis_name: see `ResNet`.
+    """
+    return nn.BatchNorm(
+        use_running_average=not train,
+        momentum=0.9,
+        epsilon=1e-5,
+        axis_name=axis_name,
+        name=name,
+    )

@@ -1,0 +1,116 @@
+"""ResNet's parts against float64 ones written out."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import promoting
+
+from jmp_train.tasks.resnet import Block, Conv, ResNet
+
+
+def convolve(x: np.ndarray, kernel: np.ndarray, stride: int) -> np.ndarray:
+    """torch's conv2d with padding k // 2: x [n, h, w, i], kernel [o, k, k, i]."""
+    size = kernel.shape[1]
+    pad = size // 2
+    x = np.pad(x.astype(np.float64), ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(x, (size, size), axis=(1, 2))
+    return np.einsum("nhwikl,okli->nhwo", windows[:, ::stride, ::stride], kernel.astype(np.float64))
+
+
+def batch_norm(x: np.ndarray, params: Any) -> np.ndarray:
+    mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    return (x - mean) / np.sqrt(var + 1e-5) * np.asarray(params["scale"]) + np.asarray(
+        params["bias"]
+    )
+
+
+@pytest.mark.parametrize(("size", "stride"), [(3, 1), (3, 2), (1, 2)])
+def test_a_convolution_is_torchs(size: int, stride: int) -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(2, 8, 6, 5)).astype(np.float32)
+    conv = Conv(7, size, stride)
+    params = jax.jit(conv.init)(jax.random.key(0), x)["params"]
+    kernel = np.asarray(params["kernel"])
+    assert kernel.shape == (7, size, size, 5)
+    y: Any = conv.apply({"params": params}, x)
+    np.testing.assert_allclose(y, convolve(x, kernel, stride), atol=1e-5)
+
+
+def test_kernels_are_kaiming_normal_by_what_goes_out() -> None:
+    variables: Any = Conv(96, 3).init(jax.random.key(0), jnp.zeros((1, 4, 4, 128)))
+    kernel = variables["params"]["kernel"]
+    deviation = (2 / (96 * 9)) ** 0.5
+    assert float(kernel.mean()) == pytest.approx(0, abs=0.01 * deviation)
+    assert float(kernel.std()) == pytest.approx(deviation, rel=0.01)
+    # A normal distribution, not cut at two deviations: 4.55 % lie beyond.
+    beyond = float((jnp.abs(kernel) > 2 * deviation).mean(dtype=jnp.float32))
+    assert beyond == pytest.approx(0.0455, abs=0.002)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_block_is_torchvisions(stride: int) -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(3, 6, 6, 4)).astype(np.float32)
+    block = Block(4 * stride, stride)
+    variables = jax.jit(promoting(lambda key, x: block.init(key, x, True)))(jax.random.key(0), x)
+    params = jax.tree.map(  # not 1 and 0
+        lambda p: p + jnp.asarray(random.normal(size=p.shape), jnp.float32) / 4, variables["params"]
+    )
+    assert ("projection" in params) == (stride == 2)
+
+    wide = convolve(x, np.asarray(params["conv1"]["kernel"]), stride)
+    wide = np.maximum(batch_norm(wide, params["norm1"]), 0)
+    wide = batch_norm(convolve(wide, np.asarray(params["conv2"]["kernel"]), 1), params["norm2"])
+    beside = x
+    if stride == 2:
+        beside = convolve(x, np.asarray(params["projection"]["kernel"]), stride)
+        beside = batch_norm(beside, params["projection_norm"])
+    wanted = np.maximum(wide + beside, 0)
+
+    def apply(variables: Any, x: Any) -> Any:
+        return block.apply(variables, x, True, mutable=["batch_stats"])
+
+    y, _ = jax.jit(promoting(apply))({**variables, "params": params}, x)
+    np.testing.assert_allclose(y, wanted, atol=2e-4)
+
+
+def test_running_statistics_follow_by_a_tenth() -> None:
+    model = ResNet(stages=(1,), features=(4,))
+    random = np.random.default_rng(0)
+    x = random.normal(size=(4, 6, 6, 3)).astype(np.float32)
+
+    def run(x: Any) -> Any:
+        variables = model.init(jax.random.key(0), x, True)
+        return variables, model.apply(variables, x, True, mutable=["batch_stats"])
+
+    variables, (logits, new) = jax.jit(promoting(run))(x)
+    assert logits.shape == (4, 10)
+    stem = convolve(x, np.asarray(variables["params"]["stem"]["kernel"]), 1)
+    stats = new["batch_stats"]["stem_norm"]
+    np.testing.assert_allclose(stats["mean"], 0.1 * stem.mean((0, 1, 2)), atol=1e-5)
+    np.testing.assert_allclose(stats["var"], 0.9 + 0.1 * stem.var((0, 1, 2)), atol=1e-5)
+
+
+def test_rows_and_columns_are_halved_at_each_stage_but_the_first() -> None:
+    model = ResNet(stages=(1, 2, 1), features=(4, 8, 16))
+    shapes = {}
+
+    def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        y = call(*args, **kwargs)
+        if isinstance(context.module, Block):
+            shapes[context.module.name] = y.shape[1:]
+        return y
+
+    from flax import linen as nn
+
+    with nn.intercept_methods(note), jax.numpy_dtype_promotion("standard"):
+        jax.eval_shape(lambda x: model.init(jax.random.key(0), x, False), jnp.zeros((1, 32, 32, 3)))
+    assert shapes == {
+        "stage1_block1": (32, 32, 4),
+        "stage2_block1": (16, 16, 8),
+        "stage2_block2": (16, 16, 8),
+        "stage3_block1": (8, 8, 16),
+    }
