@@ -1,0 +1,161 @@
+"""The vision transformer ViT-B/16 of Dosovitskiy et al., as timm's `vit_base_patch16_224` builds it.
+
+A training step keeps of each block its input and the products with its weights; what is cheap, that is the norms,
+GELU, the attention between tokens and the dropout masks, is computed again for the gradient.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jmp_train.tasks.mnist import torch_uniform
+
+_SAVED = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_EPSILON = 1e-6  # of the norms
+_NORMAL = nn.initializers.normal(0.02)  # timm cuts it at +-2, which is a hundred deviations
+
+
+class VisionTransformer(nn.Module):
+    """Patch and position embedding, pre-norm blocks, and a head on the class token.
+
+    It names no dtype: inputs and parameters bring theirs, and so a policy decides. The defaults are ViT-B/16's.
+
+    Attributes:
+      classes: how many the head tells apart.
+      patch: the length of a patch's side in pixels.
+      width: features of a token.
+      depth: how many blocks there are.
+      heads: of the attention; they divide the width.
+      mlp: features within a block's two dense layers.
+      drop_rate: of the dropout after the position embedding, the attention and each of a block's dense layers.
+    """
+
+    classes: int = 1000
+    patch: int = 16
+    width: int = 768
+    depth: int = 12
+    heads: int = 12
+    mlp: int = 3072
+    drop_rate: float = 0.1
+
+    @nn.compact
+    def __call__(self, images: jax.Array, train: bool) -> jax.Array:
+        """Returns logits [batch, classes].
+
+        Args:
+          images: floating [batch, height, width, channels], sides a multiple of the patch's.
+          train: whether dropout draws, of the key "dropout".
+        """
+        x = self._tokens(images)
+        x = Dropout(self.drop_rate)(x, train)
+        block = nn.remat(Block, policy=_SAVED, static_argnums=(2,))
+        for number in range(self.depth):
+            x = block(self.heads, self.mlp, self.drop_rate, name=f"block_{number}")(x, train)
+        x = nn.LayerNorm(_EPSILON, name="norm")(x[:, 0])
+        return nn.Dense(self.classes, kernel_init=nn.initializers.zeros, name="head")(x)
+
+    def _tokens(self, images: jax.Array) -> jax.Array:
+        """Returns the class token and the embedded patches, with their positions [batch, 1 + patches, width]."""
+        side = (self.patch, self.patch)
+        init = torch_uniform(self.patch**2 * images.shape[-1])
+        embed = nn.Conv(self.width, side, side, "VALID", kernel_init=init, bias_init=init, name="patch_embed")
+        patches = embed(images)
+        patches = patches.reshape(len(patches), -1, self.width)
+        first = self.param("class_token", _NORMAL, (1, 1, self.width))
+        positions = self.param("positions", _NORMAL, (1, 1 + patches.shape[1], self.width))
+        dtype = jnp.promote_types(patches.dtype, first.dtype)
+        first = jnp.broadcast_to(first, (len(patches), 1, self.width)).astype(dtype)
+        return jnp.concatenate([first, patches.astype(dtype)], axis=1) + positions
+
+
+class Block(nn.Module):
+    """Attention and two dense layers, each behind a norm and added to what came.
+
+    Attributes:
+      heads: of the attention.
+      mlp: features within the dense layers.
+      drop_rate: of the dropout.
+    """
+
+    heads: int
+    mlp: int
+    drop_rate: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        """Returns tokens [batch, tokens, width].
+
+        Args:
+          x: floating [batch, tokens, width].
+          train: whether dropout draws.
+        """
+        width = x.shape[-1]
+        y = nn.LayerNorm(_EPSILON, name="norm_1")(x)
+        query_key_value = _dense(3 * width, "qkv")(y)
+        y = _dense(width, "projection")(attention(query_key_value, self.heads))
+        x = x + Dropout(self.drop_rate)(y, train)
+        y = nn.LayerNorm(_EPSILON, name="norm_2")(x)
+        y = nn.gelu(_dense(self.mlp, "mlp_1")(y), approximate=False)
+        y = _dense(width, "mlp_2")(Dropout(self.drop_rate)(y, train))
+        return x + Dropout(self.drop_rate)(y, train)
+
+
+def _dense(features: int, name: str) -> nn.Dense:
+    return nn.Dense(features, kernel_init=_NORMAL, name=name)
+
+
+def attention(query_key_value: jax.Array, heads: int) -> jax.Array:
+    """Returns what each token gathers from all of its image [batch, tokens, width]; softmax is in float32.
+
+    Args:
+      query_key_value: floating [batch, tokens, 3 * width], the three one after the other, each head by head.
+      heads: how many.
+    """
+    batch, tokens, features = query_key_value.shape
+    parts = query_key_value.reshape(batch, tokens, 3, heads, features // (3 * heads))
+    gathered = jax.nn.dot_product_attention(parts[:, :, 0], parts[:, :, 1], parts[:, :, 2])
+    return gathered.reshape(batch, tokens, features // 3)
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a hash of the key and the place, which costs no memory traffic of its own.
+
+    Attributes:
+      rate: the share of the values that become 0; the others are divided by 1 - rate.
+    """
+
+    rate: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        """Returns x [...] with some values dropped, or as it is where `train` is False.
+
+        Args:
+          x: floating [...], fewer than 2**32 values.
+          train: whether to drop; then the key "dropout" is wanted.
+        """
+        if not train or self.rate == 0:
+            return x
+        return jnp.where(is_kept(self.make_rng("dropout"), self.rate, x.shape), x / (1 - self.rate), 0)
+
+
+def is_kept(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
+    """Returns bool [*shape], False with the probability `rate`, made by arithmetic alone, which XLA fuses.
+
+    Args:
+      key: of any of jax's generators.
+      rate: from 0 to below 1.
+      shape: of the mask, fewer than 2**32 values.
+    """
+    words = jax.random.bits(key, (2,), jnp.uint32)
+    places = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+    return _mixed(_mixed(places ^ words[0]) ^ words[1]) >= jnp.uint32(int(rate * 2**32))
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """Returns a bijection of uint32 whose every output bit depends on every input bit (Wellons' lowbias32)."""
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> jnp.uint32(16))
