@@ -11,13 +11,15 @@ _MODULES = {
     "karate": "jmp_train.tasks.karate",
     "cora": "jmp_train.tasks.cora",
     "reddit": "jmp_train.tasks.reddit",
+    "vit-b16": "jmp_train.tasks.vit",
 }
 _MODELS = {  # of the tasks that have several, the default first
     "karate": ("gcn", "gat"),
     "cora": ("gcn", "gat", "sage"),
 }
-_CUT = ("digits", "mnist")  # the tasks whose batches can be cut over devices
-_HAVE = {"heads": ("reddit",), "scale": ("reddit",)}  # the tasks that have an option
+_CUT = ("digits", "mnist", "vit-b16")  # the tasks whose batches can be cut over devices
+# The tasks that have an option.
+_HAVE = {"heads": ("reddit",), "scale": ("reddit",), "image_size": ("vit-b16",)}
 
 TASK_NAMES = tuple(_MODULES)
 
@@ -39,14 +41,15 @@ def load_task(name: str, options: TaskOptions | None = None) -> Task:
     """
     options = TaskOptions() if options is None else options
     options = dataclasses.replace(options, model=_checked_model(name, options.model))
-    for option, value in (("heads", options.heads), ("scale", options.scale)):
-        if value is not None and name not in _HAVE[option]:
-            tasks = ", ".join(_HAVE[option])
+    for option, having in _HAVE.items():
+        value = getattr(options, option)
+        if value is not None and name not in having:
+            tasks = ", ".join(having)
             raise ValueError(f"{option}={value}: task {name} has no such option, only {tasks} has")
     if options.devices > 1 and name not in _CUT:
         raise ValueError(
             f"task {name} trains on a whole graph, which is not cut: "
-            f"--devices is for {' and '.join(_CUT)}"
+            f"--devices is for {', '.join(_CUT)}"
         )
     task = importlib.import_module(_MODULES[name]).load(options)
     if options.train_size is None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jmp_train.policies.autocast import autocast_as
 from jmp_train.tasks.mnist import torch_uniform
 
 _SAVED = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -65,9 +66,20 @@ class VisionTransformer(nn.Module):
         patches = patches.reshape(len(patches), -1, self.width)
         first = self.param("class_token", _NORMAL, (1, 1, self.width))
         positions = self.param("positions", _NORMAL, (1, 1 + patches.shape[1], self.width))
-        dtype = jnp.promote_types(patches.dtype, first.dtype)
-        first = jnp.broadcast_to(first, (len(patches), 1, self.width)).astype(dtype)
-        return jnp.concatenate([first, patches.astype(dtype)], axis=1) + positions
+        return _placed(patches, first, positions)
+
+
+@autocast_as("lower")  # else all that blocks hand on and keep would be float32, as the positions are
+def _placed(patches: jax.Array, first: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns tokens [batch, 1 + patches, width] with their positions added.
+
+    Args:
+      patches: floating [batch, patches, width].
+      first: the class token, floating [1, 1, width].
+      positions: floating [1, 1 + patches, width].
+    """
+    firsts = jnp.broadcast_to(first, (len(patches), *first.shape[1:]))
+    return jnp.concatenate([firsts, patches], axis=1) + positions
 
 
 class Block(nn.Module):
@@ -114,9 +126,11 @@ def attention(query_key_value: jax.Array, heads: int) -> jax.Array:
       heads: how many.
     """
     batch, tokens, features = query_key_value.shape
-    parts = query_key_value.reshape(batch, tokens, 3, heads, features // (3 * heads))
-    gathered = jax.nn.dot_product_attention(parts[:, :, 0], parts[:, :, 1], parts[:, :, 2])
-    return gathered.reshape(batch, tokens, features // 3)
+    size = features // (3 * heads)
+    query, key, value = jnp.moveaxis(query_key_value.reshape(batch, tokens, 3, heads, size), 2, 0)
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query * size**-0.5, key)
+    weights = nn.softmax(logits.astype(jnp.float32)).astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, tokens, heads * size)
 
 
 class Dropout(nn.Module):

@@ -251,7 +251,7 @@ def test_a_batch_too_large_is_found_before_anything_runs(
         (["compare", "--policies", "float32", "float32"], "--policies names float32 more than"),
         (["compare", "--modes", "naive", "naive"], "--modes names naive more than"),
         (["compare", "--devices", "8", "--batch-size", "100"], "devices=8 must divide batch_size"),
-        (["train", "karate", "--devices", "2"], "--devices is for digits and mnist"),
+        (["train", "karate", "--devices", "2"], "--devices is for digits, mnist, vit-b16"),
     ],
 )
 def test_errors_of_the_data_are_one_line(
