@@ -5,7 +5,7 @@ The way of the data: `read_image_folder` -> paths and labels -> `random_crops` o
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,9 @@ def read_image_folder(
     classes = tuple(sorted(folders["train"]))
     unknown = sorted(set(folders["val"]) - set(classes))
     if unknown:
-        raise ValueError(f"{folders['val'][unknown[0]]}: training has no class {unknown[0]!r} in {data_dir / 'train'}")
+        raise ValueError(
+            f"{folders['val'][unknown[0]]}: training has no class {unknown[0]!r} in {data_dir / 'train'}"
+        )
     train = _images_of(folders["train"], classes)
     empty = np.flatnonzero(np.bincount(train["label"], minlength=len(classes)) == 0)
     if len(empty):
@@ -57,7 +59,9 @@ def read_image_folder(
 
 def _classes_in(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder; wanted are DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg")
+        raise FileNotFoundError(
+            f"{folder} is no folder; wanted are DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
+        )
     classes = {path.name: path for path in folder.iterdir() if path.is_dir()}
     if not classes:
         raise ValueError(f"{folder} has no classes, that is no folders of images")
@@ -71,13 +75,15 @@ def _images_of(folders: dict[str, Path], classes: Sequence[str]) -> dict[str, np
     for label, name in enumerate(classes):
         if name not in folders:
             continue
-        images = [str(path) for path in sorted(folders[name].iterdir()) if path.suffix.lower() in SUFFIXES]
+        images = [
+            str(path) for path in sorted(folders[name].iterdir()) if path.suffix.lower() in SUFFIXES
+        ]
         paths += images
         labels += [label] * len(images)
     return {"path": np.array(paths, object), "label": np.array(labels, np.int32)}
 
 
-def random_crops(paths: Sequence[str], seeds: Sequence[int], size: int) -> np.ndarray:
+def random_crops(paths: Iterable[str], seeds: Iterable[int], size: int) -> np.ndarray:
     """Returns a random crop of each image, flipped or not, uint8 [images, size, size, 3].
 
     torchvision's RandomResizedCrop(size) and RandomHorizontalFlip(): a share of 0.08 to 1 of the area, a ratio of 3/4
@@ -91,7 +97,9 @@ def random_crops(paths: Sequence[str], seeds: Sequence[int], size: int) -> np.nd
     Raises:
       ValueError: an image is damaged or missing; the message names it.
     """
-    return np.stack([_random_crop(path, int(seed), size) for path, seed in zip(paths, seeds, strict=True)])
+    return np.stack(
+        [_random_crop(path, int(seed), size) for path, seed in zip(paths, seeds, strict=True)]
+    )
 
 
 def _random_crop(path: str, seed: int, size: int) -> np.ndarray:
@@ -127,7 +135,7 @@ def random_box(random: np.random.Generator, width: int, height: int) -> Box:
     return left, upper, left + wide, upper + high
 
 
-def centre_crops(paths: Sequence[str], size: int) -> np.ndarray:
+def centre_crops(paths: Iterable[str], size: int) -> np.ndarray:
     """Returns the centre of each image, uint8 [images, size, size, 3].
 
     torchvision's Resize(256) and CenterCrop(224), bilinear with antialiasing, or both in proportion to `size`.
@@ -158,5 +166,12 @@ def _decoded(path: str) -> Any:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except (OSError, EOFError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError) as error:
+    except (
+        OSError,
+        EOFError,
+        SyntaxError,
+        ValueError,
+        struct.error,
+        Image.DecompressionBombError,
+    ) as error:
         raise ValueError(f"{path} cannot be decoded as an image: {error}") from error

@@ -112,7 +112,9 @@ def row_seeds(seed: int, epoch: int, rows: np.ndarray) -> np.ndarray:
       >>> row_seeds(0, 1, np.array([7, 5]))[1] == row_seeds(0, 1, np.array([5]))[0]
       np.True_
     """
-    words = [np.random.SeedSequence((seed, epoch, int(row))).generate_state(1, np.uint64) for row in rows]
+    words = [
+        np.random.SeedSequence((seed, epoch, int(row))).generate_state(1, np.uint64) for row in rows
+    ]
     return np.concatenate(words)
 
 

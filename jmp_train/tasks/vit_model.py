@@ -49,19 +49,28 @@ class VisionTransformer(nn.Module):
           images: floating [batch, height, width, channels], sides a multiple of the patch's.
           train: whether dropout draws, of the key "dropout".
         """
-        x = self._tokens(images)
-        x = Dropout(self.drop_rate)(x, train)
-        block = nn.remat(Block, policy=_SAVED, static_argnums=(2,))
+        words = self._dropout_words() if train and self.drop_rate else [None] * (1 + self.depth)
+        x = dropout(self._tokens(images), self.drop_rate, words[0])
+        block = nn.remat(Block, policy=_SAVED)
         for number in range(self.depth):
-            x = block(self.heads, self.mlp, self.drop_rate, name=f"block_{number}")(x, train)
+            x = block(self.heads, self.mlp, self.drop_rate, name=f"block_{number}")(
+                x, words[1 + number]
+            )
         x = nn.LayerNorm(_EPSILON, name="norm")(x[:, 0])
         return nn.Dense(self.classes, kernel_init=nn.initializers.zeros, name="head")(x)
+
+    def _dropout_words(self) -> list[jax.Array]:
+        """Returns uint32 [2] for the embedding's dropout, and [3, 2] for each block; all drawn at once."""
+        words = jax.random.bits(self.make_rng("dropout"), (1 + 3 * self.depth, 2), jnp.uint32)
+        return [words[0], *words[1:].reshape(self.depth, 3, 2)]
 
     def _tokens(self, images: jax.Array) -> jax.Array:
         """Returns the class token and the embedded patches, with their positions [batch, 1 + patches, width]."""
         side = (self.patch, self.patch)
         init = torch_uniform(self.patch**2 * images.shape[-1])
-        embed = nn.Conv(self.width, side, side, "VALID", kernel_init=init, bias_init=init, name="patch_embed")
+        embed = nn.Conv(
+            self.width, side, side, "VALID", kernel_init=init, bias_init=init, name="patch_embed"
+        )
         patches = embed(images)
         patches = patches.reshape(len(patches), -1, self.width)
         first = self.param("class_token", _NORMAL, (1, 1, self.width))
@@ -69,7 +78,9 @@ class VisionTransformer(nn.Module):
         return _placed(patches, first, positions)
 
 
-@autocast_as("lower")  # else all that blocks hand on and keep would be float32, as the positions are
+@autocast_as(
+    "lower"
+)  # else all that blocks hand on and keep would be float32, as the positions are
 def _placed(patches: jax.Array, first: jax.Array, positions: jax.Array) -> jax.Array:
     """Returns tokens [batch, 1 + patches, width] with their positions added.
 
@@ -96,22 +107,23 @@ class Block(nn.Module):
     drop_rate: float
 
     @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, words: jax.Array | None) -> jax.Array:
         """Returns tokens [batch, tokens, width].
 
         Args:
           x: floating [batch, tokens, width].
-          train: whether dropout draws.
+          words: of the three dropouts, uint32 [3, 2]; None for none.
         """
         width = x.shape[-1]
+        of_projection, of_mlp_1, of_mlp_2 = [None] * 3 if words is None else words
         y = nn.LayerNorm(_EPSILON, name="norm_1")(x)
         query_key_value = _dense(3 * width, "qkv")(y)
         y = _dense(width, "projection")(attention(query_key_value, self.heads))
-        x = x + Dropout(self.drop_rate)(y, train)
+        x = x + dropout(y, self.drop_rate, of_projection)
         y = nn.LayerNorm(_EPSILON, name="norm_2")(x)
         y = nn.gelu(_dense(self.mlp, "mlp_1")(y), approximate=False)
-        y = _dense(width, "mlp_2")(Dropout(self.drop_rate)(y, train))
-        return x + Dropout(self.drop_rate)(y, train)
+        y = _dense(width, "mlp_2")(dropout(y, self.drop_rate, of_mlp_1))
+        return x + dropout(y, self.drop_rate, of_mlp_2)
 
 
 def _dense(features: int, name: str) -> nn.Dense:
@@ -127,43 +139,37 @@ def attention(query_key_value: jax.Array, heads: int) -> jax.Array:
     """
     batch, tokens, features = query_key_value.shape
     size = features // (3 * heads)
-    query, key, value = jnp.moveaxis(query_key_value.reshape(batch, tokens, 3, heads, size), 2, 0)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query * size**-0.5, key)
-    weights = nn.softmax(logits.astype(jnp.float32)).astype(value.dtype)
+    parts = query_key_value.reshape(batch, tokens, 3, heads, size)
+    query, key, value = parts[:, :, 0], parts[:, :, 1], parts[:, :, 2]
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    weights = nn.softmax(logits * size**-0.5).astype(value.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, tokens, heads * size)
 
 
-class Dropout(nn.Module):
-    """Dropout whose mask is a hash of the key and the place, which costs no memory traffic of its own.
-
-    Attributes:
-      rate: the share of the values that become 0; the others are divided by 1 - rate.
-    """
-
-    rate: float
-
-    @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Returns x [...] with some values dropped, or as it is where `train` is False.
-
-        Args:
-          x: floating [...], fewer than 2**32 values.
-          train: whether to drop; then the key "dropout" is wanted.
-        """
-        if not train or self.rate == 0:
-            return x
-        return jnp.where(is_kept(self.make_rng("dropout"), self.rate, x.shape), x / (1 - self.rate), 0)
-
-
-def is_kept(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
-    """Returns bool [*shape], False with the probability `rate`, made by arithmetic alone, which XLA fuses.
+def dropout(x: jax.Array, rate: float, words: jax.Array | None) -> jax.Array:
+    """Returns x with some values 0 and the others divided by 1 - rate.
 
     Args:
-      key: of any of jax's generators.
+      x: floating [...], fewer than 2**32 values.
+      rate: the share that is dropped, from 0 to below 1.
+      words: uint32 [2], random; None to drop nothing.
+    """
+    if words is None:
+        return x
+    return jnp.where(is_kept(words, rate, x.shape), x / (1 - rate), 0)
+
+
+def is_kept(words: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
+    """Returns bool [*shape], False with the probability `rate`: a hash of the words and the place.
+
+    It is arithmetic alone, which XLA fuses into what reads it: no mask is stored, and none is drawn by a kernel of its
+    own, as jax.random's are on GPUs.
+
+    Args:
+      words: uint32 [2], random.
       rate: from 0 to below 1.
       shape: of the mask, fewer than 2**32 values.
     """
-    words = jax.random.bits(key, (2,), jnp.uint32)
     places = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
     return _mixed(_mixed(places ^ words[0]) ^ words[1]) >= jnp.uint32(int(rate * 2**32))
 

@@ -24,7 +24,13 @@ def save(path: Path, image: np.ndarray) -> str:
 
 def test_classes_and_images_come_by_name(tmp_path: Path) -> None:
     image = gradient_image(4, 3)
-    for name in ("train/b/2.png", "train/b/10.JPG", "train/a/x.jpeg", "train/c/y.webp", "val/c/z.png"):
+    for name in (
+        "train/b/2.png",
+        "train/b/10.JPG",
+        "train/a/x.jpeg",
+        "train/c/y.webp",
+        "val/c/z.png",
+    ):
         save(tmp_path / name, image)
     (tmp_path / "train/b/notes.txt").write_text("no image")
     (tmp_path / "train/README").write_text("no class")
@@ -141,7 +147,9 @@ def test_of_images_that_no_ratio_fits_the_centre_is_taken(
 def test_gray_and_palette_images_become_colours(tmp_path: Path) -> None:
     gray, palette = tmp_path / "gray.png", tmp_path / "palette.png"
     Image.new("L", (20, 20), 77).save(gray)
-    Image.new("RGB", (20, 20), (10, 20, 30)).convert("P", palette=Image.Palette.ADAPTIVE).save(palette)
+    Image.new("RGB", (20, 20), (10, 20, 30)).convert("P", palette=Image.Palette.ADAPTIVE).save(
+        palette
+    )
     images = centre_crops([str(gray), str(palette)], 16)
     assert (images[0] == 77).all()
     assert (images[1] == (10, 20, 30)).all()
