@@ -138,12 +138,11 @@ def attention(query_key_value: jax.Array, heads: int) -> jax.Array:
       heads: how many.
     """
     batch, tokens, features = query_key_value.shape
-    size = features // (3 * heads)
-    parts = query_key_value.reshape(batch, tokens, 3, heads, size)
+    parts = query_key_value.reshape(batch, tokens, 3, heads, features // (3 * heads))
     query, key, value = parts[:, :, 0], parts[:, :, 1], parts[:, :, 2]
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-    weights = nn.softmax(logits * size**-0.5).astype(value.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, tokens, heads * size)
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query * query.shape[-1] ** -0.5, key)
+    weights = nn.softmax(logits.astype(jnp.float32)).astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, tokens, -1)
 
 
 def dropout(x: jax.Array, rate: float, words: jax.Array | None) -> jax.Array:
