@@ -1,7 +1,7 @@
 """The vision transformer ViT-B/16 of Dosovitskiy et al., as timm's `vit_base_patch16_224` builds it.
 
-A training step keeps of each block its input and the products with its weights; what is cheap, that is the norms,
-GELU, the attention between tokens and the dropout masks, is computed again for the gradient.
+A training step keeps of each block the inputs of its two parts and the products with its weights; what is cheap, that is
+the norms, GELU, the attention between tokens and the dropout masks, is computed again for the gradient.
 """
 
 import math
@@ -49,20 +49,22 @@ class VisionTransformer(nn.Module):
           images: floating [batch, height, width, channels], sides a multiple of the patch's.
           train: whether dropout draws, of the key "dropout".
         """
-        words = self._dropout_words() if train and self.drop_rate else [None] * (1 + self.depth)
-        x = dropout(self._tokens(images), self.drop_rate, words[0])
-        block = nn.remat(Block, policy=_SAVED)
-        for number in range(self.depth):
-            x = block(self.heads, self.mlp, self.drop_rate, name=f"block_{number}")(
-                x, words[1 + number]
-            )
+        words = self._dropout_words() if train and self.drop_rate else None
+        x = dropout(self._tokens(images), self.drop_rate, None if words is None else words[0])
+        # Apart, because the compiler may then not hold what both compute again at one time.
+        attention_part, mlp_part = (
+            nn.remat(part, policy=_SAVED) for part in (AttentionPart, MlpPart)
+        )
+        for block in range(self.depth):
+            own = None if words is None else words[1 + 3 * block :][:3]
+            x = attention_part(self.heads, self.drop_rate, name=f"attention_{block}")(x, own)
+            x = mlp_part(self.mlp, self.drop_rate, name=f"mlp_{block}")(x, own)
         x = nn.LayerNorm(_EPSILON, name="norm")(x[:, 0])
         return nn.Dense(self.classes, kernel_init=nn.initializers.zeros, name="head")(x)
 
-    def _dropout_words(self) -> list[jax.Array]:
-        """Returns uint32 [2] for the embedding's dropout, and [3, 2] for each block; all drawn at once."""
-        words = jax.random.bits(self.make_rng("dropout"), (1 + 3 * self.depth, 2), jnp.uint32)
-        return [words[0], *words[1:].reshape(self.depth, 3, 2)]
+    def _dropout_words(self) -> jax.Array:
+        """Returns uint32 [1 + 3 * depth, 2] for the embedding's dropout and each block's three, drawn at once."""
+        return jax.random.bits(self.make_rng("dropout"), (1 + 3 * self.depth, 2), jnp.uint32)
 
     def _tokens(self, images: jax.Array) -> jax.Array:
         """Returns the class token and the embedded patches, with their positions [batch, 1 + patches, width]."""
@@ -93,17 +95,15 @@ def _placed(patches: jax.Array, first: jax.Array, positions: jax.Array) -> jax.A
     return jnp.concatenate([firsts, patches], axis=1) + positions
 
 
-class Block(nn.Module):
-    """Attention and two dense layers, each behind a norm and added to what came.
+class AttentionPart(nn.Module):
+    """The first part of a block: attention behind a norm, added to what came.
 
     Attributes:
-      heads: of the attention.
-      mlp: features within the dense layers.
+      heads: how many.
       drop_rate: of the dropout.
     """
 
     heads: int
-    mlp: int
     drop_rate: float
 
     @nn.compact
@@ -112,18 +112,33 @@ class Block(nn.Module):
 
         Args:
           x: floating [batch, tokens, width].
-          words: of the three dropouts, uint32 [3, 2]; None for none.
+          words: of the block's dropouts, uint32 [3, 2]; None for none.
         """
         width = x.shape[-1]
-        of_projection, of_mlp_1, of_mlp_2 = [None] * 3 if words is None else words
-        y = nn.LayerNorm(_EPSILON, name="norm_1")(x)
-        query_key_value = _dense(3 * width, "qkv")(y)
-        y = _dense(width, "projection")(attention(query_key_value, self.heads))
-        x = x + dropout(y, self.drop_rate, of_projection)
-        y = nn.LayerNorm(_EPSILON, name="norm_2")(x)
-        y = nn.gelu(_dense(self.mlp, "mlp_1")(y), approximate=False)
-        y = _dense(width, "mlp_2")(dropout(y, self.drop_rate, of_mlp_1))
-        return x + dropout(y, self.drop_rate, of_mlp_2)
+        y = _dense(3 * width, "qkv")(nn.LayerNorm(_EPSILON, name="norm")(x))
+        y = _dense(width, "projection")(attention(y, self.heads))
+        return x + dropout(y, self.drop_rate, None if words is None else words[0])
+
+
+class MlpPart(nn.Module):
+    """The second part of a block: two dense layers behind a norm, added to what came.
+
+    Attributes:
+      features: between the layers.
+      drop_rate: of the dropout behind each.
+    """
+
+    features: int
+    drop_rate: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array, words: jax.Array | None) -> jax.Array:
+        """Returns tokens [batch, tokens, width]; see `AttentionPart`."""
+        first, second = (None, None) if words is None else (words[1], words[2])
+        y = _dense(self.features, "dense_1")(nn.LayerNorm(_EPSILON, name="norm")(x))
+        y = dropout(nn.gelu(y, approximate=False), self.drop_rate, first)
+        y = _dense(x.shape[-1], "dense_2")(y)
+        return x + dropout(y, self.drop_rate, second)
 
 
 def _dense(features: int, name: str) -> nn.Dense:
