@@ -80,9 +80,8 @@ class VisionTransformer(nn.Module):
         return _placed(patches, first, positions)
 
 
-@autocast_as(
-    "lower"
-)  # else all that blocks hand on and keep would be float32, as the positions are
+# Under autocast all that blocks hand on and keep would else be float32, as the positions are.
+@autocast_as("lower")
 def _placed(patches: jax.Array, first: jax.Array, positions: jax.Array) -> jax.Array:
     """Returns tokens [batch, 1 + patches, width] with their positions added.
 
