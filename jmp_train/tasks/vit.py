@@ -28,7 +28,7 @@ IMAGE_SIZE = 224
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 # Made-up data is for trying things out, also on CPUs: few rows and one epoch, unless --epochs says more.
-SYNTHETIC_CLASSES, SYNTHETIC_ROWS, SYNTHETIC_TEST_ROWS, SYNTHETIC_EPOCHS = 10, 2048, 256, 1
+SYNTHETIC_CLASSES, SYNTHETIC_ROWS, SYNTHETIC_TEST_ROWS, SYNTHETIC_EPOCHS = 10, 1024, 128, 1
 
 
 def normalised(images: jax.Array, dtype: Any) -> jax.Array:
