@@ -40,6 +40,7 @@ _HANDED_ON = (
     "model",
     "heads",
     "scale",
+    "image_size",
     "logdir",
 )
 
@@ -168,6 +169,12 @@ def _parser() -> argparse.ArgumentParser:
             "--scale",
             type=_scale,
             help="with --synthetic, the share of reddit's nodes and edges; default: 1",
+        )
+        command.add_argument(
+            "--image-size",
+            type=_positive,
+            metavar="N",
+            help="the side of vit-b16's images in pixels, a multiple of 16; default: 224",
         )
         command.add_argument(
             "--logdir", type=Path, metavar="DIR", help="write DIR/NAME for TensorBoard, and lines"
@@ -308,6 +315,7 @@ def _task_options(args: argparse.Namespace) -> TaskOptions:
         model=args.model,
         heads=None if args.heads is None else tuple(args.heads),
         scale=args.scale,
+        image_size=args.image_size,
         devices=args.devices,
     )
 

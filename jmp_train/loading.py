@@ -19,6 +19,7 @@ def array_batches(
     epochs: int | None = 1,
     start: int = 0,
     prepare: Callable[[Any], Any] = lambda rows: rows,
+    augment: Callable[[Any, np.ndarray], Any] | None = None,
     process_index: int | None = None,
     process_count: int | None = None,
     sharding: Sharding | None = None,
@@ -38,6 +39,8 @@ def array_batches(
       epochs: passes over the rows; None for no end.
       start: how many batches to leave out, those that a run which goes on has seen.
       prepare: makes a batch of a tree of rows; on the host, in a thread.
+      augment: `augment(rows, seeds)` in place of `prepare`, for what is random: `seeds` are uint64 [rows], which
+        `seed`, the epoch and the row decide, whatever the threads, the processes and `start`.
       process_index: which of the processes this is; None asks jax, and `sharding` for its rows.
       process_count: how many share a batch, and at least one row is each one's; None asks jax.
       sharding: of the global batch, for example `NamedSharding(mesh, PartitionSpec("data"))`, which makes
@@ -77,8 +80,12 @@ def array_batches(
         share = batch_size // process_count
         own = slice(process_index * share, (process_index + 1) * share)
 
-    def fetch(rows: np.ndarray) -> Any:
-        return prepare(jax.tree.map(lambda array: array[rows[own]], arrays))
+    def fetch(number: int, rows: np.ndarray) -> Any:
+        rows = rows[own]
+        batch = jax.tree.map(lambda array: array[rows], arrays)
+        if augment is None:
+            return prepare(batch)
+        return augment(batch, row_seeds(seed, number // (total // batch_size), rows))
 
     def place(batch: Any) -> Any:
         if sharding is None:
@@ -89,8 +96,8 @@ def array_batches(
         grain.MapDataset.range(total)
         .shuffle(seed=seed)
         .batch(batch_size, drop_remainder=True, batch_fn=np.asarray)
-        .repeat(epochs)[start:]
-        .map(fetch)
+        .repeat(epochs)
+        .map_with_index(fetch)[start:]
         .to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch))
         .map(place)
     )
@@ -110,6 +117,24 @@ def _own_rows(sharding: Sharding, batch_size: int) -> slice:
     if last - first != sum(stop - start for start, stop in set(rows)):
         raise ValueError(f"this process' devices have rows of a batch that lie apart: {sharding}")
     return slice(first, last)
+
+
+def row_seeds(seed: int, epoch: int, rows: np.ndarray) -> np.ndarray:
+    """Returns a seed for each row, uint64 [rows], another one each epoch.
+
+    Args:
+      seed: of the run, at least 0.
+      epoch: counted from 0.
+      rows: int [rows], which they are.
+
+    Example:
+      >>> row_seeds(0, 1, np.array([7, 5]))[1] == row_seeds(0, 1, np.array([5]))[0]
+      np.True_
+    """
+    words = [
+        np.random.SeedSequence((seed, epoch, int(row))).generate_state(1, np.uint64) for row in rows
+    ]
+    return np.concatenate(words)
 
 
 def check_seed(seed: int) -> None:
@@ -166,7 +191,10 @@ def train_batches(
         epochs=epochs,
         start=start,
         prepare=task.prepare,
+        augment=task.augment,
         sharding=sharding,
+        num_threads=task.loading_threads,
+        prefetch=max(4, task.loading_threads),
     )
 
 
@@ -177,8 +205,16 @@ def test_batches(task: Task, batch_size: int) -> Iterator[tuple[Arrays, int]]:
       task: whose test data, and how it prepares rows.
       batch_size: rows a batch.
     """
+    import grain
+
     total = count_rows(task.test)
-    for start in range(0, total, batch_size):
-        rows = np.arange(start, start + batch_size)
-        batch = {name: array[np.minimum(rows, total - 1)] for name, array in task.test.items()}
-        yield task.prepare(batch), min(batch_size, total - start)
+
+    def fetch(number: int) -> tuple[Arrays, int]:
+        start = number * batch_size
+        rows = np.minimum(np.arange(start, start + batch_size), total - 1)
+        batch = {name: array[rows] for name, array in task.test.items()}
+        return task.prepare(batch), min(batch_size, total - start)
+
+    threads = task.loading_threads
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2, threads))
+    yield from grain.MapDataset.range(-(-total // batch_size)).map(fetch).to_iter_dataset(options)

@@ -126,3 +126,17 @@ def write_mnist(directory: Path, train: int, test: int) -> None:
         images = np.repeat(25 * labels, 28 * 28).reshape(count, 28, 28)
         (directory / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx_bytes(images)))
         (directory / f"{prefix}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
+
+
+def write_image_folder(directory: Path, train: int, val: int) -> None:
+    """Writes an image folder of two classes, dark and light, with so many noisy images each."""
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    for part, count in (("train", train), ("val", val)):
+        for name, start in (("dark", 0), ("light", 128)):
+            folder = directory / part / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(start, start + 128, (40, 50, 3), np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")

@@ -12,13 +12,15 @@ _MODULES = {
     "cora": "jmp_train.tasks.cora",
     "reddit": "jmp_train.tasks.reddit",
     "cifar10": "jmp_train.tasks.cifar10",
+    "vit-b16": "jmp_train.tasks.vit",
 }
 _MODELS = {  # of the tasks that have several, the default first
     "karate": ("gcn", "gat"),
     "cora": ("gcn", "gat", "sage"),
 }
-_CUT = ("digits", "mnist", "cifar10")  # the tasks whose batches can be cut over devices
-_HAVE = {"heads": ("reddit",), "scale": ("reddit",)}  # the tasks that have an option
+_CUT = ("digits", "mnist", "cifar10", "vit-b16")  # the tasks whose batches can be cut over devices
+# The tasks that have an option.
+_HAVE = {"heads": ("reddit",), "scale": ("reddit",), "image_size": ("vit-b16",)}
 
 TASK_NAMES = tuple(_MODULES)
 
@@ -40,9 +42,10 @@ def load_task(name: str, options: TaskOptions | None = None) -> Task:
     """
     options = TaskOptions() if options is None else options
     options = dataclasses.replace(options, model=_checked_model(name, options.model))
-    for option, value in (("heads", options.heads), ("scale", options.scale)):
-        if value is not None and name not in _HAVE[option]:
-            tasks = ", ".join(_HAVE[option])
+    for option, having in _HAVE.items():
+        value = getattr(options, option)
+        if value is not None and name not in having:
+            tasks = ", ".join(having)
             raise ValueError(f"{option}={value}: task {name} has no such option, only {tasks} has")
     if options.devices > 1 and name not in _CUT:
         raise ValueError(

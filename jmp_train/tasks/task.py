@@ -28,6 +28,7 @@ class TaskOptions:
       heads: the attention heads of each layer, for tasks that let choose; None for the task's own.
       scale: the size of the synthetic data, for tasks that let choose; None for the real data's.
       devices: over how many devices a batch is cut, for tasks whose batches can be.
+      image_size: the side of an image in pixels, for tasks that let choose; None for the task's own.
     """
 
     data_dir: Path | None = None
@@ -37,6 +38,7 @@ class TaskOptions:
     heads: tuple[int, ...] | None = None
     scale: float | None = None
     devices: int = 1
+    image_size: int | None = None
 
     @property
     def axis_name(self) -> str | None:
@@ -64,6 +66,10 @@ class Task:
         added to what `prepare` makes; the loop calls it once, casts it once, as the policy casts what
         is computed with, and keeps it on the device.
       devices: over how many devices a batch is cut; if several, `loss_fn` may name `DATA_AXIS`.
+      augment: `augment(rows, seeds)` prepares training rows in place of `prepare`, where that is random: `seeds` are
+        uint64 [rows], of the run's seed, the epoch and the row, so that runs are repeated and resumed exactly; None
+        where it is not.
+      loading_threads: how many threads prepare batches, each a batch of its own.
       batch_norms: finds the paths of the model's BatchNorms in the parameters, for modes that keep them in
         float32; the loop calls it where it needs them.
     """
@@ -81,4 +87,6 @@ class Task:
     epochs: int
     shared: Callable[[], dict[str, Any]] = dict
     devices: int = 1
+    augment: Callable[[Arrays, np.ndarray], Arrays] | None = None
+    loading_threads: int = 1
     batch_norms: Callable[[], tuple[str, ...]] = tuple

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import write_cifar, write_mnist
+from helpers import write_cifar, write_image_folder, write_mnist
 
 import jmp_train as jt
 import jmp_train.graphs
@@ -256,6 +256,22 @@ def test_the_resnet_example_trains_in_a_mode_and_by_a_configuration(tmp_path: Pa
         losses.append(float(result[1]))
         assert float(result[2]) == (1 if precision[0] == "--mode" else 1024)
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["float32", "apex-O2"])
+def test_the_vit_example_trains_on_a_folder(mode: str, tmp_path: Path) -> None:
+    write_image_folder(tmp_path, train=16, val=4)
+    example = str(ROOT / "examples" / "vit_imagenet.py")
+    options = ("--data-dir", ".", "--image-size", "16", "--batch-size", "8", "--epochs", "6")
+    output = run_script(example, *options, "--mode", mode, cwd=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"epoch \d  loss ([\d.]+)  loss scale", output)]
+    assert len(losses) == 6
+    assert losses[-1] < 0.5 * losses[0] < 0.5
+    accuracy = re.search(r"test accuracy ([\d.]+)%", output)
+    assert accuracy is not None
+    assert float(accuracy[1]) == 100
 
 
 def test_the_changelog_and_the_version_agree() -> None:

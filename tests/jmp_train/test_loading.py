@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_train.loading import array_batches, train_batches
+from jmp_train.loading import array_batches, row_seeds, train_batches
 from jmp_train.loading import test_batches as batches_of_test
 from jmp_train.tasks import load_task
 from jmp_train.tasks.task import Arrays, Task
@@ -91,6 +91,39 @@ def test_batches_resume_with_another_number_of_processes() -> None:
     np.testing.assert_array_equal([np.asarray(batch["x"]) for batch in later], whole[8:])
     without_end = array_batches(arrays, 8, epochs=None, start=17)
     np.testing.assert_array_equal(next(without_end)["x"], whole[17])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_threads": 4}, {"start": 7}, {"process_index": 1, "process_count": 2}]
+)
+def test_augment_gets_a_seed_for_each_row_and_epoch(options: dict[str, Any]) -> None:
+    def augment(rows: Any, seeds: np.ndarray) -> Any:
+        assert seeds.dtype == np.uint64
+        return {
+            **rows,
+            "high": (seeds >> np.uint64(32)).astype(np.uint32),
+            "low": seeds.astype(np.uint32),
+        }
+
+    batches = list(
+        array_batches({"x": np.arange(50)}, 8, seed=3, epochs=3, augment=augment, **options)
+    )
+    start = options.get("start", 0)
+    assert len(batches) == 18 - start
+    drawn = set()
+    for number, batch in enumerate(batches, start):
+        for row, high, low in zip(
+            *map(np.asarray, (batch["x"], batch["high"], batch["low"])), strict=True
+        ):
+            words = np.random.SeedSequence((3, number // 6, int(row))).generate_state(2, np.uint32)
+            assert (low, high) == tuple(words)
+            drawn.add((low, high))
+    assert len(drawn) == sum(len(batch["x"]) for batch in batches)
+
+
+def test_seeds_of_rows_depend_on_the_run_the_epoch_and_the_row() -> None:
+    seeds = [row_seeds(seed, epoch, np.arange(100)) for seed in (0, 1) for epoch in (0, 1)]
+    assert len(np.unique(seeds)) == 400
 
 
 def test_batches_are_cut_over_devices() -> None:

@@ -30,8 +30,9 @@ def load_digits_task(devices: int = 1) -> Task:
 def test_every_task_loads() -> None:
     for name in TASK_NAMES:
         scale = 0.001 if name == "reddit" else None
-        synthetic = name in ("mnist", "cora", "reddit", "cifar10")
-        task = load_task(name, TaskOptions(synthetic=synthetic, scale=scale))
+        image_size = 16 if name == "vit-b16" else None
+        synthetic = name in ("mnist", "cora", "reddit", "cifar10", "vit-b16")
+        task = load_task(name, TaskOptions(synthetic=synthetic, scale=scale, image_size=image_size))
         assert task.name == name
         assert set(task.train) == set(task.test)
         for data in (task.train, task.test):

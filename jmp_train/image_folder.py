@@ -1,0 +1,177 @@
+"""Folders of images, a folder a class, as torchvision's `ImageFolder` reads them, and the crops of its references.
+
+The way of the data: `read_image_folder` -> paths and labels -> `random_crops` or `centre_crops` -> uint8 arrays.
+"""
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
+
+_SCALE = (0.08, 1.0)  # of a random crop, its share of the area
+_RATIO = (3 / 4, 4 / 3)  # and its width by its height
+_TRIES = 10
+_BILINEAR = 2  # PIL.Image.Resampling.BILINEAR; pillow is imported where an image is opened
+
+Box = tuple[int, int, int, int]  # left, upper, right, lower
+
+
+def read_image_folder(
+    data_dir: Path,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], tuple[str, ...]]:
+    """Finds the images of DIR/train/CLASS and DIR/val/CLASS; opens none of them.
+
+    Args:
+      data_dir: the folder DIR.
+
+    Returns:
+      Training and validation data, each a dictionary with `path`, objects [images] that are strings, and `label`,
+      int32 [images]; and the names of the classes, sorted: a label is a place among them. Images come class by
+      class, by name.
+
+    Raises:
+      FileNotFoundError: a folder is missing.
+      ValueError: there are no classes, a class of training has no images, or validation has a class that training
+        has not, or no images at all.
+    """
+    folders = {part: _classes_in(data_dir / part) for part in ("train", "val")}
+    classes = tuple(sorted(folders["train"]))
+    unknown = sorted(set(folders["val"]) - set(classes))
+    if unknown:
+        raise ValueError(
+            f"{folders['val'][unknown[0]]}: training has no class {unknown[0]!r} in {data_dir / 'train'}"
+        )
+    train = _images_of(folders["train"], classes)
+    empty = np.flatnonzero(np.bincount(train["label"], minlength=len(classes)) == 0)
+    if len(empty):
+        folder = folders["train"][classes[empty[0]]]
+        raise ValueError(f"{folder} has no images; they end in {', '.join(SUFFIXES)}")
+    val = _images_of(folders["val"], classes)
+    if not len(val["label"]):
+        raise ValueError(f"{data_dir / 'val'} has no images; they end in {', '.join(SUFFIXES)}")
+    return train, val, classes
+
+
+def _classes_in(folder: Path) -> dict[str, Path]:
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is no folder; wanted are DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
+        )
+    classes = {path.name: path for path in folder.iterdir() if path.is_dir()}
+    if not classes:
+        raise ValueError(f"{folder} has no classes, that is no folders of images")
+    return classes
+
+
+def _images_of(folders: dict[str, Path], classes: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns the images of the classes that have a folder."""
+    paths: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        if name not in folders:
+            continue
+        images = [
+            str(path) for path in sorted(folders[name].iterdir()) if path.suffix.lower() in SUFFIXES
+        ]
+        paths += images
+        labels += [label] * len(images)
+    return {"path": np.array(paths, object), "label": np.array(labels, np.int32)}
+
+
+def random_crops(paths: Iterable[str], seeds: Iterable[int], size: int) -> np.ndarray:
+    """Returns a random crop of each image, flipped or not, uint8 [images, size, size, 3].
+
+    torchvision's RandomResizedCrop(size) and RandomHorizontalFlip(): a share of 0.08 to 1 of the area, a ratio of 3/4
+    to 4/3, bilinear with antialiasing; half of them flipped.
+
+    Args:
+      paths: of the images, [images].
+      seeds: from 0 to below 2**64, [images]; each alone decides of its image.
+      size: the side in pixels.
+
+    Raises:
+      ValueError: an image is damaged or missing; the message names it.
+    """
+    return np.stack(
+        [_random_crop(path, int(seed), size) for path, seed in zip(paths, seeds, strict=True)]
+    )
+
+
+def _random_crop(path: str, seed: int, size: int) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    image = _decoded(path)
+    # Cut first: the filter must not look beyond the crop, which resize(box=...) does.
+    crop = np.asarray(image.crop(random_box(random, *image.size)).resize((size, size), _BILINEAR))
+    return crop[:, ::-1] if random.random() < 0.5 else crop
+
+
+def random_box(random: np.random.Generator, width: int, height: int) -> Box:
+    """Returns which part of an image RandomResizedCrop takes.
+
+    Args:
+      random: is drawn from.
+      width: of the image in pixels.
+      height: of the image in pixels.
+
+    Reference: torchvision.transforms.RandomResizedCrop.get_params.
+    """
+    for _ in range(_TRIES):
+        area = width * height * random.uniform(*_SCALE)
+        ratio = math.exp(random.uniform(math.log(_RATIO[0]), math.log(_RATIO[1])))
+        wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < wide <= width and 0 < high <= height:
+            upper = int(random.integers(0, height - high + 1))
+            left = int(random.integers(0, width - wide + 1))
+            return left, upper, left + wide, upper + high
+    # All of it, but for the ends of a side that is too long.
+    wide = min(width, round(height * _RATIO[1]))
+    high = min(height, round(width / _RATIO[0]))
+    left, upper = (width - wide) // 2, (height - high) // 2
+    return left, upper, left + wide, upper + high
+
+
+def centre_crops(paths: Iterable[str], size: int) -> np.ndarray:
+    """Returns the centre of each image, uint8 [images, size, size, 3].
+
+    torchvision's Resize(256) and CenterCrop(224), bilinear with antialiasing, or both in proportion to `size`.
+
+    Args:
+      paths: of the images.
+      size: the side in pixels.
+
+    Raises:
+      ValueError: an image is damaged or missing; the message names it.
+    """
+    return np.stack([_centre_crop(path, size) for path in paths])
+
+
+def _centre_crop(path: str, size: int) -> np.ndarray:
+    image = _decoded(path)
+    width, height = image.size
+    short, by = size * 256 // 224, min(width, height)
+    image = image.resize((width * short // by, height * short // by), _BILINEAR)
+    left, upper = round((image.width - size) / 2), round((image.height - size) / 2)
+    return np.asarray(image.crop((left, upper, left + size, upper + size)))
+
+
+def _decoded(path: str) -> Any:
+    """Returns an image in red, green and blue."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (
+        OSError,
+        EOFError,
+        SyntaxError,
+        ValueError,
+        struct.error,
+        Image.DecompressionBombError,
+    ) as error:
+        raise ValueError(f"{path} cannot be decoded as an image: {error}") from error

@@ -1,0 +1,198 @@
+"""Task `vit-b16`: ViT-B/16 on ImageNet, the job of ColossalAI's benchmark of its AMP modes.
+
+timm's vit_base_patch16_224 with dropout 0.1, batch 128, SGD 1e-2 with weight decay 0.1 and no momentum, gradients
+clipped at norm 1, 300 epochs. The learning rate is ColossalAI's LinearWarmupLR, there with 50 of 300 epochs to warm
+up: here the first sixth of the run's steps, however long it is.
+"""
+
+import os
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jmp_train.image_folder import centre_crops, random_crops, read_image_folder
+from jmp_train.tasks.image_loss import image_loss
+from jmp_train.tasks.task import Arrays, Task, TaskOptions
+from jmp_train.tasks.vit_model import VisionTransformer
+
+LEARNING_RATE, WEIGHT_DECAY, LARGEST_NORM = 1e-2, 0.1, 1.0
+EPOCHS, WARM_UP_SHARE = 300, 6
+BATCH_SIZE = 128
+IMAGE_SIZE = 224
+
+# Of the red, green and blue of ImageNet's training images, from 0 to 1.
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+# Made-up data is for trying things out, also on CPUs: few rows and one epoch, unless --epochs says more.
+SYNTHETIC_CLASSES, SYNTHETIC_ROWS, SYNTHETIC_TEST_ROWS, SYNTHETIC_EPOCHS = 10, 1024, 128, 1
+
+
+def normalised(images: jax.Array, dtype: Any) -> jax.Array:
+    """Returns images with ImageNet's mean and deviation taken out, computed in float32.
+
+    Args:
+      images: uint8 [batch, height, width, 3].
+      dtype: the floating dtype of the result.
+    """
+    mean, deviation = (np.array(values, np.float32) * 255 for values in (MEAN, DEVIATION))
+    return ((images.astype(jnp.float32) - mean) / deviation).astype(dtype)
+
+
+def init(key: jax.Array, model: VisionTransformer, image_size: int) -> tuple[Any, Any]:
+    """Returns float32 parameters, and no model state.
+
+    Args:
+      key: of the random values.
+      model: the network.
+      image_size: the side of an image in pixels, which decides how many positions there are.
+    """
+    images = jnp.zeros((1, image_size, image_size, 3))
+    return jax.jit(partial(model.init, train=False))(key, images)["params"], {}
+
+
+def loss_fn(
+    params: Any, model_state: Any, batch: Any, rng: Any, model: VisionTransformer
+) -> tuple[jax.Array, Any]:
+    """Returns the mean cross-entropy, the model state, which is empty, and the accuracy.
+
+    Args:
+      params: what `init` made.
+      model_state: what `init` made.
+      batch: `image`, uint8 [batch, height, width, 3], and `label`, int32 [batch].
+      rng: of the dropout.
+      model: the network.
+    """
+    rows = {**batch, "image": normalised(batch["image"], _dtype_of(params))}
+    return image_loss(model, params, model_state, rows, {"dropout": rng})
+
+
+def predict(params: Any, model_state: Any, batch: Any, model: VisionTransformer) -> Any:
+    """Returns the logits [batch, classes] of `batch["image"]`, without dropout.
+
+    Args:
+      params: what `init` made.
+      model_state: what `init` made.
+      batch: `image`, uint8 [batch, height, width, 3].
+      model: the network.
+    """
+    del model_state
+    return model.apply(
+        {"params": params}, normalised(batch["image"], _dtype_of(params)), train=False
+    )
+
+
+def _dtype_of(params: Any) -> Any:
+    return params["head"]["kernel"].dtype
+
+
+def schedule(steps: int) -> optax.Schedule:
+    """Returns the learning rate by the number of steps taken: up in a sixth of the run, then down to 0.
+
+    Args:
+      steps: of the run.
+
+    Reference: colossalai.nn.lr_scheduler.LinearWarmupLR.
+    """
+    warm_up = steps // WARM_UP_SHARE
+    down = optax.linear_schedule(LEARNING_RATE, 0.0, steps - warm_up)
+    if not warm_up:
+        return down
+    up = optax.linear_schedule(LEARNING_RATE / (warm_up + 1), LEARNING_RATE, warm_up)
+    return optax.join_schedules([up, down], [warm_up])
+
+
+def optimizer(learning_rate: Any) -> optax.GradientTransformation:
+    """Returns torch's SGD with L2 weight decay, which takes gradients that are clipped before.
+
+    Args:
+      learning_rate: a number or a schedule.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(LARGEST_NORM),
+        optax.add_decayed_weights(WEIGHT_DECAY),
+        optax.sgd(learning_rate),
+    )
+
+
+def load(options: TaskOptions) -> Task:
+    """Returns the task with the image folder `options.data_dir`, or with synthetic data."""
+    size = IMAGE_SIZE if options.image_size is None else options.image_size
+    patch = VisionTransformer.patch
+    if size < 1 or size % patch:
+        raise ValueError(f"image_size={size} must be a multiple of the patch's side, {patch}")
+    return _synthetic_task(options, size) if options.synthetic else _folder_task(options, size)
+
+
+def _folder_task(options: TaskOptions, size: int) -> Task:
+    if options.data_dir is None:
+        raise FileNotFoundError(
+            "task vit-b16 wants --data-dir DIR with DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg (or --synthetic)"
+        )
+    train, test, classes = read_image_folder(options.data_dir)
+    # The files come class by class; of --train-size N the first N are to be of all classes.
+    order = np.random.default_rng(0).permutation(len(train["label"]))
+
+    def prepare(rows: Arrays) -> Arrays:
+        return {"image": centre_crops(rows["path"], size), "label": rows["label"]}
+
+    def augment(rows: Arrays, seeds: np.ndarray) -> Arrays:
+        return {"image": random_crops(rows["path"], seeds, size), "label": rows["label"]}
+
+    return Task(
+        **_common(options, VisionTransformer(len(classes)), size),
+        train={name: array[order] for name, array in train.items()},
+        test=test,
+        prepare=prepare,
+        augment=augment,
+        loading_threads=min(16, os.cpu_count() or 1),
+        epochs=EPOCHS,
+    )
+
+
+def _synthetic_task(options: TaskOptions, size: int) -> Task:
+    if options.data_dir is not None:
+        raise ValueError("--data-dir and --synthetic exclude each other")
+    return Task(
+        **_common(options, VisionTransformer(), size),
+        train=synthetic_data(SYNTHETIC_ROWS, size, seed=0),
+        test=synthetic_data(SYNTHETIC_TEST_ROWS, size, seed=1),
+        prepare=lambda rows: rows,
+        epochs=SYNTHETIC_EPOCHS,
+    )
+
+
+def _common(options: TaskOptions, model: VisionTransformer, size: int) -> dict[str, Any]:
+    """Returns what does not depend on where the data is from."""
+    return {
+        "name": "vit-b16",
+        "init": partial(init, model=model, image_size=size),
+        "loss_fn": partial(loss_fn, model=model),
+        "predict": partial(predict, model=model),
+        "schedule": schedule,
+        "optimizer": optimizer,
+        "batch_size": BATCH_SIZE,
+        "devices": options.devices,
+    }
+
+
+def synthetic_data(count: int, size: int, seed: int) -> Arrays:
+    """Returns noise in a colour for each of ten labels, which is learned in a few steps.
+
+    Args:
+      count: rows.
+      size: the side of an image in pixels.
+      seed: of the labels and the noise.
+
+    Returns:
+      `image`, uint8 [count, size, size, 3], and `label`, int32 [count].
+    """
+    random = np.random.default_rng(seed)
+    colours = np.random.default_rng(0).integers(0, 129, (SYNTHETIC_CLASSES, 3), np.uint8)
+    labels = random.integers(0, SYNTHETIC_CLASSES, count, np.int32)
+    images = random.integers(0, 128, (count, size, size, 3), np.uint8)
+    images += colours[labels][:, None, None]
+    return {"image": images, "label": labels}

@@ -1,0 +1,356 @@
+import dataclasses
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import promoting, relaxed, write_image_folder
+
+from jmp_train.image_folder import centre_crops, random_crops
+from jmp_train.loading import row_seeds, train_batches
+from jmp_train.loading import test_batches as batches_of_test
+from jmp_train.policies.amp import amp_mode
+from jmp_train.setups import precision_of
+from jmp_train.tasks import load_task, vit
+from jmp_train.tasks.task import Task, TaskOptions
+from jmp_train.tasks.vit_model import VisionTransformer, attention, is_kept
+from jmp_train.train_state import TrainState
+from jmp_train.train_step import train_step
+from jmp_train.training import train
+
+MODES = ("apex-O0", "torch", "apex-O1", "apex-O2", "apex-O3", "naive")
+TINY = VisionTransformer(classes=10, patch=8, width=16, depth=1, heads=2, mlp=32)
+SIZE = 16
+FAST = {"xla_backend_optimization_level": 0}  # to compile
+
+
+def with_model(task: Task, model: VisionTransformer, size: int) -> Task:
+    """Returns the task with another network, and with dtypes promoted within flax and optax."""
+    return dataclasses.replace(
+        task,
+        init=promoting(partial(vit.init, model=model, image_size=size)),
+        loss_fn=promoting(partial(vit.loss_fn, model=model)),
+        predict=promoting(partial(vit.predict, model=model)),
+        optimizer=lambda rate: relaxed(task.optimizer(rate)),
+    )
+
+
+@pytest.fixture(name="tiny", scope="module")
+def fixture_tiny() -> Task:
+    return with_model(
+        load_task("vit-b16", TaskOptions(synthetic=True, image_size=SIZE)), TINY, SIZE
+    )
+
+
+@pytest.fixture(name="params", scope="module")
+def fixture_params() -> Any:
+    """Parameters of `TINY` that are random everywhere, float32."""
+    shapes, _ = jax.eval_shape(
+        promoting(partial(vit.init, model=TINY, image_size=SIZE)), jax.random.key(0)
+    )
+    random = np.random.default_rng(0)
+    return jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), shapes)
+
+
+def batch_of(rows: int) -> dict[str, np.ndarray]:
+    return vit.synthetic_data(rows, SIZE, seed=5)
+
+
+def reference(params: Any, images: np.ndarray, model: VisionTransformer) -> np.ndarray:
+    """Returns the logits in float64, from the equations of the paper and of timm's defaults."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    means, deviations = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    pixels = (images / 255 - means) / deviations
+    count, side, patch = len(images), images.shape[1] // model.patch, model.patch
+
+    def dense(layer: Any, x: np.ndarray) -> np.ndarray:
+        return x @ layer["kernel"] + layer["bias"]
+
+    def norm(layer: Any, x: np.ndarray) -> np.ndarray:
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * layer["scale"] + layer["bias"]
+
+    def attend(layer: Any, x: np.ndarray) -> np.ndarray:
+        out, size = np.empty_like(x), model.width // model.heads
+        q, k, v = np.split(dense(layer["qkv"], x), 3, axis=-1)
+        for head in range(model.heads):
+            own = slice(head * size, (head + 1) * size)
+            logits = q[..., own] @ k[..., own].transpose(0, 2, 1) / math.sqrt(size)
+            exp = np.exp(logits - logits.max(-1, keepdims=True))
+            out[..., own] = exp / exp.sum(-1, keepdims=True) @ v[..., own]
+        return dense(layer["projection"], out)
+
+    cut = pixels.reshape(count, side, patch, side, patch, 3).transpose(0, 1, 3, 2, 4, 5)
+    kernel = p["patch_embed"]["kernel"].reshape(-1, model.width)
+    tokens = cut.reshape(count, side**2, -1) @ kernel + p["patch_embed"]["bias"]
+    first = np.broadcast_to(p["class_token"], (count, 1, model.width))
+    x = np.concatenate([first, tokens], axis=1) + p["positions"]
+    erf = np.vectorize(math.erf)
+    for number in range(model.depth):
+        layer = p[f"attention_{number}"]
+        x = x + attend(layer, norm(layer["norm"], x))
+        layer = p[f"mlp_{number}"]
+        hidden = dense(layer["dense_1"], norm(layer["norm"], x))
+        x = x + dense(layer["dense_2"], hidden * 0.5 * (1 + erf(hidden / math.sqrt(2))))
+    return dense(p["head"], norm(p["norm"], x[:, 0]))
+
+
+def test_the_full_network_has_timms_parameters() -> None:
+    init = promoting(partial(vit.init, model=VisionTransformer(), image_size=224))
+    params, model_state = jax.eval_shape(init, jax.random.key(0))
+    assert sum(x.size for x in jax.tree.leaves(params)) == 86_567_656
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    assert params["positions"].shape == (1, 197, 768)
+    assert model_state == {}
+
+
+def test_logits_are_those_of_the_equations_and_nothing_is_dropped(params: Any) -> None:
+    images = batch_of(3)["image"]
+    logits = jax.jit(promoting(partial(vit.predict, model=TINY)), compiler_options=FAST)(
+        params, {}, {"image": images}
+    )
+    expected = reference(params, images, TINY)
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_is_that_of_the_equations_and_dropout_draws_from_the_key(params: Any) -> None:
+    batch = batch_of(4)
+    sure = dataclasses.replace(TINY, drop_rate=0.0)
+    run = jax.jit(promoting(vit.loss_fn), static_argnums=4, compiler_options=FAST)
+    loss, (state, aux) = run(params, {}, batch, jax.random.key(0), sure)
+    logits = reference(params, batch["image"], TINY)
+    terms = np.log(np.exp(logits).sum(-1)) - logits[np.arange(4), batch["label"]]
+    assert float(loss) == pytest.approx(terms.mean(), rel=1e-4)
+    assert float(aux["accuracy"]) == np.mean(logits.argmax(-1) == batch["label"])
+    assert state == {}
+    drawn = [float(run(params, {}, batch, jax.random.key(seed), TINY)[0]) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert float(loss) not in drawn
+
+
+def test_attention_of_half_values_has_its_softmax_in_float32() -> None:
+    # In float16 exp(-9.1) = 1.1e-4 and the sum over 2,048 tokens would be wrong by far more than a rounding.
+    tokens = 2048
+    qkv = np.zeros((1, tokens, 3), np.float16)
+    qkv[..., 0] = 1
+    qkv[0, 1:, 1] = -9.1
+    qkv[0, 1:, 2] = 4
+    shares = np.exp(qkv[0, :, 1].astype(np.float64))
+    expected = (shares / shares.sum()) @ qkv[0, :, 2].astype(np.float64)
+    out = jax.jit(attention, static_argnums=1)(qkv, 1)
+    assert out.dtype == np.float16
+    assert float(out[0, 0, 0]) == pytest.approx(expected, rel=2e-3)
+
+
+def test_masks_have_their_rate_and_no_pattern() -> None:
+    words = np.random.default_rng(0).integers(0, 2**32, (4, 2), np.uint32)
+    masks = np.stack([is_kept(jnp.asarray(two), 0.1, (300, 400)) for two in words])
+    deviation = math.sqrt(0.1 * 0.9 / masks[0].size)
+    np.testing.assert_allclose(masks.mean((1, 2)), 0.9, atol=5 * deviation)
+    np.testing.assert_allclose(masks.mean((0, 1)), 0.9, atol=5 * 0.3 / math.sqrt(1200))
+    drops = ~masks
+    pairs = [drops[0] & drops[1], drops[:, 1:] & drops[:, :-1], drops[:, :, 1:] & drops[:, :, :-1]]
+    for pair in pairs:  # words, rows and columns are independent
+        assert pair.mean() == pytest.approx(0.01, abs=5 * 0.1 / math.sqrt(pair.size))
+
+
+def test_the_optimizer_clips_then_decays_then_steps_at_the_rate_of_the_schedule() -> None:
+    steps, rate = 12, vit.schedule(12)
+    optimizer = relaxed(vit.optimizer(rate))
+    update = jax.jit(optimizer.update)
+    random = np.random.default_rng(0)
+    params: Any = {"w": random.normal(size=(3, 2)).astype(np.float32), "b": np.ones(2, np.float32)}
+    expected = {name: x.astype(np.float64) for name, x in params.items()}
+    state = optimizer.init(params)
+    for step in range(steps):
+        size = 0.05 if step % 3 == 0 else 7.0  # norms below and above 1
+        grads = {
+            name: (size * random.normal(size=x.shape)).astype(np.float32)
+            for name, x in params.items()
+        }
+        norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in grads.values()))
+        assert (norm > 1) == (size > 1)
+        # 50 of 300 epochs warm up, of 12 steps 2: at 1/3 and 2/3 of the rate, then down from all of it to a tenth.
+        factor = (step + 1) / 3 if step < 2 else (12 - step) / 10
+        for name, grad in grads.items():
+            clipped = grad.astype(np.float64) / max(norm, 1.0)
+            expected[name] = expected[name] - 1e-2 * factor * (clipped + 0.1 * expected[name])
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    for name, x in params.items():
+        np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "last"), [(1, 1e-2, 1e-2), (5, 1e-2, 2e-3), (600, 1e-2 / 101, 2e-5)]
+)
+def test_the_schedule_of_any_length_never_stops_before_the_end(
+    steps: int, first: float, last: float
+) -> None:
+    with jax.numpy_dtype_promotion("standard"):
+        rate = vit.schedule(steps)
+        assert float(np.asarray(rate(0))) == pytest.approx(first)
+        assert float(np.asarray(rate(steps - 1))) == pytest.approx(last, rel=1e-4)
+        assert max(float(np.asarray(rate(step))) for step in range(steps)) == pytest.approx(1e-2)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["naive", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "naive")],
+)
+def test_gradients_are_finite_in_every_mode_and_all_parameters_move(
+    tiny: Task, params: Any, mode: str
+) -> None:
+    # naive begins at 2**32, at which ten to twenty steps are skipped.
+    amp: Any = amp_mode("naive", initial_scale=2.0**10) if mode == "naive" else precision_of(mode)
+    amp = dataclasses.replace(amp, batch_norms=())
+    loss_fn, optimizer = amp.transform(tiny.loss_fn, tiny.optimizer(1e-2))
+    state = TrainState.create(
+        params, optimizer, model_state={}, rng=jax.random.key(1), cast_params=amp.cast_params
+    )
+    step = jax.jit(train_step(loss_fn, optimizer), compiler_options=FAST)
+    new_state, metrics = step(state, batch_of(8))
+    assert bool(metrics["grads_finite"])
+    assert 0 < float(metrics["grad_norm"]) < 1e4
+    assert 0 < float(metrics["loss"]) < 20
+    half = mode in ("apex-O2", "apex-O3", "naive")
+    for old, new in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(new_state.params), strict=True
+    ):
+        assert new.dtype == (np.float16 if half else np.float32)
+        assert (np.asarray(new) != np.asarray(old)).any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_kept_of_a_block_is_half(tiny: Task, params: Any, mode: str) -> None:
+    amp: Any = dataclasses.replace(precision_of(mode), batch_norms=())
+    loss_fn, _ = amp.transform(tiny.loss_fn, tiny.optimizer(1e-2))
+    stored = jax.eval_shape(amp.cast_params, params)
+    program = jax.make_jaxpr(loss_fn)(stored, {}, batch_of(8), jax.random.key(0))
+    # The parts, which have six parameters, and not what autocast makes of single operations.
+    blocks = [
+        e
+        for e in program.eqns
+        if e.primitive.name in ("checkpoint", "remat2") and len(e.invars) > 6
+    ]
+    tokens = [x.aval.dtype for e in blocks for x in e.invars if x.aval.shape == (8, 5, 16)]  # pyright: ignore[reportAttributeAccessIssue]
+    assert tokens == 2 * [np.float32 if mode == "apex-O0" else np.float16]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_it_learns_colours(devices: int) -> None:
+    options = TaskOptions(synthetic=True, image_size=SIZE, devices=devices)
+    task = with_model(load_task("vit-b16", options), TINY, SIZE)
+    run = train(task, "float32", epochs=3, batch_size=16)
+    assert run.steps[0].loss == pytest.approx(np.log(10), abs=1e-4)  # the head begins with zeros
+    assert run.test_accuracy > 0.5  # by chance 0.1
+
+
+@pytest.fixture(name="folder")
+def fixture_folder(tmp_path: Path) -> Path:
+    write_image_folder(tmp_path, train=6, val=2)
+    return tmp_path
+
+
+def test_a_folder_is_cropped_by_chance_for_training_and_from_the_centre_for_the_test(
+    folder: Path,
+) -> None:
+    task = load_task("vit-b16", TaskOptions(data_dir=folder, image_size=SIZE))
+    assert sorted(task.train["label"].tolist()) == [0] * 6 + [1] * 6 != task.train["label"].tolist()
+    shapes, _ = jax.eval_shape(promoting(task.init), jax.random.key(0))
+    assert shapes["head"]["kernel"].shape == (768, 2)  # as many classes as folders
+    assert shapes["positions"].shape == (1, 2, 768)
+    (batch, count), *rest = batches_of_test(task, 3)
+    assert (count, [count for _, count in rest]) == (3, [1])
+    np.testing.assert_array_equal(batch["image"], centre_crops(task.test["path"][:3], SIZE))
+    assert batch["label"].tolist() == [0, 0, 1]
+
+    # All rows are a batch, so its labels and images tell the epoch's order.
+    batches = list(train_batches(task, 12, seed=3, epochs=2))
+    for epoch, batch in enumerate(batches):
+        crops = random_crops(task.train["path"], list(row_seeds(3, epoch, np.arange(12))), SIZE)
+        wanted = {
+            (label, crop.tobytes())
+            for label, crop in zip(task.train["label"].tolist(), crops, strict=True)
+        }
+        images = np.asarray(batch["image"])
+        assert {
+            (int(y), x.tobytes()) for x, y in zip(images, batch["label"], strict=True)
+        } == wanted
+        assert len(wanted) == 12
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_crops_are_the_same_with_any_number_of_threads_and_from_any_start(
+    folder: Path, threads: int
+) -> None:
+    task = load_task("vit-b16", TaskOptions(data_dir=folder, image_size=SIZE))
+    alone = dataclasses.replace(task, loading_threads=1)
+    whole = [np.asarray(batch["image"]) for batch in train_batches(alone, 4, seed=0, epochs=3)]
+    assert len({batch.tobytes() for batch in whole}) == len(whole) == 9
+    several = dataclasses.replace(task, loading_threads=threads)
+    for start in (0, 4):
+        rest = [
+            np.asarray(batch["image"])
+            for batch in train_batches(several, 4, seed=0, epochs=3, start=start)
+        ]
+        np.testing.assert_array_equal(rest, whole[start:])
+
+
+def test_a_damaged_file_is_named_while_batches_are_made(folder: Path) -> None:
+    (folder / "train/light/3.png").write_bytes(b"\x89PNG damaged")
+    (folder / "val/dark/0.png").write_bytes(b"")
+    task = load_task("vit-b16", TaskOptions(data_dir=folder, image_size=SIZE))
+    with pytest.raises(ValueError, match=r"train/light/3\.png cannot be decoded as an image"):
+        list(train_batches(task, 4, seed=0, epochs=1))
+    with pytest.raises(ValueError, match=r"val/dark/0\.png cannot be decoded as an image"):
+        list(batches_of_test(task, 4))
+
+
+def test_synthetic_images_have_their_labels_colour() -> None:
+    data = vit.synthetic_data(200, 32, seed=1)
+    assert (data["image"].shape, data["image"].dtype) == ((200, 32, 32, 3), np.uint8)
+    assert (data["label"].dtype, set(data["label"].tolist())) == (np.int32, set(range(10)))
+    colours = data["image"].mean((1, 2))
+    centres = np.array([colours[data["label"] == label].mean(0) for label in range(10)])
+    nearest = np.linalg.norm(colours[:, None] - centres, axis=-1).argmin(-1)
+    np.testing.assert_array_equal(nearest, data["label"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"synthetic": True, "image_size": 40},
+            ValueError,
+            r"image_size=40 must be a multiple of the patch's side, 16",
+        ),
+        ({"synthetic": True, "image_size": 0}, ValueError, r"image_size=0 must be a multiple"),
+        (
+            {"synthetic": True, "data_dir": Path("x")},
+            ValueError,
+            "--data-dir and --synthetic exclude each other",
+        ),
+        ({}, FileNotFoundError, r"task vit-b16 wants --data-dir DIR with DIR/train/CLASS/\*\.jpg"),
+        ({"data_dir": Path("/nowhere")}, FileNotFoundError, r"/nowhere/train is no folder"),
+    ],
+)
+def test_options_that_do_not_fit(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        load_task("vit-b16", TaskOptions(**options))
+
+
+def test_other_tasks_have_no_image_size() -> None:
+    with pytest.raises(
+        ValueError, match=r"image_size=32: task digits has no such option, only vit-b16 has"
+    ):
+        load_task("digits", TaskOptions(image_size=32))
