@@ -25,6 +25,7 @@ from jmp_train.policies.batch_norms import (
     float32_batch_norms,
     float32_batch_norms_called,
     half_batch_norms,
+    torch_batch_norms_called,
     wide_nnx_statistics,
 )
 from jmp_train.policies.casting import cast_floating, cast_leaf, is_float_array
@@ -285,7 +286,8 @@ class Amp:
             return fn(params, jax.tree_util.tree_map(lambda x: x, state), batch)
 
         if precision.autocast_rules is not None:
-            return autocast(run, self.dtype, rules=precision.autocast_rules)(params, batch)
+            with torch_batch_norms_called():
+                return autocast(run, self.dtype, rules=precision.autocast_rules)(params, batch)
         if precision.model_dtype is not None:
             batch = cast_floating(batch, precision.model_dtype)
         keep = precision.keep_batchnorm_fp32

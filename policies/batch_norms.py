@@ -16,6 +16,7 @@ import numpy as np
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
+from jmp_train.policies.autocast_given import as_given
 from jmp_train.policies.casting import cast_leaf, is_float_array, widen_to_float32
 from jmp_train.policies.dtypes import float_dtype, is_half
 from jmp_train.policies.nodes import change_nodes
@@ -151,10 +152,39 @@ def float32_batch_norms_called() -> Iterator[None]:
 
     Reference: NVIDIA Apex e13873de, apex/fp16_utils/fp16util.py, `convert_network`.
     """
+    with _all_batch_norms_called("float32 batch norms", _call_in_float32):
+        yield
+
+
+@contextlib.contextmanager
+def torch_batch_norms_called() -> Iterator[None]:
+    """Within it, batch norms of linen and haiku in autocast regions hand on the dtype that they are given.
+
+    torch's do so under autocast: theirs is one operation, which takes half and float32 parameters. Written out
+    in jax, it would end in float32 by its parameters, and so would all that is stored for it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from jmp_train.policies import autocast
+      >>> model = nn.Sequential([nn.Dense(2), nn.BatchNorm(use_running_average=True)])
+      >>> variables = model.init(jax.random.key(0), jnp.ones((4, 2)))
+      >>> with torch_batch_norms_called():
+      ...     autocast(model.apply)(variables, jnp.ones((4, 2))).dtype.name
+      'float16'
+
+    Reference: torch.nn.functional.batch_norm under torch.autocast.
+    """
+    with _all_batch_norms_called("torch's batch norms", _call_as_torch):
+        yield
+
+
+@contextlib.contextmanager
+def _all_batch_norms_called(name: str, run: Call) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_interception("float32 batch norms"))
+        stack.enter_context(_interception(name))
         for library in filter(None, map(sys.modules.get, ("flax.linen", "haiku"))):
-            stack.enter_context(_batch_norms_called(library, _call_in_float32))
+            stack.enter_context(_batch_norms_called(library, run))
         yield
 
 
@@ -276,6 +306,17 @@ def _call_in_float32(call: Call, args: Any, kwargs: Any, module: Any = None) -> 
     if isinstance(result, tuple):  # equinox's, whose second is the state
         return cast_leaf(result[0], floats[0].dtype), *result[1:]
     return cast_leaf(result, floats[0].dtype)
+
+
+def _call_as_torch(call: Call, args: Any, kwargs: Any, module: Any = None) -> Any:
+    del module
+    x = next((x for x in (*args, *kwargs.values()) if is_float_array(x)), None)
+    result = call(*args, **kwargs)
+    return result if x is None else _like_input(result, x)
+
+
+# Traced in float32, both are; only the region knows their dtypes.
+_like_input = as_given(lambda result, x: cast_leaf(result, x.dtype))
 
 
 def _widen(x: Any) -> Any:

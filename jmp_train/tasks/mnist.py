@@ -6,7 +6,6 @@ PyTorch's defaults: biased convolutions, its initialisers, BatchNorm's eps 1e-5 
 here is at most 0.05 % less.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import optax
 
 from jmp_train.idx import read_idx
 from jmp_train.policies.batch_norms import batch_norm_paths
+from jmp_train.tasks.convolution import Conv, torch_uniform
 from jmp_train.tasks.image_loss import image_loss
 from jmp_train.tasks.task import Arrays, Task, TaskOptions
 
@@ -74,9 +74,7 @@ class MnistCNN(nn.Module):
         """Returns logits [batch, 10] of images [batch, 28, 28, 1]."""
         for channels, features, size, stride, padding in BLOCKS:
             init = torch_uniform(channels * size**2)
-            conv = nn.Conv(
-                features, (size, size), stride, padding, kernel_init=init, bias_init=init
-            )
+            conv = Conv(features, size, stride, padding, kernel_init=init, bias_init=init)
             norm = nn.BatchNorm(
                 use_running_average=not train,
                 momentum=0.9,
@@ -88,16 +86,6 @@ class MnistCNN(nn.Module):
         for features in DENSE:
             x = nn.relu(_dense(features, x.shape[-1])(x))
         return _dense(CLASSES, x.shape[-1])(x)
-
-
-def torch_uniform(fan_in: int) -> Callable[..., jax.Array]:
-    """Returns PyTorch's default initialiser of kernels and biases: uniform in +-1/sqrt(fan_in)."""
-    bound = fan_in**-0.5
-
-    def init(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
-        return jax.random.uniform(key, shape, dtype, -bound, bound)
-
-    return init
 
 
 def _dense(features: int, fan_in: int) -> nn.Dense:

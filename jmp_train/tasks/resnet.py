@@ -8,10 +8,8 @@ Reference: https://arxiv.org/abs/1512.03385; torchvision's `resnet34`.
 
 import flax.linen as nn
 import jax
-from flax.linen.dtypes import promote_dtype
-from jax import lax
 
-from jmp_train.tasks.mnist import torch_uniform
+from jmp_train.tasks.convolution import Conv, torch_uniform
 
 CLASSES = 10
 
@@ -19,34 +17,9 @@ CLASSES = 10
 _kaiming_normal = nn.initializers.variance_scaling(2.0, "fan_out", "normal", in_axis=-1, out_axis=0)
 
 
-class Conv(nn.Module):
-    """A convolution without bias, padded as torch pads odd kernels: by half of the kernel on each side.
-
-    Args:
-      features: channels out.
-      size: of the kernel, both ways; odd.
-      stride: both ways.
-    """
-
-    features: int
-    size: int
-    stride: int = 1
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns [batch, rows, columns, features] of x [batch, rows, columns, channels], in x's dtype."""
-        # On GPUs XLA convolves NHWC with OHWI kernels. linen's HWIO ones it would transpose, and under autocast
-        # the step would keep float32 copies of all of them; stored as OHWI they are cast as they lie.
-        shape = (self.features, self.size, self.size, x.shape[-1])
-        kernel = self.param("kernel", _kaiming_normal, shape)
-        x, kernel = promote_dtype(x, kernel, dtype=None)
-        return lax.conv_general_dilated(
-            x,
-            kernel,
-            window_strides=(self.stride, self.stride),
-            padding=[(self.size // 2, self.size // 2)] * 2,
-            dimension_numbers=("NHWC", "OHWI", "NHWC"),
-        )
+def _conv(features: int, size: int, stride: int = 1, *, name: str) -> Conv:
+    """Returns a convolution without bias, padded as torch pads odd kernels: by half of the kernel on each side."""
+    return Conv(features, size, stride, size // 2, kernel_init=_kaiming_normal, name=name)
 
 
 class Block(nn.Module):
@@ -65,12 +38,12 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Returns [batch, rows / stride, columns / stride, features] of x [batch, rows, columns, channels]."""
-        y = Conv(self.features, 3, self.stride, name="conv1")(x)
+        y = _conv(self.features, 3, self.stride, name="conv1")(x)
         y = nn.relu(batch_norm("norm1", train, self.axis_name)(y))
-        y = Conv(self.features, 3, name="conv2")(y)
+        y = _conv(self.features, 3, name="conv2")(y)
         y = batch_norm("norm2", train, self.axis_name)(y)
         if x.shape != y.shape:
-            x = Conv(self.features, 1, self.stride, name="projection")(x)
+            x = _conv(self.features, 1, self.stride, name="projection")(x)
             x = batch_norm("projection_norm", train, self.axis_name)(x)
         return nn.relu(x + y)
 
@@ -91,7 +64,7 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Returns logits [batch, 10] of images [batch, 32, 32, 3]."""
-        x = Conv(self.features[0], 3, name="stem")(x)
+        x = _conv(self.features[0], 3, name="stem")(x)
         x = nn.relu(batch_norm("stem_norm", train, self.axis_name)(x))
         for stage, (count, features) in enumerate(zip(self.stages, self.features, strict=True)):
             for number in range(count):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jmp_train.policies.autocast import autocast_as
-from jmp_train.tasks.mnist import torch_uniform
+from jmp_train.tasks.convolution import torch_uniform
 
 _SAVED = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _EPSILON = 1e-6  # of the norms

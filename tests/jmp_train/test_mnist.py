@@ -10,7 +10,8 @@ import pytest
 from helpers import idx_bytes, promoting, relaxed, write_mnist
 
 from jmp_train.tasks import load_task, mnist
-from jmp_train.tasks.mnist import BLOCKS, FILES, prepare, read_mnist, torch_uniform
+from jmp_train.tasks.convolution import torch_uniform
+from jmp_train.tasks.mnist import BLOCKS, FILES, prepare, read_mnist
 from jmp_train.tasks.task import Task, TaskOptions
 from jmp_train.training import train
 

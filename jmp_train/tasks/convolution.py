@@ -1,0 +1,61 @@
+"""Convolutions with kernels that lie as GPUs read them, and torch's initialiser."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
+from jax import lax
+
+Initializer = Callable[..., jax.Array]
+
+
+class Conv(nn.Module):
+    """A convolution of square kernels.
+
+    On GPUs XLA convolves NHWC with OHWI kernels. linen's HWIO ones it would transpose, and the step would keep copies
+    of all of them, of their masters and moments even in float32; stored as OHWI they are cast and updated as they lie.
+
+    Args:
+      features: channels out.
+      size: of the kernel, both ways.
+      stride: both ways.
+      padding: with zeros, on all four sides.
+      kernel_init: of kernels [features, size, size, channels].
+      bias_init: of the bias [features]; None for a convolution without.
+    """
+
+    features: int
+    size: int
+    stride: int = 1
+    padding: int = 0
+    kernel_init: Initializer = nn.initializers.lecun_normal(in_axis=(1, 2, 3), out_axis=0)
+    bias_init: Initializer | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns [batch, rows, columns, features] of x [batch, rows, columns, channels]."""
+        shape = (self.features, self.size, self.size, x.shape[-1])
+        kernel = self.param("kernel", self.kernel_init, shape)
+        bias = None if self.bias_init is None else self.param("bias", self.bias_init, shape[:1])
+        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=None)
+        y = lax.conv_general_dilated(
+            x,
+            kernel,
+            window_strides=(self.stride, self.stride),
+            padding=[(self.padding, self.padding)] * 2,
+            dimension_numbers=("NHWC", "OHWI", "NHWC"),
+        )
+        return y if bias is None else y + bias
+
+
+def torch_uniform(fan_in: int) -> Initializer:
+    """Returns PyTorch's default initialiser of kernels and biases: uniform in +-1/sqrt(fan_in)."""
+    bound = fan_in**-0.5
+
+    def init(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return init
