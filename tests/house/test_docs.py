@@ -33,7 +33,7 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-def run_script(code_or_file: str, *arguments: str, cwd: Path) -> str:
+def run_script(code_or_file: str, *arguments: str, cwd: Path, timeout: float = 200) -> str:
     start = ("-c", code_or_file) if "\n" in code_or_file else (code_or_file,)
     result = subprocess.run(
         (sys.executable, *start, *arguments),
@@ -42,7 +42,7 @@ def run_script(code_or_file: str, *arguments: str, cwd: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=timeout,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -259,13 +259,13 @@ def test_the_resnet_example_trains_in_a_mode_and_by_a_configuration(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["float32", "apex-O2"])
 def test_the_vit_example_trains_on_a_folder(mode: str, tmp_path: Path) -> None:
     write_image_folder(tmp_path, train=16, val=4)
     example = str(ROOT / "examples" / "vit_imagenet.py")
     options = ("--data-dir", ".", "--image-size", "16", "--batch-size", "8", "--epochs", "6")
-    output = run_script(example, *options, "--mode", mode, cwd=tmp_path)
+    output = run_script(example, *options, "--mode", mode, cwd=tmp_path, timeout=850)
     losses = [float(loss) for loss in re.findall(r"epoch \d  loss ([\d.]+)  loss scale", output)]
     assert len(losses) == 6
     assert losses[-1] < 0.5 * losses[0] < 0.5

@@ -547,7 +547,7 @@ def test_under_autocast_norms_hand_on_what_they_are_given_in_the_modes_that_use_
         y, new = predict(variables["params"], variables["batch_stats"], x)
         assert y.dtype == jnp.float16
         assert {x.dtype.name for x in jax.tree.leaves(new)} == {"float32"}
-    XX
+        assert handed_on[-2:] == ["float16"] * 2  # those before are of the trace in float32
         wide, wide_stats = forward(variables["params"], variables["batch_stats"], x)
         np.testing.assert_allclose(y, wide, atol=2e-2)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), new, wide_stats)
