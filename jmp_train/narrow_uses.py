@@ -10,6 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jmp_train.policies.autocast_control import scan_counts
+
 # Hand their first operand's values on as they are, in another order or in part.
 _MOVE = frozenset(
     [
@@ -93,8 +95,8 @@ def _bodies(equation: Any, position: int) -> list[tuple[Any, int]]:
     if name == "cond":
         return [(_open(branch), position - 1) for branch in params["branches"] if position]
     if name == "scan":
-        first = params["num_consts"]
-        in_carry = first <= position < first + params["num_carry"]
+        consts, carry = scan_counts(params)
+        in_carry = consts <= position < consts + carry
         return [] if in_carry else [(_open(params["jaxpr"]), position)]
     if name in _CALLS:
         return [(_open(params.get("jaxpr") or params["call_jaxpr"]), position)]

@@ -58,7 +58,7 @@ def _remat(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
 def _scan(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
     params, jaxpr = equation.params, equation.params["jaxpr"]
     region = dataclasses.replace(region, repeats=region.repeats * params["length"])
-    n_consts, n_carry = _scan_counts(params)
+    n_consts, n_carry = scan_counts(params)
     consts, init, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
     atoms = equation.invars[n_consts:][:n_carry]
     # Gradients of constants are added over the turns, which half precision would not survive.
@@ -100,7 +100,8 @@ def _scan(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
     return values_of([*carry, *ys])
 
 
-def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many of a scan's first operands are constants, and how many are carried."""
     if "ft_in" in params:  # jax 0.11 and later
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
