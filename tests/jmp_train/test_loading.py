@@ -134,6 +134,19 @@ def test_batches_are_cut_over_devices() -> None:
     assert batch["x"].addressable_shards[0].data.shape == (2,)
 
 
+def test_batches_are_read_as_the_sharding_says() -> None:
+    """Rows that several devices have are there once; one dimension of the spec is of rows."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    sharding = NamedSharding(mesh, PartitionSpec("data", None))
+    arrays = {"x": np.arange(32).reshape(16, 2)}
+    plain = next(array_batches(arrays, 8))
+    batch = next(array_batches(arrays, 8, sharding=sharding))
+    np.testing.assert_array_equal(batch["x"], plain["x"])
+    assert batch["x"].addressable_shards[0].data.shape == (2, 2)
+    with pytest.raises(ValueError, match="batch_size=6 does not suit the sharding"):
+        array_batches(arrays, 6, sharding=sharding)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

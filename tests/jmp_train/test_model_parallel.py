@@ -240,6 +240,47 @@ def test_an_overflow_on_one_shard_is_skipped_by_all(mode: str, form: str) -> Non
         assert_replicas_are_equal(state)
 
 
+@pytest.mark.parametrize("reduce", ["float32", "float16"])
+def test_fsdp_with_micro_batches_several_losses_and_statistics(reduce: str) -> None:
+    """Beside `data_parallel` with whole parameters, in float16; the same keys are drawn."""
+    policy = f"params=float32,compute=float16,output=float32,reduce={reduce}"
+    scales = jt.PerLossScale((jt.torch_loss_scale(2.0**6), jt.torch_loss_scale(2.0**8)))
+    tx = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), scales)
+
+    def loss_fn(params: Any, statistics: jax.Array, batch: Any, rng: Any) -> Any:
+        x = batch["x"] + 0.1 * jax.random.uniform(rng, batch["x"].shape).astype(batch["x"].dtype)
+        wide = dense(in_order(params, x), params["head"]).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(wide, batch["y"])
+        statistics = 0.9 * statistics + 0.1 * wide.mean(0)
+        aux = {"mean": wide.mean(), "count": jnp.int32(len(wide))}
+        return (losses.mean(), 0.1 * (wide**2).mean()), (statistics, aux)
+
+    step = jt.train_step(loss_fn, tx, policy=policy, accumulate_steps=2)
+    whole = jt.TrainState.create(
+        make_params(), tx, model_state=jnp.zeros(CLASSES), rng=jax.random.key(0)
+    )
+    where = jt.fsdp_shardings(whole, DATA, min_size=64)
+    cut = jax.device_put(whole, where)
+    on_whole = jax.jit(jt.data_parallel(step, DATA))
+    on_cut = jax.jit(jt.sharded_step(step, DATA, shardings=where))
+    for batch in batches(3):
+        batch["x"] = np.concatenate([batch["x"], -batch["x"]])
+        batch["y"] = np.concatenate([batch["y"], batch["y"]])
+        del batch["poison"]
+        whole, wanted = on_whole(whole, batch)
+        cut, metrics = on_cut(cut, batch)
+        assert bool(metrics["grads_finite"])
+        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-5)
+        np.testing.assert_allclose(metrics["aux"]["mean"], wanted["aux"]["mean"], rtol=1e-4)
+        assert metrics["aux"]["count"].shape == (DEVICES, 2)  # of each device and micro-batch
+    for name in ("params", "model_state", "opt_state"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4),
+            jax.device_get(getattr(cut, name)),
+            jax.device_get(getattr(whole, name)),
+        )
+
+
 def moments(opt_state: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_state) if np.ndim(x)]
 
