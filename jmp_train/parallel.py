@@ -18,8 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.batch_parts import check_divides, in_parts
+from jmp_train.mesh_axes import automatic, axis_size, dimension_over
 from jmp_train.narrow_uses import narrow_uses
-from jmp_train.placement import automatic, axis_size, dimension_over, gradient_dimensions
+from jmp_train.placement import gradient_dimensions
 from jmp_train.policies.casting import is_float_array
 from jmp_train.policies.collectives import mean_over_axes, scatter_gradients
 from jmp_train.policies.per_loss_scale import PerLossScale
@@ -148,15 +149,15 @@ def sharded_step(
       axis: see `data_parallel`.
       shardings: where the state's arrays lie, as `state_shardings`, `zero1_shardings` or `fsdp_shardings` says; the
         next state's lie there too. None for whole ones. Parameters that are cut over `axis` are gathered in the
-        policy's compute dtype; gradients are added up in its `reduce_dtype`, and where the parameter or its optimizer
-        state is cut over `axis`, each device gets its part of the sum alone.
+        dtype that all of their uses cast them to; gradients are added up in the policy's `reduce_dtype`, and where the
+        parameter or its optimizer state is cut over `axis`, each device gets its part of the sum alone.
 
     Returns:
       See `data_parallel`; aux that is no float has one row for each device.
 
     Raises:
       TypeError: see `data_parallel`.
-      ValueError: see `data_parallel`.
+      ValueError: see `data_parallel`; when called, `shardings` are those of another state.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -176,6 +177,7 @@ def sharded_step(
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
         check_param_dtypes(state.params, step.policy)
+        _check_same_structure(state, shardings)
         next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         run = _sharded_gradients(
             parallel, automatic(mesh), axis, _grad_cuts(state, shardings, axis)
@@ -195,6 +197,14 @@ def sharded_step(
         return (new if shardings is None else lax.with_sharding_constraint(new, shardings)), metrics
 
     return on_all
+
+
+def _check_same_structure(state: TrainState, shardings: TrainState | None) -> None:
+    came, wanted = jax.tree.structure(shardings), jax.tree.structure(state)
+    if shardings is not None and came != wanted:
+        raise ValueError(
+            f"shardings must have a sharding for each array of the state:\n  {wanted}\ngot:\n  {came}"
+        )
 
 
 def _grad_cuts(state: TrainState, shardings: TrainState | None, axis: str) -> Any:
@@ -245,9 +255,8 @@ def _with_whole_params(run: Any, shardings: Any, axis: str) -> Any:
     def gather(x: Any, dtype: Any, sharding: NamedSharding) -> Any:
         entries = (_without(axis, entry) for entry in sharding.spec)
         whole = NamedSharding(sharding.mesh, P(*entries))
-        narrow = lax.with_sharding_constraint(
-            x.astype(dtype), sharding
-        )  # cast before it is gathered
+        # Where it lies, or it would be gathered before it is cast.
+        narrow = lax.with_sharding_constraint(x.astype(dtype), sharding)
         return lax.with_sharding_constraint(narrow, whole).astype(x.dtype)
 
     def with_whole(loss_scale: Any, params: Any, *rest: Any) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.batch_parts import check_divides, in_parts
-from jmp_train.placement import automatic, axis_size
+from jmp_train.mesh_axes import automatic, axis_size
 from jmp_train.policies.paths import named_leaves
 
 Stage = Callable[[Any, Any, Any], Any]

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
+from jmp_train.mesh_axes import automatic, axis_size, dimension_over
 from jmp_train.policies.paths import named_leaves, path_name
 from jmp_train.train_state import TrainState
 
@@ -178,19 +179,6 @@ def fsdp_shardings(
     return _placed(state, mesh, params, cut_optimizer=cut, cut_params=cut)
 
 
-def dimension_over(axis: str, sharding: NamedSharding) -> int:
-    """Returns which dimension of an array is cut over a mesh axis; -1 if none is.
-
-    Args:
-      axis: the mesh axis.
-      sharding: the array's.
-    """
-    for dimension, entry in enumerate(sharding.spec):
-        if entry == axis or (isinstance(entry, tuple) and axis in entry):
-            return dimension
-    return -1
-
-
 def gradient_dimensions(state: TrainState, shardings: TrainState, axis: str) -> Any:
     """Returns along which dimension the gradient of each parameter is best cut over an axis; -1 for none.
 
@@ -211,11 +199,6 @@ def gradient_dimensions(state: TrainState, shardings: TrainState, axis: str) -> 
         if owner is not None and found[owner] < 0:
             found[owner] = dimension_over(axis, sharding)
     return jax.tree.unflatten(jax.tree.structure(shardings.params), list(found.values()))
-
-
-def automatic(mesh: Mesh) -> Mesh:
-    """Returns the mesh with axes that jax shards over by itself; explicit ones want inputs to be placed."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,13 +301,3 @@ def _check_rank(path: str, x: Any, spec: PartitionSpec) -> None:
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
-
-
-def axis_size(mesh: Mesh, axis: str) -> int:
-    """Returns how many devices are along a mesh axis; raises TypeError or ValueError if there is no such."""
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-    if axis not in mesh.shape:
-        known = ", ".join(map(repr, mesh.axis_names))
-        raise ValueError(f"axis={axis!r} is none of the mesh's: {known}")
-    return mesh.shape[axis]

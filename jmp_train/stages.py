@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jmp_train.batch_parts import check_divides
+from jmp_train.mesh_axes import axis_size
 from jmp_train.pipelining import Stage, pipeline_of_indexed
-from jmp_train.placement import axis_size
 from jmp_train.policies.casting import is_float_array
 from jmp_train.policies.paths import named_leaves
 

@@ -107,6 +107,16 @@ def test_wrong_specs_are_refused() -> None:
         jt.fsdp_shardings(state, ("data",))  # pyright: ignore[reportArgumentType]
 
 
+def test_shardings_of_another_state_are_refused() -> None:
+    tx = optax.sgd(0.1)
+    state = make_state(tx, {"w": jnp.ones((8, 16))})
+    other = jt.state_shardings(make_state(tx, {"v": jnp.ones((8, 16))}), MESH)
+    step = jt.train_step(jt.stateless(lambda params, x: (params["w"] * x).mean()), tx)
+    run = jt.sharded_step(step, MESH, shardings=other)
+    with pytest.raises(ValueError, match="shardings must have a sharding for each array"):
+        run(state, jnp.ones((8, 16)))
+
+
 def test_a_state_goes_where_its_shardings_say() -> None:
     state = make_state(optax.adam(1e-3), {"w": jnp.ones((8, 16))})
     where = jt.fsdp_shardings(state, MESH, min_size=16)
