@@ -48,9 +48,9 @@ def narrow_uses(jaxpr: Any, variables: Sequence[Any]) -> list[Any]:
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> f = lambda w, b, x: x @ w.astype(jnp.float16) + b
-      >>> jaxpr = jax.make_jaxpr(f)(jnp.ones((2, 2)), jnp.ones(2), jnp.ones((1, 2))).jaxpr
-      >>> [dtype.name for dtype in narrow_uses(jaxpr, jaxpr.invars[:2])]
+      >>> f = lambda w, b: (w.astype(jnp.float16).sum(), jnp.exp(b))
+      >>> jaxpr = jax.make_jaxpr(f)(jnp.ones((2, 2)), jnp.ones(2)).jaxpr
+      >>> [dtype.name for dtype in narrow_uses(jaxpr, jaxpr.invars)]
       ['float16', 'float32']
     """
     return [_narrowest(variable.aval.dtype, set(_uses(jaxpr, variable))) for variable in variables]
