@@ -1,16 +1,19 @@
 """Step time and peak memory on whatever accelerator is there, beside torch.
 
     python benchmarks/gpu.py [--workloads mnist] [--minutes 8] [--json FILE]
+    python benchmarks/gpu.py --workloads resnet34 vit-b16 --minutes 40
     python benchmarks/gpu.py --workloads gat graph-ops
     python benchmarks/gpu.py --tiny     # in a small size, for a machine that has a CPU only
 
 Each variant (who steps, and in which precision) lives in a process of its own, so that its peak memory
 is its own, and compiles there. Then all step in turn, round after round, so that what slows the machine
 slows all of them. Printed are medians over the rounds, and ratios to the same way in float32. torch runs
-where it is installed, in its documented best form: channels_last, cudnn.benchmark, fused Adam, in-place
-ReLU; eager and with torch.compile. No data and no network are needed.
+where it is installed, in its documented best form: channels_last, cudnn.benchmark, fused optimizers,
+in-place ReLU, scaled_dot_product_attention; eager and with torch.compile. No data and no network are needed.
 
-`mnist` is the training step of a convolutional network. `gat` is that of the task `reddit`, on a made-up
+`mnist` is the training step of a convolutional network. `resnet34` and `vit-b16` are the steps of the tasks
+`cifar10` and `vit-b16`, in every AMP mode; a mode stands where a precision does, and torch autocasts beside
+them. `gat` is that of the task `reddit`, on a made-up
 graph of 114.8 million edges, beside PyTorch Geometric's layers on as many edges as fit, and ours on these
 too. `graph-ops` are sums, softmax, dot and attention on a power-law graph. Their variants, which may fill
 the device, take turns as a whole; making the graph counts among the minutes.
@@ -29,11 +32,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gpu_amp import RESNET34, VIT_B16
 from gpu_gat import GAT_STEP
+from gpu_mnist import MNIST
 from gpu_operations import GRAPH_OPERATIONS
-from gpu_workloads import MNIST, OURS, PRECISIONS, Variant, part_text
+from gpu_workloads import MODES, OURS, PRECISIONS, Variant, part_text
 
-WORKLOADS = {"mnist": MNIST, "gat": GAT_STEP, "graph-ops": GRAPH_OPERATIONS}
+WORKLOADS = {
+    "mnist": MNIST,
+    "resnet34": RESNET34,
+    "vit-b16": VIT_B16,
+    "gat": GAT_STEP,
+    "graph-ops": GRAPH_OPERATIONS,
+}
+ALL_PRECISIONS = (*PRECISIONS, *MODES)
 ROUND_SECONDS = 0.5  # of each variant
 ROUNDS = 15
 LONGEST = 4  # times as long as its rounds should take, after which a variant begins no other
@@ -322,7 +334,7 @@ def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mnist"])
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    parser.add_argument("--precisions", nargs="+", choices=ALL_PRECISIONS, default=ALL_PRECISIONS)
     parser.add_argument("--minutes", type=float, default=8.0, help="in all; default: 8")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
     parser.add_argument("--tiny", action="store_true", help="small sizes")

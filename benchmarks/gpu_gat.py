@@ -19,12 +19,12 @@ import optax
 from flax import nnx
 from gpu_workloads import (
     OURS,
-    JaxJob,
     Job,
     TorchJob,
     Variant,
     Workload,
     first_line,
+    policy_job,
     policy_of,
     read_prepared,
     write_prepared,
@@ -164,7 +164,7 @@ def _our_gat(data: RedditGraph, precision: str) -> Job:
         "node": data.nodes,
         "label": data.labels,
     }
-    return JaxJob(loss_fn, graph_models.adam_with_l2(1e-3), init, batch, precision)
+    return policy_job(loss_fn, graph_models.adam_with_l2(1e-3), init, batch, precision)
 
 
 def pyg_gat(data: RedditGraph, precision: str, compiled: bool) -> Job:

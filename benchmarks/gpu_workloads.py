@@ -1,4 +1,4 @@
-"""What `gpu.py` measures: what a workload is, training steps in jmp_train and in torch, and mnist's."""
+"""What `gpu.py` measures: what a workload is, and training steps in jmp_train and in torch."""
 
 import importlib
 import importlib.metadata
@@ -8,15 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-from jmp_train.tasks import mnist
-
 WARM_UP = 3  # steps, after which the loss is noted: all variants should have about the same
 PRECISIONS = ("float32", "tf32", "float16", "bfloat16")
+MODES = ("torch", "apex-O1", "apex-O2", "apex-O3", "naive", "torch-bfloat16")  # ours alone has them
 OURS = "jmp_train"
 PREPARED = "data.pickle"  # in the folder that belongs to a run
-NOTEBOOK = "the notebook, torch.amp beside float32: 2.3 times as fast, 0.63 of the memory"
 
 
 class Variant(NamedTuple):
@@ -25,7 +21,7 @@ class Variant(NamedTuple):
     Attributes:
       way: "jmp_train", "torch eager", "PyG compile" and their kin; the first word is what must be
         installed.
-      precision: one of PRECISIONS.
+      precision: one of PRECISIONS or, of ours, of MODES.
       part: the share of the workload's data that it is given.
     """
 
@@ -42,6 +38,11 @@ class Variant(NamedTuple):
 def part_text(part: float) -> str:
     """Returns what a label says of a share of the data, which is a power of a half."""
     return "" if part == 1 else f", 1/{round(1 / part)}"
+
+
+def variants_of(*ways: str) -> tuple[Variant, ...]:
+    """Returns each way in all precisions."""
+    return tuple(Variant(way, precision) for way in ways for precision in PRECISIONS)
 
 
 class Job(Protocol):
@@ -106,29 +107,57 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-class JaxJob:
-    """`train_step` on one batch that stays on the device."""
+def set_matmul_precision(precision: str) -> None:
+    """Sets how jax multiplies float32 where a precision says so: in full, or by tensor cores; else by its default.
 
-    def __init__(self, loss_fn: Any, optimizer: Any, init: Any, batch: Any, precision: str) -> None:
+    Args:
+      precision: one of PRECISIONS or MODES.
+    """
+    import jax
+
+    matmul = {"float32": "float32", "tf32": "tensorfloat32"}.get(precision)
+    if matmul is not None:
+        jax.config.update("jax_default_matmul_precision", matmul)
+
+
+def policy_job(loss_fn: Any, optimizer: Any, init: Any, batch: Any, precision: str) -> "JaxJob":
+    """Returns the job of training under our policy of one of PRECISIONS.
+
+    Args:
+      loss_fn: as `train_step` takes it.
+      optimizer: of unscaled gradients.
+      init: `init(key)` gives float32 parameters and model state.
+      batch: arrays.
+      precision: one of PRECISIONS.
+    """
+    import jax
+
+    import jmp_train as jt
+
+    set_matmul_precision(precision)
+    optimizer = jt.with_loss_scale(optimizer, jt.torch_loss_scale(enabled=precision == "float16"))
+    params, model_state = init(jax.random.key(0))
+    state = jt.TrainState.create(params, optimizer, model_state=model_state, rng=jax.random.key(1))
+    return JaxJob(jt.train_step(loss_fn, optimizer, policy=policy_of(precision)), state, batch)
+
+
+class JaxJob:
+    """A train step of ours on one batch that stays on the device.
+
+    Args:
+      step: of `train_step`.
+      state: before the first step; it is donated.
+      batch: arrays.
+    """
+
+    def __init__(self, step: Any, state: Any, batch: Any) -> None:
         import jax
 
-        import jmp_train as jt
-
-        policy = policy_of(precision)
-        matmul = {"float32": "float32", "tf32": "tensorfloat32"}.get(precision)
-        if matmul is not None:
-            jax.config.update("jax_default_matmul_precision", matmul)
-        optimizer = jt.with_loss_scale(
-            optimizer, jt.torch_loss_scale(enabled=precision == "float16")
-        )
-        params, model_state = init(jax.random.key(0))
-        self.state = jt.TrainState.create(
-            params, optimizer, model_state=model_state, rng=jax.random.key(1)
-        )
+        self.state = state
         self.batch = jax.device_put(batch)
         start = time.perf_counter()
-        step = jax.jit(jt.train_step(loss_fn, optimizer, policy=policy), donate_argnums=0)
-        self.step = step.lower(self.state, self.batch).compile()
+        jitted = jax.jit(step, donate_argnums=0)
+        self.step = jitted.lower(self.state, self.batch).compile()
         self.metrics: dict[str, Any] = {}
         self.steps(WARM_UP)
         self.compile_seconds = time.perf_counter() - start
@@ -182,6 +211,7 @@ class TorchJob:
       labels: int64, a tensor.
       precision: one of PRECISIONS.
       compiled: whether by `torch.compile`.
+      largest_norm: at which the unscaled gradients are clipped; None for no clipping.
     """
 
     def __init__(
@@ -192,6 +222,7 @@ class TorchJob:
         labels: Any,
         precision: str,
         compiled: bool,
+        largest_norm: float | None = None,
     ) -> None:
         torch: Any = importlib.import_module("torch")
         self.torch = torch
@@ -209,6 +240,7 @@ class TorchJob:
         pairs = zip(inputs, formats, strict=True)
         self.inputs = [x.to(self.device, memory_format=layout) for x, layout in pairs]
         self.labels = labels.to(self.device)
+        self.largest_norm = largest_norm
         self.last_loss: Any = None
         start = time.perf_counter()
         self.steps(WARM_UP)
@@ -227,6 +259,9 @@ class TorchJob:
                 logits = self.forward(*self.inputs)
                 loss = torch.nn.functional.cross_entropy(logits, self.labels)
             self.scaler.scale(loss).backward()
+            if self.largest_norm is not None:
+                self.scaler.unscale_(self.optimizer)
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.largest_norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.last_loss = loss.detach()
@@ -254,59 +289,3 @@ class TorchJob:
             "memory_of": memory_of,
             "program_mb": None,
         }
-
-
-def _mnist_rows(batch: int) -> dict[str, np.ndarray]:
-    return mnist.prepare(mnist.synthetic_data(batch, seed=0))
-
-
-def mnist_torch_model() -> Any:
-    """Returns the notebook's network in torch."""
-    nn: Any = importlib.import_module("torch").nn
-    layers = []
-    for channels, features, size, stride, padding in mnist.BLOCKS:
-        layers += [
-            nn.Conv2d(channels, features, size, stride, padding),
-            nn.BatchNorm2d(features),
-            nn.ReLU(inplace=True),
-        ]
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    width = mnist.BLOCKS[-1][1]
-    for features in mnist.DENSE:
-        layers += [nn.Linear(width, features), nn.ReLU(inplace=True)]
-        width = features
-    return nn.Sequential(*layers, nn.Linear(width, mnist.CLASSES))
-
-
-def _mnist_job(variant: Variant, size: float, folder: Path) -> Job:
-    del folder
-    rows = _mnist_rows(int(size))
-    if variant.way == OURS:
-        import optax
-
-        return JaxJob(mnist.loss_fn, optax.adam(1e-4), mnist.init, rows, variant.precision)
-
-    torch: Any = importlib.import_module("torch")
-    images = torch.from_numpy(np.ascontiguousarray(rows["image"].transpose(0, 3, 1, 2)))
-    labels = torch.from_numpy(rows["label"].astype(np.int64))
-
-    def adam(params: Any) -> Any:
-        return torch.optim.Adam(params, lr=1e-4, fused=True)
-
-    compiled = variant.way == "torch compile"
-    return TorchJob(mnist_torch_model(), adam, (images,), labels, variant.precision, compiled)
-
-
-def variants_of(*ways: str) -> tuple[Variant, ...]:
-    """Returns each way in all precisions."""
-    return tuple(Variant(way, precision) for way in ways for precision in PRECISIONS)
-
-
-MNIST = Workload(
-    unit="batch",
-    size=256,
-    tiny_size=8,
-    variants=variants_of(OURS, "torch eager", "torch compile"),
-    job=_mnist_job,
-    note=NOTEBOOK,
-)
