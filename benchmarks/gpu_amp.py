@@ -30,7 +30,7 @@ from jmp_train.tasks import cifar10, load_task, vit
 from jmp_train.tasks.task import Arrays, Task, TaskOptions
 
 RESNET_RATE = (
-    1e-3  # the task's, with which it begins after a warm-up, would make the loss of one batch jump
+    1e-3  # the task's, with which it begins after a warm-up, makes the loss of one batch jump
 )
 TINY_SIDE = 32  # pixels of a ViT's image, where a batch is not whole
 COLOSSALAI = (
