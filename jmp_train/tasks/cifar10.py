@@ -50,7 +50,7 @@ def augment(images: jax.Array, key: jax.Array) -> jax.Array:
     return jax.vmap(cut)(jnp.pad(images, frame), corners, flips)
 
 
-def normalize(images: jax.Array) -> jax.Array:
+def normalize(images: jax.Array | np.ndarray) -> jax.Array:
     """Returns images of mean 0 and deviation 1, as CIFAR-10's are.
 
     Args:

@@ -31,7 +31,7 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SYNTHETIC_CLASSES, SYNTHETIC_ROWS, SYNTHETIC_TEST_ROWS, SYNTHETIC_EPOCHS = 10, 1024, 128, 1
 
 
-def normalised(images: jax.Array, dtype: Any) -> jax.Array:
+def normalised(images: jax.Array | np.ndarray, dtype: Any) -> jax.Array:
     """Returns images with ImageNet's mean and deviation taken out, computed in float32.
 
     Args:
