@@ -48,7 +48,8 @@ run-test-newest:
 		--allowed-skips tests/allowed_skips.txt tests/graphs $(HOST_ONLY) $(LIKE_OTHERS) \
 		$(patsubst %,tests/policies/test_%.py,autocast batch_norms casting collectives finite \
 			master_weights policy loss_scale) \
-		$(patsubst %,tests/jmp_train/test_%.py,train_step parallel placement narrow_uses model_parallel gradients model_families karate checkpoint)
+		$(patsubst %,tests/jmp_train/test_%.py,train_step parallel placement \
+			narrow_uses model_parallel gradients model_families karate checkpoint)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -59,7 +59,7 @@ def normalize(images: jax.Array | np.ndarray) -> jax.Array:
     Returns:
       float32, same shape.
     """
-    return (images.astype(jnp.float32) / 255 - jnp.array(MEAN)) / jnp.array(STD)
+    return (jnp.asarray(images, jnp.float32) / 255 - jnp.array(MEAN)) / jnp.array(STD)
 
 
 def init(model: ResNet, key: jax.Array) -> tuple[Any, Any]:

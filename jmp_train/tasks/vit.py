@@ -39,7 +39,7 @@ def normalised(images: jax.Array | np.ndarray, dtype: Any) -> jax.Array:
       dtype: the floating dtype of the result.
     """
     mean, deviation = (np.array(values, np.float32) * 255 for values in (MEAN, DEVIATION))
-    return ((images.astype(jnp.float32) - mean) / deviation).astype(dtype)
+    return ((jnp.asarray(images, jnp.float32) - mean) / deviation).astype(dtype)
 
 
 def init(key: jax.Array, model: VisionTransformer, image_size: int) -> tuple[Any, Any]:
