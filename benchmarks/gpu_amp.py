@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from gpu_workloads import (
@@ -64,7 +65,7 @@ def _resnet_job(variant: Variant, size: float, folder: Path) -> Job:
         decay = cifar10.WEIGHT_DECAY
         return torch.optim.SGD(params, lr=RESNET_RATE, momentum=0.9, weight_decay=decay, fused=True)
 
-    inputs, labels = _tensors(cifar10.normalize(rows["image"]), rows["label"])
+    inputs, labels = _tensors(cifar10.normalize(jnp.asarray(rows["image"])), rows["label"])
     compiled = variant.way == "torch compile"
     return TorchJob(models.ResNet(stages), sgd, inputs, labels, variant.precision, compiled)
 
@@ -85,7 +86,9 @@ def _vit_job(variant: Variant, size: float, folder: Path) -> Job:
             params, lr=vit.LEARNING_RATE, weight_decay=vit.WEIGHT_DECAY, fused=True
         )
 
-    inputs, labels = _tensors(vit.normalised(rows["image"], np.float32), rows["label"])
+    inputs, labels = _tensors(
+        vit.normalised(jnp.asarray(rows["image"]), jnp.float32), rows["label"]
+    )
     model, compiled = models.VisionTransformer(side, depth), variant.way == "torch compile"
     norm = vit.LARGEST_NORM
     return TorchJob(model, sgd, inputs, labels, variant.precision, compiled, largest_norm=norm)
