@@ -11,12 +11,12 @@ slows all of them. Printed are medians over the rounds, and ratios to the same w
 where it is installed, in its documented best form: channels_last, cudnn.benchmark, fused optimizers,
 in-place ReLU, scaled_dot_product_attention; eager and with torch.compile. No data and no network are needed.
 
-`mnist` is the training step of a convolutional network. `resnet34` and `vit-b16` are the steps of the tasks
-`cifar10` and `vit-b16`, in every AMP mode; a mode stands where a precision does, and torch autocasts beside
-them. `gat` is that of the task `reddit`, on a made-up
-graph of 114.8 million edges, beside PyTorch Geometric's layers on as many edges as fit, and ours on these
-too. `graph-ops` are sums, softmax, dot and attention on a power-law graph. Their variants, which may fill
-the device, take turns as a whole; making the graph counts among the minutes.
+`mnist` is the training step of a convolutional network. `resnet34` and `vit-b16` are those of the tasks
+`cifar10` and `vit-b16`, in float32 and in every AMP mode; modes stand where precisions do, and torch
+trains the same networks by autocast. `gat` is the step of the task `reddit`, on a made-up graph of 114.8
+million edges, beside PyTorch Geometric's layers on as many edges as fit, and ours on these too.
+`graph-ops` are sums, softmax, dot and attention on a power-law graph. The variants of all but `mnist` and
+`resnet34`, which may fill the device, take turns as a whole; making the graph counts among the minutes.
 """
 
 import argparse

@@ -6,11 +6,14 @@ constant, so that after a few steps on one batch the losses can be compared; a m
 gradients skips those steps, and its facts say how many.
 """
 
+import dataclasses
 import importlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from gpu_workloads import (
@@ -27,12 +30,20 @@ from gpu_workloads import (
 
 from jmp_train.setups import make_setup
 from jmp_train.tasks import cifar10, load_task, vit
+from jmp_train.tasks.resnet import ResNet
 from jmp_train.tasks.task import Arrays, Task, TaskOptions
+from jmp_train.tasks.vit_model import VisionTransformer
 
 RESNET_RATE = (
     1e-3  # the task's, with which it begins after a warm-up, makes the loss of one batch jump
 )
-TINY_SIDE = 32  # pixels of a ViT's image, where a batch is not whole
+TINY_STAGES = (
+    1,
+    1,
+    1,
+    1,
+)  # of the ResNet, and the ViT's blocks and pixels a side, where a batch is not whole
+TINY_DEPTH, TINY_SIDE = 2, 32
 COLOSSALAI = (
     "ColossalAI, beside float32: torch.amp 1.10 times as fast, 0.75 of the memory; "
     "naive 1.20, 0.63; Apex O1 1.04, 0.74"
@@ -42,10 +53,11 @@ READY = "ours also crops, flips and normalises the images within the step"
 
 def _resnet_job(variant: Variant, size: float, folder: Path) -> Job:
     del folder
-    task = load_task("cifar10", TaskOptions(synthetic=True))
-    rows = _rows(task, int(size))
+    stages = ResNet.stages if size >= RESNET34.size else TINY_STAGES
+    rows = cifar10.prepare(cifar10.synthetic_data(int(size), seed=0))
     if variant.way == OURS:
-        return _our_job(task, variant.precision, rows, RESNET_RATE)
+        task = cifar10.make_task(ResNet(stages), rows, rows)
+        return _our_job(task, variant.precision, RESNET_RATE)
 
     torch, models = _torch()
 
@@ -53,18 +65,19 @@ def _resnet_job(variant: Variant, size: float, folder: Path) -> Job:
         decay = cifar10.WEIGHT_DECAY
         return torch.optim.SGD(params, lr=RESNET_RATE, momentum=0.9, weight_decay=decay, fused=True)
 
-    images, labels = cifar10.normalize(rows["image"]), rows["label"]
+    inputs, labels = _tensors(cifar10.normalize(jnp.asarray(rows["image"])), rows["label"])
     compiled = variant.way == "torch compile"
-    return TorchJob(models.ResNet(), sgd, *_tensors(images, labels), variant.precision, compiled)
+    return TorchJob(models.ResNet(stages), sgd, inputs, labels, variant.precision, compiled)
 
 
 def _vit_job(variant: Variant, size: float, folder: Path) -> Job:
     del folder
-    side = vit.IMAGE_SIZE if size >= VIT_B16.size else TINY_SIDE
-    task = load_task("vit-b16", TaskOptions(synthetic=True, image_size=side))
-    rows = _rows(task, int(size))
+    is_whole = size >= VIT_B16.size
+    depth = VisionTransformer.depth if is_whole else TINY_DEPTH
+    side = vit.IMAGE_SIZE if is_whole else TINY_SIDE
+    rows = vit.synthetic_data(int(size), side, seed=0)
     if variant.way == OURS:
-        return _our_job(task, variant.precision, rows, vit.LEARNING_RATE)
+        return _our_job(_vit_task(depth, side, rows), variant.precision, vit.LEARNING_RATE)
 
     torch, models = _torch()
 
@@ -73,29 +86,34 @@ def _vit_job(variant: Variant, size: float, folder: Path) -> Job:
             params, lr=vit.LEARNING_RATE, weight_decay=vit.WEIGHT_DECAY, fused=True
         )
 
-    return TorchJob(
-        models.VisionTransformer(side),
-        sgd,
-        *_tensors(vit.normalised(rows["image"], np.float32), rows["label"]),
-        variant.precision,
-        variant.way == "torch compile",
-        largest_norm=vit.LARGEST_NORM,
+    inputs, labels = _tensors(
+        vit.normalised(jnp.asarray(rows["image"]), jnp.float32), rows["label"]
+    )
+    model, compiled = models.VisionTransformer(side, depth), variant.way == "torch compile"
+    norm = vit.LARGEST_NORM
+    return TorchJob(model, sgd, inputs, labels, variant.precision, compiled, largest_norm=norm)
+
+
+def _vit_task(depth: int, side: int, rows: Arrays) -> Task:
+    """Returns the task with so many blocks, its training data these rows."""
+    model = VisionTransformer(depth=depth)
+    return dataclasses.replace(
+        load_task("vit-b16", TaskOptions(synthetic=True, image_size=side)),
+        train=rows,
+        init=partial(vit.init, model=model, image_size=side),
+        loss_fn=partial(vit.loss_fn, model=model),
+        predict=partial(vit.predict, model=model),
     )
 
 
-def _rows(task: Task, batch: int) -> Arrays:
-    """Returns the task's first batch, apart from its other rows, which are many."""
-    return task.prepare({name: array[:batch].copy() for name, array in task.train.items()})
-
-
-def _our_job(task: Task, precision: str, rows: Arrays, rate: float) -> Job:
-    """Returns the task's step in one of MODES, or in float32 with float32 or tf32 products."""
+def _our_job(task: Task, precision: str, rate: float) -> Job:
+    """Returns the step on all of the task's rows in one of MODES, or in float32 with float32 or tf32 products."""
     set_matmul_precision(precision)
     name = precision if precision in MODES else "float32"
     setup = make_setup(task, name, optax.constant_schedule(rate))
     init_key, step_key = jax.random.split(jax.random.key(0))
     state = setup.create_state(*task.init(init_key), step_key)
-    return JaxJob(setup.step, state, rows)
+    return JaxJob(setup.step, state, task.train)
 
 
 def _torch() -> tuple[Any, Any]:

@@ -144,10 +144,10 @@ class VisionTransformer(nn.Module):
 
     Args:
       image_size: the side of an image in pixels.
+      depth: how many blocks there are.
       classes: how many the head tells apart.
       patch: the length of a patch's side in pixels.
       width: features of a token.
-      depth: how many blocks there are.
       heads: of the attention; they divide the width.
       mlp: features within a block's two dense layers.
       drop_rate: of the dropouts.
@@ -156,10 +156,10 @@ class VisionTransformer(nn.Module):
     def __init__(
         self,
         image_size: int = 224,
+        depth: int = 12,
         classes: int = 1000,
         patch: int = 16,
         width: int = 768,
-        depth: int = 12,
         heads: int = 12,
         mlp: int = 3072,
         drop_rate: float = 0.1,

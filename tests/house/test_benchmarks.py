@@ -1,10 +1,12 @@
 """The benchmarks run, and what they print that is no time holds."""
 
+import importlib
 import importlib.util
 import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import pytest
 from helpers import relaxed
 
 import jmp_train as jt
+from jmp_train.tasks.resnet import ResNet
 from jmp_train.tasks.task import Task
+from jmp_train.tasks.vit_model import VisionTransformer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -122,6 +126,107 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
         assert result["of_the_memory"] == result["memory_mb"] / first["memory_mb"]
         assert result["loss"] == pytest.approx(first["loss"], rel=0.05)
     assert "2.3 times as fast, 0.63 of the memory" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("workload", "batch"), [("resnet34", 4), ("vit-b16", 2)])
+def test_the_gpu_benchmark_makes_steps_in_amp_modes(
+    tmp_path: Path, workload: str, batch: int
+) -> None:
+    file = tmp_path / "gpu.json"
+    options = ("--workloads", workload, "--rounds", "1", "--precisions", "float32", "apex-O2")
+    output = run("gpu.py", "--tiny", *options, "--json", str(file))
+    report = json.loads(file.read_text())["workloads"][workload]
+    assert report["batch"] == batch
+    ours = {name: x for name, x in report["variants"].items() if name.startswith("jmp_train")}
+    assert list(ours) == ["jmp_train float32", "jmp_train apex-O2"]
+    first = ours["jmp_train float32"]
+    for name, result in ours.items():
+        assert f"\n{name} " in output
+        assert result["step_ms"] == [result["median_ms"]]
+        assert result["of_the_memory"] == result["memory_mb"] / first["memory_mb"]
+        assert result["loss"] == pytest.approx(first["loss"], rel=0.1)
+    assert first["skipped_steps"] == 0
+    assert f"\n{report['note']}\n" in output
+
+
+def module(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns a file of the benchmarks that torch's processes import, or skips the test."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not there: install it to compare")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
+
+def torch_weights(params: Any, batch_stats: Any, kernel_axes: tuple[int, ...]) -> dict[str, Any]:
+    """Returns our parameters and statistics by torch's names, in torch's layouts; those of convolutions by axes."""
+    ends = {"kernel": "weight", "scale": "weight", "mean": "running_mean", "var": "running_var"}
+    weights = {}
+    for path, array in jax.tree_util.tree_leaves_with_path((params, batch_stats)):
+        *modules, end = (entry.key for entry in path[1:])
+        values = np.asarray(array)
+        if end == "kernel":
+            values = values.transpose(kernel_axes if values.ndim == 4 else (1, 0))
+        weights[".".join([*modules, ends.get(end, end)])] = values
+    return weights
+
+
+def random_like(tree: Any, seed: int) -> Any:
+    """Returns values near 0.3, of which all matter; also as variances."""
+    random = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: (0.3 + 0.1 * random.standard_normal(x.shape)).astype(np.float32), tree
+    )
+
+
+NETWORKS = {  # ours, torch's with the same sizes, how our convolutions' kernels become torch's
+    "ResNet": (
+        lambda: ResNet((1, 2), (4, 6)),
+        {"stages": (1, 2), "features": (4, 6)},
+        (0, 3, 1, 2),
+    ),
+    "VisionTransformer": (
+        lambda: VisionTransformer(5, patch=16, width=12, depth=2, heads=3, mlp=20),
+        {"image_size": 32, "classes": 5, "width": 12, "depth": 2, "heads": 3, "mlp": 20},
+        (3, 2, 0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_torch_steps_the_same_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = module("gpu_torch_models", monkeypatch)
+    torch = models.torch
+    make, sizes, kernel_axes = NETWORKS[name]
+    ours, torchs = make(), getattr(models, name)(**sizes).eval()
+    images = np.random.default_rng(0).standard_normal((3, 32, 32, 3)).astype(np.float32)
+    variables = jax.eval_shape(lambda: ours.init(jax.random.key(0), images, train=False))
+    variables = random_like(variables, seed=1)
+    weights = torch_weights(variables["params"], variables.get("batch_stats", {}), kernel_axes)
+    tensors = {key: torch.from_numpy(np.ascontiguousarray(x)) for key, x in weights.items()}
+    loaded = torchs.load_state_dict(tensors, strict=False)
+    assert loaded.unexpected_keys == []
+    assert all(key.endswith("num_batches_tracked") for key in loaded.missing_keys)
+    with torch.no_grad():
+        wanted = torchs(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())).numpy()
+    logits = jax.jit(lambda variables, images: ours.apply(variables, images, train=False))
+    np.testing.assert_allclose(logits(variables, images), wanted, rtol=1e-4)
+    assert np.ptp(wanted, axis=0).min() > 1e-3  # the images differ in all logits
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("ResNet", 21_282_122), ("VisionTransformer", 86_567_656)]
+)
+def test_torchs_networks_have_as_many_parameters_as_ours(
+    name: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = module("gpu_torch_models", monkeypatch)
+    with models.torch.device("meta"):
+        model = getattr(models, name)()
+    assert sum(x.numel() for x in model.parameters()) == count
 
 
 @pytest.mark.slow
