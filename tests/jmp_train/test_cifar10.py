@@ -172,11 +172,12 @@ def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
 )
 def test_a_small_network_learns(mode: str, features: tuple[int, ...]) -> None:
     task = small_task(512, features)
-    task = dataclasses.replace(task, schedule=lambda steps: optax.constant_schedule(0.1))
-    run = train(task, mode, epochs=3, batch_size=32)
+    # The task's cosine without its rise: at a rate that stays, running statistics do not settle.
+    task = dataclasses.replace(task, schedule=partial(optax.cosine_decay_schedule, 0.1))
+    run = train(task, mode, epochs=8, batch_size=32)
     assert len(run.skipped) <= 3
     assert run.epochs[-1].loss < 0.6 * run.epochs[0].loss
-    assert run.test_accuracy > 0.5
+    assert run.test_accuracy > 0.5  # by chance 0.1
     assert run.nonfinite_outputs == 0
 
 
