@@ -116,7 +116,9 @@ def main() -> None:
         for first in range(0, len(test["label"]), args.batch_size):
             rows = slice(first, first + args.batch_size)
             logits = np.asarray(evaluate(state, test["image"][rows]))
-            finite = np.isfinite(logits).all(-1)  # what overflows in half precision is a wrong answer
+            finite = np.isfinite(logits).all(
+                -1
+            )  # what overflows in half precision is a wrong answer
             right += np.sum(finite & (np.argmax(logits, -1) == test["label"][rows]))
         print(
             f"epoch {epoch + 1}  loss {loss:.4f}  loss scale {metrics['loss_scale']:g}  "
