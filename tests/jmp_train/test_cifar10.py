@@ -160,18 +160,12 @@ def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
     assert convolution_dtypes(lambda params: on_params(params), params) == {"float16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "features"),
-    [
-        ("apex-O2", (8,)),
-        *(
-            pytest.param(mode, (8, 16), marks=pytest.mark.slow)
-            for mode in ("float32", "torch", "apex-O1", "apex-O2", "apex-O3", "mixed_bfloat16")
-        ),
-    ],
+    "mode", ["float32", "torch", "apex-O1", "apex-O2", "apex-O3", "mixed_bfloat16"]
 )
-def test_a_small_network_learns(mode: str, features: tuple[int, ...]) -> None:
-    task = small_task(512, features)
+def test_a_small_network_learns(mode: str) -> None:
+    task = small_task(512, (8, 16))
     # The task's cosine without its rise: at a rate that stays, running statistics do not settle.
     task = dataclasses.replace(task, schedule=partial(optax.cosine_decay_schedule, 0.1))
     run = train(task, mode, epochs=8, batch_size=32)
