@@ -49,7 +49,7 @@ run-test-newest:
 		$(patsubst %,tests/policies/test_%.py,autocast batch_norms casting collectives finite \
 			master_weights policy loss_scale) \
 		$(patsubst %,tests/jmp_train/test_%.py,train_step parallel placement \
-			narrow_uses model_parallel gradients model_families karate checkpoint)
+			narrow_uses gradients model_families karate checkpoint)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

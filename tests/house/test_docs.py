@@ -149,7 +149,7 @@ def test_the_message_passing_example_agrees_with_itself_and_the_hub_is_right(
     [
         ("basic.py", (), 10),
         pytest.param("pmap_mnist.py", ("--train-size", "2048"), 2, marks=pytest.mark.slow),
-        ("model_parallel.py", (), 10),
+        pytest.param("model_parallel.py", (), 10, marks=pytest.mark.slow),
         pytest.param("model_parallel.py", ("tensor",), 10, marks=pytest.mark.slow),
         pytest.param("sharded.py", ("zero1", "naive"), 10, marks=pytest.mark.slow),
         pytest.param("sharded.py", ("fsdp", "torch"), 10, marks=pytest.mark.slow),

@@ -149,7 +149,7 @@ MODES: dict[str, dict[str, Any]] = {
     "naive": {"mode": "naive", "initial_scale": 2.0**16},
 }
 # The others are slow: they differ from these in casts and loss scales, not in what is cut and agreed on.
-FAST = {"torch": ("tensor", "fsdp", "pipeline"), "O2": ("zero1", "tensor-zero1", "all")}
+FAST = {"torch": ("tensor", "fsdp"), "O2": ("all",)}
 MODES_OF_FORMS = [
     pytest.param(mode, form, marks=() if form in FAST.get(mode, ()) else pytest.mark.slow)
     for mode in MODES
@@ -327,7 +327,7 @@ LARGE = 2**16  # elements; metrics have fewer
     ("form", "mode"),
     [
         ("fsdp", "torch"),
-        ("zero1", "apex-O2"),
+        pytest.param("zero1", "apex-O2", marks=pytest.mark.slow),
         pytest.param("fsdp", "apex-O2", marks=pytest.mark.slow),
         pytest.param("fsdp", "apex-O1", marks=pytest.mark.slow),
         pytest.param("fsdp", "apex-O3", marks=pytest.mark.slow),
