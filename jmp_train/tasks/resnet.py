@@ -17,8 +17,15 @@ CLASSES = 10
 _kaiming_normal = nn.initializers.variance_scaling(2.0, "fan_out", "normal", in_axis=-1, out_axis=0)
 
 
-def _conv(features: int, size: int, stride: int = 1, *, name: str) -> Conv:
-    """Returns a convolution without bias, padded as torch pads odd kernels: by half of the kernel on each side."""
+def conv(features: int, size: int, stride: int = 1, *, name: str | None = None) -> Conv:
+    """Returns a convolution without bias, padded as torch pads odd kernels: by half of the kernel on each side.
+
+    Args:
+      features: channels out.
+      size: of the kernel, both ways; odd.
+      stride: both ways.
+      name: of the module; None for linen's own.
+    """
     return Conv(features, size, stride, size // 2, kernel_init=_kaiming_normal, name=name)
 
 
@@ -38,12 +45,12 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Returns [batch, rows / stride, columns / stride, features] of x [batch, rows, columns, channels]."""
-        y = _conv(self.features, 3, self.stride, name="conv1")(x)
+        y = conv(self.features, 3, self.stride, name="conv1")(x)
         y = nn.relu(batch_norm("norm1", train, self.axis_name)(y))
-        y = _conv(self.features, 3, name="conv2")(y)
+        y = conv(self.features, 3, name="conv2")(y)
         y = batch_norm("norm2", train, self.axis_name)(y)
         if x.shape != y.shape:
-            x = _conv(self.features, 1, self.stride, name="projection")(x)
+            x = conv(self.features, 1, self.stride, name="projection")(x)
             x = batch_norm("projection_norm", train, self.axis_name)(x)
         return nn.relu(x + y)
 
@@ -64,7 +71,7 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Returns logits [batch, 10] of images [batch, 32, 32, 3]."""
-        x = _conv(self.features[0], 3, name="stem")(x)
+        x = conv(self.features[0], 3, name="stem")(x)
         x = nn.relu(batch_norm("stem_norm", train, self.axis_name)(x))
         for stage, (count, features) in enumerate(zip(self.stages, self.features, strict=True)):
             for number in range(count):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import promoting
 
-from jmp_train.tasks.resnet import Block, Conv, ResNet
+from jmp_train.tasks.resnet import Block, ResNet, conv
 
 
 def convolve(x: np.ndarray, kernel: np.ndarray, stride: int) -> np.ndarray:
@@ -31,16 +31,16 @@ def batch_norm(x: np.ndarray, params: Any) -> np.ndarray:
 def test_a_convolution_is_torchs(size: int, stride: int) -> None:
     random = np.random.default_rng(0)
     x = random.normal(size=(2, 8, 6, 5)).astype(np.float32)
-    conv = Conv(7, size, stride)
-    params = jax.jit(conv.init)(jax.random.key(0), x)["params"]
+    module = conv(7, size, stride)
+    params = jax.jit(module.init)(jax.random.key(0), x)["params"]
     kernel = np.asarray(params["kernel"])
     assert kernel.shape == (7, size, size, 5)
-    y: Any = conv.apply({"params": params}, x)
+    y: Any = module.apply({"params": params}, x)
     np.testing.assert_allclose(y, convolve(x, kernel, stride), atol=1e-5)
 
 
 def test_kernels_are_kaiming_normal_by_what_goes_out() -> None:
-    variables: Any = Conv(96, 3).init(jax.random.key(0), jnp.zeros((1, 4, 4, 128)))
+    variables: Any = conv(96, 3).init(jax.random.key(0), jnp.zeros((1, 4, 4, 128)))
     kernel = variables["params"]["kernel"]
     deviation = (2 / (96 * 9)) ** 0.5
     assert float(kernel.mean()) == pytest.approx(0, abs=0.01 * deviation)
