@@ -50,7 +50,7 @@ def alone() -> tuple[Any, list[float]]:
     ("count", "routes"),
     [
         (2, ("shard_map", "jit", "pmap")),
-        (4, ("shard_map",)),
+        pytest.param(4, ("shard_map",), marks=pytest.mark.slow),
         pytest.param(4, ("jit", "pmap"), marks=pytest.mark.slow),
     ],
 )
