@@ -171,7 +171,8 @@ def broadcast_state(state: Any, mesh: Mesh | None = None, *, shardings: Any = No
       shardings: in place of a mesh, where each leaf goes, a tree like `state`, such as `fsdp_shardings` makes.
 
     Raises:
-      ValueError: `mesh` and `shardings` are both given, or the processes' states differ in structure, shapes or dtypes, or a leaf is divided between them.
+      ValueError: `mesh` and `shardings` are both given, the processes' states differ in structure, shapes or
+        dtypes, or a leaf is divided between them.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

@@ -64,7 +64,7 @@ def array_batches(
     from grain.experimental import ThreadPrefetchIterDataset
 
     total = _checked_rows(arrays)
-    placed = sharding is not None and process_index is None and process_count is None
+    rows_of = sharding if process_index is None and process_count is None else None
     process_index = jax.process_index() if process_index is None else process_index
     process_count = jax.process_count() if process_count is None else process_count
     check_order(seed, epochs, process_index, process_count)
@@ -72,8 +72,8 @@ def array_batches(
         raise ValueError(f"start={start} must be at least 0")
     if not 1 <= batch_size <= total:
         raise ValueError(f"batch_size={batch_size} must lie between 1 and the {total} rows")
-    if placed and sharding is not None:
-        own = _own_rows(sharding, batch_size)
+    if rows_of is not None:
+        own = _own_rows(rows_of, batch_size)
     elif batch_size % process_count:
         raise ValueError(f"{process_count} processes must divide batch_size={batch_size}")
     else:

@@ -25,7 +25,6 @@ _MOVE = frozenset(
         "gather",
         "rev",
         "copy",
-        "copy_p",
         "pvary",
         "pcast",
         "sharding_constraint",

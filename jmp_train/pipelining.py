@@ -56,18 +56,17 @@ def pipeline(
 
     Reference: Huang et al., "GPipe", https://arxiv.org/abs/1811.06965.
     """
-    in_turns = pipeline_of_indexed(lambda index, *rest: stage(*rest), mesh, axis, micro_batches)
-
-    def run(params: Any, x: Any, rng: Any = None) -> Any:
-        check_divides(x, micro_batches, f"micro_batches={micro_batches}")
-        _check_stage(stage, params, in_parts(x, micro_batches), rng)
-        return in_turns(params, x, rng)
-
-    return run
+    return pipeline_of_indexed(
+        lambda index, *rest: stage(*rest), mesh, axis, micro_batches, partial(_check_stage, stage)
+    )
 
 
 def pipeline_of_indexed(
-    stage: Callable[..., Any], mesh: Mesh, axis: str, micro_batches: int
+    stage: Callable[..., Any],
+    mesh: Mesh,
+    axis: str,
+    micro_batches: int,
+    check: Callable[[Any, Any, Any], None] = lambda params, parts, rng: None,
 ) -> Callable[..., Any]:
     """Returns a pipeline whose stages are told which one they are.
 
@@ -76,6 +75,7 @@ def pipeline_of_indexed(
       mesh: the devices.
       axis: the mesh axis along which the stages lie.
       micro_batches: into how many parts a batch is cut.
+      check: `check(params, parts, rng)` is called before anything runs; `parts` are [micro_batches, rows, ...].
     """
     count = axis_size(mesh, axis)
     if not isinstance(micro_batches, int) or micro_batches < 1:
@@ -89,8 +89,10 @@ def pipeline_of_indexed(
                     f"{count} stages"
                 )
         check_divides(x, micro_batches, f"micro_batches={micro_batches}")
+        parts = in_parts(x, micro_batches)
+        check(params, parts, rng)
         in_turns = partial(_in_turns, stage, axis, count)
-        outputs = _over_devices(in_turns, mesh, axis)(params, in_parts(x, micro_batches), rng)
+        outputs = _over_devices(in_turns, mesh, axis)(params, parts, rng)
         # Rows are [stages * micro_batches, ...], and those of the last stage are the model's.
         return jax.tree.map(lambda y: y[-micro_batches:].reshape(-1, *y.shape[2:]), outputs)
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from jmp_train.mesh_axes import automatic, axis_size, dimension_over
-from jmp_train.policies.paths import named_leaves, path_name
+from jmp_train.policies.paths import check_rules, named_leaves, path_name
 from jmp_train.train_state import TrainState
 
 P = PartitionSpec
@@ -47,12 +47,7 @@ def specs_by_path(params: Any, rules: Mapping[str, PartitionSpec]) -> Any:
     Reference: the partitioning rules of t5x.
     """
     paths = [path for path, _ in named_leaves(params)]
-    idle = [regex for regex in rules if not any(re.search(regex, path) for path in paths)]
-    if idle:
-        raise ValueError(
-            f"specs_by_path: {', '.join(map(repr, idle))} found no parameter; the paths are:\n  "
-            + "\n  ".join(paths or ["(none)"])
-        )
+    check_rules(rules, paths, "specs_by_path: {} found no parameter")
 
     def spec_of(path: KeyPath, x: Any) -> PartitionSpec:
         name = path_name(path)
@@ -283,9 +278,7 @@ def _checked_specs(params: Any, specs: Any, mesh: Mesh) -> Any:
         _check_rank(path, x, spec)
         for size, entry in zip(x.shape, spec, strict=False):
             axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-            count = 1
-            for axis in axes:
-                count *= axis_size(mesh, axis)
+            count = math.prod(axis_size(mesh, axis) for axis in axes)
             if size % count:
                 raise ValueError(
                     f"params {path!r} of shape {x.shape} cannot be cut by {spec}: "

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jmp_train.batch_parts import check_divides
 from jmp_train.mesh_axes import axis_size
 from jmp_train.pipelining import Stage, pipeline_of_indexed
 from jmp_train.policies.casting import is_float_array
@@ -132,7 +131,6 @@ class Stages:
             )
 
         def run(packed: jax.Array, x: jax.Array, rng: Any = None) -> jax.Array:
-            check_divides(x, micro_batches, f"micro_batches={micro_batches}")
             shapes = self._activations(packed, x, rng)
             widest = max(math.prod(shape) for shape in shapes)
 
@@ -171,7 +169,7 @@ class Stages:
 
 
 def _size(shapes: Any) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def _row(tree: Any, length: int) -> jax.Array:

@@ -6,7 +6,8 @@ per device before they are cast, so that gradients stay local until `reduce_grad
 them in the dtype that the policy names.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -76,7 +77,10 @@ def reduce_gradients(
     if not axis_names:
         return grads
     if is_half(reduce_dtype):
-        return jax.tree_util.tree_map(lambda g: _mean_in_half(g, axis_names, reduce_dtype), grads)
+        count, add = lax.axis_size(tuple(axis_names)), partial(sum_over_axes, axis_names=axis_names)
+        return jax.tree_util.tree_map(
+            lambda g: _mean(vary(g, axis_names), count, reduce_dtype, add), grads
+        )
     return mean_over_axes(grads, axis_names)
 
 
@@ -113,11 +117,10 @@ def scatter_gradients(
     def scatter(x: Any, dimension: int) -> Any:
         if dimension < 0 or count == 1:
             return reduce_gradients(x, (axis_name,), reduce_dtype)
-        wide = widen_to_float32(vary(x, (axis_name,)))
-        # As in reduce_gradients, shares in half precision are made before they are added.
-        share = (wide / count).astype(reduce_dtype) if is_half(reduce_dtype) else wide
-        total = lax.psum_scatter(share, axis_name, scatter_dimension=dimension, tiled=True)
-        return total.astype(wide.dtype) if is_half(reduce_dtype) else total / count
+        add = partial(
+            lax.psum_scatter, axis_name=axis_name, scatter_dimension=dimension, tiled=True
+        )
+        return _mean(widen_to_float32(vary(x, (axis_name,))), count, reduce_dtype, add)
 
     return jax.tree_util.tree_map(scatter, grads, dimensions)
 
@@ -151,7 +154,8 @@ def mean_over_axes(tree: Tree, axis_names: Sequence[str]) -> Tree:
     return jax.tree_util.tree_map(mean, tree)
 
 
-def _mean_in_half(x: Any, axis_names: Sequence[str], dtype: DTypeLike) -> Any:
-    count = lax.axis_size(tuple(axis_names))
-    share = (vary(x, axis_names) / count).astype(dtype)
-    return sum_over_axes(share, axis_names).astype(x.dtype)
+def _mean(x: Any, count: int, dtype: DTypeLike, add: Callable[[Any], Any]) -> Any:
+    """Returns the mean over `count` devices, which `add` adds up; in half precision each brings its share."""
+    if is_half(dtype):
+        return add((x / count).astype(dtype)).astype(x.dtype)
+    return add(x) / count

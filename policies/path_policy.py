@@ -10,7 +10,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jmp_train.policies.casting import cast_leaf, is_float_array
-from jmp_train.policies.paths import named_leaves, path_name
+from jmp_train.policies.paths import check_rules, named_leaves, path_name
 from jmp_train.policies.policy import AutocastPolicy, Policy, get_policy
 
 Tree = TypeVar("Tree")
@@ -68,12 +68,8 @@ class PathPolicy:
 
     def _check_rules(self, params: object) -> None:
         paths = [path for path, x in named_leaves(params) if is_float_array(x)]
-        idle = [regex for regex, _ in self.rules if not any(re.search(regex, p) for p in paths)]
-        if idle:
-            raise ValueError(
-                f"policy_by_path: {', '.join(map(repr, idle))} found no floating parameter; "
-                f"the paths are:\n  " + "\n  ".join(paths or ["(none)"])
-            )
+        rules = [regex for regex, _ in self.rules]
+        check_rules(rules, paths, "policy_by_path: {} found no floating parameter")
 
 
 def policy_by_path(

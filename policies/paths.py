@@ -1,5 +1,7 @@
 """Names of leaves: one spelling of a pytree path for rules, reports and errors."""
 
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +17,20 @@ def path_name(path: KeyPath) -> str:
     if len(path) > 1 and path[-1] == GetAttrKey("value"):
         path = path[:-1]
     return keystr(path, simple=True, separator="/")
+
+
+def check_rules(rules: Iterable[str], paths: Sequence[str], message: str) -> None:
+    """Raises ValueError if a regular expression finds none of the paths.
+
+    Args:
+      rules: regular expressions, searched for in a path.
+      paths: of the leaves.
+      message: of the error, with "{}" where the rules go that find nothing; the paths follow it.
+    """
+    idle = [regex for regex in rules if not any(re.search(regex, path) for path in paths)]
+    if idle:
+        found_nothing = message.format(", ".join(map(repr, idle)))
+        raise ValueError(f"{found_nothing}; the paths are:\n  " + "\n  ".join(paths or ["(none)"]))
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
