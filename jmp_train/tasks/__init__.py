@@ -41,6 +41,8 @@ def load_task(name: str, options: TaskOptions | None = None) -> Task:
       FileNotFoundError: files are missing; the message says where they are public.
     """
     options = TaskOptions() if options is None else options
+    if options.synthetic and options.data_dir is not None:
+        raise ValueError("--data-dir and --synthetic exclude each other")
     options = dataclasses.replace(options, model=_checked_model(name, options.model))
     for option, having in _HAVE.items():
         value = getattr(options, option)

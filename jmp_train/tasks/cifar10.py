@@ -173,8 +173,6 @@ def make_task(model: ResNet, train: Arrays, test: Arrays, devices: int = 1) -> T
 
 def _data(options: TaskOptions) -> tuple[Arrays, Arrays]:
     if options.synthetic:
-        if options.data_dir is not None:
-            raise ValueError("--data-dir and --synthetic exclude each other")
         return synthetic_data(50_000, seed=0), synthetic_data(TEST_ROWS, seed=1)
     return read_cifar10(options.data_dir)
 

@@ -149,8 +149,6 @@ def make_graph(data: NodeData) -> Graph:
 
 def _data(options: TaskOptions) -> NodeData:
     if options.synthetic:
-        if options.data_dir is not None:
-            raise ValueError("--data-dir and --synthetic exclude each other")
         return synthetic_cora()
     if options.data_dir is None:
         raise FileNotFoundError(

@@ -160,8 +160,6 @@ def load(options: TaskOptions) -> Task:
 
 def _data(options: TaskOptions) -> tuple[Arrays, Arrays]:
     if options.synthetic:
-        if options.data_dir is not None:
-            raise ValueError("--data-dir and --synthetic exclude each other")
         return synthetic_data(60_000, seed=0), synthetic_data(10_000, seed=1)
     return read_mnist(options.data_dir)
 

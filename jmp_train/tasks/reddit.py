@@ -81,8 +81,6 @@ def make_graph(data: NodeData) -> Graph:
 
 def _data(options: TaskOptions) -> NodeData:
     if options.synthetic:
-        if options.data_dir is not None:
-            raise ValueError("--data-dir and --synthetic exclude each other")
         return synthetic_reddit(1.0 if options.scale is None else options.scale)
     if options.scale is not None:
         raise ValueError(f"scale={options.scale}: the real graph has one size; add --synthetic")

@@ -154,8 +154,6 @@ def _folder_task(options: TaskOptions, size: int) -> Task:
 
 
 def _synthetic_task(options: TaskOptions, size: int) -> Task:
-    if options.data_dir is not None:
-        raise ValueError("--data-dir and --synthetic exclude each other")
     return Task(
         **_common(options, VisionTransformer(), size),
         train=synthetic_data(SYNTHETIC_ROWS, size, seed=0),
