@@ -177,6 +177,15 @@ def scalar(fn: Callable[..., Any]) -> Callable[..., jax.Array]:
     return total
 
 
+def value_and_grads(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the results of a function and the gradients of their weighted sum, in one program."""
+
+    def run(*args: Any) -> Any:
+        return fn(*args), jax.grad(scalar(fn), tuple(range(len(args))))(*args)
+
+    return jax.jit(run)
+
+
 def close(actual: Any, expected: Any, dtype: str) -> None:
     """Within some roundings of the half type, beside the size of the whole."""
     expected = np.asarray(expected, np.float64)
@@ -288,17 +297,15 @@ def test_a_row_of_a_preset(
     rules: AutocastRules, half: str, name: str, row: Row, given: str
 ) -> None:
     args = [jnp.asarray(x, given) for x in row.args]
-    fn = autocast(promoting(row.fn), half, rules=rules)
-    out = fn(*args)
+    out, grads = value_and_grads(autocast(promoting(row.fn), half, rules=rules))(*args)
     wanted = row.full if given == F32 else row.half
     assert out.dtype == (half if wanted == F16 else wanted)
-    grads = jax.grad(scalar(fn), tuple(range(len(args))))(*args)
     assert {grad.dtype.name for grad in grads} == {given}
     with jax.enable_x64(True):
         exact = [jnp.asarray(np.asarray(x, np.float64)) for x in args]
-        close(out, promoting(row.fn)(*exact), half)
-        expected = jax.grad(scalar(row.fn), tuple(range(len(args))))(*exact)
-    for grad, exact_grad in zip(grads, expected, strict=True):
+        exact_out, exact_grads = value_and_grads(promoting(row.fn))(*exact)
+        close(out, exact_out, half)
+    for grad, exact_grad in zip(grads, exact_grads, strict=True):
         close(grad, exact_grad, half)
 
 
@@ -905,7 +912,7 @@ def test_gradients_of_what_is_read_often_are_added_in_float32(name: str, half: A
         return jnp.sum(out, dtype=jnp.float32)
 
     w = jnp.ones((1, 1))
-    expected = jax.grad(loss)(w)
+    expected = jax.jit(jax.grad(loss))(w)
     grad = jax.jit(jax.grad(functools.partial(loss, transform=lambda f: autocast(f, half))))(w)
     np.testing.assert_allclose(grad, expected, rtol=float(jnp.finfo(half).eps))
 
