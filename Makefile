@@ -33,8 +33,9 @@ test: .venv/.dev .venv-plan/.plan
 	$(BIN)/coverage report
 	$(BIN)/coverage report --include='policies/*' --fail-under=95 --format=total
 
+# These compile as a user's programs do; the others take tests/conftest.py's flags, with which that is quicker.
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest $(PARALLEL) -m slow
+	XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= $(BIN)/python -m pytest $(PARALLEL) -m slow
 
 test-newest:
 	@python=$$(.ci/newest-python); \

@@ -39,6 +39,16 @@ def promoting(fn: Callable[..., Any]) -> Callable[..., Any]:
     return relaxed_fn
 
 
+def compiled_vjp(fn: Callable[..., Any], cotangent: Any, *args: Any) -> tuple[Any, Any]:
+    """Returns the results of `fn(*args)` and the cotangents of the arguments, of one program."""
+
+    def run(cotangent: Any, *args: Any) -> tuple[Any, Any]:
+        results, pullback = jax.vjp(fn, *args)
+        return results, pullback(cotangent)
+
+    return jax.jit(run)(cotangent, *args)
+
+
 def assert_bitwise_equal(a: Any, b: Any) -> None:
     """Asserts that two trees have the same structure, dtypes and bits, NaN and -0.0 included."""
     assert jax.tree.structure(a) == jax.tree.structure(b)

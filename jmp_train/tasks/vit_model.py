@@ -50,7 +50,9 @@ class VisionTransformer(nn.Module):
           train: whether dropout draws, of the key "dropout".
         """
         words = self._dropout_words() if train and self.drop_rate else None
-        x = dropout(self._tokens(images), self.drop_rate, None if words is None else words[0])
+        # As in the blocks, the mask is computed again for the gradient, and not kept.
+        first_dropout = jax.checkpoint(dropout, static_argnums=1)
+        x = first_dropout(self._tokens(images), self.drop_rate, None if words is None else words[0])
         # Apart, because the compiler may then not hold what both compute again at one time.
         attention_part, mlp_part = (
             nn.remat(part, policy=_SAVED) for part in (AttentionPart, MlpPart)

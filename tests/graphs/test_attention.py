@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from graph_helpers import HALVES, assert_within, draw
+from helpers import compiled_vjp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,14 +63,12 @@ def test_edge_softmax_is_exact_and_so_is_its_gradient(
     graph = graphs.from_edges(senders, receivers, NODES)
     logits = jnp.asarray(draw(kind, (len(ids), 2), seed), half)
     cotangent = jnp.asarray(draw("signed", logits.shape, seed + 1), half)
-    run = jax.jit(functools.partial(graphs.edge_softmax, graph, norm_by=norm_by))
-    weights, pullback = jax.vjp(run, logits)
-    (grad,) = pullback(cotangent)
+    run = functools.partial(graphs.edge_softmax, graph, norm_by=norm_by)
+    weights, (grad,) = compiled_vjp(run, cotangent, logits)
     assert weights.dtype == grad.dtype == half
     with jax.enable_x64(True):
         wide, g = in_float64((logits, cotangent))
-        exact, exact_pullback = jax.vjp(lambda x: exact_softmax(x, ids), wide)
-        (exact_grad,) = exact_pullback(g)
+        exact, (exact_grad,) = compiled_vjp(lambda x: exact_softmax(x, ids), g, wide)
         sizes = exact * (jnp.abs(g) + jax.ops.segment_sum(exact * jnp.abs(g), ids, NODES)[ids])
     assert_within(weights, exact, half, exact, 2)
     assert_within(grad, exact_grad, half, sizes, 2)
@@ -87,19 +86,15 @@ def test_gat_attention_is_exact_and_so_is_its_gradient(
     features = jnp.asarray(draw(kind, (NODES, 2, 3), seed), half)
     left, right = (jnp.asarray(draw("signed", (NODES, 2), seed + i), half) for i in (1, 2))
     run = functools.partial(graphs.gat_attention, graph, implementation=implementation)
-    run = jax.jit(run)
-    result, pullback = jax.vjp(run, features, left, right)
-    cotangent = jnp.asarray(draw("signed", result.shape, seed + 3), half)
-    grads = pullback(cotangent)
+    cotangent = jnp.asarray(draw("signed", features.shape, seed + 3), half)
+    result, grads = compiled_vjp(run, cotangent, features, left, right)
     assert result.dtype == half and all(grad.dtype == half for grad in grads)
     with jax.enable_x64(True):
         wide, (g,) = in_float64((features, left, right)), in_float64((cotangent,))
-        exact, exact_pullback = jax.vjp(functools.partial(exact_attention, ends), *wide)
-        exact_grads = exact_pullback(g)
-        sizes, size_pullback = jax.vjp(
-            lambda features: exact_attention(ends, features, *wide[1:]), jnp.abs(wide[0])
-        )
-        (feature_sizes,) = size_pullback(jnp.abs(g))
+        attention = functools.partial(exact_attention, ends)
+        exact, exact_grads = compiled_vjp(attention, g, *wide)
+        magnitudes = (jnp.abs(wide[0]), *wide[1:])
+        sizes, (feature_sizes, *_) = compiled_vjp(attention, jnp.abs(g), *magnitudes)
         # A logit's gradient is its weight times a difference of two sums over the width.
         per_edge = exact_softmax(
             jax.nn.leaky_relu(wide[1][ends[0]] + wide[2][ends[1]], 0.2), ends[1]
@@ -183,8 +178,8 @@ def test_autocast_stores_in_half_and_adds_in_float32(half: str) -> None:
     def loss(h: jax.Array, w: jax.Array) -> jax.Array:
         return sum(x.astype(jnp.float32).mean() for x in run(h, w)[:4])  # pyright: ignore[reportReturnType]
 
-    found = jax.grad(jt.autocast(loss, jnp.dtype(half)), argnums=(0, 1))(*ones)
-    wanted = jax.grad(loss, argnums=(0, 1))(*ones)
+    found = jax.jit(jax.grad(jt.autocast(loss, jnp.dtype(half)), argnums=(0, 1)))(*ones)
+    wanted = jax.jit(jax.grad(loss, argnums=(0, 1)))(*ones)
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=0.05, atol=1e-3)
     exact = jt.TORCH_CUDA.replace(functions={"graph_storage": "float32"})

@@ -441,7 +441,7 @@ def test_where_all_is_float32_only_its_roundings_are_left(program: Program, seed
 
 @checks(8)
 @given(smooth_program, halves, tables, seeds, st.sampled_from(["planted_vjp", "planted_jvp"]))
-def test_a_planted_gradient_survives_exactly(
+def test_a_planted_gradient_survives_in_any_program(
     program: Program, half: str, rules: str, seed: int, plant: str
 ) -> None:
     assume(executed(program) <= 20)
@@ -453,7 +453,8 @@ def test_a_planted_gradient_survives_exactly(
 
     true = gradient(plant.replace("planted", "custom"))
     for ours, expected in zip(gradient(plant), true, strict=True):
-        np.testing.assert_array_equal(ours, PLANTED * expected)
+        # XLA may contract a product and a sum in one of the two programs only.
+        np.testing.assert_allclose(ours, PLANTED * expected, rtol=2.4e-7)
 
 
 @checks(150)
