@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from graph_helpers import HALVES, assert_within, draw
+from graph_helpers import HALVES, ONE_HALF, assert_within, draw
 from helpers import compiled_vjp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,8 +45,6 @@ def in_float64(arrays: Any) -> list[jax.Array]:
 
 
 degrees = st.sampled_from([1, 2, 300, 1_024, 2_049, 13_161, 100_000])
-# Of the tests that take longest CI runs one dtype; `make test-slow` runs the other.
-ONE_HALF = ("float16", pytest.param("bfloat16", marks=pytest.mark.slow))
 kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
 checks = settings(max_examples=4, deadline=None, derandomize=True)
 

@@ -62,7 +62,15 @@ def float32_accuracy() -> float:
     return promoting(digits_accuracy)(jt.amp_mode("torch", enabled=False), 300)[0]
 
 
-@pytest.mark.parametrize("name", ["torch", "O1", "O2", "O3", "naive"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch",
+        "O2",
+        "naive",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("O1", "O3")),
+    ],
+)
 def test_three_hundred_steps_of_digits_end_where_float32_ends(
     name: str, float32_accuracy: float
 ) -> None:

@@ -454,7 +454,7 @@ def test_a_planted_gradient_survives_in_any_program(
     true = gradient(plant.replace("planted", "custom"))
     for ours, expected in zip(gradient(plant), true, strict=True):
         # XLA may contract a product and a sum in one of the two programs only.
-        np.testing.assert_allclose(ours, PLANTED * expected, rtol=2.4e-7)
+        np.testing.assert_allclose(ours, PLANTED * expected, rtol=1e-5, atol=1e-6)
 
 
 @checks(150)
