@@ -20,6 +20,8 @@ Array = Any
 State = tuple[Array, ...]
 
 SLOTS, SIDE = 3, 4
+# Two programs have the same roundings if their loops are made as jax makes them by default, and not as conftest asks.
+OPTIONS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
 PLANTED = 4.0  # a power of two, so that it costs no rounding
 HALVES = ("float16", "bfloat16")
 RULES = {"TORCH_CUDA": TORCH_CUDA, "TORCH_CPU": TORCH_CPU, "APEX_O1": APEX_O1}
@@ -441,7 +443,7 @@ def test_where_all_is_float32_only_its_roundings_are_left(program: Program, seed
 
 @checks(8)
 @given(smooth_program, halves, tables, seeds, st.sampled_from(["planted_vjp", "planted_jvp"]))
-def test_a_planted_gradient_survives_in_any_program(
+def test_a_planted_gradient_survives_exactly(
     program: Program, half: str, rules: str, seed: int, plant: str
 ) -> None:
     assume(executed(program) <= 20)
@@ -449,12 +451,12 @@ def test_a_planted_gradient_survives_in_any_program(
     def gradient(op: str) -> State:
         planted = (Step(op, 0, 0, 1, ((),)), *program)
         fn = autocast(functools.partial(run, planted), half, rules=RULES[rules])
-        return jax.jit(jax.grad(mean(fn), (0, 1, 2)))(*inputs(seed))
+        run_gradient = jax.jit(jax.grad(mean(fn), (0, 1, 2)), compiler_options=OPTIONS)
+        return run_gradient(*inputs(seed))
 
     true = gradient(plant.replace("planted", "custom"))
     for ours, expected in zip(gradient(plant), true, strict=True):
-        # XLA may contract a product and a sum in one of the two programs only.
-        np.testing.assert_allclose(ours, PLANTED * expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(ours, PLANTED * expected)
 
 
 @checks(150)
