@@ -356,10 +356,7 @@ def test_another_jax_reads_it_and_is_read(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        env={
-            **os.environ,
-            "XLA_FLAGS": "",
-        },  # each has its own, and ends at one that it does not know
+        env=os.environ | {"XLA_FLAGS": ""},  # a jaxlib ends at a flag that it does not know
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() != jax.__version__

@@ -26,7 +26,6 @@ from jmp_train.training import train
 MODES = ("apex-O0", "torch", "apex-O1", "apex-O2", "apex-O3", "naive")
 TINY = VisionTransformer(classes=10, patch=8, width=16, depth=1, heads=2, mlp=32)
 SIZE = 16
-FAST = {"xla_backend_optimization_level": 0}  # to compile
 
 
 def with_model(task: Task, model: VisionTransformer, size: int) -> Task:
@@ -111,9 +110,7 @@ def test_the_full_network_has_timms_parameters() -> None:
 
 def test_logits_are_those_of_the_equations_and_nothing_is_dropped(params: Any) -> None:
     images = batch_of(3)["image"]
-    logits = jax.jit(promoting(partial(vit.predict, model=TINY)), compiler_options=FAST)(
-        params, {}, {"image": images}
-    )
+    logits = jax.jit(promoting(partial(vit.predict, model=TINY)))(params, {}, {"image": images})
     expected = reference(params, images, TINY)
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
@@ -122,7 +119,7 @@ def test_logits_are_those_of_the_equations_and_nothing_is_dropped(params: Any) -
 def test_the_loss_is_that_of_the_equations_and_dropout_draws_from_the_key(params: Any) -> None:
     batch = batch_of(4)
     sure = dataclasses.replace(TINY, drop_rate=0.0)
-    run = jax.jit(promoting(vit.loss_fn), static_argnums=4, compiler_options=FAST)
+    run = jax.jit(promoting(vit.loss_fn), static_argnums=4)
     loss, (state, aux) = run(params, {}, batch, jax.random.key(0), sure)
     logits = reference(params, batch["image"], TINY)
     terms = np.log(np.exp(logits).sum(-1)) - logits[np.arange(4), batch["label"]]
@@ -214,7 +211,7 @@ def test_gradients_are_finite_in_every_mode_and_all_parameters_move(
     state = TrainState.create(
         params, optimizer, model_state={}, rng=jax.random.key(1), cast_params=amp.cast_params
     )
-    step = jax.jit(train_step(loss_fn, optimizer), compiler_options=FAST)
+    step = jax.jit(train_step(loss_fn, optimizer))
     new_state, metrics = step(state, batch_of(8))
     assert bool(metrics["grads_finite"])
     assert 0 < float(metrics["grad_norm"]) < 1e4
