@@ -64,6 +64,7 @@ from jmp_train.policies import nemo_loss_scale as nemo_loss_scale
 from jmp_train.policies import nonfinite_report as nonfinite_report
 from jmp_train.policies import policy_by_path as policy_by_path
 from jmp_train.policies import reduce_gradients as reduce_gradients
+from jmp_train.policies import select_step as select_step
 from jmp_train.policies import select_tree as select_tree
 from jmp_train.policies import set_loss_scale as set_loss_scale
 from jmp_train.policies import set_master_weights as set_master_weights

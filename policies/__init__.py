@@ -57,6 +57,7 @@ from jmp_train.policies.presets import torch_loss_scale as torch_loss_scale
 from jmp_train.policies.progress import StalledTrainingError as StalledTrainingError
 from jmp_train.policies.progress import check_progress as check_progress
 from jmp_train.policies.progress import skips_to_floor as skips_to_floor
+from jmp_train.policies.select_step import select_step as select_step
 from jmp_train.policies.stochastic_rounding import stochastic_round as stochastic_round
 from jmp_train.policies.stochastic_rounding import (
     with_stochastic_rounding as with_stochastic_rounding,

@@ -1,0 +1,70 @@
+"""A step of one's own: everything that it changes, kept or taken by the optimizer's decision."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import KeyPath
+
+from jmp_train.policies.loss_scaled_optimizer import LossScaledState
+from jmp_train.policies.nodes import only_state
+from jmp_train.policies.paths import path_name
+
+Tree = TypeVar("Tree")
+
+
+def select_step(opt_state: Any, new: Tree, old: Tree) -> Tree:
+    """Returns `new` where the optimizer's last step was taken and `old` where it was skipped.
+
+    `with_loss_scale` keeps parameters and optimizer state over a skipped step. What the forward pass
+    changed by itself it does not see: batch statistics, an average of the parameters, the state of an
+    equinox or nnx model, which an overflow may have filled with inf. A step of one's own hands them
+    here, all in one tree; `train_step` does it for its model state.
+
+    Args:
+      opt_state: what the optimizer's `update` has just returned, with one `LossScaledState` in any
+        nesting; or what holds it, such as a flax TrainState.
+      new: pytree, as the step has made it. Leaves that are no arrays or numbers, such as functions,
+        are taken from here.
+      old: pytree of the same structure, shapes and dtypes, as it was before the step.
+
+    Returns:
+      A tree like `new`.
+
+    Raises:
+      TypeError: two leaves differ in shape or dtype; the message names the leaf.
+      ValueError: the trees' structures differ, or `opt_state` has no loss scale or several.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
+      >>> params = {"w": jnp.ones(2)}
+      >>> opt_state = optimizer.init(params)
+      >>> updates, opt_state = optimizer.update({"w": jnp.array([1.0, jnp.inf])}, opt_state, params)
+      >>> jt.select_step(opt_state, {"mean": jnp.full(1, jnp.inf)}, {"mean": jnp.zeros(1)})
+      {'mean': Array([0.], dtype=float32)}
+    """
+    state = only_state(opt_state, LossScaledState, "loss_scale", "loss scales")
+    (taken,) = jax.tree_util.tree_leaves(state.last_finite)  # nnx keeps it in a variable
+    trees = [jax.tree_util.tree_structure(tree) for tree in (new, old)]
+    if trees[0] != trees[1]:
+        raise ValueError(f"new has another structure:\n  {trees[0]}\nthan old:\n  {trees[1]}")
+
+    def select(path: KeyPath, x: Any, y: Any) -> Any:
+        is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
+        if x is y or not (is_array or isinstance(x, int | float | complex)):
+            return x
+        if not is_array and type(x) is type(y) and x == y:
+            return x  # a setting of the model, say: it stays a Python number
+        x, y = jnp.asarray(x), jnp.asarray(y)
+        if x.dtype != y.dtype or x.shape != y.shape:
+            raise TypeError(
+                f"new {path_name(path)!r} is {x.dtype}{list(x.shape)}, the old one "
+                f"{y.dtype}{list(y.shape)}"
+            )
+        return lax.select(taken, x, y)
+
+    return jax.tree_util.tree_map_with_path(select, new, old)
