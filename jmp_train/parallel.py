@@ -1,7 +1,7 @@
 """One step on many devices: `shard_map`, `pmap` or `jit`, each with the signature that it has on one.
 
 The batch is cut along its first axis, the state is the same everywhere. Gradients stay local until they are
-averaged in the policy's `reduce_dtype`; loss, floating aux and batch statistics are averaged in float32; the
+averaged in the policy's `reduce_dtype`; loss, floating and complex aux and model state are averaged; the
 step is taken or skipped by all devices together, and each draws from a key of its own.
 """
 
@@ -21,8 +21,8 @@ from jmp_train.batch_parts import check_divides, in_parts
 from jmp_train.mesh_axes import automatic, axis_size, dimension_over
 from jmp_train.narrow_uses import narrow_uses
 from jmp_train.placement import gradient_dimensions
-from jmp_train.policies.casting import is_float_array
 from jmp_train.policies.collectives import mean_over_axes, scatter_gradients
+from jmp_train.policies.finite import is_inexact
 from jmp_train.policies.per_loss_scale import PerLossScale
 from jmp_train.train_state import TrainState
 from jmp_train.train_step import Metrics, TrainStep, check_param_dtypes, loss_scale_of
@@ -44,7 +44,7 @@ def data_parallel(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
 
     Returns:
       A pure function `(state, batch) -> (state, metrics)`. Metrics are those of the whole batch; aux that is
-      no float is the first device's.
+      neither floating nor complex is the first device's.
 
     Raises:
       TypeError: `step` is no `TrainStep`.
@@ -153,7 +153,7 @@ def sharded_step(
         parameter or its optimizer state is cut over `axis`, each device gets its part of the sum alone.
 
     Returns:
-      See `data_parallel`; aux that is no float has one row for each device.
+      See `data_parallel`; aux that is neither floating nor complex has one row for each device.
 
     Raises:
       TypeError: see `data_parallel`.
@@ -226,8 +226,8 @@ def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, cuts: Any) ->
         results = parallel.local_gradients(loss_scale, params, model_state, batch, rng)
         grads = scatter_gradients(results[-1], cuts, axis, parallel.reduce_dtype)
         loss, model_state, aux = mean_over_axes(results[:-1], (axis,))
-        averaged = jax.tree.map(lambda x: x if is_float_array(x) else None, aux)
-        rows = jax.tree.map(lambda x: None if is_float_array(x) else jnp.asarray(x)[None], aux)
+        averaged = jax.tree.map(lambda x: x if is_inexact(x) else None, aux)
+        rows = jax.tree.map(lambda x: None if is_inexact(x) else jnp.asarray(x)[None], aux)
         return (loss, model_state, averaged, grads), rows
 
     specs = jax.tree.map(lambda dim: P(*(None,) * dim, axis) if dim >= 0 else P(), cuts)

@@ -12,7 +12,7 @@ from jax import lax
 
 from jmp_train.batch_parts import check_divides, in_parts
 from jmp_train.gradients import scaled_value_and_grad, wide_scalar
-from jmp_train.policies.casting import is_float_array, widen_to_float32
+from jmp_train.policies.casting import is_float_array, is_inexact_array, widen_to_float32
 from jmp_train.policies.collectives import mean_over_axes, reduce_gradients, vary
 from jmp_train.policies.finite import select_tree
 from jmp_train.policies.loss_scale import NoOpLossScale
@@ -218,7 +218,7 @@ class TrainStep:
             rng = jax.random.fold_in(rng, lax.axis_index(self.axis_names))
         params = vary(params, self.axis_names)
         model_state = jax.tree.map(
-            lambda x: vary(x, self.axis_names) if is_float_array(x) else x, model_state
+            lambda x: vary(x, self.axis_names) if is_inexact_array(x) else x, model_state
         )
         return self._gradients(loss_scale, params, model_state, batch, rng)
 

@@ -17,6 +17,11 @@ def is_float_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
+def is_inexact_array(x: Any) -> bool:
+    """Says whether `x` is a jax or NumPy array (tracers included) of a floating or complex dtype."""
+    return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def cast_leaf(x: Any, dtype: DTypeLike) -> Any:
     """Returns `x` cast to `dtype` if it is a floating array, else `x` itself."""
     if not is_float_array(x):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_train.policies.casting import is_float_array, widen_to_float32
+from jmp_train.policies.casting import is_float_array, is_inexact_array, widen_to_float32
 from jmp_train.policies.dtypes import float_dtype, is_half
 
 Tree = TypeVar("Tree")
@@ -55,13 +55,15 @@ def reduce_gradients(
     """Averages gradients over mesh axes in `dtype` and returns them in float32.
 
     Args:
-      grads: pytree of local gradients, scaled or not, of any floating dtype.
+      grads: pytree of local gradients, scaled or not, of any floating or complex dtype.
       axis_names: axes to average over; with none, gradients are only widened to float32.
       dtype: dtype of the all-reduce. Half types halve the traffic; each device's share is divided
         by the number of devices first, so that the sum does not overflow (small values vanish).
+        Complex gradients are reduced as they are: there is no complex number of half precision.
 
     Returns:
-      The mean gradients; half types come back as float32, wider ones stay.
+      The mean gradients; half types come back as float32, wider ones stay. Leaves that are neither
+      floating nor complex (float0, keys) are left alone.
 
     Raises:
       ValueError: `dtype` is not a floating dtype.
@@ -78,9 +80,13 @@ def reduce_gradients(
         return grads
     if is_half(reduce_dtype):
         count, add = lax.axis_size(tuple(axis_names)), partial(sum_over_axes, axis_names=axis_names)
-        return jax.tree_util.tree_map(
-            lambda g: _mean(vary(g, axis_names), count, reduce_dtype, add), grads
-        )
+
+        def mean(g: Any) -> Any:
+            if not is_inexact_array(g):
+                return g
+            return _mean(vary(g, axis_names), count, reduce_dtype, add)
+
+        return jax.tree_util.tree_map(mean, grads)
     return mean_over_axes(grads, axis_names)
 
 
@@ -90,7 +96,7 @@ def scatter_gradients(
     """Averages gradients over a mesh axis as `reduce_gradients` does; each device gets its own part of them.
 
     Args:
-      grads: pytree of local gradients, of any floating dtype.
+      grads: pytree of local gradients, of any floating or complex dtype.
       dimensions: pytree like `grads` of whole numbers: which dimension of a gradient is cut into one part for each
         device; -1 for gradients that all devices get whole.
       axis_name: the axis to average over.
@@ -138,7 +144,7 @@ def sum_over_axes(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
 
 
 def mean_over_axes(tree: Tree, axis_names: Sequence[str]) -> Tree:
-    """Averages floating arrays over mesh axes, in float32 or wider; other leaves stay.
+    """Averages floating and complex arrays over mesh axes, in float32 or wider; other leaves stay.
 
     The dtypes are kept. With no axes this changes nothing.
     """
@@ -146,7 +152,7 @@ def mean_over_axes(tree: Tree, axis_names: Sequence[str]) -> Tree:
         return tree
 
     def mean(x: Any) -> Any:
-        if not is_float_array(x):
+        if not is_inexact_array(x):
             return x
         wide = widen_to_float32(vary(x, axis_names))
         return (sum_over_axes(wide, axis_names) / lax.axis_size(tuple(axis_names))).astype(x.dtype)
@@ -156,6 +162,6 @@ def mean_over_axes(tree: Tree, axis_names: Sequence[str]) -> Tree:
 
 def _mean(x: Any, count: int, dtype: DTypeLike, add: Callable[[Any], Any]) -> Any:
     """Returns the mean over `count` devices, which `add` adds up; in half precision each brings its share."""
-    if is_half(dtype):
+    if is_half(dtype) and is_float_array(x):
         return add((x / count).astype(dtype)).astype(x.dtype)
     return add(x) / count

@@ -183,8 +183,8 @@ def as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _or_nothing(finite: jax.Array, update: jax.Array) -> jax.Array:
-    # x + -0.0 is x for every x; 0.0 would turn a parameter of -0.0 into 0.0.
-    return jnp.where(finite, update, jnp.full_like(update, -0.0))
+    # x + -0.0 is x for every x; 0.0 would turn a parameter of -0.0 into 0.0. Complex ones have two signs.
+    return jnp.where(finite, update, -jnp.zeros_like(update))
 
 
 def scaled_states(opt_state: Any) -> list[tuple[str, LossScaledState]]:

@@ -73,4 +73,4 @@ def storing_optimizer(init: optax.TransformInitFn, step: StepFn) -> StoringOptim
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
     # x + -0.0 is x for every x: what does not change keeps its bits, an inf and a -0.0 too.
     new_wide, old_wide = widen_to_float32((new, old))
-    return jnp.where(new == old, jnp.full_like(new_wide, -0.0), new_wide - old_wide)
+    return jnp.where(new == old, -jnp.zeros_like(new_wide), new_wide - old_wide)

@@ -116,6 +116,56 @@ def test_fifty_steps_are_those_of_one_device(route: str) -> None:
         )
 
 
+def by_fsdp(step: jt.TrainStep) -> Any:
+    def run(state: jt.TrainState, batch: Any) -> Any:
+        shardings = jt.fsdp_shardings(state, MESH, min_size=DEVICES)
+        return jt.sharded_step(step, MESH, shardings=shardings)(state, batch)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("route", [*ROUTES, "fsdp"])
+def test_complex_parameters_state_and_aux_are_those_of_one_device(
+    route: str, reduce_dtype: str
+) -> None:
+    """Gradient descent on the mean of |x w + b - y|^2, beside NumPy's in complex128; b is not cut."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(32, DEVICES)), random.normal(size=32) + 1j * random.normal(size=32)
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        del model_state, rng
+        x = batch["x"].astype(jnp.complex64)
+        error = x @ params["w"] + params["b"] - batch["y"]
+        mean = {"error": error.mean()}
+        return (jnp.abs(error) ** 2).mean(), (mean, mean)
+
+    # jax's gradient of a complex number is the conjugate of the way up.
+    conjugate = optax.stateless(lambda grads, _: jax.tree.map(jnp.conj, grads))
+    optimizer = jt.with_loss_scale(
+        optax.chain(conjugate, optax.sgd(0.05)), jt.torch_loss_scale(2.0**10)
+    )
+    policy = f"params=float32,compute=float32,output=float32,reduce={reduce_dtype}"
+    step = jt.train_step(loss_fn, optimizer, policy=policy, accumulate_steps=2)
+    params = {"w": jnp.zeros(DEVICES, jnp.complex64), "b": jnp.zeros((), jnp.complex64)}
+    state = jt.TrainState.create(
+        params, optimizer, model_state={"error": jnp.zeros((), jnp.complex64)}
+    )
+    batch = {"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(y, jnp.complex64)}
+    run, w, b = ROUTES.get(route, by_fsdp)(step), np.zeros(DEVICES), 0j
+    for _ in range(3):
+        state, metrics = run(state, batch)
+        error = x @ w + b - y
+        norm = np.sqrt((np.abs(2 * (x.T @ error) / 32) ** 2).sum() + np.abs(2 * error.mean()) ** 2)
+        w, b = w - 0.05 * 2 * (x.T @ error) / 32, b - 0.05 * 2 * error.mean()
+        np.testing.assert_allclose(np.mean(metrics["aux"]["error"]), error.mean(), rtol=1e-5)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    np.testing.assert_allclose(state.params["w"], w, rtol=1e-5)
+    np.testing.assert_allclose(state.params["b"], b, rtol=1e-5)
+    if route != "fsdp":
+        assert_replicas_are_equal((state.params, state.model_state))
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_an_overflow_on_one_replica_is_skipped_by_all(route: str) -> None:
     step, state = make(optax.adam(1e-2), "mixed_float16", None)

@@ -68,6 +68,25 @@ def test_reductions_of_half_gradients(way: str, value: float, dtype: Any, expect
 
 
 @every_way
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_complex_gradients_are_averaged_whole_and_what_has_no_mean_stays(
+    way: str, dtype: Any
+) -> None:
+    """Of x = 0..7 the gradients x + i x^2 have the mean 3.5 + 17.5i; i 560,000 is beyond float16."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        grads = {"z": jax.lax.complex(x, x**2), "n": np.zeros(3, jax.dtypes.float0), "w": w}
+        mean = jt.reduce_gradients(grads, ("data",), dtype)
+        assert mean["n"].dtype == jax.dtypes.float0
+        return mean["z"], mean["w"]
+
+    mean, w = on_eight(step, way)(jnp.float32(3), jnp.arange(8.0))
+    assert (complex(mean), mean.dtype, float(w)) == (3.5 + 17.5j, jnp.complex64, 3)
+    large = jnp.sqrt(jnp.full(8, 8.0 * 70_000))
+    np.testing.assert_allclose(on_eight(step, way)(jnp.float32(3), large)[0].imag, 560_000, 1e-6)
+
+
+@every_way
 def test_a_float32_reduction_of_half_gradients_is_exact(way: str) -> None:
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         return jt.reduce_gradients(x.astype(jnp.float16), ("data",))
@@ -93,12 +112,15 @@ def test_means_keep_dtypes_and_leave_whole_numbers(way: str) -> None:
     def step(w: jax.Array, x: jax.Array) -> Any:
         count = jnp.int32(7)
         half = x.astype(jnp.float16)
-        return mean_over_axes({"x": x, "half": half, "count": count, "w": w}, ("data",))
+        phase = jax.lax.complex(x, -x)
+        tree = {"x": x, "half": half, "count": count, "w": w, "phase": phase}
+        return mean_over_axes(tree, ("data",))
 
     result = on_eight(step, way)(jnp.float32(3), jnp.full(8, 60000.0).at[0].set(0))
     assert float(result["x"]) == 52500
     assert (float(result["half"]), result["half"].dtype) == (52512, jnp.float16)
     assert (int(result["count"]), float(result["w"])) == (7, 3)
+    assert complex(result["phase"]) == 52500 - 52500j
 
 
 def test_two_axes() -> None:

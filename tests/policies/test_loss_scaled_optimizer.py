@@ -112,6 +112,16 @@ def test_every_optimizer_skips_without_a_trace(name: str) -> None:
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, jt.with_master_weights])
+def test_a_skip_keeps_both_signs_of_a_complex_zero(wrap: Any) -> None:
+    optimizer = wrap(jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(SCALE)))
+    params = jax.lax.complex(jnp.array([-0.0, 0.0, 1.0]), jnp.array([0.0, -0.0, -0.0]))
+    bad = jax.lax.complex(jnp.ones(3), jnp.array([0.0, jnp.inf, 0.0]))
+    updates, state = optimizer.update(bad, optimizer.init(params), params)
+    assert_bitwise_equal(optax.apply_updates(params, updates), params)
+    assert float(jt.get_loss_scale(state).loss_scale) == SCALE / 2
+
+
 # --- the state --------------------------------------------------------------------------------
 
 
