@@ -18,7 +18,7 @@ from jmp_train.policies.argument_checks import is_integer
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.finite import select_tree
 from jmp_train.policies.loss_scale import LossScale
-from jmp_train.policies.nodes import change_nodes, find_nodes, only_state
+from jmp_train.policies.nodes import find_nodes, only_state, with_states
 from jmp_train.policies.paths import named_leaves, path_name
 from jmp_train.policies.per_loss_scale import (
     LossScales,
@@ -196,7 +196,8 @@ def get_loss_scale(opt_state: Any, *, loss_id: int | None = None) -> Any:
     """Returns the one loss scale in an optimizer's state.
 
     Args:
-      opt_state: a state with one `LossScaledState` in it, in any nesting of optax's combinators.
+      opt_state: a state with one `LossScaledState` in it, in any nesting of optax's combinators, or an
+        `nnx.Optimizer` that has one, also within `nnx.jit`.
       loss_id: of a `PerLossScale` the scale of that loss, from 0; None for all of it.
 
     Returns:
@@ -232,7 +233,8 @@ def set_loss_scale(opt_state: Any, loss_scale: LossScales) -> Any:
     compiled step and has to be what it was. The counters of skips stay.
 
     Args:
-      opt_state: a state with one `LossScaledState` in it, in any nesting of optax's combinators.
+      opt_state: a state with one `LossScaledState` in it, in any nesting of optax's combinators. An
+        `nnx.Optimizer` that has one is changed itself, as its `update` does, and returned.
       loss_scale: the scale of the next forward pass, of the kind that the state has. Its arrays
         are copied to where the state's are.
 
@@ -263,7 +265,7 @@ def set_loss_scale(opt_state: Any, loss_scale: LossScales) -> Any:
     new = jax.tree_util.tree_map_with_path(
         lambda path, x, y: _in_place_of(path_name(path), x, y), loss_scale, old
     )
-    return change_nodes(opt_state, LossScaledState, lambda state: state._replace(loss_scale=new))
+    return with_states(opt_state, LossScaledState, lambda state: state._replace(loss_scale=new))
 
 
 def _only_scaled_state(opt_state: Any) -> LossScaledState:

@@ -13,7 +13,7 @@ from jax.tree_util import KeyPath
 
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.loss_scaled_optimizer import as_transformation
-from jmp_train.policies.nodes import change_nodes, only_state
+from jmp_train.policies.nodes import only_state, with_states
 from jmp_train.policies.paths import path_name
 from jmp_train.policies.stored_parameters import StoringOptimizer, storing_optimizer
 from jmp_train.policies.wide_step import wide_step
@@ -157,7 +157,7 @@ def set_master_weights(opt_state: Any, params: Any) -> Any:
         return jnp.array(x, master.dtype)
 
     new = jax.tree_util.tree_map_with_path(like, params, old)
-    return change_nodes(
+    return with_states(
         opt_state, MasterWeightsState, lambda state: state._replace(master_weights=new)
     )
 

@@ -5,6 +5,11 @@ from typing import Any, TypeVar
 
 import jax
 
+from jmp_train.policies.nnx_objects import (
+    arrays_of_variables,
+    is_nnx_object,
+    is_optimizer_variable,
+)
 from jmp_train.policies.paths import path_name
 
 Node = TypeVar("Node")
@@ -12,9 +17,13 @@ Tree = TypeVar("Tree")
 
 
 def find_nodes(tree: Any, kind: type[Node]) -> list[tuple[str, Node]]:
-    """Returns (path, node) of every outermost node of a type."""
+    """Returns (path, node) of every outermost node of a type; those of an `nnx.Optimizer` hold arrays."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
-    return [(path_name(path), node) for path, node in nodes if isinstance(node, kind)]
+    return [
+        (path_name(path), arrays_of_variables(node, is_optimizer_variable))
+        for path, node in nodes
+        if isinstance(node, kind)
+    ]
 
 
 def change_nodes(tree: Tree, kind: type[Node], change: Callable[[Node], Any]) -> Tree:
@@ -26,6 +35,32 @@ def change_nodes(tree: Tree, kind: type[Node], change: Callable[[Node], Any]) ->
     return jax.tree_util.tree_map(
         lambda node: change(node) if is_of_kind(node) else node, tree, is_leaf=is_of_kind
     )
+
+
+def with_states(opt_state: Tree, kind: type[Node], change: Callable[[Node], Any]) -> Tree:
+    """Returns an optimizer's state with every state of a type changed, in its arrays alone.
+
+    Args:
+      opt_state: in any nesting. An `nnx.Optimizer` is changed itself, as its `update` does.
+      kind: of the states.
+      change: gets a state of arrays, also where nnx has put these into variables.
+    """
+    in_place = is_nnx_object(opt_state)
+
+    def set_variable(variable: Any, new: Any) -> Any:
+        if not is_optimizer_variable(variable):
+            return new
+        if not in_place:
+            return variable.replace(new)
+        variable.set_value(new)
+        return variable
+
+    def changed(node: Node) -> Any:
+        new = change(arrays_of_variables(node, is_optimizer_variable))
+        return jax.tree_util.tree_map(set_variable, node, new, is_leaf=is_optimizer_variable)
+
+    result = change_nodes(opt_state, kind, changed)
+    return opt_state if in_place else result
 
 
 def only_state(opt_state: Any, kind: type[Node], field: str, plural: str) -> Node:
