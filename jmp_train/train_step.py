@@ -23,6 +23,7 @@ from jmp_train.policies.loss_scaled_optimizer import (
     get_loss_scale,
     scaled_states,
 )
+from jmp_train.policies.nesting import check_nesting
 from jmp_train.policies.nodes import find_nodes
 from jmp_train.policies.path_policy import PathPolicy
 from jmp_train.policies.paths import named_leaves, path_name
@@ -30,6 +31,7 @@ from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, unscale_
 from jmp_train.policies.policy import Policy, get_policy
 from jmp_train.policies.stored_parameters import StoringOptimizer
 from jmp_train.policies.zero_gradients import ZeroGradientsState
+from jmp_train.step_checks import check_same_optimizer
 from jmp_train.train_state import TrainState
 
 Metrics = dict[str, Any]
@@ -106,7 +108,9 @@ def train_step(
 
     Raises:
       ValueError: `accumulate_steps` is below 1 or, when called, does not divide the batch; the
-        state has several loss scales; parameters are stored narrower than the policy says.
+        state has several loss scales, or is another optimizer's; the optimizer's wrappers are
+        nested so that they compute something else; parameters are stored narrower than the
+        policy says.
       TypeError: an argument is of another type; when called, the model state changes its
         structure, shapes or dtypes (between floating dtypes it is cast back).
 
@@ -235,6 +239,7 @@ class TrainStep:
           grads: scaled, and reduced.
           rng: the next state's random key, or None.
         """
+        check_same_optimizer(self.optimizer, state.opt_state, state.params)
         # with_loss_scale computes both of these too, and XLA computes them once.
         unscaled, finite, _ = unscale_and_test(
             loss_scale_of(state.opt_state), grads, self._all_axes
@@ -310,6 +315,7 @@ class TrainStep:
         """Returns the parameters and optimizer state after the optimizer's step."""
         optimizer = self.optimizer
         extra = {"value": loss, **({"axis_names": self._all_axes} if self._all_axes else {})}
+        check_nesting(optimizer, grads, state.opt_state, state.params, **extra)
         if isinstance(optimizer, StoringOptimizer):
             params, opt_state = optimizer.step(grads, state.opt_state, state.params, **extra)
             return params, _clear_emitted(opt_state)

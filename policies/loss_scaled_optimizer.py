@@ -18,7 +18,7 @@ from jmp_train.policies.argument_checks import is_integer
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.finite import select_tree
 from jmp_train.policies.loss_scale import LossScale
-from jmp_train.policies.nodes import find_nodes, only_state, with_states
+from jmp_train.policies.nodes import Reached, find_nodes, only_state, with_states
 from jmp_train.policies.paths import named_leaves, path_name
 from jmp_train.policies.per_loss_scale import (
     LossScales,
@@ -148,6 +148,8 @@ def with_loss_scale(
         axis_names: Sequence[str] = (),
         **extra_args: Any,
     ) -> tuple[Any, Any]:
+        if isinstance(state, Reached):
+            return jax.tree_util.tree_map(jnp.zeros_like, params), Reached(updates)
         grads, finite, next_scale = unscale_and_test(
             state.loss_scale, widen_to_float32(updates), axis_names
         )
@@ -165,6 +167,8 @@ def with_loss_scale(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         new_updates, state = propose(updates, state, params, **extra_args)
+        if isinstance(state, Reached):
+            return new_updates, state
         finite = state.last_finite
         return jax.tree_util.tree_map(lambda u: _or_nothing(finite, u), new_updates), state
 

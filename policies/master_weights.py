@@ -13,9 +13,13 @@ from jax.tree_util import KeyPath
 
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.loss_scaled_optimizer import as_transformation
-from jmp_train.policies.nodes import only_state, with_states
+from jmp_train.policies.nodes import find_nodes, only_state, with_states
 from jmp_train.policies.paths import path_name
-from jmp_train.policies.stored_parameters import StoringOptimizer, storing_optimizer
+from jmp_train.policies.stored_parameters import (
+    StochasticRoundingState,
+    StoringOptimizer,
+    storing_optimizer,
+)
 from jmp_train.policies.wide_step import wide_step
 
 
@@ -57,7 +61,8 @@ def with_master_weights(
 
     Raises:
       TypeError: `optimizer` is none.
-      ValueError: when called, `update` is not given the parameters.
+      ValueError: at `init`, the optimizer has masters already, or rounds stochastically; when called, `update` is
+        not given the parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -77,7 +82,15 @@ def with_master_weights(
     def init(params: Any) -> MasterWeightsState:
         # Copies, so that parameters and state can be donated together.
         master_weights = jax.tree_util.tree_map(_apart_from, widen_to_float32(params), params)
-        return MasterWeightsState(master_weights, inner.init(master_weights))
+        inner_state = inner.init(master_weights)
+        if find_nodes(inner_state, StochasticRoundingState):
+            raise ValueError(
+                "optimizer rounds stochastically, but sees float32 masters here, of which it rounds nothing: "
+                "take with_master_weights or with_stochastic_rounding"
+            )
+        if find_nodes(inner_state, MasterWeightsState):
+            raise ValueError("optimizer has master weights already: with_master_weights goes once")
+        return MasterWeightsState(master_weights, inner_state)
 
     def step(
         updates: Any, state: MasterWeightsState, params: Any, **extra_args: Any

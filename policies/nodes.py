@@ -1,7 +1,7 @@
 """A tree's nodes of a type, in any nesting: wrappers' states in optax's, modules in models."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -14,6 +14,12 @@ from jmp_train.policies.paths import path_name
 
 Node = TypeVar("Node")
 Tree = TypeVar("Tree")
+
+
+class Reached(NamedTuple):
+    """Stands in the place of a wrapper's state while `check_nesting` traces: which updates reach it."""
+
+    updates: Any
 
 
 def find_nodes(tree: Any, kind: type[Node]) -> list[tuple[str, Node]]:

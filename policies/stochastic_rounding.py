@@ -13,6 +13,8 @@ from jax import lax
 
 from jmp_train.policies.casting import is_float_array, widen_to_float32
 from jmp_train.policies.loss_scaled_optimizer import as_transformation
+from jmp_train.policies.master_weights import MasterWeightsState
+from jmp_train.policies.nodes import find_nodes
 from jmp_train.policies.paths import named_leaves
 from jmp_train.policies.stored_parameters import (
     StochasticRoundingState,
@@ -40,7 +42,8 @@ def with_stochastic_rounding(
 
     Raises:
       TypeError: `optimizer` is none, or `key` no random key.
-      ValueError: at `init`, a parameter is of another half type; the message names it.
+      ValueError: at `init`, a parameter is of another half type; the message names it. Or the optimizer has
+        master weights, or rounds already.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -59,7 +62,14 @@ def with_stochastic_rounding(
 
     def init(params: Any) -> StochasticRoundingState:
         _check_dtypes(params)
-        return StochasticRoundingState(jnp.copy(key), inner.init(widen_to_float32(params)))
+        inner_state = inner.init(widen_to_float32(params))
+        kinds = (StochasticRoundingState, MasterWeightsState)
+        if any(find_nodes(inner_state, kind) for kind in kinds):
+            raise ValueError(
+                "optimizer stores the parameters already: take with_master_weights or "
+                "with_stochastic_rounding, and once"
+            )
+        return StochasticRoundingState(jnp.copy(key), inner_state)
 
     def step(
         updates: Any, state: StochasticRoundingState, params: Any, **extra_args: Any

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp_train.policies.casting import widen_to_float32
+from jmp_train.policies.nodes import Reached
 
 
 class StepFn(Protocol):
@@ -62,6 +63,8 @@ def storing_optimizer(init: optax.TransformInitFn, step: StepFn) -> StoringOptim
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("params must be given: update(updates, state, params)")
+        if isinstance(state, Reached):
+            return updates, Reached(updates)
         new_params, state = step(updates, state, params, **extra_args)
         return jax.tree_util.tree_map(_difference, new_params, params), state
 

@@ -1,0 +1,171 @@
+"""Whether `with_loss_scale` and what stores parameters stand where they work, in a chain say.
+
+optax's combinators do not know what they combine, and `init` sees parameters only. What a combinator does to
+the gradients before they reach `with_loss_scale`, or to updates after `with_master_weights` made them, is seen
+in the program of its `update`, traced with a marker in the place of the wrapper's state.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.extend.core import Literal
+
+from jmp_train.policies.loss_scaled_optimizer import (
+    LossScaledState,
+    scaled_states,
+)
+from jmp_train.policies.master_weights import MasterWeightsState
+from jmp_train.policies.nodes import Reached, change_nodes, find_nodes
+from jmp_train.policies.paths import named_leaves
+from jmp_train.policies.stored_parameters import StochasticRoundingState, StoringOptimizer
+
+_GIVEN = frozenset(["scaled", "other"])
+# Linear in all of their operands together, and in each of them.
+_TERMS = frozenset(
+    [
+        "add", "add_any", "all_gather", "concatenate", "convert_element_type", "copy",
+        "copy_p", "cumsum", "expand_dims", "neg", "optimization_barrier", "pcast", "psum",
+        "psum_invariant", "pvary", "real", "imag", "reduce_precision", "reduce_scatter",
+        "reduce_sum", "reshape", "rev", "sharding_constraint", "slice", "split", "squeeze",
+        "sub", "transpose",
+    ]
+)  # fmt: skip
+_FACTORS = frozenset(["mul", "dot_general", "conv_general_dilated"])
+_CALLS = frozenset(["jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"])
+_CONTROL = frozenset(["cond", "while", "scan", "shard_map"])
+
+_BRANCHING: Any = optax.MultiStepsState | optax.ApplyIfFiniteState
+_STORING: Any = MasterWeightsState | StochasticRoundingState
+
+
+def check_nesting(
+    optimizer: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    **extra_args: Any,
+) -> None:
+    """Raises ValueError if an optimizer's wrappers are nested so that they compute something else.
+
+    Args:
+      optimizer: the outermost one.
+      grads: scaled gradients, arrays or tracers, as they are handed to it; so are the others.
+      opt_state: its state.
+      params: the parameters.
+      **extra_args: for `optimizer.update`.
+
+    Raises:
+      ValueError: `apply_if_finite`, or a `MultiSteps` that skips, hides overflows from a `with_loss_scale`
+        within; what precedes `with_loss_scale` in a chain is not linear in the gradients; some parameters'
+        gradients reach none; or something follows `with_master_weights` or `with_stochastic_rounding`.
+        The message has the right order.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_train.policies import StaticLossScale, with_loss_scale
+      >>> scaled = with_loss_scale(optax.sgd(1.0), StaticLossScale(8.0))
+      >>> optimizer, params = optax.chain(optax.scale(0.5), scaled), jnp.ones(2)
+      >>> check_nesting(optimizer, params, optimizer.init(params), params)  # half of them is in order
+    """
+    _check_skips_are_seen(opt_state)
+    if find_nodes(opt_state, _BRANCHING):
+        return  # their branches must have states of one type: a marker has no place there
+
+    def reached(grads: Any, kind: Any) -> tuple[Any, Any]:
+        marked = change_nodes(opt_state, kind, lambda _: Reached(()))
+        updates, marked = optimizer.update(grads, marked, params, **extra_args)
+        return updates, [node.updates for _, node in find_nodes(marked, Reached)]
+
+    count = len(jax.tree_util.tree_leaves(params))
+    within = opt_state.inner_state if isinstance(opt_state, _STORING) else opt_state
+    scale_is_outermost = isinstance(within, LossScaledState)
+    if scaled_states(opt_state) and not scale_is_outermost:
+        program = jax.make_jaxpr(lambda grads: reached(grads, LossScaledState))(grads).jaxpr
+        kinds = _kinds(program, ["scaled"] * len(program.invars))
+        if "other" in kinds[count:]:
+            raise ValueError(
+                "optimizer: what comes before with_loss_scale in the chain sees scaled gradients, and is not "
+                "linear in them, as clipping, weight decay or momentum are not; it belongs inside: "
+                "with_loss_scale(optax.chain(..., optimizer), loss_scale)"
+            )
+        paths = [path for path, _ in named_leaves(params)]
+        passed = [path for path, kind in zip(paths, kinds[:count], strict=True) if kind in _GIVEN]
+        if passed and not isinstance(optimizer, StoringOptimizer):
+            raise ValueError(
+                "optimizer: the scaled gradients of these parameters reach no with_loss_scale, which belongs "
+                "outside: with_loss_scale(optax.multi_transform(...), loss_scale)\n  "
+                + "\n  ".join(passed)
+            )
+    if find_nodes(opt_state, _STORING) and not isinstance(optimizer, StoringOptimizer):
+        program = jax.make_jaxpr(lambda grads: reached(grads, _STORING))(grads).jaxpr
+        final, stored = program.outvars[:count], program.outvars[count:]
+        if any(all(x is not y for y in final) for x in stored):
+            raise ValueError(
+                "optimizer: what comes after with_master_weights or with_stochastic_rounding in the chain "
+                "changes the parameters, and not what is kept of them; it belongs inside: "
+                "with_master_weights(optax.chain(optimizer, ...))"
+            )
+
+
+def _check_skips_are_seen(opt_state: Any) -> None:
+    for path, node in find_nodes(opt_state, _BRANCHING):
+        name = "apply_if_finite"
+        if isinstance(node, optax.MultiStepsState):
+            if not jax.tree_util.tree_leaves(node.skip_state):
+                continue
+            name = "MultiSteps(should_skip_update_fn=...)"
+        if scaled_states(tuple(node)):
+            raise ValueError(
+                f"optimizer: {name}, at {path or 'the outermost place'!r} of its state, drops the gradients that "
+                "overflowed before with_loss_scale sees them, so that the scale never falls; with_loss_scale skips "
+                "by itself and goes outside"
+            )
+
+
+def _kinds(jaxpr: Any, inputs: list[str]) -> list[str]:
+    """Returns what each result of a program is, given what its inputs are.
+
+    "scaled" is what is in proportion to the gradients, "other" what else is made of them, "zero" what is
+    zero by the program, "free" the rest.
+    """
+    kinds: dict[Any, str] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def kind_of(x: Any) -> str:
+        if isinstance(x, Literal):
+            return "zero" if np.all(x.val == 0) else "free"
+        return kinds.get(x, "free")
+
+    for equation in jaxpr.eqns:
+        given = [kind_of(x) for x in equation.invars]
+        if equation.primitive.name in _CALLS:
+            body = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
+            results = _kinds(getattr(body, "jaxpr", body), given)
+        else:
+            results = [_kind(equation.primitive.name, given)] * len(equation.outvars)
+        kinds.update(zip(equation.outvars, results, strict=True))
+    return [kind_of(x) for x in jaxpr.outvars]
+
+
+def _kind(name: str, given: list[str]) -> str:
+    """Returns what an operation makes of such operands."""
+    if name == "broadcast_in_dim":
+        return given[0]
+    if not _GIVEN.intersection(given):
+        return "free"
+    if "other" in given:
+        return "other"
+    scaled = [kind == "scaled" for kind in given]
+    linear = {
+        "select_n": not scaled[0] and "free" not in given[1:],
+        "div": scaled == [True, False],
+        "dynamic_slice": scaled[0],
+        "gather": scaled[0],
+        "pad": scaled[0],
+        # Loops and branches cannot be told: what comes out of them counts as in order.
+        **dict.fromkeys(_CONTROL, True),
+        **dict.fromkeys(_FACTORS, sum(scaled) == 1),
+        **dict.fromkeys(_TERMS, "free" not in given),
+    }
+    return "scaled" if linear.get(name, False) else "other"

@@ -1,0 +1,168 @@
+"""Wrappers in an order in which they compute something else are refused, the others train as ever."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import relaxed
+
+import jmp_train as jt
+
+SCALE = 256.0
+LABELS = {"w": "a", "b": "b"}
+
+
+def scaled(inner: Any = None) -> Any:
+    return jt.with_loss_scale(inner or optax.sgd(1.0), jt.StaticLossScale(SCALE))
+
+
+def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+    y = batch @ params["w"].astype(jnp.float32) + params["b"].astype(jnp.float32)
+    return (y**2).mean()
+
+
+def one_step(optimizer: Any, dtype: Any = jnp.float32) -> tuple[Any, jt.TrainState]:
+    params = {"w": jnp.ones(3, dtype), "b": jnp.ones((), dtype)}
+    state = jt.TrainState.create(params, optimizer)
+    step = jt.train_step(jt.stateless(loss_fn), optimizer)
+    batch = jnp.full((4, 3), 0.5)
+    return jax.grad(loss_fn)(params, batch), step(state, batch)[0]
+
+
+BEFORE = "what comes before with_loss_scale in the chain sees scaled gradients, and is not linear"
+NOT_LINEAR: dict[str, Callable[[], Any]] = {
+    "clip_by_global_norm": lambda: optax.clip_by_global_norm(0.1),
+    "clip": lambda: optax.clip(0.1),
+    "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.1),
+    "weight decay": lambda: optax.add_decayed_weights(0.1),
+    "momentum": lambda: optax.trace(0.9),
+    "adam": lambda: relaxed(optax.scale_by_adam()),
+    "noise": lambda: relaxed(optax.add_noise(0.1, 0.1, 0)),
+    "zero_nans": optax.zero_nans,
+    "sign": optax.scale_by_sign,
+    "masked clip": lambda: optax.masked(optax.clip(0.1), {"w": True, "b": False}),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_what_is_not_linear_before_the_loss_scale_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=BEFORE):
+        one_step(optax.chain(NOT_LINEAR[name](), scaled()))
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda bad: optax.named_chain(("clip", bad), ("sgd", scaled())),
+        lambda bad: optax.chain(optax.chain(bad, optax.identity()), optax.chain(scaled())),
+        lambda bad: jt.with_master_weights(optax.chain(bad, scaled())),
+        lambda bad: optax.flatten(optax.chain(bad, scaled())),
+        lambda bad: optax.masked(optax.chain(bad, scaled()), {"w": True, "b": True}),
+        lambda bad: optax.multi_transform({"a": optax.chain(bad, scaled())}, {"w": "a", "b": "a"}),
+        lambda bad: optax.inject_hyperparams(lambda rate: optax.chain(bad, scaled()))(rate=0.1),
+    ],
+)
+def test_it_is_found_in_any_combinator(nest: Any) -> None:
+    with pytest.raises(ValueError, match=BEFORE):
+        one_step(nest(optax.clip_by_global_norm(0.1)))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "factor"),
+    [
+        (lambda: optax.chain(scaled()), 1),
+        (lambda: optax.chain(optax.identity(), scaled(), optax.scale(0.5)), 0.5),
+        (lambda: optax.chain(optax.scale(0.5), scaled()), 0.5),
+        (lambda: optax.flatten(scaled()), 1),
+        (lambda: optax.masked(scaled(), {"w": True, "b": True}), 1),
+        (lambda: optax.multi_transform({"a": scaled()}, {"w": "a", "b": "a"}), 1),
+        (lambda: jt.with_master_weights(optax.chain(optax.scale(0.5), scaled())), 0.5),
+        (lambda: optax.chain(optax.scale(0.5), jt.with_master_weights(scaled())), 0.5),
+        (lambda: optax.chain(jt.with_master_weights(scaled()), optax.identity()), 1),
+        (lambda: optax.inject_hyperparams(lambda rate: scaled(optax.sgd(rate)))(rate=1.0), 1),
+        (lambda: scaled(optax.multi_transform({"a": optax.sgd(1.0)}, {"w": "a", "b": "a"})), 1),
+    ],
+)
+def test_what_is_in_order_steps_as_the_bare_optimizer(optimizer: Any, factor: float) -> None:
+    grads, state = one_step(optimizer())
+    np.testing.assert_allclose(state.params["w"], 1 - factor * grads["w"], rtol=1e-6)
+    np.testing.assert_allclose(state.params["b"], 1 - factor * grads["b"], rtol=1e-6)
+
+
+def test_a_clip_inside_clips_the_true_gradient() -> None:
+    grads, state = one_step(scaled(optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))))
+    norm = np.sqrt(float((grads["w"] ** 2).sum() + grads["b"] ** 2))
+    np.testing.assert_allclose(state.params["w"], 1 - grads["w"] * 0.1 / norm, rtol=1e-6)
+
+
+def test_parameters_whose_gradients_reach_no_loss_scale_are_named() -> None:
+    split = optax.multi_transform({"a": scaled(), "b": optax.sgd(1.0)}, LABELS)
+    with pytest.raises(ValueError, match=r"of these parameters reach no with_loss_scale.*\n  b$"):
+        one_step(split)
+    with pytest.raises(ValueError, match="reach no with_loss_scale"):
+        one_step(optax.masked(scaled(), {"w": True, "b": False}))
+    frozen = optax.multi_transform({"a": scaled(), "b": optax.set_to_zero()}, LABELS)
+    grads, state = one_step(frozen)
+    np.testing.assert_allclose(state.params["w"], 1 - grads["w"], rtol=1e-6)
+    assert float(state.params["b"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name"),
+    [
+        (lambda: optax.apply_if_finite(scaled(), 3), "apply_if_finite"),
+        (lambda: optax.chain(optax.apply_if_finite(scaled(), 3)), "apply_if_finite"),
+        (
+            lambda: optax.MultiSteps(scaled(), 2, should_skip_update_fn=optax.skip_not_finite),
+            r"MultiSteps\(should_skip_update_fn=...\)",
+        ),
+    ],
+)
+def test_what_hides_overflows_from_the_loss_scale_is_refused(optimizer: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}, at .* drops the gradients that overflowed"):
+        one_step(optimizer())
+
+
+def test_multi_steps_that_skip_nothing_stay() -> None:
+    _, state = one_step(relaxed(optax.MultiSteps(scaled(), 2).gradient_transformation()))
+    assert int(state.opt_state.mini_step) == 1
+
+
+AFTER = "what comes after with_master_weights or with_stochastic_rounding in the chain"
+
+
+@pytest.mark.parametrize(
+    "store",
+    [jt.with_master_weights, lambda x: jt.with_stochastic_rounding(x, jax.random.key(0))],
+)
+def test_what_changes_the_updates_of_stored_parameters_is_refused(store: Any) -> None:
+    """Masters and parameters would part: 0.5875 and 0.703125 after three steps of 0.1."""
+    for optimizer in (
+        optax.chain(store(optax.sgd(0.1)), optax.scale(0.5)),
+        optax.chain(store(scaled()), optax.clip(0.1)),
+        optax.named_chain(("sgd", optax.chain(store(optax.sgd(0.1)))), ("half", optax.scale(0.5))),
+    ):
+        with pytest.raises(ValueError, match=AFTER):
+            one_step(optimizer, jnp.bfloat16)
+    one_step(optax.chain(store(scaled())), jnp.bfloat16)
+    one_step(optax.multi_transform({"a": store(optax.sgd(0.1)), "b": optax.sgd(1.0)}, LABELS))
+
+
+def test_what_stores_parameters_goes_once() -> None:
+    def rounding(inner: Any) -> Any:
+        return jt.with_stochastic_rounding(inner, jax.random.key(0))
+
+    sgd, params = optax.sgd(0.1), jnp.ones(2, jnp.bfloat16)
+    for optimizer, message in (
+        (jt.with_master_weights(rounding(sgd)), "float32 masters here, of which it rounds nothing"),
+        (jt.with_master_weights(optax.chain(rounding(sgd))), "of which it rounds nothing"),
+        (jt.with_master_weights(jt.with_master_weights(sgd)), "has master weights already"),
+        (rounding(optax.chain(jt.with_master_weights(sgd))), "stores the parameters already"),
+        (rounding(rounding(sgd)), "stores the parameters already"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.init(params)
