@@ -1,0 +1,182 @@
+"""What every training script in this folder is asked: what runs in half, how it learns, what a skip leaves."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+import jmp_train as jt
+
+STEPS = 20
+FIRST_SCALE, PERIOD, HUGE_SCALE = 2.0**12, 8, 2.0**100
+
+
+class Script(NamedTuple):
+    """A training script up to its loop.
+
+    Attributes:
+      state: a pytree of all that the step carries.
+      step: `step(state, batch) -> (state, loss)`, compiled as the script compiles it.
+      batch: what it is trained on, again and again.
+    """
+
+    state: Any
+    step: Callable[[Any, Any], tuple[Any, Any]]
+    batch: Any
+
+
+def growing_scale() -> jt.DynamicLossScale:
+    """Returns a loss scale that doubles twice within the steps."""
+    return jt.torch_loss_scale(FIRST_SCALE, growth_interval=PERIOD)
+
+
+# Products in half precision
+
+
+def share_by_policy(loss_fn: Callable[..., Any], *args: Any) -> float:
+    """Returns the share of products in half under `mixed_float16`."""
+    return _half_share(jt.apply_policy(loss_fn, jt.get_policy("mixed_float16")), *args)
+
+
+def share_by_autocast(loss_fn: Callable[..., Any], *args: Any) -> float:
+    """Returns that under autocast, and asserts that `explain_autocast` says the same."""
+    rows = jt.explain_autocast(loss_fn, *args).operations
+    told = [row.in_half for row in rows if row.operation in PRODUCTS]
+    share = _half_share(jt.autocast(loss_fn), *args)
+    assert np.mean(told) == share
+    return share
+
+
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+def _half_share(fn: Callable[..., Any], *args: Any) -> float:
+    leaves, tree = jax.tree.flatten(args)
+    are_arrays = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+    static = [None if is_array else x for x, is_array in zip(leaves, are_arrays, strict=True)]
+
+    def of_arrays(arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        full = [next(given) if a else x for x, a in zip(static, are_arrays, strict=True)]
+        results = jax.tree.leaves(fn(*jax.tree.unflatten(tree, full)))
+        return [x for x in results if isinstance(x, jax.Array)]
+
+    arrays = [x for x, is_array in zip(leaves, are_arrays, strict=True) if is_array]
+    halves = [
+        all(x.aval.dtype in (jnp.float16, jnp.bfloat16) for x in equation.invars)
+        for equation in _equations(jax.make_jaxpr(of_arrays)(arrays))
+        if equation.primitive.name in PRODUCTS
+    ]
+    return float(np.mean(halves))
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values())):
+            if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr):
+                yield from _equations(value)
+
+
+# Twenty steps
+
+
+def train(script: Script) -> tuple[Any, list[float]]:
+    """Returns the last state and the losses."""
+    state, losses = script.state, []
+    for _ in range(STEPS):
+        state, loss = script.step(state, script.batch)
+        losses.append(float(np.mean(loss)))
+    return state, losses
+
+
+def assert_learns_alike(
+    half: Script, full: Script, tolerance: float, *, fall: float = 0.8, updates_a_step: int = 1
+) -> None:
+    """Asserts that a script in half has the losses of the same one in float32, and that they fall.
+
+    Args:
+      half: with a `growing_scale`.
+      full: the script as it was.
+      tolerance: of each loss, relative to the first one.
+      fall: the last loss is at most this part of the first one.
+      updates_a_step: how often a step calls the optimizer.
+    """
+    state, losses = train(half)
+    _, expected = train(full)
+    assert expected[-1] <= fall * expected[0], expected
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=tolerance * abs(expected[0]))
+    assert losses != expected  # nothing would have run in half
+    for scaled in scaled_states(state):
+        assert np.all(scaled.skipped_steps == 0)
+        doublings = STEPS * updates_a_step // PERIOD
+        assert np.all(scaled.loss_scale.loss_scale == FIRST_SCALE * 2.0**doublings)
+
+
+# One overflow
+
+
+def scaled_states(state: Any) -> list[jt.LossScaledState]:
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, jt.LossScaledState))
+    return [node for node in nodes if isinstance(node, jt.LossScaledState)]
+
+
+def assert_skips(
+    script: Script,
+    state: Any = None,
+    batch: Any = None,
+    goes_on: str = "a^",
+    skips: int = 1,
+) -> None:
+    """Asserts that one overflow leaves all of the state as it was, to the bit, apart from the scale.
+
+    Args:
+      script: the script in half.
+      state: that overflows; the script's own by default.
+      batch: likewise.
+      goes_on: a regular expression of the paths of leaves which a skipped step changes: counts, keys.
+      skips: how often a step calls the optimizer, which skips each time.
+    """
+    state = script.state if state is None else state
+    scales = [np.array(scaled.loss_scale.loss_scale) for scaled in scaled_states(state)]
+    assert scales
+    before = _leaves(state)
+    state, _ = script.step(state, script.batch if batch is None else batch)
+    after = _leaves(state)
+    assert before.keys() == after.keys()
+    changed = [path for path in before if before[path] != after[path]]
+    assert not [path for path in changed if not re.search(goes_on, path)], changed
+    assert goes_on == "a^" or changed
+    for scaled, scale in zip(scaled_states(state), scales, strict=True):
+        assert np.all(scaled.skipped_steps == skips)
+        assert np.all(scaled.loss_scale.loss_scale == scale / 2**skips)
+
+
+def overflowing(tree: Any) -> Any:
+    """Returns a state with a loss scale that no gradient in float16 survives."""
+    return jt.set_loss_scale(tree, jt.torch_loss_scale(HUGE_SCALE, growth_interval=PERIOD))
+
+
+def _leaves(state: Any) -> dict[str, tuple[str, bytes]]:
+    """Returns dtype and bytes of all arrays by their paths, but for those of loss scales."""
+    inner = jax.tree.map(
+        lambda x: x.inner_state if isinstance(x, jt.LossScaledState) else x,
+        state,
+        is_leaf=lambda x: isinstance(x, jt.LossScaledState),
+    )
+    return {
+        jax.tree_util.keystr(path): _bits(x)
+        for path, x in jax.tree_util.tree_leaves_with_path(inner)
+        if isinstance(x, jax.Array | np.ndarray | int | float)
+    }
+
+
+def _bits(x: Any) -> tuple[str, bytes]:
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return str(x.dtype), np.asarray(x).tobytes()
