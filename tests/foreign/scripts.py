@@ -29,7 +29,7 @@ class Script(NamedTuple):
     batch: Any
 
 
-def growing_scale() -> jt.DynamicLossScale:
+def growing_scale() -> jt.LossScale:
     """Returns a loss scale that doubles twice within the steps."""
     return jt.torch_loss_scale(FIRST_SCALE, growth_interval=PERIOD)
 
@@ -39,14 +39,14 @@ def growing_scale() -> jt.DynamicLossScale:
 
 def share_by_policy(loss_fn: Callable[..., Any], *args: Any) -> float:
     """Returns the share of products in half under `mixed_float16`."""
-    return _half_share(jt.apply_policy(loss_fn, jt.get_policy("mixed_float16")), *args)
+    return products_in_half(jt.apply_policy(loss_fn, jt.get_policy("mixed_float16")), *args)
 
 
 def share_by_autocast(loss_fn: Callable[..., Any], *args: Any) -> float:
     """Returns that under autocast, and asserts that `explain_autocast` says the same."""
     rows = jt.explain_autocast(loss_fn, *args).operations
     told = [row.in_half for row in rows if row.operation in PRODUCTS]
-    share = _half_share(jt.autocast(loss_fn), *args)
+    share = products_in_half(jt.autocast(loss_fn), *args)
     assert np.mean(told) == share
     return share
 
@@ -54,7 +54,8 @@ def share_by_autocast(loss_fn: Callable[..., Any], *args: Any) -> float:
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
-def _half_share(fn: Callable[..., Any], *args: Any) -> float:
+def products_in_half(fn: Callable[..., Any], *args: Any) -> float:
+    """Returns the share of products whose operands are half."""
     leaves, tree = jax.tree.flatten(args)
     are_arrays = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     static = [None if is_array else x for x, is_array in zip(leaves, are_arrays, strict=True)]

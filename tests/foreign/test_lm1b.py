@@ -51,7 +51,7 @@ class DecoderBlock(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array, deterministic: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: Any, deterministic: bool) -> jax.Array:
         cfg = self.config
         y = nn.LayerNorm(dtype=cfg.dtype)(x)
         y = nn.MultiHeadDotProductAttention(
@@ -112,8 +112,8 @@ def packed_batch() -> dict[str, jax.Array]:
     tokens[:, 10:] = 0
     position = np.tile([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 0], (4, 1))
     segment = np.tile([1] * 5 + [2] * 5 + [0, 0], (4, 1))
-    names = ("inputs", "inputs_position", "inputs_segmentation")
-    return {k: jnp.asarray(v, jnp.int32) for k, v in zip(names, (tokens, position, segment))}
+    batch = {"inputs": tokens, "inputs_position": position, "inputs_segmentation": segment}
+    return jax.tree.map(jnp.asarray, batch)
 
 
 @functools.cache

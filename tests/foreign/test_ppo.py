@@ -39,7 +39,8 @@ class ActorCritic(nn.Module):
 
 def loss_fn(params: Any, minibatch: Any) -> jax.Array:
     states, actions, old_log_probs, returns, advantages = minibatch
-    log_probs, values = ActorCritic().apply({"params": params}, states)
+    outputs: Any = ActorCritic().apply({"params": params}, states)
+    log_probs, values = outputs
     probs = jnp.exp(log_probs)
     value_loss = jnp.mean(jnp.square(returns - values[:, 0]))
     entropy = jnp.sum(-probs * log_probs, axis=1).mean()

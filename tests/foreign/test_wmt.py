@@ -44,9 +44,7 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         cfg = self.config
-        dense = functools.partial(
-            nn.Dense, dtype=cfg.dtype, bias_init=nn.initializers.normal(1e-6)
-        )
+        dense = functools.partial(nn.Dense, dtype=cfg.dtype, bias_init=nn.initializers.normal(1e-6))
         return dense(cfg.width)(nn.relu(dense(4 * cfg.width)(x)))
 
 

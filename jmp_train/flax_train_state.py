@@ -1,0 +1,67 @@
+"""flax's TrainState for steps with a loss scale: what a skipped step must not change stays."""
+
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax.training import train_state
+
+from jmp_train.policies.loss_scaled_optimizer import scaled_states
+from jmp_train.policies.per_loss_scale import LossScales
+from jmp_train.policies.select_step import select_step
+from jmp_train.train_step import loss_scale_of
+
+
+class FlaxTrainState(train_state.TrainState):
+    """flax's `TrainState`, whose `apply_gradients` takes scaled gradients and skips as a whole.
+
+    It is created and subclassed as flax's is, with `tx` a `with_loss_scale`. Where that skips the
+    step, everything handed to `apply_gradients` beside the gradients, batch statistics above all,
+    stays as it was, as parameters and optimizer state do. `step` goes on, and so do random keys.
+
+    Attributes:
+      loss_scale: what the next loss is to be multiplied with, for `scaled_value_and_grad`; a
+        `NoOpLossScale` where `tx` has none.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> class State(jt.FlaxTrainState):
+      ...     batch_stats: jax.Array
+      >>> tx = jt.with_loss_scale(optax.sgd(1.0), jt.torch_loss_scale(2.0))
+      >>> params, stats = {"w": jnp.ones(())}, jnp.zeros(())
+      >>> state = State.create(apply_fn=None, params=params, tx=tx, batch_stats=stats)
+      >>> state = state.apply_gradients(grads={"w": jnp.inf}, batch_stats=jnp.inf)
+      >>> float(state.params["w"]), float(state.batch_stats), float(state.loss_scale.loss_scale)
+      (1.0, 0.0, 1.0)
+
+    Reference: `flax.training.train_state.TrainState`; `flax.training.dynamic_scale` for the
+    selection that it replaces.
+    """
+
+    @property
+    def loss_scale(self) -> LossScales:
+        """The loss scale of the next forward pass."""
+        return loss_scale_of(self.opt_state)
+
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
+        """Returns the state after a step that was taken or skipped.
+
+        Args:
+          grads: scaled gradients, as `scaled_value_and_grad` gives them; over many devices their mean.
+          **kwargs: other fields, as the step has made them.
+        """
+        new = super().apply_gradients(grads=grads, **kwargs)
+        if not scaled_states(new.opt_state):
+            return new
+        made = {name: getattr(new, name) for name in ("params", *kwargs)}
+        old = {name: getattr(self, name) for name in made}
+        kept = select_step(new.opt_state, made, jax.tree.map(_but_keys, made, old))
+        return new.replace(**kept)
+
+
+def _but_keys(new: Any, old: Any) -> Any:
+    """Returns what a skipped step leaves of an array: the old one, but of a random key the next."""
+    dtype = jnp.result_type(new)
+    is_key = dtype == jnp.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return new if is_key else old
