@@ -23,7 +23,7 @@ from scripts import (
 
 import jmp_train as jt
 
-VOCAB, WIDTH, HEADS, LAYERS, LENGTH = 24, 32, 2, 2, 8
+VOCAB, WIDTH, HEADS, LAYERS, LENGTH = 24, 32, 2, 1, 8
 
 
 def layer_norm(x: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ class Config:
     vocab: int = 32
     width: int = 32
     heads: int = 2
-    layers: int = 2
+    layers: int = 1
     max_len: int = 12
     dropout: float = 0.1
     dtype: Any = jnp.float32

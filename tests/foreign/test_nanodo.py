@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
@@ -33,7 +34,7 @@ class DoConfig:
     D: int = 32
     H: int = 2
     L: int = 8
-    N: int = 2
+    N: int = 1
     V: int = 24
     F: int = 64
     dtype: Any = jnp.float32
@@ -165,6 +166,7 @@ def test_products_in_half() -> None:
     assert share_by_autocast(loss_fn, *args) == 1
 
 
+@pytest.mark.slow
 def test_it_learns_as_in_float32() -> None:
     assert_learns_alike(script(True), script(False), tolerance=5e-3)
 
@@ -172,6 +174,6 @@ def test_it_learns_as_in_float32() -> None:
 def test_an_overflow_is_skipped_where_every_device_has_a_part_of_the_state() -> None:
     half = script(True)
     cut = [x for x in jax.tree.leaves((half.state.params, half.state.opt_state)) if x.ndim > 1]
-    assert len(cut) == 14 * 4  # parameters, gradients accumulated and two moments
+    assert len(cut) == 8 * 4  # parameters, gradients accumulated and two moments
     assert not any(x.sharding.is_fully_replicated for x in cut)
     assert_skips(half, overflowing(half.state))
