@@ -58,6 +58,9 @@ from jmp_train.graphs.segment import segment_min as segment_min
 from jmp_train.graphs.segment import segment_normalize as segment_normalize
 from jmp_train.graphs.segment import segment_softmax as segment_softmax
 from jmp_train.graphs.segment import segment_sum as segment_sum
+from jmp_train.graphs.stacking import GraphStack as GraphStack
+from jmp_train.graphs.stacking import stack as stack
+from jmp_train.graphs.stacking import unstack as unstack
 from jmp_train.graphs.transforms import add_self_loop as add_self_loop
 from jmp_train.graphs.transforms import remove_self_loop as remove_self_loop
 from jmp_train.graphs.transforms import reverse as reverse

@@ -36,7 +36,7 @@ class Incidence:
 
     rows: jax.Array
     degrees: jax.Array
-    blocks: "Incidence | None" = None
+    blocks: "Incidence | FurtherBlocks | None" = None
     all_count: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
@@ -121,6 +121,49 @@ class Incidence:
         return table.at[self.rows].get(mode="fill", fill_value=0)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FurtherBlocks:
+    """The segment of each block, where the first blocks are one for each segment, and further ones follow.
+
+    It does what an `Incidence` of blocks does. Few segments need a further block, so that little is added.
+
+    Attributes:
+      further: the segment of each further block.
+    """
+
+    further: Incidence
+
+    @property
+    def num_edges(self) -> int:
+        """How many blocks there are."""
+        return self.further.num_segments + self.further.num_edges
+
+    @property
+    def ids(self) -> jax.Array:
+        """Int32 [blocks], the segment of each block; the number of segments for those without edges."""
+        own = jnp.arange(self.further.num_segments, dtype=jnp.int32)
+        return jnp.concatenate([own, self.further.ids])
+
+    def read(self, data: jax.Array) -> jax.Array:
+        """Returns each block's row [blocks, ...] of data [segments, ...]."""
+        return jnp.concatenate([data, self.further.read(data)])
+
+    def sum(self, data: jax.Array) -> jax.Array:
+        """Returns the sums [segments, ...] of data [blocks, ...]."""
+        own, further = self._parts(data)
+        return own + self.further.sum(further)
+
+    def max(self, data: jax.Array) -> jax.Array:
+        """Returns the largest [segments, ...] of data [blocks, ...]."""
+        own, further = self._parts(data)
+        return jnp.maximum(own, self.further.max(further))
+
+    def _parts(self, data: jax.Array) -> tuple[jax.Array, jax.Array]:
+        count = self.further.num_segments
+        return data[:count], data[count:]
+
+
 def _largest(data: jax.Array, ids: jax.Array, count: int) -> jax.Array:
     """Returns the largest [count, ...] of data [edges, ...] by ids; -inf where there are none."""
     if data.dtype != jnp.float32:
@@ -191,6 +234,37 @@ def incidence_on_host(ids: np.ndarray, num_segments: int) -> Incidence:
     all_count = bool(((ids >= 0) & (ids < num_segments)).all())
     incidence = dataclasses.replace(ascending, rows=rows, all_count=all_count)
     return jax.tree.map(jnp.asarray, incidence)
+
+
+def fixed_incidence(ids: np.ndarray, num_segments: int) -> Incidence:
+    """Returns the incidence of ids that are known, whose structure and shapes depend on the numbers alone.
+
+    A segment of at most 32 edges is one block, and so its sums are those of `incidence_on_host` to the bit.
+
+    Args:
+      ids: int [edges]; edges with an id out of range count nowhere.
+      num_segments: how many segments there are.
+    """
+    return jax.tree.map(jnp.asarray, _fixed_incidence(ids, num_segments))
+
+
+def _fixed_incidence(ids: Any, num_segments: int) -> Incidence:
+    is_counted = (ids >= 0) & (ids < num_segments)
+    ids = np.where(is_counted, ids, num_segments).astype(np.int32)
+    degrees: Any = np.bincount(ids, minlength=num_segments + 1)[:num_segments].astype(np.int32)
+    num_further = (len(ids) - 1) // BLOCK
+    if num_further < 1:
+        return Incidence(ids, degrees)
+    order = np.argsort(ids, kind="stable")
+    owners = ids[order]
+    places = np.arange(len(ids)) - np.searchsorted(owners, owners)
+    is_further = (places >= BLOCK) & (owners < num_segments)
+    is_first = is_further & (places % BLOCK == 0)
+    blocks = np.where(is_further, num_segments - 1 + np.cumsum(is_first), owners)
+    rows: Any = np.empty_like(ids)
+    rows[order] = np.where(owners < num_segments, blocks, num_segments + num_further)
+    further = filled(owners[is_first], num_further, num_segments)
+    return Incidence(rows, degrees, FurtherBlocks(_fixed_incidence(further, num_segments)))
 
 
 def padded_incidence(

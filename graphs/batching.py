@@ -77,10 +77,10 @@ def pad(
 ) -> Graph:
     """Returns a graph with padding, so that graphs of different sizes share compiled programs; on the host.
 
-    Graphs of equal sizes share a program, but not one in which every node is entered by an edge with one
-    in which some is not, nor do graphs whose largest degrees differ by a factor of 32, or with mailboxes.
-    Padding nodes and edges belong to one more graph, and are followed by empty graphs. Padding edges
-    count nowhere: no sum, mean, softmax or degree knows of them.
+    Graphs of equal sizes and features have one structure, whatever their edges, but for mailboxes: they share
+    a program, and `stack` takes them. So layers cannot know under jit whether each node is entered by an edge,
+    and refuse one that is not outside of jit only. Padding nodes and edges belong to one more graph, and are
+    followed by empty graphs. Padding edges count nowhere: no sum, mean, softmax or degree knows of them.
 
     Args:
       graph: a graph or batch without padding.

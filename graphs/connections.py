@@ -10,11 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jmp_train.graphs.accumulation import Incidence, incidence_of, incidence_on_host
+from jmp_train.graphs.accumulation import (
+    Incidence,
+    fixed_incidence,
+    incidence_of,
+    incidence_on_host,
+)
 from jmp_train.graphs.neighbors import BothWays, sorted_both_ways
 
 FORMATS = ("coo", "csr", "mailbox")
 DEFAULT_FORMATS = ("coo", "csr")
+# Sorted edges of so few take no memory worth fitting to their degrees: graphs of one size share a program.
+FIXED_EDGES = 2**14
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +49,8 @@ class Connections:
       neighbors: the edges sorted by either end, for streaming; None where they were not asked for.
       mailboxes: the nodes by in-degree, ascending, for reductions by user-defined functions; None
         where they were not asked for.
-      has_idle_targets: whether some node is entered by no edge; None where that is not known.
+      has_idle_targets: whether some node is entered by no edge; None where that is not known, or to be
+        the same for all graphs of a size.
     """
 
     ends: tuple[Incidence, Incidence] | None
@@ -169,7 +177,7 @@ def connect_checked(
     num_receivers: int,
     *,
     formats: Sequence[str] = ("coo",),
-    num_real_receivers: int | None = None,
+    is_fixed: bool = False,
 ) -> Connections:
     """Returns the connections of edges that are known; those out of range count nowhere.
 
@@ -179,23 +187,31 @@ def connect_checked(
       num_senders: how many nodes there are to send.
       num_receivers: how many nodes there are to receive.
       formats: the indices to make, of `FORMATS`.
-      num_real_receivers: how many of them are no padding; None for all.
+      is_fixed: whether structure and shapes are to depend on the numbers alone, and not on who sends to
+        whom, but for those of mailboxes.
     """
     ends = neighbors = None
     if set(formats) != {"csr"}:
-        ends = (
-            incidence_on_host(senders, num_senders),
-            incidence_on_host(receivers, num_receivers),
-        )
+        incidence = fixed_incidence if is_fixed else incidence_on_host
+        ends = incidence(senders, num_senders), incidence(receivers, num_receivers)
     if "csr" in formats:
         neighbors = sorted_both_ways(
-            senders, receivers, num_senders, num_receivers, have_places=ends is not None
+            senders,
+            receivers,
+            num_senders,
+            num_receivers,
+            have_places=ends is not None,
+            is_fixed=is_fixed or len(senders) <= FIXED_EDGES,
         )
     mailboxes = make_mailboxes(receivers, num_receivers) if "mailbox" in formats else None
-    is_reached = np.zeros(num_receivers + 1, bool)
-    is_reached[np.clip(receivers, -1, num_receivers)] = True  # ids out of range: the last one
-    has_idle_targets = not is_reached[:-1][:num_real_receivers].all()
+    has_idle_targets = None if is_fixed else _has_idle(receivers, num_receivers)
     return Connections(ends, neighbors, mailboxes, has_idle_targets)
+
+
+def _has_idle(ids: np.ndarray, count: int) -> bool:
+    is_reached = np.zeros(count + 1, bool)
+    is_reached[np.clip(ids, -1, count)] = True  # ids out of range: the last one
+    return not is_reached[:-1].all()
 
 
 def connect_traced(

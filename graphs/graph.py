@@ -209,12 +209,9 @@ def from_jraph(
         for name, counts, total in (("n_node", n_node, count), ("n_edge", n_edge, num_edges)):
             if int(counts.sum()) != total:
                 raise ValueError(f"{name} adds up to {counts.sum()}, but there are {total}")
-        num_real_nodes = None
         if padded:
-            num_real_nodes, ends = _without_padding(n_node, n_edge, ends, count)
-        connections = connect_checked(
-            *ends, count, count, formats=formats, num_real_receivers=num_real_nodes
-        )
+            ends = _without_padding(n_node, n_edge, ends, count)
+        connections = connect_checked(*ends, count, count, formats=formats, is_fixed=padded)
     return Graph(
         nodes=checked_features("nodes", nodes, count),
         edges=checked_features("edges", edges, num_edges),
@@ -335,9 +332,9 @@ def first_padding(n_node: jax.Array) -> jax.Array:
 
 def _without_padding(
     n_node: jax.Array, n_edge: jax.Array, ends: tuple[np.ndarray, np.ndarray], count: int
-) -> tuple[int, tuple[np.ndarray, np.ndarray]]:
-    """Returns how many nodes are no padding, and the ends with those of padding edges out of range."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ends, with those of padding edges out of range."""
     padding = int(first_padding(n_node))
     is_real = np.arange(len(ends[0])) < int(n_edge[:padding].sum())
     senders, receivers = (np.where(is_real, ids.astype(np.int64), count) for ids in ends)
-    return int(n_node[:padding].sum()), (senders, receivers)
+    return senders, receivers

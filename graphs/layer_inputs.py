@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jraph
 from jax.typing import DTypeLike
 
+from jmp_train.graphs.batching import node_mask
 from jmp_train.graphs.block import Block
 from jmp_train.graphs.connections import is_traced
 from jmp_train.graphs.graph import Graph, from_jraph
@@ -86,11 +87,21 @@ def check_word(name: str, word: str, words: Iterable[str]) -> None:
 
 def check_in_degrees(graph: Graph | Block, allow_zero_in_degree: bool) -> None:
     """Raises ValueError where no edge enters some node, that is known, and it is not allowed."""
-    if graph.connections.has_idle_targets and not allow_zero_in_degree:
+    if not allow_zero_in_degree and _has_idle_targets(graph):
         raise ValueError(
             "no edge enters some of the nodes, and so nothing of their features would come out: "
             "give them self-loops, or pass allow_zero_in_degree=True"
         )
+
+
+def _has_idle_targets(graph: Graph | Block) -> bool | None:
+    """Whether no edge enters some node that is no padding; None where that is not known."""
+    known = graph.connections.has_idle_targets
+    if known is not None or isinstance(graph, Block) or not graph.is_padded:
+        return known
+    if is_traced(graph.in_degrees, graph.n_node):
+        return None
+    return bool((node_mask(graph) & (graph.in_degrees == 0)).any())
 
 
 def promoted(*arrays: jax.Array | None) -> list[Any]:

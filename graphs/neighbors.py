@@ -87,6 +87,7 @@ def sorted_both_ways(
     num_receivers: int,
     *,
     have_places: bool,
+    is_fixed: bool = False,
 ) -> BothWays:
     """Returns the edges sorted by either end.
 
@@ -96,15 +97,21 @@ def sorted_both_ways(
       num_senders: how many nodes there are to send.
       num_receivers: how many nodes there are to receive.
       have_places: whether `edges` and `slots` are kept, which edge features need.
+      is_fixed: whether shapes are to depend on the numbers alone, as large as any degrees need.
     """
     return BothWays(
-        _sorted(senders, receivers, num_senders, num_receivers, have_places),
-        _sorted(receivers, senders, num_receivers, num_senders, have_places),
+        _sorted(senders, receivers, num_senders, num_receivers, have_places, is_fixed),
+        _sorted(receivers, senders, num_receivers, num_senders, have_places, is_fixed),
     )
 
 
 def _sorted(
-    ids: np.ndarray, others: np.ndarray, num_nodes: int, num_others: int, have_places: bool
+    ids: np.ndarray,
+    others: np.ndarray,
+    num_nodes: int,
+    num_others: int,
+    have_places: bool,
+    is_fixed: bool,
 ) -> Neighbors:
     """Returns the edges sorted by `ids`, the nodes at one end."""
     order = None if _ascend(ids, num_nodes) else np.argsort(ids, kind="stable")
@@ -117,11 +124,16 @@ def _sorted(
     edges = None
     if have_places:
         edges = np.arange(len(ids)) if order is None else order
-    return from_degrees(degrees, sorted_others, edges, len(ids))
+    return from_degrees(degrees, sorted_others, edges, len(ids), is_fixed=is_fixed)
 
 
 def from_degrees(
-    degrees: np.ndarray, others: np.ndarray, edges: np.ndarray | None, num_edges: int
+    degrees: np.ndarray,
+    others: np.ndarray,
+    edges: np.ndarray | None,
+    num_edges: int,
+    *,
+    is_fixed: bool = False,
 ) -> Neighbors:
     """Returns edges that are sorted, in blocks.
 
@@ -130,28 +142,39 @@ def from_degrees(
       others: int [counted edges], the nodes at the other ends, sorted by the node at this end.
       edges: int [counted edges], which edges these are; None where they have no places of their own.
       num_edges: how many edges there are, those that count nowhere included.
+      is_fixed: see `sorted_both_ways`.
     """
-    width = min(WIDTHS, key=lambda width: _cost(degrees, width))
+    num_nodes = len(degrees)
+
+    def most_blocks(width: int) -> int:
+        if not is_fixed:
+            return int((-(-degrees // width)).sum())
+        return (num_edges + (width - 1) * min(num_nodes, num_edges)) // width
+
+    width = min(WIDTHS, key=lambda width: most_blocks(width) * (width + BLOCK_COST))
     num_blocks = -(-degrees // width)
-    nodes = np.repeat(np.arange(len(degrees)), num_blocks)
+    nodes = np.repeat(np.arange(num_nodes), num_blocks)
     places = np.arange(len(nodes)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
     ends = np.cumsum(degrees)
     starts = (ends - degrees)[nodes] + places * width
     counts = np.minimum(ends[nodes] - starts, width)
-    rows, *further = _rows(nodes, len(degrees))
     slots = None
     if edges is not None:
         blocks = np.repeat(np.arange(len(nodes)), counts)
         slots = np.full(num_edges, -1)
         slots[edges] = blocks * width + np.arange(len(edges)) - starts[blocks]
+    length = most_blocks(width)  # blocks without edges follow those that are needed
+    rows, *further = _rows(nodes, num_nodes, length if is_fixed else None)
+    num_rows = num_nodes + sum(map(len, further))
+    num_others = num_edges if is_fixed else len(others)
     return Neighbors(
-        _on_device(others),
-        None if edges is None else _on_device(edges),
+        _on_device(_filled(others, num_others)),
+        None if edges is None else _on_device(_filled(edges, num_others)),
         None if slots is None else _on_device(slots),
-        _on_device(starts),
-        _on_device(counts),
-        _on_device(nodes),
-        _on_device(rows),
+        _on_device(_filled(starts, length)),
+        _on_device(_filled(counts, length)),
+        _on_device(_filled(nodes, length, num_nodes - 1)),
+        _on_device(_filled(rows, length, num_rows)),  # beyond the last one
         tuple(map(_on_device, further)),
         _on_device(degrees),
         width,
@@ -159,8 +182,14 @@ def from_degrees(
     )
 
 
-def _rows(nodes: np.ndarray, num_nodes: int) -> list[np.ndarray]:
-    """Returns the rows that blocks add to, then those that the further rows add to, level by level."""
+def _rows(nodes: np.ndarray, num_nodes: int, most: int | None) -> list[np.ndarray]:
+    """Returns the rows that blocks add to, then those that the further rows add to, level by level.
+
+    Args:
+      nodes: int [blocks], the node that has each, ascending.
+      num_nodes: how many nodes there are.
+      most: there are never more blocks, and levels are as long as so many may need; None for what these need.
+    """
     levels, num_rows, owners = [], num_nodes, nodes
     while True:
         first = np.searchsorted(owners, owners)  # owners ascend: where each one's begin
@@ -168,11 +197,17 @@ def _rows(nodes: np.ndarray, num_nodes: int) -> list[np.ndarray]:
         is_further = groups > 0
         starts_row = is_further & ((np.arange(len(owners)) - first) % BLOCK == 0)
         rows = np.where(is_further, num_rows + np.cumsum(starts_row) - 1, owners)
-        levels.append(rows)
-        if not is_further.any():
-            return levels
+        levels.append(rows if most is None or not levels else _filled(rows, most))
+        most = None if most is None else (most - 1) // BLOCK
         owners = owners[starts_row]
-        num_rows += len(owners)
+        num_further = len(owners) if most is None else most
+        if num_further < 1:
+            return levels
+        num_rows += num_further
+
+
+def _filled(array: np.ndarray, length: int, value: int = 0) -> np.ndarray:
+    return np.pad(array, (0, length - len(array)), constant_values=value)
 
 
 def _on_device(array: np.ndarray) -> jax.Array:
@@ -181,8 +216,3 @@ def _on_device(array: np.ndarray) -> jax.Array:
 
 def _ascend(ids: np.ndarray, num_nodes: int) -> bool:
     return ascends(ids) and (len(ids) == 0 or 0 <= ids[0] < num_nodes)
-
-
-def _cost(degrees: np.ndarray, width: int) -> int:
-    """Returns what a pass over blocks of that width costs, in edges."""
-    return int((-(-degrees // width)).sum()) * (width + BLOCK_COST)

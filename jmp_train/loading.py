@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jmp_train.batch_parts import check_no_graph
 from jmp_train.policies.paths import named_leaves
 from jmp_train.tasks.task import Arrays, Task
 
@@ -33,7 +34,8 @@ def array_batches(
     so that all have the same number of batches.
 
     Args:
-      arrays: tree of numpy arrays [rows, ...], memory maps included.
+      arrays: tree of numpy arrays [rows, ...], memory maps included; the rows of a `jmp_train.graphs.stack`
+        are its graphs.
       batch_size: rows of the global batch, those of all processes together.
       seed: of the order; below 2**32.
       epochs: passes over the rows; None for no end.
@@ -53,6 +55,7 @@ def array_batches(
 
     Raises:
       ValueError: leaves have different numbers of rows, or a number is out of range.
+      TypeError: there is a graph that is in no stack.
 
     Example:
       >>> rows = {"x": np.arange(10.0, dtype=np.float32), "y": np.arange(10)}
@@ -154,6 +157,7 @@ def check_order(seed: int, epochs: int | None, process_index: int, process_count
 
 def _checked_rows(arrays: Any) -> int:
     """Returns how many rows all leaves have."""
+    check_no_graph(arrays, "array_batches")
     rows = {path: len(array) if np.ndim(array) else 0 for path, array in named_leaves(arrays)}
     if len(set(rows.values())) != 1:
         found = ", ".join(f"{path!r} has {count}" for path, count in rows.items())

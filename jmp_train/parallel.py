@@ -1,7 +1,8 @@
 """One step on many devices: `shard_map`, `pmap` or `jit`, each with the signature that it has on one.
 
-The batch is cut along its first axis, the state is the same everywhere. Gradients stay local until they are
-averaged in the policy's `reduce_dtype`; loss, floating and complex aux and model state are averaged; the
+The batch is cut along its first axis, a `jmp_train.graphs.stack` between its graphs; the state is the same
+everywhere. Gradients stay local until they are averaged in the policy's `reduce_dtype`; loss, floating and
+complex aux and model state are averaged; the
 step is taken or skipped by all devices together, and each draws from a key of its own.
 """
 
@@ -47,7 +48,7 @@ def data_parallel(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
       neither floating nor complex is the first device's.
 
     Raises:
-      TypeError: `step` is no `TrainStep`.
+      TypeError: `step` is no `TrainStep`; when called, the batch has a graph that is in no stack.
       ValueError: the mesh has no such axis; when called, the number of its devices does not divide the batch.
 
     Example:
@@ -101,7 +102,7 @@ def pmap_step(
       one device, and the batch whole. Of several processes each brings the batch of its own devices.
 
     Raises:
-      TypeError: `step` is no `TrainStep`.
+      TypeError: see `data_parallel`.
       ValueError: when called, the number of devices does not divide the batch.
 
     Example:

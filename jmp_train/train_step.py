@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmp_train.batch_parts import check_divides, in_parts
+from jmp_train.batch_parts import check_divides, in_parts, unstacked
 from jmp_train.gradients import scaled_value_and_grad, wide_scalar
 from jmp_train.policies.casting import is_float_array, is_inexact_array, widen_to_float32
 from jmp_train.policies.collectives import mean_over_axes, reduce_gradients, vary
@@ -93,7 +93,8 @@ def train_step(
         extra argument `value`.
       policy: the dtypes, or the name of a policy; None casts nothing.
       accumulate_steps: into how many micro-batches the batch is cut along its first axis. They
-        share one scale, one finite test and one update.
+        share one scale, one finite test and one update. Of a `jmp_train.graphs.stack` in the batch each
+        has one graph; a graph that is in no stack is refused.
 
     Returns:
       A `TrainStep`: call it, jit it, or hand it to a parallel transform. Its metrics:
@@ -112,7 +113,8 @@ def train_step(
         nested so that they compute something else; parameters are stored narrower than the
         policy says.
       TypeError: an argument is of another type; when called, the model state changes its
-        structure, shapes or dtypes (between floating dtypes it is cast back).
+        structure, shapes or dtypes (between floating dtypes it is cast back), or there is a graph
+        among what is cut into micro-batches.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -292,6 +294,8 @@ class TrainStep:
     def _micro_gradients(
         self, loss_scale: LossScales, params: Any, model_state: Any, batch: Any, rng: Any
     ) -> tuple[jax.Array, Any, Any, Any]:
+        batch = unstacked(batch, self.accumulate_steps)
+
         def share_of_loss(params: Any, batch: Any) -> tuple[Any, Any]:
             # Rebuilt here, because nnx lets variables change only in the trace that made them.
             state = jax.tree.map(lambda x: x, model_state)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import assert_bitwise_equal
 
 from jmp_train import graphs
@@ -131,6 +132,76 @@ def test_graphs_of_different_sizes_compile_once() -> None:
     for graph in (some_graphs()[0], some_graphs()[2]):
         run(graphs.pad(graph, 8, 16))
     assert len(traces) == 1
+
+
+def hub(degree: int, idle: int, dtype: str = "float32") -> graphs.Graph:
+    """Returns a graph of 40 nodes whose first is entered and whose second is left by so many edges."""
+    random = np.random.default_rng(degree)
+    others = random.integers(0, 40 - idle, (2, degree))
+    ring = np.arange(40 - idle)
+    senders = np.concatenate([others[0], np.ones(degree, int), ring])
+    receivers = np.concatenate([np.zeros(degree, int), others[1], ring])
+    h = random.normal(size=(40, 3)).astype(dtype)
+    return graphs.from_edges(senders, receivers, 40, nodes={"h": h}, formats=("coo",))
+
+
+FORMATS = {"coo": ("coo",), "csr": ("csr",), "both": ("coo", "csr")}
+
+
+@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
+def test_padded_graphs_of_a_size_have_one_structure(formats: tuple[str, ...]) -> None:
+    empty = graphs.from_edges([], [], 0, nodes={"h": np.zeros((0, 3), np.float32)})
+    parts = [hub(*size) for size in ((0, 0), (30, 5), (300, 0), (3_000, 1), (3_000, 39))]
+    padded = [graphs.pad(graph, 64, 6_100, formats=formats) for graph in (empty, *parts)]
+    kinds = {(jax.tree.structure(x), tuple(map(np.shape, jax.tree.leaves(x)))) for x in padded}
+    assert len(kinds) == 1
+    assert len(graphs.stack(padded)) == 6
+
+
+def test_layers_refuse_idle_nodes_of_padded_graphs_outside_of_jit() -> None:
+    layer = graphs.GraphConv(3, 2, rngs=nnx.Rngs(0))
+    for degree, idle in ((3, 0), (3, 2)):
+        padded = graphs.pad(hub(degree, idle), 64, 128)
+        if not idle:  # padding nodes are idle, too, and do not count
+            assert layer(padded, padded.nodes["h"]).shape == (64, 2)
+            continue
+        with pytest.raises(ValueError, match="no edge enters some of the nodes"):
+            layer(padded, padded.nodes["h"])
+
+
+@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
+def test_padding_leaves_hubs_their_sums_and_gradients(formats: tuple[str, ...]) -> None:
+    implementation = "streaming" if "csr" in formats else "xla"
+
+    def ours(graph: graphs.Graph, h: jax.Array) -> jax.Array:
+        messages = (fn.copy_u("h", "m"), fn.sum("m", "x"))
+        passed = graphs.update_all(graph.with_nodes(h=h), *messages, implementation=implementation)
+        ends = h[:, None], h[:, :1], -h[:, 1:2]
+        attended = graphs.gat_attention(graph, *ends, implementation=implementation)
+        return jnp.concatenate([passed.nodes["x"], attended[:, 0]], 1)
+
+    def dense(counts: jax.Array, h: jax.Array) -> jax.Array:
+        powers = counts * jnp.exp(jax.nn.leaky_relu(h[None, :, 0] - h[:, None, 1], 0.2))
+        sizes = powers.sum(1, keepdims=True)
+        return jnp.concatenate([counts @ h, powers @ h / jnp.where(sizes == 0, 1, sizes)], 1)
+
+    def both_ways(run: Any) -> Any:
+        def with_gradient(graph: Any, h: jax.Array) -> Any:
+            result, pullback = jax.vjp(lambda h: run(graph, h), h)
+            return result, pullback(jnp.cos(result))[0]
+
+        return jax.jit(with_gradient)
+
+    with jax.enable_x64(True):
+        run, exact = both_ways(ours), both_ways(dense)
+        for size in ((30, 5), (3_000, 1)):
+            graph = hub(*size, dtype="float64")
+            padded = graphs.pad(graph, 64, 6_100, formats=formats)
+            counts = np.zeros((64, 64))
+            np.add.at(counts, (np.asarray(graph.receivers), np.asarray(graph.senders)), 1)
+            h = padded.nodes["h"]
+            for found, wanted in zip(run(padded, h), exact(counts, h), strict=True):
+                np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_masks() -> None:

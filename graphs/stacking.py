@@ -1,0 +1,128 @@
+"""Stacks: graphs of one structure in arrays with one more axis, to be shared between devices and micro-batches."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_train.policies.paths import named_leaves
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GraphStack:
+    """Several graphs of the same structure and shapes, a pytree whose arrays are [count, ...].
+
+    A batch that is cut along its first axis is cut between the graphs of a stack, and a train step gives each
+    graph to the loss function as it was before. Make it with `stack`. `jax.vmap` and `jax.lax.scan` go over
+    `stack.graphs`.
+
+    Args:
+      graphs: the graph, or what was stacked, with arrays [count, ...].
+
+    Example:
+      >>> import jax
+      >>> from jmp_train.graphs import from_edges, stack
+      >>> pair = stack([from_edges([0, 1], [1, 0], 2), from_edges([1, 0], [1, 0], 2)])
+      >>> len(pair), jax.vmap(lambda graph: graph.in_degrees.sum())(pair.graphs).tolist()
+      (2, [2, 2])
+    """
+
+    graphs: Any
+
+    def __len__(self) -> int:
+        """How many graphs there are."""
+        return jax.tree.leaves(self.graphs)[0].shape[0]
+
+    def __getitem__(self, place: int) -> Any:
+        """Returns one of the graphs.
+
+        Args:
+          place: which; negative ones count from the end.
+
+        Raises:
+          IndexError: there is none.
+        """
+        count = len(self)
+        if not -count <= place < count:
+            raise IndexError(f"graph {place} of a stack of {count}")
+        return jax.tree.map(lambda x: x[place], self.graphs)
+
+
+def stack(graphs: Sequence[Any]) -> GraphStack:
+    """Returns graphs as one stack, for the batch of a step on several devices or with micro-batches.
+
+    Args:
+      graphs: graphs of ours or jraph's, or any trees of arrays that hold graphs, such as dictionaries of a
+        `Block` and the features of its nodes; all of the same structure, shapes and dtypes. `pad` makes
+        graphs of different sizes so.
+
+    Returns:
+      The stack, in the order of the graphs; in the host's memory where all of them are.
+
+    Raises:
+      ValueError: there are no graphs, or one differs from the first; the message says in what.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges, pad
+      >>> sizes = [([0, 1], [1, 1], 2), ([0], [1], 3)]
+      >>> len(stack([pad(from_edges(*size), n_node=4, n_edge=8) for size in sizes]))
+      2
+    """
+    graphs = list(graphs)
+    if not graphs:
+        raise ValueError("graphs is empty: a stack has at least one graph")
+    for place, graph in enumerate(graphs[1:], 1):
+        _check_alike(graphs[0], graph, f"graphs[{place}]")
+    if not jax.tree.leaves(graphs[0]):
+        raise ValueError("graphs have no arrays")
+    return GraphStack(jax.tree.map(lambda *arrays: _stacked(arrays), *graphs))
+
+
+def unstack(stack: GraphStack) -> list[Any]:
+    """Returns the graphs of a stack.
+
+    Args:
+      stack: what `stack` returned.
+
+    Raises:
+      TypeError: it is no stack.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> [graph.senders.tolist() for graph in unstack(stack([from_edges([1], [0], 2)] * 2))]
+      [[1], [1]]
+    """
+    if not isinstance(stack, GraphStack):
+        raise TypeError(f"stack must be what graphs.stack returned, got {type(stack).__name__}")
+    return [stack[place] for place in range(len(stack))]
+
+
+def _stacked(arrays: Sequence[Any]) -> Any:
+    on_host = all(isinstance(array, np.ndarray | np.generic) for array in arrays)
+    return (np if on_host else jnp).stack(arrays)
+
+
+def _check_alike(first: Any, other: Any, name: str) -> None:
+    shapes, others = (
+        {path: (jnp.shape(x), jnp.result_type(x)) for path, x in named_leaves(tree)}
+        for tree in (first, other)
+    )
+    for path in [*shapes, *others]:
+        wanted, came = (_described(found.get(path)) for found in (shapes, others))
+        if wanted != came:
+            raise ValueError(
+                f"{name} differs from graphs[0]: {path!r} is {came}, not {wanted}; pad graphs to one size"
+            )
+    wanted, came = jax.tree.structure(first), jax.tree.structure(other)
+    if wanted != came:
+        raise ValueError(
+            f"{name} has another structure than graphs[0]; pad graphs to one size:\n  {came}\nnot\n  {wanted}"
+        )
+
+
+def _described(found: Any) -> str:
+    return "missing" if found is None else f"{found[1]}{list(found[0])}"
