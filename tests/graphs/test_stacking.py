@@ -1,7 +1,7 @@
 """Stacks of graphs, and what of a stack goes to each device and micro-batch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,8 @@ def molecules(count: int) -> list[graphs.Graph]:
         nodes, edges = int(random.integers(1, 9)), int(random.integers(0, 20))
         ends = random.integers(0, nodes, (2, edges))
         return graphs.from_edges(
-            *ends,
+            ends[0],
+            ends[1],
             nodes,
             nodes={"h": random.normal(size=(nodes, 3)).astype(np.float32)},
             edges={"w": random.normal(size=(edges, 1)).astype(np.float32)},
@@ -52,9 +53,10 @@ def molecules(count: int) -> list[graphs.Graph]:
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
     """Returns a mean over the molecules that are no padding, of our graph or jraph's."""
-    graph = batch["graph"]
+    graph: Any = batch["graph"]
     assert isinstance(graph, graphs.Graph | jraph.GraphsTuple)
-    passed = graphs.update_all(graph, fn.u_mul_e("h", "w", "m"), fn.sum("m", "x"))
+    message, reduce = fn.u_mul_e("h", "w", "m"), fn.sum("m", "x")
+    passed: Any = graphs.update_all(cast(Any, graph), message, reduce)
     score = (jnp.tanh(passed.nodes["x"] @ params["w"]) ** 2).sum(1)
     owners = jnp.repeat(jnp.arange(4), graph.n_node, total_repeat_length=32)
     totals = graphs.segment_sum(score, owners, 4)
