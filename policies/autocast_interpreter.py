@@ -257,9 +257,9 @@ def _bind(
 
 
 def as_traced(equation: Any, *arrays: Any) -> list[Any]:
-    """Binds a call to values in their traced dtypes."""
+    """Binds a call to values in their traced dtypes; its rules are Python, and want arrays of jax's."""
     primitive, params = equation.primitive, equation.params
-    return primitive.bind(*arrays, **primitive.get_bind_params(params))
+    return primitive.bind(*map(jnp.asarray, arrays), **primitive.get_bind_params(params))
 
 
 def inlined(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:

@@ -76,7 +76,7 @@ class Value:
     @property
     def dtype(self) -> Any:
         """The array's dtype."""
-        return jnp.result_type(self.array) if not hasattr(self.array, "dtype") else self.array.dtype
+        return self.array.dtype
 
     def to(self, dtype: Any) -> Any:
         """Returns the array in a dtype.
@@ -225,16 +225,21 @@ def traced_dtype(atom: Any) -> Any:
 
 def argument(array: Any) -> Value:
     """Returns an argument or constant as a value."""
-    return Value(array, origin=int(np.size(array)) if hasattr(array, "size") else None)
+    array = _as_array(array)
+    return Value(array, origin=getattr(array, "size", None))
 
 
 def literal(atom: Any) -> Value:
     """Returns a literal as a value."""
     dtype = traced_dtype(atom)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.number):
-        return Value(atom.val, weak=True)
-    array = np.asarray(atom.val, dtype) if eligible(dtype) else atom.val
-    return Value(array, weak=True, bounds=literal_bounds(atom.val))
+    array = np.asarray(atom.val, dtype) if eligible(dtype) else _as_array(atom.val)
+    is_number = jnp.issubdtype(dtype, jnp.number)
+    return Value(array, weak=True, bounds=literal_bounds(atom.val) if is_number else UNKNOWN)
+
+
+def _as_array(value: Any) -> Any:
+    """Returns Python's scalars, which a `while` may have among its operands, as arrays of jax's."""
+    return jnp.asarray(value) if isinstance(value, bool | int | float | complex) else value
 
 
 def variables_read(equation: Any) -> list[Any]:

@@ -17,7 +17,7 @@ UNKNOWN: Bounds = (0.0, math.inf)
 
 def literal_bounds(value: Any) -> Bounds:
     """Returns the bounds of a literal; infinities and NaN, which half types have too, count nothing."""
-    magnitudes = np.abs(np.asarray(value, np.float64))
+    magnitudes = np.abs(np.asarray(value, np.complex128))
     finite = magnitudes[np.isfinite(magnitudes)]
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
