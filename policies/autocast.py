@@ -160,7 +160,7 @@ def run_region(
         return [x for x in results if _is_array(x)]
 
     jaxpr = jax.make_jaxpr(flat)(*(float32_aval(jax.typeof(array)) for array in arrays))
-    region = dataclasses.replace(region, constants={})
+    region = dataclasses.replace(region, constants={}, memory={})
     computed = iter(interpret(region, jaxpr, [argument(array) for array in arrays]))
     out_tree, results = structure
     return jax.tree.unflatten(

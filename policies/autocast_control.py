@@ -21,6 +21,7 @@ from jmp_train.policies.autocast_region import (
     Handler,
     Region,
     Value,
+    argument,
     eligible,
     traced_dtype,
 )
@@ -77,10 +78,9 @@ def _scan(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
         outputs = interpret(region.body(), jaxpr, values)
         return outputs[:n_carry], [value.array for value in outputs[n_carry:]]
 
-    first = [value.array[0] for value in xs] if params["length"] else None
-
-    def next_dtypes(carry: Sequence[Any]) -> list[Any]:
-        return [value.dtype for value in run(region.unlogged(), carry, first or [])[0]]
+    def next_dtypes(carry: Sequence[Any]) -> Sequence[Any]:
+        first = [Value(value.array[0]) for value in xs]
+        return _result_dtypes(region, jaxpr, [*consts, *map(Value, carry), *first])[:n_carry]
 
     start = _stable(init, atoms, next_dtypes if params["length"] else None)
     dtypes = [array.dtype for array in start]
@@ -111,7 +111,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 def _stable(
     init: Sequence[Value],
     atoms: Sequence[Any],
-    next_dtypes: Callable[[Sequence[Any]], list[Any]] | None,
+    next_dtypes: Callable[[Sequence[Any]], Sequence[Any]] | None,
 ) -> list[Any]:
     """Returns a loop's first carry in dtypes that the body keeps: half only if it stays half."""
     arrays = [
@@ -121,7 +121,7 @@ def _stable(
         for value, atom in zip(init, atoms, strict=True)
     ]
     while next_dtypes is not None and any(_is_half(array) for array in arrays):
-        found = _dtypes_after(next_dtypes, arrays)
+        found = next_dtypes(arrays)
         changed = [
             _is_half(array) and dtype != array.dtype
             for array, dtype in zip(arrays, found, strict=True)
@@ -135,16 +135,21 @@ def _stable(
     return arrays
 
 
-def _dtypes_after(
-    next_dtypes: Callable[[Sequence[Any]], list[Any]], arrays: Sequence[Any]
-) -> list[Any]:
-    found: list[Any] = []
+def _result_dtypes(region: Region, jaxpr: Any, values: Sequence[Value]) -> Sequence[Any]:
+    """Returns the dtypes of a program's results; for values of the same kind it is run once."""
 
-    def note(carry: Sequence[Any]) -> None:
-        found[:] = next_dtypes(carry)
+    def find() -> list[Any]:
+        found: list[Any] = []
 
-    jax.eval_shape(note, arrays)
-    return found
+        def note() -> None:
+            results = interpret(region.unlogged().body(), jaxpr, [v.inside() for v in values])
+            found[:] = [value.dtype for value in results]
+
+        jax.eval_shape(note)
+        return found
+
+    key = ("dtypes", region.settings, *(value.kind for value in values))
+    return region.remembered(key, jaxpr, find)
 
 
 def _is_half(array: Any) -> bool:
@@ -163,9 +168,8 @@ def _while(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
         values = [value.inside() for value in consts]
         return interpret(region.body(), jaxpr, values + [Value(array) for array in carry])
 
-    def next_dtypes(carry: Sequence[Any]) -> list[Any]:
-        outputs = run(region.unlogged(), params["body_jaxpr"], body_consts, carry)
-        return [value.dtype for value in outputs]
+    def next_dtypes(carry: Sequence[Any]) -> Sequence[Any]:
+        return _result_dtypes(region, params["body_jaxpr"], [*body_consts, *map(Value, carry)])
 
     start = _stable(init, atoms, next_dtypes)
     dtypes = [array.dtype for array in start]
@@ -200,11 +204,11 @@ def _cond(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | N
     index, *operands = inputs
     branches = [on_arrays(region, jaxpr) for jaxpr in equation.params["branches"]]
     arrays = [jnp.asarray(v.array) if eligible(v.dtype) else v.array for v in operands]
-    unlogged = [on_arrays(region.unlogged(), j) for j in equation.params["branches"]]
-    shapes = [jax.eval_shape(branch, *arrays) for branch in unlogged]
+    values = [argument(array) for array in arrays]
+    found = [_result_dtypes(region, jaxpr, values) for jaxpr in equation.params["branches"]]
     dtypes = [
-        outs[0].dtype if len({out.dtype for out in outs}) == 1 else jnp.dtype(jnp.float32)
-        for outs in zip(*shapes, strict=True)
+        outs[0] if len(set(outs)) == 1 else jnp.dtype(jnp.float32)
+        for outs in zip(*found, strict=True)
     ]
 
     def agreeing(branch: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

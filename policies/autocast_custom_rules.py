@@ -106,7 +106,8 @@ def custom_vjp(region: Region, equation: Any, inputs: list[Value]) -> list[Value
     function = jax.custom_vjp(primal)
 
     # A forward half that calls the function itself wants its value, whose rule is this one.
-    within = dataclasses.replace(region, handlers={**region.handlers, "custom_vjp_call": inlined})
+    handlers = {**region.handlers, "custom_vjp_call": inlined}
+    within = dataclasses.replace(region, handlers=handlers, memory={})
 
     def forward(*primals: Any) -> tuple[list[Any], list[Any]]:
         results = on_arrays(within, forward_jaxpr)(*consts, *primals)

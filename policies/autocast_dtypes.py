@@ -1,6 +1,5 @@
 """In which dtype autocast runs an operation, by its rule, its operands and what reads its result."""
 
-import itertools
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jmp_train.policies.autocast_region import (
     DECIDED,
     FLOAT32,
     LAYOUT,
+    PRODUCTS,
     Region,
     Value,
     eligible,
@@ -38,6 +38,7 @@ _PROMOTE = (
         "cumprod cumlogsumexp reduce_window_sum"
     )
 )
+KNOWN = _PROMOTE | PRODUCTS  # whose results are nothing but functions of their operands
 _EACH = frozenset(("sort", "optimization_barrier"))  # operands of which each has its own dtype
 
 
@@ -47,7 +48,7 @@ def settle(
     inputs: list[Value],
     rule: Rule | None,
     reason: str,
-    in_float32: set[Any],
+    in_float32: frozenset[Any],
 ) -> tuple[list[Any], Rule, str]:
     """Returns the dtype of each operand, None for "as it is", and the rule and reason in the end."""
     name, atoms = equation.primitive.name, equation.invars
@@ -112,7 +113,7 @@ def _holds_typed_body(equation: Any) -> bool:
     return any(getattr(jaxpr, "jaxpr", jaxpr).eqns for jaxpr in held)
 
 
-def _common(region: Region, equation: Any, floats: list[Value], in_float32: set[Any]) -> Any:
+def _common(region: Region, equation: Any, floats: list[Value], in_float32: frozenset[Any]) -> Any:
     """Returns the dtype in which operands meet."""
     name = equation.primitive.name
     if name in CURVED | ARITHMETIC and all(out in in_float32 for out in equation.outvars):
@@ -147,37 +148,55 @@ def wanted(
     rule: Rule,
     through: frozenset[str],
     results: frozenset[Any] = frozenset(),
-) -> set[Any]:
+) -> frozenset[Any]:
     """Returns the variables whose every reader computes by a rule, however they get there.
 
     Args:
-      region: the region.
+      region: the region, which remembers the answer.
       jaxpr: the program.
       rule: "float32" or "lower".
       through: the primitives whose inputs are wanted as their results are.
       results: those of the program's results that are wanted so.
     """
     opened = getattr(jaxpr, "jaxpr", jaxpr)
-    readers: dict[Any, list[Any]] = {}
-    for equation in opened.eqns:
-        for variable in variables_read(equation):
-            readers.setdefault(variable, []).append(equation)
-    visible = {atom for atom in opened.outvars if not isinstance(atom, jex.Literal)} - results
-    found: set[Any] = set(results)
+    key = ("wanted", rule, through, results, region.settings)
+    return region.remembered(
+        key, opened, lambda: frozenset(_wanted(region, opened, rule, through, results))
+    )
 
-    def computes_so(reader: Any, variable: Any) -> bool:
-        name, scope = reader.primitive.name, str(reader.source_info.name_stack)
-        if DECIDED in scope:
-            return False
-        decided, _ = region.decide(reader, scope)
-        if decided is not None:
-            return decided == rule
-        if name in ("jit", "pjit", "custom_jvp_call"):
-            body = reader.params["call_jaxpr" if name == "custom_jvp_call" else "jaxpr"]
-            return wanted_inside(reader, scope, getattr(body, "jaxpr", body), variable)
-        return name in through and all(result in found for result in reader.outvars)
 
-    def wanted_inside(reader: Any, scope: str, body: Any, variable: Any) -> bool:
+def _wanted(
+    region: Region, jaxpr: Any, rule: Rule, through: frozenset[str], results: frozenset[Any]
+) -> set[Any]:
+    found, read = set(results), set()
+    refused = {atom for atom in jaxpr.outvars if not isinstance(atom, jex.Literal)} - results
+    for equation in reversed(jaxpr.eqns):
+        found.update(out for out in equation.outvars if out in read and out not in refused)
+        variables = set(variables_read(equation))
+        read |= variables
+        refused |= variables - _wanted_by(region, equation, variables, found, rule, through)
+    found.update(variable for variable in jaxpr.invars if variable in read - refused)
+    return found
+
+
+def _wanted_by(
+    region: Region,
+    reader: Any,
+    variables: set[Any],
+    found: set[Any],
+    rule: Rule,
+    through: frozenset[str],
+) -> set[Any]:
+    """Returns those of the variables that an equation reads which it wants by a rule."""
+    name, scope = reader.primitive.name, str(reader.source_info.name_stack)
+    if DECIDED in scope:
+        return set()
+    decided, _ = region.decide(reader, scope)
+    if decided is not None:
+        return variables if decided == rule else set()
+    if name in ("jit", "pjit", "custom_jvp_call"):
+        body = reader.params["call_jaxpr" if name == "custom_jvp_call" else "jaxpr"]
+        body = getattr(body, "jaxpr", body)
         outs = frozenset(
             inner
             for inner, outer in zip(body.outvars, reader.outvars, strict=True)
@@ -185,16 +204,7 @@ def wanted(
         )
         inside = wanted(region.within(reader, scope), body, rule, through, outs)
         pairs = zip(reader.invars, body.invars, strict=True)
-        return all(inner in inside for outer, inner in pairs if outer is variable)
-
-    for variable in itertools.chain(
-        *(equation.outvars for equation in reversed(opened.eqns)), opened.invars
-    ):
-        read_by = readers.get(variable, [])
-        if (
-            read_by
-            and variable not in visible
-            and all(computes_so(reader, variable) for reader in read_by)
-        ):
-            found.add(variable)
-    return found
+        refused = [outer for outer, inner in pairs if inner not in inside]
+        return variables.difference(x for x in refused if not isinstance(x, jex.Literal))
+    is_through = name in through and all(result in found for result in reader.outvars)
+    return variables if is_through else set()

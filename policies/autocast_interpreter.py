@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_train.policies.autocast_dtypes import literals_fit, settle, wanted
+from jmp_train.policies.autocast_binding import bind, cast
+from jmp_train.policies.autocast_dtypes import KNOWN, literals_fit, settle, wanted
 from jmp_train.policies.autocast_region import (
     ADDITIONS,
     ARITHMETIC,
@@ -82,7 +83,7 @@ def interpret(region: Region, jaxpr: Any, values: Sequence[Value]) -> list[Value
 
 
 def _run(
-    region: Region, equation: Any, scope: str, inputs: list[Value], in_float32: set[Any]
+    region: Region, equation: Any, scope: str, inputs: list[Value], in_float32: frozenset[Any]
 ) -> list[Value]:
     name = equation.primitive.name
     if DECIDED in scope.replace(f"{DECIDED}:", ""):
@@ -169,7 +170,7 @@ def _read_again(equation: Any, inputs: Sequence[Value], params: dict[str, Any], 
     """Reads half values more than once by way of float32, in which their gradients are added."""
     arrays = [inputs[0].to(FLOAT32), *(value.array for value in inputs[1:])]
     (output,) = _bind(equation, arrays, inputs, params)
-    return dataclasses.replace(output, array=lax.convert_element_type(output.array, half))
+    return dataclasses.replace(output, array=cast(output.array, half))
 
 
 def _spreads(equation: Any, inputs: Sequence[Value]) -> bool:
@@ -238,6 +239,8 @@ def _bind(
     primitive = equation.primitive
     if primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         results = as_traced(equation, *arrays)
+    elif primitive.name in KNOWN:
+        results = bind(primitive, arrays, params)
     else:
         results = primitive.bind(*arrays, **params)
     results = results if primitive.multiple_results else [results]

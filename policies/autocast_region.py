@@ -4,17 +4,19 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from jmp_train.policies.autocast_binding import cast
 from jmp_train.policies.autocast_rules import CURVED as _CURVED
 from jmp_train.policies.autocast_rules import PRODUCTS as _PRODUCTS
 from jmp_train.policies.autocast_rules import AutocastRules, Rule
 from jmp_train.policies.literal_bounds import UNKNOWN, Bounds, literal_bounds
+
+Found = TypeVar("Found")
 
 # What runs under this name was decided by an inner region, and an outer one leaves it as it is.
 DECIDED = "jmp_train.autocast"
@@ -90,10 +92,15 @@ class Value:
             with np.errstate(over="ignore", invalid="ignore"):
                 return np.asarray(self.array).astype(dtype)
         if self.origin is not None:
-            return lax.convert_element_type(self.array, dtype)
+            return cast(self.array, dtype)
         if dtype not in self.casts:
-            self.casts[dtype] = lax.convert_element_type(self.array, dtype)
+            self.casts[dtype] = cast(self.array, dtype)
         return self.casts[dtype]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What decides, beside the program, which dtypes a program makes of it."""
+        return self.dtype, self.weak, self.bounds, self.origin, self.product, self.scaled
 
     def inside(self) -> "Value":
         """Returns it for the body of a loop or branch, which casts for itself."""
@@ -128,6 +135,7 @@ class Region:
       repeats: how often the body of the loops around it runs, where that is known.
       log: where decisions are noted, or None.
       constants: those of the programs so far, by identity.
+      memory: what was found out about programs; see `remembered`.
     """
 
     half: Any
@@ -139,6 +147,19 @@ class Region:
     repeats: int = 1
     log: list[Decision] | None = None
     constants: dict[int, Value] = dataclasses.field(default_factory=dict)
+    memory: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What decisions within a program depend on beside the program itself."""
+        return self.forced, self.path if self.rules.paths else ""
+
+    def remembered(self, key: Any, program: Any, find: Callable[[], Found]) -> Found:
+        """Returns what `find` finds out about a program, which is asked once; the key says what about it."""
+        key = (key, id(program))
+        if key not in self.memory:
+            self.memory[key] = program, find()  # which keeps the program, and with it its identity
+        return self.memory[key][1]
 
     def constant(self, array: Any) -> Value:
         """Returns a constant of some body as the same value each time."""

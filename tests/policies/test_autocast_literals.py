@@ -19,9 +19,22 @@ Place = Callable[[Array, Given], Array]
 
 X = np.array([0.5, 0.75, 1.0, 1.25], np.float32)
 MATRIX = np.array([[1, 0.5, 0, 0.25], [0, 1, 0.5, 0], [0.25, 0, 1, 0.5], [0.5, 0, 0.25, 1]])
-DTYPES = (
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 float16 bfloat16 float32 float64 complex64 complex128"
-).split()
+DTYPES = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
 ON_DEVICE = [d for d in DTYPES if d not in ("int64", "float64", "complex128")]
 
 # Numbers of Python and of NumPy, arrays of NumPy and of jax, random keys of both kinds. The wide
@@ -151,7 +164,9 @@ def root(x: Array, given: Given) -> Array:
     def solve(f: Any, guess: Array) -> Array:
         return guess - f(guess) / (1 + sum(map(number, given)))
 
-    return lax.custom_root(lambda y: y * (1 + total) - x, x, solve, lambda g, y: y / g(jnp.ones_like(y)))
+    return lax.custom_root(
+        lambda y: y * (1 + total) - x, x, solve, lambda g, y: y / g(jnp.ones_like(y))
+    )
 
 
 def integrated(x: Array, given: Given) -> Array:
