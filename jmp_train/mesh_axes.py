@@ -1,6 +1,13 @@
 """What is asked of meshes and of where arrays lie on them."""
 
-from jax.sharding import AxisType, Mesh, NamedSharding
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 
 def automatic(mesh: Mesh) -> Mesh:
@@ -29,3 +36,40 @@ def dimension_over(axis: str, sharding: NamedSharding) -> int:
         if entry == axis or (isinstance(entry, tuple) and axis in entry):
             return dimension
     return -1
+
+
+def on_same_devices(sharding: Sharding, wanted: NamedSharding) -> bool:
+    """Says whether a sharding is over a mesh of the same devices, however it cuts."""
+    return isinstance(sharding, NamedSharding) and sharding.device_set == wanted.device_set
+
+
+def placed(
+    tree: Any,
+    shardings: Any,
+    suffices: Callable[[Sharding, NamedSharding], bool] = operator.eq,
+) -> Any:
+    """Returns a tree with its arrays on a mesh, so that one compiled program takes what comes from elsewhere, too.
+
+    Nothing is done within a trace, nor where a mesh has devices of several processes: there jit takes an array of
+    one process for the same in all of them.
+
+    Args:
+      tree: arrays of jax or NumPy; other leaves are left alone.
+      shardings: a `NamedSharding` for all of them, or a tree or prefix tree of such.
+      suffices: `suffices(sharding, wanted)` says of a jax array whether it may stay where it lies.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    where = jax.tree.leaves(jax.tree.broadcast(shardings, tree))
+    if any(isinstance(x, Tracer) for x in leaves) or any(s.mesh.is_multi_process for s in where[:1]):
+        return tree
+
+    def is_there(x: Any, wanted: NamedSharding) -> bool:
+        if isinstance(x, jax.Array):
+            return suffices(x.sharding, wanted)
+        return not isinstance(x, np.ndarray)
+
+    away = [i for i, x in enumerate(leaves) if not is_there(x, where[i])]
+    moved = jax.device_put([leaves[i] for i in away], [where[i] for i in away])
+    for i, x in zip(away, moved, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)

@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.batch_parts import check_divides, in_parts
-from jmp_train.mesh_axes import automatic, axis_size, dimension_over
+from jmp_train.mesh_axes import automatic, axis_size, dimension_over, on_same_devices, placed
 from jmp_train.narrow_uses import narrow_uses
 from jmp_train.placement import gradient_dimensions
 from jmp_train.policies.collectives import mean_over_axes, scatter_gradients
@@ -31,20 +30,28 @@ from jmp_train.train_step import Metrics, TrainStep, check_param_dtypes, loss_sc
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
-def data_parallel(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
-    """Returns a step that runs on all devices along an axis of a mesh, by `shard_map`.
+def data_parallel(
+    step: TrainStep,
+    mesh: Mesh,
+    axis: str = "data",
+    *,
+    donate_argnums: int | Sequence[int] = (),
+) -> Step:
+    """Returns a step that runs on all devices along an axis of a mesh, by `shard_map`; it is compiled already.
 
-    Jit it as the step itself: `jax.jit(data_parallel(step, mesh), donate_argnums=0)`. Other axes of the mesh
-    are left to jax. Several processes run it with a mesh of all their devices and a batch that is one array
+    Within `jax.jit`, `jax.lax.scan` and other transformations it is a part of their program. Other axes of the
+    mesh are left to jax. Several processes run it with a mesh of all their devices and a batch that is one array
     over these.
 
     Args:
       step: what `train_step` returned.
       mesh: the devices, for example `jax.make_mesh((8,), ("data",))`.
       axis: the mesh axis along which the batch is cut.
+      donate_argnums: as for jit; 0 lets the next state take the memory of the last. An outer jit has its own.
 
     Returns:
-      A pure function `(state, batch) -> (state, metrics)`. Metrics are those of the whole batch; aux that is
+      A pure function `(state, batch) -> (state, metrics)`. What does not lie on the mesh's devices, as NumPy's
+      arrays, is put there. Metrics are those of the whole batch; aux that is
       neither floating nor complex is the first device's.
 
     Raises:
@@ -57,7 +64,7 @@ def data_parallel(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
       >>> step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optax.sgd(1.0))
       >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
       >>> state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
-      >>> state, metrics = jax.jit(jt.data_parallel(step, mesh))(state, jnp.full(8 * mesh.size, 2.0))
+      >>> state, metrics = jt.data_parallel(step, mesh)(state, jnp.full(8 * mesh.size, 2.0))
       >>> float(state.params)
       -2.0
 
@@ -65,8 +72,9 @@ def data_parallel(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
     """
     parallel = _checked_step(step).with_axes(axis)
     count = axis_size(mesh, axis)
+    everywhere, apart = (NamedSharding(automatic(mesh), spec) for spec in (P(), P(axis)))
     # The step names its reductions, and so does not need jax to find out what varies.
-    run = jax.shard_map(
+    mapped = jax.shard_map(
         parallel,
         mesh=automatic(mesh),
         in_specs=(P(), P(axis)),
@@ -74,10 +82,11 @@ def data_parallel(step: TrainStep, mesh: Mesh, axis: str = "data") -> Step:
         axis_names={axis},
         check_vma=False,
     )
+    run = jax.jit(mapped, inline=True, donate_argnums=donate_argnums)
 
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
-        return run(state, batch)
+        return run(*placed((state, batch), (everywhere, apart), on_same_devices))
 
     return on_all
 
@@ -129,15 +138,20 @@ def pmap_step(
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         check_divides(batch, mesh.size, f"the {mesh.size} devices")
         parts = in_parts(batch, mesh.size)
-        return run(_placed(state, everywhere), _placed(parts, apart))
+        return run(*placed((state, parts), (everywhere, apart)))
 
     return on_all
 
 
 def sharded_step(
-    step: TrainStep, mesh: Mesh, axis: str = "data", *, shardings: TrainState | None = None
+    step: TrainStep,
+    mesh: Mesh,
+    axis: str = "data",
+    *,
+    shardings: TrainState | None = None,
+    donate_argnums: int | Sequence[int] = (),
 ) -> Step:
-    """Returns a step for plain `jit` with arrays that are sharded over a mesh.
+    """Returns a step by plain `jit`, with arrays that are sharded over a mesh; it is compiled already.
 
     What jit makes of a whole batch by itself adds gradients over the devices in the compute dtype. Here each
     device's gradients are apart until they are averaged, as in `data_parallel`; all else is jit's. With `shardings`
@@ -152,6 +166,7 @@ def sharded_step(
         next state's lie there too. None for whole ones. Parameters that are cut over `axis` are gathered in the
         dtype that all of their uses cast them to; gradients are added up in the policy's `reduce_dtype`, and where the
         parameter or its optimizer state is cut over `axis`, each device gets its part of the sum alone.
+      donate_argnums: see `data_parallel`.
 
     Returns:
       See `data_parallel`; aux that is neither floating nor complex has one row for each device.
@@ -167,18 +182,17 @@ def sharded_step(
       >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
       >>> state = jt.TrainState.create(jnp.zeros(8), optax.sgd(1.0))
       >>> shardings = jt.fsdp_shardings(state, mesh, min_size=8)
-      >>> run = jax.jit(jt.sharded_step(step, mesh, shardings=shardings), donate_argnums=0)
-      >>> state, metrics = run(jax.device_put(state, shardings), jnp.full((8 * mesh.size, 8), 16.0))
+      >>> run = jt.sharded_step(step, mesh, shardings=shardings, donate_argnums=0)
+      >>> state, metrics = run(state, jnp.full((8 * mesh.size, 8), 16.0))
       >>> float(state.params[0])
       -2.0
     """
     parallel = _checked_step(step).with_axes(axis)
     count = axis_size(mesh, axis)
+    everywhere, apart = (NamedSharding(automatic(mesh), spec) for spec in (P(), P(axis)))
 
-    def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
+    def on_traced(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         check_param_dtypes(state.params, step.policy)
-        _check_same_structure(state, shardings)
         next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         run = _sharded_gradients(
             parallel, automatic(mesh), axis, _grad_cuts(state, shardings, axis)
@@ -196,6 +210,16 @@ def sharded_step(
         )
         new, metrics = step.apply_gradients(state, loss, model_state, aux, grads, next_rng)
         return (new if shardings is None else lax.with_sharding_constraint(new, shardings)), metrics
+
+    run = jax.jit(on_traced, inline=True, donate_argnums=donate_argnums)
+
+    def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
+        _check_same_structure(state, shardings)
+        batch = placed(batch, apart, on_same_devices)
+        if shardings is None:
+            return run(placed(state, everywhere, on_same_devices), batch)
+        return run(placed(state, shardings), batch)
 
     return on_all
 
@@ -282,13 +306,6 @@ def _without(axis: str, entry: Any) -> Any:
     if isinstance(entry, tuple):
         return tuple(name for name in entry if name != axis) or None
     return None if entry == axis else entry
-
-
-def _placed(tree: Any, sharding: NamedSharding) -> Any:
-    """Returns arrays where pmap wants them: it refuses those that were put on one device."""
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
-        return tree
-    return jax.device_put(tree, sharding)
 
 
 def _checked_step(step: Any) -> TrainStep:
