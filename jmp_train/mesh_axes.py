@@ -38,6 +38,11 @@ def dimension_over(axis: str, sharding: NamedSharding) -> int:
     return -1
 
 
+def is_traced(tree: Any) -> bool:
+    """Says whether an array of a tree is traced: then the caller is a part of an outer program."""
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
+
+
 def on_same_devices(sharding: Sharding, wanted: NamedSharding) -> bool:
     """Says whether a sharding is over a mesh of the same devices, however it cuts."""
     return isinstance(sharding, NamedSharding) and sharding.device_set == wanted.device_set
@@ -50,17 +55,17 @@ def placed(
 ) -> Any:
     """Returns a tree with its arrays on a mesh, so that one compiled program takes what comes from elsewhere, too.
 
-    Nothing is done within a trace, nor where a mesh has devices of several processes: there jit takes an array of
-    one process for the same in all of them.
+    Where a mesh has devices of several processes nothing is done: jit takes an array of one process for the same
+    in all of them.
 
     Args:
-      tree: arrays of jax or NumPy; other leaves are left alone.
+      tree: arrays of jax, not traced, or NumPy; other leaves are left alone.
       shardings: a `NamedSharding` for all of them, or a tree or prefix tree of such.
       suffices: `suffices(sharding, wanted)` says of a jax array whether it may stay where it lies.
     """
     leaves, structure = jax.tree.flatten(tree)
     where = jax.tree.leaves(jax.tree.broadcast(shardings, tree))
-    if any(isinstance(x, Tracer) for x in leaves) or any(s.mesh.is_multi_process for s in where[:1]):
+    if any(sharding.mesh.is_multi_process for sharding in where[:1]):
         return tree
 
     def is_there(x: Any, wanted: NamedSharding) -> bool:

@@ -18,7 +18,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.batch_parts import check_divides, in_parts
-from jmp_train.mesh_axes import automatic, axis_size, dimension_over, on_same_devices, placed
+from jmp_train.mesh_axes import (
+    automatic,
+    axis_size,
+    dimension_over,
+    is_traced,
+    on_same_devices,
+    placed,
+)
 from jmp_train.narrow_uses import narrow_uses
 from jmp_train.placement import gradient_dimensions
 from jmp_train.policies.collectives import mean_over_axes, scatter_gradients
@@ -86,7 +93,9 @@ def data_parallel(
 
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
-        return run(*placed((state, batch), (everywhere, apart), on_same_devices))
+        if not is_traced((state, batch)):
+            state, batch = placed((state, batch), (everywhere, apart), on_same_devices)
+        return run(state, batch)
 
     return on_all
 
@@ -138,7 +147,9 @@ def pmap_step(
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         check_divides(batch, mesh.size, f"the {mesh.size} devices")
         parts = in_parts(batch, mesh.size)
-        return run(*placed((state, parts), (everywhere, apart)))
+        if not is_traced((state, parts)):
+            state, parts = placed((state, parts), (everywhere, apart))
+        return run(state, parts)
 
     return on_all
 
@@ -216,10 +227,13 @@ def sharded_step(
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
         _check_same_structure(state, shardings)
-        batch = placed(batch, apart, on_same_devices)
-        if shardings is None:
-            return run(placed(state, everywhere, on_same_devices), batch)
-        return run(placed(state, shardings), batch)
+        if not is_traced((state, batch)):
+            batch = placed(batch, apart, on_same_devices)
+            if shardings is None:
+                state = placed(state, everywhere, on_same_devices)
+            else:
+                state = placed(state, shardings)
+        return run(state, batch)
 
     return on_all
 

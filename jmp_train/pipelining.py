@@ -37,9 +37,10 @@ def pipeline(
       micro_batches: into how many parts a batch is cut along its first axis.
 
     Returns:
-      `run(params, x, rng=None) -> y`. Leaves of `params` are [stages, ...], and lie as `PartitionSpec("pipe")` says if
-      each device is to store its own stage alone. `x` is an array or a tree of arrays [rows, ...], and y one like it.
-      `rng` is a random key, of which every stage gets one of its own for each micro-batch, or None.
+      `run(params, x, rng=None) -> y`, a function compiled by jit. Leaves of `params` are [stages, ...], and lie as
+      `PartitionSpec("pipe")` says if each device is to store its own stage alone. `x` is an array or a tree of arrays
+      [rows, ...], and y one like it. `rng` is a random key, of which every stage gets one of its own for each
+      micro-batch, or None.
 
     Raises:
       TypeError: `mesh` is no Mesh.
@@ -50,7 +51,7 @@ def pipeline(
       >>> import jax, jax.numpy as jnp
       >>> mesh = jax.sharding.Mesh(jax.devices(), ("pipe",))
       >>> run = pipeline(lambda w, x, rng: x * w, mesh, micro_batches=2)
-      >>> y = jax.jit(run)(jnp.full(mesh.size, 2.0), jnp.ones((4, 3)))
+      >>> y = run(jnp.full(mesh.size, 2.0), jnp.ones((4, 3)))
       >>> bool((y == 2.0**mesh.size).all())
       True
 
@@ -96,7 +97,7 @@ def pipeline_of_indexed(
         # Rows are [stages * micro_batches, ...], and those of the last stage are the model's.
         return jax.tree.map(lambda y: y[-micro_batches:].reshape(-1, *y.shape[2:]), outputs)
 
-    return run
+    return jax.jit(run)
 
 
 def _over_devices(in_turns: Any, mesh: Mesh, axis: str) -> Any:

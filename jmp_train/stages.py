@@ -150,7 +150,7 @@ class Stages:
             )
             return _narrowed(flat, shapes[-1])
 
-        return run
+        return jax.jit(run)
 
     def _activations(self, packed: Any, x: Any, rng: Any) -> list[tuple[int, ...]]:
         """Returns the shape of a row of what each stage takes, and of what the last returns."""
