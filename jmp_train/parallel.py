@@ -57,9 +57,9 @@ def data_parallel(
       donate_argnums: as for jit; 0 lets the next state take the memory of the last. An outer jit has its own.
 
     Returns:
-      A pure function `(state, batch) -> (state, metrics)`. What does not lie on the mesh's devices, as NumPy's
-      arrays, is put there. Metrics are those of the whole batch; aux that is
-      neither floating nor complex is the first device's.
+      A pure function `(state, batch) -> (state, metrics)`. Metrics are those of the whole batch; aux that is neither
+      floating nor complex is the first device's. What does not lie on the mesh's devices yet, such as NumPy's
+      arrays, is put there first.
 
     Raises:
       TypeError: `step` is no `TrainStep`; when called, the batch has a graph that is in no stack.

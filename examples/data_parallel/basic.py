@@ -52,7 +52,7 @@ def main(seed: int = 0, epochs: int = 10) -> None:
 
     tx = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.torch_loss_scale(2.0**10))
     step = jt.train_step(jt.stateless(loss_fn), tx, policy="mixed_float16")
-    run = jax.jit(jt.data_parallel(step, mesh), donate_argnums=0)
+    run = jt.data_parallel(step, mesh, donate_argnums=0)
 
     data = make_data(seed)
     params = ToyModel().init(jax.random.key(seed), data["x"][:1])["params"]

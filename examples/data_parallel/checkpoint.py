@@ -41,7 +41,7 @@ def main() -> None:
     mesh = Mesh(np.array(jax.devices()), ("data",))
     tx = jt.with_loss_scale(optax.adam(1e-2), jt.torch_loss_scale(2.0**10, growth_interval=50))
     step = jt.train_step(jt.stateless(loss_fn), tx, policy="mixed_float16")
-    run = jax.jit(jt.data_parallel(step, mesh), donate_argnums=0)
+    run = jt.data_parallel(step, mesh, donate_argnums=0)
 
     params = ToyModel().init(jax.random.key(0), jnp.zeros((1, 10)))["params"]
     state = jt.broadcast_state(jt.TrainState.create(params, tx), mesh)

@@ -96,7 +96,7 @@ def main(form: str = "layers", seed: int = 0, epochs: int = 10) -> None:
     step = jt.train_step(jt.stateless(loss_fn), tx, policy="mixed_float16")
     state = jt.TrainState.create(params, tx)
     shardings = jt.state_shardings(state, mesh, params=specs)
-    run = jax.jit(jt.sharded_step(step, mesh, shardings=shardings), donate_argnums=0)
+    run = jt.sharded_step(step, mesh, shardings=shardings, donate_argnums=0)
     state = jt.broadcast_state(state, shardings=shardings)
 
     data = make_data(seed)

@@ -76,7 +76,7 @@ def main(seed: int = 0) -> None:
     state = jt.TrainState.create(make_params(jax.random.key(seed)), tx)
     specs = jt.specs_by_path(state.params, {"blocks": P("pipe")})
     shardings = jt.state_shardings(state, mesh, params=specs)
-    step = jax.jit(jt.sharded_step(step, mesh, shardings=shardings), donate_argnums=0)
+    step = jt.sharded_step(step, mesh, shardings=shardings, donate_argnums=0)
     state = jt.broadcast_state(state, shardings=shardings)
 
     rows = NamedSharding(mesh, P("data"))

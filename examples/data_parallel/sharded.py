@@ -73,8 +73,8 @@ def main(form: str = "fsdp", mode: str = "apex-O2", seed: int = 0) -> None:
     loss, tx = amp.transform(jt.stateless(loss_fn), optax.adam(1e-3))
     state = jt.TrainState.create(make_params(jax.random.key(seed)), tx, cast_params=amp.cast_params)
     shardings = FORMS[form](state, mesh)
-    step = jt.sharded_step(jt.train_step(loss, tx), mesh, shardings=shardings)
-    step = jax.jit(step, donate_argnums=0)
+    step = jt.train_step(loss, tx)
+    step = jt.sharded_step(step, mesh, shardings=shardings, donate_argnums=0)
     state = jt.broadcast_state(state, shardings=shardings)
 
     sharding = NamedSharding(mesh, PartitionSpec("data"))

@@ -1,9 +1,10 @@
 """The three routes to many devices: the numbers of one device, and one decision for all."""
 
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,81 @@ def test_a_mesh_may_be_explicit_and_have_other_axes() -> None:
         state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
         after, _ = jax.jit(transform(step, mesh))(state, np.arange(8, dtype=np.float32))
         assert float(after.params) == -3.5
+
+
+@contextlib.contextmanager
+def counted_compilations() -> Iterator[list[str]]:
+    """Yields a list that grows by one with each program that XLA compiles."""
+    compiled = []
+
+    def listen(event: str, duration: float, **kwargs: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+DATA_MODEL = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+ONE = Mesh(np.array(jax.devices()[:1]), ("data",))
+EAGER: dict[str, Callable[..., Any]] = {
+    "shard_map": lambda step, **options: jt.data_parallel(step, MESH, **options),
+    "pmap": jt.pmap_step,
+    "jit": lambda step, **options: jt.sharded_step(step, MESH, **options),
+    "two axes": lambda step, **options: jt.data_parallel(step, DATA_MODEL, **options),
+    "one device": lambda step, **options: jt.data_parallel(step, ONE, **options),
+}
+
+
+@pytest.mark.parametrize("form", [*EAGER, "fsdp"])
+def test_without_jit_many_steps_are_one_compiled_program(form: str) -> None:
+    """The first state comes from one device, batches from the host; states are donated."""
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        noise = 1e-3 * jax.random.normal(rng, ())
+        loss = ((batch["x"] @ params - batch["y"]) ** 2).mean() + noise * params.sum()
+        return loss, (model_state + 1, None)
+
+    optimizer = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.torch_loss_scale())
+    step = jt.train_step(loss_fn, optimizer)
+    random = np.random.default_rng(0)
+    batch = {"x": random.normal(size=(16, DEVICES)), "y": random.normal(size=(16, 3))}
+    batch = jax.tree.map(np.float32, batch)
+    state = jt.TrainState.create(
+        jnp.zeros((DEVICES, 3)), optimizer, model_state=jnp.int32(0), rng=jax.random.key(0)
+    )
+    state = jax.device_put(state, jax.devices()[0])
+    jax.block_until_ready(state)
+    if form == "fsdp":  # of this state, which has a model state
+        shardings = jt.fsdp_shardings(state, MESH, min_size=1)
+        run = jt.sharded_step(step, MESH, shardings=shardings, donate_argnums=0)
+    else:
+        run = EAGER[form](step, donate_argnums=0)
+    losses, states = [], []
+    with counted_compilations() as compiled:
+        for _ in range(4):
+            state, metrics = run(state, batch)
+            losses.append(metrics["loss"])
+            states.append(state)
+    assert len(compiled) == (2 if form == "fsdp" else 1)  # the other cuts what it puts on devices
+    assert states[0].params.is_deleted() and not states[-1].params.is_deleted()
+    assert int(state.model_state) == 4
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("form", EAGER)
+def test_within_a_transformation_a_form_is_a_part_of_its_program(form: str) -> None:
+    step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optax.sgd(1.0))
+    state, run = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0)), EAGER[form](step)
+    batches = jnp.arange(16.0).reshape(2, 8)
+    after, _ = jax.jit(lambda state, x: jax.lax.scan(run, state, x))(state, batches)
+    assert float(after.params) == -(3.5 + 11.5)
+    if form not in ("pmap", "jit"):
+        (equation,) = jax.make_jaxpr(run)(state, batches[0]).eqns
+        assert equation.primitive.name == "shard_map"
 
 
 def test_wrong_calls_are_refused() -> None:
