@@ -248,7 +248,7 @@ def counted_compilations() -> Iterator[list[str]]:
     """Yields a list that grows by one with each program that XLA compiles."""
     compiled = []
 
-    def listen(event: str, duration: float, **kwargs: Any) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
 
