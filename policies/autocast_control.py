@@ -51,7 +51,7 @@ def _remat(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
     if isinstance(params["policy"], CalledAnew):
         arrays = [jnp.asarray(value.array) for value in inputs]
         return values_of(jax.tree.leaves(params["policy"].run(*arrays)))
-    body = on_arrays(region, params["jaxpr"])
+    body = on_arrays(region, params["jaxpr"], inputs)
     wrapped = jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])
     return values_of(wrapped(*(value.array for value in inputs)))
 
@@ -74,12 +74,13 @@ def _scan(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
             else value.inside()
             for value, array in zip(consts, wide, strict=True)
         ]
-        values += [Value(array) for array in (*carry, *x)]
+        values += [Value(array) for array in carry]
+        values += [Value(a, integers=v.integers) for a, v in zip(x, xs, strict=True)]
         outputs = interpret(region.body(), jaxpr, values)
         return outputs[:n_carry], [value.array for value in outputs[n_carry:]]
 
     def next_dtypes(carry: Sequence[Any]) -> Sequence[Any]:
-        first = [Value(value.array[0]) for value in xs]
+        first = [Value(x.array[0], integers=x.integers) for x in xs]
         return _result_dtypes(region, jaxpr, [*consts, *map(Value, carry), *first])[:n_carry]
 
     start = _stable(init, atoms, next_dtypes if params["length"] else None)
@@ -202,9 +203,12 @@ def _cond(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | N
     if equation.params.get("branches_platforms") is not None:
         return None
     index, *operands = inputs
-    branches = [on_arrays(region, jaxpr) for jaxpr in equation.params["branches"]]
+    branches = [on_arrays(region, jaxpr, operands) for jaxpr in equation.params["branches"]]
     arrays = [jnp.asarray(v.array) if eligible(v.dtype) else v.array for v in operands]
-    values = [argument(array) for array in arrays]
+    values = [
+        dataclasses.replace(argument(array), integers=value.integers)
+        for array, value in zip(arrays, operands, strict=True)
+    ]
     found = [_result_dtypes(region, jaxpr, values) for jaxpr in equation.params["branches"]]
     dtypes = [
         outs[0] if len(set(outs)) == 1 else jnp.dtype(jnp.float32)
@@ -226,7 +230,7 @@ def _cond(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | N
 def _shard_map(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
     params = equation.params
     wrapped = jax.shard_map(
-        on_arrays(region, params["jaxpr"]),
+        on_arrays(region, params["jaxpr"], inputs),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),

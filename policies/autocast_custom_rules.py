@@ -34,7 +34,7 @@ def custom_jvp(region: Region, equation: Any, inputs: list[Value]) -> list[Value
     if equation.params.get("symbolic_zeros") or _has_other_floats(equation):
         return None
     region = dataclasses.replace(region, constants={})  # the rule runs when their casts are gone
-    function = jax.custom_jvp(on_arrays(region, equation.params["call_jaxpr"]))
+    function = jax.custom_jvp(on_arrays(region, equation.params["call_jaxpr"], inputs))
 
     def of_floats(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         def bound(*floats: Any) -> list[Any]:

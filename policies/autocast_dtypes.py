@@ -71,6 +71,8 @@ def settle(
         )
     if rule == "lower" and not _can_lower(equation):
         rule, reason = "keep", "its precision is spelled out"
+    if reason == f"primitive {name!r}" and name in PRODUCTS and not integers_fit(region, inputs):
+        rule, reason = "float32", "operand from integers"
     if rule == "keep":
         return as_traced, rule, reason
 
@@ -129,8 +131,13 @@ def _common(region: Region, equation: Any, floats: list[Value], in_float32: froz
 
 def literals_fit(region: Region, equation: Any, inputs: list[Value]) -> bool:
     """Whether the half type can hold those operands of an equation that are made of literals."""
-    scales = equation.primitive.name in ("mul", "div")
+    scales = equation.primitive.name in ("mul", "div", "dot_general")
     return all(fits(x.bounds, region.half, scales=scales) for x in inputs if x.weak)
+
+
+def integers_fit(region: Region, inputs: list[Value]) -> bool:
+    """Whether the half type tells all integers apart that operands are made of."""
+    return all(x.integers is None or x.integers.held_by(region.half) for x in inputs)
 
 
 def _bias_dtype(equation: Any, floats: list[Value]) -> Any:

@@ -20,6 +20,7 @@ from jax import lax
 
 from jmp_train.policies.autocast_binding import bind, cast
 from jmp_train.policies.autocast_dtypes import KNOWN, literals_fit, settle, wanted
+from jmp_train.policies.autocast_integers import integers_in_result, operand
 from jmp_train.policies.autocast_region import (
     ADDITIONS,
     ARITHMETIC,
@@ -90,7 +91,7 @@ def _run(
         rule, reason = "keep", "decided by an inner region"
     else:
         rule, reason = region.decide(equation, scope)
-    if name in region.handlers and _is_entered(rule, equation):
+    if name in region.handlers and _is_entered(rule, equation, inputs):
         forced = rule if rule in ("lower", "float32") else region.forced
         inner = dataclasses.replace(region.within(equation, scope), forced=forced)
         outputs = region.handlers[name](inner, equation, inputs)
@@ -99,6 +100,7 @@ def _run(
         rule, reason = "keep", f"{name} is not entered"
     dtypes, rule, reason = settle(region, equation, inputs, rule, reason, in_float32)
     outputs = _execute(region, equation, inputs, dtypes, rule)
+    _note_integers(equation, inputs, outputs)
     if region.log is not None:
         used = [x.dtype if d is None else d for x, d in zip(inputs, dtypes, strict=True)]
         region.log.append(
@@ -116,11 +118,27 @@ def _run(
     return outputs
 
 
-def _is_entered(rule: Rule | None, equation: Any) -> bool:
+def _note_integers(equation: Any, inputs: list[Value], outputs: list[Value]) -> None:
+    """Says of results what integers they are made of."""
+    name = equation.primitive.name
+    if name not in ("iota", "convert_element_type") and all(x.integers is None for x in inputs):
+        return
+    operands = [
+        operand(atom, x.integers, weak=x.weak, given=x.origin is not None)
+        for atom, x in zip(equation.invars, inputs, strict=True)
+    ]
+    found = integers_in_result(equation, operands)
+    if found is not None:
+        for output in outputs:
+            output.integers = found
+
+
+def _is_entered(rule: Rule | None, equation: Any, inputs: list[Value]) -> bool:
     """Whether a rule needs the program within to be run by rules, instead of as it was traced."""
-    if rule == "float32":  # what a checkpoint takes is what it saves, and is widened within
+    if rule == "float32":  # what is half is saved so for the gradient, and is widened within
         return equation.primitive.name == "remat2" or any(
-            traced_dtype(atom) in HALVES for atom in equation.invars
+            traced_dtype(atom) in HALVES or value.dtype in HALVES
+            for atom, value in zip(equation.invars, inputs, strict=True)
         )
     return rule != "keep"
 
@@ -139,7 +157,7 @@ def _execute(
         for value, dtype in zip(inputs, dtypes, strict=True)
     )
     params = _params(equation, next((d for d in dtypes if d is not None), None))
-    if name in _SAVES_ITS_INPUT and widened:
+    if name in _SAVES_ITS_INPUT | PRODUCTS and widened:
         return [_recomputed(equation, inputs, params)]
     if name in _READS_AGAIN and dtypes[0] == region.half and not inputs[0].weak:
         return [_read_again(equation, inputs, params, region.half)]
@@ -204,7 +222,8 @@ def _of_arithmetic(
     """Rounds a float32 result of half values to half, if it is stored for the gradient."""
     of_half = any(x.dtype == region.half for x in inputs)
     wide = output.dtype == FLOAT32 and literals_fit(region, equation, inputs)
-    if stored and wide and (of_half or any(x.scaled for x in inputs)):
+    exact = output.integers is None or output.integers.held_by(region.half)
+    if stored and wide and exact and (of_half or any(x.scaled for x in inputs)):
         return Value(output.to(region.half))
     return dataclasses.replace(output, scaled=of_half and equation.primitive.name in ("mul", "div"))
 
@@ -270,11 +289,23 @@ def inlined(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
     return interpret(region, equation.params["call_jaxpr"], inputs)
 
 
-def on_arrays(region: Region, jaxpr: Any) -> Callable[..., list[Any]]:
-    """Returns a jaxpr, run by the rules of a region, as a function of arrays."""
+def on_arrays(
+    region: Region, jaxpr: Any, inputs: Sequence[Value] | None = None
+) -> Callable[..., list[Any]]:
+    """Returns a jaxpr, run by the rules of a region, as a function of arrays.
+
+    Args:
+      region: the region.
+      jaxpr: the program.
+      inputs: the values whose arrays it will be given; None if they are others.
+    """
+    integers = None if inputs is None else [value.integers for value in inputs]
 
     def run(*arrays: Any) -> list[Any]:
-        outputs = interpret(region.body(), jaxpr, [argument(array) for array in arrays])
+        values = [argument(array) for array in arrays]
+        for value, known in zip(values, integers or (), strict=bool(integers)):
+            value.integers = known
+        outputs = interpret(region.body(), jaxpr, values)
         return [jnp.asarray(v.array) if eligible(v.dtype) else v.array for v in outputs]
 
     return run

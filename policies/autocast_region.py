@@ -2,15 +2,19 @@
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmp_train.policies.autocast_binding import cast
+from jmp_train.policies.autocast_integers import Integers
 from jmp_train.policies.autocast_rules import CURVED as _CURVED
 from jmp_train.policies.autocast_rules import PRODUCTS as _PRODUCTS
 from jmp_train.policies.autocast_rules import AutocastRules, Rule
@@ -65,6 +69,7 @@ class Value:
       product: whether it is the result of a matrix product or convolution, perhaps moved about.
       scaled: whether it is the product, or quotient, of a half value.
       casts: the array in other dtypes, of values that the program computed.
+      integers: those that it is made of, if it is.
     """
 
     array: Any
@@ -74,6 +79,7 @@ class Value:
     product: bool = False
     scaled: bool = False
     casts: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    integers: Integers | None = None
 
     @property
     def dtype(self) -> Any:
@@ -100,7 +106,8 @@ class Value:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What decides, beside the program, which dtypes a program makes of it."""
-        return self.dtype, self.weak, self.bounds, self.origin, self.product, self.scaled
+        made = (self.product, self.scaled, self.integers)
+        return self.dtype, self.weak, self.bounds, self.origin, *made
 
     def inside(self) -> "Value":
         """Returns it for the body of a loop or branch, which casts for itself."""
@@ -196,11 +203,15 @@ class Region:
             return fixed[-1], "autocast_as"
         if function in tables.functions:
             return tables.functions[function], f"function {function!r}"
+        for module in jax_modules(equation):
+            if module in tables.functions:
+                return tables.functions[module], f"function of {module}"
         if self.forced is not None:
             return self.forced, f"within a function of rule {self.forced!r}"
-        if name in tables.primitives:
-            return tables.primitives[name], f"primitive {name!r}"
-        return None, "no rule"
+        rule = tables.primitives.get(name)
+        if rule == "lower" and name in PRODUCTS and (other := _no_matrix_product(equation)):
+            return other
+        return rule, "no rule" if rule is None else f"primitive {name!r}"
 
 
 # Returns an equation's results, or None where it has to be bound as it was traced.
@@ -226,6 +237,41 @@ def tables_of(rules: AutocastRules) -> Tables:
         tuple((re.compile(expression), rule) for expression, rule in rules.paths),
         dict(rules.banned),
     )
+
+
+def jax_modules(equation: Any) -> tuple[str, ...]:
+    """Returns in which of jax's modules a called function is, ("jax.numpy.linalg", "jax.numpy", "jax")."""
+    body = equation.params.get(_BODIES.get(equation.primitive.name))
+    info = getattr(getattr(body, "jaxpr", body), "debug_info", None)
+    return _modules_of(getattr(info, "func_src_info", None) or "")
+
+
+_BODIES = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
+_FILE = re.compile(rf" at {re.escape(os.path.dirname(jax.__file__))}\W(?:_src\W)?(.+)\.py:\d+$")
+
+
+@functools.lru_cache(maxsize=1024)
+def _modules_of(source: str) -> tuple[str, ...]:
+    found = _FILE.search(source)
+    parts = ["jax", *re.split(r"[\\/]", found.group(1))] if found else []
+    return tuple(".".join(parts[:count]) for count in range(len(parts), 0, -1))
+
+
+def _no_matrix_product(equation: Any) -> tuple[Rule, str] | None:
+    """Returns rule and reason of products to which the rule of matrix products does not apply."""
+    precision = equation.params.get("precision")
+    if lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else (precision,)):
+        return "float32", "precision=HIGHEST"
+    if equation.primitive.name != "dot_general":
+        return None
+    (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+    if not contracted:
+        return "promote", "outer product"
+    if len(batch) < len(equation.outvars[0].aval.shape):
+        return None
+    if not batch:
+        return "float32", "inner product"
+    return ("float32", "a square") if equation.invars[0] is equation.invars[1] else None
 
 
 def join(path: str, scope: str) -> str:

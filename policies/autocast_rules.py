@@ -25,7 +25,8 @@ class AutocastRules:
     Args:
       primitives: (name of a jax primitive, rule) pairs, such as ("dot_general", "lower").
       functions: (name of a jitted function, rule) pairs, such as ("logsumexp", "float32"). `lower`
-        and `float32` hold for all that the function does.
+        and `float32` hold for all that the function does. The name of one of jax's modules, such
+        as "jax.numpy.linalg", stands for all functions that jax compiles or gives a derivative there.
       paths: (regular expression, rule) pairs, searched in the path that modules and
         `jax.named_scope` make, such as ("decoder/attention", "float32"); the first that matches.
       banned: (name of a primitive or a jitted function, what to do instead) pairs.
@@ -118,10 +119,21 @@ CURVED = (
 )
 _SPECIAL = "log10 lgamma digamma polygamma igamma igammac regularized_incomplete_beta bessel_i0e bessel_i1e"
 
+# Linear algebra, whose products cancel or overflow, and log-probabilities; not the products that
+# `jnp.linalg` has as well (`multi_dot`, `vecdot`), which are matrix products like any other.
+_EXACT = (
+    "jax.numpy.linalg jax.scipy.linalg jax.scipy.stats jax.scipy.special jax.numpy.polynomial "
+    "cov corrcoef _multivariate_normal"
+)
+
+# A product is no matrix product, and so none of `lower`, if it asks for `precision=HIGHEST`, is a sum
+# (an inner product, a squared norm) or has an operand of integers that half cannot hold: these are
+# float32. An outer product is promoted, as the multiplication that it is.
+
 # torch.autocast for float16 on CUDA. What graphs keep of nodes and edges is half under both, as in DGL.
 TORCH_CUDA = AutocastRules(
     primitives=_table(lower=PRODUCTS, float32=f"{CURVED} {_SPECIAL} {_SUMS} {_SOLVERS}"),
-    functions=_table(float32="_resize", lower="graph_storage"),
+    functions=_table(float32=f"_resize {_EXACT}", lower="graph_storage"),
     banned=(("binary_cross_entropy", "use optax.sigmoid_binary_cross_entropy on the logits"),),
 )
 
@@ -130,7 +142,7 @@ TORCH_CUDA = AutocastRules(
 # losses are written with it, which are float32 in torch. (Squares are so wherever no table names them.)
 TORCH_CPU = AutocastRules(
     primitives=_table(lower=PRODUCTS, float32=f"{_SUMS} {_SOLVERS}"),
-    functions=_table(float32="log_sigmoid quantile nanquantile", lower="graph_storage"),
+    functions=_table(float32=f"log_sigmoid quantile nanquantile {_EXACT}", lower="graph_storage"),
 )
 
 # Apex's O1: as torch's, and gelu, var and std in float32 too.

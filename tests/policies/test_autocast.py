@@ -77,6 +77,11 @@ ROWS = {
     "matmul": lower(jnp.matmul, X, W),
     "mv": lower(jnp.matmul, X, V),
     "bmm": lower(jnp.matmul, normal(2, 3, 4), normal(2, 4, 5)),
+    "dot": float32(jnp.dot, V, V),
+    "outer einsum": as_is(functools.partial(jnp.einsum, "i,j->ij"), V, V),
+    "outer einsum of a batch": as_is(functools.partial(jnp.einsum, "bi,bj->bij"), X, Y),
+    "highest": float32(functools.partial(jnp.matmul, precision="highest"), X, W),
+    "high": lower(functools.partial(jnp.matmul, precision="high"), X, W),
     "addmm": lower(lambda b, x, w: x @ w + b, normal(3), X, W),
     "einsum": lower(functools.partial(jnp.einsum, "bi,ij,bj->b"), X, normal(6, 6), Y),
     "multi_dot": lower(lambda a, b, c: jnp.linalg.multi_dot([a, b, c]), X, W, normal(3, 2)),
@@ -232,6 +237,8 @@ CPU_ROWS = ROWS | {
         "mul",
         "div",
         "outer",
+        "outer einsum",
+        "outer einsum of a batch",
         "cross",
         "atan2",
         "concatenate",
@@ -241,7 +248,6 @@ CPU_ROWS = ROWS | {
         "sort",
         "transpose",
         "python_number",
-        "resize",
     ]
 }
 CPU_ROWS |= {

@@ -1,0 +1,234 @@
+"""Which values are made of integers, and whether a half type still tells these apart.
+
+Positions, timesteps and counts are integers until a model converts them; moved about, added and scaled, they
+remain as many different numbers. float16 holds whole numbers up to 2048 and bfloat16 up to 256: beyond,
+neighbors become one. What else is computed ends it: a sine of a position is a number like any other, and so is
+what an activation function makes of it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_train.policies.literal_bounds import fits
+
+
+@dataclasses.dataclass(frozen=True)
+class Integers:
+    """Values of an interval that are multiples of a step, or were so before an array scaled them.
+
+    Attributes:
+      low: the least; -inf where that is not known.
+      high: the greatest; inf likewise.
+      step: what each is a multiple of, perhaps beside one offset for all.
+    """
+
+    low: float
+    high: float
+    step: float = 1.0
+
+    @property
+    def greatest(self) -> float:
+        """The greatest magnitude."""
+        return max(abs(self.low), abs(self.high))
+
+    def held_by(self, half: Any) -> bool:
+        """Whether a half type holds them: each by itself, without overflow or underflow."""
+        steps = 2.0 ** (jnp.finfo(half).nmant + 1)
+        return self.greatest <= steps * self.step and fits((0.0, self.greatest), half, scales=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """What is known of an operand.
+
+    Attributes:
+      integers: what integers it is made of, None where of none.
+      given: whether it is made of literals, or an argument or constant, perhaps moved about.
+      number: of a literal that is one number, that number, else None.
+    """
+
+    integers: Integers | None
+    given: bool
+    number: float | None
+
+
+def operand(atom: Any, known: Integers | None, *, weak: bool, given: bool) -> Operand:
+    """Returns what is known of an operand: by its variable or literal, and what its value says."""
+    integers = known if weak else integers_of(atom, known)
+    return Operand(integers, weak or given, _number(atom))
+
+
+def _number(atom: Any) -> float | None:
+    value = atom.val if isinstance(atom, jex.Literal) else None
+    if value is None or np.ndim(value) or np.iscomplexobj(value):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def integers_of(atom: Any, known: Integers | None) -> Integers | None:
+    """Returns the integers that an operand is made of: what is known, or all that its type has."""
+    dtype = getattr(atom.aval, "dtype", None)
+    if known is not None or dtype is None:
+        return known
+    if dtype == np.bool_:
+        return Integers(0.0, 1.0)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return None
+    limits = jnp.iinfo(dtype)
+    if limits.bits > 16:  # of positions and counts that is all there is to know
+        return Integers(-math.inf, math.inf)
+    return Integers(float(limits.min), float(limits.max))
+
+
+def integers_in_result(equation: Any, operands: Sequence[Operand]) -> Integers | None:
+    """Returns what integers the result of an equation is made of, None where it is of none."""
+    function = _OF_RESULTS.get(equation.primitive.name)
+    if len(equation.outvars) > 1 and equation.primitive.name != "split":
+        return None  # several operands, moved each by itself
+    found = None if function is None else function(equation, *operands)
+    if found is None or math.isnan(found.greatest) or not found.step > 0:
+        return None
+    return found
+
+
+def _counted(equation: Any, *_: Operand) -> Integers:
+    return Integers(0.0, max(0.0, equation.params["shape"][equation.params["dimension"]] - 1.0))
+
+
+def _converted(equation: Any, a: Operand) -> Integers | None:
+    limits = integers_of(equation.outvars[0], None)
+    if a.integers is None or limits is None:
+        return a.integers
+    within = limits.low <= a.integers.low and a.integers.high <= limits.high
+    return dataclasses.replace(a.integers, step=1.0) if within else limits
+
+
+def _moved(_: Any, *operands: Operand) -> Integers | None:
+    """Those of any operand: what is not made of integers beside them takes nothing away."""
+    found = [operand.integers for operand in operands if operand.integers is not None]
+    if not found:
+        return None
+    return Integers(
+        min(one.low for one in found),
+        max(one.high for one in found),
+        min(one.step for one in found),
+    )
+
+
+def _first(equation: Any, operand: Operand, *_: Operand) -> Integers | None:
+    return _moved(equation, operand)
+
+
+def _negative(_: Any, a: Operand) -> Integers | None:
+    return a.integers and Integers(-a.integers.high, -a.integers.low, a.integers.step)
+
+
+def _magnitude(_: Any, a: Operand) -> Integers | None:
+    return a.integers and Integers(0.0, a.integers.greatest, a.integers.step)
+
+
+def _sum(_: Any, a: Operand, b: Operand) -> Integers | None:
+    if a.integers is not None and b.integers is not None:
+        step = min(a.integers.step, b.integers.step)
+        return Integers(a.integers.low + b.integers.low, a.integers.high + b.integers.high, step)
+    one, other = (a, b) if a.integers is not None else (b, a)
+    if one.integers is None or not other.given:
+        return None
+    offset = other.number or 0.0
+    return Integers(one.integers.low + offset, one.integers.high + offset, one.integers.step)
+
+
+def _difference(equation: Any, a: Operand, b: Operand) -> Integers | None:
+    number = None if b.number is None else -b.number
+    return _sum(equation, a, dataclasses.replace(b, integers=_negative(equation, b), number=number))
+
+
+def _scaled(integers: Integers, factor: float) -> Integers:
+    ends = sorted((integers.low * factor, integers.high * factor))
+    return Integers(ends[0], ends[1], integers.step * abs(factor))
+
+
+def _product(_: Any, a: Operand, b: Operand) -> Integers | None:
+    if a.integers is not None and b.integers is not None:
+        greatest = _times(a.integers.greatest, b.integers.greatest)
+        low = 0.0 if min(a.integers.low, b.integers.low) >= 0 else -greatest
+        return Integers(low, greatest, a.integers.step * b.integers.step)
+    one, other = (a, b) if a.integers is not None else (b, a)
+    if one.integers is None or not other.given:
+        return None
+    return _scaled(one.integers, other.number) if other.number else one.integers
+
+
+def _times(a: float, b: float) -> float:
+    return a * b if a and b else 0.0  # not NaN where one is inf
+
+
+def _quotient(equation: Any, a: Operand, b: Operand) -> Integers | None:
+    if a.integers is None or not (b.given or b.integers is not None):
+        return None
+    if not b.number:
+        return a.integers
+    quotient = _scaled(a.integers, 1 / b.number)
+    whole = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.integer)
+    return dataclasses.replace(quotient, step=1.0) if whole else quotient
+
+
+def _remainder(equation: Any, a: Operand, b: Operand) -> Integers | None:
+    if a.integers is None or not b.number:
+        return _first(equation, a)
+    greatest = min(abs(b.number), a.integers.greatest)
+    return Integers(0.0 if a.integers.low >= 0 else -greatest, greatest, a.integers.step)
+
+
+def _power(equation: Any, a: Operand) -> Integers | None:
+    if a.integers is None or (y := equation.params.get("y", 2)) < 1:
+        return None
+    low = 0.0 if y % 2 == 0 or a.integers.low >= 0 else -(a.integers.greatest**y)
+    return Integers(low, a.integers.greatest**y, a.integers.step**y)
+
+
+def _total(equation: Any, a: Operand) -> Integers | None:
+    if a.integers is None:
+        return None
+    size = math.prod(equation.invars[0].aval.shape)
+    count = max(1, size // max(1, math.prod(equation.outvars[0].aval.shape)))
+    if equation.primitive.name == "cumsum":
+        count = max(1, equation.invars[0].aval.shape[equation.params["axis"]])
+    return Integers(
+        min(a.integers.low, _times(a.integers.low, count)),
+        max(a.integers.high, _times(a.integers.high, count)),
+        a.integers.step,
+    )
+
+
+def _names(text: str, function: Callable[..., Integers | None]) -> dict[str, Any]:
+    return dict.fromkeys(text.split(), function)
+
+
+_OF_RESULTS: dict[str, Callable[..., Integers | None]] = {
+    **_names(
+        "reshape transpose broadcast_in_dim squeeze expand_dims rev slice copy copy_p stop_gradient pvary pcast "
+        "reduce_precision concatenate pad split tile stack floor ceil round",
+        _moved,
+    ),
+    "iota": _counted,
+    "convert_element_type": _converted,
+    **_names("gather dynamic_slice sort", _first),
+    "dynamic_update_slice": lambda equation, a, b, *_: _moved(equation, a, b),
+    "select_n": lambda equation, _, *cases: _moved(equation, *cases),
+    "neg": _negative,
+    "abs": _magnitude,
+    **_names("add add_any", _sum),
+    "sub": _difference,
+    "mul": _product,
+    "div": _quotient,
+    "rem": _remainder,
+    **_names("integer_pow square", _power),
+    **_names("reduce_sum cumsum", _total),
+}
