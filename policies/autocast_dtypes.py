@@ -111,7 +111,8 @@ def _can_lower(equation: Any) -> bool:
 
 def _holds_typed_body(equation: Any) -> bool:
     """Whether it holds a program that computes, such as a reducer."""
-    held = [x for name, x in equation.params.items() if "jaxpr" in name and x is not None]
+    params = equation.params.items()
+    held = [x for name, value in params if "jaxpr" in name for x in jax.tree.leaves(value)]
     return any(getattr(jaxpr, "jaxpr", jaxpr).eqns for jaxpr in held)
 
 
