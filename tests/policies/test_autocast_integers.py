@@ -87,7 +87,7 @@ W = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 TOKENS = np.array([[1, 0, 5], [2, 2, 3]], np.int32)
 BYTES = np.array([[0, 1, 254, 255, 128, 3]], np.uint8)
 
-IN_HALF: dict[str, tuple[Callable[..., jax.Array], np.ndarray]] = {
+IN_HALF: dict[str, tuple[Callable[..., jax.Array], Any]] = {
     "one-hot": (lambda x: jax.nn.one_hot(x, 6) @ W, TOKENS),
     "one-hot of integers": (lambda x: (x[..., None] == jnp.arange(6)).astype(jnp.int8).astype(F32) @ W, TOKENS),
     "multi-hot": (lambda x: jax.nn.one_hot(x, 6).sum(1) @ W, TOKENS),
@@ -122,7 +122,7 @@ def test_what_half_holds_stays_in_half(name: str, half: Any) -> None:
     )
 
 
-IN_FLOAT32: dict[str, tuple[Callable[..., jax.Array], np.ndarray]] = {
+IN_FLOAT32: dict[str, tuple[Callable[..., jax.Array], Any]] = {
     "identifiers": (lambda x: x.astype(F32) @ W[:3], TOKENS),
     "timesteps": (lambda x: (x[:, :1].astype(F32) * 1000.0) @ W[:1], TOKENS),
     "beside hidden ones": (
@@ -193,7 +193,7 @@ def test_a_rule_of_the_user_comes_before() -> None:
     assert autocast(rows)(POSITIONS, FREQUENCIES).dtype == jnp.float16
     lower = TORCH_CUDA.replace(paths={"table": "lower"})
 
-    def named(x: jax.Array, w: jax.Array) -> jax.Array:
+    def named(x: Any, w: Any) -> Any:
         with jax.named_scope("table"):
             return jnp.matmul(x.astype(F32), w, precision="highest")
 
@@ -204,7 +204,7 @@ def test_a_rule_of_the_user_comes_before() -> None:
 def test_in_shard_map() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
 
-    def angles(t: jax.Array, f: jax.Array) -> jax.Array:
+    def angles(t: Any, f: Any) -> Any:
         return jax.shard_map(
             lambda t, f: t[:, None] @ f[None],
             mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"),
@@ -217,12 +217,12 @@ def test_in_shard_map() -> None:
 
 @HALVES
 def test_gradients_of_frequencies_and_slopes(half: Any) -> None:
-    def alibi(slopes: jax.Array, x: jax.Array) -> jax.Array:
+    def alibi(slopes: Any, x: Any, /) -> Any:
         distance = jnp.abs(jnp.arange(64)[:, None] - jnp.arange(64)).astype(F32) * 100.0
         scores = jnp.einsum("id,jd->ij", x, x) - jnp.einsum("h,ij->hij", slopes, distance)
         return jnp.sum(jax.nn.softmax(scores)[:, :, 0])
 
-    def rope(f: jax.Array, x: jax.Array) -> jax.Array:
+    def rope(f: Any, x: Any, /) -> Any:
         return jnp.sum(jnp.cos(jnp.einsum("i,j->ij", POSITIONS.astype(F32), f)) * x)
 
     x = jnp.asarray(np.random.default_rng(1).normal(size=(64, 8)) / 8, F32)
