@@ -14,6 +14,7 @@ from jmp_train.graphs.implementations import chosen_implementation
 from jmp_train.graphs.messages import REDUCTIONS
 from jmp_train.graphs.storage import graph_storage, wide, wide_dtype
 from jmp_train.graphs.streamed_messages import inverse, is_one_precision
+from jmp_train.graphs.streaming import vary_alike
 from jmp_train.policies.autocast import autocast_as
 from jmp_train.policies.autocast_given import as_given
 
@@ -94,10 +95,14 @@ def _stream(
         return weighted_sum(dtype, edges, scales, data, weights)
 
     stored = graph_storage(features)
-    rows = stored.reshape(stored.shape[0], 1, -1)
-    weights = None if edge_weight is None else edge_weight[:, None]
-    result = as_given(add)(connections.neighbors, scales, rows, weights)
-    result = result.reshape(-1, *features.shape[1:])
+    if stored.size:
+        rows = stored.reshape(stored.shape[0], 1, -1)
+        weights = None if edge_weight is None else edge_weight[:, None]
+        inputs = vary_alike((connections.neighbors, scales, rows, weights))
+        result = as_given(add)(*inputs).reshape(-1, *features.shape[1:])
+    else:
+        dtype = features.dtype if after is None else wide_dtype(features.dtype)
+        result = jnp.zeros((connections.num_targets, *features.shape[1:]), dtype)
     if after is not None:
         own = (
             first_rows(stored, connections.num_targets)

@@ -22,6 +22,7 @@ from jmp_train.graphs.implementations import chosen_implementation
 from jmp_train.graphs.layer_inputs import as_edge_weight, as_graph
 from jmp_train.graphs.messages import in_float32
 from jmp_train.graphs.storage import graph_storage, wide
+from jmp_train.graphs.streaming import vary_alike
 from jmp_train.graphs.writing import checked_ids
 from jmp_train.policies.autocast_given import as_given
 
@@ -201,20 +202,23 @@ def gatv2_attention(
     return graph_storage(_GATV2[name](negative_slope, graph.connections, dropout, inputs))
 
 
-def _streamed(stream: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """Returns streamed attention with the arguments of that by XLA."""
+def _streamed(stream: Callable[..., Any], sent: str) -> Callable[..., jax.Array]:
+    """Returns streamed attention with the arguments of that by XLA; `sent` is the field of what is sent."""
 
     def attend(
         negative_slope: float, connections: Connections, dropout: Any, inputs: Any
     ) -> jax.Array:
+        rows = getattr(inputs, sent)
+        if rows.size == 0:
+            return jnp.zeros((connections.num_targets, *rows.shape[1:]), rows.dtype)
         run = as_given(functools.partial(stream, negative_slope))
-        return run(connections.neighbors, dropout, inputs)
+        return run(*vary_alike((connections.neighbors, dropout, inputs)))
 
     return attend
 
 
-_GAT = {"xla": gat_by_xla, "streaming": _streamed(stream_gat)}
-_GATV2 = {"xla": gatv2_by_xla, "streaming": _streamed(stream_gatv2)}
+_GAT = {"xla": gat_by_xla, "streaming": _streamed(stream_gat, "features")}
+_GATV2 = {"xla": gatv2_by_xla, "streaming": _streamed(stream_gatv2, "left")}
 
 
 def _ends(connections: Connections, left: Any, right: Any) -> list[jax.Array]:

@@ -110,7 +110,8 @@ def _sum_backward(dtype: Any, saved: Any, gradient: jax.Array) -> Any:
     if weights is None:
         return None, None, of_data, None
     if weights.shape[1] == 1:  # all of a row is one head
-        data, gradient = (x.reshape(x.shape[0], 1, -1) for x in (data, gradient))
+        width = math.prod(data.shape[1:])
+        data, gradient = (x.reshape(-1, 1, width) for x in (data, gradient))
     of_weights = edge_dot(edges, scales, data, gradient).astype(weights.dtype)
     return None, None, of_data, of_weights
 

@@ -67,7 +67,7 @@ def compute_reduction(
     operands = _operands(frame, message)
     heads = heads_of(message, reduce.reduction, operands)
     numbers = None if heads is None else max(math.prod(x.shape[1:]) for x in operands)
-    if heads and _is_streamed(frame, message.name, implementation, numbers):
+    if heads is not None and _is_streamed(frame, message.name, implementation, numbers):
         return stream_sum(frame.connections, message, reduce.reduction, operands, heads)
     return _fused(
         frame,

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.edge_products import Scales, edge_dot, weighted_sum
 from jmp_train.graphs.fn import Message
-from jmp_train.graphs.storage import graph_storage, wide_dtype
+from jmp_train.graphs.storage import common_dtype, graph_storage, wide_dtype
+from jmp_train.graphs.streaming import vary_alike
 from jmp_train.policies.autocast_given import as_given
 
 
@@ -32,7 +33,7 @@ def heads_of(message: Message, reduction: str, operands: Sequence[jax.Array]) ->
         return 1
     rows, weights = operands if ends == "ue" else reversed(operands)
     shape = (1,) * (rows.ndim - weights.ndim) + weights.shape[1:]
-    count = max((axis + 1 for axis, length in enumerate(shape) if length > 1), default=0)
+    count = max((axis + 1 for axis, length in enumerate(shape) if length != 1), default=0)
     is_prefix = rows.ndim >= weights.ndim and shape[:count] == rows.shape[1 : count + 1]
     return math.prod(shape[:count]) if is_prefix else None
 
@@ -56,11 +57,18 @@ def stream_sum(
     by_end = {end: graph_storage(x) for (end, _), x in zip(message.operands, operands, strict=True)}
     rows, weights = by_end["u"], by_end.get("e")
     scales = Scales(targets=inverse(connections.in_degrees, rows) if reduction == "mean" else None)
+    if rows.size == 0:
+        dtype = common_dtype(*(operand.dtype for operand in operands))
+        return jnp.zeros((connections.num_targets, *rows.shape[1:]), dtype)
     result = as_given(functools.partial(weighted_sum, None))(
-        connections.neighbors,
-        scales,
-        rows.reshape(rows.shape[0], heads, -1) if rows.size else rows.reshape(-1, heads, 0),
-        None if weights is None else weights.reshape(-1, heads),
+        *vary_alike(
+            (
+                connections.neighbors,
+                scales,
+                rows.reshape(rows.shape[0], heads, -1),
+                None if weights is None else weights.reshape(-1, heads),
+            )
+        )
     )
     return graph_storage(result).reshape(-1, *rows.shape[1:])
 
@@ -94,8 +102,11 @@ def stream_dot(
     """
     by_end = {end: graph_storage(x) for (end, _), x in zip(message.operands, operands, strict=True)}
     _, *inner, width = operands[0].shape
+    if not all(operand.size for operand in operands):
+        dtype = common_dtype(*(operand.dtype for operand in operands))
+        return jnp.zeros((connections.num_edges, *inner, 1), dtype)
     rows = [by_end[end].reshape(-1, math.prod(inner), width) for end in "uv"]
-    result = as_given(edge_dot)(connections.neighbors, Scales(), *rows)
+    result = as_given(edge_dot)(*vary_alike((connections.neighbors, Scales(), *rows)))
     return graph_storage(result).reshape(-1, *inner, 1)
 
 

@@ -6,14 +6,16 @@ On CPUs a chunk fits into the caches; on GPUs it is large enough to give all of 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jmp_train.graphs.neighbors import Neighbors
 from jmp_train.graphs.storage import wide
+from jmp_train.policies.collectives import vary
 
+Tree = TypeVar("Tree")
 CPU_NUMBERS = 2**17  # that a chunk of blocks makes: half a MiB
 GPU_EDGES = 2**18
 
@@ -81,6 +83,15 @@ class Chunk:
           nodes: floating [nodes, heads, width].
         """
         return sum_of_rows(self.of_others(others) * self.of_nodes(nodes))
+
+
+def vary_alike(tree: Tree) -> Tree:
+    """Returns arrays which, within a `shard_map`, all vary over the mesh axes over which one of them does.
+
+    Then the loops' carries do, and gradients of arrays that were the same everywhere are added up by jax.
+    """
+    axes = {name for x in jax.tree.leaves(tree) for name in jax.typeof(x).manual_axis_type.varying}
+    return vary(tree, sorted(axes))
 
 
 def sum_of_rows(data: jax.Array) -> jax.Array:
@@ -221,6 +232,7 @@ def _walk(
 ) -> Any:
     if neighbors.num_blocks == 0:
         return start
+    start = vary_alike((start, neighbors))[0]
 
     def run(size: int, start: Any) -> Any:
         size = max(1, min(size, neighbors.num_blocks))

@@ -149,6 +149,40 @@ def test_without_edges_and_without_nodes() -> None:
         assert all(not x.any() for x in pullback(result))
 
 
+@pytest.mark.parametrize("heads, width", [(0, WIDTH), (HEADS, 0)])
+def test_no_heads_and_no_width(heads: int, width: int) -> None:
+    rows, end = jnp.ones((NODES, heads, width), jnp.float16), jnp.ones((NODES, heads))
+    weights = jnp.ones((EDGES, heads, 1), jnp.float16)
+    functions: dict[Any, list[jax.Array | None]] = {
+        gat: [rows, end, end, None],
+        gatv2: [rows, rows, rows[0], None],
+        dot: [rows, rows],
+        functools.partial(weighted, reduce=fn.mean): [rows, weights],
+    }
+    for function, arrays in functions.items():
+        shapes = []
+        for name in IMPLEMENTATIONS:
+            run = functools.partial(function, graph_with_hub(), implementation=name)
+            result, pullback = jax.vjp(run, *arrays)
+            assert not result.any() and result.dtype == "float16"
+            shapes.append([x.shape for x in jax.tree.leaves((result, pullback(result)))])
+        assert shapes[0] == shapes[1]
+
+
+def test_no_receivers() -> None:
+    kind = ("a", "to", "b")
+    graph = graphs.hetero_from_edges({kind: ([], [])}, {"a": 3, "b": 0})
+    message, reduce = fn.u_mul_e("h", "w", "m"), fn.sum("m", "x")
+
+    def passed(h: jax.Array, w: jax.Array) -> jax.Array:
+        whole = graph.with_nodes("a", h=h).with_edges(kind, w=w)
+        return graphs.update_all(whole, message, reduce, implementation="streaming").nodes["b"]["x"]
+
+    result, pullback = jax.vjp(passed, jnp.ones((3, 2)), jnp.ones((0, 1)))
+    assert result.shape == (0, 2)
+    assert [x.shape for x in pullback(result)] == [(3, 2), (0, 1)]
+
+
 def test_attention_saves_inputs_and_two_numbers_for_each_node_and_head() -> None:
     graph = graph_with_hub()
     z, end = (normal(i, *s) for i, s in enumerate([(NODES, HEADS, WIDTH), (NODES, HEADS)]))
