@@ -21,6 +21,7 @@ from jmp_train.graphs.connections import (
     connect_traced,
     is_traced,
 )
+from jmp_train.policies.paths import named_leaves
 
 Features = Mapping[str, Any]
 
@@ -161,8 +162,8 @@ def from_jraph(
     """Returns jraph's graphs as a graph. Under jit nothing is checked, and indices are made on the device.
 
     Args:
-      graphs: `nodes` and `edges` are dictionaries of arrays, or None; a single array becomes the
-        feature "x".
+      graphs: `nodes` and `edges` are dictionaries of arrays, any other trees of them, or None. A single array
+        becomes the feature "x", and one in a tree is named by its path, such as "a/b".
       padded: whether `jraph.pad_with_graphs` padded it.
       formats: see `from_edges`; outside of jit only.
 
@@ -170,7 +171,7 @@ def from_jraph(
       The graph.
 
     Raises:
-      TypeError: ids are no integers, or features are neither arrays nor dictionaries of them.
+      TypeError: ids are no integers, or a feature is no array.
       ValueError: see `from_edges`; or senders or receivers are missing, or counts do not add up.
 
     Example:
@@ -314,14 +315,17 @@ def checked_features(name: str, features: Features, rows: int) -> Mapping[str, j
 
 
 def _as_features(name: str, features: Any) -> dict[str, jax.Array]:
-    if features is None:
-        return {}
-    if isinstance(features, np.ndarray | jax.Array):
-        return {"x": jnp.asarray(features)}
-    if not isinstance(features, Mapping):
-        kind = type(features).__name__
-        raise TypeError(f"{name} must be a dictionary of arrays or one array, got {kind}")
-    return {key: jnp.asarray(value) for key, value in features.items()}
+    """Returns the arrays of a tree by their paths, "x" for the tree that is one."""
+    arrays = {}
+    for path, feature in named_leaves(features):
+        key = path or "x"
+        if not isinstance(feature, np.ndarray | jax.Array):
+            kind = type(feature).__name__
+            raise TypeError(f"{name}[{key!r}] must be an array, got {kind}")
+        if key in arrays:
+            raise ValueError(f"{name} has two features whose path is {key!r}")
+        arrays[key] = jnp.asarray(feature)
+    return arrays
 
 
 def first_padding(n_node: jax.Array) -> jax.Array:

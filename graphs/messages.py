@@ -12,7 +12,13 @@ from jmp_train.graphs.accumulation import rows_like
 from jmp_train.graphs.connections import Connections
 from jmp_train.graphs.fn import Message, Reduce
 from jmp_train.graphs.implementations import chosen_implementation
-from jmp_train.graphs.storage import common_dtype, graph_storage, wide
+from jmp_train.graphs.storage import (
+    as_inexact,
+    common_dtype,
+    graph_storage,
+    wide,
+    wide_integers,
+)
 from jmp_train.graphs.streamed_messages import heads_of, is_edge_dot, stream_dot, stream_sum
 from jmp_train.policies.autocast import autocast_as
 
@@ -133,10 +139,9 @@ def in_float32(compute: Callable[..., jax.Array], *operands: jax.Array) -> jax.A
 
 
 def _result_dtype(operands: Sequence[jax.Array], computed: Any) -> Any:
-    """Returns the features' common dtype, or what was computed where integers became floats."""
+    """Returns the features' common dtype; of integers what was computed: wider ones, or floats."""
     common = common_dtype(*(operand.dtype for operand in operands))
-    is_float = jnp.issubdtype(computed, jnp.inexact) and not jnp.issubdtype(common, jnp.inexact)
-    return computed if is_float else common
+    return common if jnp.issubdtype(common, jnp.inexact) else computed
 
 
 def _operand(frame: Frame, message: Message, end: str, field: str) -> jax.Array:
@@ -184,7 +189,7 @@ def _operate(operation: str, reads: Sequence[jax.Array], connections: Connection
         return reads[0]
     left, right = (x.reshape(x.shape[0], *_aligned_shape(x.shape[1:], reads)) for x in reads)
     dtype = common_dtype(left.dtype, right.dtype)
-    left, right = left.astype(dtype), right.astype(dtype)
+    left, right = (wide_integers(x.astype(dtype)) for x in (left, right))
     if operation == "dot":
         return left * right if left.ndim == 1 else (left * right).sum(-1, keepdims=True)
     if operation == "div":  # by 1 for padding edges, or their gradients were NaN
@@ -196,13 +201,11 @@ def _operate(operation: str, reads: Sequence[jax.Array], connections: Connection
 
 
 def _sum(connections: Connections, messages: jax.Array) -> jax.Array:
-    return connections.targets.sum(messages)
+    return connections.targets.sum(wide_integers(messages))
 
 
 def _mean(connections: Connections, messages: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(messages.dtype, jnp.inexact):
-        messages = messages.astype(jnp.float32)
-    return connections.targets.mean(messages)
+    return connections.targets.mean(as_inexact(messages))
 
 
 def _max(connections: Connections, messages: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from jmp_train.graphs.accumulation import rows_like
 from jmp_train.graphs.fn import Message, Reduce
 from jmp_train.graphs.frames import frame_of, receive
 from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
-from jmp_train.graphs.storage import wide
+from jmp_train.graphs.storage import as_inexact, wide, wide_integers
 from jmp_train.graphs.user_functions import (
     EdgeFunction,
     NodeFunction,
@@ -131,6 +131,7 @@ def _joined(cross: Cross, parts: Sequence[_Part]) -> jax.Array:
     if cross == "stack":
         return jnp.stack(rows, axis=1)
     if cross in ("sum", "mean"):
+        rows = [wide_integers(x) if cross == "sum" else as_inexact(x) for x in rows]
         total = functools.reduce(jnp.add, map(wide, rows))
         return (total / len(rows) if cross == "mean" else total).astype(rows[0].dtype)
     return _extreme(jnp.maximum if cross == "max" else jnp.minimum, parts)

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jmp_train.graphs.accumulation import Incidence, incidence_of
 from jmp_train.graphs.connections import as_count
-from jmp_train.graphs.storage import wide
+from jmp_train.graphs.storage import as_inexact, wide, wide_integers
 
 
 def segment_sum(
@@ -33,6 +33,7 @@ def segment_sum(
 
     Returns:
       [num_segments, ...] in the data's dtype: added in float32 (or wider), in blocks, and rounded once.
+      Booleans and integers of less than 32 bits are added in 32 bits, and stay so, as with `jnp.sum`.
 
     Raises:
       ValueError: `data` and `segment_ids` differ in length, or `num_segments` is negative.
@@ -45,6 +46,7 @@ def segment_sum(
       [13160.0]
     """
     data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
+    data = wide_integers(data)
     return segments.sum(wide(data)).astype(data.dtype)
 
 
@@ -58,13 +60,13 @@ def segment_mean(
     """Returns the mean of each segment, 0 of those without rows.
 
     Args:
-      data: floating [rows, ...].
+      data: [rows, ...]; the means of integers are floats.
       segment_ids: see `segment_sum`.
       num_segments: see `segment_sum`.
       indices_are_sorted: see `segment_sum`.
 
     Returns:
-      [num_segments, ...] in the data's dtype. The sum is divided before it is rounded, so that a mean
+      [num_segments, ...] in the data's floating dtype. The sum is divided before it is rounded, so that a mean
       never overflows.
 
     Raises:
@@ -77,6 +79,7 @@ def segment_mean(
       [10000.0, 0.0]
     """
     data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
+    data = as_inexact(data)
     return segments.mean(wide(data)).astype(data.dtype)
 
 
@@ -152,13 +155,13 @@ def segment_softmax(
     """Returns the softmax of the rows of each segment, elementwise.
 
     Args:
-      logits: floating [rows, ...]; -inf masks a row, and a segment that is masked altogether is 0.
+      logits: [rows, ...], integers as floats; -inf masks a row, and a segment that is masked altogether is 0.
       segment_ids: see `segment_sum`; rows of ids out of range are 0.
       num_segments: see `segment_sum`.
       indices_are_sorted: see `segment_sum`.
 
     Returns:
-      [rows, ...] in the logits' dtype.
+      [rows, ...] in the logits' floating dtype.
 
     Raises:
       ValueError: see `segment_sum`.
@@ -171,6 +174,7 @@ def segment_softmax(
       1.0
     """
     logits, segments = _checked(logits, segment_ids, num_segments, indices_are_sorted)
+    logits = as_inexact(logits)
     return segments.softmax(wide(logits)).astype(logits.dtype)
 
 
@@ -185,14 +189,14 @@ def segment_normalize(
     """Returns the rows with mean 0 and variance 1 in each segment, elementwise.
 
     Args:
-      data: floating [rows, ...].
+      data: [rows, ...], integers as floats.
       segment_ids: see `segment_sum`; rows of ids out of range have no meaning.
       num_segments: see `segment_sum`.
       indices_are_sorted: see `segment_sum`.
       eps: the least variance, in float32.
 
     Returns:
-      [rows, ...] in the data's dtype.
+      [rows, ...] in the data's floating dtype.
 
     Raises:
       ValueError: see `segment_sum`.
@@ -204,6 +208,7 @@ def segment_normalize(
       [1.0, -1.0, 0.0]
     """
     data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
+    data = as_inexact(data)
     rows = wide(data)
     centred = rows - segments.read(segments.mean(rows))
     variance = segments.mean(centred * centred)

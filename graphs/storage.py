@@ -13,6 +13,21 @@ def wide(data: jax.Array) -> jax.Array:
     return data.astype(jnp.float32) if is_narrow else data
 
 
+def wide_integers(data: jax.Array) -> jax.Array:
+    """Returns booleans and integers in 32 bits at least, as `jnp.sum` adds them, all else as it is."""
+    if jnp.issubdtype(data.dtype, jnp.inexact) or data.dtype.itemsize >= 4:
+        return data
+    is_unsigned = jnp.issubdtype(data.dtype, jnp.unsignedinteger)
+    return data.astype(jnp.uint32 if is_unsigned else jnp.int32)
+
+
+def as_inexact(data: jax.Array) -> jax.Array:
+    """Returns booleans and integers as floats, as means of them are, all else as it is."""
+    if jnp.issubdtype(data.dtype, jnp.inexact):
+        return data
+    return data.astype(jnp.float64 if data.dtype.itemsize == 8 else jnp.float32)
+
+
 def wide_dtype(dtype: Any) -> Any:
     """Returns the dtype in which arrays of a dtype are computed: that of what `wide` returns."""
     return wide(jnp.zeros((), dtype)).dtype

@@ -17,6 +17,7 @@ from jmp_train.graphs.graph import Graph, from_jraph, to_jraph
 from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
 from jmp_train.graphs.storage import common_dtype
 from jmp_train.graphs.user_functions import NodeFunction, apply_to_nodes
+from jmp_train.policies.paths import named_leaves, path_name
 
 Params = ParamSpec("Params")
 AnyGraph = TypeVar("AnyGraph", Graph, HeteroGraph, jraph.GraphsTuple)
@@ -32,7 +33,11 @@ def accepts_jraph(
     @functools.wraps(function)
     def on_any_graph(graph: Any, /, *args: Params.args, **kwargs: Params.kwargs) -> Any:
         if isinstance(graph, jraph.GraphsTuple):
-            return to_jraph(function(from_jraph(graph), *args, **kwargs))
+            found = to_jraph(function(from_jraph(graph), *args, **kwargs))
+            return found._replace(
+                nodes=_nested_like(graph.nodes, found.nodes),
+                edges=_nested_like(graph.edges, found.edges),
+            )
         if not isinstance(graph, Graph | HeteroGraph):
             kind = type(graph).__name__
             raise TypeError(
@@ -42,6 +47,15 @@ def accepts_jraph(
         return function(graph, *args, **kwargs)
 
     return on_any_graph
+
+
+def _nested_like(old: Any, features: Any) -> Any:
+    """Returns features nested as in old ones, those that are new on top; by path where those are no mapping."""
+    paths = {path for path, _ in named_leaves(old)}
+    if not isinstance(old, Mapping) or not paths <= features.keys():
+        return features
+    nested = jax.tree_util.tree_map_with_path(lambda path, _: features[path_name(path)], old)
+    return {**nested, **{name: x for name, x in features.items() if name not in paths}}
 
 
 def with_node_features(graph: OurGraph, ntype: str | None, features: Arrays) -> OurGraph:

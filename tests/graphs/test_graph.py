@@ -199,14 +199,31 @@ def test_other_wrong_arguments_are_named() -> None:
         graphs.from_jraph(tuple_._replace(senders=None))
     with pytest.raises(ValueError, match="n_edge adds up to 3, but there are 4"):
         graphs.from_jraph(tuple_._replace(n_edge=np.array([3])))
-    with pytest.raises(
-        TypeError, match="nodes must be a dictionary of arrays or one array, got list"
-    ):
-        graphs.from_jraph(tuple_._replace(nodes=[1.0]))
+    with pytest.raises(TypeError, match=r"nodes\['a/0'\] must be an array, got float"):
+        graphs.from_jraph(tuple_._replace(nodes={"a": [1.0]}))
+    twice = {"a/b": np.ones(3), "a": {"b": np.ones(3)}}
+    with pytest.raises(ValueError, match="nodes has two features whose path is 'a/b'"):
+        graphs.from_jraph(tuple_._replace(nodes=twice))
     with pytest.raises(TypeError, match="needs a graph that is made outside of jit"):
         jax.jit(lambda t: graphs.from_jraph(t, formats=("mailbox",)))(tuple_)
     with pytest.raises(TypeError, match="under jit the graph needs a node feature"):
         jax.jit(graphs.from_jraph)(tuple_)
+
+
+def test_nested_features_have_the_names_of_their_paths() -> None:
+    nodes = {"a": {"b": jnp.ones((3, 2)), "c": [jnp.arange(3)]}, "h": jnp.ones(3)}
+    tuple_ = graphs.to_jraph(small_graph())._replace(nodes=nodes, edges=(jnp.ones(4), jnp.zeros(4)))
+    graph = graphs.from_jraph(tuple_)
+    assert sorted(graph.nodes) == ["a/b", "a/c/0", "h"] and sorted(graph.edges) == ["0", "1"]
+
+    def passed(graphs_tuple: Any) -> Any:
+        return graphs.update_all(graphs_tuple, fn.u_mul_e("a/b", "0", "m"), fn.sum("m", "x"))
+
+    found = jax.jit(passed)(tuple_)  # a tuple's features stay where they are
+    assert jax.tree.structure({**nodes, "x": 0}) == jax.tree.structure(found.nodes)
+    degrees = np.asarray(graph.in_degrees, np.float32)
+    np.testing.assert_array_equal(found.nodes["x"], degrees[:, None].repeat(2, 1))
+    assert passed(graph).nodes["x"].tolist() == found.nodes["x"].tolist()
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int64", "uint32"])

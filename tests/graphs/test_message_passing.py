@@ -220,3 +220,21 @@ def test_exact_at_every_degree_and_so_is_the_gradient(
             if reduce.reduction in ("max", "min"):  # another edge is the largest of the magnitudes
                 size = np.abs(wanted).max()
             assert_within(grad, wanted, half, size, 1)
+
+
+def test_integers_are_added_and_multiplied_in_32_bits() -> None:
+    star = graphs.from_edges(np.arange(1, 301), np.zeros(300, int), 301)
+    for dtype, value in (("int8", 100), ("uint8", 200), ("bool", 1)):
+        graph = star.with_nodes(h=jnp.full(301, value, dtype))
+        squares = fn.u_mul_v("h", "h", "m")
+        for message, reducer, wanted in (
+            (fn.copy_u("h", "m"), fn.sum, 300 * value),
+            (fn.copy_u("h", "m"), fn.mean, value),
+            (squares, fn.sum, 300 * value**2),
+            (squares, fn.max, value**2),
+        ):
+            assert (
+                graphs.update_all(graph, message, reducer("m", "x")).nodes["x"][0].item() == wanted
+            )
+        copied = graphs.update_all(graph, fn.copy_u("h", "m"), fn.max("m", "x")).nodes["x"]
+        assert copied.dtype == dtype and copied[0].item() == value

@@ -195,7 +195,7 @@ def test_a_masked_segment_is_zero_and_so_is_its_gradient() -> None:
     assert pullback(jnp.ones(5, jnp.float16))[0].tolist() == [0.0] * 5
 
 
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "float32", "complex64"])
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "float32", "complex64"])
 def test_other_types_keep_theirs(dtype: str) -> None:
     x = jnp.asarray(np.arange(6), dtype)
     out = graphs.segment_sum(x, jnp.array([0, 0, 1, 1, 1, 1], jnp.uint8), 2)
@@ -254,3 +254,25 @@ def test_wrong_arguments_are_named() -> None:
         graphs.gather(x, jnp.zeros(3, bool))
     with pytest.raises(ValueError, match="data must have rows, got a scalar"):
         graphs.gather(jnp.float32(1), jnp.zeros(3, jnp.int32))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int16", "int32"])
+def test_integers_do_not_overflow_and_their_means_are_floats(dtype: str) -> None:
+    random = np.random.default_rng(0)
+    rows = random.integers(0, 2 if dtype == "bool" else 100, (600, 2)).astype(dtype)
+    ids = random.integers(0, 2, 600)
+    parts = [rows[ids == segment].astype(np.float64) for segment in (0, 1)]
+    total = graphs.segment_sum(rows, ids, 2)
+    assert total.dtype == jnp.sum(jnp.asarray(rows)).dtype
+    np.testing.assert_array_equal(total, [part.sum(0) for part in parts])
+    mean = graphs.segment_mean(rows, ids, 2)
+    np.testing.assert_allclose(mean, [part.mean(0) for part in parts], rtol=1e-6)
+    powers = np.exp(rows - rows.max(0).astype(np.float64))
+    sizes = np.stack([powers[ids == segment].sum(0) for segment in (0, 1)])
+    weights = graphs.segment_softmax(rows, ids, 2)
+    np.testing.assert_allclose(weights, powers / sizes[ids], rtol=1e-5, atol=1e-7)
+    scaled = graphs.segment_normalize(rows, ids, 2)
+    wanted = np.concatenate([(part - part.mean(0)) / part.std(0) for part in parts])
+    np.testing.assert_allclose(scaled[np.argsort(ids, kind="stable")], wanted, rtol=1e-3, atol=1e-5)
+    assert {x.dtype.name for x in (mean, weights, scaled)} == {"float32"}
+    assert graphs.segment_max(rows, ids, 2).dtype == dtype
