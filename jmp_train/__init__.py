@@ -30,6 +30,7 @@ from jmp_train.policies import AutocastReport as AutocastReport
 from jmp_train.policies import AutocastRules as AutocastRules
 from jmp_train.policies import BannedOperationError as BannedOperationError
 from jmp_train.policies import DynamicLossScale as DynamicLossScale
+from jmp_train.policies import Float32ProductsWarning as Float32ProductsWarning
 from jmp_train.policies import LeafReport as LeafReport
 from jmp_train.policies import LossScale as LossScale
 from jmp_train.policies import LossScaledState as LossScaledState
@@ -38,6 +39,7 @@ from jmp_train.policies import OperationReport as OperationReport
 from jmp_train.policies import PathPolicy as PathPolicy
 from jmp_train.policies import PerLossScale as PerLossScale
 from jmp_train.policies import Policy as Policy
+from jmp_train.policies import PolicyReport as PolicyReport
 from jmp_train.policies import StalledTrainingError as StalledTrainingError
 from jmp_train.policies import StaticLossScale as StaticLossScale
 from jmp_train.policies import all_finite as all_finite
@@ -54,6 +56,7 @@ from jmp_train.policies import check_progress as check_progress
 from jmp_train.policies import count_zero_gradients as count_zero_gradients
 from jmp_train.policies import deepspeed_loss_scale as deepspeed_loss_scale
 from jmp_train.policies import explain_autocast as explain_autocast
+from jmp_train.policies import explain_policy as explain_policy
 from jmp_train.policies import get_loss_scale as get_loss_scale
 from jmp_train.policies import get_master_weights as get_master_weights
 from jmp_train.policies import get_policy as get_policy

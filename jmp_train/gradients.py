@@ -1,5 +1,6 @@
 """Scaled gradients: cast, run forward, multiply the loss, differentiate, widen."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.dtypes import at_least_float32
+from jmp_train.policies.half_products import FirstTrace, mixed_dtypes_explained
 from jmp_train.policies.path_policy import PathPolicy
 from jmp_train.policies.per_loss_scale import LossScales, PerLossScale
 from jmp_train.policies.policy import Policy, cast_arguments
@@ -37,6 +39,9 @@ def scaled_value_and_grad(
     Raises:
       TypeError: when called, the first argument is no loss scale, or the loss no floating scalar.
 
+    Warns:
+      Float32ProductsWarning: when it is first called or traced, for which `loss_fn` is traced once more.
+
     Example:
       >>> import jax.numpy as jnp
       >>> import jmp_train as jt
@@ -48,6 +53,21 @@ def scaled_value_and_grad(
 
     Reference: Micikevicius et al., "Mixed Precision Training", https://arxiv.org/abs/1710.03740.
     """
+    value_and_grad = unwatched_value_and_grad(loss_fn, policy, has_aux)
+    first_trace = FirstTrace()
+
+    @functools.wraps(value_and_grad)
+    def watched(loss_scale: LossScales, *args: Any, **kwargs: Any) -> Any:
+        first_trace.look(loss_fn, policy, args, kwargs)
+        return value_and_grad(loss_scale, *args, **kwargs)
+
+    return watched
+
+
+def unwatched_value_and_grad(
+    loss_fn: Callable[..., Any], policy: Policy | PathPolicy | None, has_aux: bool
+) -> Callable[..., Any]:
+    """Returns what `scaled_value_and_grad` does, without a look at the products."""
     run = loss_fn if policy is None else policy.default.transform(loss_fn)
 
     def value_and_grad(loss_scale: LossScales, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +82,8 @@ def scaled_value_and_grad(
             call_kwargs = kwargs
             if policy is not None:
                 call_args, call_kwargs = cast_arguments(policy, call_args, kwargs)
-            result = run(*call_args, **call_kwargs)
+            with mixed_dtypes_explained(policy):
+                result = run(*call_args, **call_kwargs)
             loss, aux = result if has_aux else (result, None)
             if isinstance(loss_scale, PerLossScale):
                 losses = tuple(map(wide_scalar, loss)) if isinstance(loss, tuple | list) else loss

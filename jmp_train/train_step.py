@@ -11,10 +11,11 @@ import optax
 from jax import lax
 
 from jmp_train.batch_parts import check_divides, in_parts, unstacked
-from jmp_train.gradients import scaled_value_and_grad, wide_scalar
+from jmp_train.gradients import unwatched_value_and_grad, wide_scalar
 from jmp_train.policies.casting import is_float_array, is_inexact_array, widen_to_float32
 from jmp_train.policies.collectives import mean_over_axes, reduce_gradients, vary
 from jmp_train.policies.finite import select_tree
+from jmp_train.policies.half_products import FirstTrace
 from jmp_train.policies.loss_scale import NoOpLossScale
 from jmp_train.policies.loss_scaled_optimizer import (
     LossScaledOptimizer,
@@ -116,6 +117,9 @@ def train_step(
         structure, shapes or dtypes (between floating dtypes it is cast back), or there is a graph
         among what is cut into micro-batches.
 
+    Warns:
+      Float32ProductsWarning: when the step is first traced, for which `loss_fn` is traced once more.
+
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> import jmp_train as jt
@@ -147,6 +151,7 @@ class TrainStep:
       accumulate_steps: see `train_step`.
       axis_names: mesh axes over which the batch is split.
       model_axis_names: mesh axes over which the parameters are split.
+      first_trace: warns when the step is first traced; copies share it.
 
     Example:
       >>> import optax
@@ -161,6 +166,7 @@ class TrainStep:
     accumulate_steps: int = 1
     axis_names: tuple[str, ...] = ()
     model_axis_names: tuple[str, ...] = ()
+    first_trace: FirstTrace = dataclasses.field(default_factory=FirstTrace, repr=False)
 
     def with_axes(self, *names: str, model: Sequence[str] = ()) -> "TrainStep":
         """Returns this step for use inside a `shard_map` or `pmap` with these axes.
@@ -307,7 +313,15 @@ class TrainStep:
                 return losses, extra
             return functools.reduce(jnp.add, losses), extra
 
-        value_and_grad = scaled_value_and_grad(share_of_loss, self.policy, has_aux=True)
+        self.first_trace.look(
+            lambda params, batch, model_state, rng: self.loss_fn(params, model_state, batch, rng),
+            self.policy,
+            (params, batch),
+            {},
+            uncast=(model_state, rng),
+            names=("params", "batch", "model_state", "rng"),
+        )
+        value_and_grad = unwatched_value_and_grad(share_of_loss, self.policy, has_aux=True)
         (loss, (new_model_state, aux)), grads = value_and_grad(loss_scale, params, batch)
         if self.policy is not None:
             aux = self.policy.default.cast_to_output(aux)

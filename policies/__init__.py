@@ -24,12 +24,14 @@ from jmp_train.policies.collectives import reduce_gradients as reduce_gradients
 from jmp_train.policies.collectives import vary as vary
 from jmp_train.policies.dtypes import half_dtype as half_dtype
 from jmp_train.policies.explain_autocast import AutocastReport as AutocastReport
-from jmp_train.policies.explain_autocast import OperationReport as OperationReport
 from jmp_train.policies.explain_autocast import explain_autocast as explain_autocast
+from jmp_train.policies.explain_policy import PolicyReport as PolicyReport
+from jmp_train.policies.explain_policy import explain_policy as explain_policy
 from jmp_train.policies.finite import LeafReport as LeafReport
 from jmp_train.policies.finite import all_finite as all_finite
 from jmp_train.policies.finite import nonfinite_report as nonfinite_report
 from jmp_train.policies.finite import select_tree as select_tree
+from jmp_train.policies.half_products import Float32ProductsWarning as Float32ProductsWarning
 from jmp_train.policies.loss_scale import DynamicLossScale as DynamicLossScale
 from jmp_train.policies.loss_scale import LossScale as LossScale
 from jmp_train.policies.loss_scale import NoOpLossScale as NoOpLossScale
@@ -42,6 +44,7 @@ from jmp_train.policies.master_weights import MasterWeightsState as MasterWeight
 from jmp_train.policies.master_weights import get_master_weights as get_master_weights
 from jmp_train.policies.master_weights import set_master_weights as set_master_weights
 from jmp_train.policies.master_weights import with_master_weights as with_master_weights
+from jmp_train.policies.operations import OperationReport as OperationReport
 from jmp_train.policies.path_policy import PathPolicy as PathPolicy
 from jmp_train.policies.path_policy import policy_by_path as policy_by_path
 from jmp_train.policies.per_loss_scale import PerLossScale as PerLossScale

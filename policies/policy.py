@@ -250,18 +250,26 @@ def apply_policy(
     Raises:
       TypeError: under a `policy_by_path`, the parameters are not passed by position.
 
+    Warns:
+      Float32ProductsWarning: when it is first called or traced, for which `fn` is traced once more.
+
     Example:
       >>> import jax.numpy as jnp
       >>> dot = apply_policy(jnp.dot, get_policy("mixed_float16"))
       >>> float(dot(jnp.float32(1.0001), jnp.float32(1.0)))  # computed in float16
       1.0
     """
+    from jmp_train.policies.half_products import FirstTrace, mixed_dtypes_explained  # has policies
+
     run = policy.default.transform(fn)
+    first_trace = FirstTrace()
 
     @functools.wraps(fn)
     def with_policy(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        compute_args, compute_kwargs = cast_arguments(policy, args, kwargs)
-        return policy.default.cast_to_output(run(*compute_args, **compute_kwargs))
+        first_trace.look(fn, policy, args, kwargs)
+        with mixed_dtypes_explained(policy):
+            compute_args, compute_kwargs = cast_arguments(policy, args, kwargs)
+            return policy.default.cast_to_output(run(*compute_args, **compute_kwargs))
 
     return with_policy
 

@@ -1,6 +1,7 @@
 """What every training script in this folder is asked: what runs in half, how it learns, what a skip leaves."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -38,8 +39,15 @@ def growing_scale() -> jt.LossScale:
 
 
 def share_by_policy(loss_fn: Callable[..., Any], *args: Any) -> float:
-    """Returns the share of products in half under `mixed_float16`."""
-    return products_in_half(jt.apply_policy(loss_fn, jt.get_policy("mixed_float16")), *args)
+    """Returns the share of products in half under `mixed_float16`, and asserts that it is told."""
+    policy = jt.get_policy("mixed_float16")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", jt.Float32ProductsWarning)
+        share = products_in_half(jt.apply_policy(loss_fn, policy), *args)
+    report = jt.explain_policy(loss_fn, policy, *args)
+    assert share == np.mean([x.in_half for x in report.operations if x.operation in PRODUCTS])
+    assert len(told) == (report.half_products_share < 0.9)
+    return share
 
 
 def share_by_autocast(loss_fn: Callable[..., Any], *args: Any) -> float:

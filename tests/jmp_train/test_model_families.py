@@ -1,5 +1,6 @@
 """Models of every neural network library that we promise train through the same step."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +64,8 @@ def flax_nnx() -> Made:
             self.out = nnx.Linear(8, 1, rngs=rngs)
 
         def __call__(self, x: jax.Array) -> jax.Array:
-            return self.out(nnx.relu(self.norm(self.dense(x))))
+            x = self.dense(x)
+            return self.out(nnx.relu(self.norm(x).astype(x.dtype)))  # nnx's norm hands on float32
 
     graph, params, stats = nnx.split(Net(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
 
@@ -124,7 +126,11 @@ def test_it_trains(make: Callable[[], Made], policy: str) -> None:
         optimizer = jt.with_loss_scale(relaxed(optax.adam(0.03)), jt.torch_loss_scale(2.0**8))
         step = jax.jit(jt.train_step(loss_fn, optimizer, policy=chosen), donate_argnums=0)
         state = jt.TrainState.create(params, optimizer, model_state=model_state)
-        state, first = step(state, BATCH)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", jt.Float32ProductsWarning)
+            state, first = step(state, BATCH)
+        hands_on_float32 = policy == "by path" and make in (linen, haiku)
+        assert len(warned) == hands_on_float32  # the product after the norm
         for _ in range(30):
             state, metrics = step(state, BATCH)
             assert bool(metrics["grads_finite"])

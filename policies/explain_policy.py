@@ -1,0 +1,123 @@
+"""What a policy does to a function: a row an operation, and the work in half precision."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jmp_train.policies.autocast import mark_of, run_region
+from jmp_train.policies.autocast_region import PRODUCTS
+from jmp_train.policies.explain_autocast import decided
+from jmp_train.policies.flat_calls import FlatCall
+from jmp_train.policies.operations import OperationReport, half_share, source_of, table
+from jmp_train.policies.path_policy import PathPolicy
+from jmp_train.policies.policy import AutocastPolicy, Policy, cast_arguments, get_policy
+from jmp_train.policies.policy_trace import operations_under
+from jmp_train.policies.wide_origins import TracedOperation
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyReport:
+    """What `explain_policy` returns; printed, it is a table.
+
+    Attributes:
+      operations: in the order in which they run.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+      >>> report = explain_policy(lambda w, x: jnp.tanh(x @ w), "mixed_float16", x, x)
+      >>> len(report.rows()), report.half_flops_share, report.half_products_share
+      (2, 1.0, 1.0)
+    """
+
+    operations: tuple[OperationReport, ...]
+
+    @property
+    def half_flops_share(self) -> float:
+        """The share of floating-point operations that run in half precision, from 0 to 1."""
+        return half_share(self.operations)
+
+    @property
+    def half_products_share(self) -> float:
+        """The same of matrix products and convolutions alone."""
+        return half_share([row for row in self.operations if row.operation in PRODUCTS])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the operations as dictionaries, for machines."""
+        return [dataclasses.asdict(operation) for operation in self.operations]
+
+    def __str__(self) -> str:
+        shares = (
+            f"{self.half_flops_share:.1%} of the flops in half precision, "
+            f"{self.half_products_share:.1%} of those of products"
+        )
+        return "\n".join([*table(self.operations), shares])
+
+
+def explain_policy(
+    fn: Callable[..., Any], policy: Policy | PathPolicy | str, *args: Any, **kwargs: Any
+) -> PolicyReport:
+    """Says in which precision each operation of a function runs under a policy; nothing is computed.
+
+    Args:
+      fn: a plain function, such as a loss or a linen module's `apply`, as `apply_policy` takes it.
+      policy: the policy, or its name. Under a `policy_by_path` the first of `args` holds the
+        parameters.
+      *args: its arguments; `jax.ShapeDtypeStruct` will do for arrays.
+      **kwargs: likewise.
+
+    Returns:
+      A report, which prints as a table. "decided by" has the rule of an `AutocastPolicy`; under
+      other policies it says why an operation does not run in half.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+      >>> fn = lambda w, x: (x + jnp.ones(8)) @ w
+      >>> row = explain_policy(fn, "mixed_float16", x, x).operations[-1]
+      >>> row.operation, row.dtypes_in, row.reason.split(" at ")[0]
+      ('dot_general', ('float32', 'float16'), 'float32 made by broadcast_in_dim')
+      >>> explain_policy(fn, "autocast_float16", x, x).operations[-1].dtypes_in
+      ('float16', 'float16')
+    """
+    if isinstance(policy, str):
+        policy = get_policy(policy)
+    if not isinstance(policy, Policy | PathPolicy):
+        raise TypeError(f"policy must be a Policy, a PathPolicy or a name, got {policy!r}")
+    if isinstance(policy.default, AutocastPolicy):
+        return PolicyReport(_under_autocast(fn, policy, args, kwargs))
+    return PolicyReport(tuple(map(_row, operations_under(fn, policy, args, kwargs))))
+
+
+def _under_autocast(
+    fn: Callable[..., Any],
+    policy: Policy | PathPolicy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[OperationReport, ...]:
+    mark = mark_of(policy.default.transform(fn))
+    if mark is None or mark.region is None:
+        raise ValueError("fn is an autocast with enabled=False: there is nothing to explain")
+
+    def run(region: Any, *args: Any, **kwargs: Any) -> Any:
+        return run_region(region, mark.plain, *cast_arguments(policy, args, kwargs))
+
+    return decided(mark.region, run, FlatCall(args, kwargs))
+
+
+def _row(operation: TracedOperation) -> OperationReport:
+    equation, origin = operation.equation, operation.origin
+    return OperationReport(
+        operation=equation.primitive.name,
+        path=operation.path,
+        source=source_of(operation.equations),
+        dtypes_in=_dtypes(equation.invars),
+        dtypes_out=_dtypes(equation.outvars),
+        rule="keep",
+        reason="" if origin is None else str(origin),
+        flops=operation.flops,
+    )
+
+
+def _dtypes(atoms: Any) -> tuple[str, ...]:
+    return tuple(str(atom.aval.dtype) for atom in atoms if hasattr(atom.aval, "dtype"))

@@ -1,0 +1,44 @@
+"""A call of a function of pytrees as a function of its arrays alone, for tracing without values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp_train.policies.autocast_region import chosen, replaced
+
+
+class FlatCall:
+    """The arguments of a call, whose arrays stand for themselves, and all else for what it is.
+
+    Args:
+      args: pytrees; `jax.ShapeDtypeStruct` will do for arrays.
+      kwargs: likewise.
+
+    Attributes:
+      avals: the types of the arrays, in the order of the leaves.
+      are_arrays: of each leaf, whether it is an array.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._leaves, self._tree = jax.tree.flatten((args, kwargs))
+        self.are_arrays = [_is_abstract(leaf) for leaf in self._leaves]
+        self.avals = [
+            x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+            for x in chosen(self._leaves, self.are_arrays)
+        ]
+
+    def of_arrays(self, run: Callable[..., Any]) -> Callable[..., list[Any]]:
+        """Returns a function's call as a function of the arrays, to a list of arrays."""
+
+        def call(*arrays: Any) -> list[Any]:
+            leaves = replaced(self._leaves, self.are_arrays, arrays)
+            args, kwargs = jax.tree.unflatten(self._tree, leaves)
+            return [x for x in jax.tree.leaves(run(*args, **kwargs)) if isinstance(x, jax.Array)]
+
+        return call
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)

@@ -1,0 +1,160 @@
+"""Says when a policy's half compute dtype does not reach the products, which it is there for."""
+
+import contextlib
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jmp_train.policies.operations import user_line_of
+from jmp_train.policies.path_policy import PathPolicy
+from jmp_train.policies.policy import Policy
+from jmp_train.policies.policy_trace import computes_in_half, operations_under
+from jmp_train.policies.user_warnings import warn_user
+from jmp_train.policies.wide_origins import TracedOperation
+
+_TOLERATED_SHARE = 0.1
+_LINES = 3
+
+
+class Float32ProductsWarning(UserWarning):
+    """A half policy leaves more than a tenth of the flops of products in float32.
+
+    `train_step`, `scaled_value_and_grad` and `apply_policy` warn when they are first traced;
+    `explain_policy` shows all operations. Where that is as it should be, say so by a rule of
+    `policy_by_path` for the parameter, by `autocast_as("float32")` around the product or by its
+    `precision=HIGHEST`; or filter the warning.
+
+    Example:
+      >>> import warnings
+      >>> import jmp_train as jt
+      >>> warnings.filterwarnings("ignore", category=jt.Float32ProductsWarning)
+    """
+
+
+_HALF_TYPE, _WIDE_TYPE = re.compile(r"\bb?f(loat)?16\b"), re.compile(r"\bf(loat)?(32|64)\b")
+
+
+@contextlib.contextmanager
+def mixed_dtypes_explained(policy: Any) -> Iterator[None]:
+    """Adds to errors within it that are about half beside wide arrays what to do under a half policy."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        if computes_in_half(policy) and _HALF_TYPE.search(text) and _WIDE_TYPE.search(text):
+            assert policy is not None
+            half = _half_name(policy)
+            error.add_note(
+                f"The policy {_text(policy)} casts the arguments to {half}, and not what the function makes or "
+                "closes over, such as the first carry of a loop or an RNN. "
+                f'policy="autocast_{half}" runs the function as it is; or make those arrays in the dtype of the '
+                "inputs: carry = jax.tree.map(lambda c: c.astype(x.dtype), carry)."
+            )
+        raise
+
+
+@dataclasses.dataclass
+class FirstTrace:
+    """Looks at a function when it is first traced, and warns; at retraces it does nothing.
+
+    Attributes:
+      seen: whether that was.
+    """
+
+    seen: bool = False
+
+    def look(
+        self,
+        fn: Callable[..., Any],
+        policy: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        uncast: Sequence[Any] = (),
+        names: Sequence[str] | None = None,
+    ) -> None:
+        """Warns if products stay in float32; takes what `operations_under` takes."""
+        if self.seen or not computes_in_half(policy) or _in_module():
+            return
+        self.seen = True
+        try:
+            operations = operations_under(fn, policy, args, kwargs, uncast=uncast, names=names)
+        except Exception:  # noqa: BLE001  # the call itself comes after this, and raises what is an error
+            return
+        assert policy is not None
+        warn_of_float32(operations, policy)
+
+
+def warn_of_float32(operations: Sequence[TracedOperation], policy: Policy | PathPolicy) -> None:
+    """Warns if too many of the flops of products are left in float32.
+
+    Args:
+      operations: of a function under the policy.
+      policy: that one.
+    """
+    products = [operation for operation in operations if operation.is_product]
+    wide = [product for product in products if product.is_wide and not product.as_asked]
+    total = sum(product.flops for product in products)
+    share = sum(product.flops for product in wide) / total if total else 0.0
+    if share <= _TOLERATED_SHARE:
+        return
+    lines = list(dict.fromkeys(map(_line, wide)))
+    more = f"\n  and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
+    half = _half_name(policy)
+    warn_user(
+        f"{share:.0%} of the flops of products stay in float32 under the policy {_text(policy)}:\n  "
+        + "\n  ".join(lines[:_LINES])
+        + f'{more}\npolicy="autocast_{half}" runs them in half with the code as it is; or give the '
+        f"layers dtype={half}, and what is made within the dtype of the inputs. "
+        "explain_policy shows all operations.",
+        Float32ProductsWarning,
+    )
+
+
+def _line(product: TracedOperation) -> str:
+    """Returns where a product is, what it is and why, in one line."""
+    shapes = " and ".join(atom.aval.str_short() for atom in product.equation.invars[:2])
+    place = f" in {product.path}" if product.path else ""
+    line = user_line_of(product.equations)
+    return f"{line}: {product.equation.primitive.name} of {shapes}{place}{_reason(product, line)}"
+
+
+def _reason(product: TracedOperation, line: str) -> str:
+    """Returns why a product at a line is wide: what was wide before, rather than a cast to go with that."""
+    origin = product.origin
+    if origin is None:
+        return ""
+    if not origin.was_half:
+        return f": because of {origin}"
+    earlier = [o for o in product.origins if o is not None and o.line != line]
+    return f": {earlier[0]}" if earlier else f": {origin.what} there"
+
+
+def _half_name(policy: Policy | PathPolicy) -> str:
+    rules = [rule for _, rule in policy.rules] if isinstance(policy, PathPolicy) else []
+    dtypes = [np.dtype(p.compute_dtype) for p in (policy.default, *rules)]
+    return next(dtype.name for dtype in dtypes if dtype.itemsize == 2)
+
+
+def _text(policy: Policy | PathPolicy) -> str:
+    if isinstance(policy, PathPolicy):
+        return f"by path, {policy.default} by default"
+    return str(policy)
+
+
+def _in_module() -> bool:
+    """Whether a linen or haiku module is being run, whose state an additional trace would change."""
+    linen, haiku = sys.modules.get("flax.linen.module"), sys.modules.get("haiku")
+    if linen is not None and linen._context.module_stack[-1] is not None:
+        return True
+    if haiku is None:
+        return False
+    try:
+        haiku.running_init()
+    except ValueError:
+        return False
+    return True

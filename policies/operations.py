@@ -1,0 +1,176 @@
+"""The operations of a traced program: what each costs, which line of whose code it is from, a table of all."""
+
+import dataclasses
+import math
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from jmp_train.policies.autocast_control import ENTERED
+
+_HOLD_PROGRAMS = frozenset(ENTERED) | {"core_call", "custom_vmap_call", "xla_pmap"}
+_HALVES = ("float16", "bfloat16")
+_OURS = os.path.dirname(__file__)
+_JAX = os.path.dirname(jax.__file__)
+_JIT = os.path.join(_JAX, "_src", "pjit.py")
+_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationReport:
+    """One operation.
+
+    Attributes:
+      operation: the name of its jax primitive.
+      path: of the modules and scopes that it is in.
+      source: file and line of the innermost code that is not jax's own.
+      dtypes_in: of its operands.
+      dtypes_out: of its results.
+      rule: "lower", "float32", "promote" or "keep".
+      reason: what decided that.
+      flops: floating-point operations, of all turns of a `scan` together.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jmp_train import explain_autocast
+      >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+      >>> row, = explain_autocast(lambda x: x @ x, x).operations
+      >>> row.operation, row.dtypes_in, row.rule, row.flops, row.in_half
+      ('dot_general', ('float16', 'float16'), 'lower', 1024, True)
+    """
+
+    operation: str
+    path: str
+    source: str
+    dtypes_in: tuple[str, ...]
+    dtypes_out: tuple[str, ...]
+    rule: str
+    reason: str
+    flops: int
+
+    @property
+    def in_half(self) -> bool:
+        """Whether it computes in half precision."""
+        floats = [dtype for dtype in self.dtypes_in if "float" in dtype]
+        return bool(floats) and all(dtype in _HALVES for dtype in floats)
+
+
+class Reported(Protocol):
+    """An operation as far as a share of flops needs it."""
+
+    @property
+    def flops(self) -> int: ...  # noqa: D102
+
+    @property
+    def in_half(self) -> bool: ...  # noqa: D102
+
+
+def half_share(operations: Sequence[Reported]) -> float:
+    """Returns the share of the flops of operations that run in half precision, from 0 to 1."""
+    total = sum(operation.flops for operation in operations)
+    half = sum(operation.flops for operation in operations if operation.in_half)
+    return half / total if total else 0.0
+
+
+def table(operations: Sequence[OperationReport]) -> list[str]:
+    """Returns operations as the lines of a table."""
+    head = ("operation", "in", "out", "rule", "decided by", "path", "source")
+    lines = [
+        (
+            operation.operation,
+            " ".join(operation.dtypes_in),
+            " ".join(operation.dtypes_out),
+            operation.rule,
+            operation.reason,
+            operation.path,
+            operation.source,
+        )
+        for operation in operations
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (head, *lines)
+    ]
+
+
+def source_of(equations: Sequence[Any]) -> str:
+    """Returns the line of the innermost equation that has one in code that is not jax's own.
+
+    Args:
+      equations: one within the other, the outermost first.
+    """
+    return next(_frames(equations), "")
+
+
+def user_line_of(equations: Sequence[Any]) -> str:
+    """Returns the user's line: the innermost one outside of all installed packages, else of any but jax.
+
+    Args:
+      equations: see `source_of`.
+    """
+    outside = (frame for frame in _frames(equations) if not frame.startswith(_LIBRARIES))
+    return next(outside, source_of(equations))
+
+
+def _frames(equations: Sequence[Any]) -> Iterator[str]:
+    """Yields the lines of equations, each within the one before it, the innermost line first."""
+    for depth in reversed(range(len(equations))):
+        traceback = equations[depth].source_info.traceback
+        within_jit = any(e.primitive.name in ("jit", "pjit") for e in equations[:depth])
+        for frame in () if traceback is None else traceback.frames:
+            if within_jit and frame.file_name == _JIT:
+                break  # jit traced the function once, perhaps for another line than this one
+            if not frame.file_name.startswith((_JAX, _OURS, "<")):
+                yield f"{frame.file_name}:{frame.line_num}"
+
+
+def flops_of(equation: Any) -> int:
+    """Returns an equation's floating-point operations; a loop of unknown length counts once."""
+    if held := held_jaxprs(equation):  # a program that was run as it was traced
+        inner = sum(flops_of(e) for jaxpr in held for e in jaxpr.eqns)
+        return equation.params.get("length", 1) * inner
+    size = sum(math.prod(getattr(out.aval, "shape", ())) for out in equation.outvars)
+    match equation.primitive.name:
+        case "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            return 2 * size * math.prod(equation.invars[0].aval.shape[i] for i in contracted)
+        case "ragged_dot" | "ragged_dot_general":
+            return 2 * size * _ragged_contraction(equation)
+        case "conv_general_dilated":
+            kernel = equation.invars[1].aval.shape
+            features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+            return 2 * size * math.prod(kernel) // features
+        case "reduce_sum" | "reduce_max" | "reduce_min" | "reduce_prod":
+            return math.prod(equation.invars[0].aval.shape)
+        case "reshape" | "transpose" | "broadcast_in_dim" | "convert_element_type" | "slice":
+            return 0
+    return size
+
+
+def _ragged_contraction(equation: Any) -> int:
+    numbers = equation.params.get("ragged_dot_dimension_numbers")
+    if numbers is None:
+        return equation.invars[0].aval.shape[-1]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    return math.prod(equation.invars[0].aval.shape[i] for i in contracted)
+
+
+def held_jaxprs(equation: Any) -> list[Any]:
+    """Returns the open jaxprs of the programs that an equation runs, none of those that are one operation."""
+    if equation.primitive.name not in _HOLD_PROGRAMS:
+        return []
+    held = jax.tree.leaves(list(equation.params.values()))
+    jaxprs = [x for x in held if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)]
+    return [getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in jaxprs]
+
+
+def is_wide(atom: Any) -> bool:
+    """Whether a variable or literal of a jaxpr has floats of more than 16 bits."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits > 16

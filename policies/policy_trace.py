@@ -1,0 +1,86 @@
+"""A function under a policy, traced to look at its operations; nothing is computed."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp_train.policies.autocast_region import chosen
+from jmp_train.policies.flat_calls import FlatCall
+from jmp_train.policies.operations import is_wide
+from jmp_train.policies.path_policy import PathPolicy
+from jmp_train.policies.paths import named_leaves
+from jmp_train.policies.policy import AutocastPolicy, Policy, cast_arguments
+from jmp_train.policies.wide_origins import Origin, TracedOperation, traced_operations
+
+
+def computes_in_half(policy: Policy | PathPolicy | None) -> bool:
+    """Whether a policy hands parameters or inputs in half to functions, which autocast does not."""
+    if policy is None or isinstance(policy.default, AutocastPolicy):
+        return False
+    rules = [rule for _, rule in policy.rules] if isinstance(policy, PathPolicy) else []
+    return any(np.dtype(p.compute_dtype).itemsize == 2 for p in (policy.default, *rules))
+
+
+def operations_under(
+    fn: Callable[..., Any],
+    policy: Policy | PathPolicy | None,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    uncast: Sequence[Any] = (),
+    names: Sequence[str] | None = None,
+) -> list[TracedOperation]:
+    """Returns the operations of `fn(*args, *uncast, **kwargs)`, with the arguments cast by a policy.
+
+    Args:
+      fn: the function; a path policy follows its first argument.
+      policy: None casts nothing.
+      args: pytrees; `jax.ShapeDtypeStruct` will do for arrays, and what is no array is handed on.
+      kwargs: likewise.
+      uncast: further arguments, which no policy casts.
+      names: of the arguments, for reports; None takes the function's own.
+
+    Raises:
+      Exception: whatever `fn` raises when it is traced.
+    """
+    names = _argument_names(fn, len(args)) if names is None else names
+    call = FlatCall(((*args, *uncast), kwargs), {})
+
+    def cast(given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if policy is None:
+            return given, kwargs
+        cast, kwargs = cast_arguments(policy, given[: len(args)], kwargs)
+        return (*cast, *given[len(args) :]), kwargs
+
+    avals = jax.make_jaxpr(call.of_arrays(cast))(*call.avals).out_avals
+    jaxpr = jax.make_jaxpr(call.of_arrays(lambda given, kwargs: fn(*given, **kwargs)))(*avals)
+    pairs = zip(names, (*args, *uncast), strict=True)
+    named = [
+        leaf for name, x in (*pairs, *sorted(kwargs.items())) for leaf in named_leaves({name: x})
+    ]
+    paths = [path for path, _ in named]
+    parameters = f"{names[0]}/" if args else ""
+    origins = [
+        Origin(
+            f"{path!r}, which the policy does not cast",
+            of_policy=bool(parameters) and f"{path}/".startswith(parameters),
+        )
+        if is_wide(variable)
+        else None
+        for path, variable in zip(chosen(paths, call.are_arrays), jaxpr.jaxpr.invars, strict=True)
+    ]
+    return traced_operations(jaxpr, origins)
+
+
+def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return [*positional, *(f"argument {i}" for i in range(len(positional), count))][:count]

@@ -1,0 +1,95 @@
+"""explain_policy says of each operation in which precision it runs under a policy, and why."""
+
+from typing import Any
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jmp_train as jt
+
+X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+W = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion() -> Any:
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_plain_path_and_autocast_policies_of_one_function() -> None:
+    def model(params: Any, x: jax.Array) -> jax.Array:
+        hidden = jnp.tanh(x @ params["body"])
+        return jnp.exp(hidden @ params["head"])
+
+    params = {"body": W, "head": W}
+    plain = jt.explain_policy(model, "mixed_bfloat16", params, X)
+    assert [row.operation for row in plain.operations] == [
+        "dot_general",
+        "tanh",
+        "dot_general",
+        "exp",
+    ]
+    assert {dtype for row in plain.operations for dtype in row.dtypes_in} == {"bfloat16"}
+    assert plain.half_flops_share == plain.half_products_share == 1.0
+
+    by_path = jt.policy_by_path({"head": "float32"}, default="mixed_float16")
+    report = jt.explain_policy(model, by_path, params, X)
+    assert report.half_products_share == 0.5
+    assert report.operations[2].reason == "'params/head', which the policy does not cast"
+
+    autocast = jt.explain_policy(model, "autocast_float16", params, X)
+    assert [(row.operation, row.rule) for row in autocast.operations] == [
+        (row.operation, row.rule) for row in jt.explain_autocast(model, params, X).operations
+    ]
+    assert autocast.operations[-1].reason == "primitive 'exp'"
+
+    text = str(plain)
+    assert text.split()[:4] == ["operation", "in", "out", "rule"]
+    assert text.endswith("100.0% of the flops in half precision, 100.0% of those of products")
+    assert plain.rows()[0]["flops"] == 2 * 8 * 4 * 4
+
+
+def test_flops_of_loops_and_ragged_products() -> None:
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        x = jax.lax.scan(lambda c, _: (c @ w, None), x, None, length=5)[0]
+        return jax.lax.ragged_dot(x, w[None], jnp.array([8]))
+
+    report = jt.explain_policy(fn, "mixed_bfloat16", W, X)
+    products = [row for row in report.operations if row.operation != "broadcast_in_dim"]
+    assert [row.flops for row in products if row.flops >= 256] == [5 * 256, 256]
+
+
+def test_linen_nnx_equinox_and_haiku() -> None:
+    linen = nn.Sequential([nn.Dense(4, dtype=jnp.float32), nn.Dense(4)])
+    variables = jax.eval_shape(linen.init, jax.random.key(0), X)
+    report = jt.explain_policy(linen.apply, "mixed_float16", variables, X)
+    products = [row for row in report.operations if row.operation == "dot_general"]
+    assert [row.in_half for row in products] == [False, False]
+    assert [row.path for row in products] == ["Sequential/layers_0", "Sequential/layers_1"]
+
+    net = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    report = jt.explain_policy(lambda net, x: net(x), "mixed_float16", net, X)
+    assert report.half_products_share == 1.0
+
+    mlp = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
+    report = jt.explain_policy(lambda mlp, x: jax.vmap(mlp)(x), "mixed_float16", mlp, X)
+    assert report.half_products_share == 1.0
+    assert report.operations[0].path == "eqx.nn.MLP/eqx.nn.Linear"
+
+    haiku = hk.transform(lambda x: hk.Linear(4)(x))
+    params = jax.eval_shape(haiku.init, jax.random.key(0), X)
+    report = jt.explain_policy(haiku.apply, "mixed_float16", params, None, X)
+    assert report.half_products_share == 1.0 and report.operations[0].path == "linear"
+
+
+def test_wrong_policies_are_named() -> None:
+    with pytest.raises(TypeError, match="policy must be a Policy, a PathPolicy or a name, got 3"):
+        jt.explain_policy(jnp.dot, 3, W, W)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="enabled=False"):
+        jt.explain_policy(jt.autocast(jnp.dot, enabled=False), "autocast_float16", W, W)
