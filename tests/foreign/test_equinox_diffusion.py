@@ -18,7 +18,6 @@ from scripts import (
     growing_scale,
     overflowing,
     share_by_autocast,
-    share_by_policy,
 )
 
 import jmp_train as jt
@@ -137,8 +136,10 @@ def test_products_in_half() -> None:
     args = *model_and_data(), 10.0, jr.key(0)
     assert share_by_autocast(batch_loss_fn, *args) == 1
     # The noise is float32, and so is what it is added to: equinox's convolutions want one dtype.
-    with pytest.raises(TypeError, match="requires arguments to have the same dtypes"):
-        share_by_policy(batch_loss_fn, *args)
+    half_loss = jt.apply_policy(batch_loss_fn, jt.get_policy("mixed_float16"))
+    with pytest.raises(TypeError, match="requires arguments to have the same dtypes") as raised:
+        half_loss(*args)
+    assert 'policy="autocast_float16" runs the function as it is' in raised.value.__notes__[-1]
 
 
 def test_it_learns_as_in_float32() -> None:

@@ -17,7 +17,6 @@ from scripts import (
     growing_scale,
     overflowing,
     share_by_autocast,
-    share_by_policy,
 )
 
 import jmp_train as jt
@@ -117,8 +116,12 @@ def test_products_in_half() -> None:
     args = script(True).state.params, additions(), jax.random.PRNGKey(0)
     assert share_by_autocast(loss_fn, *args) == 1
     # The first prediction of the decoder is half, the next ones are as `one_hot` makes them.
-    with pytest.raises(TypeError, match="scan body function carry input and carry output"):
-        share_by_policy(loss_fn, *args)
+    half_loss = jt.apply_policy(loss_fn, jt.get_policy("mixed_float16"))
+    with pytest.raises(
+        TypeError, match="scan body function carry input and carry output"
+    ) as raised:
+        half_loss(*args)
+    assert 'policy="autocast_float16" runs the function as it is' in raised.value.__notes__[-1]
 
 
 def test_it_learns_as_in_float32() -> None:
