@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jmp_train.policies.overwritten import trained, with_overwritten
 from jmp_train.policies.paths import named_leaves
 
 
@@ -51,7 +52,8 @@ class TrainState:
         """Returns the state before the first step.
 
         Args:
-          params: pytree of parameters, in the dtypes in which they are to be stored.
+          params: pytree of parameters, in the dtypes in which they are to be stored. The optimizer does not get
+            flax's collection `_overwrite_with_gradient` of fp8 scales; `train_step` sets these to their gradients.
           optimizer: the optimizer that the train step has; `init` is called on `params`.
           model_state: pytree of the model's own state, or None.
           rng: a jax random key, typed or of uint32, or None.
@@ -77,9 +79,9 @@ class TrainState:
             if not isinstance(x, jax.Array | np.ndarray | np.generic):
                 raise TypeError(f"params {path!r} must be an array, got {x!r}; partition the model")
         params, model_state = _settle((params, model_state))
-        opt_state = _settle(optimizer.init(params))
+        opt_state = _settle(optimizer.init(trained(params)))
         if cast_params is not None:
-            params = _settle(cast_params(params))
+            params = with_overwritten(_settle(cast_params(params)), params)
         params, opt_state, model_state = _own_buffers((params, opt_state, model_state))
         return cls(
             params=params,

@@ -26,6 +26,7 @@ from jmp_train.policies.loss_scaled_optimizer import (
 )
 from jmp_train.policies.nesting import check_nesting
 from jmp_train.policies.nodes import find_nodes
+from jmp_train.policies.overwritten import map_overwritten, trained, with_overwritten
 from jmp_train.policies.path_policy import PathPolicy
 from jmp_train.policies.paths import named_leaves, path_name
 from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, unscale_and_test
@@ -247,20 +248,21 @@ class TrainStep:
           grads: scaled, and reduced.
           rng: the next state's random key, or None.
         """
-        check_same_optimizer(self.optimizer, state.opt_state, state.params)
+        check_same_optimizer(self.optimizer, state.opt_state, trained(state.params))
         # with_loss_scale computes both of these too, and XLA computes them once.
         unscaled, finite, _ = unscale_and_test(
             loss_scale_of(state.opt_state), grads, self._all_axes
         )
 
-        new_params, opt_state = self._update(grads, state, loss)
+        new_params, opt_state = self._update(trained(grads), state, loss)
+        new_params = with_overwritten(new_params, unscaled)
         if scaled_states(opt_state):
             new_params = select_tree(finite, new_params, state.params)
             model_state = select_tree(finite, model_state, state.model_state)
         metrics = {
             "loss": loss,
             "aux": aux,
-            "grad_norm": optax.tree.norm(unscaled),
+            "grad_norm": optax.tree.norm(trained(unscaled)),
             "grads_finite": finite,
             **_state_metrics(opt_state),
         }
@@ -284,7 +286,8 @@ class TrainStep:
             loss, model_state, aux, grads = self._micro_gradients(
                 loss_scale, params, model_state, *inputs
             )
-            return (model_state, jax.tree.map(jnp.add, total, grads)), (loss, aux)
+            total = map_overwritten(jnp.maximum, jnp.add, total, grads)
+            return (model_state, total), (loss, aux)
 
         check_divides(batch, count, f"accumulate_steps={count}")
         micro_batches = in_parts(batch, count)
@@ -333,18 +336,19 @@ class TrainStep:
         """Returns the parameters and optimizer state after the optimizer's step."""
         optimizer = self.optimizer
         extra = {"value": loss, **({"axis_names": self._all_axes} if self._all_axes else {})}
-        check_nesting(optimizer, grads, state.opt_state, state.params, **extra)
+        params = trained(state.params)
+        check_nesting(optimizer, grads, state.opt_state, params, **extra)
         if isinstance(optimizer, StoringOptimizer):
-            params, opt_state = optimizer.step(grads, state.opt_state, state.params, **extra)
+            params, opt_state = optimizer.step(grads, state.opt_state, params, **extra)
             return params, _clear_emitted(opt_state)
         if not scaled_states(state.opt_state):  # bare optax wants gradients like parameters
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         # The caller selects the parameters, so the optimizer need not select the updates.
         direct = isinstance(optimizer, LossScaledOptimizer)
         update = optimizer.propose if direct else optimizer.update
-        updates, opt_state = update(grads, state.opt_state, state.params, **extra)
-        wide = optax.apply_updates(*widen_to_float32((state.params, updates)))
-        params = jax.tree.map(lambda new, old: new.astype(old.dtype), wide, state.params)
+        updates, opt_state = update(grads, state.opt_state, params, **extra)
+        wide = optax.apply_updates(*widen_to_float32((params, updates)))
+        params = jax.tree.map(lambda new, old: new.astype(old.dtype), wide, params)
         return params, _clear_emitted(opt_state)
 
 

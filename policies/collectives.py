@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from jmp_train.policies.casting import is_float_array, is_inexact_array, widen_to_float32
 from jmp_train.policies.dtypes import float_dtype, is_half
+from jmp_train.policies.overwritten import map_overwritten
 
 Tree = TypeVar("Tree")
 
@@ -86,8 +87,12 @@ def reduce_gradients(
                 return g
             return _mean(vary(g, axis_names), count, reduce_dtype, add)
 
-        return jax.tree_util.tree_map(mean, grads)
-    return mean_over_axes(grads, axis_names)
+    else:
+
+        def mean(g: Any) -> Any:
+            return mean_over_axes(g, axis_names)
+
+    return map_overwritten(lambda g: _max_over_axes(g, axis_names), mean, grads)
 
 
 def scatter_gradients(
@@ -128,7 +133,11 @@ def scatter_gradients(
         )
         return _mean(widen_to_float32(vary(x, (axis_name,))), count, reduce_dtype, add)
 
-    return jax.tree_util.tree_map(scatter, grads, dimensions)
+    def largest(x: Any, dimension: int) -> Any:
+        del dimension
+        return _max_over_axes(x, (axis_name,))
+
+    return map_overwritten(largest, scatter, grads, dimensions)
 
 
 def sum_over_axes(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
@@ -138,9 +147,13 @@ def sum_over_axes(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     leaves another axis to jax.
     """
     x = vary(x, axis_names)
-    varying = jax.typeof(x).manual_axis_type.varying
-    names = tuple(name for name in axis_names if lax.axis_size(name) > 1 or name in varying)
+    names = _axes_of_many(x, axis_names)
     return lax.psum(x, names) if names else x
+
+
+def _axes_of_many(x: jax.Array, axis_names: Sequence[str]) -> tuple[str, ...]:
+    varying = jax.typeof(x).manual_axis_type.varying
+    return tuple(name for name in axis_names if lax.axis_size(name) > 1 or name in varying)
 
 
 def mean_over_axes(tree: Tree, axis_names: Sequence[str]) -> Tree:
@@ -158,6 +171,12 @@ def mean_over_axes(tree: Tree, axis_names: Sequence[str]) -> Tree:
         return (sum_over_axes(wide, axis_names) / lax.axis_size(tuple(axis_names))).astype(x.dtype)
 
     return jax.tree_util.tree_map(mean, tree)
+
+
+def _max_over_axes(x: Any, axis_names: Sequence[str]) -> Any:
+    x = widen_to_float32(vary(x, axis_names))
+    names = _axes_of_many(x, axis_names)
+    return lax.pmax(x, names) if names else x
 
 
 def _mean(x: Any, count: int, dtype: DTypeLike, add: Callable[[Any], Any]) -> Any:

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import GetAttrKey, KeyPath
+from jax.tree_util import GetAttrKey
 
 from jmp_train.policies.double_product import double_product
 from jmp_train.policies.dtypes import at_least_float32
 from jmp_train.policies.finite import boolean_scalar, is_inexact
-from jmp_train.policies.paths import path_name
+from jmp_train.policies.overwritten import map_overwritten
 
 Tree = TypeVar("Tree")
 _Leaves: TypeAlias = tuple[Any, ...]
@@ -32,10 +32,6 @@ _Leaves: TypeAlias = tuple[Any, ...]
 # Beyond these float32 bounds 1/scale is subnormal, which XLA flushes to zero, or the scale is.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
-
-# flax keeps fp8 scales and histories under this name and overwrites them with their "gradients",
-# which the loss scale does not multiply.
-_OVERWRITTEN_BY_GRADIENT = "_overwrite_with_gradient"
 
 
 def _scale_leaf(x: Any, scale: Any, *, inverse: bool = False) -> Any:
@@ -56,11 +52,7 @@ def _scale_tree(tree: Tree, scale: Any) -> Tree:
 
 
 def _unscale_tree(tree: Tree, scale: Any) -> Tree:
-    def unscale(path: KeyPath, x: Any) -> Any:
-        keep = _OVERWRITTEN_BY_GRADIENT in path_name(path).split("/")
-        return x if keep else _scale_leaf(x, scale, inverse=True)
-
-    return jax.tree_util.tree_map_with_path(unscale, tree)
+    return map_overwritten(lambda x: x, lambda x: _scale_leaf(x, scale, inverse=True), tree)
 
 
 @jax.tree_util.register_static

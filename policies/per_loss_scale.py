@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jmp_train.policies.finite import all_finite
 from jmp_train.policies.loss_scale import LossScale
+from jmp_train.policies.overwritten import map_overwritten
 
 
 @jax.tree_util.register_dataclass
@@ -104,6 +105,6 @@ def unscale_and_test(
         return unscaled, finite, loss_scale.adjust(finite)
     parts = loss_scale.unscale(grads)
     tests = [all_finite(part, axis_names) for part in parts]
-    total = functools.reduce(lambda a, b: jax.tree_util.tree_map(jnp.add, a, b), parts)
+    total = functools.reduce(lambda a, b: map_overwritten(jnp.maximum, jnp.add, a, b), parts)
     finite = functools.reduce(jnp.logical_and, tests, all_finite(total, axis_names))
     return total, finite, loss_scale.adjust(tests)

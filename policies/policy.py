@@ -13,6 +13,7 @@ from jmp_train.policies.autocast import autocast
 from jmp_train.policies.autocast_rules import TORCH_CUDA, AutocastRules
 from jmp_train.policies.casting import cast_floating
 from jmp_train.policies.dtypes import float_dtype, parse_dtype, short_name
+from jmp_train.policies.overwritten import with_overwritten
 
 if TYPE_CHECKING:
     from jmp_train.policies.path_policy import PathPolicy
@@ -283,4 +284,5 @@ def cast_arguments(
             raise TypeError("a policy_by_path needs the parameters as first positional argument")
         return (), policy.default.cast_to_compute(kwargs)
     inputs, kwargs = policy.default.cast_to_compute((args[1:], kwargs))
-    return (policy.cast_to_compute(args[0]), *inputs), kwargs
+    params = with_overwritten(policy.cast_to_compute(args[0]), args[0])
+    return (params, *inputs), kwargs

@@ -1,0 +1,76 @@
+"""flax's fp8 scales and histories of maxima, whose "gradients" are their next values.
+
+`flax.linen.fp8_ops` keeps them beside the parameters, in the collection `_overwrite_with_gradient`. No
+optimizer steps on them, no loss scale divides them, no policy casts them; of several micro-batches or devices
+the largest counts, as flax adds them up itself.
+
+Reference: `flax.training.train_state.TrainState.apply_gradients`; Micikevicius et al., "FP8 Formats for Deep
+Learning", https://arxiv.org/abs/2209.05433.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.tree_util import KeyPath
+
+from jmp_train.policies.paths import path_name
+
+COLLECTION = "_overwrite_with_gradient"
+
+
+def is_overwritten(path: KeyPath) -> bool:
+    """Says whether a leaf of parameters or gradients is in flax's collection."""
+    return COLLECTION in path_name(path).split("/")
+
+
+def trained(params: Any) -> Any:
+    """Returns the parameters, or their gradients, that an optimizer steps on.
+
+    Args:
+      params: pytree; flax's collection is left out of the mappings in it, tuples and lists of them.
+    """
+    if not _has_overwritten(params):
+        return params
+    kind: Any = type(params)
+    if isinstance(params, Mapping):
+        return kind({name: trained(x) for name, x in params.items() if name != COLLECTION})
+    if isinstance(params, tuple | list):
+        return kind(map(trained, params))
+    raise TypeError(
+        f"params: {COLLECTION!r} is overwritten with its gradient, and must be in dicts, tuples and "
+        f"lists, not in a {kind.__name__}"
+    )
+
+
+def with_overwritten(params: Any, source: Any) -> Any:
+    """Returns parameters with what is in flax's collection taken from another tree of their structure.
+
+    Args:
+      params: all of them, or what `trained` returned.
+      source: parameters or gradients.
+    """
+    if not _has_overwritten(source):
+        return params
+    kind: Any = type(source)
+    if isinstance(source, Mapping):
+        return kind(
+            {
+                name: x if name == COLLECTION else with_overwritten(params[name], x)
+                for name, x in source.items()
+            }
+        )
+    return kind(with_overwritten(x, y) for x, y in zip(params, source, strict=True))
+
+
+def _has_overwritten(tree: Any) -> bool:
+    return any(is_overwritten(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+
+
+def map_overwritten(overwritten: Any, other: Any, *trees: Any) -> Any:
+    """Maps leaves by two functions: one for those that are overwritten with their gradient."""
+
+    def either(path: KeyPath, *leaves: Any) -> Any:
+        return overwritten(*leaves) if is_overwritten(path) else other(*leaves)
+
+    return jax.tree_util.tree_map_with_path(either, *trees)
