@@ -1,17 +1,22 @@
 """Scaled gradients: cast, run forward, multiply the loss, differentiate, widen."""
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jmp_train.policies.casting import widen_to_float32
+from jmp_train.policies.casting import is_float_array, is_inexact_array, widen_to_float32
 from jmp_train.policies.dtypes import at_least_float32
+from jmp_train.policies.finite import is_inexact
 from jmp_train.policies.half_products import FirstTrace, mixed_dtypes_explained
+from jmp_train.policies.loss_scale import check_usable
+from jmp_train.policies.nodes import find_nodes
 from jmp_train.policies.path_policy import PathPolicy
-from jmp_train.policies.per_loss_scale import LossScales, PerLossScale
+from jmp_train.policies.paths import named_leaves
+from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, scales_in
 from jmp_train.policies.policy import Policy, cast_arguments
 
 
@@ -30,14 +35,19 @@ def scaled_value_and_grad(
       loss_fn: `loss_fn(params, *args, **kwargs) -> loss`, a floating scalar, or `(loss, aux)`.
       policy: the dtypes; None leaves all arguments as they are. Everything that is an argument is
         cast, targets of a regression included: what must stay float32 comes in by closure.
-      has_aux: whether `loss_fn` returns `(loss, aux)`. `aux` is handed on as it is.
+      has_aux: whether `loss_fn` returns `(loss, aux)`. Floating arrays in `aux` that are narrower than the
+        policy's output dtype come back in it; wider ones, such as batch statistics, stay as they are.
 
     Returns:
       A function that returns `(loss, grads)` or `((loss, aux), grads)`; the loss is unscaled, in
-      float32 or wider. Under a `PerLossScale` the loss is a tuple, and so are the gradients.
+      float32 or wider. Under a `PerLossScale` the loss is a tuple, and so are the gradients. Of an
+      equinox module, or another tree with leaves that are no arrays, the floating and complex arrays
+      are differentiated; the gradients have None in the place of the rest, as `eqx.filter_grad`'s.
 
     Raises:
-      TypeError: when called, the first argument is no loss scale, or the loss no floating scalar.
+      TypeError: when called, the first argument is no loss scale, the loss no floating scalar, or a
+        tree of arrays alone has one without a gradient; the message names it.
+      ValueError: when called, a static loss scale is not finite and above 0.
 
     Warns:
       Float32ProductsWarning: when it is first called or traced, for which `loss_fn` is traced once more.
@@ -76,15 +86,20 @@ def unwatched_value_and_grad(
                 f"loss_scale must be a LossScale, got {loss_scale!r}; "
                 "get_loss_scale(opt_state) finds an optimizer's"
             )
+        for scale in scales_in(loss_scale):
+            check_usable(scale)
+        differentiated, rest = _partition(params)
 
-        def scaled_loss(params: Any) -> tuple[Any, tuple[Any, Any]]:
-            call_args: tuple[Any, ...] = (params, *args)
+        def scaled_loss(differentiated: Any) -> tuple[Any, tuple[Any, Any]]:
+            call_args: tuple[Any, ...] = (_combine(differentiated, rest), *args)
             call_kwargs = kwargs
             if policy is not None:
                 call_args, call_kwargs = cast_arguments(policy, call_args, kwargs)
             with mixed_dtypes_explained(policy):
                 result = run(*call_args, **call_kwargs)
             loss, aux = result if has_aux else (result, None)
+            if policy is not None:
+                aux = _at_least(policy.default.output_dtype, aux)
             if isinstance(loss_scale, PerLossScale):
                 losses = tuple(map(wide_scalar, loss)) if isinstance(loss, tuple | list) else loss
                 return loss_scale.scale(losses), (losses, aux)
@@ -93,12 +108,56 @@ def unwatched_value_and_grad(
 
         if isinstance(loss_scale, PerLossScale):
             count = len(loss_scale.loss_scales)
-            grads, (loss, aux) = _grads_of_each(scaled_loss, params, count)
+            grads, (loss, aux) = _grads_of_each(scaled_loss, differentiated, count)
         else:
-            grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(params)
+            grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(differentiated)
         return ((loss, aux) if has_aux else loss), widen_to_float32(grads)
 
     return value_and_grad
+
+
+def _partition(params: Any) -> tuple[Any, Any]:
+    """Returns the arrays to differentiate, and what else there is or None: one tree in two, with None for gaps."""
+    leaves = named_leaves(params)
+    if not _has_equinox_module(params) and all(_is_number(x) for _, x in leaves):
+        for path, x in leaves:
+            if not is_inexact(x):
+                raise TypeError(
+                    f"params {path!r} is {jnp.result_type(x)}{list(jnp.shape(x))}, which has no gradient; "
+                    "hand it over as another argument"
+                )
+        return params, None
+    return tuple(
+        jax.tree.map(lambda x, keep=keep: x if is_inexact_array(x) == keep else None, params)
+        for keep in (True, False)
+    )
+
+
+def _is_number(x: Any) -> bool:
+    return hasattr(x, "dtype") or isinstance(x, int | float | complex)
+
+
+def _has_equinox_module(params: Any) -> bool:
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and bool(find_nodes(params, equinox.Module))
+
+
+def _combine(differentiated: Any, rest: Any) -> Any:
+    if rest is None:
+        return differentiated
+    return jax.tree.map(
+        lambda x, y: y if x is None else x, differentiated, rest, is_leaf=lambda x: x is None
+    )
+
+
+def _at_least(dtype: Any, tree: Any) -> Any:
+    """Returns a tree whose floating arrays have a dtype, or the wider one that they have."""
+
+    def widen(x: Any) -> Any:
+        narrow = is_float_array(x) and jnp.finfo(x.dtype).bits < jnp.finfo(dtype).bits
+        return x.astype(dtype) if narrow else x
+
+    return jax.tree.map(widen, tree)
 
 
 def _grads_of_each(losses_fn: Callable[..., Any], params: Any, count: int) -> tuple[Any, Any]:
@@ -123,6 +182,10 @@ def wide_scalar(loss: Any) -> jax.Array:
     if isinstance(loss, tuple | list):
         raise TypeError(
             f"loss_fn returned {len(loss)} losses; the optimizer has to have a PerLossScale for them"
+        )
+    if isinstance(loss, Mapping):
+        raise TypeError(
+            f"loss_fn returned a dict of losses, {sorted(map(str, loss))}: return their sum, or a tuple of them"
         )
     dtype, shape = jnp.result_type(loss), jnp.shape(loss)
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):

@@ -3,12 +3,15 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jmp_train.policies.loss_scaled_optimizer import LossScaledState
 from jmp_train.policies.master_weights import MasterWeightsState
+from jmp_train.policies.nnx_objects import is_nnx_object, is_nnx_statistic, is_nnx_variable
 from jmp_train.policies.nodes import find_nodes
-from jmp_train.policies.paths import path_name
+from jmp_train.policies.paths import named_leaves, path_name
 from jmp_train.policies.per_loss_scale import LossScales
 from jmp_train.policies.stored_parameters import StochasticRoundingState
 
@@ -56,6 +59,45 @@ def check_same_optimizer(
             f"{_first(extra)} that the step's optimizer has not, and lacks {_first(missing)}; train_step and "
             "TrainState.create must be given the same optimizer"
         )
+
+
+def check_is_train_state(state: Any) -> None:
+    """Raises TypeError if what a step is given is no `TrainState`, and says how to get one."""
+    if not hasattr(state, "model_state") or not hasattr(state, "opt_state"):
+        kind = f"{type(state).__module__}.{type(state).__qualname__}"
+        raise TypeError(
+            f"state must be a jmp_train.TrainState, got {kind}; TrainState.create(params, optimizer, "
+            "model_state=..., rng=...) makes one, of flax's by TrainState.create(state.params, state.tx)"
+        )
+
+
+def check_params(params: Any) -> None:
+    """Raises TypeError if a tree is no tree of parameters, all of which have a gradient; names the leaf.
+
+    Args:
+      params: for `TrainState.create`.
+    """
+    if is_nnx_object(params):
+        raise TypeError(
+            f"params is the nnx module {type(params).__name__}, whose statistics and random keys are no parameters: "
+            "graph, params, rest = nnx.split(model, nnx.Param, ...), TrainState.create(params, optimizer, "
+            "model_state=rest), and nnx.merge(graph, params, model_state) in loss_fn"
+        )
+    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_nnx_variable)
+    for path, variable in nodes:
+        if is_nnx_statistic(variable):
+            raise TypeError(
+                f"params {path_name(path)!r} is an nnx.{type(variable).__name__} and no parameter; "
+                "nnx.split(model, nnx.Param, ...) parts them, the rest is the model_state"
+            )
+    for name, x in named_leaves(params):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic):
+            raise TypeError(f"params {name!r} must be an array, got {x!r}; partition the model")
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"params {name!r} is {x.dtype}{list(x.shape)}, which has no gradient; keep it in model_state or "
+                "outside of the step"
+            )
 
 
 def _leaf_names(opt_state: Any) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jmp_train.policies.overwritten import trained, with_overwritten
-from jmp_train.policies.paths import named_leaves
+from jmp_train.step_checks import check_params
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +64,8 @@ class TrainState:
           A state whose arrays keep their dtypes through all steps, so that jit traces once.
 
         Raises:
-          TypeError: `params` has a leaf that is no array, or `rng` is no key.
+          TypeError: `params` has a leaf that is no floating or complex array, or is an nnx module or has its
+            statistics, or `rng` is no key.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax
@@ -75,9 +76,7 @@ class TrainState:
         """
         if rng is not None and not _is_key(rng):
             raise TypeError(f"rng must be a jax random key, such as jax.random.key(0), got {rng!r}")
-        for path, x in named_leaves(params):
-            if not isinstance(x, jax.Array | np.ndarray | np.generic):
-                raise TypeError(f"params {path!r} must be an array, got {x!r}; partition the model")
+        check_params(params)
         params, model_state = _settle((params, model_state))
         opt_state = _settle(optimizer.init(trained(params)))
         if cast_params is not None:

@@ -16,6 +16,13 @@ from jmp_train.policies.casting import is_float_array, is_inexact_array, widen_t
 from jmp_train.policies.collectives import mean_over_axes, reduce_gradients, vary
 from jmp_train.policies.finite import select_tree
 from jmp_train.policies.half_products import FirstTrace
+from jmp_train.policies.loss_functions import (
+    check_takes_state,
+    only_losses,
+    refuse_pair,
+    refuse_second_cast,
+    unpack_loss,
+)
 from jmp_train.policies.loss_scale import NoOpLossScale
 from jmp_train.policies.loss_scaled_optimizer import (
     LossScaledOptimizer,
@@ -33,23 +40,27 @@ from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, unscale_
 from jmp_train.policies.policy import Policy, get_policy
 from jmp_train.policies.stored_parameters import StoringOptimizer
 from jmp_train.policies.zero_gradients import ZeroGradientsState
-from jmp_train.step_checks import check_same_optimizer
+from jmp_train.step_checks import check_is_train_state, check_same_optimizer
 from jmp_train.train_state import TrainState
 
 Metrics = dict[str, Any]
 LossFn = Callable[[Any, Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]]
 
 
-def stateless(loss_fn: Callable[..., Any], has_aux: bool = False) -> LossFn:
+def stateless(loss_fn: Callable[..., Any], has_aux: bool | None = None) -> LossFn:
     """Adapts a plain loss function to what `train_step` takes.
 
     Args:
-      loss_fn: `loss_fn(params, batch) -> loss`, or `-> (loss, aux)`.
-      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      loss_fn: `loss_fn(params, batch) -> loss`, or `-> (loss, aux)`. `loss` may be a tuple of losses.
+      has_aux: whether `loss_fn` returns `(loss, aux)`. Where it returns two scalars and the optimizer has no
+        `PerLossScale`, it has to be said: False if both are losses.
 
     Returns:
       `fn(params, model_state, batch, rng) -> (loss, (model_state, aux))`, which hands the model
       state on and draws nothing.
+
+    Raises:
+      TypeError: when called, a part of what `loss_fn` returned is no loss and `has_aux` is not set.
 
     Example:
       >>> import jax.numpy as jnp
@@ -64,7 +75,7 @@ def stateless(loss_fn: Callable[..., Any], has_aux: bool = False) -> LossFn:
     ) -> tuple[jax.Array, tuple[Any, Any]]:
         del rng
         result = loss_fn(params, batch)
-        loss, aux = result if has_aux else (result, None)
+        loss, aux = result if has_aux else (only_losses(result, has_aux), None)
         return loss, (model_state, aux)
 
     return with_state
@@ -138,6 +149,8 @@ def train_step(
         raise ValueError(f"accumulate_steps={accumulate_steps!r} must be an integer of at least 1")
     if not isinstance(policy, Policy | PathPolicy | None):
         raise TypeError(f"policy must be a Policy, a PathPolicy, a name or None, got {policy!r}")
+    check_takes_state(loss_fn)
+    refuse_second_cast(loss_fn, policy)
     return TrainStep(loss_fn, as_transformation(optimizer), policy, accumulate_steps)
 
 
@@ -190,6 +203,7 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Returns the next state and the metrics of this step."""
+        check_is_train_state(state)
         next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         loss, model_state, aux, grads = self.gradients(
             loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng
@@ -308,12 +322,13 @@ class TrainStep:
         def share_of_loss(params: Any, batch: Any) -> tuple[Any, Any]:
             # Rebuilt here, because nnx lets variables change only in the trace that made them.
             state = jax.tree.map(lambda x: x, model_state)
-            loss, extra = _unpack(self.loss_fn(params, state, batch, rng))
+            loss, extra = unpack_loss(self.loss_fn(params, state, batch, rng))
             if not isinstance(loss, tuple | list):
                 return wide_scalar(loss) / self.accumulate_steps, extra
             losses = tuple(wide_scalar(x) / self.accumulate_steps for x in loss)
             if isinstance(loss_scale, PerLossScale):
                 return losses, extra
+            refuse_pair(loss)
             return functools.reduce(jnp.add, losses), extra
 
         self.first_trace.look(
@@ -350,16 +365,6 @@ class TrainStep:
         wide = optax.apply_updates(*widen_to_float32((params, updates)))
         params = jax.tree.map(lambda new, old: new.astype(old.dtype), wide, params)
         return params, _clear_emitted(opt_state)
-
-
-def _unpack(result: Any) -> tuple[Any, tuple[Any, Any]]:
-    match result:
-        case (loss, (model_state, aux)):
-            return loss, (model_state, aux)
-    raise TypeError(
-        "loss_fn must return (loss, (model_state, aux)); "
-        "stateless(loss_fn) adapts a loss_fn(params, batch) -> loss"
-    )
 
 
 def _stored_like(old: Any, new: Any) -> Any:

@@ -30,6 +30,7 @@ from jmp_train.policies.batch_norms import (
 )
 from jmp_train.policies.casting import cast_floating, cast_leaf, is_float_array
 from jmp_train.policies.dtypes import float_dtype, is_half
+from jmp_train.policies.loss_functions import CASTS_BY_AMP, check_takes_state, unpack_loss
 from jmp_train.policies.loss_scale import NoOpLossScale
 from jmp_train.policies.loss_scaled_optimizer import as_transformation, with_loss_scale
 from jmp_train.policies.master_weights import with_master_weights
@@ -230,8 +231,10 @@ class Amp:
           they are what came.
 
         Raises:
+          TypeError: `loss_fn` takes other arguments or, when called, returns something else.
           ValueError: when called, parameters are not stored as `cast_params` gives them; the message names them.
         """
+        check_takes_state(loss_fn)
         if not self.enabled:
             return loss_fn, optimizer
         if self.options.verbosity:
@@ -242,9 +245,11 @@ class Amp:
             def model(params: Any, state: Any, batch: Any) -> Any:
                 return loss_fn(params, state, batch, rng)
 
-            loss, (new_state, aux) = self._run(model, params, model_state, batch)
+            result = self._run(model, params, model_state, batch)
+            loss, (new_state, aux) = unpack_loss(result)
             return loss, (_stored_like(model_state, new_state), self.cast_outputs(aux))
 
+        setattr(with_amp, CASTS_BY_AMP, self.precision.model_dtype is not None)
         return with_amp, self._optimizer(optimizer)
 
     def forward(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -292,7 +297,15 @@ class Amp:
             batch = cast_floating(batch, precision.model_dtype)
         keep = precision.keep_batchnorm_fp32
         with float32_batch_norms_called() if keep else contextlib.nullcontext():
-            return run(params, batch)
+            try:
+                return run(params, batch)
+            except (TypeError, ValueError, NotImplementedError) as error:
+                if self.dtype.name in str(error):
+                    error.add_note(
+                        f"AMP mode {self} runs the model in {self.dtype}; an operation that has none, such as an "
+                        "fft or a decomposition, takes x.astype(jnp.float32), or mode 'torch', which casts by itself"
+                    )
+                raise
 
     def cast_outputs(self, outputs: Any) -> Any:
         """Returns what a model gives in the dtype that the mode's outputs have; for use inside a loss function.

@@ -9,7 +9,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.core import Tracer
 
 from jmp_train.policies.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 
@@ -20,7 +22,8 @@ def is_integer(value: Any) -> bool:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raises unless a value is a finite number, and no bool."""
+    """Raises unless a value is a finite number, Python's or a scalar of NumPy's or jax's, and no bool."""
+    value = _plain(value)
     number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(
         value, bool
     )
@@ -31,6 +34,7 @@ def check_number(name: str, value: Any) -> None:
 def check_range(name: str, value: Any) -> None:
     """Raises unless a value is a scale that has an inverse."""
     check_number(name, value)
+    value = _plain(value)
     if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
         raise ValueError(f"{name}={value!r} must lie between 2**-126 and 2**126")
 
@@ -80,6 +84,12 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raises unless a value is one of the choices; 1 is no True."""
     if not any(value == choice and isinstance(value, type(choice)) for choice in choices):
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+
+
+def _plain(value: Any) -> Any:
+    """Returns the number in an array without dimensions; anything else as it is."""
+    is_array = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer)
+    return value.item() if is_array and not value.shape else value
 
 
 def _warn_if_inexact(name: str, value: float) -> None:

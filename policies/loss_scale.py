@@ -96,6 +96,10 @@ class StaticLossScale:
     Args:
       loss_scale: the number; scalar.
 
+    Raises:
+      ValueError: it is no number or array. `with_loss_scale` and `scaled_value_and_grad` want one that is
+        finite and above 0; a jax array is not looked at.
+
     Example:
       >>> import jax.numpy as jnp
       >>> loss_scale = StaticLossScale(1024.0)
@@ -113,6 +117,7 @@ class StaticLossScale:
         if isinstance(self.loss_scale, np.ndarray | np.generic):  # hashable, as the structure is
             object.__setattr__(self, "loss_scale", self.loss_scale.item())
         object.__setattr__(self, "_is_leaf", isinstance(self.loss_scale, jax.Array))
+        _check_static_number(self.loss_scale)
         _warn_of_zero_inverse(self)
 
     def scale(self, tree: Tree) -> Tree:
@@ -315,6 +320,18 @@ def _warn_if_not_floating(x: Any, name: str) -> None:
         dtype = jnp.result_type(x)
         if not jnp.issubdtype(dtype, jnp.floating):
             warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
+
+
+def check_usable(scale: "LossScale") -> None:
+    """Raises ValueError if a static number cannot scale gradients and unscale them."""
+    number = scale.loss_scale
+    if isinstance(number, int | float) and not 0 < number < math.inf:
+        raise ValueError(f"loss_scale={number!r} must be a finite number above 0")
+
+
+def _check_static_number(x: Any) -> None:
+    if not isinstance(x, jax.Array) and (isinstance(x, bool) or not isinstance(x, int | float)):
+        raise ValueError(f"loss_scale={x!r} must be a number")
 
 
 def _check_own_fields(scale: DynamicLossScale) -> None:

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jmp_train.policies.argument_checks import is_integer
 from jmp_train.policies.casting import widen_to_float32
 from jmp_train.policies.finite import select_tree
-from jmp_train.policies.loss_scale import LossScale
+from jmp_train.policies.loss_scale import LossScale, check_usable
 from jmp_train.policies.nodes import Reached, find_nodes, only_state, with_states
 from jmp_train.policies.paths import named_leaves, path_name
 from jmp_train.policies.per_loss_scale import (
@@ -93,7 +93,7 @@ def with_loss_scale(
 
     Raises:
       TypeError: an argument is of another type; the message names it.
-      ValueError: at `init`, the optimizer has a loss scale already, or rounds stochastically.
+      ValueError: a static scale is not finite and above 0; at `init`, the optimizer has a loss scale already, or rounds stochastically.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -122,6 +122,7 @@ def with_loss_scale(
                 f"loss_scale must be a LossScale, got {scale!r}; for a number pass "
                 "StaticLossScale(number) or torch_loss_scale(init_scale=number)"
             )
+        check_usable(scale)
 
     def init(params: Any) -> Any:
         inner_state = inner.init(widen_to_float32(params))

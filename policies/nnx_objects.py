@@ -23,6 +23,13 @@ def is_nnx_variable(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Variable)
 
 
+def is_nnx_statistic(x: Any) -> bool:
+    """Says whether `x` is a variable of what a forward pass counts or draws: batch statistics, caches, keys."""
+    nnx = flax_nnx()
+    kinds = () if nnx is None else (nnx.BatchStat, nnx.Cache, nnx.RngState, nnx.Intermediate)
+    return isinstance(x, kinds)
+
+
 def is_optimizer_variable(x: Any) -> bool:
     """Says whether `x` is one of the variables in which an `nnx.Optimizer` keeps optax's arrays."""
     nnx = flax_nnx()

@@ -108,7 +108,7 @@ def apex_loss_scale(
     check_growth("scale_factor", scale_factor)
     check_count("scale_window", scale_window)
     check_range("max_loss_scale", max_loss_scale)
-    start, floor = min(init_scale, max_loss_scale), SMALLEST_SCALE
+    start, floor = min(float(init_scale), float(max_loss_scale)), SMALLEST_SCALE
     if min_loss_scale is not None:
         check_number("min_loss_scale", min_loss_scale)
         floor = float(min_loss_scale) or floor

@@ -1,5 +1,6 @@
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,7 +62,7 @@ def test_aux_is_handed_on_and_closures_are_not_cast() -> None:
     fn = jt.scaled_value_and_grad(loss_fn, MIXED, has_aux=True)
     (loss, aux), _ = fn(jt.NoOpLossScale(), jnp.float32(1), jnp.float32(1), y=jnp.float32(1))
     assert float(loss) == 70000.0
-    assert aux["x"].dtype == aux["y"].dtype == jnp.float16
+    assert aux["x"].dtype == aux["y"].dtype == jnp.float32
 
 
 def test_a_rule_that_returns_half_gradients_is_widened() -> None:
@@ -170,3 +171,55 @@ def test_a_gan_step_of_two_optimizers_with_a_scale_each() -> None:
     np.testing.assert_allclose(d, [0.9, 0.9], rtol=1e-3)
     scales = [float(jt.get_loss_scale(s).loss_scale) for s in (g_state, d_state)]
     assert scales == [2.0**7, 2.0**8]
+
+
+def test_an_equinox_module_is_differentiated_in_its_arrays() -> None:
+    model = eqx.nn.MLP(4, 1, 8, 1, activation=jax.nn.tanh, key=jax.random.key(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
+
+    def loss_fn(model: Any, x: jax.Array) -> jax.Array:
+        return (jax.vmap(model)(x).astype(jnp.float32) ** 2).mean()
+
+    expected_loss, expected = eqx.filter_value_and_grad(loss_fn)(model, x)
+    arrays, static = eqx.partition(model, eqx.is_array)
+    of_arrays = jax.jit(
+        jt.scaled_value_and_grad(lambda p, x: loss_fn(eqx.combine(p, static), x), MIXED)
+    )
+    of_model = eqx.filter_jit(jt.scaled_value_and_grad(loss_fn, MIXED))
+    for fn, params in ((of_model, model), (of_arrays, arrays)):
+        loss, grads = fn(jt.StaticLossScale(8.0), params, x)
+        assert jax.tree.structure(grads) == jax.tree.structure(expected)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-2)
+        jax.tree.map(
+            lambda g, e: np.testing.assert_allclose(g / 8, e, rtol=2e-2, atol=2e-3),
+            grads,
+            expected,
+        )
+
+
+def test_whole_numbers_of_a_module_have_no_gradient_and_of_a_dict_are_named() -> None:
+    class Counted(eqx.Module):
+        w: jax.Array
+        calls: jax.Array
+
+    fn = jt.scaled_value_and_grad(lambda m: (m.w * m.calls.astype(jnp.float32)).sum())
+    _, grads = fn(jt.NoOpLossScale(), Counted(jnp.ones(2), jnp.array(3)))
+    assert grads.calls is None
+    np.testing.assert_array_equal(grads.w, [3, 3])
+    with pytest.raises(TypeError, match=r"params 'b/n' is int32\[3\], which has no gradient"):
+        jt.scaled_value_and_grad(lambda p: p["w"].sum())(
+            jt.NoOpLossScale(), {"w": jnp.ones(2), "b": {"n": jnp.arange(3)}}
+        )
+
+
+def test_aux_comes_back_in_the_output_dtype_or_wider() -> None:
+    def loss_fn(w: jax.Array, x: jax.Array) -> Any:
+        stats = x.astype(jnp.float32).mean()
+        return (w * x).sum(), {"logits": x, "mean": stats, "n": jnp.arange(2)}
+
+    for policy, dtype in (("mixed_float16", "float32"), ("float16", "float16")):
+        fn = jt.scaled_value_and_grad(loss_fn, jt.get_policy(policy), has_aux=True)
+        (_, aux), _ = fn(jt.NoOpLossScale(), jnp.ones(2), jnp.ones(2))
+        assert aux["logits"].dtype == dtype
+        assert aux["mean"].dtype == jnp.float32
+        assert aux["n"].dtype == jnp.int32

@@ -1,11 +1,14 @@
 """Arguments of a step that do not fit together are named before anything is trained."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
+from flax.training import train_state
 from helpers import relaxed
 
 import jmp_train as jt
@@ -87,3 +90,144 @@ def test_an_optimizer_whose_init_looks_at_numbers_trains() -> None:
         jt.TrainState.create(PARAMS, optimizer), BATCH
     )
     assert float(state.params["w"][0]) == pytest.approx(1 - 0.1 * 2 * 1.5 * 0.5)
+
+
+# --- the loss function ------------------------------------------------------------------------
+
+
+def test_a_loss_of_two_arguments_is_told_of_stateless() -> None:
+    for make in (
+        lambda loss: jt.train_step(loss, scaled()),
+        lambda loss: jt.amp_mode("torch").transform(loss, optax.sgd(0.1)),
+    ):
+        with pytest.raises(
+            TypeError,
+            match=r"loss_fn takes \(params.*stateless\(loss_fn\) adapts a loss_fn\(params,",
+        ):
+            make(loss_fn)
+    with pytest.raises(TypeError, match="loss_fn must be a function, got 3"):
+        jt.train_step(3, scaled())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("loss", "came"),
+    [
+        (lambda p, s, b, r: loss_fn(p, b), r"float32\[\]"),
+        (lambda p, s, b, r: (loss_fn(p, b), {"a": 1}), r"\(float32\[\], dict\)"),
+        (lambda p, s, b, r: (loss_fn(p, b), None), r"\(float32\[\], NoneType\)"),
+    ],
+)
+def test_what_a_loss_function_returned_is_said(loss: Any, came: str) -> None:
+    plain = scaled()
+    with_amp, amp_optimizer = jt.amp_mode("torch").transform(loss, optax.sgd(0.1))
+    for optimizer, fn in ((plain, loss), (amp_optimizer, with_amp)):
+        with pytest.raises(TypeError, match=f"loss_fn returned {came}, it must be a loss_fn"):
+            run(optimizer, jt.TrainState.create(PARAMS, optimizer), fn)
+
+
+def test_a_forgotten_has_aux_is_no_second_loss() -> None:
+    def with_accuracy(params: Any, batch: jax.Array) -> Any:
+        return loss_fn(params, batch), 100 * params["w"].sum()
+
+    sgd = optax.sgd(0.1)
+    state = jt.TrainState.create(PARAMS, sgd)
+    with pytest.raises(
+        TypeError, match=r"say stateless\(loss_fn, has_aux=True\) if the second is aux"
+    ):
+        run(sgd, state, jt.stateless(with_accuracy))
+    _, metrics = run(sgd, state, jt.stateless(with_accuracy, has_aux=True))
+    assert (float(metrics["loss"]), float(metrics["aux"])) == (2.25, 300)
+    _, metrics = run(sgd, state, jt.stateless(with_accuracy, has_aux=False))
+    assert float(metrics["loss"]) == 302.25
+    per_loss = jt.with_loss_scale(sgd, jt.PerLossScale((jt.NoOpLossScale(), jt.NoOpLossScale())))
+    _, metrics = run(per_loss, jt.TrainState.create(PARAMS, per_loss), jt.stateless(with_accuracy))
+    assert float(metrics["loss"]) == 302.25
+    for aux in ({"n": 1}, jnp.ones(2), jnp.array(3), None, ("a", 1.0)):
+        wrong = jt.stateless(lambda p, b, aux=aux: (loss_fn(p, b), aux))
+        with pytest.raises(TypeError, match=r"not all are losses; .*has_aux=True"):
+            run(sgd, state, wrong)
+
+
+def test_losses_in_a_dict_are_refused() -> None:
+    sgd = optax.sgd(0.1)
+    with pytest.raises(
+        TypeError, match=r"returned a dict of losses, \['a', 'b'\]: return their sum"
+    ):
+        run(
+            sgd,
+            jt.TrainState.create(PARAMS, sgd),
+            jt.stateless(lambda p, b: {"b": loss_fn(p, b), "a": loss_fn(p, b)}),
+        )
+
+
+# --- the state --------------------------------------------------------------------------------
+
+
+def test_a_state_of_flax_is_told_what_to_do() -> None:
+    state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=scaled())
+    with pytest.raises(
+        TypeError, match=r"got flax.*TrainState; .*TrainState.create\(state.params, s"
+    ):
+        run(scaled(), state)
+    with pytest.raises(TypeError, match=r"must be a jmp_train.TrainState, got builtins.dict"):
+        run(scaled(), PARAMS)
+
+
+def test_an_nnx_module_and_its_statistics_are_no_parameters() -> None:
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.linear = nnx.Linear(2, 2, rngs=rngs)
+            self.norm = nnx.BatchNorm(2, rngs=rngs)
+
+    model, sgd = Model(nnx.Rngs(0)), optax.sgd(0.1)
+    with pytest.raises(
+        TypeError, match=r"params is the nnx module Model.*nnx.split\(model, nnx.Par"
+    ):
+        jt.TrainState.create(model, sgd)
+    with pytest.raises(
+        TypeError, match=r"params 'norm/mean' is an nnx\.BatchStat and no parameter"
+    ):
+        jt.TrainState.create(nnx.state(model), sgd)
+    state = jt.TrainState.create(nnx.state(model, nnx.Param), sgd)
+    assert len(jax.tree.leaves(state.params)) == 4
+
+
+@pytest.mark.parametrize(
+    ("leaf", "what"),
+    [
+        (jnp.arange(3), r"int32\[3\]"),
+        (jnp.ones(2, bool), r"bool\[2\]"),
+        (jax.random.key(0), r"key<fry>\[\]"),
+    ],
+)
+def test_parameters_without_a_gradient_are_named(leaf: Any, what: str) -> None:
+    with pytest.raises(TypeError, match=f"params 'layer/n' is {what}, which has no gradient"):
+        jt.TrainState.create({**PARAMS, "layer": {"n": leaf}}, scaled())
+
+
+# --- AMP modes --------------------------------------------------------------------------------
+
+
+def o2(loss: Any) -> Any:
+    amp = dataclasses.replace(jt.amp_mode("apex", opt_level="O2"), batch_norms=())
+    fn, optimizer = amp.transform(jt.stateless(loss), optax.sgd(0.1))
+    state = jt.TrainState.create(PARAMS, optimizer, cast_params=amp.cast_params)
+    return fn, optimizer, state
+
+
+def test_a_mode_that_casts_takes_no_policy() -> None:
+    fn, optimizer, _ = o2(loss_fn)
+    with pytest.raises(ValueError, match=r"policy='p=full,c=f16,o=full': .* by an AMP mode, which"):
+        jt.train_step(fn, optimizer, policy="mixed_float16")
+
+
+def test_an_operation_without_half_precision_is_told_of_the_mode() -> None:
+    def spectrum(params: Any, batch: jax.Array) -> jax.Array:
+        frequencies = jnp.fft.rfft(batch * params["w"])
+        return (jnp.abs(frequencies) ** 2).mean()
+
+    fn, optimizer, state = o2(spectrum)
+    with pytest.raises(ValueError, match="RFFT input must be float32") as raised:
+        run(optimizer, state, fn)
+    assert "AMP mode apex: model float16" in raised.value.__notes__[0]
+    assert "x.astype(jnp.float32)" in raised.value.__notes__[0]

@@ -418,7 +418,9 @@ def test_parameters_narrower_than_the_policy_are_listed() -> None:
 
 def test_a_plain_loss_function_is_pointed_to_stateless() -> None:
     step = jt.train_step(lambda p, s, b, r: p["w"].sum(), optax.sgd(0.1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"must return \(loss, \(model_state, aux\)\); stateless"):
+    with pytest.raises(
+        TypeError, match=r"loss_fn returned float32.*it must be a loss_fn.*; stateless"
+    ):
         step(line_state(optax.sgd(0.1)), line_batch(0))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import assert_bitwise_equal
 
@@ -148,6 +149,22 @@ def test_it_goes_on_from_a_checkpoint_in_the_middle_of_a_period(name: str) -> No
 @pytest.mark.parametrize("finite", [True, np.bool_(True), jnp.array(True), np.array(True)])
 def test_every_kind_of_boolean_adjusts(name: str, finite: Any) -> None:
     SCALES[name]().adjust(finite)
+
+
+@pytest.mark.parametrize("number", [0, 0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.filterwarnings("ignore:StaticLossScale")  # of what is above 2**126
+def test_a_static_scale_that_cannot_scale_is_refused_where_it_is_used(number: float) -> None:
+    loss_scale = jt.StaticLossScale(number)  # jmp's own tests have a zero
+    with pytest.raises(ValueError, match=r"loss_scale=.* must be a finite number above 0"):
+        jt.with_loss_scale(optax.sgd(0.1), jt.PerLossScale((jt.NoOpLossScale(), loss_scale)))
+    with pytest.raises(ValueError, match=r"loss_scale=.* must be a finite number above 0"):
+        jt.scaled_value_and_grad(jnp.sum)(loss_scale, jnp.ones(2))
+
+
+@pytest.mark.parametrize("number", ["1", True, None])
+def test_a_static_scale_is_a_number(number: Any) -> None:
+    with pytest.raises(ValueError, match=r"loss_scale=.* must be a number"):
+        jt.StaticLossScale(number)
 
 
 def test_static_scales_are_values_and_arrays_are_leaves() -> None:

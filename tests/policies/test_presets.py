@@ -510,3 +510,15 @@ def test_torch_and_nemo_bit_by_bit_through_hundreds_of_steps(
     check(jt.torch_loss_scale(*options), Bounded(Torch(*arguments)), seed, bad_rate)
     nemo_reference = Bounded(NeMo(*arguments, hysteresis=2))
     check(jt.nemo_loss_scale(*options, hysteresis=2), nemo_reference, seed, bad_rate)
+
+
+@pytest.mark.parametrize(
+    "number", [jnp.float32(1024), np.float32(1024), np.asarray(1024.0), jnp.int32(1024), 1024]
+)
+def test_scalars_of_numpy_and_jax_are_numbers(number: Any) -> None:
+    for preset in (jt.torch_loss_scale, jt.apex_loss_scale, jt.nemo_loss_scale):
+        assert preset(init_scale=number) == preset(init_scale=1024.0)
+    with pytest.raises(ValueError, match=r"init_scale=.*must be a finite number"):
+        jt.torch_loss_scale(init_scale=jnp.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"init_scale=.*must be a finite number"):
+        jax.jit(lambda x: jt.torch_loss_scale(init_scale=x).scale(x))(1024.0)

@@ -1,0 +1,98 @@
+"""What a loss function takes and returns, checked where it is handed over and where it is called."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+_EXPECTED = (
+    "loss_fn(params, model_state, batch, rng) -> (loss, (model_state, aux)); "
+    "stateless(loss_fn) adapts a loss_fn(params, batch) -> loss, and stateless(loss_fn, has_aux=True) "
+    "a loss_fn(params, batch) -> (loss, aux)"
+)
+
+# An attribute of loss functions that an AMP mode has made, whether the mode casts parameters and batch.
+CASTS_BY_AMP = "_jmp_train_casts_by_amp"
+
+
+class Pair(NamedTuple):
+    """What a loss function returned of which was not said whether it is two losses, or a loss and aux."""
+
+    loss: Any
+    other: Any
+
+
+def check_takes_state(loss_fn: Any) -> None:
+    """Raises TypeError if a loss function cannot take (params, model_state, batch, rng)."""
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
+    try:
+        signature = inspect.signature(loss_fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # of what is no Python function nothing is known
+        return
+    try:
+        signature.bind(None, None, None, None)
+    except TypeError:
+        raise TypeError(f"loss_fn takes {signature}, it must be a {_EXPECTED}") from None
+
+
+def refuse_second_cast(loss_fn: Any, policy: Any) -> None:
+    """Raises ValueError if a policy is to cast what an AMP mode casts already."""
+    if policy is not None and getattr(loss_fn, CASTS_BY_AMP, False):
+        raise ValueError(
+            f"policy={str(policy)!r}: loss_fn was transformed by an AMP mode, which says the dtypes itself; "
+            "take policy=None, or the untransformed loss_fn and optimizer"
+        )
+
+
+def unpack_loss(result: Any) -> tuple[Any, tuple[Any, Any]]:
+    """Returns loss and `(model_state, aux)` of what a loss function returned; TypeError if it is not that."""
+    match result:
+        case (loss, (model_state, aux)):
+            return loss, (model_state, aux)
+    raise TypeError(f"loss_fn returned {_described(result)}, it must be a {_EXPECTED}")
+
+
+def only_losses(result: Any, has_aux: bool | None) -> Any:
+    """Returns what a loss function without aux returned; raises TypeError if that is no loss or tuple of losses.
+
+    Args:
+      result: of the loss function.
+      has_aux: False if the caller said that it returns losses alone; None if nothing was said: of two scalars
+        the second may be aux, and a `Pair` is returned.
+    """
+    if not isinstance(result, tuple | list) or all(map(_is_loss, result)):
+        unsaid = has_aux is None and isinstance(result, tuple) and len(result) == 2
+        return Pair(*result) if unsaid else result
+    raise TypeError(
+        f"loss_fn returned {_described(result)}, of which not all are losses; where it returns (loss, aux), "
+        "say stateless(loss_fn, has_aux=True)"
+    )
+
+
+def refuse_pair(loss: Any) -> None:
+    """Raises TypeError if it was not said whether the second of two scalars is a loss."""
+    if isinstance(loss, Pair):
+        raise TypeError(
+            "loss_fn returned two scalars, and the step would follow their sum: say "
+            "stateless(loss_fn, has_aux=True) if the second is aux, has_aux=False if it is a loss too"
+        )
+
+
+def _is_loss(x: Any) -> bool:
+    if isinstance(x, Mapping | tuple | list | str | None):
+        return False
+    try:
+        return jnp.shape(x) == () and bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
+    except TypeError:  # no number
+        return False
+
+
+def _described(result: Any) -> str:
+    """Returns "(float32[], dict)" for such a tuple, or what one thing is."""
+    if isinstance(result, tuple | list):
+        return f"({', '.join(map(_described, result))})"
+    if hasattr(result, "dtype") and hasattr(result, "shape"):
+        return f"{result.dtype}{list(result.shape)}"
+    return type(result).__name__
