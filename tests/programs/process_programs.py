@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sklearn.datasets import load_digits
 
 import jmp_train as jt
+from jmp_train import graphs
 from jmp_train.loading import array_batches
 
 BATCH, STEPS = 64, 20
@@ -78,6 +79,7 @@ def train(directory: str, *names: str) -> None:
         save(Path(directory, f"{route}.npz"), state.params, losses)
     overflow(mesh, sharding)
     naive_mode(mesh, sharding)
+    graphs_of_their_own(mesh, sharding)
 
 
 def save(path: Path, params: Any, losses: list[float]) -> None:
@@ -126,6 +128,33 @@ def naive_mode(mesh: Mesh, sharding: NamedSharding) -> None:
     masters = jt.get_master_weights(state.opt_state)
     equal = jax.tree.map(lambda x, m: bool((x == m.astype(x.dtype)).all()), state.params, masters)
     print("masters", sorted(equal.items()), int(metrics["skipped_steps"]))
+
+
+def graphs_of_their_own(mesh: Mesh, sharding: NamedSharding) -> None:
+    """Trains on graphs of which each device has another: stars with 1, 2, ... rays, two for each device."""
+
+    def star(rays: int) -> graphs.Graph:
+        h = np.arange(rays + 1, dtype=np.float32)
+        ends = np.arange(1, rays + 1), np.zeros(rays, np.int32)
+        graph = graphs.from_edges(*ends, rays + 1, nodes={"h": h}, formats=("coo",))
+        return graphs.pad(graph, 2 * mesh.size + 2, 2 * mesh.size)
+
+    def loss_fn(weight: Any, batch: Any) -> jax.Array:
+        messages = graphs.fn.copy_u("h", "m"), graphs.fn.sum("m", "x")
+        return weight * graphs.update_all(batch["graph"], *messages).nodes["x"][0]
+
+    optimizer = optax.sgd(1.0)
+    step = jt.train_step(jt.stateless(loss_fn), optimizer, accumulate_steps=2)
+    state = jt.broadcast_state(jt.TrainState.create(jnp.ones(()), optimizer), mesh)
+    first = jax.process_index() * 2 * jax.local_device_count()
+    own = graphs.stack([star(first + i + 1) for i in range(2 * jax.local_device_count())])
+    batch = jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), {"graph": own}
+    )
+    state, metrics = jax.jit(jt.data_parallel(step, mesh))(state, batch)
+    sums = np.cumsum(np.arange(1, 2 * mesh.size + 1))  # of a star's rays
+    assert float(metrics["loss"]) == sums.mean(), metrics
+    assert float(state.params.addressable_data(0)) == 1 - sums.mean()
 
 
 def differ() -> None:
