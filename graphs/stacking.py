@@ -1,6 +1,7 @@
 """Stacks: graphs of one structure in arrays with one more axis, to be shared between devices and micro-batches."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_train.graphs.connections import Connections
+from jmp_train.policies.nodes import change_nodes, find_nodes
 from jmp_train.policies.paths import named_leaves
 
 
@@ -72,9 +75,9 @@ def stack(graphs: Sequence[Any]) -> GraphStack:
       >>> len(stack([pad(from_edges(*size), n_node=4, n_edge=8) for size in sizes]))
       2
     """
-    graphs = list(graphs)
-    if not graphs:
+    if not len(graphs):
         raise ValueError("graphs is empty: a stack has at least one graph")
+    graphs = _with_one_rule_on_idle_targets(graphs)
     for place, graph in enumerate(graphs[1:], 1):
         _check_alike(graphs[0], graph, f"graphs[{place}]")
     if not jax.tree.leaves(graphs[0]):
@@ -99,6 +102,17 @@ def unstack(stack: GraphStack) -> list[Any]:
     if not isinstance(stack, GraphStack):
         raise TypeError(f"stack must be what graphs.stack returned, got {type(stack).__name__}")
     return [stack[place] for place in range(len(stack))]
+
+
+def _with_one_rule_on_idle_targets(graphs: Sequence[Any]) -> list[Any]:
+    """Returns graphs that all say that some node is entered by no edge, where one of them does."""
+    connections = [[node for _, node in find_nodes(graph, Connections)] for graph in graphs]
+    known = {node.has_idle_targets for nodes in connections for node in nodes}
+    if len(known) < 2:
+        return list(graphs)
+    joined = True if True in known else None
+    change = functools.partial(dataclasses.replace, has_idle_targets=joined)
+    return [change_nodes(graph, Connections, change) for graph in graphs]
 
 
 def _stacked(arrays: Sequence[Any]) -> Any:

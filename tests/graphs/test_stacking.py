@@ -207,3 +207,16 @@ def test_graphs_that_differ_are_not_stacked() -> None:
             graphs.stack(made)
     with pytest.raises(TypeError, match=r"what graphs\.stack returned, got Graph"):
         graphs.unstack(first)  # pyright: ignore[reportArgumentType]
+
+
+def test_graphs_of_which_one_has_idle_nodes_are_stacked_as_if_all_had() -> None:
+    kind = ("a", "to", "b")
+    parts = [
+        graphs.hetero_from_edges({kind: ([0, 1, 1], receivers)}, {"a": 2, "b": 2})
+        for receivers in ([0, 1, 1], [1, 1, 1])
+    ]
+    for order in (parts, parts[::-1]):
+        stacked = graphs.stack(order)
+        assert stacked.graphs.connections[kind].has_idle_targets is True
+        degrees = [graph.connections[kind].in_degrees.tolist() for graph in graphs.unstack(stacked)]
+        assert sorted(degrees) == [[0, 3], [1, 2]]
