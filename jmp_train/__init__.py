@@ -8,6 +8,7 @@ import importlib
 import typing
 
 from jmp_train import distributed as distributed
+from jmp_train import flax_serialization as flax_serialization  # registers its types
 from jmp_train.checkpoint import CheckpointStore as CheckpointStore
 from jmp_train.distributed import broadcast_state as broadcast_state
 from jmp_train.flax_train_state import FlaxTrainState as FlaxTrainState
@@ -42,6 +43,7 @@ from jmp_train.policies import Policy as Policy
 from jmp_train.policies import PolicyReport as PolicyReport
 from jmp_train.policies import StalledTrainingError as StalledTrainingError
 from jmp_train.policies import StaticLossScale as StaticLossScale
+from jmp_train.policies import adopt_opt_state as adopt_opt_state
 from jmp_train.policies import all_finite as all_finite
 from jmp_train.policies import amp_from_config as amp_from_config
 from jmp_train.policies import amp_mode as amp_mode

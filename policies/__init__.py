@@ -6,6 +6,7 @@ reductions have; a loss scale lifts half-precision gradients out of the range wh
 decides whether a step is taken.
 """
 
+from jmp_train.policies.adopted_state import adopt_opt_state as adopt_opt_state
 from jmp_train.policies.amp import Amp as Amp
 from jmp_train.policies.amp import amp_mode as amp_mode
 from jmp_train.policies.amp_config import amp_from_config as amp_from_config

@@ -1,0 +1,111 @@
+"""The state of an optimizer that was trained without wrappers, put into those of one that has them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jmp_train.policies.loss_scaled_optimizer import LossScaledState
+from jmp_train.policies.master_weights import MasterWeightsState
+from jmp_train.policies.nodes import find_nodes
+from jmp_train.policies.paths import named_leaves
+from jmp_train.policies.stored_parameters import StochasticRoundingState
+from jmp_train.policies.zero_gradients import ZeroGradientsState
+
+_WRAPPERS = (LossScaledState, MasterWeightsState, StochasticRoundingState, ZeroGradientsState)
+
+
+def adopt_opt_state(new: Any, old: Any) -> Any:
+    """Returns an optimizer's fresh state with the moments, counts and hyperparameters of an old one.
+
+    For a run that began without a loss scale or master weights, and goes on with them: the old state has the
+    same optimizer's arrays, but lacks the wrappers around them, or has others. Wrappers that both have, such
+    as a loss scale that adapted, are taken over too; those of `new` alone stay as they are there.
+
+    Args:
+      new: `optimizer.init(params)` of the optimizer to go on with, and of the parameters to go on from: its
+        master weights begin as these.
+      old: the other optimizer's state, of arrays of any library, also as the nested dicts and lists in which
+        flax and orbax read a checkpoint without a target.
+
+    Returns:
+      A state like `new`: structure, dtypes and placement are its own.
+
+    Raises:
+      ValueError: `old` has arrays that `new` has no place for, or lacks some, or has them in another shape
+        or kind of dtype; the message has all paths.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> adam, params = optax.adam(1e-3), {"w": jnp.ones(2)}
+      >>> _, old = adam.update(params, adam.init(params), params)
+      >>> optimizer = jt.with_master_weights(jt.with_loss_scale(adam, jt.torch_loss_scale()))
+      >>> state = jt.adopt_opt_state(optimizer.init(params), old)
+      >>> int(optax.tree.get(state, "count")), float(jt.get_loss_scale(state).loss_scale)
+      (1, 65536.0)
+    """
+    leaves, structure = jax.tree_util.tree_flatten(new)
+    numbers = structure.unflatten(range(len(leaves)))
+    places = dict(named_leaves(_without_wrappers(numbers)))
+    given = dict(named_leaves(_without_wrappers(old)))
+    wrong = [f"{name!r} is in old only" for name in given if name not in places]
+    wrong += [f"{name!r} is in new only" for name in places if name not in given]
+    pairs = [(name, places[name], given[name]) for name in places if name in given]
+    pairs += _of_common_wrappers(numbers, old)
+    wrong += [
+        f"{name!r} is {_kind(x)} in old and {_kind(leaves[place])} in new"
+        for name, place, x in pairs
+        if not _fits(x, leaves[place])
+    ]
+    if wrong:
+        raise ValueError("old is no state of the optimizer in new:\n  " + "\n  ".join(wrong))
+    for _, place, x in pairs:
+        leaves[place] = _in_place_of(x, leaves[place])
+    return structure.unflatten(leaves)
+
+
+def _without_wrappers(opt_state: Any) -> Any:
+    return jax.tree_util.tree_map(
+        lambda node: _without_wrappers(node.inner_state) if isinstance(node, _WRAPPERS) else node,
+        opt_state,
+        is_leaf=lambda node: isinstance(node, _WRAPPERS),
+    )
+
+
+def _of_common_wrappers(numbers: Any, old: Any) -> list[tuple[str, int, Any]]:
+    """Returns name, place and value of what wrappers hold themselves that both states have once."""
+    pairs = []
+    for kind in _WRAPPERS:
+        mine, others = find_nodes(numbers, kind), find_nodes(old, kind)
+        if len(mine) != 1 or len(others) != 1:
+            continue
+        for field in set(kind._fields) - {"inner_state"}:
+            target, source = (getattr(found[0][1], field) for found in (mine, others))
+            structures = [jax.tree_util.tree_structure(tree) for tree in (target, source)]
+            if structures[0] == structures[1]:  # a loss scale of another rule stays
+                values = jax.tree_util.tree_leaves(source)
+                pairs += [
+                    (f"{field}/{name}".rstrip("/"), place, x)
+                    for (name, place), x in zip(named_leaves(target), values, strict=True)
+                ]
+    return pairs
+
+
+def _kind(x: Any) -> str:
+    return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+
+
+def _fits(x: Any, like: Any) -> bool:
+    kinds = [
+        next((k for k in (jnp.bool_, jnp.integer, jnp.floating) if jnp.issubdtype(dtype, k)), dtype)
+        for dtype in (jnp.result_type(x), jnp.result_type(like))
+    ]
+    return jnp.shape(x) == jnp.shape(like) and kinds[0] == kinds[1]
+
+
+def _in_place_of(x: Any, like: Any) -> Any:
+    x = jnp.array(x, like.dtype)
+    on_devices = isinstance(like, jax.Array) and not isinstance(like, Tracer)
+    return jax.device_put(x, like.sharding) if on_devices and like.committed else x

@@ -1,0 +1,95 @@
+"""A run that began without wrappers goes on with them, and Adam's count goes on, too."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from helpers import assert_bitwise_equal, relaxed
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_train as jt
+
+PARAMS = {"dense": {"w": jnp.ones((2, 4))}, "b": jnp.zeros(4)}
+GRADS = jax.tree.map(lambda x: jnp.full_like(x, 0.5), PARAMS)
+
+
+def adam() -> Any:
+    return relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)))
+
+
+def scaled(**kwargs: Any) -> Any:
+    return jt.with_loss_scale(adam(), jt.torch_loss_scale(64.0, **kwargs))
+
+
+def trained(optimizer: Any, steps: int = 3, scale: float = 1.0) -> Any:
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for _ in range(steps):
+        grads = jax.tree.map(lambda g: g * scale, GRADS)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def test_the_next_step_is_that_of_the_old_optimizer() -> None:
+    params, old = trained(adam())
+    expected, _ = adam().update(GRADS, old, params)
+    for wrap in (
+        scaled,
+        lambda: jt.with_master_weights(scaled()),
+        lambda: jt.with_stochastic_rounding(scaled(), jax.random.key(0)),
+    ):
+        optimizer = wrap()
+        for read in (old, serialization.to_state_dict(old), jax.tree.map(np.asarray, old)):
+            state = jt.adopt_opt_state(optimizer.init(params), read)
+            assert int(optax.tree.get(state, "count")) == 3
+            grads = jax.tree.map(lambda g: 64 * g, GRADS)
+            updates, _ = optimizer.update(grads, state, params)
+            jax.tree.map(
+                lambda u, e: np.testing.assert_allclose(u, e, rtol=1e-5, atol=1e-8),
+                updates,
+                expected,
+            )
+
+
+def test_common_wrappers_are_taken_over_and_others_taken_off() -> None:
+    _, old = trained(scaled(growth_interval=2), steps=3, scale=64.0)
+    assert float(jt.get_loss_scale(old).loss_scale) == 128
+    new = jt.with_master_weights(scaled(growth_interval=2)).init(PARAMS)
+    state = jt.adopt_opt_state(new, old)
+    assert_bitwise_equal(state.inner_state, old)
+    assert_bitwise_equal(jt.get_master_weights(state), PARAMS)
+    # A scale with another rule stays, as do its wrapper's counters where there is none.
+    other = jt.adopt_opt_state(scaled(growth_interval=5).init(PARAMS), old)
+    assert float(jt.get_loss_scale(other).loss_scale) == 64
+    assert_bitwise_equal(jt.adopt_opt_state(adam().init(PARAMS), state), old.inner_state)
+
+
+def test_dtypes_and_placement_are_those_of_the_new_state() -> None:
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    old = adam().init(half)
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("data",)), P())
+    new = jax.device_put(scaled().init(half), sharding)
+    state = jt.adopt_opt_state(new, old)
+    assert_bitwise_equal(state, new)
+    assert {x.sharding for x in jax.tree.leaves(state)} == {sharding}
+
+
+def test_what_does_not_fit_is_listed() -> None:
+    _, old = trained(adam())
+    new = scaled().init({"dense": {"w": jnp.ones((2, 5))}, "c": jnp.zeros(4)})
+    with pytest.raises(ValueError, match="old is no state of the optimizer in new") as raised:
+        jt.adopt_opt_state(new, old)
+    for line in (
+        "'1/0/mu/b' is in old only",
+        "'1/0/nu/c' is in new only",
+        "'1/0/mu/dense/w' is float32[2, 4] in old and float32[2, 5] in new",
+    ):
+        assert line in str(raised.value)
+    counted = jax.tree.map(lambda x: x.astype(jnp.float32), old)
+    with pytest.raises(ValueError, match=r"'1/0/count' is float32\[\] in old and int32\[\] in new"):
+        jt.adopt_opt_state(scaled().init(PARAMS), counted)
