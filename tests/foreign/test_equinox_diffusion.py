@@ -113,12 +113,11 @@ def script(half: bool) -> Script:
     @eqx.filter_jit
     def make_step(model: Any, data: Any, key: jax.Array, opt_state: Any, update: Callable) -> Any:
         if half:
-            scale, half_loss = jt.get_loss_scale(opt_state), jt.autocast(batch_loss_fn)
-            scaled_loss = lambda *args: scale.scale(half_loss(*args))
-            loss, grads = eqx.filter_value_and_grad(scaled_loss)(model, data, 10.0, key)
-            loss = scale.unscale(loss)
+            grad_fn = jt.scaled_value_and_grad(batch_loss_fn, jt.get_policy("autocast_float16"))
+            grad_fn = functools.partial(grad_fn, jt.get_loss_scale(opt_state))
         else:
-            loss, grads = eqx.filter_value_and_grad(batch_loss_fn)(model, data, 10.0, key)
+            grad_fn = eqx.filter_value_and_grad(batch_loss_fn)
+        loss, grads = grad_fn(model, data, 10.0, key)
         params = eqx.filter(model, eqx.is_inexact_array)
         updates, opt_state = update(grads, opt_state, params)
         model = eqx.apply_updates(model, updates)

@@ -117,22 +117,18 @@ def step_of(loss_fn: Any, optimizer: Any, half: bool) -> Any:
 
     def step(model: Any, states: Any, opt_state: Any, *args: Any) -> Any:
         if half:
-            scale, half_loss = jt.get_loss_scale(opt_state), jt.autocast(loss_fn)
-
-            def scaled_loss(*args: Any) -> Any:
-                loss, states = half_loss(*args)
-                return scale.scale(loss), states
+            policy = jt.get_policy("autocast_float16")
+            grad_fn = jt.scaled_value_and_grad(loss_fn, policy, has_aux=True)
+            grad_fn = functools.partial(grad_fn, jt.get_loss_scale(opt_state))
         else:
-            scale, scaled_loss = jt.NoOpLossScale(), loss_fn
-
-        grad_fn = eqx.filter_value_and_grad(scaled_loss, has_aux=True)
+            grad_fn = eqx.filter_value_and_grad(loss_fn, has_aux=True)
         (loss, new_states), grads = grad_fn(model, states, *args)
         params = eqx.filter(model, eqx.is_array)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         model = eqx.apply_updates(model, updates)
         if half:
             new_states = jt.select_step(opt_state, new_states, states)
-        return scale.unscale(loss), model, new_states, opt_state
+        return loss, model, new_states, opt_state
 
     return step
 
