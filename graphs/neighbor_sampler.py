@@ -95,13 +95,36 @@ class NeighborSampler:
         Raises:
           ValueError: there are too many seeds, or one is out of range or no integer.
         """
+        return self.sample_several([seeds], random)[0]
+
+    def sample_several(self, parts: Sequence[Any], random: np.random.Generator) -> list[MiniBatch]:
+        """Returns the mini-batches of several lists of seeds, all of one shape, as a `stack` of them needs.
+
+        Args:
+          parts: of each the seeds, see `sample`.
+          random: see `sample`.
+
+        Raises:
+          ValueError: see `sample`.
+        """
+        parts = [self._checked_seeds(seeds) for seeds in parts]
+        several = [self.layers(seeds, random) for seeds in parts]
+        sizes = _fitting(self.sizes, several)
+        return [
+            self._padded(seeds, layers, sizes) for seeds, layers in zip(parts, several, strict=True)
+        ]
+
+    def _checked_seeds(self, seeds: Any) -> np.ndarray:
         seeds = _checked_seeds(seeds, node_counts(self.edges)[self.seed_type])
         if len(seeds) > self.batch_size:
             raise ValueError(
                 f"seeds must be at most {self.batch_size} nodes, the batch size, got {len(seeds)}"
             )
-        layers = self.layers(seeds, random)
-        sizes = _fitting(self.sizes, layers)
+        return seeds
+
+    def _padded(
+        self, seeds: np.ndarray, layers: Sequence[Layer], sizes: tuple[LayerSizes, ...]
+    ) -> MiniBatch:
         num_targets = [*(size.sources for size in sizes[1:]), {self.seed_type: self.batch_size}]
         blocks = [
             blocks_of(layer, size, counts, self.edges, fanout)
@@ -204,12 +227,12 @@ def neighbor_sampler(
 
 
 def _fitting(
-    sizes: Sequence[tuple[LayerSizes, ...]], layers: Sequence[Layer]
+    sizes: Sequence[tuple[LayerSizes, ...]], several: Sequence[Sequence[Layer]]
 ) -> tuple[LayerSizes, ...]:
-    """Returns the smallest sizes that hold all layers."""
-    needed = [sizes_needed(layer) for layer in layers]
+    """Returns the smallest sizes that hold all layers of several mini-batches."""
+    needed = [[sizes_needed(layer) for layer in layers] for layers in several]
     for step in sizes:
-        if all(size.hold(need) for size, need in zip(step, needed, strict=True)):
+        if all(size.hold(need) for each in needed for size, need in zip(step, each, strict=True)):
             return step
     raise AssertionError("the largest sizes hold every batch")
 

@@ -1,12 +1,16 @@
 """Mini-batches of graphs for the training loop: shuffled, sampled, and on the device before they are wanted."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
+from jmp_train.graphs.connections import as_count
 from jmp_train.graphs.neighbor_sampler import MiniBatch, NeighborSampler
+from jmp_train.graphs.stacking import stack as graph_stack
 from jmp_train.loading import check_order
 
 
@@ -24,6 +28,7 @@ def neighbor_batches(
     num_threads: int = 1,
     prefetch: int = 4,
     device: Any = None,
+    stack: int | None = None,
 ) -> Any:
     """Returns an iterator over sampled mini-batches of seeds; threads sample and fetch, through grain.
 
@@ -43,7 +48,11 @@ def neighbor_batches(
       process_count: how many processes share the seeds; fewer seeds than that remain unseen in an epoch.
       num_threads: how many threads sample and fetch.
       prefetch: how many batches are made ahead of time.
-      device: where batches go, a device or a sharding; None for the first one of this process.
+      device: where batches go, a device or a sharding; None for the first one of this process. Over several
+        processes, mini-batches have the sampler's largest sizes, so that all processes have the same.
+      stack: how many mini-batches of this process come as one, as `jmp_train.graphs.stack` of what `fetch` makes
+        of each: one for each of its devices and micro-batch; the last, incomplete one of an epoch is left out.
+        None for one that is in no stack.
 
     Returns:
       An iterator, with grain's `get_state` and `set_state`.
@@ -63,12 +72,21 @@ def neighbor_batches(
       8
     """
     import grain
-    from grain.experimental import device_put
+    from grain.experimental import ThreadPrefetchIterDataset, device_put
 
     seeds = np.asarray(seeds)
     check_order(seed, epochs, process_index, process_count)
     share = len(seeds) // process_count
-    least = sampler.batch_size if drop_remainder else 1
+    size = sampler.batch_size * (1 if stack is None else as_count("stack", stack))
+    if size == 0:
+        raise ValueError("stack=0 must be positive")
+    drop_remainder = (
+        drop_remainder or stack is not None
+    )  # a mini-batch without seeds has no mean loss
+    is_shared = isinstance(device, Sharding) and not device.is_fully_addressable
+    if is_shared:
+        sampler = dataclasses.replace(sampler, sizes=sampler.sizes[-1:])
+    least = size if drop_remainder else 1
     if share < least:
         raise ValueError(
             f"seeds has {len(seeds)} nodes, {share} for each of {process_count} processes, where a "
@@ -76,7 +94,13 @@ def neighbor_batches(
         )
 
     def sample(places: np.ndarray, random: np.random.Generator) -> Any:
-        return fetch(sampler.sample(seeds[places], random))
+        if stack is None:
+            return fetch(sampler.sample(seeds[places], random))
+        parts = np.split(seeds[places], stack)
+        return graph_stack([fetch(batch) for batch in sampler.sample_several(parts, random)])
+
+    def place(batch: Any) -> Any:
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(device, x), batch)
 
     places = grain.MapDataset.range(len(seeds))
     if shuffle:
@@ -84,9 +108,11 @@ def neighbor_batches(
     own = places[: share * process_count][process_index::process_count]
     own_seed = int(np.random.SeedSequence([seed, process_index]).generate_state(1)[0])
     batches = (
-        own.batch(sampler.batch_size, drop_remainder=drop_remainder, batch_fn=np.asarray)
+        own.batch(size, drop_remainder=drop_remainder, batch_fn=np.asarray)
         .random_map(sample, seed=own_seed)
         .repeat(epochs)
         .to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch))
     )
+    if is_shared:
+        return iter(ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=2))
     return iter(device_put(batches, jax.local_devices()[0] if device is None else device))

@@ -1,5 +1,6 @@
 """The loader of mini-batches: every seed once an epoch, the same on every run, apart on every process."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jt
 from jmp_train import graphs
@@ -103,6 +105,30 @@ def test_processes_draw_different_neighbours() -> None:
     assert not np.array_equal(drawn[0], drawn[1])
 
 
+def test_stacks_are_of_one_shape_and_of_each_seed_once() -> None:
+    seeds = np.arange(70)
+    sampler, _, _ = sampler_of(seeds, fanouts=(-1,), batch_size=8)
+    layers = [sampler.layers(part, np.random.default_rng(0)) for part in np.split(seeds[:64], 8)]
+    counts = [sum(len(places) for places, _, _ in layer.ends.values()) for (layer,) in layers]
+    (size,) = sampler.sizes[-1]
+    tight = dataclasses.replace(size, edges=dict.fromkeys(size.edges, sorted(counts)[4]))
+    sampler = dataclasses.replace(sampler, sizes=((tight,), (size,)))  # half of them fit
+
+    def whole(batch: graphs.MiniBatch) -> Any:
+        return {"blocks": batch.blocks, **ids(batch)}
+
+    found = list(neighbor_batches(sampler, seeds, whole, stack=4, shuffle=False))
+    assert len(found) == 2 and all(len(stacked) == 4 for stacked in found)
+    parts = [part for stacked in found for part in graphs.unstack(stacked)]
+    assert [part["seeds"].tolist() for part in parts] == np.arange(64).reshape(8, 8).tolist()
+    assert {part["blocks"][-1].num_targets for part in parts} == {8}
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("data",)), PartitionSpec("data"))
+    placed = next(neighbor_batches(sampler, seeds, whole, stack=4, shuffle=False, device=sharding))
+    assert placed.graphs["inputs"].sharding == sharding
+    with pytest.raises(ValueError, match="stack=0 must be positive"):
+        neighbor_batches(sampler, seeds, ids, stack=0)
+
+
 def test_wrong_calls_are_refused() -> None:
     seeds = np.arange(10)
     sampler, _, _ = sampler_of(seeds)
@@ -186,4 +212,4 @@ def test_models_learn_from_mini_batches_in_half(kind: str, policy_name: str) -> 
     accuracy = (logits.astype(np.float32).argmax(1) == labels)[test].mean()
     alone = (features[:, :CLASSES].argmax(1) == labels)[test].mean()
     assert accuracy > alone + 0.08  # what neighbours tell, beyond a node's own features
-    assert len(traces) == 1
+    assert len(traces) == 2  # the step, and before it a look at its products
