@@ -14,7 +14,13 @@ from jax import lax
 
 from jmp_train.policies.autocast_custom_rules import custom_jvp, custom_vjp
 from jmp_train.policies.autocast_given import CalledAnew
-from jmp_train.policies.autocast_interpreter import inlined, interpret, on_arrays, values_of
+from jmp_train.policies.autocast_interpreter import (
+    inlined,
+    interpret,
+    on_arrays,
+    on_device,
+    values_of,
+)
 from jmp_train.policies.autocast_region import (
     FLOAT32,
     HALVES,
@@ -49,7 +55,7 @@ def _constrain(values: list[Value], shardings: Any) -> list[Value]:
 def _remat(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
     params = equation.params
     if isinstance(params["policy"], CalledAnew):
-        arrays = [jnp.asarray(value.array) for value in inputs]
+        arrays = [on_device(value.array) for value in inputs]
         return values_of(jax.tree.leaves(params["policy"].run(*arrays)))
     body = on_arrays(region, params["jaxpr"], inputs)
     wrapped = jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])
@@ -204,7 +210,7 @@ def _cond(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | N
         return None
     index, *operands = inputs
     branches = [on_arrays(region, jaxpr, operands) for jaxpr in equation.params["branches"]]
-    arrays = [jnp.asarray(v.array) if eligible(v.dtype) else v.array for v in operands]
+    arrays = [on_device(value.array) for value in operands]
     values = [
         dataclasses.replace(argument(array), integers=value.integers)
         for array, value in zip(arrays, operands, strict=True)

@@ -1,5 +1,6 @@
 """In which dtype autocast runs an operation, by its rule, its operands and what reads its result."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,9 +15,11 @@ from jmp_train.policies.autocast_region import (
     DECIDED,
     FLOAT32,
     LAYOUT,
+    PLACEMENT,
     PRODUCTS,
     Region,
     Value,
+    chosen,
     eligible,
     names,
     traced_dtype,
@@ -32,14 +35,15 @@ _PROMOTE = (
     | CURVED
     | names(
         "rem max min sign abs floor ceil round is_finite tanh logistic erf erfc sqrt sin cos atan "
-        "atan2 eq ne lt le gt ge select_n clamp concatenate pad stack split dynamic_slice "
-        "dynamic_update_slice gather scatter reduce_max reduce_min argmax argmin cummax cummin "
-        "top_k reduce_window_max reduce_window_min real imag tile reduce_sum reduce_prod cumsum "
+        "atan2 eq ne lt le gt ge select_n clamp concatenate pad stack unstack split "
+        "dynamic_slice dynamic_update_slice gather scatter reduce_max reduce_min argmax argmin "
+        "cummax cummin top_k reduce_window_max reduce_window_min real imag tile reduce_sum reduce_prod cumsum "
         "cumprod cumlogsumexp reduce_window_sum"
     )
 )
-KNOWN = _PROMOTE | PRODUCTS  # whose results are nothing but functions of their operands
-_EACH = frozenset(("sort", "optimization_barrier"))  # operands of which each has its own dtype
+# Whose results are nothing but functions of their operands.
+COMPUTED = (_PROMOTE | PRODUCTS) - PLACEMENT
+_EACH = PLACEMENT | {"sort"}  # operands of which each has its own dtype
 
 
 def settle(
@@ -57,12 +61,12 @@ def settle(
     as_traced = [
         traced_dtype(atom) if touch else None for atom, touch in zip(atoms, touched, strict=True)
     ]
+    if name in _EACH and rule is None and any(touched):
+        return as_it_is, "promote", "each operand by itself"
     if not any(touched) or not all(_touchable(atom) for atom in atoms):
         return as_traced, "keep", "no operand that autocast touches"
     if name == "convert_element_type" and rule in (None, "lower"):
         return as_it_is, "promote", "explicit conversion"
-    if name in _EACH and rule is None:
-        return as_it_is, "promote", "each operand by itself"
     if rule is None and _is_square(equation):
         rule, reason = "float32", "a square"
     if rule is None:
@@ -211,8 +215,14 @@ def _wanted_by(
             if outer in found and not isinstance(inner, jex.Literal)
         )
         inside = wanted(region.within(reader, scope), body, rule, through, outs)
-        pairs = zip(reader.invars, body.invars, strict=True)
-        refused = [outer for outer, inner in pairs if inner not in inside]
-        return variables.difference(x for x in refused if not isinstance(x, jex.Literal))
+        return _except_for(variables, reader, [inner not in inside for inner in body.invars])
+    if name in PLACEMENT & through:
+        return _except_for(variables, reader, [result not in found for result in reader.outvars])
     is_through = name in through and all(result in found for result in reader.outvars)
     return variables if is_through else set()
+
+
+def _except_for(variables: set[Any], reader: Any, refused: Sequence[bool]) -> set[Any]:
+    """Returns the variables but for those that stand at a place where an equation refuses them."""
+    atoms = chosen(reader.invars, refused)
+    return variables.difference(atom for atom in atoms if not isinstance(atom, jex.Literal))

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jmp_train.policies.autocast_binding import bind, cast
-from jmp_train.policies.autocast_dtypes import KNOWN, literals_fit, settle, wanted
+from jmp_train.policies.autocast_dtypes import COMPUTED, literals_fit, settle, wanted
 from jmp_train.policies.autocast_integers import integers_in_result, operand
 from jmp_train.policies.autocast_region import (
     ADDITIONS,
@@ -29,6 +29,7 @@ from jmp_train.policies.autocast_region import (
     FLOAT32,
     HALVES,
     LAYOUT,
+    PLACEMENT,
     PRODUCTS,
     Decision,
     Region,
@@ -243,7 +244,8 @@ def _convert(equation: Any, value: Value) -> Value:
 def _params(equation: Any, dtype: Any) -> dict[str, Any]:
     """Returns the parameters of an equation whose operands have become of a dtype."""
     params = equation.params
-    preferred = params.get("preferred_element_type")
+    is_product = equation.primitive.name in PRODUCTS
+    preferred = params.get("preferred_element_type") if is_product else None
     if preferred is None or dtype is None or not eligible(np.dtype(preferred)):
         return params
     asked_for_wider = (
@@ -258,11 +260,14 @@ def _bind(
     primitive = equation.primitive
     if primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         results = as_traced(equation, *arrays)
-    elif primitive.name in KNOWN:
+    elif primitive.name in COMPUTED:
         results = bind(primitive, arrays, params)
     else:
         results = primitive.bind(*arrays, **params)
     results = results if primitive.multiple_results else [results]
+    if primitive.name in PLACEMENT:
+        pairs = zip(inputs, results, strict=True)
+        return [dataclasses.replace(value, array=array, casts={}) for value, array in pairs]
     layout = primitive.name in LAYOUT
     floats = [v for v, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
     weak = bool(inputs) and all(value.weak for value in floats or inputs)
@@ -281,7 +286,7 @@ def _bind(
 def as_traced(equation: Any, *arrays: Any) -> list[Any]:
     """Binds a call to values in their traced dtypes; its rules are Python, and want arrays of jax's."""
     primitive, params = equation.primitive, equation.params
-    return primitive.bind(*map(jnp.asarray, arrays), **primitive.get_bind_params(params))
+    return primitive.bind(*map(on_device, arrays), **primitive.get_bind_params(params))
 
 
 def inlined(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
@@ -306,9 +311,14 @@ def on_arrays(
         for value, known in zip(values, integers or (), strict=bool(integers)):
             value.integers = known
         outputs = interpret(region.body(), jaxpr, values)
-        return [jnp.asarray(v.array) if eligible(v.dtype) else v.array for v in outputs]
+        return [on_device(value.array) for value in outputs]
 
     return run
+
+
+def on_device(array: Any) -> Any:
+    """Returns an array of NumPy as one of jax's, anything else, such as a reference, as it is."""
+    return jnp.asarray(array) if isinstance(array, np.ndarray | np.generic) else array
 
 
 def values_of(arrays: Sequence[Any]) -> list[Value]:

@@ -35,7 +35,12 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-LAYOUT = names(
+# What only says where values are, what they are called, or in which order they are computed.
+PLACEMENT = names(
+    "name sharding_constraint reshard layout_constraint relayout with_memory_space_constraint "
+    "device_put optimization_barrier"
+)
+LAYOUT = PLACEMENT | names(
     "reshape transpose broadcast_in_dim squeeze expand_dims rev slice copy copy_p stop_gradient "
     "pvary pcast"
 )

@@ -113,4 +113,4 @@ def test_the_cost_does_not_double_with_each_level(wrap: Wrap) -> None:
         return calls_to_trace(loss if wrap is in_fori else jax.grad(loss), SIDE, SIDE)
 
     two, four, six = cost(2), cost(4), cost(6)
-    assert six - four <= 2 * (four - two)
+    assert six - four <= 3 * (four - two)  # at least 4 if it did

@@ -1,0 +1,395 @@
+"""What autocast does with every primitive of jax, which of them are only layout, and that none is wrong."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback, pallas
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jmp_train.policies.autocast import autocast
+from jmp_train.policies.autocast_control import ENTERED
+from jmp_train.policies.autocast_dtypes import COMPUTED
+from jmp_train.policies.autocast_region import LAYOUT, PLACEMENT
+from jmp_train.policies.autocast_rules import TORCH_CUDA
+
+Array = Any
+
+# The primitives of jax 0.10 to 0.12. A primitive that a later jax brings has to be sorted into one of these.
+HOW: dict[str, str] = {
+    "in half": "dot_general conv_general_dilated ragged_dot_general",
+    "in float32": """
+        acos acosh asin asinh atanh cbrt cosh erf_inv exp exp2 expm1 integer_pow log log1p log2 pow rsqrt sinh
+        square tan bessel_i0e bessel_i1e digamma igamma igammac lgamma polygamma regularized_incomplete_beta
+        cholesky eig eigh fft geqrf hessenberg householder_product lu lu_pivots_to_permutation qr schur svd
+        triangular_solve tridiagonal tridiagonal_solve cumlogsumexp cumprod cumsum reduce reduce_prod reduce_sum
+        reduce_window reduce_window_sum scatter-add scatter-mul select_and_scatter_add""",
+    "each operand as it is": """
+        device_put layout_constraint name optimization_barrier relayout reshard sharding_constraint sort
+        with_memory_space_constraint""",
+    "moved": "broadcast_in_dim copy pvary reshape rev slice squeeze stop_gradient transpose",
+    "in the widest type of its operands": """
+        abs add add_any argmax argmin atan atan2 ceil clamp concatenate cos cummax cummin div dynamic_slice
+        dynamic_update_slice eq erf erfc floor gather ge gt imag is_finite le logistic lt max min mul ne neg pad
+        real reduce_max reduce_min reduce_window_max reduce_window_min rem round scatter select_n sign sin split
+        sqrt stack sub tanh tile top_k unstack""",
+    "converted": "convert_element_type",
+    "entered": """
+        closed_call cond custom_jvp_call custom_vjp_call jit remat2 scan shard_map while""",
+    # Random bits, whole numbers and bits have no dtype that autocast would change.
+    "without floats": """
+        and axis_index clz create_token after_all dimension_size dim_as_value eq_to from_edtype to_edtype le_to lt_to
+        iota iota_2x32_shape mulhi multiple_of not num_programs or philox2x32 philox4x32 platform_index
+        population_count program_id random_bits random_clone random_fold_in random_seed random_split random_unwrap
+        random_wrap reduce_and reduce_or reduce_xor rng_bit_generator shift_left shift_right_arithmetic
+        shift_right_logical threefry2x32 threefry4x32 unreachable xor zeros_like empty empty2 empty_ref""",
+    # In the dtypes that the plain function has: float32 operands and results.
+    "as traced: arithmetic": """
+        approx_top_k bitcast_convert_type cholesky_update complex conj geqp3 igamma_grad_a nextafter one_minus_square
+        ormqr polynomial random_gamma reciprocal reduce_precision rng_uniform scaled_dot scaled_matmul
+        scaled_matmul_wrapper scatter-max scatter-min scatter-sub select_and_gather_add select_and_scatter
+        symmetric_product zeta broadcast_to""",
+    "as traced: over devices, whose sums are not for half": """
+        all_gather all_gather_done all_gather_invariant all_gather_reduced all_gather_reduced_start all_gather_start
+        all_to_all all_to_all_done all_to_all_start pbroadcast pbroadcast_done pbroadcast_dynamic pbroadcast_start
+        pmax pmin ppermute ppermute_done ppermute_start precv preduced psend psum psum_done psum_invariant
+        psum_invariant_start psum_start ragged_all_to_all reduce_scatter reduce_scatter_done reduce_scatter_start
+        reduced_vary_cast reduced_vary_cast_p unreduced_pmax unreduced_pmin unreduced_psum unreduced_psum_start
+        unreduced_reduce_scatter unreduced_reduce_scatter_start vary_unreduced_cast vary_unreduced_cast_p
+        global_array_to_host_local_array host_local_array_to_global_array""",
+    "as traced: programs with rules of their own": """
+        call call_exported call_hi_primitive call_hi_primitive_linearized composite core_map create_linear custom_jvp_call_jaxpr
+        custom_lin custom_linear_solve custom_partitioning custom_vmap_call cudnn_fusion eval_jaxpr ffi_call
+        jaxpr_call linear_call mpmd_map pallas_call remat_opt run_scoped run_state stage xla_metadata_call
+        xla_metadata_value dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
+        dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
+        dot_product_attention_fwd dot_product_attention_fwd_wrapper""",
+    "as traced: references, boxes and logs": """
+        accum_grad_in_ref addupdate box_get box_set free_ref freeze get get_global log_extend log_read masked_load
+        masked_swap new_box new_log new_ref pin semaphore_read semaphore_signal semaphore_wait swap tie unpin
+        dce_sink""",
+    "as traced: callbacks and checks": """
+        check debug_callback debug_print delay inspect_sharding io_callback pure_callback shape_assertion""",
+    "as traced: sparse matrices": """
+        bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_spdot_general
+        bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense
+        coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec
+        csr_spmm csr_spmv csr_todense spsolve todense""",
+}  # fmt: skip
+ALL_PRIMITIVES = """
+import gc, jax, jax.numpy, jax.scipy, jax.experimental.pallas, jax.experimental.sparse, jax.extend.core
+import jax.experimental.multihost_utils
+print(*{x.name for x in gc.get_objects() if isinstance(x, jax.extend.core.Primitive)})
+"""
+
+
+def how(name: str) -> str:
+    """Returns what the tables say about a primitive."""
+    tables = {
+        "entered": set(ENTERED),
+        "converted": {"convert_element_type"},
+        **{
+            words: {name for name, rule in TORCH_CUDA.primitives if rule == word}
+            for words, word in (("in half", "lower"), ("in float32", "float32"))
+        },
+        "each operand as it is": PLACEMENT | {"sort"},
+        "moved": LAYOUT,
+        "in the widest type of its operands": COMPUTED,
+    }
+    return next((words for words, table in tables.items() if name in table), "as traced")
+
+
+def test_each_primitive_is_treated_as_the_list_says() -> None:
+    for words, listed in HOW.items():
+        expected = "as traced" if words.startswith(("as traced", "without")) else words
+        assert {name: how(name) for name in listed.split()} == dict.fromkeys(
+            listed.split(), expected
+        )
+
+
+@pytest.mark.timeout(120)
+def test_every_primitive_of_jax_is_on_the_list() -> None:
+    command = [sys.executable, "-c", ALL_PRIMITIVES]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    listed = [name for names in HOW.values() for name in names.split()]
+    assert len(listed) == len(set(listed))
+    unlisted = sorted(set(run.stdout.split()) - set(listed))
+    assert not unlisted, (
+        f"say what autocast does with {', '.join(unlisted)} of jax {jax.__version__}"
+    )
+
+
+# Layout
+
+
+def on_two_devices(kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((2,), ("data",), (kind,), devices=jax.devices()[:2])
+
+
+AUTO, EXPLICIT = on_two_devices(AxisType.Auto), on_two_devices(AxisType.Explicit)
+ROWS = NamedSharding(AUTO, P("data"))
+
+
+def barrier(x: Array) -> Array:
+    return lax.optimization_barrier(x)
+
+
+def in_memory_space(x: Array) -> Array:
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+PLACED: dict[str, Callable[[Array], Array]] = {
+    "with_sharding_constraint": lambda x: lax.with_sharding_constraint(x, ROWS),
+    "checkpoint_name": lambda x: checkpoint_name(x, "hidden"),
+    "device_put": lambda x: jax.device_put(x, ROWS),
+    "memory space": in_memory_space,
+    "optimization_barrier": barrier,
+}
+
+
+def saved(fn: Callable[..., Array], *args: Array) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Returns how many arrays of each dtype and shape are saved for the gradient."""
+
+    def pullback(*args: Array) -> Any:
+        return jax.vjp(fn, *args)[1]
+
+    found: dict[tuple[str, tuple[int, ...]], int] = {}
+    for leaf in jax.tree.leaves(jax.eval_shape(pullback, *args)):
+        key = (leaf.dtype.name, leaf.shape)
+        found[key] = found.get(key, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_layout_costs_no_memory(name: str) -> None:
+    def loss(place: Callable[[Array], Array]) -> Callable[..., Array]:
+        def fn(w: Array, x: Array) -> Array:
+            for _ in range(3):
+                x = place(jax.nn.gelu(place(x @ place(w) + 1.0)))
+            return jnp.sum(place(x).astype(jnp.float32))
+
+        return autocast(fn)
+
+    args = jnp.ones((8, 8)), jnp.ones((16, 8))
+    kept = saved(loss(PLACED[name]), *args)
+    assert kept == saved(loss(lambda x: x), *args)
+    assert kept["float16", (16, 8)] >= 6
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_policy_saves_the_half_value_by_its_name(half: str) -> None:
+    def layer(x: Array, w: Array) -> Array:
+        return jnp.tanh(checkpoint_name(jnp.tanh(x @ w), "hidden") @ w)
+
+    by_name = jax.checkpoint_policies.save_only_these_names("hidden")
+    remat = jax.checkpoint(layer, policy=by_name)
+    x, w = jnp.ones((16, 8)), jnp.ones((8, 8))
+    assert saved(autocast(remat, half), x, w)[half, (16, 8)] == 1
+    assert (half, (16, 8)) not in saved(autocast(jax.checkpoint(layer), half), x, w)
+
+
+def test_operands_of_all_kinds_are_placed_together() -> None:
+    def fn(x: Array) -> Any:
+        tree = {
+            "half": x @ x,
+            "wide": x,
+            "int": jnp.arange(2),
+            "key": jax.random.key(0),
+            "z": lax.complex(x, x),
+        }
+        return lax.optimization_barrier(jax.device_put(tree, jax.devices()[0]))
+
+    dtypes = {name: x.dtype.name for name, x in autocast(fn)(jnp.ones((2, 2))).items()}
+    assert dtypes == {"half": "float16", "wide": "float32", "int": "int32", "key": "key<fry>", "z": "complex64"}  # fmt: skip
+
+
+# Primitives that are not entered get what they were traced for; each is here after a product in half.
+
+
+def product(x: Array) -> Array:
+    return x @ x / 8
+
+
+def with_references(x: Array) -> Array:
+    ref = jax.new_ref(product(x))
+
+    @jax.jit
+    def add(ref: Any, y: Array) -> None:
+        ref[...] = ref[...] + y
+
+    def turn(carry: Array, _: None) -> tuple[Array, None]:
+        ref[0] = ref[0] + carry[1]
+        return jnp.tanh(carry @ x), None
+
+    add(ref, product(x))
+    carry, _ = lax.scan(turn, product(x), None, length=2)
+    lax.cond(carry[0, 0] > -2, lambda: add(ref, carry), lambda: None)
+    return jax.freeze(ref)
+
+
+def with_pallas(x: Array) -> Array:
+    def kernel(a: Any, out: Any) -> None:
+        out[...] = a[...] * 2
+
+    call = pallas.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)
+    return call(product(x))
+
+
+def with_callbacks(x: Array) -> Array:
+    def host(a: Array) -> np.ndarray:
+        assert a.dtype == np.float32
+        return np.asarray(a) * 2
+
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    jax.debug.callback(lambda a: None, product(x))
+    ordered = io_callback(host, out, product(x), ordered=True)
+    return jax.pure_callback(host, out, product(x)) + ordered
+
+
+def with_solvers(x: Array) -> Array:
+    y = product(x)
+    solution = lax.custom_linear_solve(lambda v: 2.0 * v, y, lambda _, b: b / 2, lambda _, b: b / 2)
+
+    def improve(f: Callable[[Array], Array], guess: Array) -> Array:
+        return lax.fori_loop(0, 3, lambda _, v: v - f(v), guess)
+
+    def tangent(g: Callable[[Array], Array], y: Array) -> Array:
+        return y / g(jnp.ones_like(y))
+
+    return solution + lax.custom_root(lambda v: v - jnp.cos(y) * 0.1, y, improve, tangent)
+
+
+def with_collectives(x: Array) -> Array:
+    def local(rows: Array) -> Array:
+        y = product(rows.T @ rows)
+        moved = lax.ppermute(y, "data", [(0, 1), (1, 0)]) + lax.all_to_all(
+            y, "data", 0, 0, tiled=True
+        )
+        shares = jnp.tile(lax.psum_scatter(y, "data", tiled=True), (2, 1))
+        return lax.psum(y, "data") + lax.all_gather(y, "data").sum(0) + moved + shares
+
+    return jax.shard_map(local, mesh=AUTO, in_specs=P("data"), out_specs=P("data"))(x)
+
+
+def with_axes_of_vmap(x: Array) -> Array:
+    def row(r: Array) -> Array:
+        return (
+            lax.psum(jnp.tanh(r @ x), "rows")
+            + lax.pmean(r, "rows")
+            - lax.pmax(lax.stop_gradient(r), "rows")
+        )
+
+    return jax.vmap(row, axis_name="rows")(x)
+
+
+def with_batching_rule(x: Array) -> Array:
+    @jax.custom_batching.custom_vmap
+    def f(y: Array) -> Array:
+        return jnp.sin(y)
+
+    f.def_vmap(lambda size, batched, y: (jnp.sin(y), True))
+    return jax.vmap(f)(product(x))
+
+
+def with_sorting(x: Array) -> Array:
+    y = product(x)
+    a, b = lax.sort((y, x), num_keys=1)
+    best = lax.top_k(y, 2)[0] + lax.approx_max_k(y, 2)[0]
+    return a + b + jnp.pad(best, ((0, 0), (0, 6))) + lax.cummax(y) + lax.cumlogsumexp(y)
+
+
+def with_pieces(x: Array) -> Array:
+    a, b = jnp.split(product(x), 2)
+    rows = sum(jnp.unstack(product(x)))
+    shifted = lax.dynamic_update_slice(product(x), lax.dynamic_slice(x, (1, 1), (2, 2)), (0, 0))
+    top = product(x).at[jnp.array([0, 1])].max(x[:2]).at[0].min(0.5).at[1].multiply(2.0)
+    return jnp.concatenate([a * b, b]) + rows + shifted + top.at[2].set(1.0)
+
+
+def with_other_floats(x: Array) -> Array:
+    y = product(x)
+    real = jnp.real(jnp.fft.ifft(jnp.fft.fft(y) * (1 + 0.5j))) + jnp.abs(lax.complex(y, x))
+    bits = lax.bitcast_convert_type(lax.bitcast_convert_type(y, jnp.int32), jnp.float32)
+    return real + bits + lax.reduce_precision(y, 8, 7)
+
+
+def with_derivatives(x: Array) -> Array:
+    value, tangent = jax.jvp(lambda y: jnp.tanh(product(y)), (x,), (x,))
+    linear = jax.linearize(lambda y: jnp.sin(product(y)), x)[1](x)
+    hessian = jax.jacfwd(jax.grad(lambda v: jnp.sum(jnp.tanh(v @ x) @ x)))(x[0])
+    return value + tangent + linear + hessian / 8
+
+
+def with_exported(x: Array) -> Array:
+    exported = jax.export.export(jax.jit(lambda y: jnp.sin(y) * 2))
+    return exported(jax.ShapeDtypeStruct(x.shape, x.dtype)).call(product(x))
+
+
+def with_special_functions(x: Array) -> Array:
+    y = jnp.abs(product(x)) + 1
+    special = jax.scipy.special
+    return special.gammaln(y) + special.zeta(y + 1, y) + special.gammainc(y, y) + special.i0e(y)
+
+
+HELD: dict[str, Callable[[Array], Array]] = {
+    "references": with_references,
+    "pallas": with_pallas,
+    "callbacks": with_callbacks,
+    "solvers": with_solvers,
+    "collectives": with_collectives,
+    "axes of vmap": with_axes_of_vmap,
+    "batching rule": with_batching_rule,
+    "sorting": with_sorting,
+    "pieces": with_pieces,
+    "other floats": with_other_floats,
+    "derivatives": with_derivatives,
+    "exported": with_exported,
+    "special functions": with_special_functions,
+    "composite": lambda x: lax.composite(lambda y: jnp.sin(y) * y, "my.op")(product(x)),
+    "ragged": lambda x: lax.ragged_dot(x, jnp.stack([x, x]), jnp.array([3, 5])),
+    "platforms": lambda x: lax.platform_dependent(product(x), cpu=jnp.sin, default=jnp.cos),
+}  # fmt: skip
+NO_GRADIENT = ("pallas", "callbacks", "composite")
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_nothing_is_wrong_behind_a_product_in_half(name: str) -> None:
+    fn = HELD[name]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
+
+    def total(fn: Callable[[Array], Array]) -> Callable[[Array], Any]:
+        def run(x: Array) -> tuple[Array, Array]:
+            y = fn(x).astype(jnp.float32)
+            return jnp.sum(y), y
+
+        return run if name in NO_GRADIENT else jax.grad(run, has_aux=True)
+
+    wanted, found = jax.jit(lambda x: (total(fn)(x), total(autocast(fn))(x)))(x)
+    for plain, ours in zip(wanted, found, strict=True):
+        size = float(jnp.max(jnp.abs(plain)))
+        np.testing.assert_allclose(ours, plain, rtol=0, atol=8e-3 * size)
+
+
+def test_explicit_shardings() -> None:
+    def fn(x: Array) -> Array:
+        rows, whole = (
+            jax.sharding.reshard(x, P("data", None)),
+            jax.sharding.reshard(x, P(None, None)),
+        )
+        y = jnp.einsum("ij,jk->ik", rows, whole, out_sharding=P("data", None))
+        z = jnp.einsum("ij,ik->jk", y, y, out_sharding=P(None, None))
+        return jnp.tanh(z / 8)
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)) / 4, jnp.float32)
+    with jax.set_mesh(EXPLICIT):
+        result = jax.jit(autocast(fn))(x)
+        np.testing.assert_allclose(result, jax.jit(fn)(x), atol=4e-3)
+    assert result.dtype == jnp.float16
