@@ -1,5 +1,6 @@
 """What is asked of meshes and of where arrays lie on them."""
 
+import contextlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    Sharding,
+    get_abstract_mesh,
+    use_abstract_mesh,
+)
 
 
 def automatic(mesh: Mesh) -> Mesh:
@@ -44,8 +52,12 @@ def is_traced(tree: Any) -> bool:
 
 
 def on_same_devices(sharding: Sharding, wanted: NamedSharding) -> bool:
-    """Says whether a sharding is over a mesh of the same devices, however it cuts."""
-    return isinstance(sharding, NamedSharding) and sharding.device_set == wanted.device_set
+    """Says whether a sharding is over a mesh of the same devices, however it cuts; explicit axes do not count."""
+    return (
+        isinstance(sharding, NamedSharding)
+        and sharding.device_set == wanted.device_set
+        and AxisType.Explicit not in sharding.mesh.axis_types
+    )
 
 
 def placed(
@@ -78,3 +90,44 @@ def placed(
     for i, x in zip(away, moved, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
+
+
+def without_axis(axis: str, entry: Any) -> Any:
+    """Returns an entry of a `PartitionSpec`, or of names like it, without one mesh axis."""
+    if isinstance(entry, tuple):
+        return tuple(name for name in entry if name != axis) or None
+    return None if entry == axis else entry
+
+
+def over(mesh: Mesh) -> Any:
+    """Returns a context in which jax shards over a mesh by itself, whichever `jax.set_mesh` has set.
+
+    It changes nothing where no mesh is set, nor within a `shard_map`.
+    """
+    context, wanted = get_abstract_mesh(), automatic(mesh).abstract_mesh
+    if context.empty or context.manual_axes or context == wanted:
+        return contextlib.nullcontext()
+    return use_abstract_mesh(wanted)
+
+
+def on_automatic_axes(tree: Any, mesh: Mesh) -> Any:
+    """Returns traced arrays whose types name explicit axes as ones whose sharding is jax's; nothing is moved.
+
+    Args:
+      tree: any pytree.
+      mesh: the mesh; the arrays lie on its devices.
+    """
+    mesh = automatic(mesh)
+
+    def on_automatic(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        sharding = jax.typeof(x).sharding
+        if AxisType.Explicit not in sharding.mesh.axis_types:
+            return x
+        same = jax.shard_map(
+            lambda x: x, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
+        )
+        return same(x)
+
+    return jax.tree.map(on_automatic, tree)

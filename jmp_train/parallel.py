@@ -18,16 +18,20 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.batch_parts import check_divides, in_parts
+from jmp_train.flax_metadata import with_inert_boxes
 from jmp_train.mesh_axes import (
     automatic,
     axis_size,
     dimension_over,
     is_traced,
+    on_automatic_axes,
     on_same_devices,
+    over,
     placed,
+    without_axis,
 )
 from jmp_train.narrow_uses import narrow_uses
-from jmp_train.placement import gradient_dimensions
+from jmp_train.placement import full_shardings, gradient_dimensions
 from jmp_train.policies.collectives import mean_over_axes, scatter_gradients
 from jmp_train.policies.finite import is_inexact
 from jmp_train.policies.per_loss_scale import PerLossScale
@@ -80,22 +84,27 @@ def data_parallel(
     parallel = _checked_step(step).with_axes(axis)
     count = axis_size(mesh, axis)
     everywhere, apart = (NamedSharding(automatic(mesh), spec) for spec in (P(), P(axis)))
-    # The step names its reductions, and so does not need jax to find out what varies.
-    mapped = jax.shard_map(
-        parallel,
-        mesh=automatic(mesh),
-        in_specs=(P(), P(axis)),
-        out_specs=P(),
-        axis_names={axis},
-        check_vma=False,
-    )
-    run = jax.jit(mapped, inline=True, donate_argnums=donate_argnums)
+
+    def on_traced(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        # The step names its reductions, and so does not need jax to find out what varies.
+        mapped = jax.shard_map(
+            with_inert_boxes(parallel, state.params, axis),
+            mesh=automatic(mesh),
+            in_specs=(P(), P(axis)),
+            out_specs=P(),
+            axis_names={axis},
+            check_vma=False,
+        )
+        return mapped(state, batch)
+
+    run = jax.jit(on_traced, inline=True, donate_argnums=donate_argnums)
 
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
         if not is_traced((state, batch)):
             state, batch = placed((state, batch), (everywhere, apart), on_same_devices)
-        return run(state, batch)
+        with over(mesh):
+            return run(state, batch)
 
     return on_all
 
@@ -149,7 +158,8 @@ def pmap_step(
         parts = in_parts(batch, mesh.size)
         if not is_traced((state, parts)):
             state, parts = placed((state, parts), (everywhere, apart))
-        return run(state, parts)
+        with over(mesh):
+            return run(state, parts)
 
     return on_all
 
@@ -159,7 +169,7 @@ def sharded_step(
     mesh: Mesh,
     axis: str = "data",
     *,
-    shardings: TrainState | None = None,
+    shardings: Any = None,
     donate_argnums: int | Sequence[int] = (),
 ) -> Step:
     """Returns a step by plain `jit`, with arrays that are sharded over a mesh; it is compiled already.
@@ -173,7 +183,8 @@ def sharded_step(
       step: see `data_parallel`.
       mesh: see `data_parallel`.
       axis: see `data_parallel`.
-      shardings: where the state's arrays lie, as `state_shardings`, `zero1_shardings` or `fsdp_shardings` says; the
+      shardings: where the state's arrays lie, as `state_shardings`, `zero1_shardings` or `fsdp_shardings` says, or
+        any tree or prefix tree of shardings or `PartitionSpec`s, such as flax's `nn.get_sharding(state, mesh)`; the
         next state's lie there too. None for whole ones. Parameters that are cut over `axis` are gathered in the
         dtype that all of their uses cast them to; gradients are added up in the policy's `reduce_dtype`, and where the
         parameter or its optimizer state is cut over `axis`, each device gets its part of the sum alone.
@@ -184,7 +195,8 @@ def sharded_step(
 
     Raises:
       TypeError: see `data_parallel`.
-      ValueError: see `data_parallel`; when called, `shardings` are those of another state.
+      ValueError: see `data_parallel`; when called, `shardings` are those of another state
+        or do not fit its arrays.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -201,12 +213,18 @@ def sharded_step(
     parallel = _checked_step(step).with_axes(axis)
     count = axis_size(mesh, axis)
     everywhere, apart = (NamedSharding(automatic(mesh), spec) for spec in (P(), P(axis)))
+    given = shardings
 
     def on_traced(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        shardings = None if given is None else full_shardings(state, given, mesh)
         check_param_dtypes(state.params, step.policy)
+        state, batch = on_automatic_axes((state, batch), mesh)
         next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         run = _sharded_gradients(
-            parallel, automatic(mesh), axis, _grad_cuts(state, shardings, axis)
+            with_inert_boxes(parallel, state.params, axis),
+            automatic(mesh),
+            axis,
+            _grad_cuts(state, shardings, axis),
         )
         if shardings is not None:
             run = _with_whole_params(run, shardings.params, axis)
@@ -226,24 +244,16 @@ def sharded_step(
 
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
-        _check_same_structure(state, shardings)
         if not is_traced((state, batch)):
             batch = placed(batch, apart, on_same_devices)
-            if shardings is None:
+            if given is None:
                 state = placed(state, everywhere, on_same_devices)
             else:
-                state = placed(state, shardings)
-        return run(state, batch)
+                state = placed(state, full_shardings(state, given, mesh))
+        with over(mesh):
+            return run(state, batch)
 
     return on_all
-
-
-def _check_same_structure(state: TrainState, shardings: TrainState | None) -> None:
-    came, wanted = jax.tree.structure(shardings), jax.tree.structure(state)
-    if shardings is not None and came != wanted:
-        raise ValueError(
-            f"shardings must have a sharding for each array of the state:\n  {wanted}\ngot:\n  {came}"
-        )
 
 
 def _grad_cuts(state: TrainState, shardings: TrainState | None, axis: str) -> Any:
@@ -292,7 +302,7 @@ def _with_whole_params(run: Any, shardings: Any, axis: str) -> Any:
         return run
 
     def gather(x: Any, dtype: Any, sharding: NamedSharding) -> Any:
-        entries = (_without(axis, entry) for entry in sharding.spec)
+        entries = (without_axis(axis, entry) for entry in sharding.spec)
         whole = NamedSharding(sharding.mesh, P(*entries))
         # Where it lies, or it would be gathered before it is cast.
         narrow = lax.with_sharding_constraint(x.astype(dtype), sharding)
@@ -314,12 +324,6 @@ def _with_whole_params(run: Any, shardings: Any, axis: str) -> Any:
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return with_whole
-
-
-def _without(axis: str, entry: Any) -> Any:
-    if isinstance(entry, tuple):
-        return tuple(name for name in entry if name != axis) or None
-    return None if entry == axis else entry
 
 
 def _checked_step(step: Any) -> TrainStep:

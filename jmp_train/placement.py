@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
+from jmp_train.flax_metadata import specs_of_metadata
 from jmp_train.mesh_axes import automatic, axis_size, dimension_over
 from jmp_train.policies.paths import check_rules, named_leaves, path_name
 from jmp_train.train_state import TrainState
@@ -52,7 +53,7 @@ def specs_by_path(params: Any, rules: Mapping[str, PartitionSpec]) -> Any:
     def spec_of(path: KeyPath, x: Any) -> PartitionSpec:
         name = path_name(path)
         spec = next((spec for regex, spec in rules.items() if re.search(regex, name)), P())
-        _check_rank(name, x, spec)
+        _check_rank(f"params {name!r}", x, spec)
         return spec
 
     return jax.tree_util.tree_map_with_path(spec_of, params)
@@ -64,8 +65,9 @@ def state_shardings(state: TrainState, mesh: Mesh, *, params: Any = None) -> Tra
     Args:
       state: a train state, or the shapes of one, as `jax.eval_shape` makes them.
       mesh: the devices.
-      params: tree like `state.params` of `PartitionSpec`s, such as `specs_by_path` makes; None for parameters that
-        lie whole on every device.
+      params: tree or prefix tree like `state.params` of `PartitionSpec`s, such as `specs_by_path` or flax's
+        `nn.get_partition_spec` makes; None for what the parameters' own metadata say (`nn.with_partitioning`,
+        `nnx.with_partitioning`), and those without lie whole on every device.
 
     Returns:
       A tree like `state` of `NamedSharding`s, for `jax.device_put(state, shardings)` and
@@ -174,6 +176,28 @@ def fsdp_shardings(
     return _placed(state, mesh, params, cut_optimizer=cut, cut_params=cut)
 
 
+def full_shardings(state: TrainState, shardings: Any, mesh: Mesh) -> TrainState:
+    """Returns a sharding for each array of a state.
+
+    Args:
+      state: a train state, or the shapes of one.
+      shardings: a tree or a prefix tree of `NamedSharding`s or `PartitionSpec`s.
+      mesh: the devices.
+
+    Raises:
+      ValueError: a part of the tree is another state's, or a sharding does not fit its array; the message names it.
+    """
+    specs = _broadcast(
+        shardings, state, "shardings must have a sharding for each array of the state"
+    )
+
+    def named(path: KeyPath, spec: Any, x: Any) -> NamedSharding:
+        spec = _checked_spec(f"shardings {path_name(path)!r}", x, spec, mesh)
+        return NamedSharding(automatic(mesh), spec)
+
+    return jax.tree_util.tree_map_with_path(named, specs, state, is_leaf=_is_spec)
+
+
 def gradient_dimensions(state: TrainState, shardings: TrainState, axis: str) -> Any:
     """Returns along which dimension the gradient of each parameter is best cut over an axis; -1 for none.
 
@@ -265,31 +289,48 @@ def _owners(state: TrainState) -> dict[KeyPath, KeyPath]:
 
 def _checked_specs(params: Any, specs: Any, mesh: Mesh) -> Any:
     if specs is None:
-        return jax.tree.map(lambda x: P(), params)
-    wanted, came = jax.tree.structure(params), jax.tree.structure(specs, is_leaf=_is_spec)
-    if wanted != came:
-        raise ValueError(
-            f"params must have a PartitionSpec for each parameter of the state:\n  {wanted}\ngot:\n  {came}"
-        )
-    leaves = jax.tree.leaves(specs, is_leaf=_is_spec)
-    for (path, x), spec in zip(named_leaves(params), leaves, strict=True):
-        if not _is_spec(spec):
-            raise ValueError(f"params {path!r} must be a PartitionSpec, got {spec!r}")
-        _check_rank(path, x, spec)
-        for size, entry in zip(x.shape, spec, strict=False):
-            axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-            count = math.prod(axis_size(mesh, axis) for axis in axes)
-            if size % count:
-                raise ValueError(
-                    f"params {path!r} of shape {x.shape} cannot be cut by {spec}: "
-                    f"{size} is no multiple of {count} devices"
-                )
-    return specs
+        specs = specs_of_metadata(params)
+    specs = _broadcast(
+        specs, params, "params must have a PartitionSpec for each parameter of the state"
+    )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, spec, x: _checked_spec(f"params {path_name(path)!r}", x, spec, mesh),
+        specs,
+        params,
+        is_leaf=_is_spec,
+    )
 
 
-def _check_rank(path: str, x: Any, spec: PartitionSpec) -> None:
+def _broadcast(prefix: Any, tree: Any, message: str) -> Any:
+    """Returns a tree like another of what a prefix tree has for its parts."""
+    try:
+        return jax.tree.broadcast(prefix, tree, is_leaf=_is_spec)
+    except ValueError as error:
+        came, wanted = jax.tree.structure(prefix, is_leaf=_is_spec), jax.tree.structure(tree)
+        raise ValueError(f"{message}:\n  {wanted}\ngot:\n  {came}") from error
+
+
+def _checked_spec(what: str, x: Any, spec: Any, mesh: Mesh) -> PartitionSpec:
+    """Returns a spec, or that of a sharding, if it fits an array; else raises ValueError."""
+    if isinstance(spec, NamedSharding):
+        spec = spec.spec
+    if not _is_spec(spec):
+        raise ValueError(f"{what} must be a PartitionSpec, got {spec!r}")
+    _check_rank(what, x, spec)
+    for size, entry in zip(x.shape, spec, strict=False):
+        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        count = math.prod(axis_size(mesh, axis) for axis in axes)
+        if size % count:
+            raise ValueError(
+                f"{what} of shape {x.shape} cannot be cut by {spec}: "
+                f"{size} is no multiple of {count} devices"
+            )
+    return spec
+
+
+def _check_rank(what: str, x: Any, spec: PartitionSpec) -> None:
     if len(spec) > len(x.shape):
-        raise ValueError(f"params {path!r} of shape {x.shape} has fewer dimensions than {spec}")
+        raise ValueError(f"{what} of shape {x.shape} has fewer dimensions than {spec}")
 
 
 def _is_spec(x: Any) -> bool:

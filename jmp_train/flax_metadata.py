@@ -1,0 +1,75 @@
+"""What flax's modules say about where their parameters lie: linen's boxes and nnx's variables with partitioning."""
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+from flax.core.meta import AxisMetadata, Partitioned
+from jax.sharding import PartitionSpec, get_abstract_mesh, use_abstract_mesh
+
+from jmp_train.mesh_axes import without_axis
+from jmp_train.train_step import TrainStep
+
+
+def is_box(x: Any) -> bool:
+    """Says whether `x` is a linen module's array with metadata, as `nn.with_partitioning` makes them."""
+    return isinstance(x, AxisMetadata)
+
+
+def specs_of_metadata(params: Any) -> Any:
+    """Returns a `PartitionSpec` for each parameter, those of its metadata; a prefix of the parameters' tree.
+
+    Logical names are translated by flax's rules, those of the box or of `nn.logical_axis_rules`.
+
+    Args:
+      params: pytree of arrays, or of their shapes.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")  # who has variables has loaded it
+
+    def spec_of(x: Any) -> Any:
+        if isinstance(x, AxisMetadata):
+            spec, rules = x.get_partition_spec(), getattr(x, "rules", None)
+            is_logical = hasattr(x, "rules")
+            return _of_logical(spec, rules) if is_logical else spec
+        if nnx is not None and isinstance(x, nnx.Variable):
+            return nnx.get_partition_spec(x)
+        return PartitionSpec()
+
+    def is_end(x: Any) -> bool:
+        return is_box(x) or (nnx is not None and isinstance(x, nnx.Variable))
+
+    return jax.tree.map(spec_of, params, is_leaf=is_end)
+
+
+def _of_logical(names: Any, rules: Any) -> PartitionSpec:
+    from flax.linen import logical_to_mesh_axes
+
+    spec = logical_to_mesh_axes(names, rules)
+    return PartitionSpec() if spec is None else spec
+
+
+def with_inert_boxes(step: TrainStep, params: Any, axis: str) -> TrainStep:
+    """Returns a step whose boxed parameters may be unboxed within a `shard_map` over an axis.
+
+    There jax has a mesh in mind, and flax constrains what it unboxes: by names that are none of this mesh's axes, by
+    the one that is manual or, in DenseGeneral's initializers, by those of other dimensions. Under plain jit there is
+    no mesh and the names do nothing. So it is here, too; where the caller has set a mesh, it is the manual axis alone
+    that is taken out.
+    """
+    if not any(is_box(x) for x in jax.tree.leaves(params, is_leaf=is_box)):
+        return step
+    outside = get_abstract_mesh()
+
+    def with_whole(x: Any) -> Any:
+        if not isinstance(x, Partitioned):
+            return x
+        return dataclasses.replace(x, names=tuple(without_axis(axis, name) for name in x.names))
+
+    def loss_fn(params: Any, *rest: Any) -> Any:
+        if not outside.empty:
+            return step.loss_fn(jax.tree.map(with_whole, params, is_leaf=is_box), *rest)
+        with use_abstract_mesh(outside):
+            return step.loss_fn(params, *rest)
+
+    return dataclasses.replace(step, loss_fn=loss_fn)
