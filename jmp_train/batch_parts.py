@@ -1,6 +1,9 @@
 """Batches cut into equal parts along their first axis: micro-batches, or what each device gets."""
 
+import contextlib
 import sys
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,11 +28,75 @@ def check_divides(batch: Any, count: int, what: str) -> None:
                 f"{what} must divide the graphs of every stack of the batch; {path or '(root)'!r} has {len(stack)}"
             )
     for path, x in named_leaves(batch):
+        if jnp.shape(x)[:1] == (0,):
+            raise ValueError(
+                f"the batch has no rows: {path or '(root)'!r} has shape {jnp.shape(x)}"
+            )
         if jnp.ndim(x) == 0 or jnp.shape(x)[0] % count:
             raise ValueError(
                 f"{what} must divide the first axis of every leaf of the batch; "
                 f"{path or '(root)'!r} has shape {jnp.shape(x)}"
             )
+
+
+def check_has_rows(batch: Any) -> None:
+    """Raises ValueError for a batch without rows: its mean loss is NaN, and its gradients are finite zeros.
+
+    Args:
+      batch: arrays [rows, ...] and scalars; an array of several may be empty, as a graph's edges are.
+    """
+    shapes = [(path, jnp.shape(x)) for path, x in named_leaves(batch) if jnp.ndim(x) > 0]
+    if shapes and all(shape[0] == 0 for _, shape in shapes):
+        path, shape = shapes[0]
+        raise ValueError(f"the batch has no rows: {path or '(root)'!r} has shape {shape}")
+
+
+@contextlib.contextmanager
+def hint_of_split(batch: Any, count: int) -> Iterator[None]:
+    """Adds a note to errors that may come of a batch that was split over the devices already.
+
+    Args:
+      batch: as it was given.
+      count: how many devices there are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if may_be_split(batch, count):
+            error.add_note(_split_text(batch, count))
+        raise
+
+
+def warn_of_split(batch: Any, count: int) -> None:
+    """Warns of a batch that looks split over the devices already, and would be run as one row on each.
+
+    Of arrays with the same numbers of axes that would be sequences as well, and nothing is said.
+
+    Args:
+      batch: arrays [rows, ...] that divide, as given to the function that calls this one.
+      count: how many devices there are.
+    """
+    ranks = {jnp.ndim(x) for x in jax.tree.leaves(batch)}
+    if len(ranks) > 1 and may_be_split(batch, count):
+        warnings.warn(_split_text(batch, count), stacklevel=3)
+
+
+def may_be_split(batch: Any, count: int) -> bool:
+    """Says whether all arrays of a batch are [count, several, ...]."""
+    shapes = {jnp.shape(x)[:2] for x in jax.tree.leaves(batch)}
+    if count == 1 or len(shapes) != 1 or find_nodes(batch, _stacks()):
+        return False
+    (shape,) = shapes
+    return len(shape) == 2 and shape[0] == count and shape[1] > 1
+
+
+def _split_text(batch: Any, count: int) -> str:
+    rows = jnp.shape(jax.tree.leaves(batch)[0])[1]
+    return (
+        f"all arrays of the batch are [{count}, {rows}, ...], as if split over the {count} devices already: here a "
+        "batch is whole, and cut along its first axis. If it was split, "
+        "jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch) makes it whole"
+    )
 
 
 def in_parts(batch: Any, count: int) -> Any:

@@ -2,7 +2,7 @@
 
 import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -99,15 +99,25 @@ def without_axis(axis: str, entry: Any) -> Any:
     return None if entry == axis else entry
 
 
-def over(mesh: Mesh) -> Any:
-    """Returns a context in which jax shards over a mesh by itself, whichever `jax.set_mesh` has set.
+@contextlib.contextmanager
+def over(mesh: Mesh) -> Iterator[None]:
+    """A context in which jax shards over a mesh by itself, whichever `jax.set_mesh` has set.
 
     It changes nothing where no mesh is set, nor within a `shard_map`.
+
+    Raises:
+      ValueError: a mesh of another number of devices is set, which jax does not let go of.
     """
     context, wanted = get_abstract_mesh(), automatic(mesh).abstract_mesh
     if context.empty or context.manual_axes or context == wanted:
-        return contextlib.nullcontext()
-    return use_abstract_mesh(wanted)
+        yield
+        return
+    if context.size != wanted.size:
+        raise ValueError(
+            f"jax.set_mesh has set a mesh of {context.size} devices, the step's has {wanted.size}: set the same one or none"
+        )
+    with use_abstract_mesh(wanted):
+        yield
 
 
 def on_automatic_axes(tree: Any, mesh: Mesh) -> Any:

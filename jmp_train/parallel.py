@@ -6,6 +6,7 @@ complex aux and model state are averaged; the
 step is taken or skipped by all devices together, and each draws from a key of its own.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmp_train.batch_parts import check_divides, in_parts
+from jmp_train.batch_parts import check_divides, hint_of_split, in_parts, warn_of_split
 from jmp_train.flax_metadata import with_inert_boxes
 from jmp_train.mesh_axes import (
     automatic,
@@ -35,6 +36,7 @@ from jmp_train.placement import full_shardings, gradient_dimensions
 from jmp_train.policies.collectives import mean_over_axes, scatter_gradients
 from jmp_train.policies.finite import is_inexact
 from jmp_train.policies.per_loss_scale import PerLossScale
+from jmp_train.step_checks import check_not_replicated
 from jmp_train.train_state import TrainState
 from jmp_train.train_step import Metrics, TrainStep, check_param_dtypes, loss_scale_of
 
@@ -100,10 +102,12 @@ def data_parallel(
     run = jax.jit(on_traced, inline=True, donate_argnums=donate_argnums)
 
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        check_not_replicated(state)
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
+        warn_of_split(batch, count)
         if not is_traced((state, batch)):
             state, batch = placed((state, batch), (everywhere, apart), on_same_devices)
-        with over(mesh):
+        with over(mesh), hint_of_split(batch, count):
             return run(state, batch)
 
     return on_all
@@ -154,11 +158,13 @@ def pmap_step(
     )
 
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        check_not_replicated(state)
         check_divides(batch, mesh.size, f"the {mesh.size} devices")
+        warn_of_split(batch, mesh.size)
         parts = in_parts(batch, mesh.size)
         if not is_traced((state, parts)):
             state, parts = placed((state, parts), (everywhere, apart))
-        with over(mesh):
+        with over(mesh), hint_of_split(batch, mesh.size):
             return run(state, parts)
 
     return on_all
@@ -213,10 +219,20 @@ def sharded_step(
     parallel = _checked_step(step).with_axes(axis)
     count = axis_size(mesh, axis)
     everywhere, apart = (NamedSharding(automatic(mesh), spec) for spec in (P(), P(axis)))
-    given = shardings
+
+    @functools.lru_cache(maxsize=4)
+    def where(structure: Any, shapes: Any) -> TrainState:
+        arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+        return full_shardings(jax.tree.unflatten(structure, arrays), shardings, mesh)
+
+    def shardings_of(state: TrainState) -> TrainState | None:
+        if shardings is None:
+            return None
+        leaves, structure = jax.tree.flatten(state)
+        return where(structure, tuple(map(jnp.shape, leaves)))
 
     def on_traced(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        shardings = None if given is None else full_shardings(state, given, mesh)
+        shardings = shardings_of(state)
         check_param_dtypes(state.params, step.policy)
         state, batch = on_automatic_axes((state, batch), mesh)
         next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
@@ -243,14 +259,16 @@ def sharded_step(
     run = jax.jit(on_traced, inline=True, donate_argnums=donate_argnums)
 
     def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        check_not_replicated(state)
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
+        warn_of_split(batch, count)
         if not is_traced((state, batch)):
             batch = placed(batch, apart, on_same_devices)
-            if given is None:
+            if shardings is None:
                 state = placed(state, everywhere, on_same_devices)
             else:
-                state = placed(state, full_shardings(state, given, mesh))
-        with over(mesh):
+                state = placed(state, shardings_of(state))
+        with over(mesh), hint_of_split(batch, count):
             return run(state, batch)
 
     return on_all

@@ -16,7 +16,7 @@ from jax.tree_util import KeyPath
 
 from jmp_train.flax_metadata import specs_of_metadata
 from jmp_train.mesh_axes import automatic, axis_size, dimension_over
-from jmp_train.policies.paths import check_rules, named_leaves, path_name
+from jmp_train.policies.paths import check_regexes, check_rules, named_leaves, path_name
 from jmp_train.train_state import TrainState
 
 P = PartitionSpec
@@ -28,14 +28,16 @@ def specs_by_path(params: Any, rules: Mapping[str, PartitionSpec]) -> Any:
 
     Args:
       params: pytree of arrays, or of their shapes.
-      rules: from a regular expression, searched for in a path such as "layers/0/kernel", to a spec. Parameters that
-        no rule finds lie whole on every device.
+      rules: from a regular expression, searched for in a path such as "layers/0/kernel", to a spec, or a tuple of a
+        spec's entries. Parameters that no rule finds lie whole on every device.
 
     Returns:
       A tree like `params`.
 
     Raises:
-      ValueError: a rule finds no parameter, or has more entries than the parameter has dimensions.
+      TypeError: `rules` is no mapping, a key no string, or a value no spec.
+      ValueError: a rule is no regular expression, finds no parameter, or has more entries than the parameter has
+        dimensions.
 
     Example:
       >>> import jax.numpy as jnp
@@ -47,16 +49,28 @@ def specs_by_path(params: Any, rules: Mapping[str, PartitionSpec]) -> Any:
 
     Reference: the partitioning rules of t5x.
     """
+    check_regexes(rules)
+    specs = {regex: _as_spec(regex, spec) for regex, spec in rules.items()}
     paths = [path for path, _ in named_leaves(params)]
     check_rules(rules, paths, "specs_by_path: {} found no parameter")
 
     def spec_of(path: KeyPath, x: Any) -> PartitionSpec:
         name = path_name(path)
-        spec = next((spec for regex, spec in rules.items() if re.search(regex, name)), P())
+        spec = next((spec for regex, spec in specs.items() if re.search(regex, name)), P())
         _check_rank(f"params {name!r}", x, spec)
         return spec
 
     return jax.tree_util.tree_map_with_path(spec_of, params)
+
+
+def _as_spec(regex: str, spec: Any) -> PartitionSpec:
+    entries = tuple(spec) if isinstance(spec, tuple | PartitionSpec) else (spec, 0)
+    flat = [x for entry in entries for x in (entry if isinstance(entry, tuple) else (entry,))]
+    if not all(x is None or x is P.UNCONSTRAINED or isinstance(x, str) for x in flat):
+        raise TypeError(
+            f"rule {regex!r} must have a PartitionSpec, or a tuple of mesh axes and None, got {spec!r}"
+        )
+    return P(*entries)
 
 
 def state_shardings(state: TrainState, mesh: Mesh, *, params: Any = None) -> TrainState:

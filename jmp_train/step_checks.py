@@ -1,5 +1,8 @@
 """What a train step can tell, while it is traced, about arguments that do not fit together."""
 
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +23,45 @@ _WRAPPERS = {
     "master weights": MasterWeightsState,
     "stochastic rounding": StochasticRoundingState,
 }
+
+
+def check_not_replicated(state: Any) -> None:
+    """Raises ValueError for a state that was copied along a first axis, as pmap wants it.
+
+    Args:
+      state: a `TrainState`.
+    """
+    if shape := jnp.shape(state.step):
+        raise ValueError(
+            f"state.step has the shape {shape}: a state replicated along a first axis, as flax.jax_utils.replicate "
+            "makes it. The state goes in as on one device (flax.jax_utils.unreplicate), and the batch whole, "
+            "[rows, ...]"
+        )
+
+
+@contextlib.contextmanager
+def names_of_axes(axis_names: Sequence[str]) -> Iterator[None]:
+    """Says which axes there are where a loss function reduces over one that is none of them.
+
+    Args:
+      axis_names: the step's.
+
+    Raises:
+      NameError: instead of jax's.
+    """
+    try:
+        yield
+    except NameError as error:
+        found = re.search(r"unbound axis name: ([^\s.]+)", str(error))
+        if found is None:
+            raise
+        name = found[1]
+        there = ", ".join(map(repr, axis_names)) or "none, as on one device"
+        raise NameError(
+            f"loss_fn reduces over the axis {name!r} (a layer's axis_name?), and the step's axes are {there}: "
+            f'pmap_step(step, axis="{name}"), or data_parallel(step, mesh, axis="{name}") and sharded_step with a '
+            f'mesh that has it, Mesh(devices, ("{name}",)); or give the layer the step\'s axis'
+        ) from error
 
 
 def check_same_optimizer(

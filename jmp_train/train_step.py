@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmp_train.batch_parts import check_divides, in_parts, unstacked
+from jmp_train.batch_parts import check_divides, check_has_rows, in_parts, unstacked
 from jmp_train.gradients import unwatched_value_and_grad, wide_scalar
 from jmp_train.policies.casting import is_float_array, is_inexact_array, widen_to_float32
 from jmp_train.policies.collectives import mean_over_axes, reduce_gradients, vary
@@ -40,7 +40,7 @@ from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, unscale_
 from jmp_train.policies.policy import Policy, get_policy
 from jmp_train.policies.stored_parameters import StoringOptimizer
 from jmp_train.policies.zero_gradients import ZeroGradientsState
-from jmp_train.step_checks import check_is_train_state, check_same_optimizer
+from jmp_train.step_checks import check_is_train_state, check_same_optimizer, names_of_axes
 from jmp_train.train_state import TrainState
 
 Metrics = dict[str, Any]
@@ -121,7 +121,7 @@ def train_step(
         * num_zeros_in_grad: int32 scalar, if the optimizer has a `count_zero_gradients`.
 
     Raises:
-      ValueError: `accumulate_steps` is below 1 or, when called, does not divide the batch; the
+      ValueError: `accumulate_steps` is below 1 or, when called, does not divide the batch; the batch has no rows; the
         state has several loss scales, or is another optimizer's; the optimizer's wrappers are
         nested so that they compute something else; parameters are stored narrower than the
         policy says.
@@ -247,7 +247,8 @@ class TrainStep:
         model_state = jax.tree.map(
             lambda x: vary(x, self.axis_names) if is_inexact_array(x) else x, model_state
         )
-        return self._gradients(loss_scale, params, model_state, batch, rng)
+        with names_of_axes(self._all_axes):
+            return self._gradients(loss_scale, params, model_state, batch, rng)
 
     def apply_gradients(
         self, state: TrainState, loss: jax.Array, model_state: Any, aux: Any, grads: Any, rng: Any
@@ -292,6 +293,7 @@ class TrainStep:
     ) -> tuple[jax.Array, Any, Any, Any]:
         """Returns loss, next model state, aux and scaled gradients of a local batch."""
         count = self.accumulate_steps
+        check_has_rows(batch)
         if count == 1:
             return self._micro_gradients(loss_scale, params, model_state, batch, rng)
 

@@ -3,14 +3,14 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jmp_train.policies.casting import cast_leaf, is_float_array
-from jmp_train.policies.paths import check_rules, named_leaves, path_name
+from jmp_train.policies.paths import check_regexes, check_rules, named_leaves, path_name
 from jmp_train.policies.policy import AutocastPolicy, Policy, get_policy
 
 Tree = TypeVar("Tree")
@@ -90,6 +90,7 @@ def policy_by_path(
       A policy for `apply_policy`, `scaled_value_and_grad` and `train_step`.
 
     Raises:
+      TypeError: `rules` is no mapping, a key no string, or a rule's value or `default` no policy.
       ValueError: a rule is no regular expression, or has another `reduce_dtype` than the default.
         When the policy meets a tree: a rule finds no floating array (the paths are listed).
 
@@ -101,14 +102,11 @@ def policy_by_path(
       >>> cast["dense"]["w"].dtype.name, cast["norm"]["scale"].dtype.name
       ('bfloat16', 'float32')
     """
-    default_policy = get_policy(default) if isinstance(default, str) else default
+    check_regexes(rules)
+    default_policy = _policy_of("default", default)
     pairs = []
     for regex, rule in rules.items():
-        try:
-            re.compile(regex)
-        except re.error as error:
-            raise ValueError(f"rule {regex!r} is not a regular expression: {error}") from None
-        policy = get_policy(rule) if isinstance(rule, str) else rule
+        policy = _policy_of(f"rule {regex!r}", rule)
         if isinstance(policy, AutocastPolicy):
             raise ValueError(f"rule {regex!r} has autocast, which the default alone can have")
         if policy.reduce_dtype != default_policy.reduce_dtype:
@@ -118,3 +116,11 @@ def policy_by_path(
             )
         pairs.append((regex, policy))
     return PathPolicy(tuple(pairs), default_policy)
+
+
+def _policy_of(what: str, policy: Any) -> Policy:
+    if isinstance(policy, str):
+        return get_policy(policy)
+    if not isinstance(policy, Policy):
+        raise TypeError(f"{what} must be a Policy or the name of one, got {policy!r}")
+    return policy

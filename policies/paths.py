@@ -1,7 +1,7 @@
 """Names of leaves: one spelling of a pytree path for rules, reports and errors."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,25 @@ def path_name(path: KeyPath) -> str:
     if len(path) > 1 and path[-1] == GetAttrKey("value"):
         path = path[:-1]
     return keystr(path, simple=True, separator="/")
+
+
+def check_regexes(rules: Any) -> None:
+    """Raises TypeError if rules are no mapping from regular expressions, ValueError if one does not compile.
+
+    Args:
+      rules: what a user gave as rules on paths.
+    """
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            f"rules must be a dict from regular expressions, got {type(rules).__name__}; dict(rules) makes one of pairs"
+        )
+    for regex in rules:
+        if not isinstance(regex, str | re.Pattern):
+            raise TypeError(f"rule {regex!r} is not a regular expression: it must be a string")
+        try:
+            re.compile(regex)
+        except re.error as error:
+            raise ValueError(f"rule {regex!r} is not a regular expression: {error}") from None
 
 
 def check_rules(rules: Iterable[str], paths: Sequence[str], message: str) -> None:

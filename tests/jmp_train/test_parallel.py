@@ -318,6 +318,108 @@ def test_within_a_transformation_a_form_is_a_part_of_its_program(form: str) -> N
         assert equation.primitive.name == "shard_map"
 
 
+@pytest.mark.parametrize("form", EAGER)
+def test_an_axis_that_the_model_names_otherwise_is_named(form: str) -> None:
+    loss = jt.stateless(lambda w, x: (w * x - jax.lax.pmean(x, "batch")).mean())
+    step = jt.train_step(loss, optax.sgd(1.0))
+    state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
+    text = r"reduces over the axis 'batch' .* the step's axes are 'data': .*axis=\"batch\""
+    with pytest.raises(NameError, match=text):
+        EAGER[form](step)(state, jnp.ones(16))
+    with pytest.raises(NameError, match="the step's axes are none, as on one device"):
+        step(state, jnp.ones(16))
+    after, _ = jt.pmap_step(step, "batch")(state, jnp.ones(16))
+    assert float(after.params) == -1
+
+
+@pytest.mark.parametrize("form", [*EAGER, "alone", "micro-batches"])
+def test_a_batch_without_rows_is_refused(form: str) -> None:
+    step = jt.train_step(
+        jt.stateless(lambda w, batch: (w * batch["x"]).mean() * batch["rate"].mean()),
+        optax.sgd(1.0),
+        accumulate_steps=2 if form == "micro-batches" else 1,
+    )
+    state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
+    run = EAGER[form](step) if form in EAGER else jax.jit(step)
+    rate = jnp.float32(1) if form == "alone" else jnp.ones(0)  # a scalar is no row
+    with pytest.raises(ValueError, match=r"the batch has no rows: '\w+' has shape \(0"):
+        run(state, {"x": jnp.ones((0, 3)), "rate": rate})
+
+
+@pytest.mark.parametrize("form", EAGER)
+def test_what_was_split_or_replicated_for_pmap_is_named(form: str) -> None:
+    """The first loss broadcasts and would be another number, the second fails, and the third is a sequence's."""
+
+    def broadcasting(w: Any, batch: Any) -> Any:
+        return ((batch["x"] @ w)[:, 0] - batch["y"]).mean()
+
+    def failing(w: Any, batch: Any) -> Any:
+        return ((batch["x"] @ w).reshape(len(batch["x"]), 1) - batch["y"]).mean()
+
+    def of_sequences(w: Any, batch: Any) -> Any:
+        return ((batch["x"] @ w[:, 0])[..., None] - batch["y"]).mean()
+
+    def run(loss: Any, state: Any, batch: Any) -> Any:
+        return EAGER[form](jt.train_step(jt.stateless(loss), optax.sgd(1.0)))(state, batch)
+
+    state = jt.TrainState.create(jnp.ones((3, 1)), optax.sgd(1.0))
+    count = {"two axes": 4, "one device": 1}.get(form, DEVICES)
+    split = {"x": jnp.ones((count, 5, 3)), "y": jnp.ones((count, 5))}
+    copies = jax.tree.map(lambda x: jnp.stack([x] * count), state)
+    with pytest.raises(ValueError, match=rf"state.step has the shape \({count},\): .*unreplicate"):
+        run(broadcasting, copies, split)
+    run(of_sequences, state, {**split, "y": jnp.ones((count, 5, 1))})
+    if form == "one device":
+        return
+    text = (
+        rf"all arrays of the batch are \[{count}, 5, \.\.\.\], as if split over the {count} devices"
+    )
+    with pytest.warns(UserWarning, match=text) as warned:
+        run(broadcasting, state, split)
+    assert warned[0].filename == __file__
+    with pytest.raises(TypeError, match="reshape") as raised, pytest.warns(UserWarning, match=text):
+        run(failing, state, split)
+    assert any(re.match(text, note) for note in raised.value.__notes__)
+
+
+def test_a_mesh_of_other_devices_that_is_set_is_refused() -> None:
+    step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optax.sgd(1.0))
+    state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
+    with (
+        jax.set_mesh(DATA_MODEL),
+        pytest.raises(ValueError, match=r"set a mesh of 8 devices, the step's has 1: set the same"),
+    ):
+        jt.data_parallel(step, ONE)(state, jnp.ones(4))
+
+
+@pytest.mark.parametrize("form", ["shard_map", "pmap", "jit", "two axes", "cut"])
+@pytest.mark.parametrize("within", ["no mesh", "explicit", "automatic"])
+def test_any_mesh_may_be_set_and_arrays_lie_on_explicit_axes(within: str, form: str) -> None:
+    explicit = Mesh(DATA_MODEL.devices, DATA_MODEL.axis_names, axis_types=(AxisType.Explicit,) * 2)
+    step = jt.train_step(jt.stateless(lambda w, x: ((x @ w) ** 2).mean()), optax.sgd(0.1))
+    state = jt.TrainState.create(jnp.ones((4, 2)), optax.sgd(0.1))
+    x = jnp.arange(64.0).reshape(16, 4) / 64
+    wanted, _ = jax.jit(step)(state, x)
+    mesh = {"explicit": explicit, "automatic": DATA_MODEL}.get(within)
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        if form == "cut":
+            shardings = jt.state_shardings(state, explicit, params=PartitionSpec(None, "model"))
+            run = jt.sharded_step(step, explicit, shardings=shardings)
+        elif form == "two axes":
+            run = jt.data_parallel(step, explicit)
+        else:
+            run = EAGER[form](step)
+        results = [run(state, x)]
+        if form in ("two axes", "cut"):
+            on_explicit = [
+                NamedSharding(explicit, PartitionSpec(*names)) for names in ((), ("data",))
+            ]
+            placed = jax.device_put((state, x), tuple(on_explicit))
+            results += [run(*placed), *([jax.jit(run)(*placed)] if within != "automatic" else [])]
+    for after, _ in results:
+        np.testing.assert_allclose(jax.device_get(after.params), wanted.params, rtol=1e-5)
+
+
 def test_wrong_calls_are_refused() -> None:
     step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optax.sgd(1.0))
     jitted: Any = jax.jit(step)

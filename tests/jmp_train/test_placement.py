@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax import nnx
+from helpers import promoting, relaxed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
@@ -105,6 +108,122 @@ def test_wrong_specs_are_refused() -> None:
         jt.fsdp_shardings(params, MESH)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"mesh must be a .*Mesh, got tuple"):
         jt.fsdp_shardings(state, ("data",))  # pyright: ignore[reportArgumentType]
+
+
+def test_rules_take_tuples_and_are_named_where_they_are_wrong() -> None:
+    params = {"up": {"kernel": jnp.ones((6, 8))}}
+    cut = jt.specs_by_path(params, {"up": (None, ("data", "model"))})
+    assert cut["up"]["kernel"] == P(None, ("data", "model"))
+    with pytest.raises(ValueError, match=r"rule 'up/\(' is not a regular expression: missing \)"):
+        jt.specs_by_path(params, {"up/(": P()})
+    rules: Any
+    for rules, text in (
+        ([("up", P())], "rules must be a dict from regular expressions, got list"),
+        ({("up", "kernel"): P()}, r"rule \('up', 'kernel'\) is not a regular expression"),
+        ({"up": "model"}, "rule 'up' must have a PartitionSpec, or a tuple .*, got 'model'"),
+        ({"up": (0, "model")}, r"rule 'up' must have a PartitionSpec, .* got \(0, 'model'\)"),
+        ({"up": None}, "rule 'up' must have a PartitionSpec, .* got None"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            jt.specs_by_path(params, rules)
+
+
+class Boxed(nn.Module):
+    """Two layers whose kernels say that they are cut over "model"; the second contracts two axes."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.initializers.lecun_normal()
+        columns = nn.with_partitioning(init, (None, "model", None))
+        x = nn.relu(nn.DenseGeneral((4, 8), kernel_init=columns)(x))
+        rows = nn.with_partitioning(init, ("model", None, None))
+        return nn.DenseGeneral(3, axis=(-2, -1), kernel_init=rows)(x)
+
+
+def in_columns(shardings: Any) -> Any:
+    return shardings.params["params"]["DenseGeneral_0"]["kernel"]
+
+
+def test_linen_boxes_train_as_under_plain_jit() -> None:
+    """In every form, and `shardings` of any shape: flax's own, one for all, specs, made of the boxes."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32)
+    optimizer = relaxed(optax.adam(1e-2))
+    variables = Boxed().init(jax.random.key(0), x)
+    loss = promoting(lambda params, x: (Boxed().apply(params, x) ** 2).mean())
+    state = make_state(optimizer, variables)
+    step = jt.train_step(jt.stateless(loss), optimizer)
+    wanted, metrics = jax.jit(step)(state, x)
+
+    of_boxes = jt.state_shardings(state, MESH)
+    assert in_columns(of_boxes).value.spec == P(None, "model", None)
+    assert in_columns(of_boxes).value == in_columns(
+        jt.state_shardings(state, MESH, params=nn.get_partition_spec(state.params))
+    ).value  # fmt: skip
+    of_both = jt.fsdp_shardings(state, MESH, min_size=16)
+    assert in_columns(of_both).value.spec == P(None, "model", "data")
+    given = {
+        "flax": nn.get_sharding(state, MESH),
+        "specs": nn.get_partition_spec(state),
+        "one": NamedSharding(MESH, P()),
+        "boxes": of_boxes,
+        "fsdp": of_both,
+    }
+    runs = {name: jt.sharded_step(step, MESH, shardings=where) for name, where in given.items()}
+    runs |= {"whole": jt.sharded_step(step, MESH), "data": jt.data_parallel(step, MESH)}
+    for name, run in runs.items():
+        after, got = run(state, x)
+        np.testing.assert_allclose(got["loss"], metrics["loss"], rtol=1e-6)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5),
+            jax.device_get(after.params),
+            jax.device_get(wanted.params),
+        )
+        kernel = in_columns(after).value
+        if name in given:
+            spec = {"one": P(), "fsdp": P(None, "model", "data")}.get(name, P(None, "model", None))
+            assert kernel.sharding.is_equivalent_to(NamedSharding(MESH, spec), 3)
+
+
+def test_nnx_metadata_and_logical_names_say_where_parameters_lie() -> None:
+    init = nnx.initializers.lecun_normal()
+    with nnx.use_eager_sharding(False):
+        layer = nnx.Linear(
+            4, 8, rngs=nnx.Rngs(0), kernel_init=nnx.with_partitioning(init, (None, "model"))
+        )
+    definition, params = nnx.split(layer)
+    optimizer = optax.sgd(0.1)
+    state = make_state(optimizer, params)
+    where = jt.state_shardings(state, MESH)
+    assert set(specs(where.params).values()) == {(None, "model"), ()}
+    loss = jt.stateless(lambda params, x: (nnx.merge(definition, params)(x) ** 2).mean())
+    step, x = jt.train_step(loss, optimizer), jnp.ones((8, 4))
+    wanted, _ = jax.jit(step)(state, x)
+    after, _ = jt.sharded_step(step, MESH, shardings=where)(state, x)
+    np.testing.assert_allclose(
+        jax.device_get(after.params["kernel"][...]),
+        jax.device_get(wanted.params["kernel"][...]),
+        rtol=1e-6,
+    )
+
+    logical = nn.LogicallyPartitioned(jnp.ones((4, 8)), ("embed", "mlp"))
+    state = make_state(optimizer, {"w": logical})
+    with nn.logical_axis_rules([("embed", None), ("mlp", "model")]):
+        where = jt.state_shardings(state, MESH)
+    assert tuple(where.params["w"].value.spec) == (None, "model")
+    boxed = nn.Partitioned(jnp.ones((4, 8)), ("embed", None))
+    with pytest.raises(ValueError, match="axis='embed' is none of the mesh's: 'data', 'model'"):
+        jt.state_shardings(make_state(optimizer, {"w": boxed}), MESH)
+
+
+def test_shardings_that_do_not_fit_are_named() -> None:
+    optimizer = optax.sgd(0.1)
+    step = jt.train_step(jt.stateless(lambda params, x: (params["w"] * x).mean()), optimizer)
+    state = make_state(optimizer, {"w": jnp.ones((6, 8))})
+    run = jt.sharded_step(step, MESH, shardings=P("data"))
+    with pytest.raises(
+        ValueError, match=r"shardings 'params/w' of shape \(6, 8\) cannot be cut by"
+    ):
+        run(state, jnp.ones((8, 8)))
 
 
 def test_shardings_of_another_state_are_refused() -> None:

@@ -106,3 +106,20 @@ def test_a_bad_regex_and_a_bad_policy_are_named() -> None:
         jt.policy_by_path({"(": "float32"})
     with pytest.raises(ValueError, match="Unknown dtype 'float31'"):
         jt.policy_by_path({"norm": "float31"})
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ([("norm", "float32")], "rules must be a dict from regular expressions, got list"),
+        ({3: "float32"}, "rule 3 is not a regular expression"),
+        ({"norm": ("float32",)}, r"rule 'norm' must be a Policy or the name of one, got \('float"),
+        ({"norm": jnp.float32}, "rule 'norm' must be a Policy or the name of one"),
+    ],
+)
+def test_rules_of_wrong_types_are_named(rules: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        jt.policy_by_path(rules)
+    default: Any = jnp.float16
+    with pytest.raises(TypeError, match="default must be a Policy or the name of one"):
+        jt.policy_by_path({"norm": "float32"}, default)
