@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from flax.core.meta import AxisMetadata, Partitioned
+from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
 from jmp_train.mesh_axes import without_axis
@@ -28,10 +29,9 @@ def specs_of_metadata(params: Any) -> Any:
     nnx: Any = sys.modules.get("flax.nnx")  # who has variables has loaded it
 
     def spec_of(x: Any) -> Any:
-        if isinstance(x, AxisMetadata):
-            spec, rules = x.get_partition_spec(), getattr(x, "rules", None)
-            is_logical = hasattr(x, "rules")
-            return _of_logical(spec, rules) if is_logical else spec
+        if is_box(x) and hasattr(x, "get_partition_spec"):
+            spec = x.get_partition_spec()
+            return _of_logical(spec, x.rules) if hasattr(x, "rules") else spec
         if nnx is not None and isinstance(x, nnx.Variable):
             return nnx.get_partition_spec(x)
         return PartitionSpec()
@@ -43,8 +43,6 @@ def specs_of_metadata(params: Any) -> Any:
 
 
 def _of_logical(names: Any, rules: Any) -> PartitionSpec:
-    from flax.linen import logical_to_mesh_axes
-
     spec = logical_to_mesh_axes(names, rules)
     return PartitionSpec() if spec is None else spec
 

@@ -23,7 +23,7 @@ P = PartitionSpec
 MIN_SIZE = 2**12  # elements; less is not worth a message
 
 
-def specs_by_path(params: Any, rules: Mapping[str, PartitionSpec]) -> Any:
+def specs_by_path(params: Any, rules: Mapping[str, PartitionSpec | tuple[Any, ...]]) -> Any:
     """Returns a `PartitionSpec` for each parameter, that of the first rule whose regular expression its path finds.
 
     Args:

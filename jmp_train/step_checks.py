@@ -29,8 +29,9 @@ def check_not_replicated(state: Any) -> None:
     """Raises ValueError for a state that was copied along a first axis, as pmap wants it.
 
     Args:
-      state: a `TrainState`.
+      state: a `TrainState`; anything else is a TypeError.
     """
+    check_is_train_state(state)
     if shape := jnp.shape(state.step):
         raise ValueError(
             f"state.step has the shape {shape}: a state replicated along a first axis, as flax.jax_utils.replicate "
