@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -36,3 +37,38 @@ def bind(primitive: Any, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _jitted(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     return jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(params)), inline=True)
+
+
+def wide_product(primitive: Any, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Returns a matrix product of half arrays in float32, whose derivative is that of the half product.
+
+    Args:
+      primitive: `dot_general`.
+      arrays: its two operands, of one half type.
+      params: its parameters.
+    """
+    return _wide(primitive, tuple(params.items()))(*arrays)
+
+
+@functools.lru_cache(maxsize=4096)
+def _wide(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    def product(dtype: Any, *arrays: Any) -> Any:
+        typed = {**dict(params), "preferred_element_type": jnp.dtype(dtype)}
+        return bind(primitive, arrays, typed)
+
+    @jax.custom_jvp
+    def wide(x: Any, y: Any) -> Any:
+        return product(jnp.float32, x, y)
+
+    @functools.partial(wide.defjvp, symbolic_zeros=True)
+    def tangents_in_half(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        (x, y), (dx, dy) = primals, tangents
+        parts = [(a, b) for a, b in ((dx, y), (x, dy)) if not _is_zero(a) and not _is_zero(b)]
+        half = [cast(product(x.dtype, a, b), jnp.float32) for a, b in parts]
+        return wide(x, y), functools.reduce(lax.add, half)
+
+    return wide
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_train.policies.autocast_binding import bind, cast
+from jmp_train.policies.autocast_binding import bind, cast, wide_product
 from jmp_train.policies.autocast_dtypes import COMPUTED, literals_fit, settle, wanted
 from jmp_train.policies.autocast_integers import integers_in_result, operand
+from jmp_train.policies.autocast_logits import logits_of
 from jmp_train.policies.autocast_region import (
     ADDITIONS,
     ARITHMETIC,
@@ -66,6 +67,7 @@ def interpret(region: Region, jaxpr: Any, values: Sequence[Value]) -> list[Value
         return literal(atom) if isinstance(atom, jex.Literal) else environment[atom]
 
     in_float32 = wanted(region, opened, "float32", ARITHMETIC | {"stop_gradient"})
+    logits = logits_of(region, opened)
     in_half = wanted(region, opened, "lower", LAYOUT | ARITHMETIC | {"max", "tanh", "logistic"})
     in_half &= {
         atom for e in opened.eqns if e.primitive.name not in ADDITIONS for atom in variables_read(e)
@@ -75,7 +77,7 @@ def interpret(region: Region, jaxpr: Any, values: Sequence[Value]) -> list[Value
         with jax.named_scope(scope) if scope else contextlib.nullcontext():
             for equation in equations:
                 inputs = [read(atom) for atom in equation.invars]
-                outputs = _run(region, equation, scope, inputs, in_float32)
+                outputs = _run(region, equation, scope, inputs, in_float32, logits)
                 if equation.primitive.name in ARITHMETIC:
                     (output,) = outputs
                     stored = equation.outvars[0] in in_half
@@ -85,7 +87,12 @@ def interpret(region: Region, jaxpr: Any, values: Sequence[Value]) -> list[Value
 
 
 def _run(
-    region: Region, equation: Any, scope: str, inputs: list[Value], in_float32: frozenset[Any]
+    region: Region,
+    equation: Any,
+    scope: str,
+    inputs: list[Value],
+    in_float32: frozenset[Any],
+    logits: frozenset[Any],
 ) -> list[Value]:
     name = equation.primitive.name
     if DECIDED in scope.replace(f"{DECIDED}:", ""):
@@ -100,7 +107,12 @@ def _run(
             return outputs
         rule, reason = "keep", f"{name} is not entered"
     dtypes, rule, reason = settle(region, equation, inputs, rule, reason, in_float32)
-    outputs = _execute(region, equation, inputs, dtypes, rule)
+    if rule == "lower" and equation.outvars[0] in logits:
+        reason = f"{reason}, logits of a softmax"
+        arrays = [value.to(region.half) for value in inputs]
+        outputs = [Value(wide_product(equation.primitive, arrays, equation.params), product=True)]
+    else:
+        outputs = _execute(region, equation, inputs, dtypes, rule)
     _note_integers(equation, inputs, outputs)
     if region.log is not None:
         used = [x.dtype if d is None else d for x, d in zip(inputs, dtypes, strict=True)]

@@ -1,0 +1,67 @@
+"""Which matrix products are the logits of an attention, and so keep float32's range and precision.
+
+`jax.nn.dot_product_attention` asks for a float32 result of half queries and keys, as torch's attention computes
+it: logits beyond 65504 are no rarity, and all that reads them is float32. In a program traced for float32 that
+wish looks like the default of `jnp.einsum` and `jnp.matmul`; those who write an attention by these mean the same.
+A softmax saves its probabilities and not its logits for the gradient, so that this costs no memory there. The
+logits of a classifier, which contract no batches, stay half: a loss saves them.
+"""
+
+from typing import Any
+
+import jax.extend.core as jex
+
+from jmp_train.policies.autocast_dtypes import wanted
+from jmp_train.policies.autocast_region import ARITHMETIC, FLOAT32, LAYOUT, Region, variables_read
+
+_ONTO = ARITHMETIC | LAYOUT | {"select_n", "max"}  # what scales, masks and shifts logits
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
+
+
+def logits_of(region: Region, jaxpr: Any) -> frozenset[Any]:
+    """Returns the results of a program's products that a softmax in float32 reads, and nothing else."""
+
+    def find() -> frozenset[Any]:
+        asked = {e.outvars[0] for e in jaxpr.eqns if _asks_for_float32(e)}
+        asked &= asked and _read_by_maximum(region, jaxpr, frozenset())
+        through = _ONTO | {"reduce_max", "stop_gradient"}
+        return frozenset(asked and asked & wanted(region, jaxpr, "float32", through))
+
+    return region.remembered(("logits", region.settings), jaxpr, find)
+
+
+def _asks_for_float32(equation: Any) -> bool:
+    """Whether a product of batches, as attention's is and no layer's, names float32 as its result's type."""
+    if equation.primitive.name != "dot_general":
+        return False
+    _, (batch, _) = equation.params["dimension_numbers"]
+    return bool(batch) and equation.params["preferred_element_type"] == FLOAT32
+
+
+def _read_by_maximum(region: Region, jaxpr: Any, results: frozenset[Any]) -> frozenset[Any]:
+    """Returns the variables of which a maximum is taken, as every softmax begins, given such results."""
+    key = ("read by a maximum", results)
+    return region.remembered(key, jaxpr, lambda: frozenset(_found(region, jaxpr, results)))
+
+
+def _found(region: Region, jaxpr: Any, results: frozenset[Any]) -> set[Any]:
+    found = set(results)
+    for equation in reversed(jaxpr.eqns):
+        name = equation.primitive.name
+        if name in _CALLS:
+            body = equation.params[_CALLS[name]]
+            body = getattr(body, "jaxpr", body)
+            pairs = zip(body.outvars, equation.outvars, strict=True)
+            outs = frozenset(x for x, out in pairs if out in found and not _is_literal(x))
+            inside = _read_by_maximum(region, body, outs)
+            pairs = zip(equation.invars, body.invars, strict=True)
+            found.update(x for x, inner in pairs if inner in inside and not _is_literal(x))
+        elif name == "reduce_max" or (
+            name in _ONTO and any(out in found for out in equation.outvars)
+        ):
+            found.update(variables_read(equation))
+    return found
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, jex.Literal)
