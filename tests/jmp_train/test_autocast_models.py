@@ -218,9 +218,9 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def product_dtypes(fn: Callable[..., Any], *args: Any) -> list[str]:
-    """Returns the dtypes of the results of all matrix products and convolutions."""
+    """Returns in which dtypes all matrix products and convolutions compute: those of their operands."""
     return [
-        equation.outvars[0].aval.dtype.name
+        "*".join({atom.aval.dtype.name for atom in equation.invars})
         for equation in equations(jax.make_jaxpr(fn)(*args))
         if equation.primitive.name in ("dot_general", "conv_general_dilated")
     ]
