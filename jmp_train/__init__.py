@@ -30,6 +30,7 @@ from jmp_train.policies import AutocastPolicy as AutocastPolicy
 from jmp_train.policies import AutocastReport as AutocastReport
 from jmp_train.policies import AutocastRules as AutocastRules
 from jmp_train.policies import BannedOperationError as BannedOperationError
+from jmp_train.policies import CpuConvolutionWarning as CpuConvolutionWarning
 from jmp_train.policies import DynamicLossScale as DynamicLossScale
 from jmp_train.policies import Float32ProductsWarning as Float32ProductsWarning
 from jmp_train.policies import LeafReport as LeafReport

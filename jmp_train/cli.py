@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 
 from jmp_train import __version__
+from jmp_train.policies.cpu_convolutions import FUSION_FLAG
 from jmp_train.setups import MODE_CHOICES, precision_of
 from jmp_train.tasks import TASK_NAMES, load_task
 from jmp_train.tasks.task import TaskOptions
@@ -322,9 +323,9 @@ def _task_options(args: argparse.Namespace) -> TaskOptions:
 
 def _turn_ynn_fusion_off() -> None:
     """Keeps XLA from a fusion that leaves bfloat16 results unwritten on CPUs (jaxlib 0.11, 0.12)."""
-    flag, flags = "--xla_cpu_experimental_ynn_fusion_type=", os.environ.get("XLA_FLAGS", "")
-    if flag not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if FUSION_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {FUSION_FLAG}".strip()
 
 
 def _provide_cpu_devices(count: int) -> None:

@@ -51,6 +51,7 @@ def scaled_value_and_grad(
 
     Warns:
       Float32ProductsWarning: when it is first called or traced, for which `loss_fn` is traced once more.
+      CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
 
     Example:
       >>> import jax.numpy as jnp

@@ -131,6 +131,7 @@ def train_step(
 
     Warns:
       Float32ProductsWarning: when the step is first traced, for which `loss_fn` is traced once more.
+      CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

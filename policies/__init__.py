@@ -23,6 +23,7 @@ from jmp_train.policies.casting import cast_to_full as cast_to_full
 from jmp_train.policies.casting import cast_to_half as cast_to_half
 from jmp_train.policies.collectives import reduce_gradients as reduce_gradients
 from jmp_train.policies.collectives import vary as vary
+from jmp_train.policies.cpu_convolutions import CpuConvolutionWarning as CpuConvolutionWarning
 from jmp_train.policies.dtypes import half_dtype as half_dtype
 from jmp_train.policies.explain_autocast import AutocastReport as AutocastReport
 from jmp_train.policies.explain_autocast import explain_autocast as explain_autocast

@@ -22,6 +22,7 @@ from jmp_train.policies.autocast_region import (
     replaced,
 )
 from jmp_train.policies.autocast_rules import TORCH_CUDA, AutocastRules, Rule
+from jmp_train.policies.cpu_convolutions import all_equations, warn_of_convolutions
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -56,6 +57,9 @@ def autocast(
     Raises:
       ValueError: `dtype` is no half type.
       BannedOperationError: when called, `fn` does what the rules ban.
+
+    Warns:
+      CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -160,6 +164,7 @@ def run_region(
         return [x for x in results if _is_array(x)]
 
     jaxpr = jax.make_jaxpr(flat)(*(float32_aval(jax.typeof(array)) for array in arrays))
+    warn_of_convolutions(all_equations(jaxpr.jaxpr), region.half)
     region = dataclasses.replace(region, constants={}, memory={})
     computed = iter(interpret(region, jaxpr, [argument(array) for array in arrays]))
     out_tree, results = structure

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from jmp_train.policies.cpu_convolutions import is_at_risk, warn_of_convolutions
 from jmp_train.policies.operations import user_line_of
 from jmp_train.policies.path_policy import PathPolicy
-from jmp_train.policies.policy import Policy
+from jmp_train.policies.policy import AutocastPolicy, Policy
 from jmp_train.policies.policy_trace import computes_in_half, operations_under
 from jmp_train.policies.user_warnings import warn_user
 from jmp_train.policies.wide_origins import TracedOperation
@@ -77,16 +78,22 @@ class FirstTrace:
         uncast: Sequence[Any] = (),
         names: Sequence[str] | None = None,
     ) -> None:
-        """Warns if products stay in float32; takes what `operations_under` takes."""
-        if self.seen or not computes_in_half(policy) or _in_module():
+        """Warns of float32 products and of bfloat16 convolutions; takes what `operations_under` takes."""
+        if self.seen or _in_module() or not (computes_in_half(policy) or _convolves(policy)):
             return
         self.seen = True
         try:
             operations = operations_under(fn, policy, args, kwargs, uncast=uncast, names=names)
         except Exception:  # noqa: BLE001  # the call itself comes after this, and raises what is an error
             return
-        assert policy is not None
-        warn_of_float32(operations, policy)
+        warn_of_convolutions(operation.equation for operation in operations)
+        if computes_in_half(policy):
+            warn_of_float32(operations, policy)
+
+
+def _convolves(policy: Policy | PathPolicy | None) -> bool:
+    """Whether convolutions under a policy are to be looked at here; autocast does that itself."""
+    return not (policy and isinstance(policy.default, AutocastPolicy)) and is_at_risk()
 
 
 def warn_of_float32(operations: Sequence[TracedOperation], policy: Policy | PathPolicy) -> None:

@@ -253,6 +253,7 @@ def apply_policy(
 
     Warns:
       Float32ProductsWarning: when it is first called or traced, for which `fn` is traced once more.
+      CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,0 +1,91 @@
+"""Says that a jaxlib leaves results of bfloat16 convolutions unwritten on CPUs, and which flag mends it.
+
+XLA:CPU of jaxlib 0.11 and 0.12 hands chains of convolutions to YNNPACK as one fusion, and in
+bfloat16 some of these never write what they should. Compiled code reads what was in memory before.
+"""
+
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_train.policies.autocast_region import traced_dtype
+from jmp_train.policies.operations import held_jaxprs
+from jmp_train.policies.user_warnings import warn_user
+
+FUSION_FLAG = "--xla_cpu_experimental_ynn_fusion_type="
+_FIRST, _FIRST_UNKNOWN = (0, 11), (0, 13)
+
+
+class CpuConvolutionWarning(UserWarning):
+    """Compiled for a CPU by this jaxlib, bfloat16 convolutions can come out wrong.
+
+    `train_step`, `scaled_value_and_grad`, `apply_policy` and `autocast` warn when they trace one.
+    `XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=`, set before jax starts, turns the faulty
+    fusion off, and the warning with it.
+
+    Example:
+      >>> import warnings
+      >>> import jmp_train as jt
+      >>> warnings.filterwarnings("error", category=jt.CpuConvolutionWarning)
+    """
+
+
+def is_faulty(jaxlib: tuple[int, ...], xla_flags: str) -> bool:
+    """Whether a jaxlib has the fault, and no flag turns it off.
+
+    Args:
+      jaxlib: its version, such as (0, 12, 0).
+      xla_flags: the environment variable.
+
+    Example:
+      >>> is_faulty((0, 12, 0), ""), is_faulty((0, 12, 0), FUSION_FLAG), is_faulty((0, 10, 2), "")
+      (True, False, False)
+    """
+    return _FIRST <= jaxlib < _FIRST_UNKNOWN and FUSION_FLAG not in xla_flags
+
+
+def is_at_risk() -> bool:
+    """Whether what is traced now is for CPUs, and by a jaxlib with the fault."""
+    faulty = is_faulty(_jaxlib(), os.environ.get("XLA_FLAGS", ""))
+    return faulty and jax.default_backend() == "cpu"  # which starts the devices, if tracing has not
+
+
+def warn_of_convolutions(equations: Iterable[Any], dtype: Any = None) -> None:
+    """Warns if there are bfloat16 convolutions for CPUs, and this jaxlib has the fault.
+
+    Args:
+      equations: of a program, those within others too.
+      dtype: which the convolutions will have; None for that in which they were traced.
+    """
+    if dtype not in (None, jnp.bfloat16) or not is_at_risk():
+        return
+    dtypes = (
+        dtype or traced_dtype(atom)
+        for equation in equations
+        if equation.primitive.name == "conv_general_dilated"
+        for atom in equation.invars
+    )
+    if jnp.bfloat16 in dtypes:
+        warn_user(
+            f"jaxlib {version('jaxlib')} leaves results of some bfloat16 convolutions unwritten on CPUs: "
+            f"set XLA_FLAGS={FUSION_FLAG} in the environment before jax starts",
+            CpuConvolutionWarning,
+        )
+
+
+def all_equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of an open jaxpr, and those of the programs within it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in held_jaxprs(equation):
+            yield from all_equations(inner)
+
+
+@functools.cache
+def _jaxlib() -> tuple[int, ...]:
+    return tuple(int(part) for part in version("jaxlib").split(".")[:3] if part.isdecimal())
