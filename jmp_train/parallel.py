@@ -36,7 +36,7 @@ from jmp_train.placement import full_shardings, gradient_dimensions
 from jmp_train.policies.collectives import mean_over_axes, scatter_gradients
 from jmp_train.policies.finite import is_inexact
 from jmp_train.policies.per_loss_scale import PerLossScale
-from jmp_train.step_checks import check_not_replicated
+from jmp_train.step_checks import check_is_train_state, check_not_replicated
 from jmp_train.train_state import TrainState
 from jmp_train.train_step import Metrics, TrainStep, check_param_dtypes, loss_scale_of
 
@@ -232,6 +232,7 @@ def sharded_step(
         return where(structure, tuple(map(jnp.shape, leaves)))
 
     def on_traced(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        check_is_train_state(state)
         shardings = shardings_of(state)
         check_param_dtypes(state.params, step.policy)
         state, batch = on_automatic_axes((state, batch), mesh)

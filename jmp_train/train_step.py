@@ -12,6 +12,7 @@ from jax import lax
 
 from jmp_train.batch_parts import check_divides, check_has_rows, in_parts, unstacked
 from jmp_train.gradients import unwatched_value_and_grad, wide_scalar
+from jmp_train.optimizer_arguments import Evaluate, extra_arguments
 from jmp_train.policies.casting import is_float_array, is_inexact_array, widen_to_float32
 from jmp_train.policies.collectives import mean_over_axes, reduce_gradients, vary
 from jmp_train.policies.finite import select_tree
@@ -103,7 +104,9 @@ def train_step(
         `loss` may be a tuple of losses: the step follows their sum. Where the optimizer has a
         `PerLossScale`, each has a scale of its own.
       optimizer: any optax optimizer, usually a `with_loss_scale(...)`. It is given the loss as the
-        extra argument `value`.
+        extra argument `value`; a line search, as in `optax.lbfgs`, the loss as a function of the
+        parameters, too, and so are `optax.contrib`'s `sophia` and `sam`, unless the step runs on
+        several devices.
       policy: the dtypes, or the name of a policy; None casts nothing.
       accumulate_steps: into how many micro-batches the batch is cut along its first axis. They
         share one scale, one finite test and one update. Of a `jmp_train.graphs.stack` in the batch each
@@ -209,7 +212,8 @@ class TrainStep:
         loss, model_state, aux, grads = self.gradients(
             loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng
         )
-        return self.apply_gradients(state, loss, model_state, aux, grads, next_rng)
+        evaluate = None if self._all_axes else self._evaluation(state, batch, step_rng)
+        return self.apply_gradients(state, loss, model_state, aux, grads, next_rng, evaluate)
 
     def gradients(
         self, loss_scale: LossScales, params: Any, model_state: Any, batch: Any, rng: Any
@@ -252,7 +256,14 @@ class TrainStep:
             return self._gradients(loss_scale, params, model_state, batch, rng)
 
     def apply_gradients(
-        self, state: TrainState, loss: jax.Array, model_state: Any, aux: Any, grads: Any, rng: Any
+        self,
+        state: TrainState,
+        loss: jax.Array,
+        model_state: Any,
+        aux: Any,
+        grads: Any,
+        rng: Any,
+        evaluate: Evaluate | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Returns the next state, with the step taken or skipped, and the metrics.
 
@@ -263,6 +274,7 @@ class TrainStep:
           aux: for the metrics.
           grads: scaled, and reduced.
           rng: the next state's random key, or None.
+          evaluate: returns loss and unscaled gradients at other parameters, for optimizers that ask for them.
         """
         check_same_optimizer(self.optimizer, state.opt_state, trained(state.params))
         # with_loss_scale computes both of these too, and XLA computes them once.
@@ -270,7 +282,8 @@ class TrainStep:
             loss_scale_of(state.opt_state), grads, self._all_axes
         )
 
-        new_params, opt_state = self._update(trained(grads), state, loss)
+        extra = extra_arguments(state.opt_state, loss, trained(unscaled), evaluate)
+        new_params, opt_state = self._update(trained(grads), state, extra)
         new_params = with_overwritten(new_params, unscaled)
         if scaled_states(opt_state):
             new_params = select_tree(finite, new_params, state.params)
@@ -350,10 +363,24 @@ class TrainStep:
             loss = functools.reduce(jnp.add, loss)
         return loss, _stored_like(model_state, new_model_state), aux, grads
 
-    def _update(self, grads: Any, state: TrainState, loss: jax.Array) -> tuple[Any, Any]:
+    def _evaluation(self, state: TrainState, batch: Any, rng: Any) -> Evaluate:
+        """Returns loss and unscaled gradients of this batch as a function of the parameters."""
+        loss_scale = loss_scale_of(state.opt_state)
+
+        def evaluate(wide_params: Any) -> tuple[jax.Array, Any]:
+            params = with_overwritten(wide_params, state.params)
+            params = jax.tree.map(lambda x, old: x.astype(old.dtype), params, state.params)
+            loss, _, _, grads = self.gradients(loss_scale, params, state.model_state, batch, rng)
+            unscaled = trained(unscale_and_test(loss_scale, grads, ())[0])
+            return loss, jax.tree.map(lambda g, x: g.astype(x.dtype), unscaled, wide_params)
+
+        return evaluate
+
+    def _update(self, grads: Any, state: TrainState, extra: dict[str, Any]) -> tuple[Any, Any]:
         """Returns the parameters and optimizer state after the optimizer's step."""
         optimizer = self.optimizer
-        extra = {"value": loss, **({"axis_names": self._all_axes} if self._all_axes else {})}
+        if self._all_axes:
+            extra = {**extra, "axis_names": self._all_axes}
         params = trained(state.params)
         check_nesting(optimizer, grads, state.opt_state, params, **extra)
         if isinstance(optimizer, StoringOptimizer):

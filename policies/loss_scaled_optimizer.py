@@ -81,7 +81,7 @@ def with_loss_scale(
     float32, divides them by the scale of their forward pass, tests them over all devices of
     `axis_names`, and steps or skips. A skip gives updates of minus zero, which `apply_updates`
     adds without changing a bit, and leaves `inner_state` as it was. The extra arguments reach the
-    optimizer as they are.
+    optimizer as they are, but for `grad`, which line searches take: it gets the unscaled gradients.
 
     Args:
       optimizer: any optax optimizer. It sees float32 gradients and parameters.
@@ -154,6 +154,8 @@ def with_loss_scale(
         grads, finite, next_scale = unscale_and_test(
             state.loss_scale, widen_to_float32(updates), axis_names
         )
+        if "grad" in extra_args:  # which a line search compares with the loss
+            extra_args = {**extra_args, "grad": grads}
         new_updates, new_inner_state = inner.update(
             grads, state.inner_state, widen_to_float32(params), **extra_args
         )
