@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax.training import train_state
 
 from jmp_train.policies.loss_scaled_optimizer import scaled_states
+from jmp_train.policies.overwritten import trained_gradients, with_overwritten
 from jmp_train.policies.per_loss_scale import LossScales
 from jmp_train.policies.select_step import select_step
 from jmp_train.train_step import loss_scale_of
@@ -51,6 +52,7 @@ class FlaxTrainState(train_state.TrainState):
           grads: scaled gradients, as `scaled_value_and_grad` gives them; over many devices their mean.
           **kwargs: other fields, as the step has made them.
         """
+        grads = with_overwritten(trained_gradients(grads), grads)  # fp8's scales may be bad alone
         new = super().apply_gradients(grads=grads, **kwargs)
         if not scaled_states(new.opt_state):
             return new

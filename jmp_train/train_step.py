@@ -34,7 +34,12 @@ from jmp_train.policies.loss_scaled_optimizer import (
 )
 from jmp_train.policies.nesting import check_nesting
 from jmp_train.policies.nodes import find_nodes
-from jmp_train.policies.overwritten import map_overwritten, trained, with_overwritten
+from jmp_train.policies.overwritten import (
+    map_overwritten,
+    trained,
+    trained_gradients,
+    with_overwritten,
+)
 from jmp_train.policies.path_policy import PathPolicy
 from jmp_train.policies.paths import named_leaves, path_name
 from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, unscale_and_test
@@ -283,7 +288,7 @@ class TrainStep:
         )
 
         extra = extra_arguments(state.opt_state, loss, trained(unscaled), evaluate)
-        new_params, opt_state = self._update(trained(grads), state, extra)
+        new_params, opt_state = self._update(trained_gradients(grads), state, extra)
         new_params = with_overwritten(new_params, unscaled)
         if scaled_states(opt_state):
             new_params = select_tree(finite, new_params, state.params)

@@ -8,10 +8,12 @@ Reference: `flax.training.train_state.TrainState.apply_gradients`; Micikevicius 
 Learning", https://arxiv.org/abs/2209.05433.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
 from jmp_train.policies.paths import path_name
@@ -41,6 +43,23 @@ def trained(params: Any) -> Any:
         f"params: {COLLECTION!r} is overwritten with its gradient, and must be in dicts, tuples and "
         f"lists, not in a {kind.__name__}"
     )
+
+
+def trained_gradients(grads: Any) -> Any:
+    """Returns the gradients that an optimizer steps on.
+
+    They are NaN where a value that overwrites is not finite, so that the optimizer skips the step: an inf in a
+    batch, which fp8 clips, reaches the maxima alone.
+    """
+    if not _has_overwritten(grads):
+        return grads
+    finite = [
+        jnp.isfinite(x).all()
+        for path, x in jax.tree_util.tree_leaves_with_path(grads)
+        if is_overwritten(path)
+    ]
+    all_finite = functools.reduce(jnp.logical_and, finite)
+    return jax.tree.map(lambda g: jnp.where(all_finite, g, jnp.nan), trained(grads))
 
 
 def with_overwritten(params: Any, source: Any) -> Any:

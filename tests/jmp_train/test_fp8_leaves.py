@@ -83,6 +83,37 @@ def test_a_skip_keeps_them() -> None:
     assert_bitwise_equal(after.params, before.params)
 
 
+def test_an_overflow_that_reaches_the_scales_alone_is_a_skip_of_everything() -> None:
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            op = fp8_ops.Fp8DirectDotGeneralOp
+            return nn.Dense(4, dot_general_cls=op)(nn.relu(nn.Dense(8, dot_general_cls=op)(x)))
+
+    def two_loss(variables: Any, batch: jax.Array) -> Any:
+        outputs: Any = Two().apply(variables, batch)
+        return (outputs.astype(jnp.float32) ** 2).mean()
+
+    variables: Any = promoting(Two().init)(jax.random.key(1), BATCH)
+    bad = BATCH.at[0].set(jnp.inf)
+    grads = jax.jit(promoting(jax.grad(two_loss)))(variables, bad)
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads["params"]))  # fp8 has no inf
+    assert not all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads[COLLECTION]))
+
+    optimizer = jt.with_loss_scale(relaxed(optax.adam(0.1)), jt.torch_loss_scale(4.0))
+    before = jt.TrainState.create(variables, optimizer)
+    after, metrics = promoting(jt.train_step(jt.stateless(two_loss), optimizer))(before, bad)
+    flax_state: Any = jt.FlaxTrainState.create(apply_fn=None, params=variables, tx=optimizer)
+    flax_after: Any = flax_state.apply_gradients(grads=grads)
+    assert not bool(metrics["grads_finite"])
+    pairs: Any = ((after, before), (flax_after, flax_state))
+    for state, old in pairs:
+        assert_bitwise_equal(state.params, old.params)
+        assert_bitwise_equal(state.opt_state.inner_state, old.opt_state.inner_state)
+        assert int(state.opt_state.skipped_steps) == 1
+        assert float(jt.get_loss_scale(state.opt_state).loss_scale) == 2
+
+
 def test_of_micro_batches_and_devices_the_largest_counts() -> None:
     optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
     whole, _ = run(optimizer, steps=1)
