@@ -1,5 +1,6 @@
 """Scaled gradients: cast, run forward, multiply the loss, differentiate, widen."""
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -92,11 +93,10 @@ def unwatched_value_and_grad(
         differentiated, rest = _partition(params)
 
         def scaled_loss(differentiated: Any) -> tuple[Any, tuple[Any, Any]]:
-            call_args: tuple[Any, ...] = (_combine(differentiated, rest), *args)
-            call_kwargs = kwargs
-            if policy is not None:
-                call_args, call_kwargs = cast_arguments(policy, call_args, kwargs)
-            with mixed_dtypes_explained(policy):
+            params = _combine(differentiated, rest)
+            call = (params, *args), kwargs
+            cast = contextlib.nullcontext(call) if policy is None else cast_arguments(policy, *call)
+            with mixed_dtypes_explained(policy), cast as (call_args, call_kwargs):
                 result = run(*call_args, **call_kwargs)
             loss, aux = result if has_aux else (result, None)
             if policy is not None:

@@ -23,6 +23,8 @@ from jmp_train.policies.autocast_region import (
 )
 from jmp_train.policies.autocast_rules import TORCH_CUDA, AutocastRules, Rule
 from jmp_train.policies.cpu_convolutions import all_equations, warn_of_convolutions
+from jmp_train.policies.nnx_objects import is_nnx
+from jmp_train.policies.nnx_tracing import Carried, is_array, states_at_home
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -152,29 +154,32 @@ def run_region(
     region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Returns what `fn(*args, **kwargs)` gives by the rules of a region."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    are_arrays = [_is_array(leaf) for leaf in leaves]
-    arrays = chosen(leaves, are_arrays)
+    args, kwargs = states_at_home((args, kwargs))
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_nnx)
+    are_arrays = [is_array(leaf) for leaf in leaves]
+    carried = Carried((args, kwargs), fn)
+    arrays = [*chosen(leaves, are_arrays), *carried.arrays]
+    own = len(arrays) - len(carried.arrays)
     structure: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
-        args, kwargs = jax.tree.unflatten(tree, replaced(leaves, are_arrays, arrays))
-        results, out_tree = jax.tree.flatten(fn(*args, **kwargs))
-        structure[:] = [out_tree, [_ARRAY if _is_array(x) else x for x in results]]
-        return [x for x in results if _is_array(x)]
+        args, kwargs = jax.tree.unflatten(tree, replaced(leaves, are_arrays, arrays[:own]))
+        with carried.at_home(arrays[own:]):
+            returned = fn(*args, **kwargs)
+            changed = carried.changed(returned)
+        results, out_tree = jax.tree.flatten(returned, is_leaf=is_nnx)
+        structure[:] = [out_tree, [_ARRAY if is_array(x) else x for x in results]]
+        return [*filter(is_array, results), *changed]
 
     jaxpr = jax.make_jaxpr(flat)(*(float32_aval(jax.typeof(array)) for array in arrays))
     warn_of_convolutions(all_equations(jaxpr.jaxpr), region.half)
     region = dataclasses.replace(region, constants={}, memory={})
-    computed = iter(interpret(region, jaxpr, [argument(array) for array in arrays]))
+    values = interpret(region, jaxpr, [argument(array) for array in arrays])
+    computed = (jnp.asarray(value.array) for value in values)
     out_tree, results = structure
-    return jax.tree.unflatten(
-        out_tree, [jnp.asarray(next(computed).array) if x is _ARRAY else x for x in results]
-    )
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    results = [next(computed) if x is _ARRAY else x for x in results]
+    carried.write(computed)
+    return jax.tree.unflatten(out_tree, results)
 
 
 def float32_aval(aval: Any) -> Any:

@@ -160,7 +160,12 @@ def _result_dtypes(region: Region, jaxpr: Any, values: Sequence[Value]) -> Seque
 
 
 def _is_half(array: Any) -> bool:
-    return array.dtype in HALVES
+    return array.dtype in HALVES and not _is_ref(array)
+
+
+def _is_ref(value: Any) -> bool:
+    """Whether it is a `jax.Ref`, whose dtype is not ours to change."""
+    return isinstance(getattr(value, "array", value), jax.Ref)
 
 
 def _while(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:

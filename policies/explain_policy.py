@@ -8,6 +8,7 @@ from jmp_train.policies.autocast import mark_of, run_region
 from jmp_train.policies.autocast_region import PRODUCTS
 from jmp_train.policies.explain_autocast import decided
 from jmp_train.policies.flat_calls import FlatCall
+from jmp_train.policies.nnx_objects import unbound
 from jmp_train.policies.operations import OperationReport, half_share, source_of, table
 from jmp_train.policies.path_policy import PathPolicy
 from jmp_train.policies.policy import AutocastPolicy, Policy, cast_arguments, get_policy
@@ -84,6 +85,8 @@ def explain_policy(
         policy = get_policy(policy)
     if not isinstance(policy, Policy | PathPolicy):
         raise TypeError(f"policy must be a Policy, a PathPolicy or a name, got {policy!r}")
+    fn, module = unbound(fn)
+    args = (*module, *args)
     if isinstance(policy.default, AutocastPolicy):
         return PolicyReport(_under_autocast(fn, policy, args, kwargs))
     return PolicyReport(tuple(map(_row, operations_under(fn, policy, args, kwargs))))
@@ -100,7 +103,8 @@ def _under_autocast(
         raise ValueError("fn is an autocast with enabled=False: there is nothing to explain")
 
     def run(region: Any, *args: Any, **kwargs: Any) -> Any:
-        return run_region(region, mark.plain, *cast_arguments(policy, args, kwargs))
+        with cast_arguments(policy, args, kwargs) as call:
+            return run_region(region, mark.plain, *call)
 
     return decided(mark.region, run, FlatCall(args, kwargs))
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jmp_train.policies.autocast_region import chosen, replaced
+from jmp_train.policies.nnx_tracing import Carried
 
 
 class FlatCall:
@@ -30,12 +31,18 @@ class FlatCall:
         ]
 
     def of_arrays(self, run: Callable[..., Any]) -> Callable[..., list[Any]]:
-        """Returns a function's call as a function of the arrays, to a list of arrays."""
+        """Returns a function's call as a function of the arrays, to a list of arrays.
+
+        nnx objects that the function closes over are unchanged after it.
+        """
+        reachable = Carried((), run)
 
         def call(*arrays: Any) -> list[Any]:
             leaves = replaced(self._leaves, self.are_arrays, arrays)
             args, kwargs = jax.tree.unflatten(self._tree, leaves)
-            return [x for x in jax.tree.leaves(run(*args, **kwargs)) if isinstance(x, jax.Array)]
+            with reachable.at_home():
+                results = jax.tree.leaves(run(*args, **kwargs))
+            return [x for x in results if isinstance(x, jax.Array)]
 
         return call
 

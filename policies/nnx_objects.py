@@ -1,9 +1,20 @@
 """flax nnx's objects, which hold arrays and are changed in place; nnx is looked for, never imported."""
 
+import functools
 import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+
+from jmp_train.policies.paths import path_name
+
+_PLAIN = str | bytes | int | float | complex | type | types.ModuleType | None
+_FUNCTIONS = types.FunctionType | types.MethodType | functools.partial
+_LIBRARIES = frozenset(("flax", "haiku", "jax", "jmp_train", "numpy", "optax"))
+_MOST_ITEMS = 10_000  # of a container: a data set is not looked through
+_DEEPEST = 4  # of attributes of attributes, and of items of containers
 
 
 def flax_nnx() -> Any:
@@ -30,16 +41,124 @@ def is_nnx_statistic(x: Any) -> bool:
     return isinstance(x, kinds)
 
 
+def is_nnx(x: Any) -> bool:
+    """Says whether `x` is an nnx object or variable."""
+    return is_nnx_object(x) or is_nnx_variable(x)
+
+
 def is_optimizer_variable(x: Any) -> bool:
     """Says whether `x` is one of the variables in which an `nnx.Optimizer` keeps optax's arrays."""
     nnx = flax_nnx()
     return nnx is not None and isinstance(x, nnx.OptState)
 
 
-def arrays_of_variables(tree: Any, is_variable: Any = is_nnx_variable) -> Any:
+def is_parameter(x: Any) -> bool:
+    """Says whether `x` is an `nnx.Param`."""
+    nnx = flax_nnx()
+    return nnx is not None and isinstance(x, nnx.Param)
+
+
+def arrays_of_variables(tree: Any, is_variable: Callable[[Any], bool] = is_nnx_variable) -> Any:
     """Returns a tree with variables' values in their places; `is_variable` says which."""
     if flax_nnx() is None:
         return tree
     return jax.tree_util.tree_map(
         lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable
     )
+
+
+def unbound(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns a module's method as a function and the module as its first argument; others as they are."""
+    if is_nnx_object(fn):
+        return type(fn).__call__, (fn,)
+    if isinstance(fn, types.MethodType) and is_nnx_object(fn.__self__):
+        return fn.__func__, (fn.__self__,)
+    return fn, ()
+
+
+def contents(x: Any) -> dict[str, Any]:
+    """Returns what an nnx object or variable holds, by name; each value is a pytree."""
+    if is_nnx_variable(x):
+        return {"": x.get_raw_value(), "metadata": x.get_metadata()}
+    return dict(vars(x))
+
+
+class Search:
+    """Finds nnx objects and variables, each once, with the path by which it was reached first.
+
+    Attributes:
+      found: (path, object) in the order of the search.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, Any]] = []
+        self._seen: dict[int, Any] = {}  # objects, so that none of the numbers is given anew
+
+    def in_tree(self, tree: Any, path: str = "") -> None:
+        """Looks into a pytree, and into the nnx objects in it."""
+        for inner, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_nnx):
+            if is_nnx(leaf) and self._is_new(leaf):
+                name = _join(path, path_name(inner))
+                self.found.append((name, leaf))
+                for attribute, value in contents(leaf).items():
+                    self.in_tree(value, _join(name, attribute))
+
+    def in_function(self, fn: Any) -> None:
+        """Looks into what a function closes over, binds, or names among the variables of its module."""
+        self._in_reach(fn, "", 0)
+
+    def _in_reach(self, x: Any, path: str, depth: int) -> None:
+        if is_nnx(x):
+            self.in_tree(x, path)
+            return
+        if isinstance(x, _PLAIN | jax.Array) or depth > _DEEPEST or not self._is_new(x):
+            return
+        deeper = depth + (not isinstance(x, _FUNCTIONS))
+        for name, part in _parts(x):
+            self._in_reach(part, _join(path, name), deeper)
+
+    def _is_new(self, x: Any) -> bool:
+        if id(x) in self._seen:
+            return False
+        self._seen[id(x)] = x
+        return True
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}/{name}" if path and name else path or name
+
+
+def _parts(x: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what a function or any other Python object holds, by name."""
+    if isinstance(x, types.FunctionType):
+        yield from _captured(x)
+    elif isinstance(x, types.MethodType):
+        yield from (("", x.__self__), ("", x.__func__))
+    elif isinstance(x, functools.partial):
+        yield from (("", x.func), ("", x.args), ("", x.keywords))
+    elif isinstance(x, Mapping):
+        yield from ((str(key), value) for key, value in x.items() if len(x) <= _MOST_ITEMS)
+    elif isinstance(x, list | tuple | set | frozenset):
+        yield from ((str(i), value) for i, value in enumerate(x) if len(x) <= _MOST_ITEMS)
+    else:
+        yield "", getattr(x, "__wrapped__", None)
+        yield from getattr(x, "__dict__", {}).items()
+
+
+def _captured(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # it is not assigned yet
+            continue
+    yield from (("", fn.__defaults__), ("", fn.__kwdefaults__))
+    if str(fn.__globals__.get("__name__")).partition(".")[0] not in _LIBRARIES:
+        for name in _names(fn.__code__):
+            yield name, fn.__globals__.get(name)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

@@ -1,8 +1,9 @@
 """A policy says which dtypes a function's parameters, computation, output and reductions have."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from jmp_train.policies.autocast import autocast
 from jmp_train.policies.autocast_rules import TORCH_CUDA, AutocastRules
 from jmp_train.policies.casting import cast_floating
 from jmp_train.policies.dtypes import float_dtype, parse_dtype, short_name
+from jmp_train.policies.nnx_casting import cast_for_call, cast_results
+from jmp_train.policies.nnx_objects import unbound
 from jmp_train.policies.overwritten import with_overwritten
 
 if TYPE_CHECKING:
@@ -242,11 +245,14 @@ def apply_policy(
 
     Args:
       fn: a function of pytrees. Under a `policy_by_path` its first positional argument holds the
-        parameters, as in `jax.grad`: the rules apply to that one, the default to the others.
+        parameters, as in `jax.grad`: the rules apply to that one, the default to the others. Or an
+        nnx module, or a method of one: the parameters are the module's.
       policy: the policy.
 
     Returns:
-      A function of the same signature. Leaves that are no floating arrays pass untouched.
+      A function of the same signature. Leaves that are no floating arrays pass untouched. Of flax nnx
+      objects the parameters are cast as long as the function runs; what it does to their other state,
+      such as batch statistics, random counts and caches, is done to the caller's.
 
     Raises:
       TypeError: under a `policy_by_path`, the parameters are not passed by position.
@@ -263,27 +269,35 @@ def apply_policy(
     """
     from jmp_train.policies.half_products import FirstTrace, mixed_dtypes_explained  # has policies
 
-    run = policy.default.transform(fn)
+    plain, module = unbound(fn)
+    run = policy.default.transform(plain)
     first_trace = FirstTrace()
 
     @functools.wraps(fn)
-    def with_policy(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        first_trace.look(fn, policy, args, kwargs)
-        with mixed_dtypes_explained(policy):
-            compute_args, compute_kwargs = cast_arguments(policy, args, kwargs)
-            return policy.default.cast_to_output(run(*compute_args, **compute_kwargs))
+    def with_policy(*inputs: Args.args, **kwargs: Args.kwargs) -> Result:
+        args = (*module, *inputs)
+        first_trace.look(plain, policy, args, kwargs)
+        with mixed_dtypes_explained(policy), cast_arguments(policy, args, kwargs) as call:
+            compute_args, compute_kwargs = call
+            result = run(*compute_args, **compute_kwargs)
+        return cast_results(result, policy.default.cast_to_output)
 
     return with_policy
 
 
+@contextlib.contextmanager
 def cast_arguments(
     policy: "Policy | PathPolicy", args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call's arguments in the compute dtype; the first one holds the parameters."""
-    if not args:
-        if policy is not policy.default:
-            raise TypeError("a policy_by_path needs the parameters as first positional argument")
-        return (), policy.default.cast_to_compute(kwargs)
-    inputs, kwargs = policy.default.cast_to_compute((args[1:], kwargs))
-    params = with_overwritten(policy.cast_to_compute(args[0]), args[0])
-    return (params, *inputs), kwargs
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Gives a call's arguments in the compute dtype; the first one holds the parameters."""
+    if not args and policy is not policy.default:
+        raise TypeError("a policy_by_path needs the parameters as first positional argument")
+
+    def cast(call: Any) -> Any:
+        args, kwargs = call
+        inputs, kwargs = policy.default.cast_to_compute((args[1:], kwargs))
+        params = [with_overwritten(policy.cast_to_compute(x), x) for x in args[:1]]
+        return (*params, *inputs), kwargs
+
+    with cast_for_call((args, kwargs), cast) as call:
+        yield call

@@ -52,8 +52,8 @@ def operations_under(
     def cast(given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if policy is None:
             return given, kwargs
-        cast, kwargs = cast_arguments(policy, given[: len(args)], kwargs)
-        return (*cast, *given[len(args) :]), kwargs
+        with cast_arguments(policy, given[: len(args)], kwargs) as (inputs, keywords):
+            return jax.tree.leaves(((*inputs, *given[len(args) :]), keywords))
 
     avals = jax.make_jaxpr(call.of_arrays(cast))(*call.avals).out_avals
     jaxpr = jax.make_jaxpr(call.of_arrays(lambda given, kwargs: fn(*given, **kwargs)))(*avals)

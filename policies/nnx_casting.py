@@ -1,0 +1,106 @@
+"""A policy's casts of nnx objects: parameters are cast where they are, all other state stays as it is."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jmp_train.policies.casting import cast_leaf, is_float_array
+from jmp_train.policies.nnx_objects import Search, flax_nnx, is_nnx, is_nnx_variable, is_parameter
+from jmp_train.policies.nnx_tracing import states_at_home
+
+Cast = Callable[[Any], Any]
+
+
+@contextlib.contextmanager
+def cast_for_call(tree: Any, cast: Cast) -> Iterator[Any]:
+    """Gives a tree for a call, with its arrays cast, and those of the nnx parameters in it.
+
+    It has the caller's own nnx objects and no copies, so that what the call does to them is not lost. After
+    it the parameters are as they were; what the call put into one is kept in the dtype that it had. Other
+    variables, such as batch statistics and random counts, are no parameters, and stay what they are.
+
+    Args:
+      tree: a pytree.
+      cast: returns a pytree with its arrays cast.
+    """
+    if flax_nnx() is None:
+        yield cast(tree)
+        return
+    leaves, structure = jax.tree.flatten(states_at_home(tree), is_leaf=is_nnx)
+    found = [_parameters(leaf) if is_nnx(leaf) else {} for leaf in leaves]
+    values = [
+        _values(leaf, inner) if is_nnx(leaf) else leaf
+        for leaf, inner in zip(leaves, found, strict=True)
+    ]
+    cast_values = structure.flatten_up_to(cast(jax.tree.unflatten(structure, values)))
+    swaps: dict[int, tuple[Any, Any, Any]] = {}
+    for inner, new in zip(found, cast_values, strict=True):
+        for path, variable in inner.items():
+            number = new[path] if path else new
+            swaps.setdefault(id(variable), (variable, variable.get_raw_value(), number))
+    cast_leaves = [
+        leaf if is_nnx(leaf) else new for leaf, new in zip(leaves, cast_values, strict=True)
+    ]
+    with _swapped(list(swaps.values())):
+        yield jax.tree.unflatten(structure, cast_leaves)
+
+
+def cast_results(tree: Any, cast: Cast) -> Any:
+    """Returns a tree with its arrays cast, and those of the nnx parameters and intermediates in it.
+
+    Args:
+      tree: a pytree. Its nnx objects and their other state stay what they are.
+      cast: returns a pytree with its arrays cast.
+    """
+    nnx = flax_nnx()
+    if nnx is None:
+        return cast(tree)
+
+    def cast_node(x: Any) -> Any:
+        stays = is_nnx(x) and not isinstance(x, nnx.Param | nnx.Intermediate)
+        return x if stays else cast(x)
+
+    return jax.tree.map(cast_node, tree, is_leaf=is_nnx)
+
+
+def _parameters(x: Any) -> dict[str, Any]:
+    """Returns the parameters in an nnx object by path, or a parameter itself by the empty one."""
+    search = Search()
+    search.in_tree(x)
+    return {path: variable for path, variable in search.found if is_parameter(variable)}
+
+
+def _values(x: Any, parameters: dict[str, Any]) -> Any:
+    """Returns what stands for an nnx object in a tree that is cast, so that paths are what they were."""
+    if is_nnx_variable(x):
+        return x.get_raw_value() if parameters else None
+    return {path: variable.get_raw_value() for path, variable in parameters.items()}
+
+
+@contextlib.contextmanager
+def _swapped(swaps: list[tuple[Any, Any, Any]]) -> Iterator[None]:
+    """Within it variables have other values; each is given with the stored one and the other one."""
+    try:
+        for variable, _, new in swaps:
+            _set(variable, new)
+        yield
+    finally:
+        for variable, stored, new in swaps:
+            now = variable.get_raw_value()
+            _set(variable, stored if now is new else _like(now, stored))
+
+
+def _set(variable: Any, value: Any) -> None:
+    """Sets a variable's value, also that of one which another trace alone may change."""
+    variable.__setstate__({**variable.__getstate__(), "_raw_value": value})
+
+
+def _like(new: Any, stored: Any) -> Any:
+    """Returns what a call put into a parameter, in the dtypes that this had."""
+    if jax.tree.structure(new) != jax.tree.structure(stored):
+        return new
+    return jax.tree.map(
+        lambda x, old: cast_leaf(x, old.dtype) if is_float_array(old) else x, new, stored
+    )
