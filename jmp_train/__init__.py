@@ -13,6 +13,7 @@ from jmp_train.checkpoint import CheckpointStore as CheckpointStore
 from jmp_train.distributed import broadcast_state as broadcast_state
 from jmp_train.flax_train_state import FlaxTrainState as FlaxTrainState
 from jmp_train.gradients import scaled_value_and_grad as scaled_value_and_grad
+from jmp_train.nnx_gradients import nnx_value_and_grad as nnx_value_and_grad
 from jmp_train.parallel import data_parallel as data_parallel
 from jmp_train.parallel import pmap_step as pmap_step
 from jmp_train.parallel import sharded_step as sharded_step

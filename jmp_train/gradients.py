@@ -14,6 +14,7 @@ from jmp_train.policies.dtypes import at_least_float32
 from jmp_train.policies.finite import is_inexact
 from jmp_train.policies.half_products import FirstTrace, mixed_dtypes_explained
 from jmp_train.policies.loss_scale import check_usable
+from jmp_train.policies.nnx_objects import is_nnx_object
 from jmp_train.policies.nodes import find_nodes
 from jmp_train.policies.path_policy import PathPolicy
 from jmp_train.policies.paths import named_leaves
@@ -83,13 +84,7 @@ def unwatched_value_and_grad(
     run = loss_fn if policy is None else policy.default.transform(loss_fn)
 
     def value_and_grad(loss_scale: LossScales, params: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(loss_scale, LossScales):
-            raise TypeError(
-                f"loss_scale must be a LossScale, got {loss_scale!r}; "
-                "get_loss_scale(opt_state) finds an optimizer's"
-            )
-        for scale in scales_in(loss_scale):
-            check_usable(scale)
+        check_loss_scale(loss_scale)
         differentiated, rest = _partition(params)
 
         def scaled_loss(differentiated: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -100,7 +95,7 @@ def unwatched_value_and_grad(
                 result = run(*call_args, **call_kwargs)
             loss, aux = result if has_aux else (result, None)
             if policy is not None:
-                aux = _at_least(policy.default.output_dtype, aux)
+                aux = at_least(policy.default.output_dtype, aux)
             if isinstance(loss_scale, PerLossScale):
                 losses = tuple(map(wide_scalar, loss)) if isinstance(loss, tuple | list) else loss
                 return loss_scale.scale(losses), (losses, aux)
@@ -117,8 +112,25 @@ def unwatched_value_and_grad(
     return value_and_grad
 
 
+def check_loss_scale(loss_scale: Any) -> None:
+    """Raises unless gradients can be scaled with it."""
+    if not isinstance(loss_scale, LossScales):
+        raise TypeError(
+            f"loss_scale must be a LossScale, got {loss_scale!r}; "
+            "get_loss_scale(opt_state) finds an optimizer's"
+        )
+    for scale in scales_in(loss_scale):
+        check_usable(scale)
+
+
 def _partition(params: Any) -> tuple[Any, Any]:
     """Returns the arrays to differentiate, and what else there is or None: one tree in two, with None for gaps."""
+    modules = filter(is_nnx_object, jax.tree.leaves(params, is_leaf=is_nnx_object))
+    if (module := next(modules, None)) is not None:
+        raise TypeError(
+            f"params is or has the nnx module {type(module).__name__}, whose statistics and random keys are "
+            "no parameters: nnx_value_and_grad differentiates it; or take apart nnx.split(model, nnx.Param, ...)"
+        )
     leaves = named_leaves(params)
     if not _has_equinox_module(params) and all(_is_number(x) for _, x in leaves):
         for path, x in leaves:
@@ -151,7 +163,7 @@ def _combine(differentiated: Any, rest: Any) -> Any:
     )
 
 
-def _at_least(dtype: Any, tree: Any) -> Any:
+def at_least(dtype: Any, tree: Any) -> Any:
     """Returns a tree whose floating arrays have a dtype, or the wider one that they have."""
 
     def widen(x: Any) -> Any:

@@ -1,7 +1,7 @@
 """A policy's casts of nnx objects: parameters are cast where they are, all other state stays as it is."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ Cast = Callable[[Any], Any]
 
 
 @contextlib.contextmanager
-def cast_for_call(tree: Any, cast: Cast) -> Iterator[Any]:
+def cast_for_call(tree: Any, cast: Cast, also: Collection[int] = frozenset()) -> Iterator[Any]:
     """Gives a tree for a call, with its arrays cast, and those of the nnx parameters in it.
 
     It has the caller's own nnx objects and no copies, so that what the call does to them is not lost. After
@@ -24,12 +24,13 @@ def cast_for_call(tree: Any, cast: Cast) -> Iterator[Any]:
     Args:
       tree: a pytree.
       cast: returns a pytree with its arrays cast.
+      also: the ids of variables that are taken for parameters, beside all `nnx.Param`s.
     """
     if flax_nnx() is None:
         yield cast(tree)
         return
     leaves, structure = jax.tree.flatten(states_at_home(tree), is_leaf=is_nnx)
-    found = [_parameters(leaf) if is_nnx(leaf) else {} for leaf in leaves]
+    found = [_parameters(leaf, also) if is_nnx(leaf) else {} for leaf in leaves]
     values = [
         _values(leaf, inner) if is_nnx(leaf) else leaf
         for leaf, inner in zip(leaves, found, strict=True)
@@ -65,11 +66,11 @@ def cast_results(tree: Any, cast: Cast) -> Any:
     return jax.tree.map(cast_node, tree, is_leaf=is_nnx)
 
 
-def _parameters(x: Any) -> dict[str, Any]:
+def _parameters(x: Any, also: Collection[int]) -> dict[str, Any]:
     """Returns the parameters in an nnx object by path, or a parameter itself by the empty one."""
     search = Search()
     search.in_tree(x)
-    return {path: variable for path, variable in search.found if is_parameter(variable)}
+    return {path: y for path, y in search.found if is_parameter(y) or id(y) in also}
 
 
 def _values(x: Any, parameters: dict[str, Any]) -> Any:

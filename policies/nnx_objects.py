@@ -52,6 +52,12 @@ def is_optimizer_variable(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.OptState)
 
 
+def is_random_state(x: Any) -> bool:
+    """Says whether `x` is a variable that holds a random key or counts its uses."""
+    nnx = flax_nnx()
+    return nnx is not None and isinstance(x, nnx.RngState)
+
+
 def is_parameter(x: Any) -> bool:
     """Says whether `x` is an `nnx.Param`."""
     nnx = flax_nnx()

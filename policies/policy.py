@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax.numpy as jnp
@@ -287,9 +287,15 @@ def apply_policy(
 
 @contextlib.contextmanager
 def cast_arguments(
-    policy: "Policy | PathPolicy", args: tuple[Any, ...], kwargs: dict[str, Any]
+    policy: "Policy | PathPolicy",
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    also: Collection[int] = frozenset(),
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Gives a call's arguments in the compute dtype; the first one holds the parameters."""
+    """Gives a call's arguments in the compute dtype; the first one holds the parameters.
+
+    Of nnx objects the `nnx.Param`s are cast, and `also` the variables with these ids.
+    """
     if not args and policy is not policy.default:
         raise TypeError("a policy_by_path needs the parameters as first positional argument")
 
@@ -299,5 +305,5 @@ def cast_arguments(
         params = [with_overwritten(policy.cast_to_compute(x), x) for x in args[:1]]
         return (*params, *inputs), kwargs
 
-    with cast_for_call((args, kwargs), cast) as call:
+    with cast_for_call((args, kwargs), cast, also) as call:
         yield call

@@ -1,0 +1,199 @@
+"""Scaled gradients of flax nnx modules, by nnx's own `value_and_grad`; a skipped step keeps their state."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jmp_train.gradients import at_least, check_loss_scale, wide_scalar
+from jmp_train.policies.half_products import FirstTrace, mixed_dtypes_explained
+from jmp_train.policies.loss_scale import NoOpLossScale
+from jmp_train.policies.nnx_casting import cast_results
+from jmp_train.policies.nnx_objects import Search, contents, is_nnx_variable, is_random_state
+from jmp_train.policies.nnx_tracing import is_array, is_at_home, is_boxed
+from jmp_train.policies.path_policy import PathPolicy
+from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, unscale_and_test
+from jmp_train.policies.policy import Policy, cast_arguments, get_policy
+
+
+def nnx_value_and_grad(
+    loss_fn: Callable[..., Any],
+    policy: Policy | PathPolicy | str | None = None,
+    *,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    axis_names: Sequence[str] = (),
+    **options: Any,
+) -> Callable[..., Any]:
+    """Returns a function like `nnx.value_and_grad(loss_fn)` that runs in mixed precision.
+
+    The new function takes the loss scale first: `fn(loss_scale, model, *args, **kwargs)`. Its gradients are
+    float32 and still scaled, as an `nnx.Optimizer` of a `with_loss_scale` takes them. Where they are not
+    finite, so that this optimizer skips the step, all else that `loss_fn` changes, such as batch
+    statistics, is as it was before; random counts go on.
+
+    Args:
+      loss_fn: `loss_fn(model, *args, **kwargs) -> loss`, a floating scalar, or `(loss, aux)`. What it does to
+        its modules is done to the caller's.
+      policy: the dtypes, or the name of a policy; None casts nothing. The variables that are differentiated
+        and all `nnx.Param`s are cast to the compute dtype, and the other arguments; no other state is.
+      argnums: as in `nnx.value_and_grad`: positions of the arguments to differentiate, or `nnx.DiffState`s.
+      has_aux: whether `loss_fn` returns `(loss, aux)`. `aux` comes back in the policy's output dtype at least.
+      axis_names: mesh axes over which the optimizer decides, if it is given these too.
+      **options: `graph` and `graph_updates`, as in `nnx.value_and_grad`.
+
+    Returns:
+      A function that returns `(loss, grads)` or `((loss, aux), grads)`; the loss is unscaled, in float32 or
+      wider. Under a `PerLossScale` the loss is a tuple, and so are the gradients.
+
+    Raises:
+      TypeError: when called, the first argument is no loss scale, or the loss no floating scalar.
+
+    Warns:
+      Float32ProductsWarning: when it is first called or traced, for which `loss_fn` is traced once more.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import jmp_train as jt
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> loss_fn = lambda model, x: model(x).astype(jnp.float32).sum()
+      >>> fn = jt.nnx_value_and_grad(loss_fn, "autocast_float16")
+      >>> loss, grads = fn(jt.StaticLossScale(8.0), model, jnp.ones((2, 2)))
+      >>> grads["bias"][...]
+      Array([16.], dtype=float32)
+    """
+    from flax import nnx  # whoever has no nnx modules does not wait for it
+
+    policy = get_policy(policy) if isinstance(policy, str) else policy
+    run = loss_fn if policy is None else policy.default.transform(loss_fn)
+    differentiated = argnums if isinstance(argnums, Sequence) else (argnums,)
+    states = [x for x in differentiated if isinstance(x, nnx.DiffState)]
+    first_trace = FirstTrace()
+
+    def scaled(loss_scale: LossScales, number: int) -> Callable[..., Any]:
+        @functools.wraps(loss_fn)
+        def scaled_loss(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+            result = in_policy(args, kwargs)
+            loss, aux = result if has_aux else (result, None)
+            if policy is not None:
+                aux = cast_results(aux, functools.partial(at_least, policy.default.output_dtype))
+            if not isinstance(loss_scale, PerLossScale):
+                loss = wide_scalar(loss)
+                return loss_scale.scale(loss), (loss, aux)
+            losses = tuple(map(wide_scalar, loss)) if isinstance(loss, tuple | list) else loss
+            return loss_scale.scale(losses)[number], (losses, aux)
+
+        return scaled_loss
+
+    def in_policy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if policy is None:
+            return loss_fn(*args, **kwargs)
+        selected = _selected(args, states)
+        with (
+            mixed_dtypes_explained(policy),
+            cast_arguments(policy, args, kwargs, also=selected) as (call_args, call_kwargs),
+        ):
+            return run(*call_args, **call_kwargs)
+
+    def value_and_grad(loss_scale: LossScales, *args: Any, **kwargs: Any) -> Any:
+        check_loss_scale(loss_scale)
+        first_trace.look(loss_fn, policy, args, kwargs)
+        before = _State((args, kwargs), loss_fn)
+        several = isinstance(loss_scale, PerLossScale)
+        pairs = []
+        for number in range(len(loss_scale.loss_scales) if several else 1):
+            before.restore()  # each loss has a forward pass of its own, and all are the same
+            differentiate = nnx.value_and_grad(
+                scaled(loss_scale, number), argnums=argnums, has_aux=True, **options
+            )
+            ((_, result), grads) = differentiate(*args, **kwargs)
+            pairs.append((result, at_least("float32", grads)))
+        (loss, aux), grads = pairs[0]
+        if several:
+            grads = tuple(grads for _, grads in pairs)
+        if not isinstance(loss_scale, NoOpLossScale):
+            before.restore_unless(unscale_and_test(loss_scale, grads, axis_names)[1])
+        return ((loss, aux) if has_aux else loss), grads
+
+    return value_and_grad
+
+
+def _selected(args: tuple[Any, ...], states: Sequence[Any]) -> frozenset[int]:
+    """Returns the ids of the variables that `nnx.DiffState`s select."""
+    from flax import nnx
+
+    found = set()
+    for state in states:
+        is_selected = nnx.filterlib.to_predicate(state.filter)
+        for path, x in nnx.iter_graph(args[state.argnum]):
+            if is_nnx_variable(x) and is_selected(path, x):
+                found.add(id(x))
+    return frozenset(found)
+
+
+class _State:
+    """What the nnx objects that a function reaches hold before it is called.
+
+    Args:
+      tree: the function's arguments.
+      fn: the function.
+    """
+
+    def __init__(self, tree: Any, fn: Callable[..., Any]) -> None:
+        search = Search()
+        search.in_tree(tree)
+        search.in_function(fn)
+        self._before = [
+            (x, name, value, value[...] if _is_ref(value) else value)
+            for _, x in search.found
+            if not is_boxed(x) and is_at_home(x)
+            for name, value in contents(x).items()
+            if (not name if is_nnx_variable(x) else is_array(value))
+        ]
+
+    def restore(self) -> None:
+        """Puts back all of it."""
+        for x, name, held, value in self._before:
+            if _is_ref(held):
+                held[...] = value
+            elif _held(x, name) is not held:
+                _hold(x, name, held)
+
+    def restore_unless(self, finite: jax.Array) -> None:
+        """Puts back all but random state where the gradients were not finite."""
+        for x, name, held, old in self._before:
+            new = _held(x, name)
+            if _is_ref(held):
+                held[...] = lax.select(finite, held[...], old)
+            elif new is not held and not is_random_state(x):
+                _hold(x, name, _chosen(finite, new, old))
+
+
+def _is_ref(value: Any) -> bool:
+    return isinstance(value, jax.Ref)
+
+
+def _held(x: Any, name: str) -> Any:
+    return x.get_raw_value() if is_nnx_variable(x) else vars(x).get(name)
+
+
+def _hold(x: Any, name: str, value: Any) -> None:
+    if is_nnx_variable(x):
+        x.set_raw_value(value)
+    else:
+        setattr(x, name, value)
+
+
+def _chosen(finite: jax.Array, new: Any, old: Any) -> Any:
+    """Returns the new value or the old one, where they are alike; else, as of a list that grew, the new one."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        return new
+
+    def choose(x: Any, y: Any) -> Any:
+        alike = is_array(x) and is_array(y) and (x.shape, x.dtype) == (y.shape, y.dtype)
+        return lax.select(finite, x, jax.numpy.asarray(y)) if alike else x
+
+    return jax.tree.map(choose, new, old)
