@@ -26,7 +26,7 @@ class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(3, 4, rngs=rngs)
         self.norm = nnx.BatchNorm(4, momentum=0.5, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.dropout: Any = nnx.Dropout(0.5, rngs=rngs)
         self.head = nnx.Linear(4, 1, rngs=rngs)
         self.calls = jnp.zeros((), jnp.int32)
 
