@@ -70,53 +70,70 @@ def check_nesting(
       >>> check_nesting(optimizer, params, optimizer.init(params), params)  # half of them is in order
     """
     _check_skips_are_seen(opt_state)
-    if find_nodes(opt_state, _BRANCHING):
-        return  # their branches must have states of one type: a marker has no place there
 
-    def reached(grads: Any, kind: Any) -> tuple[Any, Any]:
+    def program(kind: Any) -> Any:
+        """Returns what makes the updates, and then what reaches the wrappers, or None where it cannot be told."""
         marked = change_nodes(opt_state, kind, lambda _: Reached(()))
-        updates, marked = optimizer.update(grads, marked, params, **extra_args)
-        return updates, [node.updates for _, node in find_nodes(marked, Reached)]
+        if find_nodes(marked, _BRANCHING):
+            return None  # its branches must have states of one type: a marker has no place there
 
-    count = len(jax.tree_util.tree_leaves(params))
+        def reached(grads: Any) -> tuple[Any, Any]:
+            updates, after = optimizer.update(grads, marked, params, **extra_args)
+            return updates, [node.updates for _, node in find_nodes(after, Reached)]
+
+        return jax.make_jaxpr(reached)(grads).jaxpr
+
+    _check_before_scale(optimizer, opt_state, params, program)
+    _check_after_storing(optimizer, opt_state, params, program)
+
+
+def _check_before_scale(optimizer: Any, opt_state: Any, params: Any, program: Any) -> None:
     within = opt_state.inner_state if isinstance(opt_state, _STORING) else opt_state
-    scale_is_outermost = isinstance(within, LossScaledState)
-    if scaled_states(opt_state) and not scale_is_outermost:
-        program = jax.make_jaxpr(lambda grads: reached(grads, LossScaledState))(grads).jaxpr
-        kinds = _kinds(program, ["scaled"] * len(program.invars))
-        if "other" in kinds[count:]:
-            raise ValueError(
-                "optimizer: what comes before with_loss_scale in the chain sees scaled gradients, and is not "
-                "linear in them, as clipping, weight decay or momentum are not; it belongs inside: "
-                "with_loss_scale(optax.chain(..., optimizer), loss_scale)"
-            )
-        paths = [path for path, _ in named_leaves(params)]
-        passed = [path for path, kind in zip(paths, kinds[:count], strict=True) if kind in _GIVEN]
-        if passed and not isinstance(optimizer, StoringOptimizer):
-            raise ValueError(
-                "optimizer: the scaled gradients of these parameters reach no with_loss_scale, which belongs "
-                "outside: with_loss_scale(optax.multi_transform(...), loss_scale)\n  "
-                + "\n  ".join(passed)
-            )
-    if find_nodes(opt_state, _STORING) and not isinstance(optimizer, StoringOptimizer):
-        program = jax.make_jaxpr(lambda grads: reached(grads, _STORING))(grads).jaxpr
-        final, stored = program.outvars[:count], program.outvars[count:]
-        if any(all(x is not y for y in final) for x in stored):
-            raise ValueError(
-                "optimizer: what comes after with_master_weights or with_stochastic_rounding in the chain "
-                "changes the parameters, and not what is kept of them; it belongs inside: "
-                "with_master_weights(optax.chain(optimizer, ...))"
-            )
+    if isinstance(within, LossScaledState) or not scaled_states(opt_state):
+        return
+    traced = program(LossScaledState)
+    if traced is None:
+        return
+    kinds = _kinds(traced, ["scaled"] * len(traced.invars))
+    paths = [path for path, _ in named_leaves(params)]
+    if "other" in kinds[len(paths) :]:
+        raise ValueError(
+            "optimizer: what comes before with_loss_scale in the chain sees scaled gradients, and is not "
+            "linear in them, as clipping, weight decay or momentum are not; it belongs inside: "
+            "with_loss_scale(optax.chain(..., optimizer), loss_scale)"
+        )
+    passed = [path for path, kind in zip(paths, kinds, strict=False) if kind in _GIVEN]
+    if passed and not isinstance(optimizer, StoringOptimizer):
+        raise ValueError(
+            "optimizer: the scaled gradients of these parameters reach no with_loss_scale, which belongs "
+            "outside: with_loss_scale(optax.multi_transform(...), loss_scale)\n  "
+            + "\n  ".join(passed)
+        )
+
+
+def _check_after_storing(optimizer: Any, opt_state: Any, params: Any, program: Any) -> None:
+    if isinstance(optimizer, StoringOptimizer) or not find_nodes(opt_state, _STORING):
+        return
+    traced = program(_STORING)
+    if traced is None:
+        return
+    count = len(jax.tree_util.tree_leaves(params))
+    final, stored = traced.outvars[:count], traced.outvars[count:]
+    if any(all(x is not y for y in final) for x in stored):
+        raise ValueError(
+            "optimizer: what comes after with_master_weights or with_stochastic_rounding in the chain "
+            "changes the parameters, and not what is kept of them; it belongs inside: "
+            "with_master_weights(optax.chain(optimizer, ...))"
+        )
 
 
 def _check_skips_are_seen(opt_state: Any) -> None:
     for path, node in find_nodes(opt_state, _BRANCHING):
-        name = "apply_if_finite"
-        if isinstance(node, optax.MultiStepsState):
-            if not jax.tree_util.tree_leaves(node.skip_state):
-                continue
-            name = "MultiSteps(should_skip_update_fn=...)"
-        if scaled_states(tuple(node)):
+        is_multi_steps = isinstance(node, optax.MultiStepsState)
+        name = "MultiSteps(should_skip_update_fn=...)" if is_multi_steps else "apply_if_finite"
+        skips = not is_multi_steps or bool(jax.tree_util.tree_leaves(node.skip_state))
+        _check_skips_are_seen(tuple(node))
+        if skips and scaled_states(tuple(node)):
             raise ValueError(
                 f"optimizer: {name}, at {path or 'the outermost place'!r} of its state, drops the gradients that "
                 "overflowed before with_loss_scale sees them, so that the scale never falls; with_loss_scale skips "

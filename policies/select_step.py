@@ -48,7 +48,7 @@ def select_step(opt_state: Any, new: Tree, old: Tree) -> Tree:
       {'mean': Array([0.], dtype=float32)}
     """
     state = only_state(opt_state, LossScaledState, "loss_scale", "loss scales")
-    (taken,) = jax.tree_util.tree_leaves(state.last_finite)  # nnx keeps it in a variable
+    taken = state.last_finite
     trees = [jax.tree_util.tree_structure(tree) for tree in (new, old)]
     if trees[0] != trees[1]:
         raise ValueError(f"new has another structure:\n  {trees[0]}\nthan old:\n  {trees[1]}")

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import relaxed
+from jax.sharding import Mesh
 
 import jmp_train as jt
 
@@ -60,6 +61,7 @@ def test_what_is_not_linear_before_the_loss_scale_is_refused(name: str) -> None:
         lambda bad: optax.named_chain(("clip", bad), ("sgd", scaled())),
         lambda bad: optax.chain(optax.chain(bad, optax.identity()), optax.chain(scaled())),
         lambda bad: jt.with_master_weights(optax.chain(bad, scaled())),
+        lambda bad: optax.chain(bad, scaled(optax.MultiSteps(optax.sgd(1.0), 2))),
         lambda bad: optax.flatten(optax.chain(bad, scaled())),
         lambda bad: optax.masked(optax.chain(bad, scaled()), {"w": True, "b": True}),
         lambda bad: optax.multi_transform({"a": optax.chain(bad, scaled())}, {"w": "a", "b": "a"}),
@@ -117,6 +119,10 @@ def test_parameters_whose_gradients_reach_no_loss_scale_are_named() -> None:
         (lambda: optax.apply_if_finite(scaled(), 3), "apply_if_finite"),
         (lambda: optax.chain(optax.apply_if_finite(scaled(), 3)), "apply_if_finite"),
         (
+            lambda: optax.MultiSteps(optax.apply_if_finite(scaled(), 3), 2),
+            "apply_if_finite",
+        ),
+        (
             lambda: optax.MultiSteps(scaled(), 2, should_skip_update_fn=optax.skip_not_finite),
             r"MultiSteps\(should_skip_update_fn=...\)",
         ),
@@ -166,3 +172,21 @@ def test_what_stores_parameters_goes_once() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             optimizer.init(params)
+
+
+def test_over_devices_it_is_the_same() -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    params = {"w": jnp.ones(3), "b": jnp.ones(())}
+    batch = jnp.full((4, 3), 0.5)
+    for before, wrong in ((optax.scale(0.5), False), (optax.clip(0.1), True)):
+        optimizer = optax.chain(before, scaled())
+        step = jt.train_step(jt.stateless(loss_fn), optimizer)
+        state = jt.TrainState.create(params, optimizer)
+        for run in (jt.data_parallel(step, mesh), jt.sharded_step(step, mesh)):
+            if wrong:
+                with pytest.raises(ValueError, match=BEFORE):
+                    run(state, batch)
+            else:
+                after, _ = run(state, batch)
+                expected = 1 - 0.5 * jax.grad(loss_fn)(params, batch)["w"]
+                np.testing.assert_allclose(after.params["w"], expected, rtol=1e-6)
