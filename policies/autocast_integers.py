@@ -89,7 +89,7 @@ def integers_of(atom: Any, known: Integers | None) -> Integers | None:
 def integers_in_result(equation: Any, operands: Sequence[Operand]) -> Integers | None:
     """Returns what integers the result of an equation is made of, None where it is of none."""
     function = _OF_RESULTS.get(equation.primitive.name)
-    if len(equation.outvars) > 1 and equation.primitive.name != "split":
+    if len(equation.outvars) > 1 and equation.primitive.name not in ("split", "unstack"):
         return None  # several operands, moved each by itself
     found = None if function is None else function(equation, *operands)
     if found is None or math.isnan(found.greatest) or not found.step > 0:
@@ -214,7 +214,7 @@ def _names(text: str, function: Callable[..., Integers | None]) -> dict[str, Any
 _OF_RESULTS: dict[str, Callable[..., Integers | None]] = {
     **_names(
         "reshape transpose broadcast_in_dim squeeze expand_dims rev slice copy copy_p stop_gradient pvary pcast "
-        "reduce_precision concatenate pad split tile stack floor ceil round",
+        "reduce_precision concatenate pad split unstack tile stack floor ceil round",
         _moved,
     ),
     "iota": _counted,

@@ -134,6 +134,10 @@ def _run(
 def _note_integers(equation: Any, inputs: list[Value], outputs: list[Value]) -> None:
     """Says of results what integers they are made of."""
     name = equation.primitive.name
+    if name in PLACEMENT:
+        for value, output in zip(inputs, outputs, strict=True):
+            output.integers = value.integers
+        return
     if name not in ("iota", "convert_element_type") and all(x.integers is None for x in inputs):
         return
     operands = [

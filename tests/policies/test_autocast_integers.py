@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import promoting
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -58,6 +59,9 @@ ANGLES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     ),
     "cond": lambda ids, f: lax.cond(
         f[0] > 0, lambda t: t[:, None] @ f[None], lambda t: t[:, None] * f[None], ids.astype(F32)
+    ),
+    "named and in order": lambda ids, f: jnp.matmul(
+        *lax.optimization_barrier((checkpoint_name(ids[:, None].astype(F32), "t"), f[None]))
     ),
     "axes of an image": lambda ids, f: jnp.einsum(
         "ia,aj->ij", jnp.stack([ids, 0 * ids], -1).astype(F32), jnp.stack([f, f])
