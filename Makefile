@@ -26,7 +26,7 @@ help:
 	@echo "make clean        remove what make made"
 
 demo: .venv/.train
-	$(BIN)/jmp-train compare digits --policies float32 mixed_float16 mixed_bfloat16 --out out/demo
+	$(BIN)/jmp-train compare digits --policies float32 autocast_float16 autocast_bfloat16 --out out/demo
 
 test: .venv/.dev .venv-plan/.plan
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" --allowed-skips tests/allowed_skips.txt --cov --cov-report=

@@ -59,13 +59,14 @@ def main(data_dir: str, epochs: int = 10, batch_size: int = 256) -> None:
     # float32: tx = optax.adam(1e-4)
     tx = jt.with_loss_scale(optax.adam(1e-4), jt.torch_loss_scale())  # AMP
     # float32: step = jt.train_step(loss_fn, tx)
-    step = jt.train_step(loss_fn, tx, policy="mixed_float16")  # AMP
+    step = jt.train_step(loss_fn, tx, policy="autocast_float16")  # AMP
     step = jax.jit(step, donate_argnums=0)
     state = jt.TrainState.create(variables["params"], tx, model_state=variables["batch_stats"])
 
     def predict(params: Any, stats: Any, images: Any) -> Any:
-        params, images = jt.cast_to_half((params, images))  # AMP; float32 does without
-        return model.apply({"params": params, "batch_stats": stats}, images, train=False)
+        run = model.apply
+        run = jt.autocast(run)  # AMP; float32 does without
+        return run({"params": params, "batch_stats": stats}, images, train=False)
 
     for epoch in range(epochs):
         losses = []

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from jmp_train.records import Run
     from jmp_train.resuming import Saving
 
-DEFAULT_POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+DEFAULT_POLICY = "autocast_float16"
+DEFAULT_POLICIES = ("float32", "autocast_float16", "autocast_bfloat16")
 
 # What `compare` hands on to its processes, but for flags.
 _HANDED_ON = (
@@ -94,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_name,
         dest="name",
         metavar="NAME",
-        help="such as mixed_float16, or a mode; default: float32",
+        help=f"such as float32, or a mode; default: {DEFAULT_POLICY}",
     )
     one.add_argument(
         "--mode", type=_name, dest="name", metavar="NAME", help=f"{MODE_CHOICES}; or a policy"
@@ -235,7 +236,7 @@ def _train(args: argparse.Namespace) -> int:
     _provide_cpu_devices(args.devices)
     task = load_task(args.task, _task_options(args))
     epochs = args.epochs or task.epochs
-    name = args.name or "float32"
+    name = args.name or DEFAULT_POLICY
     with ExitStack() as stack:
         signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None))
         saving = _saving(args, stack, signals)

@@ -8,7 +8,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jmp_train.batch_parts import check_no_graph
+from jmp_train.policies.collapsed_values import warn_of_collapse
+from jmp_train.policies.path_policy import PathPolicy
 from jmp_train.policies.paths import named_leaves
+from jmp_train.policies.policy import Policy, get_policy
 from jmp_train.tasks.task import Arrays, Task
 
 
@@ -26,6 +29,7 @@ def array_batches(
     sharding: Sharding | None = None,
     num_threads: int = 1,
     prefetch: int = 4,
+    policy: Policy | PathPolicy | str | None = None,
 ) -> Any:
     """Returns an iterator over batches of arrays in memory; threads prepare them, through grain.
 
@@ -49,6 +53,7 @@ def array_batches(
         one array over all processes of their parts; None puts this process' rows on its first device.
       num_threads: how many threads prepare.
       prefetch: how many batches are made ahead of time.
+      policy: the step's, of whose casts the rows are to be checked once: a batch of them, spread over all.
 
     Returns:
       An iterator with grain's `get_state` and `set_state`; a state fits any number of processes.
@@ -56,6 +61,9 @@ def array_batches(
     Raises:
       ValueError: leaves have different numbers of rows, or a number is out of range.
       TypeError: there is a graph that is in no stack.
+
+    Warns:
+      CollapsedValuesWarning: values of floats that differ are one in the policy's compute dtype.
 
     Example:
       >>> rows = {"x": np.arange(10.0, dtype=np.float32), "y": np.arange(10)}
@@ -89,6 +97,12 @@ def array_batches(
         if augment is None:
             return prepare(batch)
         return augment(batch, row_seeds(seed, number // (total // batch_size), rows))
+
+    if policy is not None:
+        spread = np.arange(batch_size) * total // batch_size
+        rows = jax.tree.map(lambda array: array[spread], arrays)
+        first = prepare(rows) if augment is None else augment(rows, row_seeds(seed, 0, spread))
+        warn_of_collapse(first, get_policy(policy) if isinstance(policy, str) else policy)
 
     def place(batch: Any) -> Any:
         if sharding is None:

@@ -106,6 +106,7 @@ def data_parallel(
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
         warn_of_split(batch, count)
         if not is_traced((state, batch)):
+            parallel.first_trace.look_at_values({"batch": batch}, parallel.policy)
             state, batch = placed((state, batch), (everywhere, apart), on_same_devices)
         with over(mesh), hint_of_split(batch, count):
             return run(state, batch)
@@ -264,6 +265,7 @@ def sharded_step(
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
         warn_of_split(batch, count)
         if not is_traced((state, batch)):
+            step.first_trace.look_at_values({"batch": batch}, step.policy)
             batch = placed(batch, apart, on_same_devices)
             if shardings is None:
                 state = placed(state, everywhere, on_same_devices)

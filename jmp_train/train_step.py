@@ -140,6 +140,7 @@ def train_step(
     Warns:
       Float32ProductsWarning: when the step is first traced, for which `loss_fn` is traced once more.
       CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
+      CollapsedValuesWarning: called without `jax.jit`, values of the batch become one when cast.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -213,6 +214,7 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Returns the next state and the metrics of this step."""
         check_is_train_state(state)
+        self.first_trace.look_at_values({"batch": batch}, self.policy)
         next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         loss, model_state, aux, grads = self.gradients(
             loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng

@@ -21,6 +21,8 @@ from jmp_train.policies.autocast_rules import AutocastRules as AutocastRules
 from jmp_train.policies.batch_norms import batch_norm_paths as batch_norm_paths
 from jmp_train.policies.casting import cast_to_full as cast_to_full
 from jmp_train.policies.casting import cast_to_half as cast_to_half
+from jmp_train.policies.collapsed_values import CollapsedValuesWarning as CollapsedValuesWarning
+from jmp_train.policies.collapsed_values import collapse_report as collapse_report
 from jmp_train.policies.collectives import reduce_gradients as reduce_gradients
 from jmp_train.policies.collectives import vary as vary
 from jmp_train.policies.cpu_convolutions import CpuConvolutionWarning as CpuConvolutionWarning

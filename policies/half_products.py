@@ -7,13 +7,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.core import Tracer
 
+from jmp_train.policies.collapsed_values import warn_of_collapse
 from jmp_train.policies.cpu_convolutions import is_at_risk, warn_of_convolutions
 from jmp_train.policies.operations import user_line_of
 from jmp_train.policies.path_policy import PathPolicy
 from jmp_train.policies.policy import AutocastPolicy, Policy
-from jmp_train.policies.policy_trace import computes_in_half, operations_under
+from jmp_train.policies.policy_trace import argument_names, computes_in_half, operations_under
 from jmp_train.policies.user_warnings import warn_user
 from jmp_train.policies.wide_origins import TracedOperation
 
@@ -64,9 +67,18 @@ class FirstTrace:
 
     Attributes:
       seen: whether that was.
+      values_seen: whether values of inputs were looked at.
     """
 
     seen: bool = False
+    values_seen: bool = False
+
+    def look_at_values(self, inputs: Any, policy: Any) -> None:
+        """Warns if values of inputs collapse; those of traced arrays are not known."""
+        if self.values_seen or not computes_in_half(policy) or _has_tracers(inputs):
+            return
+        self.values_seen = True
+        warn_of_collapse(inputs, policy)
 
     def look(
         self,
@@ -82,6 +94,8 @@ class FirstTrace:
         if self.seen or _in_module() or not (computes_in_half(policy) or _convolves(policy)):
             return
         self.seen = True
+        names = argument_names(fn, len(args)) if names is None else names
+        self.look_at_values(dict(zip(names[1:], args[1:], strict=False)), policy)
         try:
             operations = operations_under(fn, policy, args, kwargs, uncast=uncast, names=names)
         except Exception:  # noqa: BLE001  # the call itself comes after this, and raises what is an error
@@ -165,3 +179,7 @@ def _in_module() -> bool:
     except ValueError:
         return False
     return True
+
+
+def _has_tracers(tree: Any) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))

@@ -46,7 +46,7 @@ def operations_under(
     Raises:
       Exception: whatever `fn` raises when it is traced.
     """
-    names = _argument_names(fn, len(args)) if names is None else names
+    names = argument_names(fn, len(args)) if names is None else names
     call = FlatCall(((*args, *uncast), kwargs), {})
 
     def cast(given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,7 +75,8 @@ def operations_under(
     return traced_operations(jaxpr, origins)
 
 
-def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    """Returns the names of a function's first `count` arguments."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

@@ -103,7 +103,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 @pytest.mark.parametrize(
     ("name", "option"),
     [
-        ("digits.py", "mixed_float16"),
+        ("digits.py", "autocast_float16"),
         *(("amp_modes.py", mode) for mode in ("torch", "apex-O2", "apex-O3", "config.toml")),
     ],
 )

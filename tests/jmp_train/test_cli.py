@@ -344,3 +344,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.startswith("jmp-train 0.")
+
+
+def test_who_names_no_policy_trains_under_autocast(capsys: pytest.CaptureFixture[str]) -> None:
+    with jax.numpy_dtype_promotion("standard"):  # as in a user's process
+        assert main(["train", "karate", "--epochs", "1", "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert json.loads(lines[-1])["policy"] == "autocast_float16"
+    assert cli.DEFAULT_POLICIES == ("float32", "autocast_float16", "autocast_bfloat16")

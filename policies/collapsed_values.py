@@ -1,0 +1,123 @@
+"""Says when values of a batch that differ are one value in a policy's half compute dtype."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jmp_train.policies.casting import is_float_array
+from jmp_train.policies.path_policy import PathPolicy
+from jmp_train.policies.paths import named_leaves
+from jmp_train.policies.policy import Policy, get_policy
+from jmp_train.policies.user_warnings import warn_user
+
+_ROWS, _NUMBERS, _COLUMNS = 4096, 65536, 256  # of a leaf, that are looked at
+_LOST = 0.25  # of a leaf's standard deviation, as rounding error
+_ROUNDED = 3  # whole numbers; a mask of -1e9 is one
+
+
+class CollapsedValuesWarning(UserWarning):
+    """A policy casts floats of a batch, and half precision cannot tell them apart.
+
+    `array_batches(policy=...)` warns of the first batch, and so do `train_step`, `apply_policy` and
+    `scaled_value_and_grad` where they are first called outside of `jax.jit`, in which values are not
+    known. `collapse_report` is for all other loops.
+
+    Example:
+      >>> import warnings
+      >>> import jmp_train as jt
+      >>> warnings.filterwarnings("error", category=jt.CollapsedValuesWarning)
+    """
+
+
+def collapse_report(batch: Any, policy: Policy | PathPolicy | str) -> dict[str, str]:
+    """Returns which floats of a batch collapse when a policy casts them; nothing within `jax.jit`.
+
+    Whole numbers (timesteps, positions, times, ids) collapse if two that differ become one; so they
+    do if more than three are rounded, for there are others between them. Numbers that are not whole
+    do if rounding moves them by more than a quarter of their standard deviation. Of a leaf
+    [rows, columns] each column is looked at; of large leaves a part.
+
+    Args:
+      batch: pytree of arrays; those that are traced, no floats or half already are passed over.
+      policy: the policy, or its name.
+
+    Returns:
+      path of a leaf -> what happens to it, for those that collapse.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> batch = {"t": jnp.arange(5000.0, 5008.0), "x": jnp.linspace(0, 1, 8)}
+      >>> collapse_report(batch, "mixed_bfloat16")
+      {'t': '8 distinct numbers from 5000 to 5007 become 1 in bfloat16'}
+      >>> collapse_report(batch, "autocast_bfloat16")  # casts nothing before it is used
+      {}
+    """
+    if isinstance(policy, str):
+        policy = get_policy(policy)
+    dtype = np.dtype(policy.default.compute_dtype)
+    if dtype.itemsize != 2:
+        return {}
+    return {
+        path: text
+        for path, leaf in named_leaves(batch)
+        if _is_known(leaf) and (text := _of_leaf(_sample(leaf), dtype))
+    }
+
+
+def warn_of_collapse(batch: Any, policy: Policy | PathPolicy) -> None:
+    """Warns of what `collapse_report` finds, if it finds something.
+
+    Args:
+      batch: see `collapse_report`.
+      policy: see `collapse_report`.
+    """
+    found = collapse_report(batch, policy)
+    if found:
+        half = np.dtype(policy.default.compute_dtype).name
+        lines = [f"{path!r}: {text}" for path, text in found.items()]
+        warn_user(
+            "floats of the batch are cast by the policy, and their values collapse:\n  "
+            + "\n  ".join(lines)
+            + f'\nScale them, hand them on as integers, or take policy="autocast_{half}", which '
+            "casts nothing before it is used.",
+            CollapsedValuesWarning,
+        )
+
+
+def _is_known(leaf: Any) -> bool:
+    if not is_float_array(leaf) or isinstance(leaf, Tracer):
+        return False
+    here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+    return here and leaf.size > 1 and jnp.finfo(leaf.dtype).bits > 16
+
+
+def _sample(leaf: Any) -> np.ndarray:
+    return np.asarray(leaf[:: -(-len(leaf) // _ROWS)], np.float64)
+
+
+def _of_leaf(values: np.ndarray, dtype: np.dtype) -> str | None:
+    """Returns what happens to the values of a leaf, or to those of its first column that collapses."""
+    if values.ndim == 2 and 1 < values.shape[1] <= _COLUMNS:
+        texts = ((i, _of_numbers(column, dtype)) for i, column in enumerate(values.T))
+        return next((f"column {i}: {text}" for i, text in texts if text), None)
+    return _of_numbers(values.ravel()[:_NUMBERS], dtype)
+
+
+def _of_numbers(values: np.ndarray, dtype: np.dtype) -> str | None:
+    distinct = np.unique(values[np.isfinite(values)])
+    with np.errstate(over="ignore"):
+        rounded = distinct.astype(dtype).astype(np.float64)
+    kept, moved = len(np.unique(rounded)), int((rounded != distinct).sum())
+    is_whole = bool((distinct == np.rint(distinct)).all())
+    if kept == len(distinct) and not (is_whole and moved > _ROUNDED):
+        return None
+    error = np.sqrt(np.mean((rounded - distinct) ** 2))
+    if not is_whole and error <= _LOST * distinct.std():
+        return None
+    range_text = f"{len(distinct)} distinct numbers from {distinct[0]:.9g} to {distinct[-1]:.9g}"
+    if kept < len(distinct):
+        return f"{range_text} become {kept} in {dtype.name}"
+    return f"{range_text}, of which {dtype.name} rounds {moved}"
