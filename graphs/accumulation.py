@@ -129,39 +129,45 @@ class FurtherBlocks:
     It does what an `Incidence` of blocks does. Few segments need a further block, so that little is added.
 
     Attributes:
-      further: the segment of each further block.
+      segments: int32 [further blocks], those segments that have further blocks; the number of segments fills up.
+      further: of each further block, the place of its segment there.
+      num_segments: how many segments there are.
     """
 
+    segments: jax.Array
     further: Incidence
+    num_segments: int = dataclasses.field(metadata={"static": True})
 
     @property
     def num_edges(self) -> int:
         """How many blocks there are."""
-        return self.further.num_segments + self.further.num_edges
+        return self.num_segments + self.further.num_edges
 
     @property
     def ids(self) -> jax.Array:
         """Int32 [blocks], the segment of each block; the number of segments for those without edges."""
-        own = jnp.arange(self.further.num_segments, dtype=jnp.int32)
-        return jnp.concatenate([own, self.further.ids])
+        own = jnp.arange(self.num_segments, dtype=jnp.int32)
+        further = self.segments.at[self.further.ids].get(mode="fill", fill_value=self.num_segments)
+        return jnp.concatenate([own, further])
 
     def read(self, data: jax.Array) -> jax.Array:
         """Returns each block's row [blocks, ...] of data [segments, ...]."""
-        return jnp.concatenate([data, self.further.read(data)])
+        rows = self.further.read(data.at[self.segments].get(mode="fill", fill_value=0))
+        # XLA would make the row of a block anew for each edge that reads it on CPUs.
+        return jax.lax.optimization_barrier(jnp.concatenate([data, rows]))
 
     def sum(self, data: jax.Array) -> jax.Array:
         """Returns the sums [segments, ...] of data [blocks, ...]."""
-        own, further = self._parts(data)
-        return own + self.further.sum(further)
+        own, further = self._parts(jax.lax.optimization_barrier(data))
+        return own.at[self.segments].add(self.further.sum(further), mode="drop")
 
     def max(self, data: jax.Array) -> jax.Array:
         """Returns the largest [segments, ...] of data [blocks, ...]."""
         own, further = self._parts(data)
-        return jnp.maximum(own, self.further.max(further))
+        return own.at[self.segments].max(self.further.max(further), mode="drop")
 
     def _parts(self, data: jax.Array) -> tuple[jax.Array, jax.Array]:
-        count = self.further.num_segments
-        return data[:count], data[count:]
+        return data[: self.num_segments], data[self.num_segments :]
 
 
 def _largest(data: jax.Array, ids: jax.Array, count: int) -> jax.Array:
@@ -263,8 +269,11 @@ def _fixed_incidence(ids: Any, num_segments: int) -> Incidence:
     blocks = np.where(is_further, num_segments - 1 + np.cumsum(is_first), owners)
     rows: Any = np.empty_like(ids)
     rows[order] = np.where(owners < num_segments, blocks, num_segments + num_further)
-    further = filled(owners[is_first], num_further, num_segments)
-    return Incidence(rows, degrees, FurtherBlocks(_fixed_incidence(further, num_segments)))
+    several, places = np.unique(owners[is_first], return_inverse=True)
+    segments: Any = filled(several, num_further, num_segments)
+    further = _fixed_incidence(filled(places, num_further, num_further), num_further)
+    blocks = FurtherBlocks(segments, further, num_segments)
+    return Incidence(rows, degrees, blocks)
 
 
 def padded_incidence(
