@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -275,3 +276,22 @@ def test_eager_values() -> None:
     """Without `jax.jit`, every value is an array instead of a tracer."""
     np.testing.assert_allclose(autocast(body)(X, EVERY), body(jnp.asarray(X), EVERY), rtol=4e-3)
     assert float(autocast(number)(np.float64(1))) == 1 / 32
+
+
+@pytest.mark.parametrize("kind", ["bounded", "checkpointed"])
+def test_loops_of_equinox_have_gradients(kind: str) -> None:
+    """They hold bools and counts in their carries, and keep values of half in buffers."""
+    matrix = jnp.asarray(MATRIX, jnp.float32) / 4
+
+    def loss(w: Array) -> Array:
+        def step(carry: Any) -> Any:
+            x, count = carry
+            return jnp.tanh(x @ w), count + 1
+
+        start = (jnp.asarray(X) @ w, 0)
+        loop: Any = eqx.internal.while_loop
+        x, _ = loop(lambda carry: carry[1] < 3, step, start, max_steps=4, kind=kind)
+        return jnp.sum(x.astype(jnp.float32))
+
+    plain, ours = jax.jit(lambda w: (jax.grad(loss)(w), jax.grad(autocast(loss))(w)))(matrix)
+    np.testing.assert_allclose(ours, plain, rtol=0, atol=4e-3 * float(jnp.max(jnp.abs(plain))))
