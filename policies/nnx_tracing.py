@@ -232,7 +232,8 @@ def states_at_home(tree: Any) -> Any:
 
 def _trace_states(x: Any) -> dict[str, Any]:
     """Returns by which of an object's attributes nnx knows the trace that it belongs to."""
-    return {name: value for name, value in vars(x).items() if hasattr(value, "trace_state")}
+    parts = vars(x).items()  # whose types are asked: an nnx.Rngs has an attribute of every name
+    return {name: value for name, value in parts if hasattr(type(value), "trace_state")}
 
 
 def _home(x: Any) -> dict[str, Any]:

@@ -41,10 +41,12 @@ class Net(nnx.Module):
         self.norm = nnx.BatchNorm(3, momentum=0.5, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.rows = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.streams = nnx.Rngs(1, noise=2)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         self.rows[...] += x.shape[0]
-        return self.dropout(nnx.relu(self.norm(self.linear(x))))
+        y = self.dropout(nnx.relu(self.norm(self.linear(x))))
+        return y + 0.01 * jax.random.normal(self.streams.noise(), y.shape, y.dtype)
 
 
 def net() -> Net:
@@ -256,7 +258,7 @@ def test_state_is_that_of_the_plain_function(case: Callable[[Transform], Any]) -
             if not np.issubdtype(value.dtype, np.floating):  # counts and keys
                 np.testing.assert_array_equal(value, expected[path], path)
             np.testing.assert_allclose(value, expected[path], atol=5e-3, err_msg=path)
-    moved = [path for path in expected if path.endswith(("mean", "count"))]
+    moved = [path for path in expected if path.endswith(("mean", "rngs/count", "noise/count"))]
     assert all(np.any(expected[path] != 0) for path in moved)
     assert moved
 
@@ -386,7 +388,7 @@ def test_nothing_is_traced_again_and_explaining_changes_nothing() -> None:
         jt.explain_autocast(lambda x: loss_fn(model, x), X).half_flops_share,
         jt.explain_policy(lambda x: loss_fn(model, x), "autocast_float16", X).half_flops_share,
     ]
-    assert min(shares) > 0.2
+    assert min(shares) > 0.1
     jax.tree.map(np.testing.assert_array_equal, state_of(model), before)
 
 
