@@ -47,7 +47,7 @@ run-test-newest:
 	$(NEWEST)/python -c 'import jax; print("jax", jax.__version__); assert jax.__version_info__ >= (0, 11)'
 	$(NEWEST)/python -m pytest $(PARALLEL) -m "not slow" -k "not exact and not float64 and not damage" \
 		--allowed-skips tests/allowed_skips.txt tests/graphs $(HOST_ONLY) $(LIKE_OTHERS) \
-		$(patsubst %,tests/policies/test_%.py,autocast batch_norms casting collectives finite \
+		$(patsubst %,tests/policies/test_%.py,autocast batch_norms casting collectives cpu_convolutions finite half_products \
 			master_weights policy loss_scale) \
 		$(patsubst %,tests/jmp_train/test_%.py,train_step parallel placement \
 			narrow_uses gradients model_families karate checkpoint)
