@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.batch_parts import check_divides, hint_of_split, in_parts, warn_of_split
+from jmp_train.device_state import check_same_state, has_whole_numbers
 from jmp_train.flax_metadata import with_inert_boxes
 from jmp_train.mesh_axes import (
     automatic,
@@ -69,7 +70,8 @@ def data_parallel(
 
     Raises:
       TypeError: `step` is no `TrainStep`; when called, the batch has a graph that is in no stack.
-      ValueError: the mesh has no such axis; when called, the number of its devices does not divide the batch.
+      ValueError: the mesh has no such axis; when called, the number of its devices does not divide the batch, or
+        whole numbers or flags of the model state depend on a device's own rows.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -88,6 +90,7 @@ def data_parallel(
     everywhere, apart = (NamedSharding(automatic(mesh), spec) for spec in (P(), P(axis)))
 
     def on_traced(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        check_same_state(parallel, mesh, state, batch)
         # The step names its reductions, and so does not need jax to find out what varies.
         mapped = jax.shard_map(
             with_inert_boxes(parallel, state.params, axis),
@@ -135,7 +138,7 @@ def pmap_step(
 
     Raises:
       TypeError: see `data_parallel`.
-      ValueError: when called, the number of devices does not divide the batch.
+      ValueError: when called, as in `data_parallel`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -149,6 +152,11 @@ def pmap_step(
     parallel = _checked_step(step).with_axes(axis)
     mesh = Mesh(np.array(jax.local_devices() if devices is None else devices), (axis,))
     everywhere, apart = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))
+
+    @functools.lru_cache(maxsize=4)
+    def check(structure: Any, shapes: Any) -> None:
+        check_same_state(parallel, mesh, *jax.tree.unflatten(structure, shapes))
+
     run = jax.pmap(
         parallel,
         axis,
@@ -162,6 +170,9 @@ def pmap_step(
         check_not_replicated(state)
         check_divides(batch, mesh.size, f"the {mesh.size} devices")
         warn_of_split(batch, mesh.size)
+        if has_whole_numbers(state.model_state):
+            leaves, structure = jax.tree.flatten((state, batch))
+            check(structure, tuple(jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves))
         parts = in_parts(batch, mesh.size)
         if not is_traced((state, parts)):
             state, parts = placed((state, parts), (everywhere, apart))
@@ -237,6 +248,7 @@ def sharded_step(
         shardings = shardings_of(state)
         check_param_dtypes(state.params, step.policy)
         state, batch = on_automatic_axes((state, batch), mesh)
+        check_same_state(parallel, mesh, state, batch)
         next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         run = _sharded_gradients(
             with_inert_boxes(parallel, state.params, axis),

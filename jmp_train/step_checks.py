@@ -65,6 +65,27 @@ def names_of_axes(axis_names: Sequence[str]) -> Iterator[None]:
         ) from error
 
 
+def check_local_loss(loss: jax.Array, params: Any, axis_names: Sequence[str]) -> None:
+    """Raises ValueError if a loss is an average over devices already, where that makes its gradients too small.
+
+    So it is in a `shard_map` that checks what varies: of the mean over N devices each has an Nth of its gradients.
+
+    Args:
+      loss: this device's.
+      params: marked as varying over the axes; where they do not, jax does not check.
+      axis_names: the axes over which gradients are averaged.
+    """
+    varies = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(params)]
+    checked = set().union(*varies)
+    own = jax.typeof(loss).manual_axis_type.varying
+    for name in axis_names:
+        if name in checked and name not in own:
+            raise ValueError(
+                f"loss_fn averages its loss over the axis {name!r}, which the step does: its gradients would be "
+                "averaged twice. Return the loss of the device's own rows"
+            )
+
+
 def check_same_optimizer(
     optimizer: optax.GradientTransformation, opt_state: Any, params: Any
 ) -> None:

@@ -46,7 +46,12 @@ from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, unscale_
 from jmp_train.policies.policy import Policy, get_policy
 from jmp_train.policies.stored_parameters import StoringOptimizer
 from jmp_train.policies.zero_gradients import ZeroGradientsState
-from jmp_train.step_checks import check_is_train_state, check_same_optimizer, names_of_axes
+from jmp_train.step_checks import (
+    check_is_train_state,
+    check_local_loss,
+    check_same_optimizer,
+    names_of_axes,
+)
 from jmp_train.train_state import TrainState
 
 Metrics = dict[str, Any]
@@ -260,7 +265,9 @@ class TrainStep:
             lambda x: vary(x, self.axis_names) if is_inexact_array(x) else x, model_state
         )
         with names_of_axes(self._all_axes):
-            return self._gradients(loss_scale, params, model_state, batch, rng)
+            results = self._gradients(loss_scale, params, model_state, batch, rng)
+        check_local_loss(results[0], params, self.axis_names)
+        return results
 
     def apply_gradients(
         self,

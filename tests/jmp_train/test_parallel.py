@@ -382,6 +382,56 @@ def test_what_was_split_or_replicated_for_pmap_is_named(form: str) -> None:
     assert any(re.match(text, note) for note in raised.value.__notes__)
 
 
+@pytest.mark.parametrize("form", ["shard_map", "pmap", "jit", "two axes"])
+def test_counts_that_devices_would_not_share_are_refused(form: str) -> None:
+    """Sixteen rows, half of them positive; what is added up over the devices, or is no count, may stay."""
+
+    def run(count: Callable[[Any], Any], **options: Any) -> Any:
+        def loss_fn(w: Any, model_state: Any, x: Any, rng: Any) -> Any:
+            seen = model_state["seen"] + count((x > 0).sum(dtype=jnp.int32))
+            hit = model_state["hit"] | (seen > 5)
+            state = {"seen": seen, "hit": hit, "key": rng, "raw": jax.random.key_data(rng)}
+            return (w * x).mean(), (state, None)
+
+        key = jax.random.key(0)
+        first = {
+            "seen": jnp.int32(0),
+            "hit": jnp.array(False),
+            "key": key,
+            "raw": jax.random.PRNGKey(0),
+        }
+        state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0), model_state=first, rng=key)
+        step = jt.train_step(loss_fn, optax.sgd(1.0), **options)
+        return EAGER[form](step)(state, jnp.arange(16.0) % 2)[0].model_state
+
+    text = r"model_state 'hit' \(bool\), 'seen' \(int32\) depends on a device's own rows"
+    for options in ({}, {"accumulate_steps": 2}):
+        with pytest.raises(ValueError, match=text):
+            run(lambda count: count, **options)
+    shared = run(lambda count: jax.lax.psum(count, "data"))
+    assert (int(shared["seen"]), bool(shared["hit"])) == (8, True)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_a_shard_map_of_ones_own_a_loss_is_not_averaged_twice(check_vma: bool) -> None:
+    def own(loss: Any) -> Any:
+        step = jt.train_step(jt.stateless(loss), optax.sgd(1.0)).with_axes("data")
+        specs = (PartitionSpec(), PartitionSpec("data"))
+        run = jax.shard_map(
+            step, mesh=MESH, in_specs=specs, out_specs=PartitionSpec(), check_vma=check_vma
+        )
+        return jax.jit(run)(state, jnp.arange(8.0))[0].params
+
+    state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
+    assert float(own(lambda w, x: (w * x).mean())) == -3.5
+    averaged = lambda w, x: jax.lax.pmean((w * x).mean(), "data")
+    if not check_vma:  # here jax's gradient of a mean is that of the own part
+        assert float(own(averaged)) == -3.5
+        return
+    with pytest.raises(ValueError, match="loss_fn averages its loss over the axis 'data', which"):
+        own(averaged)
+
+
 def test_a_mesh_of_other_devices_that_is_set_is_refused() -> None:
     step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optax.sgd(1.0))
     state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))

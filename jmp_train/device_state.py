@@ -1,0 +1,65 @@
+"""Model state that has no mean over devices: counts, flags. It has to be the same on all of them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jmp_train.mesh_axes import automatic
+from jmp_train.policies.paths import named_leaves
+from jmp_train.train_state import TrainState
+from jmp_train.train_step import TrainStep, loss_scale_of
+
+
+def has_whole_numbers(model_state: Any) -> bool:
+    """Says whether a model state has whole numbers or flags, random keys aside."""
+    return any(_is_whole(x) for x in jax.tree.leaves(model_state))
+
+
+def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: Any) -> None:
+    """Raises ValueError if whole numbers or flags of the next model state depend on a device's rows; names them.
+
+    jax finds out in a trace of its own, where it can follow all of the loss function; where it cannot, nothing is
+    said. Random keys may differ, typed ones and raw ones (uint32 [..., 2]).
+
+    Args:
+      parallel: the step with its axes.
+      mesh: the devices.
+      state: arrays, traced ones or their shapes, as is `batch`, which is whole.
+      batch: see `state`.
+    """
+    if not has_whole_numbers(state.model_state):
+        return
+    (axis,) = parallel.axis_names
+    alone, differing = dataclasses.replace(parallel, accumulate_steps=1), []
+
+    def look(state: TrainState, batch: Any) -> None:
+        _, model_state, *_ = alone.local_gradients(
+            loss_scale_of(state.opt_state), state.params, state.model_state, batch, state.rng
+        )
+        for path, x in named_leaves(model_state):
+            if _is_whole(x) and axis in jax.typeof(x).manual_axis_type.varying:
+                differing.append(f"{path or '(root)'!r} ({x.dtype.name})")
+
+    mapped = jax.shard_map(
+        look, mesh=automatic(mesh), in_specs=(P(), P(axis)), out_specs=P(), axis_names={axis}
+    )
+    try:
+        jax.eval_shape(mapped, state, batch)
+    except Exception:  # noqa: BLE001  # of any kind: the step itself is traced without this book-keeping
+        return
+    if differing:
+        raise ValueError(
+            f"model_state {', '.join(differing)} depends on a device's own rows, and devices would go apart: such "
+            f"numbers have no mean. In loss_fn add them up, lax.psum(x, {axis!r}), or count in float32, which is "
+            "averaged"
+        )
+
+
+def _is_whole(x: Any) -> bool:
+    dtype = getattr(x, "dtype", jnp.float32)
+    is_raw_key = dtype == jnp.uint32 and jnp.shape(x)[-1:] == (2,)
+    return not is_raw_key and any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.bool_))
