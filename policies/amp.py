@@ -30,12 +30,14 @@ from jmp_train.policies.batch_norms import (
 )
 from jmp_train.policies.casting import cast_floating, cast_leaf, is_float_array
 from jmp_train.policies.dtypes import float_dtype, is_half
+from jmp_train.policies.half_products import FirstTrace
 from jmp_train.policies.loss_functions import CASTS_BY_AMP, check_takes_state, unpack_loss
 from jmp_train.policies.loss_scale import NoOpLossScale
 from jmp_train.policies.loss_scaled_optimizer import as_transformation, with_loss_scale
 from jmp_train.policies.master_weights import with_master_weights
 from jmp_train.policies.paths import named_leaves, path_name
 from jmp_train.policies.per_loss_scale import LossScales
+from jmp_train.policies.policy import Policy
 from jmp_train.policies.zero_gradients import count_zero_gradients
 
 _LOGGER = logging.getLogger("jmp_train.amp")
@@ -233,10 +235,14 @@ class Amp:
         Raises:
           TypeError: `loss_fn` takes other arguments or, when called, returns something else.
           ValueError: when called, parameters are not stored as `cast_params` gives them; the message names them.
+
+        Warns:
+          Float32ProductsWarning: when first traced, if the mode casts the model and its products stay float32.
         """
         check_takes_state(loss_fn)
         if not self.enabled:
             return loss_fn, optimizer
+        first_trace = FirstTrace()
         if self.options.verbosity:
             _log(f"AMP mode {self}; {self.options}")
 
@@ -245,7 +251,7 @@ class Amp:
             def model(params: Any, state: Any, batch: Any) -> Any:
                 return loss_fn(params, state, batch, rng)
 
-            result = self._run(model, params, model_state, batch)
+            result = self._run(model, params, model_state, batch, first_trace)
             loss, (new_state, aux) = unpack_loss(result)
             return loss, (_stored_like(model_state, new_state), self.cast_outputs(aux))
 
@@ -260,10 +266,11 @@ class Amp:
         """
         if not self.enabled:
             return fn
+        first_trace = FirstTrace()
 
         @functools.wraps(fn)
         def with_amp(params: Any, model_state: Any, batch: Any) -> Any:
-            return self.cast_outputs(self._run(fn, params, model_state, batch))
+            return self.cast_outputs(self._run(fn, params, model_state, batch, first_trace))
 
         return with_amp
 
@@ -280,7 +287,14 @@ class Amp:
             count = int(np.max(metrics["skipped_steps"]))
             _log(f"gradient overflow: step skipped, {count} so far; the loss scale is now {scales}")
 
-    def _run(self, fn: Callable[..., Any], params: Any, model_state: Any, batch: Any) -> Any:
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        params: Any,
+        model_state: Any,
+        batch: Any,
+        first_trace: FirstTrace,
+    ) -> Any:
         """Returns what a function of parameters, model state and batch gives in this mode."""
         self._check_params(params)
         precision = self.precision
@@ -297,6 +311,9 @@ class Amp:
             batch = cast_floating(batch, precision.model_dtype)
         keep = precision.keep_batchnorm_fp32
         with float32_batch_norms_called() if keep else contextlib.nullcontext():
+            if precision.model_dtype is not None:
+                stored = Policy(*(precision.model_dtype,) * 3)
+                first_trace.look(run, stored, (params, batch), {}, mode=str(self.mode))
             try:
                 return run(params, batch)
             except (TypeError, ValueError, NotImplementedError) as error:

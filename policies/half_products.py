@@ -89,8 +89,12 @@ class FirstTrace:
         *,
         uncast: Sequence[Any] = (),
         names: Sequence[str] | None = None,
+        mode: str | None = None,
     ) -> None:
-        """Warns of float32 products and of bfloat16 convolutions; takes what `operations_under` takes."""
+        """Warns of float32 products and of bfloat16 convolutions; takes what `operations_under` takes.
+
+        `mode` is the AMP mode that the policy is of, if it is of one.
+        """
         if self.seen or _in_module() or not (computes_in_half(policy) or _convolves(policy)):
             return
         self.seen = True
@@ -102,7 +106,7 @@ class FirstTrace:
             return
         warn_of_convolutions(operation.equation for operation in operations)
         if computes_in_half(policy):
-            warn_of_float32(operations, policy)
+            warn_of_float32(operations, policy, mode)
 
 
 def _convolves(policy: Policy | PathPolicy | None) -> bool:
@@ -110,12 +114,15 @@ def _convolves(policy: Policy | PathPolicy | None) -> bool:
     return not (policy and isinstance(policy.default, AutocastPolicy)) and is_at_risk()
 
 
-def warn_of_float32(operations: Sequence[TracedOperation], policy: Policy | PathPolicy) -> None:
+def warn_of_float32(
+    operations: Sequence[TracedOperation], policy: Policy | PathPolicy, mode: str | None = None
+) -> None:
     """Warns if too many of the flops of products are left in float32.
 
     Args:
       operations: of a function under the policy.
       policy: that one.
+      mode: the AMP mode that it is of, if it is of one.
     """
     products = [operation for operation in operations if operation.is_product]
     wide = [product for product in products if product.is_wide and not product.as_asked]
@@ -126,10 +133,12 @@ def warn_of_float32(operations: Sequence[TracedOperation], policy: Policy | Path
     lines = list(dict.fromkeys(map(_line, wide)))
     more = f"\n  and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
     half = _half_name(policy)
+    under = f"the policy {_text(policy)}" if mode is None else f"AMP mode {mode}"
+    way = f'policy="autocast_{half}"' if mode is None else 'Mode "torch"'
     warn_user(
-        f"{share:.0%} of the flops of products stay in float32 under the policy {_text(policy)}:\n  "
+        f"{share:.0%} of the flops of products stay in float32 under {under}:\n  "
         + "\n  ".join(lines[:_LINES])
-        + f'{more}\npolicy="autocast_{half}" runs them in half with the code as it is; or give the '
+        + f"{more}\n{way} runs them in half with the code as it is; or give the "
         f"layers dtype={half}, and what is made within the dtype of the inputs. "
         "explain_policy shows all operations.",
         Float32ProductsWarning,

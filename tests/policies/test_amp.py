@@ -326,3 +326,22 @@ def test_for_model_asks_only_where_norms_are_kept() -> None:
     with pytest.raises(TypeError, match=r"model is of type function.*batch_norms=\(\.\.\.\)"):
         amp.for_model(lambda x: x)
     assert jt.amp_mode("torch").for_model(model) == (jt.amp_mode("torch"), model)
+
+
+@pytest.mark.parametrize("mode", ["O2", "O3", "naive"])
+def test_products_that_a_mode_leaves_in_float32_are_told_once(mode: str) -> None:
+    amp = jt.amp_mode("naive") if mode == "naive" else jt.amp_mode("apex", opt_level=mode)
+    amp = dataclasses.replace(amp, batch_norms=())
+    model = nn.Dense(2, dtype=jnp.float32)
+    params = model.init(jax.random.key(0), X)
+
+    def dense_loss(params: Any, batch: Any) -> Any:
+        y: Any = model.apply(params, batch["x"])
+        return (y**2).mean()
+
+    fn, optimizer = amp.transform(jt.stateless(dense_loss), optax.sgd(0.1))
+    step = jax.jit(jt.train_step(fn, optimizer))
+    state = jt.TrainState.create(params, optimizer, cast_params=amp.cast_params)
+    with pytest.warns(jt.Float32ProductsWarning, match=f"100% .* AMP mode {amp.mode}"):
+        state, _ = step(state, {"x": X})
+    step(state, {"x": X[:8]})  # a retrace says nothing: warnings are errors here
