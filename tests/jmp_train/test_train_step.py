@@ -287,6 +287,32 @@ def test_the_scale_works_in_any_nesting(name: str) -> None:
     assert int(metrics["skipped_steps"]) == 1
 
 
+def test_an_overflow_of_frozen_parameters_alone_skips_and_lowers_the_scale() -> None:
+    parts: dict[Any, Any] = {
+        "trained": jt.with_loss_scale(optax.adam(0.1), SCALE),
+        "frozen": optax.set_to_zero(),
+    }
+    optimizer = relaxed(optax.multi_transform(parts, {"head": "trained", "body": "frozen"}))
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        return params["head"] * batch["head"] + params["body"] * batch["body"]
+
+    step = jax.jit(jt.train_step(jt.stateless(loss_fn), optimizer))
+    params = {"head": jnp.float32(1.0), "body": jnp.float32(1.0)}
+    state, _ = step(
+        jt.TrainState.create(params, optimizer), {"head": jnp.ones(()), "body": jnp.ones(())}
+    )
+    skipped, metrics = step(state, {"head": jnp.ones(()), "body": jnp.float32(np.inf)})
+    assert not metrics["grads_finite"]
+    assert_bitwise_equal(skipped.params, state.params)
+    for name in ("mu", "nu", "count"):
+        assert_bitwise_equal(
+            optax.tree.get(skipped.opt_state, name), optax.tree.get(state.opt_state, name)
+        )
+    assert float(metrics["loss_scale"]) == 2.0**3
+    assert int(metrics["skipped_steps"]) == 1
+
+
 @pytest.mark.parametrize("outside", [True, False])
 def test_multi_steps_recovers_from_an_overflow(outside: bool) -> None:
     optimizer = (
