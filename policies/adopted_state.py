@@ -39,9 +39,9 @@ def adopt_opt_state(new: Any, old: Any) -> Any:
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import jmp_train as jt
-      >>> adam, params = optax.adam(1e-3), {"w": jnp.ones(2)}
-      >>> _, old = adam.update(params, adam.init(params), params)
-      >>> optimizer = jt.with_master_weights(jt.with_loss_scale(adam, jt.torch_loss_scale()))
+      >>> sgd, params = optax.sgd(optax.constant_schedule(0.1)), {"w": jnp.ones(2)}
+      >>> _, old = sgd.update(params, sgd.init(params), params)
+      >>> optimizer = jt.with_master_weights(jt.with_loss_scale(sgd, jt.torch_loss_scale()))
       >>> state = jt.adopt_opt_state(optimizer.init(params), old)
       >>> int(optax.tree.get(state, "count")), float(jt.get_loss_scale(state).loss_scale)
       (1, 65536.0)

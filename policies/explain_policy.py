@@ -74,10 +74,10 @@ def explain_policy(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-      >>> fn = lambda w, x: (x + jnp.ones(8)) @ w
+      >>> fn = lambda w, x: x.astype(jnp.float32) @ w.astype(jnp.float32)
       >>> row = explain_policy(fn, "mixed_float16", x, x).operations[-1]
       >>> row.operation, row.dtypes_in, row.reason.split(" at ")[0]
-      ('dot_general', ('float32', 'float16'), 'float32 made by broadcast_in_dim')
+      ('dot_general', ('float32', 'float32'), 'cast from float16 to float32')
       >>> explain_policy(fn, "autocast_float16", x, x).operations[-1].dtypes_in
       ('float16', 'float16')
     """

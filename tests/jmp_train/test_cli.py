@@ -122,8 +122,8 @@ def test_train_json_is_a_line_an_event(tmp_path: Path) -> None:
 def test_logs_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "log/float32").mkdir(parents=True)
     (tmp_path / "log/float32/metrics.jsonl").write_text("earlier")
-    for command in ("train", "compare"):
-        result = run(command, "--logdir", "log", cwd=tmp_path)
+    for command in (("train", "--policy", "float32"), ("compare",)):
+        result = run(*command, "--logdir", "log", cwd=tmp_path)
         assert (result.returncode, result.stdout) == (1, "")
         assert result.stderr == (
             "jmp-train: error: --logdir: log/float32 holds the log of another run\n"
