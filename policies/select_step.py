@@ -5,11 +5,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.tree_util import KeyPath
 
-from jmp_train.policies.loss_scaled_optimizer import LossScaledState
-from jmp_train.policies.nodes import only_state
+from jmp_train.policies.loss_scaled_optimizer import LossScaledState, scaled_states
+from jmp_train.policies.nodes import find_nodes, only_state
 from jmp_train.policies.paths import path_name
 
 Tree = TypeVar("Tree")
@@ -35,7 +36,8 @@ def select_step(opt_state: Any, new: Tree, old: Tree) -> Tree:
 
     Raises:
       TypeError: two leaves differ in shape or dtype; the message names the leaf.
-      ValueError: the trees' structures differ, or `opt_state` has no loss scale or several.
+      ValueError: the trees' structures differ, `opt_state` has no loss scale or several, or `MultiSteps` or
+        `apply_if_finite` is around `with_loss_scale`, which then does not see every step.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -47,6 +49,7 @@ def select_step(opt_state: Any, new: Tree, old: Tree) -> Tree:
       >>> jt.select_step(opt_state, {"mean": jnp.full(1, jnp.inf)}, {"mean": jnp.zeros(1)})
       {'mean': Array([0.], dtype=float32)}
     """
+    _check_sees_every_step(opt_state)
     state = only_state(opt_state, LossScaledState, "loss_scale", "loss scales")
     taken = state.last_finite
     trees = [jax.tree_util.tree_structure(tree) for tree in (new, old)]
@@ -68,3 +71,17 @@ def select_step(opt_state: Any, new: Tree, old: Tree) -> Tree:
         return lax.select(taken, x, y)
 
     return jax.tree_util.tree_map_with_path(select, new, old)
+
+
+def _check_sees_every_step(opt_state: Any) -> None:
+    """Raises ValueError if `with_loss_scale` is given some steps' gradients only, and names what is around it."""
+    around: Any = optax.MultiStepsState | optax.ApplyIfFiniteState
+    for path, node in find_nodes(opt_state, around):
+        if not scaled_states(tuple(node)):
+            continue
+        name = "MultiSteps" if isinstance(node, optax.MultiStepsState) else "apply_if_finite"
+        raise ValueError(
+            f"opt_state has {name}, at {path or 'the outermost place'!r}, around with_loss_scale, which cannot say then "
+            "whether this step was taken, and of an overflow NaN may stay in the sums; with_loss_scale goes outside: "
+            f"with_loss_scale(optax.{name}(optimizer, ...), loss_scale)"
+        )

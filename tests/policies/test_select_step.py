@@ -145,3 +145,23 @@ def test_what_does_not_fit_is_named() -> None:
         jt.select_step(optax.sgd(0.1).init(jnp.ones(2)), 1, 2)
     with pytest.raises(ValueError, match="opt_state has 2 loss scales"):
         jt.select_step((state, state), 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (optax.MultiSteps(OPTIMIZER, 2).gradient_transformation(), r"MultiSteps.*around with_loss"),
+        (optax.chain(optax.apply_if_finite(OPTIMIZER, 3)), r"apply_if_finite, at '0', around"),
+    ],
+    ids=["multi_steps", "apply_if_finite"],
+)
+def test_what_hides_steps_from_the_loss_scale_is_refused(optimizer: Any, message: str) -> None:
+    opt_state = optimizer.init(jnp.ones(2))
+    with pytest.raises(ValueError, match=message):
+        jt.select_step(opt_state, jnp.ones(()), jnp.ones(()))
+    state = jt.FlaxTrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=optimizer)
+    with (
+        jax.numpy_dtype_promotion("standard"),  # MultiSteps multiplies booleans with floats
+        pytest.raises(ValueError, match="with_loss_scale goes outside"),
+    ):
+        state.apply_gradients(grads={"w": jnp.ones(2)})
