@@ -1,5 +1,6 @@
 """In which dtype autocast runs an operation, by its rule, its operands and what reads its result."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from jmp_train.policies.autocast_region import (
+    ADDITIONS,
     ARITHMETIC,
     CURVED,
     DECIDED,
@@ -44,6 +46,8 @@ _PROMOTE = (
 # Whose results are nothing but functions of their operands.
 COMPUTED = (_PROMOTE | PRODUCTS) - PLACEMENT
 _EACH = PLACEMENT | {"sort"}  # operands of which each has its own dtype
+PICKS = frozenset(("gather", "dynamic_slice"))
+_SHAPES = frozenset(("reshape", "squeeze"))
 
 
 def settle(
@@ -181,12 +185,18 @@ def _wanted(
     region: Region, jaxpr: Any, rule: Rule, through: frozenset[str], results: frozenset[Any]
 ) -> set[Any]:
     found, read = set(results), set()
+    if through >= PICKS:
+        found |= _logarithms(region, jaxpr)
+    added = only_added(region, jaxpr)
     refused = {atom for atom in jaxpr.outvars if not isinstance(atom, jex.Literal)} - results
     for equation in reversed(jaxpr.eqns):
         found.update(out for out in equation.outvars if out in read and out not in refused)
         variables = set(variables_read(equation))
         read |= variables
-        refused |= variables - _wanted_by(region, equation, variables, found, rule, through)
+        follows = _follows(equation, through, added)
+        refused |= variables - _wanted_by(
+            region, equation, variables, found, rule, through, follows=follows
+        )
     found.update(variable for variable in jaxpr.invars if variable in read - refused)
     return found
 
@@ -198,6 +208,8 @@ def _wanted_by(
     found: set[Any],
     rule: Rule,
     through: frozenset[str],
+    *,
+    follows: bool,
 ) -> set[Any]:
     """Returns those of the variables that an equation reads which it wants by a rule."""
     name, scope = reader.primitive.name, str(reader.source_info.name_stack)
@@ -218,8 +230,45 @@ def _wanted_by(
         return _except_for(variables, reader, [inner not in inside for inner in body.invars])
     if name in PLACEMENT & through:
         return _except_for(variables, reader, [result not in found for result in reader.outvars])
-    is_through = name in through and all(result in found for result in reader.outvars)
-    return variables if is_through else set()
+    return variables if follows and all(x in found for x in reader.outvars) else set()
+
+
+def _follows(reader: Any, through: frozenset[str], added: frozenset[Any]) -> bool:
+    """Whether an equation's inputs are wanted as its results are, of which some are only added."""
+    name = reader.primitive.name
+    if name in PICKS:  # more values than there are would take more memory in float32
+        is_smaller = reader.outvars[0].aval.size <= reader.invars[0].aval.size
+        return name in through and is_smaller
+    return name in through or (name in _SHAPES and through >= PICKS and reader.outvars[0] in added)
+
+
+def only_added(region: Region, jaxpr: Any) -> frozenset[Any]:
+    """Returns the variables of which there are only sums, whose gradients do not need them."""
+
+    def find() -> frozenset[Any]:
+        readers = [e for e in jaxpr.eqns if e.primitive.name not in ADDITIONS | {"reduce_sum"}]
+        read = itertools.chain.from_iterable(e.invars for e in readers)
+        needed = {atom for atom in (*read, *jaxpr.outvars) if not isinstance(atom, jex.Literal)}
+        return frozenset(out for e in jaxpr.eqns for out in e.outvars).difference(needed)
+
+    return region.remembered("only added", jaxpr, find)
+
+
+def _logarithms(region: Region, jaxpr: Any) -> set[Any]:
+    """Returns the logarithms that a rule makes float32, and sums with these, which thereby are, too.
+
+    What a loss subtracts from a logarithm of a sum of exponentials is as large as that.
+    """
+    found: set[Any] = set()
+    for equation in jaxpr.eqns:
+        name, scope = equation.primitive.name, str(equation.source_info.name_stack)
+        follows = name in ADDITIONS and not found.isdisjoint(variables_read(equation))
+        if DECIDED in scope or not (follows or (name == "log" and variables_read(equation))):
+            continue
+        rule, _ = region.decide(equation, scope)
+        if rule == ("float32" if name == "log" else None):
+            found.update(equation.outvars)
+    return found
 
 
 def _except_for(variables: set[Any], reader: Any, refused: Sequence[bool]) -> set[Any]:

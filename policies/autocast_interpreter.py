@@ -19,7 +19,14 @@ import numpy as np
 from jax import lax
 
 from jmp_train.policies.autocast_binding import bind, cast, wide_product
-from jmp_train.policies.autocast_dtypes import COMPUTED, literals_fit, settle, wanted
+from jmp_train.policies.autocast_dtypes import (
+    COMPUTED,
+    PICKS,
+    literals_fit,
+    only_added,
+    settle,
+    wanted,
+)
 from jmp_train.policies.autocast_integers import integers_in_result, operand
 from jmp_train.policies.autocast_logits import logits_of
 from jmp_train.policies.autocast_region import (
@@ -66,7 +73,8 @@ def interpret(region: Region, jaxpr: Any, values: Sequence[Value]) -> list[Value
     def read(atom: Any) -> Value:
         return literal(atom) if isinstance(atom, jex.Literal) else environment[atom]
 
-    in_float32 = wanted(region, opened, "float32", ARITHMETIC | {"stop_gradient"})
+    in_float32 = wanted(region, opened, "float32", ARITHMETIC | PICKS | {"stop_gradient"})
+    added = only_added(region, opened)
     logits = logits_of(region, opened)
     in_half = wanted(region, opened, "lower", LAYOUT | ARITHMETIC | {"max", "tanh", "logistic"})
     in_half &= {
@@ -77,6 +85,10 @@ def interpret(region: Region, jaxpr: Any, values: Sequence[Value]) -> list[Value
         with jax.named_scope(scope) if scope else contextlib.nullcontext():
             for equation in equations:
                 inputs = [read(atom) for atom in equation.invars]
+                if added.isdisjoint(equation.outvars):  # the result itself is saved
+                    inputs = [
+                        dataclasses.replace(x, addends=None) if x.addends else x for x in inputs
+                    ]
                 outputs = _run(region, equation, scope, inputs, in_float32, logits)
                 if equation.primitive.name in ARITHMETIC:
                     (output,) = outputs
@@ -174,6 +186,8 @@ def _execute(
         for value, dtype in zip(inputs, dtypes, strict=True)
     )
     params = _params(equation, next((d for d in dtypes if d is not None), None))
+    if name in CURVED and dtypes == [FLOAT32] and inputs[0].addends is not None:
+        return [_of_sum(equation, inputs[0].addends)]
     if name in _SAVES_ITS_INPUT | PRODUCTS and widened:
         return [_recomputed(equation, inputs, params)]
     if name in _READS_AGAIN and dtypes[0] == region.half and not inputs[0].weak:
@@ -184,20 +198,42 @@ def _execute(
         value.array if dtype is None else value.to(dtype)
         for value, dtype in zip(inputs, dtypes, strict=True)
     ]
-    return _bind(equation, arrays, inputs, params)
+    outputs = _bind(equation, arrays, inputs, params)
+    if name in ("add", "sub") and widened and _is_smaller(inputs, equation.outvars[0].aval.shape):
+        add = functools.partial(_in_float32, equation, params)
+        outputs[0].addends = jax.tree_util.Partial(add, *(value.array for value in inputs))
+    return outputs
+
+
+def _is_smaller(inputs: Sequence[Value], shape: tuple[int, ...]) -> bool:
+    """Whether inputs take less memory than a float32 array: one in half, and smaller ones."""
+    large = [x.dtype for x in inputs if not x.weak and np.shape(x.array) == shape]
+    return len(large) < 2 and all(dtype in HALVES for dtype in large)
+
+
+def _of_sum(equation: Any, addends: jax.tree_util.Partial) -> Value:
+    """Binds to a float32 sum, so that not this but what is added is saved for the gradient."""
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def run(addends: jax.tree_util.Partial) -> Any:
+        return equation.primitive.bind(addends(), **equation.params)
+
+    return Value(run(addends))
+
+
+def _in_float32(equation: Any, params: dict[str, Any], *arrays: Any) -> Any:
+    """Binds to arrays that become float32."""
+    wide = [
+        lax.convert_element_type(array, FLOAT32) if eligible(traced_dtype(atom)) else array
+        for array, atom in zip(arrays, equation.invars, strict=True)
+    ]
+    return equation.primitive.bind(*wide, **params)
 
 
 def _recomputed(equation: Any, inputs: Sequence[Value], params: dict[str, Any]) -> Value:
     """Binds in float32, so that not the widened but the half inputs are saved for the gradient."""
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def run(*arrays: Any) -> Any:
-        wide = [
-            lax.convert_element_type(array, FLOAT32) if eligible(traced_dtype(atom)) else array
-            for array, atom in zip(arrays, equation.invars, strict=True)
-        ]
-        return equation.primitive.bind(*wide, **params)
-
+    bound = functools.partial(_in_float32, equation, params)
+    run = jax.checkpoint(bound, prevent_cse=False)
     return Value(run(*(value.array for value in inputs)))
 
 
@@ -250,7 +286,7 @@ def _convert(equation: Any, value: Value) -> Value:
     if eligible(source) and source == dtype:  # it only makes a weak type strong
         return value
     if eligible(source) and eligible(dtype):
-        return dataclasses.replace(value, array=value.to(dtype), casts={})
+        return dataclasses.replace(value, array=value.to(dtype), casts={}, addends=None)
     (output,) = _bind(equation, [value.array], [value], equation.params)
     if source == np.bool_:
         return dataclasses.replace(output, weak=True, bounds=(0.0, 1.0))  # a mask

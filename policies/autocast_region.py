@@ -75,6 +75,7 @@ class Value:
       scaled: whether it is the product, or quotient, of a half value.
       casts: the array in other dtypes, of values that the program computed.
       integers: those that it is made of, if it is.
+      addends: of a float32 sum that takes more memory than what is added, that, with the addition.
     """
 
     array: Any
@@ -85,6 +86,7 @@ class Value:
     scaled: bool = False
     casts: dict[Any, Any] = dataclasses.field(default_factory=dict)
     integers: Integers | None = None
+    addends: jax.tree_util.Partial | None = None
 
     @property
     def dtype(self) -> Any:
@@ -116,7 +118,7 @@ class Value:
 
     def inside(self) -> "Value":
         """Returns it for the body of a loop or branch, which casts for itself."""
-        return dataclasses.replace(self, casts={})
+        return dataclasses.replace(self, casts={}, addends=None)
 
 
 @dataclasses.dataclass(frozen=True)
