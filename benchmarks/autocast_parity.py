@@ -9,7 +9,8 @@ Last come the ratios, ours to torch's: at most 1.05 is the goal.
 
 What is left above it has two reasons. torch's CPU kernels add a layer's bias to the product before they round
 it, once; XLA's CPU rounds the product, and then the sum (XLA's products by themselves are as exact as their dtype
-allows). And where a loss reads shifted logits in half as well as in float32, the shift is rounded to half.
+allows). And what a LayerNorm saves for its gradient, its centered and its scaled features, is rounded to half
+before it is used; torch's is one kernel, which rounds its result.
 
 torch is no dependency: `pip install torch==2.13.0`, or a folder that has it in PYTHONPATH, `PYTHONPATH=FOLDER
 python benchmarks/autocast_parity.py`. Without it only our own columns are printed, and why.

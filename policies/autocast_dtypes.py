@@ -236,10 +236,17 @@ def _wanted_by(
 def _follows(reader: Any, through: frozenset[str], added: frozenset[Any]) -> bool:
     """Whether an equation's inputs are wanted as its results are, of which some are only added."""
     name = reader.primitive.name
-    if name in PICKS:  # more values than there are would take more memory in float32
-        is_smaller = reader.outvars[0].aval.size <= reader.invars[0].aval.size
-        return name in through and is_smaller
+    if name in PICKS:
+        return name in through and not _repeats(reader)
     return name in through or (name in _SHAPES and through >= PICKS and reader.outvars[0] in added)
+
+
+def _repeats(pick: Any) -> bool:
+    """Whether more values may be picked than there are, which would take more memory in float32."""
+    try:
+        return pick.outvars[0].aval.size > pick.invars[0].aval.size
+    except jax.errors.InconclusiveDimensionOperation:  # of symbolic shapes
+        return True
 
 
 def only_added(region: Region, jaxpr: Any) -> frozenset[Any]:

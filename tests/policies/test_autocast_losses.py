@@ -72,7 +72,7 @@ def test_losses_of_half_logits_are_as_exact_as_float32(name: str, half: Any) -> 
     exponentials = np.exp(x - x.max(-1, keepdims=True))
     sums = exponentials.sum(-1)
     exact = np.log(sums) + x.max(-1) - x[np.arange(64), labels]
-    losses, mean, weighted = jax.jit(autocast(run, half))(logits, jnp.asarray(labels))
+    losses, mean, weighted = autocast(run, half)(logits, jnp.asarray(labels))
     assert losses.dtype == jnp.float32
     np.testing.assert_allclose(losses, exact, rtol=1e-6, atol=5e-6)
     np.testing.assert_allclose(mean, exact.mean(), rtol=1e-6)
@@ -106,3 +106,16 @@ def test_a_rounding_that_is_asked_for_stays() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=100), jnp.bfloat16)
     rounded = np.asarray((x - jnp.max(x)).astype(jnp.float32), np.float64)
     np.testing.assert_allclose(autocast(fn, jnp.bfloat16)(x), np.exp(rounded).sum(), rtol=1e-6)
+
+
+def test_symbolic_shapes() -> None:
+    def fn(table: jax.Array, words: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = (2 * table)[words] @ table.T
+        return jnp.mean(shifted(logits, labels) + jnp.sum(jnp.exp((2 * table)[words]), -1))
+
+    (size,) = jax.export.symbolic_shape("size")
+    words = jax.ShapeDtypeStruct((size,), jnp.int32)
+    table = np.random.default_rng(0).normal(size=(CLASSES, 8)).astype(np.float32)
+    exported = jax.export.export(jax.jit(autocast(fn)))(jnp.asarray(table), words, words)
+    args = table, np.arange(CLASSES), np.arange(CLASSES)
+    np.testing.assert_allclose(exported.call(*args), autocast(fn)(*args), rtol=1e-4)
