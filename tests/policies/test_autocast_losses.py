@@ -117,5 +117,5 @@ def test_symbolic_shapes() -> None:
     words = jax.ShapeDtypeStruct((size,), jnp.int32)
     table = np.random.default_rng(0).normal(size=(CLASSES, 8)).astype(np.float32)
     exported = jax.export.export(jax.jit(autocast(fn)))(jnp.asarray(table), words, words)
-    args = table, np.arange(CLASSES), np.arange(CLASSES)
+    args = jnp.asarray(table), jnp.arange(CLASSES), jnp.arange(CLASSES)
     np.testing.assert_allclose(exported.call(*args), autocast(fn)(*args), rtol=1e-4)
