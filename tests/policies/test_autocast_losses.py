@@ -19,7 +19,7 @@ Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def shifted(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """As optax wrote it before 0.2.5."""
+    """As earlier versions of optax wrote it."""
     logits = logits - lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
     label_logits = jnp.take_along_axis(logits, labels[:, None], -1).take(0, axis=-1)
     return jnp.log(jnp.sum(jnp.exp(logits), -1)) - label_logits
