@@ -9,7 +9,9 @@ Last come the ratios, ours to torch's: at most 1.05 is the goal.
 
 What is left above it has two reasons. torch's CPU kernels add a layer's bias to the product before they round
 it, once; XLA's CPU rounds the product, and then the sum (XLA's products by themselves are as exact as their dtype
-allows). And what a LayerNorm saves for its gradient, its centered and its scaled features, is rounded to half
+allows). On GPUs XLA gives the bias to cuBLAS, which adds it before it rounds, as long as the product is half; written as a
+float32 product, the sum would be rounded once on CPUs too, but six layers of 2,048 features and 8,192 rows compiled for an
+A100 then take 848 MB in place of 646. And what a LayerNorm saves for its gradient, its centered and its scaled features, is rounded to half
 before it is used; torch's is one kernel, which rounds its result.
 
 torch is no dependency: `pip install torch==2.13.0`, or a folder that has it in PYTHONPATH, `PYTHONPATH=FOLDER
