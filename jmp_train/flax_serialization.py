@@ -8,9 +8,9 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import serialization
 
+from jmp_train.host_arrays import is_key
 from jmp_train.policies.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from jmp_train.policies.paths import named_leaves
 from jmp_train.policies.per_loss_scale import PerLossScale
@@ -33,7 +33,7 @@ def _scale_from_dict(scale: Any, state: Any) -> Any:
 
 
 def _state_to_dict(state: TrainState) -> dict[str, Any]:
-    plain = jax.tree.map(lambda x: jax.random.key_data(x) if _is_typed_key(x) else x, state)
+    plain = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, state)
     return {
         field.name: serialization.to_state_dict(getattr(plain, field.name))
         for field in dataclasses.fields(TrainState)
@@ -54,11 +54,7 @@ def _state_from_dict(state: TrainState, given: dict[str, Any]) -> TrainState:
 
 
 def _like(x: Any, old: Any) -> Any:
-    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(old)) if _is_typed_key(old) else x
-
-
-def _is_typed_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(old)) if is_key(old) else x
 
 
 for _kind in (NoOpLossScale, StaticLossScale, DynamicLossScale, PerLossScale):

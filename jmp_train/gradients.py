@@ -96,10 +96,7 @@ def unwatched_value_and_grad(
             loss, aux = result if has_aux else (result, None)
             if policy is not None:
                 aux = at_least(policy.default.output_dtype, aux)
-            if isinstance(loss_scale, PerLossScale):
-                losses = tuple(map(wide_scalar, loss)) if isinstance(loss, tuple | list) else loss
-                return loss_scale.scale(losses), (losses, aux)
-            loss = wide_scalar(loss)
+            loss = wide_loss(loss_scale, loss)
             return loss_scale.scale(loss), (loss, aux)
 
         if isinstance(loss_scale, PerLossScale):
@@ -188,6 +185,13 @@ def _grads_of_each(losses_fn: Callable[..., Any], params: Any, count: int) -> tu
 
     pairs = [jax.grad(only(chosen), has_aux=True)(params) for chosen in range(count)]
     return tuple(grads for grads, _ in pairs), pairs[0][1]
+
+
+def wide_loss(loss_scale: LossScales, loss: Any) -> Any:
+    """Returns what a loss scale scales, in float32 or wider: of a `PerLossScale` a tuple of losses."""
+    if not isinstance(loss_scale, PerLossScale):
+        return wide_scalar(loss)
+    return tuple(map(wide_scalar, loss)) if isinstance(loss, tuple | list) else loss
 
 
 def wide_scalar(loss: Any) -> jax.Array:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jmp_train.gradients import at_least, check_loss_scale, wide_scalar
+from jmp_train.gradients import at_least, check_loss_scale, wide_loss
 from jmp_train.policies.half_products import FirstTrace, mixed_dtypes_explained
 from jmp_train.policies.loss_scale import NoOpLossScale
 from jmp_train.policies.nnx_casting import cast_results
@@ -80,11 +80,10 @@ def nnx_value_and_grad(
             loss, aux = result if has_aux else (result, None)
             if policy is not None:
                 aux = cast_results(aux, functools.partial(at_least, policy.default.output_dtype))
-            if not isinstance(loss_scale, PerLossScale):
-                loss = wide_scalar(loss)
-                return loss_scale.scale(loss), (loss, aux)
-            losses = tuple(map(wide_scalar, loss)) if isinstance(loss, tuple | list) else loss
-            return loss_scale.scale(losses)[number], (losses, aux)
+            loss = wide_loss(loss_scale, loss)
+            scaled_losses = loss_scale.scale(loss)
+            several = isinstance(loss_scale, PerLossScale)
+            return (scaled_losses[number] if several else scaled_losses), (loss, aux)
 
         return scaled_loss
 

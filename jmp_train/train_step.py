@@ -32,8 +32,7 @@ from jmp_train.policies.loss_scaled_optimizer import (
     get_loss_scale,
     scaled_states,
 )
-from jmp_train.policies.master_weights import MasterWeightsState
-from jmp_train.policies.nesting import check_nesting
+from jmp_train.policies.nesting import check_nesting, has_nested_scale
 from jmp_train.policies.nodes import find_nodes
 from jmp_train.policies.overwritten import (
     map_overwritten,
@@ -45,7 +44,7 @@ from jmp_train.policies.path_policy import PathPolicy
 from jmp_train.policies.paths import named_leaves, path_name
 from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, unscale_and_test
 from jmp_train.policies.policy import Policy, get_policy
-from jmp_train.policies.stored_parameters import StochasticRoundingState, StoringOptimizer
+from jmp_train.policies.stored_parameters import StoringOptimizer
 from jmp_train.policies.zero_gradients import ZeroGradientsState
 from jmp_train.step_checks import (
     check_is_train_state,
@@ -419,9 +418,7 @@ def _finite_or_nan(finite: jax.Array, grads: Any, opt_state: Any) -> Any:
     A `with_loss_scale` within `multi_transform` sees its parameters' gradients only, and has to skip when those
     of frozen ones overflow, too: the step is not taken then, and the scale has to fall.
     """
-    is_storing = isinstance(opt_state, MasterWeightsState | StochasticRoundingState)
-    outermost = opt_state.inner_state if is_storing else opt_state
-    if isinstance(outermost, LossScaledState) or not scaled_states(opt_state):
+    if not has_nested_scale(opt_state):
         return grads
     if isinstance(loss_scale_of(opt_state), PerLossScale):
         return grads  # which loss overflowed is told by its own gradients

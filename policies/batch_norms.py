@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jmp_train.policies.autocast_given import as_given
 from jmp_train.policies.casting import cast_leaf, is_float_array, widen_to_float32
 from jmp_train.policies.dtypes import float_dtype, is_half
+from jmp_train.policies.nnx_objects import flax_nnx
 from jmp_train.policies.nodes import change_nodes
 from jmp_train.policies.paths import named_leaves
 
@@ -115,7 +116,7 @@ def half_batch_norms(model: Model, dtype: DTypeLike) -> Model:
       model: any.
       dtype: the half type.
     """
-    nnx = sys.modules.get("flax.nnx")
+    nnx = flax_nnx()
     return _nnx_clone(model, dtype=dtype) if nnx and isinstance(model, nnx.Module) else model
 
 
@@ -125,7 +126,7 @@ def wide_nnx_statistics(model_state: Model) -> Model:
     Args:
       model_state: any pytree; what is no `nnx.BatchStat` stays.
     """
-    nnx = sys.modules.get("flax.nnx")
+    nnx = flax_nnx()
     if nnx is None:
         return model_state
     return change_nodes(model_state, nnx.BatchStat, widen_to_float32)

@@ -87,9 +87,14 @@ def check_nesting(
     _check_after_storing(optimizer, opt_state, params, program)
 
 
-def _check_before_scale(optimizer: Any, opt_state: Any, params: Any, program: Any) -> None:
+def has_nested_scale(opt_state: Any) -> bool:
+    """Says whether a `with_loss_scale` stands within something else than what stores the parameters."""
     within = opt_state.inner_state if isinstance(opt_state, _STORING) else opt_state
-    if isinstance(within, LossScaledState) or not scaled_states(opt_state):
+    return not isinstance(within, LossScaledState) and bool(scaled_states(opt_state))
+
+
+def _check_before_scale(optimizer: Any, opt_state: Any, params: Any, program: Any) -> None:
+    if not has_nested_scale(opt_state):
         return
     traced = program(LossScaledState)
     if traced is None:
