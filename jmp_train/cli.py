@@ -4,51 +4,17 @@ Exit codes: 0 all is well, 1 a run failed, 2 the call is wrong. Errors are one l
 """
 
 import argparse
-import json
-import os
-import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from subprocess import PIPE, Popen
-from typing import TYPE_CHECKING, Any, NoReturn
-
-import jax
+from typing import NoReturn
 
 from jmp_train import __version__
-from jmp_train.policies.cpu_convolutions import FUSION_FLAG
+from jmp_train.command_options import Failure
+from jmp_train.compare_command import DEFAULT_POLICIES, compare_command
 from jmp_train.setups import MODE_CHOICES, precision_of
-from jmp_train.tasks import TASK_NAMES, load_task
-from jmp_train.tasks.task import TaskOptions
-
-if TYPE_CHECKING:
-    from jmp_train.display import Display
-    from jmp_train.records import Run
-    from jmp_train.resuming import Saving
-
-DEFAULT_POLICY = "autocast_float16"
-DEFAULT_POLICIES = ("float32", "autocast_float16", "autocast_bfloat16")
-
-# What `compare` hands on to its processes, but for flags.
-_HANDED_ON = (
-    "seed",
-    "epochs",
-    "batch_size",
-    "devices",
-    "data_dir",
-    "train_size",
-    "model",
-    "heads",
-    "scale",
-    "image_size",
-    "logdir",
-)
-
-
-class _Failure(Exception):
-    """A run that did not end well; its text is the line that the user sees."""
+from jmp_train.tasks import TASK_NAMES
+from jmp_train.train_command import DEFAULT_POLICY, train_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except ModuleNotFoundError as error:
         return _fail(f"this needs the package {error.name}: pip install 'jmp_train[train]'")
-    except (_Failure, ValueError, OSError, FloatingPointError) as error:
+    except (Failure, ValueError, OSError, FloatingPointError) as error:
         return _fail(str(error))
     except KeyboardInterrupt:
         return 130
@@ -107,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--resume", action="store_true", help="go on from DIR's last checkpoint, if it has one"
     )
-    train.set_defaults(run=_train)
+    train.set_defaults(run=train_command)
 
     compare = commands.add_parser("compare", help="train a task in several policies or AMP modes")
     several = compare.add_mutually_exclusive_group()
@@ -126,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{MODE_CHOICES}; or policies; prints a table of speed and memory beside the first, too",
     )
     compare.add_argument("--out", type=Path, metavar="DIR", help="write report.json, .png, .html")
-    compare.set_defaults(run=_compare)
+    compare.set_defaults(run=compare_command)
 
     launch = commands.add_parser("launch", help="run a script as several processes on this machine")
     launch.add_argument(
@@ -224,227 +190,6 @@ def _scale(text: str) -> float:
     return scale
 
 
-def _train(args: argparse.Namespace) -> int:
-    from jmp_train.comparison import note_outputs
-    from jmp_train.display import display_on
-    from jmp_train.records import Event, event_to_json
-    from jmp_train.report import print_table
-    from jmp_train.resuming import Stopped
-    from jmp_train.training import train
-
-    _turn_ynn_fusion_off()
-    _provide_cpu_devices(args.devices)
-    task = load_task(args.task, _task_options(args))
-    epochs = args.epochs or task.epochs
-    name = args.name or DEFAULT_POLICY
-    with ExitStack() as stack:
-        signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None))
-        saving = _saving(args, stack, signals)
-        log = None
-        if args.logdir is not None:
-            from jmp_train.run_log import RunLog
-
-            log = stack.enter_context(RunLog(args.logdir / name))
-        display = None
-        if not args.json:
-            display = stack.enter_context(display_on(sys.stdout, [name], epochs))
-            display.start(name)
-
-        def on_event(event: Event) -> None:
-            if log is not None:
-                log.write(event)
-            if display is None:
-                print(json.dumps(event_to_json(event)), flush=True)
-            else:
-                display.show(name, event)
-
-        try:
-            run = train(
-                task,
-                name,
-                epochs=epochs,
-                batch_size=args.batch_size,
-                seed=args.seed,
-                saving=saving,
-                on_event=on_event,
-            )
-        except Stopped as stopped:
-            print(f"jmp-train: {stopped}; --resume goes on", file=sys.stderr)
-            return 128 + signals[0]
-    if not args.json:
-        print_table([run])
-        if note := note_outputs(run):
-            print(note)
-    return 0
-
-
-def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> "Saving | None":
-    if args.checkpoint_dir is None:
-        if args.resume or args.checkpoint_every:
-            raise _Failure("--resume and --checkpoint-every want a --checkpoint-dir")
-        return None
-    from jmp_train.checkpoint import CheckpointStore
-    from jmp_train.resuming import Saving
-
-    store = stack.enter_context(CheckpointStore(args.checkpoint_dir))
-    return Saving(store, args.checkpoint_every, args.resume, lambda: bool(signals))
-
-
-@contextmanager
-def _signals_noted(wanted: bool) -> Iterator[list[int]]:
-    """Notes SIGTERM and SIGINT, so that the run can save; the second one interrupts."""
-    numbers: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if numbers:
-            raise KeyboardInterrupt
-        numbers.append(number)
-
-    kinds = (signal.SIGTERM, signal.SIGINT) if wanted else ()
-    previous = {kind: signal.signal(kind, note) for kind in kinds}
-    try:
-        yield numbers
-    finally:
-        for kind, handler in previous.items():
-            signal.signal(kind, handler)
-
-
-def _task_options(args: argparse.Namespace) -> TaskOptions:
-    return TaskOptions(
-        data_dir=args.data_dir,
-        synthetic=args.synthetic,
-        train_size=args.train_size,
-        model=args.model,
-        heads=None if args.heads is None else tuple(args.heads),
-        scale=args.scale,
-        image_size=args.image_size,
-        devices=args.devices,
-    )
-
-
-def _turn_ynn_fusion_off() -> None:
-    """Keeps XLA from a fusion that leaves bfloat16 results unwritten on CPUs (jaxlib 0.11, 0.12)."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if FUSION_FLAG not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {FUSION_FLAG}".strip()
-
-
-def _provide_cpu_devices(count: int) -> None:
-    """Lets jax, which has not started yet, cut a CPU into that many devices; accelerators stay as they are."""
-    if count == 1:
-        return
-    from jmp_train.launcher import threads_for
-
-    given = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
-    if given < count:
-        jax.config.update("jax_num_cpu_devices", count)
-    os.environ.setdefault("NPROC", str(threads_for(count)))
-
-
-def _compare(args: argparse.Namespace) -> int:
-    """Trains under each name in a process of its own, so that time and memory are that name's."""
-    from jmp_train.comparison import explain_failure, explanations
-    from jmp_train.display import display_on
-    from jmp_train.report import print_speed_table, print_table, report, write_report
-    from jmp_train.training import count_steps
-
-    task = load_task(args.task, _task_options(args))
-    epochs = args.epochs or task.epochs
-    count_steps(task, epochs, args.batch_size or task.batch_size)
-    del task  # its data may be large, and each process has its own
-    names = args.modes or args.policies or DEFAULT_POLICIES
-    _check_outputs(args, names)
-    log = sys.stderr if args.json else sys.stdout
-    runs, failures = [], []
-    with display_on(log, names, epochs) as display:
-        for name in names:
-            display.start(name)
-            try:
-                runs.append(_run_in_process(args, name, display))
-            except _Failure as failure:
-                reason = explain_failure(name, str(failure))
-                failures.append((name, reason))
-                display.fail(name, reason)
-    if args.out is not None and runs:  # an earlier report is not lost to a failure
-        for path in write_report(args.out, args.task, runs, failures):
-            print(f"wrote {path}", file=log)
-    if args.json:
-        print(json.dumps(report(args.task, runs), indent=2))
-    elif runs:
-        print_table(runs)
-        if args.modes:
-            print_speed_table(runs)
-    for text in explanations(runs):
-        print(text, file=log)
-    if failures:
-        raise _Failure("; ".join(f"{name}: {reason}" for name, reason in failures))
-    return 0
-
-
-def _check_outputs(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raises an error if what a comparison is to write could not be written at its end."""
-    repeated = [name for name in names if names.count(name) > 1]
-    if repeated:
-        option = "--modes" if args.modes else "--policies"
-        raise _Failure(f"{option} names {repeated[0]} more than once")
-    if args.out is not None:
-        import matplotlib  # noqa: F401  # wanted at the end, and missed too late there
-
-        _make_writable("--out", args.out)
-    if args.logdir is not None:
-        from jmp_train.run_log import check_unused
-
-        _make_writable("--logdir", args.logdir)
-        for name in names:
-            check_unused(args.logdir / name)
-
-
-def _run_in_process(args: argparse.Namespace, name: str, display: "Display") -> "Run":
-    """Returns the run; raises _Failure if the process did not end well."""
-    from jmp_train.records import Run, event_from_json
-
-    run = None
-    with tempfile.TemporaryFile("w+") as errors, _start(args, name, errors) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                event = event_from_json(json.loads(line))
-                display.show(name, event)
-                if isinstance(event, Run):
-                    run = event
-        except BaseException:
-            process.kill()
-            raise
-        code = process.wait()
-        errors.seek(0)
-        text = errors.read()
-    if code != 0 or run is None:
-        raise _Failure(_reason(code, text))
-    return run
-
-
-def _start(args: argparse.Namespace, name: str, errors: Any) -> Popen[str]:
-    command = [sys.executable, "-m", "jmp_train", "train", args.task, "--policy", name, "--json"]
-    for option in _HANDED_ON:
-        value = getattr(args, option)
-        if value is not None:
-            values = value if isinstance(value, list) else [value]
-            command += [f"--{option.replace('_', '-')}", *map(str, values)]
-    if args.synthetic:
-        command.append("--synthetic")
-    return Popen(command, stdout=PIPE, stderr=errors, text=True)
-
-
-def _reason(code: int, errors: str) -> str:
-    """Returns one line that says why the process failed; what else it printed goes to stderr."""
-    lines = errors.strip().splitlines()
-    prefix = "jmp-train: error: "
-    if lines and lines[-1].startswith(prefix):
-        return lines[-1].removeprefix(prefix)
-    print(errors, end="", file=sys.stderr)
-    return f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-
-
 def _launch(args: argparse.Namespace) -> int:
     from jmp_train.launcher import launch
 
@@ -456,12 +201,3 @@ def _launch(args: argparse.Namespace) -> int:
         restarts=args.restarts,
     )
     return 0
-
-
-def _make_writable(option: str, directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise _Failure(f"{option} {directory}: {error.strerror}") from None

@@ -13,8 +13,9 @@ import jax
 import pytest
 from helpers import make_run, write_mnist
 
-from jmp_train import cli
+from jmp_train import cli, compare_command
 from jmp_train.cli import main
+from jmp_train.command_options import Failure, provide_cpu_devices, turn_ynn_fusion_off
 from jmp_train.records import Compiled, Epoch, Run, event_from_json
 
 COMMAND = (sys.executable, "-m", "jmp_train")
@@ -272,10 +273,10 @@ def test_compare_says_why_a_mode_fell_behind_or_failed(
     def run_in_process(args: Any, name: str, display: Any) -> Run:
         del args, display
         if name == "apex-O3-bfloat16":
-            raise cli._Failure("the output is not finite")
+            raise Failure("the output is not finite")
         return dataclasses.replace(make_run(name), test_accuracy=0.9 if "-O" in name else 0.95)
 
-    monkeypatch.setattr(cli, "_run_in_process", run_in_process)
+    monkeypatch.setattr(compare_command, "_run_in_process", run_in_process)
     modes = ("float32", "apex-O2", "apex-O3", "apex-O3-bfloat16")
     assert main(["compare", "karate", "--out", str(tmp_path), "--modes", *modes]) == 1
     out, error = capsys.readouterr()
@@ -321,20 +322,20 @@ def test_a_missing_package_is_named_with_its_remedy(
 
 
 def test_the_reason_of_a_died_process(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli._reason(-9, "") == "killed by signal 9"
-    assert cli._reason(1, "Traceback\nboom\n") == "ended with exit code 1"
+    assert compare_command._reason(-9, "") == "killed by signal 9"
+    assert compare_command._reason(1, "Traceback\nboom\n") == "ended with exit code 1"
     assert "boom" in capsys.readouterr().err
-    assert cli._reason(1, "warning\njmp-train: error: why\n") == "why"
+    assert compare_command._reason(1, "warning\njmp-train: error: why\n") == "why"
 
 
 def test_the_environment_of_a_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     flag = "--xla_cpu_experimental_ynn_fusion_type="
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
-    cli._turn_ynn_fusion_off()
-    cli._turn_ynn_fusion_off()
+    turn_ynn_fusion_off()
+    turn_ynn_fusion_off()
     assert os.environ["XLA_FLAGS"] == f"--xla_cpu_multi_thread_eigen=false {flag}"
     monkeypatch.setenv("NPROC", "40")
-    cli._provide_cpu_devices(4)
+    provide_cpu_devices(4)
     assert os.environ["NPROC"] == "40"
     assert jax.local_device_count() == 8  # as conftest.py has it
 

@@ -14,7 +14,7 @@ import scipy.sparse
 from helpers import relaxed
 
 import jmp_train as jt
-from jmp_train import cli
+from jmp_train import cli, compare_command
 from jmp_train.cli import main
 from jmp_train.graphs.node_data import NodeData
 from jmp_train.policies.loss_scaled_optimizer import with_loss_scale
@@ -228,9 +228,11 @@ def test_compare_runs(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_
 
 def test_compare_hands_scale_and_heads_on(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
-    monkeypatch.setattr(cli, "Popen", lambda command, **options: commands.append(command))
+    monkeypatch.setattr(
+        compare_command, "Popen", lambda command, **options: commands.append(command)
+    )
     arguments = ["compare", "reddit", "--synthetic", "--scale", "0.002", "--heads", "2", "1", "2"]
-    cli._start(cli._parser().parse_args(arguments), "float32", None)
+    compare_command._start(cli._parser().parse_args(arguments), "float32", None)
     expected = "train reddit --policy float32 --json --seed 0 --devices 1 --heads 2 1 2 --scale 0.002 --synthetic"
     assert " ".join(commands[0]).endswith(expected)
 

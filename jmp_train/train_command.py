@@ -1,0 +1,108 @@
+"""`jmp-train train`: one task in one policy or AMP mode."""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from jmp_train.command_options import (
+    Failure,
+    provide_cpu_devices,
+    task_options,
+    turn_ynn_fusion_off,
+)
+from jmp_train.tasks import load_task
+
+if TYPE_CHECKING:
+    from jmp_train.resuming import Saving
+
+DEFAULT_POLICY = "autocast_float16"
+
+
+def train_command(args: argparse.Namespace) -> int:
+    """Trains a task under one name, prints what it reports, and returns the exit code."""
+    from jmp_train.comparison import note_outputs
+    from jmp_train.display import display_on
+    from jmp_train.records import Event, event_to_json
+    from jmp_train.report import print_table
+    from jmp_train.resuming import Stopped
+    from jmp_train.training import train
+
+    turn_ynn_fusion_off()
+    provide_cpu_devices(args.devices)
+    task = load_task(args.task, task_options(args))
+    epochs = args.epochs or task.epochs
+    name = args.name or DEFAULT_POLICY
+    with ExitStack() as stack:
+        signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None))
+        saving = _saving(args, stack, signals)
+        log = None
+        if args.logdir is not None:
+            from jmp_train.run_log import RunLog
+
+            log = stack.enter_context(RunLog(args.logdir / name))
+        display = None
+        if not args.json:
+            display = stack.enter_context(display_on(sys.stdout, [name], epochs))
+            display.start(name)
+
+        def on_event(event: Event) -> None:
+            if log is not None:
+                log.write(event)
+            if display is None:
+                print(json.dumps(event_to_json(event)), flush=True)
+            else:
+                display.show(name, event)
+
+        try:
+            run = train(
+                task,
+                name,
+                epochs=epochs,
+                batch_size=args.batch_size,
+                seed=args.seed,
+                saving=saving,
+                on_event=on_event,
+            )
+        except Stopped as stopped:
+            print(f"jmp-train: {stopped}; --resume goes on", file=sys.stderr)
+            return 128 + signals[0]
+    if not args.json:
+        print_table([run])
+        if note := note_outputs(run):
+            print(note)
+    return 0
+
+
+def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> "Saving | None":
+    if args.checkpoint_dir is None:
+        if args.resume or args.checkpoint_every:
+            raise Failure("--resume and --checkpoint-every want a --checkpoint-dir")
+        return None
+    from jmp_train.checkpoint import CheckpointStore
+    from jmp_train.resuming import Saving
+
+    store = stack.enter_context(CheckpointStore(args.checkpoint_dir))
+    return Saving(store, args.checkpoint_every, args.resume, lambda: bool(signals))
+
+
+@contextmanager
+def _signals_noted(wanted: bool) -> Iterator[list[int]]:
+    """Notes SIGTERM and SIGINT, so that the run can save; the second one interrupts."""
+    numbers: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if numbers:
+            raise KeyboardInterrupt
+        numbers.append(number)
+
+    kinds = (signal.SIGTERM, signal.SIGINT) if wanted else ()
+    previous = {kind: signal.signal(kind, note) for kind in kinds}
+    try:
+        yield numbers
+    finally:
+        for kind, handler in previous.items():
+            signal.signal(kind, handler)
