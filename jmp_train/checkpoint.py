@@ -1,18 +1,15 @@
 """Checkpoints of a whole training state: written in the background, verified when they are read."""
 
-import logging
 import tempfile
-import threading
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
 
+from jmp_train.checkpoint_arrays import load_arrays, save_arrays
 from jmp_train.checkpoint_files import (
     DamagedError,
     clear_leftovers,
@@ -181,7 +178,7 @@ class CheckpointStore:
         commit(
             step_folder(self.directory, step),
             manifest,
-            lambda folder: _save_arrays(folder / _ARRAYS, named),
+            lambda folder: save_arrays(folder / _ARRAYS, named),
         )
         # Later steps, which a run that went back left behind, may be damaged: they do not count.
         until_now = [number for number in saved_steps(self.directory) if number <= step]
@@ -221,65 +218,12 @@ class CheckpointStore:
                         f"step {step} of {self.directory} does not fit the state:\n  "
                         + "\n  ".join(lines)
                     )
-                arrays = dict(zip(saved, _load_arrays(folder, manifest), strict=True))
-                return step, [arrays[leaf] for leaf in wanted]
+                arrays = load_arrays(folder / _ARRAYS, manifest["leaves"])
+                found = dict(zip(saved, arrays, strict=True))
+                return step, [found[leaf] for leaf in wanted]
             except DamagedError as damage:
                 damages.append(f"step {step} is damaged: {damage}")
                 warnings.warn(damages[-1], stacklevel=3)
         if damages:
             raise ValueError(f"no checkpoint in {self.directory} is intact: {'; '.join(damages)}")
         raise FileNotFoundError(f"there is no checkpoint in {self.directory}")
-
-
-def _save_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
-    import orbax.checkpoint as ocp
-
-    with _without_warnings_of_merging():
-        _checkpointer().save(folder, args=ocp.args.PyTreeSave(arrays))
-
-
-def _load_arrays(folder: Path, manifest: dict[str, Any]) -> list[np.ndarray]:
-    """Returns the leaves' arrays; raises DamagedError if one is not what was saved."""
-    import orbax.checkpoint as ocp
-
-    leaves = manifest["leaves"]
-    empty = {x["folder"]: np.zeros(x["shape"], x["dtype"]) for x in leaves if 0 in x["shape"]}
-    like = {x["folder"]: 0 for x in leaves if x["folder"] not in empty}
-    as_numpy = dict.fromkeys(like, ocp.RestoreArgs(restore_type=np.ndarray))
-    try:
-        loaded = _checkpointer().restore(
-            folder / _ARRAYS, args=ocp.args.PyTreeRestore(item=like, restore_args=as_numpy)
-        )
-    except Exception as error:  # though every file is as it was written
-        raise DamagedError(f"orbax cannot read {folder / _ARRAYS}: {error}") from error
-    arrays = []
-    for x in leaves:
-        arrays.append(np.asarray(empty.get(x["folder"], loaded.get(x["folder"]))))
-        if digest(arrays[-1]) != x["sha256"]:
-            raise DamagedError(f"leaf {x['path']} is not what was saved")
-    return arrays
-
-
-def _checkpointer() -> Any:
-    """Returns orbax's checkpointer of process 0 alone, with a folder for each leaf."""
-    import orbax.checkpoint as ocp
-
-    alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
-
-
-@contextmanager
-def _without_warnings_of_merging() -> Iterator[None]:
-    """Leaves out what orbax logs, from this thread, of a format that is not used here."""
-    thread = threading.get_ident()
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return record.thread != thread or "Skipping merge of OCDBT" not in record.getMessage()
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
