@@ -12,11 +12,13 @@ from typing import NoReturn
 from jmp_train import __version__
 from jmp_train.command_options import Failure
 from jmp_train.compare_command import DEFAULT_POLICIES, compare_command
+from jmp_train.output import lasting_output
 from jmp_train.setups import MODE_CHOICES, precision_of
 from jmp_train.tasks import TASK_NAMES
 from jmp_train.train_command import DEFAULT_POLICY, train_command
 
 
+@lasting_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code.
 
