@@ -26,6 +26,7 @@ def train_command(args: argparse.Namespace) -> int:
     """Trains a task under one name, prints what it reports, and returns the exit code."""
     from jmp_train.comparison import note_outputs
     from jmp_train.display import display_on
+    from jmp_train.output import own_output
     from jmp_train.records import Event, event_to_json
     from jmp_train.report import print_table
     from jmp_train.resuming import Stopped
@@ -33,10 +34,11 @@ def train_command(args: argparse.Namespace) -> int:
 
     turn_ynn_fusion_off()
     provide_cpu_devices(args.devices)
-    task = load_task(args.task, task_options(args))
-    epochs = args.epochs or task.epochs
     name = args.name or DEFAULT_POLICY
     with ExitStack() as stack:
+        events = stack.enter_context(own_output()) if args.json else None
+        task = load_task(args.task, task_options(args))
+        epochs = args.epochs or task.epochs
         signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None))
         saving = _saving(args, stack, signals)
         log = None
@@ -52,9 +54,9 @@ def train_command(args: argparse.Namespace) -> int:
         def on_event(event: Event) -> None:
             if log is not None:
                 log.write(event)
-            if display is None:
-                print(json.dumps(event_to_json(event)), flush=True)
-            else:
+            if events is not None:
+                print(json.dumps(event_to_json(event)), file=events, flush=True)
+            if display is not None:
                 display.show(name, event)
 
         try:
@@ -74,7 +76,7 @@ def train_command(args: argparse.Namespace) -> int:
         print_table([run])
         if note := note_outputs(run):
             print(note)
-    return 0
+    return 0 if events is None or events.lost is None else 1
 
 
 def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> "Saving | None":
