@@ -154,7 +154,7 @@ def own_output() -> Iterator[Output]:
             os.dup2(file.fileno(), number)
 
 
-def _warn(error: IO[str], why: Exception) -> None:
+def _warn(error: IO[str] | Output, why: Exception) -> None:
     reason = why.strerror if isinstance(why, OSError) and why.strerror else why
     text = f"jmp-train: warning: standard output: {reason}; the rest is not printed"
     print(text, file=error, flush=True)
