@@ -1,9 +1,16 @@
 """Logs of a run while it goes: TensorBoard's event files and JSON lines, side by side."""
 
+import contextlib
 import dataclasses
+import errno
 import json
+import os
+import socket
+import struct
+import sys
+import time
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from jmp_train.records import Compiled, Epoch, Event, Progress, Run, finite_or_none
 
@@ -15,14 +22,17 @@ class RunLog:
 
     TensorBoard gets the scalars `step/loss`, `step/grad_norm`, `step/loss_scale`, `step/finite`,
     those of `Epoch` as `epoch/...`, and `test_accuracy`; metrics.jsonl has them too, a line a step,
-    an epoch and the end. A killed run leaves its log: the lines at once, TensorBoard's within a
-    second.
+    an epoch and the end. A killed run leaves its log.
+
+    On a full disk, or where the files are removed, the log lacks some of the run: one line on standard
+    error says so, and nothing is raised. It has no half records, and goes on when there is space again.
 
     Args:
       directory: the run's own folder; it is made.
 
     Raises:
       FileExistsError: there is a run's log already.
+      OSError: the folder or its files cannot be made, but for want of space.
 
     Example:
       >>> import tempfile
@@ -35,12 +45,19 @@ class RunLog:
     """
 
     def __init__(self, directory: Path) -> None:
-        from tensorboardX import SummaryWriter
-
         check_unused(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        self._lines = (directory / JSON_LINES).open("x")
-        self._events = SummaryWriter(str(directory), flush_secs=1)
+        self._directory = directory
+        self._warned = False
+        self._lines = self._events = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lines = _GrowingFile(directory / JSON_LINES)
+            self._events = _GrowingFile(directory / _event_file_name())
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._warn(error)
+        self._append(self._events, _event_record(file_version="brain.Event:2"))
 
     def __enter__(self) -> Self:
         """Returns the log."""
@@ -48,32 +65,105 @@ class RunLog:
 
     def __exit__(self, *exception: object) -> None:
         """Closes the files."""
-        self._lines.close()
-        self._events.close()
+        for file in (self._lines, self._events):
+            try:
+                if file is not None:
+                    file.close()
+            except OSError as error:  # where a network's disk says only now that it is full
+                self._warn(error)
 
     def write(self, event: Event) -> None:
         """Writes an event."""
         match event:
             case Progress():
-                for step in event.recent:
-                    self._record("step", dataclasses.asdict(step))
+                self._record("step", [dataclasses.asdict(step) for step in event.recent])
             case Epoch():
-                self._record("epoch", dataclasses.asdict(event))
+                self._record("epoch", [dataclasses.asdict(event)])
             case Run():
-                self._line({"test_accuracy": event.test_accuracy})
-                self._events.add_scalar("test_accuracy", event.test_accuracy, len(event.steps))
+                self._append(self._lines, _line({"test_accuracy": event.test_accuracy}))
+                accuracy = _scalar_record("test_accuracy", event.test_accuracy, len(event.steps))
+                self._append(self._events, accuracy)
             case Compiled():
-                self._line({"compile_seconds": event.seconds})
-        self._lines.flush()
+                self._append(self._lines, _line({"compile_seconds": event.seconds}))
 
-    def _record(self, kind: str, fields: dict[str, float]) -> None:
-        self._line(fields)
-        index = int(fields.pop(kind))
-        for name, value in fields.items():
-            self._events.add_scalar(f"{kind}/{name}", float(value), index)
+    def _record(self, kind: str, rows: list[dict[str, float]]) -> None:
+        self._append(self._lines, b"".join(map(_line, rows)))
+        scalars = [
+            _scalar_record(f"{kind}/{name}", value, int(row[kind]))
+            for row in rows
+            for name, value in row.items()
+            if name != kind
+        ]
+        self._append(self._events, b"".join(scalars))
 
-    def _line(self, fields: dict[str, float]) -> None:
-        self._lines.write(json.dumps(finite_or_none(fields)) + "\n")
+    def _append(self, file: "_GrowingFile | None", records: bytes) -> None:
+        if file is None:
+            return
+        try:
+            file.append(records)
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        text = f"--logdir {self._directory}: {error.strerror}; the log lacks some of the run"
+        print(f"jmp-train: warning: {text}", file=sys.stderr, flush=True)
+
+
+class _GrowingFile:
+    """A new file that grows by whole records.
+
+    TensorBoard's own writers have a thread, which dies of a full disk; the run then waits for it for ever.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb", buffering=0)
+
+    def append(self, records: bytes) -> None:
+        """Appends all of them, or raises OSError and appends none."""
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise OSError(errno.ENOENT, "it is removed")
+        end = self._file.tell()
+        rest = memoryview(records)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+            self._file.seek(end)
+            raise
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _line(fields: dict[str, float]) -> bytes:
+    return json.dumps(finite_or_none(fields)).encode() + b"\n"
+
+
+def _event_file_name() -> str:
+    return f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
+
+
+def _scalar_record(tag: str, value: float, step: int) -> bytes:
+    from tensorboardX.summary import scalar
+
+    return _event_record(summary=scalar(tag, float(value)), step=step)
+
+
+def _event_record(**fields: Any) -> bytes:
+    """Returns an event as it is in TensorBoard's files: length, data, and a checksum after each."""
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboardX.record_writer import masked_crc32c
+
+    data = Event(wall_time=time.time(), **fields).SerializeToString()
+    length = struct.pack("<Q", len(data))
+    checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+    return length + checksums[0] + data + checksums[1]
 
 
 def check_unused(directory: Path) -> None:
