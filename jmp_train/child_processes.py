@@ -1,0 +1,197 @@
+"""Child processes that never outlive this one.
+
+Each command runs below a supervisor, a small process that ends the command and all that it started when it is
+told to, or when this process is no more: after SIGKILL, out of memory, in any way. What is ended gets SIGTERM, and
+after a grace time SIGKILL. On Linux that reaches even what has left the command's session; on macOS what is in the
+command's process group; on Windows, where there is no supervisor, the command itself.
+"""
+
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, Self
+
+_SUPERVISOR = Path(__file__).with_name("child_supervisor.py")
+_KILL_SECONDS = (
+    30.0  # for what SIGKILL does not end at once, such as a process that waits for a disk
+)
+
+
+class ChildProcess:
+    """A command that runs in a session of its own; as a context manager, it is ended on leaving.
+
+    Args:
+      command: the program and its arguments.
+      environment: its environment variables; None for those of this process.
+      stdout: where its standard output goes, as for `subprocess.Popen`.
+      stderr: where its standard error goes, as for `subprocess.Popen`.
+      grace: seconds between SIGTERM and SIGKILL.
+
+    Attributes:
+      stdout: its standard output, as bytes, if `stdout` was `subprocess.PIPE`.
+      stderr: its standard error, as bytes, if `stderr` was `subprocess.PIPE`.
+
+    Example:
+      >>> import subprocess, sys
+      >>> from jmp_train.child_processes import ChildProcess
+      >>> with ChildProcess([sys.executable, "-c", "print(7)"], stdout=subprocess.PIPE) as child:
+      ...     text = child.stdout.read()
+      ...     child.wait()
+      0
+      >>> int(text)
+      7
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+        grace: float = 5.0,
+    ) -> None:
+        self.grace = grace
+        self._code: int | None = None
+        self._channel: socket.socket | None = None
+        options: dict[str, Any] = {
+            "env": environment,
+            "stdin": subprocess.DEVNULL,
+            "stdout": stdout,
+            "stderr": stderr,
+        }
+        if sys.platform == "win32":
+            self._process = subprocess.Popen(command, **options)
+        else:
+            self._channel, other = _socket_pair()
+            with other:
+                self._process = subprocess.Popen(
+                    # Isolated (-I) from the current folder and the environment, without site (-S): at once there.
+                    [
+                        *(sys.executable, "-I", "-S", str(_SUPERVISOR)),
+                        *(str(other.fileno()), str(grace)),
+                        *command,
+                    ],
+                    pass_fds=[other.fileno()],
+                    start_new_session=True,  # so that the terminal's Ctrl-C is for this process
+                    **options,
+                )
+        self.stdout: IO[bytes] | None = self._process.stdout
+        self.stderr: IO[bytes] | None = self._process.stderr
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end([self])
+        for pipe in (self.stdout, self.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def poll(self) -> int | None:
+        """Returns the command's exit code, negative for the signal that ended it; None while it runs."""
+        return self._look(0.0)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Returns the exit code when the command has ended, or None after that many seconds."""
+        return self._look(timeout)
+
+    def _look(self, timeout: float | None) -> int | None:
+        if self._code is not None:
+            return self._code
+        if self._channel is None:
+            with suppress(subprocess.TimeoutExpired):
+                self._code = self._process.wait(timeout)
+        elif select.select([self._channel], [], [], timeout)[0]:
+            try:
+                text = self._channel.recv(64)
+            except OSError:
+                text = b""
+            self._code = (
+                int(text) if text else -signal.SIGKILL
+            )  # which has ended the supervisor as well
+        return self._code
+
+    def _order(self, letter: bytes) -> None:
+        if self._channel is None:
+            self._process.kill()
+            return
+        with suppress(OSError):  # all has ended
+            self._channel.send(letter)
+
+    def _wait_for_all(self, seconds: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def _close(self) -> None:
+        self.poll()
+        if self._channel is not None:
+            self._channel.close()
+            if self._code is None:
+                self._code = -signal.SIGKILL
+
+
+def end(children: Sequence[ChildProcess]) -> None:
+    """Ends the processes and all that they have started, and returns when nothing of it is left.
+
+    They get SIGTERM, and after their grace SIGKILL. An exception meanwhile, such as the one that a second Ctrl-C
+    makes, kills all at once and goes on.
+
+    Args:
+      children: those to end; what has ended before is left alone, but not what it has started.
+    """
+    try:
+        for child in children:
+            child._order(b"e")
+        for child in children:
+            child._wait_for_all(child.grace + _KILL_SECONDS)
+    except BaseException:
+        for child in children:
+            child._order(b"k")
+        for child in children:
+            child._wait_for_all(_KILL_SECONDS)
+        raise
+    finally:
+        for child in children:
+            child._close()
+
+
+@contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """Has SIGTERM, SIGHUP and SIGQUIT leave by SystemExit, each time, as SIGINT does by KeyboardInterrupt.
+
+    So children are ended before this process ends. A signal that is ignored (`nohup`) stays so, and outside the main
+    thread nothing changes: signals cannot be handled there.
+    """
+
+    def leave(number: int, frame: Any) -> None:
+        sys.exit(128 + number)
+
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
+            number = getattr(signal, name, None)  # Windows has not all
+            if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+                previous[number] = signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Returns a pair of sockets, neither of which takes the number of a standard stream that is closed."""
+    pairs = []
+    while not pairs or min(end.fileno() for end in pairs[-1]) < 3:
+        pairs.append(socket.socketpair())
+    for pair in pairs[:-1]:
+        for end_of_pair in pair:
+            end_of_pair.close()
+    return pairs[-1]

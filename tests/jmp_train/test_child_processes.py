@@ -1,0 +1,271 @@
+"""Processes that must not outlive their parent, with parents that are really killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jmp_train import child_processes
+from jmp_train.child_processes import ChildProcess, end
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(sys.platform == "win32", reason="there are no signals to send on Windows"),
+]
+
+# It says who it is and stays: with a subprocess, which ignores SIGTERM, and a daemon in a session of its own.
+STUBBORN = """
+import os, pathlib, signal, subprocess, sys, time
+def note(name):
+    pathlib.Path(sys.argv[1], name).write_text(str(os.getpid()))
+def stay(name, *ignored):
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    note(name)
+    time.sleep(100)
+if not os.fork():
+    stay("subprocess", signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+if not os.fork():
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    stay("daemon", signal.SIGTERM)
+while len(list(pathlib.Path(sys.argv[1]).iterdir())) < 2:
+    time.sleep(0.01)
+if len(sys.argv) > 2:
+    note("leader")
+    sys.exit(int(sys.argv[2]))
+stay("leader")
+"""
+
+# A parent that does without the package's other imports, which take seconds.
+PARENT = """
+import importlib.util, sys, time
+spec = importlib.util.spec_from_file_location("child_processes", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+with module.signals_as_exceptions():
+    with module.ChildProcess(sys.argv[3:], grace=float(sys.argv[2])) as child:
+        print("started", flush=True)
+        child.wait()
+        print("ended", flush=True)
+        time.sleep(100)
+"""
+
+
+@pytest.fixture(name="pids")
+def fixture_pids(tmp_path: Path) -> Iterator[Path]:
+    """Yields the folder in which processes note their numbers; what is left of them is killed."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    yield folder
+    for file in folder.iterdir():
+        if lives(int(file.read_text())):
+            os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (ProcessLookupError, FileNotFoundError):
+        return sys.platform != "linux" and subprocess.call(["ps", "-p", str(pid)]) == 0
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def noted(folder: Path, count: int = 3) -> dict[str, int]:
+    """Returns the processes' numbers when that many have noted them."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        found = {file.name: file.read_text() for file in folder.iterdir()}
+        if len(found) == count and all(found.values()):
+            return {name: int(text) for name, text in found.items()}
+        time.sleep(0.02)
+    raise AssertionError(f"only {sorted(folder.iterdir())} came")
+
+
+def survivors(pids: dict[str, int], seconds: float) -> list[str]:
+    """Returns who still lives after so many seconds, or as soon as nobody does."""
+    deadline = time.monotonic() + seconds
+    while True:
+        living = [name for name, pid in pids.items() if lives(pid)]
+        if not living or time.monotonic() > deadline:
+            return living
+        time.sleep(0.05)
+
+
+def expected_survivors(names: list[str]) -> list[str]:
+    """Returns those that cannot be found where there is no subreaper."""
+    return [] if sys.platform == "linux" else [name for name in names if name == "daemon"]
+
+
+def start_parent(pids: Path, *arguments: str, grace: float = 0.3) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PARENT, str(child_processes.__file__), str(grace)]
+    command += [sys.executable, "-c", STUBBORN, str(pids), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["SIGKILL", "SIGHUP", "SIGUSR1", "SIGTERM", "SIGINT", "SIGQUIT", "SIGSEGV"]
+)
+def test_nothing_outlives_a_parent_that_is_ended(name: str, pids: Path) -> None:
+    number = getattr(signal, name)
+    with start_parent(pids) as parent:
+        started = noted(pids)
+        parent.send_signal(number)
+        text, _ = parent.communicate(timeout=20)
+        orderly = name in ("SIGHUP", "SIGTERM", "SIGQUIT")
+        assert parent.returncode == (128 + number if orderly else -number), text
+        seconds = 0.0 if orderly or name == "SIGINT" else 10.0  # after an orderly end all is over
+        left = survivors(started, seconds)
+    assert left == expected_survivors(left)
+
+
+def test_nothing_of_a_dead_process_outlives_a_parent_that_is_killed(pids: Path) -> None:
+    with start_parent(pids, "3") as parent:
+        started = noted(pids)
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "started\n"
+        assert parent.stdout.readline() == "ended\n"
+        assert survivors({"leader": started["leader"]}, 5) == []
+        parent.kill()
+        left = survivors(started, 10)
+    assert left == expected_survivors(left)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_kills_at_once(number: signal.Signals, pids: Path) -> None:
+    with start_parent(pids, grace=50.0) as parent:
+        started = noted(pids)
+        parent.send_signal(number)
+        # The leader, which obeys, has gone, so the grace time of the others runs.
+        assert survivors({"leader": started["leader"]}, 10) == []
+        assert lives(started["subprocess"])
+        parent.send_signal(number)
+        start = time.monotonic()
+        parent.communicate(timeout=20)
+        assert time.monotonic() - start < 5
+        left = survivors(started, 0)
+    assert left == expected_survivors(left)
+
+
+def test_an_ignored_hangup_stays_ignored(pids: Path) -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        parent = start_parent(pids)
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    with parent:
+        started = noted(pids)
+        parent.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert parent.poll() is None
+        assert set(survivors(started, 0)) == set(started)
+        parent.kill()
+        left = survivors(started, 10)
+    assert left == expected_survivors(left)
+
+
+def test_a_command_whose_supervisor_is_killed_ends_too(pids: Path) -> None:
+    if sys.platform != "linux":
+        pytest.skip("only Linux tells a process that its parent has died")
+    with ChildProcess([sys.executable, "-c", STUBBORN, str(pids)]) as child:
+        started = noted(pids)
+        os.kill(child._process.pid, signal.SIGKILL)
+        assert child.wait(10) == -signal.SIGKILL
+        assert survivors({"leader": started["leader"]}, 10) == []
+
+
+def test_a_supervisor_ends_by_no_signal_that_is_meant_for_a_whole_job(pids: Path) -> None:
+    with ChildProcess([sys.executable, "-c", STUBBORN, str(pids)], grace=0.2) as child:
+        started = noted(pids)
+        for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
+            os.kill(child._process.pid, getattr(signal, name))
+        assert child.wait(0.5) is None
+        assert set(survivors(started, 0)) == set(started)
+    left = survivors(started, 0)
+    assert left == expected_survivors(left)
+
+
+def test_exit_codes_and_output_are_the_command_s() -> None:
+    script = "import os, sys; print('out'); sys.stdout.flush(); {}"
+    cases = {
+        "pass": 0,
+        "sys.exit(3)": 3,
+        "os.kill(os.getpid(), 9)": -9,
+        "os.kill(os.getpid(), 15)": -15,
+        "os.abort()": -6,
+        "os.kill(0, 9)": -9,  # its whole group, of which the supervisor is none
+    }
+    for end_of_script, code in cases.items():
+        command = [sys.executable, "-I", "-S", "-c", script.format(end_of_script)]
+        with ChildProcess(command, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            assert child.stdout.read() == b"out\n"
+            assert child.wait(20) == code, end_of_script
+        assert child.poll() == code
+    with ChildProcess(["/nowhere/at/all"], stderr=subprocess.PIPE) as child:
+        assert child.stderr is not None
+        assert child.stderr.read() == b"/nowhere/at/all: No such file or directory\n"
+        assert child.wait() == 127
+
+
+def test_a_command_gets_default_signals_and_no_files_of_its_supervisor() -> None:
+    script = (
+        "import os, signal\n"
+        "print(sorted(map(int, os.listdir('/dev/fd')))[:3], len(os.listdir('/dev/fd')))\n"
+        "print(os.getpid() == os.getpgrp() == os.getsid(0))\n"
+    )
+    with ChildProcess([sys.executable, "-I", "-S", "-c", script], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        lines = child.stdout.read().decode().splitlines()
+    assert lines == ["[0, 1, 2] 4", "True"]  # the fourth is what lists them
+    with ChildProcess(
+        ["sh", "-c", "yes | head -n 1; kill -PIPE $$"], stdout=subprocess.PIPE
+    ) as child:
+        assert child.wait(20) == -signal.SIGPIPE
+
+
+def test_several_are_ended_together(pids: Path) -> None:
+    folders = [pids / str(number) for number in range(3)]
+    children, started = [], {}
+    for folder in folders:
+        folder.mkdir()
+        command = [sys.executable, "-c", STUBBORN, str(folder)]
+        children.append(ChildProcess(command, grace=0.5))
+    for folder in folders:
+        started |= {f"{folder.name} {name}": pid for name, pid in noted(folder).items()}
+        for file in folder.iterdir():
+            file.rename(pids / f"{folder.name} {file.name}")
+        folder.rmdir()
+    start = time.monotonic()
+    end(children)
+    assert time.monotonic() - start < 3
+    assert [child.poll() for child in children] == [-signal.SIGTERM] * 3
+    left = survivors(started, 0)
+    assert left == [name for name in left if sys.platform != "linux" and "daemon" in name]
+
+
+def test_closed_standard_streams_do_no_harm(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os; os.write(1, b'out'); os.write(2, b'err')")
+    parent = (
+        "import importlib.util, os, subprocess, sys\n"
+        "spec = importlib.util.spec_from_file_location('child_processes', sys.argv[1])\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "for stream in range(3): os.close(stream)\n"
+        "command = [sys.executable, sys.argv[2]]\n"
+        "pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)\n"
+        "with module.ChildProcess(command, **pipes) as child:\n"
+        "    text = child.stdout.read()\n"
+        "    code = child.wait()\n"
+        "os._exit(0 if (text, code) == (b'outerr', 0) else 1)\n"
+    )
+    command = [sys.executable, "-c", parent, str(child_processes.__file__), str(script)]
+    assert subprocess.run(command, timeout=30, check=False).returncode == 0
