@@ -1,7 +1,10 @@
 """Checkpoints of a whole training state: written in the background, verified when they are read."""
 
+import json
 import tempfile
 import warnings
+import weakref
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -18,6 +21,7 @@ from jmp_train.checkpoint_files import (
     remove,
     saved_steps,
     step_folder,
+    verified_manifest,
 )
 from jmp_train.checkpoint_leaves import (
     Leaf,
@@ -27,6 +31,7 @@ from jmp_train.checkpoint_leaves import (
     leaves_of,
     to_host,
 )
+from jmp_train.checkpoint_lock import lock_folder
 from jmp_train.distributed import broadcast_arrays, gather_texts
 from jmp_train.host_arrays import is_divided, is_key, placement, to_leaf
 
@@ -42,6 +47,8 @@ class CheckpointStore:
     `save` copies the state to the host and returns; a thread writes it, beside its place, with the sha256 of every
     file and leaf, and renames it when all is on the disk. A process that is killed loses no more than the step
     that it was writing. `restore` reads the newest step that is as it was written.
+
+    One store saves into a folder at a time, from its `lock` or first `save` to its `close`; any number may read.
 
     Of several processes all call every method. Process 0 writes and reads, so the folder need not be shared.
 
@@ -71,6 +78,7 @@ class CheckpointStore:
         self.max_to_keep = max_to_keep
         self._writer: ThreadPoolExecutor | None = None
         self._writing: tuple[int, Future[None]] | None = None
+        self._unlock: Callable[[], Any] | None = None
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.directory):
@@ -90,21 +98,42 @@ class CheckpointStore:
         """Returns the steps that are in the folder, damaged or not, in ascending order."""
         return saved_steps(self.directory) if self.directory.is_dir() else []
 
-    def save(self, step: int, state: Any) -> None:
+    def lock(self) -> None:
+        """Keeps other stores from saving into the folder until `close`, or the end of the process.
+
+        The first `save` does it where this was not called; a script that calls it first learns at its start, and not after
+        an hour, that it was started twice. A killed process leaves no lock behind.
+
+        Raises:
+          OSError: another store, of this or another process, saves there; the message says which. Or the folder
+            cannot be written to.
+
+        Warns:
+          UserWarning: the file system has no locks, so there is none.
+        """
+        if self._unlock is None and jax.process_index() == 0:
+            lock = lock_folder(self.directory)
+            # Also when the store is forgotten without `close`.
+            self._unlock = weakref.finalize(self, lock.release if lock else lambda: None)
+
+    def save(self, step: int, state: Any, *, metadata: Mapping[str, Any] | None = None) -> None:
         """Copies the state, and has it written in the background; waits for the step before, if need be.
 
         Args:
           step: its number, which replaces an earlier checkpoint of that step.
           state: tree of arrays, random keys and numbers.
+          metadata: what else there is to say of the step, such as the run's options and versions, as JSON has it;
+            `metadata(step)` returns it.
 
         Raises:
           ValueError: `step` is negative.
-          TypeError: a leaf is neither an array nor a number.
-          OSError: the step before could not be written.
+          TypeError: a leaf is neither an array nor a number, or `metadata` is not what JSON has.
+          OSError: the step before could not be written, or another store saves into the folder, see `lock`.
         """
         if step < 0:
             raise ValueError(f"step={step} must be at least 0")
-        described = leaves_of(state)
+        described, note = leaves_of(state), _as_json(metadata)
+        self.lock()
         if self._writer is None:  # but what is divided between processes is gathered by all
             for _, x in described:
                 if is_divided(x):
@@ -116,31 +145,54 @@ class CheckpointStore:
         arrays = [to_host(x) for _, x in described]
         self.wait()
         leaves = [leaf for leaf, _ in described]
-        self._writing = int(step), self._writer.submit(self._write, int(step), leaves, arrays)
+        self._writing = int(step), self._writer.submit(self._write, int(step), leaves, arrays, note)
 
-    def restore(self, state: State) -> tuple[int, State]:
-        """Returns the newest intact step's number and its state.
+    def metadata(self, step: int) -> dict[str, Any]:
+        """Returns the metadata that a step was saved with, verified; empty if there is none.
+
+        Args:
+          step: its number, one of `steps()`.
+
+        Raises:
+          FileNotFoundError: there is no such step.
+          ValueError: its manifest is damaged.
+          OSError: a step could not be written.
+        """
+        self.wait()
+        found, failure = {}, ""
+        if jax.process_index() == 0:
+            try:
+                self._check_saved(step)
+                found = verified_manifest(step_folder(self.directory, step)).get("metadata", {})
+            except (FileNotFoundError, DamagedError) as error:
+                failure = _as_text(error)
+        _raise_in_all(failure)
+        return json.loads(gather_texts(json.dumps(found))[0])
+
+    def restore(self, state: State, *, step: int | None = None) -> tuple[int, State]:
+        """Returns the newest intact step's number and its state, or a given step's.
 
         A damaged step is passed over, with a warning that names it and the file or leaf.
 
         Args:
           state: of the same structure, shapes and dtypes as what was saved; arrays or, where no sharding is
             wanted, `jax.ShapeDtypeStruct`. Its placement is that of the result, on any number of devices.
+          step: which, one of `steps()`; None for the newest intact one.
 
         Raises:
-          FileNotFoundError: there is no checkpoint.
-          ValueError: none is intact, or leaves differ in structure, shape or dtype; the message lists all of them.
+          FileNotFoundError: there is no checkpoint, or not that step.
+          ValueError: none is intact, or that step is not; or leaves differ in structure, shape or dtype; the message lists all of them.
           OSError: a step could not be written.
         """
         self.wait()
         read = self._read if jax.process_count() == 1 else self._read_in_process_0
-        step, arrays = read(state)
+        found, arrays = read(state, step)
         leaves, structure = jax.tree_util.tree_flatten(state)
         placed = [
             to_leaf(array, like, placement(like))
             for like, array in zip(leaves, arrays, strict=True)
         ]
-        return step, structure.unflatten(placed)
+        return found, structure.unflatten(placed)
 
     def wait(self) -> None:
         """Waits until the last step is on the disk; raises OSError if it could not be written."""
@@ -161,13 +213,22 @@ class CheckpointStore:
         finally:
             if self._writer is not None:
                 self._writer.shutdown()
+            if self._unlock is not None:
+                self._unlock()
 
-    def _write(self, step: int, leaves: list[Leaf], arrays: list[np.ndarray]) -> None:
+    def _write(
+        self,
+        step: int,
+        leaves: list[Leaf],
+        arrays: list[np.ndarray],
+        metadata: dict[str, Any],
+    ) -> None:
         names = [file_name(number, leaf.path) for number, leaf in enumerate(leaves)]
         manifest = {
             "format": _FORMAT,
             "step": step,
             "jax": jax.__version__,
+            "metadata": metadata,
             "leaves": [
                 {**leaf._asdict(), "folder": name, "sha256": digest(array)}
                 for leaf, name, array in zip(leaves, names, arrays, strict=True)
@@ -185,45 +246,81 @@ class CheckpointStore:
         for old in until_now[: -self.max_to_keep]:
             remove(step_folder(self.directory, old))
 
-    def _read_in_process_0(self, state: Any) -> tuple[int, list[np.ndarray]]:
+    def _read_in_process_0(self, state: Any, step: int | None) -> tuple[int, list[np.ndarray]]:
         """Returns what process 0 reads, or raises what it raises, in all processes."""
         wanted = [leaf for leaf, _ in leaves_of(state)]
-        step, arrays = 0, [np.zeros(leaf.shape, leaf.dtype) for leaf in wanted]
+        found, arrays = 0, [np.zeros(leaf.shape, leaf.dtype) for leaf in wanted]
         failure = ""
         if jax.process_index() == 0:
             try:
-                step, arrays = self._read(state)
+                found, arrays = self._read(state, step)
             except (FileNotFoundError, ValueError) as error:
-                failure = f"{type(error).__name__} {error}"
-        kind, _, text = gather_texts(failure)[0].partition(" ")
-        if kind:
-            raise FileNotFoundError(text) if kind == "FileNotFoundError" else ValueError(text)
-        step, arrays = broadcast_arrays((np.asarray(step), arrays))
-        return int(step), arrays
+                failure = _as_text(error)
+        _raise_in_all(failure)
+        found, arrays = broadcast_arrays((np.asarray(found), arrays))
+        return int(found), arrays
 
-    def _read(self, state: Any) -> tuple[int, list[np.ndarray]]:
+    def _read(self, state: Any, step: int | None) -> tuple[int, list[np.ndarray]]:
         wanted = [leaf for leaf, _ in leaves_of(state)]
+        if step is not None:
+            self._check_saved(step)
+            return step, self._read_step(step, wanted)
         damages = []
-        for step in reversed(self.steps()):
-            folder = step_folder(self.directory, step)
+        for number in reversed(self.steps()):
             try:
-                manifest = read_manifest(folder)
-                saved = [
-                    Leaf(x["path"], x["kind"], x["dtype"], tuple(x["shape"]))
-                    for x in manifest["leaves"]
-                ]
-                lines = differences(saved, wanted)
-                if lines:
-                    raise ValueError(
-                        f"step {step} of {self.directory} does not fit the state:\n  "
-                        + "\n  ".join(lines)
-                    )
-                arrays = load_arrays(folder / _ARRAYS, manifest["leaves"])
-                found = dict(zip(saved, arrays, strict=True))
-                return step, [found[leaf] for leaf in wanted]
+                return number, self._read_step(number, wanted)
             except DamagedError as damage:
-                damages.append(f"step {step} is damaged: {damage}")
+                damages.append(str(damage))
                 warnings.warn(damages[-1], stacklevel=3)
         if damages:
             raise ValueError(f"no checkpoint in {self.directory} is intact: {'; '.join(damages)}")
         raise FileNotFoundError(f"there is no checkpoint in {self.directory}")
+
+    def _read_step(self, step: int, wanted: list[Leaf]) -> list[np.ndarray]:
+        folder = step_folder(self.directory, step)
+        try:
+            manifest = read_manifest(folder)
+            saved = [
+                Leaf(x["path"], x["kind"], x["dtype"], tuple(x["shape"]))
+                for x in manifest["leaves"]
+            ]
+            lines = differences(saved, wanted)
+            if lines:
+                raise ValueError(
+                    f"step {step} of {self.directory} does not fit the state:\n  "
+                    + "\n  ".join(lines)
+                )
+            arrays = load_arrays(folder / _ARRAYS, manifest["leaves"])
+        except DamagedError as damage:
+            raise DamagedError(f"step {step} is damaged: {damage}") from damage
+        found = dict(zip(saved, arrays, strict=True))
+        return [found[leaf] for leaf in wanted]
+
+    def _check_saved(self, step: int) -> None:
+        if step not in self.steps():
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise FileNotFoundError(f"there is no step {step} in {self.directory}, only: {there}")
+
+
+def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns a copy; raises TypeError for what JSON does not have."""
+    if not isinstance(metadata, Mapping | None):
+        raise TypeError(f"metadata must be a dict, got {type(metadata).__name__}")
+    try:
+        return json.loads(json.dumps(dict(metadata or {})))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metadata must be what JSON has: {error}") from None
+
+
+def _as_text(error: Exception) -> str:
+    return f"{type(error).__name__} {error}"
+
+
+def _raise_in_all(failure: str) -> None:
+    """Raises in all processes what `_as_text` made of an error of process 0; "" is none."""
+    kind, _, text = gather_texts(failure)[0].partition(" ")
+    for error in (FileNotFoundError, DamagedError):
+        if kind == error.__name__:
+            raise error(text)
+    if kind:
+        raise ValueError(text)

@@ -18,7 +18,7 @@ _STEP = re.compile(r"step_(\d{8,})")
 _MANIFEST, _MANIFEST_SUM = "manifest.json", "manifest.sha256"
 
 
-class DamagedError(Exception):
+class DamagedError(ValueError):
     """A checkpoint is not what was written; its text says which file, or which leaf."""
 
 
@@ -60,12 +60,8 @@ def commit(folder: Path, manifest: dict[str, Any], write: Callable[[Path], None]
         raise
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest, after every file was compared with it.
-
-    Raises:
-      DamagedError: something is missing, or is not what was written.
-    """
+def verified_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the manifest, compared with its sum; raises DamagedError if it is not what was written."""
     try:
         text = (folder / _MANIFEST).read_bytes()
         wanted = (folder / _MANIFEST_SUM).read_bytes().decode("ascii", "replace")
@@ -73,7 +69,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DamagedError(f"{error.filename}: {error.strerror}") from None
     if hashlib.sha256(text).hexdigest() != wanted:
         raise DamagedError(f"{folder / _MANIFEST} or {_MANIFEST_SUM} is not as it was written")
-    manifest = json.loads(text)
+    return json.loads(text)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the manifest, after every file was compared with it.
+
+    Raises:
+      DamagedError: something is missing, or is not what was written.
+    """
+    manifest = verified_manifest(folder)
     for name, facts in manifest["files"].items():
         path = folder / name
         try:

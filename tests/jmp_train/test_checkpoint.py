@@ -287,7 +287,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "step_00000001"]
     store.save(3, large)
     assert store.restore(large)[0] == 3
     store.close()
@@ -385,3 +385,39 @@ def test_no_damage_is_silent_with_two_processes_and_a_leaf_divided_between_them(
     assert cases[0] >= 200
     refusal = "['step']: the checkpoint has int int64[], the state has float float64[]"
     assert done.stdout.count(refusal) == 2, done.stdout
+
+
+def test_metadata_is_what_the_step_was_saved_with(tmp_path: Path) -> None:
+    metadata: dict[str, Any] = {"options": {"lr": 1e-3, "heads": (2, 2)}, "loss": 0.1}
+    with jt.CheckpointStore(tmp_path) as store:
+        store.save(1, small_state(), metadata=metadata)
+        metadata["loss"] = 0.2  # after `save` returned
+        store.save(2, small_state())
+        assert store.metadata(1) == {"options": {"lr": 1e-3, "heads": [2, 2]}, "loss": 0.1}
+        assert store.metadata(2) == {}
+        with pytest.raises(FileNotFoundError, match=f"no step 3 in {tmp_path}, only: 1, 2$"):
+            store.metadata(3)
+        wrongs: list[Any] = [{"x": jnp.ones(2)}, {"x": {1, 2}}, {(1, 2): 3}]
+        for wrong in wrongs:
+            with pytest.raises(TypeError, match="metadata must be what JSON has: "):
+                store.save(3, small_state(), metadata=wrong)
+        with pytest.raises(TypeError, match="metadata must be a dict, got list"):
+            store.save(3, small_state(), metadata=[1])  # pyright: ignore[reportArgumentType]
+        assert store.steps() == [1, 2]
+    damage_file(tmp_path / "step_00000001" / "manifest.json", "flipped", random.Random(0))
+    with pytest.raises(ValueError, match=r"manifest\.json or manifest\.sha256 is not as it was"):
+        store.metadata(1)
+
+
+def test_a_given_step_is_restored(tmp_path: Path) -> None:
+    with jt.CheckpointStore(tmp_path) as store:
+        for step in (1, 2, 3):
+            store.save(step, small_state(float(step)))
+        step, found = store.restore(small_state(), step=2)
+        assert step == 2
+        assert_equal(found, small_state(2.0))
+        with pytest.raises(FileNotFoundError, match=f"no step 4 in {tmp_path}, only: 1, 2, 3$"):
+            store.restore(small_state(), step=4)
+        (tmp_path / "step_00000002" / "manifest.json").unlink()
+        with pytest.raises(ValueError, match=r"^step 2 is damaged: .*manifest\.json: No such file"):
+            store.restore(small_state(), step=2)  # and not the one before

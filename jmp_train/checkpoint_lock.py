@@ -1,0 +1,40 @@
+"""The lock on a folder of checkpoints: one store saves there at a time, and the next one is told which."""
+
+import os
+import socket
+import warnings
+from pathlib import Path
+
+from jmp_train.file_locks import FileLock, Holder, LockHeldError, LockUnsupportedError, take_lock
+
+_FILE = "lock"
+
+
+def lock_folder(directory: Path) -> FileLock | None:
+    """Returns the lock on a folder, which is made if it is not there; None, with a warning, where there are no locks.
+
+    The kernel gives it back when the process ends, however it ends: a file that a killed process left is taken over.
+
+    Args:
+      directory: the folder.
+
+    Raises:
+      OSError: another store, of this or another process, has the lock; the message says which.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        return take_lock(directory / _FILE)
+    except LockHeldError as error:
+        raise OSError(f"{directory} is in use: {_who(error.holder)}") from None
+    except LockUnsupportedError as error:
+        warnings.warn(
+            f"{directory} cannot be locked, so a second run that saves there would not be noticed: {error}",
+            stacklevel=4,  # who called the store's method, which called this
+        )
+        return None
+
+
+def _who(holder: Holder | None) -> str:
+    if holder is not None and (holder.host, holder.process) == (socket.gethostname(), os.getpid()):
+        return "another CheckpointStore of this process saves there; close it first"
+    return f"{holder or 'another process'} saves there"
