@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 
+from jmp_train.graphs.counts import check_int32
+
 BLOCK = 32
 
 
@@ -261,6 +263,7 @@ def _fixed_incidence(ids: Any, num_segments: int) -> Incidence:
     num_further = (len(ids) - 1) // BLOCK
     if num_further < 1:
         return Incidence(ids, degrees)
+    check_int32("blocks of edges are", num_segments + num_further)
     order = np.argsort(ids, kind="stable")
     owners = ids[order]
     places = np.arange(len(ids)) - np.searchsorted(owners, owners)
@@ -355,6 +358,7 @@ def _incidence(xp: Any, ids: Any, num_segments: int, most: int) -> Incidence:
     if most <= BLOCK or num_segments == 0:
         return Incidence(xp.where(is_counted, ids, num_segments).astype(xp.int32), degrees)
     count = num_segments + (ids.shape[0] - 1) // BLOCK
+    check_int32("blocks of edges are", count)
     places = xp.arange(ids.shape[0], dtype=xp.int32)
     rows = xp.where(is_counted, ids + places // BLOCK, count).astype(xp.int32)
     first_blocks = xp.arange(num_segments, dtype=xp.int32) + starts[:-1] // BLOCK

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 
-from jmp_train.graphs.connections import as_count, is_traced
+from jmp_train.graphs.connections import is_traced
+from jmp_train.graphs.counts import as_count, check_int32
 from jmp_train.graphs.graph import Graph, first_padding, from_jraph, to_jraph
 
 
@@ -23,7 +24,8 @@ def batch(graphs: Sequence[Graph], *, formats: Sequence[str] = ("coo",)) -> Grap
       One graph that holds them all, unconnected with each other, in their order.
 
     Raises:
-      ValueError: there are no graphs, one is padded, or their features differ; the message says which.
+      ValueError: there are no graphs, one is padded, or their features differ; the message says which. Or
+        they have more nodes or edges together than int32 can number.
       TypeError: a graph is traced.
 
     Example:
@@ -41,6 +43,8 @@ def batch(graphs: Sequence[Graph], *, formats: Sequence[str] = ("coo",)) -> Grap
             first, this = (sorted(getattr(g, name)) for g in (graphs[0], graph))
             if first != this:
                 raise ValueError(f"graphs[{place}] has {name} {this}, graphs[0] has {first}")
+    check_int32("graphs have", sum(graph.num_nodes for graph in graphs), "nodes together")
+    check_int32("graphs have", sum(graph.num_edges for graph in graphs), "edges together")
     return from_jraph(jraph.batch_np([_on_host(graph) for graph in graphs]), formats=formats)
 
 

@@ -1,7 +1,6 @@
 """Who sends to whom: the edges' two ends with their indices, made once on the host, and checked there."""
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from jmp_train.graphs.accumulation import (
     incidence_of,
     incidence_on_host,
 )
+from jmp_train.graphs.counts import check_int32
 from jmp_train.graphs.neighbors import BothWays, sorted_both_ways
 
 FORMATS = ("coo", "csr", "mailbox")
@@ -130,7 +130,8 @@ def connect(
 
     Raises:
       TypeError: ids are no integers, or traced.
-      ValueError: ids have the wrong shape or are out of range; the message names the edge.
+      ValueError: ids have the wrong shape or are out of range; the message names the edge. Or there are more
+        edges than int32 can number.
     """
     check_formats(formats)
     ends = checked_ends(senders, receivers, num_senders, num_receivers, where=where)
@@ -167,7 +168,8 @@ def checked_ends(
             edge = int(wrong.argmax())
             fault = "is negative" if end[edge] < 0 else f"is out of range for {count} nodes"
             raise ValueError(f"{name}[{edge}] = {end[edge]}{where} {fault}")
-    return ids[0], ids[1]
+    senders, receivers = (x.astype(np.int64) if x.dtype == np.uint64 else x for x in ids)
+    return senders, receivers
 
 
 def connect_checked(
@@ -190,6 +192,7 @@ def connect_checked(
       is_fixed: whether structure and shapes are to depend on the numbers alone, and not on who sends to
         whom, but for those of mailboxes.
     """
+    check_int32("the graph has", len(senders), "edges")
     ends = neighbors = None
     if set(formats) != {"csr"}:
         incidence = fixed_incidence if is_fixed else incidence_on_host
@@ -245,26 +248,6 @@ def is_traced(*arrays: Any) -> bool:
     return any(isinstance(array, Tracer) for array in arrays)
 
 
-def as_count(name: str, count: Any) -> int:
-    """Returns a number of nodes or edges as an int.
-
-    Args:
-      name: of the argument, for the message.
-      count: what should be an integer of at least 0.
-
-    Raises:
-      TypeError: it is no integer.
-      ValueError: it is negative.
-    """
-    try:
-        number = operator.index(count)
-    except TypeError:
-        raise TypeError(f"{name}={count!r} must be an integer") from None
-    if number < 0:
-        raise ValueError(f"{name}={number} must be at least 0")
-    return number
-
-
 def _host_ids(name: str, ids: Any, where: str) -> np.ndarray:
     if is_traced(ids):
         raise TypeError(
@@ -278,7 +261,6 @@ def _host_ids(name: str, ids: Any, where: str) -> np.ndarray:
     if not np.issubdtype(array.dtype, np.integer):
         example = f": edge 0 has {array[0]!r}" if array.size else ""
         raise TypeError(f"{name}{where} must be integers, got {array.dtype}{example}")
-    is_wide_enough = array.dtype.kind == "i" and array.dtype.itemsize >= 4
-    return (
-        array if is_wide_enough else array.astype(np.int64)
-    )  # int8 cannot hold the number of nodes
+    check_int32(f"{name}{where} has", len(array), "edges")
+    is_wide_enough = array.dtype in (np.int32, np.int64, np.uint64)
+    return array if is_wide_enough else array.astype(np.int64)  # int8 cannot hold n_node

@@ -13,7 +13,6 @@ from flax.core import FrozenDict
 from jmp_train.graphs.connections import (
     DEFAULT_FORMATS,
     Connections,
-    as_count,
     check_formats,
     checked_ends,
     connect,
@@ -21,6 +20,7 @@ from jmp_train.graphs.connections import (
     connect_traced,
     is_traced,
 )
+from jmp_train.graphs.counts import as_count, as_counts, check_int32
 from jmp_train.policies.paths import named_leaves
 
 Features = Mapping[str, Any]
@@ -123,7 +123,7 @@ def from_edges(
     Args:
       senders: int [edges], the node that each edge leaves.
       receivers: int [edges], the node that each edge enters.
-      n_node: how many nodes there are.
+      n_node: how many nodes there are, at most 2**31 - 1: ids are int32.
       nodes: arrays [n_node, ...] by name.
       edges: arrays [edges, ...] by name, in the order of the edges.
       formats: the indices to make. "coo" has both ends of each edge; "csr" has the edges sorted by
@@ -137,7 +137,8 @@ def from_edges(
 
     Raises:
       TypeError: ids are no integers or traced, or `n_node` is no integer.
-      ValueError: an id is out of range, or shapes do not fit; the message names the edge or feature.
+      ValueError: an id is out of range, or shapes do not fit; the message names the edge or feature. Or
+        there are more nodes or edges than int32 can number.
 
     Example:
       >>> graph = from_edges([0, 0, 2], [1, 2, 1], 3)
@@ -185,8 +186,9 @@ def from_jraph(
     if graphs.senders is None or graphs.receivers is None:
         raise ValueError("senders and receivers must be arrays, got None: a graph has edges")
     nodes, edges = _as_features("nodes", graphs.nodes), _as_features("edges", graphs.edges)
+    traced = is_traced(graphs.senders, graphs.receivers, graphs.n_node, graphs.n_edge)
+    totals = {} if traced else _totals(graphs)
     n_node, n_edge = jnp.asarray(graphs.n_node), jnp.asarray(graphs.n_edge)
-    traced = is_traced(graphs.senders, graphs.receivers, n_node, n_edge)
     if traced and "mailbox" in formats:
         raise TypeError('formats=("mailbox",) needs a graph that is made outside of jit')
     if nodes:
@@ -196,7 +198,8 @@ def from_jraph(
             "n_node is traced: under jit the graph needs a node feature to count nodes by"
         )
     else:
-        count = int(n_node.sum())
+        count = int(np.sum(graphs.n_node)) if traced else totals["n_node"]
+        check_int32("n_node adds up to", count)
     num_edges = np.shape(graphs.receivers)[0]
     if traced:
         senders, receivers = jnp.asarray(graphs.senders), jnp.asarray(graphs.receivers)
@@ -207,9 +210,9 @@ def from_jraph(
     else:
         check_formats(formats)
         ends = checked_ends(graphs.senders, graphs.receivers, count, count)
-        for name, counts, total in (("n_node", n_node, count), ("n_edge", n_edge, num_edges)):
-            if int(counts.sum()) != total:
-                raise ValueError(f"{name} adds up to {counts.sum()}, but there are {total}")
+        for name, total in (("n_node", count), ("n_edge", num_edges)):
+            if totals[name] != total:
+                raise ValueError(f"{name} adds up to {totals[name]}, but there are {total}")
         if padded:
             ends = _without_padding(n_node, n_edge, ends, count)
         connections = connect_checked(*ends, count, count, formats=formats, is_fixed=padded)
@@ -270,7 +273,7 @@ def rand_graph(
 
     Raises:
       TypeError: a number is no integer.
-      ValueError: a number is negative, or there are edges but no nodes.
+      ValueError: a number is negative or beyond int32, or there are edges but no nodes.
 
     Example:
       >>> rand_graph(30, 100).num_edges
@@ -312,6 +315,12 @@ def checked_features(name: str, features: Features, rows: int) -> Mapping[str, j
             )
         arrays[key] = array
     return FrozenDict(arrays)
+
+
+def _totals(graphs: jraph.GraphsTuple) -> dict[str, int]:
+    """Returns how many nodes and edges the graphs of a batch have together, which may be beyond int32."""
+    counts = {"n_node": graphs.n_node, "n_edge": graphs.n_edge}
+    return {name: int(as_counts(name, each).sum()) for name, each in counts.items()}
 
 
 def _as_features(name: str, features: Any) -> dict[str, jax.Array]:

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from flax.core import FrozenDict
 
-from jmp_train.graphs.connections import DEFAULT_FORMATS, Connections, as_count, connect
+from jmp_train.graphs.connections import DEFAULT_FORMATS, Connections, connect
+from jmp_train.graphs.counts import as_count
 from jmp_train.graphs.graph import Features, checked_features
 
 EdgeType = tuple[str, str, str]
@@ -123,6 +124,9 @@ def hetero_from_edges(
       >>> graph.num_nodes("user")
       2
     """
+    if not isinstance(n_node, Mapping):
+        kind = type(n_node).__name__
+        raise TypeError(f"n_node must be a mapping from node types to numbers, got {kind}")
     counts = {kind: as_count(f"n_node[{kind!r}]", count) for kind, count in n_node.items()}
     connections = {}
     for kind, (senders, receivers) in edges_by_type.items():

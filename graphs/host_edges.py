@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from jmp_train.graphs.accumulation import ascends
-from jmp_train.graphs.connections import as_count, checked_ends
+from jmp_train.graphs.connections import checked_ends
+from jmp_train.graphs.counts import as_count
 
 ALL = -1  # the fanout that takes all edges
 
@@ -81,7 +82,7 @@ def host_edges(
     Args:
       senders: int [edges], the node that each edge leaves.
       receivers: int [edges], the node that each edge enters. Edges that are sorted by it are not copied.
-      n_node: how many nodes there are, or how many that send.
+      n_node: how many nodes there are, or how many that send; at most 2**31 - 1.
       n_receivers: how many nodes there are that receive, where these are of another type.
       keep_edge_ids: whether it is kept which edge is which, as features of edges need it.
       where: of which edge type, for messages.
@@ -91,7 +92,8 @@ def host_edges(
 
     Raises:
       TypeError: ids are no integers, or traced, or a number is no integer.
-      ValueError: ids have the wrong shape or are out of range; the message names the edge.
+      ValueError: ids have the wrong shape or are out of range; the message names the edge. Or a number is
+        negative or beyond int32.
 
     Example:
       >>> host_edges([0, 1], [1, 1], 2).num_edges
@@ -146,6 +148,8 @@ def sample_in_edges(
         raise ValueError(f"fanout={fanout} must be positive, or -1 for all edges")
     first = edges.starts[nodes]
     degrees = edges.starts[np.asarray(nodes) + 1] - first
+    if not replace and fanout != ALL:  # arrays [nodes, fanout] follow
+        fanout = min(fanout, max(int(degrees.max(initial=0)), 1))
     if fanout == ALL:
         owners = np.repeat(np.arange(len(degrees)), degrees)
         begin = first - (np.cumsum(degrees) - degrees)

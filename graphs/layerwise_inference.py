@@ -1,5 +1,6 @@
 """The whole graph's result from blocks of all neighbours, one layer after the other, in fixed memory."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from flax.core import FrozenDict
 
 from jmp_train.graphs.block import Block
+from jmp_train.graphs.counts import LARGEST, as_count
 from jmp_train.graphs.hetero_graph import EdgeType
 from jmp_train.graphs.host_edges import ALL, HostEdges
 from jmp_train.graphs.host_rows import take_rows
@@ -50,6 +52,7 @@ def infer_in_layers(
       [nodes, ...] in the last layer's dtype; by node type where there are several.
 
     Raises:
+      TypeError: a number is no integer.
       ValueError: features have another number of rows, or a number is not positive.
 
     Example:
@@ -65,8 +68,9 @@ def infer_in_layers(
     by_type: Edges = {EDGE: edges} if isinstance(edges, HostEdges) else dict(edges)
     is_alone = isinstance(edges, HostEdges)
     for name, number in (("batch_size", batch_size), ("max_edges", max_edges)):
-        if number < 1:
-            raise ValueError(f"{name}={number} must be positive")
+        if as_count(name, number, sys.maxsize) == 0:
+            raise ValueError(f"{name}=0 must be positive")
+    batch_size, max_edges = min(batch_size, LARGEST), min(max_edges, LARGEST)
     rows = {EDGE[0]: features} if is_alone else dict(features)
     for node_type, count in node_counts(by_type).items():
         if node_type not in rows or len(rows[node_type]) != count:

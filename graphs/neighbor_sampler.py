@@ -6,6 +6,7 @@ batches; a batch that is larger takes the next sizes, and none loses an edge.
 """
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from flax.core import FrozenDict
 
 from jmp_train.graphs.accumulation import filled
-from jmp_train.graphs.connections import as_count
+from jmp_train.graphs.counts import as_count
 from jmp_train.graphs.hetero_graph import EdgeType
 from jmp_train.graphs.host_edges import ALL, HostEdges
 from jmp_train.graphs.sampled_layer import (
@@ -274,6 +275,12 @@ def _checked_fanout(
     for kind in edges:
         if kind not in by_type:
             raise ValueError(f"fanouts lacks edge type {kind!r}")
-        if not isinstance(by_type[kind], int) or (by_type[kind] != ALL and by_type[kind] < 1):
-            raise ValueError(f"fanout {by_type[kind]!r} must be a positive integer, or -1 for all")
+        number = by_type[kind]
+        is_integer = isinstance(number, int) and not isinstance(number, bool)
+        if not is_integer or (number != ALL and number < 1):
+            raise ValueError(
+                f"fanout {reprlib.repr(number)} must be a positive integer, or -1 for all"
+            )
+        if number != ALL:
+            as_count("fanout", number)
     return {kind: by_type[kind] for kind in edges}

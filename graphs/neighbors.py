@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.graphs.accumulation import BLOCK, ascends
+from jmp_train.graphs.counts import check_int32
 
 WIDTHS = (8, 16, BLOCK)
 BLOCK_COST = 4  # a block costs as much as that many edges: its row is written and added once more
@@ -143,6 +144,9 @@ def from_degrees(
       edges: int [counted edges], which edges these are; None where they have no places of their own.
       num_edges: how many edges there are, those that count nowhere included.
       is_fixed: see `sorted_both_ways`.
+
+    Raises:
+      ValueError: int32 cannot number the places in the blocks, or the rows.
     """
     num_nodes = len(degrees)
 
@@ -152,6 +156,9 @@ def from_degrees(
         return (num_edges + (width - 1) * min(num_nodes, num_edges)) // width
 
     width = min(WIDTHS, key=lambda width: most_blocks(width) * (width + BLOCK_COST))
+    length = most_blocks(width)  # blocks without edges follow those that are needed
+    if edges is not None:
+        check_int32("places of the sorted edges are", length * width)
     num_blocks = -(-degrees // width)
     nodes = np.repeat(np.arange(num_nodes), num_blocks)
     places = np.arange(len(nodes)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
@@ -163,9 +170,9 @@ def from_degrees(
         blocks = np.repeat(np.arange(len(nodes)), counts)
         slots = np.full(num_edges, -1)
         slots[edges] = blocks * width + np.arange(len(edges)) - starts[blocks]
-    length = most_blocks(width)  # blocks without edges follow those that are needed
     rows, *further = _rows(nodes, num_nodes, length if is_fixed else None)
     num_rows = num_nodes + sum(map(len, further))
+    check_int32("rows of the sorted edges are", num_rows)
     num_others = num_edges if is_fixed else len(others)
     return Neighbors(
         _on_device(_filled(others, num_others)),

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.accumulation import Incidence, incidence_of
-from jmp_train.graphs.connections import as_count
+from jmp_train.graphs.counts import as_count
 from jmp_train.graphs.storage import as_inexact, wide, wide_integers
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jmp_train.graphs.connections import as_count
+from jmp_train.graphs.counts import as_count
 from jmp_train.graphs.neighbor_sampler import MiniBatch, NeighborSampler
 from jmp_train.graphs.stacking import stack as graph_stack
 from jmp_train.loading import check_order

@@ -1,0 +1,86 @@
+"""Numbers of nodes and edges: whole, not negative, and within int32, as the ids of both are."""
+
+import operator
+import reprlib
+from typing import Any
+
+import numpy as np
+
+LARGEST = 2**31 - 1  # ids, degrees and places are int32 on the device
+
+
+def as_count(name: str, count: Any, most: int = LARGEST) -> int:
+    """Returns a number of nodes or edges as an int.
+
+    Args:
+      name: of the argument, for the message.
+      count: what should be an integer from 0 to `most`.
+      most: the largest number that is right.
+
+    Raises:
+      TypeError: it is no integer; a bool is none.
+      ValueError: it is negative, or more than `most`.
+
+    Example:
+      >>> as_count("n_node", 2**31)
+      Traceback (most recent call last):
+      ValueError: n_node=2147483648 must be at most 2147483647
+    """
+    try:
+        number = operator.index(count)
+    except TypeError:
+        raise TypeError(f"{name}={reprlib.repr(count)} must be an integer") from None
+    if isinstance(count, bool | np.bool_):
+        raise TypeError(f"{name}={count} must be an integer")
+    if number < 0:
+        raise ValueError(f"{name}={_shown(number)} must be at least 0")
+    if number > most:
+        raise ValueError(f"{name}={_shown(number)} must be at most {most}")
+    return number
+
+
+def check_int32(what: str, count: int, noun: str = "") -> None:
+    """Raises ValueError where int32 cannot number so many nodes, edges or places.
+
+    Args:
+      what: for the message, what comes before the number.
+      count: how many there are.
+      noun: and what comes after it.
+
+    Example:
+      >>> check_int32("senders has", 2**31, "edges")
+      Traceback (most recent call last):
+      ValueError: senders has 2147483648 edges, more than the 2147483647 that int32 can number
+    """
+    if count > LARGEST:
+        number = f"{count} {noun}".rstrip()
+        raise ValueError(f"{what} {number}, more than the {LARGEST} that int32 can number")
+
+
+def as_counts(name: str, counts: Any) -> np.ndarray:
+    """Returns numbers of nodes or edges of the graphs of a batch, int64 [graphs].
+
+    Args:
+      name: of the argument, for the message.
+      counts: what should be integers [graphs] from 0 to `LARGEST`; the sum may be larger.
+
+    Raises:
+      TypeError: they are no integers.
+      ValueError: they have several axes, or one is negative or too large; the message says which.
+    """
+    array = np.asarray(counts)
+    array = array if array.size else array.astype(np.int32)  # an empty list is float64
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{name} must be integers, got {reprlib.repr(counts)}")
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one axis, got shape {array.shape}")
+    wrong = (array < 0) | (array > LARGEST)
+    if wrong.any():
+        place = int(wrong.argmax())
+        as_count(f"{name}[{place}]", array[place])
+    return array.astype(np.int64)
+
+
+def _shown(number: int) -> str:
+    """Returns the number; of one with many digits, which Python would not print, the length."""
+    return str(number) if abs(number) < 10**30 else f"<integer of {number.bit_length()} bits>"
