@@ -1,16 +1,16 @@
-"""What the commands that train have in common: how they fail, the task's options, XLA's flags and devices."""
+"""What the commands that train have in common: the task's options, folders to write to, XLA's flags and devices."""
 
 import argparse
+import contextlib
 import os
+import tempfile
+from pathlib import Path
 
 import jax
 
+from jmp_train.command_errors import WrongCall
 from jmp_train.policies.cpu_convolutions import FUSION_FLAG
 from jmp_train.tasks.task import TaskOptions
-
-
-class Failure(Exception):
-    """A run that did not end well; its text is the line that the user sees."""
 
 
 def task_options(args: argparse.Namespace) -> TaskOptions:
@@ -42,5 +42,16 @@ def provide_cpu_devices(count: int) -> None:
 
     given = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     if given < count:
-        jax.config.update("jax_num_cpu_devices", count)
+        with contextlib.suppress(RuntimeError):  # jax has started, and has the devices that it has
+            jax.config.update("jax_num_cpu_devices", count)
     os.environ.setdefault("NPROC", str(threads_for(count)))
+
+
+def make_writable(option: str, directory: Path) -> None:
+    """Makes a folder; raises a `WrongCall` that names the option if nothing can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise WrongCall(f"{option} {directory}: {error.strerror}") from None

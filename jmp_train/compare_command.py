@@ -5,11 +5,11 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING, Any
 
-from jmp_train.command_options import Failure, task_options
+from jmp_train.command_errors import Failure, WrongCall, checking_the_call
+from jmp_train.command_options import make_writable, task_options
 from jmp_train.tasks import load_task
 
 if TYPE_CHECKING:
@@ -41,12 +41,13 @@ def compare_command(args: argparse.Namespace) -> int:
     from jmp_train.report import print_speed_table, print_table, report, write_report
     from jmp_train.training import count_steps
 
-    task = load_task(args.task, task_options(args))
-    epochs = args.epochs or task.epochs
-    count_steps(task, epochs, args.batch_size or task.batch_size)
-    del task  # its data may be large, and each process has its own
     names = args.modes or args.policies or DEFAULT_POLICIES
-    _check_outputs(args, names)
+    with checking_the_call():
+        task = load_task(args.task, task_options(args))
+        epochs = args.epochs or task.epochs
+        count_steps(task, epochs, args.batch_size or task.batch_size)
+        del task  # its data may be large, and each process has its own
+        _check_outputs(args, names)
     log = sys.stderr if args.json else sys.stdout
     runs, failures = [], []
     with display_on(log, names, epochs) as display:
@@ -79,15 +80,15 @@ def _check_outputs(args: argparse.Namespace, names: Sequence[str]) -> None:
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         option = "--modes" if args.modes else "--policies"
-        raise Failure(f"{option} names {repeated[0]} more than once")
+        raise WrongCall(f"{option} names {repeated[0]} more than once")
     if args.out is not None:
         import matplotlib  # noqa: F401  # wanted at the end, and missed too late there
 
-        _make_writable("--out", args.out)
+        make_writable("--out", args.out)
     if args.logdir is not None:
         from jmp_train.run_log import check_unused
 
-        _make_writable("--logdir", args.logdir)
+        make_writable("--logdir", args.logdir)
         for name in names:
             check_unused(args.logdir / name)
 
@@ -136,12 +137,3 @@ def _reason(code: int, errors: str) -> str:
         return lines[-1].removeprefix(prefix)
     print(errors, end="", file=sys.stderr)
     return f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-
-
-def _make_writable(option: str, directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise Failure(f"{option} {directory}: {error.strerror}") from None

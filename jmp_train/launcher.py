@@ -43,7 +43,7 @@ def launch(
       ValueError: a number is too small, or there is no script.
       ChildProcessError: a process failed; the message says which ones.
     """
-    _check(command, count, devices_per_process, restarts)
+    check_launch(command, count, devices_per_process, restarts)
     if logdir is not None:
         logdir.mkdir(parents=True, exist_ok=True)
         for rank in range(count):
@@ -86,7 +86,10 @@ def _run(
     return _reason(codes, running) + where
 
 
-def _check(command: Sequence[str], count: int, devices_per_process: int, restarts: int) -> None:
+def check_launch(
+    command: Sequence[str], count: int, devices_per_process: int = 1, restarts: int = 0
+) -> None:
+    """Raises ValueError if `launch` cannot start that; see there."""
     if count < 1:
         raise ValueError(f"count={count} must be at least 1")
     if devices_per_process < 1:

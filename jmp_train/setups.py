@@ -89,7 +89,7 @@ def make_setup(task: Task, name: str, schedule: optax.Schedule) -> Setup:
     precision = precision_of(name)
     if isinstance(precision, Amp):
         return _of_mode(task, precision, schedule)
-    _check_float64(precision, name)
+    check_float64(precision, name)
     return _of_policy(task, precision, schedule)
 
 
@@ -159,7 +159,16 @@ def loss_scale_for(policy: Policy) -> LossScale:
     return NoOpLossScale()
 
 
-def _check_float64(policy: Policy, name: str) -> None:
-    dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+def check_float64(precision: Policy | Amp, name: str) -> None:
+    """Raises ValueError if a policy has float64 and jax has not.
+
+    Args:
+      precision: what `precision_of` made of the name.
+      name: of the policy.
+    """
+    if isinstance(precision, Amp):
+        return
+    fields = ("param_dtype", "compute_dtype", "output_dtype", "reduce_dtype")
+    dtypes = [getattr(precision, field) for field in fields]
     if jnp.float64 in dtypes and jax.dtypes.canonicalize_dtype(jnp.float64) != jnp.float64:
         raise ValueError(f"policy {name!r} has float64, which needs JAX_ENABLE_X64=1")

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from jmp_train.command_errors import WrongCall, checking_the_call
 from jmp_train.command_options import (
-    Failure,
+    make_writable,
     provide_cpu_devices,
     task_options,
     turn_ynn_fusion_off,
@@ -18,6 +19,7 @@ from jmp_train.tasks import load_task
 
 if TYPE_CHECKING:
     from jmp_train.resuming import Saving
+    from jmp_train.run_log import RunLog
 
 DEFAULT_POLICY = "autocast_float16"
 
@@ -30,22 +32,20 @@ def train_command(args: argparse.Namespace) -> int:
     from jmp_train.records import Event, event_to_json
     from jmp_train.report import print_table
     from jmp_train.resuming import Stopped
-    from jmp_train.training import train
+    from jmp_train.training import check_run, train
 
     turn_ynn_fusion_off()
     provide_cpu_devices(args.devices)
     name = args.name or DEFAULT_POLICY
     with ExitStack() as stack:
         events = stack.enter_context(own_output()) if args.json else None
-        task = load_task(args.task, task_options(args))
-        epochs = args.epochs or task.epochs
-        signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None))
-        saving = _saving(args, stack, signals)
-        log = None
-        if args.logdir is not None:
-            from jmp_train.run_log import RunLog
-
-            log = stack.enter_context(RunLog(args.logdir / name))
+        with checking_the_call():
+            task = load_task(args.task, task_options(args))
+            epochs = args.epochs or task.epochs
+            check_run(task, epochs, args.batch_size or task.batch_size, args.seed)
+            signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None))
+            saving = _saving(args, stack, signals)
+            log = _log(args, name, stack)
         display = None
         if not args.json:
             display = stack.enter_context(display_on(sys.stdout, [name], epochs))
@@ -82,13 +82,23 @@ def train_command(args: argparse.Namespace) -> int:
 def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> "Saving | None":
     if args.checkpoint_dir is None:
         if args.resume or args.checkpoint_every:
-            raise Failure("--resume and --checkpoint-every want a --checkpoint-dir")
+            raise WrongCall("--resume and --checkpoint-every want a --checkpoint-dir")
         return None
     from jmp_train.checkpoint import CheckpointStore
     from jmp_train.resuming import Saving
 
+    make_writable("--checkpoint-dir", args.checkpoint_dir)
     store = stack.enter_context(CheckpointStore(args.checkpoint_dir))
     return Saving(store, args.checkpoint_every, args.resume, lambda: bool(signals))
+
+
+def _log(args: argparse.Namespace, name: str, stack: ExitStack) -> "RunLog | None":
+    if args.logdir is None:
+        return None
+    from jmp_train.run_log import RunLog
+
+    make_writable("--logdir", args.logdir)
+    return stack.enter_context(RunLog(args.logdir / name))
 
 
 @contextmanager

@@ -67,8 +67,8 @@ def train(
     """
     epochs = task.epochs if epochs is None else epochs
     batch_size = task.batch_size if batch_size is None else batch_size
+    check_run(task, epochs, batch_size, seed)
     steps_per_epoch = count_steps(task, epochs, batch_size)
-    check_seed(seed)
     devices = _first_devices(task.devices)
     total = epochs * steps_per_epoch
     schedule = task.schedule(total)
@@ -192,6 +192,20 @@ def _epoch(
         loss_scale=watch.steps[-1].loss_scale,
         skipped_steps=watch.skipped_steps,
     )
+
+
+def check_run(task: Task, epochs: int, batch_size: int, seed: int) -> None:
+    """Raises ValueError if the numbers of a run do not fit the data or the devices.
+
+    Args:
+      task: what to train.
+      epochs: passes over the data.
+      batch_size: rows a step.
+      seed: of the run.
+    """
+    count_steps(task, epochs, batch_size)
+    check_seed(seed)
+    _first_devices(task.devices)
 
 
 def count_steps(task: Task, epochs: int, batch_size: int) -> int:

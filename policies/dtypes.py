@@ -1,5 +1,6 @@
 """Floating dtypes: their names in policy strings, and the half type of this machine."""
 
+import reprlib
 from typing import Any
 
 import jax
@@ -70,8 +71,24 @@ def parse_dtype(name: str) -> np.dtype:
     if _is_float_of_jax(name):
         return jnp.dtype(getattr(jnp, name))
     raise ValueError(
-        f"Unknown dtype {name!r} must be full, half, {', '.join(list(_NAMES)[1:])} or a float8 name"
+        f"Unknown dtype {shortened(name)} must be full, half, {', '.join(list(_NAMES)[1:])} "
+        "or a float8 name"
     )
+
+
+def shortened(text: str) -> str:
+    """Returns what a user gave as errors repeat it: as `repr` has it, and its middle left out if it is long.
+
+    Args:
+      text: what was given.
+
+    Example:
+      >>> shortened("float33"), len(shortened(5_000 * "x"))
+      ("'float33'", 80)
+    """
+    quoting = reprlib.Repr()
+    quoting.maxstring = 80
+    return quoting.repr(text)
 
 
 def short_name(dtype: np.dtype) -> str:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jmp_train.policies.autocast import autocast
 from jmp_train.policies.autocast_rules import TORCH_CUDA, AutocastRules
 from jmp_train.policies.casting import cast_floating
-from jmp_train.policies.dtypes import float_dtype, parse_dtype, short_name
+from jmp_train.policies.dtypes import float_dtype, parse_dtype, short_name, shortened
 from jmp_train.policies.nnx_casting import cast_for_call, cast_results
 from jmp_train.policies.nnx_objects import unbound
 from jmp_train.policies.overwritten import with_overwritten
@@ -184,7 +184,7 @@ def get_policy(policy_name: str) -> Policy:
       autocast rules of its own.
 
     Raises:
-      ValueError: an unknown name, key or dtype, or a part that is not key=dtype.
+      ValueError: an unknown name, key or dtype, a part that is not key=dtype, or two for the same dtype.
 
     Example:
       >>> str(get_policy("mixed_bfloat16"))
@@ -201,7 +201,12 @@ def get_policy(policy_name: str) -> Policy:
         return _NAMED_POLICIES[name]
     if "=" not in name:
         return _uniform_policy(name)
-    fields = dict(_parse_part(part.strip(), policy_name) for part in name.split(","))
+    fields: dict[str, np.dtype] = {}
+    for part in name.split(","):
+        field, dtype = _parse_part(part.strip(), policy_name)
+        if field in fields:
+            raise ValueError(f"{shortened(policy_name)} gives {field} more than once")
+        fields[field] = dtype
     fields.setdefault("param_dtype", jnp.dtype(jnp.float32))
     fields.setdefault("compute_dtype", fields["param_dtype"])
     fields.setdefault("output_dtype", fields["compute_dtype"])
@@ -226,11 +231,12 @@ def _uniform_policy(name: str) -> Policy:
 def _parse_part(part: str, policy_name: str) -> tuple[str, np.dtype]:
     key, *values = (text.strip() for text in part.split("="))
     if len(values) != 1:
-        raise ValueError(f"{part!r} in {policy_name!r} must have the form key=dtype")
+        wanted = "must have the form key=dtype"
+        raise ValueError(f"{shortened(part)} in {shortened(policy_name)} {wanted}")
     if key not in _FIELD_OF_KEY:
         raise ValueError(
-            f"Unknown key {key!r} in {policy_name!r} should be 'params', 'compute', 'output', "
-            "'reduce' or 'autocast'."
+            f"Unknown key {shortened(key)} in {shortened(policy_name)} should be 'params', "
+            "'compute', 'output', 'reduce' or 'autocast'."
         )
     return _FIELD_OF_KEY[key], parse_dtype(values[0])
 

@@ -1,0 +1,128 @@
+"""The arguments of the command line: how their texts are read, and that none is given twice."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jmp_train.command_errors import EXIT_CODES, WrongCall
+from jmp_train.setups import check_float64, precision_of
+
+_LARGEST = 2**31 - 1
+_MOST_PROCESSES = 1024  # and devices: each has threads of its own
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses options given twice, whose errors are a `WrongCall`, and whose help ends with exit codes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"epilog": EXIT_CODES, **options})
+        self.register("action", None, _StoreOnce)
+        self.register("action", "store_true", _FlagOnce)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a `WrongCall`."""
+        raise WrongCall(message)
+
+
+class _StoreOnce(argparse.Action):
+    """Stores a value, of an option only once; which of two was meant nobody knows."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if self.option_strings:
+            _note(self, namespace)
+        setattr(namespace, self.dest, values)
+
+
+class _FlagOnce(argparse.Action):
+    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, **options)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        _note(self, namespace)
+        setattr(namespace, self.dest, True)
+
+
+def _note(action: argparse.Action, namespace: argparse.Namespace) -> None:
+    given = namespace.__dict__.setdefault("given", set())
+    name = action.option_strings[-1]
+    if name in given:
+        raise argparse.ArgumentError(action, "given more than once")
+    given.add(name)
+
+
+def precision_name(text: str) -> str:
+    """Returns the name of a policy or AMP mode."""
+    if not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} has control characters")
+    name = text.strip()
+    try:
+        # "half" would ask the device, which belongs to the training process.
+        precision = precision_of(re.sub(r"\bhalf\b", "float16", name))
+        check_float64(precision, name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
+
+
+def path(text: str) -> Path:
+    """Returns a path; an empty one would be the current folder."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no path")
+    return Path(text)
+
+
+def seed(text: str) -> int:
+    """Returns a seed, below 2**32."""
+    return _whole_number(text, 0, 2**32 - 1, f"from 0 to {2**32 - 1}")
+
+
+def positive(text: str) -> int:
+    """Returns a whole number of at least 1."""
+    return _whole_number(text, 1, _LARGEST, "of at least 1")
+
+
+def count(text: str) -> int:
+    """Returns a whole number of at least 0."""
+    return _whole_number(text, 0, _LARGEST, "of at least 0")
+
+
+def few(text: str) -> int:
+    """Returns how many processes or devices."""
+    return _whole_number(text, 1, _MOST_PROCESSES, "of at least 1")
+
+
+def _whole_number(text: str, least: int, most: int, wanted: str) -> int:
+    # Plain digits only: int() takes "1_000" and those of other scripts, too.
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {wanted}")
+    digits = text.lstrip("0") or "0"
+    if len(digits) > len(str(most)) or int(digits) > most:  # int() refuses thousands of digits
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+    if int(digits) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {wanted}")
+    return int(digits)
+
+
+def scale(text: str) -> float:
+    """Returns a number above 0 and up to 1."""
+    plain = re.fullmatch(r"[0-9.]+([eE][-+]?[0-9]+)?", text, re.ASCII) is not None
+    try:
+        number = float(text) if plain else 0.0
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+    return number

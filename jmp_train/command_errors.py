@@ -1,0 +1,97 @@
+"""How a command fails: one line on standard error, and an exit code that says whether call or run is at fault."""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+
+RUN_FAILED = 1
+CALL_IS_WRONG = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+TRACEBACK = "JMP_TRAIN_TRACEBACK"
+EXIT_CODES = (
+    "Exit codes: 0 all is well; 1 a run failed; 2 the call is wrong, that is an option, or a file or "
+    "folder that it names, and nothing was trained; 128 + n stopped by signal n, as 130 by Ctrl-C. "
+    f"An error is one line; {TRACEBACK}=1 in the environment shows where it was raised."
+)
+
+_LONGEST = 80  # characters of an argument that an error repeats
+
+
+class Failure(Exception):
+    """A run that did not end well; its text is the line that the user sees."""
+
+
+class WrongCall(Exception):
+    """A call that cannot be run as it is; its text is the line that the user sees."""
+
+
+@contextlib.contextmanager
+def checking_the_call() -> Iterator[None]:
+    """Makes a ValueError or OSError a `WrongCall`: what is checked before a run is what the call names.
+
+    Example:
+      >>> with checking_the_call():
+      ...     raise FileNotFoundError("--data-dir nowhere is no folder")
+      Traceback (most recent call last):
+      ...
+      jmp_train.command_errors.WrongCall: --data-dir nowhere is no folder
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise WrongCall(_text(error)) from error
+
+
+def report_error(error: Exception, arguments: Sequence[str]) -> int:
+    """Prints what went wrong and returns the exit code.
+
+    Args:
+      error: what a command raised.
+      arguments: the call's, of which the line repeats no more than their beginnings.
+    """
+    if os.environ.get(TRACEBACK):
+        traceback.print_exception(error)
+    print(f"jmp-train: error: {one_line(_text(error), arguments)}", file=sys.stderr)
+    return CALL_IS_WRONG if isinstance(error, WrongCall) else RUN_FAILED
+
+
+def one_line(text: str, arguments: Sequence[str] = ()) -> str:
+    r"""Returns a text without control characters, and with long arguments shortened.
+
+    Args:
+      text: lines below the first are kept if they are indented by two spaces, as lists of files are.
+      arguments: what the text may repeat.
+
+    Example:
+      >>> one_line("x" * 99 + " is\n\x1b[31mno folder", ["x" * 99])
+      'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx… is\\n\\x1b[31mno folder'
+    """
+    given = [part for text in arguments for part in (text, text.partition("=")[2])]
+    for argument in sorted(given, key=len, reverse=True):
+        # As it is, and as repr has it.
+        for form in (argument, repr(argument)[1:-1]):
+            short = form if len(argument) <= _LONGEST else f"{form[: _LONGEST - 1]}…"
+            if short != form or not form.isprintable():
+                text = text.replace(form, _escaped(short))
+    return "\n  ".join(_escaped(line) for line in text.split("\n  "))
+
+
+def _escaped(text: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _text(error: Exception) -> str:
+    """Returns what an error says, and of one that no command expects its type and its first line."""
+    match error:
+        case ModuleNotFoundError():
+            return f"this needs the package {error.name}: pip install 'jmp_train[train]'"
+        case OSError(filename=str(name), strerror=str(reason)):
+            return f"{name}: {reason}"
+        case Failure() | WrongCall() | ValueError() | OSError() | FloatingPointError():
+            return str(error)
+    kind = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return ": ".join(part for part in (kind, first) if part) + f" ({TRACEBACK}=1 shows where)"
