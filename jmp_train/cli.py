@@ -19,6 +19,7 @@ from jmp_train.command_arguments import (
     seed,
 )
 from jmp_train.command_errors import INTERRUPTED, checking_the_call, report_error
+from jmp_train.command_start import interrupts_raised
 from jmp_train.compare_command import DEFAULT_POLICIES, compare_command
 from jmp_train.output import lasting_output
 from jmp_train.setups import MODE_CHOICES
@@ -38,8 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        args = _parser().parse_args(arguments)
-        return args.run(args)
+        with interrupts_raised():
+            args = _parser().parse_args(arguments)
+            return args.run(args)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - whatever it is, its user gets a line

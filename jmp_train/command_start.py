@@ -1,0 +1,42 @@
+"""Ctrl-C while `jmp-train` imports jax, which takes seconds, or while Python ends: exit code 130, no traceback.
+
+The package imports this before jax. Where the process is not the command it does nothing.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+def _is_command() -> bool:
+    """Returns whether this process is `jmp-train` or `python -m jmp_train`."""
+    arguments: list[str] = getattr(sys, "argv", None) or [""]
+    if arguments[0] == "-m":  # what Python has there until it has found the module
+        return sys.orig_argv[-len(arguments)] in ("jmp_train", "-mjmp_train")
+    name = os.path.basename(arguments[0])
+    return name in ("jmp-train", "jmp-train.exe", "jmp-train-script.py")
+
+
+def _leave(number: int, frame: Any) -> None:
+    os._exit(130)
+
+
+@contextlib.contextmanager
+def interrupts_raised() -> Iterator[None]:
+    """Has Ctrl-C raise KeyboardInterrupt, as it does in Python, for a command that has to tidy up."""
+    if signal.getsignal(signal.SIGINT) is not _leave:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, _leave)
+
+
+# Not where it is ignored, as of commands in the background.
+if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _leave)
