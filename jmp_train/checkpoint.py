@@ -1,30 +1,22 @@
 """Checkpoints of a whole training state: written in the background, verified when they are read."""
 
 import json
+import operator
 import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
 
-from jmp_train.checkpoint_arrays import load_arrays, save_arrays
-from jmp_train.checkpoint_files import (
-    DamagedError,
-    clear_leftovers,
-    commit,
-    read_manifest,
-    remove,
-    saved_steps,
-    step_folder,
-    verified_manifest,
-)
+from jmp_train.checkpoint_arrays import open_arrays, read_arrays, write_arrays
+from jmp_train.checkpoint_files import clear_leftovers, commit, remove, saved_steps, step_folder
 from jmp_train.checkpoint_leaves import (
     Leaf,
+    check_values,
     differences,
     digest,
     file_name,
@@ -32,17 +24,18 @@ from jmp_train.checkpoint_leaves import (
     to_host,
 )
 from jmp_train.checkpoint_lock import lock_folder
+from jmp_train.checkpoint_manifest import FORMAT, DamagedError, read_manifest, verified_manifest
+from jmp_train.checkpoint_writer import BackgroundWriter
 from jmp_train.distributed import broadcast_arrays, gather_texts
 from jmp_train.host_arrays import is_divided, is_key, placement, to_leaf
 
 State = TypeVar("State")
 
-_FORMAT = 1
 _ARRAYS = "arrays"
 
 
 class CheckpointStore:
-    """Checkpoints of the last few steps in a folder, the arrays in orbax's format.
+    """Checkpoints of the last few steps in a folder, the arrays in a format of orbax's.
 
     `save` copies the state to the host and returns; a thread writes it, beside its place, with the sha256 of every
     file and leaf, and renames it when all is on the disk. A process that is killed loses no more than the step
@@ -76,15 +69,15 @@ class CheckpointStore:
             raise ValueError(f"max_to_keep={max_to_keep!r} must be a whole number of at least 1")
         self.directory = Path(directory).absolute()
         self.max_to_keep = max_to_keep
-        self._writer: ThreadPoolExecutor | None = None
-        self._writing: tuple[int, Future[None]] | None = None
+        self._closed = False
+        self._writer: BackgroundWriter | None = None
         self._unlock: Callable[[], Any] | None = None
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.directory):
                 pass  # it can be written to
             clear_leftovers(self.directory)
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._writer = BackgroundWriter(self.directory)
 
     def __enter__(self) -> Self:
         """Returns the store."""
@@ -119,19 +112,29 @@ class CheckpointStore:
     def save(self, step: int, state: Any, *, metadata: Mapping[str, Any] | None = None) -> None:
         """Copies the state, and has it written in the background; waits for the step before, if need be.
 
+        What is being written when the script ends is still written. If that fails, and nobody asks by `wait` or
+        `close`, a line on stderr and exit code 1 tell it.
+
         Args:
           step: its number, which replaces an earlier checkpoint of that step.
-          state: tree of arrays, random keys and numbers.
+          state: tree of arrays, random keys and numbers. Arrays whose bytes are in another order than the
+            machine's are converted.
           metadata: what else there is to say of the step, such as the run's options and versions, as JSON has it;
             `metadata(step)` returns it.
 
         Raises:
-          ValueError: `step` is negative.
-          TypeError: a leaf is neither an array nor a number, or `metadata` is not what JSON has.
+          ValueError: `step` is negative or beyond int64, the store is closed, the state has no leaves, or a leaf was
+            deleted or is an int beyond int64.
+          TypeError: `step` is no whole number, a leaf is neither an array of a dtype of jax's nor a number, or
+            `metadata` is not what JSON has.
           OSError: the step before could not be written, or another store saves into the folder, see `lock`.
         """
-        if step < 0:
-            raise ValueError(f"step={step} must be at least 0")
+        number = _checked_step(step)
+        if self._closed:
+            raise ValueError(
+                f"the store of {self.directory} is closed: step {number} cannot be saved"
+            )
+        check_values(state)
         described, note = leaves_of(state), _as_json(metadata)
         self.lock()
         if self._writer is None:  # but what is divided between processes is gathered by all
@@ -143,9 +146,8 @@ class CheckpointStore:
             if isinstance(x, jax.Array) and x.is_fully_addressable and not is_key(x):
                 x.copy_to_host_async()  # all at once, before the first is waited for
         arrays = [to_host(x) for _, x in described]
-        self.wait()
         leaves = [leaf for leaf, _ in described]
-        self._writing = int(step), self._writer.submit(self._write, int(step), leaves, arrays, note)
+        self._writer.start(number, lambda: self._write(number, leaves, arrays, note))
 
     def metadata(self, step: int) -> dict[str, Any]:
         """Returns the metadata that a step was saved with, verified; empty if there is none.
@@ -196,23 +198,15 @@ class CheckpointStore:
 
     def wait(self) -> None:
         """Waits until the last step is on the disk; raises OSError if it could not be written."""
-        if self._writing is None:
-            return
-        (step, writing), self._writing = self._writing, None
-        try:
-            writing.result()
-        except Exception as error:
-            raise OSError(
-                f"step {step} could not be written to {self.directory}: {error}; the steps before are as they were"
-            ) from error
+        if self._writer is not None:
+            self._writer.wait()
 
     def close(self) -> None:
-        """Waits, and ends the thread."""
+        """Waits. Steps can still be read then, but no more be saved."""
+        self._closed = True
         try:
             self.wait()
         finally:
-            if self._writer is not None:
-                self._writer.shutdown()
             if self._unlock is not None:
                 self._unlock()
 
@@ -225,7 +219,7 @@ class CheckpointStore:
     ) -> None:
         names = [file_name(number, leaf.path) for number, leaf in enumerate(leaves)]
         manifest = {
-            "format": _FORMAT,
+            "format": FORMAT,
             "step": step,
             "jax": jax.__version__,
             "metadata": metadata,
@@ -234,12 +228,12 @@ class CheckpointStore:
                 for leaf, name, array in zip(leaves, names, arrays, strict=True)
             ],
         }
-        # Orbax stores nothing of arrays without elements.
+        # Of arrays without elements nothing is stored.
         named = {name: array for name, array in zip(names, arrays, strict=True) if array.size}
         commit(
             step_folder(self.directory, step),
             manifest,
-            lambda folder: save_arrays(folder / _ARRAYS, named),
+            lambda folder: write_arrays(folder / _ARRAYS, named),
         )
         # Later steps, which a run that went back left behind, may be damaged: they do not count.
         until_now = [number for number in saved_steps(self.directory) if number <= step]
@@ -280,6 +274,7 @@ class CheckpointStore:
         folder = step_folder(self.directory, step)
         try:
             manifest = read_manifest(folder)
+            opened = open_arrays(folder / _ARRAYS, manifest["leaves"])
             saved = [
                 Leaf(x["path"], x["kind"], x["dtype"], tuple(x["shape"]))
                 for x in manifest["leaves"]
@@ -290,7 +285,7 @@ class CheckpointStore:
                     f"step {step} of {self.directory} does not fit the state:\n  "
                     + "\n  ".join(lines)
                 )
-            arrays = load_arrays(folder / _ARRAYS, manifest["leaves"])
+            arrays = _read_checked(manifest["leaves"], opened)
         except DamagedError as damage:
             raise DamagedError(f"step {step} is damaged: {damage}") from damage
         found = dict(zip(saved, arrays, strict=True))
@@ -300,6 +295,29 @@ class CheckpointStore:
         if step not in self.steps():
             there = ", ".join(map(str, self.steps())) or "none"
             raise FileNotFoundError(f"there is no step {step} in {self.directory}, only: {there}")
+
+
+def _checked_step(step: Any) -> int:
+    try:
+        number = None if isinstance(step, bool | np.bool_) else operator.index(step)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"step={step!r} must be a whole number")
+    if number < 0:
+        raise ValueError(f"step={number} must be at least 0")
+    if number >= 2**63:
+        raise ValueError("step must be below 2**63, as an int64 is")
+    return number
+
+
+def _read_checked(leaves: list[dict[str, Any]], opened: list[Any]) -> list[np.ndarray]:
+    """Returns the leaves' arrays; raises DamagedError if one is not what was saved."""
+    arrays = read_arrays(opened, leaves)
+    for x, array in zip(leaves, arrays, strict=True):
+        if digest(array) != x["sha256"]:
+            raise DamagedError(f"leaf {x['path']} is not what was saved")
+    return arrays
 
 
 def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

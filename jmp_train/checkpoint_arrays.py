@@ -1,67 +1,166 @@
-"""A checkpoint's arrays in orbax's format, a folder for each leaf; written and read by process 0 alone."""
+"""A checkpoint's arrays: a folder of files that orbax reads, with a folder for each array.
 
-import logging
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+They are written and read by tensorstore, on which orbax stands, and not by orbax. Orbax works in executors, which Python
+closes as soon as a script has ended, while the last checkpoint may still be on its way; and it answers a full disk with
+pages of tracebacks from its threads.
+
+Reference: https://orbax.readthedocs.io, of a dictionary of arrays without OCDBT, and
+https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html, of each array's files.
+"""
+
+import json
+import os
+import re
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jmp_train.checkpoint_files import DamagedError
-from jmp_train.checkpoint_leaves import digest
+from jmp_train.checkpoint_manifest import DamagedError
+
+_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+# Small dtypes that tensorstore does not know: stored as the byte that NumPy keeps each value in.
+_AS_BYTES = {"int1", "uint1", "uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"}
 
 
-def save_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Writes named arrays, none of them without elements, into a new folder."""
-    import orbax.checkpoint as ocp
+def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Writes arrays into a new folder, not yet certain to be on the disk.
 
-    with _without_warnings_of_merging():
-        _checkpointer().save(folder, args=ocp.args.PyTreeSave(arrays))
+    Args:
+      folder: is made.
+      arrays: by their names, which become names of folders; none is without elements.
 
+    Raises:
+      OSError: something could not be written; its `filename` says what.
+    """
+    import tensorstore
 
-def load_arrays(folder: Path, leaves: list[dict[str, Any]]) -> list[np.ndarray]:
-    """Returns the leaves' arrays; raises DamagedError if one is not what was saved."""
-    import orbax.checkpoint as ocp
-
-    empty = {x["folder"]: np.zeros(x["shape"], x["dtype"]) for x in leaves if 0 in x["shape"]}
-    like = {x["folder"]: 0 for x in leaves if x["folder"] not in empty}
-    as_numpy = dict.fromkeys(like, ocp.RestoreArgs(restore_type=np.ndarray))
-    try:
-        loaded = _checkpointer().restore(
-            folder, args=ocp.args.PyTreeRestore(item=like, restore_args=as_numpy)
+    folder.mkdir()
+    begin = time.time_ns()
+    stored = {name: array.view(_stored(array.dtype.name)) for name, array in arrays.items()}
+    opened = [
+        tensorstore.open(
+            _specification(folder / name, array.shape),
+            create=True,
+            dtype=tensorstore.dtype(array.dtype),
+            shape=array.shape,
         )
-    except Exception as error:  # though every file is as it was written
-        raise DamagedError(f"orbax cannot read {folder}: {error}") from error
-    arrays = []
+        for name, array in stored.items()
+    ]
+    writes = [
+        store.write(array, can_reference_source_data_indefinitely=True)
+        for store, array in zip(_finished(opened), stored.values(), strict=True)
+    ]
+    _finished(writes)
+    (folder / "_METADATA").write_text(json.dumps(_tree_metadata(list(arrays))))
+    about = {"item_handlers": _HANDLER, "metrics": {}, "performance_metrics": {}}
+    times = {"init_timestamp_nsecs": begin, "commit_timestamp_nsecs": time.time_ns()}
+    text = json.dumps({**about, **times, "custom_metadata": {}})
+    (folder / "_CHECKPOINT_METADATA").write_text(text)
+
+
+def open_arrays(folder: Path, leaves: list[dict[str, Any]]) -> list[Any]:
+    """Returns tensorstore's array for each leaf, of which no data is read yet; None for one without elements.
+
+    Args:
+      folder: what `write_arrays`, or orbax, wrote.
+      leaves: the manifest's entries.
+
+    Raises:
+      DamagedError: the files are of another shape or dtype than the manifest says.
+    """
+    import tensorstore
+
+    opened = []
     for x in leaves:
-        arrays.append(np.asarray(empty.get(x["folder"], loaded.get(x["folder"]))))
-        if digest(arrays[-1]) != x["sha256"]:
-            raise DamagedError(f"leaf {x['path']} is not what was saved")
+        shape, dtype = tuple(x["shape"]), _stored(x["dtype"])
+        if 0 in shape:
+            opened.append(None)
+            continue
+        path = folder / x["folder"]
+        try:
+            future = tensorstore.open(
+                _specification(path, shape), open=True, dtype=tensorstore.dtype(dtype), shape=shape
+            )
+            opened.append(future.result())
+        except Exception as error:  # noqa: BLE001 - tensorstore's errors are of many classes
+            raise DamagedError(
+                f"{path} is not {dtype.name}{list(shape)}: {_message(error)}"
+            ) from None
+    return opened
+
+
+def read_arrays(opened: list[Any], leaves: list[dict[str, Any]]) -> list[np.ndarray]:
+    """Returns what is in arrays that `open_arrays` has opened; raises DamagedError if one cannot be read."""
+    reads = [None if store is None else store.read() for store in opened]  # all at once
+    arrays = []
+    for read, x in zip(reads, leaves, strict=True):
+        try:
+            array = np.zeros(x["shape"], np.uint8) if read is None else np.asarray(read.result())
+        except Exception as error:  # noqa: BLE001
+            raise DamagedError(f"leaf {x['path']!r} cannot be read: {_message(error)}") from None
+        dtype = np.dtype(x["dtype"])
+        arrays.append(array.astype(dtype) if read is None else array.view(dtype))
     return arrays
 
 
-def _checkpointer() -> Any:
-    """Returns orbax's checkpointer of process 0 alone, with a folder for each leaf."""
-    import orbax.checkpoint as ocp
-
-    alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+def _stored(dtype: str) -> np.dtype:
+    return np.dtype(np.uint8 if dtype in _AS_BYTES else dtype)
 
 
-@contextmanager
-def _without_warnings_of_merging() -> Iterator[None]:
-    """Leaves out what orbax logs, from this thread, of a format that is not used here."""
-    thread = threading.get_ident()
+def _specification(path: Path, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Returns what tensorstore is to write, or to insist on when it reads: one chunk, as orbax has it."""
+    return {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": str(path)},
+        "metadata": {
+            "chunks": list(shape),
+            "compressor": {"id": "zstd", "level": 1},
+            "dimension_separator": ".",
+            "order": "C",
+        },
+        "context": {"file_io_sync": False},  # which is done later, for all files
+    }
 
-    def is_other(record: logging.LogRecord) -> bool:
-        return record.thread != thread or "Skipping merge of OCDBT" not in record.getMessage()
 
-    logger = logging.getLogger("absl")
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
+def _finished(futures: list[Any]) -> list[Any]:
+    """Returns the results; raises OSError if there is none, but not while anything is still being written."""
+    results, failures = [], []
+    for future in futures:
+        try:
+            results.append(future.result())
+        except Exception as error:  # noqa: BLE001 - tensorstore's errors are of many classes
+            failures.append(_message(error))
+    if failures:
+        raise _os_error(failures[0])
+    return results
+
+
+def _message(error: Exception) -> str:
+    """Returns what tensorstore's error says, without the places in its own source and its specification."""
+    return re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]
+
+
+def _os_error(text: str) -> OSError:
+    """Returns what tensorstore says of a file as the error that Python would raise."""
+    code, path = re.search(r"os_error_code='(\d+)'", text), re.search(r'local file "([^"]+)"', text)
+    if code is None:
+        return OSError(text)
+    return OSError(int(code[1]), os.strerror(int(code[1])), path and path[1])
+
+
+def _tree_metadata(names: list[str]) -> dict[str, Any]:
+    """Returns what orbax wants to know of a dictionary of numpy arrays."""
+    value = {"value_type": "np.ndarray", "skip_deserialize": False}
+    entries = {
+        str((name,)): {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": value}
+        for name in names
+    }
+    return {
+        "tree_metadata": entries,
+        "use_ocdbt": False,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }

@@ -12,14 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jmp_train.checkpoint_manifest import LONGEST, MANIFEST, MANIFEST_SUM, file_facts
 from jmp_train.whole_files import sync
 
 _STEP = re.compile(r"step_(\d{8,})")
-_MANIFEST, _MANIFEST_SUM = "manifest.json", "manifest.sha256"
-
-
-class DamagedError(ValueError):
-    """A checkpoint is not what was written; its text says which file, or which leaf."""
 
 
 def step_folder(directory: Path, step: int) -> Path:
@@ -46,10 +42,12 @@ def commit(folder: Path, manifest: dict[str, Any], write: Callable[[Path], None]
     beside.mkdir()
     try:
         write(beside)
-        files = {str(path.relative_to(beside)): _facts(path) for path in _files(beside)}
+        files = {path.relative_to(beside).as_posix(): file_facts(path) for path in _files(beside)}
         text = json.dumps({**manifest, "files": files}, indent=1).encode()
-        (beside / _MANIFEST).write_bytes(text)
-        (beside / _MANIFEST_SUM).write_text(hashlib.sha256(text).hexdigest())
+        if len(text) > LONGEST:
+            raise ValueError(f"the manifest has {len(text)} bytes, and at most {LONGEST} are read")
+        (beside / MANIFEST).write_bytes(text)
+        (beside / MANIFEST_SUM).write_text(hashlib.sha256(text).hexdigest())
         for path in (*_files(beside), *(p for p in beside.rglob("*") if p.is_dir()), beside):
             sync(path)
         remove(folder)
@@ -58,36 +56,6 @@ def commit(folder: Path, manifest: dict[str, Any], write: Callable[[Path], None]
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-
-
-def verified_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest, compared with its sum; raises DamagedError if it is not what was written."""
-    try:
-        text = (folder / _MANIFEST).read_bytes()
-        wanted = (folder / _MANIFEST_SUM).read_bytes().decode("ascii", "replace")
-    except OSError as error:
-        raise DamagedError(f"{error.filename}: {error.strerror}") from None
-    if hashlib.sha256(text).hexdigest() != wanted:
-        raise DamagedError(f"{folder / _MANIFEST} or {_MANIFEST_SUM} is not as it was written")
-    return json.loads(text)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest, after every file was compared with it.
-
-    Raises:
-      DamagedError: something is missing, or is not what was written.
-    """
-    manifest = verified_manifest(folder)
-    for name, facts in manifest["files"].items():
-        path = folder / name
-        try:
-            found = _facts(path)
-        except OSError as error:
-            raise DamagedError(f"{path}: {error.strerror}") from None
-        if found != facts:
-            raise DamagedError(f"{path} is not as it was written: {found} instead of {facts}")
-    return manifest
 
 
 def remove(folder: Path) -> None:
@@ -109,9 +77,3 @@ def clear_leftovers(directory: Path) -> None:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}

@@ -6,10 +6,49 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import keystr
 
 from jmp_train.host_arrays import as_bytes, is_divided, is_key, local_data
 from jmp_train.policies.paths import path_name
+
+# The dtypes that a checkpoint holds, by numpy's names; all of jax's, but random keys, of which it holds the data.
+STORED = frozenset(
+    [
+        "bool",
+        "int1",
+        "int2",
+        "int4",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint1",
+        "uint2",
+        "uint4",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float4_e2m1fn",
+        "float6_e2m3fn",
+        "float6_e3m2fn",
+        "float8_e3m4",
+        "float8_e4m3",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "bfloat16",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
+)
 
 
 class Leaf(NamedTuple):
@@ -37,9 +76,37 @@ def leaves_of(state: Any) -> list[tuple[Leaf, Any]]:
     """Returns what there is to say of each leaf, and the leaf, in the order of the tree.
 
     Raises:
-      TypeError: a leaf is neither an array nor a number.
+      TypeError: a leaf is neither an array, nor a shape with a dtype, nor a number.
+      ValueError: an int is too large, or two leaves have the same path.
     """
-    return [(_describe(path, x), x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
+    described = [(_describe(path, x), x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
+    paths = [leaf.path for leaf, _ in described]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ValueError(f"two leaves of the state have the same path, {twice}")
+    return described
+
+
+def check_values(state: Any) -> None:
+    """Raises an error that names the leaf unless all of a state's leaves have values that can be saved.
+
+    Raises:
+      TypeError: a leaf is a shape without values, an array that is being traced, or of another library.
+      ValueError: a leaf was deleted, or there are no leaves.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    if not leaves:
+        raise ValueError("the state has no leaves: there is nothing to save")
+    for path, x in leaves:
+        name = path_name(path)
+        if isinstance(x, Tracer):
+            raise TypeError(f"state {name!r} is traced: save outside of jax.jit and its like")
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            raise TypeError(f"state {name!r} must be an array or a number, got {_shortened(x)}")
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise ValueError(
+                f"state {name!r} was deleted, as a rule by donation: save what the step returned"
+            )
 
 
 def to_host(x: Any) -> np.ndarray:
@@ -49,6 +116,8 @@ def to_host(x: Any) -> np.ndarray:
 
         return multihost_utils.process_allgather(x, tiled=True)
     array = local_data(x)
+    if not array.dtype.isnative:
+        return array.astype(array.dtype.newbyteorder("="))
     # On a CPU that is the device's memory, which the next step may be given; numpy's own its owner may change.
     mine = array.flags.owndata and array is not x
     return array if mine else array.copy()
@@ -80,11 +149,34 @@ def file_name(number: int, path: str) -> str:
 
 def _describe(path: Any, x: Any) -> Leaf:
     name = keystr(path)
-    if isinstance(x, bool | int | float):
-        return Leaf(name, type(x).__name__, np.asarray(x).dtype.name, ())
+    if isinstance(x, bool | int | float) or type(x) is complex:
+        dtype = np.asarray(x).dtype.name
+        if isinstance(x, int) and dtype not in ("bool", "int64"):
+            raise ValueError(f"state {path_name(path)!r} is an int beyond int64, {_shortened(x)}")
+        return Leaf(name, type(x).__name__, dtype, ())
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise TypeError(f"state {path_name(path)!r} must be an array or a number, got {x!r}")
+        raise TypeError(
+            f"state {path_name(path)!r} must be an array or a number, got {_shortened(x)}"
+        )
     if is_key(x):
         data = jax.eval_shape(jax.random.key_data, x)
         return Leaf(name, str(x.dtype), data.dtype.name, tuple(data.shape))
-    return Leaf(name, "array", np.dtype(x.dtype).name, tuple(x.shape))
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"state {path_name(path)!r} is a masked array, whose mask would be lost; make two leaves of "
+            "its data and its mask"
+        )
+    try:
+        dtype = np.dtype(x.dtype)
+    except TypeError:  # of another library
+        dtype = x.dtype
+    if getattr(dtype, "name", None) not in STORED:
+        raise TypeError(
+            f"state {path_name(path)!r} has dtype {dtype}, which checkpoints do not hold"
+        )
+    return Leaf(name, "array", dtype.name, tuple(x.shape))
+
+
+def _shortened(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jmp_train.checkpoint_writer import tell_lost_steps
 from jmp_train.host_arrays import as_bytes, is_divided, local_data, to_leaf
 from jmp_train.policies.paths import named_leaves
 
@@ -273,6 +274,7 @@ def _launcher() -> str | None:
 def _leave_after_error() -> None:
     """Ends the process after an uncaught exception, without waiting for processes that wait for this one."""
     if getattr(sys, "last_value", None) is not None:
+        tell_lost_steps()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -58,6 +58,7 @@ def to_leaf(array: np.ndarray, like: Any, sharding: Any) -> Any:
     if not hasattr(like, "dtype"):
         return type(like)(array.item())
     if isinstance(like, np.ndarray | np.generic):
+        array = array.astype(like.dtype, copy=False)  # in its order of bytes
         return array if isinstance(like, np.ndarray) else array[()]
     if is_key(like):
         implementation = _IMPLEMENTATIONS.get(str(like.dtype)) or str(jax.random.key_impl(like))

@@ -34,6 +34,10 @@ def _leave(error: BaseException) -> None:
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
+    writer = sys.modules.get("jmp_train.checkpoint_writer")
+    if writer is not None:  # the script may have a checkpoint on its way
+        writer.finish_writes()
+        writer.tell_lost_steps()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code & 0xFF)

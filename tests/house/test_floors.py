@@ -22,7 +22,17 @@ ALLOWED = {
         "jmp_train.graphs",
     },
 }
-HEAVY = ("orbax", "matplotlib", "grain", "rich", "sklearn", "networkx", "pandas", "safetensors")
+HEAVY = (
+    "orbax",
+    "tensorstore",
+    "matplotlib",
+    "grain",
+    "rich",
+    "sklearn",
+    "networkx",
+    "pandas",
+    "safetensors",
+)
 
 
 def modules(folder: str) -> list[Path]:

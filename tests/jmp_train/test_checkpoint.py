@@ -143,13 +143,13 @@ def fixture_two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", ["deleted", "cut", "emptied", "flipped"])
 def test_no_damage_is_silent(kind: str, two_steps: Path, tmp_path: Path) -> None:
-    """At least 200 cases together: each file of the step; of the flipped ones, 13 places in each."""
+    """At least 200 cases together: each file of the step; of the flipped ones, 15 places in each."""
     generator, cases = random.Random(0), 0
     whole = two_steps / "step_00000002"
     names = [path.relative_to(whole) for path in files_of(whole)]
-    assert len(names) >= 13
+    assert len(names) >= 12
     for name in names:
-        for _ in range(13 if kind == "flipped" else 1):
+        for _ in range(15 if kind == "flipped" else 1):
             directory = tmp_path / str(cases)
             shutil.copytree(two_steps, directory)
             damage_file(directory / whole.name / name, kind, generator)
@@ -163,11 +163,11 @@ def test_no_damage_is_silent(kind: str, two_steps: Path, tmp_path: Path) -> None
             assert_equal(found, small_state(1.0))
             shutil.rmtree(directory)
             cases += 1
-    assert cases >= {"flipped": 169}.get(kind, 13)
+    assert cases >= {"flipped": 180}.get(kind, 12)
 
 
 def test_a_leaf_that_is_another_than_was_saved_is_named(two_steps: Path, tmp_path: Path) -> None:
-    """Should the files be as they were written, and orbax still read something else."""
+    """Should the files be as they were written, and still something else be read."""
     directory = tmp_path / "copy"
     shutil.copytree(two_steps, directory)
     manifest = directory / "step_00000002" / "manifest.json"

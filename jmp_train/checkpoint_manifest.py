@@ -1,0 +1,190 @@
+"""A checkpoint's manifest: what it has to say before it is believed, and whether the files are what it says.
+
+The sums in it tell damage. Whoever can write into the folder can make them right, so that no name, size or shape in it is
+used before it has been looked at: what is read lies in the checkpoint's own folder, as plain files, and takes the
+memory of the state that is asked for.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from jmp_train.checkpoint_leaves import STORED
+
+MANIFEST, MANIFEST_SUM = "manifest.json", "manifest.sha256"
+FORMAT = 1
+LONGEST = 2**26  # bytes of a manifest; a leaf takes about 600 of them
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_COMPONENT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.\-]+")  # of a path below the checkpoint's folder
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not what was written; its text says which file, or which leaf."""
+
+
+def verified_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the manifest, after it was compared with its sum, and what it says with what may be said.
+
+    Args:
+      folder: of the step, whose number its name begins with.
+
+    Raises:
+      DamagedError: it is missing, is not what was written, or is nothing that this version writes.
+    """
+    if not stat.S_ISDIR(_mode(folder)):
+        raise DamagedError(f"{folder} is not a folder")
+    text = _read(folder, MANIFEST)
+    if hashlib.sha256(text).hexdigest().encode() != _read(folder, MANIFEST_SUM):
+        raise DamagedError(f"{folder / MANIFEST} or {MANIFEST_SUM} is not as it was written")
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{folder / MANIFEST} cannot be parsed: {error}") from None
+    if wrong := _what_is_wrong(manifest, folder.name):
+        raise DamagedError(f"{folder / MANIFEST} {wrong}")
+    return manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the manifest, as `verified_manifest` does, after every file was compared with it.
+
+    Raises:
+      DamagedError: something is missing, or is not what was written.
+    """
+    manifest = verified_manifest(folder)
+    for name, facts in manifest["files"].items():
+        _check_file(folder, name, facts)
+    return manifest
+
+
+def file_facts(path: Path) -> dict[str, Any]:
+    """Returns what a manifest says of a file."""
+    with path.open("rb") as file:
+        return _facts(file)
+
+
+def _what_is_wrong(manifest: Any, folder_name: str) -> str:
+    """Returns in a few words what is not as this version writes it; nothing if all is."""
+    if not isinstance(manifest, dict):
+        return "is not a JSON object"
+    if not _is_count(manifest.get("format")) or manifest["format"] != FORMAT:
+        return (
+            f"has format {_shown(manifest.get('format'))}, this version of jmp_train reads {FORMAT}"
+        )
+    step, leaves, files = (manifest.get(key) for key in ("step", "leaves", "files"))
+    if not _is_count(step) or f"step_{step:08d}" != folder_name.partition(".")[0]:
+        return f"is of step {_shown(step)}"
+    if not isinstance(files, dict) or not isinstance(leaves, list):
+        return "has no list of leaves or no files"
+    if not isinstance(manifest.get("metadata", {}), dict):
+        return f"has metadata {_shown(manifest['metadata'])}"
+    for name, facts in files.items():
+        if not all(_COMPONENT.fullmatch(part) for part in name.split("/")):
+            return f"names a file {_shown(name)}, which is not one of a checkpoint"
+        if not isinstance(facts, dict) or not _is_count(facts.get("bytes")):
+            return f"does not say how long {_shown(name)} is"
+        if not _is_sha256(facts.get("sha256")):
+            return f"does not say the sha256 of {_shown(name)}"
+    for number, leaf in enumerate(leaves):
+        if wrong := _what_is_wrong_with_leaf(leaf, files):
+            return f"says of leaf {number} {wrong}"
+    for key in ("path", "folder"):
+        if len({leaf[key] for leaf in leaves}) < len(leaves):
+            return f"has two leaves of the same {key}"
+    return ""
+
+
+def _what_is_wrong_with_leaf(leaf: Any, files: dict[str, Any]) -> str:
+    if not isinstance(leaf, dict):
+        return f"{_shown(leaf)}"
+    for key in ("path", "kind", "folder"):
+        if not isinstance(leaf.get(key), str):
+            return f"{key} {_shown(leaf.get(key))}"
+    if not isinstance(leaf.get("dtype"), str) or leaf["dtype"] not in STORED:
+        return f"dtype {_shown(leaf.get('dtype'))}"
+    shape = leaf.get("shape")
+    if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
+        return f"shape {_shown(shape)}"
+    if len(shape) > 32 or math.prod(max(1, size) for size in shape) >= 2**60:
+        return f"shape {_shown(shape)}, which no array has"
+    if not _is_sha256(leaf.get("sha256")):
+        return f"sha256 {_shown(leaf.get('sha256'))}"
+    if not _COMPONENT.fullmatch(leaf["folder"]):
+        return f"folder {_shown(leaf['folder'])}"
+    chunk = ".".join("0" for _ in shape) or "0"
+    if 0 in shape:
+        return ""
+    for name in (".zarray", chunk):
+        if f"arrays/{leaf['folder']}/{name}" not in files:
+            return f"folder {_shown(leaf['folder'])}, of whose file {name} it says nothing"
+    return ""
+
+
+def _check_file(folder: Path, name: str, facts: dict[str, Any]) -> None:
+    path = folder / name
+    try:
+        with _open(folder, name) as file:
+            size = os.fstat(file.fileno()).st_size
+            found = _facts(file) if size == facts["bytes"] else {"bytes": size}
+    except OSError as error:
+        raise DamagedError(f"{path}: {error.strerror}") from None
+    if any(facts[key] != value for key, value in found.items()):
+        raise DamagedError(f"{path} is not as it was written: {found} instead of {facts}")
+
+
+def _facts(file: BufferedReader) -> dict[str, Any]:
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
+
+
+def _read(folder: Path, name: str) -> bytes:
+    try:
+        with _open(folder, name) as file:
+            text = file.read(LONGEST + 1)
+    except OSError as error:
+        raise DamagedError(f"{folder / name}: {error.strerror}") from None
+    if len(text) > LONGEST:
+        raise DamagedError(f"{folder / name} is longer than {LONGEST} bytes")
+    return text
+
+
+def _open(folder: Path, name: str) -> BufferedReader:
+    """Opens a plain file that no link leads to, so that opening it neither waits nor leaves the folder."""
+    path = folder
+    *parents, last = name.split("/")
+    for part in parents:
+        path /= part
+        if not stat.S_ISDIR(_mode(path)):
+            raise DamagedError(f"{path} is not a folder")
+    path /= last
+    if not stat.S_ISREG(_mode(path)):
+        raise DamagedError(f"{path} is not a plain file")
+    return path.open("rb")
+
+
+def _mode(path: Path) -> int:
+    try:
+        return path.lstat().st_mode
+    except OSError as error:
+        raise DamagedError(f"{path}: {error.strerror}") from None
+
+
+def _is_count(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+
+
+def _is_sha256(x: Any) -> bool:
+    return isinstance(x, str) and _SHA256.fullmatch(x) is not None
+
+
+def _shown(x: Any) -> str:
+    """Returns a value of unknown length and contents on a line."""
+    text = ascii(x)
+    return text if len(text) <= 60 else f"{text[:60]}..."

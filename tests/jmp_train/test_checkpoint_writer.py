@@ -1,0 +1,186 @@
+"""The last checkpoint of a script: written though nobody waits for it, or missed aloud."""
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jmp_train as jt
+
+# Random numbers do not compress: writing them takes longer than what the script does after it.
+SAVE = (
+    "import os, resource, signal, sys, numpy as np, jmp_train as jt\n"
+    "store = jt.CheckpointStore(sys.argv[1])\n"
+    "state = {'w': np.random.default_rng(0).integers(0, 2**63, 4_000_000), 'step': 7}\n"
+    "def fill_the_disk():\n"
+    "    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    "    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))\n"
+)
+RUNNER = Path(jt.__file__).with_name("launched.py")  # as the launcher starts scripts
+
+
+def run(directory: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script that has a store and a state, but that does not close the store."""
+    file = directory.with_name(f"{directory.name}.py")
+    file.write_text(SAVE + script)
+    return subprocess.run(
+        [sys.executable, *options, str(file), str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def saved(directory: Path) -> tuple[int, int]:
+    """Returns the newest step and what its state says that it is; nothing else is left there."""
+    with jt.CheckpointStore(directory) as store:
+        step, state = store.restore({"w": np.zeros(4_000_000, np.int64), "step": 0})
+    wanted = np.random.default_rng(0).integers(0, 2**63, 4_000_000)
+    np.testing.assert_array_equal(state["w"], wanted)
+    return step, state["step"]
+
+
+@pytest.mark.timeout(120)
+def test_a_script_that_ends_without_close_has_its_last_checkpoint(tmp_path: Path) -> None:
+    other = "other = jt.CheckpointStore(sys.argv[1] + '_other'); other.save(7, state); del other\n"
+    done = run(tmp_path / "end", f"store.save(7, state)\n{other}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert saved(tmp_path / "end") == (7, 7)
+    assert saved(tmp_path / "end_other") == (7, 7)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("options", [(), (str(RUNNER),)], ids=["python", "launched"])
+def test_so_has_a_script_that_ends_by_an_error(tmp_path: Path, options: tuple[str, ...]) -> None:
+    done = run(tmp_path / "exit", "store.save(7, state)\nsys.exit(3)\n", *options)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert saved(tmp_path / "exit") == (7, 7)
+    done = run(tmp_path / "error", "store.save(7, state)\nraise ValueError('no more')\n", *options)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ValueError: no more"
+    assert saved(tmp_path / "error") == (7, 7)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("options", [(), (str(RUNNER),)], ids=["python", "launched"])
+def test_a_last_checkpoint_that_cannot_be_written_is_told(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    script = "store.save(6, {'step': 6})\nstore.wait()\nfill_the_disk()\nstore.save(7, state)\n"
+    done = run(
+        tmp_path / "end", script + "print('done')\nsys.exit(3 if sys.argv[2:] else 0)", *options
+    )
+    assert done.returncode == 1
+    assert done.stdout == "done\n"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"jmp_train: step 7 could not be written to {tmp_path / 'end'}: ")
+    assert "File too large" in line
+    assert line.endswith("; the steps before are as they were")
+    with jt.CheckpointStore(tmp_path / "end") as store:
+        assert store.restore({"step": 0}) == (6, {"step": 6})
+
+
+@pytest.mark.timeout(60)
+def test_a_failure_that_was_told_is_not_told_again(tmp_path: Path) -> None:
+    script = (
+        "fill_the_disk()\n"
+        "store.save(7, state)\n"
+        "try:\n"
+        "    store.wait()\n"
+        "except OSError as error:\n"
+        "    print(error.errno)\n"
+    )
+    done = run(tmp_path / "told", script)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{errno.EFBIG}\n"
+
+
+@pytest.mark.timeout(60)
+def test_it_saves_after_the_end_of_the_main_thread_and_at_the_exit_of_python(
+    tmp_path: Path,
+) -> None:
+    script = (
+        "import atexit, threading\n"
+        "def train():\n"
+        "    threading.main_thread().join()\n"
+        "    store.save(6, {**state, 'step': 6})\n"
+        "threading.Thread(target=train, daemon=False).start()\n"
+        "atexit.register(lambda: store.save(7, state) or store.close())\n"
+    )
+    done = run(tmp_path / "late", script)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert saved(tmp_path / "late") == (7, 7)
+    shutil.rmtree(tmp_path / "late" / "step_00000007")
+    assert saved(tmp_path / "late") == (6, 6)
+
+
+@pytest.fixture(name="small_disk")
+def fixture_small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yields a folder on a disk of 4 MB."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(directory)]
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(command, capture_output=True, check=False).returncode
+    ):
+        pytest.skip("a test may not mount a tmpfs here")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_a_full_disk_is_one_line_and_its_space_is_free_again(
+    small_disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(0)
+    small, large = ({"w": random.normal(size=size)} for size in (100_000, 800_000))
+    with jt.CheckpointStore(small_disk) as store:
+        store.save(1, small)
+        store.wait()
+        free = shutil.disk_usage(small_disk).free
+        store.save(2, large)
+        with pytest.raises(
+            OSError, match=r"step 2 .*No space left on device: '.*; the steps before are"
+        ) as caught:
+            store.wait()
+        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.__cause__ is None
+        assert "\n" not in str(caught.value)
+        assert shutil.disk_usage(small_disk).free == free
+        assert store.restore(small)[0] == 1
+        store.save(3, small)
+        assert store.restore(small)[0] == 3
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_full_disk_in_small_files_is_one_line_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Metadata and manifest are not written by tensorstore."""
+    state = {f"w{number}": np.zeros(3) for number in range(20)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with jt.CheckpointStore(tmp_path) as store:
+        for size in (30, 1000, 4000):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+            try:
+                store.save(2, state)
+                with pytest.raises(OSError, match=r"step 2 .*File too large") as caught:
+                    store.close() if size == 4000 else store.wait()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert caught.value.errno == errno.EFBIG
+    signal.signal(signal.SIGXFSZ, handler)
+    assert capfd.readouterr() == ("", "")
+    assert os.listdir(tmp_path) == []
