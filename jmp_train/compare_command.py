@@ -3,10 +3,12 @@
 import argparse
 import json
 import sys
-import tempfile
+import threading
+from collections import deque
 from collections.abc import Sequence
-from subprocess import PIPE, Popen
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from subprocess import PIPE
+from typing import IO, TYPE_CHECKING
 
 from jmp_train.command_errors import Failure, WrongCall, checking_the_call
 from jmp_train.command_options import make_writable, task_options
@@ -14,7 +16,13 @@ from jmp_train.tasks import load_task
 
 if TYPE_CHECKING:
     from jmp_train.display import Display
-    from jmp_train.records import Run
+    from jmp_train.output import Output
+    from jmp_train.records import Event, Run
+
+_PROCESS = Path(__file__).with_name("train_process.py")
+_WARNING = "jmp-train: warning: "
+_KEPT_LINES = 1000  # of what a process prints on standard error
+_READER_SECONDS = 5.0  # longer only if something that the process has started holds the pipe
 
 DEFAULT_POLICIES = ("float32", "autocast_float16", "autocast_bfloat16")
 
@@ -36,8 +44,19 @@ _HANDED_ON = (
 
 def compare_command(args: argparse.Namespace) -> int:
     """Trains under each name in a process of its own, so that time and memory are that name's."""
-    from jmp_train.comparison import explain_failure, explanations
-    from jmp_train.display import display_on
+    from jmp_train.output import own_output
+
+    if not args.json:
+        _compare(args, sys.stdout, None)
+        return 0
+    with own_output() as output:
+        _compare(args, sys.stderr, output)
+    return 0 if output.lost is None else 1
+
+
+def _compare(args: argparse.Namespace, log: IO[str], output: "Output | None") -> None:
+    """Trains, prints JSON on `output` or else tables on standard output, and writes the report."""
+    from jmp_train.comparison import explanations
     from jmp_train.report import print_speed_table, print_table, report, write_report
     from jmp_train.training import count_steps
 
@@ -48,9 +67,35 @@ def compare_command(args: argparse.Namespace) -> int:
         count_steps(task, epochs, args.batch_size or task.batch_size)
         del task  # its data may be large, and each process has its own
         _check_outputs(args, names)
-    log = sys.stderr if args.json else sys.stdout
+    runs, failures = _train_all(args, names, epochs, log)
+    if output is not None:
+        print(json.dumps(report(args.task, runs), indent=2), file=output)
+    elif runs:
+        print_table(runs)
+        if args.modes:
+            print_speed_table(runs)
+    for text in explanations(runs):
+        print(text, file=log)
+    problems = [f"{name}: {reason}" for name, reason in failures]
+    if args.out is not None and runs:  # an earlier report is not lost to a failure
+        written, unwritten = write_report(args.out, args.task, runs, failures)
+        for path in written:
+            print(f"wrote {path}", file=log)
+        problems += unwritten
+    if problems:
+        raise Failure("; ".join(problems))
+
+
+def _train_all(
+    args: argparse.Namespace, names: Sequence[str], epochs: int, log: IO[str]
+) -> tuple[list["Run"], list[tuple[str, str]]]:
+    """Returns the runs that ended well, and the name and the reason of each other one."""
+    from jmp_train.child_processes import signals_as_exceptions
+    from jmp_train.comparison import explain_failure
+    from jmp_train.display import display_on
+
     runs, failures = [], []
-    with display_on(log, names, epochs) as display:
+    with signals_as_exceptions(), display_on(log, names, epochs) as display:
         for name in names:
             display.start(name)
             try:
@@ -59,20 +104,7 @@ def compare_command(args: argparse.Namespace) -> int:
                 reason = explain_failure(name, str(failure))
                 failures.append((name, reason))
                 display.fail(name, reason)
-    if args.out is not None and runs:  # an earlier report is not lost to a failure
-        for path in write_report(args.out, args.task, runs, failures):
-            print(f"wrote {path}", file=log)
-    if args.json:
-        print(json.dumps(report(args.task, runs), indent=2))
-    elif runs:
-        print_table(runs)
-        if args.modes:
-            print_speed_table(runs)
-    for text in explanations(runs):
-        print(text, file=log)
-    if failures:
-        raise Failure("; ".join(f"{name}: {reason}" for name, reason in failures))
-    return 0
+    return runs, failures
 
 
 def _check_outputs(args: argparse.Namespace, names: Sequence[str]) -> None:
@@ -95,30 +127,39 @@ def _check_outputs(args: argparse.Namespace, names: Sequence[str]) -> None:
 
 def _run_in_process(args: argparse.Namespace, name: str, display: "Display") -> "Run":
     """Returns the run; raises Failure if the process did not end well."""
-    from jmp_train.records import Run, event_from_json
+    from jmp_train.child_processes import ChildProcess
+    from jmp_train.records import Run
 
     run = None
-    with tempfile.TemporaryFile("w+") as errors, _start(args, name, errors) as process:
+    others: list[bytes] = []  # lines that are no events
+    errors: deque[bytes] = deque(maxlen=_KEPT_LINES)
+    with ChildProcess(_command(args, name), stdout=PIPE, stderr=PIPE) as process:
         assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                event = event_from_json(json.loads(line))
-                display.show(name, event)
-                if isinstance(event, Run):
-                    run = event
-        except BaseException:
-            process.kill()
-            raise
+        assert process.stderr is not None
+        reader = threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True)
+        reader.start()
+        for line in process.stdout:
+            event = _event(line)
+            if event is None:
+                others.append(line)
+                continue
+            display.show(name, event)
+            if isinstance(event, Run):
+                run = event
         code = process.wait()
-        errors.seek(0)
-        text = errors.read()
+    reader.join(_READER_SECONDS)
+    text = b"".join(errors).decode(errors="replace")
     if code != 0 or run is None:
         raise Failure(_reason(code, text))
+    _hand_on_warnings(name, text, others)
     return run
 
 
-def _start(args: argparse.Namespace, name: str, errors: Any) -> Popen[str]:
-    command = [sys.executable, "-m", "jmp_train", "train", args.task, "--policy", name, "--json"]
+def _command(args: argparse.Namespace, name: str) -> list[str]:
+    """Returns the command of a run's process; -P keeps what is in the current folder from being imported."""
+    command = [sys.executable, "-P"]
+    command += ["-E"] * sys.flags.ignore_environment + ["-s"] * sys.flags.no_user_site
+    command += [str(_PROCESS), "train", args.task, "--policy", name, "--json"]
     for option in _HANDED_ON:
         value = getattr(args, option)
         if value is not None:
@@ -126,14 +167,40 @@ def _start(args: argparse.Namespace, name: str, errors: Any) -> Popen[str]:
             command += [f"--{option.replace('_', '-')}", *map(str, values)]
     if args.synthetic:
         command.append("--synthetic")
-    return Popen(command, stdout=PIPE, stderr=errors, text=True)
+    return command
 
 
-def _reason(code: int, errors: str) -> str:
+def _event(line: bytes) -> "Event | None":
+    """Returns the event that a line is; None if it is none, such as what a library prints."""
+    from jmp_train.records import event_from_json
+
+    try:
+        return event_from_json(json.loads(line))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _hand_on_warnings(name: str, errors: str, others: Sequence[bytes]) -> None:
+    """Prints what is to be said of a run that ended well."""
+    texts = [
+        line.removeprefix(_WARNING) for line in errors.splitlines() if line.startswith(_WARNING)
+    ]
+    if others:
+        first = others[0].decode(errors="replace").strip()
+        texts.append(
+            f"passed by {len(others)} of its lines of output, which are no events: {first[:60]!r}"
+        )
+    for text in texts:
+        print(f"{_WARNING}{name}: {text}", file=sys.stderr, flush=True)
+
+
+def _reason(code: int | None, errors: str) -> str:
     """Returns one line that says why the process failed; what else it printed goes to stderr."""
     lines = errors.strip().splitlines()
     prefix = "jmp-train: error: "
     if lines and lines[-1].startswith(prefix):
         return lines[-1].removeprefix(prefix)
     print(errors, end="", file=sys.stderr)
+    if not code:
+        return "ended without a result"
     return f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

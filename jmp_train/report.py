@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +45,38 @@ def _run_report(run: Run) -> dict[str, Any]:
 
 def write_report(
     directory: Path, task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = ()
-) -> list[Path]:
-    """Writes report.json, report.png and report.html; returns their paths.
+) -> tuple[list[Path], list[str]]:
+    """Writes report.json, report.png and report.html, each whole or not at all.
 
     Args:
       directory: where to; it exists.
       task: the task's name.
       runs: at least one; the others are compared with the first.
       failures: (policy, reason) of each run that did not end.
+
+    Returns:
+      The paths of the files that are written, and of each other one a line with its path and why it is not.
     """
     from jmp_train.html_report import page
     from jmp_train.pictures import png
 
-    content = finite_or_none(report(task, runs))
-    return [
-        write_whole(directory / "report.json", (json.dumps(content, indent=2) + "\n").encode()),
-        write_whole(directory / "report.png", png(task, runs)),
-        write_whole(directory / "report.html", page(task, runs, failures).encode()),
-    ]
+    contents: dict[str, Callable[[], bytes]] = {
+        "report.json": lambda: _json_report(task, runs),
+        "report.png": lambda: png(task, runs),
+        "report.html": lambda: page(task, runs, failures).encode(),
+    }
+    written, problems = [], []
+    for name, content in contents.items():
+        path = directory / name
+        try:
+            written.append(write_whole(path, content()))
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror or error}")
+    return written, problems
+
+
+def _json_report(task: str, runs: Sequence[Run]) -> bytes:
+    return (json.dumps(finite_or_none(report(task, runs)), indent=2) + "\n").encode()
 
 
 def print_table(runs: Sequence[Run]) -> None:

@@ -226,15 +226,11 @@ def test_compare_runs(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_
     assert 0 < report["runs"][0]["epochs"][0]["loss"] < 8
 
 
-def test_compare_hands_scale_and_heads_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = []
-    monkeypatch.setattr(
-        compare_command, "Popen", lambda command, **options: commands.append(command)
-    )
+def test_compare_hands_scale_and_heads_on() -> None:
     arguments = ["compare", "reddit", "--synthetic", "--scale", "0.002", "--heads", "2", "1", "2"]
-    compare_command._start(cli._parser().parse_args(arguments), "float32", None)
+    command = compare_command._command(cli._parser().parse_args(arguments), "float32")
     expected = "train reddit --policy float32 --json --seed 0 --devices 1 --heads 2 1 2 --scale 0.002 --synthetic"
-    assert " ".join(commands[0]).endswith(expected)
+    assert " ".join(command).endswith(expected)
 
 
 def test_a_run_from_files(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -85,26 +86,27 @@ def test_speed_and_memory_are_beside_the_first_runs(
 
 
 def test_a_report_is_three_files(tmp_path: Path) -> None:
-    paths = write_report(tmp_path, "digits", [make_run("a"), make_run("b")])
+    paths, problems = write_report(tmp_path, "digits", [make_run("a"), make_run("b")])
+    assert problems == []
     assert [path.name for path in paths] == ["report.json", "report.png", "report.html"]
     assert sorted(tmp_path.iterdir()) == sorted(paths)
     assert json.loads(paths[0].read_text())["runs"][1]["policy"] == "b"
 
 
-def test_a_failing_write_keeps_the_earlier_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = [make_run()]
-    earlier = {path: path.read_bytes() for path in write_report(tmp_path, "digits", runs)}
-
-    def full(self: Path, content: bytes) -> int:
-        self.touch()
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_report(tmp_path, "mnist", runs)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == earlier
+def test_what_fits_is_written_and_the_earlier_rest_is_kept(tmp_path: Path) -> None:
+    paths, _ = write_report(tmp_path, "digits", [make_run()])
+    _, *earlier = [path.read_bytes() for path in paths]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        written, problems = write_report(tmp_path, "mnist", [make_run()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert written == paths[:1]
+    assert problems == [f"{path}: File too large" for path in paths[1:]]
+    assert json.loads(paths[0].read_text())["task"] == "mnist"
+    assert [path.read_bytes() for path in paths[1:]] == earlier
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
 
 
 def test_the_sentences_compare_with_the_first_run() -> None:

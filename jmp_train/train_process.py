@@ -1,0 +1,28 @@
+"""A process of `jmp-train compare`: the command line of the package that this file is part of.
+
+Started as `python -P train_process.py`, so that nothing of the current folder is imported. `python -P -m jmp_train`
+would not do: where the package is in the current folder, as in a checkout, it would not be found, or another one.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def _main() -> int:
+    folder = Path(__file__).parent
+    spec = importlib.util.spec_from_file_location(
+        "jmp_train", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["jmp_train"] = package
+    spec.loader.exec_module(package)
+    from jmp_train.cli import main
+
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
