@@ -10,14 +10,15 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import IO, TYPE_CHECKING
 
+from jmp_train.child_processes import ChildProcess, signals_as_exceptions
 from jmp_train.command_errors import Failure, WrongCall, checking_the_call
 from jmp_train.command_options import make_writable, task_options
+from jmp_train.output import Output, own_output
+from jmp_train.records import Event, Run, event_from_json
 from jmp_train.tasks import load_task
 
 if TYPE_CHECKING:
     from jmp_train.display import Display
-    from jmp_train.output import Output
-    from jmp_train.records import Event, Run
 
 _PROCESS = Path(__file__).with_name("train_process.py")
 _WARNING = "jmp-train: warning: "
@@ -44,8 +45,6 @@ _HANDED_ON = (
 
 def compare_command(args: argparse.Namespace) -> int:
     """Trains under each name in a process of its own, so that time and memory are that name's."""
-    from jmp_train.output import own_output
-
     if not args.json:
         _compare(args, sys.stdout, None)
         return 0
@@ -54,7 +53,7 @@ def compare_command(args: argparse.Namespace) -> int:
     return 0 if output.lost is None else 1
 
 
-def _compare(args: argparse.Namespace, log: IO[str], output: "Output | None") -> None:
+def _compare(args: argparse.Namespace, log: IO[str], output: Output | None) -> None:
     """Trains, prints JSON on `output` or else tables on standard output, and writes the report."""
     from jmp_train.comparison import explanations
     from jmp_train.report import print_speed_table, print_table, report, write_report
@@ -88,9 +87,8 @@ def _compare(args: argparse.Namespace, log: IO[str], output: "Output | None") ->
 
 def _train_all(
     args: argparse.Namespace, names: Sequence[str], epochs: int, log: IO[str]
-) -> tuple[list["Run"], list[tuple[str, str]]]:
+) -> tuple[list[Run], list[tuple[str, str]]]:
     """Returns the runs that ended well, and the name and the reason of each other one."""
-    from jmp_train.child_processes import signals_as_exceptions
     from jmp_train.comparison import explain_failure
     from jmp_train.display import display_on
 
@@ -125,11 +123,8 @@ def _check_outputs(args: argparse.Namespace, names: Sequence[str]) -> None:
             check_unused(args.logdir / name)
 
 
-def _run_in_process(args: argparse.Namespace, name: str, display: "Display") -> "Run":
+def _run_in_process(args: argparse.Namespace, name: str, display: "Display") -> Run:
     """Returns the run; raises Failure if the process did not end well."""
-    from jmp_train.child_processes import ChildProcess
-    from jmp_train.records import Run
-
     run = None
     others: list[bytes] = []  # lines that are no events
     errors: deque[bytes] = deque(maxlen=_KEPT_LINES)
@@ -148,7 +143,7 @@ def _run_in_process(args: argparse.Namespace, name: str, display: "Display") -> 
                 run = event
         code = process.wait()
     reader.join(_READER_SECONDS)
-    text = b"".join(errors).decode(errors="replace")
+    text = b"".join(errors.copy()).decode(errors="replace")
     if code != 0 or run is None:
         raise Failure(_reason(code, text))
     _hand_on_warnings(name, text, others)
@@ -170,10 +165,8 @@ def _command(args: argparse.Namespace, name: str) -> list[str]:
     return command
 
 
-def _event(line: bytes) -> "Event | None":
+def _event(line: bytes) -> Event | None:
     """Returns the event that a line is; None if it is none, such as what a library prints."""
-    from jmp_train.records import event_from_json
-
     try:
         return event_from_json(json.loads(line))
     except (ValueError, KeyError, TypeError, RecursionError):

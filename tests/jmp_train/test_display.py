@@ -1,9 +1,13 @@
 import io
+import os
 import re
+import sys
 
+import pytest
 from helpers import make_run
 
 from jmp_train.display import LineDisplay, LiveDisplay, display_on
+from jmp_train.output import Output
 from jmp_train.records import Compiled, Progress
 
 RUN = make_run("mixed_float16", scale=8.0, skips=(3,))
@@ -65,3 +69,26 @@ def test_the_last_epoch_is_followed_by_the_test() -> None:
         display.show("a", RUN.epochs[1])
         display._live.refresh()
     assert re.search(r"a +testing", plain(stream.getvalue()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+def test_a_terminal_that_lacks_the_characters_and_then_goes_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    user, terminal = os.openpty()
+    with open(terminal, "w", encoding="ascii") as file:
+        stream = Output(file)
+        with display_on(stream, ["mixed_float16"], 2) as display:  # pyright: ignore[reportArgumentType]
+            assert isinstance(display, LiveDisplay)
+            display.start("mixed_float16")
+            for event in EVENTS:
+                display.show("mixed_float16", event)
+            display._live.refresh()
+            text = plain(os.read(user, 65536).decode("ascii"))
+            os.close(user)
+            display.show("mixed_float16", RUN.epochs[1])
+            display.fail("mixed_float16", "why")
+        assert isinstance(stream.lost, OSError)
+    assert "mixed_float16   epoch 1/2  loss" in text
+    assert re.search(r"mixed_float16 -+ +0/100 steps|mixed_float16 [- ]+50/100 steps", text)
