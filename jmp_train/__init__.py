@@ -4,7 +4,8 @@
 passing. Everything that jmp 0.0.4 has is here under the same names.
 """
 
-from jmp_train import command_start  # noqa: F401, I001 - before jax, which takes seconds
+from jmp_train import current_folder  # noqa: F401, I001 - before all that could be there
+from jmp_train import command_start  # noqa: F401 - before jax, which takes seconds
 
 import importlib
 import typing

@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from jmp_train.current_folder import runs_as_module
+
 
 def _is_command() -> bool:
     """Returns whether this process is `jmp-train` or `python -m jmp_train`."""
     arguments: list[str] = getattr(sys, "argv", None) or [""]
-    if arguments[0] == "-m":  # what Python has there until it has found the module
-        return sys.orig_argv[-len(arguments)] in ("jmp_train", "-mjmp_train")
     name = os.path.basename(arguments[0])
-    return name in ("jmp-train", "jmp-train.exe", "jmp-train-script.py")
+    return runs_as_module() or name in ("jmp-train", "jmp-train.exe", "jmp-train-script.py")
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -62,10 +62,9 @@ def test_nothing_of_the_current_folder_runs_and_pythonpath_is_heeded(tmp_path: P
     assert json.loads(out.removeprefix("hello\nhalf"))["runs"][0]["policy"] == "float32"
 
 
-def test_python_m_leaves_the_current_folder_before_it_imports_what_a_task_needs(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "networkx.py").write_text(HOSTILE)
+def test_python_m_leaves_the_current_folder_before_it_imports_anything(tmp_path: Path) -> None:
+    for name in ("networkx", "jax", "flax", "numpy", "typing_extensions", "random", "logging"):
+        (tmp_path / f"{name}.py").write_text(HOSTILE)
     code, out, error = shell(
         "PYTHONIOENCODING=ascii $PYTHON -m jmp_train train karate --epochs 1", tmp_path
     )

@@ -1,0 +1,27 @@
+"""Takes the current folder off the path of `python -m jmp_train`, so that no `jax.py` there is imported.
+
+`-m` puts it first; `jmp-train` does not have it. The package imports this before all else, and this imports only what
+Python itself has loaded by then. Where the process is not the command it does nothing.
+"""
+
+import os
+import sys
+
+
+def runs_as_module() -> bool:
+    """Returns whether this process is `python -m jmp_train`, and Python has not found the module yet."""
+    arguments: list[str] = getattr(sys, "argv", None) or [""]
+    return arguments[0] == "-m" and sys.orig_argv[-len(arguments)] in ("jmp_train", "-mjmp_train")
+
+
+def _leave() -> None:
+    try:
+        current = os.getcwd()
+    except OSError:  # it is removed
+        return
+    if not sys.flags.safe_path and sys.path[:1] == [current]:
+        del sys.path[0]
+
+
+if runs_as_module():
+    _leave()
