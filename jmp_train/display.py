@@ -5,9 +5,14 @@ from typing import IO, TYPE_CHECKING, Protocol, Self
 
 from jmp_train.records import Compiled, Epoch, Event, Progress, Run
 from jmp_train.report import epoch_line
+from jmp_train.terminal import Sheet, console_on, is_screen, width_of, wrapped
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
+
+
+_TITLES = ("policy", "now", "loss", "scale", "skipped", "s/epoch", "compile", "memory")
+_BESIDE_NAME_AND_COUNT = 40  # "steps", two clocks, a bar of ten, and gaps
 
 
 class Display(Protocol):
@@ -31,14 +36,14 @@ class Display(Protocol):
 
 
 def display_on(stream: IO[str], policies: Sequence[str], epochs: int) -> Display:
-    """Returns the display that suits a stream: live on a terminal, lines elsewhere.
+    """Returns the display that suits a stream: live on a terminal that can be, lines elsewhere.
 
     Args:
       stream: where to print.
       policies: the runs that will come.
       epochs: how many epochs each has.
     """
-    if stream.isatty():
+    if is_screen(stream):
         return LiveDisplay(stream, policies, epochs)
     return LineDisplay(stream, epochs)
 
@@ -63,7 +68,10 @@ class LineDisplay:
     def show(self, policy: str, event: Event) -> None:
         """Prints a line if the event is an epoch."""
         if isinstance(event, Epoch):
-            print(epoch_line(policy, event, self.epochs), file=self.stream, flush=True)
+            line = epoch_line(policy, event, self.epochs)
+            if self.stream.isatty():
+                line = wrapped(line, width_of(self.stream))
+            print(line, file=self.stream, flush=True)
 
     def fail(self, policy: str, reason: str) -> None:
         """Prints nothing: the command ends with the reason."""
@@ -73,7 +81,6 @@ class LiveDisplay:
     """A progress bar for each run and a table of where each is, renewed as they go."""
 
     def __init__(self, stream: IO[str], policies: Sequence[str], epochs: int) -> None:
-        from rich.console import Console, Group
         from rich.live import Live
         from rich.progress import (
             BarColumn,
@@ -97,9 +104,11 @@ class LiveDisplay:
         self._tasks = {
             policy: self._bars.add_task(policy, start=False, total=None) for policy in policies
         }
+        self._stream = stream
+        self._console = console_on(stream)
         self._live = Live(
-            get_renderable=lambda: Group(self._bars, self._table()),
-            console=Console(file=stream),
+            get_renderable=self._render,
+            console=self._console,
             transient=True,
         )
 
@@ -128,12 +137,11 @@ class LiveDisplay:
                 self._bars.update(bar, total=total, completed=last.step)
                 row.loss, row.scale = f"{last.loss:.4f}", f"{last.loss_scale:g}"
                 row.skipped = str(skipped_steps)
+                row.steps = f"{last.step}/{total}"
             case Epoch():
                 row.seconds, row.memory = f"{event.seconds:.2f}", f"{event.memory_mb:.0f} MB"
                 row.status = "testing" if event.epoch == self.epochs else "training"
-                self._live.console.print(
-                    epoch_line(policy, event, self.epochs), highlight=False, soft_wrap=True
-                )
+                self._print(epoch_line(policy, event, self.epochs))
             case Run():
                 row.status = f"{event.test_accuracy:.2%} right"
 
@@ -141,20 +149,19 @@ class LiveDisplay:
         """Marks a run as failed."""
         self._bars.stop_task(self._tasks[policy])
         self._rows[policy].status = "failed"
-        self._live.console.print(f"{policy}: {reason}", highlight=False, soft_wrap=True)
+        self._print(f"{policy}: {reason}")
 
-    def _table(self) -> "Table":
-        from rich import box
-        from rich.table import Table
+    def _print(self, line: str) -> None:
+        text = wrapped(line, self._console.width)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-        table = Table(box=box.SIMPLE_HEAD, padding=0)
-        table.add_column("policy", no_wrap=True)
-        table.add_column("now", no_wrap=True)
-        for title in ("loss", "scale", "skipped", "s/epoch", "compile", "memory"):
-            table.add_column(title, justify="right", no_wrap=True)
-        for policy, row in self._rows.items():
-            table.add_row(
-                policy,
+    def _render(self) -> "Group":
+        """Returns the bars and the table; where bars do not fit, the table has the steps."""
+        from rich.console import Group
+
+        rows = [
+            (
+                name,
                 row.status,
                 row.loss,
                 row.scale,
@@ -163,7 +170,16 @@ class LiveDisplay:
                 row.compile,
                 row.memory,
             )
-        return table
+            for name, row in self._rows.items()
+        ]
+        self._console.width = width_of(self._stream)  # which may have changed
+        names = max(map(len, self._rows))
+        counts = max(len(row.steps) for row in self._rows.values())
+        if names + counts + _BESIDE_NAME_AND_COUNT <= self._console.width:
+            return Group(self._bars, Sheet(_TITLES, rows, left=2))
+        steps = [row.steps for row in self._rows.values()]
+        rows = [(*row[:2], count, *row[2:]) for row, count in zip(rows, steps, strict=True)]
+        return Group(Sheet((*_TITLES[:2], "step", *_TITLES[2:]), rows, left=2))
 
 
 class _Row:
@@ -171,4 +187,5 @@ class _Row:
 
     def __init__(self) -> None:
         self.status = "waiting"
+        self.steps = ""
         self.loss = self.scale = self.skipped = self.seconds = self.compile = self.memory = ""

@@ -2,14 +2,17 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jmp_train.comparison import SPEED_TITLES, speed_rows
 from jmp_train.records import Epoch, Run, event_to_json, finite_or_none
+from jmp_train.terminal import Sheet, console_on
 from jmp_train.whole_files import write_whole
 
+_TITLES = ("policy", "s/epoch", "compile", "memory", "test accuracy", "loss", "scale", "skipped")
 _REPORTED = ("epoch", "loss", "seconds", "memory_mb", "loss_scale", "skipped_steps")
 
 
@@ -80,29 +83,22 @@ def _json_report(task: str, runs: Sequence[Run]) -> bytes:
 
 
 def print_table(runs: Sequence[Run]) -> None:
-    """Prints the runs side by side."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
+    """Prints the runs side by side, or one below the other where they would be too wide."""
     memory_of = " or ".join(dict.fromkeys(run.memory_of for run in runs))
-    table = Table(box=box.SIMPLE_HEAD, padding=0, caption=f"memory: peak of the {memory_of}")
-    table.add_column("policy", no_wrap=True)
-    for title in ("s/epoch", "compile", "memory", "test accuracy", "loss", "scale", "skipped"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for run in runs:
-        last = run.epochs[-1]
-        table.add_row(
+    rows = [
+        (
             run.policy,
             f"{run.epoch_seconds:.2f}",
             f"{run.compile_seconds:.1f} s",
             f"{run.memory_mb:.0f} MB",
             f"{run.test_accuracy:.2%}",
-            f"{last.loss:.4f}",
-            _short(last.loss_scale),
-            str(last.skipped_steps),
+            f"{run.epochs[-1].loss:.4f}",
+            _short(run.epochs[-1].loss_scale),
+            str(run.epochs[-1].skipped_steps),
         )
-    Console().print(table)
+        for run in runs
+    ]
+    console_on(sys.stdout).print(Sheet(_TITLES, rows, f"memory: peak of the {memory_of}"))
 
 
 def _short(scale: float) -> str:
@@ -117,15 +113,5 @@ def print_speed_table(runs: Sequence[Run]) -> None:
     Args:
       runs: at least one.
     """
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=0, caption=f"1.00x: {runs[0].policy}")
-    first, *others = SPEED_TITLES
-    table.add_column(first, no_wrap=True)
-    for title in others:
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in speed_rows(runs):
-        table.add_row(*row)
-    Console().print(table)
+    sheet = Sheet(SPEED_TITLES, speed_rows(runs), f"1.00x: {runs[0].policy}")
+    console_on(sys.stdout).print(sheet)

@@ -1,0 +1,138 @@
+"""What is printed fits the screen: tables become lines where they are wider, and lines break between their fields."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+_WIDE = 10_000  # of files and pipes, which have no width
+_INDENT = "  "
+
+
+def console_on(stream: IO[str]) -> "Console":
+    """Returns rich's console on a stream: without any style if NO_COLOR is set, and on what is no terminal.
+
+    Args:
+      stream: where to print.
+    """
+    from rich.console import Console
+
+    plain = bool(os.environ.get("NO_COLOR"))
+    return Console(
+        file=stream,
+        no_color=plain,
+        color_system=None if plain else "auto",
+        width=width_of(stream),
+    )
+
+
+def is_screen(stream: IO[str]) -> bool:
+    """Returns whether a stream is a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def width_of(stream: IO[str]) -> int:
+    """Returns how many characters a line of a stream has: COLUMNS, the terminal's, or any number.
+
+    Args:
+      stream: a terminal, a pipe or a file.
+    """
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns)
+    if not stream.isatty():
+        return _WIDE
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def wrapped(text: str, width: int) -> str:
+    """Returns a text of fields with lines of at most `width`, broken between the fields where that is enough.
+
+    Args:
+      text: two or more spaces are between fields, single ones within. Words that are longer stay whole.
+      width: of a line.
+
+    Example:
+      >>> print(wrapped("float32  loss 0.5  learning rate 1.00e-03  0.25 s", 26))
+      float32  loss 0.5
+        learning rate 1.00e-03
+        0.25 s
+    """
+    if len(text) <= width:
+        return text
+    lines = [""]
+    for gap, field in re.findall("( *)((?:[^ ]| (?! ))+)", text.strip()):
+        parts = [field] if len(field) <= width - len(_INDENT) else field.split(" ")
+        for part in parts:
+            gap = gap if part is parts[0] else " "
+            if not lines[-1]:
+                lines[-1] = part
+            elif len(lines[-1] + gap + part) <= width:
+                lines[-1] += gap + part
+            else:
+                lines.append(_INDENT + part)
+    return "\n".join(lines)
+
+
+class Sheet:
+    """Rows under titles, for rich to print; where they are too wide, a row is a name and lines of its fields.
+
+    Args:
+      titles: of the columns; the first is the rows' names.
+      rows: the cells.
+      caption: printed below.
+      left: how many columns are aligned to the left; the others to the right.
+    """
+
+    def __init__(
+        self,
+        titles: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        caption: str | None = None,
+        left: int = 1,
+    ) -> None:
+        self.titles = titles
+        self.rows = rows
+        self.caption = caption
+        self.left = left
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> "Iterator[RenderableType]":
+        """Yields a table or, where it does not fit, lines."""
+        columns = zip(self.titles, *self.rows, strict=True)
+        needed = 1 + sum(1 + max(map(len, column)) for column in columns)
+        if needed <= options.max_width:
+            yield self._table()
+        else:
+            yield from self._lines(options.max_width)
+
+    def _table(self) -> "RenderableType":
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, padding=0, caption=self.caption)
+        for number, title in enumerate(self.titles):
+            justify = "left" if number < self.left else "right"
+            table.add_column(title, justify=justify, no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def _lines(self, width: int) -> "Iterator[RenderableType]":
+        from rich.text import Text
+
+        for name, *cells in self.rows:
+            pairs = zip(self.titles[1:], cells, strict=True)
+            fields = [f"{title} {cell}" for title, cell in pairs if cell]
+            yield Text(name)
+            for line in wrapped("  ".join(fields), width - len(_INDENT)).splitlines():
+                yield Text(_INDENT + line.strip())
+        if self.caption is not None:
+            yield Text(self.caption)
