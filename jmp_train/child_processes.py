@@ -32,6 +32,7 @@ class ChildProcess:
       stdout: where its standard output goes, as for `subprocess.Popen`.
       stderr: where its standard error goes, as for `subprocess.Popen`.
       grace: seconds between SIGTERM and SIGKILL.
+      pass_files: numbers of open files that the command gets too, under the same numbers (not on Windows).
 
     Attributes:
       stdout: its standard output, as bytes, if `stdout` was `subprocess.PIPE`.
@@ -56,6 +57,7 @@ class ChildProcess:
         stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
         grace: float = 5.0,
+        pass_files: Sequence[int] = (),
     ) -> None:
         self.grace = grace
         self._code: int | None = None
@@ -78,7 +80,7 @@ class ChildProcess:
                         *(str(other.fileno()), str(grace)),
                         *command,
                     ],
-                    pass_fds=[other.fileno()],
+                    pass_fds=[other.fileno(), *pass_files],
                     start_new_session=True,  # so that the terminal's Ctrl-C is for this process
                     **options,
                 )

@@ -20,9 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 _POLL_SECONDS = 0.02  # between looks at what still runs, while all is being ended
-_KILL_SECONDS = (
-    30.0  # after which what SIGKILL has not ended (it waits for a disk) is left to its end
-)
+_KILL_SECONDS = 30.0  # in which SIGKILL has effect, but for what waits for a disk: that is left
 _SEES_CHILDREN = sys.platform == "linux" and os.path.exists("/proc/self/stat")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 

@@ -111,6 +111,12 @@ def _parser() -> argparse.ArgumentParser:
         help="start all anew after a failure, so many times; default: 0",
     )
     launch.add_argument(
+        "--exit-timeout",
+        type=positive,
+        metavar="SECONDS",
+        help="stop processes that run on so long after the first has ended well; default: never",
+    )
+    launch.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="and its arguments"
     )
     launch.set_defaults(run=_launch)
@@ -174,5 +180,6 @@ def _launch(args: argparse.Namespace) -> int:
         devices_per_process=args.devices_per_process,
         logdir=args.logdir,
         restarts=args.restarts,
+        exit_timeout=args.exit_timeout,
     )
     return 0

@@ -15,8 +15,10 @@ import os
 import re
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -36,6 +38,7 @@ _LAUNCHERS = {
 }
 _INDEXED_JOB = "JOB_COMPLETION_INDEX"  # of Kubernetes; how many there are it does not say
 _SHOWN = 5  # differences that an error lists
+_SHUTDOWN_MARGIN = 15  # seconds that jax waits longer; then it aborts all processes, in many lines
 
 
 def initialize(
@@ -56,7 +59,8 @@ def initialize(
     JAX_PROCESS_ID. Where neither is there, this process is the only one and nothing happens.
 
     A process that ends with an uncaught exception leaves at once, so that the others notice; jax alone would
-    have it wait for them until `shutdown_timeout`, as it does after `sys.exit(1)`.
+    have it wait for them until `shutdown_timeout`, as it does after `sys.exit(1)`. One that has ended well, while
+    others still train, says so after that time and leaves with exit code 1.
 
     Args:
       coordinator_address: "host:port" on which process 0 listens and which all can reach.
@@ -109,7 +113,7 @@ def initialize(
             cluster_detection_method=None if missing else "deactivate",
             initialization_timeout=initialization_timeout,
             heartbeat_timeout_seconds=heartbeat_timeout,
-            shutdown_timeout_seconds=shutdown_timeout,
+            shutdown_timeout_seconds=shutdown_timeout + _SHUTDOWN_MARGIN,
         )
     except ValueError as error:
         if not missing:
@@ -120,7 +124,11 @@ def initialize(
         ) from error
     finally:
         timer.cancel()
-    atexit.register(_leave_after_error)  # before jax's own, which was registered earlier
+    leaving = threading.Event()
+    threading.Thread(
+        target=_limit_shutdown, args=(leaving, shutdown_timeout, given["process_id"]), daemon=True
+    ).start()
+    atexit.register(_leave, leaving)  # before jax's own, which was registered earlier
 
 
 def is_main_process() -> bool:
@@ -271,13 +279,34 @@ def _launcher() -> str | None:
     return None if index is None else f"Kubernetes ({_INDEXED_JOB}={index})"
 
 
-def _leave_after_error() -> None:
+def _leave(leaving: threading.Event) -> None:
     """Ends the process after an uncaught exception, without waiting for processes that wait for this one."""
     if getattr(sys, "last_value", None) is not None:
         tell_lost_steps()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        _end_at_once()
+    leaving.set()
+
+
+def _limit_shutdown(leaving: threading.Event, seconds: int, process: int | None) -> None:
+    """Ends the process if it still waits for others so many seconds after it has begun to leave."""
+    leaving.wait()
+    time.sleep(seconds)
+    if not jax.distributed.is_initialized():  # all have met, and what keeps it is something else
+        return
+    print(
+        f"{'this process' if process is None else f'process {process}'} has ended its script, others have not "
+        f"within shutdown_timeout={seconds} s: do all take the same number of steps?",
+        file=sys.stderr,
+        flush=True,
+    )
+    _end_at_once()
+
+
+def _end_at_once() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed
+            stream.flush()
+    os._exit(1)
 
 
 def _check_device_counts() -> None:

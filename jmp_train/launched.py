@@ -1,36 +1,93 @@
-"""Runs a script for `jmp_train.launcher`, and ends its process at once when the script fails.
+"""Runs a script for `jmp_train.launcher` as Python itself does, but for how it ends.
 
-Without this, jax would keep a failed process until the others are ready to end, and they wait for it.
-It imports nothing but Python's own, so that the script may still choose jax's environment.
+    python launched.py PIPE RANK script arguments
+    python launched.py PIPE RANK -m module arguments
+
+When the script fails, its process ends at once: jax would keep it until the others are ready to end, and they wait
+for it. When the script has ended well, RANK is written to PIPE, the number of an open file, before jax waits.
+
+It imports nothing but Python's own, so that the script may still choose jax's environment, and nothing from the
+script's folder or the current one. What it imports, the script may find imported.
 """
 
-import os
-import runpy
 import sys
-import traceback
+
+if not sys.flags.safe_path:
+    del sys.path[0]  # the folder of this file, of which scripts see nothing
+
+import atexit
+import os
+import types
+from contextlib import suppress
+from importlib.machinery import SourceFileLoader
 
 
-def _main(command: list[str]) -> None:
-    """Runs `script arguments` or `-m module arguments` as Python itself does."""
-    module = command[0] == "-m"
-    sys.argv = command[1:] if module else command
-    sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(command[0]))
+def _main(pipe: int, rank: str, command: list[str]) -> None:
+    os.set_inheritable(pipe, False)
+    for stream in (sys.stdout, sys.stderr):
+        if stream.errors == "strict":  # what the encoding lacks is no reason to end
+            stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    process = os.getpid()
     try:
-        if module:
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+        _run(command)
     except SystemExit as end:
         if end.code not in (None, 0):
-            _leave(end)
+            _leave(end.code)
+        _tell_at_exit(process, pipe, rank)
         raise
     except BaseException as error:  # noqa: BLE001 - whatever it is, the others must not wait
-        traceback.print_exception(error)
-        _leave(error)
+        error.__traceback__ = _own_part(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        _leave(1)
+    _tell_at_exit(process, pipe, rank)
 
 
-def _leave(error: BaseException) -> None:
-    code = error.code if isinstance(error, SystemExit) else 1
+def _run(command: list[str]) -> None:
+    """Runs `script arguments` or `-m module arguments`, with the path that Python gives it."""
+    if command[0] == "-m":
+        import runpy
+
+        sys.argv = command[1:]
+        _put_first(os.getcwd())
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = command
+    script = os.path.abspath(command[0])
+    _put_first(os.path.dirname(os.path.realpath(script)))
+    loader = SourceFileLoader("__main__", script)
+    code = compile(loader.get_data(script), script, "exec", dont_inherit=True)
+    main = types.ModuleType("__main__")
+    attributes = {"__file__": script, "__loader__": loader, "__cached__": None}
+    main.__dict__.update(attributes, __builtins__=__builtins__)
+    sys.modules["__main__"] = main  # for as long as the process is there
+    exec(code, main.__dict__)  # noqa: S102 - the script
+
+
+def _put_first(folder: str) -> None:
+    if not sys.flags.safe_path:  # PYTHONSAFEPATH is the user's
+        sys.path.insert(0, folder)
+
+
+def _own_part(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """Returns a traceback without the frames of this file and of runpy, with which it begins."""
+    while traceback and traceback.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _tell_at_exit(process: int, pipe: int, rank: str) -> None:
+    """Has the launcher know that the script has ended, when its threads have, before jax waits for others."""
+
+    def tell() -> None:
+        with suppress(OSError):  # the launcher is no more
+            os.write(pipe, f"{rank}\n".encode())
+
+    if os.getpid() == process:  # not a copy of it that the script has forked
+        atexit.register(tell)
+
+
+def _leave(code: object) -> None:
+    """Ends the process as `sys.exit(code)` does, but at once."""
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
@@ -38,10 +95,11 @@ def _leave(error: BaseException) -> None:
     if writer is not None:  # the script may have a checkpoint on its way
         writer.finish_writes()
         writer.tell_lost_steps()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # the script has closed it
+            stream.flush()
     os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    _main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

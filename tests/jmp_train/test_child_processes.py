@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from process_helpers import STUBBORN, kill_all, lives, noted, survivors
 
 from jmp_train import child_processes
 from jmp_train.child_processes import ChildProcess, end
@@ -17,31 +18,6 @@ pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.skipif(sys.platform == "win32", reason="there are no signals to send on Windows"),
 ]
-
-# It says who it is and stays: with a subprocess, which ignores SIGTERM, and a daemon in a session of its own.
-STUBBORN = """
-import os, pathlib, signal, subprocess, sys, time
-def note(name):
-    pathlib.Path(sys.argv[1], name).write_text(str(os.getpid()))
-def stay(name, *ignored):
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
-    note(name)
-    time.sleep(100)
-if not os.fork():
-    stay("subprocess", signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-if not os.fork():
-    os.setsid()
-    if os.fork():
-        os._exit(0)
-    stay("daemon", signal.SIGTERM)
-while len(list(pathlib.Path(sys.argv[1]).iterdir())) < 2:
-    time.sleep(0.01)
-if len(sys.argv) > 2:
-    note("leader")
-    sys.exit(int(sys.argv[2]))
-stay("leader")
-"""
 
 # A parent that does without the package's other imports, which take seconds.
 PARENT = """
@@ -64,44 +40,7 @@ def fixture_pids(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "pids"
     folder.mkdir()
     yield folder
-    for file in folder.iterdir():
-        if lives(int(file.read_text())):
-            os.kill(int(file.read_text()), signal.SIGKILL)
-
-
-def lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (ProcessLookupError, FileNotFoundError):
-        return sys.platform != "linux" and subprocess.call(["ps", "-p", str(pid)]) == 0
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def noted(folder: Path, count: int = 3) -> dict[str, int]:
-    """Returns the processes' numbers when that many have noted them."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        found = {file.name: file.read_text() for file in folder.iterdir()}
-        if len(found) == count and all(found.values()):
-            return {name: int(text) for name, text in found.items()}
-        time.sleep(0.02)
-    raise AssertionError(f"only {sorted(folder.iterdir())} came")
-
-
-def survivors(pids: dict[str, int], seconds: float) -> list[str]:
-    """Returns who still lives after so many seconds, or as soon as nobody does."""
-    deadline = time.monotonic() + seconds
-    while True:
-        living = [name for name, pid in pids.items() if lives(pid)]
-        if not living or time.monotonic() > deadline:
-            return living
-        time.sleep(0.05)
-
-
-def expected_survivors(names: list[str]) -> list[str]:
-    """Returns those that cannot be found where there is no subreaper."""
-    return [] if sys.platform == "linux" else [name for name in names if name == "daemon"]
+    kill_all([int(file.read_text()) for file in folder.iterdir()])
 
 
 def start_parent(pids: Path, *arguments: str, grace: float = 0.3) -> subprocess.Popen[str]:
@@ -122,8 +61,7 @@ def test_nothing_outlives_a_parent_that_is_ended(name: str, pids: Path) -> None:
         orderly = name in ("SIGHUP", "SIGTERM", "SIGQUIT")
         assert parent.returncode == (128 + number if orderly else -number), text
         seconds = 0.0 if orderly or name == "SIGINT" else 10.0  # after an orderly end all is over
-        left = survivors(started, seconds)
-    assert left == expected_survivors(left)
+        assert survivors(started, seconds) == []
 
 
 def test_nothing_of_a_dead_process_outlives_a_parent_that_is_killed(pids: Path) -> None:
@@ -134,8 +72,7 @@ def test_nothing_of_a_dead_process_outlives_a_parent_that_is_killed(pids: Path) 
         assert parent.stdout.readline() == "ended\n"
         assert survivors({"leader": started["leader"]}, 5) == []
         parent.kill()
-        left = survivors(started, 10)
-    assert left == expected_survivors(left)
+        assert survivors(started, 10) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -150,8 +87,7 @@ def test_a_second_signal_kills_at_once(number: signal.Signals, pids: Path) -> No
         start = time.monotonic()
         parent.communicate(timeout=20)
         assert time.monotonic() - start < 5
-        left = survivors(started, 0)
-    assert left == expected_survivors(left)
+        assert survivors(started, 0) == []
 
 
 def test_an_ignored_hangup_stays_ignored(pids: Path) -> None:
@@ -167,8 +103,7 @@ def test_an_ignored_hangup_stays_ignored(pids: Path) -> None:
         assert parent.poll() is None
         assert set(survivors(started, 0)) == set(started)
         parent.kill()
-        left = survivors(started, 10)
-    assert left == expected_survivors(left)
+        assert survivors(started, 10) == []
 
 
 def test_a_command_whose_supervisor_is_killed_ends_too(pids: Path) -> None:
@@ -188,8 +123,7 @@ def test_a_supervisor_ends_by_no_signal_that_is_meant_for_a_whole_job(pids: Path
             os.kill(child._process.pid, getattr(signal, name))
         assert child.wait(0.5) is None
         assert set(survivors(started, 0)) == set(started)
-    left = survivors(started, 0)
-    assert left == expected_survivors(left)
+    assert survivors(started, 0) == []
 
 
 def test_exit_codes_and_output_are_the_command_s() -> None:
@@ -232,23 +166,17 @@ def test_a_command_gets_default_signals_and_no_files_of_its_supervisor() -> None
 
 
 def test_several_are_ended_together(pids: Path) -> None:
-    folders = [pids / str(number) for number in range(3)]
-    children, started = [], {}
-    for folder in folders:
-        folder.mkdir()
-        command = [sys.executable, "-c", STUBBORN, str(folder)]
-        children.append(ChildProcess(command, grace=0.5))
-    for folder in folders:
-        started |= {f"{folder.name} {name}": pid for name, pid in noted(folder).items()}
-        for file in folder.iterdir():
-            file.rename(pids / f"{folder.name} {file.name}")
-        folder.rmdir()
+    children = []
+    for number in range(3):
+        command = [sys.executable, "-c", STUBBORN, str(pids)]
+        environment = {**os.environ, "JAX_PROCESS_ID": str(number)}
+        children.append(ChildProcess(command, environment=environment, grace=0.5))
+    started = noted(pids, 9)
     start = time.monotonic()
     end(children)
     assert time.monotonic() - start < 3
     assert [child.poll() for child in children] == [-signal.SIGTERM] * 3
-    left = survivors(started, 0)
-    assert left == [name for name in left if sys.platform != "linux" and "daemon" in name]
+    assert survivors(started, 0) == []
 
 
 def test_closed_standard_streams_do_no_harm(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ Launch = Callable[..., tuple[int, str]]
 
 @pytest.fixture(name="launch")
 def fixture_launch(tmp_path: Path) -> Launch:
-    def launch(*arguments: Any, count: int = 2, timeout: int = 150) -> tuple[int, str]:
-        """Returns the exit code and what all processes printed."""
-        command = [sys.executable, "-m", "jmp_train", "launch", "-n", str(count)]
+    def launch(
+        *arguments: Any, count: int = 2, timeout: int = 150, options: Sequence[str] = ()
+    ) -> tuple[int, str]:
+        """Returns the exit code and what all processes printed, before what the launcher said."""
+        command = [sys.executable, "-m", "jmp_train", "launch", "-n", str(count), *options]
         command += ["--logdir", str(tmp_path / "logs"), "--", str(PROGRAMS), *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
         return done.returncode, done.stdout + done.stderr
@@ -140,6 +142,32 @@ def test_all_are_stopped_when_one_fails(how: str, code: int, launch: Launch) -> 
     assert returned == 1
     assert f"jmp-train: error: process 1 ended with exit code {code}" in text, text
     assert ("LookupError: lost" in text) == (how == "raise")
+
+
+@pytest.mark.timeout(200)
+def test_a_process_that_ends_early_says_that_it_waits_in_vain(launch: Launch) -> None:
+    code, text = launch("uneven", 2, timeout=60)
+    assert code == 1
+    said = "[1] process 1 has ended its script, others have not within shutdown_timeout=2 s: do all take the same "
+    before, found, after = text.partition(said)
+    assert found, text
+    assert "Traceback" not in before
+    assert "Terminating process" not in before  # jax's own report, of some 50 lines
+    assert "[1] process 1 is done" in before
+    assert "[0] process 0 is done" not in text
+    assert "; the script of process 1 had ended well before that" in after
+
+
+@pytest.mark.timeout(200)
+def test_processes_that_wait_for_one_that_has_ended_are_stopped(launch: Launch) -> None:
+    options = ["--exit-timeout", "1"]
+    code, text = launch("uneven", 100, timeout=60, options=options)
+    assert code == 1
+    assert "[0] process 0 is done" not in text
+    assert (
+        "jmp-train: error: process 1 ended well, still running after the exit timeout of 1 s: process 0, now "
+        "stopped; do all take the same number of steps?"
+    ) in text
 
 
 def test_a_state_that_was_sent_is_one_s_own() -> None:

@@ -1,15 +1,20 @@
 """The launcher, with scripts that do without jax."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from process_helpers import STUBBORN, kill_all, noted, survivors
 
+from jmp_train import launcher
 from jmp_train.launcher import launch
 
 
@@ -18,18 +23,38 @@ def fixture_script(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
 
 
-def gone(pid: int) -> bool:
-    """Returns whether a process has ended within five seconds."""
-    for _ in range(50):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        stat = Path(f"/proc/{pid}/stat")
-        if stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            return True
-        time.sleep(0.1)
-    return False
+@pytest.fixture(name="pids")
+def fixture_pids(tmp_path: Path) -> Iterator[Path]:
+    """Yields the folder in which processes note their numbers; what is left of them is killed."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    yield folder
+    kill_all([int(file.read_text()) for file in folder.iterdir()])
+
+
+# `jmp-train launch` without the package's other imports, which take seconds.
+LAUNCHER = """
+import pathlib, sys, types
+package = types.ModuleType("jmp_train")
+package.__path__ = [sys.argv[1]]
+sys.modules["jmp_train"] = package
+from jmp_train.launcher import launch
+from jmp_train.output import lasting_output
+with lasting_output():
+    try:
+        launch(sys.argv[3:], 2, **eval(sys.argv[2], {"Path": pathlib.Path}))
+    except ChildProcessError as error:
+        print("jmp-train: error:", error, file=sys.stderr)
+        sys.exit(1)
+"""
+
+
+def launcher_command(script: Path, *arguments: object, **options: Any) -> list[str]:
+    """Returns the command of a launcher of two processes, with `launch`'s options."""
+    folder = Path(launcher.__file__).parent
+    shown = "{" + ", ".join(f"{name!r}: {value!r}" for name, value in options.items()) + "}"
+    shown = shown.replace("PosixPath", "Path")
+    return [sys.executable, "-c", LAUNCHER, str(folder), shown, str(script), *map(str, arguments)]
 
 
 def test_each_process_knows_its_place(
@@ -53,29 +78,57 @@ def test_each_process_knows_its_place(
     assert len({line[4:] for line in lines if "127.0.0.1:" in line}) == 1
 
 
-def test_a_failure_stops_all_and_what_they_started(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.timeout(60)
+def test_a_failure_stops_all_and_what_they_started(script: Path, pids: Path) -> None:
     script.write_text(
-        "import os, signal, subprocess, sys, time\n"
-        "from pathlib import Path\n"
+        "import os, pathlib, sys, time\n"
         "if os.environ['JAX_PROCESS_ID'] == '1':\n"
-        "    while not Path('ready').exists(): time.sleep(0.05)\n"
-        "    sys.exit('no more')\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen(['sleep', '100'])\n"
-        "Path('pids').write_text(f'{os.getpid()} {child.pid}')\n"
-        "Path('ready').touch()\n"
-        "time.sleep(100)\n"
+        "    while not pathlib.Path(sys.argv[1], '0leader').exists(): time.sleep(0.05)\n"
+        f"    sys.exit('no more')\n{STUBBORN}"
     )
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(ChildProcessError) as error:
-        launch([str(script)], 2, logdir=tmp_path, grace=0.5)
+        launch([str(script), str(pids)], 2, logdir=script.parent, grace=0.5)
     assert str(error.value).startswith(
         "process 1 ended with exit code 1, then process 0 still ran and was stopped (see "
     )
-    assert (tmp_path / "rank_1.log").read_text() == "no more\n"
-    assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+    assert (script.parent / "rank_1.log").read_text() == "no more\n"
+    assert survivors(noted(pids), 0) == []
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_has_died_leaves_nothing(script: Path, pids: Path) -> None:
+    script.write_text(STUBBORN)
+    with pytest.raises(ChildProcessError, match=r"process \d ended with exit code 3"):
+        launch([str(script), str(pids), "3"], 2, grace=0.3)
+    assert survivors(noted(pids, 6), 0) == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [
+        (["SIGHUP"], 128 + 1),
+        (["SIGINT"], -2),
+        (["SIGKILL"], -9),
+        (["SIGTERM", "SIGTERM"], 128 + 15),
+        (["SIGUSR1"], -10),
+    ],
+)
+def test_a_launcher_that_is_ended_leaves_nothing(
+    signals: list[str], code: int, script: Path, pids: Path
+) -> None:
+    script.write_text(STUBBORN)
+    command = launcher_command(script, pids, grace=0.3 if len(signals) == 1 else 50.0)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        started = noted(pids, 6)
+        process.send_signal(getattr(signal, signals[0]))
+        for name in signals[1:]:  # within the grace time
+            leaders = {name: pid for name, pid in started.items() if "leader" in name}
+            assert survivors(leaders, 10) == []
+            process.send_signal(getattr(signal, name))
+        process.communicate(timeout=20)
+        assert process.returncode == code
+        assert survivors(started, 10) == []
 
 
 def test_all_are_started_anew_after_a_failure(
@@ -94,9 +147,9 @@ def test_all_are_started_anew_after_a_failure(
     command, logdir = [str(script), str(tmp_path)], tmp_path / "logs"
     launch(command, 2, restarts=3, logdir=logdir)
     output = capfd.readouterr()
-    said = "jmp-train: process 1 was killed by signal 9 (see "
+    said = "jmp-train: process 1 was killed by signal 9"
     assert [line[: len(said)] for line in output.err.splitlines()] == [said] * 2
-    assert "; starting all anew, 2 of 3 times" in output.err
+    assert f" (see {logdir}/rank_*.log); starting all anew, 2 of 3 times\n" in output.err
     assert [line[:5] for line in (logdir / "rank_1.log").read_text().splitlines()] == [
         "try 0",
         "try 1",
@@ -109,15 +162,184 @@ def test_all_are_started_anew_after_a_failure(
 
 
 @pytest.mark.timeout(60)
-def test_a_launcher_that_is_ended_ends_its_processes(script: Path, tmp_path: Path) -> None:
-    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)\n")
-    command = [sys.executable, "-m", "jmp_train", "launch", "-n", "2", "--", str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as launcher:
-        assert launcher.stdout is not None
-        pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=20) == 128 + signal.SIGTERM
-    assert all(gone(pid) for pid in pids)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "pass",
+        "sys.exit()",
+        "exit(0)",
+        "os._exit(0)",
+        "import atexit; atexit.register(time.sleep, 60)",  # as jax does, which waits for the others
+    ],
+)
+def test_processes_that_wait_for_one_that_has_ended_are_stopped(
+    how: str, script: Path, pids: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "rank = os.environ['JAX_PROCESS_ID']\n"
+        "pathlib.Path(sys.argv[1], rank).write_text(str(os.getpid()))\n"
+        f"if rank == '1':\n    {how}\nelse:\n    time.sleep(60)\n"
+    )
+    begin = time.monotonic()
+    with pytest.raises(ChildProcessError) as error:
+        launch([str(script), str(pids)], 3, exit_timeout=0.5, grace=0.5)
+    assert time.monotonic() - begin < 20
+    assert str(error.value) == (
+        "process 1 ended well, still running after the exit timeout of 0.5 s: processes 0, 2, now stopped; "
+        "do all take the same number of steps?"
+    )
+    assert re.fullmatch(
+        r"jmp-train: process 1 ended well, still running after 0\.\d+ s: processes 0, 2; what takes all of them "
+        r"cannot go on; to be stopped now\n",
+        capfd.readouterr().err,
+    )
+    assert survivors(noted(pids), 0) == []
+
+
+@pytest.mark.timeout(60)
+def test_a_process_may_end_after_the_others(
+    script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Nor is the end of a forked copy, or of the main thread alone, the end of a script.
+    script.write_text(
+        "import os, sys, threading, time\n"
+        "if os.environ['JAX_PROCESS_ID'] == '0':\n"
+        "    time.sleep(1.8)\n"
+        "    print('report')\n"
+        "elif not os.fork():\n"
+        "    sys.exit()\n"
+        "else:\n"
+        "    threading.Thread(target=time.sleep, args=(1.5,)).start()\n"
+    )
+    launch([str(script)], 2, exit_timeout=1.0)
+    assert capfd.readouterr() == ("[0] report\n", "")
+
+
+@pytest.mark.timeout(60)
+def test_an_early_end_counts_for_restarts_and_is_named_with_a_failure_that_follows(
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "mark = pathlib.Path(sys.argv[1], os.environ['JAX_PROCESS_ID'])\n"
+        "times = len(mark.read_text()) if mark.exists() else 0\n"
+        "mark.write_text('x' * (times + 1))\n"
+        "if times < 2 and os.environ['JAX_PROCESS_ID'] == '0':\n"
+        "    time.sleep(0.6 if times else 60)\n"
+        "    sys.exit(times)\n"
+    )
+    launch([str(script), str(tmp_path)], 2, exit_timeout=1.5, restarts=2, grace=0.5)
+    assert capfd.readouterr().err.splitlines()[1:] == [
+        (
+            "jmp-train: process 1 ended well, still running after the exit timeout of 1.5 s: process 0, now stopped; "
+            "do all take the same number of steps?; starting all anew, 1 of 2 times"
+        ),
+        (
+            "jmp-train: process 0 ended with exit code 1; the script of process 1 had ended well before that; "
+            "starting all anew, 2 of 2 times"
+        ),
+    ]
+
+
+TALK = """
+import os, pathlib, sys
+for step in range(1000):
+    print(f"step {step} — größer", "x" * 100)
+pathlib.Path(sys.argv[1], os.environ["JAX_PROCESS_ID"]).write_text(str(step))
+"""
+LOST = "jmp-train: warning: standard output: {}; the rest is not printed\n"
+
+
+def check_trained(folder: Path) -> None:
+    assert [(folder / rank).read_text() for rank in "01"] == ["999", "999"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("shell", "said"),
+    [
+        ('exec "$@" >/dev/full', LOST.format("No space left on device")),
+        ('exec "$@" >&-', LOST.format("it is closed")),
+        ('"$@" | head -n 1', ""),
+        ('exec "$@" >/dev/full 2>/dev/full', ""),
+        ('exec "$@" >&- 2>&-', ""),
+    ],
+)
+def test_output_that_goes_nowhere_does_not_stop_training(
+    shell: str, said: str, script: Path, tmp_path: Path
+) -> None:
+    script.write_text(TALK)
+    command = ["bash", "-c", f"set -o pipefail; {shell}", "bash"]
+    done = subprocess.run(
+        command + launcher_command(script, tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, said)
+    check_trained(tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_a_full_log_does_not_stop_training(script: Path, tmp_path: Path) -> None:
+    script.write_text(TALK)
+    limited = ["bash", "-c", 'ulimit -f 64; exec "$@"', "bash"]  # 64 KiB a file
+    done = subprocess.run(
+        limited + launcher_command(script, tmp_path, logdir=tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert sorted(done.stderr.splitlines()) == [
+        f"jmp-train: warning: {tmp_path}/rank_{rank}.log: File too large; what does not fit is missing there"
+        for rank in (0, 1)
+    ]
+    assert len(done.stdout.splitlines()) == 2000
+    assert (tmp_path / "rank_0.log").stat().st_size == 64 * 1024
+    check_trained(tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_what_an_encoding_lacks_is_replaced(script: Path, tmp_path: Path) -> None:
+    script.write_text(TALK + "os.write(1, 'Maß\\n'.encode())\n")
+    done = subprocess.run(
+        launcher_command(script, tmp_path),
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.count(b"step 999 \\u2014 gr\\xf6\\xdfer x") == 2
+    assert done.stdout.count(b"] Ma??\n") == 2
+    check_trained(tmp_path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_a_line_without_an_end_takes_no_memory(script: Path, tmp_path: Path) -> None:
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "if os.environ['JAX_PROCESS_ID'] == '0':\n"
+        "    for _ in range(1024): os.write(1, 'ß'.encode() * 2 ** 15)\n"
+        "    print('\\rone\\rtwo\\r\\nthree', end='', flush=True)\n"
+        "    supervisor = pathlib.Path(f'/proc/{os.getppid()}/status').read_text()\n"
+        "    launcher = supervisor.partition('PPid:')[2].split()[0]\n"
+        "    memory = pathlib.Path(f'/proc/{launcher}/status').read_text()\n"
+        "    pathlib.Path(sys.argv[1]).write_text(memory.partition('VmHWM:')[2].split()[0])\n"
+    )
+    command = launcher_command(script, tmp_path / "memory", logdir=tmp_path)
+    done = subprocess.run(command, capture_output=True, timeout=50, check=True)
+    lines = done.stdout.decode().splitlines()
+    assert lines[-3:] == ["[0] one", "[0] two", "[0] three"]
+    assert sum(line.count("ß") for line in lines) == 2**25
+    assert max(map(len, lines)) < 2**17 + 10
+    assert int((tmp_path / "memory").read_text()) < 40 * 1024  # KiB, of 64 MiB that are printed
+    assert (tmp_path / "rank_0.log").stat().st_size == 2**26 + len("\rone\rtwo\r\nthree")
 
 
 @pytest.mark.parametrize(
@@ -134,3 +356,8 @@ def test_wrong_calls_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         launch(command, count, devices_per_process=devices)
+
+
+def test_a_time_for_the_others_has_to_be_one() -> None:
+    with pytest.raises(ValueError, match=r"exit_timeout=0 must be more than 0 seconds, or None"):
+        launch(["-m", "json"], 1, exit_timeout=0)

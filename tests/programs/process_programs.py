@@ -257,6 +257,14 @@ def leave(how: str) -> None:
     jt.distributed.check_agreement(seed=0)
 
 
+def uneven(shutdown_timeout: str) -> None:
+    """Has process 1 take fewer steps than process 0, after it has started and before the first is over."""
+    jt.distributed.initialize(shutdown_timeout=int(shutdown_timeout))
+    for step in range(3 - jax.process_index()):
+        jt.distributed.check_agreement(step=step)
+    print("process", jax.process_index(), "is done")
+
+
 def divided_state(value: float, mesh: Mesh) -> dict[str, Any]:
     """Returns a state of which each process has a part of one leaf, and all of the others."""
     apart, alike = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))

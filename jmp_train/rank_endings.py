@@ -1,0 +1,137 @@
+"""How the processes of `jmp-train launch` end: all well, or some of them before the others."""
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from jmp_train.child_processes import ChildProcess
+from jmp_train.rank_output import say
+
+_POLL_SECONDS = 0.05
+_SETTLE_SECONDS = 1.0  # after a failure, in which others may fail of the same cause
+_NOTICE_SECONDS = 10.0  # after the first script's end, when the others are waited for aloud
+
+
+@dataclass
+class Endings:
+    """Which processes have ended, and how.
+
+    Attributes:
+      failed: the exit codes of those that failed, by their number, in the order in which they did.
+      ended: for those whose script has ended well, or that have ended so, since when (`time.monotonic`).
+      running: those that had not ended when they were last looked at.
+      late: whether those were given up whose script had not ended.
+      first_failure: when the first failed (`time.monotonic`); None if none did.
+    """
+
+    failed: dict[int, int] = field(default_factory=dict)
+    ended: dict[int, float] = field(default_factory=dict)
+    running: list[int] = field(default_factory=list)
+    late: bool = False
+    first_failure: float | None = None
+
+
+def wait_for(
+    children: Sequence[ChildProcess], messages: int, exit_timeout: float | None
+) -> Endings:
+    """Waits until all have ended, some have failed, or some run on for too long after others have ended.
+
+    Args:
+      children: the processes, by their number.
+      messages: a pipe that does not block, in which those stand whose script has ended, a line for each.
+      exit_timeout: seconds that the others may run on after the first has ended well; None for any time.
+    """
+    endings = Endings()
+    noticed = False
+    while True:
+        now = time.monotonic()
+        codes = [child.poll() for child in children]
+        well = [rank for rank, code in enumerate(codes) if code == 0]
+        for rank in _told(messages) + well:
+            endings.ended.setdefault(rank, now)
+        for rank, code in enumerate(codes):
+            if code:
+                endings.failed.setdefault(rank, code)
+        endings.running = [rank for rank, code in enumerate(codes) if code is None]
+        if endings.failed:
+            endings.first_failure = endings.first_failure or now
+        if not endings.running:
+            return endings
+        if endings.first_failure is not None:
+            if now >= endings.first_failure + _SETTLE_SECONDS:
+                return endings
+        elif endings.ended and _at_work(endings):
+            waited = now - min(endings.ended.values())
+            endings.late = exit_timeout is not None and waited >= exit_timeout
+            if (endings.late or waited >= _NOTICE_SECONDS) and not noticed:
+                noticed = True
+                say(_notice(endings, waited, exit_timeout))
+            if endings.late:
+                return endings
+        time.sleep(_POLL_SECONDS)
+
+
+def reason(endings: Endings, exit_timeout: float | None) -> str | None:
+    """Returns who failed, in order, and who was stopped for that; None if all is well.
+
+    Args:
+      endings: what `wait_for` has returned.
+      exit_timeout: what it was given.
+    """
+    if endings.late:
+        return (
+            f"{_processes(endings.ended)} ended well, still running after the exit timeout of {exit_timeout:g} s: "
+            f"{_processes(_at_work(endings))}, now stopped; do all take the same number of steps?"
+        )
+    if not endings.failed:
+        return None
+    parts = [
+        f"process {rank} "
+        + (f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
+        for rank, code in endings.failed.items()
+    ]
+    if endings.running:
+        was = "was" if len(endings.running) == 1 else "were"
+        parts.append(f"{_processes(endings.running)} still ran and {was} stopped")
+    text = ", then ".join(parts)
+    before = _ended_before_others(endings)
+    return (
+        f"{text}; the script of {_processes(before)} had ended well before that" if before else text
+    )
+
+
+def _ended_before_others(endings: Endings) -> list[int]:
+    """Returns whose scripts had ended before the first failure, if not all had."""
+    failure = endings.first_failure or 0.0
+    before = [rank for rank, since in endings.ended.items() if since < failure]
+    return before if set(before) < {*endings.failed, *endings.running, *endings.ended} else []
+
+
+def _told(messages: int) -> list[int]:
+    """Returns whose scripts have ended since the last look."""
+    with suppress(BlockingIOError):
+        return [int(line) for line in os.read(messages, 65536).split()]
+    return []
+
+
+def _at_work(endings: Endings) -> list[int]:
+    return [rank for rank in endings.running if rank not in endings.ended]
+
+
+def _notice(endings: Endings, waited: float, exit_timeout: float | None) -> str:
+    text = (
+        f"{_processes(endings.ended)} ended well, still running after {waited:.3g} s: "
+        f"{_processes(_at_work(endings))}; what takes all of them cannot go on"
+    )
+    if exit_timeout is None:
+        return text
+    return f"{text}; to be stopped " + (
+        "now" if endings.late else f"in {exit_timeout - waited:.3g} s"
+    )
+
+
+def _processes(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in sorted(ranks)]
+    return f"process{'' if len(numbers) == 1 else 'es'} {', '.join(numbers)}"

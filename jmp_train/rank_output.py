@@ -1,0 +1,109 @@
+"""What the processes of `jmp-train launch` print, on standard output and in their logs.
+
+Each is read to its end whatever happens to where it goes: a process whose output nobody reads stops.
+"""
+
+import codecs
+import locale
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Self
+
+from jmp_train.output import Output
+
+LONGEST_LINE = 65536  # characters; what is longer is printed in pieces
+
+_LINE_END = re.compile(r"\r\n|\n|\r(?!\Z)")  # a \r at the end may be half of a \r\n
+_CHUNK = 65536
+
+
+class RankOutput:
+    """Prints the lines of several processes, each with the number of its process in front.
+
+    Args:
+      logdir: an existing folder in which what process 0 prints goes to `rank_0.log`, byte by byte, and so on; None
+        for nowhere.
+    """
+
+    def __init__(self, logdir: Path | None) -> None:
+        self._logdir = logdir
+        self._lock = threading.Lock()  # keeps lines apart
+        own = isinstance(sys.stdout, Output)  # which says itself what it cannot write
+        self._screen = sys.stdout if own else Output(sys.stdout, _warn)
+
+    def copy(self, pipe: IO[bytes], rank: int) -> None:
+        """Copies what a process prints until it prints no more.
+
+        Args:
+          pipe: the process' output.
+          rank: its number.
+        """
+        with pipe, _Log(self._logdir, rank) as log:
+            for text in _decoded(pipe, log):
+                lines = "".join(f"[{rank}] {line.rstrip()}\n" for line in text)
+                with self._lock:
+                    self._screen.write(lines)
+                    self._screen.flush()
+
+
+class _Log:
+    """A file that is added to; where that fails, a warning says so, once."""
+
+    def __init__(self, logdir: Path | None, rank: int) -> None:
+        self._path = None if logdir is None else log_path(logdir, rank)
+        self._file = None if self._path is None else self._path.open("ab", buffering=0)
+        self._warned = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, data: bytes) -> None:
+        """Writes the bytes, or as many as there is room for."""
+        try:
+            while self._file is not None and data:
+                data = data[self._file.write(data) or 0 :]
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                say(f"warning: {self._path}: {error.strerror}; what does not fit is missing there")
+
+
+def log_path(logdir: Path, rank: int) -> Path:
+    """Returns where the log of a process is."""
+    return logdir / f"rank_{rank}.log"
+
+
+def say(text: str) -> None:
+    """Prints a line of the launcher's own on standard error."""
+    print(f"jmp-train: {text}", file=Output(sys.stderr), flush=True)
+
+
+def _warn(why: Exception) -> None:
+    reason = getattr(why, "strerror", None) or why
+    say(f"warning: standard output: {reason}; the rest is not printed")
+
+
+def _decoded(pipe: IO[bytes], log: _Log) -> Iterator[list[str]]:
+    """Yields the lines that a pipe brings, as many at a time as have come; the log gets the bytes."""
+    # As the processes encode.
+    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0] or locale.getencoding()
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    rest = ""
+    while data := os.read(pipe.fileno(), _CHUNK):
+        log.write(data)
+        *lines, rest = _LINE_END.split(rest + decoder.decode(data))
+        if len(rest) >= LONGEST_LINE:
+            lines, rest = [*lines, rest], ""
+        if lines:
+            yield lines
+    rest += decoder.decode(b"", final=True)
+    if rest:
+        yield [rest]

@@ -1,0 +1,81 @@
+"""Processes that do not want to end, and looks at who still lives."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# Says who it is in a folder, and stays: with a subprocess, which ignores SIGTERM, and a daemon in a session of its own.
+# With a second argument, it ends with that exit code.
+STUBBORN = """
+import os, pathlib, signal, sys, time
+folder, prefix = pathlib.Path(sys.argv[1]), os.environ.get("JAX_PROCESS_ID", "")
+def stay(name, *ignored):
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    note(name)
+    time.sleep(100)
+def note(name):
+    (folder / (prefix + name + ".new")).write_text(str(os.getpid()))
+    (folder / (prefix + name + ".new")).rename(folder / (prefix + name))
+if not os.fork():
+    stay("subprocess", signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+if not os.fork():
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    stay("daemon", signal.SIGTERM)
+while not all((folder / (prefix + name)).exists() for name in ("subprocess", "daemon")):
+    time.sleep(0.01)
+if len(sys.argv) > 2:
+    note("leader")
+    sys.exit(int(sys.argv[2]))
+stay("leader")
+"""
+
+
+def lives(pid: int) -> bool:
+    """Returns whether a process is there, and no zombie."""
+    try:
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (ProcessLookupError, FileNotFoundError):
+        return sys.platform != "linux" and subprocess.call(["ps", "-p", str(pid)]) == 0
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def noted(folder: Path, count: int = 3) -> dict[str, int]:
+    """Returns the numbers of processes by their names when so many have noted them in a folder."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        found = [file for file in folder.iterdir() if file.suffix != ".new"]
+        if len(found) == count:
+            return {file.name: int(file.read_text()) for file in found}
+        time.sleep(0.02)
+    raise AssertionError(f"only {sorted(folder.iterdir())} came")
+
+
+def survivors(pids: Mapping[str, int], seconds: float) -> list[str]:
+    """Returns who still lives after so many seconds, or as soon as nobody does.
+
+    Daemons that have left their session can only be found on Linux.
+    """
+    wanted = {
+        name: pid for name, pid in pids.items() if sys.platform == "linux" or "daemon" not in name
+    }
+    deadline = time.monotonic() + seconds
+    while True:
+        living = [name for name, pid in wanted.items() if lives(pid)]
+        if not living or time.monotonic() > deadline:
+            return living
+        time.sleep(0.05)
+
+
+def kill_all(pids: Sequence[int]) -> None:
+    """Kills those that still live."""
+    for pid in pids:
+        if lives(pid):
+            os.kill(pid, signal.SIGKILL)
