@@ -159,6 +159,7 @@ def test_a_process_that_ends_early_says_that_it_waits_in_vain(launch: Launch) ->
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_processes_that_wait_for_one_that_has_ended_are_stopped(launch: Launch) -> None:
     options = ["--exit-timeout", "1"]
     code, text = launch("uneven", 100, timeout=60, options=options)

@@ -15,6 +15,7 @@ import pytest
 from process_helpers import STUBBORN, kill_all, noted, survivors
 
 from jmp_train import launcher
+from jmp_train.cli import main
 from jmp_train.launcher import launch
 
 
@@ -214,6 +215,18 @@ def test_a_process_may_end_after_the_others(
     )
     launch([str(script)], 2, exit_timeout=1.0)
     assert capfd.readouterr() == ("[0] report\n", "")
+
+
+@pytest.mark.timeout(60)
+def test_the_command_line_takes_an_exit_timeout(
+    script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text("import os, time\ntime.sleep(60 * int(os.environ['JAX_PROCESS_ID']))\n")
+    assert main(["launch", "-n", "2", "--exit-timeout", "1", "--", str(script)]) == 1
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith(
+        "jmp-train: error: process 0 ended well, still running after the exit timeout of 1 s: process 1, "
+    )
 
 
 @pytest.mark.timeout(60)
