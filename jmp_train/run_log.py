@@ -150,9 +150,12 @@ def _event_file_name() -> str:
 
 
 def _scalar_record(tag: str, value: float, step: int) -> bytes:
-    from tensorboardX.summary import scalar
+    from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
-    return _event_record(summary=scalar(tag, float(value)), step=step)
+    # Not by tensorboardX' own `scalar`, which prints a line for each NaN: a skipped step has one.
+    return _event_record(
+        summary=Summary(value=[Summary.Value(tag=tag, simple_value=float(value))]), step=step
+    )
 
 
 def _event_record(**fields: Any) -> bytes:

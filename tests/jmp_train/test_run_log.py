@@ -1,6 +1,8 @@
 import json
 import resource
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,38 @@ def test_a_full_disk_costs_the_log_some_records_and_the_run_nothing(
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.step for event in events.Scalars("step/loss")] == list(range(1, 51))
     assert events.Scalars("epoch/seconds")[0].value == 2.0
+
+
+@pytest.fixture(name="small_disk")
+def fixture_small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yields a folder on a disk of 64 kB and 4 files or folders, the folder included."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=4", "tmpfs", str(directory)]
+    mount = shutil.which("mount")
+    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a test may not mount a tmpfs here")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_a_disk_that_has_no_room_for_a_log_at_all_costs_the_log(
+    small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunLog(small_disk / "a") as log:  # which takes the rest: a folder and two files
+        for _ in range(5):
+            log.write(Progress(100, 1, RUN.steps))
+        lines = (small_disk / "a" / "metrics.jsonl").read_text().splitlines()
+        assert len([json.loads(line) for line in lines]) % 100 == 0
+        with RunLog(small_disk / "b") as none:
+            none.write(RUN)
+    first, second = capsys.readouterr().err.splitlines()
+    text = "No space left on device; the log lacks some of the run"
+    assert first == f"jmp-train: warning: --logdir {small_disk}/a: {text}"
+    assert second == f"jmp-train: warning: --logdir {small_disk}/b: {text}"
+    assert not (small_disk / "b").exists()
 
 
 def test_a_log_that_is_removed_is_said_once(
