@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, SupportsIndex, TypeVar
 
 import jax
 import numpy as np
@@ -109,7 +109,9 @@ class CheckpointStore:
             # Also when the store is forgotten without `close`.
             self._unlock = weakref.finalize(self, lock.release if lock else lambda: None)
 
-    def save(self, step: int, state: Any, *, metadata: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self, step: SupportsIndex, state: Any, *, metadata: Mapping[str, Any] | None = None
+    ) -> None:
         """Copies the state, and has it written in the background; waits for the step before, if need be.
 
         What is being written when the script ends is still written. If that fails, and nobody asks by `wait` or
