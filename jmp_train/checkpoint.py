@@ -2,7 +2,6 @@
 
 import json
 import operator
-import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -12,26 +11,20 @@ from typing import Any, Self, SupportsIndex, TypeVar
 import jax
 import numpy as np
 
-from jmp_train.checkpoint_arrays import open_arrays, read_arrays, write_arrays
-from jmp_train.checkpoint_files import clear_leftovers, commit, remove, saved_steps, step_folder
-from jmp_train.checkpoint_leaves import (
-    Leaf,
-    check_values,
-    differences,
-    digest,
-    file_name,
-    leaves_of,
-    to_host,
-)
+from jmp_train.checkpoint_arrays import write_arrays
+from jmp_train.checkpoint_files import commit, remove, saved_folders, step_folder, writer_name
+from jmp_train.checkpoint_leaves import Leaf, check_values, digest, file_name, leaves_of, to_host
+from jmp_train.checkpoint_leftovers import clear_leftovers
 from jmp_train.checkpoint_lock import lock_folder
-from jmp_train.checkpoint_manifest import FORMAT, DamagedError, read_manifest, verified_manifest
+from jmp_train.checkpoint_manifest import FORMAT, DamagedError
+from jmp_train.checkpoint_reading import ARRAYS, read_metadata, read_state
 from jmp_train.checkpoint_writer import BackgroundWriter
 from jmp_train.distributed import broadcast_arrays, gather_texts
 from jmp_train.host_arrays import is_divided, is_key, placement, to_leaf
 
 State = TypeVar("State")
 
-_ARRAYS = "arrays"
+_ERRORS = (FileNotFoundError, OSError, DamagedError, ValueError)  # the most special first
 
 
 class CheckpointStore:
@@ -41,17 +34,19 @@ class CheckpointStore:
     file and leaf, and renames it when all is on the disk. A process that is killed loses no more than the step
     that it was writing. `restore` reads the newest step that is as it was written.
 
-    One store saves into a folder at a time, from its `lock` or first `save` to its `close`; any number may read.
+    One store saves into a folder at a time, from its `lock` or first `save` to its `close`; any number may read, which
+    writes and removes nothing.
 
     Of several processes all call every method. Process 0 writes and reads, so the folder need not be shared.
 
     Args:
       directory: a folder, which is made if it is not there; one training run's own.
-      max_to_keep: how many steps to keep, the newest; at least 1.
+      max_to_keep: how many steps to keep, the newest; at least 1. A step that is being read stays until the next save.
+      read_only: whether to refuse `lock` and `save`, and to make no folder: one that is not there yet has no steps.
 
     Raises:
       ValueError: `max_to_keep` is out of range.
-      OSError: the folder cannot be made or written to.
+      OSError: the folder cannot be made. Whether it can be written to is seen by `lock`, or the first `save`.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax
@@ -64,19 +59,19 @@ class CheckpointStore:
       7
     """
 
-    def __init__(self, directory: str | Path, *, max_to_keep: int = 3) -> None:
+    def __init__(
+        self, directory: str | Path, *, max_to_keep: int = 3, read_only: bool = False
+    ) -> None:
         if not isinstance(max_to_keep, int) or max_to_keep < 1:
             raise ValueError(f"max_to_keep={max_to_keep!r} must be a whole number of at least 1")
         self.directory = Path(directory).absolute()
         self.max_to_keep = max_to_keep
+        self.read_only = read_only
         self._closed = False
         self._writer: BackgroundWriter | None = None
         self._unlock: Callable[[], Any] | None = None
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and not read_only:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.directory):
-                pass  # it can be written to
-            clear_leftovers(self.directory)
             self._writer = BackgroundWriter(self.directory)
 
     def __enter__(self) -> Self:
@@ -89,23 +84,27 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Returns the steps that are in the folder, damaged or not, in ascending order."""
-        return saved_steps(self.directory) if self.directory.is_dir() else []
+        return list(saved_folders(self.directory))
 
     def lock(self) -> None:
         """Keeps other stores from saving into the folder until `close`, or the end of the process.
 
         The first `save` does it where this was not called; a script that calls it first learns at its start, and not after
-        an hour, that it was started twice. A killed process leaves no lock behind.
+        an hour, that it was started twice. A killed process leaves no lock behind; what it was writing is removed now.
 
         Raises:
+          ValueError: the store is read-only.
           OSError: another store, of this or another process, saves there; the message says which. Or the folder
             cannot be written to.
 
         Warns:
           UserWarning: the file system has no locks, so there is none.
         """
+        self._check_writable()
         if self._unlock is None and jax.process_index() == 0:
             lock = lock_folder(self.directory)
+            if lock:
+                clear_leftovers(self.directory)
             # Also when the store is forgotten without `close`.
             self._unlock = weakref.finalize(self, lock.release if lock else lambda: None)
 
@@ -125,7 +124,7 @@ class CheckpointStore:
             `metadata(step)` returns it.
 
         Raises:
-          ValueError: `step` is negative or beyond int64, the store is closed, the state has no leaves, or a leaf was
+          ValueError: `step` is negative or beyond int64, the store is closed or read-only, the state has no leaves, or a leaf was
             deleted or is an int beyond int64.
           TypeError: `step` is no whole number, a leaf is neither an array of a dtype of jax's nor a number, or
             `metadata` is not what JSON has.
@@ -136,6 +135,7 @@ class CheckpointStore:
             raise ValueError(
                 f"the store of {self.directory} is closed: step {number} cannot be saved"
             )
+        self._check_writable()
         check_values(state)
         described, note = leaves_of(state), _as_json(metadata)
         self.lock()
@@ -166,9 +166,8 @@ class CheckpointStore:
         found, failure = {}, ""
         if jax.process_index() == 0:
             try:
-                self._check_saved(step)
-                found = verified_manifest(step_folder(self.directory, step)).get("metadata", {})
-            except (FileNotFoundError, DamagedError) as error:
+                found = read_metadata(self.directory, step)
+            except _ERRORS as error:
                 failure = _as_text(error)
         _raise_in_all(failure)
         return json.loads(gather_texts(json.dumps(found))[0])
@@ -189,8 +188,9 @@ class CheckpointStore:
           OSError: a step could not be written.
         """
         self.wait()
-        read = self._read if jax.process_count() == 1 else self._read_in_process_0
-        found, arrays = read(state, step)
+        found, arrays, damages = self._read([leaf for leaf, _ in leaves_of(state)], step)
+        for damage in damages:
+            warnings.warn(damage, stacklevel=2)
         leaves, structure = jax.tree_util.tree_flatten(state)
         placed = [
             to_leaf(array, like, placement(like))
@@ -232,71 +232,38 @@ class CheckpointStore:
         }
         # Of arrays without elements nothing is stored.
         named = {name: array for name, array in zip(names, arrays, strict=True) if array.size}
+        writer = writer_name()
         commit(
             step_folder(self.directory, step),
+            writer,
             manifest,
-            lambda folder: write_arrays(folder / _ARRAYS, named),
+            lambda folder: write_arrays(folder / ARRAYS, named),
         )
         # Later steps, which a run that went back left behind, may be damaged: they do not count.
-        until_now = [number for number in saved_steps(self.directory) if number <= step]
+        until_now = [number for number in self.steps() if number <= step]
         for old in until_now[: -self.max_to_keep]:
-            remove(step_folder(self.directory, old))
+            remove(step_folder(self.directory, old), writer)
 
-    def _read_in_process_0(self, state: Any, step: int | None) -> tuple[int, list[np.ndarray]]:
+    def _read(
+        self, wanted: list[Leaf], step: int | None
+    ) -> tuple[int, list[np.ndarray], list[str]]:
         """Returns what process 0 reads, or raises what it raises, in all processes."""
-        wanted = [leaf for leaf, _ in leaves_of(state)]
-        found, arrays = 0, [np.zeros(leaf.shape, leaf.dtype) for leaf in wanted]
+        if jax.process_count() == 1:
+            return read_state(self.directory, wanted, step)
+        found, arrays, damages = 0, [np.zeros(leaf.shape, leaf.dtype) for leaf in wanted], []
         failure = ""
         if jax.process_index() == 0:
             try:
-                found, arrays = self._read(state, step)
-            except (FileNotFoundError, ValueError) as error:
+                found, arrays, damages = read_state(self.directory, wanted, step)
+            except _ERRORS as error:
                 failure = _as_text(error)
         _raise_in_all(failure)
         found, arrays = broadcast_arrays((np.asarray(found), arrays))
-        return int(found), arrays
+        return int(found), arrays, damages
 
-    def _read(self, state: Any, step: int | None) -> tuple[int, list[np.ndarray]]:
-        wanted = [leaf for leaf, _ in leaves_of(state)]
-        if step is not None:
-            self._check_saved(step)
-            return step, self._read_step(step, wanted)
-        damages = []
-        for number in reversed(self.steps()):
-            try:
-                return number, self._read_step(number, wanted)
-            except DamagedError as damage:
-                damages.append(str(damage))
-                warnings.warn(damages[-1], stacklevel=3)
-        if damages:
-            raise ValueError(f"no checkpoint in {self.directory} is intact: {'; '.join(damages)}")
-        raise FileNotFoundError(f"there is no checkpoint in {self.directory}")
-
-    def _read_step(self, step: int, wanted: list[Leaf]) -> list[np.ndarray]:
-        folder = step_folder(self.directory, step)
-        try:
-            manifest = read_manifest(folder)
-            opened = open_arrays(folder / _ARRAYS, manifest["leaves"])
-            saved = [
-                Leaf(x["path"], x["kind"], x["dtype"], tuple(x["shape"]))
-                for x in manifest["leaves"]
-            ]
-            lines = differences(saved, wanted)
-            if lines:
-                raise ValueError(
-                    f"step {step} of {self.directory} does not fit the state:\n  "
-                    + "\n  ".join(lines)
-                )
-            arrays = _read_checked(manifest["leaves"], opened)
-        except DamagedError as damage:
-            raise DamagedError(f"step {step} is damaged: {damage}") from damage
-        found = dict(zip(saved, arrays, strict=True))
-        return [found[leaf] for leaf in wanted]
-
-    def _check_saved(self, step: int) -> None:
-        if step not in self.steps():
-            there = ", ".join(map(str, self.steps())) or "none"
-            raise FileNotFoundError(f"there is no step {step} in {self.directory}, only: {there}")
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise ValueError(f"the store of {self.directory} was opened with read_only=True")
 
 
 def _checked_step(step: Any) -> int:
@@ -313,15 +280,6 @@ def _checked_step(step: Any) -> int:
     return number
 
 
-def _read_checked(leaves: list[dict[str, Any]], opened: list[Any]) -> list[np.ndarray]:
-    """Returns the leaves' arrays; raises DamagedError if one is not what was saved."""
-    arrays = read_arrays(opened, leaves)
-    for x, array in zip(leaves, arrays, strict=True):
-        if digest(array) != x["sha256"]:
-            raise DamagedError(f"leaf {x['path']} is not what was saved")
-    return arrays
-
-
 def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns a copy; raises TypeError for what JSON does not have."""
     if not isinstance(metadata, Mapping | None):
@@ -333,14 +291,13 @@ def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _as_text(error: Exception) -> str:
-    return f"{type(error).__name__} {error}"
+    kind = next(kind for kind in _ERRORS if isinstance(error, kind))
+    return f"{kind.__name__} {error}"
 
 
 def _raise_in_all(failure: str) -> None:
     """Raises in all processes what `_as_text` made of an error of process 0; "" is none."""
-    kind, _, text = gather_texts(failure)[0].partition(" ")
-    for error in (FileNotFoundError, DamagedError):
-        if kind == error.__name__:
-            raise error(text)
-    if kind:
-        raise ValueError(text)
+    name, _, text = gather_texts(failure)[0].partition(" ")
+    for kind in _ERRORS:
+        if name == kind.__name__:
+            raise kind(text)

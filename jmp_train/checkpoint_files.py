@@ -1,21 +1,40 @@
 """A checkpoint's folder: written beside its place and renamed, with a manifest of what is in every file.
 
 It is called `step_00000100`, and holds `arrays`, an orbax checkpoint with a folder for each leaf, `manifest.json`
-with the leaves and with size and sha256 of every file, and `manifest.sha256` of that.
+with the leaves and with size and sha256 of every file, and `manifest.sha256` of that. What is being written or deleted
+has its writer's name in addition: `step_00000100.WRITER.tmp` is being written, `step_00000100.WRITER.whole` is about to
+replace the step, and `step_00000100.WRITER.deleted` is being deleted. At every moment of a replacement the step, or what
+is to replace it, is there under a name that readers look for.
 """
 
+import contextlib
 import hashlib
 import json
+import os
 import re
+import secrets
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jmp_train.checkpoint_manifest import LONGEST, MANIFEST, MANIFEST_SUM, file_facts
+from jmp_train.checkpoint_manifest import (
+    LONGEST,
+    MANIFEST,
+    MANIFEST_SUM,
+    file_facts,
+    verified_manifest,
+)
+from jmp_train.file_locks import is_read
 from jmp_train.whole_files import sync
 
-_STEP = re.compile(r"step_(\d{8,})")
+WHOLE, BEING_WRITTEN, BEING_DELETED = "whole", "tmp", "deleted"
+STEP = r"step_(?P<step>\d{8,})"
+WRITER = r"[A-Za-z0-9-]+"
+
+_COMPLETE = re.compile(rf"{STEP}(\.{WRITER}\.{WHOLE})?")
+_OLD_TEMPORARY = re.compile(rf"{STEP}\.{BEING_WRITTEN}")  # as earlier versions named it
 
 
 def step_folder(directory: Path, step: int) -> Path:
@@ -23,24 +42,58 @@ def step_folder(directory: Path, step: int) -> Path:
     return directory / f"step_{step:08d}"
 
 
-def saved_steps(directory: Path) -> list[int]:
-    """Returns the steps that are there whole, damaged or not, in ascending order."""
-    found = (_STEP.fullmatch(path.name) for path in directory.iterdir())
-    return sorted(int(match[1]) for match in found if match)
+def saved_folders(directory: Path) -> dict[int, list[Path]]:
+    """Returns the steps that are there complete, damaged or not, in ascending order, and the folders of each.
+
+    The first is the step's own; others are what a writer that was killed was about to put there. There are none if the
+    directory is not there.
+    """
+    found: dict[int, list[Path]] = {}
+    for name in sorted(_names_in(directory)):
+        match = _COMPLETE.fullmatch(name) or _OLD_TEMPORARY.fullmatch(name)
+        if match and (match.re is _COMPLETE or os.path.exists(directory / name / MANIFEST_SUM)):
+            found.setdefault(int(match["step"]), []).append(directory / name)
+    return dict(sorted(found.items()))
 
 
-def commit(folder: Path, manifest: dict[str, Any], write: Callable[[Path], None]) -> None:
-    """Writes a folder beside its place, with a manifest, and renames it.
+def _names_in(directory: Path) -> set[str]:
+    """Returns what is in a directory; nothing if it is not there.
+
+    A listing may miss a file that is renamed meanwhile under both of its names, so two have to agree.
+    """
+    try:
+        names = set(os.listdir(directory))
+        while names != (again := set(os.listdir(directory))):
+            names = again
+    except FileNotFoundError:
+        return set()
+    return names
+
+
+def writer_name() -> str:
+    """Returns a name for what this process is about to write: of its host, its number, and chance."""
+    host = re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:40]
+    return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def commit(
+    folder: Path, writer: str, manifest: dict[str, Any], write: Callable[[Path], None]
+) -> None:
+    """Writes a folder beside its place, with a manifest, and renames it once it is complete and on the disk.
 
     Args:
       folder: the place; what is there is replaced.
+      writer: the name that the folder beside has, too; nobody else's.
       manifest: what else the manifest is to say, as JSON; this adds `files`.
       write: writes the folder's other contents into what it is given.
+
+    Raises:
+      OSError: it could not be written, or something of it is missing. What was at its place is there still.
+      DamagedError: of a leaf there are no files.
     """
-    beside = folder.with_name(f"{folder.name}.tmp")
-    remove(beside)
-    beside.mkdir()
+    beside = _renamed(folder, writer, BEING_WRITTEN)
     try:
+        beside.mkdir()
         write(beside)
         files = {path.relative_to(beside).as_posix(): file_facts(path) for path in _files(beside)}
         text = json.dumps({**manifest, "files": files}, indent=1).encode()
@@ -50,29 +103,53 @@ def commit(folder: Path, manifest: dict[str, Any], write: Callable[[Path], None]
         (beside / MANIFEST_SUM).write_text(hashlib.sha256(text).hexdigest())
         for path in (*_files(beside), *(p for p in beside.rglob("*") if p.is_dir()), beside):
             sync(path)
-        remove(folder)
-        beside.rename(folder)
+        verified_manifest(beside)  # which names the files of every leaf
+        _check_sizes(beside, files)
+        if folder.exists():
+            _replace(folder, beside, writer)
+        else:
+            beside.rename(folder)
         sync(folder.parent)
+        _check_sizes(folder, files)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
 
 
-def remove(folder: Path) -> None:
-    """Removes a folder, if it is there, in a way that never leaves half of it under its name."""
-    if not folder.exists():
+def _replace(folder: Path, new: Path, writer: str) -> None:
+    """Puts a folder at another's place, so that one of them is there whenever the process is killed."""
+    whole, old = _renamed(folder, writer, WHOLE), _renamed(folder, writer, BEING_DELETED)
+    new.rename(whole)  # which readers look for
+    try:
+        sync(folder.parent)
+        folder.rename(old)
+        whole.rename(folder)
+        sync(folder.parent)
+    finally:
+        if folder.exists():  # else what is whole is the step
+            shutil.rmtree(whole, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def remove(folder: Path, writer: str) -> None:
+    """Removes a step in a way that never leaves half of it under its name; not one that is being read."""
+    if is_read(folder):
         return
-    doomed = folder.with_name(f"{folder.name}.deleted")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    doomed = _renamed(folder, writer, BEING_DELETED)
+    with contextlib.suppress(FileNotFoundError):  # it is gone
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
-def clear_leftovers(directory: Path) -> None:
-    """Removes what a process that was killed was about to write or to delete."""
-    for path in directory.iterdir():
-        if path.suffix in {".tmp", ".deleted"} and _STEP.fullmatch(path.stem):
-            shutil.rmtree(path, ignore_errors=True)
+def _renamed(folder: Path, writer: str, kind: str) -> Path:
+    return folder.with_name(f"{folder.name}.{writer}.{kind}")
+
+
+def _check_sizes(folder: Path, files: dict[str, Any]) -> None:
+    for name, facts in files.items():
+        found = (folder / name).stat().st_size
+        if not found or found != facts["bytes"]:
+            raise OSError(f"{folder / name} has {found} bytes, and had {facts['bytes']}")
 
 
 def _files(folder: Path) -> list[Path]:

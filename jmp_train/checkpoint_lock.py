@@ -19,10 +19,11 @@ def lock_folder(directory: Path) -> FileLock | None:
       directory: the folder.
 
     Raises:
-      OSError: another store, of this or another process, has the lock; the message says which.
+      OSError: another store, of this or another process, has the lock; the message says which. Or the folder cannot be
+        written to.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     try:
+        directory.mkdir(parents=True, exist_ok=True)
         return take_lock(directory / _FILE)
     except LockHeldError as error:
         raise OSError(f"{directory} is in use: {_who(error.holder)}") from None
@@ -32,6 +33,9 @@ def lock_folder(directory: Path) -> FileLock | None:
             stacklevel=4,  # who called the store's method, which called this
         )
         return None
+    except OSError as error:
+        reason = f"no checkpoint can be written: {error.strerror}"
+        raise OSError(error.errno, reason, str(directory)) from None
 
 
 def _who(holder: Holder | None) -> str:

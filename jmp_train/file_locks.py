@@ -14,6 +14,8 @@ import os
 import shlex
 import socket
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -147,6 +149,52 @@ def read_holder(path: Path) -> Holder | None:
         return Holder(host, int(found["process"]), since, command)
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[Callable[[], bool]]:
+    """Marks a folder as being read, and yields a function that tells whether the path still leads to it.
+
+    Writes nothing, so the folder may be read-only. Where there are no locks, there is no mark.
+
+    Args:
+      folder: the path.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        yield lambda: not is_missing
+        return
+    _descriptors.add(descriptor)
+    try:
+        if sys.platform != "win32":
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield lambda: _is_at(descriptor, folder)
+    finally:
+        _close(descriptor)
+
+
+def is_read(folder: Path) -> bool:
+    """Returns whether a folder is marked as being read, as far as this machine knows.
+
+    Args:
+      folder: the path.
+    """
+    if sys.platform == "win32":
+        return False
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _try_flock(descriptor: int) -> bool:

@@ -1,0 +1,105 @@
+"""Reads steps of a folder, in which a living writer may save, replace and remove steps meanwhile."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jmp_train.checkpoint_arrays import open_arrays, read_arrays
+from jmp_train.checkpoint_files import saved_folders
+from jmp_train.checkpoint_leaves import Leaf, differences, digest
+from jmp_train.checkpoint_manifest import DamagedError, read_manifest, verified_manifest
+from jmp_train.file_locks import reading
+
+Found = TypeVar("Found")
+
+ARRAYS = "arrays"
+_ATTEMPTS = 100
+
+
+def read_state(
+    directory: Path, wanted: list[Leaf], step: int | None
+) -> tuple[int, list[np.ndarray], list[str]]:
+    """Returns a step's number and arrays, and what is wrong with newer ones.
+
+    Writes nothing. A step that is removed or replaced while it is read is not damaged: it is looked for anew.
+
+    Args:
+      directory: the steps' folder; one that is not there has none.
+      wanted: the leaves that the step must have.
+      step: which; None for the newest intact one.
+
+    Raises:
+      FileNotFoundError: there is no step, or not that one.
+      DamagedError: that step is damaged.
+      ValueError: no step is intact, or the step has other leaves.
+      OSError: each step was removed while it was read, a hundred times.
+    """
+    return _read_first(directory, step, lambda folder: _read_arrays(folder, wanted))
+
+
+def read_metadata(directory: Path, step: int) -> dict[str, Any]:
+    """Returns a step's metadata; raises as `read_state` does."""
+    _, found, _ = _read_first(
+        directory, step, lambda folder: verified_manifest(folder).get("metadata", {})
+    )
+    return found
+
+
+def _read_first(
+    directory: Path, step: int | None, read: Callable[[Path], Found]
+) -> tuple[int, Found, list[str]]:
+    """Returns the number of the newest step, or the given, that can be read, what is read, and newer damages."""
+    for _ in range(_ATTEMPTS):
+        damages: list[str] = []
+        for number, folder in _newest_first(directory, step):
+            with reading(folder) as is_there:
+                try:
+                    return number, read(folder), damages
+                except DamagedError as damage:
+                    if not is_there():
+                        break
+                    damages.append(f"step {number} is damaged: {damage}")
+        else:
+            break
+    else:
+        raise OSError(f"each step in {directory} was removed while it was read")
+    if damages and step is not None:
+        raise DamagedError("; ".join(damages))
+    if damages:
+        raise ValueError(f"no checkpoint in {directory} is intact: {'; '.join(damages)}")
+    raise FileNotFoundError(_what_is_missing(directory, step))
+
+
+def _newest_first(directory: Path, step: int | None) -> Iterator[tuple[int, Path]]:
+    for number, folders in reversed(saved_folders(directory).items()):
+        for folder in folders if step in (None, number) else ():
+            yield number, folder
+
+
+def _what_is_missing(directory: Path, step: int | None) -> str:
+    what = "checkpoint" if step is None else f"step {step}"
+    if not directory.exists():
+        return f"there is no {what} in {directory}, which is not there"
+    if step is None:
+        return f"there is no checkpoint in {directory}"
+    others = ", ".join(map(str, saved_folders(directory))) or "none"
+    return f"there is no {what} in {directory}, only: {others}"
+
+
+def _read_arrays(folder: Path, wanted: list[Leaf]) -> list[np.ndarray]:
+    leaves = read_manifest(folder)["leaves"]
+    opened = open_arrays(folder / ARRAYS, leaves)
+    saved = [Leaf(x["path"], x["kind"], x["dtype"], tuple(x["shape"])) for x in leaves]
+    if lines := differences(saved, wanted):
+        step = int(folder.name.partition(".")[0].removeprefix("step_"))
+        raise ValueError(
+            "\n  ".join([f"step {step} of {folder.parent} does not fit the state:", *lines])
+        )
+    arrays = read_arrays(opened, leaves)
+    for x, array in zip(leaves, arrays, strict=True):
+        if digest(array) != x["sha256"]:
+            raise DamagedError(f"leaf {x['path']} is not what was saved")
+    found = dict(zip(saved, arrays, strict=True))
+    return [found[leaf] for leaf in wanted]
