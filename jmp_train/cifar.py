@@ -1,14 +1,18 @@
 """CIFAR-10's binary files: rows of a label's byte and an image's, one colour after another."""
 
+import os
 from pathlib import Path
 
 import numpy as np
+
+from jmp_train.regular_files import open_regular
 
 CLASSES = 10
 SIZE = 32  # pixels, of both sides
 FOLDER = "cifar-10-batches-bin"  # what the archive unpacks to
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILE = "test_batch.bin"
+MAX_BYTES = 2**30  # that a file may have
 
 _ROW_BYTES = 1 + 3 * SIZE**2
 _FILE_BYTES = 10_000 * _ROW_BYTES  # of each published file
@@ -42,17 +46,19 @@ def read_cifar10(data_dir: Path | None) -> tuple[Images, Images]:
     return joined, read_batch(paths[TEST_FILE])
 
 
-def read_batch(path: Path) -> Images:
+def read_batch(path: Path, *, max_bytes: int = MAX_BYTES) -> Images:
     """Reads one of the files.
 
     Args:
       path: the file.
+      max_bytes: the largest file to take memory for.
 
     Returns:
       `image`, uint8 [rows, 32, 32, 3], and `label`, uint8 [rows].
 
     Raises:
-      ValueError: see `read_cifar10`.
+      ValueError: see `read_cifar10`; or the file is larger than `max_bytes`.
+      OSError: the file cannot be opened, or is no regular one.
 
     Example:
       >>> import tempfile
@@ -62,7 +68,17 @@ def read_batch(path: Path) -> Images:
       >>> batch["image"].shape, bytes(batch["image"][0, 31, 31]), batch["label"]
       ((1, 32, 32, 3), b'RGB', array([7], dtype=uint8))
     """
-    content = np.fromfile(path, np.uint8)
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise ValueError(
+                f"{path} is too large: it has {size} bytes, more than max_bytes={max_bytes}; the published file has "
+                f"{_FILE_BYTES}"
+            )
+        return _images_of(path, np.fromfile(file, np.uint8))
+
+
+def _images_of(path: Path, content: np.ndarray) -> Images:
     count, rest = divmod(content.size, _ROW_BYTES)
     if rest or not count:
         raise ValueError(

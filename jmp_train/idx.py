@@ -3,26 +3,35 @@
 import gzip
 import math
 import zlib
+from io import BufferedIOBase
 from pathlib import Path
 
 import numpy as np
 
+from jmp_train.regular_files import open_regular
+
+MAX_BYTES = 2**30  # EMNIST's largest file has 547 MB
+
 _UNSIGNED_BYTES = 0x08  # the third byte of the magic number; the fourth is the number of axes
 _GZIP = b"\x1f\x8b"
+_PIECE = 2**20  # bytes that are decompressed at once
 
 
-def read_idx(path: Path, axes: int) -> np.ndarray:
+def read_idx(path: Path, axes: int, *, max_bytes: int = MAX_BYTES) -> np.ndarray:
     """Reads an IDX file of unsigned bytes.
 
     Args:
       path: the file, gzipped or not; its content tells, not its name.
       axes: how many axes the array must have: 3 for images, 1 for labels.
+      max_bytes: the largest array to take memory for. A megabyte of gzip can hold a gigabyte.
 
     Returns:
       A uint8 array.
 
     Raises:
-      ValueError: the file is no such IDX file, or incomplete; the message names it and the fault.
+      ValueError: the file is no such IDX file, incomplete, or of more than `max_bytes` by its header; the
+        message names it and the fault.
+      OSError: the file cannot be opened, or is no regular one.
 
     Example:
       >>> import tempfile
@@ -33,25 +42,44 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
 
     Reference: http://yann.lecun.com/exdb/mnist (the format's description).
     """
-    content = path.read_bytes()
-    if content.startswith(_GZIP):
+    with open_regular(path) as file:
+        start = file.read(len(_GZIP))
+        file.seek(0)
+        if start != _GZIP:
+            return _read_array(path, file, axes, max_bytes)
         try:
-            content = gzip.decompress(content)
+            with gzip.GzipFile(fileobj=file) as content:
+                return _read_array(path, content, axes, max_bytes)
         except (EOFError, OSError, zlib.error) as error:
             raise ValueError(f"{path} is a damaged or truncated gzip file: {error}") from None
-    magic, wanted = content[:4], bytes([0, 0, _UNSIGNED_BYTES, axes])
+
+
+def _read_array(path: Path, content: BufferedIOBase, axes: int, max_bytes: int) -> np.ndarray:
+    header = content.read(4 + 4 * axes)
+    magic, wanted = header[:4], bytes([0, 0, _UNSIGNED_BYTES, axes])
     if magic != wanted:
         raise ValueError(
             f"{path} has the magic number 0x{magic.hex()}, where IDX bytes with {axes} "
             f"{'axis' if axes == 1 else 'axes'} have 0x{wanted.hex()}"
         )
-    header = 4 + 4 * axes
-    if len(content) < header:
-        raise ValueError(f"{path} ends within its header, after {len(content)} bytes")
-    shape = [int(n) for n in np.frombuffer(content, ">u4", axes, offset=4)]
-    if len(content) - header != math.prod(shape):
-        raise ValueError(
-            f"{path} has {len(content) - header} bytes of data, "
-            f"where its header says {' x '.join(map(str, shape))}"
-        )
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+    if len(header) < 4 + 4 * axes:
+        raise ValueError(f"{path} ends within its header, after {len(header)} bytes")
+    shape = [int(n) for n in np.frombuffer(header, ">u4", axes, offset=4)]
+    says, count = f"its header says {' x '.join(map(str, shape))}", math.prod(shape)
+    if math.prod(n for n in shape if n) > max_bytes:  # numpy, too, refuses 0 x 2**32 x 2**32
+        raise ValueError(f"{path} is too large: {says} bytes, more than max_bytes={max_bytes}")
+    array = np.empty(count, np.uint8)  # memory that is not there before it is written
+    size = _read_into(array, content)
+    if size < count:
+        raise ValueError(f"{path} has {size} bytes of data, where {says}")
+    if content.read(1):  # at the end gzip compares the checksum
+        raise ValueError(f"{path} has more than {size} bytes of data, where {says}")
+    return array.reshape(shape)
+
+
+def _read_into(array: np.ndarray, content: BufferedIOBase) -> int:
+    """Fills an array of bytes from a file, piece by piece; returns how many there were."""
+    view, done = array.data, 0
+    while size := content.readinto(view[done : done + _PIECE]):
+        done += size
+    return done

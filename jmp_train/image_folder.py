@@ -4,12 +4,13 @@ The way of the data: `read_image_folder` -> paths and labels -> `random_crops` o
 """
 
 import math
-import struct
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from jmp_train.image_files import MAX_PIXELS, read_image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 
@@ -75,15 +76,27 @@ def _images_of(folders: dict[str, Path], classes: Sequence[str]) -> dict[str, np
     for label, name in enumerate(classes):
         if name not in folders:
             continue
-        images = [
-            str(path) for path in sorted(folders[name].iterdir()) if path.suffix.lower() in SUFFIXES
-        ]
+        images = _images_in(folders[name])
         paths += images
         labels += [label] * len(images)
     return {"path": np.array(paths, object), "label": np.array(labels, np.int32)}
 
 
-def random_crops(paths: Iterable[str], seeds: Iterable[int], size: int) -> np.ndarray:
+def _images_in(folder: Path) -> list[str]:
+    images = []
+    with os.scandir(folder) as entries:  # which says what is a file without a look at each
+        for entry in entries:
+            if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:
+                continue
+            if not entry.is_file():
+                raise ValueError(f"{entry.path} is no regular file, though it is named as an image")
+            images.append(entry.path)
+    return sorted(images)
+
+
+def random_crops(
+    paths: Iterable[str], seeds: Iterable[int], size: int, *, max_pixels: int = MAX_PIXELS
+) -> np.ndarray:
     """Returns a random crop of each image, flipped or not, uint8 [images, size, size, 3].
 
     torchvision's RandomResizedCrop(size) and RandomHorizontalFlip(): a share of 0.08 to 1 of the area, a ratio of 3/4
@@ -93,18 +106,22 @@ def random_crops(paths: Iterable[str], seeds: Iterable[int], size: int) -> np.nd
       paths: of the images, [images].
       seeds: from 0 to below 2**64, [images]; each alone decides of its image.
       size: the side in pixels.
+      max_pixels: see `read_image`.
 
     Raises:
-      ValueError: an image is damaged or missing; the message names it.
+      ValueError: an image cannot be read, see `read_image`; the message names it.
     """
     return np.stack(
-        [_random_crop(path, int(seed), size) for path, seed in zip(paths, seeds, strict=True)]
+        [
+            _random_crop(path, int(seed), size, max_pixels)
+            for path, seed in zip(paths, seeds, strict=True)
+        ]
     )
 
 
-def _random_crop(path: str, seed: int, size: int) -> np.ndarray:
+def _random_crop(path: str, seed: int, size: int, max_pixels: int) -> np.ndarray:
     random = np.random.default_rng(seed)
-    image = _decoded(path)
+    image = read_image(path, max_pixels=max_pixels)
     # Cut first: the filter must not look beyond the crop, which resize(box=...) does.
     crop = np.asarray(image.crop(random_box(random, *image.size)).resize((size, size), _BILINEAR))
     return crop[:, ::-1] if random.random() < 0.5 else crop
@@ -135,7 +152,7 @@ def random_box(random: np.random.Generator, width: int, height: int) -> Box:
     return left, upper, left + wide, upper + high
 
 
-def centre_crops(paths: Iterable[str], size: int) -> np.ndarray:
+def centre_crops(paths: Iterable[str], size: int, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Returns the centre of each image, uint8 [images, size, size, 3].
 
     torchvision's Resize(256) and CenterCrop(224), bilinear with antialiasing, or both in proportion to `size`.
@@ -143,35 +160,25 @@ def centre_crops(paths: Iterable[str], size: int) -> np.ndarray:
     Args:
       paths: of the images.
       size: the side in pixels.
+      max_pixels: of an image, see `read_image`, and of one that is resized: of 1 x 40,000 pixels 256 x 10,240,000
+        would be made.
 
     Raises:
-      ValueError: an image is damaged or missing; the message names it.
+      ValueError: an image cannot be read, see `read_image`, or is too narrow; the message names it.
     """
-    return np.stack([_centre_crop(path, size) for path in paths])
+    return np.stack([_centre_crop(path, size, max_pixels) for path in paths])
 
 
-def _centre_crop(path: str, size: int) -> np.ndarray:
-    image = _decoded(path)
+def _centre_crop(path: str, size: int, max_pixels: int) -> np.ndarray:
+    image = read_image(path, max_pixels=max_pixels)
     width, height = image.size
     short, by = size * 256 // 224, min(width, height)
-    image = image.resize((width * short // by, height * short // by), _BILINEAR)
+    wide, high = width * short // by, height * short // by
+    if wide * high > max(max_pixels, short**2):
+        raise ValueError(
+            f"{path} is too narrow: its {width} x {height} pixels would be {wide} x {high} with a shorter side of "
+            f"{short}, more than max_pixels={max_pixels}"
+        )
+    image = image.resize((wide, high), _BILINEAR)
     left, upper = round((image.width - size) / 2), round((image.height - size) / 2)
     return np.asarray(image.crop((left, upper, left + size, upper + size)))
-
-
-def _decoded(path: str) -> Any:
-    """Returns an image in red, green and blue."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (
-        OSError,
-        EOFError,
-        SyntaxError,
-        ValueError,
-        struct.error,
-        Image.DecompressionBombError,
-    ) as error:
-        raise ValueError(f"{path} cannot be decoded as an image: {error}") from error

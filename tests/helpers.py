@@ -2,8 +2,10 @@
 
 import gzip
 import math
+import resource
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,18 @@ def make_run(policy: str = "float32", *, scale: float = 1.0, skips: tuple[int, .
             count = sum(skip <= number for skip in skips)
             epochs.append(Epoch(number // 50, loss, 1e-3, number / 25, 300.0, scale, count))
     return Run(policy, "cpu", 0.987, 7.5, "process", 64, tuple(epochs), tuple(steps))
+
+
+@contextmanager
+def memory_limited_to(more: int) -> Iterator[None]:
+    """Lets the process take so many bytes of memory more than it has, and no further ones."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def idx_bytes(array: np.ndarray) -> bytes:

@@ -1,8 +1,9 @@
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import write_image_folder
+from helpers import memory_limited_to, write_image_folder
 from PIL import Image
 
 from jmp_train.image_folder import centre_crops, random_box, random_crops, read_image_folder
@@ -63,6 +64,63 @@ def test_folders_that_are_missing_empty_or_unknown_are_named(tmp_path: Path) -> 
     (tmp_path / "val/dog/0.png").unlink()
     with pytest.raises(ValueError, match=r"val has no images; they end in "):
         read_image_folder(tmp_path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "broken_link", "loop"])
+def test_what_is_no_file_is_named_when_the_folder_is_read(tmp_path: Path, kind: str) -> None:
+    write_image_folder(tmp_path, train=1, val=1)
+    path = tmp_path / "train/dark/1.png"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path if kind == "loop" else tmp_path / "nowhere.png")
+    with pytest.raises((ValueError, OSError), match=r"train/dark/1\.png"):
+        read_image_folder(tmp_path)
+
+
+def test_links_to_files_and_folders_are_followed_once(tmp_path: Path) -> None:
+    write_image_folder(tmp_path / "real", train=1, val=1)
+    for part in ("train", "val"):
+        (tmp_path / part).mkdir()
+        for name in ("dark", "light"):
+            (tmp_path / part / name).symlink_to(tmp_path / "real" / part / name)
+    (tmp_path / "real/train/dark/again").symlink_to(tmp_path / "train")  # without an end
+    (tmp_path / "real/train/dark/1.png").symlink_to(tmp_path / "real/train/light/0.png")
+    train, _, classes = read_image_folder(tmp_path)
+    names = [f"{tmp_path}/train/{name}.png" for name in ("dark/0", "dark/1", "light/0")]
+    assert (train["path"].tolist(), classes) == (names, ("dark", "light"))
+    assert centre_crops(train["path"], 16).shape == (3, 16, 16, 3)
+
+
+@pytest.mark.parametrize("size", [(1, 40_000), (40_000, 1)])
+def test_a_narrow_image_is_refused_before_it_is_made_large(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    path = str(tmp_path / "image.png")
+    Image.new("L", size, 7).save(path)
+    message = (
+        r"image\.png is too narrow: its \d+ x \d+ pixels would be (256 x 10240000|10240000 x 256) "
+    )
+    with memory_limited_to(2**28):
+        with pytest.raises(ValueError, match=message):
+            centre_crops([path], 224)
+        assert (random_crops([path], [0], 224) == 7).all()  # of a part that is not narrow
+
+
+def test_the_bound_of_pixels_is_an_option(tmp_path: Path) -> None:
+    path = save(tmp_path / "image.png", gradient_image(100, 50))
+    for crops in (
+        lambda bound: centre_crops([path], 16, max_pixels=bound),
+        lambda bound: random_crops([path], [0], 16, max_pixels=bound),
+    ):
+        assert crops(5000).shape == (1, 16, 16, 3)
+        with pytest.raises(
+            ValueError, match=r"image\.png .* 100 x 50 pixels, more than max_pixels=49"
+        ):
+            crops(4999)
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "missing", "empty"])

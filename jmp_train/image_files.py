@@ -1,0 +1,153 @@
+"""Image files of the formats that image folders hold, decoded to 8 bits of red, green and blue.
+
+What a file begins with decides who decodes it, and no other of pillow's decoders sees it: some, as that of
+PostScript, start programs.
+"""
+
+import io
+import os
+import re
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jmp_train.regular_files import open_regular
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
+
+MAX_PIXELS = 89_478_485  # where pillow begins to warn: 256 MiB of three bytes each
+
+# The most that a file has: text has 12 bytes a pixel, four channels of 16 bits have 8; profiles and notes come on top.
+_BYTES_PER_PIXEL, _FURTHER_BYTES = 16, 2**24
+_SCANNED_PIXELS = 2**34  # of progressive JPEG, which has about ten scans: ten seconds
+_COMMENT = rb"#[^\r\n]*[\r\n]?"  # of a PPM file
+
+
+def read_image(path: str, *, max_pixels: int = MAX_PIXELS) -> "Image":
+    """Reads an image, without its transparency and unrotated, as torchvision does.
+
+    Gray of 16 bits is divided by 257 and rounded. Of colors of 16 bits each pillow takes the upper eight, which is
+    less than one away from that. Of several images in a file the first one is read.
+
+    Args:
+      path: of the file, whatever its name ends in.
+      max_pixels: the largest image to take memory for. A small file can hold a very large one.
+
+    Returns:
+      An image of pillow's in mode RGB.
+
+    Raises:
+      ValueError: the file is no JPEG, PNG, WebP, BMP, PPM or TIFF, is damaged, missing or no regular file, has
+        more than `max_pixels` by its header, has more than 2**34 pixels in all scans of a progressive JPEG, or
+        numbers of no known range: of 32 bits, signed, or not whole. The message names it.
+      MemoryError: the message names the file.
+
+    Example:
+      >>> import tempfile
+      >>> from pathlib import Path
+      >>> file = Path(tempfile.mkdtemp()) / "dot.ppm"
+      >>> _ = file.write_bytes(b"P6 1 1 255 " + bytes([10, 20, 30]))
+      >>> read_image(str(file)).getpixel((0, 0))
+      (10, 20, 30)
+    """
+    try:
+        with open_regular(path) as file:
+            return _decoded(_content(file, max_pixels), max_pixels)
+    except (MemoryError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # of any class: pillow's decoders meet damage in many places
+        fault = str(error) or repr(error)
+        raise ValueError(f"{path} cannot be decoded as an image: {fault}") from error
+
+
+def _content(file: io.BufferedReader, max_pixels: int) -> bytes:
+    size = os.fstat(file.fileno()).st_size
+    if size > _BYTES_PER_PIXEL * max_pixels + _FURTHER_BYTES:
+        raise ValueError(f"it has {size} bytes, too many for {max_pixels=}")
+    return file.read()
+
+
+def _decoded(content: bytes, max_pixels: int) -> "Image":
+    image = _opened(content)
+    _check_pixels(image, content, max_pixels)
+    image.load()
+    # Transparency does not count here; pillow would look for a color that stands for it, and warn.
+    image.info.pop("transparency", None)
+    return _with_8_bits(image).convert("RGB")
+
+
+def _opened(content: bytes) -> "ImageFile":
+    """Returns an image of which the header is read."""
+    from PIL import (
+        BmpImagePlugin,
+        JpegImagePlugin,
+        PngImagePlugin,
+        PpmImagePlugin,
+        TiffImagePlugin,
+        WebPImagePlugin,
+    )
+
+    file = io.BytesIO(
+        content
+    )  # a real file would take memory for as many bytes as a chunk says it has
+    if content.startswith(b"\xff\xd8\xff"):
+        return JpegImagePlugin.JpegImageFile(file)
+    if content.startswith(b"\x89PNG\r\n\x1a\n"):
+        return PngImagePlugin.PngImageFile(file)
+    if content.startswith(b"RIFF") and content[8:12] == b"WEBP":
+        return WebPImagePlugin.WebPImageFile(file)
+    if content.startswith(b"BM"):
+        return BmpImagePlugin.BmpImageFile(file)
+    if content.startswith((b"II", b"MM")):
+        return TiffImagePlugin.TiffImageFile(file)
+    if content.startswith((b"P4", b"P5", b"P6")):
+        return PpmImagePlugin.PpmImageFile(file)
+    if content.startswith(
+        (b"P1", b"P2", b"P3")
+    ):  # text, of which pillow copies all at each comment
+        return PpmImagePlugin.PpmImageFile(io.BytesIO(re.sub(_COMMENT, b"", content)))
+    raise ValueError(
+        f"it begins with {content[:16]!r}, as no JPEG, PNG, WebP, BMP, PPM or TIFF file does"
+    )
+
+
+def _check_pixels(image: "ImageFile", content: bytes, max_pixels: int) -> None:
+    """Raises ValueError if decoding took much memory or time, before it begins."""
+    from PIL.TiffImagePlugin import TILELENGTH, TILEWIDTH, TiffImageFile
+
+    width, height = image.size
+    if width * height > max_pixels:
+        raise ValueError(f"it has {width} x {height} pixels, more than {max_pixels=}")
+    if isinstance(image, TiffImageFile) and TILEWIDTH in image.tag_v2:
+        wide, high = image.tag_v2[TILEWIDTH], image.tag_v2[TILELENGTH]
+        if wide * high > max_pixels:
+            raise ValueError(f"its tiles have {wide} x {high} pixels, more than {max_pixels=}")
+    if image.info.get("progressive"):  # each scan goes over all pixels, whatever it brings
+        scans = content.count(b"\xff\xda")
+        if scans * width * height > _SCANNED_PIXELS:
+            raise ValueError(f"it has {scans} scans of {width} x {height} pixels, far too many")
+
+
+def _with_8_bits(image: "ImageFile") -> "Image":
+    """Returns an image whose channels have 8 bits; pillow's conversion cuts larger values off."""
+    if not image.mode.startswith(("I", "F")):
+        return image
+    from PIL import Image
+    from PIL.TiffImagePlugin import BITSPERSAMPLE, TiffImageFile
+
+    # Of PNG and PPM pillow's 32-bit integers are of 16 bits; of TIFF they are what they say.
+    tiff = isinstance(image, TiffImageFile)
+    if not image.mode.startswith("I;16") and (tiff or image.mode != "I"):
+        raise ValueError(f"its numbers ({image.mode} in pillow) have no known range, as bytes have")
+    bits = image.tag_v2[BITSPERSAMPLE][0] if tiff else 16  # or 12
+    return Image.fromarray(_scaled_to_8_bits(bits)[np.asarray(image)])
+
+
+@cache
+def _scaled_to_8_bits(bits: int) -> np.ndarray:
+    """Returns the 8 bits for each whole number of so many bits, uint8 [2**bits]."""
+    largest = 2**bits - 1
+    return np.rint(np.arange(largest + 1) * 255 / largest).astype(np.uint8)

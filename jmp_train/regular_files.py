@@ -1,0 +1,45 @@
+"""Files of data, opened so that a pipe, a device or too little memory ends in an error that names the file."""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+
+
+@contextmanager
+def open_regular(path: Path | str) -> Iterator[BufferedReader]:
+    """Opens a regular file for reading bytes.
+
+    A pipe may never have a writer and a device may never end, so neither is opened.
+
+    Args:
+      path: the file, or a symbolic link to it.
+
+    Yields:
+      The open file.
+
+    Raises:
+      OSError: it is missing, cannot be read, or is a folder, a pipe, a socket or a device.
+      MemoryError: the code within the `with` ran out of memory; the message names the file.
+
+    Example:
+      >>> import tempfile
+      >>> file = Path(tempfile.mkdtemp()) / "two_bytes"
+      >>> _ = file.write_bytes(b"ab")
+      >>> with open_regular(file) as opened:
+      ...     opened.read()
+      b'ab'
+      >>> with open_regular("/dev/null"):
+      ...     pass
+      Traceback (most recent call last):
+      OSError: /dev/null is no regular file
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(f"{path} is no regular file")
+    with open(path, "rb") as file:
+        try:
+            yield file
+        except MemoryError as error:
+            raise MemoryError(f"{path} needs more memory than there is") from error
