@@ -103,15 +103,19 @@ def _log(args: argparse.Namespace, name: str, stack: ExitStack) -> "RunLog | Non
 
 @contextmanager
 def _signals_noted(wanted: bool) -> Iterator[list[int]]:
-    """Notes SIGTERM and SIGINT, so that the run can save; the second one interrupts."""
+    """Notes SIGTERM, SIGINT and SIGHUP, so that the run can save; a second one interrupts."""
     numbers: list[int] = []
+    hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
 
     def note(number: int, frame: Any) -> None:
-        if numbers:
+        # When a terminal is closed, both it and its shell may say so.
+        if numbers and number != hang_up:
             raise KeyboardInterrupt
         numbers.append(number)
 
-    kinds = (signal.SIGTERM, signal.SIGINT) if wanted else ()
+    kinds = [signal.SIGTERM, signal.SIGINT] if wanted else []
+    if wanted and hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:  # nohup's
+        kinds.append(hang_up)
     previous = {kind: signal.signal(kind, note) for kind in kinds}
     try:
         yield numbers

@@ -100,7 +100,12 @@ def test_what_is_not_the_same_run_is_refused(task: Task, tmp_path: Path) -> None
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_saves_and_the_command_goes_on(number: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jmp_train", "train", "digits", "--policy", "mixed_float16"]
