@@ -18,7 +18,7 @@ from jmp_train.command_arguments import (
     scale,
     seed,
 )
-from jmp_train.command_errors import INTERRUPTED, checking_the_call, report_error
+from jmp_train.command_errors import INTERRUPTED, WrongCall, checking_the_call, report_error
 from jmp_train.command_start import interrupts_raised
 from jmp_train.compare_command import DEFAULT_POLICIES, compare_command
 from jmp_train.output import lasting_output
@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="jmp-train", description="Mixed-precision training in JAX.")
     parser.add_argument("--version", action="version", version=f"jmp-train {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    parser.set_defaults(run=_no_command)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 
     train = commands.add_parser("train", help="train a task in one policy or AMP mode")
     one = train.add_mutually_exclusive_group()
@@ -163,6 +164,10 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--json", action="store_true", help="print JSON on standard output")
     return parser
+
+
+def _no_command(args: argparse.Namespace) -> int:
+    raise WrongCall("a command is wanted: train, compare or launch; --help says more")
 
 
 def _launch(args: argparse.Namespace) -> int:

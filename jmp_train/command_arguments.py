@@ -67,7 +67,7 @@ def precision_name(text: str) -> str:
     """Returns the name of a policy or AMP mode."""
     if not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r} has control characters")
-    name = text.strip()
+    name = re.sub(" *([,=]|^|$) *", r"\1", text)
     try:
         # "half" would ask the device, which belongs to the training process.
         precision = precision_of(re.sub(r"\bhalf\b", "float16", name))

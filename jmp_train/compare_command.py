@@ -11,7 +11,7 @@ from subprocess import PIPE
 from typing import IO, TYPE_CHECKING
 
 from jmp_train.child_processes import ChildProcess, signals_as_exceptions
-from jmp_train.command_errors import Failure, WrongCall, checking_the_call
+from jmp_train.command_errors import CALL_IS_WRONG, Failure, WrongCall, checking_the_call
 from jmp_train.command_options import make_writable, task_options
 from jmp_train.output import Output, own_output
 from jmp_train.records import Event, Run, event_from_json
@@ -98,8 +98,10 @@ def _train_all(
             display.start(name)
             try:
                 runs.append(_run_in_process(args, name, display))
-            except Failure as failure:
-                reason = explain_failure(name, str(failure))
+            except (Failure, WrongCall) as error:
+                if isinstance(error, WrongCall) and not runs and not failures:
+                    raise  # nor would the others begin
+                reason = explain_failure(name, str(error))
                 failures.append((name, reason))
                 display.fail(name, reason)
     return runs, failures
@@ -124,7 +126,7 @@ def _check_outputs(args: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def _run_in_process(args: argparse.Namespace, name: str, display: "Display") -> Run:
-    """Returns the run; raises Failure if the process did not end well."""
+    """Returns the run; raises Failure if the process did not end well, WrongCall if it did not begin."""
     run = None
     others: list[bytes] = []  # lines that are no events
     errors: deque[bytes] = deque(maxlen=_KEPT_LINES)
@@ -144,6 +146,8 @@ def _run_in_process(args: argparse.Namespace, name: str, display: "Display") -> 
         code = process.wait()
     reader.join(_READER_SECONDS)
     text = b"".join(errors.copy()).decode(errors="replace")
+    if code == CALL_IS_WRONG:
+        raise WrongCall(f"{name}: {_reason(code, text)}")
     if code != 0 or run is None:
         raise Failure(_reason(code, text))
     _hand_on_warnings(name, text, others)
@@ -158,8 +162,11 @@ def _command(args: argparse.Namespace, name: str) -> list[str]:
     for option in _HANDED_ON:
         value = getattr(args, option)
         if value is not None:
-            values = value if isinstance(value, list) else [value]
-            command += [f"--{option.replace('_', '-')}", *map(str, values)]
+            option = f"--{option.replace('_', '-')}"
+            if isinstance(value, list):
+                command += [option, *map(str, value)]
+            else:
+                command.append(f"{option}={value}")  # a value may begin with a dash
     if args.synthetic:
         command.append("--synthetic")
     return command

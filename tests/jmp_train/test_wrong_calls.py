@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import write_mnist
 
-from jmp_train import cli
+from jmp_train import cli, compare_command
 from jmp_train.cli import main
 from jmp_train.command_errors import Failure, one_line
 
@@ -71,7 +71,8 @@ REPEATED = [
     (*KARATE, "--checkpoint-dir", "a", "--checkpoint-dir", "b"),
     (*COMPARE, "--policies", "bfloat16"),
     (*COMPARE, "--out", "a", "--out", "b"),
-    ("compare", "karate", "--policies", "float32", "float32 "),
+    ("compare", "karate", "--policies", "float32", " float32 "),
+    ("compare", "karate", "--policies", "c=f16,o=f32", "c=f16 , o= f32"),
     ("launch", "-n", "1", "--processes", "2", "script.py"),
 ]
 NAMES = [
@@ -176,7 +177,7 @@ def test_a_wrong_call_is_exit_code_2_and_one_line(
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ((), "the following arguments are required: COMMAND"),
+        ((), "a command is wanted: train, compare or launch; --help says more"),
         ((*KARATE, "--epochs", "2"), "argument --epochs: given more than once"),
         ((*KARATE, "--policy", "c=f16,c=f16"), "'c=f16,c=f16' gives compute_dtype more than once"),
         ((*KARATE, "--policy", "float64"), "policy 'float64' has float64, which needs JAX_ENABLE_X64=1"),
@@ -193,6 +194,23 @@ def test_what_the_line_says(
 ) -> None:
     assert main(call) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.timeout(200)
+def test_what_only_a_run_of_compare_finds_wrong_is_a_wrong_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = folder / "-log" / "float32" / "metrics.jsonl"
+    log.parent.mkdir(parents=True)
+    log.touch()  # as another process may, after compare has looked
+    monkeypatch.setattr(compare_command, "_check_outputs", lambda args, names: None)
+    names = ("float32", "bfloat16")
+    call = ("compare", "karate", "--epochs", "1", "--logdir=-log", "--policies", *names)
+    assert main(call) == 2
+    assert capsys.readouterr() == (
+        "",
+        "jmp-train: error: float32: --logdir: -log/float32 holds the log of another run\n",
+    )
 
 
 @pytest.mark.parametrize(
