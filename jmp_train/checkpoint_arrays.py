@@ -131,22 +131,23 @@ def _finished(futures: list[Any]) -> list[Any]:
         try:
             results.append(future.result())
         except Exception as error:  # noqa: BLE001 - tensorstore's errors are of many classes
-            failures.append(_message(error))
+            failures.append(_os_error(error))
     if failures:
-        raise _os_error(failures[0])
+        raise failures[0]
     return results
 
 
 def _message(error: Exception) -> str:
-    """Returns what tensorstore's error says, without the places in its own source and its specification."""
-    return re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]
+    """Returns what tensorstore's error says, without what it adds in brackets, in any order."""
+    return re.split(r" \[(?:tensorstore_spec|source locations|os_error_code)=", str(error))[0]
 
 
-def _os_error(text: str) -> OSError:
+def _os_error(error: Exception) -> OSError:
     """Returns what tensorstore says of a file as the error that Python would raise."""
-    code, path = re.search(r"os_error_code='(\d+)'", text), re.search(r'local file "([^"]+)"', text)
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    path = re.search(r'local file "([^"]+)"', str(error))
     if code is None:
-        return OSError(text)
+        return OSError(_message(error))
     return OSError(int(code[1]), os.strerror(int(code[1])), path and path[1])
 
 

@@ -27,17 +27,22 @@ SAVE = (
 RUNNER = Path(jt.__file__).with_name("launched.py")  # as the launcher starts scripts
 
 
-def run(directory: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run(
+    directory: Path, script: str, *, launched: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Runs a script that has a store and a state, but that does not close the store."""
     file = directory.with_name(f"{directory.name}.py")
     file.write_text(SAVE + script)
-    return subprocess.run(
-        [sys.executable, *options, str(file), str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    with open(os.devnull, "wb") as launcher:
+        runner = [str(RUNNER), str(launcher.fileno()), "0"] if launched else []
+        return subprocess.run(
+            [sys.executable, *runner, str(file), str(directory)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            pass_fds=[launcher.fileno()],
+        )
 
 
 def saved(directory: Path) -> tuple[int, int]:
@@ -59,26 +64,30 @@ def test_a_script_that_ends_without_close_has_its_last_checkpoint(tmp_path: Path
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("options", [(), (str(RUNNER),)], ids=["python", "launched"])
-def test_so_has_a_script_that_ends_by_an_error(tmp_path: Path, options: tuple[str, ...]) -> None:
-    done = run(tmp_path / "exit", "store.save(7, state)\nsys.exit(3)\n", *options)
+@pytest.mark.parametrize("launched", [False, True], ids=["python", "launched"])
+def test_so_has_a_script_that_ends_by_an_error(tmp_path: Path, launched: bool) -> None:
+    done = run(tmp_path / "exit", "store.save(7, state)\nsys.exit(3)\n", launched=launched)
     assert (done.returncode, done.stderr) == (3, "")
     assert saved(tmp_path / "exit") == (7, 7)
-    done = run(tmp_path / "error", "store.save(7, state)\nraise ValueError('no more')\n", *options)
+    done = run(
+        tmp_path / "error", "store.save(7, state)\nraise ValueError('no more')\n", launched=launched
+    )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "ValueError: no more"
     assert saved(tmp_path / "error") == (7, 7)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("options", [(), (str(RUNNER),)], ids=["python", "launched"])
-def test_a_last_checkpoint_that_cannot_be_written_is_told(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    script = "store.save(6, {'step': 6})\nstore.wait()\nfill_the_disk()\nstore.save(7, state)\n"
-    done = run(
-        tmp_path / "end", script + "print('done')\nsys.exit(3 if sys.argv[2:] else 0)", *options
+@pytest.mark.parametrize("launched", [False, True], ids=["python", "launched"])
+def test_a_last_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, launched: bool) -> None:
+    script = (
+        "store.save(6, {'step': 6})\n"
+        "store.wait()\n"
+        "fill_the_disk()\n"
+        "store.save(7, state)\n"
+        "print('done')\n"
     )
+    done = run(tmp_path / "end", script, launched=launched)
     assert done.returncode == 1
     assert done.stdout == "done\n"
     (line,) = done.stderr.splitlines()
