@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from jmp_train.checkpoint import CheckpointStore
+from jmp_train.checkpoint_files import DamagedError
 from jmp_train.records import Epoch, Step
+from jmp_train.run_identity import differences
 from jmp_train.train_state import TrainState
 from jmp_train.whole_files import write_whole
 
-_OPTIONS_FILE = "run.json"
+_RUN_FILE = "run.json"
 
 
 class Stopped(Exception):
@@ -26,6 +29,10 @@ class Stopped(Exception):
     def __init__(self, step: int) -> None:
         super().__init__(f"stopped after step {step}, which is saved")
         self.step = step
+
+
+class AnotherRunError(ValueError):
+    """The checkpoints are not of the run that is to begin or to go on; nothing was trained."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,43 +53,55 @@ class Saving:
 
 
 class Saver:
-    """Saves one run: its state, its steps' and epochs' records.
+    """Saves one run: its state, its steps' and epochs' records, and whose they are.
+
+    It has the store's lock from the beginning, so that no other run saves there.
 
     Args:
       saving: see there.
-      options: of the run, all that its numbers depend on; as JSON.
       total: how many steps the run has.
       steps_per_epoch: how many an epoch has.
 
     Raises:
-      ValueError: the store is not empty and the run is not to go on, or the options are not those of the run
-        that it has.
+      AnotherRunError: the store is not empty and the run is not to go on.
+      OSError: another run saves there; the message says which.
     """
 
-    def __init__(
-        self, saving: Saving, options: dict[str, Any], total: int, steps_per_epoch: int
-    ) -> None:
+    def __init__(self, saving: Saving, total: int, steps_per_epoch: int) -> None:
         self._saving = saving
+        self._store = saving.store
         self._total = total
         self._steps_per_epoch = steps_per_epoch
         self._every = steps_per_epoch if saving.every is None else saving.every
-        directory = saving.store.directory
-        if saving.store.steps() and not saving.resume:
-            raise ValueError(
-                f"{directory} has checkpoints already: go on with --resume, or take another"
+        self._metadata: dict[str, Any] = {}
+        self._store.lock()
+        if self._store.steps() and not saving.resume:
+            raise AnotherRunError(
+                f"{self._store.directory} has checkpoints already: go on with --resume, or take another"
             )
-        _check_options(directory / _OPTIONS_FILE, options, new=not saving.store.steps())
 
-    def restore(self, state: TrainState) -> tuple[int, TrainState, list[Step], list[Epoch]]:
-        """Returns how many steps are done, the state after them, and their records."""
-        blank = {"train": state, "steps": self._steps([]), "epochs": self._epochs([])}
-        try:
-            done, found = self._saving.store.restore(blank)
-        except FileNotFoundError:
-            return 0, state, [], []
-        steps = _records(Step, found["steps"], done)
-        epochs = _records(Epoch, found["epochs"], done // self._steps_per_epoch)
-        return done, found["train"], steps, epochs
+    def begin(
+        self, state: TrainState, metadata: dict[str, Any]
+    ) -> tuple[int, TrainState, list[Step], list[Epoch]]:
+        """Returns how many steps are done, the state after them, and their records, of the newest intact step.
+
+        Writes `run.json`, which says to people what every checkpoint says as well.
+
+        Args:
+          state: the run's first.
+          metadata: what `run_metadata` returns.
+
+        Raises:
+          AnotherRunError: the checkpoints are of a run with other options, or do not say of which.
+          ValueError: none is intact.
+        """
+        self._metadata = metadata
+        found = self._newest(state)
+        run_file = self._store.directory / _RUN_FILE
+        if found[0]:
+            _check_run_file(run_file, metadata)
+        write_whole(run_file, json.dumps(metadata, indent=1).encode())
+        return found
 
     def is_due(self, step: int) -> bool:
         """Returns whether to save after a step."""
@@ -91,45 +110,78 @@ class Saver:
     def save(self, state: TrainState, steps: Sequence[Step], epochs: Sequence[Epoch]) -> None:
         """Saves; raises Stopped if the run was asked to stop and is not at its end."""
         step = len(steps)
-        everything = {"train": state, "steps": self._steps(steps), "epochs": self._epochs(epochs)}
-        self._saving.store.save(step, everything)
+        everything = _everything(state, _columns(Step, steps), _columns(Epoch, epochs))
+        self._store.save(step, everything, metadata=self._metadata)
         if self._saving.should_stop() and step < self._total:
-            self._saving.store.wait()
+            self._store.wait()
             raise Stopped(step)
 
-    def _steps(self, steps: Sequence[Step]) -> dict[str, np.ndarray]:
-        return _columns(Step, steps, self._total)
+    def _newest(self, state: TrainState) -> tuple[int, TrainState, list[Step], list[Epoch]]:
+        damages = []
+        for step in reversed(self._store.steps()):
+            try:
+                self._check_run(step)
+                epochs = step // self._steps_per_epoch
+                # As many records as there were then.
+                like = _everything(state, _blank(Step, step), _blank(Epoch, epochs))
+                _, found = self._store.restore(like, step=step)
+            except DamagedError as damage:
+                damages.append(str(damage))
+                warnings.warn(damages[-1], stacklevel=2)
+                continue
+            steps, epochs = _records(Step, found["steps"]), _records(Epoch, found["epochs"])
+            return step, found["train"], steps, epochs
+        if damages:
+            directory = self._store.directory
+            raise ValueError(f"no checkpoint in {directory} is intact: {'; '.join(damages)}")
+        return 0, state, [], []
 
-    def _epochs(self, epochs: Sequence[Epoch]) -> dict[str, np.ndarray]:
-        return _columns(Epoch, epochs, self._total // self._steps_per_epoch)
+    def _check_run(self, step: int) -> None:
+        saved, directory = self._store.metadata(step).get("run"), self._store.directory
+        if saved is None:
+            raise AnotherRunError(
+                f"{directory} cannot be gone on from: step {step} does not say of which run it is, as those of "
+                "earlier versions, or of a script; take another --checkpoint-dir"
+            )
+        if lines := differences(saved, self._metadata["run"]):
+            raise AnotherRunError("\n  ".join([f"{directory} is of another run:", *lines]))
 
 
-def _columns(kind: type[Any], records: Sequence[Any], length: int) -> dict[str, np.ndarray]:
-    """Returns an array [length] for each field, zero where there is no record yet."""
-    columns = {}
-    for field in dataclasses.fields(kind):
-        columns[field.name] = np.zeros(length, field.type)
-        columns[field.name][: len(records)] = [getattr(record, field.name) for record in records]
-    return columns
+def _everything(state: TrainState, steps: Any, epochs: Any) -> dict[str, Any]:
+    return {"train": state, "steps": steps, "epochs": epochs}
 
 
-def _records(kind: type[Any], columns: dict[str, np.ndarray], count: int) -> list[Any]:
-    return [
-        kind(**{name: column[row].item() for name, column in columns.items()})
-        for row in range(count)
-    ]
+def _columns(kind: type[Any], records: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Returns an array [records] for each field."""
+    return {
+        field.name: np.array([getattr(record, field.name) for record in records], field.type)
+        for field in dataclasses.fields(kind)
+    }
 
 
-def _check_options(file: Path, options: dict[str, Any], *, new: bool) -> None:
-    """Writes a new run's options; raises ValueError where those of a run that goes on are others."""
-    if new or not file.exists():
-        write_whole(file, json.dumps(options, indent=1).encode())
+def _blank(kind: type[Any], count: int) -> dict[str, np.ndarray]:
+    """Returns what `_columns` returns of so many records, but for their values."""
+    return {field.name: np.zeros(count, field.type) for field in dataclasses.fields(kind)}
+
+
+def _records(kind: type[Any], columns: dict[str, np.ndarray]) -> list[Any]:
+    names, rows = list(columns), zip(*(x.tolist() for x in columns.values()), strict=True)
+    return [kind(**dict(zip(names, row, strict=True))) for row in rows]
+
+
+def _check_run_file(file: Path, metadata: dict[str, Any]) -> None:
+    """Warns if the file of a run that goes on does not say what its checkpoints say, which count."""
+    try:
+        saved = json.loads(file.read_bytes())
+        lines = differences(saved["run"], metadata["run"])
+    except FileNotFoundError:
         return
-    saved = json.loads(file.read_text())
-    lines = [
-        f"{name}: the run has {saved.get(name)}, this call {value}"
-        for name, value in options.items()
-        if saved.get(name) != value
-    ]
-    if lines:
-        raise ValueError(f"{file.parent} is of another run: {'; '.join(lines)}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = f"it is not what a run writes ({type(error).__name__}: {error})"
+    else:
+        reason = f"it is of another run ({'; '.join(lines)})"
+        if not lines:
+            return
+    warnings.warn(
+        f"{file} is written anew: {reason}; the checkpoints beside it are of this run", stacklevel=3
+    )

@@ -17,6 +17,7 @@ from jmp_train.parallel import data_parallel
 from jmp_train.policies.progress import check_progress, skips_to_floor
 from jmp_train.records import Compiled, Epoch, Event, Progress, Run, Step
 from jmp_train.resuming import Saver, Saving
+from jmp_train.run_identity import run_metadata
 from jmp_train.setups import Setup, make_setup
 from jmp_train.tasks.task import DATA_AXIS, Task
 from jmp_train.train_state import TrainState
@@ -60,6 +61,7 @@ def train(
     Raises:
       ValueError: an unknown policy or mode, a seed out of range, fewer than one epoch, a batch larger
         than the data or not to be cut evenly, fewer devices than the task wants, or checkpoints of another run.
+      OSError: another run saves its checkpoints there.
       Stopped: `saving` said so.
       StalledTrainingError: non-finite gradients made the loop skip every step.
       FloatingPointError: none of the trained model's outputs for the test data is finite; some may be otherwise,
@@ -71,6 +73,7 @@ def train(
     steps_per_epoch = count_steps(task, epochs, batch_size)
     devices = _first_devices(task.devices)
     total = epochs * steps_per_epoch
+    saver = None if saving is None else Saver(saving, total, steps_per_epoch)
     schedule = task.schedule(total)
     setup = make_setup(task, name, schedule)
 
@@ -85,12 +88,11 @@ def train(
         sharding = NamedSharding(mesh, P(DATA_AXIS))
         state = jax.device_put(state, NamedSharding(mesh, P()))
     done, steps, records = 0, [], []
-    saver = None
-    if saving is not None:
-        options = _options(task, name, epochs, batch_size, seed)
-        saver = Saver(saving, options, total, steps_per_epoch)
-        done, state, steps, records = saver.restore(state)
-    shared = _shared(task, setup)
+    shared = task.shared()
+    if saver:
+        metadata = run_metadata(task, name, epochs, batch_size, seed, shared)
+        done, state, steps, records = saver.begin(state, metadata)
+    shared = _placed(shared, setup)
     # Of a run that is ready, a batch is wanted to compile all the same.
     start_at = min(done, total - 1)
     batches = train_batches(task, batch_size, seed, epochs, sharding, start_at)
@@ -226,18 +228,6 @@ def count_steps(task: Task, epochs: int, batch_size: int) -> int:
     return rows // batch_size
 
 
-def _options(task: Task, policy: str, epochs: int, batch_size: int, seed: int) -> dict[str, Any]:
-    """Returns what a run that goes on has to have in common with what it was."""
-    return {
-        "task": task.name,
-        "policy": policy,
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "seed": seed,
-        "training_rows": count_rows(task.train),
-    }
-
-
 def _first_devices(count: int) -> list[Any]:
     """Returns that many of this process' devices; raises ValueError if there are fewer."""
     devices = jax.local_devices()
@@ -247,9 +237,9 @@ def _first_devices(count: int) -> list[Any]:
     return devices[:count]
 
 
-def _shared(task: Task, setup: Setup) -> dict[str, Any]:
+def _placed(shared: dict[str, Any], setup: Setup) -> dict[str, Any]:
     """Returns what all batches share, on the device; cast on the host, so that it is there once only."""
-    return jax.device_put(setup.cast_shared(task.shared()), jax.local_devices()[0])
+    return jax.device_put(setup.cast_shared(shared), jax.local_devices()[0])
 
 
 def _test(

@@ -55,6 +55,7 @@ def load_task(name: str, options: TaskOptions | None = None) -> Task:
             f"--devices is for {', '.join(_CUT)}"
         )
     task = importlib.import_module(_MODULES[name]).load(options)
+    task = dataclasses.replace(task, options=options)
     if options.train_size is None:
         return task
     rows = len(next(iter(task.train.values())))

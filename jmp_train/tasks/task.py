@@ -70,6 +70,7 @@ class Task:
         uint64 [rows], of the run's seed, the epoch and the row, so that runs are repeated and resumed exactly; None
         where it is not.
       loading_threads: how many threads prepare batches, each a batch of its own.
+      options: what was chosen of it; `load_task` says.
       batch_norms: finds the paths of the model's BatchNorms in the parameters, for modes that keep them in
         float32; the loop calls it where it needs them.
     """
@@ -89,4 +90,5 @@ class Task:
     devices: int = 1
     augment: Callable[[Arrays, np.ndarray], Arrays] | None = None
     loading_threads: int = 1
+    options: TaskOptions = TaskOptions()
     batch_norms: Callable[[], tuple[str, ...]] = tuple

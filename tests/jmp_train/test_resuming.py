@@ -1,6 +1,8 @@
 """Runs that are stopped and go on: the same parameters and the same report as in one piece."""
 
 import dataclasses
+import json
+import math
 import os
 import signal
 import subprocess
@@ -10,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import jmp_train as jt
-from jmp_train.records import Event, Progress, Run
-from jmp_train.resuming import Saving, Stopped
+from jmp_train.cli import main
+from jmp_train.records import Epoch, Event, Progress, Run, Step
+from jmp_train.resuming import AnotherRunError, Saver, Saving, Stopped
 from jmp_train.tasks import load_task
-from jmp_train.tasks.task import Task
+from jmp_train.tasks.task import Task, TaskOptions
 from jmp_train.training import train
 
 
@@ -93,9 +98,14 @@ def test_what_is_not_the_same_run_is_refused(task: Task, tmp_path: Path) -> None
     ]
     with pytest.raises(ValueError, match="has checkpoints already: go on with --resume"):
         run(task, tmp_path, resume=False)
-    text = "is of another run: policy: the run has mixed_float16, this call float32; seed: the run has 0, this call 4$"
-    with pytest.raises(ValueError, match=text):
+    (tmp_path / "run.json").unlink()  # every checkpoint says it
+    text = (
+        f"^{tmp_path} is of another run:\n  policy: the run has mixed_float16, this call float32"
+        "\n  seed: the run has 0, this call 4$"
+    )
+    with pytest.raises(AnotherRunError, match=text):
         run(task, tmp_path, policy="float32", seed=4)
+    assert not (tmp_path / "run.json").exists()
 
 
 @pytest.mark.timeout(150)
@@ -126,3 +136,131 @@ def test_a_signal_saves_and_the_command_goes_on(number: int, tmp_path: Path) -> 
     assert refused.returncode == 1
     assert refused.stderr.startswith("jmp-train: error: ")
     assert "has checkpoints already" in refused.stderr
+
+
+STEPS_PER_EPOCH = 4
+
+
+def small_state(step: int) -> jt.TrainState:
+    return jt.TrainState.create({"w": jnp.full(3, float(step))}, optax.sgd(0.1))
+
+
+def begin(directory: Path, total: int = 100, **options: Any) -> Any:
+    """Returns what a run of a small state begins with, and how its next step is saved."""
+    store = jt.CheckpointStore(directory)
+    saver = Saver(Saving(store, resume=True), total, STEPS_PER_EPOCH)
+    metadata = {"run": {"task": "small", "epochs": 3, **options}, "versions": {}}
+    return saver, store, saver.begin(small_state(0), metadata)
+
+
+def save_steps(directory: Path, *steps: int, total: int = 100) -> tuple[list[Step], list[Epoch]]:
+    saver, store, _ = begin(directory, total)
+    with store:
+        records = [Step(n, n / 7, math.nan, 2.0**n, n % 3 > 0) for n in range(1, max(steps) + 1)]
+        epochs = [Epoch(n, n / 3, 0.1, 0.2, 0.3, 0.4, n) for n in range(1, len(records) // 4 + 1)]
+        for n in steps:
+            saver.save(small_state(n), records[:n], epochs[: n // STEPS_PER_EPOCH])
+    return records, epochs
+
+
+def test_of_a_million_epochs_what_exists_is_saved(tmp_path: Path) -> None:
+    records, epochs = save_steps(tmp_path, 3, 9, total=10**12)
+    manifest = json.loads((tmp_path / "step_00000009" / "manifest.json").read_text())
+    assert {leaf["shape"][0] for leaf in manifest["leaves"] if "['steps']" in leaf["path"]} == {9}
+    _, store, (done, state, found_steps, found_epochs) = begin(tmp_path, 10**12)
+    assert (done, state.params["w"].tolist()) == (9, [9.0] * 3)
+    assert repr(found_steps) == repr(records)  # nan is not equal to itself
+    assert found_epochs == epochs
+    store.close()
+
+
+def test_a_damaged_step_is_passed_over(tmp_path: Path) -> None:
+    save_steps(tmp_path, 3, 6, 9)
+    (tmp_path / "step_00000009" / "manifest.json").write_text("{}")
+    [weights] = (tmp_path / "step_00000006").rglob("*params*w*/*/0")
+    weights.write_bytes(b"")
+    with pytest.warns(UserWarning, match=r"^step \d is damaged: ") as caught:
+        _, store, (done, *_) = begin(tmp_path)
+    assert [str(one.message)[:6] for one in caught] == ["step 9", "step 6"]
+    assert done == 3
+    store.close()
+    (tmp_path / "step_00000003" / "manifest.json").unlink()
+    text = r"intact: step 9 is .*; step 6 is .*; step 3 is"
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match=text) as error:
+        begin(tmp_path)
+    assert not isinstance(error.value, AnotherRunError)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", r"it is not what a run writes \(JSONDecodeError: "),
+        ("[1]", r"it is not what a run writes \(TypeError: "),
+        ("\xff", r"it is not what a run writes \("),
+        ('{"task": "small", "epochs": 3}', r"it is not what a run writes \(KeyError: 'run'\)"),
+        (
+            '{"run": {"task": "small", "epochs": 5}}',
+            r"it is of another run \(epochs: the run has 5, this call 3\)",
+        ),
+    ],
+)
+def test_a_file_of_the_run_that_is_damaged_is_named_and_written_anew(
+    content: str, reason: str, tmp_path: Path
+) -> None:
+    save_steps(tmp_path, 2)
+    file = tmp_path / "run.json"
+    whole = file.read_bytes()
+    file.write_text(content, "latin-1")
+    with pytest.warns(UserWarning, match=f"^{file} is written anew: {reason}"):
+        _, store, (done, *_) = begin(tmp_path)
+    store.close()
+    assert done == 2
+    assert file.read_bytes() == whole
+
+
+def test_checkpoints_that_do_not_say_whose_they_are_are_left_alone(tmp_path: Path) -> None:
+    with jt.CheckpointStore(tmp_path) as store:
+        store.save(2, {"train": small_state(2)})
+    with pytest.raises(AnotherRunError, match="step 2 does not say of which run it is, as those"):
+        begin(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["lock", "step_00000002"]
+
+
+def test_other_options_are_said_before_other_shapes(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    text = "of another run:\n  epochs: the run has 3, this call 5\n  heads: the run has nothing, this call 2$"
+    with pytest.raises(AnotherRunError, match=text):
+        begin(tmp_path, epochs=5, heads=2)
+
+
+@pytest.mark.timeout(150)
+def test_a_second_run_in_a_folder_fails_at_once_and_a_killed_one_goes_on(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["train", "digits", "--train-size", "64", "--checkpoint-dir", str(tmp_path)]
+    call += ["--epochs", "1000000", "--policy", "float32"]
+    command = [sys.executable, "-m", "jmp_train", *call]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            process.stdout.readline()
+        before = (tmp_path / "run.json").read_bytes()
+        assert main([*call, "--resume", "--seed", "1"]) == 1  # the same call is right later
+        start = f"jmp-train: error: {tmp_path} is in use: process {process.pid} on "
+        line = capsys.readouterr().err
+        assert line.startswith(start)
+        assert line.count("\n") == 1
+        process.kill()
+    assert (tmp_path / "run.json").read_bytes() == before
+    (tmp_path / "run.json").unlink()
+    assert main([*call, "--resume", "--seed", "1"]) == 2
+    text = f"jmp-train: error: {tmp_path} is of another run:\n  seed: the run has 0, this call 1\n"
+    assert capsys.readouterr().err == text
+    last = max(jt.CheckpointStore(tmp_path).steps())
+    task = load_task("digits", TaskOptions(train_size=64))
+    with jt.CheckpointStore(tmp_path) as store, jax.numpy_dtype_promotion("standard"):
+        answers = iter([False, False, True, True])
+        saving = Saving(store, resume=True, should_stop=lambda: next(answers))
+        with pytest.raises(Stopped) as stopped:
+            train(task, "float32", epochs=1_000_000, saving=saving)
+    assert stopped.value.step == last + 3

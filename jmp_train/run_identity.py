@@ -1,0 +1,120 @@
+"""Which run a checkpoint is of: the task, the options that its numbers depend on, and the data."""
+
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp_train import __version__
+from jmp_train.host_arrays import as_bytes
+from jmp_train.loading import count_rows
+from jmp_train.tasks.task import Arrays, Task
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+_DECIDE_THE_DATA = {"task", "synthetic", "train_size", "scale", "image_size"}
+_FILES = 1000  # of those that the data names, of how many the sizes count
+
+
+def run_metadata(
+    task: Task, policy: str, epochs: int, batch_size: int, seed: int, shared: Any
+) -> dict[str, Any]:
+    """Returns what a run's checkpoints say of it, as JSON has it.
+
+    `run` has all that its numbers depend on, by the names of the command line's options, of which None is the task's own,
+    and a digest of the data. The rest is for people: the folder of the data, which may be moved, the device and the versions.
+
+    Args:
+      task: what is trained.
+      policy: the policy's or the mode's name.
+      epochs: passes over the data.
+      batch_size: rows a step.
+      seed: of parameters, dropout and the order of the data.
+      shared: what `task.shared` made, a tree of arrays.
+    """
+    options = task.options
+    data_dir = options.data_dir
+    return {
+        "run": {
+            "task": task.name,
+            "model": options.model,
+            "heads": None if options.heads is None else list(options.heads),
+            "scale": options.scale,
+            "image_size": options.image_size,
+            "synthetic": options.synthetic,
+            "train_size": count_rows(task.train),
+            "policy": policy,
+            "epochs": epochs,
+            "batch_size": batch_size,
+            "devices": task.devices,
+            "seed": seed,
+            "data": data_digest(task.train, task.test, shared),
+        },
+        "data_dir": None if data_dir is None else str(data_dir.absolute()),
+        "device": jax.local_devices()[0].device_kind,
+        "versions": {
+            "jmp_train": __version__,
+            **{package: importlib.metadata.version(package) for package in _PACKAGES},
+        },
+    }
+
+
+def differences(saved: Mapping[str, Any], this: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each option of two runs that is not the same in both.
+
+    Args:
+      saved: `run` of a checkpoint's metadata.
+      this: that of this call.
+
+    Example:
+      >>> differences({"epochs": 3, "model": "gat", "seed": 0}, {"epochs": 5, "model": None, "seed": 0})
+      ['epochs: the run has 3, this call 5', "model: the run has gat, this call the task's own"]
+    """
+    others = [
+        name for name in dict.fromkeys([*saved, *this]) if _said(saved, name) != _said(this, name)
+    ]
+    if not _DECIDE_THE_DATA.isdisjoint(others):
+        others = [name for name in others if name != "data"]  # it is what these lines say
+    return [
+        f"{name}: the run has {_said(saved, name)}, this call {_said(this, name)}"
+        for name in others
+    ]
+
+
+def _said(options: Mapping[str, Any], name: str) -> str:
+    value = options.get(name, "nothing")
+    return "the task's own" if value is None else str(value)
+
+
+def data_digest(train: Arrays, test: Arrays, shared: Any = None) -> str:
+    """Returns 16 hexadecimal digits of the sha256 of the data: its arrays' bytes, shapes and dtypes.
+
+    Of files that the data names, it is their names below the folder that they share, and the sizes of up to 1,000 of them,
+    so that a copy elsewhere is the same data.
+
+    Args:
+      train: arrays, or objects that are paths.
+      test: likewise.
+      shared: tree of arrays.
+    """
+    digest = hashlib.sha256()
+    named = [(name, part[name]) for part in (train, test) for name in sorted(part)]
+    rest = [(str(number), leaf) for number, leaf in enumerate(jax.tree.leaves(shared))]
+    for name, leaf in named + rest:
+        array = np.asarray(leaf)
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        if array.dtype == object:
+            digest.update(_facts_of_files(array.tolist()))
+        else:
+            digest.update(as_bytes(array).data)
+    return digest.hexdigest()[:16]
+
+
+def _facts_of_files(paths: Sequence[str]) -> bytes:
+    folder = os.path.commonpath(paths) if paths else ""
+    names = [os.path.relpath(path, folder) for path in paths]
+    sizes = [str(os.path.getsize(path)) for path in paths[:: -(-len(paths) // _FILES) or 1]]
+    return "\0".join(names + sizes).encode(errors="surrogateescape")

@@ -1,0 +1,84 @@
+"""What a run's checkpoints say of it: every option that its numbers depend on, and the data."""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmp_train.run_identity import data_digest, differences, run_metadata
+from jmp_train.tasks import load_task
+from jmp_train.tasks.task import Arrays, Task, TaskOptions
+
+
+def run_of(task: Task, **numbers: int) -> dict[str, object]:
+    numbers = {"epochs": 3, "batch_size": 2, "seed": 0, **numbers}
+    return run_metadata(task, "float32", **numbers, shared=task.shared())["run"]
+
+
+@pytest.fixture(name="cora", scope="module")
+def fixture_cora() -> Task:
+    return load_task("cora", TaskOptions(synthetic=True))
+
+
+def test_each_option_is_told(cora: Task) -> None:
+    run = run_of(cora)
+    gat = load_task("cora", TaskOptions(synthetic=True, model="gat"))
+    assert differences(run, run_of(gat)) == ["model: the run has gcn, this call gat"]
+    wide = dataclasses.replace(
+        cora, devices=2, options=TaskOptions(synthetic=True, model="gcn", image_size=32)
+    )
+    assert differences(run, run_of(wide, seed=1, epochs=4, batch_size=6)) == [
+        "image_size: the run has the task's own, this call 32",
+        "epochs: the run has 3, this call 4",
+        "batch_size: the run has 2, this call 6",
+        "devices: the run has 1, this call 2",
+        "seed: the run has 0, this call 1",
+    ]
+    assert differences(run, run_of(cora)) == []
+
+
+def test_other_data_of_the_same_shapes_is_told(cora: Task) -> None:
+    changed = dict(cora.train)
+    name = "label"
+    changed[name] = changed[name].copy()
+    changed[name][-1] += 1
+    other = dataclasses.replace(cora, train=changed)
+    [line] = differences(run_of(cora), run_of(other))
+    assert line.startswith("data: the run has ")
+    features = cora.shared()
+    digests = {data_digest(cora.train, cora.test, features), data_digest(cora.train, cora.test)}
+    assert len(digests) == 2
+    few = load_task("cora", TaskOptions(synthetic=True, train_size=100))
+    assert differences(run_of(cora), run_of(few)) == [
+        "train_size: the run has 140, this call 100"  # and not that the data is another, too
+    ]
+
+
+def test_the_digest_has_every_byte_name_shape_and_dtype() -> None:
+    train = {"x": np.arange(6, dtype=np.int32), "y": np.ones((2, 3))}
+    others: list[tuple[Arrays, Arrays]] = [
+        (train, {}),
+        ({}, train),
+        (train | {"x": train["x"].astype(np.uint32)}, {}),
+        (train | {"y": np.ones((3, 2))}, {}),
+        (train | {"x": train["x"][::-1]}, {}),
+        ({"x": train["x"], "z": train["y"]}, {}),
+        (train | {"y": np.ones((2, 0))}, {}),
+        (train | {"y": np.ones((2, 3), jnp.bfloat16)}, {}),
+    ]
+    assert len({data_digest(*one) for one in others}) == len(others)
+    assert data_digest(train, {}) == data_digest(dict(reversed(train.items())), {})
+
+
+def test_files_are_the_same_data_elsewhere_and_other_data_of_other_sizes(tmp_path: Path) -> None:
+    digests = []
+    for folder, size in (("a", 5), ("b", 5), ("c", 6)):
+        paths = [tmp_path / folder / part / f"{n}.jpg" for part in ("u", "v") for n in range(3)]
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(size))
+        train = {"path": np.array([str(path) for path in paths], object)}
+        digests.append(data_digest(train, train))
+    assert digests[0] == digests[1] != digests[2]
