@@ -12,6 +12,7 @@ import numpy as np
 from jmp_train import __version__
 from jmp_train.host_arrays import as_bytes
 from jmp_train.loading import count_rows
+from jmp_train.policies.paths import named_leaves
 from jmp_train.tasks.task import Arrays, Task
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -101,11 +102,9 @@ def data_digest(train: Arrays, test: Arrays, shared: Any = None) -> str:
       shared: tree of arrays.
     """
     digest = hashlib.sha256()
-    named = [(name, part[name]) for part in (train, test) for name in sorted(part)]
-    rest = [(str(number), leaf) for number, leaf in enumerate(jax.tree.leaves(shared))]
-    for name, leaf in named + rest:
+    for path, leaf in named_leaves({"train": train, "test": test, "shared": shared}):
         array = np.asarray(leaf)
-        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(f"{path} {array.dtype} {array.shape}\n".encode())
         if array.dtype == object:
             digest.update(_facts_of_files(array.tolist()))
         else:

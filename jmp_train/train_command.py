@@ -31,7 +31,7 @@ def train_command(args: argparse.Namespace) -> int:
     from jmp_train.output import own_output
     from jmp_train.records import Event, event_to_json
     from jmp_train.report import print_table
-    from jmp_train.resuming import Stopped
+    from jmp_train.resuming import AnotherRunError, Stopped
     from jmp_train.training import check_run, train
 
     turn_ynn_fusion_off()
@@ -45,14 +45,18 @@ def train_command(args: argparse.Namespace) -> int:
             check_run(task, epochs, args.batch_size or task.batch_size, args.seed)
             signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None))
             saving = _saving(args, stack, signals)
-            log = _log(args, name, stack)
+            _check_logdir(args, name)
+        log = None
         display = None
         if not args.json:
             display = stack.enter_context(display_on(sys.stdout, [name], epochs))
             display.start(name)
 
         def on_event(event: Event) -> None:
-            if log is not None:
+            nonlocal log
+            if args.logdir is not None:
+                # Not before a run that goes on is known to be the one that its checkpoints are of.
+                log = log or stack.enter_context(_log(args, name))
                 log.write(event)
             if events is not None:
                 print(json.dumps(event_to_json(event)), file=events, flush=True)
@@ -69,6 +73,8 @@ def train_command(args: argparse.Namespace) -> int:
                 saving=saving,
                 on_event=on_event,
             )
+        except AnotherRunError as error:
+            raise WrongCall(str(error)) from error
         except Stopped as stopped:
             print(f"jmp-train: {stopped}; --resume goes on", file=sys.stderr)
             return 128 + signals[0]
@@ -89,16 +95,24 @@ def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> "
 
     make_writable("--checkpoint-dir", args.checkpoint_dir)
     store = stack.enter_context(CheckpointStore(args.checkpoint_dir))
+    store.lock()
+    if args.resume and not store.steps():
+        print(f"jmp-train: {args.checkpoint_dir} has no checkpoint: a new run", file=sys.stderr)
     return Saving(store, args.checkpoint_every, args.resume, lambda: bool(signals))
 
 
-def _log(args: argparse.Namespace, name: str, stack: ExitStack) -> "RunLog | None":
-    if args.logdir is None:
-        return None
+def _check_logdir(args: argparse.Namespace, name: str) -> None:
+    if args.logdir is not None:
+        from jmp_train.run_log import check_unused
+
+        make_writable("--logdir", args.logdir)
+        check_unused(args.logdir / name)
+
+
+def _log(args: argparse.Namespace, name: str) -> "RunLog":
     from jmp_train.run_log import RunLog
 
-    make_writable("--logdir", args.logdir)
-    return stack.enter_context(RunLog(args.logdir / name))
+    return RunLog(args.logdir / name)
 
 
 @contextmanager

@@ -225,6 +225,8 @@ def count_steps(task: Task, epochs: int, batch_size: int) -> int:
         raise ValueError(f"batch_size={batch_size} must lie between 1 and the {rows} training rows")
     if task.devices < 1 or batch_size % task.devices:
         raise ValueError(f"devices={task.devices} must divide batch_size={batch_size}")
+    if (total := epochs * (rows // batch_size)) >= 2**31:
+        raise ValueError(f"epochs={epochs} makes {total} steps; they are counted up to 2**31 - 1")
     return rows // batch_size
 
 
