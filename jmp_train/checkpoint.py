@@ -20,6 +20,7 @@ from jmp_train.checkpoint_manifest import FORMAT, DamagedError
 from jmp_train.checkpoint_reading import ARRAYS, read_metadata, read_state
 from jmp_train.checkpoint_writer import BackgroundWriter
 from jmp_train.distributed import broadcast_arrays, gather_texts
+from jmp_train.extras import extra_packages
 from jmp_train.host_arrays import is_divided, is_key, placement, to_leaf
 
 State = TypeVar("State")
@@ -46,6 +47,7 @@ class CheckpointStore:
 
     Raises:
       ValueError: `max_to_keep` is out of range.
+      ModuleNotFoundError: the extra `train` is not installed.
       OSError: the folder cannot be made. Whether it can be written to is seen by `lock`, or the first `save`.
 
     Example:
@@ -64,6 +66,8 @@ class CheckpointStore:
     ) -> None:
         if not isinstance(max_to_keep, int) or max_to_keep < 1:
             raise ValueError(f"max_to_keep={max_to_keep!r} must be a whole number of at least 1")
+        with extra_packages():
+            import tensorstore  # noqa: F401  # the thread that writes would miss it too late
         self.directory = Path(directory).absolute()
         self.max_to_keep = max_to_keep
         self.read_only = read_only

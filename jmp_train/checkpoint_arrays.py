@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jmp_train.checkpoint_manifest import DamagedError
+from jmp_train.extras import extra_packages
 
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 # Small dtypes that tensorstore does not know: stored as the byte that NumPy keeps each value in.
@@ -34,7 +35,8 @@ def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     Raises:
       OSError: something could not be written; its `filename` says what.
     """
-    import tensorstore
+    with extra_packages():
+        import tensorstore
 
     folder.mkdir()
     begin = time.time_ns()
@@ -70,7 +72,8 @@ def open_arrays(folder: Path, leaves: list[dict[str, Any]]) -> list[Any]:
     Raises:
       DamagedError: the files are of another shape or dtype than the manifest says.
     """
-    import tensorstore
+    with extra_packages():
+        import tensorstore
 
     opened = []
     for x in leaves:

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING
 from jmp_train.child_processes import ChildProcess, signals_as_exceptions
 from jmp_train.command_errors import CALL_IS_WRONG, Failure, WrongCall, checking_the_call
 from jmp_train.command_options import make_writable, task_options
+from jmp_train.extras import extra_packages
 from jmp_train.output import Output, own_output
 from jmp_train.records import Event, Run, event_from_json
 from jmp_train.tasks import load_task
@@ -114,7 +115,8 @@ def _check_outputs(args: argparse.Namespace, names: Sequence[str]) -> None:
         option = "--modes" if args.modes else "--policies"
         raise WrongCall(f"{option} names {repeated[0]} more than once")
     if args.out is not None:
-        import matplotlib  # noqa: F401  # wanted at the end, and missed too late there
+        with extra_packages():
+            import matplotlib  # noqa: F401  # wanted at the end, and missed too late there
 
         make_writable("--out", args.out)
     if args.logdir is not None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Protocol, Self
 
+from jmp_train.extras import extra_packages
 from jmp_train.records import Compiled, Epoch, Event, Progress, Run
 from jmp_train.report import epoch_line
 from jmp_train.terminal import Sheet, console_on, is_screen, width_of, wrapped
@@ -81,15 +82,16 @@ class LiveDisplay:
     """A progress bar for each run and a table of where each is, renewed as they go."""
 
     def __init__(self, stream: IO[str], policies: Sequence[str], epochs: int) -> None:
-        from rich.live import Live
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        with extra_packages():
+            from rich.live import Live
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
 
         self.epochs = epochs
         self._rows = {policy: _Row() for policy in policies}
@@ -157,7 +159,8 @@ class LiveDisplay:
 
     def _render(self) -> "Group":
         """Returns the bars and the table; where bars do not fit, the table has the steps."""
-        from rich.console import Group
+        with extra_packages():
+            from rich.console import Group
 
         rows = [
             (

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jmp_train.extras import extra_packages
 from jmp_train.graphs.counts import as_count
 from jmp_train.graphs.neighbor_sampler import MiniBatch, NeighborSampler
 from jmp_train.graphs.stacking import stack as graph_stack
@@ -71,8 +72,9 @@ def neighbor_batches(
       >>> sum(int(batch["block"].num_targets) for batch in batches)
       8
     """
-    import grain
-    from grain.experimental import ThreadPrefetchIterDataset, device_put
+    with extra_packages():
+        import grain
+        from grain.experimental import ThreadPrefetchIterDataset, device_put
 
     seeds = np.asarray(seeds)
     check_order(seed, epochs, process_index, process_count)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jmp_train.extras import extra_packages
 from jmp_train.regular_files import open_regular
 
 if TYPE_CHECKING:
@@ -81,14 +82,15 @@ def _decoded(content: bytes, max_pixels: int) -> "Image":
 
 def _opened(content: bytes) -> "ImageFile":
     """Returns an image of which the header is read."""
-    from PIL import (
-        BmpImagePlugin,
-        JpegImagePlugin,
-        PngImagePlugin,
-        PpmImagePlugin,
-        TiffImagePlugin,
-        WebPImagePlugin,
-    )
+    with extra_packages():
+        from PIL import (
+            BmpImagePlugin,
+            JpegImagePlugin,
+            PngImagePlugin,
+            PpmImagePlugin,
+            TiffImagePlugin,
+            WebPImagePlugin,
+        )
 
     file = io.BytesIO(
         content
@@ -116,7 +118,8 @@ def _opened(content: bytes) -> "ImageFile":
 
 def _check_pixels(image: "ImageFile", content: bytes, max_pixels: int) -> None:
     """Raises ValueError if decoding took much memory or time, before it begins."""
-    from PIL.TiffImagePlugin import TILELENGTH, TILEWIDTH, TiffImageFile
+    with extra_packages():
+        from PIL.TiffImagePlugin import TILELENGTH, TILEWIDTH, TiffImageFile
 
     width, height = image.size
     if width * height > max_pixels:
@@ -135,8 +138,9 @@ def _with_8_bits(image: "ImageFile") -> "Image":
     """Returns an image whose channels have 8 bits; pillow's conversion cuts larger values off."""
     if not image.mode.startswith(("I", "F")):
         return image
-    from PIL import Image
-    from PIL.TiffImagePlugin import BITSPERSAMPLE, TiffImageFile
+    with extra_packages():
+        from PIL import Image
+        from PIL.TiffImagePlugin import BITSPERSAMPLE, TiffImageFile
 
     # Of PNG and PPM pillow's 32-bit integers are of 16 bits; of TIFF they are what they say.
     tiff = isinstance(image, TiffImageFile)

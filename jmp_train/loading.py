@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jmp_train.batch_parts import check_no_graph
+from jmp_train.extras import extra_packages
 from jmp_train.policies.collapsed_values import warn_of_collapse
 from jmp_train.policies.path_policy import PathPolicy
 from jmp_train.policies.paths import named_leaves
@@ -71,8 +72,9 @@ def array_batches(
       >>> sum(len(batch["x"]) for batch in batches)
       24
     """
-    import grain
-    from grain.experimental import ThreadPrefetchIterDataset
+    with extra_packages():
+        import grain
+        from grain.experimental import ThreadPrefetchIterDataset
 
     total = _checked_rows(arrays)
     rows_of = sharding if process_index is None and process_count is None else None
@@ -223,7 +225,8 @@ def test_batches(task: Task, batch_size: int) -> Iterator[tuple[Arrays, int]]:
       task: whose test data, and how it prepares rows.
       batch_size: rows a batch.
     """
-    import grain
+    with extra_packages():
+        import grain
 
     total = count_rows(task.test)
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jmp_train.extras import extra_packages
 from jmp_train.records import Run
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ def svg(name: str, runs: Sequence[Run]) -> str:
       name: one of `PANELS`; it begins all of the element's ids.
       runs: at least one.
     """
-    import matplotlib
+    with extra_packages():
+        import matplotlib
 
     figure = _figure(4.4, 3.2)
     axes = figure.subplots()
@@ -136,7 +138,8 @@ def svg(name: str, runs: Sequence[Run]) -> str:
 
 
 def _figure(width: float, height: float) -> "Figure":
-    from matplotlib.figure import Figure
+    with extra_packages():
+        from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 

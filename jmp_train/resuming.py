@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jmp_train.checkpoint import CheckpointStore
-from jmp_train.checkpoint_files import DamagedError
+from jmp_train.checkpoint_manifest import DamagedError
 from jmp_train.records import Epoch, Step
 from jmp_train.run_identity import differences
 from jmp_train.train_state import TrainState

@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_train import __version__
 from jmp_train.host_arrays import as_bytes
 from jmp_train.loading import count_rows
 from jmp_train.policies.paths import named_leaves
 from jmp_train.tasks.task import Arrays, Task
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+_PACKAGES = ("jmp_train", "jax", "jaxlib", "flax", "optax", "numpy")
 _DECIDE_THE_DATA = {"task", "synthetic", "train_size", "scale", "image_size"}
 _FILES = 1000  # of those that the data names, of how many the sizes count
 
@@ -56,10 +55,7 @@ def run_metadata(
         },
         "data_dir": None if data_dir is None else str(data_dir.absolute()),
         "device": jax.local_devices()[0].device_kind,
-        "versions": {
-            "jmp_train": __version__,
-            **{package: importlib.metadata.version(package) for package in _PACKAGES},
-        },
+        "versions": {package: _version(package) for package in _PACKAGES},
     }
 
 
@@ -117,3 +113,10 @@ def _facts_of_files(paths: Sequence[str]) -> bytes:
     names = [os.path.relpath(path, folder) for path in paths]
     sizes = [str(os.path.getsize(path)) for path in paths[:: -(-len(paths) // _FILES) or 1]]
     return "\0".join(names + sizes).encode(errors="surrogateescape")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # it is imported from a folder
+        return "unknown"

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from jmp_train.extras import extra_packages
 from jmp_train.records import Compiled, Epoch, Event, Progress, Run, finite_or_none
 
 JSON_LINES = "metrics.jsonl"
@@ -46,6 +47,7 @@ class RunLog:
 
     def __init__(self, directory: Path) -> None:
         check_unused(directory)
+        first = _event_record(file_version="brain.Event:2")
         self._directory = directory
         self._warned = False
         self._lines = self._events = None
@@ -57,7 +59,7 @@ class RunLog:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._warn(error)
-        self._append(self._events, _event_record(file_version="brain.Event:2"))
+        self._append(self._events, first)
 
     def __enter__(self) -> Self:
         """Returns the log."""
@@ -150,7 +152,8 @@ def _event_file_name() -> str:
 
 
 def _scalar_record(tag: str, value: float, step: int) -> bytes:
-    from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+    with extra_packages():
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
     # Not by tensorboardX' own `scalar`, which prints a line for each NaN: a skipped step has one.
     return _event_record(
@@ -160,8 +163,9 @@ def _scalar_record(tag: str, value: float, step: int) -> bytes:
 
 def _event_record(**fields: Any) -> bytes:
     """Returns an event as it is in TensorBoard's files: length, data, and a checksum after each."""
-    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-    from tensorboardX.record_writer import masked_crc32c
+    with extra_packages():
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboardX.record_writer import masked_crc32c
 
     data = Event(wall_time=time.time(), **fields).SerializeToString()
     length = struct.pack("<Q", len(data))

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
+from jmp_train.extras import extra_packages
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
@@ -18,7 +20,8 @@ def console_on(stream: IO[str]) -> "Console":
     Args:
       stream: where to print.
     """
-    from rich.console import Console
+    with extra_packages():
+        from rich.console import Console
 
     plain = bool(os.environ.get("NO_COLOR"))
     return Console(
@@ -114,8 +117,9 @@ class Sheet:
             yield from self._lines(options.max_width)
 
     def _table(self) -> "RenderableType":
-        from rich import box
-        from rich.table import Table
+        with extra_packages():
+            from rich import box
+            from rich.table import Table
 
         table = Table(box=box.SIMPLE_HEAD, padding=0, caption=self.caption)
         for number, title in enumerate(self.titles):
@@ -126,7 +130,8 @@ class Sheet:
         return table
 
     def _lines(self, width: int) -> "Iterator[RenderableType]":
-        from rich.text import Text
+        with extra_packages():
+            from rich.text import Text
 
         for name, *cells in self.rows:
             pairs = zip(self.titles[1:], cells, strict=True)

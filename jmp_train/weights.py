@@ -18,6 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr
 
+from jmp_train.extras import extra_packages
 from jmp_train.host_arrays import is_divided, is_key, placement, to_leaf
 from jmp_train.policies.paths import path_name
 from jmp_train.whole_files import write_whole
@@ -74,7 +75,8 @@ def save_weights(path: str | os.PathLike[str], params: Any, *, dtype: Any = None
 
     Reference: https://huggingface.co/docs/safetensors, the format.
     """
-    from safetensors.numpy import save
+    with extra_packages():
+        from safetensors.numpy import save
 
     target = None if dtype is None else _target(dtype)
     leaves = _named("params", params)
@@ -125,7 +127,8 @@ def load_weights(path: str | os.PathLike[str], like: Any) -> Any:
       >>> load_weights(file, jax.eval_shape(lambda: {"w": jnp.zeros(3, jnp.bfloat16)}))["w"]
       Array([0, 1, 2], dtype=bfloat16)
     """
-    from safetensors import SafetensorError, safe_open
+    with extra_packages():
+        from safetensors import SafetensorError, safe_open
 
     path = Path(path)
     leaves = _named("like", like)

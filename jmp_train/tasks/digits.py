@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jmp_train.extras import extra_packages
 from jmp_train.policies.batch_norms import batch_norm_paths
 from jmp_train.tasks.image_loss import image_loss
 from jmp_train.tasks.task import Arrays, Task, TaskOptions
@@ -82,8 +83,9 @@ def load(options: TaskOptions) -> Task:
     """Returns the task, with a fifth of each digit's images held out for the test."""
     if options.data_dir is not None or options.synthetic:
         raise ValueError("task digits brings its data: it takes no --data-dir and no --synthetic")
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
+    with extra_packages():
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
 
     images, labels = load_digits(return_X_y=True)
     data = {

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jmp_train.extras import extra_packages
 from jmp_train.graphs.graph import Graph, from_edges
 from jmp_train.tasks.graph_models import GAT, GCN, cross_entropy
 from jmp_train.tasks.task import Arrays, Task, TaskOptions
@@ -69,7 +70,8 @@ def read_club() -> tuple[Graph, np.ndarray]:
     Returns:
       The graph of 34 nodes and 190 edges; and int32 [34], 0 with the instructor, 1 with the president.
     """
-    import networkx
+    with extra_packages():
+        import networkx
 
     club = networkx.karate_club_graph()
     one_way = np.array(club.edges)

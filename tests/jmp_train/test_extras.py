@@ -1,0 +1,93 @@
+"""A missing package of the extra says how to install it, in the library as on the command line."""
+
+import ast
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_train as jt
+from jmp_train import graphs
+from jmp_train.display import LiveDisplay
+from jmp_train.graph_loading import neighbor_batches
+from jmp_train.image_folder import centre_crops
+from jmp_train.loading import array_batches
+from jmp_train.report import print_table, write_report
+from jmp_train.run_log import RunLog
+from jmp_train.tasks import load_task
+
+ROOT = Path(jt.__file__).parents[1]
+MODULES = {"pillow": "PIL", "scikit-learn": "sklearn", "orbax-checkpoint": "orbax"}
+
+
+def graph_batches(folder: Path) -> Any:
+    edges, seeds = graphs.host_edges([0, 1], [1, 0], 2), np.arange(2)
+    sampler = graphs.neighbor_sampler(edges, (2,), seeds, batch_size=1)
+    return neighbor_batches(sampler, seeds, lambda batch: batch)
+
+
+CALLS: dict[str, list[Callable[[Path], Any]]] = {
+    "tensorstore": [jt.CheckpointStore],
+    "grain": [lambda folder: array_batches({"x": np.ones(4)}, 2), graph_batches],
+    "safetensors": [
+        lambda folder: jt.save_weights(folder / "w", {"w": jnp.ones(2)}),
+        lambda folder: jt.load_weights(__file__, {"w": jnp.ones(2)}),
+    ],
+    "matplotlib": [lambda folder: write_report(folder, "digits", [], [])],
+    "rich": [lambda folder: print_table([]), lambda folder: LiveDisplay(sys.stdout, ["a"], 1)],
+    "sklearn": [lambda folder: load_task("digits")],
+    "networkx": [lambda folder: load_task("karate")],
+    "PIL": [lambda folder: centre_crops([__file__], 32)],
+    "tensorboardX": [lambda folder: RunLog(folder / "log")],
+}
+
+
+@pytest.mark.parametrize("package", CALLS)
+def test_a_missing_package_is_named_with_its_remedy(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    text = rf"^this needs the package {package}: pip install 'jmp_train\[train\]'$"
+    for call in CALLS[package]:
+        with pytest.raises(ModuleNotFoundError, match=text) as error:
+            call(tmp_path)
+        assert error.value.name is not None
+        assert error.value.name.partition(".")[0] == package
+
+
+def test_each_import_of_an_extra_has_the_remedy() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["train"]
+    names = {line.partition(">")[0] for line in extra}
+    modules = {MODULES.get(name, name) for name in names}
+    assert set(CALLS) <= modules
+    bare = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for floor in ("jmp_train", "policies", "graphs")
+        for path in sorted((ROOT / floor).rglob("*.py"))
+        for name, line in bare_imports(ast.parse(path.read_text()))
+        if name.partition(".")[0] in modules
+    ]
+    assert bare == []
+
+
+def bare_imports(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yields the imports that run and are in no `with extra_packages()`."""
+    match node:
+        case ast.With(items=[ast.withitem(ast.Call(ast.Name("extra_packages")))]):
+            return
+        case ast.If(ast.Name("TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
+            return
+        case ast.Import():
+            yield from ((one.name, node.lineno) for one in node.names)
+        case ast.ImportFrom():
+            yield node.module or "", node.lineno
+    for child in ast.iter_child_nodes(node):
+        yield from bare_imports(child)
