@@ -17,10 +17,11 @@ import optax
 import pytest
 
 import jmp_train as jt
+from jmp_train.cli import main
 from jmp_train.records import Epoch, Event, Progress, Run, Step
 from jmp_train.resuming import AnotherRunError, Saver, Saving, Stopped
 from jmp_train.tasks import load_task
-from jmp_train.tasks.task import Task
+from jmp_train.tasks.task import Task, TaskOptions
 from jmp_train.training import train
 
 
@@ -230,3 +231,38 @@ def test_other_options_are_said_before_other_shapes(tmp_path: Path) -> None:
     text = "of another run:\n  epochs: the run has 3, this call 5\n  heads: the run has nothing, this call 2$"
     with pytest.raises(AnotherRunError, match=text):
         begin(tmp_path, epochs=5, heads=2)
+
+
+@pytest.mark.timeout(150)
+def test_a_second_run_in_a_folder_fails_at_once_and_a_killed_one_goes_on(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["train", "digits", "--train-size", "64", "--checkpoint-dir", str(tmp_path)]
+    call += ["--epochs", "1000000", "--policy", "float32"]
+    command = [sys.executable, "-m", "jmp_train", *call]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            process.stdout.readline()
+        before = (tmp_path / "run.json").read_bytes()
+        logdir = tmp_path / "log"
+        assert main([*call, "--resume", "--seed", "1", "--logdir", str(logdir)]) == 2
+        start = f"jmp-train: error: {tmp_path} is in use: process {process.pid} on "
+        line = capsys.readouterr().err
+        assert line.startswith(start)
+        assert line.count("\n") == 1
+        process.kill()
+    assert (tmp_path / "run.json").read_bytes() == before
+    (tmp_path / "run.json").unlink()
+    assert main([*call, "--resume", "--seed", "1", "--logdir", str(logdir)]) == 2
+    assert list(logdir.iterdir()) == []  # so that the corrected call may write there
+    text = f"jmp-train: error: {tmp_path} is of another run:\n  seed: the run has 0, this call 1\n"
+    assert capsys.readouterr().err == text
+    last = max(jt.CheckpointStore(tmp_path).steps())
+    task = load_task("digits", TaskOptions(train_size=64))
+    with jt.CheckpointStore(tmp_path) as store, jax.numpy_dtype_promotion("standard"):
+        answers = iter([False, False, True, True])
+        saving = Saving(store, resume=True, should_stop=lambda: next(answers))
+        with pytest.raises(Stopped) as stopped:
+            train(task, "float32", epochs=1_000_000, saving=saving)
+    assert stopped.value.step == last + 3
