@@ -107,10 +107,10 @@ class CheckpointStore:
         self._check_writable()
         if self._unlock is None and jax.process_index() == 0:
             lock = lock_folder(self.directory)
-            if lock:
-                clear_leftovers(self.directory)
             # Also when the store is forgotten without `close`.
             self._unlock = weakref.finalize(self, lock.release if lock else lambda: None)
+            if lock:
+                clear_leftovers(self.directory)
 
     def save(
         self, step: SupportsIndex, state: Any, *, metadata: Mapping[str, Any] | None = None
