@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+
 
 class _Write(threading.Thread):
     """Writes a step, and keeps what became of it."""
@@ -113,6 +115,10 @@ def tell_lost_steps() -> bool:
 def _leave_if_steps_are_lost() -> None:
     if not tell_lost_steps():
         return
+    if (
+        jax.distributed.is_initialized()
+    ):  # the other processes are at their end, and wait for this one
+        jax.distributed.shutdown()
     logging.shutdown()
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()

@@ -324,6 +324,31 @@ def test_a_writer_that_is_killed_leaves_whole_steps_only(tmp_path: Path) -> None
         assert all("." not in name for name in os.listdir(tmp_path))
 
 
+def test_arrays_that_orbax_wrote_are_read(tmp_path: Path) -> None:
+    """As it did until tensorstore was used without it."""
+    import orbax.checkpoint as ocp
+
+    state = small_state(3.0) | {"large": np.random.default_rng(0).normal(size=(300, 500))}
+    with jt.CheckpointStore(tmp_path) as store:
+        store.save(1, state)
+        store.wait()
+        step = tmp_path / "step_00000001"
+        arrays = ocp.PyTreeCheckpointer().restore(step / "arrays")
+        shutil.rmtree(step / "arrays")
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+        ocp.Checkpointer(handler).save(step / "arrays", args=ocp.args.PyTreeSave(arrays))
+        manifest = json.loads((step / "manifest.json").read_text())
+        manifest["files"] = {
+            path.relative_to(step).as_posix(): {
+                "bytes": path.stat().st_size,
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            }
+            for path in files_of(step / "arrays")
+        }
+        forge(step / "manifest.json", manifest)
+        assert_equal(store.restore(state)[1], state)
+
+
 def test_what_lay_on_no_particular_device_still_does(tmp_path: Path) -> None:
     """A state that was fixed to one device could not be given to a step on many."""
     state = {"w": jnp.ones(8), "rng": jax.random.key(0)}

@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,6 +97,39 @@ def test_a_last_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, launch
     assert line.endswith("; the steps before are as they were")
     with jt.CheckpointStore(tmp_path / "end") as store:
         assert store.restore({"step": 0}) == (6, {"step": 6})
+
+
+@pytest.mark.timeout(120)
+def test_one_of_two_processes_whose_checkpoint_is_lost_ends_when_the_other_does(
+    tmp_path: Path,
+) -> None:
+    """Had it left at once, jax would abort the other."""
+    script = "jt.distributed.initialize(shutdown_timeout=20)\n" + SAVE
+    script += "store.save(6, {'step': 6})\nstore.wait()\nfill_the_disk()\nstore.save(7, state)\n"
+    file, directory = tmp_path / "two.py", tmp_path / "two"
+    file.write_text(f"import jmp_train as jt\n{script}")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(file), str(directory)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ
+            | {
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": "2",
+                "JAX_PROCESS_ID": rank,
+            },
+        )
+        for rank in "01"
+    ]
+    texts = [process.communicate(timeout=100)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 0], texts
+    (line,) = texts[0].splitlines()
+    assert line.startswith(f"jmp_train: step 7 could not be written to {directory}: ")
+    assert texts[1] == ""
 
 
 @pytest.mark.timeout(60)
