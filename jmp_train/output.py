@@ -115,7 +115,7 @@ def lasting_output() -> Iterator[None]:
 
     As a context, or as a decorator of a command line's `main`.
     """
-    _fill_standard_descriptors()
+    _prepare_descriptors()
     error = Output(sys.stderr)
     output = Output(sys.stdout, lambda why: _warn(error, why))
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(error):
@@ -160,10 +160,11 @@ def _warn(error: IO[str] | Output, why: Exception) -> None:
     print(text, file=error, flush=True)
 
 
-def _fill_standard_descriptors() -> None:
-    """Opens those of 0, 1 and 2 that are closed to nowhere, else a run's next file would be one of them.
+def _prepare_descriptors() -> None:
+    """Opens those of 0, 1 and 2 that are closed to nowhere, and has writes wait for a slow reader.
 
-    What a library then prints from C would land in a checkpoint.
+    Else a run's next file would have one of these numbers, and what a library prints from C would land in a checkpoint;
+    and a pipe that some other program has set not to block would look like a full disk.
     """
     for number in range(3):
         try:
@@ -171,3 +172,8 @@ def _fill_standard_descriptors() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number, which is this one
             os.set_inheritable(number, True)
+    for number in (1, 2):
+        with contextlib.suppress(
+            OSError, AttributeError
+        ):  # Windows has it for pipes, from Python 3.12
+            os.set_blocking(number, True)

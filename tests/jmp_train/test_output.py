@@ -95,6 +95,21 @@ def test_only_its_own_lines_are_on_an_own_output(tmp_path: Path) -> None:
     assert shell("$RUN own 2>&-", tmp_path) == (0, out, "")
 
 
+def test_a_pipe_that_does_not_block_loses_nothing(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    with subprocess.Popen(
+        [sys.executable, "script.py", "text"], cwd=tmp_path, stdout=theirs
+    ) as run:
+        os.close(theirs)
+        with pytest.raises(subprocess.TimeoutExpired):  # it waits for its reader
+            run.wait(2)
+        with open(ours, encoding="utf-8") as lines:
+            assert [line.split()[2] for line in lines] == [str(number) for number in range(3000)]
+        assert run.wait(60) == 0
+
+
 @pytest.mark.parametrize(
     "environment",
     [
