@@ -104,7 +104,7 @@ def _opened(content: bytes) -> "ImageFile":
     if content.startswith(b"BM"):
         return BmpImagePlugin.BmpImageFile(file)
     if content.startswith((b"II", b"MM")):
-        return TiffImagePlugin.TiffImageFile(file)
+        return TiffImagePlugin.TiffImageFile(_ReadAFewTimes(content))
     if content.startswith((b"P4", b"P5", b"P6")):
         return PpmImagePlugin.PpmImageFile(file)
     if content.startswith(
@@ -114,6 +114,21 @@ def _opened(content: bytes) -> "ImageFile":
     raise ValueError(
         f"it begins with {content[:16]!r}, as no JPEG, PNG, WebP, BMP, PPM or TIFF file does"
     )
+
+
+class _ReadAFewTimes(io.BytesIO):
+    """A file's content that can be read a few times over; all tags of a TIFF may be the same megabyte."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self._bytes_left = 4 * len(content) + 2**20
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        self._bytes_left -= len(data)
+        if self._bytes_left < 0:
+            raise OSError("its parts together are much larger than the file")
+        return data
 
 
 def _check_pixels(image: "ImageFile", content: bytes, max_pixels: int) -> None:

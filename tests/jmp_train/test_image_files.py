@@ -240,6 +240,7 @@ TILES = {
     324: 8,
     325: len(ZEROS),
 }
+TAGS = dict.fromkeys(range(40000, 40400), (7, 2**20, 8))  # each of them the same megabyte
 TEXTS = chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**28), 9))
 PROFILE = chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(2**28), 9))
 LONG_CHUNK = png(2, 2, 8, 0, bytes(6)).replace(b"\0\0\0\x0bIDAT", b"\x7f\xff\xff\xffIDAT")
@@ -254,6 +255,7 @@ LONG_CHUNK = png(2, 2, 8, 0, bytes(6)).replace(b"\0\0\0\x0bIDAT", b"\x7f\xff\xff
         (png(2**31 - 1, 2**31 - 1, 8, 6, b""), "it has 2147483647 x 2147483647 pixels, more than "),
         (b"P6 60000 60000 255 ", "it has 60000 x 60000 pixels, more than max_pixels=89478485"),
         (tiff(ZEROS, TILES), "its tiles have 30000 x 30000 pixels, more than max_pixels=89478485"),
+        (tiff(bytes(2**20), {256: 64, 257: 64, 258: 8, 259: 1, 262: 1, **TAGS}), ""),
         (canvas(2**16 - 1), ""),
         (png(2, 2, 8, 0, bytes(6), TEXTS), "Decompressed data too large"),
         (png(2, 2, 8, 0, bytes(6), PROFILE), "Decompressed data too large"),
@@ -266,6 +268,7 @@ LONG_CHUNK = png(2, 2, 8, 0, bytes(6)).replace(b"\0\0\0\x0bIDAT", b"\x7f\xff\xff
         "sides",
         "ppm",
         "tiles",
+        "tags",
         "canvas",
         "text",
         "profile",
