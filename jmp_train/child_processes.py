@@ -6,7 +6,6 @@ after a grace time SIGKILL. On Linux that reaches even what has left the command
 command's process group; on Windows, where there is no supervisor, the command itself.
 """
 
-import select
 import signal
 import socket
 import subprocess
@@ -110,14 +109,16 @@ class ChildProcess:
         if self._channel is None:
             with suppress(subprocess.TimeoutExpired):
                 self._code = self._process.wait(timeout)
-        elif select.select([self._channel], [], [], timeout)[0]:
-            try:
-                text = self._channel.recv(64)
-            except OSError:
-                text = b""
-            self._code = (
-                int(text) if text else -signal.SIGKILL
-            )  # which has ended the supervisor as well
+            return self._code
+        self._channel.settimeout(timeout)
+        try:
+            text = self._channel.recv(64)
+        except (BlockingIOError, TimeoutError):
+            return None
+        except OSError:
+            text = b""
+        # SIGKILL if it was the supervisor that was killed, which ends the command.
+        self._code = int(text) if text else -signal.SIGKILL
         return self._code
 
     def _order(self, letter: bytes) -> None:

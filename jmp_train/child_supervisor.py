@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-_POLL_SECONDS = 0.02  # between looks at what still runs, while all is being ended
+_POLL_MILLISECONDS = 20  # between looks at what still runs, while all is being ended
 _KILL_SECONDS = 30.0  # in which SIGKILL has effect, but for what waits for a disk: that is left
 _SEES_CHILDREN = sys.platform == "linux" and os.path.exists("/proc/self/stat")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
@@ -30,10 +30,12 @@ def _main(channel: int, grace: float, command: list[str]) -> None:
     wake = _wake_at_signals()
     leader = _start(command)
     _let_go_of_streams()
-    listened = [channel, wake]
+    poll = select.poll()
+    for file in (channel, wake):
+        poll.register(file, select.POLLIN)
     code, deadline, asked = None, None, set[int]()
     while True:
-        ready = select.select(listened, [], [], None if deadline is None else _POLL_SECONDS)[0]
+        ready = [file for file, _ in poll.poll(None if deadline is None else _POLL_MILLISECONDS)]
         if wake in ready:
             os.read(wake, 4096)
         if code is None:
@@ -43,7 +45,7 @@ def _main(channel: int, grace: float, command: list[str]) -> None:
         if channel in ready:
             order = _order(channel)
             if order in ("", "k"):
-                listened = [wake]  # nothing more can come, or matter
+                poll.unregister(channel)  # nothing more can come, or matter
             now = time.monotonic()
             deadline = now if order == "k" else min(now + grace, deadline or float("inf"))
         running = _reap(leader) or code is None

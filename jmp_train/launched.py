@@ -24,6 +24,7 @@ from importlib.machinery import SourceFileLoader
 
 def _main(pipe: int, rank: str, command: list[str]) -> None:
     os.set_inheritable(pipe, False)
+    identity = os.fstat(pipe)
     for stream in (sys.stdout, sys.stderr):
         if stream.errors == "strict":  # what the encoding lacks is no reason to end
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
@@ -33,13 +34,13 @@ def _main(pipe: int, rank: str, command: list[str]) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             _leave(end.code)
-        _tell_at_exit(process, pipe, rank)
+        _tell_at_exit(process, pipe, identity, rank)
         raise
     except BaseException as error:  # noqa: BLE001 - whatever it is, the others must not wait
         error.__traceback__ = _own_part(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         _leave(1)
-    _tell_at_exit(process, pipe, rank)
+    _tell_at_exit(process, pipe, identity, rank)
 
 
 def _run(command: list[str]) -> None:
@@ -75,12 +76,15 @@ def _own_part(traceback: types.TracebackType | None) -> types.TracebackType | No
     return traceback
 
 
-def _tell_at_exit(process: int, pipe: int, rank: str) -> None:
+def _tell_at_exit(process: int, pipe: int, identity: os.stat_result, rank: str) -> None:
     """Has the launcher know that the script has ended, when its threads have, before jax waits for others."""
 
     def tell() -> None:
-        with suppress(OSError):  # the launcher is no more
-            os.write(pipe, f"{rank}\n".encode())
+        with suppress(OSError):  # the launcher is no more, or the script has closed all files
+            if os.path.samestat(
+                os.fstat(pipe), identity
+            ):  # not a file of the script's that came after
+                os.write(pipe, f"{rank}\n".encode())
 
     if os.getpid() == process:  # not a copy of it that the script has forked
         atexit.register(tell)

@@ -4,6 +4,7 @@ Each is read to its end whatever happens to where it goes: a process whose outpu
 """
 
 import codecs
+import io
 import locale
 import os
 import re
@@ -55,7 +56,7 @@ class _Log:
 
     def __init__(self, logdir: Path | None, rank: int) -> None:
         self._path = None if logdir is None else log_path(logdir, rank)
-        self._file = None if self._path is None else self._path.open("ab", buffering=0)
+        self._file: io.FileIO | None = None
         self._warned = False
 
     def __enter__(self) -> Self:
@@ -67,8 +68,11 @@ class _Log:
 
     def write(self, data: bytes) -> None:
         """Writes the bytes, or as many as there is room for."""
+        if self._path is None:
+            return
         try:
-            while self._file is not None and data:
+            self._file = self._file or self._path.open("ab", buffering=0)
+            while data:
                 data = data[self._file.write(data) or 0 :]
         except OSError as error:
             if not self._warned:
@@ -94,7 +98,9 @@ def _warn(why: Exception) -> None:
 def _decoded(pipe: IO[bytes], log: _Log) -> Iterator[list[str]]:
     """Yields the lines that a pipe brings, as many at a time as have come; the log gets the bytes."""
     # As the processes encode.
-    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0] or locale.getencoding()
+    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[
+        0
+    ] or locale.getpreferredencoding(False)
     decoder = codecs.getincrementaldecoder(encoding)("replace")
     rest = ""
     while data := os.read(pipe.fileno(), _CHUNK):

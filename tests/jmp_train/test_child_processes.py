@@ -165,6 +165,24 @@ def test_a_command_gets_default_signals_and_no_files_of_its_supervisor() -> None
         assert child.wait(20) == -signal.SIGPIPE
 
 
+def test_many_open_files_do_no_harm() -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("this process may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with ChildProcess([sys.executable, "-c", "print(7)"], stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            assert child.stdout.read() == b"7\n"
+            assert child.wait(20) == 0
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_several_are_ended_together(pids: Path) -> None:
     children = []
     for number in range(3):

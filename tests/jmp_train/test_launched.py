@@ -134,6 +134,17 @@ def test_a_script_may_start_processes_of_its_own(
     assert capfd.readouterr() == ("[0] pool [2, 3]\n[0] end 7 __main__\n", "")
 
 
+def test_a_file_in_the_place_of_the_launcher_s_pipe_is_left_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "os.closerange(3, 100)\n"
+        "files = [os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT) for _ in range(60)]\n"
+    )
+    launch([str(script), str(tmp_path / "data")], 1)
+    assert (tmp_path / "data").read_bytes() == b""
+
+
 @pytest.mark.parametrize(
     ("text", "code", "lines"),
     [
@@ -164,3 +175,14 @@ def test_a_failing_script_ends_as_python_ends_it(
     assert plain.returncode == code
     assert (tmp_path / "rank_0.log").read_text() == plain.stdout
     assert lines is None or plain.stdout.split("Traceback")[0].splitlines() == lines
+
+
+def test_the_command_runs_nothing_of_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "script.py").write_text("print('trained')")
+    for name in {*HOSTILE, "argparse", "numpy", "flax"} - {"sys"}:
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / name)!r} + '.ran', 'w')")
+    command = [sys.executable, "-m", "jmp_train", "launch", "-n", "1", "--", "scripts/script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0] trained\n", "")
+    assert list(tmp_path.glob("*.ran")) == []

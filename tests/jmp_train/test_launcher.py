@@ -296,6 +296,24 @@ def test_output_that_goes_nowhere_does_not_stop_training(
 
 
 @pytest.mark.timeout(60)
+def test_a_log_that_cannot_be_opened_does_not_stop_training(
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(
+        "import os, shutil, sys\n"
+        "if not os.path.exists(sys.argv[1]):\n"
+        "    print('x' * 1_000_000)\n"
+        "    sys.exit()\n"
+        "shutil.rmtree(sys.argv[1])\n"
+        "sys.exit(1)\n"
+    )
+    launch([str(script), str(tmp_path / "logs")], 1, logdir=tmp_path / "logs", restarts=1)
+    assert capfd.readouterr().err.splitlines()[1:] == [
+        f"jmp-train: warning: {tmp_path}/logs/rank_0.log: No such file or directory; what does not fit is missing there"
+    ]
+
+
+@pytest.mark.timeout(60)
 def test_a_full_log_does_not_stop_training(script: Path, tmp_path: Path) -> None:
     script.write_text(TALK)
     limited = ["bash", "-c", 'ulimit -f 64; exec "$@"', "bash"]  # 64 KiB a file
@@ -317,18 +335,26 @@ def test_a_full_log_does_not_stop_training(script: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(60)
-def test_what_an_encoding_lacks_is_replaced(script: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variables", "shown"),
+    [
+        ({"PYTHONIOENCODING": "ascii"}, [b"step 999 \\u2014 gr\\xf6\\xdfer x", b"] Ma??\n"]),
+        ({"LC_ALL": "C"}, ["step 999 — größer x".encode(), "] Maß\n".encode()]),
+    ],
+)
+def test_what_an_encoding_lacks_is_replaced(
+    variables: dict[str, str], shown: list[bytes], script: Path, tmp_path: Path
+) -> None:
     script.write_text(TALK + "os.write(1, 'Maß\\n'.encode())\n")
     done = subprocess.run(
         launcher_command(script, tmp_path),
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        env={**os.environ, **variables},
         capture_output=True,
         timeout=50,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, b"")
-    assert done.stdout.count(b"step 999 \\u2014 gr\\xf6\\xdfer x") == 2
-    assert done.stdout.count(b"] Ma??\n") == 2
+    assert [done.stdout.count(text) for text in shown] == [2, 2]
     check_trained(tmp_path)
 
 
