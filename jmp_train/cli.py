@@ -18,7 +18,13 @@ from jmp_train.command_arguments import (
     scale,
     seed,
 )
-from jmp_train.command_errors import INTERRUPTED, WrongCall, checking_the_call, report_error
+from jmp_train.command_errors import (
+    INTERRUPTED,
+    WrongCall,
+    checking_the_call,
+    is_of_interrupt,
+    report_error,
+)
 from jmp_train.command_start import interrupts_raised
 from jmp_train.compare_command import DEFAULT_POLICIES, compare_command
 from jmp_train.output import lasting_output
@@ -45,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - whatever it is, its user gets a line
-        return report_error(error, arguments)
+        return INTERRUPTED if is_of_interrupt(error) else report_error(error, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

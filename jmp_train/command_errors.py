@@ -59,6 +59,17 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int:
     return CALL_IS_WRONG if isinstance(error, WrongCall) else RUN_FAILED
 
 
+def is_of_interrupt(error: Exception) -> bool:
+    """Returns whether an error is what Ctrl-C became in an extension module that was being imported.
+
+    Other errors after Ctrl-C are of what had to be tidied up, and are to be seen.
+    """
+    cause: BaseException | None = error if isinstance(error, ImportError) else None
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
+
+
 def one_line(text: str, arguments: Sequence[str] = ()) -> str:
     r"""Returns a text without control characters, and with long arguments shortened.
 

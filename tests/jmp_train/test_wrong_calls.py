@@ -252,6 +252,23 @@ def test_an_error_of_a_run_is_exit_code_1_and_one_line(
     assert text.endswith(f"\njmp-train: error: {line}\n")
 
 
+@pytest.mark.parametrize("cause", [None, ImportError("an extension did not load")])
+def test_ctrl_c_is_exit_code_130_whatever_it_becomes(
+    cause: Exception | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(args: object) -> int:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            if cause is None:
+                raise
+            raise cause from None
+
+    monkeypatch.setattr(cli, "train_command", interrupted)
+    assert main(["train"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_text_in_one_line() -> None:
     assert one_line("lacks:\n  a\n  b\x07") == "lacks:\n  a\n  b\\x07"
     assert one_line(f"{LONG}/x is no folder", ["train", f"--data-dir={LONG}"]) == (
