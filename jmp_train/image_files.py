@@ -92,9 +92,8 @@ def _opened(content: bytes) -> "ImageFile":
             WebPImagePlugin,
         )
 
-    file = io.BytesIO(
-        content
-    )  # a real file would take memory for as many bytes as a chunk says it has
+    # In memory, since of a real file as much memory is taken as a chunk says that it has bytes.
+    file = io.BytesIO(content)
     if content.startswith(b"\xff\xd8\xff"):
         return JpegImagePlugin.JpegImageFile(file)
     if content.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -107,9 +106,8 @@ def _opened(content: bytes) -> "ImageFile":
         return TiffImagePlugin.TiffImageFile(_ReadAFewTimes(content))
     if content.startswith((b"P4", b"P5", b"P6")):
         return PpmImagePlugin.PpmImageFile(file)
-    if content.startswith(
-        (b"P1", b"P2", b"P3")
-    ):  # text, of which pillow copies all at each comment
+    if content.startswith((b"P1", b"P2", b"P3")):
+        # These are text, of which pillow copies all that follows at each comment.
         return PpmImagePlugin.PpmImageFile(io.BytesIO(re.sub(_COMMENT, b"", content)))
     raise ValueError(
         f"it begins with {content[:16]!r}, as no JPEG, PNG, WebP, BMP, PPM or TIFF file does"

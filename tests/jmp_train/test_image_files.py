@@ -241,8 +241,8 @@ TILES = {
     325: len(ZEROS),
 }
 TAGS = dict.fromkeys(range(40000, 40400), (7, 2**20, 8))  # each of them the same megabyte
-TEXTS = chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**28), 9))
-PROFILE = chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(2**28), 9))
+TEXTS = chunk(b"zTXt", b"a\0\0" + ZEROS)
+PROFILE = chunk(b"iCCP", b"a\0\0" + ZEROS)
 LONG_CHUNK = png(2, 2, 8, 0, bytes(6)).replace(b"\0\0\0\x0bIDAT", b"\x7f\xff\xff\xffIDAT")
 
 
@@ -259,7 +259,7 @@ LONG_CHUNK = png(2, 2, 8, 0, bytes(6)).replace(b"\0\0\0\x0bIDAT", b"\x7f\xff\xff
         (canvas(2**16 - 1), ""),
         (png(2, 2, 8, 0, bytes(6), TEXTS), "Decompressed data too large"),
         (png(2, 2, 8, 0, bytes(6), PROFILE), "Decompressed data too large"),
-        (scans(4000, 2000), "it has 2006 scans of 4000 x 4000 pixels, far too many"),
+        (scans(2000, 5000), "it has 5006 scans of 2000 x 2000 pixels, far too many"),
         (b"P2\n64 64\n255\n" + 500_000 * b"#\n", "not enough image data"),
     ],
     ids=[
@@ -279,7 +279,7 @@ LONG_CHUNK = png(2, 2, 8, 0, bytes(6)).replace(b"\0\0\0\x0bIDAT", b"\x7f\xff\xff
 def test_what_would_take_much_memory_or_time_is_refused(
     tmp_path: Path, content: bytes, message: str
 ) -> None:
-    with memory_limited_to(2**28):  # less than any of them would take
+    with memory_limited_to(2**28):
         assert message in fault(tmp_path / "0.png", content)
 
 
