@@ -1,20 +1,31 @@
 """Data sets of node classification in the csv files of the Open Graph Benchmark (OGB)."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jmp_train.graphs.counts import LARGEST
 from jmp_train.graphs.csv_tables import read_csv_table
+from jmp_train.graphs.file_limits import faults_named
 from jmp_train.graphs.node_data import NodeData
 
 ADDRESS = "https://ogb.stanford.edu/docs/nodeprop"
 
 _NEEDED = ("edge", "num-node-list", "num-edge-list", "node-feat", "node-label")
-_LARGEST = 2**31 - 1  # of a label, and of the number of nodes or edges
+_MOST_CLASSES = 2**16  # or as many as there are nodes: a label in a damaged file sizes no model
+
+Table = Callable[..., np.ndarray]
 
 
 def read_ogb(
-    data_dir: Path | str, split: str | None = None, *, add_inverse_edge: bool = False
+    data_dir: Path | str,
+    split: str | None = None,
+    *,
+    add_inverse_edge: bool = False,
+    max_bytes: int | None = None,
 ) -> NodeData:
     r"""Reads a data set in OGB's layout of csv files, such as ogbn-arxiv or ogbn-products.
 
@@ -26,6 +37,8 @@ def read_ogb(
       split: the name of the scheme; where there is one only, it need not be named.
       add_inverse_edge: whether each edge is followed by the same one the other way round, with the same
         features, as OGB does for ogbn-products.
+      max_bytes: how many bytes the text of a file may have, and its numbers may take; None for 100 times the
+        file's size, and 256 MiB at least. The text of OGB's files is about 3 times as long as they are.
 
     Returns:
       The data, edges and ids of the split in the order of the files; years are `nodes["year"]`, int32
@@ -34,7 +47,9 @@ def read_ogb(
     Raises:
       FileNotFoundError: files are missing; the message names them and says where they are public.
       ValueError: `split` is none of the schemes, or does not choose among several; or a file is damaged, or
-        does not fit the others: the message names it, and the row and the fault.
+        asks for more memory than it may, or does not fit the others: the message names it, and the row and
+        the fault.
+      OSError: a file cannot be read, or does not fit into memory.
 
     Example:
       >>> import tempfile
@@ -59,19 +74,20 @@ def read_ogb(
         )
     paths = _find_files(raw, _NEEDED)
     split_paths = _find_split(Path(data_dir) / "split", split)
-    num_nodes = _read_count(paths["num-node-list"])
-    num_edges = _read_count(paths["num-edge-list"])
-    ends = _read_ids(paths["edge"], 2, num_nodes)
+    read = functools.partial(_read_table, max_bytes=max_bytes)
+    num_nodes = _read_count(read, paths["num-node-list"])
+    num_edges = _read_count(read, paths["num-edge-list"])
+    ends = _read_ids(read, paths["edge"], 2, num_nodes, num_edges)
     _check_rows(paths["edge"], ends, num_edges, paths["num-edge-list"])
-    features = _read_features(paths["node-feat"], num_nodes, paths["num-node-list"])
-    labels = _read_labels(paths["node-label"], num_nodes, paths["num-node-list"])
-    train, validation, test = _read_split(split_paths, labels)
+    features = _read_features(read, paths["node-feat"], num_nodes, paths["num-node-list"])
+    labels = _read_labels(read, paths["node-label"], num_nodes, paths["num-node-list"])
+    train, validation, test = _read_split(read, split_paths, labels)
 
     nodes, edges = {}, {}
     if year := _find(raw, "node_year"):
-        nodes["year"] = _read_year(year, num_nodes, paths["num-node-list"])
+        nodes["year"] = _read_year(read, year, num_nodes, paths["num-node-list"])
     if feat := _find(raw, "edge-feat"):
-        edges["feat"] = _read_features(feat, num_edges, paths["num-edge-list"])
+        edges["feat"] = _read_features(read, feat, num_edges, paths["num-edge-list"])
     if add_inverse_edge:
         ends = np.stack([ends, ends[:, ::-1]], axis=1).reshape(-1, 2)
         edges = {name: np.repeat(array, 2, axis=0) for name, array in edges.items()}
@@ -80,6 +96,13 @@ def read_ogb(
     return NodeData(
         senders, receivers, features, labels, classes, train, validation, test, nodes, edges
     )
+
+
+def _read_table(
+    path: Path, dtype: Any, rows: int | None = None, *, max_bytes: int | None
+) -> np.ndarray:
+    with faults_named(path):
+        return read_csv_table(path, dtype, rows=rows, max_bytes=max_bytes)
 
 
 def _find(folder: Path, name: str) -> Path | None:
@@ -111,8 +134,8 @@ def _find_split(folder: Path, split: str | None) -> dict[str, Path]:
     return _find_files(folder / (split or schemes[0]), ("train", "valid", "test"))
 
 
-def _read_count(path: Path) -> int:
-    counts = read_csv_table(path, np.int32)
+def _read_count(read: Table, path: Path) -> int:
+    counts = read(path, np.int32)
     if counts.shape != (1, 1):
         raise ValueError(f"{path} has {counts.size} numbers, where that of one graph is wanted")
     if counts[0, 0] < 0:
@@ -120,9 +143,11 @@ def _read_count(path: Path) -> int:
     return int(counts[0, 0])
 
 
-def _read_ids(path: Path, columns: int, num_nodes: int) -> np.ndarray:
+def _read_ids(
+    read: Table, path: Path, columns: int, num_nodes: int, rows: int | None = None
+) -> np.ndarray:
     """Returns int32 [rows, columns]."""
-    ids = read_csv_table(path, np.int32)
+    ids = read(path, np.int32, rows)
     if not ids.size:
         return np.zeros((0, columns), np.int32)
     _check_columns(path, ids, columns)
@@ -135,9 +160,9 @@ def _read_ids(path: Path, columns: int, num_nodes: int) -> np.ndarray:
     return ids
 
 
-def _read_features(path: Path, rows: int, counted_by: Path) -> np.ndarray:
+def _read_features(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarray:
     """Returns float32 [rows, width], finite."""
-    features = read_csv_table(path, np.float32)
+    features = read(path, np.float32, rows)
     _check_rows(path, features, rows, counted_by)
     is_finite = np.isfinite(features).all(axis=1)
     if not is_finite.all():
@@ -145,9 +170,9 @@ def _read_features(path: Path, rows: int, counted_by: Path) -> np.ndarray:
     return features
 
 
-def _read_labels(path: Path, rows: int, counted_by: Path) -> np.ndarray:
+def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarray:
     """Returns int32 [rows], -1 where the file has NaN."""
-    labels = read_csv_table(path, np.float64)
+    labels = read(path, np.float64, rows)
     if labels.shape[1] > 1:
         raise ValueError(
             f"{path} has {labels.shape[1]} columns: several labels a node are not supported, one is"
@@ -155,34 +180,36 @@ def _read_labels(path: Path, rows: int, counted_by: Path) -> np.ndarray:
     _check_rows(path, labels, rows, counted_by)
     if np.isnan(labels).all():
         raise ValueError(f"{path} has no label")
-    return _whole(path, np.where(np.isnan(labels), -1, labels), ~np.isnan(labels))
+    most = max(_MOST_CLASSES, rows) - 1
+    return _whole(path, np.where(np.isnan(labels), -1, labels), ~np.isnan(labels), most)
 
 
-def _read_year(path: Path, rows: int, counted_by: Path) -> np.ndarray:
+def _read_year(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarray:
     """Returns int32 [rows]."""
-    years = read_csv_table(path, np.float64)
+    years = read(path, np.float64, rows)
     _check_rows(path, years, rows, counted_by)
     _check_columns(path, years, 1)
-    return _whole(path, years, np.full(years.shape, True))
+    return _whole(path, years, np.full(years.shape, True), LARGEST)
 
 
-def _whole(path: Path, numbers: np.ndarray, is_given: np.ndarray) -> np.ndarray:
-    """Returns int32 [rows] of float64 [rows, 1]; those that are given must be whole and not negative."""
-    is_right = (numbers >= 0) & (numbers <= _LARGEST) & (numbers == np.floor(numbers))
+def _whole(path: Path, numbers: np.ndarray, is_given: np.ndarray, most: int) -> np.ndarray:
+    """Returns int32 [rows] of float64 [rows, 1]; those that are given must be whole, from 0 to `most`."""
+    is_right = (numbers >= 0) & (numbers <= most) & (numbers == np.floor(numbers))
     is_wrong = is_given & ~is_right
     if is_wrong.any():
         row = int(is_wrong[:, 0].argmax())
         raise ValueError(
-            f"{path}: row {row} is {numbers[row, 0]:g}, where whole numbers from 0 are right"
+            f"{path}: row {row} is {numbers[row, 0]:g}, where whole numbers from 0 are right, "
+            f"up to {most}"
         )
     return numbers[:, 0].astype(np.int32)
 
 
-def _read_split(paths: dict[str, Path], labels: np.ndarray) -> list[np.ndarray]:
+def _read_split(read: Table, paths: dict[str, Path], labels: np.ndarray) -> list[np.ndarray]:
     """Returns the ids of training, validation and test nodes, int32 [nodes of that part]."""
     parts, is_taken = [], np.full(len(labels), False)
     for name, path in paths.items():
-        ids = _read_ids(path, 1, len(labels))[:, 0]
+        ids = _read_ids(read, path, 1, len(labels))[:, 0]
         if not len(ids) and name != "valid":
             raise ValueError(f"{path} names no node")
         is_first = np.full(len(ids), False)
@@ -206,5 +233,7 @@ def _check_columns(path: Path, table: np.ndarray, columns: int) -> None:
 
 
 def _check_rows(path: Path, table: np.ndarray, rows: int, counted_by: Path) -> None:
+    if len(table) > rows:
+        raise ValueError(f"{path} has more rows than the {rows} that {counted_by.name} says")
     if len(table) != rows:
         raise ValueError(f"{path} has {len(table)} rows, where {counted_by.name} says {rows}")

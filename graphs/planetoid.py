@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jmp_train.graphs.file_limits import check_bytes, faults_named, most_bytes
 from jmp_train.graphs.node_data import NodeData
 from jmp_train.graphs.python2_pickles import SparseRows, read_python2_pickle
 
@@ -19,12 +20,15 @@ ADDRESS = "https://github.com/kimiyoung/planetoid/tree/master/data"
 _MATRICES, _LABELS = ("x", "tx", "allx"), ("y", "ty", "ally")
 _SUFFIXES = (*_MATRICES, *_LABELS, "graph", "test.index")
 _VALIDATION = 500
+_LONGEST_ID = 1024  # bytes of a line of test.index, blanks included
 _WIDEST = 2**16  # columns of features: a width in a damaged file is no reason to take all memory
 
 Paths = Mapping[str, Path]
 
 
-def read_planetoid(data_dir: Path | str, name: str = "cora") -> NodeData:
+def read_planetoid(
+    data_dir: Path | str, name: str = "cora", *, max_bytes: int | None = None
+) -> NodeData:
     """Reads one of Planetoid's three graphs of citations.
 
     The files are pickles, of which nothing is imported or called: a file that asks for more than arrays,
@@ -34,6 +38,8 @@ def read_planetoid(data_dir: Path | str, name: str = "cora") -> NodeData:
       data_dir: the folder of `ind.<name>.x`, `.y`, `.tx`, `.ty`, `.allx`, `.ally`, `.graph` and
         `.test.index`.
       name: "cora", "citeseer" or "pubmed".
+      max_bytes: how large a file may be, and how many bytes the features may take; None for 64 MiB, and for
+        100 times the size of the matrices' files, 256 MiB at least. The public data sets are far below.
 
     Returns:
       The data. Each edge is there both ways and once, loops as in the file, sorted by receiver, then
@@ -42,8 +48,9 @@ def read_planetoid(data_dir: Path | str, name: str = "cora") -> NodeData:
 
     Raises:
       FileNotFoundError: files are missing; the message names them and says where they are public.
-      ValueError: the name is another one; or a file is damaged, asks for what it should not, or does not
-        fit the others: the message names it and the fault.
+      ValueError: the name is another one; or a file is damaged, asks for what it should not or for more
+        memory than it may, or does not fit the others: the message names it and the fault.
+      OSError: a file cannot be read, or does not fit into memory.
 
     Example:
       >>> try:
@@ -59,25 +66,44 @@ https://github.com/kimiyoung/planetoid/tree/master/data
     if name not in PLANETOID:
         raise ValueError(f"name={name!r} must be one of {', '.join(map(repr, PLANETOID))}")
     paths = _find_files(Path(data_dir), name)
-    senders, receivers, num_nodes = _read_graph(paths["graph"])
-    matrices = {suffix: _read_matrix(paths[suffix]) for suffix in _MATRICES}
-    labels = {suffix: _read_labels(paths[suffix]) for suffix in _LABELS}
+    with faults_named(paths["graph"]):
+        senders, receivers, num_nodes = _read_graph(paths["graph"], max_bytes)
+    matrices = {suffix: _read_matrix(paths[suffix], max_bytes) for suffix in _MATRICES}
+    labels = {suffix: _read_labels(paths[suffix], max_bytes) for suffix in _LABELS}
     num_classes = _check_widths(paths, matrices, labels)
-    known, train = len(matrices["allx"]), len(matrices["x"])
+    known, train = matrices["allx"].shape[0], matrices["x"].shape[0]
     if train > known:
         raise ValueError(f"{paths['x']} has {train} rows, more than the {known} of allx")
     test = _read_test_ids(paths["test.index"], known, num_nodes)
-    if len(test) != len(matrices["tx"]):
-        raise ValueError(f"{paths['tx']} has {len(matrices['tx'])} rows for {len(test)} test nodes")
+    if len(test) != matrices["tx"].shape[0]:
+        rows = matrices["tx"].shape[0]
+        raise ValueError(f"{paths['tx']} has {rows} rows for {len(test)} test nodes")
 
-    features = np.zeros((num_nodes, matrices["allx"].shape[1]), np.float32)
     classes = np.full(num_nodes, -1, np.int32)
-    for ids, suffix in ((np.arange(known), "all"), (test, "t")):
-        features[ids] = matrices[f"{suffix}x"]
-        classes[ids] = labels[f"{suffix}y"].argmax(axis=1)
+    for ids, suffix in ((np.arange(known), "ally"), (test, "ty")):
+        classes[ids] = labels[suffix].argmax(axis=1)
+    most = most_bytes(max_bytes, *(paths[suffix] for suffix in _MATRICES))
+    with faults_named(paths["allx"]):
+        features = _features(paths, matrices, num_nodes, test, most)
     validation = np.arange(train, min(train + _VALIDATION, known), dtype=np.int32)
     split = (np.arange(train, dtype=np.int32), validation, np.sort(test))
     return NodeData(senders, receivers, features, classes, num_classes, *split)
+
+
+def _features(
+    paths: Paths, matrices: Mapping[str, Any], num_nodes: int, test: np.ndarray, most: int
+) -> np.ndarray:
+    """Returns float32 [nodes, width], of at most so many bytes; 0 where nothing is known."""
+    known, width = matrices["allx"].shape
+    what = f"{paths['allx']}: {num_nodes} rows of {width} columns"
+    check_bytes(what, 4 * num_nodes * width, most)
+    features = np.zeros((num_nodes, width), np.float32)
+    matrices["allx"].toarray(out=features[:known])
+    features[test] = matrices["tx"].toarray()
+    for suffix, ids in (("allx", slice(known)), ("tx", test)):
+        if not np.isfinite(features[ids]).all():  # of several values for one place, the sum
+            raise ValueError(_too_large(paths[suffix]))
+    return features
 
 
 def _find_files(data_dir: Path, name: str) -> Paths:
@@ -91,9 +117,9 @@ def _find_files(data_dir: Path, name: str) -> Paths:
     return paths
 
 
-def _read_graph(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
+def _read_graph(path: Path, max_bytes: int | None) -> tuple[np.ndarray, np.ndarray, int]:
     """Returns senders and receivers, int32 [edges], sorted, and the number of nodes."""
-    neighbors: Any = read_python2_pickle(path)
+    neighbors: Any = read_python2_pickle(path, max_bytes=max_bytes)
     if not isinstance(neighbors, dict) or not neighbors:
         raise ValueError(f"{path} holds no dictionary of the nodes' neighbours")
     num_nodes = len(neighbors)
@@ -116,11 +142,12 @@ def _read_graph(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
     return senders.astype(np.int32), receivers.astype(np.int32), num_nodes
 
 
-def _read_matrix(path: Path) -> np.ndarray:
-    """Returns float32 [rows, width]."""
+def _read_matrix(path: Path, max_bytes: int | None) -> Any:
+    """Returns a sparse matrix by rows, float32 [rows, width]."""
     import scipy.sparse
 
-    rows = read_python2_pickle(path)
+    with faults_named(path):
+        rows = read_python2_pickle(path, max_bytes=max_bytes)
     if not isinstance(rows, SparseRows):
         raise ValueError(f"{path} holds no sparse matrix of features")
     if not rows.shape[0] or not 0 < rows.shape[1] <= _WIDEST:
@@ -128,17 +155,25 @@ def _read_matrix(path: Path) -> np.ndarray:
             f"{path} has features of shape {rows.shape}, where at least one row of 1 to {_WIDEST} "
             "columns is wanted"
         )
-    with np.errstate(over="ignore"):
+    with faults_named(path), np.errstate(over="ignore"):
         data = rows.data.astype(np.float32)
-    matrix = scipy.sparse.csr_matrix((data, rows.indices, rows.indptr), shape=rows.shape).toarray()
-    if not np.isfinite(matrix).all():
-        raise ValueError(f"{path} has a feature too large for float32")
-    return matrix
+        if not np.isfinite(data).all():
+            raise ValueError(_too_large(path))
+        return scipy.sparse.csr_matrix((data, rows.indices, rows.indptr), shape=rows.shape)
 
 
-def _read_labels(path: Path) -> np.ndarray:
+def _too_large(path: Path) -> str:
+    return f"{path} has a feature too large for float32"
+
+
+def _read_labels(path: Path, max_bytes: int | None) -> np.ndarray:
     """Returns bool [rows, classes], True once a row."""
-    one_hot = read_python2_pickle(path)
+    with faults_named(path):
+        one_hot = read_python2_pickle(path, max_bytes=max_bytes)
+        return _one_hot(path, one_hot)
+
+
+def _one_hot(path: Path, one_hot: Any) -> np.ndarray:
     if not isinstance(one_hot, np.ndarray) or one_hot.ndim != 2:
         raise ValueError(f"{path} holds no array of labels [rows, classes]")
     is_one_hot = ((one_hot == 0) | (one_hot == 1)).all(axis=1) & ((one_hot == 1).sum(axis=1) == 1)
@@ -148,7 +183,7 @@ def _read_labels(path: Path) -> np.ndarray:
 
 
 def _check_widths(
-    paths: Paths, matrices: Mapping[str, np.ndarray], labels: Mapping[str, np.ndarray]
+    paths: Paths, matrices: Mapping[str, Any], labels: Mapping[str, np.ndarray]
 ) -> int:
     """Checks that features and labels fit each other, and returns how many classes there are."""
     width, num_classes = matrices["allx"].shape[1], labels["ally"].shape[1]
@@ -158,10 +193,10 @@ def _check_widths(
             raise ValueError(
                 f"{paths[of_features]} has {matrix.shape[1]} columns, where allx has {width}"
             )
-        if one_hot.shape != (len(matrix), num_classes):
+        if one_hot.shape != (matrix.shape[0], num_classes):
             raise ValueError(
                 f"{paths[of_labels]} has shape {one_hot.shape}, where {of_features} and ally want "
-                f"{(len(matrix), num_classes)}"
+                f"{(matrix.shape[0], num_classes)}"
             )
     return num_classes
 
@@ -169,7 +204,7 @@ def _check_widths(
 def _read_test_ids(path: Path, known: int, num_nodes: int) -> np.ndarray:
     """Returns int32 [test nodes], in the order of tx."""
     ids = []
-    for row, line in enumerate(path.read_bytes().split()):
+    for row, line in enumerate(_read_lines(path, num_nodes)):
         if not line.isdigit() or len(line) > 10 or not known <= int(line) < num_nodes:
             shown = line[:20].decode("ascii", "backslashreplace")
             raise ValueError(
@@ -181,3 +216,12 @@ def _read_test_ids(path: Path, known: int, num_nodes: int) -> np.ndarray:
     if len(set(ids)) < len(ids):
         raise ValueError(f"{path} names a test node twice")
     return np.array(ids, np.int32)
+
+
+def _read_lines(path: Path, num_nodes: int) -> list[bytes]:
+    """Returns the words of the file, and no more of it than ids of so many nodes may take."""
+    with faults_named(path), path.open("rb") as file:
+        text = file.read(_LONGEST_ID * (num_nodes + 1) + 1)
+    if len(text) > _LONGEST_ID * (num_nodes + 1):
+        raise ValueError(f"{path} has more than {len(text) - 1} bytes for {num_nodes} nodes")
+    return text.split()

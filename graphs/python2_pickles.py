@@ -10,16 +10,23 @@ import dataclasses
 import math
 import pickletools
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jmp_train.graphs.counts import as_count
+from jmp_train.graphs.file_limits import one_line
+
+_LARGEST = 2**26  # bytes; the largest of the public files, Pubmed's allx, has 11 million
+_DEEPEST = 2**17  # values on the stack; pickles append 1,000 at a time
 _DTYPE = "numpy dtype"
 _ARRAY = "numpy.core.multiarray _reconstruct"
 _MATRIX = "scipy.sparse.csr csr_matrix"
 _DICT = "collections defaultdict"
+_PLAIN = (3, None, None, None, -1, -1, 0)  # the state of a dtype without fields, but for its order
 _NAMES = {_DTYPE, _ARRAY, _MATRIX, _DICT, "numpy ndarray", "__builtin__ list"}
 
 
@@ -39,17 +46,19 @@ class SparseRows(NamedTuple):
     shape: tuple[int, int]
 
 
-def read_python2_pickle(path: Path) -> Any:
+def read_python2_pickle(path: Path, *, max_bytes: int | None = None) -> Any:
     r"""Reads a pickle of protocol 2, as Python 2 wrote it, without importing or calling what it names.
 
     Args:
       path: the file.
+      max_bytes: how large it may be; None for 64 MiB. What is made of it takes up to 40 times as much.
 
     Returns:
       An array, a `SparseRows` or a dictionary, whatever the file holds; the last is not checked further.
 
     Raises:
-      ValueError: the file is damaged, or is another pickle; the message names it and the fault.
+      ValueError: the file is damaged or too large, or is another pickle; the message names it and the fault.
+      OSError, MemoryError: as the system raises them.
 
     Example:
       >>> import tempfile
@@ -61,14 +70,19 @@ def read_python2_pickle(path: Path) -> Any:
       ...     print(str(fault).replace(str(file), "file"))
       file asks for 'posix system', which no file of this kind needs; it was not called
     """
+    size = path.stat().st_size
+    most = _LARGEST if max_bytes is None else as_count("max_bytes", max_bytes, sys.maxsize)
+    if size > most:
+        raise ValueError(f"{path} has {size} bytes, more than {most}; max_bytes= allows more")
     try:
-        value = _carried_out(path.read_bytes())
+        with path.open("rb") as file:
+            value = _carried_out(file.read(size))
         if isinstance(value, _Note):
             value = _matrix(value) if value.name == _MATRIX else _array(value)
     except _Refused as fault:
         raise ValueError(f"{path} {fault}") from None
     except _FAULTS as error:
-        fault = str(error).partition("\n")[0]
+        fault = one_line(error)
         raise ValueError(f"{path} is no pickle of Python 2, or a damaged one: {fault}") from None
     return value
 
@@ -84,7 +98,7 @@ class _Name:
     text: str
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class _Note:
     """What a pickle would call, with which arguments, and the state that it would set afterwards."""
 
@@ -94,7 +108,10 @@ class _Note:
 
 
 # What instructions raise that stand in a wrong place; `pickletools` also warns, and warnings may be errors.
-_FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, Warning)
+_FAULTS = (
+    *(ArithmeticError, AttributeError, LookupError, RecursionError),
+    *(TypeError, ValueError, Warning),
+)
 
 _MARK = object()
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "MARK": _MARK}
@@ -109,6 +126,8 @@ def _carried_out(content: bytes) -> Any:
     stack: list[Any] = []
     memo: dict[Any, Any] = {}  # and no list, which a number in a damaged file could make huge
     for instruction, argument, _ in pickletools.genops(content):
+        if len(stack) > _DEEPEST:
+            raise ValueError(f"more than {_DEEPEST} values wait for what is to become of them")
         name: Any = instruction.name
         if name in _LITERALS:
             stack.append(argument)
@@ -204,7 +223,11 @@ def _array(note: Any) -> np.ndarray:
     """Returns the array whose making was noted."""
     if not isinstance(note, _Note) or note.name != _ARRAY:
         raise TypeError("there is no array where one is expected")
-    _, shape, dtype, by_columns, content = note.state
+    if not _is_name(note.arguments[0], "numpy ndarray") or note.arguments[1:] != ((0,), "b"):
+        raise ValueError("an array is not made as arrays are")
+    version, shape, dtype, by_columns, content = note.state
+    if version != 1:
+        raise ValueError("an array is of another version than arrays are")
     dtype, content = _dtype(dtype), content.encode("latin1")
     _check_shape(shape)
     if len(content) != math.prod(shape) * dtype.itemsize:
@@ -219,9 +242,15 @@ def _dtype(note: Any) -> np.dtype:
     if not isinstance(note, _Note) or note.name != _DTYPE:
         raise TypeError("there is no dtype where one is expected")
     code, order = note.arguments[0], note.state[1]
+    if note.arguments[1:] != (0, 1) or (note.state[:1] + note.state[2:]) != _PLAIN:
+        raise ValueError("the dtype of an array is not made as dtypes are")
     if not re.fullmatch(r"[<>|](b1|[iu][1248]|f[48])", order + code):
         raise ValueError("the dtype of an array is not of numbers")
     return np.dtype(order + code)
+
+
+def _is_name(value: Any, name: str) -> bool:
+    return isinstance(value, _Name) and value.text == name
 
 
 def _check_shape(shape: Any) -> None:

@@ -1,12 +1,14 @@
 """Reddit's graph of posts, as DGL publishes it: two npz files, one of them a scipy sparse matrix."""
 
-import zipfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jmp_train.graphs.counts import LARGEST
+from jmp_train.graphs.file_limits import faults_named
 from jmp_train.graphs.node_data import NodeData
+from jmp_train.graphs.npz_arrays import read_npz
 
 FEATURES = 602
 CLASSES = 41
@@ -17,21 +19,23 @@ PUBLIC = "Reddit's two files are public in https://data.dgl.ai/dataset/reddit.zi
 
 _TRAIN, _VALIDATION, _TEST = 1, 2, 3  # what `node_types` says of a node
 
-Arrays = dict[str, np.ndarray]
 
-
-def read_reddit(data_dir: Path | str) -> NodeData:
+def read_reddit(data_dir: Path | str, *, max_bytes: int | None = None) -> NodeData:
     """Reads Reddit's graph: posts, joined where a user commented on both, whose class is their community.
 
     Args:
       data_dir: the folder of `reddit_graph.npz`, or `reddit_self_loop_graph.npz`, and `reddit_data.npz`.
+      max_bytes: how many bytes the arrays of a file may take; None for 100 times the file's size, and
+        256 MiB at least, which the public files are far below.
 
     Returns:
       The data, its edges as they are in the file; features are 602 wide, and there are 41 classes.
 
     Raises:
       FileNotFoundError: a file is missing; the message says where it is public.
-      ValueError: a file is damaged or does not fit the other; the message names it and the fault.
+      ValueError: a file is damaged, asks for more than it may, or does not fit the other; the message names
+        it and the fault.
+      OSError: a file cannot be read, or does not fit into memory.
 
     Example:
       >>> import tempfile
@@ -51,41 +55,40 @@ def read_reddit(data_dir: Path | str) -> NodeData:
     Reference: https://docs.dgl.ai/generated/dgl.data.RedditDataset.html.
     """
     graph_path, data_path = _find_files(Path(data_dir))
-    senders, receivers, num_nodes = _read_graph(graph_path)
-    arrays = _read_npz(data_path, ("feature", "label", "node_types"))
+    with faults_named(graph_path):
+        senders, receivers, num_nodes = _read_graph(graph_path, max_bytes)
+    with faults_named(data_path):
+        of_nodes = _read_nodes(data_path, num_nodes, graph_path.name, max_bytes)
+    return NodeData(senders, receivers, *of_nodes)
+
+
+def _read_nodes(path: Path, num_nodes: int, counted_by: str, max_bytes: int | None) -> list[Any]:
+    """Returns features, labels, the number of classes, and which nodes are for what."""
+    arrays = read_npz(path, ("feature", "label", "node_types"), max_bytes=max_bytes)
     shapes = {"feature": (num_nodes, FEATURES), "label": (num_nodes,), "node_types": (num_nodes,)}
     for name, shape in shapes.items():
         if arrays[name].shape != shape:
             raise ValueError(
-                f"{data_path}: {name!r} has shape {arrays[name].shape}, where the {num_nodes} nodes "
-                f"of {graph_path.name} want {shape}"
+                f"{path}: {name!r} has shape {arrays[name].shape}, where the {num_nodes} nodes "
+                f"of {counted_by} want {shape}"
             )
     if not np.issubdtype(arrays["feature"].dtype, np.floating):
-        raise ValueError(f"{data_path}: 'feature' has {arrays['feature'].dtype}, no floats")
+        raise ValueError(f"{path}: 'feature' has {str(arrays['feature'].dtype)[:80]}, no floats")
     with np.errstate(over="ignore"):
         features = arrays["feature"].astype(np.float32, copy=False)
     is_finite = np.isfinite(features).all(axis=1)
     if not is_finite.all():
-        raise ValueError(f"{data_path}: 'feature' is not finite in row {is_finite.argmin()}")
-    _check_integers(data_path, "label", arrays["label"], 0, CLASSES - 1)
-    _check_integers(data_path, "node_types", arrays["node_types"], _TRAIN, _TEST)
+        raise ValueError(f"{path}: 'feature' is not finite in row {is_finite.argmin()}")
+    _check_integers(path, "label", arrays["label"], 0, CLASSES - 1)
+    _check_integers(path, "node_types", arrays["node_types"], _TRAIN, _TEST)
     for kind, name in ((_TRAIN, "train"), (_TEST, "test")):
         if kind not in arrays["node_types"]:
-            raise ValueError(f"{data_path}: 'node_types' has no {kind}: no node to {name} on")
-    train, validation, test = (
+            raise ValueError(f"{path}: 'node_types' has no {kind}: no node to {name} on")
+    parts = [
         np.flatnonzero(arrays["node_types"] == kind).astype(np.int32)
         for kind in (_TRAIN, _VALIDATION, _TEST)
-    )
-    return NodeData(
-        senders,
-        receivers,
-        features,
-        arrays["label"].astype(np.int32),
-        CLASSES,
-        train,
-        validation,
-        test,
-    )
+    ]
+    return [features, arrays["label"].astype(np.int32), CLASSES, *parts]
 
 
 def sorted_ends(keys: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -117,16 +120,16 @@ def _find_files(data_dir: Path) -> tuple[Path, Path]:
     return graphs[0], data
 
 
-def _read_graph(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
+def _read_graph(path: Path, max_bytes: int | None) -> tuple[np.ndarray, np.ndarray, int]:
     """Returns senders and receivers, int32 [edges], and the number of nodes."""
-    arrays = _read_npz(path, ("format", "shape", "row", "col"))
-    if arrays["format"].tolist() not in (b"coo", "coo"):
-        kind = arrays["format"].tolist()
-        raise ValueError(f"{path} holds a sparse matrix in the format {kind!r}, not in b'coo'")
-    shape = arrays["shape"].tolist()
+    arrays = read_npz(path, ("format", "shape", "row", "col"), max_bytes=max_bytes)
+    if _value(arrays["format"]) not in (b"coo", "coo"):
+        kind = repr(_value(arrays["format"]))[:40]
+        raise ValueError(f"{path} holds a sparse matrix in the format {kind}, not in b'coo'")
+    shape = _value(arrays["shape"])
     is_pair = isinstance(shape, list) and len(shape) == 2 and type(shape[0]) is int
-    if not is_pair or shape[0] != shape[1] or shape[0] < 1:
-        raise ValueError(f"{path}: 'shape' is {shape}, where [nodes, nodes] is wanted")
+    if not is_pair or shape[0] != shape[1] or not 1 <= shape[0] <= LARGEST:
+        raise ValueError(f"{path}: 'shape' is {str(shape)[:80]}, where [nodes, nodes] is wanted")
     rows, columns = arrays["row"], arrays["col"]
     if rows.ndim != 1 or rows.shape != columns.shape:
         raise ValueError(
@@ -138,29 +141,14 @@ def _read_graph(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
     return rows.astype(np.int32, copy=False), columns.astype(np.int32, copy=False), shape[0]
 
 
-def _read_npz(path: Path, names: Sequence[str]) -> Arrays:
-    """Returns arrays of an npz file, without unpickling anything."""
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is no npz file, or an incomplete one")
-    part, arrays = "its list of arrays", {}
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            present = archive.files
-            for name in set(names) & set(present):
-                part = repr(name)
-                arrays[name] = np.asarray(archive[name])
-    except Exception as error:  # noqa: BLE001  # what wrong bytes lead zipfile and numpy to
-        fault = str(error).partition("\n")[0]
-        raise ValueError(f"{path}: {part} cannot be read: {fault}") from None
-    missing = [name for name in names if name not in arrays]
-    if missing:
-        raise ValueError(f"{path} has no {missing[0]!r}, only {', '.join(present)}")
-    return arrays
+def _value(array: np.ndarray) -> Any:
+    """Returns what a small array holds; of a large one, a word."""
+    return array.tolist() if array.nbytes <= 256 else "of many numbers"
 
 
 def _check_integers(path: Path, name: str, array: np.ndarray, least: int, most: int) -> None:
     if not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{path}: {name!r} has {array.dtype}, no integers")
+        raise ValueError(f"{path}: {name!r} has {str(array.dtype)[:80]}, no integers")
     if array.size and not least <= array.min() <= array.max() <= most:
         row = int(np.argmax((array < least) | (array > most)))
         raise ValueError(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jmp_train.graphs import read_ogb
+from jmp_train.graphs import csv_tables, read_ogb
 from jmp_train.graphs.csv_tables import read_csv_table
 
 EDGES = [[0, 1], [4, 2], [2, 2], [1, 0]]
@@ -215,15 +215,38 @@ def test_changed_bytes_never_make_data_of_another_shape(tmp_path_factory: Any, d
     assert (read.labels[ids] >= 0).all()
 
 
+@pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("dtype", [np.int32, np.float32, np.float64])
-def test_tables_are_read_as_numpy_writes_them(tmp_path: Path, dtype: Any) -> None:
-    """Over more rows than numpy reads at once."""
-    table = (np.random.default_rng(0).normal(size=(60_000, 2)) * 1e6).astype(dtype)
-    path = tmp_path / "table.csv.gz"
-    np.savetxt(path, table, "%d" if dtype is np.int32 else "%.17g", delimiter=",")
-    read = read_csv_table(path, dtype)
-    assert read.dtype == dtype
-    np.testing.assert_array_equal(read, table)
+def test_tables_are_read_as_numpy_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any, is_named: bool
+) -> None:
+    """Over more rows than are read at once; also where memory has no name, as but on Linux."""
+    if not is_named:
+        monkeypatch.setattr(csv_tables, "_memory_file", lambda: None)
+    table = (np.random.default_rng(0).normal(size=(60_000, 3)) * 1e6).astype(dtype)
+    np.savetxt(tmp_path / "table.csv", table, "%d" if dtype is np.int32 else "%.17g", delimiter=",")
+    text = (tmp_path / "table.csv").read_bytes()
+    (tmp_path / "table.csv.gz").write_bytes(gzip.compress(text, 1))
+    for name, rows in (("table.csv", None), ("table.csv", 60_000), ("table.csv.gz", 60_001)):
+        read = read_csv_table(tmp_path / name, dtype, rows=rows)
+        assert read.dtype == dtype
+        np.testing.assert_array_equal(read, table)
+
+
+def test_rows_are_counted_over_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    for wrong, message in (
+        ("1,x", "row 900001, column 1 is 'x', no whole"),
+        ("1", "row 900001 has 1 c"),
+    ):
+        path.write_text("0,1\n\n" * 900_000 + f"1,2\n{wrong}\n")
+        with pytest.raises(ValueError, match=f"table.csv: {message}"):
+            read_csv_table(path, np.int32)
+    path.write_text("0,1\n" * 600_000 + "1,2,3\n" * 10)
+    with pytest.raises(
+        ValueError, match=r"table.csv: row 600000 has 3 columns, where those before h"
+    ):
+        read_csv_table(path, np.int32)
 
 
 @pytest.mark.parametrize("field", ["1_0", "0x1", '"1"', "1 # one", "1\0", "\u0661", "1;2", "+-1"])

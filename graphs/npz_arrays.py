@@ -1,0 +1,120 @@
+"""Arrays of npz files: read without unpickling anything, and only if their sizes are those of the file."""
+
+import errno
+import io
+import math
+import warnings
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.lib import format as npy
+
+from jmp_train.graphs.file_limits import check_bytes, most_bytes, one_line
+
+_LONGEST_HEADER = 10_000  # as numpy reads at most
+_MOST_AXES = 8
+_SUFFIX = ".npy"
+
+
+def read_npz(
+    path: Path, names: Sequence[str], *, max_bytes: int | None = None
+) -> dict[str, np.ndarray]:
+    """Returns arrays of an npz file.
+
+    Args:
+      path: the file, as `numpy.savez` or `numpy.savez_compressed` writes it.
+      names: which of its arrays.
+      max_bytes: how many bytes these may take together; None for 100 times the file's size, and 256 MiB
+        at least.
+
+    Raises:
+      ValueError: the file is none or damaged, lacks an array, or has one of objects; or arrays would take
+        more than they may. The message names the file, the array and the fault.
+      OSError, MemoryError: as the system raises them.
+
+    Example:
+      >>> import tempfile
+      >>> file = Path(tempfile.mkdtemp()) / "arrays.npz"
+      >>> np.savez(file, label=np.array([3, 40]))
+      >>> read_npz(file, ["label"])["label"].tolist()
+      [3, 40]
+    """
+    most = most_bytes(max_bytes, path)
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is no npz file, or an incomplete one")
+    part, present, arrays = "its list of arrays", [], {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {
+                info.filename.removesuffix(_SUFFIX): info
+                for info in archive.infolist()
+                if info.filename.endswith(_SUFFIX)
+            }
+            present = list(members)
+            for name in filter(members.__contains__, names):
+                part = repr(name)
+                taken = sum(array.nbytes for array in arrays.values())
+                arrays[name] = _array(archive, members[name], f"{path}: {name!r}", most - taken)
+    except MemoryError:
+        raise
+    except _TooLargeError as error:
+        raise ValueError(str(error)) from None
+    except (
+        Exception
+    ) as error:  # what wrong bytes lead zipfile and numpy to, seeks before the file too
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        raise ValueError(f"{path}: {part} cannot be read: {one_line(error)}") from None
+    missing = [name for name in names if name not in arrays]
+    if missing:
+        raise ValueError(f"{path} has no {missing[0]!r}, only {_listed(present)}")
+    return arrays
+
+
+class _TooLargeError(ValueError):
+    """A message that says all."""
+
+
+def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str, most: int) -> np.ndarray:
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError("it is compressed in a way that numpy does not use")  # and without bounds
+    with archive.open(info) as file:
+        start = io.BytesIO(file.read(_LONGEST_HEADER))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that Python 2 wrote the file
+        shape, dtype = _header(start)
+        count = math.prod(shape) * dtype.itemsize
+        try:
+            check_bytes(f"{what} of shape {shape}", count, most)
+        except ValueError as error:
+            raise _TooLargeError(str(error)) from None
+        if count != info.file_size - start.tell():
+            raise ValueError(
+                f"its header says {dtype} {shape}, {count} bytes, but it has "
+                f"{info.file_size - start.tell()}"
+            )
+        with archive.open(info) as file:
+            return npy.read_array(file, allow_pickle=False, max_header_size=_LONGEST_HEADER)
+
+
+def _header(start: io.BytesIO) -> tuple[tuple[int, ...], np.dtype]:
+    """Returns shape and dtype; the place in `start` is then where the content begins."""
+    version = npy.read_magic(start)
+    if version == (1, 0):
+        shape, _, dtype = npy.read_array_header_1_0(start)
+    elif version == (2, 0):
+        shape, _, dtype = npy.read_array_header_2_0(start)
+    else:
+        raise ValueError(f"version {version} of its format is not known")
+    if dtype.hasobject:
+        raise ValueError("Object arrays cannot be read: they are pickles")
+    if len(shape) > _MOST_AXES or not all(0 <= length < 2**48 for length in shape):
+        raise ValueError("its header has a shape that is none")
+    return shape, dtype
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(name if name.isprintable() else ascii(name) for name in names[:20])
+    return shown[:200] or "none"

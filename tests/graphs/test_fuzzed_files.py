@@ -1,0 +1,32 @@
+"""Mutated files of graphs give right data or an error that names the file, and nothing else happens."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).resolve().parents[1] / "fuzzed_graph_files.py"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process takes is read from /proc")
+@pytest.mark.parametrize("count", [300, pytest.param(15_000, marks=pytest.mark.slow)])
+def test_mutated_files(count: int, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "23", str(count), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100 + count // 4,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["wrong"] == []
+    assert not figures["hacked"]
+    assert figures["megabytes"] < 500
+    for counts in figures["outcomes"].values():
+        assert counts["refused"] > counts["read"] > 0
+    assert figures["lack of memory"] == ["[Errno 12] does not fit into memory: 'raw/node-feat.csv'"]
