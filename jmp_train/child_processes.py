@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 _SUPERVISOR = Path(__file__).with_name("child_supervisor.py")
-_KILL_SECONDS = (
-    30.0  # for what SIGKILL does not end at once, such as a process that waits for a disk
-)
+_KILL_SECONDS = 30.0  # for what SIGKILL does not end at once: it waits for a disk
 
 
 class ChildProcess:

@@ -89,9 +89,7 @@ def _start(command: list[str]) -> int:
             if os.getppid() != supervisor:  # it died before
                 os._exit(1)
         for number in (signal.SIGPIPE, getattr(signal, "SIGXFSZ", signal.SIGPIPE)):
-            signal.signal(
-                number, signal.SIG_DFL
-            )  # Python ignores them, and a command would inherit that
+            signal.signal(number, signal.SIG_DFL)  # Python ignores them; that is inherited
         os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode())
@@ -175,8 +173,8 @@ def _signal_all(leader: int, kill: bool, asked: set[int]) -> None:
     """
     with suppress(ProcessLookupError, PermissionError):
         if kill or leader not in asked:
-            asked.add(leader)
             os.killpg(leader, signal.SIGKILL if kill else signal.SIGTERM)
+            asked.add(leader)  # now; it may have been too young to lead a group
     for child in _children():
         with suppress(ProcessLookupError, PermissionError):
             if os.getpgid(child) != leader and (kill or child not in asked):

@@ -23,8 +23,10 @@ from importlib.machinery import SourceFileLoader
 
 
 def _main(pipe: int, rank: str, command: list[str]) -> None:
-    os.set_inheritable(pipe, False)
-    identity = os.fstat(pipe)
+    identity = None
+    with suppress(OSError):  # there is no such file on Windows
+        os.set_inheritable(pipe, False)
+        identity = os.fstat(pipe)
     for stream in (sys.stdout, sys.stderr):
         if stream.errors == "strict":  # what the encoding lacks is no reason to end
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
@@ -76,12 +78,12 @@ def _own_part(traceback: types.TracebackType | None) -> types.TracebackType | No
     return traceback
 
 
-def _tell_at_exit(process: int, pipe: int, identity: os.stat_result, rank: str) -> None:
+def _tell_at_exit(process: int, pipe: int, identity: os.stat_result | None, rank: str) -> None:
     """Has the launcher know that the script has ended, when its threads have, before jax waits for others."""
 
     def tell() -> None:
         with suppress(OSError):  # the launcher is no more, or the script has closed all files
-            if os.path.samestat(
+            if identity and os.path.samestat(
                 os.fstat(pipe), identity
             ):  # not a file of the script's that came after
                 os.write(pipe, f"{rank}\n".encode())

@@ -157,7 +157,10 @@ def threads_for(devices: int) -> int:
 
 @contextmanager
 def _pipe() -> Iterator[tuple[int, int]]:
-    """Gives a pipe, whose reading does not block."""
+    """Gives a pipe, whose reading does not block; on Windows, which hands none on, numbers of no files."""
+    if sys.platform == "win32":
+        yield -1, -1
+        return
     read, write = os.pipe()
     os.set_blocking(read, False)
     try:

@@ -111,7 +111,7 @@ def _ended_before_others(endings: Endings) -> list[int]:
 
 def _told(messages: int) -> list[int]:
     """Returns whose scripts have ended since the last look."""
-    with suppress(BlockingIOError):
+    with suppress(OSError):  # nothing is there
         return [int(line) for line in os.read(messages, 65536).split()]
     return []
 
