@@ -235,26 +235,32 @@ def test_other_options_are_said_before_other_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(150)
 def test_a_second_run_in_a_folder_fails_at_once_and_a_killed_one_goes_on(
-    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call = ["train", "digits", "--train-size", "64", "--checkpoint-dir", str(tmp_path)]
-    call += ["--epochs", "1000000", "--policy", "float32"]
+    call += ["--epochs", "1000000", "--policy", "float32", "--resume"]
     command = [sys.executable, "-m", "jmp_train", *call]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for _ in range(3):
-            process.stdout.readline()
-        before = (tmp_path / "run.json").read_bytes()
-        logdir = tmp_path / "log"
-        assert main([*call, "--resume", "--seed", "1", "--logdir", str(logdir)]) == 2
-        start = f"jmp-train: error: {tmp_path} is in use: process {process.pid} on "
-        line = capsys.readouterr().err
-        assert line.startswith(start)
-        assert line.count("\n") == 1
-        process.kill()
+    call += ["--seed", "1", "--logdir", str(logdir := tmp_path / "log")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            for _ in range(3):
+                process.stdout.readline()
+            before = (tmp_path / "run.json").read_bytes()
+            assert main(call) == 2
+        finally:
+            process.kill()
+        notice = f"jmp-train: {tmp_path} has no checkpoint: a new run\n"
+        assert process.stderr.readline() == notice
+    line = capsys.readouterr().err
+    assert line.startswith(f"jmp-train: error: {tmp_path} is in use: process {process.pid} on ")
+    assert line.count("\n") == 1
     assert (tmp_path / "run.json").read_bytes() == before
     (tmp_path / "run.json").unlink()
-    assert main([*call, "--resume", "--seed", "1", "--logdir", str(logdir)]) == 2
+    assert main(call) == 2
     assert list(logdir.iterdir()) == []  # so that the corrected call may write there
     text = f"jmp-train: error: {tmp_path} is of another run:\n  seed: the run has 0, this call 1\n"
     assert capsys.readouterr().err == text

@@ -166,6 +166,8 @@ def test_bad_numbers_are_named(digits: Task) -> None:
         train(digits, "float32", epochs=0)
     with pytest.raises(ValueError, match="batch_size=1438 must lie between 1 and the 1437"):
         train(digits, "float32", batch_size=1438)
+    with pytest.raises(ValueError, match=r"epochs=100000000 makes 2200000000 steps; they are"):
+        train(digits, "float32", epochs=10**8)
     with pytest.raises(ValueError, match=r"seed=4294967296 must lie between 0 and 2\*\*32 - 1"):
         train(digits, "float32", seed=2**32)
     with pytest.raises(ValueError, match="Unknown dtype 'float31'"):
