@@ -31,8 +31,8 @@ class Stopped(Exception):
         self.step = step
 
 
-class AnotherRunError(ValueError):
-    """The checkpoints are not of the run that is to begin or to go on; nothing was trained."""
+class ResumeError(ValueError):
+    """A run can neither begin nor go on with the checkpoints that are there; nothing was trained."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Saver:
       steps_per_epoch: how many an epoch has.
 
     Raises:
-      AnotherRunError: the store is not empty and the run is not to go on.
+      ResumeError: the store is not empty and the run is not to go on.
       OSError: another run saves there; the message says which.
     """
 
@@ -76,7 +76,7 @@ class Saver:
         self._metadata: dict[str, Any] = {}
         self._store.lock()
         if self._store.steps() and not saving.resume:
-            raise AnotherRunError(
+            raise ResumeError(
                 f"{self._store.directory} has checkpoints already: go on with --resume, or take another"
             )
 
@@ -92,8 +92,7 @@ class Saver:
           metadata: what `run_metadata` returns.
 
         Raises:
-          AnotherRunError: the checkpoints are of a run with other options, or do not say of which.
-          ValueError: none is intact.
+          ResumeError: the checkpoints are of a run with other options, or do not say of which, or none is intact.
         """
         self._metadata = metadata
         found = self._newest(state)
@@ -133,18 +132,18 @@ class Saver:
             return step, found["train"], steps, epochs
         if damages:
             directory = self._store.directory
-            raise ValueError(f"no checkpoint in {directory} is intact: {'; '.join(damages)}")
+            raise ResumeError(f"no checkpoint in {directory} is intact: {'; '.join(damages)}")
         return 0, state, [], []
 
     def _check_run(self, step: int) -> None:
         saved, directory = self._store.metadata(step).get("run"), self._store.directory
-        if saved is None:
-            raise AnotherRunError(
+        if not isinstance(saved, dict):
+            raise ResumeError(
                 f"{directory} cannot be gone on from: step {step} does not say of which run it is, as those of "
                 "earlier versions, or of a script; take another --checkpoint-dir"
             )
         if lines := differences(saved, self._metadata["run"]):
-            raise AnotherRunError("\n  ".join([f"{directory} is of another run:", *lines]))
+            raise ResumeError("\n  ".join([f"{directory} is of another run:", *lines]))
 
 
 def _everything(state: TrainState, steps: Any, epochs: Any) -> dict[str, Any]:

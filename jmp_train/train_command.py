@@ -31,7 +31,7 @@ def train_command(args: argparse.Namespace) -> int:
     from jmp_train.output import own_output
     from jmp_train.records import Event, event_to_json
     from jmp_train.report import print_table
-    from jmp_train.resuming import AnotherRunError, Stopped
+    from jmp_train.resuming import ResumeError, Stopped
     from jmp_train.training import check_run, train
 
     turn_ynn_fusion_off()
@@ -73,7 +73,7 @@ def train_command(args: argparse.Namespace) -> int:
                 saving=saving,
                 on_event=on_event,
             )
-        except AnotherRunError as error:
+        except ResumeError as error:
             raise WrongCall(str(error)) from error
         except Stopped as stopped:
             print(f"jmp-train: {stopped}; --resume goes on", file=sys.stderr)
