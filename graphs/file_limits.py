@@ -8,11 +8,11 @@ from pathlib import Path
 
 from jmp_train.graphs.counts import as_count
 
-# Cora, 9.8 MB from 0.26 MB, Citeseer, 34 MB from 0.6, Pubmed, 36 MB from 11, are at most 60 times their file.
-# The text of ogbn-arxiv and ogbn-products is about 3 times its gzip file, and their tables are smaller than
-# the text: 87 MB and 980 MB of features, 9 MB and 495 MB of edges. Of Reddit's two archives, 561 MB of
-# features and 0.9 or 1.8 GB of edges are below 10 times; one sorted array of ids alone may be 500 times, and
-# so archives are judged as a whole.
+# What the public data sets need. Cora's allx is 9.8 MB from a file of 0.26; Citeseer's, 34 MB, and Pubmed's,
+# 36 MB, have 32 and 50 words a row of 8 bytes or 12 each: 60 times the file at most. ogbn-arxiv and ogbn-products
+# have 87 MB and 980 MB of features, 9 MB and 495 MB of edges; as text of random digits they shrink to a third.
+# Reddit has 561 MB of features and 0.9 or 1.8 GB of edges, whose senders hardly shrink; one sorted array of
+# ids alone shrinks to a 500th, and so archives are judged as a whole.
 _LEAST = 2**28
 _TIMES = 100
 

@@ -61,10 +61,9 @@ def read_npz(
         raise
     except _TooLargeError as error:
         raise ValueError(str(error)) from None
-    except (
-        Exception
-    ) as error:  # what wrong bytes lead zipfile and numpy to, seeks before the file too
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+    except Exception as error:  # what wrong bytes lead zipfile and numpy to
+        is_of_system = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
+        if is_of_system:  # and no seek to a place before the file
             raise
         raise ValueError(f"{path}: {part} cannot be read: {one_line(error)}") from None
     missing = [name for name in names if name not in arrays]

@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import re
+import sys
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -367,6 +368,7 @@ def test_what_is_no_file_is_missing(folders: dict[str, Path], kind: str, make: A
         path.write_bytes(content)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a file that cannot be read is in /proc")
 def test_faults_of_the_system_name_the_file(folders: dict[str, Path]) -> None:
     """/proc/self/mem is a file whose first bytes cannot be read."""
     path = folders["planetoid"] / "ind.cora.test.index"
