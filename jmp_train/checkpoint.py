@@ -13,7 +13,15 @@ import numpy as np
 
 from jmp_train.checkpoint_arrays import write_arrays
 from jmp_train.checkpoint_files import commit, remove, saved_folders, step_folder, writer_name
-from jmp_train.checkpoint_leaves import Leaf, check_values, digest, file_name, leaves_of, to_host
+from jmp_train.checkpoint_leaves import (
+    Leaf,
+    check_values,
+    digest,
+    file_name,
+    leaves_of,
+    shown,
+    to_host,
+)
 from jmp_train.checkpoint_leftovers import clear_leftovers
 from jmp_train.checkpoint_lock import lock_folder
 from jmp_train.checkpoint_manifest import FORMAT, DamagedError
@@ -276,7 +284,7 @@ def _checked_step(step: Any) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"step={step!r} must be a whole number")
+        raise TypeError(f"step={shown(step)} must be a whole number")
     if number < 0:
         raise ValueError(f"step={number} must be at least 0")
     if number >= 2**63:

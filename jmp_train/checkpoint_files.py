@@ -30,7 +30,7 @@ from jmp_train.file_locks import is_read
 from jmp_train.whole_files import sync
 
 WHOLE, BEING_WRITTEN, BEING_DELETED = "whole", "tmp", "deleted"
-STEP = r"step_(?P<step>\d{8,})"
+STEP = r"step_(?P<step>[0-9]{8}|[1-9][0-9]{8,})"
 WRITER = r"[A-Za-z0-9-]+"
 
 _COMPLETE = re.compile(rf"{STEP}(\.{WRITER}\.{WHOLE})?")

@@ -102,7 +102,7 @@ def check_values(state: Any) -> None:
         if isinstance(x, Tracer):
             raise TypeError(f"state {name!r} is traced: save outside of jax.jit and its like")
         if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-            raise TypeError(f"state {name!r} must be an array or a number, got {_shortened(x)}")
+            raise TypeError(f"state {name!r} must be an array or a number, got {shown(x)}")
         if isinstance(x, jax.Array) and x.is_deleted():
             raise ValueError(
                 f"state {name!r} was deleted, as a rule by donation: save what the step returned"
@@ -147,17 +147,23 @@ def file_name(number: int, path: str) -> str:
     return f"{number:04d}" + re.sub(r"[^A-Za-z0-9_]+", ".", path).rstrip(".")[-100:]
 
 
+def shown(x: Any) -> str:
+    """Returns a value of unknown length and contents as errors repeat it: on a line, and cut."""
+    text = ascii(x)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
 def _describe(path: Any, x: Any) -> Leaf:
     name = keystr(path)
     if isinstance(x, bool | int | float) or type(x) is complex:
         dtype = np.asarray(x).dtype.name
         if isinstance(x, int) and dtype not in ("bool", "int64"):
-            raise ValueError(f"state {path_name(path)!r} is an int beyond int64, {_shortened(x)}")
+            raise ValueError(
+                f"state {path_name(path)!r} is an int of {x.bit_length()} bits, beyond int64"
+            )
         return Leaf(name, type(x).__name__, dtype, ())
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise TypeError(
-            f"state {path_name(path)!r} must be an array or a number, got {_shortened(x)}"
-        )
+        raise TypeError(f"state {path_name(path)!r} must be an array or a number, got {shown(x)}")
     if is_key(x):
         data = jax.eval_shape(jax.random.key_data, x)
         return Leaf(name, str(x.dtype), data.dtype.name, tuple(data.shape))
@@ -175,8 +181,3 @@ def _describe(path: Any, x: Any) -> Leaf:
             f"state {path_name(path)!r} has dtype {dtype}, which checkpoints do not hold"
         )
     return Leaf(name, "array", dtype.name, tuple(x.shape))
-
-
-def _shortened(x: Any) -> str:
-    text = repr(x)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -15,7 +15,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from jmp_train.checkpoint_leaves import STORED
+from jmp_train.checkpoint_leaves import STORED, shown
 
 MANIFEST, MANIFEST_SUM = "manifest.json", "manifest.sha256"
 FORMAT = 1
@@ -76,22 +76,22 @@ def _what_is_wrong(manifest: Any, folder_name: str) -> str:
         return "is not a JSON object"
     if not _is_count(manifest.get("format")) or manifest["format"] != FORMAT:
         return (
-            f"has format {_shown(manifest.get('format'))}, this version of jmp_train reads {FORMAT}"
+            f"has format {shown(manifest.get('format'))}, this version of jmp_train reads {FORMAT}"
         )
     step, leaves, files = (manifest.get(key) for key in ("step", "leaves", "files"))
     if not _is_count(step) or f"step_{step:08d}" != folder_name.partition(".")[0]:
-        return f"is of step {_shown(step)}"
+        return f"is of step {shown(step)}"
     if not isinstance(files, dict) or not isinstance(leaves, list):
         return "has no list of leaves or no files"
     if not isinstance(manifest.get("metadata", {}), dict):
-        return f"has metadata {_shown(manifest['metadata'])}"
+        return f"has metadata {shown(manifest['metadata'])}"
     for name, facts in files.items():
         if not all(_COMPONENT.fullmatch(part) for part in name.split("/")):
-            return f"names a file {_shown(name)}, which is not one of a checkpoint"
+            return f"names a file {shown(name)}, which is not one of a checkpoint"
         if not isinstance(facts, dict) or not _is_count(facts.get("bytes")):
-            return f"does not say how long {_shown(name)} is"
+            return f"does not say how long {shown(name)} is"
         if not _is_sha256(facts.get("sha256")):
-            return f"does not say the sha256 of {_shown(name)}"
+            return f"does not say the sha256 of {shown(name)}"
     for number, leaf in enumerate(leaves):
         if wrong := _what_is_wrong_with_leaf(leaf, files):
             return f"says of leaf {number} {wrong}"
@@ -103,27 +103,27 @@ def _what_is_wrong(manifest: Any, folder_name: str) -> str:
 
 def _what_is_wrong_with_leaf(leaf: Any, files: dict[str, Any]) -> str:
     if not isinstance(leaf, dict):
-        return f"{_shown(leaf)}"
+        return f"{shown(leaf)}"
     for key in ("path", "kind", "folder"):
         if not isinstance(leaf.get(key), str):
-            return f"{key} {_shown(leaf.get(key))}"
+            return f"{key} {shown(leaf.get(key))}"
     if not isinstance(leaf.get("dtype"), str) or leaf["dtype"] not in STORED:
-        return f"dtype {_shown(leaf.get('dtype'))}"
+        return f"dtype {shown(leaf.get('dtype'))}"
     shape = leaf.get("shape")
     if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
-        return f"shape {_shown(shape)}"
+        return f"shape {shown(shape)}"
     if len(shape) > 32 or math.prod(max(1, size) for size in shape) >= 2**60:
-        return f"shape {_shown(shape)}, which no array has"
+        return f"shape {shown(shape)}, which no array has"
     if not _is_sha256(leaf.get("sha256")):
-        return f"sha256 {_shown(leaf.get('sha256'))}"
+        return f"sha256 {shown(leaf.get('sha256'))}"
     if not _COMPONENT.fullmatch(leaf["folder"]):
-        return f"folder {_shown(leaf['folder'])}"
+        return f"folder {shown(leaf['folder'])}"
     chunk = ".".join("0" for _ in shape) or "0"
     if 0 in shape:
         return ""
     for name in (".zarray", chunk):
         if f"arrays/{leaf['folder']}/{name}" not in files:
-            return f"folder {_shown(leaf['folder'])}, of whose file {name} it says nothing"
+            return f"folder {shown(leaf['folder'])}, of whose file {name} it says nothing"
     return ""
 
 
@@ -182,9 +182,3 @@ def _is_count(x: Any) -> bool:
 
 def _is_sha256(x: Any) -> bool:
     return isinstance(x, str) and _SHA256.fullmatch(x) is not None
-
-
-def _shown(x: Any) -> str:
-    """Returns a value of unknown length and contents on a line."""
-    text = ascii(x)
-    return text if len(text) <= 60 else f"{text[:60]}..."

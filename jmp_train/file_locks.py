@@ -24,6 +24,9 @@ if sys.platform != "win32":
     import fcntl
 
 _NOT_SUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+_FOLDER = (
+    os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_DIRECTORY", 0)
+)  # waits for no pipe
 _LONGEST = 200  # characters of a command line that are written
 
 # The descriptors of this process's locks, which a forked child closes: the lock would outlive its holder in it.
@@ -161,7 +164,7 @@ def reading(folder: Path) -> Iterator[Callable[[], bool]]:
       folder: the path.
     """
     try:
-        descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        descriptor = os.open(folder, _FOLDER)
     except OSError as error:
         is_missing = isinstance(error, FileNotFoundError)
         yield lambda: not is_missing
@@ -185,7 +188,7 @@ def is_read(folder: Path) -> bool:
     if sys.platform == "win32":
         return False
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(folder, _FOLDER)
     except OSError:
         return False
     try:

@@ -172,6 +172,8 @@ def _named(argument: str, tree: Any) -> dict[str, Any]:
             collisions.append(f"{name!r}: of {paths[name]} and of {spelled}")
         elif name == _METADATA:
             collisions.append(f"{name!r}: of {spelled} and of safetensors itself")
+        elif not _is_unicode(name):
+            collisions.append(f"{name!r}: of {spelled}, which UTF-8 does not have")
         leaves[name], paths[name] = x, spelled
     if wrong:
         raise TypeError(_listing(f"{argument} must have arrays only", wrong))
@@ -180,12 +182,22 @@ def _named(argument: str, tree: Any) -> dict[str, Any]:
     return leaves
 
 
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a pair
+        return False
+    return True
+
+
 def _why_not_stored(x: Any) -> str | None:
     arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
     if not isinstance(x, arrays) or isinstance(x, Tracer):
         return f"{x!r} is no array"
     if is_key(x):
         return "a random key; keep jax.random.key_data(key), or leave it out"
+    if isinstance(x, np.ma.MaskedArray):
+        return "a masked array, whose mask would be lost; give its data, and its mask if need be"
     if x.dtype.name not in _STORED:
         return f"safetensors files hold no {x.dtype}"
     return None
