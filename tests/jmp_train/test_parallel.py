@@ -500,6 +500,9 @@ COLLECTIVE = re.compile(
     r" (all-reduce|reduce-scatter|all-gather|all-to-all|collective-\w+)(-start)?\("
 )
 STARTED = re.compile(r"\s+%(\S+) = (.*?) all-reduce-start\((.*)")
+REDUCED = re.compile(
+    r"\s+%\S+ = (?:\(\(.*?\),)?(.*?) all-reduce(?:-start)?\("
+)  # operands, in jax 0.12
 WIDTH, LAYERS = 2048, 4  # as in PROGRAMS
 
 
@@ -521,7 +524,7 @@ def test_eight_gpus_reduce_once_and_never_in_half(
     before, entry = scheduled(plan_python, route, accumulate_steps)
     assert not COLLECTIVE.search(before)  # nothing is reduced for each micro-batch,
     assert any(" while(" in line for line in entry) == (accumulate_steps == "2")  # in this loop
-    types = [match[2] for match in map(STARTED.match, entry) if match]
+    types = [match[1] for match in map(REDUCED.match, entry) if match]
     assert len(types) == sum(bool(COLLECTIVE.search(line)) for line in entry)
     sizes = [
         (dtype, int(np.prod([int(n) for n in shape.split(",") if n])))
