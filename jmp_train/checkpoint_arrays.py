@@ -99,12 +99,13 @@ def read_arrays(opened: list[Any], leaves: list[dict[str, Any]]) -> list[np.ndar
     reads = [None if store is None else store.read() for store in opened]  # all at once
     arrays = []
     for read, x in zip(reads, leaves, strict=True):
+        if read is None:
+            arrays.append(np.zeros(x["shape"], x["dtype"]))
+            continue
         try:
-            array = np.zeros(x["shape"], np.uint8) if read is None else np.asarray(read.result())
+            arrays.append(np.asarray(read.result()).view(x["dtype"]))
         except Exception as error:  # noqa: BLE001
-            raise DamagedError(f"leaf {x['path']!r} cannot be read: {_message(error)}") from None
-        dtype = np.dtype(x["dtype"])
-        arrays.append(array.astype(dtype) if read is None else array.view(dtype))
+            raise DamagedError(f"leaf {x['path']} cannot be read: {_message(error)}") from None
     return arrays
 
 

@@ -49,6 +49,7 @@ STORED = frozenset(
         "complex128",
     ]
 )
+MOST_AXES = 32  # tensorstore's limit
 
 
 class Leaf(NamedTuple):
@@ -77,7 +78,7 @@ def leaves_of(state: Any) -> list[tuple[Leaf, Any]]:
 
     Raises:
       TypeError: a leaf is neither an array, nor a shape with a dtype, nor a number.
-      ValueError: an int is too large, or two leaves have the same path.
+      ValueError: an int is too large, an array has too many axes, or two leaves have the same path.
     """
     described = [(_describe(path, x), x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
     paths = [leaf.path for leaf, _ in described]
@@ -179,5 +180,9 @@ def _describe(path: Any, x: Any) -> Leaf:
     if getattr(dtype, "name", None) not in STORED:
         raise TypeError(
             f"state {path_name(path)!r} has dtype {dtype}, which checkpoints do not hold"
+        )
+    if len(x.shape) > MOST_AXES:
+        raise ValueError(
+            f"state {path_name(path)!r} has {len(x.shape)} axes, checkpoints hold at most {MOST_AXES}"
         )
     return Leaf(name, "array", dtype.name, tuple(x.shape))

@@ -15,7 +15,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from jmp_train.checkpoint_leaves import STORED, shown
+from jmp_train.checkpoint_leaves import MOST_AXES, STORED, shown
 
 MANIFEST, MANIFEST_SUM = "manifest.json", "manifest.sha256"
 FORMAT = 1
@@ -112,7 +112,7 @@ def _what_is_wrong_with_leaf(leaf: Any, files: dict[str, Any]) -> str:
     shape = leaf.get("shape")
     if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
         return f"shape {shown(shape)}"
-    if len(shape) > 32 or math.prod(max(1, size) for size in shape) >= 2**60:
+    if len(shape) > MOST_AXES or math.prod(max(1, size) for size in shape) >= 2**60:
         return f"shape {shown(shape)}, which no array has"
     if not _is_sha256(leaf.get("sha256")):
         return f"sha256 {shown(leaf.get('sha256'))}"

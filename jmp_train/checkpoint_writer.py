@@ -82,6 +82,8 @@ class BackgroundWriter:
             return
         last.finish()
         self._last = None
+        if last not in _untold:  # the end has told it
+            return
         _untold.remove(last)
         if last.error is None:
             return

@@ -89,6 +89,7 @@ def test_numbers_keys_and_odd_arrays_come_back_as_they_were(tmp_path: Path) -> N
         "fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
         "strided": np.arange(24.0).reshape(4, 6)[::2, ::-3],
         "one": jnp.ones((1, 1, 1)),
+        "deep": np.ones((1,) * 32),
         "none": [np.zeros((0, 3), ml_dtypes.int4), np.zeros((2, 0), ">f4")],
     }
     with jt.CheckpointStore(tmp_path) as store:
@@ -143,6 +144,7 @@ def refused() -> dict[str, tuple[Any, type[Exception], str]]:
             TypeError,
             "is a masked array, whose mask would be lost",
         ),
+        "deep": (np.zeros((1,) * 33), ValueError, "has 33 axes, checkpoints hold at most 32"),
         "donated": (donated, ValueError, "was deleted, as a rule by donation"),
     }
 
