@@ -134,7 +134,7 @@ def _carried_out(content: bytes) -> Any:
         elif name in _CONSTANTS:
             stack.append(_CONSTANTS[name])
         elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
+            memo[argument] = _last(stack)
         elif name in ("BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
         elif name == "GLOBAL":
@@ -155,6 +155,18 @@ def _allowed(name: str) -> _Name:
     return _Name(name)
 
 
+def _last(stack: list[Any]) -> Any:
+    """Returns the last value of the stack; a mark is none."""
+    if stack[-1] is _MARK:
+        raise ValueError("there is a mark where a value is expected")
+    return stack[-1]
+
+
+def _pop(stack: list[Any]) -> Any:
+    _last(stack)
+    return stack.pop()
+
+
 def _marked(stack: list[Any]) -> list[Any]:
     """Takes what was pushed after the last mark from the stack, and the mark."""
     values = []
@@ -165,7 +177,7 @@ def _marked(stack: list[Any]) -> list[Any]:
 
 def _push_tuple(length: int) -> Callable[[list[Any]], None]:
     def step(stack: list[Any]) -> None:
-        values = [stack.pop() for _ in range(length)]
+        values = [_pop(stack) for _ in range(length)]
         stack.append(tuple(values[::-1]))
 
     return step
@@ -188,14 +200,14 @@ def _set_items(stack: list[Any], items: list[Any]) -> None:
 
 
 def _call(stack: list[Any]) -> None:
-    arguments, name = stack.pop(), stack.pop()
+    arguments, name = _pop(stack), _pop(stack)
     if not isinstance(arguments, tuple) or not isinstance(name, _Name):
         raise TypeError("what is called is no name, or its arguments are no tuple")
     stack.append({} if name.text == _DICT else _Note(name.text, arguments))
 
 
 def _build(stack: list[Any]) -> None:
-    state = stack.pop()
+    state = _pop(stack)
     if not isinstance(stack[-1], _Note):
         raise TypeError("a state is set of what was not made")
     stack[-1].state = state
@@ -209,9 +221,9 @@ _STEPS: dict[str, Callable[[list[Any]], None]] = {
     "TUPLE2": _push_tuple(2),
     "TUPLE3": _push_tuple(3),
     "TUPLE": lambda stack: stack.append(tuple(_marked(stack))),
-    "APPEND": lambda stack: _append(stack, [stack.pop()]),
+    "APPEND": lambda stack: _append(stack, [_pop(stack)]),
     "APPENDS": lambda stack: _append(stack, _marked(stack)),
-    "SETITEM": lambda stack: _set_items(stack, [stack.pop(), stack.pop()][::-1]),
+    "SETITEM": lambda stack: _set_items(stack, [_pop(stack), _pop(stack)][::-1]),
     "SETITEMS": lambda stack: _set_items(stack, _marked(stack)),
     "REDUCE": _call,
     "NEWOBJ": _call,
@@ -226,6 +238,8 @@ def _array(note: Any) -> np.ndarray:
     if not _is_name(note.arguments[0], "numpy ndarray") or note.arguments[1:] != ((0,), "b"):
         raise ValueError("an array is not made as arrays are")
     version, shape, dtype, by_columns, content = note.state
+    if type(by_columns) is not bool:
+        raise ValueError("an array does not say whether it is by columns")
     if version != 1:
         raise ValueError("an array is of another version than arrays are")
     dtype, content = _dtype(dtype), content.encode("latin1")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,4 +30,5 @@ def test_mutated_files(count: int, tmp_path: Path) -> None:
     assert figures["megabytes"] < 500
     for counts in figures["outcomes"].values():
         assert counts["refused"] > counts["read"] > 0
-    assert figures["lack of memory"] == ["[Errno 12] does not fit into memory: 'raw/node-feat.csv'"]
+    (fault,) = figures["lack of memory"]
+    assert re.fullmatch(r"\[Errno 12\] does not fit into memory: 'raw/[a-z-]+\.csv'", fault)

@@ -243,6 +243,13 @@ def array_of(shape: bytes, dtype: bytes = INTS, content: bytes = b"U\x04\0\0\0\0
         array_of(b"U\x01x\x85"),
         array_of(b"K\x01\x85", content=b"X\x06\0\0\0\xe2\x82\xac\0\0\0"),
         array_of(b"K\x01\x85", INTS.replace(b"i4", b"f4"), b"U\x04\0\0\xc0\x7f"),
+        array_of(b"K\x01\x85").replace(b"(K\x01", b"(K\x02"),  # of another version
+        array_of(b"K\x01\x85").replace(b"\x89", b"K\x07"),  # no word on whether it is by columns
+        array_of(b"K\x01\x85").replace(b"U\x01b\x87", b"U\x01c\x87"),
+        array_of(b"K\x01\x85", INTS.replace(b"K\x00K\x01\x87", b"K\x00K\x05\x87")),
+        array_of(b"K\x01\x85", INTS.replace(b"NNNt", b"NNK\x01t")),
+        b"(q\x01K\x01\x85",  # the mark is kept as a value
+        b"(\x85",
     ],
 )
 def test_programs_that_make_no_such_data(folder: Path, program: bytes) -> None:
