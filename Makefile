@@ -50,7 +50,7 @@ run-test-newest:
 		$(patsubst %,tests/policies/test_%.py,autocast batch_norms casting collectives cpu_convolutions finite half_products \
 			master_weights policy loss_scale) \
 		$(patsubst %,tests/jmp_train/test_%.py,train_step parallel placement \
-			narrow_uses gradients model_families karate checkpoint)
+			narrow_uses gradients model_families karate checkpoint checkpoint_leaves checkpoint_writer)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
