@@ -117,9 +117,8 @@ def tell_lost_steps() -> bool:
 def _leave_if_steps_are_lost() -> None:
     if not tell_lost_steps():
         return
-    if (
-        jax.distributed.is_initialized()
-    ):  # the other processes are at their end, and wait for this one
+    # The other processes are at their end, and wait for this one.
+    if jax.distributed.is_initialized():
         jax.distributed.shutdown()
     logging.shutdown()
     with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -24,9 +24,8 @@ if sys.platform != "win32":
     import fcntl
 
 _NOT_SUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
-_FOLDER = (
-    os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_DIRECTORY", 0)
-)  # waits for no pipe
+# As a folder, so that a pipe in its place is not waited for.
+_FOLDER = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_DIRECTORY", 0)
 _LONGEST = 200  # characters of a command line that are written
 
 # The descriptors of this process's locks, which a forked child closes: the lock would outlive its holder in it.
@@ -239,9 +238,8 @@ def _one_line(text: str) -> str:
 
 def _close(descriptor: int) -> None:
     _descriptors.discard(descriptor)
-    os.close(
-        descriptor
-    )  # gives the lock back: forked children have closed theirs, and exec closes it
+    # Which gives the lock back: forked children have closed theirs, and exec closes it.
+    os.close(descriptor)
 
 
 def _close_in_child() -> None:

@@ -83,9 +83,8 @@ def _tell_at_exit(process: int, pipe: int, identity: os.stat_result | None, rank
 
     def tell() -> None:
         with suppress(OSError):  # the launcher is no more, or the script has closed all files
-            if identity and os.path.samestat(
-                os.fstat(pipe), identity
-            ):  # not a file of the script's that came after
+            # Not a file of the script's that came after.
+            if identity and os.path.samestat(os.fstat(pipe), identity):
                 os.write(pipe, f"{rank}\n".encode())
 
     if os.getpid() == process:  # not a copy of it that the script has forked

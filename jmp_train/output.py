@@ -173,7 +173,6 @@ def _prepare_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number, which is this one
             os.set_inheritable(number, True)
     for number in (1, 2):
-        with contextlib.suppress(
-            OSError, AttributeError
-        ):  # Windows has it for pipes, from Python 3.12
+        # Windows has it for pipes, from Python 3.12.
+        with contextlib.suppress(OSError, AttributeError):
             os.set_blocking(number, True)

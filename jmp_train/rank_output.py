@@ -98,9 +98,8 @@ def _warn(why: Exception) -> None:
 def _decoded(pipe: IO[bytes], log: _Log) -> Iterator[list[str]]:
     """Yields the lines that a pipe brings, as many at a time as have come; the log gets the bytes."""
     # As the processes encode.
-    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[
-        0
-    ] or locale.getpreferredencoding(False)
+    named, _, _ = os.environ.get("PYTHONIOENCODING", "").partition(":")
+    encoding = named or locale.getpreferredencoding(False)
     decoder = codecs.getincrementaldecoder(encoding)("replace")
     rest = ""
     while data := os.read(pipe.fileno(), _CHUNK):

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
 
 import jax
 import pytest
+from process_helpers import kill_all
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -45,6 +47,15 @@ def plan_python(monkeypatch: pytest.MonkeyPatch) -> str:
     if not any(environment.glob("lib/*/site-packages/jax_cuda12_plugin")):
         pytest.skip(f"no environment with the plan extra is there: {environment}")
     return str(environment / "bin" / "python")
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Iterator[Path]:
+    """Yields the folder in which processes note their numbers; what is left of them is killed."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    yield folder
+    kill_all([int(file.read_text()) for file in folder.iterdir()])
 
 
 def pytest_configure(config: pytest.Config) -> None:

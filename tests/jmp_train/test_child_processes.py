@@ -5,11 +5,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_helpers import STUBBORN, kill_all, lives, noted, survivors
+from process_helpers import STUBBORN, lives, noted, survivors
 
 from jmp_train import child_processes
 from jmp_train.child_processes import ChildProcess, end
@@ -32,15 +31,6 @@ with module.signals_as_exceptions():
         print("ended", flush=True)
         time.sleep(100)
 """
-
-
-@pytest.fixture(name="pids")
-def fixture_pids(tmp_path: Path) -> Iterator[Path]:
-    """Yields the folder in which processes note their numbers; what is left of them is killed."""
-    folder = tmp_path / "pids"
-    folder.mkdir()
-    yield folder
-    kill_all([int(file.read_text()) for file in folder.iterdir()])
 
 
 def start_parent(pids: Path, *arguments: str, grace: float = 0.3) -> subprocess.Popen[str]:

@@ -7,12 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from process_helpers import STUBBORN, kill_all, noted, survivors
+from process_helpers import STUBBORN, noted, survivors
 
 from jmp_train import launcher
 from jmp_train.cli import main
@@ -22,15 +21,6 @@ from jmp_train.launcher import launch
 @pytest.fixture(name="script")
 def fixture_script(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
-
-
-@pytest.fixture(name="pids")
-def fixture_pids(tmp_path: Path) -> Iterator[Path]:
-    """Yields the folder in which processes note their numbers; what is left of them is killed."""
-    folder = tmp_path / "pids"
-    folder.mkdir()
-    yield folder
-    kill_all([int(file.read_text()) for file in folder.iterdir()])
 
 
 # `jmp-train launch` without the package's other imports, which take seconds.
