@@ -18,7 +18,7 @@ EXIT_CODES = (
     f"An error is one line; {TRACEBACK}=1 in the environment shows where it was raised."
 )
 
-_LONGEST = 80  # characters of an argument that an error repeats
+_LONGEST = 200  # characters of an argument that an error repeats; most paths are shorter
 
 
 class Failure(Exception):
@@ -78,8 +78,10 @@ def one_line(text: str, arguments: Sequence[str] = ()) -> str:
       arguments: what the text may repeat.
 
     Example:
-      >>> one_line("x" * 99 + " is\n\x1b[31mno folder", ["x" * 99])
-      'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx… is\\n\\x1b[31mno folder'
+      >>> one_line("file is\n\x1b[31mno folder")
+      'file is\\n\\x1b[31mno folder'
+      >>> len(one_line(5000 * "x" + " is no folder", [5000 * "x"]))
+      213
     """
     given = [part for text in arguments for part in (text, text.partition("=")[2])]
     for argument in sorted(given, key=len, reverse=True):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -21,6 +22,11 @@ XLA_FLAGS = [
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # which took the flag away
     XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
+
+# `nohup` and `&` have signals ignored, which the processes that tests start would inherit; not so what is handled.
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 import jax
 import pytest

@@ -343,7 +343,7 @@ def test_compare_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_options_are_one_line(
     args: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["compare", *args.split()]) == 1
+    assert main(["compare", *args.split()]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

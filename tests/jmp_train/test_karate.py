@@ -88,5 +88,5 @@ def test_wrong_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         load_task("digits", TaskOptions(model="gat"))
     with pytest.raises(ValueError, match="task karate brings its data"):
         load_task("karate", TaskOptions(synthetic=True))
-    assert main(["train", "karate", "--model", "mlp"]) == 1
+    assert main(["train", "karate", "--model", "mlp"]) == 2
     assert "model='mlp' is none of task karate's" in capsys.readouterr().err

@@ -186,7 +186,7 @@ def test_a_wrong_call_is_exit_code_2_and_one_line(
         ((*KARATE, "--logdir", "file"), "--logdir file: File exists"),
         (("train", "--devices", "1025"), "'1025' is not a whole number from 1 to 1024"),
         (("train", "mnist", "--data-dir", CONTROL), r"no\n\x1b[31mwhere\u202e is no folder"),
-        (("train", LONG), f"invalid choice: '{79 * 'x'}…'"),
+        (("train", LONG), f"invalid choice: '{199 * 'x'}…'"),
     ],
 )  # fmt: skip
 def test_what_the_line_says(
@@ -272,7 +272,7 @@ def test_ctrl_c_is_exit_code_130_whatever_it_becomes(
 def test_a_text_in_one_line() -> None:
     assert one_line("lacks:\n  a\n  b\x07") == "lacks:\n  a\n  b\\x07"
     assert one_line(f"{LONG}/x is no folder", ["train", f"--data-dir={LONG}"]) == (
-        f"{79 * 'x'}…/x is no folder"
+        f"{199 * 'x'}…/x is no folder"
     )
 
 
