@@ -39,6 +39,7 @@ _LAUNCHERS = {
 _INDEXED_JOB = "JOB_COMPLETION_INDEX"  # of Kubernetes; how many there are it does not say
 _SHOWN = 5  # differences that an error lists
 _SHUTDOWN_MARGIN = 15  # seconds that jax waits longer; then it aborts all processes, in many lines
+_READ_SECONDS = 0.5  # in which a launcher prints why, before what the others say of the loss
 
 
 def initialize(
@@ -299,6 +300,7 @@ def _limit_shutdown(leaving: threading.Event, seconds: int, process: int | None)
         file=sys.stderr,
         flush=True,
     )
+    time.sleep(_READ_SECONDS)
     _end_at_once()
 
 

@@ -30,7 +30,6 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
 
 import jax
 import pytest
-from process_helpers import kill_all
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -58,6 +57,8 @@ def plan_python(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def pids(tmp_path: Path) -> Iterator[Path]:
     """Yields the folder in which processes note their numbers; what is left of them is killed."""
+    from process_helpers import kill_all
+
     folder = tmp_path / "pids"
     folder.mkdir()
     yield folder
