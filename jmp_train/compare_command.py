@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import sys
 import threading
 from collections import deque
@@ -115,6 +116,8 @@ def _check_outputs(args: argparse.Namespace, names: Sequence[str]) -> None:
         option = "--modes" if args.modes else "--policies"
         raise WrongCall(f"{option} names {repeated[0]} more than once")
     if args.out is not None:
+        # Where HOME cannot be written to, matplotlib warns of its caches, which are no news of the runs.
+        logging.getLogger("matplotlib").setLevel(logging.ERROR)
         with extra_packages():
             import matplotlib  # noqa: F401  # wanted at the end, and missed too late there
 
