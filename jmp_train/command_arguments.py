@@ -37,22 +37,12 @@ class _StoreOnce(argparse.Action):
     ) -> None:
         if self.option_strings:
             _note(self, namespace)
-        setattr(namespace, self.dest, values)
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
 
 
-class _FlagOnce(argparse.Action):
+class _FlagOnce(_StoreOnce):
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=False, **options)
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        _note(self, namespace)
-        setattr(namespace, self.dest, True)
+        super().__init__(option_strings, dest, nargs=0, const=True, default=False, **options)
 
 
 def _note(action: argparse.Action, namespace: argparse.Namespace) -> None:

@@ -6,6 +6,8 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 
+from jmp_train.extras import remedy
+
 RUN_FAILED = 1
 CALL_IS_WRONG = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -101,7 +103,7 @@ def _text(error: Exception) -> str:
     """Returns what an error says, and of one that no command expects its type and its first line."""
     match error:
         case ModuleNotFoundError():
-            return f"this needs the package {error.name}: pip install 'jmp_train[train]'"
+            return remedy(error.name)
         case OSError(filename=str(name), strerror=str(reason)):
             return f"{name}: {reason}"
         case Failure() | WrongCall() | ValueError() | OSError() | FloatingPointError():

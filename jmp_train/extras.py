@@ -22,6 +22,13 @@ def extra_packages() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        raise ModuleNotFoundError(
-            f"this needs the package {package}: pip install 'jmp_train[train]'", name=error.name
-        ) from error
+        raise ModuleNotFoundError(remedy(package), name=error.name) from error
+
+
+def remedy(package: str | None) -> str:
+    """Returns what to do about a missing package.
+
+    Args:
+      package: its name, or a module's within it.
+    """
+    return f"this needs the package {package}: pip install 'jmp_train[train]'"

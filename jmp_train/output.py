@@ -117,7 +117,7 @@ def lasting_output() -> Iterator[None]:
     """
     _prepare_descriptors()
     error = Output(sys.stderr)
-    output = Output(sys.stdout, lambda why: _warn(error, why))
+    output = Output(sys.stdout, lambda why: warn_of_loss(error, why))
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(error):
         try:
             yield
@@ -145,7 +145,7 @@ def own_output() -> Iterator[Output]:
         return
     with open(os.dup(number), "w", encoding="utf-8") as file:
         os.dup2(2, number)
-        own = Output(file, lambda why: _warn(error, why))
+        own = Output(file, lambda why: warn_of_loss(error, why))
         try:
             with contextlib.redirect_stdout(error):
                 yield own
@@ -154,7 +154,13 @@ def own_output() -> Iterator[Output]:
             os.dup2(file.fileno(), number)
 
 
-def _warn(error: IO[str] | Output, why: Exception) -> None:
+def warn_of_loss(error: IO[str] | Output, why: Exception) -> None:
+    """Says that standard output cannot be written any more.
+
+    Args:
+      error: where to say it.
+      why: what its `Output` was told.
+    """
     reason = why.strerror if isinstance(why, OSError) and why.strerror else why
     text = f"jmp-train: warning: standard output: {reason}; the rest is not printed"
     print(text, file=error, flush=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Self
 
-from jmp_train.output import Output
+from jmp_train.output import Output, warn_of_loss
 
 LONGEST_LINE = 65536  # characters; what is longer is printed in pieces
 
@@ -34,7 +34,7 @@ class RankOutput:
         self._logdir = logdir
         self._lock = threading.Lock()  # keeps lines apart
         own = isinstance(sys.stdout, Output)  # which says itself what it cannot write
-        self._screen = sys.stdout if own else Output(sys.stdout, _warn)
+        self._screen = sys.stdout if own else Output(sys.stdout, _warn_of_loss)
 
     def copy(self, pipe: IO[bytes], rank: int) -> None:
         """Copies what a process prints until it prints no more.
@@ -90,9 +90,8 @@ def say(text: str) -> None:
     print(f"jmp-train: {text}", file=Output(sys.stderr), flush=True)
 
 
-def _warn(why: Exception) -> None:
-    reason = getattr(why, "strerror", None) or why
-    say(f"warning: standard output: {reason}; the rest is not printed")
+def _warn_of_loss(why: Exception) -> None:
+    warn_of_loss(Output(sys.stderr), why)
 
 
 def _decoded(pipe: IO[bytes], log: _Log) -> Iterator[list[str]]:

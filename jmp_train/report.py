@@ -75,10 +75,8 @@ def write_report(
             written.append(write_whole(path, content()))
         except OSError as error:
             problems.append(f"{path}: {error.strerror or error}")
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # matplotlib's, as for a font or a TeX that is not there
+        except (RuntimeError, ValueError) as error:
+            # Matplotlib's, as for a font or a TeX that is not there.
             problems.append(f"{path}: {error}")
     return written, problems
 

@@ -3,7 +3,9 @@
 import gzip
 import math
 import resource
+import shutil
 import struct
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import pytest
 
 from jmp_train.records import Epoch, Run, Step
 
@@ -113,6 +116,25 @@ def memory_limited_to(more: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@contextmanager
+def mounted_tmpfs(directory: Path, options: str) -> Iterator[Path]:
+    """Makes a folder a disk of its own in memory; skips the test where it may not.
+
+    Args:
+      directory: the folder, which is made.
+      options: of the mount, such as its size.
+    """
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
+    mount = shutil.which("mount")
+    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a test may not mount a tmpfs here")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
 
 
 def idx_bytes(array: np.ndarray) -> bytes:

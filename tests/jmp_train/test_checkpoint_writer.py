@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import mounted_tmpfs
 
 import jmp_train as jt
 
@@ -169,18 +170,8 @@ def test_it_saves_after_the_end_of_the_main_thread_and_at_the_exit_of_python(
 @pytest.fixture(name="small_disk")
 def fixture_small_disk(tmp_path: Path) -> Iterator[Path]:
     """Yields a folder on a disk of 4 MB."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(directory)]
-    if (
-        shutil.which("mount") is None
-        or subprocess.run(command, capture_output=True, check=False).returncode
-    ):
-        pytest.skip("a test may not mount a tmpfs here")
-    try:
+    with mounted_tmpfs(tmp_path / "disk", "size=4m") as directory:
         yield directory
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
 
 
 def test_a_full_disk_is_one_line_and_its_space_is_free_again(

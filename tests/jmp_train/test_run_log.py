@@ -1,12 +1,11 @@
 import json
 import resource
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import make_run
+from helpers import make_run, mounted_tmpfs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from jmp_train.records import Compiled, Progress
@@ -99,16 +98,8 @@ def test_a_full_disk_costs_the_log_some_records_and_the_run_nothing(
 @pytest.fixture(name="small_disk")
 def fixture_small_disk(tmp_path: Path) -> Iterator[Path]:
     """Yields a folder on a disk of 64 kB and 4 files or folders, the folder included."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=4", "tmpfs", str(directory)]
-    mount = shutil.which("mount")
-    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("a test may not mount a tmpfs here")
-    try:
+    with mounted_tmpfs(tmp_path / "disk", "size=64k,nr_inodes=4") as directory:
         yield directory
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
 
 
 def test_a_disk_that_has_no_room_for_a_log_at_all_costs_the_log(
