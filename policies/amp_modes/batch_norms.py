@@ -1,14 +1,15 @@
 """Batch norms of flax, equinox and haiku: where they are, and how to run them in float32.
 
 Half precision overflows in a batch norm's sums and rounds its statistics, so NVIDIA's Apex leaves
-batch norms in float32 when it halves a model: they compute wide and hand on half. No library is
-imported for that: who hands in a model has imported its library, so it is among `sys.modules`.
+batch norms in float32 when it halves a model: they compute in float32 and return half. No library is
+imported for that: whoever passes a model has imported its library, so it is among `sys.modules`.
 """
 
 import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, TypeVar
 
 import jax
@@ -16,12 +17,18 @@ import numpy as np
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocast_given import as_given
-from jmp_train.policies.casting import cast_leaf, is_float_array, widen_to_float32
-from jmp_train.policies.dtypes import float_dtype, is_half
-from jmp_train.policies.nnx_objects import flax_nnx
-from jmp_train.policies.nodes import change_nodes
-from jmp_train.policies.paths import named_leaves
+from jmp_train.policies.autocasting import opaque_to_autocast
+from jmp_train.policies.pytrees import (
+    cast_leaf,
+    change_nodes,
+    flax_nnx,
+    float_dtype,
+    is_float_array,
+    is_half,
+    named_leaves,
+    upcast_to_float32,
+)
+from jmp_train.policies.types import PyTree
 
 Model = TypeVar("Model")
 Found = tuple[list[str], Any]  # the batch norms' paths, and a tree of the model's parameters
@@ -33,7 +40,7 @@ _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 _interception = jax.make_user_context(default_value=None)
 
 
-def batch_norm_paths(model: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+def batch_norm_paths(model: object, *args: object, **kwargs: object) -> tuple[str, ...]:
     """Returns the paths of a model's batch norms, found by type, subclasses included.
 
     Linen and haiku models are run to find them: their `init` is traced, and nothing is computed.
@@ -74,7 +81,7 @@ def batch_norm_paths(model: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
 
 
 def float32_batch_norms(model: Model, dtype: DTypeLike) -> Model:
-    """Returns a model whose batch norms compute in float32 at least, and hand on half.
+    """Returns a model whose batch norms compute in float32 at least, and return half.
 
     Paths, parameters and states are those of `model`, which does not change; arrays are shared.
     Keep the norms' parameters and running statistics in float32: they are used as they are.
@@ -83,7 +90,7 @@ def float32_batch_norms(model: Model, dtype: DTypeLike) -> Model:
       model: as in `batch_norm_paths`. nnx models are cloned; in equinox models a subclass takes
         each batch norm's place. linen and haiku models come back themselves, since
         `float32_batch_norms_called` is theirs.
-      dtype: the floating dtype that nnx's batch norms hand on; equinox's hand on their input's.
+      dtype: the floating dtype that nnx's batch norms return; equinox's return their input's.
 
     Raises:
       TypeError: `model` is of another kind.
@@ -99,17 +106,17 @@ def float32_batch_norms(model: Model, dtype: DTypeLike) -> Model:
 
     Reference: NVIDIA Apex e13873de, apex/fp16_utils/fp16util.py, `convert_network`.
     """
-    handed_on, library = float_dtype(dtype, "dtype"), _library_of(model)
+    output_dtype, library = float_dtype(dtype, "dtype"), _library_of(model)
     if library == "nnx":
         # flax casts what comes in by the one, and what goes out to the other.
-        return _nnx_clone(model, promote_dtype=_widen_arrays, dtype=handed_on)
+        return _nnx_clone(model, promote_dtype=_upcast_arrays, dtype=output_dtype)
     return _float32_equinox(model) if library == "equinox" else model
 
 
 def half_batch_norms(model: Model, dtype: DTypeLike) -> Model:
-    """Returns a model whose batch norms hand on half, also where their statistics are float32.
+    """Returns a model whose batch norms return half, also where their statistics are float32.
 
-    nnx alone asks for it, whose batch norms else hand on the statistics' dtype: its models are cloned, all
+    nnx alone asks for it, whose batch norms otherwise return the statistics' dtype: its models are cloned, all
     others come back as they are.
 
     Args:
@@ -120,24 +127,24 @@ def half_batch_norms(model: Model, dtype: DTypeLike) -> Model:
     return _nnx_clone(model, dtype=dtype) if nnx and isinstance(model, nnx.Module) else model
 
 
-def wide_nnx_statistics(model_state: Model) -> Model:
-    """Returns a model state with the batch statistics of nnx in float32, which refuses to narrow new ones.
+def float32_nnx_statistics(model_state: Model) -> Model:
+    """Returns a model state with the batch statistics of nnx in float32, since nnx refuses to cast new ones down.
 
     Args:
-      model_state: any pytree; what is no `nnx.BatchStat` stays.
+      model_state: any pytree; what is not an `nnx.BatchStat` stays.
     """
     nnx = flax_nnx()
     if nnx is None:
         return model_state
-    return change_nodes(model_state, nnx.BatchStat, widen_to_float32)
+    return change_nodes(model_state, nnx.BatchStat, upcast_to_float32)
 
 
 @contextlib.contextmanager
 def float32_batch_norms_called() -> Iterator[None]:
-    """Within it, batch norms of linen and haiku compute in float32 at least, and hand on half.
+    """Within it, batch norms of linen and haiku compute in float32 at least, and return half.
 
     It acts where a model is called or traced, also within jit, grad and lifted transforms. The
-    result gets the dtype of the input; float32 and wider inputs pass untouched. Keep the norms'
+    result gets the dtype of the input; inputs in float32 or higher precision pass untouched. Keep the norms'
     parameters and running statistics in float32: they are used as they are.
 
     Example:
@@ -159,7 +166,7 @@ def float32_batch_norms_called() -> Iterator[None]:
 
 @contextlib.contextmanager
 def torch_batch_norms_called() -> Iterator[None]:
-    """Within it, batch norms of linen and haiku in autocast regions hand on the dtype that they are given.
+    """Within it, batch norms of linen and haiku in autocast regions return the dtype that they are given.
 
     torch's do so under autocast: theirs is one operation, which takes half and float32 parameters. Written out
     in jax, it would end in float32 by its parameters, and so would all that is stored for it.
@@ -189,7 +196,7 @@ def _all_batch_norms_called(name: str, run: Call) -> Iterator[None]:
         yield
 
 
-def _library_of(model: Any) -> str:
+def _library_of(model: object) -> str:
     linen, nnx, haiku, equinox = map(
         sys.modules.get, ("flax.linen", "flax.nnx", "haiku", "equinox")
     )
@@ -209,7 +216,7 @@ def _library_of(model: Any) -> str:
     )
 
 
-def _nodes(tree: Any, kind: type) -> list[str]:
+def _nodes(tree: PyTree, kind: type) -> list[str]:
     """Returns the path names of a tree's outermost nodes of a type."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
     return [keystr(p, simple=True, separator="/") for p, x in nodes if isinstance(x, kind)]
@@ -238,24 +245,24 @@ def _find_haiku(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fo
     return found, params
 
 
-def _find_nnx(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+def _find_nnx(model: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     nnx: Any = sys.modules["flax.nnx"]
     paths = [path for path, x in nnx.iter_modules(model) if isinstance(x, nnx.BatchNorm)]
     return ["/".join(map(str, path)) for path in paths], nnx.state(model, nnx.Param)
 
 
-def _find_equinox(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+def _find_equinox(model: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     equinox: Any = sys.modules["equinox"]
     return _nodes(model, equinox.nn.BatchNorm), equinox.filter(model, equinox.is_inexact_array)
 
 
 def _trace(
-    model: Any, library: Any, init: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: object, library: ModuleType, init: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], Any]:
     """Returns the batch norms that `init` calls, and the shapes that it returns."""
     called: list[Any] = []
 
-    def record(call: Call, args: Any, kwargs: Any, module: Any) -> Any:
+    def record(call: Call, args: Any, kwargs: Any, module: object) -> Any:
         called.append(module)
         return call(*args, **kwargs)
 
@@ -282,7 +289,7 @@ def _trace(
         ) from error
 
 
-def _batch_norms_called(library: Any, run: Call) -> contextlib.AbstractContextManager[Any]:
+def _batch_norms_called(library: ModuleType, run: Call) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which `run(call, args, kwargs, module)` stands for batch norms' calls.
 
     The interceptors of linen and haiku are alike. Where a subclass calls its superclass, both calls
@@ -297,19 +304,21 @@ def _batch_norms_called(library: Any, run: Call) -> contextlib.AbstractContextMa
     return library.intercept_methods(intercept)
 
 
-def _call_in_float32(call: Call, args: Any, kwargs: Any, module: Any = None) -> Any:
+def _call_in_float32(call: Call, args: tuple[Any, ...], kwargs: Any, module: object = None) -> Any:
     del module
     named = [kwargs[name] for name in ("x", "inputs") if name in kwargs]  # linen's and haiku's
     floats = [x for x in (*args, *named, *kwargs.values()) if is_float_array(x)]
     if not floats or not is_half(floats[0].dtype):
         return call(*args, **kwargs)
-    result = call(*map(_widen, args), **{name: _widen(x) for name, x in kwargs.items()})
+    result = call(
+        *map(_upcast_floats, args), **{name: _upcast_floats(x) for name, x in kwargs.items()}
+    )
     if isinstance(result, tuple):  # equinox's, whose second is the state
         return cast_leaf(result[0], floats[0].dtype), *result[1:]
     return cast_leaf(result, floats[0].dtype)
 
 
-def _call_as_torch(call: Call, args: Any, kwargs: Any, module: Any = None) -> Any:
+def _call_as_torch(call: Call, args: tuple[Any, ...], kwargs: Any, module: object = None) -> Any:
     del module
     x = next((x for x in (*args, *kwargs.values()) if is_float_array(x)), None)
     result = call(*args, **kwargs)
@@ -317,14 +326,16 @@ def _call_as_torch(call: Call, args: Any, kwargs: Any, module: Any = None) -> An
 
 
 # Traced in float32, both are; only the region knows their dtypes.
-_like_input = as_given(lambda result, x: cast_leaf(result, x.dtype))
+_like_input = opaque_to_autocast(lambda result, x: cast_leaf(result, x.dtype))
 
 
-def _widen(x: Any) -> Any:
-    return widen_to_float32(x) if is_float_array(x) else x  # an equinox state stays the same object
+def _upcast_floats(x: object) -> Any:
+    return (
+        upcast_to_float32(x) if is_float_array(x) else x
+    )  # an equinox state stays the same object
 
 
-def _nnx_clone(model: Any, **attributes: Any) -> Any:
+def _nnx_clone(model: object, **attributes: object) -> Any:
     """Returns a copy of an nnx model whose batch norms have these attributes."""
     nnx: Any = sys.modules["flax.nnx"]
     clone = nnx.clone(model)
@@ -334,14 +345,14 @@ def _nnx_clone(model: Any, **attributes: Any) -> Any:
     return clone
 
 
-def _widen_arrays(arrays: tuple[Any, ...], **dtype: Any) -> tuple[Any, ...]:
-    return widen_to_float32(arrays)
+def _upcast_arrays(arrays: tuple[Any, ...], **dtype: object) -> tuple[Any, ...]:
+    return upcast_to_float32(arrays)
 
 
-def _float32_equinox(model: Any) -> Any:
+def _float32_equinox(model: object) -> Any:
     batch_norm = sys.modules["equinox"].nn.BatchNorm
 
-    def in_float32(node: Any) -> Any:
+    def in_float32(node: object) -> Any:
         twin = object.__new__(_float32_class(type(node)))
         vars(twin).update(vars(node))  # the same arrays and StateIndex objects
         return twin
@@ -352,7 +363,7 @@ def _float32_equinox(model: Any) -> Any:
 @functools.cache  # tree structures compare classes
 def _float32_class(batch_norm: type) -> type:
     @functools.wraps(batch_norm.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: object, *args: object, **kwargs: object) -> Any:
         return _call_in_float32(functools.partial(batch_norm.__call__, self), args, kwargs)
 
     return type(batch_norm)(f"Float32{batch_norm.__name__}", (batch_norm,), {"__call__": call})

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp_train.policies.amp import Amp, amp_mode
-from jmp_train.policies.amp_options import AmpType
+from jmp_train.policies.amp_modes.mode import Amp, amp_mode
+from jmp_train.policies.amp_modes.options import AmpType
 
 
 def amp_from_config(
@@ -28,7 +28,7 @@ def amp_from_config(
 
     Raises:
       TypeError: `config` or `fp16` is of another type.
-      ValueError: the file is no TOML, or a key of `fp16` is wrong; the message names it and the choices.
+      ValueError: the file is not TOML, or a key of `fp16` is wrong; the message names it and the choices.
       FileNotFoundError: there is no such file.
 
     Example:
@@ -53,7 +53,7 @@ def amp_from_config(
     try:
         unnamed = [key for key in options if not isinstance(key, str)]
         if unnamed:
-            raise ValueError(f"{unnamed[0]!r} is no option; options are named by strings")
+            raise ValueError(f"{unnamed[0]!r} is not an option; options are named by strings")
         if "mode" not in options:
             choices = ", ".join(repr(kind.value) for kind in AmpType)
             raise ValueError(f"mode is missing; choose from {choices}")
@@ -66,4 +66,4 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML file: {error}") from error
+        raise ValueError(f"{path} is not a TOML file: {error}") from error

@@ -1,14 +1,14 @@
 """AMP modes: one value that switches a training script between three families of mixed precision.
 
 The way of the data: options -> `Amp` -> `transform`, which gives the loss function its casts or its autocast,
-and the optimizer its loss scale and its masters; `cast_params` gives the parameters the dtypes to be stored in.
+and the optimizer its loss scale and its master weights; `cast_params` gives the parameters the dtypes to be stored in.
 """
 
 import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,32 +18,51 @@ import optax
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
-from jmp_train.policies.amp_options import FLOAT32, AmpOptions, AmpType, Precision, amp_options
-from jmp_train.policies.autocast import autocast
-from jmp_train.policies.batch_norms import (
+from jmp_train.policies.amp_modes.batch_norms import (
     batch_norm_paths,
     float32_batch_norms,
     float32_batch_norms_called,
+    float32_nnx_statistics,
     half_batch_norms,
     torch_batch_norms_called,
-    wide_nnx_statistics,
 )
-from jmp_train.policies.casting import cast_floating, cast_leaf, is_float_array
-from jmp_train.policies.dtypes import float_dtype, is_half
-from jmp_train.policies.half_products import FirstTrace
-from jmp_train.policies.loss_functions import CASTS_BY_AMP, check_takes_state, unpack_loss
-from jmp_train.policies.loss_scale import NoOpLossScale
-from jmp_train.policies.loss_scaled_optimizer import as_transformation, with_loss_scale
-from jmp_train.policies.master_weights import with_master_weights
-from jmp_train.policies.paths import named_leaves, path_name
-from jmp_train.policies.per_loss_scale import LossScales
-from jmp_train.policies.policy import Policy
-from jmp_train.policies.zero_gradients import count_zero_gradients
+from jmp_train.policies.amp_modes.options import (
+    FLOAT32,
+    AmpOptions,
+    AmpType,
+    Precision,
+    amp_options,
+)
+from jmp_train.policies.autocasting import autocast
+from jmp_train.policies.dtype_policies import FirstTrace, Policy
+from jmp_train.policies.loss_scaling import (
+    CASTS_BY_AMP,
+    LossScales,
+    NoOpLossScale,
+    check_takes_state,
+    unpack_loss,
+)
+from jmp_train.policies.optimizers import (
+    as_transformation,
+    count_zero_gradients,
+    with_loss_scale,
+    with_master_weights,
+)
+from jmp_train.policies.pytrees import (
+    cast_floating,
+    cast_leaf,
+    float_dtype,
+    is_float_array,
+    is_half,
+    named_leaves,
+    path_name,
+)
+from jmp_train.policies.types import Params, PyTree
 
 _LOGGER = logging.getLogger("jmp_train.amp")
 
 
-def amp_mode(mode: str, *, dtype: DTypeLike = jnp.float16, **options: Any) -> "Amp":
+def amp_mode(mode: str, *, dtype: DTypeLike = jnp.float16, **options: object) -> "Amp":
     """Returns the mixed precision of a mode, with the options of its original.
 
     | mode | parameters | computation | BatchNorm | outputs | loss scale | the optimizer steps on |
@@ -51,9 +70,9 @@ def amp_mode(mode: str, *, dtype: DTypeLike = jnp.float16, **options: Any) -> "A
     | torch | float32 | by autocast | float32 parameters | as they come | dynamic, 2**16 | parameters |
     | apex, O0 | float32 | float32 | float32 | float32 | 1 | parameters |
     | apex, O1 | float32 | by autocast | float32 parameters | as they come | dynamic, 2**16 | parameters |
-    | apex, O2 | half | half | float32 | float32 | dynamic, 2**16 | float32 masters |
+    | apex, O2 | half | half | float32 | float32 | dynamic, 2**16 | float32 master weights |
     | apex, O3 | half | half | half | float32 | 1 | parameters |
-    | naive | half | half | half | float32 | dynamic, 2**32, hysteresis 2 | float32 masters |
+    | naive | half | half | half | float32 | dynamic, 2**32, hysteresis 2 | float32 master weights |
 
     Args:
       mode: "torch", "apex" or "naive", or an `AmpType`.
@@ -104,7 +123,7 @@ class Amp:
 
     Example:
       >>> print(amp_mode("apex", opt_level="O2"))
-      apex: model float16, BatchNorm float32, masters float32, outputs float32, loss scale 65536
+      apex: model float16, BatchNorm float32, master weights float32, outputs float32, loss scale 65536
     """
 
     options: AmpOptions
@@ -144,18 +163,18 @@ class Amp:
         parts = (
             f"autocast {self.dtype}" if precision.autocast_rules else model,
             "BatchNorm float32" if precision.keep_batchnorm_fp32 else "",
-            "masters float32" if precision.master_weights else "",
+            "master weights float32" if precision.master_weights else "",
             f"outputs {precision.output_dtype or 'as they come'}",
             f"loss scale {scales}",
         )
         return f"{self.mode}: {', '.join(filter(None, parts))}"
 
-    def for_model(self, model: Any, *args: Any, **kwargs: Any) -> tuple["Amp", Any]:
+    def for_model(self, model: object, *args: object, **kwargs: object) -> tuple["Amp", Any]:
         """Returns this mode with the model's BatchNorms known to it, and the model to train.
 
-        With `keep_batchnorm_fp32` they compute in float32 and hand on half; where all of the model is half, nnx's
-        too hand on half. nnx and equinox modules hold their dtypes, so there it is another model, which is to be
-        split or partitioned in place of the old one. Other modes hand back what they are given.
+        With `keep_batchnorm_fp32` they compute in float32 and return half; where all of the model is half, nnx's
+        too return half. nnx and equinox modules hold their dtypes, so there it is another model, which is to be
+        split or partitioned in place of the old one. Other modes return what they are given.
 
         Args:
           model: a linen module, nnx module, equinox module or haiku transform.
@@ -163,7 +182,7 @@ class Amp:
           **kwargs: see `args`.
 
         Raises:
-          TypeError: `model` is none of these; for others see `batch_norms`.
+          TypeError: `model` is not one of these; for others see `batch_norms`.
         """
         precision = self.precision
         if precision.keep_batchnorm_fp32:
@@ -180,7 +199,7 @@ class Amp:
             return self, half_batch_norms(model, self.dtype)
         return self, model
 
-    def cast_params(self, params: Any) -> Any:
+    def cast_params(self, params: Params) -> Any:
         """Returns parameters in the dtypes in which the mode stores them.
 
         Args:
@@ -199,12 +218,12 @@ class Amp:
 
         self._check_batch_norms(params)
 
-        def cast(path: KeyPath, x: Any) -> Any:
+        def cast(path: KeyPath, x: object) -> Any:
             return cast_leaf(x, self._stored_dtype(path_name(path)))
 
         return jax.tree_util.tree_map_with_path(cast, params)
 
-    def cast_model_state(self, model_state: Any) -> Any:
+    def cast_model_state(self, model_state: PyTree) -> Any:
         """Returns batch statistics in the dtypes of the mode: half where all of the model is half.
 
         Args:
@@ -229,7 +248,7 @@ class Amp:
           optimizer: any optax optimizer without a loss scale.
 
         Returns:
-          Both, for `train_step` without a policy or for a step of one's own. Where the mode is not enabled
+          Both, for `train_step` without a policy or for a user-defined train step. Where the mode is not enabled
           they are what came.
 
         Raises:
@@ -247,8 +266,10 @@ class Amp:
             _log(f"AMP mode {self}; {self.options}")
 
         @functools.wraps(loss_fn)
-        def with_amp(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-            def model(params: Any, state: Any, batch: Any) -> Any:
+        def with_amp(
+            params: Params, model_state: PyTree, batch: PyTree, rng: jax.Array | None
+        ) -> Any:
+            def model(params: Params, state: object, batch: PyTree) -> Any:
                 return loss_fn(params, state, batch, rng)
 
             result = self._run(model, params, model_state, batch, first_trace)
@@ -269,12 +290,12 @@ class Amp:
         first_trace = FirstTrace()
 
         @functools.wraps(fn)
-        def with_amp(params: Any, model_state: Any, batch: Any) -> Any:
+        def with_amp(params: Params, model_state: PyTree, batch: PyTree) -> Any:
             return self.cast_outputs(self._run(fn, params, model_state, batch, first_trace))
 
         return with_amp
 
-    def log(self, metrics: Any) -> None:
+    def log(self, metrics: Mapping[str, Any]) -> None:
         """Logs that a step was skipped, if the options are verbose; waits for the step.
 
         The logger is "jmp_train.amp", the level INFO; of several processes the first one logs.
@@ -290,18 +311,18 @@ class Amp:
     def _run(
         self,
         fn: Callable[..., Any],
-        params: Any,
-        model_state: Any,
-        batch: Any,
+        params: Params,
+        model_state: PyTree,
+        batch: PyTree,
         first_trace: FirstTrace,
     ) -> Any:
         """Returns what a function of parameters, model state and batch gives in this mode."""
         self._check_params(params)
         precision = self.precision
-        state = wide_nnx_statistics(self.cast_model_state(model_state))
+        state = float32_nnx_statistics(self.cast_model_state(model_state))
 
-        def run(params: Any, batch: Any) -> Any:
-            # Made anew, because nnx lets variables change only in the trace that made them.
+        def run(params: Params, batch: PyTree) -> Any:
+            # Made again, because nnx lets variables change only in the trace that made them.
             return fn(params, jax.tree_util.tree_map(lambda x: x, state), batch)
 
         if precision.autocast_rules is not None:
@@ -324,7 +345,7 @@ class Amp:
                     )
                 raise
 
-    def cast_outputs(self, outputs: Any) -> Any:
+    def cast_outputs(self, outputs: object) -> Any:
         """Returns what a model gives in the dtype that the mode's outputs have; for use inside a loss function.
 
         Args:
@@ -333,7 +354,7 @@ class Amp:
         dtype = self.precision.output_dtype
         return outputs if dtype is None else cast_floating(outputs, dtype)
 
-    def _optimizer(self, optimizer: Any) -> Any:
+    def _optimizer(self, optimizer: object) -> Any:
         optimizer = as_transformation(optimizer)
         if self.options.counts_zeros:
             optimizer = count_zero_gradients(optimizer)
@@ -355,7 +376,7 @@ class Amp:
         is_norm = any(_is_under(norm, path) for norm in self.batch_norms)
         return FLOAT32 if is_norm else precision.model_dtype
 
-    def _check_batch_norms(self, params: Any) -> None:
+    def _check_batch_norms(self, params: Params) -> None:
         if not self.precision.keep_batchnorm_fp32:
             return
         paths = [path for path, x in named_leaves(params) if is_float_array(x)]
@@ -371,7 +392,7 @@ class Amp:
                 + "\n  ".join(paths)
             )
 
-    def _check_params(self, params: Any) -> None:
+    def _check_params(self, params: Params) -> None:
         if self.precision.model_dtype is None:
             self._refuse_half(params)
             return
@@ -387,7 +408,7 @@ class Amp:
                 "before the first step:\n  " + "\n  ".join(wrong)
             )
 
-    def _refuse_half(self, params: Any) -> None:
+    def _refuse_half(self, params: Params) -> None:
         half = [
             f"{path!r} is {x.dtype.name}"
             for path, x in named_leaves(params)
@@ -405,7 +426,7 @@ def _is_under(module: str, path: str) -> bool:
     return module == "" or path.startswith((f"{module}/", f"params/{module}/"))
 
 
-def _stored_like(old: Any, new: Any) -> Any:
+def _stored_like(old: PyTree, new: PyTree) -> Any:
     """Returns a new model state in the dtypes of the old one; `train_step` checks what else differs."""
     if jax.tree_util.tree_structure(old) != jax.tree_util.tree_structure(new):
         return new

@@ -13,18 +13,23 @@ from typing import Any, ClassVar, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.policies.argument_checks import (
+from jmp_train.policies.autocasting import APEX_O1, TORCH_CUDA, AutocastRules
+from jmp_train.policies.loss_scaling import (
+    LossScale,
+    LossScales,
+    NoOpLossScale,
+    PerLossScale,
+    StaticLossScale,
+    apex_loss_scale,
     check_choice,
     check_count,
     check_flag,
     check_range,
     check_scale,
     is_integer,
+    megatron_loss_scale,
+    torch_loss_scale,
 )
-from jmp_train.policies.autocast_rules import APEX_O1, TORCH_CUDA, AutocastRules
-from jmp_train.policies.loss_scale import LossScale, NoOpLossScale, StaticLossScale
-from jmp_train.policies.per_loss_scale import LossScales, PerLossScale
-from jmp_train.policies.presets import apex_loss_scale, megatron_loss_scale, torch_loss_scale
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -52,7 +57,7 @@ class Precision:
       model_dtype: of parameters, inputs and buffers; None leaves them as they are.
       autocast_rules: by which each operation gets its precision; None for no autocast.
       keep_batchnorm_fp32: whether BatchNorms are float32 where the model is not.
-      master_weights: whether the optimizer keeps float32 masters.
+      master_weights: whether the optimizer keeps float32 master weights.
       output_dtype: of what the model returns; None for the dtype in which it was made.
     """
 
@@ -138,7 +143,7 @@ class TorchOptions(_Options):
 
 @dataclasses.dataclass(frozen=True)
 class NaiveOptions(_Options):
-    """Mode "naive": the whole model in half precision, and float32 masters.
+    """Mode "naive": the whole model in half precision, and float32 master weights.
 
     Args:
       log_num_zeros_in_grad: whether to count the gradients that are zero (metric `num_zeros_in_grad`).
@@ -195,7 +200,7 @@ class NaiveOptions(_Options):
         return self.log_num_zeros_in_grad
 
     def precision(self, half: np.dtype) -> Precision:
-        """Returns half precision for all but masters and outputs."""
+        """Returns half precision for all but master weights and outputs."""
         return Precision(model_dtype=half, master_weights=True, output_dtype=FLOAT32)
 
     def _dynamic_scale(self) -> LossScale:
@@ -229,18 +234,20 @@ class ApexOptions(_Options):
 
     Args:
       enabled: False computes what float32 computes.
-      opt_level: "O0" is float32, "O1" autocast, "O2" a half model with BatchNorms and masters in float32 and
+      opt_level: "O0" is float32, "O1" autocast, "O2" a half model with BatchNorms and master weights in float32 and
         a dynamic loss scale, "O3" a half model with nothing else.
       cast_model_type: dtype of the model, or its name; False for none.
       patch_torch_functions: whether each operation gets its precision by autocast; O1 only.
       keep_batchnorm_fp32: whether BatchNorms stay in float32; "True" and "False" are taken too. Not for O1.
-      master_weights: whether the optimizer keeps float32 masters of half parameters. Not for O1.
+      master_weights: whether the optimizer keeps float32 master weights of half parameters. Not for O1.
       loss_scale: a number, its text, or "dynamic".
       cast_model_outputs: dtype of what the model returns; None for float32, under O1 for what comes.
       num_losses: how many losses with a scale of their own there are; see `PerLossScale`.
       verbosity: 0 logs nothing, 1 settings and skipped steps.
       min_loss_scale: the floor of a dynamic scale; None for 1, 0 for none.
       max_loss_scale: its ceiling.
+      scale_window: after how many steps without overflow it grows, as Apex's `LossScaler` has it; its `initialize`
+        has no such option.
 
     Example:
       >>> ApexOptions(opt_level="O2").max_loss_scale == 2.0**24
@@ -250,7 +257,7 @@ class ApexOptions(_Options):
     """
 
     mode: ClassVar[AmpType] = AmpType.APEX
-    scaling: ClassVar[tuple[str, ...]] = ("min_loss_scale", "max_loss_scale")
+    scaling: ClassVar[tuple[str, ...]] = ("min_loss_scale", "max_loss_scale", "scale_window")
 
     enabled: bool = True
     opt_level: str = "O1"
@@ -264,6 +271,7 @@ class ApexOptions(_Options):
     verbosity: int = 1
     min_loss_scale: float | None = None
     max_loss_scale: float = 2.0**24
+    scale_window: int = 2000
 
     def __post_init__(self) -> None:
         check_flag("enabled", self.enabled)
@@ -286,7 +294,7 @@ class ApexOptions(_Options):
             self._dynamic_scale()
         elif any(getattr(self, name) != getattr(ApexOptions, name) for name in self.scaling):
             warnings.warn(
-                "min_loss_scale and max_loss_scale bound a dynamic loss scale; "
+                "min_loss_scale, max_loss_scale and scale_window are a dynamic loss scale's; "
                 f"loss_scale={self._level_or('loss_scale')} is static",
                 stacklevel=4,
             )
@@ -352,17 +360,21 @@ class ApexOptions(_Options):
         check_range("max_loss_scale", self.max_loss_scale)
         floor = self.min_loss_scale
         floor = min(1.0, self.max_loss_scale) if floor is None else floor
-        return apex_loss_scale(min_loss_scale=floor, max_loss_scale=self.max_loss_scale)
+        return apex_loss_scale(
+            scale_window=self.scale_window,
+            min_loss_scale=floor,
+            max_loss_scale=self.max_loss_scale,
+        )
 
 
-def _check_level(level: Any) -> None:
+def _check_level(level: object) -> None:
     if isinstance(level, str) and level in _LEVELS:
         return
     hint = "; the first character is the letter O" if str(level)[:1] == "0" else ""
     raise ValueError(f"opt_level={level!r} must be one of {', '.join(map(repr, _LEVELS))}{hint}")
 
 
-def _dtype_option(name: str, value: Any) -> Any:
+def _dtype_option(name: str, value: object) -> Any:
     """Returns the dtype that an option names, by torch's names too; None and False come back."""
     if value is None or (value is False and name == "cast_model_type"):
         return value
@@ -413,6 +425,6 @@ def amp_options(mode: str, options: Mapping[str, Any]) -> AmpOptions:
     for name in options:
         if name not in names:
             raise ValueError(
-                f"{name!r} is no option of mode {str(mode)!r}; choose from mode, {', '.join(names)}"
+                f"{name!r} is not an option of mode {str(mode)!r}; choose from mode, {', '.join(names)}"
             )
     return kind(**options)

@@ -1,7 +1,7 @@
 """Which matrix products are the logits of an attention, and so keep float32's range and precision.
 
 `jax.nn.dot_product_attention` asks for a float32 result of half queries and keys, as torch's attention computes
-it: logits beyond 65504 are no rarity, and all that reads them is float32. In a program traced for float32 that
+it: logits beyond 65504 are not rare, and all that reads them is float32. In a program traced for float32 that
 wish looks like the default of `jnp.einsum` and `jnp.matmul`; those who write an attention by these mean the same.
 A softmax saves its probabilities and not its logits for the gradient, so that this costs no memory there. The
 logits of a classifier, which contract no batches, stay half: a loss saves them.
@@ -10,15 +10,22 @@ logits of a classifier, which contract no batches, stay half: a loss saves them.
 from typing import Any
 
 import jax.extend.core as jex
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmp_train.policies.autocast_dtypes import wanted
-from jmp_train.policies.autocast_region import ARITHMETIC, FLOAT32, LAYOUT, Region, variables_read
+from jmp_train.policies.autocasting.operand_dtypes import wanted
+from jmp_train.policies.autocasting.region import (
+    ARITHMETIC,
+    FLOAT32,
+    LAYOUT,
+    Region,
+    variables_read,
+)
 
 _ONTO = ARITHMETIC | LAYOUT | {"select_n", "max"}  # what scales, masks and shifts logits
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
 
 
-def logits_of(region: Region, jaxpr: Any) -> frozenset[Any]:
+def logits_of(region: Region, jaxpr: Jaxpr) -> frozenset[Any]:
     """Returns the results of a program's products that a softmax in float32 reads, and nothing else."""
 
     def find() -> frozenset[Any]:
@@ -30,7 +37,7 @@ def logits_of(region: Region, jaxpr: Any) -> frozenset[Any]:
     return region.remembered(("logits", region.settings), jaxpr, find)
 
 
-def _asks_for_float32(equation: Any) -> bool:
+def _asks_for_float32(equation: JaxprEqn) -> bool:
     """Whether a product of batches, as attention's is and no layer's, names float32 as its result's type."""
     if equation.primitive.name != "dot_general":
         return False
@@ -38,13 +45,13 @@ def _asks_for_float32(equation: Any) -> bool:
     return bool(batch) and equation.params["preferred_element_type"] == FLOAT32
 
 
-def _read_by_maximum(region: Region, jaxpr: Any, results: frozenset[Any]) -> frozenset[Any]:
+def _read_by_maximum(region: Region, jaxpr: Jaxpr, results: frozenset[Any]) -> frozenset[Any]:
     """Returns the variables of which a maximum is taken, as every softmax begins, given such results."""
     key = ("read by a maximum", results)
     return region.remembered(key, jaxpr, lambda: frozenset(_found(region, jaxpr, results)))
 
 
-def _found(region: Region, jaxpr: Any, results: frozenset[Any]) -> set[Any]:
+def _found(region: Region, jaxpr: Jaxpr, results: frozenset[Any]) -> set[Any]:
     found = set(results)
     for equation in reversed(jaxpr.eqns):
         name = equation.primitive.name
@@ -63,5 +70,5 @@ def _found(region: Region, jaxpr: Any, results: frozenset[Any]) -> set[Any]:
     return found
 
 
-def _is_literal(atom: Any) -> bool:
+def _is_literal(atom: Var | Literal) -> bool:
     return isinstance(atom, jex.Literal)

@@ -1,6 +1,6 @@
 """Says that a jaxlib leaves results of bfloat16 convolutions unwritten on CPUs, and which flag mends it.
 
-XLA:CPU of jaxlib 0.11 and 0.12 hands chains of convolutions to YNNPACK as one fusion, and in
+XLA:CPU of jaxlib 0.11 and 0.12 passes chains of convolutions to YNNPACK as one fusion, and in
 bfloat16 some of these never write what they should. Compiled code reads what was in memory before.
 """
 
@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
-from jmp_train.policies.autocast_region import traced_dtype
-from jmp_train.policies.operations import held_jaxprs
+from jmp_train.policies.autocasting.operations import held_jaxprs
+from jmp_train.policies.autocasting.region import traced_dtype
 from jmp_train.policies.user_warnings import warn_user
 
 FUSION_FLAG = "--xla_cpu_experimental_ynn_fusion_type="
@@ -78,7 +79,7 @@ def warn_of_convolutions(equations: Iterable[Any], dtype: Any = None) -> None:
         )
 
 
-def all_equations(jaxpr: Any) -> Iterator[Any]:
+def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """Yields the equations of an open jaxpr, and those of the programs within it."""
     for equation in jaxpr.eqns:
         yield equation

@@ -8,15 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
-from jmp_train.policies.autocast_interpreter import (
+from jmp_train.policies.autocasting.interpreter import (
     as_traced,
     inlined,
     interpret,
     on_arrays,
     values_of,
 )
-from jmp_train.policies.autocast_region import (
+from jmp_train.policies.autocasting.literal_bounds import fits
+from jmp_train.policies.autocasting.region import (
     Region,
     Value,
     chosen,
@@ -24,10 +26,9 @@ from jmp_train.policies.autocast_region import (
     replaced,
     traced_dtype,
 )
-from jmp_train.policies.literal_bounds import fits
 
 
-def custom_jvp(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | None:
+def custom_jvp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:
     """Makes a new custom rule of the body and the old tangents, both by the rules of the region."""
     into = [eligible(traced_dtype(atom)) for atom in equation.invars]
     out = [eligible(traced_dtype(variable)) for variable in equation.outvars]
@@ -37,13 +38,15 @@ def custom_jvp(region: Region, equation: Any, inputs: list[Value]) -> list[Value
     function = jax.custom_jvp(on_arrays(region, equation.params["call_jaxpr"], inputs))
 
     def of_floats(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        def bound(*floats: Any) -> list[Any]:
+        def bound(*floats: object) -> list[Any]:
             return chosen(as_traced(equation, *replaced(primals, into, floats)), out)
 
         return jax.jvp(bound, tuple(chosen(primals, into)), tuple(tangents))[1]
 
     @function.defjvp
-    def tangents_by_the_rules(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+    def tangents_by_the_rules(
+        primals: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
         outputs = function(*primals)
         avals = _avals(equation)
         jaxpr = jax.make_jaxpr(of_floats)(avals, chosen(avals, into))
@@ -70,13 +73,13 @@ def _followed(region: Region, inputs: list[Value]) -> list[Any]:
     ]
 
 
-def _has_other_floats(equation: Any) -> bool:
-    """Whether it has operands or results that can be differentiated, but are no concern of ours."""
+def _has_other_floats(equation: JaxprEqn) -> bool:
+    """Whether it has operands or results of other differentiable dtypes, which autocast leaves alone."""
     dtypes = [traced_dtype(atom) for atom in (*equation.invars, *equation.outvars)]
     return any(jnp.issubdtype(dtype, jnp.inexact) and not eligible(dtype) for dtype in dtypes)
 
 
-def custom_vjp(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | None:
+def custom_vjp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:
     """Keeps the rule: the equation as it was or, where its dtype is forced, its two halves in it."""
     n_consts = equation.params.get("num_consts", 0)
     atoms = equation.invars[n_consts:]
@@ -87,7 +90,7 @@ def custom_vjp(region: Region, equation: Any, inputs: list[Value]) -> list[Value
     const_avals, avals = _avals(equation)[:n_consts], _avals(equation)[n_consts:]
     pullback_tree: list[Any] = []
 
-    def split(consts: Any, *primals: Any) -> tuple[list[Any], list[Any]]:
+    def split(consts: Sequence[jax.Array], *primals: jax.Array) -> tuple[list[Any], list[Any]]:
         outputs, pullback = jax.vjp(lambda *x: as_traced(equation, *consts, *x), *primals)
         leaves, tree = jax.tree.flatten(pullback)
         pullback_tree[:] = [tree]
@@ -109,7 +112,7 @@ def custom_vjp(region: Region, equation: Any, inputs: list[Value]) -> list[Value
     handlers = {**region.handlers, "custom_vjp_call": inlined}
     within = dataclasses.replace(region, handlers=handlers, memory={})
 
-    def forward(*primals: Any) -> tuple[list[Any], list[Any]]:
+    def forward(*primals: object) -> tuple[list[Any], list[Any]]:
         results = on_arrays(within, forward_jaxpr)(*consts, *primals)
         shapes = jax.eval_shape(primal, *primals)
         outputs = [x.astype(out.dtype) for x, out in zip(results, shapes, strict=False)]
@@ -123,5 +126,5 @@ def custom_vjp(region: Region, equation: Any, inputs: list[Value]) -> list[Value
     return values_of(function(*arrays))
 
 
-def _avals(equation: Any) -> tuple[Any, ...]:
+def _avals(equation: JaxprEqn) -> tuple[Any, ...]:
     return tuple(atom.aval for atom in equation.invars)

@@ -8,24 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_train.policies.autocast import autocast_as
-from jmp_train.policies.autocast_given import as_given
-from jmp_train.policies.dtypes import at_least_float32
+from jmp_train.policies.autocasting.opaque import opaque_to_autocast
+from jmp_train.policies.autocasting.transform import autocast_as
+from jmp_train.policies.pytrees import at_least_float32
 
 _Contract = tuple[tuple[int, ...], tuple[int, ...]]  # dimensions of lhs and of rhs, in pairs
 
 
-def wide_dot_general(
+def float32_dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    **unused: Any,
+    precision: object = None,
+    preferred_element_type: object = None,
+    **unused: object,
 ) -> jax.Array:
     """Multiplies like `jax.lax.dot_general`, adds up in float32, and rounds the sum to the inputs' dtype.
 
-    One GPU does that by itself. Where the dimension that is added up is cut over devices, as in the second of a pair of
+    One GPU does that by itself. Where the contracted dimension is sharded over devices, as in the second of a pair of
     tensor-parallel dense layers, jax adds the devices' shares in the dtype of the product, in float16 from 65504 on
     to infinity; here, and in the gradients, in float32. For `flax.linen.Dense(dot_general=...)` and the like.
 
@@ -36,7 +36,7 @@ def wide_dot_general(
         dimensions.
       precision: as for `dot_general`.
       preferred_element_type: the result's dtype; None for that of the inputs.
-      **unused: what layers hand on to `dot_general` beyond that; it has to be None.
+      **unused: what layers pass to `dot_general` beyond that; it has to be None.
 
     Returns:
       The product.
@@ -47,7 +47,7 @@ def wide_dot_general(
     Example:
       >>> import jax.numpy as jnp
       >>> x, w = jnp.full((1, 2), 300, jnp.float16), jnp.ones((2, 1), jnp.float16)
-      >>> wide_dot_general(x, w, (((1,), (0,)), ((), ())))
+      >>> float32_dot_general(x, w, (((1,), (0,)), ((), ())))
       Array([[600.]], dtype=float16)
 
     Reference: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053.
@@ -55,14 +55,14 @@ def wide_dot_general(
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     if lhs_batch or rhs_batch:
         raise ValueError(
-            f"dimension_numbers={dimension_numbers} have batch dimensions, which wide_dot_general does not take"
+            f"dimension_numbers={dimension_numbers} have batch dimensions, which float32_dot_general does not take"
         )
     given = {name: value for name, value in unused.items() if value is not None}
     if given:
-        raise ValueError(f"wide_dot_general has no argument {', '.join(given)}")
+        raise ValueError(f"float32_dot_general has no argument {', '.join(given)}")
     contract = tuple(lhs_contract), tuple(rhs_contract)
     # Within autocast its rules would give the product itself the half type that is for its operands.
-    product = as_given(functools.partial(_product, contract, precision))
+    product = opaque_to_autocast(functools.partial(_product, contract, precision))
     result: Any = product(_as_operand(lhs), _as_operand(rhs))
     return result if preferred_element_type is None else result.astype(preferred_element_type)
 
@@ -74,18 +74,23 @@ def _as_operand(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(contract: _Contract, precision: Any, lhs: jax.Array, rhs: jax.Array) -> Any:
-    wide = at_least_float32(lhs.dtype)
+    sum_dtype = at_least_float32(lhs.dtype)
     product = lax.dot_general(
-        lhs, rhs, (contract, ((), ())), precision, preferred_element_type=wide
+        lhs, rhs, (contract, ((), ())), precision, preferred_element_type=sum_dtype
     )
     return product.astype(lhs.dtype)
 
 
-def _forward(contract: _Contract, precision: Any, lhs: jax.Array, rhs: jax.Array) -> Any:
+def _forward(contract: _Contract, precision: object, lhs: jax.Array, rhs: jax.Array) -> Any:
     return _product(contract, precision, lhs, rhs), (lhs, rhs)
 
 
-def _backward(contract: _Contract, precision: Any, inputs: Any, cotangent: jax.Array) -> Any:
+def _backward(
+    contract: _Contract,
+    precision: object,
+    inputs: tuple[jax.Array, jax.Array],
+    cotangent: jax.Array,
+) -> Any:
     (lhs, rhs), (lhs_contract, rhs_contract) = inputs, contract
     lhs_free, rhs_free = _others(lhs, lhs_contract), _others(rhs, rhs_contract)
     of_lhs = tuple(range(len(lhs_free)))  # dimensions of the cotangent

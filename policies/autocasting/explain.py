@@ -8,16 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_train.policies.autocast import autocast, float32_aval, mark_of, run_region
-from jmp_train.policies.autocast_region import Decision, Region, chosen, replaced
-from jmp_train.policies.flat_calls import FlatCall
-from jmp_train.policies.operations import (
+from jmp_train.policies.autocasting.flat_calls import FlatCall
+from jmp_train.policies.autocasting.operations import (
     OperationReport,
     flops_of,
     half_share,
     source_of,
     table,
 )
+from jmp_train.policies.autocasting.region import Decision, Region, chosen, replaced
+from jmp_train.policies.autocasting.transform import autocast, float32_aval, mark_of, run_region
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class AutocastReport:
         )
 
 
-def explain_autocast(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> AutocastReport:
+def explain_autocast(fn: Callable[..., Any], *args: object, **kwargs: object) -> AutocastReport:
     """Says what autocast does with each operation of a function; nothing is computed.
 
     Args:
@@ -90,12 +90,12 @@ def explain_autocast(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Autoc
         raise ValueError("fn is an autocast with enabled=False: there is nothing to explain")
     plain, region = mark.plain, mark.region
     call = FlatCall(args, kwargs)
-    wide = [float32_aval(aval) for aval in call.avals]
+    in_float32 = [float32_aval(aval) for aval in call.avals]
     under_autocast = call.of_arrays(lambda *a, **k: run_region(region, plain, a, k))
     return AutocastReport(
         operations=decided(region, lambda region, *a, **k: run_region(region, plain, a, k), call),
-        residual_bytes_float32=_residual_bytes(call.of_arrays(plain), wide),
-        residual_bytes_autocast=_residual_bytes(under_autocast, wide),
+        residual_bytes_float32=_residual_bytes(call.of_arrays(plain), in_float32),
+        residual_bytes_autocast=_residual_bytes(under_autocast, in_float32),
     )
 
 
@@ -116,8 +116,8 @@ def decided(region: Region, run: Callable[..., Any], call: FlatCall) -> tuple[Op
 def _residual_bytes(fn: Callable[..., Any], avals: list[Any]) -> int | None:
     floats = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals]
 
-    def pullback(*arrays: Any) -> Any:
-        def of_floats(*some: Any) -> list[Any]:
+    def pullback(*arrays: object) -> Any:
+        def of_floats(*some: object) -> list[Any]:
             return [
                 y
                 for y in fn(*replaced(arrays, floats, some))

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_train.policies.autocast_region import chosen, replaced
-from jmp_train.policies.nnx_tracing import Carried
+from jmp_train.policies.autocasting.region import chosen, replaced
+from jmp_train.policies.pytrees import Carried
 
 
 class FlatCall:
@@ -37,7 +37,7 @@ class FlatCall:
         """
         reachable = Carried((), run)
 
-        def call(*arrays: Any) -> list[Any]:
+        def call(*arrays: object) -> list[Any]:
             leaves = replaced(self._leaves, self.are_arrays, arrays)
             args, kwargs = jax.tree.unflatten(self._tree, leaves)
             with reachable.at_home():
@@ -47,5 +47,5 @@ class FlatCall:
         return call
 
 
-def _is_abstract(leaf: Any) -> bool:
+def _is_abstract(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)

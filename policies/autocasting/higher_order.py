@@ -11,17 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from jmp_train.policies.autocast_custom_rules import custom_jvp, custom_vjp
-from jmp_train.policies.autocast_given import CalledAnew
-from jmp_train.policies.autocast_interpreter import (
+from jmp_train.policies.autocasting.custom_derivatives import custom_jvp, custom_vjp
+from jmp_train.policies.autocasting.interpreter import (
     inlined,
     interpret,
     on_arrays,
     on_device,
     values_of,
 )
-from jmp_train.policies.autocast_region import (
+from jmp_train.policies.autocasting.opaque import OpaqueCall
+from jmp_train.policies.autocasting.region import (
     FLOAT32,
     HALVES,
     Handler,
@@ -31,6 +32,7 @@ from jmp_train.policies.autocast_region import (
     eligible,
     traced_dtype,
 )
+from jmp_train.policies.types import PyTree
 
 
 def _jit(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
@@ -41,7 +43,7 @@ def _jit(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
     return _constrain(outputs, params.get("out_shardings"))
 
 
-def _constrain(values: list[Value], shardings: Any) -> list[Value]:
+def _constrain(values: list[Value], shardings: Sequence[Any]) -> list[Value]:
     if not shardings or not any(isinstance(s, jax.sharding.Sharding) for s in shardings):
         return values
     return [
@@ -52,9 +54,9 @@ def _constrain(values: list[Value], shardings: Any) -> list[Value]:
     ]
 
 
-def _remat(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
+def _remat(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value]:
     params = equation.params
-    if isinstance(params["policy"], CalledAnew):
+    if isinstance(params["policy"], OpaqueCall):
         arrays = [on_device(value.array) for value in inputs]
         return values_of(jax.tree.leaves(params["policy"].run(*arrays)))
     body = on_arrays(region, params["jaxpr"], inputs)
@@ -62,14 +64,14 @@ def _remat(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
     return values_of(wrapped(*(value.array for value in inputs)))
 
 
-def _scan(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
+def _scan(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value]:
     params, jaxpr = equation.params, equation.params["jaxpr"]
     region = dataclasses.replace(region, repeats=region.repeats * params["length"])
     n_consts, n_carry = scan_counts(params)
     consts, init, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
     atoms = equation.invars[n_consts:][:n_carry]
-    # Gradients of constants are added over the turns, which half precision would not survive.
-    wide = [value.to(FLOAT32) if _is_half(value) else value.array for value in consts]
+    # Gradients of constants are added over the iterations, which half precision would not survive.
+    float32_consts = [value.to(FLOAT32) if _is_half(value) else value.array for value in consts]
 
     def run(
         region: Region, carry: Sequence[Any], x: Sequence[Any]
@@ -78,7 +80,7 @@ def _scan(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
             dataclasses.replace(value, array=array.astype(value.dtype), casts={})
             if _is_half(value)
             else value.inside()
-            for value, array in zip(consts, wide, strict=True)
+            for value, array in zip(consts, float32_consts, strict=True)
         ]
         values += [Value(array) for array in carry]
         values += [Value(a, integers=v.integers) for a, v in zip(x, xs, strict=True)]
@@ -136,13 +138,13 @@ def _stable(
         if not any(changed):
             break
         arrays = [
-            lax.convert_element_type(array, jnp.float32) if wider else array
-            for array, wider in zip(arrays, changed, strict=True)
+            lax.convert_element_type(array, jnp.float32) if upcast else array
+            for array, upcast in zip(arrays, changed, strict=True)
         ]
     return arrays
 
 
-def _result_dtypes(region: Region, jaxpr: Any, values: Sequence[Value]) -> Sequence[Any]:
+def _result_dtypes(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> Sequence[Any]:
     """Returns the dtypes of a program's results; for values of the same kind it is run once."""
 
     def find() -> list[Any]:
@@ -163,19 +165,19 @@ def _is_half(array: Any) -> bool:
     return array.dtype in HALVES and not _is_ref(array)
 
 
-def _is_ref(value: Any) -> bool:
+def _is_ref(value: object) -> bool:
     """Whether it is a `jax.Ref`, whose dtype is not ours to change."""
     return isinstance(getattr(value, "array", value), jax.Ref)
 
 
-def _while(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
+def _while(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value]:
     params = equation.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = inputs[:n_cond], inputs[n_cond:][:n_body]
     init, atoms = inputs[n_cond + n_body :], equation.invars[n_cond + n_body :]
 
     def run(
-        region: Region, jaxpr: Any, consts: Sequence[Value], carry: Sequence[Any]
+        region: Region, jaxpr: ClosedJaxpr, consts: Sequence[Value], carry: Sequence[Any]
     ) -> list[Value]:
         values = [value.inside() for value in consts]
         return interpret(region.body(), jaxpr, values + [Value(array) for array in carry])
@@ -196,13 +198,13 @@ def _while(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
         new = [value.to(dtype) for value, dtype in zip(outputs, dtypes, strict=True)]
         return _where(go_on(region.unlogged(), carry), new, carry) if batched else new
 
-    def proceed(carry: Any) -> Any:
+    def proceed(carry: PyTree) -> Any:
         return jnp.any(go_on(region, carry))
 
     return values_of(lax.while_loop(proceed, body, start))
 
 
-def _where(condition: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+def _where(condition: jax.Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
     leading = range(condition.ndim)
     return [
         lax.select(lax.broadcast_in_dim(condition, x.shape, leading), x, y)
@@ -210,7 +212,7 @@ def _where(condition: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _cond(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | None:
+def _cond(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:
     if equation.params.get("branches_platforms") is not None:
         return None
     index, *operands = inputs
@@ -227,7 +229,7 @@ def _cond(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | N
     ]
 
     def agreeing(branch: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        def run(*arrays: Any) -> list[Any]:
+        def run(*arrays: object) -> list[Any]:
             return [
                 array if array.dtype == dtype else lax.convert_element_type(array, dtype)
                 for array, dtype in zip(branch(*arrays), dtypes, strict=True)
@@ -238,7 +240,7 @@ def _cond(region: Region, equation: Any, inputs: list[Value]) -> list[Value] | N
     return values_of(lax.switch(index.array, [agreeing(branch) for branch in branches], *arrays))
 
 
-def _shard_map(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
+def _shard_map(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value]:
     params = equation.params
     wrapped = jax.shard_map(
         on_arrays(region, params["jaxpr"], inputs),

@@ -14,8 +14,10 @@ from typing import Any
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.typing import DTypeLike
 
-from jmp_train.policies.literal_bounds import fits
+from jmp_train.policies.autocasting.literal_bounds import fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Integers:
         """The greatest magnitude."""
         return max(abs(self.low), abs(self.high))
 
-    def held_by(self, half: Any) -> bool:
+    def held_by(self, half: DTypeLike) -> bool:
         """Whether a half type holds them: each by itself, without overflow or underflow."""
         steps = 2.0 ** (jnp.finfo(half).nmant + 1)
         return self.greatest <= steps * self.step and fits((0.0, self.greatest), half, scales=True)
@@ -58,20 +60,20 @@ class Operand:
     number: float | None
 
 
-def operand(atom: Any, known: Integers | None, *, weak: bool, given: bool) -> Operand:
+def operand(atom: Var | Literal, known: Integers | None, *, weak: bool, given: bool) -> Operand:
     """Returns what is known of an operand: by its variable or literal, and what its value says."""
     integers = known if weak else integers_of(atom, known)
     return Operand(integers, weak or given, _number(atom))
 
 
-def _number(atom: Any) -> float | None:
+def _number(atom: Var | Literal) -> float | None:
     value = atom.val if isinstance(atom, jex.Literal) else None
     if value is None or np.ndim(value) or np.iscomplexobj(value):
         return None
     return float(value) if math.isfinite(value) else None
 
 
-def integers_of(atom: Any, known: Integers | None) -> Integers | None:
+def integers_of(atom: Var | Literal, known: Integers | None) -> Integers | None:
     """Returns the integers that an operand is made of: what is known, or all that its type has."""
     dtype = getattr(atom.aval, "dtype", None)
     if known is not None or dtype is None:
@@ -86,7 +88,7 @@ def integers_of(atom: Any, known: Integers | None) -> Integers | None:
     return Integers(float(limits.min), float(limits.max))
 
 
-def integers_in_result(equation: Any, operands: Sequence[Operand]) -> Integers | None:
+def integers_in_result(equation: JaxprEqn, operands: Sequence[Operand]) -> Integers | None:
     """Returns what integers the result of an equation is made of, None where it is of none."""
     function = _OF_RESULTS.get(equation.primitive.name)
     if len(equation.outvars) > 1 and equation.primitive.name not in ("split", "unstack"):
@@ -97,11 +99,11 @@ def integers_in_result(equation: Any, operands: Sequence[Operand]) -> Integers |
     return found
 
 
-def _counted(equation: Any, *_: Operand) -> Integers:
+def _counted(equation: JaxprEqn, *_: Operand) -> Integers:
     return Integers(0.0, max(0.0, equation.params["shape"][equation.params["dimension"]] - 1.0))
 
 
-def _converted(equation: Any, a: Operand) -> Integers | None:
+def _converted(equation: JaxprEqn, a: Operand) -> Integers | None:
     limits = integers_of(equation.outvars[0], None)
     if a.integers is None or limits is None:
         return a.integers
@@ -109,7 +111,7 @@ def _converted(equation: Any, a: Operand) -> Integers | None:
     return dataclasses.replace(a.integers, step=1.0) if within else limits
 
 
-def _moved(_: Any, *operands: Operand) -> Integers | None:
+def _moved(_: object, *operands: Operand) -> Integers | None:
     """Those of any operand: what is not made of integers beside them takes nothing away."""
     found = [operand.integers for operand in operands if operand.integers is not None]
     if not found:
@@ -121,19 +123,19 @@ def _moved(_: Any, *operands: Operand) -> Integers | None:
     )
 
 
-def _first(equation: Any, operand: Operand, *_: Operand) -> Integers | None:
+def _first(equation: JaxprEqn, operand: Operand, *_: Operand) -> Integers | None:
     return _moved(equation, operand)
 
 
-def _negative(_: Any, a: Operand) -> Integers | None:
+def _negative(_: object, a: Operand) -> Integers | None:
     return a.integers and Integers(-a.integers.high, -a.integers.low, a.integers.step)
 
 
-def _magnitude(_: Any, a: Operand) -> Integers | None:
+def _magnitude(_: object, a: Operand) -> Integers | None:
     return a.integers and Integers(0.0, a.integers.greatest, a.integers.step)
 
 
-def _sum(_: Any, a: Operand, b: Operand) -> Integers | None:
+def _sum(_: object, a: Operand, b: Operand) -> Integers | None:
     if a.integers is not None and b.integers is not None:
         step = min(a.integers.step, b.integers.step)
         return Integers(a.integers.low + b.integers.low, a.integers.high + b.integers.high, step)
@@ -144,7 +146,7 @@ def _sum(_: Any, a: Operand, b: Operand) -> Integers | None:
     return Integers(one.integers.low + offset, one.integers.high + offset, one.integers.step)
 
 
-def _difference(equation: Any, a: Operand, b: Operand) -> Integers | None:
+def _difference(equation: JaxprEqn, a: Operand, b: Operand) -> Integers | None:
     number = None if b.number is None else -b.number
     return _sum(equation, a, dataclasses.replace(b, integers=_negative(equation, b), number=number))
 
@@ -154,7 +156,7 @@ def _scaled(integers: Integers, factor: float) -> Integers:
     return Integers(ends[0], ends[1], integers.step * abs(factor))
 
 
-def _product(_: Any, a: Operand, b: Operand) -> Integers | None:
+def _product(_: object, a: Operand, b: Operand) -> Integers | None:
     if a.integers is not None and b.integers is not None:
         greatest = _times(a.integers.greatest, b.integers.greatest)
         low = 0.0 if min(a.integers.low, b.integers.low) >= 0 else -greatest
@@ -179,14 +181,14 @@ def _quotient(equation: Any, a: Operand, b: Operand) -> Integers | None:
     return dataclasses.replace(quotient, step=1.0) if whole else quotient
 
 
-def _remainder(equation: Any, a: Operand, b: Operand) -> Integers | None:
+def _remainder(equation: JaxprEqn, a: Operand, b: Operand) -> Integers | None:
     if a.integers is None or not b.number:
         return _first(equation, a)
     greatest = min(abs(b.number), a.integers.greatest)
     return Integers(0.0 if a.integers.low >= 0 else -greatest, greatest, a.integers.step)
 
 
-def _power(equation: Any, a: Operand) -> Integers | None:
+def _power(equation: JaxprEqn, a: Operand) -> Integers | None:
     if a.integers is None or (y := equation.params.get("y", 2)) < 1:
         return None
     low = 0.0 if y % 2 == 0 or a.integers.low >= 0 else -(a.integers.greatest**y)

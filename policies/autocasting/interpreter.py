@@ -17,9 +17,14 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.typing import DTypeLike
 
-from jmp_train.policies.autocast_binding import bind, cast, wide_product
-from jmp_train.policies.autocast_dtypes import (
+from jmp_train.policies.autocasting.attention_logits import logits_of
+from jmp_train.policies.autocasting.integers import integers_in_result, operand
+from jmp_train.policies.autocasting.jitted_primitives import bind, cast, float32_product
+from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, result_bounds
+from jmp_train.policies.autocasting.operand_dtypes import (
     COMPUTED,
     PICKS,
     literals_fit,
@@ -27,18 +32,16 @@ from jmp_train.policies.autocast_dtypes import (
     settle,
     wanted,
 )
-from jmp_train.policies.autocast_integers import integers_in_result, operand
-from jmp_train.policies.autocast_logits import logits_of
-from jmp_train.policies.autocast_region import (
+from jmp_train.policies.autocasting.region import (
     ADDITIONS,
     ARITHMETIC,
-    CURVED,
     DECIDED,
     FLOAT32,
     HALVES,
     LAYOUT,
     PLACEMENT,
     PRODUCTS,
+    TRANSCENDENTAL,
     Decision,
     Region,
     Value,
@@ -49,14 +52,13 @@ from jmp_train.policies.autocast_region import (
     traced_dtype,
     variables_read,
 )
-from jmp_train.policies.autocast_rules import Rule
-from jmp_train.policies.literal_bounds import UNKNOWN, result_bounds
+from jmp_train.policies.autocasting.rules import Rule
 
 _READS_AGAIN = frozenset(("gather", "broadcast_in_dim"))  # a value more than once
-_SAVES_ITS_INPUT = CURVED | {"mul", "div"}  # whose gradients need an input or the result
+_SAVES_ITS_INPUT = TRANSCENDENTAL | {"mul", "div"}  # whose gradients need an input or the result
 
 
-def interpret(region: Region, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
+def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> list[Value]:
     """Runs a jaxpr by the rules of a region.
 
     Args:
@@ -64,13 +66,14 @@ def interpret(region: Region, jaxpr: Any, values: Sequence[Value]) -> list[Value
       jaxpr: a jaxpr, with its constants if it has any.
       values: its arguments.
     """
-    opened, constants = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+    opened: Any = getattr(jaxpr, "jaxpr", jaxpr)
+    constants = getattr(jaxpr, "consts", ())
     environment: dict[Any, Value] = {}
     for variable, constant in zip(opened.constvars, constants, strict=True):
         environment[variable] = region.constant(constant)
     environment.update(zip(opened.invars, values, strict=True))
 
-    def read(atom: Any) -> Value:
+    def read(atom: Var | Literal) -> Value:
         return literal(atom) if isinstance(atom, jex.Literal) else environment[atom]
 
     in_float32 = wanted(region, opened, "float32", ARITHMETIC | PICKS | {"stop_gradient"})
@@ -100,7 +103,7 @@ def interpret(region: Region, jaxpr: Any, values: Sequence[Value]) -> list[Value
 
 def _run(
     region: Region,
-    equation: Any,
+    equation: JaxprEqn,
     scope: str,
     inputs: list[Value],
     in_float32: frozenset[Any],
@@ -122,7 +125,9 @@ def _run(
     if rule == "lower" and equation.outvars[0] in logits:
         reason = f"{reason}, logits of a softmax"
         arrays = [value.to(region.half) for value in inputs]
-        outputs = [Value(wide_product(equation.primitive, arrays, equation.params), product=True)]
+        outputs = [
+            Value(float32_product(equation.primitive, arrays, equation.params), product=True)
+        ]
     else:
         outputs = _execute(region, equation, inputs, dtypes, rule)
     _note_integers(equation, inputs, outputs)
@@ -143,7 +148,7 @@ def _run(
     return outputs
 
 
-def _note_integers(equation: Any, inputs: list[Value], outputs: list[Value]) -> None:
+def _note_integers(equation: JaxprEqn, inputs: list[Value], outputs: list[Value]) -> None:
     """Says of results what integers they are made of."""
     name = equation.primitive.name
     if name in PLACEMENT:
@@ -162,9 +167,9 @@ def _note_integers(equation: Any, inputs: list[Value], outputs: list[Value]) -> 
             output.integers = found
 
 
-def _is_entered(rule: Rule | None, equation: Any, inputs: list[Value]) -> bool:
+def _is_entered(rule: Rule | None, equation: JaxprEqn, inputs: list[Value]) -> bool:
     """Whether a rule needs the program within to be run by rules, instead of as it was traced."""
-    if rule == "float32":  # what is half is saved so for the gradient, and is widened within
+    if rule == "float32":  # what is half is saved so for the gradient, and is upcast within
         return equation.primitive.name == "remat2" or any(
             traced_dtype(atom) in HALVES or value.dtype in HALVES
             for atom, value in zip(equation.invars, inputs, strict=True)
@@ -181,14 +186,14 @@ def _execute(
         if rule == "float32" and equation.params["new_dtype"] in HALVES:
             return [Value(inputs[0].to(FLOAT32))]
         return [_convert(equation, inputs[0])]
-    widened = any(
+    upcast = any(
         value.dtype == region.half and not value.weak and dtype == FLOAT32
         for value, dtype in zip(inputs, dtypes, strict=True)
     )
     params = _params(equation, next((d for d in dtypes if d is not None), None))
-    if name in CURVED and dtypes == [FLOAT32] and inputs[0].addends is not None:
+    if name in TRANSCENDENTAL and dtypes == [FLOAT32] and inputs[0].addends is not None:
         return [_of_sum(equation, inputs[0].addends)]
-    if name in _SAVES_ITS_INPUT | PRODUCTS and widened:
+    if name in _SAVES_ITS_INPUT | PRODUCTS and upcast:
         return [_recomputed(equation, inputs, params)]
     if name in _READS_AGAIN and dtypes[0] == region.half and not inputs[0].weak:
         return [_read_again(equation, inputs, params, region.half)]
@@ -199,7 +204,7 @@ def _execute(
         for value, dtype in zip(inputs, dtypes, strict=True)
     ]
     outputs = _bind(equation, arrays, inputs, params)
-    if name in ("add", "sub") and widened and _is_smaller(inputs, equation.outvars[0].aval.shape):
+    if name in ("add", "sub") and upcast and _is_smaller(inputs, equation.outvars[0].aval.shape):
         add = functools.partial(_in_float32, equation, params)
         outputs[0].addends = jax.tree_util.Partial(add, *(value.array for value in inputs))
     return outputs
@@ -211,7 +216,7 @@ def _is_smaller(inputs: Sequence[Value], shape: tuple[int, ...]) -> bool:
     return len(large) < 2 and all(dtype in HALVES for dtype in large)
 
 
-def _of_sum(equation: Any, addends: jax.tree_util.Partial) -> Value:
+def _of_sum(equation: JaxprEqn, addends: jax.tree_util.Partial) -> Value:
     """Binds to a float32 sum, so that not this but what is added is saved for the gradient."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -221,23 +226,25 @@ def _of_sum(equation: Any, addends: jax.tree_util.Partial) -> Value:
     return Value(run(addends))
 
 
-def _in_float32(equation: Any, params: dict[str, Any], *arrays: Any) -> Any:
+def _in_float32(equation: JaxprEqn, params: dict[str, Any], *arrays: jax.Array) -> Any:
     """Binds to arrays that become float32."""
-    wide = [
+    upcast = [
         lax.convert_element_type(array, FLOAT32) if eligible(traced_dtype(atom)) else array
         for array, atom in zip(arrays, equation.invars, strict=True)
     ]
-    return equation.primitive.bind(*wide, **params)
+    return equation.primitive.bind(*upcast, **params)
 
 
-def _recomputed(equation: Any, inputs: Sequence[Value], params: dict[str, Any]) -> Value:
-    """Binds in float32, so that not the widened but the half inputs are saved for the gradient."""
+def _recomputed(equation: JaxprEqn, inputs: Sequence[Value], params: dict[str, Any]) -> Value:
+    """Binds in float32, so that the half inputs, and not the upcast ones, are saved for the gradient."""
     bound = functools.partial(_in_float32, equation, params)
     run = jax.checkpoint(bound, prevent_cse=False)
     return Value(run(*(value.array for value in inputs)))
 
 
-def _read_again(equation: Any, inputs: Sequence[Value], params: dict[str, Any], half: Any) -> Value:
+def _read_again(
+    equation: JaxprEqn, inputs: Sequence[Value], params: dict[str, Any], half: DTypeLike
+) -> Value:
     """Reads half values more than once by way of float32, in which their gradients are added."""
     arrays = [inputs[0].to(FLOAT32), *(value.array for value in inputs[1:])]
     (output,) = _bind(equation, arrays, inputs, params)
@@ -250,18 +257,20 @@ def _spreads(equation: Any, inputs: Sequence[Value]) -> bool:
     return any(not x.weak and np.shape(x.array) != shape for x in inputs)
 
 
-def _spread(equation: Any, inputs: Sequence[Value], params: dict[str, Any], half: Any) -> Value:
+def _spread(
+    equation: Any, inputs: Sequence[Value], params: dict[str, Any], half: DTypeLike
+) -> Value:
     """Binds in half; smaller operands are spread in float32, in which their gradients are added."""
     shape = equation.outvars[0].aval.shape
 
-    def in_half(value: Value, array: Any) -> Any:
+    def in_half(value: Value, array: jax.Array) -> Any:
         if value.weak:
             return value.to(half)
         if array.shape != shape:
             array = jnp.broadcast_to(array.astype(FLOAT32), shape)
         return array.astype(half)
 
-    def run(*arrays: Any) -> Any:
+    def run(*arrays: jax.Array) -> Any:
         return equation.primitive.bind(*map(in_half, inputs, arrays), **params)
 
     if equation.primitive.name in _SAVES_ITS_INPUT:  # the small operands, and not the large ones
@@ -270,18 +279,18 @@ def _spread(equation: Any, inputs: Sequence[Value], params: dict[str, Any], half
 
 
 def _of_arithmetic(
-    region: Region, equation: Any, output: Value, inputs: list[Value], stored: bool
+    region: Region, equation: JaxprEqn, output: Value, inputs: list[Value], stored: bool
 ) -> Value:
     """Rounds a float32 result of half values to half, if it is stored for the gradient."""
     of_half = any(x.dtype == region.half for x in inputs)
-    wide = output.dtype == FLOAT32 and literals_fit(region, equation, inputs)
+    may_round = output.dtype == FLOAT32 and literals_fit(region, equation, inputs)
     exact = output.integers is None or output.integers.held_by(region.half)
-    if stored and wide and exact and (of_half or any(x.scaled for x in inputs)):
+    if stored and may_round and exact and (of_half or any(x.scaled for x in inputs)):
         return Value(output.to(region.half))
     return dataclasses.replace(output, scaled=of_half and equation.primitive.name in ("mul", "div"))
 
 
-def _convert(equation: Any, value: Value) -> Value:
+def _convert(equation: JaxprEqn, value: Value) -> Value:
     source, dtype = traced_dtype(equation.invars[0]), equation.params["new_dtype"]
     if eligible(source) and source == dtype:  # it only makes a weak type strong
         return value
@@ -293,21 +302,21 @@ def _convert(equation: Any, value: Value) -> Value:
     return output
 
 
-def _params(equation: Any, dtype: Any) -> dict[str, Any]:
+def _params(equation: JaxprEqn, dtype: DTypeLike | None) -> dict[str, Any]:
     """Returns the parameters of an equation whose operands have become of a dtype."""
     params = equation.params
     is_product = equation.primitive.name in PRODUCTS
     preferred = params.get("preferred_element_type") if is_product else None
     if preferred is None or dtype is None or not eligible(np.dtype(preferred)):
         return params
-    asked_for_wider = (
+    asked_for_upcast = (
         jnp.promote_types(*(traced_dtype(x) for x in equation.invars[:2])) != preferred
     )
-    return params if asked_for_wider else {**params, "preferred_element_type": dtype}
+    return params if asked_for_upcast else {**params, "preferred_element_type": dtype}
 
 
 def _bind(
-    equation: Any, arrays: Sequence[Any], inputs: Sequence[Value], params: dict[str, Any]
+    equation: JaxprEqn, arrays: Sequence[Any], inputs: Sequence[Value], params: dict[str, Any]
 ) -> list[Value]:
     primitive = equation.primitive
     if primitive.name in ("custom_jvp_call", "custom_vjp_call"):
@@ -335,19 +344,19 @@ def _bind(
     ]
 
 
-def as_traced(equation: Any, *arrays: Any) -> list[Any]:
+def as_traced(equation: JaxprEqn, *arrays: jax.Array) -> list[Any]:
     """Binds a call to values in their traced dtypes; its rules are Python, and want arrays of jax's."""
     primitive, params = equation.primitive, equation.params
     return primitive.bind(*map(on_device, arrays), **primitive.get_bind_params(params))
 
 
-def inlined(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
+def inlined(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value]:
     """Runs the body of a call by the rules of a region."""
     return interpret(region, equation.params["call_jaxpr"], inputs)
 
 
 def on_arrays(
-    region: Region, jaxpr: Any, inputs: Sequence[Value] | None = None
+    region: Region, jaxpr: ClosedJaxpr, inputs: Sequence[Value] | None = None
 ) -> Callable[..., list[Any]]:
     """Returns a jaxpr, run by the rules of a region, as a function of arrays.
 
@@ -358,7 +367,7 @@ def on_arrays(
     """
     integers = None if inputs is None else [value.integers for value in inputs]
 
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: jax.Array) -> list[Any]:
         values = [argument(array) for array in arrays]
         for value, known in zip(values, integers or (), strict=bool(integers)):
             value.integers = known
@@ -368,7 +377,7 @@ def on_arrays(
     return run
 
 
-def on_device(array: Any) -> Any:
+def on_device(array: jax.Array) -> Any:
     """Returns an array of NumPy as one of jax's, anything else, such as a reference, as it is."""
     return jnp.asarray(array) if isinstance(array, np.ndarray | np.generic) else array
 

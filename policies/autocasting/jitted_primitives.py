@@ -1,6 +1,6 @@
 """Primitives as jitted functions, whose derivatives jax works out once, and not wherever they are bound.
 
-`jax.grad` linearizes each primitive that is bound anew, but a jitted function of the same types only once. So a
+`jax.grad` linearizes a primitive each time it is bound, but a jitted function of the same types only once. So a
 program that is bound operation by operation is differentiated in less than half the time; it is the same program.
 """
 
@@ -11,15 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.typing import DTypeLike
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
-def cast(array: jax.Array, dtype: Any) -> jax.Array:
+def cast(array: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns an array in another dtype."""
     return lax.convert_element_type(array, dtype)
 
 
-def bind(primitive: Any, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
+def bind(primitive: Primitive, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
     """Returns what `primitive.bind(*arrays, **params)` does, of a primitive without effects.
 
     Args:
@@ -35,11 +37,11 @@ def bind(primitive: Any, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     return jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(params)), inline=True)
 
 
-def wide_product(primitive: Any, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
+def float32_product(primitive: Primitive, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
     """Returns a matrix product of half arrays in float32, whose derivative is that of the half product.
 
     Args:
@@ -47,28 +49,32 @@ def wide_product(primitive: Any, arrays: Sequence[Any], params: dict[str, Any]) 
       arrays: its two operands, of one half type.
       params: its parameters.
     """
-    return _wide(primitive, tuple(params.items()))(*arrays)
+    return _float32_product(primitive, tuple(params.items()))(*arrays)
 
 
 @functools.lru_cache(maxsize=4096)
-def _wide(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    def product(dtype: Any, *arrays: Any) -> Any:
+def _float32_product(
+    primitive: Primitive, params: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
+    def product(dtype: DTypeLike, *arrays: object) -> Any:
         typed = {**dict(params), "preferred_element_type": jnp.dtype(dtype)}
         return bind(primitive, arrays, typed)
 
     @jax.custom_jvp
-    def wide(x: Any, y: Any) -> Any:
+    def in_float32(x: object, y: object) -> Any:
         return product(jnp.float32, x, y)
 
-    @functools.partial(wide.defjvp, symbolic_zeros=True)
-    def tangents_in_half(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    @functools.partial(in_float32.defjvp, symbolic_zeros=True)
+    def tangents_in_half(
+        primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
+    ) -> tuple[Any, Any]:
         (x, y), (dx, dy) = primals, tangents
         parts = [(a, b) for a, b in ((dx, y), (x, dy)) if not _is_zero(a) and not _is_zero(b)]
         half = [cast(product(x.dtype, a, b), jnp.float32) for a, b in parts]
-        return wide(x, y), functools.reduce(lax.add, half)
+        return in_float32(x, y), functools.reduce(lax.add, half)
 
-    return wide
+    return in_float32
 
 
-def _is_zero(tangent: Any) -> bool:
+def _is_zero(tangent: object) -> bool:
     return isinstance(tangent, jax.custom_derivatives.SymbolicZero)

@@ -9,20 +9,22 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
+from jax.typing import DTypeLike
 
 Bounds = tuple[float, float]
 
 UNKNOWN: Bounds = (0.0, math.inf)
 
 
-def literal_bounds(value: Any) -> Bounds:
+def literal_bounds(value: object) -> Bounds:
     """Returns the bounds of a literal; infinities and NaN, which half types have too, count nothing."""
     magnitudes = np.abs(np.asarray(value, np.complex128))
     finite = magnitudes[np.isfinite(magnitudes)]
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
-def fits(bounds: Bounds, half: Any, *, scales: bool) -> bool:
+def fits(bounds: Bounds, half: DTypeLike, *, scales: bool) -> bool:
     """Whether a half type holds such values without overflow or, if they scale, underflow."""
     greatest, limits = bounds[1], jnp.finfo(half)
     if scales and 0 < greatest < float(limits.smallest_normal):
@@ -30,7 +32,7 @@ def fits(bounds: Bounds, half: Any, *, scales: bool) -> bool:
     return greatest <= float(limits.max)
 
 
-def result_bounds(equation: Any, inputs: Sequence[Bounds]) -> Bounds:
+def result_bounds(equation: JaxprEqn, inputs: Sequence[Bounds]) -> Bounds:
     """Returns the bounds of an equation's result."""
     function = _OF_RESULTS.get(equation.primitive.name)
     if function is None or not inputs:
@@ -46,20 +48,20 @@ def _names(text: str, function: Callable[..., Bounds]) -> dict[str, Callable[...
     return dict.fromkeys(text.split(), function)
 
 
-def _any_of(_: Any, *inputs: Bounds) -> Bounds:
+def _any_of(_: object, *inputs: Bounds) -> Bounds:
     return min(least for least, _ in inputs), max(greatest for _, greatest in inputs)
 
 
-def _converted(equation: Any, a: Bounds) -> Bounds:
+def _converted(equation: JaxprEqn, a: Bounds) -> Bounds:
     to_float = jnp.issubdtype(equation.params["new_dtype"], jnp.floating)
     return a if to_float else (0.0, a[1])
 
 
-def _sum(_: Any, a: Bounds, b: Bounds) -> Bounds:
+def _sum(_: object, a: Bounds, b: Bounds) -> Bounds:
     return max(a[0] - b[1], b[0] - a[1], 0.0), a[1] + b[1]
 
 
-def _product(_: Any, a: Bounds, b: Bounds) -> Bounds:
+def _product(_: object, a: Bounds, b: Bounds) -> Bounds:
     return a[0] * b[0], a[1] * b[1]
 
 
@@ -67,17 +69,17 @@ def _inverse(a: Bounds) -> Bounds:
     return 1 / a[1] if a[1] else math.inf, 1 / a[0] if a[0] else math.inf
 
 
-def _power(equation: Any, a: Bounds) -> Bounds:
+def _power(equation: JaxprEqn, a: Bounds) -> Bounds:
     y = equation.params["y"]
     powers = (a[0] ** abs(y), a[1] ** abs(y))
     return powers if y >= 0 else _inverse(powers)
 
 
-def _root(_: Any, a: Bounds) -> Bounds:
+def _root(_: object, a: Bounds) -> Bounds:
     return math.sqrt(a[0]), math.sqrt(a[1])
 
 
-def _logarithm(_: Any, a: Bounds) -> Bounds:
+def _logarithm(_: object, a: Bounds) -> Bounds:
     return (0.0, max(abs(math.log2(a[0])), abs(math.log2(a[1])))) if a[0] else UNKNOWN
 
 

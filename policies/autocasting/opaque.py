@@ -1,4 +1,4 @@
-"""Functions that autocast calls anew with the arrays that it has, instead of running them as traced.
+"""Functions opaque to autocast: called again with the arrays that it has, instead of run as traced.
 
 A kernel with a gradient of its own stores and computes by the dtypes that it is given. Traced in float32, as
 autocast traces all, it would save float32 of values that are half; so the traced program has to know the
@@ -15,18 +15,18 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
-class CalledAnew:
+class OpaqueCall:
     """A checkpoint policy that saves everything, and tells which function it is of."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run = run
 
-    def __call__(self, *_: Any, **__: Any) -> bool:
+    def __call__(self, *_: object, **__: object) -> bool:
         """Returns that a value is saved."""
         return True
 
 
-def as_given(fn: Callable[Args, Result]) -> Callable[Args, Result]:
+def opaque_to_autocast(fn: Callable[Args, Result]) -> Callable[Args, Result]:
     """Returns a function that computes by the dtypes of its arguments within autocast regions too.
 
     Args:
@@ -39,7 +39,7 @@ def as_given(fn: Callable[Args, Result]) -> Callable[Args, Result]:
     Example:
       >>> import jax.numpy as jnp
       >>> from jmp_train import autocast
-      >>> square = as_given(lambda x: (x.astype("float32") ** 2).astype(x.dtype))
+      >>> square = opaque_to_autocast(lambda x: (x.astype("float32") ** 2).astype(x.dtype))
       >>> autocast(lambda x, w: square(x @ w))(jnp.ones((2, 3)), jnp.ones((3, 2))).dtype.name
       'float16'
     """
@@ -49,10 +49,10 @@ def as_given(fn: Callable[Args, Result]) -> Callable[Args, Result]:
         leaves, tree = jax.tree.flatten((args, kwargs))
         call: Any = fn
 
-        def run(*leaves: Any) -> Any:
+        def run(*leaves: object) -> Any:
             arguments: Any = jax.tree.unflatten(tree, leaves)
             return call(*arguments[0], **arguments[1])
 
-        return jax.checkpoint(run, prevent_cse=False, policy=CalledAnew(run))(*leaves)
+        return jax.checkpoint(run, prevent_cse=False, policy=OpaqueCall(run))(*leaves)
 
     return carried

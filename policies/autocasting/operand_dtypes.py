@@ -9,16 +9,18 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmp_train.policies.autocast_region import (
+from jmp_train.policies.autocasting.literal_bounds import fits
+from jmp_train.policies.autocasting.region import (
     ADDITIONS,
     ARITHMETIC,
-    CURVED,
     DECIDED,
     FLOAT32,
     LAYOUT,
     PLACEMENT,
     PRODUCTS,
+    TRANSCENDENTAL,
     Region,
     Value,
     chosen,
@@ -27,14 +29,13 @@ from jmp_train.policies.autocast_region import (
     traced_dtype,
     variables_read,
 )
-from jmp_train.policies.autocast_rules import Rule
-from jmp_train.policies.literal_bounds import fits
+from jmp_train.policies.autocasting.rules import Rule
 
 # Elementwise and data-moving operations, whose floating operands have to agree.
 _PROMOTE = (
     LAYOUT
     | ARITHMETIC
-    | CURVED
+    | TRANSCENDENTAL
     | names(
         "rem max min sign abs floor ceil round is_finite tanh logistic erf erfc sqrt sin cos atan "
         "atan2 eq ne lt le gt ge select_n clamp concatenate pad stack unstack split "
@@ -52,7 +53,7 @@ _SHAPES = frozenset(("reshape", "squeeze"))
 
 def settle(
     region: Region,
-    equation: Any,
+    equation: JaxprEqn,
     inputs: list[Value],
     rule: Rule | None,
     reason: str,
@@ -94,14 +95,14 @@ def settle(
     return dtypes, rule, reason
 
 
-def _is_square(equation: Any) -> bool:
+def _is_square(equation: JaxprEqn) -> bool:
     name, atoms = equation.primitive.name, equation.invars
     if name == "integer_pow":
         return equation.params["y"] == 2
     return name == "square" or (name == "mul" and atoms[0] is atoms[1])
 
 
-def _touchable(atom: Any) -> bool:
+def _touchable(atom: Var | Literal) -> bool:
     """Whether an operand is eligible or of a dtype that goes along with any float."""
     dtype = traced_dtype(atom)
     if dtype is None:
@@ -111,23 +112,25 @@ def _touchable(atom: Any) -> bool:
     )
 
 
-def _can_lower(equation: Any) -> bool:
+def _can_lower(equation: JaxprEqn) -> bool:
     precision = equation.params.get("precision")
     parts = precision if isinstance(precision, tuple) else (precision,)
     return all(part is None or isinstance(part, lax.Precision) for part in parts)
 
 
-def _holds_typed_body(equation: Any) -> bool:
+def _holds_typed_body(equation: JaxprEqn) -> bool:
     """Whether it holds a program that computes, such as a reducer."""
     params = equation.params.items()
     held = [x for name, value in params if "jaxpr" in name for x in jax.tree.leaves(value)]
     return any(getattr(jaxpr, "jaxpr", jaxpr).eqns for jaxpr in held)
 
 
-def _common(region: Region, equation: Any, floats: list[Value], in_float32: frozenset[Any]) -> Any:
+def _common(
+    region: Region, equation: JaxprEqn, floats: list[Value], in_float32: frozenset[Any]
+) -> Any:
     """Returns the dtype in which operands meet."""
     name = equation.primitive.name
-    if name in CURVED | ARITHMETIC and all(out in in_float32 for out in equation.outvars):
+    if name in TRANSCENDENTAL | ARITHMETIC and all(out in in_float32 for out in equation.outvars):
         return FLOAT32  # all that reads the result would cast it up
     if name == "add" and (bias := _bias_dtype(equation, floats)) is not None:
         return bias
@@ -138,7 +141,7 @@ def _common(region: Region, equation: Any, floats: list[Value], in_float32: froz
     return strong.pop() if len(strong) == 1 else FLOAT32
 
 
-def literals_fit(region: Region, equation: Any, inputs: list[Value]) -> bool:
+def literals_fit(region: Region, equation: JaxprEqn, inputs: list[Value]) -> bool:
     """Whether the half type can hold those operands of an equation that are made of literals."""
     scales = equation.primitive.name in ("mul", "div", "dot_general")
     return all(fits(x.bounds, region.half, scales=scales) for x in inputs if x.weak)
@@ -160,7 +163,7 @@ def _bias_dtype(equation: Any, floats: list[Value]) -> Any:
 
 def wanted(
     region: Region,
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     rule: Rule,
     through: frozenset[str],
     results: frozenset[Any] = frozenset(),
@@ -182,7 +185,7 @@ def wanted(
 
 
 def _wanted(
-    region: Region, jaxpr: Any, rule: Rule, through: frozenset[str], results: frozenset[Any]
+    region: Region, jaxpr: Jaxpr, rule: Rule, through: frozenset[str], results: frozenset[Any]
 ) -> set[Any]:
     found, read = set(results), set()
     if through >= PICKS:
@@ -203,7 +206,7 @@ def _wanted(
 
 def _wanted_by(
     region: Region,
-    reader: Any,
+    reader: JaxprEqn,
     variables: set[Any],
     found: set[Any],
     rule: Rule,
@@ -233,7 +236,7 @@ def _wanted_by(
     return variables if follows and all(x in found for x in reader.outvars) else set()
 
 
-def _follows(reader: Any, through: frozenset[str], added: frozenset[Any]) -> bool:
+def _follows(reader: JaxprEqn, through: frozenset[str], added: frozenset[Any]) -> bool:
     """Whether an equation's inputs are wanted as its results are, of which some are only added."""
     name = reader.primitive.name
     if name in PICKS:
@@ -249,7 +252,7 @@ def _repeats(pick: Any) -> bool:
         return True
 
 
-def only_added(region: Region, jaxpr: Any) -> frozenset[Any]:
+def only_added(region: Region, jaxpr: Jaxpr) -> frozenset[Any]:
     """Returns the variables of which there are only sums, whose gradients do not need them."""
 
     def find() -> frozenset[Any]:
@@ -261,7 +264,7 @@ def only_added(region: Region, jaxpr: Any) -> frozenset[Any]:
     return region.remembered("only added", jaxpr, find)
 
 
-def _logarithms(region: Region, jaxpr: Any) -> set[Any]:
+def _logarithms(region: Region, jaxpr: Jaxpr) -> set[Any]:
     """Returns the logarithms that a rule makes float32, and sums with these, which thereby are, too.
 
     What a loss subtracts from a logarithm of a sum of exponentials is as large as that.
@@ -278,7 +281,7 @@ def _logarithms(region: Region, jaxpr: Any) -> set[Any]:
     return found
 
 
-def _except_for(variables: set[Any], reader: Any, refused: Sequence[bool]) -> set[Any]:
+def _except_for(variables: set[Any], reader: JaxprEqn, refused: Sequence[bool]) -> set[Any]:
     """Returns the variables but for those that stand at a place where an equation refuses them."""
     atoms = chosen(reader.invars, refused)
     return variables.difference(atom for atom in atoms if not isinstance(atom, jex.Literal))

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Var
 
-from jmp_train.policies.autocast_control import ENTERED
+from jmp_train.policies.autocasting.higher_order import ENTERED
 
 _HOLD_PROGRAMS = frozenset(ENTERED) | {"core_call", "custom_vmap_call", "xla_pmap"}
 _HALVES = ("float16", "bfloat16")
-_OURS = os.path.dirname(__file__)
+_OURS = os.path.dirname(os.path.dirname(__file__))  # the floor, whose rooms these are
 _JAX = os.path.dirname(jax.__file__)
 _JIT = os.path.join(_JAX, "_src", "pjit.py")
 _LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
@@ -33,7 +34,7 @@ class OperationReport:
       dtypes_out: of its results.
       rule: "lower", "float32", "promote" or "keep".
       reason: what decided that.
-      flops: floating-point operations, of all turns of a `scan` together.
+      flops: floating-point operations, of all iterations of a `scan` together.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -131,7 +132,7 @@ def _frames(equations: Sequence[Any]) -> Iterator[str]:
 
 
 def flops_of(equation: Any) -> int:
-    """Returns an equation's floating-point operations; a loop of unknown length counts once."""
+    """Returns an equation's floating-point operations; a loop whose length is unknown counts once."""
     if held := held_jaxprs(equation):  # a program that was run as it was traced
         inner = sum(flops_of(e) for jaxpr in held for e in jaxpr.eqns)
         return equation.params.get("length", 1) * inner
@@ -161,7 +162,7 @@ def _ragged_contraction(equation: Any) -> int:
     return math.prod(equation.invars[0].aval.shape[i] for i in contracted)
 
 
-def held_jaxprs(equation: Any) -> list[Any]:
+def held_jaxprs(equation: JaxprEqn) -> list[Any]:
     """Returns the open jaxprs of the programs that an equation runs, none of those that are one operation."""
     if equation.primitive.name not in _HOLD_PROGRAMS:
         return []
@@ -170,7 +171,7 @@ def held_jaxprs(equation: Any) -> list[Any]:
     return [getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in jaxprs]
 
 
-def is_wide(atom: Any) -> bool:
+def is_float32(atom: Var | Literal) -> bool:
     """Whether a variable or literal of a jaxpr has floats of more than 16 bits."""
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits > 16

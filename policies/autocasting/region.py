@@ -12,13 +12,15 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.typing import DTypeLike
 
-from jmp_train.policies.autocast_binding import cast
-from jmp_train.policies.autocast_integers import Integers
-from jmp_train.policies.autocast_rules import CURVED as _CURVED
-from jmp_train.policies.autocast_rules import PRODUCTS as _PRODUCTS
-from jmp_train.policies.autocast_rules import AutocastRules, Rule
-from jmp_train.policies.literal_bounds import UNKNOWN, Bounds, literal_bounds
+from jmp_train.policies.autocasting.integers import Integers
+from jmp_train.policies.autocasting.jitted_primitives import cast
+from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, Bounds, literal_bounds
+from jmp_train.policies.autocasting.rules import PRODUCTS as _PRODUCTS
+from jmp_train.policies.autocasting.rules import TRANSCENDENTAL as _TRANSCENDENTAL
+from jmp_train.policies.autocasting.rules import AutocastRules, Rule
 
 Found = TypeVar("Found")
 
@@ -46,7 +48,7 @@ LAYOUT = PLACEMENT | names(
 )
 ADDITIONS = names("add sub neg add_any")  # their gradients need neither inputs nor result
 ARITHMETIC = ADDITIONS | {"mul", "div"}
-CURVED, PRODUCTS = names(_CURVED), names(_PRODUCTS)
+TRANSCENDENTAL, PRODUCTS = names(_TRANSCENDENTAL), names(_PRODUCTS)
 
 
 class BannedOperationError(TypeError):
@@ -58,7 +60,7 @@ class BannedOperationError(TypeError):
       >>> rules = TORCH_CUDA.replace(banned={"fft": "take it outside"})
       >>> autocast(jnp.fft.fft, rules=rules)(jnp.ones(4))
       Traceback (most recent call last):
-      jmp_train.policies.autocast_region.BannedOperationError: autocast bans fft: take it outside
+      jmp_train.policies.autocasting.region.BannedOperationError: autocast bans fft: take it outside
     """
 
 
@@ -93,7 +95,7 @@ class Value:
         """The array's dtype."""
         return self.array.dtype
 
-    def to(self, dtype: Any) -> Any:
+    def to(self, dtype: DTypeLike) -> Any:
         """Returns the array in a dtype.
 
         Arguments are cast for each use: XLA makes one cast of these, and gradients of all uses are
@@ -168,14 +170,14 @@ class Region:
         """What decisions within a program depend on beside the program itself."""
         return self.forced, self.path if self.rules.paths else ""
 
-    def remembered(self, key: Any, program: Any, find: Callable[[], Found]) -> Found:
+    def remembered(self, key: object, program: object, find: Callable[[], Found]) -> Found:
         """Returns what `find` finds out about a program, which is asked once; the key says what about it."""
         key = (key, id(program))
         if key not in self.memory:
             self.memory[key] = program, find()  # which keeps the program, and with it its identity
         return self.memory[key][1]
 
-    def constant(self, array: Any) -> Value:
+    def constant(self, array: jax.Array) -> Value:
         """Returns a constant of some body as the same value each time."""
         return self.constants.setdefault(id(array), argument(array))
 
@@ -184,7 +186,7 @@ class Region:
         inside = {key: value.inside() for key, value in self.constants.items()}
         return dataclasses.replace(self, constants=inside)
 
-    def within(self, equation: Any, scope: str) -> "Region":
+    def within(self, equation: JaxprEqn, scope: str) -> "Region":
         """Returns the region for the body of an equation in that scope."""
         callers = (*self.callers, equation)
         return dataclasses.replace(self, path=join(self.path, scope), callers=callers)
@@ -193,7 +195,7 @@ class Region:
         """Returns the region for a trial run."""
         return dataclasses.replace(self, log=None)
 
-    def decide(self, equation: Any, scope: str) -> tuple[Rule | None, str]:
+    def decide(self, equation: JaxprEqn, scope: str) -> tuple[Rule | None, str]:
         """Returns the rule of an equation, None where no table names it, and where it is from."""
         name = equation.primitive.name
         function = equation.params.get("name") if name in ("jit", "pjit") else None
@@ -287,17 +289,17 @@ def join(path: str, scope: str) -> str:
     return f"{path}/{scope}" if path and scope else path or scope
 
 
-def eligible(dtype: Any) -> bool:
+def eligible(dtype: DTypeLike) -> bool:
     """Whether autocast touches values of that dtype: float16, bfloat16 and float32."""
     return dtype in _WIDTHS
 
 
-def traced_dtype(atom: Any) -> Any:
+def traced_dtype(atom: Var | Literal) -> Any:
     """Returns the dtype that a variable or literal has in the traced program."""
     return getattr(atom.aval, "dtype", None)
 
 
-def argument(array: Any) -> Value:
+def argument(array: jax.Array) -> Value:
     """Returns an argument or constant as a value."""
     array = _as_array(array)
     return Value(array, origin=getattr(array, "size", None))
@@ -311,12 +313,12 @@ def literal(atom: Any) -> Value:
     return Value(array, weak=True, bounds=literal_bounds(atom.val) if is_number else UNKNOWN)
 
 
-def _as_array(value: Any) -> Any:
+def _as_array(value: object) -> Any:
     """Returns Python's scalars, which a `while` may have among its operands, as arrays of jax's."""
     return jnp.asarray(value) if isinstance(value, bool | int | float | complex) else value
 
 
-def variables_read(equation: Any) -> list[Any]:
+def variables_read(equation: JaxprEqn) -> list[Any]:
     """Returns the variables that an equation reads."""
     return [atom for atom in equation.invars if not isinstance(atom, jex.Literal)]
 

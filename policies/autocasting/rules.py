@@ -4,7 +4,7 @@ A rule is one of four words:
 
 * `lower`: floating inputs become the half type, and so does the result;
 * `float32`: floating inputs become float32, and the result stays so;
-* `promote`: floating inputs become the widest type among them;
+* `promote`: floating inputs become the highest-precision type among them;
 * `keep`: the traced dtypes, that is those of the plain function for float32 inputs.
 
 What no table names is promoted if it is an elementwise or data-moving operation, and kept otherwise.
@@ -32,7 +32,7 @@ class AutocastRules:
       banned: (name of a primitive or a jitted function, what to do instead) pairs.
 
     Raises:
-      ValueError: a rule is none of the four words, or an expression cannot be compiled.
+      ValueError: a rule is not one of the four words, or an expression cannot be compiled.
 
     Example:
       >>> rules = TORCH_CUDA.replace(primitives={"tanh": "float32"}, paths={"head$": "float32"})
@@ -60,7 +60,7 @@ class AutocastRules:
                 re.compile(expression)
             except re.error as error:
                 raise ValueError(
-                    f"paths: {expression!r} is no regular expression: {error}"
+                    f"paths: {expression!r} is not a regular expression: {error}"
                 ) from None
 
     def replace(
@@ -113,7 +113,7 @@ _SOLVERS = (
     "svd qr geqrf householder_product cholesky lu eigh eig schur hessenberg tridiagonal "
     "tridiagonal_solve triangular_solve lu_pivots_to_permutation fft"
 )
-CURVED = (
+TRANSCENDENTAL = (
     "exp exp2 expm1 log log1p log2 pow integer_pow square rsqrt cbrt erf_inv acos asin cosh sinh tan "
     "acosh asinh atanh"
 )
@@ -126,13 +126,13 @@ _EXACT = (
     "cov corrcoef _multivariate_normal"
 )
 
-# A product is no matrix product, and so none of `lower`, if it asks for `precision=HIGHEST`, is a sum
+# A product does not count as a matrix product, so not as `lower`, if it asks for `precision=HIGHEST`, is a sum
 # (an inner product, a squared norm) or has an operand of integers that half cannot hold: these are
 # float32. An outer product is promoted, as the multiplication that it is.
 
 # torch.autocast for float16 on CUDA. What graphs keep of nodes and edges is half under both, as in DGL.
 TORCH_CUDA = AutocastRules(
-    primitives=_table(lower=PRODUCTS, float32=f"{CURVED} {_SPECIAL} {_SUMS} {_SOLVERS}"),
+    primitives=_table(lower=PRODUCTS, float32=f"{TRANSCENDENTAL} {_SPECIAL} {_SUMS} {_SOLVERS}"),
     functions=_table(float32=f"_resize {_EXACT}", lower="graph_storage"),
     banned=(("binary_cross_entropy", "use optax.sigmoid_binary_cross_entropy on the logits"),),
 )

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocast_control import ENTERED
-from jmp_train.policies.autocast_interpreter import interpret
-from jmp_train.policies.autocast_region import (
+from jmp_train.policies.autocasting.cpu_convolutions import all_equations, warn_of_convolutions
+from jmp_train.policies.autocasting.higher_order import ENTERED
+from jmp_train.policies.autocasting.interpreter import interpret
+from jmp_train.policies.autocasting.region import (
     DECIDED,
     FLOAT32,
     Region,
@@ -21,10 +22,8 @@ from jmp_train.policies.autocast_region import (
     eligible,
     replaced,
 )
-from jmp_train.policies.autocast_rules import TORCH_CUDA, AutocastRules, Rule
-from jmp_train.policies.cpu_convolutions import all_equations, warn_of_convolutions
-from jmp_train.policies.nnx_objects import is_nnx
-from jmp_train.policies.nnx_tracing import Carried, is_array, states_at_home
+from jmp_train.policies.autocasting.rules import TORCH_CUDA, AutocastRules, Rule
+from jmp_train.policies.pytrees import Carried, is_array, is_nnx, states_at_home
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -48,7 +47,7 @@ def autocast(
 
     Args:
       fn: any pure function of arrays, such as a loss. It is traced, as by `jax.jit`: what it does
-        must not depend on the arrays' values. Arguments that are no arrays are handed on.
+        must not depend on the arrays' values. Arguments that are not arrays are passed on.
       dtype: the half type, float16 or bfloat16.
       rules: which operation runs in which precision.
       enabled: False runs `fn` as it is, also within another region.
@@ -57,7 +56,7 @@ def autocast(
       A function of the same signature. Regions nest; the innermost one decides.
 
     Raises:
-      ValueError: `dtype` is no half type.
+      ValueError: `dtype` is not a half type.
       BannedOperationError: when called, `fn` does what the rules ban.
 
     Warns:
@@ -162,7 +161,7 @@ def run_region(
     own = len(arrays) - len(carried.arrays)
     structure: list[Any] = []
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: object) -> list[Any]:
         args, kwargs = jax.tree.unflatten(tree, replaced(leaves, are_arrays, arrays[:own]))
         with carried.at_home(arrays[own:]):
             returned = fn(*args, **kwargs)

@@ -1,16 +1,14 @@
 """Says when values of a batch that differ are one value in a policy's half compute dtype."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jmp_train.policies.casting import is_float_array
-from jmp_train.policies.path_policy import PathPolicy
-from jmp_train.policies.paths import named_leaves
-from jmp_train.policies.policy import Policy, get_policy
+from jmp_train.policies.dtype_policies.path_policy import PathPolicy
+from jmp_train.policies.dtype_policies.policy import Policy, get_policy
+from jmp_train.policies.pytrees import is_float_array, named_leaves
+from jmp_train.policies.types import PyTree
 from jmp_train.policies.user_warnings import warn_user
 
 _ROWS, _NUMBERS, _COLUMNS = 4096, 65536, 256  # of a leaf, that are looked at
@@ -32,7 +30,7 @@ class CollapsedValuesWarning(UserWarning):
     """
 
 
-def collapse_report(batch: Any, policy: Policy | PathPolicy | str) -> dict[str, str]:
+def collapse_report(batch: PyTree, policy: Policy | PathPolicy | str) -> dict[str, str]:
     """Returns which floats of a batch collapse when a policy casts them; nothing within `jax.jit`.
 
     Whole numbers (timesteps, positions, times, ids) collapse if two that differ become one; so they
@@ -67,7 +65,7 @@ def collapse_report(batch: Any, policy: Policy | PathPolicy | str) -> dict[str, 
     }
 
 
-def warn_of_collapse(batch: Any, policy: Policy | PathPolicy) -> None:
+def warn_of_collapse(batch: PyTree, policy: Policy | PathPolicy) -> None:
     """Warns of what `collapse_report` finds, if it finds something.
 
     Args:
@@ -81,20 +79,20 @@ def warn_of_collapse(batch: Any, policy: Policy | PathPolicy) -> None:
         warn_user(
             "floats of the batch are cast by the policy, and their values collapse:\n  "
             + "\n  ".join(lines)
-            + f'\nScale them, hand them on as integers, or take policy="autocast_{half}", which '
+            + f'\nScale them, pass them as integers, or take policy="autocast_{half}", which '
             "casts nothing before it is used.",
             CollapsedValuesWarning,
         )
 
 
-def _is_known(leaf: Any) -> bool:
+def _is_known(leaf: jax.Array) -> bool:
     if not is_float_array(leaf) or isinstance(leaf, Tracer):
         return False
     here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
     return here and leaf.size > 1 and jnp.finfo(leaf.dtype).bits > 16
 
 
-def _sample(leaf: Any) -> np.ndarray:
+def _sample(leaf: jax.Array) -> np.ndarray:
     return np.asarray(leaf[:: -(-len(leaf) // _ROWS)], np.float64)
 
 

@@ -1,19 +1,26 @@
 """What a policy does to a function: a row an operation, and the work in half precision."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from jmp_train.policies.autocast import mark_of, run_region
-from jmp_train.policies.autocast_region import PRODUCTS
-from jmp_train.policies.explain_autocast import decided
-from jmp_train.policies.flat_calls import FlatCall
-from jmp_train.policies.nnx_objects import unbound
-from jmp_train.policies.operations import OperationReport, half_share, source_of, table
-from jmp_train.policies.path_policy import PathPolicy
-from jmp_train.policies.policy import AutocastPolicy, Policy, cast_arguments, get_policy
-from jmp_train.policies.policy_trace import operations_under
-from jmp_train.policies.wide_origins import TracedOperation
+from jmp_train.policies.autocasting import (
+    PRODUCTS,
+    FlatCall,
+    OperationReport,
+    decided,
+    half_share,
+    mark_of,
+    run_region,
+    source_of,
+    table,
+)
+from jmp_train.policies.dtype_policies.arguments import cast_arguments
+from jmp_train.policies.dtype_policies.float32_origins import TracedOperation
+from jmp_train.policies.dtype_policies.path_policy import PathPolicy
+from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy, get_policy
+from jmp_train.policies.dtype_policies.policy_trace import operations_under
+from jmp_train.policies.pytrees import unbound
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +63,7 @@ class PolicyReport:
 
 
 def explain_policy(
-    fn: Callable[..., Any], policy: Policy | PathPolicy | str, *args: Any, **kwargs: Any
+    fn: Callable[..., Any], policy: Policy | PathPolicy | str, *args: object, **kwargs: object
 ) -> PolicyReport:
     """Says in which precision each operation of a function runs under a policy; nothing is computed.
 
@@ -102,7 +109,7 @@ def _under_autocast(
     if mark is None or mark.region is None:
         raise ValueError("fn is an autocast with enabled=False: there is nothing to explain")
 
-    def run(region: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(region: Any, *args: object, **kwargs: object) -> Any:
         with cast_arguments(policy, args, kwargs) as call:
             return run_region(region, mark.plain, *call)
 
@@ -123,5 +130,5 @@ def _row(operation: TracedOperation) -> OperationReport:
     )
 
 
-def _dtypes(atoms: Any) -> tuple[str, ...]:
+def _dtypes(atoms: Iterable[Any]) -> tuple[str, ...]:
     return tuple(str(atom.aval.dtype) for atom in atoms if hasattr(atom.aval, "dtype"))

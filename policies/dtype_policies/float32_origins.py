@@ -1,8 +1,8 @@
-"""The operations of a program traced under a half policy, and why the wide ones among them are wide.
+"""The operations of a program traced under a half policy, and why some of them are in float32.
 
 Every float32 value has an origin: an argument that the policy does not cast, a constant, a line that
 made it, or a cast of what was half. Promotion casts what was half because of the other operand, so
-that of several origins the one that is no such cast is to blame.
+that of several origins the one that is not such a cast is to blame.
 """
 
 import dataclasses
@@ -11,16 +11,20 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jmp_train.policies.autocast_region import (
+from jmp_train.policies.autocasting import (
     DECIDED,
     HALVES,
     PRODUCTS,
+    flops_of,
+    held_jaxprs,
+    is_float32,
     join,
     traced_dtype,
+    user_line_of,
     variables_read,
 )
-from jmp_train.policies.operations import flops_of, held_jaxprs, is_wide, user_line_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Origin:
       what: it is, in words.
       equations: the one that made it, after those in whose bodies that is; () for arguments.
       was_half: whether it is a cast of a half value.
-      of_policy: whether it is made of nothing but parameters that the policy keeps wide.
+      of_policy: whether it is made of nothing but parameters that the policy keeps in float32.
     """
 
     what: str
@@ -57,7 +61,7 @@ class TracedOperation:
       callers: the equations in whose bodies it is, the outermost first.
       path: of the modules and scopes that it is in.
       repeats: how often the loops around it run it.
-      origins: of its operands; None where one is half, no float or a number in the code.
+      origins: of its operands; None where one is half, not a float or a number in the code.
     """
 
     equation: Any
@@ -69,22 +73,22 @@ class TracedOperation:
     @property
     def is_product(self) -> bool:
         """Whether it is a product of floats: of matrices, or a convolution."""
-        return self.equation.primitive.name in PRODUCTS and (self.is_wide or self.in_half)
+        return self.equation.primitive.name in PRODUCTS and (self.is_float32 or self.in_half)
 
     @property
-    def is_wide(self) -> bool:
+    def is_float32(self) -> bool:
         """Whether it reads floats of more than 16 bits."""
-        return any(map(is_wide, self.equation.invars))
+        return any(map(is_float32, self.equation.invars))
 
     @property
     def in_half(self) -> bool:
         """Whether it computes in half precision."""
         halves = any(traced_dtype(atom) in HALVES for atom in self.equation.invars)
-        return halves and not self.is_wide
+        return halves and not self.is_float32
 
     @property
     def as_asked(self) -> bool:
-        """Whether the user wants it wide: by a rule for a parameter, `autocast_as`, or its precision."""
+        """Whether the user wants it in float32: by a rule for a parameter, `autocast_as`, or its precision."""
         return (
             any(origin is not None and origin.of_policy for origin in self.origins)
             or DECIDED in self.path
@@ -93,7 +97,7 @@ class TracedOperation:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations, of all turns of the loops together."""
+        """Floating-point operations, of all iterations of the loops together."""
         return self.repeats * flops_of(self.equation)
 
     @property
@@ -103,16 +107,18 @@ class TracedOperation:
 
     @property
     def origin(self) -> Origin | None:
-        """The origin to blame that it is wide, if that is known."""
+        """The origin to blame that it is in float32, if that is known."""
         return _to_blame(self.origins)
 
 
-def traced_operations(jaxpr: Any, origins: Sequence[Origin | None]) -> list[TracedOperation]:
+def traced_operations(
+    jaxpr: ClosedJaxpr, origins: Sequence[Origin | None]
+) -> list[TracedOperation]:
     """Returns the operations of a program in their order, those within loops and branches too.
 
     Args:
       jaxpr: a closed jaxpr.
-      origins: of its arguments; None for those that are not wide.
+      origins: of its arguments; None for those that are not float32.
     """
     found: list[TracedOperation] = []
     _walk(jaxpr.jaxpr, origins, (), "", 1, found)
@@ -120,7 +126,7 @@ def traced_operations(jaxpr: Any, origins: Sequence[Origin | None]) -> list[Trac
 
 
 def _walk(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     origins: Sequence[Origin | None],
     callers: tuple[Any, ...],
     path: str,
@@ -131,7 +137,7 @@ def _walk(
     environment: dict[Any, Origin | None] = {v: _closed_over(v) for v in jaxpr.constvars}
     environment.update(zip(jaxpr.invars, origins, strict=True))
 
-    def read(atom: Any) -> Origin | None:
+    def read(atom: Var | Literal) -> Origin | None:
         if isinstance(atom, jex.Literal):
             return _closed_over(atom) if getattr(atom.aval, "shape", ()) else None
         return environment.get(atom)
@@ -142,32 +148,32 @@ def _walk(
         held = held_jaxprs(equation)
         outputs: list[Origin | None] = [None] * len(equation.outvars)
         for inner in held:
-            turns = repeats * equation.params.get("length", 1)
+            iterations = repeats * equation.params.get("length", 1)
             given = _last(inputs, len(inner.invars))
-            results = _walk(inner, given, (*callers, equation), scope, turns, found)
+            results = _walk(inner, given, (*callers, equation), scope, iterations, found)
             if len(results) == len(outputs):
                 outputs = [_to_blame(pair) for pair in zip(outputs, results, strict=True)]
         if not held:
             found.append(TracedOperation(equation, callers, scope, repeats, tuple(inputs)))
             origin = _result_origin(equation, callers, inputs)
-            outputs = [origin if is_wide(v) else None for v in equation.outvars]
+            outputs = [origin if is_float32(v) else None for v in equation.outvars]
         environment.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
 def _last(inputs: list[Origin | None], count: int) -> list[Origin | None]:
-    """Returns what an equation hands to a body: its last operands, after an index or another's constants."""
+    """Returns what an equation passes to a body: its last operands, after an index or another's constants."""
     return ([None] * count + inputs)[len(inputs) :]
 
 
-def _closed_over(atom: Any) -> Origin | None:
-    return Origin(f"a closed-over {atom.aval.str_short()}") if is_wide(atom) else None
+def _closed_over(atom: Var | Literal) -> Origin | None:
+    return Origin(f"a closed-over {atom.aval.str_short()}") if is_float32(atom) else None
 
 
 def _result_origin(
-    equation: Any, callers: tuple[Any, ...], inputs: Sequence[Origin | None]
+    equation: JaxprEqn, callers: tuple[Any, ...], inputs: Sequence[Origin | None]
 ) -> Origin:
-    """Returns the origin of an equation's wide results."""
+    """Returns the origin of an equation's float32 results."""
     read = variables_read(equation)
     blamed = _to_blame(inputs)
     if blamed is not None:
@@ -178,11 +184,11 @@ def _result_origin(
         )
         return dataclasses.replace(blamed, of_policy=of_policy)
     half = next((traced_dtype(atom) for atom in read if traced_dtype(atom) in HALVES), None)
-    wide = traced_dtype(equation.outvars[0])
+    dtype = traced_dtype(equation.outvars[0])
     name = equation.primitive.name
     if half is not None and name == "convert_element_type":
-        return Origin(f"cast from {half} to {wide}", (*callers, equation), was_half=True)
-    what = f"{wide} made by {name}" if half is None else f"the {wide} result of {name}"
+        return Origin(f"cast from {half} to {dtype}", (*callers, equation), was_half=True)
+    what = f"{dtype} made by {name}" if half is None else f"the {dtype} result of {name}"
     return Origin(what, (*callers, equation))
 
 
@@ -191,7 +197,7 @@ def _to_blame(origins: Sequence[Origin | None]) -> Origin | None:
     return next((origin for origin in known if not origin.was_half), next(iter(known), None))
 
 
-def _is_highest(equation: Any) -> bool:
+def _is_highest(equation: JaxprEqn) -> bool:
     precision = equation.params.get("precision")
     if jax.config.jax_default_matmul_precision is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return False

@@ -4,21 +4,25 @@ import contextlib
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from jmp_train.policies.collapsed_values import warn_of_collapse
-from jmp_train.policies.cpu_convolutions import is_at_risk, warn_of_convolutions
-from jmp_train.policies.operations import user_line_of
-from jmp_train.policies.path_policy import PathPolicy
-from jmp_train.policies.policy import AutocastPolicy, Policy
-from jmp_train.policies.policy_trace import argument_names, computes_in_half, operations_under
+from jmp_train.policies.autocasting import is_at_risk, user_line_of, warn_of_convolutions
+from jmp_train.policies.dtype_policies.collapsed_values import warn_of_collapse
+from jmp_train.policies.dtype_policies.float32_origins import TracedOperation
+from jmp_train.policies.dtype_policies.path_policy import PathPolicy
+from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
+from jmp_train.policies.dtype_policies.policy_trace import (
+    argument_names,
+    computes_in_half,
+    operations_under,
+)
+from jmp_train.policies.types import PyTree
 from jmp_train.policies.user_warnings import warn_user
-from jmp_train.policies.wide_origins import TracedOperation
 
 _TOLERATED_SHARE = 0.1
 _LINES = 3
@@ -39,17 +43,17 @@ class Float32ProductsWarning(UserWarning):
     """
 
 
-_HALF_TYPE, _WIDE_TYPE = re.compile(r"\bb?f(loat)?16\b"), re.compile(r"\bf(loat)?(32|64)\b")
+_HALF_TYPE, _FLOAT32_TYPE = re.compile(r"\bb?f(loat)?16\b"), re.compile(r"\bf(loat)?(32|64)\b")
 
 
 @contextlib.contextmanager
 def mixed_dtypes_explained(policy: Any) -> Iterator[None]:
-    """Adds to errors within it that are about half beside wide arrays what to do under a half policy."""
+    """Adds to errors within it that are about half mixed with float32 arrays what to do under a half policy."""
     try:
         yield
     except (TypeError, ValueError) as error:
         text = str(error)
-        if computes_in_half(policy) and _HALF_TYPE.search(text) and _WIDE_TYPE.search(text):
+        if computes_in_half(policy) and _HALF_TYPE.search(text) and _FLOAT32_TYPE.search(text):
             assert policy is not None
             half = _half_name(policy)
             error.add_note(
@@ -73,7 +77,7 @@ class FirstTrace:
     seen: bool = False
     values_seen: bool = False
 
-    def look_at_values(self, inputs: Any, policy: Any) -> None:
+    def look_at_values(self, inputs: Mapping[str, PyTree], policy: Any) -> None:
         """Warns if values of inputs collapse; those of traced arrays are not known."""
         if self.values_seen or not computes_in_half(policy) or _has_tracers(inputs):
             return
@@ -125,12 +129,12 @@ def warn_of_float32(
       mode: the AMP mode that it is of, if it is of one.
     """
     products = [operation for operation in operations if operation.is_product]
-    wide = [product for product in products if product.is_wide and not product.as_asked]
+    in_float32 = [product for product in products if product.is_float32 and not product.as_asked]
     total = sum(product.flops for product in products)
-    share = sum(product.flops for product in wide) / total if total else 0.0
+    share = sum(product.flops for product in in_float32) / total if total else 0.0
     if share <= _TOLERATED_SHARE:
         return
-    lines = list(dict.fromkeys(map(_line, wide)))
+    lines = list(dict.fromkeys(map(_line, in_float32)))
     more = f"\n  and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
     half = _half_name(policy)
     under = f"the policy {_text(policy)}" if mode is None else f"AMP mode {mode}"
@@ -154,7 +158,7 @@ def _line(product: TracedOperation) -> str:
 
 
 def _reason(product: TracedOperation, line: str) -> str:
-    """Returns why a product at a line is wide: what was wide before, rather than a cast to go with that."""
+    """Returns why a product at a line is in float32: what was float32 before, rather than a cast to match it."""
     origin = product.origin
     if origin is None:
         return ""
@@ -190,5 +194,5 @@ def _in_module() -> bool:
     return True
 
 
-def _has_tracers(tree: Any) -> bool:
+def _has_tracers(tree: PyTree) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))

@@ -9,9 +9,15 @@ import jax
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
-from jmp_train.policies.casting import cast_leaf, is_float_array
-from jmp_train.policies.paths import check_regexes, check_rules, named_leaves, path_name
-from jmp_train.policies.policy import AutocastPolicy, Policy, get_policy
+from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy, get_policy
+from jmp_train.policies.pytrees import (
+    cast_leaf,
+    check_regexes,
+    check_rules,
+    is_float_array,
+    named_leaves,
+    path_name,
+)
 
 Tree = TypeVar("Tree")
 
@@ -90,8 +96,8 @@ def policy_by_path(
       A policy for `apply_policy`, `scaled_value_and_grad` and `train_step`.
 
     Raises:
-      TypeError: `rules` is no mapping, a key no string, or a rule's value or `default` no policy.
-      ValueError: a rule is no regular expression, or has another `reduce_dtype` than the default.
+      TypeError: `rules` is not a mapping, a key not a string, or a rule's value or `default` not a policy.
+      ValueError: a rule is not a regular expression, or has another `reduce_dtype` than the default.
         When the policy meets a tree: a rule finds no floating array (the paths are listed).
 
     Example:

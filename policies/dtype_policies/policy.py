@@ -1,25 +1,21 @@
 """A policy says which dtypes a function's parameters, computation, output and reductions have."""
 
-import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocast import autocast
-from jmp_train.policies.autocast_rules import TORCH_CUDA, AutocastRules
-from jmp_train.policies.casting import cast_floating
-from jmp_train.policies.dtypes import float_dtype, parse_dtype, short_name, shortened
-from jmp_train.policies.nnx_casting import cast_for_call, cast_results
-from jmp_train.policies.nnx_objects import unbound
-from jmp_train.policies.overwritten import with_overwritten
-
-if TYPE_CHECKING:
-    from jmp_train.policies.path_policy import PathPolicy
+from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, autocast
+from jmp_train.policies.pytrees import (
+    cast_floating,
+    float_dtype,
+    parse_dtype,
+    short_name,
+    shortened,
+)
 
 Tree = TypeVar("Tree")
 Args = ParamSpec("Args")
@@ -72,7 +68,7 @@ class Policy:
 
     @property
     def default(self) -> "Policy":
-        """The policy of values that are no parameters: this one (see `PathPolicy.default`)."""
+        """The policy of values that are not parameters: this one (see `PathPolicy.default`)."""
         return self
 
     def policy_of(self, path: str) -> "Policy":
@@ -107,7 +103,7 @@ class AutocastPolicy(Policy):
 
     Args:
       param_dtype: see `Policy`.
-      compute_dtype: the dtype in which arguments are handed to the function; float32 as a rule.
+      compute_dtype: the dtype in which arguments are passed to the function; float32 as a rule.
       output_dtype: see `Policy`.
       reduce_dtype: see `Policy`.
       autocast_dtype: the half type, float16 or bfloat16.
@@ -122,6 +118,7 @@ class AutocastPolicy(Policy):
       >>> fn = lambda x: (x @ x, jnp.exp(x))
       >>> [y.dtype.name for y in policy.transform(fn)(jnp.ones((2, 2)))]
       ['float16', 'float32']
+      >>> from jmp_train import apply_policy
       >>> [y.dtype.name for y in apply_policy(fn, policy)(jnp.ones((2, 2)))]
       ['float32', 'float32']
     """
@@ -239,77 +236,3 @@ def _parse_part(part: str, policy_name: str) -> tuple[str, np.dtype]:
             "'compute', 'output', 'reduce' or 'autocast'."
         )
     return _FIELD_OF_KEY[key], parse_dtype(values[0])
-
-
-def apply_policy(
-    fn: Callable[Args, Result], policy: "Policy | PathPolicy"
-) -> Callable[Args, Result]:
-    """Returns `fn` with its arguments cast to the compute dtype and its result to the output's.
-
-    Differentiating the new function gives gradients in the dtypes of the arguments as passed, so
-    float32 parameters get float32 gradients.
-
-    Args:
-      fn: a function of pytrees. Under a `policy_by_path` its first positional argument holds the
-        parameters, as in `jax.grad`: the rules apply to that one, the default to the others. Or an
-        nnx module, or a method of one: the parameters are the module's.
-      policy: the policy.
-
-    Returns:
-      A function of the same signature. Leaves that are no floating arrays pass untouched. Of flax nnx
-      objects the parameters are cast as long as the function runs; what it does to their other state,
-      such as batch statistics, random counts and caches, is done to the caller's.
-
-    Raises:
-      TypeError: under a `policy_by_path`, the parameters are not passed by position.
-
-    Warns:
-      Float32ProductsWarning: when it is first called or traced, for which `fn` is traced once more.
-      CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> dot = apply_policy(jnp.dot, get_policy("mixed_float16"))
-      >>> float(dot(jnp.float32(1.0001), jnp.float32(1.0)))  # computed in float16
-      1.0
-    """
-    from jmp_train.policies.half_products import FirstTrace, mixed_dtypes_explained  # has policies
-
-    plain, module = unbound(fn)
-    run = policy.default.transform(plain)
-    first_trace = FirstTrace()
-
-    @functools.wraps(fn)
-    def with_policy(*inputs: Args.args, **kwargs: Args.kwargs) -> Result:
-        args = (*module, *inputs)
-        first_trace.look(plain, policy, args, kwargs)
-        with mixed_dtypes_explained(policy), cast_arguments(policy, args, kwargs) as call:
-            compute_args, compute_kwargs = call
-            result = run(*compute_args, **compute_kwargs)
-        return cast_results(result, policy.default.cast_to_output)
-
-    return with_policy
-
-
-@contextlib.contextmanager
-def cast_arguments(
-    policy: "Policy | PathPolicy",
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    also: Collection[int] = frozenset(),
-) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Gives a call's arguments in the compute dtype; the first one holds the parameters.
-
-    Of nnx objects the `nnx.Param`s are cast, and `also` the variables with these ids.
-    """
-    if not args and policy is not policy.default:
-        raise TypeError("a policy_by_path needs the parameters as first positional argument")
-
-    def cast(call: Any) -> Any:
-        args, kwargs = call
-        inputs, kwargs = policy.default.cast_to_compute((args[1:], kwargs))
-        params = [with_overwritten(policy.cast_to_compute(x), x) for x in args[:1]]
-        return (*params, *inputs), kwargs
-
-    with cast_for_call((args, kwargs), cast, also) as call:
-        yield call

@@ -7,17 +7,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_train.policies.autocast_region import chosen
-from jmp_train.policies.flat_calls import FlatCall
-from jmp_train.policies.operations import is_wide
-from jmp_train.policies.path_policy import PathPolicy
-from jmp_train.policies.paths import named_leaves
-from jmp_train.policies.policy import AutocastPolicy, Policy, cast_arguments
-from jmp_train.policies.wide_origins import Origin, TracedOperation, traced_operations
+from jmp_train.policies.autocasting import FlatCall, chosen, is_float32
+from jmp_train.policies.dtype_policies.arguments import cast_arguments
+from jmp_train.policies.dtype_policies.float32_origins import (
+    Origin,
+    TracedOperation,
+    traced_operations,
+)
+from jmp_train.policies.dtype_policies.path_policy import PathPolicy
+from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
+from jmp_train.policies.pytrees import named_leaves
 
 
 def computes_in_half(policy: Policy | PathPolicy | None) -> bool:
-    """Whether a policy hands parameters or inputs in half to functions, which autocast does not."""
+    """Whether a policy passes parameters or inputs in half to functions, which autocast does not."""
     if policy is None or isinstance(policy.default, AutocastPolicy):
         return False
     rules = [rule for _, rule in policy.rules] if isinstance(policy, PathPolicy) else []
@@ -38,7 +41,7 @@ def operations_under(
     Args:
       fn: the function; a path policy follows its first argument.
       policy: None casts nothing.
-      args: pytrees; `jax.ShapeDtypeStruct` will do for arrays, and what is no array is handed on.
+      args: pytrees; `jax.ShapeDtypeStruct` will do for arrays, and what is not an array is passed on.
       kwargs: likewise.
       uncast: further arguments, which no policy casts.
       names: of the arguments, for reports; None takes the function's own.
@@ -68,7 +71,7 @@ def operations_under(
             f"{path!r}, which the policy does not cast",
             of_policy=bool(parameters) and f"{path}/".startswith(parameters),
         )
-        if is_wide(variable)
+        if is_float32(variable)
         else None
         for path, variable in zip(chosen(paths, call.are_arrays), jaxpr.jaxpr.invars, strict=True)
     ]

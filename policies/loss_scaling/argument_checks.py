@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jmp_train.policies.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
+from jmp_train.policies.loss_scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> bool:
     """Returns whether a value is an integer, and no bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
@@ -36,7 +36,7 @@ def check_range(name: str, value: Any) -> None:
     check_number(name, value)
     value = _plain(value)
     if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
-        raise ValueError(f"{name}={value!r} must lie between 2**-126 and 2**126")
+        raise ValueError(f"{name}={value!r} must be between 2**-126 and 2**126")
 
 
 def check_scale(name: str, value: Any) -> None:
@@ -74,14 +74,14 @@ def check_count(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be an integer of at least 1")
 
 
-def check_flag(name: str, value: Any) -> None:
+def check_flag(name: str, value: object) -> None:
     """Raises unless a value is a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False")
 
 
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raises unless a value is one of the choices; 1 is no True."""
+def check_choice(name: str, value: object, choices: Sequence[Any]) -> None:
+    """Raises unless a value is one of the choices; 1 is not True."""
     if not any(value == choice and isinstance(value, type(choice)) for choice in choices):
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
 
@@ -95,5 +95,5 @@ def _plain(value: Any) -> Any:
 def _warn_if_inexact(name: str, value: float) -> None:
     if math.frexp(value)[0] != 0.5:
         warnings.warn(
-            f"{name}={value} is no power of two: scaling and unscaling will round", stacklevel=4
+            f"{name}={value} is not a power of two: scaling and unscaling will round", stacklevel=4
         )

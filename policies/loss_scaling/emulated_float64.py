@@ -2,8 +2,8 @@
 
 torch multiplies its float32 scale with a double factor and rounds twice, to double and to float32.
 jax computes in float32 unless told otherwise for the whole program. Decimal factors make the two
-differ often: 0.7 times a float lies in the middle of two floats, but for the error of 0.7 itself, in
-one case of ten. So the product is formed in integers here.
+differ often: 0.7 times a float is halfway between two floats, but for the error of 0.7 itself, in one
+case of ten. So the product is formed in integers here.
 """
 
 import math
@@ -16,7 +16,7 @@ _DIGIT_BITS = 12
 _DIGIT = np.uint32(2**_DIGIT_BITS - 1)
 
 
-def double_product(x: jax.Array, factor: float) -> jax.Array:
+def float64_product(x: jax.Array, factor: float) -> jax.Array:
     """Returns x times a Python float, rounded to double and then to float32, as C does it.
 
     Args:
@@ -28,7 +28,7 @@ def double_product(x: jax.Array, factor: float) -> jax.Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> float(double_product(jnp.float32(3.0), 0.7)) == float(np.float32(3.0 * 0.7))
+      >>> float(float64_product(jnp.float32(3.0), 0.7)) == float(np.float32(3.0 * 0.7))
       True
     """
     if float(np.float32(factor)) == factor:

@@ -1,4 +1,4 @@
-"""What a loss function takes and returns, checked where it is handed over and where it is called."""
+"""What a loss function takes and returns, checked where it is passed and where it is called."""
 
 import inspect
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ class Pair(NamedTuple):
     other: Any
 
 
-def check_takes_state(loss_fn: Any) -> None:
+def check_takes_state(loss_fn: object) -> None:
     """Raises TypeError if a loss function cannot take (params, model_state, batch, rng)."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
     try:
         signature = inspect.signature(loss_fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # of what is no Python function nothing is known
+    except (TypeError, ValueError):  # of what is not a Python function nothing is known
         return
     try:
         signature.bind(None, None, None, None)
@@ -37,7 +37,7 @@ def check_takes_state(loss_fn: Any) -> None:
         raise TypeError(f"loss_fn takes {signature}, it must be a {_EXPECTED}") from None
 
 
-def refuse_second_cast(loss_fn: Any, policy: Any) -> None:
+def refuse_second_cast(loss_fn: object, policy: object) -> None:
     """Raises ValueError if a policy is to cast what an AMP mode casts already."""
     if policy is not None and getattr(loss_fn, CASTS_BY_AMP, False):
         raise ValueError(
@@ -46,7 +46,7 @@ def refuse_second_cast(loss_fn: Any, policy: Any) -> None:
         )
 
 
-def unpack_loss(result: Any) -> tuple[Any, tuple[Any, Any]]:
+def unpack_loss(result: object) -> tuple[Any, tuple[Any, Any]]:
     """Returns loss and `(model_state, aux)` of what a loss function returned; TypeError if it is not that."""
     match result:
         case (loss, (model_state, aux)):
@@ -55,7 +55,7 @@ def unpack_loss(result: Any) -> tuple[Any, tuple[Any, Any]]:
 
 
 def only_losses(result: Any, has_aux: bool | None) -> Any:
-    """Returns what a loss function without aux returned; raises TypeError if that is no loss or tuple of losses.
+    """Returns what a loss function without aux returned; raises TypeError if that is not a loss or tuple of losses.
 
     Args:
       result: of the loss function.
@@ -71,7 +71,7 @@ def only_losses(result: Any, has_aux: bool | None) -> Any:
     )
 
 
-def refuse_pair(loss: Any) -> None:
+def refuse_pair(loss: object) -> None:
     """Raises TypeError if it was not said whether the second of two scalars is a loss."""
     if isinstance(loss, Pair):
         raise TypeError(

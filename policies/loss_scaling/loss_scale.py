@@ -1,30 +1,30 @@
 """Loss scales: values that lift half-precision gradients out of the range where they vanish.
 
-`DynamicLossScale` covers the known algorithms by one rule, with `good` clean steps since the last
+`DynamicLossScale` covers the known algorithms by one rule, with `good` non-overflow steps since the last
 reset and `left` overflows still tolerated (Micikevicius et al., "Mixed Precision Training", 2018,
 https://arxiv.org/abs/1710.03740, as torch, Apex, Megatron-LM, NeMo and DeepSpeed spell it out)::
 
-    clean: good += 1; on reaching the period: scale = min(scale * factor, max), good = 0
-    bad:   good = start; left -= 1; with none left: scale = max(scale * backoff_factor, min)
+    non-overflow: good += 1; on reaching the period: scale = min(scale * factor, max), good = 0
+    overflow:     good = start; left -= 1; with none left: scale = max(scale * backoff_factor, min)
 
-`left` returns to `hysteresis` on a growth, or on every clean step where it is consecutive.
+`left` returns to `hysteresis` on a growth, or on every non-overflow step where it is consecutive.
 """
 
 import dataclasses
 import math
 import warnings
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from collections.abc import Iterable
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
+from jax.typing import ArrayLike, DTypeLike
 
-from jmp_train.policies.double_product import double_product
-from jmp_train.policies.dtypes import at_least_float32
-from jmp_train.policies.finite import boolean_scalar, is_inexact
-from jmp_train.policies.overwritten import map_overwritten
+from jmp_train.policies.loss_scaling.emulated_float64 import float64_product
+from jmp_train.policies.pytrees import at_least_float32, boolean_scalar, is_inexact, map_overwritten
 
 Tree = TypeVar("Tree")
 _Leaves: TypeAlias = tuple[Any, ...]
@@ -34,8 +34,8 @@ SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
 
-def _scale_leaf(x: Any, scale: Any, *, inverse: bool = False) -> Any:
-    """Returns x times the scale or its inverse, in float32 or, where x is wider, its precision."""
+def _scale_leaf(x: object, scale: ArrayLike, *, inverse: bool = False) -> Any:
+    """Returns x times the scale or its inverse, in float32 or, where x has a higher precision, in that."""
     if not is_inexact(x):
         return x
     x = jnp.asarray(x)
@@ -47,18 +47,99 @@ def _scale_leaf(x: Any, scale: Any, *, inverse: bool = False) -> Any:
     return x.astype(dtype) * jnp.asarray(number).astype(dtype)
 
 
-def _scale_tree(tree: Tree, scale: Any) -> Tree:
-    return jax.tree_util.tree_map(lambda x: _scale_leaf(x, scale), tree)
+def scale_tree(tree: Tree, number: ArrayLike) -> Tree:
+    """Returns a tree times a number: what `LossScale.scale` does.
+
+    Args:
+      tree: floating and complex leaves are multiplied, in float32 or their own higher precision;
+        others pass.
+      number: the scale; scalar.
+
+    Returns:
+      A tree of the same structure.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> scale_tree({"loss": jnp.float16(2.0), "rows": 3}, 2.0**16)
+      {'loss': Array(131072., dtype=float32), 'rows': 3}
+    """
+    return jax.tree_util.tree_map(lambda x: _scale_leaf(x, number), tree)
 
 
-def _unscale_tree(tree: Tree, scale: Any) -> Tree:
-    return map_overwritten(lambda x: x, lambda x: _scale_leaf(x, scale, inverse=True), tree)
+def unscale_tree(tree: Tree, number: ArrayLike) -> Tree:
+    """Returns a tree over a number: what `LossScale.unscale` does.
+
+    Args:
+      tree: floating and complex leaves are divided, in float32 or their own higher precision;
+        others pass, and so does flax's collection of fp8 scales, whose gradients are not scaled.
+      number: the scale; scalar.
+
+    Returns:
+      A tree of the same structure.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> unscale_tree(jnp.float16(2.0), 2.0**16) == 2.0**-15
+      Array(True, dtype=bool)
+    """
+    return map_overwritten(lambda x: x, lambda x: _scale_leaf(x, number, inverse=True), tree)
+
+
+@runtime_checkable
+class LossScale(Protocol):
+    """What a loss scale is: four names, on an immutable pytree. Any class that has them is one.
+
+    The leaves of the pytree are what changes from step to step; the optimizer keeps them in its state, and a
+    checkpoint keeps them with it. `scale_tree` and `unscale_tree` do the arithmetic.
+
+    Example:
+      >>> import dataclasses, jax, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> @jax.tree_util.register_dataclass
+      ... @dataclasses.dataclass(frozen=True)
+      ... class Halving:
+      ...     loss_scale: jax.Array
+      ...     def scale(self, tree):
+      ...         return jt.scale_tree(tree, self.loss_scale)
+      ...     def unscale(self, tree):
+      ...         return jt.unscale_tree(tree, self.loss_scale)
+      ...     def adjust(self, grads_finite):
+      ...         return Halving(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
+      >>> isinstance(Halving(jnp.float32(8.0)), jt.LossScale)
+      True
+      >>> optimizer = jt.with_loss_scale(optax.sgd(0.1), Halving(jnp.float32(8.0)))
+      >>> state = optimizer.init(jnp.ones(2))
+      >>> _, state = optimizer.update(jnp.array([1.0, jnp.inf]), state, jnp.ones(2))
+      >>> float(jt.get_loss_scale(state).loss_scale)
+      4.0
+    """
+
+    @property
+    def loss_scale(self) -> Any:
+        """The number; scalar."""
+        ...
+
+    def scale(self, tree: Tree) -> Tree:
+        """Returns the tree, a loss as a rule, times the number."""
+        ...
+
+    def unscale(self, tree: Tree) -> Tree:
+        """Returns the tree, of gradients, over the number."""
+        ...
+
+    def adjust(self, grads_finite: ArrayLike) -> "LossScale":
+        """Returns the scale of the next step, of the same pytree structure, shapes and dtypes.
+
+        Args:
+          grads_finite: bool scalar, whether all unscaled gradients of this step are finite; traced under jit.
+        """
+        ...
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale:
-    """The loss scale that is none: the null object for float32 and bfloat16 training.
+    """No loss scaling: the null object for float32 and bfloat16 training.
 
     Example:
       >>> NoOpLossScale().scale(3.0), NoOpLossScale().loss_scale
@@ -80,7 +161,7 @@ class NoOpLossScale:
         """Returns the same object."""
         return tree
 
-    def adjust(self, grads_finite: Any) -> "NoOpLossScale":
+    def adjust(self, grads_finite: ArrayLike) -> "NoOpLossScale":
         """Returns itself."""
         del grads_finite
         return self
@@ -97,7 +178,7 @@ class StaticLossScale:
       loss_scale: the number; scalar.
 
     Raises:
-      ValueError: it is no number or array. `with_loss_scale` and `scaled_value_and_grad` want one that is
+      ValueError: it is not a number or array. `with_loss_scale` and `scaled_value_and_grad` want one that is
         finite and above 0; a jax array is not looked at.
 
     Example:
@@ -122,13 +203,13 @@ class StaticLossScale:
 
     def scale(self, tree: Tree) -> Tree:
         """Returns the tree with floating and complex leaves times the scale, at least float32."""
-        return _scale_tree(tree, self.loss_scale)
+        return scale_tree(tree, self.loss_scale)
 
     def unscale(self, tree: Tree) -> Tree:
         """Returns the tree with floating and complex leaves over the scale, at least float32."""
-        return _unscale_tree(tree, self.loss_scale)
+        return unscale_tree(tree, self.loss_scale)
 
-    def adjust(self, grads_finite: Any) -> "StaticLossScale":
+    def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":
         """Returns itself."""
         del grads_finite
         return self
@@ -140,7 +221,7 @@ def _flatten_static(scale: StaticLossScale) -> tuple[_Leaves, Any]:
     return (), scale.loss_scale
 
 
-def _unflatten_static(number: Any, leaves: Any) -> StaticLossScale:
+def _unflatten_static(number: object, leaves: Any) -> StaticLossScale:
     result = object.__new__(StaticLossScale)
     object.__setattr__(result, "loss_scale", leaves[0] if leaves else number)
     object.__setattr__(result, "_is_leaf", bool(leaves))
@@ -160,7 +241,7 @@ jax.tree_util.register_pytree_with_keys(
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that falls when gradients overflow and rises again after a clean period.
+    """A loss scale that falls when gradients overflow and grows again after a period without overflow.
 
     The first five fields are jmp's and as lenient as jmp's: a questionable value warns. The
     presets (`torch_loss_scale` and its relatives) are strict and easier to get right. The state
@@ -169,8 +250,8 @@ class DynamicLossScale:
 
     Args:
       loss_scale: the scale to begin with; scalar, kept in float32.
-      counter: clean steps since the last change; int32 scalar.
-      period: clean steps after which the scale grows.
+      counter: non-overflow steps since the last change; int32 scalar.
+      period: non-overflow steps after which the scale grows.
       factor: what it grows by, and, without `backoff_factor`, falls by.
       min_loss_scale: it never falls below this.
       backoff_factor: what an overflow multiplies it with, between 0 and 1; None for `1 / factor`.
@@ -237,13 +318,13 @@ class DynamicLossScale:
 
     def scale(self, tree: Tree) -> Tree:
         """Returns the tree with floating and complex leaves times the scale, at least float32."""
-        return _scale_tree(tree, self.loss_scale)
+        return scale_tree(tree, self.loss_scale)
 
     def unscale(self, tree: Tree) -> Tree:
         """Returns the tree with floating and complex leaves over the scale, at least float32."""
-        return _unscale_tree(tree, self.loss_scale)
+        return unscale_tree(tree, self.loss_scale)
 
-    def adjust(self, grads_finite: Any) -> "DynamicLossScale":
+    def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
         """Returns the scale for the next step, given whether this step's gradients were finite."""
         finite = boolean_scalar(grads_finite)
         scale, counter = jnp.asarray(self.loss_scale), jnp.asarray(self.counter)
@@ -265,9 +346,9 @@ class DynamicLossScale:
     def _larger_and_smaller(self, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         if self.backoff_factor is None:  # jmp's arithmetic
             return scale * np.float32(self.factor), scale / np.float32(self.factor)
-        return double_product(scale, self.factor), double_product(scale, self.backoff_factor)
+        return float64_product(scale, self.factor), float64_product(scale, self.backoff_factor)
 
-    def _with_state(self, *state: Any) -> "DynamicLossScale":
+    def _with_state(self, *state: object) -> "DynamicLossScale":
         return _unflatten_dynamic(_flatten_dynamic(self)[1], state)
 
 
@@ -276,7 +357,7 @@ def _flatten_dynamic(scale: DynamicLossScale) -> tuple[_Leaves, _Leaves]:
     return state, tuple(getattr(scale, name) for name in DynamicLossScale._STRUCTURE)
 
 
-def _unflatten_dynamic(structure: _Leaves, state: Any) -> DynamicLossScale:
+def _unflatten_dynamic(structure: _Leaves, state: Iterable[Any]) -> DynamicLossScale:
     # Past the constructor: leaves may be anything here (masks, shapes, shardings).
     result = object.__new__(DynamicLossScale)
     for name, value in zip(DynamicLossScale._STATE, state, strict=True):
@@ -296,10 +377,8 @@ jax.tree_util.register_pytree_with_keys(
     DynamicLossScale, _flatten_dynamic_with_keys, _unflatten_dynamic, _flatten_dynamic
 )
 
-LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale
 
-
-def _as_scalar(x: Any, dtype: Any) -> Any:
+def _as_scalar(x: object, dtype: DTypeLike) -> Any:
     """Returns a number or array in `dtype`; NumPy for host numbers, so that no device starts."""
     if isinstance(x, jax.Array):
         return x.astype(dtype)
@@ -308,28 +387,21 @@ def _as_scalar(x: Any, dtype: Any) -> Any:
     return x
 
 
-def _concrete(x: Any, name: str) -> Any:
+def _concrete(x: object, name: str) -> Any:
     """Returns a structural field as a Python value, which hashes and compares."""
     if isinstance(x, Tracer):
         raise ValueError(f"{name} must be a concrete number, got a traced value {x}")
     return x.item() if isinstance(x, jax.Array | np.ndarray | np.generic) else x
 
 
-def _warn_if_not_floating(x: Any, name: str) -> None:
+def _warn_if_not_floating(x: object, name: str) -> None:
     if isinstance(x, bool | int | float | jax.Array | np.ndarray | np.generic):
         dtype = jnp.result_type(x)
         if not jnp.issubdtype(dtype, jnp.floating):
             warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
 
 
-def check_usable(scale: "LossScale") -> None:
-    """Raises ValueError if a static number cannot scale gradients and unscale them."""
-    number = scale.loss_scale
-    if isinstance(number, int | float) and not 0 < number < math.inf:
-        raise ValueError(f"loss_scale={number!r} must be a finite number above 0")
-
-
-def _check_static_number(x: Any) -> None:
+def _check_static_number(x: object) -> None:
     if not isinstance(x, jax.Array) and (isinstance(x, bool) or not isinstance(x, int | float)):
         raise ValueError(f"loss_scale={x!r} must be a number")
 
@@ -337,9 +409,9 @@ def _check_static_number(x: Any) -> None:
 def _check_own_fields(scale: DynamicLossScale) -> None:
     backoff, largest = scale.backoff_factor, scale.max_loss_scale
     if backoff is not None and not 0 < backoff < 1:
-        raise ValueError(f"backoff_factor={backoff} must lie between 0 and 1")
+        raise ValueError(f"backoff_factor={backoff} must be between 0 and 1")
     if not 0 < largest <= LARGEST_SCALE:
-        raise ValueError(f"max_loss_scale={largest} must lie between 0 and 2**126")
+        raise ValueError(f"max_loss_scale={largest} must be between 0 and 2**126")
     if largest < scale.min_loss_scale < math.inf:
         raise ValueError(
             f"min_loss_scale={scale.min_loss_scale} must not exceed max_loss_scale={largest}"

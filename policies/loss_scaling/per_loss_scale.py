@@ -3,14 +3,19 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from jmp_train.policies.finite import all_finite
-from jmp_train.policies.loss_scale import LossScale
-from jmp_train.policies.overwritten import map_overwritten
+from jmp_train.policies.loss_scaling.loss_scale import LossScale
+from jmp_train.policies.loss_scaling.loss_scale_checks import (
+    check_adjusted,
+    check_loss_scale,
+    is_loss_scale,
+)
+from jmp_train.policies.pytrees import all_finite, map_overwritten
+from jmp_train.policies.types import PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -26,7 +31,7 @@ class PerLossScale:
       loss_scales: at least one.
 
     Raises:
-      TypeError: it is no tuple.
+      TypeError: it is not a tuple.
       ValueError: there is none.
 
     Example:
@@ -47,7 +52,7 @@ class PerLossScale:
 
     def __post_init__(self) -> None:
         # jax puts other things here, such as shardings
-        if isinstance(self.loss_scales, LossScale):
+        if is_loss_scale(self.loss_scales):
             raise TypeError(f"loss_scales must be a tuple of loss scales, got {self.loss_scales!r}")
         if isinstance(self.loss_scales, list):
             object.__setattr__(self, "loss_scales", tuple(self.loss_scales))
@@ -59,12 +64,12 @@ class PerLossScale:
         """The numbers, float32 [losses]."""
         return jnp.stack([jnp.asarray(s.loss_scale, jnp.float32) for s in self.loss_scales])
 
-    def scale(self, losses: Any) -> tuple[Any, ...]:
+    def scale(self, losses: Sequence[Any]) -> tuple[Any, ...]:
         """Returns each loss times its scale."""
         self._check_count("loss_fn returned", losses)
         return tuple(s.scale(loss) for s, loss in zip(self.loss_scales, losses, strict=True))
 
-    def unscale(self, trees: Any) -> tuple[Any, ...]:
+    def unscale(self, trees: Sequence[Any]) -> tuple[Any, ...]:
         """Returns each loss's gradients over its scale."""
         self._check_count("updates is", trees)
         return tuple(s.unscale(tree) for s, tree in zip(self.loss_scales, trees, strict=True))
@@ -74,7 +79,7 @@ class PerLossScale:
         pairs = zip(self.loss_scales, grads_finite, strict=True)
         return PerLossScale(tuple(s.adjust(finite) for s, finite in pairs))
 
-    def _check_count(self, what: str, given: Any) -> None:
+    def _check_count(self, what: str, given: PyTree) -> None:
         count = len(self.loss_scales)
         if not isinstance(given, tuple) or len(given) != count:
             came = f"{len(given)} losses" if isinstance(given, tuple) else "one"
@@ -84,14 +89,41 @@ class PerLossScale:
 LossScales: TypeAlias = LossScale | PerLossScale  # what an optimizer's state may have
 
 
+def check_loss_scales(loss_scale: object, hint: str) -> None:
+    """Raises unless gradients can be scaled with it; see `check_loss_scale`.
+
+    Args:
+      loss_scale: the argument of that name; each one of a `PerLossScale` is looked at.
+      hint: where to get one, for the message.
+    """
+    for scale in loss_scale.loss_scales if isinstance(loss_scale, PerLossScale) else (loss_scale,):
+        if isinstance(scale, PerLossScale):
+            raise TypeError(f"loss_scales must be loss scales of one loss each, got {scale!r}")
+        check_loss_scale(scale, hint)
+
+
 def scales_in(loss_scale: LossScales) -> tuple[LossScale, ...]:
     """Returns the scale of each loss, or the one that there is."""
     return loss_scale.loss_scales if isinstance(loss_scale, PerLossScale) else (loss_scale,)
 
 
-def unscale_and_test(
+class CheckedGradients(NamedTuple):
+    """What `unscale_and_check` makes of scaled gradients.
+
+    Attributes:
+      grads: unscaled; of several losses their sum.
+      finite: bool scalar, whether all of them are finite, on all devices of the axes.
+      next_loss_scale: for the next step.
+    """
+
+    grads: Any
+    finite: jax.Array
+    next_loss_scale: LossScales
+
+
+def unscale_and_check(
     loss_scale: LossScales, grads: Any, axis_names: Sequence[str]
-) -> tuple[Any, jax.Array, Any]:
+) -> CheckedGradients:
     """Returns unscaled gradients, whether all are finite, and the loss scale for the next step.
 
     Args:
@@ -102,9 +134,15 @@ def unscale_and_test(
     if not isinstance(loss_scale, PerLossScale):
         unscaled = loss_scale.unscale(grads)
         finite = all_finite(unscaled, axis_names)
-        return unscaled, finite, loss_scale.adjust(finite)
+        return CheckedGradients(unscaled, finite, _adjusted(loss_scale, finite))
     parts = loss_scale.unscale(grads)
     tests = [all_finite(part, axis_names) for part in parts]
     total = functools.reduce(lambda a, b: map_overwritten(jnp.maximum, jnp.add, a, b), parts)
     finite = functools.reduce(jnp.logical_and, tests, all_finite(total, axis_names))
-    return total, finite, loss_scale.adjust(tests)
+    return CheckedGradients(total, finite, _adjusted(loss_scale, tests))
+
+
+def _adjusted(loss_scale: LossScales, finite: Any) -> LossScales:
+    adjusted = loss_scale.adjust(finite)
+    check_adjusted(adjusted, loss_scale)
+    return adjusted

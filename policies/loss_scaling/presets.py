@@ -7,7 +7,7 @@ beyond it or its inverse is zero.
 
 import numpy as np
 
-from jmp_train.policies.argument_checks import (
+from jmp_train.policies.loss_scaling.argument_checks import (
     check_backoff,
     check_count,
     check_flag,
@@ -18,7 +18,7 @@ from jmp_train.policies.argument_checks import (
     check_scale,
     is_integer,
 )
-from jmp_train.policies.loss_scale import (
+from jmp_train.policies.loss_scaling.loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
     DynamicLossScale,
@@ -38,9 +38,9 @@ def torch_loss_scale(
 
     Args:
       init_scale: the scale to begin with.
-      growth_factor: what it grows by after `growth_interval` clean steps; above 1.
+      growth_factor: what it grows by after `growth_interval` non-overflow steps; above 1.
       backoff_factor: what an overflow multiplies it with; between 0 and 1.
-      growth_interval: clean steps until it grows; at least 1.
+      growth_interval: non-overflow steps until it grows; at least 1.
       enabled: False gives a `NoOpLossScale`.
 
     Returns:
@@ -83,9 +83,9 @@ def apex_loss_scale(
 
     Args:
       loss_scale: "dynamic", or a number for a `StaticLossScale`.
-      init_scale: the scale to begin with, cut to `max_loss_scale`.
+      init_scale: the scale to begin with, clipped to `max_loss_scale`.
       scale_factor: what it grows and falls by; above 1.
-      scale_window: clean steps until it grows; at least 1.
+      scale_window: non-overflow steps until it grows; at least 1.
       min_loss_scale: the floor; None or 0 for none.
       max_loss_scale: the ceiling.
 
@@ -136,9 +136,9 @@ def megatron_loss_scale(
     Args:
       initial_scale: the scale to begin with.
       min_scale: the floor.
-      growth_factor: what it grows by after `growth_interval` clean steps; above 1.
+      growth_factor: what it grows by after `growth_interval` non-overflow steps; above 1.
       backoff_factor: what it is multiplied with; between 0 and 1.
-      growth_interval: clean steps until it grows; at least 1.
+      growth_interval: non-overflow steps until it grows; at least 1.
       hysteresis: overflows since the last growth until the scale falls; at least 1.
       max_scale: the ceiling; ColossalAI's is 2**32.
 
@@ -188,9 +188,9 @@ def nemo_loss_scale(
 
     Args:
       init_scale: the scale to begin with.
-      growth_factor: what it grows by after `growth_interval` clean steps; above 1.
+      growth_factor: what it grows by after `growth_interval` non-overflow steps; above 1.
       backoff_factor: what it is multiplied with; between 0 and 1.
-      growth_interval: clean steps until it grows; at least 1.
+      growth_interval: non-overflow steps until it grows; at least 1.
       hysteresis: overflows in a row until the scale falls; at least 1.
       enabled: False gives a `NoOpLossScale`.
 
@@ -241,9 +241,9 @@ def deepspeed_loss_scale(
     Args:
       loss_scale: 0 for a dynamic scale, another number for a `StaticLossScale`.
       initial_scale_power: the scale begins at two to this power.
-      loss_scale_window: clean steps until it doubles; one more after the start or an overflow.
+      loss_scale_window: non-overflow steps until it doubles; one more after the start or an overflow.
       hysteresis: overflows until it is halved; at least 1.
-      consecutive_hysteresis: whether every clean step refills the hysteresis, or only a growth.
+      consecutive_hysteresis: whether every non-overflow step refills the hysteresis, or only a growth.
       min_loss_scale: the floor.
 
     Returns:

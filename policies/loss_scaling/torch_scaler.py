@@ -3,7 +3,7 @@
 torch's `state_dict` holds five numbers, and so does a loss scale made like `torch_loss_scale()`::
 
     scale                loss_scale       a leaf
-    _growth_tracker      counter          a leaf: clean steps since the last change
+    _growth_tracker      counter          a leaf: non-overflow steps since the last change
     growth_factor        factor
     backoff_factor       backoff_factor
     growth_interval      period
@@ -17,20 +17,22 @@ from typing import Any
 
 import numpy as np
 
-from jmp_train.policies.argument_checks import (
+from jmp_train.policies.loss_scaling.argument_checks import (
     check_backoff,
     check_count,
     check_growth,
     check_scale,
     is_integer,
 )
-from jmp_train.policies.loss_scale import (
+from jmp_train.policies.loss_scaling.loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
     DynamicLossScale,
     LossScale,
     NoOpLossScale,
+    StaticLossScale,
 )
+from jmp_train.policies.loss_scaling.loss_scale_checks import check_loss_scale
 
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -50,7 +52,7 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> DynamicLossScale | N
       `{}`. `with_loss_scale` takes it for a new optimizer, `set_loss_scale` puts it into a state.
 
     Raises:
-      TypeError: `state_dict` is no mapping.
+      TypeError: `state_dict` is not a mapping.
       ValueError: keys are missing or unknown, or a value is of another type or out of its range;
         the message names the key.
 
@@ -114,7 +116,7 @@ def loss_scale_to_torch(loss_scale: LossScale) -> dict[str, float | int]:
       enabled.
 
     Raises:
-      TypeError: `loss_scale` is none.
+      TypeError: `loss_scale` is not a loss scale.
       ValueError: torch's scaler cannot do what this one does; the message names every field.
 
     Example:
@@ -124,12 +126,13 @@ def loss_scale_to_torch(loss_scale: LossScale) -> dict[str, float | int]:
 
     Reference: PyTorch 2.13, torch/amp/grad_scaler.py (GradScaler.load_state_dict).
     """
-    if not isinstance(loss_scale, LossScale):
-        raise TypeError(f"loss_scale must be a LossScale, got {loss_scale!r}")
     if isinstance(loss_scale, NoOpLossScale):
         return {}
-    if not isinstance(loss_scale, DynamicLossScale):
+    check_loss_scale(loss_scale, "get_loss_scale(opt_state) finds an optimizer's")
+    if isinstance(loss_scale, StaticLossScale):
         raise ValueError(f"torch's GradScaler always adapts its scale, got {loss_scale!r}")
+    if not isinstance(loss_scale, DynamicLossScale):
+        raise ValueError(f"torch's GradScaler has the rule of DynamicLossScale, got {loss_scale!r}")
     shape = np.shape(loss_scale.loss_scale)
     if shape or np.shape(loss_scale.counter):
         raise ValueError(f"loss_scale has the shape {shape}: take the one of one device or member")
@@ -159,7 +162,7 @@ def _inexpressible(loss_scale: DynamicLossScale) -> list[str]:
     period, factor = loss_scale.period, loss_scale.factor
     floor, ceiling = loss_scale.min_loss_scale, loss_scale.max_loss_scale
     rules = {
-        f"loss_scale={scale} must lie between 2**-126 and 2**126": (
+        f"loss_scale={scale} must be between 2**-126 and 2**126": (
             SMALLEST_SCALE <= scale <= LARGEST_SCALE
         ),
         f"period={period} must be an integer of at least 1": (

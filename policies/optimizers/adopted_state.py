@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jmp_train.policies.loss_scaled_optimizer import LossScaledState
-from jmp_train.policies.master_weights import MasterWeightsState
-from jmp_train.policies.nodes import find_nodes
-from jmp_train.policies.paths import named_leaves
-from jmp_train.policies.stored_parameters import StochasticRoundingState
-from jmp_train.policies.zero_gradients import ZeroGradientsState
+from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState
+from jmp_train.policies.optimizers.master_weights import MasterWeightsState
+from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState
+from jmp_train.policies.optimizers.zero_gradients import ZeroGradientsState
+from jmp_train.policies.pytrees import find_nodes, named_leaves
+from jmp_train.policies.types import PyTree
 
 _WRAPPERS = (LossScaledState, MasterWeightsState, StochasticRoundingState, ZeroGradientsState)
 
 
-def adopt_opt_state(new: Any, old: Any) -> Any:
+def adopt_opt_state(new: PyTree, old: Any) -> Any:
     """Returns an optimizer's fresh state with the moments, counts and hyperparameters of an old one.
 
     For a run that began without a loss scale or master weights, and goes on with them: the old state has the
@@ -60,13 +60,13 @@ def adopt_opt_state(new: Any, old: Any) -> Any:
         if not _fits(x, leaves[place])
     ]
     if wrong:
-        raise ValueError("old is no state of the optimizer in new:\n  " + "\n  ".join(wrong))
+        raise ValueError("old is not a state of the optimizer in new:\n  " + "\n  ".join(wrong))
     for _, place, x in pairs:
         leaves[place] = _in_place_of(x, leaves[place])
     return structure.unflatten(leaves)
 
 
-def _without_wrappers(opt_state: Any) -> Any:
+def _without_wrappers(opt_state: PyTree) -> Any:
     return jax.tree_util.tree_map(
         lambda node: _without_wrappers(node.inner_state) if isinstance(node, _WRAPPERS) else node,
         opt_state,
@@ -74,7 +74,7 @@ def _without_wrappers(opt_state: Any) -> Any:
     )
 
 
-def _of_common_wrappers(numbers: Any, old: Any) -> list[tuple[str, int, Any]]:
+def _of_common_wrappers(numbers: object, old: PyTree) -> list[tuple[str, int, Any]]:
     """Returns name, place and value of what wrappers hold themselves that both states have once."""
     pairs = []
     for kind in _WRAPPERS:
@@ -93,11 +93,11 @@ def _of_common_wrappers(numbers: Any, old: Any) -> list[tuple[str, int, Any]]:
     return pairs
 
 
-def _kind(x: Any) -> str:
+def _kind(x: jax.Array) -> str:
     return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
 
 
-def _fits(x: Any, like: Any) -> bool:
+def _fits(x: jax.Array, like: jax.Array) -> bool:
     kinds = [
         next((k for k in (jnp.bool_, jnp.integer, jnp.floating) if jnp.issubdtype(dtype, k)), dtype)
         for dtype in (jnp.result_type(x), jnp.result_type(like))
@@ -105,7 +105,7 @@ def _fits(x: Any, like: Any) -> bool:
     return jnp.shape(x) == jnp.shape(like) and kinds[0] == kinds[1]
 
 
-def _in_place_of(x: Any, like: Any) -> Any:
+def _in_place_of(x: jax.Array, like: jax.Array) -> Any:
     x = jnp.array(x, like.dtype)
     on_devices = isinstance(like, jax.Array) and not isinstance(like, Tracer)
     return jax.device_put(x, like.sharding) if on_devices and like.committed else x

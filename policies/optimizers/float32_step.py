@@ -1,31 +1,69 @@
-"""One step of an optimizer on parameters in float32, taken or skipped."""
+"""One step of any optimizer on parameters: as it is proposed, and taken or skipped."""
 
 from typing import Any
 
 import optax
 
-from jmp_train.policies.casting import widen_to_float32
-from jmp_train.policies.finite import select_tree
-from jmp_train.policies.loss_scaled_optimizer import LossScaledOptimizer, scaled_states
+from jmp_train.policies.optimizers.loss_scaled_state import scaled_states
+from jmp_train.policies.optimizers.stored_parameters import ParamsOptimizer, add_updates
+from jmp_train.policies.pytrees import select_tree
+from jmp_train.policies.types import Grads, OptState, Params
 
 
-def wide_step(
-    inner: optax.GradientTransformationExtraArgs,
-    updates: Any,
-    inner_state: Any,
-    wide_params: Any,
-    **extra_args: Any,
+def proposed_params(
+    optimizer: optax.GradientTransformationExtraArgs,
+    grads: Grads,
+    opt_state: OptState,
+    params: Params,
+    **extra_args: object,
 ) -> tuple[Any, Any]:
-    """Returns what an optimizer makes of parameters in float32, and its next state.
+    """Returns the parameters after an optimizer's step, also of one that is skipped, and its next state.
 
-    Where it has a loss scale and skips, the parameters come back as they were.
+    Args:
+      optimizer: any; a `ParamsOptimizer` says itself what the parameters become.
+      grads: as `optimizer.update` takes them, and so are the others.
+      opt_state: the optimizer's.
+      params: arrays; they keep their dtypes.
+      **extra_args: for `optimizer.update`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> sgd, params = optax.sgd(0.5), jnp.ones(2)
+      >>> proposed_params(sgd, jnp.ones(2), sgd.init(params), params)[0]
+      Array([0.5, 0.5], dtype=float32)
     """
-    grads = widen_to_float32(updates)
-    # What is outermost leaves the selection to us; what is nested made zeros of its updates already, but
-    # others may have changed them since.
-    update = inner.propose if isinstance(inner, LossScaledOptimizer) else inner.update
-    updates, inner_state = update(grads, inner_state, wide_params, **extra_args)
-    new_params = optax.apply_updates(wide_params, updates)
-    for _, scaled in scaled_states(inner_state):
-        new_params = select_tree(scaled.last_finite, new_params, wide_params)
-    return new_params, inner_state
+    if isinstance(optimizer, ParamsOptimizer):
+        return optimizer.update(grads, opt_state, params, return_params=True, **extra_args)
+    updates, opt_state = optimizer.update(grads, opt_state, params, **extra_args)
+    return add_updates(params, updates), opt_state
+
+
+def update_params(
+    optimizer: optax.GradientTransformationExtraArgs,
+    grads: Grads,
+    opt_state: OptState,
+    params: Params,
+    **extra_args: object,
+) -> tuple[Any, Any]:
+    """Returns what `proposed_params` does, with the parameters as they were where the step is skipped.
+
+    Args:
+      optimizer: any.
+      grads: as `optimizer.update` takes them, and so are the others.
+      opt_state: where it has a loss scale, that decides.
+      params: arrays; they keep their dtypes.
+      **extra_args: for `optimizer.update`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_train.policies import NoOpLossScale, with_loss_scale
+      >>> optimizer, params = with_loss_scale(optax.sgd(0.5), NoOpLossScale()), jnp.ones(2)
+      >>> state = optimizer.init(params)
+      >>> update_params(optimizer, jnp.array([1.0, jnp.inf]), state, params)[0]
+      Array([1., 1.], dtype=float32)
+    """
+    new_params, opt_state = proposed_params(optimizer, grads, opt_state, params, **extra_args)
+    # What is nested made zeros of its updates already, but others may have changed them since.
+    for _, scaled in scaled_states(opt_state):
+        new_params = select_tree(scaled.last_finite, new_params, params)
+    return new_params, opt_state

@@ -1,4 +1,4 @@
-"""Parameters in half precision, with float32 masters of them in the optax state.
+"""Parameters in half precision, with their float32 master weights in the optax state.
 
 An update of less than 1/2048 of a float16 parameter (1/256 of a bfloat16 one) is lost when it is added to it.
 The optimizer therefore steps on a float32 copy, of which the stored parameters are the rounded value.
@@ -11,23 +11,28 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from jmp_train.policies.casting import widen_to_float32
-from jmp_train.policies.loss_scaled_optimizer import as_transformation
-from jmp_train.policies.nodes import find_nodes, only_state, with_states
-from jmp_train.policies.paths import path_name
-from jmp_train.policies.stored_parameters import (
-    StochasticRoundingState,
+from jmp_train.policies.optimizers.float32_step import update_params
+from jmp_train.policies.optimizers.stored_parameters import (
     StoringOptimizer,
+    StoringState,
+    as_transformation,
     storing_optimizer,
 )
-from jmp_train.policies.wide_step import wide_step
+from jmp_train.policies.pytrees import (
+    find_nodes,
+    only_state,
+    path_name,
+    upcast_to_float32,
+    with_states,
+)
+from jmp_train.policies.types import Grads, Params, PyTree
 
 
 class MasterWeightsState(NamedTuple):
     """State of `with_master_weights`.
 
     Attributes:
-      master_weights: the parameters in float32, or wider where they are; what the optimizer steps on.
+      master_weights: the parameters in float32, or in their own higher precision; what the optimizer steps on.
       inner_state: the wrapped optimizer's state.
 
     Example:
@@ -41,16 +46,19 @@ class MasterWeightsState(NamedTuple):
     inner_state: Any
 
 
+StoringState.register(MasterWeightsState)
+
+
 def with_master_weights(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> StoringOptimizer:
-    """Makes an optimizer step on float32 masters of parameters that are stored in half precision.
+    """Makes an optimizer step on float32 master weights of parameters that are stored in half precision.
 
     It goes outermost: `with_master_weights(with_loss_scale(optimizer, loss_scale))`. After each step the
-    parameters are the masters, rounded to the dtypes in which they are stored; in `train_step` to the
+    parameters are the master weights, rounded to the dtypes in which they are stored; in `train_step` to the
     last bit, by `optax.apply_updates` to one part in 2**24 of what they were before, if that was finite.
 
-    Masters begin as what `init` is given, so float32 parameters lose nothing. Of half ones, as Apex makes them,
+    Master weights begin as what `init` is given, so float32 parameters lose nothing. Of half ones, as Apex makes them,
     they are the rounded values: `TrainState.create(params, optimizer, cast_params=...)` does the first.
 
     Args:
@@ -60,9 +68,9 @@ def with_master_weights(
       An optimizer whose state is a `MasterWeightsState`, and whose `update` needs the parameters.
 
     Raises:
-      TypeError: `optimizer` is none.
-      ValueError: at `init`, the optimizer has masters already, or rounds stochastically; when called, `update` is
-        not given the parameters.
+      TypeError: `optimizer` is not an optax optimizer.
+      ValueError: at `init`, the optimizer has master weights already, or rounds stochastically; when called, `update`
+        is not given the parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -70,7 +78,7 @@ def with_master_weights(
       >>> params = jnp.ones((), jnp.float16)
       >>> state = optimizer.init(params)
       >>> for _ in range(4):  # a float16 next to 1 is 2**-11 away, or 2**-10
-      ...     params, state = optimizer.step(jnp.float32(2.0**-13), state, params)
+      ...     params, state = optimizer.update(jnp.float32(2.0**-13), state, params, return_params=True)
       >>> float(1 - params) == 2.0**-11, float(1 - get_master_weights(state)) == 2.0**-11
       (True, True)
 
@@ -79,39 +87,41 @@ def with_master_weights(
     """
     inner = as_transformation(optimizer)
 
-    def init(params: Any) -> MasterWeightsState:
+    def init(params: Params) -> MasterWeightsState:
         # Copies, so that parameters and state can be donated together.
-        master_weights = jax.tree_util.tree_map(_apart_from, widen_to_float32(params), params)
+        master_weights = jax.tree_util.tree_map(_apart_from, upcast_to_float32(params), params)
         inner_state = inner.init(master_weights)
-        if find_nodes(inner_state, StochasticRoundingState):
+        for _, stored in find_nodes(inner_state, StoringState):
+            if isinstance(stored, MasterWeightsState):
+                raise ValueError(
+                    "optimizer has master weights already: with_master_weights goes once"
+                )
             raise ValueError(
-                "optimizer rounds stochastically, but sees float32 masters here, of which it rounds nothing: "
+                "optimizer rounds stochastically, but sees float32 master weights here, of which it rounds nothing: "
                 "take with_master_weights or with_stochastic_rounding"
             )
-        if find_nodes(inner_state, MasterWeightsState):
-            raise ValueError("optimizer has master weights already: with_master_weights goes once")
         return MasterWeightsState(master_weights, inner_state)
 
     def step(
-        updates: Any, state: MasterWeightsState, params: Any, **extra_args: Any
+        updates: Grads, state: MasterWeightsState, params: Params, **extra_args: object
     ) -> tuple[Any, MasterWeightsState]:
-        master_weights, inner_state = wide_step(
-            inner, updates, state.inner_state, state.master_weights, **extra_args
+        master_weights, inner_state = update_params(
+            inner, upcast_to_float32(updates), state.inner_state, state.master_weights, **extra_args
         )
         new_params = jax.tree_util.tree_map(
-            lambda master, x: _apart_from(master.astype(x.dtype), master), master_weights, params
+            lambda weight, x: _apart_from(weight.astype(x.dtype), weight), master_weights, params
         )
         return new_params, MasterWeightsState(master_weights, inner_state)
 
     return storing_optimizer(init, step)
 
 
-def _apart_from(x: Any, original: Any) -> Any:
+def _apart_from(x: jax.Array, original: jax.Array) -> Any:
     return jnp.copy(x) if x is original else x
 
 
-def get_master_weights(opt_state: Any) -> Any:
-    """Returns the float32 masters in an optimizer's state: what to save and to export.
+def get_master_weights(opt_state: PyTree) -> Any:
+    """Returns the float32 master weights in an optimizer's state: what to save and to export.
 
     Args:
       opt_state: a state with one `MasterWeightsState` in it, in any nesting of optax's combinators.
@@ -133,21 +143,21 @@ def get_master_weights(opt_state: Any) -> Any:
     return _only_state(opt_state).master_weights
 
 
-def set_master_weights(opt_state: Any, params: Any) -> Any:
-    """Returns an optimizer's state with other masters, for parameters that come from elsewhere.
+def set_master_weights(opt_state: PyTree, params: Params) -> Any:
+    """Returns an optimizer's state with other master weights, for parameters that come from elsewhere.
 
-    Parameters that are replaced without their masters are what the masters say again after the next step.
+    Parameters that are replaced alone get the values of the master weights again in the next step.
 
     Args:
       opt_state: a state with one `MasterWeightsState` in it, in any nesting of optax's combinators.
-      params: pytree like the masters, of any floating dtypes.
+      params: pytree like the master weights, of any floating dtypes.
 
     Returns:
-      The same state but for the masters.
+      The same state but for the master weights.
 
     Raises:
       ValueError: `params` has another structure, or a leaf another shape; the message names it. Or there are
-        no masters, or several.
+        no master weights, or several.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -159,15 +169,15 @@ def set_master_weights(opt_state: Any, params: Any) -> Any:
     structures = [jax.tree_util.tree_structure(tree) for tree in (params, old)]
     if structures[0] != structures[1]:
         raise ValueError(
-            f"params has another structure, {structures[0]}, than the masters, {structures[1]}"
+            f"params has another structure, {structures[0]}, than the master weights, {structures[1]}"
         )
 
-    def like(path: KeyPath, x: Any, master: Any) -> Any:
-        if jnp.shape(x) != jnp.shape(master):
+    def like(path: KeyPath, x: jax.Array, weight: Any) -> Any:
+        if jnp.shape(x) != jnp.shape(weight):
             raise ValueError(
-                f"params {path_name(path)!r} has the shape {jnp.shape(x)}, its master {jnp.shape(master)}"
+                f"params {path_name(path)!r} has the shape {jnp.shape(x)}, its master weight {jnp.shape(weight)}"
             )
-        return jnp.array(x, master.dtype)
+        return jnp.array(x, weight.dtype)
 
     new = jax.tree_util.tree_map_with_path(like, params, old)
     return with_states(
@@ -175,5 +185,5 @@ def set_master_weights(opt_state: Any, params: Any) -> Any:
     )
 
 
-def _only_state(opt_state: Any) -> MasterWeightsState:
+def _only_state(opt_state: PyTree) -> MasterWeightsState:
     return only_state(opt_state, MasterWeightsState, "master_weights", "sets of master weights")

@@ -5,21 +5,18 @@ the gradients before they reach `with_loss_scale`, or to updates after `with_mas
 in the program of its `update`, traced with a marker in the place of the wrapper's state.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, Literal
 
-from jmp_train.policies.loss_scaled_optimizer import (
-    LossScaledState,
-    scaled_states,
-)
-from jmp_train.policies.master_weights import MasterWeightsState
-from jmp_train.policies.nodes import Reached, change_nodes, find_nodes
-from jmp_train.policies.paths import named_leaves
-from jmp_train.policies.stored_parameters import StochasticRoundingState, StoringOptimizer
+from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
+from jmp_train.policies.optimizers.stored_parameters import StoringOptimizer, StoringState
+from jmp_train.policies.pytrees import Reached, change_nodes, find_nodes, named_leaves
+from jmp_train.policies.types import Grads, OptState, Params
 
 _GIVEN = frozenset(["scaled", "other"])
 # Linear in all of their operands together, and in each of them.
@@ -37,21 +34,20 @@ _CALLS = frozenset(["jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp
 _CONTROL = frozenset(["cond", "while", "scan", "shard_map"])
 
 _BRANCHING: Any = optax.MultiStepsState | optax.ApplyIfFiniteState
-_STORING: Any = MasterWeightsState | StochasticRoundingState
 
 
 def check_nesting(
     optimizer: optax.GradientTransformationExtraArgs,
-    grads: Any,
-    opt_state: Any,
-    params: Any,
-    **extra_args: Any,
+    grads: Grads,
+    opt_state: OptState,
+    params: Params,
+    **extra_args: object,
 ) -> None:
     """Raises ValueError if an optimizer's wrappers are nested so that they compute something else.
 
     Args:
       optimizer: the outermost one.
-      grads: scaled gradients, arrays or tracers, as they are handed to it; so are the others.
+      grads: scaled gradients, arrays or tracers, as they are passed to it; so are the others.
       opt_state: its state.
       params: the parameters.
       **extra_args: for `optimizer.update`.
@@ -71,13 +67,13 @@ def check_nesting(
     """
     _check_skips_are_seen(opt_state)
 
-    def program(kind: Any) -> Any:
+    def program(kind: type) -> Any:
         """Returns what makes the updates, and then what reaches the wrappers, or None where it cannot be told."""
         marked = change_nodes(opt_state, kind, lambda _: Reached(()))
         if find_nodes(marked, _BRANCHING):
             return None  # its branches must have states of one type: a marker has no place there
 
-        def reached(grads: Any) -> tuple[Any, Any]:
+        def reached(grads: Grads) -> tuple[Any, Any]:
             updates, after = optimizer.update(grads, marked, params, **extra_args)
             return updates, [node.updates for _, node in find_nodes(after, Reached)]
 
@@ -87,13 +83,15 @@ def check_nesting(
     _check_after_storing(optimizer, opt_state, params, program)
 
 
-def has_nested_scale(opt_state: Any) -> bool:
+def has_nested_scale(opt_state: OptState) -> bool:
     """Says whether a `with_loss_scale` stands within something else than what stores the parameters."""
-    within = opt_state.inner_state if isinstance(opt_state, _STORING) else opt_state
+    within = opt_state.inner_state if isinstance(opt_state, StoringState) else opt_state
     return not isinstance(within, LossScaledState) and bool(scaled_states(opt_state))
 
 
-def _check_before_scale(optimizer: Any, opt_state: Any, params: Any, program: Any) -> None:
+def _check_before_scale(
+    optimizer: object, opt_state: OptState, params: Params, program: Callable[[Any], Any]
+) -> None:
     if not has_nested_scale(opt_state):
         return
     traced = program(LossScaledState)
@@ -116,10 +114,12 @@ def _check_before_scale(optimizer: Any, opt_state: Any, params: Any, program: An
         )
 
 
-def _check_after_storing(optimizer: Any, opt_state: Any, params: Any, program: Any) -> None:
-    if isinstance(optimizer, StoringOptimizer) or not find_nodes(opt_state, _STORING):
+def _check_after_storing(
+    optimizer: object, opt_state: OptState, params: Params, program: Callable[[Any], Any]
+) -> None:
+    if isinstance(optimizer, StoringOptimizer) or not find_nodes(opt_state, StoringState):
         return
-    traced = program(_STORING)
+    traced = program(StoringState)
     if traced is None:
         return
     count = len(jax.tree_util.tree_leaves(params))
@@ -132,7 +132,7 @@ def _check_after_storing(optimizer: Any, opt_state: Any, params: Any, program: A
         )
 
 
-def _check_skips_are_seen(opt_state: Any) -> None:
+def _check_skips_are_seen(opt_state: OptState) -> None:
     for path, node in find_nodes(opt_state, _BRANCHING):
         is_multi_steps = isinstance(node, optax.MultiStepsState)
         name = "MultiSteps(should_skip_update_fn=...)" if is_multi_steps else "apply_if_finite"
@@ -146,7 +146,7 @@ def _check_skips_are_seen(opt_state: Any) -> None:
             )
 
 
-def _kinds(jaxpr: Any, inputs: list[str]) -> list[str]:
+def _kinds(jaxpr: Jaxpr, inputs: list[str]) -> list[str]:
     """Returns what each result of a program is, given what its inputs are.
 
     "scaled" is what is in proportion to the gradients, "other" what else is made of them, "zero" what is
@@ -154,7 +154,7 @@ def _kinds(jaxpr: Any, inputs: list[str]) -> list[str]:
     """
     kinds: dict[Any, str] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def kind_of(x: Any) -> str:
+    def kind_of(x: object) -> str:
         if isinstance(x, Literal):
             return "zero" if np.all(x.val == 0) else "free"
         return kinds.get(x, "free")

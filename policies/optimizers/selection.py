@@ -1,4 +1,4 @@
-"""A step of one's own: everything that it changes, kept or taken by the optimizer's decision."""
+"""User-defined train steps: all that a step changes, kept or taken by the optimizer's decision."""
 
 from typing import Any, TypeVar
 
@@ -9,25 +9,25 @@ import optax
 from jax import lax
 from jax.tree_util import KeyPath
 
-from jmp_train.policies.loss_scaled_optimizer import LossScaledState, scaled_states
-from jmp_train.policies.nodes import find_nodes, only_state
-from jmp_train.policies.paths import path_name
+from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
+from jmp_train.policies.pytrees import find_nodes, only_state, path_name
+from jmp_train.policies.types import PyTree
 
 Tree = TypeVar("Tree")
 
 
-def select_step(opt_state: Any, new: Tree, old: Tree) -> Tree:
+def select_step(opt_state: PyTree, new: Tree, old: Tree) -> Tree:
     """Returns `new` where the optimizer's last step was taken and `old` where it was skipped.
 
     `with_loss_scale` keeps parameters and optimizer state over a skipped step. What the forward pass
     changed by itself it does not see: batch statistics, an average of the parameters, the state of an
-    equinox or nnx model, which an overflow may have filled with inf. A step of one's own hands them
-    here, all in one tree; `train_step` does it for its model state.
+    equinox or nnx model, which an overflow may have filled with inf. A user-defined step passes
+    them here, all in one tree; `train_step` does it for its model state.
 
     Args:
       opt_state: what the optimizer's `update` has just returned, with one `LossScaledState` in any
         nesting; or what holds it, such as a flax TrainState.
-      new: pytree, as the step has made it. Leaves that are no arrays or numbers, such as functions,
+      new: pytree, as the step has made it. Leaves that are not arrays or numbers, such as functions,
         are taken from here.
       old: pytree of the same structure, shapes and dtypes, as it was before the step.
 
@@ -56,7 +56,7 @@ def select_step(opt_state: Any, new: Tree, old: Tree) -> Tree:
     if trees[0] != trees[1]:
         raise ValueError(f"new has another structure:\n  {trees[0]}\nthan old:\n  {trees[1]}")
 
-    def select(path: KeyPath, x: Any, y: Any) -> Any:
+    def select(path: KeyPath, x: object, y: object) -> Any:
         is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
         if x is y or not (is_array or isinstance(x, int | float | complex)):
             return x
@@ -73,7 +73,7 @@ def select_step(opt_state: Any, new: Tree, old: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(select, new, old)
 
 
-def _check_sees_every_step(opt_state: Any) -> None:
+def _check_sees_every_step(opt_state: PyTree) -> None:
     """Raises ValueError if `with_loss_scale` is given some steps' gradients only, and names what is around it."""
     around: Any = optax.MultiStepsState | optax.ApplyIfFiniteState
     for path, node in find_nodes(opt_state, around):

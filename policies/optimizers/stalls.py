@@ -1,14 +1,23 @@
 """Noticing, on the host, that a run skips every step and will never come back."""
 
 import warnings
-from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jmp_train.policies.loss_scale import DynamicLossScale, LossScale
-from jmp_train.policies.loss_scaled_optimizer import LossScaledState, scaled_states
-from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, scales_in
+from jmp_train.policies.loss_scaling import (
+    DynamicLossScale,
+    LossScale,
+    LossScales,
+    NoOpLossScale,
+    PerLossScale,
+    StaticLossScale,
+    scales_in,
+)
+from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
+from jmp_train.policies.types import PyTree
 
 
 class StalledTrainingError(FloatingPointError):
@@ -25,7 +34,8 @@ def skips_to_floor(loss_scale: LossScales) -> int:
 
     Args:
       loss_scale: a loss scale that is not traced. Without a floor above zero, the smallest normal
-        float32 is meant; of a `PerLossScale` the last loss to get there.
+        float32 is meant; of a `PerLossScale` the last loss to get there. One of a user's own class is
+        adjusted 1024 times.
 
     Returns:
       The number of steps; 0 for a scale that does not fall.
@@ -37,8 +47,10 @@ def skips_to_floor(loss_scale: LossScales) -> int:
     """
     if isinstance(loss_scale, PerLossScale):
         return max(map(skips_to_floor, loss_scale.loss_scales))
-    if not isinstance(loss_scale, DynamicLossScale):
+    if isinstance(loss_scale, NoOpLossScale | StaticLossScale):
         return 0
+    if not isinstance(loss_scale, DynamicLossScale):
+        return _last_fall(loss_scale)
     floor = max(np.float32(loss_scale.min_loss_scale), np.finfo(np.float32).tiny)
     factor = np.float32(loss_scale.backoff_factor or 1 / loss_scale.factor)
     scale = np.max(np.asarray(loss_scale.loss_scale))
@@ -50,7 +62,19 @@ def skips_to_floor(loss_scale: LossScales) -> int:
     return falls and falls + waits
 
 
-def check_progress(opt_state: Any, *, stop_after: int, warn_after: int | None = None) -> None:
+def _last_fall(loss_scale: LossScale) -> int:
+    """Returns after how many overflows in a row any loss scale falls for the last time, of 1024."""
+
+    def overflow(scale: LossScale, _: None) -> tuple[LossScale, jax.Array]:
+        return scale.adjust(jnp.array(False)), jnp.asarray(scale.loss_scale, jnp.float32)
+
+    start = jax.tree_util.tree_map(lambda x: jnp.array(x, jnp.result_type(x)), loss_scale)
+    _, numbers = jax.lax.scan(overflow, start, None, 1025)
+    falls = np.flatnonzero(np.diff(np.asarray(numbers)) < 0)
+    return int(falls[-1]) + 1 if falls.size else 0
+
+
+def check_progress(opt_state: PyTree, *, stop_after: int, warn_after: int | None = None) -> None:
     """Warns or stops when the last steps were all skipped; call it now and then, outside of jit.
 
     It waits for the state to be computed, so every fifty steps or so is often enough. A scale that
@@ -75,7 +99,7 @@ def check_progress(opt_state: Any, *, stop_after: int, warn_after: int | None = 
       >>> _, state = optimizer.update(jnp.array([1.0, jnp.nan]), state, jnp.ones(2))
       >>> check_progress(state, stop_after=1)  # doctest: +ELLIPSIS
       Traceback (most recent call last):
-      jmp_train.policies.progress.StalledTrainingError: the last step was skipped ...
+      jmp_train.policies.optimizers.stalls.StalledTrainingError: the last step was skipped ...
     """
     for name, number in (("stop_after", stop_after), ("warn_after", warn_after)):
         if number is not None and number < 1:

@@ -1,33 +1,52 @@
-"""bfloat16 parameters without masters: rounded up or down by chance, so that small updates add up.
+"""bfloat16 parameters without master weights: stochastically rounded, so that small updates add up.
 
 Rounding to the nearest loses an update of less than 1/512 of the parameter every time. Rounded up with the
 probability that the lost part has of a step, the value is right on average, and half the bytes are saved.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmp_train.policies.casting import is_float_array, widen_to_float32
-from jmp_train.policies.loss_scaled_optimizer import as_transformation
-from jmp_train.policies.master_weights import MasterWeightsState
-from jmp_train.policies.nodes import find_nodes
-from jmp_train.policies.paths import named_leaves
-from jmp_train.policies.stored_parameters import (
-    StochasticRoundingState,
+from jmp_train.policies.optimizers.float32_step import update_params
+from jmp_train.policies.optimizers.stored_parameters import (
     StoringOptimizer,
+    StoringState,
+    as_transformation,
     storing_optimizer,
 )
-from jmp_train.policies.wide_step import wide_step
+from jmp_train.policies.pytrees import find_nodes, is_float_array, named_leaves, upcast_to_float32
+from jmp_train.policies.types import Grads, Params
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of `with_stochastic_rounding`.
+
+    Attributes:
+      key: the jax random key of the next step's rounding.
+      inner_state: the wrapped optimizer's state.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> optimizer = with_stochastic_rounding(optax.sgd(0.1), jax.random.key(0))
+      >>> optimizer.init(jnp.ones(2, jnp.bfloat16)).key == jax.random.key(0)
+      Array(True, dtype=bool)
+    """
+
+    key: Any
+    inner_state: Any
+
+
+StoringState.register(StochasticRoundingState)
 
 
 def with_stochastic_rounding(
     optimizer: optax.GradientTransformation | optax.MultiSteps, key: jax.Array
 ) -> StoringOptimizer:
-    """Makes an optimizer round what it stores in bfloat16 up or down by chance, without bias.
+    """Makes an optimizer round what it stores in bfloat16 stochastically, without bias.
 
     It goes outermost, as `with_master_weights` does, and takes its place: the optimizer sees float32, and what
     it makes of the parameters is rounded by `stochastic_round`. Those in float32 are stored as they are. The
@@ -41,7 +60,7 @@ def with_stochastic_rounding(
       An optimizer whose state is a `StochasticRoundingState`, and whose `update` needs the parameters.
 
     Raises:
-      TypeError: `optimizer` is none, or `key` no random key.
+      TypeError: `optimizer` is not an optax optimizer, or `key` not a random key.
       ValueError: at `init`, a parameter is of another half type; the message names it. Or the optimizer has
         master weights, or rounds already.
 
@@ -51,7 +70,9 @@ def with_stochastic_rounding(
       >>> params = jnp.ones(10_000, jnp.bfloat16)
       >>> state = optimizer.init(params)
       >>> for _ in range(8):  # plain rounding leaves 1 where it is
-      ...     params, state = optimizer.step(jnp.full(10_000, 2.0**-12), state, params)
+      ...     params, state = optimizer.update(
+      ...         jnp.full(10_000, 2.0**-12), state, params, return_params=True
+      ...     )
       >>> abs(float(params.astype(jnp.float32).mean()) - (1 - 8 * 2.0**-12)) < 1e-4
       True
 
@@ -60,11 +81,10 @@ def with_stochastic_rounding(
     inner = as_transformation(optimizer)
     _check_key(key)
 
-    def init(params: Any) -> StochasticRoundingState:
+    def init(params: Params) -> StochasticRoundingState:
         _check_dtypes(params)
-        inner_state = inner.init(widen_to_float32(params))
-        kinds = (StochasticRoundingState, MasterWeightsState)
-        if any(find_nodes(inner_state, kind) for kind in kinds):
+        inner_state = inner.init(upcast_to_float32(params))
+        if find_nodes(inner_state, StoringState):
             raise ValueError(
                 "optimizer stores the parameters already: take with_master_weights or "
                 "with_stochastic_rounding, and once"
@@ -72,10 +92,11 @@ def with_stochastic_rounding(
         return StochasticRoundingState(jnp.copy(key), inner_state)
 
     def step(
-        updates: Any, state: StochasticRoundingState, params: Any, **extra_args: Any
+        updates: Grads, state: StochasticRoundingState, params: Params, **extra_args: object
     ) -> tuple[Any, StochasticRoundingState]:
-        wide, inner_state = wide_step(
-            inner, updates, state.inner_state, widen_to_float32(params), **extra_args
+        grads, float32_params = upcast_to_float32((updates, params))
+        float32_params, inner_state = update_params(
+            inner, grads, state.inner_state, float32_params, **extra_args
         )
         next_key, step_key = jax.random.split(state.key)
         leaves, tree = jax.tree_util.tree_flatten(params)
@@ -83,7 +104,9 @@ def with_stochastic_rounding(
             stochastic_round(x, jax.random.fold_in(step_key, index))
             if old.dtype == jnp.bfloat16
             else x.astype(old.dtype)
-            for index, (x, old) in enumerate(zip(tree.flatten_up_to(wide), leaves, strict=True))
+            for index, (x, old) in enumerate(
+                zip(tree.flatten_up_to(float32_params), leaves, strict=True)
+            )
         ]
         return tree.unflatten(stored), StochasticRoundingState(next_key, inner_state)
 
@@ -133,7 +156,7 @@ def _check_key(key: Any) -> None:
         raise TypeError(f"key must be a jax random key, such as jax.random.key(0), got {key!r}")
 
 
-def _check_dtypes(params: Any) -> None:
+def _check_dtypes(params: Params) -> None:
     others = [
         f"{path!r} is {x.dtype.name}"
         for path, x in named_leaves(params)
@@ -141,5 +164,6 @@ def _check_dtypes(params: Any) -> None:
     ]
     if others:
         raise ValueError(
-            "with_stochastic_rounding is for parameters in bfloat16 and wider: " + ", ".join(others)
+            "with_stochastic_rounding is for parameters in bfloat16 or from float32 on: "
+            + ", ".join(others)
         )

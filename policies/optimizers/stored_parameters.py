@@ -1,32 +1,42 @@
-"""Optimizers that say what the parameters become, in the dtypes in which these are stored.
+"""Optimizers that can say what the parameters become, in the dtypes in which these are stored.
 
 optax's updates are differences, which `apply_updates` adds. Where parameters are stored in half precision
 their next value is known, and the way over a difference can lose its last bits.
 """
 
-from typing import Any, NamedTuple, Protocol
+import abc
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_train.policies.casting import widen_to_float32
-from jmp_train.policies.nodes import Reached
+from jmp_train.policies.pytrees import Reached, upcast_to_float32
+from jmp_train.policies.types import Grads, Params
 
 
-class StepFn(Protocol):
-    """Makes the next parameters and state of gradients, state and parameters."""
+class ParamsOptimizer(optax.GradientTransformationExtraArgs):
+    """An optax optimizer whose `update` can return the next parameters instead of updates.
 
-    def __call__(self, updates: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-        """Returns `(new_params, new_state)`."""
-        ...
+    `with_loss_scale`, `with_master_weights` and `with_stochastic_rounding` return one. Its `update` takes the
+    extra argument `return_params=False`; True makes it return `(new_params, state)`, the parameters in the
+    dtypes that they came in. An outermost loss scale leaves the selection to the caller then, who has more to
+    select: of a step that it skips, of which `state.last_finite` tells, they may be NaN.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_train.policies import with_master_weights
+      >>> optimizer, params = with_master_weights(optax.sgd(0.5)), jnp.ones(2, jnp.float16)
+      >>> optimizer.update(params, optimizer.init(params), params, return_params=True)[0]
+      Array([0.5, 0.5], dtype=float16)
+    """
 
 
-class StoringOptimizer(optax.GradientTransformationExtraArgs):
-    """What `with_master_weights` and `with_stochastic_rounding` return: an optax optimizer with a `step`.
+class StoringOptimizer(ParamsOptimizer):
+    """A `ParamsOptimizer` that decides how parameters are stored, and so goes outermost.
 
-    `step` takes the arguments of `update` and returns `(new_params, state)`, the parameters in the dtypes
-    that they came in. `train_step` calls it; `update` gives the difference for everybody else.
+    `with_master_weights` and `with_stochastic_rounding` return one.
 
     Example:
       >>> import optax
@@ -35,45 +45,62 @@ class StoringOptimizer(optax.GradientTransformationExtraArgs):
       True
     """
 
-    step: StepFn
+
+class StoringState(abc.ABC):
+    """What a `StoringOptimizer` keeps: the states of our two are registered as it."""
+
+    @property
+    @abc.abstractmethod
+    def inner_state(self) -> Any:
+        """The wrapped optimizer's state."""
 
 
-class StochasticRoundingState(NamedTuple):
-    """State of `with_stochastic_rounding`.
+def storing_optimizer(
+    init: optax.TransformInitFn, step: Callable[..., tuple[Any, Any]]
+) -> StoringOptimizer:
+    """Returns the optimizer with that `init` whose `update` goes where `step` goes.
 
-    Attributes:
-      key: the jax random key of the next step's rounding.
-      inner_state: the wrapped optimizer's state.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> from jmp_train.policies import with_stochastic_rounding
-      >>> optimizer = with_stochastic_rounding(optax.sgd(0.1), jax.random.key(0))
-      >>> optimizer.init(jnp.ones(2, jnp.bfloat16)).key == jax.random.key(0)
-      Array(True, dtype=bool)
+    Args:
+      init: the optimizer's.
+      step: `step(updates, state, params, **extra_args) -> (new_params, new_state)`.
     """
 
-    key: Any
-    inner_state: Any
-
-
-def storing_optimizer(init: optax.TransformInitFn, step: StepFn) -> StoringOptimizer:
-    """Returns the optimizer with that `init` and `step`."""
-
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Grads,
+        state: object,
+        params: Params | None = None,
+        *,
+        return_params: bool = False,
+        **extra_args: object,
+    ) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("params must be given: update(updates, state, params)")
         if isinstance(state, Reached):
             return updates, Reached(updates)
         new_params, state = step(updates, state, params, **extra_args)
+        if return_params:
+            return new_params, state
         return jax.tree_util.tree_map(_difference, new_params, params), state
 
-    optimizer = StoringOptimizer(init, update)
-    optimizer.step = step
-    return optimizer
+    return StoringOptimizer(init, update)
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
     # x + -0.0 is x for every x: what does not change keeps its bits, an inf and a -0.0 too.
-    new_wide, old_wide = widen_to_float32((new, old))
-    return jnp.where(new == old, -jnp.zeros_like(new_wide), new_wide - old_wide)
+    new_float32, old_float32 = upcast_to_float32((new, old))
+    return jnp.where(new == old, -jnp.zeros_like(new_float32), new_float32 - old_float32)
+
+
+def add_updates(params: Params, updates: Grads) -> Any:
+    """Returns parameters in their own dtypes after updates, which are added in float32 or higher precision."""
+    updated = optax.apply_updates(*upcast_to_float32((params, updates)))
+    return jax.tree_util.tree_map(lambda new, old: new.astype(old.dtype), updated, params)
+
+
+def as_transformation(optimizer: object) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that takes extra arguments; raises TypeError if it is not an optimizer."""
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(f"optimizer must be an optax.GradientTransformation, got {optimizer!r}")
+    return optax.with_extra_args_support(optimizer)

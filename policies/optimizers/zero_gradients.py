@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_train.policies.loss_scaled_optimizer import as_transformation
+from jmp_train.policies.optimizers.stored_parameters import as_transformation
+from jmp_train.policies.types import Params
 
 
 class ZeroGradientsState(NamedTuple):
     """State of `count_zero_gradients`.
 
     Attributes:
-      zeros: int32 scalar, how many numbers of the last gradients that were stepped on were exactly zero.
+      zeros: int32 scalar, how many elements of the last gradients that were stepped on were exactly zero.
       inner_state: the wrapped optimizer's state.
 
     Example:
@@ -42,7 +43,7 @@ def count_zero_gradients(
       An optimizer whose state is a `ZeroGradientsState`.
 
     Raises:
-      TypeError: `optimizer` is none.
+      TypeError: `optimizer` is not an optax optimizer.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -56,11 +57,11 @@ def count_zero_gradients(
     """
     inner = as_transformation(optimizer)
 
-    def init(params: Any) -> ZeroGradientsState:
+    def init(params: Params) -> ZeroGradientsState:
         return ZeroGradientsState(jnp.zeros((), jnp.int32), inner.init(params))
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
+        updates: Any, state: Any, params: Params | None = None, **extra_args: Any
     ) -> tuple[Any, ZeroGradientsState]:
         counts = [(g == 0).sum(dtype=jnp.int32) for g in jax.tree_util.tree_leaves(updates)]
         zeros = functools.reduce(jnp.add, counts, jnp.int32(0))

@@ -1,28 +1,28 @@
 """Casting the floating-point arrays of a tree, and nothing else."""
 
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.policies.dtypes import at_least_float32, half_dtype
+from jmp_train.policies.pytrees.dtypes import at_least_float32, half_dtype
 
 Tree = TypeVar("Tree")
 
 
-def is_float_array(x: Any) -> bool:
+def is_float_array(x: object) -> TypeGuard[jax.Array]:
     """Says whether `x` is a jax or NumPy array (tracers included) of a floating dtype."""
     return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def is_inexact_array(x: Any) -> bool:
+def is_inexact_array(x: object) -> TypeGuard[jax.Array]:
     """Says whether `x` is a jax or NumPy array (tracers included) of a floating or complex dtype."""
     return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def cast_leaf(x: Any, dtype: DTypeLike) -> Any:
+def cast_leaf(x: object, dtype: DTypeLike) -> Any:
     """Returns `x` cast to `dtype` if it is a floating array, else `x` itself."""
     if not is_float_array(x):
         return x
@@ -34,8 +34,8 @@ def cast_floating(tree: Tree, dtype: DTypeLike) -> Tree:
     return jax.tree_util.tree_map(lambda x: cast_leaf(x, dtype), tree)
 
 
-def widen_to_float32(tree: Tree) -> Tree:
-    """Returns `tree` with every half-precision array cast to float32; wider arrays stay."""
+def upcast_to_float32(tree: Tree) -> Tree:
+    """Returns `tree` with every half-precision array cast to float32; arrays of higher precision stay."""
     return jax.tree_util.tree_map(
         lambda x: cast_leaf(x, at_least_float32(x.dtype)) if is_float_array(x) else x, tree
     )
@@ -46,7 +46,7 @@ def cast_to_full(tree: Tree) -> Tree:
 
     Args:
       tree: any pytree. Floating jax and NumPy arrays of any shape are cast; integers, booleans,
-        complex numbers, keys and anything that is no array pass through.
+        complex numbers, keys and anything that is not an array pass through.
 
     Returns:
       A tree of the same structure.

@@ -1,7 +1,7 @@
 """What mixed precision needs of the mesh: explicit gradient reductions in a chosen dtype.
 
 Inside `jax.shard_map` a gradient with respect to replicated parameters is summed over the mesh by
-jax itself, in the compute dtype, where it can overflow. `vary` marks the parameters as different
+jax itself, in the compute dtype, where it can overflow. `pvary` marks the parameters as different
 per device before they are cast, so that gradients stay local until `reduce_gradients` averages
 them in the dtype that the policy names.
 """
@@ -15,14 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_train.policies.casting import is_float_array, is_inexact_array, widen_to_float32
-from jmp_train.policies.dtypes import float_dtype, is_half
-from jmp_train.policies.overwritten import map_overwritten
+from jmp_train.policies.pytrees.casting import is_float_array, is_inexact_array, upcast_to_float32
+from jmp_train.policies.pytrees.dtypes import float_dtype, is_half
+from jmp_train.policies.pytrees.overwritten import map_overwritten
+from jmp_train.policies.types import PyTree
 
 Tree = TypeVar("Tree")
 
 
-def vary(tree: Tree, axis_names: Sequence[str]) -> Tree:
+def pvary(tree: Tree, axis_names: Sequence[str]) -> Tree:
     """Marks every array as varying over mesh axes, so that its gradient is not summed over them.
 
     Args:
@@ -34,15 +35,15 @@ def vary(tree: Tree, axis_names: Sequence[str]) -> Tree:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> vary(jnp.ones(2), ()).shape
+      >>> pvary(jnp.ones(2), ()).shape
       (2,)
     """
     if not axis_names:
         return tree
-    return jax.tree_util.tree_map(lambda x: _vary_leaf(x, axis_names), tree)
+    return jax.tree_util.tree_map(lambda x: _pvary_leaf(x, axis_names), tree)
 
 
-def _vary_leaf(x: Any, axis_names: Sequence[str]) -> Any:
+def _pvary_leaf(x: object, axis_names: Sequence[str]) -> Any:
     # Only axes of a shard_map or pmap can be marked; vmap(axis_name=...) needs no mark.
     manual = jax.sharding.get_abstract_mesh().manual_axes
     varying = jax.typeof(x).manual_axis_type.varying
@@ -57,13 +58,13 @@ def reduce_gradients(
 
     Args:
       grads: pytree of local gradients, scaled or not, of any floating or complex dtype.
-      axis_names: axes to average over; with none, gradients are only widened to float32.
+      axis_names: axes to average over; with none, gradients are only upcast to float32.
       dtype: dtype of the all-reduce. Half types halve the traffic; each device's share is divided
         by the number of devices first, so that the sum does not overflow (small values vanish).
         Complex gradients are reduced as they are: there is no complex number of half precision.
 
     Returns:
-      The mean gradients; half types come back as float32, wider ones stay. Leaves that are neither
+      The mean gradients; half types come back as float32, others stay. Leaves that are neither
       floating nor complex (float0, keys) are left alone.
 
     Raises:
@@ -76,39 +77,39 @@ def reduce_gradients(
       Array([2., 2.], dtype=float32)
     """
     reduce_dtype = float_dtype(dtype, "dtype")
-    grads = widen_to_float32(grads)
+    grads = upcast_to_float32(grads)
     if not axis_names:
         return grads
     if is_half(reduce_dtype):
         count, add = lax.axis_size(tuple(axis_names)), partial(sum_over_axes, axis_names=axis_names)
 
-        def mean(g: Any) -> Any:
+        def mean(g: jax.Array) -> Any:
             if not is_inexact_array(g):
                 return g
-            return _mean(vary(g, axis_names), count, reduce_dtype, add)
+            return _mean(pvary(g, axis_names), count, reduce_dtype, add)
 
     else:
 
-        def mean(g: Any) -> Any:
+        def mean(g: jax.Array) -> Any:
             return mean_over_axes(g, axis_names)
 
     return map_overwritten(lambda g: _max_over_axes(g, axis_names), mean, grads)
 
 
 def scatter_gradients(
-    grads: Tree, dimensions: Any, axis_name: str, dtype: DTypeLike = jnp.float32
+    grads: Tree, dimensions: PyTree, axis_name: str, dtype: DTypeLike = jnp.float32
 ) -> Tree:
     """Averages gradients over a mesh axis as `reduce_gradients` does; each device gets its own part of them.
 
     Args:
       grads: pytree of local gradients, of any floating or complex dtype.
-      dimensions: pytree like `grads` of whole numbers: which dimension of a gradient is cut into one part for each
+      dimensions: pytree like `grads` of whole numbers: which dimension of a gradient is split into one part for each
         device; -1 for gradients that all devices get whole.
       axis_name: the axis to average over.
       dtype: see `reduce_gradients`.
 
     Returns:
-      The mean gradients, in float32 or wider, those with a dimension as this device's part of it.
+      The mean gradients, in float32 or higher precision, those with a dimension as this device's part of it.
 
     Raises:
       ValueError: `dtype` is not a floating dtype.
@@ -125,15 +126,15 @@ def scatter_gradients(
     reduce_dtype = float_dtype(dtype, "dtype")
     count = lax.axis_size(axis_name)
 
-    def scatter(x: Any, dimension: int) -> Any:
+    def scatter(x: jax.Array, dimension: int) -> Any:
         if dimension < 0 or count == 1:
             return reduce_gradients(x, (axis_name,), reduce_dtype)
         add = partial(
             lax.psum_scatter, axis_name=axis_name, scatter_dimension=dimension, tiled=True
         )
-        return _mean(widen_to_float32(vary(x, (axis_name,))), count, reduce_dtype, add)
+        return _mean(upcast_to_float32(pvary(x, (axis_name,))), count, reduce_dtype, add)
 
-    def largest(x: Any, dimension: int) -> Any:
+    def largest(x: jax.Array, dimension: int) -> Any:
         del dimension
         return _max_over_axes(x, (axis_name,))
 
@@ -146,7 +147,7 @@ def sum_over_axes(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     Axes of one device are left out where they can be: XLA refuses to reduce over such a one in a `shard_map` that
     leaves another axis to jax.
     """
-    x = vary(x, axis_names)
+    x = pvary(x, axis_names)
     names = _axes_of_many(x, axis_names)
     return lax.psum(x, names) if names else x
 
@@ -157,29 +158,31 @@ def _axes_of_many(x: jax.Array, axis_names: Sequence[str]) -> tuple[str, ...]:
 
 
 def mean_over_axes(tree: Tree, axis_names: Sequence[str]) -> Tree:
-    """Averages floating and complex arrays over mesh axes, in float32 or wider; other leaves stay.
+    """Averages floating and complex arrays over mesh axes, in float32 or higher precision; other leaves stay.
 
     The dtypes are kept. With no axes this changes nothing.
     """
     if not axis_names:
         return tree
 
-    def mean(x: Any) -> Any:
+    def mean(x: jax.Array) -> Any:
         if not is_inexact_array(x):
             return x
-        wide = widen_to_float32(vary(x, axis_names))
-        return (sum_over_axes(wide, axis_names) / lax.axis_size(tuple(axis_names))).astype(x.dtype)
+        upcast = upcast_to_float32(pvary(x, axis_names))
+        return (sum_over_axes(upcast, axis_names) / lax.axis_size(tuple(axis_names))).astype(
+            x.dtype
+        )
 
     return jax.tree_util.tree_map(mean, tree)
 
 
-def _max_over_axes(x: Any, axis_names: Sequence[str]) -> Any:
-    x = widen_to_float32(vary(x, axis_names))
+def _max_over_axes(x: jax.Array, axis_names: Sequence[str]) -> Any:
+    x = upcast_to_float32(pvary(x, axis_names))
     names = _axes_of_many(x, axis_names)
     return lax.pmax(x, names) if names else x
 
 
-def _mean(x: Any, count: int, dtype: DTypeLike, add: Callable[[Any], Any]) -> Any:
+def _mean(x: jax.Array, count: int, dtype: DTypeLike, add: Callable[[Any], Any]) -> Any:
     """Returns the mean over `count` devices, which `add` adds up; in half precision each brings its share."""
     if is_half(dtype) and is_float_array(x):
         return add((x / count).astype(dtype)).astype(x.dtype)

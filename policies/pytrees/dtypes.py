@@ -45,7 +45,7 @@ def half_dtype() -> DTypeLike:
 
 
 def float_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
-    """Returns `dtype` as a NumPy dtype; raises ValueError naming `argument` if it is no float."""
+    """Returns `dtype` as a NumPy dtype; raises ValueError naming `argument` if it is not a float."""
     try:
         result = jnp.dtype(dtype)
     except TypeError:
@@ -97,10 +97,10 @@ def short_name(dtype: np.dtype) -> str:
 
 
 def at_least_float32(dtype: DTypeLike) -> np.dtype:
-    """Returns float32 for a narrower inexact dtype, the dtype itself for a wider one."""
+    """Returns float32 for an inexact dtype of fewer bits, the dtype itself for others."""
     return jnp.dtype(dtype) if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def is_half(dtype: DTypeLike) -> bool:
-    """Says whether `dtype` is a floating dtype narrower than float32."""
+    """Says whether `dtype` is a floating dtype of fewer bits than float32."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4

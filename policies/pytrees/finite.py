@@ -9,22 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
 
-from jmp_train.policies.collectives import sum_over_axes
-from jmp_train.policies.dtypes import at_least_float32
-from jmp_train.policies.paths import named_leaves, path_name
+from jmp_train.policies.pytrees.collectives import sum_over_axes
+from jmp_train.policies.pytrees.dtypes import at_least_float32
+from jmp_train.policies.pytrees.paths import named_leaves, path_name
+from jmp_train.policies.types import PyTree
 
 Tree = TypeVar("Tree")
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact(x: object) -> bool:
     """Says whether `x` is a floating or complex array or number, Python's own included."""
     if isinstance(x, jax.Array | np.ndarray | np.generic):
         return jnp.issubdtype(x.dtype, jnp.inexact)
     return isinstance(x, float | complex)
 
 
-def all_finite(tree: Any, axis_names: Sequence[str] = ()) -> jax.Array:
+def all_finite(tree: PyTree, axis_names: Sequence[str] = ()) -> jax.Array:
     """Says whether every number in a tree is finite, on every device of the given mesh axes.
 
     Args:
@@ -50,7 +52,7 @@ def all_finite(tree: Any, axis_names: Sequence[str] = ()) -> jax.Array:
     return bad_devices == 0
 
 
-def boolean_scalar(x: Any) -> Any:
+def boolean_scalar(x: ArrayLike) -> Any:
     """Returns `x` if it is a boolean scalar (Python's, NumPy's or jax's); else AssertionError."""
     if isinstance(x, bool):
         return np.bool_(x)
@@ -59,7 +61,7 @@ def boolean_scalar(x: Any) -> Any:
     return x
 
 
-def select_tree(pred: Any, a: Tree, b: Tree) -> Tree:
+def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:
     """Returns tree `a` where `pred` is true and tree `b` where it is false.
 
     Args:
@@ -87,7 +89,7 @@ def select_tree(pred: Any, a: Tree, b: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(lambda path, x, y: _select_leaf(path, pred, x, y), a, b)
 
 
-def _select_leaf(path: KeyPath, pred: Any, x: Any, y: Any) -> Any:
+def _select_leaf(path: KeyPath, pred: ArrayLike, x: object, y: object) -> Any:
     if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
         return x
     x, y = jnp.asarray(x), jnp.asarray(y)
@@ -111,7 +113,7 @@ class LeafReport(NamedTuple):
       inf: int32, how many are infinite. A loss scale that is too high shows here.
       zero: int32, how many are exactly zero. A loss scale that is too low shows here.
       size: how many elements there are.
-      max_abs: float32 or wider, the largest finite magnitude; 0 if there is none.
+      max_abs: float32 or higher precision, the largest finite magnitude; 0 if there is none.
 
     Example:
       >>> LeafReport(nan=0, inf=1, zero=0, size=4, max_abs=2.0).inf
@@ -125,7 +127,7 @@ class LeafReport(NamedTuple):
     max_abs: Any
 
 
-def nonfinite_report(tree: Any) -> dict[str, LeafReport]:
+def nonfinite_report(tree: PyTree) -> dict[str, LeafReport]:
     """Counts NaN, infinite and zero elements of every floating or complex leaf, by its path.
 
     It works under jit, so every leaf is reported; pick the bad ones on the host.

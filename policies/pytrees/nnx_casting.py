@@ -6,20 +6,27 @@ from typing import Any
 
 import jax
 
-from jmp_train.policies.casting import cast_leaf, is_float_array
-from jmp_train.policies.nnx_objects import Search, flax_nnx, is_nnx, is_nnx_variable, is_parameter
-from jmp_train.policies.nnx_tracing import states_at_home
+from jmp_train.policies.pytrees.casting import cast_leaf, is_float_array
+from jmp_train.policies.pytrees.nnx_objects import (
+    Search,
+    flax_nnx,
+    is_nnx,
+    is_nnx_variable,
+    is_parameter,
+)
+from jmp_train.policies.pytrees.nnx_tracing import states_at_home
+from jmp_train.policies.types import PyTree
 
 Cast = Callable[[Any], Any]
 
 
 @contextlib.contextmanager
-def cast_for_call(tree: Any, cast: Cast, also: Collection[int] = frozenset()) -> Iterator[Any]:
+def cast_for_call(tree: PyTree, cast: Cast, also: Collection[int] = frozenset()) -> Iterator[Any]:
     """Gives a tree for a call, with its arrays cast, and those of the nnx parameters in it.
 
     It has the caller's own nnx objects and no copies, so that what the call does to them is not lost. After
     it the parameters are as they were; what the call put into one is kept in the dtype that it had. Other
-    variables, such as batch statistics and random counts, are no parameters, and stay what they are.
+    variables, such as batch statistics and random counts, are not parameters, and stay what they are.
 
     Args:
       tree: a pytree.
@@ -48,7 +55,7 @@ def cast_for_call(tree: Any, cast: Cast, also: Collection[int] = frozenset()) ->
         yield jax.tree.unflatten(structure, cast_leaves)
 
 
-def cast_results(tree: Any, cast: Cast) -> Any:
+def cast_results(tree: PyTree, cast: Cast) -> Any:
     """Returns a tree with its arrays cast, and those of the nnx parameters and intermediates in it.
 
     Args:
@@ -59,14 +66,14 @@ def cast_results(tree: Any, cast: Cast) -> Any:
     if nnx is None:
         return cast(tree)
 
-    def cast_node(x: Any) -> Any:
+    def cast_node(x: object) -> Any:
         stays = is_nnx(x) and not isinstance(x, nnx.Param | nnx.Intermediate)
         return x if stays else cast(x)
 
     return jax.tree.map(cast_node, tree, is_leaf=is_nnx)
 
 
-def _parameters(x: Any, also: Collection[int]) -> dict[str, Any]:
+def _parameters(x: object, also: Collection[int]) -> dict[str, Any]:
     """Returns the parameters in an nnx object by path, or a parameter itself by the empty one."""
     search = Search()
     search.in_tree(x)
@@ -98,7 +105,7 @@ def _set(variable: Any, value: Any) -> None:
     variable.__setstate__({**variable.__getstate__(), "_raw_value": value})
 
 
-def _like(new: Any, stored: Any) -> Any:
+def _like(new: PyTree, stored: object) -> Any:
     """Returns what a call put into a parameter, in the dtypes that this had."""
     if jax.tree.structure(new) != jax.tree.structure(stored):
         return new

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from jmp_train.policies.paths import path_name
+from jmp_train.policies.pytrees.paths import path_name
+from jmp_train.policies.types import PyTree
 
 _PLAIN = str | bytes | int | float | complex | type | types.ModuleType | None
 _FUNCTIONS = types.FunctionType | types.MethodType | functools.partial
@@ -22,49 +23,49 @@ def flax_nnx() -> Any:
     return sys.modules.get("flax.nnx")
 
 
-def is_nnx_object(x: Any) -> bool:
+def is_nnx_object(x: object) -> bool:
     """Says whether `x` is an nnx module, optimizer, metric or other object with variables in it."""
     nnx = flax_nnx()
     return nnx is not None and isinstance(x, nnx.Pytree)
 
 
-def is_nnx_variable(x: Any) -> bool:
+def is_nnx_variable(x: object) -> bool:
     """Says whether `x` is an `nnx.Variable`."""
     nnx = flax_nnx()
     return nnx is not None and isinstance(x, nnx.Variable)
 
 
-def is_nnx_statistic(x: Any) -> bool:
+def is_nnx_statistic(x: object) -> bool:
     """Says whether `x` is a variable of what a forward pass counts or draws: batch statistics, caches, keys."""
     nnx = flax_nnx()
     kinds = () if nnx is None else (nnx.BatchStat, nnx.Cache, nnx.RngState, nnx.Intermediate)
     return isinstance(x, kinds)
 
 
-def is_nnx(x: Any) -> bool:
+def is_nnx(x: object) -> bool:
     """Says whether `x` is an nnx object or variable."""
     return is_nnx_object(x) or is_nnx_variable(x)
 
 
-def is_optimizer_variable(x: Any) -> bool:
+def is_optimizer_variable(x: object) -> bool:
     """Says whether `x` is one of the variables in which an `nnx.Optimizer` keeps optax's arrays."""
     nnx = flax_nnx()
     return nnx is not None and isinstance(x, nnx.OptState)
 
 
-def is_random_state(x: Any) -> bool:
+def is_random_state(x: object) -> bool:
     """Says whether `x` is a variable that holds a random key or counts its uses."""
     nnx = flax_nnx()
     return nnx is not None and isinstance(x, nnx.RngState)
 
 
-def is_parameter(x: Any) -> bool:
+def is_parameter(x: object) -> bool:
     """Says whether `x` is an `nnx.Param`."""
     nnx = flax_nnx()
     return nnx is not None and isinstance(x, nnx.Param)
 
 
-def arrays_of_variables(tree: Any, is_variable: Callable[[Any], bool] = is_nnx_variable) -> Any:
+def arrays_of_variables(tree: PyTree, is_variable: Callable[[Any], bool] = is_nnx_variable) -> Any:
     """Returns a tree with variables' values in their places; `is_variable` says which."""
     if flax_nnx() is None:
         return tree
@@ -98,9 +99,9 @@ class Search:
 
     def __init__(self) -> None:
         self.found: list[tuple[str, Any]] = []
-        self._seen: dict[int, Any] = {}  # objects, so that none of the numbers is given anew
+        self._seen: dict[int, Any] = {}  # keeps objects alive, so that no id is given twice
 
-    def in_tree(self, tree: Any, path: str = "") -> None:
+    def in_tree(self, tree: PyTree, path: str = "") -> None:
         """Looks into a pytree, and into the nnx objects in it."""
         for inner, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_nnx):
             if is_nnx(leaf) and self._is_new(leaf):
@@ -109,11 +110,11 @@ class Search:
                 for attribute, value in contents(leaf).items():
                     self.in_tree(value, _join(name, attribute))
 
-    def in_function(self, fn: Any) -> None:
+    def in_function(self, fn: object) -> None:
         """Looks into what a function closes over, binds, or names among the variables of its module."""
         self._in_reach(fn, "", 0)
 
-    def _in_reach(self, x: Any, path: str, depth: int) -> None:
+    def _in_reach(self, x: object, path: str, depth: int) -> None:
         if is_nnx(x):
             self.in_tree(x, path)
             return
@@ -123,7 +124,7 @@ class Search:
         for name, part in _parts(x):
             self._in_reach(part, _join(path, name), deeper)
 
-    def _is_new(self, x: Any) -> bool:
+    def _is_new(self, x: object) -> bool:
         if id(x) in self._seen:
             return False
         self._seen[id(x)] = x
@@ -134,7 +135,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}/{name}" if path and name else path or name
 
 
-def _parts(x: Any) -> Iterator[tuple[str, Any]]:
+def _parts(x: object) -> Iterator[tuple[str, Any]]:
     """Yields what a function or any other Python object holds, by name."""
     if isinstance(x, types.FunctionType):
         yield from _captured(x)

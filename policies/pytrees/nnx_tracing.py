@@ -8,21 +8,29 @@ leaves the trace beside its results, and is then put into the same objects again
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from jmp_train.policies.nnx_objects import Search, contents, flax_nnx, is_nnx, is_nnx_variable
+from jmp_train.policies.pytrees.nnx_objects import (
+    Search,
+    contents,
+    flax_nnx,
+    is_nnx,
+    is_nnx_variable,
+)
+from jmp_train.policies.types import PyTree
 
 _Parts = dict[
     str, tuple[list[Any], Any]
 ]  # by name: leaves, other nnx objects among them; structure
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> TypeGuard[jax.Array]:
     """Says whether a leaf is an array, jax's or NumPy's."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
@@ -74,7 +82,7 @@ class Carried:
       arrays: what the variables among the arguments hold: inputs of the trace.
     """
 
-    def __init__(self, tree: Any, fn: Callable[..., Any]) -> None:
+    def __init__(self, tree: PyTree, fn: Callable[..., Any]) -> None:
         self.arrays: list[Any] = []
         self._entries: dict[int, _Entry] = {}
         self._foreign: dict[int, tuple[str, Any]] = {}
@@ -123,7 +131,7 @@ class Carried:
             for entry in self._entries.values():
                 _put_home(entry.object, entry.home)
 
-    def changed(self, results: Any) -> list[Any]:
+    def changed(self, results: object) -> list[Any]:
         """Returns the arrays that the objects got in the trace, its outputs; called at its end.
 
         Args:
@@ -161,7 +169,7 @@ class Carried:
                 ]
                 _set_part(change.object, name, jax.tree.unflatten(structure, leaves))
 
-    def _change(self, x: Any) -> _Change | None:
+    def _change(self, x: object) -> _Change | None:
         now, given = _parts(x), self._given.get(id(x))
         if given is None:
             return _Change(x, now, (), [None] * _count_arrays(now), is_new=True)
@@ -196,7 +204,7 @@ class Carried:
         ) from error
 
 
-def is_boxed(x: Any) -> bool:
+def is_boxed(x: object) -> bool:
     """Says whether a variable is one of nnx's hijax variables, which jax itself carries out of traces."""
     return is_nnx_variable(x) and flax_nnx().Variable not in type(x).__mro__
 
@@ -214,13 +222,13 @@ def is_at_home(x: Any) -> bool:
     return True
 
 
-def states_at_home(tree: Any) -> Any:
+def states_at_home(tree: PyTree) -> Any:
     """Returns a tree whose `nnx.State`s of another trace are copies that belong to the current one."""
     nnx = flax_nnx()
     if nnx is None:
         return tree
 
-    def copy(x: Any) -> Any:
+    def copy(x: object) -> Any:
         if not isinstance(x, nnx.State):
             return x
         variables = jax.tree.leaves(x, is_leaf=is_nnx_variable)
@@ -230,7 +238,7 @@ def states_at_home(tree: Any) -> Any:
     return jax.tree.map(copy, tree, is_leaf=lambda x: is_nnx(x) or isinstance(x, nnx.State))
 
 
-def _trace_states(x: Any) -> dict[str, Any]:
+def _trace_states(x: object) -> dict[str, Any]:
     """Returns by which of an object's attributes nnx knows the trace that it belongs to."""
     parts = vars(x).items()  # whose types are asked: an nnx.Rngs has an attribute of every name
     return {name: value for name, value in parts if hasattr(type(value), "trace_state")}
@@ -258,7 +266,7 @@ def _move_here(x: Any) -> None:
     vars(x).update(jax.tree.map(lambda leaf: leaf, _trace_states(x)))
 
 
-def _parts(x: Any) -> _Parts:
+def _parts(x: object) -> _Parts:
     return {name: jax.tree.flatten(part, is_leaf=is_nnx) for name, part in contents(x).items()}
 
 
@@ -298,7 +306,7 @@ def _kept_dtypes(part: Any, given: Any, stored: Any) -> list[Any]:
     ]
 
 
-def _kept(array: Any, dtype: Any) -> Any:
+def _kept(array: jax.Array, dtype: DTypeLike) -> Any:
     array = jnp.asarray(array)
     is_float = jnp.issubdtype(array.dtype, jnp.floating)
     return array if dtype is None or not is_float else lax.convert_element_type(array, dtype)

@@ -9,14 +9,15 @@ Learning", https://arxiv.org/abs/2209.05433.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
-from jmp_train.policies.paths import path_name
+from jmp_train.policies.pytrees.paths import path_name
+from jmp_train.policies.types import Grads, PyTree
 
 COLLECTION = "_overwrite_with_gradient"
 
@@ -26,7 +27,7 @@ def is_overwritten(path: KeyPath) -> bool:
     return COLLECTION in path_name(path).split("/")
 
 
-def trained(params: Any) -> Any:
+def trained(params: PyTree) -> Any:
     """Returns the parameters, or their gradients, that an optimizer steps on.
 
     Args:
@@ -45,7 +46,7 @@ def trained(params: Any) -> Any:
     )
 
 
-def trained_gradients(grads: Any) -> Any:
+def trained_gradients(grads: Grads) -> Any:
     """Returns the gradients that an optimizer steps on.
 
     They are NaN where a value that overwrites is not finite, so that the optimizer skips the step: an inf in a
@@ -82,14 +83,16 @@ def with_overwritten(params: Any, source: Any) -> Any:
     return kind(with_overwritten(x, y) for x, y in zip(params, source, strict=True))
 
 
-def _has_overwritten(tree: Any) -> bool:
+def _has_overwritten(tree: PyTree) -> bool:
     return any(is_overwritten(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
 
-def map_overwritten(overwritten: Any, other: Any, *trees: Any) -> Any:
+def map_overwritten(
+    overwritten: Callable[..., Any], other: Callable[..., Any], *trees: object
+) -> Any:
     """Maps leaves by two functions: one for those that are overwritten with their gradient."""
 
-    def either(path: KeyPath, *leaves: Any) -> Any:
+    def either(path: KeyPath, *leaves: object) -> Any:
         return overwritten(*leaves) if is_overwritten(path) else other(*leaves)
 
     return jax.tree_util.tree_map_with_path(either, *trees)

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.tree_util import GetAttrKey, KeyPath, keystr
 
+from jmp_train.policies.types import PyTree
+
 
 def path_name(path: KeyPath) -> str:
     """Returns "encoder/layers/0/bias" for the path of a leaf of any pytree.
@@ -19,8 +21,8 @@ def path_name(path: KeyPath) -> str:
     return keystr(path, simple=True, separator="/")
 
 
-def check_regexes(rules: Any) -> None:
-    """Raises TypeError if rules are no mapping from regular expressions, ValueError if one does not compile.
+def check_regexes(rules: object) -> None:
+    """Raises TypeError if rules are not a mapping from regular expressions, ValueError if one does not compile.
 
     Args:
       rules: what a user gave as rules on paths.
@@ -52,6 +54,6 @@ def check_rules(rules: Iterable[str], paths: Sequence[str], message: str) -> Non
         raise ValueError(f"{found_nothing}; the paths are:\n  " + "\n  ".join(paths or ["(none)"]))
 
 
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """Returns (path name, leaf) of every leaf, in tree order."""
     return [(path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]

@@ -5,12 +5,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jmp_train.policies.nnx_objects import (
+from jmp_train.policies.pytrees.nnx_objects import (
     arrays_of_variables,
     is_nnx_object,
     is_optimizer_variable,
 )
-from jmp_train.policies.paths import path_name
+from jmp_train.policies.pytrees.paths import path_name
+from jmp_train.policies.types import PyTree
 
 Node = TypeVar("Node")
 Tree = TypeVar("Tree")
@@ -22,7 +23,7 @@ class Reached(NamedTuple):
     updates: Any
 
 
-def find_nodes(tree: Any, kind: type[Node]) -> list[tuple[str, Node]]:
+def find_nodes(tree: PyTree, kind: type[Node]) -> list[tuple[str, Node]]:
     """Returns (path, node) of every outermost node of a type; those of an `nnx.Optimizer` hold arrays."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
     return [
@@ -35,7 +36,7 @@ def find_nodes(tree: Any, kind: type[Node]) -> list[tuple[str, Node]]:
 def change_nodes(tree: Tree, kind: type[Node], change: Callable[[Node], Any]) -> Tree:
     """Returns a tree with every outermost node of a type changed."""
 
-    def is_of_kind(node: Any) -> bool:
+    def is_of_kind(node: object) -> bool:
         return isinstance(node, kind)
 
     return jax.tree_util.tree_map(
@@ -69,7 +70,7 @@ def with_states(opt_state: Tree, kind: type[Node], change: Callable[[Node], Any]
     return opt_state if in_place else result
 
 
-def only_state(opt_state: Any, kind: type[Node], field: str, plural: str) -> Node:
+def only_state(opt_state: PyTree, kind: type[Node], field: str, plural: str) -> Node:
     """Returns the one state of a type in an optimizer's state; raises ValueError if it is not one.
 
     Args:

@@ -1,0 +1,41 @@
+"""Per-operation precision as a function transformation."""
+
+from jmp_train.policies.autocasting.cpu_convolutions import FUSION_FLAG as FUSION_FLAG
+from jmp_train.policies.autocasting.cpu_convolutions import (
+    CpuConvolutionWarning as CpuConvolutionWarning,
+)
+from jmp_train.policies.autocasting.cpu_convolutions import is_at_risk as is_at_risk
+from jmp_train.policies.autocasting.cpu_convolutions import (
+    warn_of_convolutions as warn_of_convolutions,
+)
+from jmp_train.policies.autocasting.dot_general import float32_dot_general as float32_dot_general
+from jmp_train.policies.autocasting.explain import AutocastReport as AutocastReport
+from jmp_train.policies.autocasting.explain import decided as decided
+from jmp_train.policies.autocasting.explain import explain_autocast as explain_autocast
+from jmp_train.policies.autocasting.flat_calls import FlatCall as FlatCall
+from jmp_train.policies.autocasting.higher_order import scan_counts as scan_counts
+from jmp_train.policies.autocasting.opaque import opaque_to_autocast as opaque_to_autocast
+from jmp_train.policies.autocasting.operations import OperationReport as OperationReport
+from jmp_train.policies.autocasting.operations import flops_of as flops_of
+from jmp_train.policies.autocasting.operations import half_share as half_share
+from jmp_train.policies.autocasting.operations import held_jaxprs as held_jaxprs
+from jmp_train.policies.autocasting.operations import is_float32 as is_float32
+from jmp_train.policies.autocasting.operations import source_of as source_of
+from jmp_train.policies.autocasting.operations import table as table
+from jmp_train.policies.autocasting.operations import user_line_of as user_line_of
+from jmp_train.policies.autocasting.region import DECIDED as DECIDED
+from jmp_train.policies.autocasting.region import HALVES as HALVES
+from jmp_train.policies.autocasting.region import PRODUCTS as PRODUCTS
+from jmp_train.policies.autocasting.region import BannedOperationError as BannedOperationError
+from jmp_train.policies.autocasting.region import chosen as chosen
+from jmp_train.policies.autocasting.region import join as join
+from jmp_train.policies.autocasting.region import traced_dtype as traced_dtype
+from jmp_train.policies.autocasting.region import variables_read as variables_read
+from jmp_train.policies.autocasting.rules import APEX_O1 as APEX_O1
+from jmp_train.policies.autocasting.rules import TORCH_CPU as TORCH_CPU
+from jmp_train.policies.autocasting.rules import TORCH_CUDA as TORCH_CUDA
+from jmp_train.policies.autocasting.rules import AutocastRules as AutocastRules
+from jmp_train.policies.autocasting.transform import autocast as autocast
+from jmp_train.policies.autocasting.transform import autocast_as as autocast_as
+from jmp_train.policies.autocasting.transform import mark_of as mark_of
+from jmp_train.policies.autocasting.transform import run_region as run_region

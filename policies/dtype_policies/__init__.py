@@ -1,0 +1,24 @@
+"""Policies: the dtypes of a function's parameters, computation, output and reductions."""
+
+from jmp_train.policies.dtype_policies.apply import apply_policy as apply_policy
+from jmp_train.policies.dtype_policies.arguments import cast_arguments as cast_arguments
+from jmp_train.policies.dtype_policies.collapsed_values import (
+    CollapsedValuesWarning as CollapsedValuesWarning,
+)
+from jmp_train.policies.dtype_policies.collapsed_values import collapse_report as collapse_report
+from jmp_train.policies.dtype_policies.collapsed_values import warn_of_collapse as warn_of_collapse
+from jmp_train.policies.dtype_policies.explain import PolicyReport as PolicyReport
+from jmp_train.policies.dtype_policies.explain import explain_policy as explain_policy
+from jmp_train.policies.dtype_policies.float32_origins import traced_operations as traced_operations
+from jmp_train.policies.dtype_policies.half_products import FirstTrace as FirstTrace
+from jmp_train.policies.dtype_policies.half_products import (
+    Float32ProductsWarning as Float32ProductsWarning,
+)
+from jmp_train.policies.dtype_policies.half_products import (
+    mixed_dtypes_explained as mixed_dtypes_explained,
+)
+from jmp_train.policies.dtype_policies.path_policy import PathPolicy as PathPolicy
+from jmp_train.policies.dtype_policies.path_policy import policy_by_path as policy_by_path
+from jmp_train.policies.dtype_policies.policy import AutocastPolicy as AutocastPolicy
+from jmp_train.policies.dtype_policies.policy import Policy as Policy
+from jmp_train.policies.dtype_policies.policy import get_policy as get_policy

@@ -1,0 +1,61 @@
+"""A function under a policy: its arguments cast, its products looked at once, its result cast."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from jmp_train.policies.dtype_policies.arguments import cast_arguments
+from jmp_train.policies.dtype_policies.half_products import FirstTrace, mixed_dtypes_explained
+from jmp_train.policies.dtype_policies.path_policy import PathPolicy
+from jmp_train.policies.dtype_policies.policy import Policy
+from jmp_train.policies.pytrees import cast_results, unbound
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def apply_policy(fn: Callable[Args, Result], policy: Policy | PathPolicy) -> Callable[Args, Result]:
+    """Returns `fn` with its arguments cast to the compute dtype and its result to the output's.
+
+    Differentiating the new function gives gradients in the dtypes of the arguments as passed, so
+    float32 parameters get float32 gradients.
+
+    Args:
+      fn: a function of pytrees. Under a `policy_by_path` its first positional argument holds the
+        parameters, as in `jax.grad`: the rules apply to that one, the default to the others. Or an
+        nnx module, or a method of one: the parameters are the module's.
+      policy: the policy.
+
+    Returns:
+      A function of the same signature. Leaves that are not floating arrays pass untouched. Of flax nnx
+      objects the parameters are cast as long as the function runs; what it does to their other state,
+      such as batch statistics, random counts and caches, is done to the caller's.
+
+    Raises:
+      TypeError: under a `policy_by_path`, the parameters are not passed by position.
+
+    Warns:
+      Float32ProductsWarning: when it is first called or traced, for which `fn` is traced once more.
+      CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train import get_policy
+      >>> dot = apply_policy(jnp.dot, get_policy("mixed_float16"))
+      >>> float(dot(jnp.float32(1.0001), jnp.float32(1.0)))  # computed in float16
+      1.0
+    """
+    plain, module = unbound(fn)
+    run = policy.default.transform(plain)
+    first_trace = FirstTrace()
+
+    @functools.wraps(fn)
+    def with_policy(*inputs: Args.args, **kwargs: Args.kwargs) -> Result:
+        args = (*module, *inputs)
+        first_trace.look(plain, policy, args, kwargs)
+        with mixed_dtypes_explained(policy), cast_arguments(policy, args, kwargs) as call:
+            compute_args, compute_kwargs = call
+            result = run(*compute_args, **compute_kwargs)
+        return cast_results(result, policy.default.cast_to_output)
+
+    return with_policy

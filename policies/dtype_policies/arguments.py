@@ -1,0 +1,33 @@
+"""The arguments of a call, cast to a policy's compute dtypes for as long as the call takes."""
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from jmp_train.policies.dtype_policies.path_policy import PathPolicy
+from jmp_train.policies.dtype_policies.policy import Policy
+from jmp_train.policies.pytrees import cast_for_call, with_overwritten
+
+
+@contextlib.contextmanager
+def cast_arguments(
+    policy: Policy | PathPolicy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    also: Collection[int] = frozenset(),
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Gives a call's arguments in the compute dtype; the first one holds the parameters.
+
+    Of nnx objects the `nnx.Param`s are cast, and `also` the variables with these ids.
+    """
+    if not args and policy is not policy.default:
+        raise TypeError("a policy_by_path needs the parameters as first positional argument")
+
+    def cast(call: Any) -> Any:
+        args, kwargs = call
+        inputs, kwargs = policy.default.cast_to_compute((args[1:], kwargs))
+        params = [with_overwritten(policy.cast_to_compute(x), x) for x in args[:1]]
+        return (*params, *inputs), kwargs
+
+    with cast_for_call((args, kwargs), cast, also) as call:
+        yield call

@@ -1,0 +1,35 @@
+"""Loss scales: values that lift half-precision gradients out of the range where they vanish."""
+
+from jmp_train.policies.loss_scaling.argument_checks import check_choice as check_choice
+from jmp_train.policies.loss_scaling.argument_checks import check_count as check_count
+from jmp_train.policies.loss_scaling.argument_checks import check_flag as check_flag
+from jmp_train.policies.loss_scaling.argument_checks import check_range as check_range
+from jmp_train.policies.loss_scaling.argument_checks import check_scale as check_scale
+from jmp_train.policies.loss_scaling.argument_checks import is_integer as is_integer
+from jmp_train.policies.loss_scaling.loss_functions import CASTS_BY_AMP as CASTS_BY_AMP
+from jmp_train.policies.loss_scaling.loss_functions import check_takes_state as check_takes_state
+from jmp_train.policies.loss_scaling.loss_functions import only_losses as only_losses
+from jmp_train.policies.loss_scaling.loss_functions import refuse_pair as refuse_pair
+from jmp_train.policies.loss_scaling.loss_functions import refuse_second_cast as refuse_second_cast
+from jmp_train.policies.loss_scaling.loss_functions import unpack_loss as unpack_loss
+from jmp_train.policies.loss_scaling.loss_scale import DynamicLossScale as DynamicLossScale
+from jmp_train.policies.loss_scaling.loss_scale import LossScale as LossScale
+from jmp_train.policies.loss_scaling.loss_scale import NoOpLossScale as NoOpLossScale
+from jmp_train.policies.loss_scaling.loss_scale import StaticLossScale as StaticLossScale
+from jmp_train.policies.loss_scaling.loss_scale import scale_tree as scale_tree
+from jmp_train.policies.loss_scaling.loss_scale import unscale_tree as unscale_tree
+from jmp_train.policies.loss_scaling.loss_scale_checks import is_loss_scale as is_loss_scale
+from jmp_train.policies.loss_scaling.per_loss_scale import LossScales as LossScales
+from jmp_train.policies.loss_scaling.per_loss_scale import PerLossScale as PerLossScale
+from jmp_train.policies.loss_scaling.per_loss_scale import check_loss_scales as check_loss_scales
+from jmp_train.policies.loss_scaling.per_loss_scale import scales_in as scales_in
+from jmp_train.policies.loss_scaling.per_loss_scale import unscale_and_check as unscale_and_check
+from jmp_train.policies.loss_scaling.presets import apex_loss_scale as apex_loss_scale
+from jmp_train.policies.loss_scaling.presets import deepspeed_loss_scale as deepspeed_loss_scale
+from jmp_train.policies.loss_scaling.presets import megatron_loss_scale as megatron_loss_scale
+from jmp_train.policies.loss_scaling.presets import nemo_loss_scale as nemo_loss_scale
+from jmp_train.policies.loss_scaling.presets import torch_loss_scale as torch_loss_scale
+from jmp_train.policies.loss_scaling.torch_scaler import (
+    loss_scale_from_torch as loss_scale_from_torch,
+)
+from jmp_train.policies.loss_scaling.torch_scaler import loss_scale_to_torch as loss_scale_to_torch

@@ -1,0 +1,96 @@
+"""Whether a thing is a loss scale, ours or a user's own, and what it lacks if it is not."""
+
+import math
+from typing import TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_train.policies.loss_scaling.loss_scale import LossScale
+from jmp_train.policies.pytrees import named_leaves
+from jmp_train.policies.types import PyTree
+
+_METHODS = ("scale", "unscale", "adjust")
+
+
+def is_loss_scale(x: object) -> TypeGuard[LossScale]:
+    """Says whether `x` has what a `LossScale` has; it computes nothing, whatever the leaves are.
+
+    Example:
+      >>> from jmp_train.policies import NoOpLossScale
+      >>> is_loss_scale(NoOpLossScale()), is_loss_scale(NoOpLossScale), is_loss_scale(8.0)
+      (True, False, False)
+    """
+    return not isinstance(x, type) and not _missing(x)
+
+
+def _missing(x: object) -> list[str]:
+    """Returns which names of a loss scale something has not."""
+    kind = type(x)  # a property of the instance would be computed, of shapes or shardings maybe
+    has_number = hasattr(kind, "loss_scale") or "loss_scale" in getattr(x, "__dict__", ())
+    methods = [f"{name}()" for name in _METHODS if not callable(getattr(kind, name, None))]
+    return ([] if has_number else ["loss_scale"]) + methods
+
+
+def check_loss_scale(scale: object, hint: str) -> None:
+    """Raises unless gradients can be scaled with it.
+
+    Args:
+      scale: the argument `loss_scale`, or one of a `PerLossScale`.
+      hint: where to get one, for the message.
+
+    Raises:
+      TypeError: it lacks a name that a `LossScale` has, or is not a pytree of numbers; the message says which.
+      ValueError: its number is Python's, and not finite and above 0.
+    """
+    what = f"loss_scale must be a LossScale, got {scale!r}"
+    if isinstance(scale, type) and not _missing_of_class(scale):
+        raise TypeError(f"{what}: an instance is wanted, {scale.__name__}(...)")
+    if missing := _missing(scale):
+        if len(missing) <= len(_METHODS):  # it was meant as one
+            raise TypeError(f"{what}, whose class {type(scale).__name__} has no {_listed(missing)}")
+        raise TypeError(f"{what}; {hint}")
+    if jax.tree_util.all_leaves([scale]):
+        raise TypeError(
+            f"{what}, whose class {type(scale).__name__} is not a pytree; decorate it with "
+            "jax.tree_util.register_dataclass, say"
+        )
+    for path, x in named_leaves(scale):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float):
+            raise TypeError(
+                f"{what}, whose leaf {path!r} is not a number or array; a setting belongs to the structure, "
+                "as dataclasses.field(metadata={'static': True}) makes it"
+            )
+    number = scale.loss_scale if is_loss_scale(scale) else None
+    if isinstance(number, int | float) and not 0 < number < math.inf:
+        raise ValueError(f"loss_scale={number!r} must be a finite number above 0")
+
+
+def _missing_of_class(kind: type) -> list[str]:
+    return [name for name in _METHODS if not callable(getattr(kind, name, None))]
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def check_adjusted(new: PyTree, old: PyTree) -> None:
+    """Raises TypeError if `adjust` returned a loss scale that a compiled step cannot take for the one it had.
+
+    Args:
+      new: what `adjust` returned.
+      old: what it was called on.
+    """
+    name = f"loss_scale: {type(old).__name__}.adjust"
+    structures = [jax.tree_util.tree_structure(tree) for tree in (new, old)]
+    if structures[0] != structures[1]:
+        raise TypeError(
+            f"{name} must return a scale of the same structure, got\n  {structures[0]}\nfrom\n  {structures[1]}"
+        )
+    for (path, x), (_, y) in zip(named_leaves(new), named_leaves(old), strict=True):
+        kinds = [f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for leaf in (x, y)]
+        if kinds[0] != kinds[1]:
+            raise TypeError(
+                f"{name} must keep shapes and dtypes, {path!r} is {kinds[0]} and was {kinds[1]}"
+            )

@@ -1,0 +1,33 @@
+"""Wrappers of optax optimizers: loss scales, master weights, stochastic rounding."""
+
+from jmp_train.policies.optimizers.adopted_state import adopt_opt_state as adopt_opt_state
+from jmp_train.policies.optimizers.float32_step import proposed_params as proposed_params
+from jmp_train.policies.optimizers.loss_scaled import with_loss_scale as with_loss_scale
+from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState as LossScaledState
+from jmp_train.policies.optimizers.loss_scaled_state import get_loss_scale as get_loss_scale
+from jmp_train.policies.optimizers.loss_scaled_state import loss_scale_of as loss_scale_of
+from jmp_train.policies.optimizers.loss_scaled_state import scaled_states as scaled_states
+from jmp_train.policies.optimizers.loss_scaled_state import set_loss_scale as set_loss_scale
+from jmp_train.policies.optimizers.master_weights import MasterWeightsState as MasterWeightsState
+from jmp_train.policies.optimizers.master_weights import get_master_weights as get_master_weights
+from jmp_train.policies.optimizers.master_weights import set_master_weights as set_master_weights
+from jmp_train.policies.optimizers.master_weights import with_master_weights as with_master_weights
+from jmp_train.policies.optimizers.nesting import check_nesting as check_nesting
+from jmp_train.policies.optimizers.nesting import has_nested_scale as has_nested_scale
+from jmp_train.policies.optimizers.selection import select_step as select_step
+from jmp_train.policies.optimizers.stalls import StalledTrainingError as StalledTrainingError
+from jmp_train.policies.optimizers.stalls import check_progress as check_progress
+from jmp_train.policies.optimizers.stalls import skips_to_floor as skips_to_floor
+from jmp_train.policies.optimizers.stochastic_rounding import (
+    StochasticRoundingState as StochasticRoundingState,
+)
+from jmp_train.policies.optimizers.stochastic_rounding import stochastic_round as stochastic_round
+from jmp_train.policies.optimizers.stochastic_rounding import (
+    with_stochastic_rounding as with_stochastic_rounding,
+)
+from jmp_train.policies.optimizers.stored_parameters import ParamsOptimizer as ParamsOptimizer
+from jmp_train.policies.optimizers.stored_parameters import as_transformation as as_transformation
+from jmp_train.policies.optimizers.zero_gradients import ZeroGradientsState as ZeroGradientsState
+from jmp_train.policies.optimizers.zero_gradients import (
+    count_zero_gradients as count_zero_gradients,
+)

@@ -1,0 +1,137 @@
+"""The loss scale inside the optax state: unscale, check for overflow, step or skip, adapt.
+
+The wrapped optimizer works in float32 whatever the gradients and parameters are, so that its
+moments neither overflow nor stagnate. What it sees is unscaled and finite: clipping, weight decay
+and schedules belong inside, and `with_loss_scale` belongs outermost.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_train.policies.loss_scaling import (
+    LossScales,
+    check_loss_scales,
+    unscale_and_check,
+)
+from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
+from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState
+from jmp_train.policies.optimizers.stored_parameters import (
+    ParamsOptimizer,
+    StoringOptimizer,
+    add_updates,
+    as_transformation,
+)
+from jmp_train.policies.pytrees import Reached, find_nodes, select_tree, upcast_to_float32
+from jmp_train.policies.types import Params
+
+
+def with_loss_scale(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    loss_scale: LossScales,
+) -> ParamsOptimizer:
+    """Makes an optimizer take scaled gradients, skip non-finite ones and adapt the scale.
+
+    `update(updates, state, params, *, axis_names=(), **extra_args)` upcasts the scaled gradients to
+    float32, divides them by the scale of their forward pass, tests them over all devices of
+    `axis_names`, and steps or skips. A skip gives updates of minus zero, which `apply_updates`
+    adds without changing a bit, and leaves `inner_state` as it was. The extra arguments reach the
+    optimizer as they are, but for `grad`, which line searches take: it gets the unscaled gradients.
+    `return_params=True` gives the parameters instead of the updates, also of a step that is skipped, for a
+    step that selects by `state.last_finite` itself, along with what else it changes.
+
+    Args:
+      optimizer: any optax optimizer. It sees float32 gradients and parameters.
+      loss_scale: the scale to begin with. `NoOpLossScale()` skips without scaling, which is what
+        bfloat16 wants. A `PerLossScale` has one for each loss, and `update` a tuple of gradients.
+
+    Returns:
+      An optimizer whose state is a `LossScaledState`.
+
+    Raises:
+      TypeError: an argument is of another type; the message names it.
+      ValueError: a static scale is not finite and above 0; at `init`, the optimizer has a loss scale already, or rounds stochastically.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_train.policies import StaticLossScale
+      >>> optimizer = with_loss_scale(optax.sgd(1.0), StaticLossScale(8.0))
+      >>> params = {"w": jnp.ones(2)}
+      >>> state = optimizer.init(params)
+      >>> updates, state = optimizer.update({"w": jnp.array([8.0, 16.0])}, state, params)
+      >>> optax.apply_updates(params, updates)["w"]
+      Array([ 0., -1.], dtype=float32)
+      >>> updates, state = optimizer.update({"w": jnp.array([8.0, jnp.inf])}, state, params)
+      >>> int(state.skipped_steps), bool(state.last_finite)
+      (1, False)
+
+    Reference: `torch.amp.GradScaler.step` and `update`; `optax.apply_if_finite`.
+    """
+    inner = as_transformation(optimizer)
+    if isinstance(inner, StoringOptimizer):
+        raise TypeError(
+            "optimizer must not store the parameters: with_master_weights and with_stochastic_rounding go "
+            "outside, with_master_weights(with_loss_scale(optimizer, loss_scale))"
+        )
+    check_loss_scales(
+        loss_scale,
+        "for a number pass StaticLossScale(number) or torch_loss_scale(init_scale=number)",
+    )
+
+    def init(params: Params) -> Any:
+        inner_state = inner.init(upcast_to_float32(params))
+        if scaled_states(inner_state):
+            raise ValueError("optimizer has a loss scale already: gradients would be divided twice")
+        if find_nodes(inner_state, StochasticRoundingState):
+            raise ValueError(
+                "optimizer rounds stochastically, but sees float32 here: with_stochastic_rounding goes outside "
+                "of with_loss_scale"
+            )
+        return LossScaledState(
+            loss_scale=jax.tree_util.tree_map(jnp.array, loss_scale),
+            inner_state=inner_state,
+            last_finite=jnp.array(True),
+            skipped_steps=jnp.zeros((), jnp.int32),
+            consecutive_skips=jnp.zeros((), jnp.int32),
+        )
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        axis_names: Sequence[str] = (),
+        return_params: bool = False,
+        **extra_args: Any,
+    ) -> tuple[Any, Any]:
+        if isinstance(state, Reached):
+            return jax.tree_util.tree_map(jnp.zeros_like, params), Reached(updates)
+        grads, finite, next_scale = unscale_and_check(
+            state.loss_scale, upcast_to_float32(updates), axis_names
+        )
+        if "grad" in extra_args:  # which a line search compares with the loss
+            extra_args = {**extra_args, "grad": grads}
+        new_updates, new_inner_state = inner.update(
+            grads, state.inner_state, upcast_to_float32(params), **extra_args
+        )
+        skipped = (~finite).astype(jnp.int32)
+        new_state = LossScaledState(
+            loss_scale=next_scale,
+            inner_state=select_tree(finite, new_inner_state, state.inner_state),
+            last_finite=finite,
+            skipped_steps=state.skipped_steps + skipped,
+            consecutive_skips=(state.consecutive_skips + 1) * skipped,
+        )
+        if return_params:
+            return add_updates(params, new_updates), new_state
+        return jax.tree_util.tree_map(lambda u: _or_nothing(finite, u), new_updates), new_state
+
+    return ParamsOptimizer(init, update)
+
+
+def _or_nothing(finite: jax.Array, update: jax.Array) -> jax.Array:
+    # x + -0.0 is x for every x; 0.0 would turn a parameter of -0.0 into 0.0. Complex ones have two signs.
+    return jnp.where(finite, update, -jnp.zeros_like(update))
