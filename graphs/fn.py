@@ -55,7 +55,7 @@ class Reduce:
 
 
 class BuiltIn:
-    """A function of this module: it makes a message or a reduction, and is none itself."""
+    """A function of this module: it makes a message or a reduction, and is not one itself."""
 
 
 @dataclasses.dataclass(frozen=True)

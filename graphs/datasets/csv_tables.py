@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from jmp_train.graphs.file_limits import check_bytes, most_bytes, one_line
+from jmp_train.graphs.datasets.file_limits import check_bytes, most_bytes, one_line
 
 _BLOCK = 2**21  # bytes of text that are parsed at once; no line is longer
 _GZIP = b"\x1f\x8b"  # how such files begin
@@ -38,7 +38,7 @@ def read_csv_table(
 
     Raises:
       ValueError: the file is damaged or too large, a row has more or fewer columns than the first, or
-        something is no number of that dtype; the message names the file and the row, counted from 0.
+        something is not a number of that dtype; the message names the file and the row, counted from 0.
       OSError, MemoryError: as the system raises them.
 
     Example:
@@ -52,7 +52,9 @@ def read_csv_table(
     try:
         return _parsed(path, np.dtype(dtype), rows, most_bytes(max_bytes, path))
     except (EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is no gzip file, or a damaged one: {one_line(error)}") from None
+        raise ValueError(
+            f"{path} is not a gzip file, or a damaged one: {one_line(error)}"
+        ) from None
 
 
 def _parsed(path: Path, dtype: np.dtype, rows: int | None, most: int) -> np.ndarray:

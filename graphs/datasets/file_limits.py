@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from jmp_train.graphs.counts import as_count
+from jmp_train.graphs.structure import as_count
 
 # What the public data sets need. Cora's allx is 9.8 MB from a file of 0.26; Citeseer's, 34 MB, and Pubmed's,
 # 36 MB, have 32 and 50 words a row of 8 bytes or 12 each: 60 times the file at most. ogbn-arxiv and ogbn-products

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib import format as npy
 
-from jmp_train.graphs.file_limits import check_bytes, most_bytes, one_line
+from jmp_train.graphs.datasets.file_limits import check_bytes, most_bytes, one_line
 
 _LONGEST_HEADER = 10_000  # as numpy reads at most
 _MOST_AXES = 8
@@ -30,7 +30,7 @@ def read_npz(
         at least.
 
     Raises:
-      ValueError: the file is none or damaged, lacks an array, or has one of objects; or arrays would take
+      ValueError: the file is not an npz file, is damaged, lacks an array, or has one of objects; or arrays would take
         more than they may. The message names the file, the array and the fault.
       OSError, MemoryError: as the system raises them.
 
@@ -43,7 +43,7 @@ def read_npz(
     """
     most = most_bytes(max_bytes, path)
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is no npz file, or an incomplete one")
+        raise ValueError(f"{path} is not an npz file, or an incomplete one")
     part, present, arrays = "its list of arrays", [], {}
     try:
         with zipfile.ZipFile(path) as archive:
@@ -110,7 +110,7 @@ def _header(start: io.BytesIO) -> tuple[tuple[int, ...], np.dtype]:
     if dtype.hasobject:
         raise ValueError("Object arrays cannot be read: they are pickles")
     if len(shape) > _MOST_AXES or not all(0 <= length < 2**48 for length in shape):
-        raise ValueError("its header has a shape that is none")
+        raise ValueError("its header has an invalid shape")
     return shape, dtype
 
 

@@ -1,18 +1,19 @@
 """Data sets of node classification in the csv files of the Open Graph Benchmark (OGB)."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jmp_train.graphs.counts import LARGEST
-from jmp_train.graphs.csv_tables import read_csv_table
-from jmp_train.graphs.file_limits import faults_named
-from jmp_train.graphs.node_data import NodeData
+from jmp_train.graphs.datasets.csv_tables import read_csv_table
+from jmp_train.graphs.datasets.data_files import find_file, find_files
+from jmp_train.graphs.datasets.file_limits import faults_named
+from jmp_train.graphs.datasets.node_data import NodeData
+from jmp_train.graphs.structure import LARGEST_COUNT
 
-ADDRESS = "https://ogb.stanford.edu/docs/nodeprop"
+PUBLIC = "OGB's data sets are public in https://ogb.stanford.edu/docs/nodeprop"
 
 _NEEDED = ("edge", "num-node-list", "num-edge-list", "node-feat", "node-label")
 _MOST_CLASSES = 2**16  # or as many as there are nodes: a label in a damaged file sizes no model
@@ -46,7 +47,7 @@ def read_ogb(
 
     Raises:
       FileNotFoundError: files are missing; the message names them and says where they are public.
-      ValueError: `split` is none of the schemes, or does not choose among several; or a file is damaged, or
+      ValueError: `split` is not one of the schemes, or does not choose among several; or a file is damaged, or
         asks for more memory than it may, or does not fit the others: the message names it, and the row and
         the fault.
       OSError: a file cannot be read, or does not fit into memory.
@@ -72,7 +73,7 @@ def read_ogb(
         raise ValueError(
             f"{raw / 'data.npz'} is of OGB's binary layout (ogbn-papers100M), which is not supported"
         )
-    paths = _find_files(raw, _NEEDED)
+    paths = _find_tables(raw, _NEEDED)
     split_paths = _find_split(Path(data_dir) / "split", split)
     read = functools.partial(_read_table, max_bytes=max_bytes)
     num_nodes = _read_count(read, paths["num-node-list"])
@@ -84,9 +85,9 @@ def read_ogb(
     train, validation, test = _read_split(read, split_paths, labels)
 
     nodes, edges = {}, {}
-    if year := _find(raw, "node_year"):
+    if year := find_file(raw, _choices("node_year")):
         nodes["year"] = _read_year(read, year, num_nodes, paths["num-node-list"])
-    if feat := _find(raw, "edge-feat"):
+    if feat := find_file(raw, _choices("edge-feat")):
         edges["feat"] = _read_features(read, feat, num_edges, paths["num-edge-list"])
     if add_inverse_edge:
         ends = np.stack([ends, ends[:, ::-1]], axis=1).reshape(-1, 2)
@@ -105,33 +106,25 @@ def _read_table(
         return read_csv_table(path, dtype, rows=rows, max_bytes=max_bytes)
 
 
-def _find(folder: Path, name: str) -> Path | None:
-    paths = (folder / f"{name}.csv.gz", folder / f"{name}.csv")
-    return next((path for path in paths if path.is_file()), None)
+def _choices(name: str) -> tuple[str, str]:
+    """Returns what a file may be called."""
+    return f"{name}.csv.gz", f"{name}.csv"
 
 
-def _find_files(folder: Path, names: tuple[str, ...]) -> dict[str, Path]:
-    found = {name: path for name in names if (path := _find(folder, name))}
-    missing = [f"{name}.csv.gz" for name in names if name not in found]
-    if missing:
-        raise FileNotFoundError(
-            f"{folder} lacks {', '.join(missing)}; OGB's data sets are public in {ADDRESS}"
-        )
-    return found
+def _find_tables(folder: Path, names: Sequence[str]) -> dict[str, Path]:
+    return find_files(folder, {name: _choices(name) for name in names}, PUBLIC)
 
 
 def _find_split(folder: Path, split: str | None) -> dict[str, Path]:
     """Returns the paths of a scheme's three files."""
     schemes = sorted(path.name for path in folder.glob("*/"))
     if not schemes:
-        raise FileNotFoundError(
-            f"{folder} has no folder of a split; OGB's data sets are public in {ADDRESS}"
-        )
+        raise FileNotFoundError(f"{folder} has no folder of a split; {PUBLIC}")
     if split not in schemes and (split is not None or len(schemes) > 1):
         raise ValueError(
             f"split={split!r} must be one of {', '.join(map(repr, schemes))}, which are in {folder}"
         )
-    return _find_files(folder / (split or schemes[0]), ("train", "valid", "test"))
+    return _find_tables(folder / (split or schemes[0]), ("train", "valid", "test"))
 
 
 def _read_count(read: Table, path: Path) -> int:
@@ -189,7 +182,7 @@ def _read_year(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarr
     years = read(path, np.float64, rows)
     _check_rows(path, years, rows, counted_by)
     _check_columns(path, years, 1)
-    return _whole(path, years, np.full(years.shape, True), LARGEST)
+    return _whole(path, years, np.full(years.shape, True), LARGEST_COUNT)
 
 
 def _whole(path: Path, numbers: np.ndarray, is_given: np.ndarray, most: int) -> np.ndarray:

@@ -10,18 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from jmp_train.graphs.file_limits import check_bytes, faults_named, most_bytes
-from jmp_train.graphs.node_data import NodeData
-from jmp_train.graphs.python2_pickles import SparseRows, read_python2_pickle
+from jmp_train.graphs.datasets.data_files import find_files
+from jmp_train.graphs.datasets.file_limits import check_bytes, faults_named, most_bytes
+from jmp_train.graphs.datasets.node_data import NodeData
+from jmp_train.graphs.datasets.python2_pickles import SparseRows, read_python2_pickle
 
 PLANETOID = ("cora", "citeseer", "pubmed")
-ADDRESS = "https://github.com/kimiyoung/planetoid/tree/master/data"
+PLANETOID_ADDRESS = "https://github.com/kimiyoung/planetoid/tree/master/data"
 
 _MATRICES, _LABELS = ("x", "tx", "allx"), ("y", "ty", "ally")
 _SUFFIXES = (*_MATRICES, *_LABELS, "graph", "test.index")
 _VALIDATION = 500
 _LONGEST_ID = 1024  # bytes of a line of test.index, blanks included
-_WIDEST = 2**16  # columns of features: a width in a damaged file is no reason to take all memory
+_MAX_WIDTH = 2**16  # columns of features: a width in a damaged file is no reason to take all memory
 
 Paths = Mapping[str, Path]
 
@@ -42,8 +43,8 @@ def read_planetoid(
         100 times the size of the matrices' files, 256 MiB at least. The public data sets are far below.
 
     Returns:
-      The data. Each edge is there both ways and once, loops as in the file, sorted by receiver, then
-      sender; features are the file's, not normalised; ids of the split ascend. Citeseer's 15 papers of
+      The data. Each edge is there both ways and once, self-loops as in the file, sorted by receiver, then
+      sender; features are the file's, not normalized; ids of the split ascend. Citeseer's 15 papers of
       which only the number is known have features of 0 and the label -1.
 
     Raises:
@@ -57,7 +58,7 @@ def read_planetoid(
       ...     read_planetoid("nowhere", "cora")
       ... except FileNotFoundError as fault:
       ...     print(fault)
-      data_dir nowhere is no folder; Planetoid's files are public in \
+      data_dir nowhere is not a folder; Planetoid's files are public in \
 https://github.com/kimiyoung/planetoid/tree/master/data
 
     Reference: Yang, Cohen and Salakhutdinov, Revisiting Semi-Supervised Learning with Graph Embeddings,
@@ -65,7 +66,10 @@ https://github.com/kimiyoung/planetoid/tree/master/data
     """
     if name not in PLANETOID:
         raise ValueError(f"name={name!r} must be one of {', '.join(map(repr, PLANETOID))}")
-    paths = _find_files(Path(data_dir), name)
+    names = {suffix: (f"ind.{name}.{suffix}",) for suffix in _SUFFIXES}
+    paths = find_files(
+        Path(data_dir), names, f"Planetoid's files are public in {PLANETOID_ADDRESS}"
+    )
     with faults_named(paths["graph"]):
         senders, receivers, num_nodes = _read_graph(paths["graph"], max_bytes)
     matrices = {suffix: _read_matrix(paths[suffix], max_bytes) for suffix in _MATRICES}
@@ -106,22 +110,11 @@ def _features(
     return features
 
 
-def _find_files(data_dir: Path, name: str) -> Paths:
-    public = f"Planetoid's files are public in {ADDRESS}"
-    if not data_dir.is_dir():
-        raise FileNotFoundError(f"data_dir {data_dir} is no folder; {public}")
-    paths = {suffix: data_dir / f"ind.{name}.{suffix}" for suffix in _SUFFIXES}
-    missing = [path.name for path in paths.values() if not path.is_file()]
-    if missing:
-        raise FileNotFoundError(f"data_dir {data_dir} lacks {', '.join(missing)}; {public}")
-    return paths
-
-
 def _read_graph(path: Path, max_bytes: int | None) -> tuple[np.ndarray, np.ndarray, int]:
     """Returns senders and receivers, int32 [edges], sorted, and the number of nodes."""
     neighbors: Any = read_python2_pickle(path, max_bytes=max_bytes)
     if not isinstance(neighbors, dict) or not neighbors:
-        raise ValueError(f"{path} holds no dictionary of the nodes' neighbours")
+        raise ValueError(f"{path} holds no dictionary of the nodes' neighbors")
     num_nodes = len(neighbors)
     missing = next((node for node in range(num_nodes) if node not in neighbors), None)
     if missing is not None:
@@ -129,11 +122,11 @@ def _read_graph(path: Path, max_bytes: int | None) -> tuple[np.ndarray, np.ndarr
     for node, ids in neighbors.items():
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < num_nodes for i in ids):
             raise ValueError(
-                f"{path}: the neighbours of node {node} are no list of numbers from 0 to "
+                f"{path}: the neighbors of node {node} are not a list of numbers from 0 to "
                 f"{num_nodes - 1}"
             )
     if len({id(ids) for ids in neighbors.values()}) < num_nodes:  # a small file of endless edges
-        raise ValueError(f"{path}: several nodes have one list of neighbours in common")
+        raise ValueError(f"{path}: several nodes have one list of neighbors in common")
     degrees = [len(ids) for ids in neighbors.values()]
     ends = np.repeat(np.fromiter(neighbors, np.int64, num_nodes), degrees)
     others = np.fromiter((i for ids in neighbors.values() for i in ids), np.int64, len(ends))
@@ -150,9 +143,9 @@ def _read_matrix(path: Path, max_bytes: int | None) -> Any:
         rows = read_python2_pickle(path, max_bytes=max_bytes)
     if not isinstance(rows, SparseRows):
         raise ValueError(f"{path} holds no sparse matrix of features")
-    if not rows.shape[0] or not 0 < rows.shape[1] <= _WIDEST:
+    if not rows.shape[0] or not 0 < rows.shape[1] <= _MAX_WIDTH:
         raise ValueError(
-            f"{path} has features of shape {rows.shape}, where at least one row of 1 to {_WIDEST} "
+            f"{path} has features of shape {rows.shape}, where at least one row of 1 to {_MAX_WIDTH} "
             "columns is wanted"
         )
     with faults_named(path), np.errstate(over="ignore"):

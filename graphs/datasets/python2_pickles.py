@@ -1,4 +1,4 @@
-"""Pickles of Python 2 with arrays, sparse matrices or lists of neighbours in them, read as plain data.
+"""Pickles of Python 2 with arrays, sparse matrices or lists of neighbors in them, read as plain data.
 
 A pickle is a program: what it names is imported and called. Here nothing of it is called. Its instructions
 are carried out on numbers, strings, lists, tuples and dictionaries; of the six names that the files of
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmp_train.graphs.counts import as_count
-from jmp_train.graphs.file_limits import one_line
+from jmp_train.graphs.datasets.file_limits import one_line
+from jmp_train.graphs.structure import as_count
 
 _LARGEST = 2**26  # bytes; the largest of the public files, Pubmed's allx, has 11 million
 _DEEPEST = 2**17  # values on the stack; pickles append 1,000 at a time
@@ -83,7 +83,7 @@ def read_python2_pickle(path: Path, *, max_bytes: int | None = None) -> Any:
         raise ValueError(f"{path} {fault}") from None
     except _FAULTS as error:
         fault = one_line(error)
-        raise ValueError(f"{path} is no pickle of Python 2, or a damaged one: {fault}") from None
+        raise ValueError(f"{path} is not a pickle of Python 2, or a damaged one: {fault}") from None
     return value
 
 
@@ -156,7 +156,7 @@ def _allowed(name: str) -> _Name:
 
 
 def _last(stack: list[Any]) -> Any:
-    """Returns the last value of the stack; a mark is none."""
+    """Returns the last value of the stack; a mark is not one."""
     if stack[-1] is _MARK:
         raise ValueError("there is a mark where a value is expected")
     return stack[-1]
@@ -185,7 +185,7 @@ def _push_tuple(length: int) -> Callable[[list[Any]], None]:
 
 def _append(stack: list[Any], values: list[Any]) -> None:
     if not isinstance(stack[-1], list):
-        raise TypeError("values are appended to what is no list")
+        raise TypeError("values are appended to what is not a list")
     stack[-1].extend(values)
 
 
@@ -194,7 +194,7 @@ def _set_items(stack: list[Any], items: list[Any]) -> None:
     # A tuple of tuples of tuples, each the same twice, would be hashed for ever.
     if not isinstance(stack[-1], dict) or not {type(key) for key in keys} <= {int, str}:
         raise TypeError(
-            "items are set in what is no dictionary, or under what is no number or name"
+            "items are set in what is not a dictionary, or under what is not a number or name"
         )
     stack[-1].update(zip(keys, values, strict=True))
 
@@ -202,7 +202,7 @@ def _set_items(stack: list[Any], items: list[Any]) -> None:
 def _call(stack: list[Any]) -> None:
     arguments, name = _pop(stack), _pop(stack)
     if not isinstance(arguments, tuple) or not isinstance(name, _Name):
-        raise TypeError("what is called is no name, or its arguments are no tuple")
+        raise TypeError("what is called is not a name, or its arguments are not a tuple")
     stack.append({} if name.text == _DICT else _Note(name.text, arguments))
 
 
@@ -287,7 +287,7 @@ def _matrix(note: _Note) -> SparseRows:
             f"{data.shape} data"
         )
     if indptr.dtype.kind not in "iu" or indices.dtype.kind not in "iu":
-        raise ValueError("the indices of a sparse matrix are no integers")
+        raise ValueError("the indices of a sparse matrix are not integers")
     if indptr[0] != 0 or indptr[-1] != len(indices) or (indptr[1:] < indptr[:-1]).any():
         raise ValueError(f"the rows of a sparse matrix do not divide its {len(indices)} values")
     if len(indices) and not 0 <= indices.min() <= indices.max() < columns:

@@ -5,17 +5,18 @@ from typing import Any
 
 import numpy as np
 
-from jmp_train.graphs.counts import LARGEST
-from jmp_train.graphs.file_limits import faults_named
-from jmp_train.graphs.node_data import NodeData
-from jmp_train.graphs.npz_arrays import read_npz
+from jmp_train.graphs.datasets.data_files import find_files
+from jmp_train.graphs.datasets.file_limits import faults_named
+from jmp_train.graphs.datasets.node_data import NodeData
+from jmp_train.graphs.datasets.npz_arrays import read_npz
+from jmp_train.graphs.structure import LARGEST_COUNT
 
-FEATURES = 602
-CLASSES = 41
+REDDIT_FEATURES = 602
+REDDIT_CLASSES = 41
 
-GRAPH_FILES = ("reddit_graph.npz", "reddit_self_loop_graph.npz")  # either will do
-DATA_FILE = "reddit_data.npz"
-PUBLIC = "Reddit's two files are public in https://data.dgl.ai/dataset/reddit.zip"
+REDDIT_GRAPH_FILES = ("reddit_graph.npz", "reddit_self_loop_graph.npz")  # either will do
+REDDIT_DATA_FILE = "reddit_data.npz"
+REDDIT_SOURCE = "Reddit's two files are public in https://data.dgl.ai/dataset/reddit.zip"
 
 _TRAIN, _VALIDATION, _TEST = 1, 2, 3  # what `node_types` says of a node
 
@@ -29,7 +30,7 @@ def read_reddit(data_dir: Path | str, *, max_bytes: int | None = None) -> NodeDa
         256 MiB at least, which the public files are far below.
 
     Returns:
-      The data, its edges as they are in the file; features are 602 wide, and there are 41 classes.
+      The data, its edges as they are in the file; features have 602 columns, and there are 41 classes.
 
     Raises:
       FileNotFoundError: a file is missing; the message says where it is public.
@@ -54,7 +55,9 @@ def read_reddit(data_dir: Path | str, *, max_bytes: int | None = None) -> NodeDa
 
     Reference: https://docs.dgl.ai/generated/dgl.data.RedditDataset.html.
     """
-    graph_path, data_path = _find_files(Path(data_dir))
+    names = {"graph": REDDIT_GRAPH_FILES, "data": (REDDIT_DATA_FILE,)}
+    paths = find_files(Path(data_dir), names, REDDIT_SOURCE)
+    graph_path, data_path = paths["graph"], paths["data"]
     with faults_named(graph_path):
         senders, receivers, num_nodes = _read_graph(graph_path, max_bytes)
     with faults_named(data_path):
@@ -65,7 +68,11 @@ def read_reddit(data_dir: Path | str, *, max_bytes: int | None = None) -> NodeDa
 def _read_nodes(path: Path, num_nodes: int, counted_by: str, max_bytes: int | None) -> list[Any]:
     """Returns features, labels, the number of classes, and which nodes are for what."""
     arrays = read_npz(path, ("feature", "label", "node_types"), max_bytes=max_bytes)
-    shapes = {"feature": (num_nodes, FEATURES), "label": (num_nodes,), "node_types": (num_nodes,)}
+    shapes = {
+        "feature": (num_nodes, REDDIT_FEATURES),
+        "label": (num_nodes,),
+        "node_types": (num_nodes,),
+    }
     for name, shape in shapes.items():
         if arrays[name].shape != shape:
             raise ValueError(
@@ -79,7 +86,7 @@ def _read_nodes(path: Path, num_nodes: int, counted_by: str, max_bytes: int | No
     is_finite = np.isfinite(features).all(axis=1)
     if not is_finite.all():
         raise ValueError(f"{path}: 'feature' is not finite in row {is_finite.argmin()}")
-    _check_integers(path, "label", arrays["label"], 0, CLASSES - 1)
+    _check_integers(path, "label", arrays["label"], 0, REDDIT_CLASSES - 1)
     _check_integers(path, "node_types", arrays["node_types"], _TRAIN, _TEST)
     for kind, name in ((_TRAIN, "train"), (_TEST, "test")):
         if kind not in arrays["node_types"]:
@@ -88,7 +95,7 @@ def _read_nodes(path: Path, num_nodes: int, counted_by: str, max_bytes: int | No
         np.flatnonzero(arrays["node_types"] == kind).astype(np.int32)
         for kind in (_TRAIN, _VALIDATION, _TEST)
     ]
-    return [features, arrays["label"].astype(np.int32), CLASSES, *parts]
+    return [features, arrays["label"].astype(np.int32), REDDIT_CLASSES, *parts]
 
 
 def sorted_ends(keys: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -108,18 +115,6 @@ def sorted_ends(keys: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarra
     return senders, receivers
 
 
-def _find_files(data_dir: Path) -> tuple[Path, Path]:
-    if not data_dir.is_dir():
-        raise FileNotFoundError(f"data_dir {data_dir} is no folder; {PUBLIC}")
-    graphs = [data_dir / name for name in GRAPH_FILES if (data_dir / name).is_file()]
-    data = data_dir / DATA_FILE
-    missing = [] if graphs else [" or ".join(GRAPH_FILES)]
-    missing += [] if data.is_file() else [DATA_FILE]
-    if missing:
-        raise FileNotFoundError(f"data_dir {data_dir} lacks {' and '.join(missing)}; {PUBLIC}")
-    return graphs[0], data
-
-
 def _read_graph(path: Path, max_bytes: int | None) -> tuple[np.ndarray, np.ndarray, int]:
     """Returns senders and receivers, int32 [edges], and the number of nodes."""
     arrays = read_npz(path, ("format", "shape", "row", "col"), max_bytes=max_bytes)
@@ -128,7 +123,7 @@ def _read_graph(path: Path, max_bytes: int | None) -> tuple[np.ndarray, np.ndarr
         raise ValueError(f"{path} holds a sparse matrix in the format {kind}, not in b'coo'")
     shape = _value(arrays["shape"])
     is_pair = isinstance(shape, list) and len(shape) == 2 and type(shape[0]) is int
-    if not is_pair or shape[0] != shape[1] or not 1 <= shape[0] <= LARGEST:
+    if not is_pair or shape[0] != shape[1] or not 1 <= shape[0] <= LARGEST_COUNT:
         raise ValueError(f"{path}: 'shape' is {str(shape)[:80]}, where [nodes, nodes] is wanted")
     rows, columns = arrays["row"], arrays["col"]
     if rows.ndim != 1 or rows.shape != columns.shape:

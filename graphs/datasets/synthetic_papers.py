@@ -1,8 +1,8 @@
-"""A graph of papers like Cora, made up for machines without its files: same shapes, labels that can be learnt."""
+"""A synthetic graph of papers with the shapes of Cora, for machines without its files; labels can be learned."""
 
 import numpy as np
 
-from jmp_train.graphs.node_data import NodeData
+from jmp_train.graphs.datasets.node_data import NodeData
 
 NODES, FEATURES, CLASSES = 2708, 1433, 7
 TRAIN_OF_A_CLASS, VALIDATION, TEST = 20, 500, 1000
@@ -14,7 +14,7 @@ _OF_THE_CLASS = 0.25  # of the words are drawn from those of the paper's class
 
 
 def synthetic_cora(seed: int = 0) -> NodeData:
-    """Returns made-up papers that cite each other, with Cora's counts of nodes, words and classes.
+    """Returns synthetic papers that cite each other, with Cora's counts of nodes, words and classes.
 
     A paper cites two earlier ones, mostly of its class, and old ones more often; some words are more
     frequent in its class. Neither alone tells all.
@@ -23,7 +23,7 @@ def synthetic_cora(seed: int = 0) -> NodeData:
       seed: of numpy's generator: the same seed gives the same data.
 
     Returns:
-      The data, with each edge both ways and no loops. A feature is 1 where the paper has the word, else 0.
+      The data, with each edge both ways and no self-loops. A feature is 1 where the paper has the word, else 0.
       20 nodes of each class are to train on, 500 to validate, 1,000 to test.
 
     Example:

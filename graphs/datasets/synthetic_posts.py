@@ -1,6 +1,6 @@
-"""A made-up graph of Reddit's size and kind: communities, hubs, and features that tell the classes apart.
+"""A synthetic graph of Reddit's size and kind: communities, hubs, and features that tell the classes apart.
 
-At scale 1 it has Reddit's 232,965 nodes and 114,615,892 edges (each pair both ways, none twice, no loops).
+At scale 1 it has Reddit's 232,965 nodes and 114,615,892 edges (each pair both ways, none twice, no self-loops).
 A smaller scale shrinks both alike, so that the mean degree stays 492, but no graph is denser than one edge
 for eight pairs of nodes: below a scale of 0.0169 the mean degree is an eighth of the number of nodes.
 Degrees fall as one over their rank, from about Reddit's largest, 21,657, at scale 1, and from less than half
@@ -12,8 +12,8 @@ Reddit's 41 from 0.174 on.
 
 import numpy as np
 
-from jmp_train.graphs.node_data import NodeData
-from jmp_train.graphs.reddit_files import CLASSES, FEATURES, sorted_ends
+from jmp_train.graphs.datasets.node_data import NodeData
+from jmp_train.graphs.datasets.reddit import REDDIT_CLASSES, REDDIT_FEATURES, sorted_ends
 
 NODES = 232_965
 EDGES = 114_615_892
@@ -36,7 +36,7 @@ def synthetic_reddit(scale: float = 1.0, seed: int = 0) -> NodeData:
       seed: of numpy's generator: the same seed gives the same data.
 
     Returns:
-      The data; edges sorted by receiver, then sender. A node's features are its class's centre and
+      The data; edges sorted by receiver, then sender. A node's features are its class's center and
       as much normal noise, of mean 0 and variance 1 together, as Reddit's are.
 
     Raises:
@@ -48,29 +48,31 @@ def synthetic_reddit(scale: float = 1.0, seed: int = 0) -> NodeData:
       (233, 6756, (233, 602))
     """
     if not 0 < scale <= 1:
-        raise ValueError(f"scale={scale} must lie between 0 (excluded) and 1")
+        raise ValueError(f"scale={scale} must be between 0 (excluded) and 1")
     nodes = round(NODES * scale)
     if nodes < _FEWEST:
         raise ValueError(
             f"scale={scale} leaves {nodes} nodes of {NODES}; {_FEWEST} are the fewest that make a graph"
         )
     pairs = round(min(EDGES / 2 * scale, nodes * (nodes - 1) / 2 * _DENSEST))
-    classes = min(CLASSES, nodes**2 // (4 * pairs))  # of twice the mean degree, 2 * pairs / nodes
+    classes = min(
+        REDDIT_CLASSES, nodes**2 // (4 * pairs)
+    )  # of twice the mean degree, 2 * pairs / nodes
     random = np.random.default_rng(seed)
     labels = random.permutation(np.arange(nodes, dtype=np.int32) % classes)
-    centres = random.standard_normal((classes, FEATURES), np.float32)
-    centres -= centres.mean(axis=0)
-    features = random.standard_normal((nodes, FEATURES), np.float32)
+    centers = random.standard_normal((classes, REDDIT_FEATURES), np.float32)
+    centers -= centers.mean(axis=0)
+    features = random.standard_normal((nodes, REDDIT_FEATURES), np.float32)
     for start in range(0, nodes, 2**14):  # no second array of the features' size
         rows = features[start : start + 2**14]
-        rows += centres[labels[start : start + 2**14]]
+        rows += centers[labels[start : start + 2**14]]
         rows *= np.float32(0.5**0.5)
     order = random.permutation(nodes).astype(np.int32)
     parts = np.split(order, [round(TRAIN * scale), nodes - round(TEST * scale)])
     train, validation, test = map(np.sort, parts)
 
     senders, receivers = both_ways(_draw_pairs(random, labels, pairs), nodes)
-    return NodeData(senders, receivers, features, labels, CLASSES, train, validation, test)
+    return NodeData(senders, receivers, features, labels, REDDIT_CLASSES, train, validation, test)
 
 
 def heavy_tailed(count: int, mean: float, largest: float) -> np.ndarray:

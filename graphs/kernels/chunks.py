@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.neighbors import Neighbors
-from jmp_train.graphs.storage import wide
-from jmp_train.policies.collectives import vary
+from jmp_train.graphs.structure import CSR, CSRAndCSC, upcast
+from jmp_train.policies.autocasting import opaque_to_autocast
+from jmp_train.policies.pytrees import pvary
 
 Tree = TypeVar("Tree")
-CPU_NUMBERS = 2**17  # that a chunk of blocks makes: half a MiB
+CPU_ELEMENTS = 2**17  # that a chunk of blocks makes: half a MiB
 GPU_EDGES = 2**18
 
 
@@ -28,7 +28,7 @@ class Chunk:
       others: int32 [blocks, width], the node at each edge's other end; any node in empty places.
       is_edge: bool [blocks, width], which places are not empty.
       nodes: int32 [blocks], the node at this end.
-      positions: int32 [blocks, width], where the edges stand in `Neighbors.others`; anywhere for empty ones.
+      positions: int32 [blocks, width], where the edges stand in `CSR.others`; anywhere for empty ones.
     """
 
     others: jax.Array
@@ -37,12 +37,12 @@ class Chunk:
     positions: jax.Array
 
     def of_others(self, data: jax.Array) -> jax.Array:
-        """Returns the rows [blocks, width, ...] at the other ends, of data [others, ...], wide."""
-        return wide_at(data, self.others)
+        """Returns the rows [blocks, width, ...] at the other ends, of data [others, ...], upcast."""
+        return upcast_at(data, self.others)
 
     def of_nodes(self, data: jax.Array) -> jax.Array:
-        """Returns the rows [blocks, 1, ...] at this end, of data [nodes, ...], wide."""
-        return wide_at(data, self.nodes)[:, None]
+        """Returns the rows [blocks, 1, ...] at this end, of data [nodes, ...], upcast."""
+        return upcast_at(data, self.nodes)[:, None]
 
     def where_edge(self, data: jax.Array) -> jax.Array:
         """Returns data [blocks, width, ...] with 0 in empty places."""
@@ -55,7 +55,7 @@ class Chunk:
         weights: jax.Array | None,
         change: Callable[[jax.Array], jax.Array] = lambda rows: rows,
     ) -> jax.Array:
-        """Returns the sums [blocks, heads, width] of rows of data [others, heads, width], wide.
+        """Returns the sums [blocks, heads, width] of the rows of features [others, heads, width], upcast.
 
         One edge of each block after the other, so that the sums stay in registers.
 
@@ -68,15 +68,15 @@ class Chunk:
             weights = jax.lax.optimization_barrier(weights)
         total = None
         for place in range(self.others.shape[1]):
-            rows = change(wide_at(data, self.others[:, place]))
+            rows = change(upcast_at(data, self.others[:, place]))
             rows = jnp.where(self.is_edge[:, place, None, None], rows, jnp.zeros_like(rows))
             rows = rows if weights is None else weights[:, place, :, None] * rows
             total = rows if total is None else total + rows
-        assert total is not None  # a block is at least 8 wide
+        assert total is not None  # a block has at least 8 places
         return total
 
     def dot_with_others(self, others: jax.Array, nodes: jax.Array) -> jax.Array:
-        """Returns the products [blocks, width, heads] of rows at both ends, summed over their width, wide.
+        """Returns the products [blocks, width, heads] of rows at both ends, summed over their width, in float32.
 
         Args:
           others: floating [others, heads, width].
@@ -85,19 +85,33 @@ class Chunk:
         return sum_of_rows(self.of_others(others) * self.of_nodes(nodes))
 
 
-def vary_alike(tree: Tree) -> Tree:
+def pvary_alike(tree: Tree) -> Tree:
     """Returns arrays which, within a `shard_map`, all vary over the mesh axes over which one of them does.
 
     Then the loops' carries do, and gradients of arrays that were the same everywhere are added up by jax.
     """
     axes = {name for x in jax.tree.leaves(tree) for name in jax.typeof(x).manual_axis_type.varying}
-    return vary(tree, sorted(axes))
+    return pvary(tree, sorted(axes))
+
+
+def run_chunked(
+    kernel: Callable[..., jax.Array], edges: CSRAndCSC | None, *arguments: Any
+) -> jax.Array:
+    """Returns what a chunked kernel makes of edges and arguments, by the dtypes that these have.
+
+    Args:
+      kernel: a function of sorted edges and the arguments, with a gradient of its own.
+      edges: sorted by either end.
+      *arguments: pytrees of arrays.
+    """
+    assert edges is not None  # without them "xla" is chosen
+    return opaque_to_autocast(kernel)(*pvary_alike((edges, *arguments)))
 
 
 def sum_of_rows(data: jax.Array) -> jax.Array:
-    """Returns data [..., width], wide, summed over the width."""
+    """Returns data [..., width], upcast, summed over the width."""
 
-    def by_product(data: jax.Array) -> jax.Array:  # which XLA vectorises on CPUs, and its sum not
+    def by_product(data: jax.Array) -> jax.Array:  # which XLA vectorizes on CPUs, and its sum not
         ones = jnp.ones((data.shape[-1], 1), data.dtype)
         rows = data.reshape(-1, data.shape[-1])
         return jnp.matmul(rows, ones, precision="highest").reshape(data.shape[:-1])
@@ -106,26 +120,26 @@ def sum_of_rows(data: jax.Array) -> jax.Array:
 
 
 def at(data: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns rows of data by ids that are in range."""
+    """Returns an array's rows by ids that are in range."""
     return data.at[ids].get(mode="promise_in_bounds")
 
 
-def wide_at(data: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns rows of data by ids that are in range, wide.
+def upcast_at(data: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns an array's rows by ids that are in range, upcast.
 
-    bfloat16 is widened by its bits: XLA's own conversion is slow on CPUs without instructions for it.
+    bfloat16 is upcast by its bits: XLA's own conversion is slow on CPUs without instructions for it.
     """
     if data.dtype != jnp.bfloat16:
-        return wide(at(data, ids))
+        return upcast(at(data, ids))
     bits = at(jax.lax.bitcast_convert_type(data, jnp.uint16), ids).astype(jnp.uint32)
     return jax.lax.bitcast_convert_type(bits << 16, jnp.float32)
 
 
 def add_up(
-    neighbors: Neighbors,
+    neighbors: CSR,
     compute: Callable[[Chunk], Sequence[jax.Array]],
     like: Sequence[jax.ShapeDtypeStruct],
-    numbers_per_block: int,
+    elements_per_block: int,
     after: Any,
 ) -> list[jax.Array]:
     """Returns for each node the sums [nodes, ...] of what its blocks make.
@@ -134,7 +148,7 @@ def add_up(
       neighbors: the edges.
       compute: makes arrays [blocks, ...] of a chunk.
       like: shape and dtype of one block's part of each.
-      numbers_per_block: how many numbers `compute` holds for each, which sets the chunks' size on CPUs.
+      elements_per_block: how many elements `compute` holds for each, which sets the chunks' size on CPUs.
       after: arrays that `compute` needs. XLA would allocate the zeros of all passes at once, or keep one
         for all of them; these begin their life after those arrays.
     """
@@ -152,11 +166,11 @@ def add_up(
             for total, part in zip(sums, compute(chunk), strict=True)
         ]
 
-    sums = _walk(neighbors, add, start, numbers_per_block)
+    sums = _walk(neighbors, add, start, elements_per_block)
     return [_joined(neighbors, total)[: neighbors.num_nodes] for total in sums]
 
 
-def _joined(neighbors: Neighbors, sums: jax.Array) -> jax.Array:
+def _joined(neighbors: CSR, sums: jax.Array) -> jax.Array:
     """Returns the rows after the further ones were added to the nodes' own."""
     first = neighbors.num_nodes
     for rows in neighbors.further:
@@ -167,10 +181,10 @@ def _joined(neighbors: Neighbors, sums: jax.Array) -> jax.Array:
 
 
 def largest(
-    neighbors: Neighbors,
+    neighbors: CSR,
     compute: Callable[[Chunk], jax.Array],
     like: jax.ShapeDtypeStruct,
-    numbers_per_block: int,
+    elements_per_block: int,
 ) -> jax.Array:
     """Returns for each node the largest [nodes, ...] of what its blocks make, -inf where it has none.
 
@@ -178,7 +192,7 @@ def largest(
       neighbors: see `add_up`.
       compute: makes an array [blocks, ...] of a chunk.
       like: see `add_up`.
-      numbers_per_block: see `add_up`.
+      elements_per_block: see `add_up`.
     """
 
     def update(most: jax.Array, chunk: Chunk, step: Step) -> jax.Array:
@@ -186,14 +200,14 @@ def largest(
         return most.at[chunk.nodes].max(compute(chunk), indices_are_sorted=True)
 
     start = jnp.full((neighbors.num_nodes, *like.shape), -jnp.inf, like.dtype)
-    return _walk(neighbors, update, start, numbers_per_block)
+    return _walk(neighbors, update, start, elements_per_block)
 
 
 def of_edges(
-    neighbors: Neighbors,
+    neighbors: CSR,
     compute: Callable[[Chunk], jax.Array],
     like: jax.ShapeDtypeStruct,
-    numbers_per_block: int,
+    elements_per_block: int,
 ) -> jax.Array:
     """Returns [edges, ...] what is made of each edge, 0 for those that count nowhere.
 
@@ -201,7 +215,7 @@ def of_edges(
       neighbors: see `add_up`; edges must have places.
       compute: makes an array [blocks, width, ...] of a chunk.
       like: shape and dtype of one edge's part.
-      numbers_per_block: see `add_up`.
+      elements_per_block: see `add_up`.
     """
     assert neighbors.slots is not None
     shape = (neighbors.num_blocks, neighbors.width, *like.shape)
@@ -209,7 +223,7 @@ def of_edges(
     def write(result: jax.Array, chunk: Chunk, step: Step) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(result, compute(chunk), step.first, 0)
 
-    result = _walk(neighbors, write, jnp.zeros(shape, like.dtype), numbers_per_block)
+    result = _walk(neighbors, write, jnp.zeros(shape, like.dtype), elements_per_block)
     result = result.reshape(-1, *like.shape)
     slots = jnp.where(neighbors.slots < 0, result.shape[0], neighbors.slots)
     return result.at[slots].get(mode="fill", fill_value=0)
@@ -225,33 +239,33 @@ class Step:
 
 
 def _walk(
-    neighbors: Neighbors,
+    neighbors: CSR,
     update: Callable[[Any, Chunk, Step], Any],
     start: Any,
-    numbers_per_block: int,
+    elements_per_block: int,
 ) -> Any:
     if neighbors.num_blocks == 0:
         return start
-    start = vary_alike((start, neighbors))[0]
+    start = pvary_alike((start, neighbors))[0]
 
     def run(size: int, start: Any) -> Any:
         size = max(1, min(size, neighbors.num_blocks))
 
-        def turn(index: jax.Array, carry: Any) -> Any:
+        def iteration(index: jax.Array, carry: Any) -> Any:
             first = jnp.minimum(index * size, neighbors.num_blocks - size)
             step = Step(first, size, first + jnp.arange(size) >= index * size)
             return update(carry, _chunk(neighbors, first, size), step)
 
-        return jax.lax.fori_loop(0, -(-neighbors.num_blocks // size), turn, start)
+        return jax.lax.fori_loop(0, -(-neighbors.num_blocks // size), iteration, start)
 
     return jax.lax.platform_dependent(
         start,
-        cpu=functools.partial(run, CPU_NUMBERS // numbers_per_block),
+        cpu=functools.partial(run, CPU_ELEMENTS // elements_per_block),
         default=functools.partial(run, GPU_EDGES // neighbors.width),
     )
 
 
-def _chunk(neighbors: Neighbors, first: jax.Array, size: int) -> Chunk:
+def _chunk(neighbors: CSR, first: jax.Array, size: int) -> Chunk:
     starts, counts, nodes = (
         jax.lax.dynamic_slice_in_dim(array, first, size)
         for array in (neighbors.starts, neighbors.counts, neighbors.nodes)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
 
-from jmp_train.graphs.edge_products import edge_rows
-from jmp_train.graphs.neighbors import Neighbors
-from jmp_train.graphs.streaming import Chunk, at
+from jmp_train.graphs.kernels.chunks import Chunk, at
+from jmp_train.graphs.kernels.spmm_sddmm import edge_rows
+from jmp_train.graphs.structure import CSR
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +40,7 @@ class EdgeDropout:
         is_kept = draw(self.words) >= jnp.uint32(int(self.rate * 2**32))
         return jnp.where(is_kept, jnp.float32(1 / (1 - self.rate)), jnp.float32(0))
 
-    def of_chunk(self, neighbors: Neighbors, chunk: Chunk, *, nodes_are_targets: bool) -> jax.Array:
+    def of_chunk(self, neighbors: CSR, chunk: Chunk, *, nodes_are_targets: bool) -> jax.Array:
         """Returns 0 or 1 / (1 - rate) for each edge [blocks, width, heads].
 
         Edges are told apart by their places or, where they have none, by their two ends: then edges
@@ -72,7 +72,7 @@ def edge_dropout(rate: float, key: jax.Array | None, heads: int) -> EdgeDropout 
 
 
 def dropout_and_weight(
-    neighbors: Neighbors,
+    neighbors: CSR,
     chunk: Chunk,
     dropout: EdgeDropout | None,
     edge_weight: jax.Array | None,

@@ -1,4 +1,4 @@
-"""Graph attention by streaming: saves two numbers per node and head, and computes all of edges anew.
+"""Chunked graph attention: saves two values per node and head, and recomputes what belongs to edges.
 
 With the logit `s = leaky_relu(left[u] + right[v])` of an edge from u to v, its largest value m over the
 edges that enter v, the inverse i of the sum of `exp(s - m)` there, and the factor k of dropout and edge
@@ -9,15 +9,15 @@ over the edges: what is multiplied by it is added up beside.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.edge_dropout import EdgeDropout, dropout_and_weight, times
-from jmp_train.graphs.neighbors import BothWays
-from jmp_train.graphs.softmax_streaming import gradient_of_edge_weight, softmax_sum
-from jmp_train.graphs.streaming import Chunk, add_up, sum_of_rows
+from jmp_train.graphs.kernels.chunks import Chunk, add_up, sum_of_rows
+from jmp_train.graphs.kernels.dropout import EdgeDropout, dropout_and_weight, times
+from jmp_train.graphs.kernels.softmax import gradient_of_edge_weight, softmax_sum
+from jmp_train.graphs.structure import CSRAndCSC
 
 
 @jax.tree_util.register_dataclass
@@ -37,18 +37,33 @@ class GATInputs:
     right: jax.Array
     edge_weight: jax.Array | None
 
+    @property
+    def sent(self) -> jax.Array:
+        """What each node sends [nodes, heads, width]."""
+        return self.features
+
+
+class _Saved(NamedTuple):
+    """What the gradient is computed of; `largest` and `inverse` are those of `SoftmaxSum`."""
+
+    edges: CSRAndCSC
+    dropout: EdgeDropout | None
+    inputs: GATInputs
+    largest: jax.Array
+    inverse: jax.Array
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def stream_gat(
-    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: GATInputs
+def chunked_gat(
+    negative_slope: float, edges: CSRAndCSC, dropout: EdgeDropout | None, inputs: GATInputs
 ) -> jax.Array:
     """Returns attention [nodes, heads, width] in the features' dtype."""
     return _forward(negative_slope, edges, dropout, inputs)[0]
 
 
 def _forward(
-    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: GATInputs
-) -> tuple[jax.Array, Any]:
+    negative_slope: float, edges: CSRAndCSC, dropout: EdgeDropout | None, inputs: GATInputs
+) -> tuple[jax.Array, _Saved]:
     neighbors, features = edges.by_target, inputs.features
 
     def logits(chunk: Chunk) -> jax.Array:
@@ -57,13 +72,14 @@ def _forward(
 
     _, heads, width = features.shape
     numbers = heads * (width + 2 * neighbors.width)
-    result, most, inverse = softmax_sum(
-        neighbors, dropout, inputs.edge_weight, features, logits, numbers
-    )
-    return result, (edges, dropout, inputs, most, inverse)
+    result = softmax_sum(neighbors, dropout, inputs.edge_weight, features, logits, numbers)
+    saved = _Saved(edges, dropout, inputs, result.largest, result.inverse)
+    return result.total, saved
 
 
-def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
+def _backward(
+    negative_slope: float, saved: _Saved, gradient: jax.Array
+) -> tuple[None, None, GATInputs]:
     edges, dropout, inputs, most, inverse = saved
     features, left, right, edge_weight = (
         inputs.features,
@@ -75,7 +91,9 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
     dtype = most.dtype
     of_head = jax.ShapeDtypeStruct((heads,), dtype)
 
-    def weights(chunk: Chunk, sums: jax.Array, shift: jax.Array, scale: jax.Array) -> Any:
+    def weights(
+        chunk: Chunk, sums: jax.Array, shift: jax.Array, scale: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the softmax's weights and their derivative's slopes [blocks, width, heads]."""
         logits = jax.nn.leaky_relu(sums, negative_slope)
         of_softmax = chunk.where_edge((jnp.exp(logits - shift) * scale).astype(dtype))
@@ -83,7 +101,7 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
 
     into = edges.by_target
 
-    def into_node(chunk: Chunk) -> Any:
+    def into_node(chunk: Chunk) -> tuple[jax.Array, jax.Array]:
         sums = chunk.of_others(left) + chunk.of_nodes(right)
         return weights(chunk, sums, chunk.of_nodes(most), chunk.of_nodes(inverse))
 
@@ -136,4 +154,4 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
     )
 
 
-stream_gat.defvjp(_forward, _backward)
+chunked_gat.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""GATv2's attention by streaming: as `gat_streaming`, with a small network of both ends for the logits.
+"""Chunked GATv2 attention: as `gat`, with a small network of both ends for the logits.
 
 The logit of an edge from u to v is the sum over the width of `attention * leaky_relu(left[u] + right[v])`.
 With its gradient `e = a (k t - d[v])`, and `q` the sum of `e` times the slopes of `leaky_relu` over the
@@ -8,17 +8,15 @@ all nodes of `left * q` and `right * q`, since `leaky_relu(y)` is its slope time
 
 import dataclasses
 import functools
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.accumulation import BLOCK
-from jmp_train.graphs.edge_dropout import EdgeDropout, dropout_and_weight, times
-from jmp_train.graphs.neighbors import BothWays
-from jmp_train.graphs.softmax_streaming import gradient_of_edge_weight, softmax_sum
-from jmp_train.graphs.storage import wide
-from jmp_train.graphs.streaming import Chunk, add_up, sum_of_rows
+from jmp_train.graphs.kernels.chunks import Chunk, add_up, sum_of_rows
+from jmp_train.graphs.kernels.dropout import EdgeDropout, dropout_and_weight, times
+from jmp_train.graphs.kernels.softmax import gradient_of_edge_weight, softmax_sum
+from jmp_train.graphs.structure import BLOCK, CSRAndCSC, upcast
 
 
 @jax.tree_util.register_dataclass
@@ -38,18 +36,33 @@ class GATv2Inputs:
     attention: jax.Array
     edge_weight: jax.Array | None
 
+    @property
+    def sent(self) -> jax.Array:
+        """What each node sends [nodes, heads, width]."""
+        return self.left
+
+
+class _Saved(NamedTuple):
+    """What the gradient is computed of; `largest` and `inverse` are those of `SoftmaxSum`."""
+
+    edges: CSRAndCSC
+    dropout: EdgeDropout | None
+    inputs: GATv2Inputs
+    largest: jax.Array
+    inverse: jax.Array
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def stream_gatv2(
-    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: GATv2Inputs
+def chunked_gatv2(
+    negative_slope: float, edges: CSRAndCSC, dropout: EdgeDropout | None, inputs: GATv2Inputs
 ) -> jax.Array:
     """Returns attention [nodes, heads, width] in the dtype of `left`."""
     return _forward(negative_slope, edges, dropout, inputs)[0]
 
 
 def _forward(
-    negative_slope: float, edges: BothWays, dropout: EdgeDropout | None, inputs: GATv2Inputs
-) -> tuple[jax.Array, Any]:
+    negative_slope: float, edges: CSRAndCSC, dropout: EdgeDropout | None, inputs: GATv2Inputs
+) -> tuple[jax.Array, _Saved]:
     neighbors, left = edges.by_target, inputs.left
 
     def logits(chunk: Chunk) -> jax.Array:
@@ -58,13 +71,14 @@ def _forward(
 
     _, heads, width = left.shape
     numbers = neighbors.width * heads * width // 2
-    result, most, inverse = softmax_sum(
-        neighbors, dropout, inputs.edge_weight, left, logits, numbers
-    )
-    return result, (edges, dropout, inputs, most, inverse)
+    result = softmax_sum(neighbors, dropout, inputs.edge_weight, left, logits, numbers)
+    saved = _Saved(edges, dropout, inputs, result.largest, result.inverse)
+    return result.total, saved
 
 
-def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
+def _backward(
+    negative_slope: float, saved: _Saved, gradient: jax.Array
+) -> tuple[None, None, GATv2Inputs]:
     edges, dropout, inputs, most, inverse = saved
     left, right, edge_weight = inputs.left, inputs.right, inputs.edge_weight
     _, heads, width = left.shape
@@ -116,8 +130,8 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
         ]
 
     of_messages, out_slopes = add_up(out, of_sources, [of_row] * 2, numbers, into_slopes)
-    attention = wide(inputs.attention)
-    of_attention = _total(wide(left) * out_slopes) + _total(wide(right) * into_slopes)
+    attention = upcast(inputs.attention)
+    of_attention = _total(upcast(left) * out_slopes) + _total(upcast(right) * into_slopes)
 
     of_weight = gradient_of_edge_weight(into, dropout, edge_weight, into_node, dtype, numbers)
     of_inputs = GATv2Inputs(
@@ -129,7 +143,7 @@ def _backward(negative_slope: float, saved: Any, gradient: jax.Array) -> Any:
     return None, None, of_inputs
 
 
-stream_gatv2.defvjp(_forward, _backward)
+chunked_gatv2.defvjp(_forward, _backward)
 
 
 def _logits(sums: jax.Array, inputs: GATv2Inputs, negative_slope: float) -> jax.Array:

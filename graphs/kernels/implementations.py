@@ -1,42 +1,102 @@
-"""Which way sums and attention are computed: whole arrays of edges, or chunk after chunk.
+"""Which implementation computes an operation over edges: whole-edge arrays (XLA), or chunk after chunk.
 
-Another one, such as a kernel for one kind of device, is one more name here and one more entry in the tables
-of `attention` and `messages`; the contract tests run over `IMPLEMENTATIONS`.
+Every operation that has a choice is an `EdgeOperation`, and is called in the same form. Another
+implementation, such as a kernel for one kind of device, is one more name in `IMPLEMENTATIONS`, and one more
+kernel of each operation that has one; the contract tests run over these names.
 """
 
-from jmp_train.graphs.connections import Connections
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Concatenate, Generic, Literal, ParamSpec
 
-IMPLEMENTATIONS = ("xla", "streaming")
-STREAMED_NUMBERS = 2**20  # messages of 4 MiB no longer fit into the caches
+import jax
+
+from jmp_train.graphs.structure import Adjacency
+
+Implementation = Literal["xla", "chunked"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "chunked")
+CHUNKED_ELEMENTS = 2**20  # messages of 4 MiB no longer fit into the caches
+
+Arguments = ParamSpec("Arguments")
 
 
-def chosen_implementation(
-    implementation: str | None, connections: Connections, numbers_per_edge: int
-) -> str:
-    """Returns one of `IMPLEMENTATIONS`.
+@dataclasses.dataclass(frozen=True)
+class EdgeOperation(Generic[Arguments]):
+    """An operation over edges with one kernel for each implementation.
 
-    "xla" computes with arrays of all edges, which XLA may or may not fuse, and goes through every
-    transform. "streaming" goes over chunks of sorted edges, stores no message, and has custom gradients:
-    reverse mode of every order, no forward mode.
+    "xla" computes with arrays of all edges, which XLA may or may not fuse, takes all arguments, and goes
+    through every transform. "chunked" goes over chunks of sorted edges, stores no message, and has custom
+    gradients: reverse mode of every order, no forward mode.
 
-    Args:
-      implementation: what the caller asks for; None for "streaming" where the edges are sorted and
-        messages are large, and "xla" elsewhere.
-      connections: who sends to whom.
-      numbers_per_edge: how many numbers a message has.
-
-    Raises:
-      ValueError: there is no such implementation, or the edges are not sorted.
+    Attributes:
+      kernels: by name of the implementation, a function of the adjacency and the arguments.
+      elements_per_edge: returns of how many elements a message of these arguments is; None for arguments
+        that the chunked kernel does not take.
+      chunked_takes: which arguments it does take, for messages.
     """
-    if implementation is None:
-        numbers = connections.num_edges * numbers_per_edge
-        is_large = connections.ends is None or numbers >= STREAMED_NUMBERS
-        return "streaming" if connections.neighbors is not None and is_large else "xla"
-    if implementation not in IMPLEMENTATIONS:
+
+    kernels: Mapping[Implementation, Callable[Concatenate[Adjacency, Arguments], jax.Array]]
+    elements_per_edge: Callable[Arguments, int | None]
+    chunked_takes: str = ""
+
+    def __call__(
+        self,
+        implementation: str | None,
+        adjacency: Adjacency,
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> jax.Array:
+        """Returns what the kernel of the implementation makes of the arguments.
+
+        Args:
+          implementation: what the caller asks for; None for "chunked" where the edges are sorted and
+            messages are large, and "xla" elsewhere.
+          adjacency: who sends to whom.
+          *args: of the operation.
+          **kwargs: of the operation.
+
+        Raises:
+          ValueError: there is no such implementation, it does not take the arguments, or the edges are
+            not sorted.
+        """
+        name = self.choose(implementation, adjacency, *args, **kwargs)
+        return self.kernels[name](adjacency, *args, **kwargs)
+
+    def choose(
+        self,
+        implementation: str | None,
+        adjacency: Adjacency,
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Implementation:
+        """Returns the implementation that computes this; see `__call__`.
+
+        Args:
+          implementation: what the caller asks for.
+          adjacency: who sends to whom.
+          *args: of the operation.
+          **kwargs: of the operation.
+        """
+        if implementation is None:
+            if adjacency.neighbors is None:
+                return "xla"
+            elements = self.elements_per_edge(*args, **kwargs)
+            if elements is None:
+                return "xla"
+            is_large = adjacency.ends is None or (
+                adjacency.num_edges * elements >= CHUNKED_ELEMENTS
+            )
+            return "chunked" if is_large else "xla"
+        if implementation == "chunked":
+            if self.elements_per_edge(*args, **kwargs) is None:
+                raise ValueError(f'implementation="chunked" {self.chunked_takes}')
+            if adjacency.neighbors is None:
+                raise ValueError(
+                    'implementation="chunked" needs sorted edges: make the graph with '
+                    'formats=("coo", "csr")'
+                )
+        for name in IMPLEMENTATIONS:
+            if name == implementation:
+                return name
         known = ", ".join(map(repr, IMPLEMENTATIONS))
         raise ValueError(f"implementation={implementation!r} must be None or one of {known}")
-    if implementation == "streaming" and connections.neighbors is None:
-        raise ValueError(
-            'implementation="streaming" needs sorted edges: make the graph with formats=("coo", "csr")'
-        )
-    return implementation

@@ -1,4 +1,4 @@
-"""Weighted sums of neighbours and products of both ends, by streaming: each is the other's gradient.
+"""Weighted sums of neighbors (SpMM) and products of both ends (SDDMM), in chunks: each is the other's gradient.
 
 Both are custom gradients that save what they were given, in the dtype that it is stored in, and so every
 order of reverse derivatives is again made of these two.
@@ -7,13 +7,13 @@ order of reverse derivatives is again made of these two.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.typing import DTypeLike
 
-from jmp_train.graphs.neighbors import BothWays, Neighbors
-from jmp_train.graphs.storage import common_dtype, wide_dtype
-from jmp_train.graphs.streaming import Chunk, add_up, at, of_edges, wide_at
+from jmp_train.graphs.kernels.chunks import Chunk, add_up, at, of_edges, upcast_at
+from jmp_train.graphs.structure import CSR, CSRAndCSC, accumulation_dtype, common_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +32,11 @@ class Scales:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def weighted_sum(
-    dtype: Any, edges: BothWays, scales: Scales, data: jax.Array, weights: jax.Array | None
+    dtype: DTypeLike | None,
+    edges: CSRAndCSC,
+    scales: Scales,
+    data: jax.Array,
+    weights: jax.Array | None,
 ) -> jax.Array:
     """Returns the sums [targets, heads, width] of weights times the sources' rows, computed in float32.
 
@@ -53,7 +57,7 @@ def weighted_sum(
             factors = scale if factors is None else factors * scale
         return [chunk.sum_of_others(data, factors)]
 
-    like = [jax.ShapeDtypeStruct(shape, wide_dtype(common))]
+    like = [jax.ShapeDtypeStruct(shape, accumulation_dtype(common))]
     (sums,) = add_up(neighbors, compute, like, max(1, math.prod(shape)), data)
     if scales.targets is not None:
         sums = sums * scales.targets.astype(sums.dtype)[:, None, None]
@@ -61,7 +65,7 @@ def weighted_sum(
 
 
 @jax.custom_vjp
-def edge_dot(edges: BothWays, scales: Scales, sources: jax.Array, targets: jax.Array) -> jax.Array:
+def edge_dot(edges: CSRAndCSC, scales: Scales, sources: jax.Array, targets: jax.Array) -> jax.Array:
     """Returns the products [edges, heads] of the rows at both ends, summed over the width.
 
     Args:
@@ -84,29 +88,54 @@ def edge_dot(edges: BothWays, scales: Scales, sources: jax.Array, targets: jax.A
             products = products * chunk.of_nodes(scales.targets)[..., None]
         return products
 
-    # XLA would copy all of a loop's bfloat16 array in each turn on CPUs: it is rounded in the end.
-    like = jax.ShapeDtypeStruct(sources.shape[1:2], wide_dtype(dtype))
+    # XLA would copy all of a loop's bfloat16 array in each iteration on CPUs: it is rounded in the end.
+    like = jax.ShapeDtypeStruct(sources.shape[1:2], accumulation_dtype(dtype))
     numbers = max(1, neighbors.width * math.prod(sources.shape[1:]) // 2)
     return of_edges(neighbors, compute, like, numbers).astype(dtype)
 
 
-def edge_rows(neighbors: Neighbors, chunk: Chunk, data: jax.Array) -> jax.Array:
-    """Returns a chunk's rows [blocks, width, ...] of data [edges, ...], wide, 0 in empty places."""
+def edge_rows(neighbors: CSR, chunk: Chunk, data: jax.Array) -> jax.Array:
+    """Returns a chunk's rows [blocks, width, ...] of data [edges, ...], upcast, 0 in empty places."""
     assert neighbors.edges is not None
-    return chunk.where_edge(wide_at(data, at(neighbors.edges, chunk.positions)))
+    return chunk.where_edge(upcast_at(data, at(neighbors.edges, chunk.positions)))
+
+
+class _OfSum(NamedTuple):
+    """What the gradient of `weighted_sum` is computed of."""
+
+    edges: CSRAndCSC
+    scales: Scales
+    data: jax.Array
+    weights: jax.Array | None
+
+
+class _OfDot(NamedTuple):
+    """What the gradient of `edge_dot` is computed of."""
+
+    edges: CSRAndCSC
+    scales: Scales
+    sources: jax.Array
+    targets: jax.Array
 
 
 def _sum_forward(
-    dtype: Any, edges: BothWays, scales: Scales, data: jax.Array, weights: jax.Array | None
-) -> Any:
-    return weighted_sum(dtype, edges, scales, data, weights), (edges, scales, data, weights)
+    dtype: DTypeLike | None,
+    edges: CSRAndCSC,
+    scales: Scales,
+    data: jax.Array,
+    weights: jax.Array | None,
+) -> tuple[Any, _OfSum]:
+    result = weighted_sum(dtype, edges, scales, data, weights)
+    return result, _OfSum(edges, scales, data, weights)
 
 
-def _sum_backward(dtype: Any, saved: Any, gradient: jax.Array) -> Any:
+def _sum_backward(
+    dtype: DTypeLike | None, saved: _OfSum, gradient: jax.Array
+) -> tuple[None, None, Any, Any]:
     del dtype
     edges, scales, data, weights = saved
-    turned = Scales(scales.targets, scales.sources)
-    of_data = weighted_sum(data.dtype, edges.reversed(), turned, gradient, weights)
+    reversed_scales = Scales(scales.targets, scales.sources)
+    of_data = weighted_sum(data.dtype, edges.reversed(), reversed_scales, gradient, weights)
     if weights is None:
         return None, None, of_data, None
     if weights.shape[1] == 1:  # all of a row is one head
@@ -116,14 +145,17 @@ def _sum_backward(dtype: Any, saved: Any, gradient: jax.Array) -> Any:
     return None, None, of_data, of_weights
 
 
-def _dot_forward(edges: BothWays, scales: Scales, sources: jax.Array, targets: jax.Array) -> Any:
-    return edge_dot(edges, scales, sources, targets), (edges, scales, sources, targets)
+def _dot_forward(
+    edges: CSRAndCSC, scales: Scales, sources: jax.Array, targets: jax.Array
+) -> tuple[Any, _OfDot]:
+    result = edge_dot(edges, scales, sources, targets)
+    return result, _OfDot(edges, scales, sources, targets)
 
 
-def _dot_backward(saved: Any, gradient: jax.Array) -> Any:
+def _dot_backward(saved: _OfDot, gradient: jax.Array) -> tuple[None, None, Any, Any]:
     edges, scales, sources, targets = saved
-    turned = Scales(scales.targets, scales.sources)
-    of_sources = weighted_sum(sources.dtype, edges.reversed(), turned, targets, gradient)
+    reversed_scales = Scales(scales.targets, scales.sources)
+    of_sources = weighted_sum(sources.dtype, edges.reversed(), reversed_scales, targets, gradient)
     of_targets = weighted_sum(targets.dtype, edges, scales, sources, gradient)
     return None, None, of_sources, of_targets
 

@@ -1,121 +1,147 @@
-"""What layers make of a node's neighbours: scaled, reduced and combined in float32, rounded once."""
+"""What layers make of a node's neighbors: scaled, reduced and combined in float32, rounded once."""
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.accumulation import first_rows, rows_like
-from jmp_train.graphs.connections import Connections
-from jmp_train.graphs.edge_products import Scales, weighted_sum
-from jmp_train.graphs.implementations import chosen_implementation
-from jmp_train.graphs.messages import REDUCTIONS
-from jmp_train.graphs.storage import graph_storage, wide, wide_dtype
-from jmp_train.graphs.streamed_messages import inverse, is_one_precision
-from jmp_train.graphs.streaming import vary_alike
-from jmp_train.policies.autocast import autocast_as
-from jmp_train.policies.autocast_given import as_given
+from jmp_train.graphs.fn import Reduction
+from jmp_train.graphs.kernels import REDUCTIONS, EdgeOperation, Scales, run_chunked, weighted_sum
+from jmp_train.graphs.structure import (
+    Adjacency,
+    CSRAndCSC,
+    accumulation_dtype,
+    first_rows,
+    graph_storage,
+    inverse_degrees,
+    is_one_precision,
+    rows_like,
+    upcast,
+)
+from jmp_train.policies.autocasting import autocast_as
 
-After = Callable[[Connections, jax.Array, jax.Array], jax.Array]
+After = Callable[[Adjacency, jax.Array, jax.Array], jax.Array]
+
+
+class _Inputs(NamedTuple):
+    """What `aggregate` is given, under its names."""
+
+    features: jax.Array
+    edge_weight: jax.Array | None
+    source_scale: jax.Array | None
+    targets: jax.Array | None
+    reduction: Reduction
+    after: After | None
 
 
 def aggregate(
-    connections: Connections,
+    adjacency: Adjacency,
     features: jax.Array,
     edge_weight: jax.Array | None = None,
     *,
-    reduction: str = "sum",
+    reduction: Reduction = "sum",
     source_scale: jax.Array | None = None,
     after: After | None = None,
     targets: jax.Array | None = None,
 ) -> jax.Array:
     """Returns what nodes make of the nodes that send to them, [targets, ...] in the features' dtype.
 
-    Nothing is rounded, and so nothing overflows, before the end; the gradient computes all anew.
+    Nothing is rounded, and so nothing overflows, before the end; the gradient recomputes all.
 
     Args:
-      connections: who sends to whom.
+      adjacency: who sends to whom.
       features: floating [sources, ...].
       edge_weight: floating [edges], which multiplies the messages.
       reduction: "sum", "mean", "max" or "min".
-      source_scale: wide [sources], by which features are multiplied before they are sent.
-      after: a function of the connections, the targets' wide features and the reduced messages to the result.
+      source_scale: at least float32 [sources], by which features are multiplied before they are sent.
+      after: a function of the adjacency, the targets' upcast features and the reduced messages to the
+        result.
       targets: floating [targets, ...], their features; None for the first of the sources'.
     """
-    numbers = math.prod(features.shape[1:])
-    is_sum = reduction in ("sum", "mean") and is_one_precision(features, edge_weight)
-    if is_sum and chosen_implementation(None, connections, numbers) == "streaming":
-        target_scale = inverse(connections.in_degrees, features) if reduction == "mean" else None
-        scales = Scales(source_scale, target_scale)
-        return _stream(connections, features, edge_weight, scales, after, targets)
+    inputs = _Inputs(features, edge_weight, source_scale, targets, reduction, after)
+    return AGGREGATION(None, adjacency, inputs)
 
+
+def _by_xla(adjacency: Adjacency, inputs: _Inputs) -> jax.Array:
     @jax.checkpoint
     def compute(
-        connections: Connections,
+        adjacency: Adjacency,
         source_scale: jax.Array | None,
         features: jax.Array,
         edge_weight: jax.Array | None,
         targets: jax.Array | None,
     ) -> jax.Array:
-        rows = wide(features)
+        rows = upcast(features)
         sent = rows
         if source_scale is not None:
             sent = rows * rows_like(source_scale.astype(rows.dtype), rows)
-        messages = connections.sources.read(sent)
+        messages = adjacency.sources.read(sent)
         if edge_weight is not None:
             messages = messages * rows_like(edge_weight.astype(messages.dtype), messages)
-        reduced = REDUCTIONS[reduction](connections, messages)
-        if after is None:
+        reduced = REDUCTIONS[inputs.reduction](adjacency, messages)
+        if inputs.after is None:
             return reduced
-        own = first_rows(rows, connections.num_targets) if targets is None else wide(targets)
-        return after(connections, own, reduced)
+        own = first_rows(rows, adjacency.num_targets) if targets is None else upcast(targets)
+        return inputs.after(adjacency, own, reduced)
 
     result = autocast_as("float32")(compute)(
-        connections,
-        source_scale,
-        graph_storage(features),
-        edge_weight,
-        None if targets is None else graph_storage(targets),
+        adjacency,
+        inputs.source_scale,
+        graph_storage(inputs.features),
+        inputs.edge_weight,
+        None if inputs.targets is None else graph_storage(inputs.targets),
     )
-    return graph_storage(result.astype(features.dtype))
+    return graph_storage(result.astype(inputs.features.dtype))
 
 
-def _stream(
-    connections: Connections,
-    features: jax.Array,
-    edge_weight: jax.Array | None,
-    scales: Scales,
-    after: After | None,
-    targets: jax.Array | None,
-) -> jax.Array:
-    def add(edges: Any, scales: Scales, data: jax.Array, weights: jax.Array | None) -> jax.Array:
-        dtype = data.dtype if after is None else wide_dtype(data.dtype)
+def _by_chunks(adjacency: Adjacency, inputs: _Inputs) -> jax.Array:
+    features, after = inputs.features, inputs.after
+
+    def add(
+        edges: CSRAndCSC, scales: Scales, data: jax.Array, weights: jax.Array | None
+    ) -> jax.Array:
+        dtype = data.dtype if after is None else accumulation_dtype(data.dtype)
         return weighted_sum(dtype, edges, scales, data, weights)
 
+    target_scale = None
+    if inputs.reduction == "mean":
+        target_scale = inverse_degrees(adjacency.in_degrees, features)
+    scales = Scales(inputs.source_scale, target_scale)
     stored = graph_storage(features)
     if stored.size:
         rows = stored.reshape(stored.shape[0], 1, -1)
-        weights = None if edge_weight is None else edge_weight[:, None]
-        inputs = vary_alike((connections.neighbors, scales, rows, weights))
-        result = as_given(add)(*inputs).reshape(-1, *features.shape[1:])
+        weights = None if inputs.edge_weight is None else inputs.edge_weight[:, None]
+        result = run_chunked(add, adjacency.neighbors, scales, rows, weights)
+        result = result.reshape(-1, *features.shape[1:])
     else:
-        dtype = features.dtype if after is None else wide_dtype(features.dtype)
-        result = jnp.zeros((connections.num_targets, *features.shape[1:]), dtype)
+        dtype = features.dtype if after is None else accumulation_dtype(features.dtype)
+        result = jnp.zeros((adjacency.num_targets, *features.shape[1:]), dtype)
     if after is not None:
         own = (
-            first_rows(stored, connections.num_targets)
-            if targets is None
-            else graph_storage(targets)
+            first_rows(stored, adjacency.num_targets)
+            if inputs.targets is None
+            else graph_storage(inputs.targets)
         )
-        finish = autocast_as("float32")(lambda rows, sums: after(connections, wide(rows), sums))
+        finish = autocast_as("float32")(lambda rows, sums: after(adjacency, upcast(rows), sums))
         result = finish(own, result).astype(features.dtype)
     return graph_storage(result)
 
 
+def _elements_per_edge(inputs: _Inputs) -> int | None:
+    """Returns of how many elements a message is; None of what is not added in chunks."""
+    is_sum = inputs.reduction in ("sum", "mean")
+    if not is_sum or not is_one_precision(inputs.features, inputs.edge_weight):
+        return None
+    return math.prod(inputs.features.shape[1:])
+
+
+AGGREGATION = EdgeOperation({"xla": _by_xla, "chunked": _by_chunks}, _elements_per_edge)
+
+
 def degree_scale(degrees: jax.Array, power: float, features: jax.Array) -> jax.Array | None:
-    """Returns a power of degrees, wide, those of 0 counted as 1; None where all are 1.
+    """Returns a power of degrees, in float32, those of 0 counted as 1; None where all are 1.
 
     Args:
       degrees: int32 [nodes].
@@ -124,5 +150,5 @@ def degree_scale(degrees: jax.Array, power: float, features: jax.Array) -> jax.A
     """
     if not power:
         return None
-    scale = inverse(degrees, features)
+    scale = inverse_degrees(degrees, features)
     return jnp.sqrt(scale) if power == -0.5 else scale

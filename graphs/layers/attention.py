@@ -1,36 +1,31 @@
 """Attention over the edges that enter a node, or leave it: float32 inside, and nothing saved per edge."""
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import jraph
 
-from jmp_train.graphs.attention_xla import gat_by_xla, gatv2_by_xla
-from jmp_train.graphs.block import Block
-from jmp_train.graphs.connections import Connections
-from jmp_train.graphs.dropout import check_dropout
-from jmp_train.graphs.edge_dropout import edge_dropout
-from jmp_train.graphs.frames import frame_of, some_edges
-from jmp_train.graphs.gat_streaming import GATInputs, stream_gat
-from jmp_train.graphs.gatv2_streaming import GATv2Inputs, stream_gatv2
-from jmp_train.graphs.graph import Graph, from_jraph
-from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
-from jmp_train.graphs.implementations import chosen_implementation
-from jmp_train.graphs.layer_inputs import as_edge_weight, as_graph
-from jmp_train.graphs.messages import in_float32
-from jmp_train.graphs.storage import graph_storage, wide
-from jmp_train.graphs.streaming import vary_alike
-from jmp_train.graphs.writing import checked_ids
-from jmp_train.policies.autocast_given import as_given
+from jmp_train.graphs.array_types import Floats, Ids
+from jmp_train.graphs.kernels import GAT, GATV2, GATInputs, GATv2Inputs, edge_dropout
+from jmp_train.graphs.layers.dropout import check_dropout
+from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_graph
+from jmp_train.graphs.messages import checked_ids, frame_of, some_edges
+from jmp_train.graphs.structure import (
+    Adjacency,
+    Block,
+    EdgeType,
+    Graph,
+    HeteroGraph,
+    from_jraph,
+    graph_storage,
+    in_float32,
+    upcast,
+)
 
 
 def edge_softmax(
     graph: Graph | HeteroGraph | Block | jraph.GraphsTuple,
-    logits: Any,
-    edges: Any = None,
+    logits: Floats,
+    edges: Ids | None = None,
     *,
     norm_by: str = "dst",
     etype: str | EdgeType | None = None,
@@ -50,7 +45,7 @@ def edge_softmax(
 
     Raises:
       ValueError: the logits have another number of rows, or `norm_by` is another word.
-      TypeError: the logits are no floats.
+      TypeError: the logits are not floats.
 
     Example:
       >>> import jax.numpy as jnp
@@ -65,20 +60,20 @@ def edge_softmax(
     graph = graph.graph() if isinstance(graph, Block) else graph
     frame = frame_of(graph, etype)
     if edges is not None:
-        frame = some_edges(frame, checked_ids("edges", edges, frame.connections.targets.num_edges))
-    end = frame.connections.targets if norm_by == "dst" else frame.connections.sources
+        frame = some_edges(frame, checked_ids("edges", edges, frame.adjacency.targets.num_edges))
+    end = frame.adjacency.targets if norm_by == "dst" else frame.adjacency.sources
     logits = _floats("logits", logits, end.num_edges, "edges")
-    softmax = jax.checkpoint(lambda end, logits: end.softmax(wide(logits)))
+    softmax = jax.checkpoint(lambda end, logits: end.softmax(upcast(logits)))
     return in_float32(lambda logits: softmax(end, logits), logits)
 
 
 def gat_attention(
     graph: Graph | Block | jraph.GraphsTuple,
-    features: Any,
-    left: Any,
-    right: Any,
+    features: Floats,
+    left: Floats,
+    right: Floats,
     *,
-    edge_weight: Any = None,
+    edge_weight: Floats | None = None,
     negative_slope: float = 0.2,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -87,7 +82,7 @@ def gat_attention(
     """Returns graph attention: the senders' features, weighted by a softmax over each node's edges.
 
     The weight of an edge is the softmax of `leaky_relu(left[sender] + right[receiver])`. The gradient
-    computes weights and messages anew.
+    recomputes weights and messages.
 
     Args:
       graph: a graph of ours or jraph's, or a block.
@@ -98,9 +93,9 @@ def gat_attention(
       negative_slope: of the leaky ReLU.
       dropout_rate: the share of the weights that are dropped, those of each head apart.
       dropout_key: for dropout; needed if the rate is not 0.
-      implementation: "streaming" goes over chunks of sorted edges, stores nothing for each edge, and
+      implementation: "chunked" goes over chunks of sorted edges, stores nothing for each edge, and
         has reverse mode only; "xla" computes with arrays of all edges, and goes through every
-        transform; None for "streaming" where the graph has `formats=("csr",)` and messages are large.
+        transform; None for "chunked" where the graph has `formats=("csr",)` and messages are large.
 
     Returns:
       [nodes, heads, width] in the features' dtype; 0 of nodes without edges.
@@ -122,9 +117,9 @@ def gat_attention(
     """
     graph = as_graph(graph, features)
     check_dropout("dropout_rate", dropout_rate, dropout_key)
-    connections = graph.connections
-    features = _floats("features", features, connections.num_sources, "nodes")
-    ends = _ends(connections, left, right)
+    adjacency = graph.connections
+    features = _floats("features", features, adjacency.num_sources, "nodes")
+    ends = _ends(adjacency, left, right)
     for name, end in zip(("left", "right"), ends, strict=True):
         if features.ndim != 3 or end.shape[1:] != features.shape[1:2]:
             raise ValueError(
@@ -135,18 +130,16 @@ def gat_attention(
     weight = as_edge_weight(graph, edge_weight)
     inputs = GATInputs(graph_storage(features), *ends, edge_weight=weight)
     dropout = edge_dropout(dropout_rate, dropout_key, features.shape[1])
-    numbers = features.shape[1] * features.shape[2]
-    attend = _GAT[chosen_implementation(implementation, connections, numbers)]
-    return graph_storage(attend(negative_slope, connections, dropout, inputs))
+    return graph_storage(GAT(implementation, adjacency, negative_slope, dropout, inputs))
 
 
 def gatv2_attention(
     graph: Graph | Block | jraph.GraphsTuple,
-    left: Any,
-    right: Any,
-    attention: Any,
+    left: Floats,
+    right: Floats,
+    attention: Floats,
     *,
-    edge_weight: Any = None,
+    edge_weight: Floats | None = None,
     negative_slope: float = 0.2,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -155,7 +148,7 @@ def gatv2_attention(
     """Returns graph attention whose weights are a small network of both ends' features.
 
     The weight of an edge is the softmax of `sum(attention * leaky_relu(left[sender] + right[receiver]))`,
-    in float32. The gradient computes weights and messages anew.
+    in float32. The gradient recomputes weights and messages.
 
     Args:
       graph: a graph of ours or jraph's, or a block.
@@ -198,37 +191,18 @@ def gatv2_attention(
     stored = [graph_storage(end) for end in ends]
     inputs = GATv2Inputs(*stored, attention=attention, edge_weight=weight)
     dropout = edge_dropout(dropout_rate, dropout_key, attention.shape[0])
-    name = chosen_implementation(implementation, graph.connections, attention.size)
-    return graph_storage(_GATV2[name](negative_slope, graph.connections, dropout, inputs))
+    result = GATV2(implementation, graph.connections, negative_slope, dropout, inputs)
+    return graph_storage(result)
 
 
-def _streamed(stream: Callable[..., Any], sent: str) -> Callable[..., jax.Array]:
-    """Returns streamed attention with the arguments of that by XLA; `sent` is the field of what is sent."""
-
-    def attend(
-        negative_slope: float, connections: Connections, dropout: Any, inputs: Any
-    ) -> jax.Array:
-        rows = getattr(inputs, sent)
-        if rows.size == 0:
-            return jnp.zeros((connections.num_targets, *rows.shape[1:]), rows.dtype)
-        run = as_given(functools.partial(stream, negative_slope))
-        return run(*vary_alike((connections.neighbors, dropout, inputs)))
-
-    return attend
-
-
-_GAT = {"xla": gat_by_xla, "streaming": _streamed(stream_gat, "features")}
-_GATV2 = {"xla": gatv2_by_xla, "streaming": _streamed(stream_gatv2, "left")}
-
-
-def _ends(connections: Connections, left: Any, right: Any) -> list[jax.Array]:
+def _ends(adjacency: Adjacency, left: Floats, right: Floats) -> list[jax.Array]:
     return [
-        _floats("left", left, connections.num_sources, "nodes"),
-        _floats("right", right, connections.num_targets, "nodes"),
+        _floats("left", left, adjacency.num_sources, "nodes"),
+        _floats("right", right, adjacency.num_targets, "nodes"),
     ]
 
 
-def _floats(name: str, array: Any, rows: int, kind: str) -> jax.Array:
+def _floats(name: str, array: Floats, rows: int, kind: str) -> jax.Array:
     array = jnp.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} must be floats, got {array.dtype}")

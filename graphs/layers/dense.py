@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import jax
 
-from jmp_train.graphs.storage import graph_storage, wide
-from jmp_train.policies.autocast import autocast_as
+from jmp_train.graphs.structure import graph_storage, upcast
+from jmp_train.policies.autocasting import autocast_as
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -20,8 +20,8 @@ def dense(features: jax.Array, weight: jax.Array, bias: jax.Array | None = None)
 def product(features: jax.Array, weight: jax.Array) -> jax.Array:
     """Returns features [nodes, in] times weights [in, out].
 
-    The checkpoint recomputes nothing. Where a width is no multiple of 8, XLA copies half features to wider
-    arrays for the GPU's matrix units, and would keep the copy for the gradient.
+    The checkpoint recomputes nothing. Where a width is not a multiple of 8, XLA copies half features to
+    padded arrays for the GPU's matrix units, and would keep the copy for the gradient.
     """
     return features @ weight
 
@@ -32,7 +32,7 @@ def add_bias(features: jax.Array, bias: jax.Array) -> jax.Array:
 
     In half, a sum over the nodes stagnates; the sum of two numbers is the same in both.
     """
-    return (wide(features) + wide(bias)).astype(features.dtype)
+    return (upcast(features) + upcast(bias)).astype(features.dtype)
 
 
 def activated(features: jax.Array, *functions: Activation | None) -> jax.Array:

@@ -10,7 +10,7 @@ from flax import nnx
 def check_dropout(name: str, rate: float, key: Any) -> None:
     """Raises ValueError where a rate is not in [0, 1), or has no key."""
     if not 0 <= rate < 1:
-        raise ValueError(f"{name}={rate} must lie in [0, 1)")
+        raise ValueError(f"{name}={rate} must be in [0, 1)")
     if rate and key is None:
         raise ValueError(f"{name}={rate} needs a random key")
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 
-from jmp_train.graphs.accumulation import first_rows
-from jmp_train.graphs.block import Block
-from jmp_train.graphs.dropout import drop
-from jmp_train.graphs.graph import Graph
-from jmp_train.graphs.layer_inputs import as_floats, promoted
+from jmp_train.graphs.array_types import EndFeatures
+from jmp_train.graphs.layers.dropout import drop
+from jmp_train.graphs.layers.layer_inputs import as_floats, promoted
+from jmp_train.graphs.structure import Block, Graph, first_rows
 
 Axis = int | str | EllipsisType
 
@@ -51,7 +50,7 @@ class EndRows:
         return EndRows(sources, targets, self.num_targets)
 
 
-def end_rows(graph: Graph | Block, features: Any, *shape: Axis) -> EndRows:
+def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis) -> EndRows:
     """Returns a layer's features, checked.
 
     Args:
@@ -63,8 +62,8 @@ def end_rows(graph: Graph | Block, features: Any, *shape: Axis) -> EndRows:
       TypeError: an array has no floats.
       ValueError: a shape does not fit.
     """
-    connections = graph.connections
-    num_sources, num_targets = connections.num_sources, connections.num_targets
+    adjacency = graph.connections
+    num_sources, num_targets = adjacency.num_sources, adjacency.num_targets
     if not isinstance(features, tuple):
         return EndRows(as_floats("features", features, num_sources, *shape), None, num_targets)
     if len(features) != 2:

@@ -1,6 +1,4 @@
-"""Graph attention: neighbours' features, weighted by a softmax of what both ends bring."""
-
-from typing import Any
+"""Graph attention: neighbors' features, weighted by a softmax of what both ends bring."""
 
 import jax
 import jax.numpy as jnp
@@ -8,34 +6,34 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.attention import gat_attention
-from jmp_train.graphs.block import Block
-from jmp_train.graphs.dense import Activation, activated, add_bias, product
-from jmp_train.graphs.dropout import DropoutKeys, check_dropout, split_key
-from jmp_train.graphs.end_rows import end_rows, promoted_with
-from jmp_train.graphs.graph import Graph
-from jmp_train.graphs.layer_inputs import (
+from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.layers.attention import gat_attention
+from jmp_train.graphs.layers.attention_layer import AttentionLayer, checked_residual, glorot_param
+from jmp_train.graphs.layers.dense import Activation, activated, add_bias, product
+from jmp_train.graphs.layers.dropout import check_dropout, split_key
+from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
+from jmp_train.graphs.layers.layer_inputs import (
     as_floats,
     as_graph,
     as_optional,
     check_in_degrees,
     in_dtype,
 )
-from jmp_train.graphs.storage import wide
-from jmp_train.policies.autocast import autocast_as
+from jmp_train.graphs.structure import Block, Graph, upcast
+from jmp_train.policies.autocasting import autocast_as
 
 
 def gat_conv(
     graph: Graph | Block | jraph.GraphsTuple,
-    features: Any,
-    weight: Any,
-    left: Any,
-    right: Any,
-    bias: Any = None,
+    features: EndFeatures,
+    weight: Floats,
+    left: Floats,
+    right: Floats,
+    bias: Floats | None = None,
     *,
     residual: bool = False,
-    residual_weight: Any = None,
-    edge_weight: Any = None,
+    residual_weight: Floats | None = None,
+    edge_weight: Floats | None = None,
     negative_slope: float = 0.2,
     feature_dropout: float = 0.0,
     attention_dropout: float = 0.0,
@@ -92,16 +90,16 @@ def gat_conv(
     left = as_floats("left", left, 1, "heads", "out")
     _, heads, out = left.shape
     right = as_floats("right", right, 1, heads, out)
-    weight = as_floats("weight", weight, "in", heads * out)
-    width = weight.shape[0]
+    kernel = as_floats("weight", weight, "in", heads * out)
+    width = kernel.shape[0]
     rows = end_rows(graph, features, width)
-    residual_weight = checked_residual(residual, residual_weight, width, heads * out)
-    bias = as_optional("bias", bias, heads * out)
-    rows, (weight, residual_weight, bias) = promoted_with(rows, weight, residual_weight, bias)
+    residual_kernel = checked_residual(residual, residual_weight, width, heads * out)
+    offset = as_optional("bias", bias, heads * out)
+    rows, (kernel, residual_kernel, offset) = promoted_with(rows, kernel, residual_kernel, offset)
     feature_key, attention_key = split_key(dropout_key)
     rows = rows.dropped(feature_dropout, feature_key)
 
-    tables = rows.map(lambda features: product(features, weight).reshape(-1, heads, out))
+    tables = rows.map(lambda features: product(features, kernel).reshape(-1, heads, out))
     result = gat_attention(
         graph,
         tables.sources,
@@ -114,9 +112,9 @@ def gat_conv(
     ).reshape(-1, heads * out)
     if residual:
         own = rows.targets
-        result = result + (own if residual_weight is None else product(own, residual_weight))
-    if bias is not None:
-        result = add_bias(result, bias)
+        result = result + (own if residual_kernel is None else product(own, residual_kernel))
+    if offset is not None:
+        result = add_bias(result, offset)
     return activated(result.reshape(-1, heads, out), activation)
 
 
@@ -124,34 +122,11 @@ def gat_conv(
 @jax.checkpoint
 def _logits(table: jax.Array, vector: jax.Array) -> jax.Array:
     """Returns a node's part of the logits [nodes, heads], in float32."""
-    rows = wide(table)
+    rows = upcast(table)
     return (rows * vector.astype(rows.dtype)).sum(-1)
 
 
-def checked_residual(residual: bool, weight: Any, width: int, out: int) -> jax.Array | None:
-    """Returns the weight of what is added to a layer's result, or None.
-
-    Args:
-      residual: whether anything is.
-      weight: floating [width, out]; None where both are equal.
-      width: that of the features.
-      out: that of the result.
-
-    Raises:
-      ValueError: the shape does not fit, or there is a weight where nothing is added.
-      TypeError: it has no floats.
-    """
-    if weight is not None and not residual:
-        raise ValueError("residual_weight needs residual=True")
-    if residual and weight is None and width != out:
-        raise ValueError(
-            f"residual=True adds features of width {width} to {out}: residual_weight [{width}, {out}] "
-            "is needed"
-        )
-    return as_optional("residual_weight", weight, width, out)
-
-
-class GATConv(nnx.Module):
+class GATConv(AttentionLayer):
     """The layer of `gat_conv`: `layer(graph, features, edge_weight=None)`.
 
     Weights and vectors are drawn as by Glorot, normally and with gain sqrt(2); the bias is 0.
@@ -203,16 +178,16 @@ class GATConv(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        self.feature_dropout = feature_dropout
-        self.attention_dropout = attention_dropout
-        self.negative_slope = negative_slope
-        self.residual = residual
-        self.activation = activation
-        self.allow_zero_in_degree = allow_zero_in_degree
-        self.dtype = dtype
-        rates = {"feature_dropout": feature_dropout, "attention_dropout": attention_dropout}
-        self.dropout_keys = DropoutKeys(rates, rngs)
-
+        super().__init__(
+            feature_dropout=feature_dropout,
+            attention_dropout=attention_dropout,
+            negative_slope=negative_slope,
+            residual=residual,
+            activation=activation,
+            allow_zero_in_degree=allow_zero_in_degree,
+            dtype=dtype,
+            rngs=rngs,
+        )
         width = num_heads * out_features
         self.weight = glorot_param(rngs, (in_features, width), param_dtype)
         self.left = glorot_param(rngs, (1, num_heads, out_features), param_dtype)
@@ -227,8 +202,8 @@ class GATConv(nnx.Module):
     def __call__(
         self,
         graph: Graph | Block | jraph.GraphsTuple,
-        features: Any,
-        edge_weight: Any = None,
+        features: EndFeatures,
+        edge_weight: Floats | None = None,
         *,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
@@ -245,7 +220,6 @@ class GATConv(nnx.Module):
         features, weight, residual_weight, bias = in_dtype(
             self.dtype, features, self.weight, self.residual_weight, self.bias
         )
-        key = self.dropout_keys(deterministic, rngs)
         return gat_conv(
             graph,
             features,
@@ -253,25 +227,7 @@ class GATConv(nnx.Module):
             self.left,
             self.right,
             bias,
-            residual=self.residual,
             residual_weight=residual_weight,
             edge_weight=edge_weight,
-            negative_slope=self.negative_slope,
-            feature_dropout=0.0 if key is None else self.feature_dropout,
-            attention_dropout=0.0 if key is None else self.attention_dropout,
-            dropout_key=key,
-            activation=self.activation,
-            allow_zero_in_degree=self.allow_zero_in_degree,
+            **self.options(deterministic, rngs),
         )
-
-
-def glorot_param(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[jax.Array]:
-    """Returns a parameter drawn normally as by Glorot with gain sqrt(2), the fans as torch has them.
-
-    Args:
-      rngs: flax's random streams.
-      shape: [in, out] of a weight, [1, heads, out] of a vector for each head.
-      dtype: the parameter's.
-    """
-    fans = sum(shape) if len(shape) == 2 else shape[2] * (shape[0] + shape[1])
-    return nnx.Param(nnx.initializers.normal((4 / fans) ** 0.5)(rngs.params(), shape, dtype))

@@ -1,6 +1,4 @@
-"""Graph attention of the second kind: the order of a node's neighbours depends on the node."""
-
-from typing import Any
+"""Graph attention of the second kind: the order of a node's neighbors depends on the node."""
 
 import jax
 import jax.numpy as jnp
@@ -8,35 +6,35 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.attention import gatv2_attention
-from jmp_train.graphs.block import Block
-from jmp_train.graphs.dense import Activation, activated, dense
-from jmp_train.graphs.dropout import DropoutKeys, check_dropout, split_key
-from jmp_train.graphs.end_rows import end_rows, promoted_with
-from jmp_train.graphs.gat_conv import checked_residual, glorot_param
-from jmp_train.graphs.graph import Graph
-from jmp_train.graphs.layer_inputs import (
+from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.layers.attention import gatv2_attention
+from jmp_train.graphs.layers.attention_layer import AttentionLayer, checked_residual, glorot_param
+from jmp_train.graphs.layers.dense import Activation, activated, dense
+from jmp_train.graphs.layers.dropout import check_dropout, split_key
+from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
+from jmp_train.graphs.layers.layer_inputs import (
     as_floats,
     as_graph,
     as_optional,
     check_in_degrees,
     in_dtype,
 )
+from jmp_train.graphs.structure import Block, Graph
 
 
 def gatv2_conv(
     graph: Graph | Block | jraph.GraphsTuple,
-    features: Any,
-    left_weight: Any,
-    attention: Any,
-    right_weight: Any = None,
-    left_bias: Any = None,
-    right_bias: Any = None,
+    features: EndFeatures,
+    left_weight: Floats,
+    attention: Floats,
+    right_weight: Floats | None = None,
+    left_bias: Floats | None = None,
+    right_bias: Floats | None = None,
     *,
     residual: bool = False,
-    residual_weight: Any = None,
-    residual_bias: Any = None,
-    edge_weight: Any = None,
+    residual_weight: Floats | None = None,
+    residual_bias: Floats | None = None,
+    edge_weight: Floats | None = None,
     negative_slope: float = 0.2,
     feature_dropout: float = 0.0,
     attention_dropout: float = 0.0,
@@ -128,7 +126,7 @@ def gatv2_conv(
 
 
 def _checked_pair(
-    name: str, weight: Any, bias: Any, width: int, out: int
+    name: str, weight: Floats | None, bias: Floats | None, width: int, out: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
     if weight is None and bias is not None:
         raise ValueError(f"{name}_bias needs {name}_weight")
@@ -138,7 +136,7 @@ def _checked_pair(
     )
 
 
-class GATv2Conv(nnx.Module):
+class GATv2Conv(AttentionLayer):
     """The layer of `gatv2_conv`: `layer(graph, features, edge_weight=None)`.
 
     Weights and vectors are drawn as by Glorot, normally and with gain sqrt(2); biases are 0.
@@ -191,16 +189,16 @@ class GATv2Conv(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        self.feature_dropout = feature_dropout
-        self.attention_dropout = attention_dropout
-        self.negative_slope = negative_slope
-        self.residual = residual
-        self.activation = activation
-        self.allow_zero_in_degree = allow_zero_in_degree
-        self.dtype = dtype
-        rates = {"feature_dropout": feature_dropout, "attention_dropout": attention_dropout}
-        self.dropout_keys = DropoutKeys(rates, rngs)
-
+        super().__init__(
+            feature_dropout=feature_dropout,
+            attention_dropout=attention_dropout,
+            negative_slope=negative_slope,
+            residual=residual,
+            activation=activation,
+            allow_zero_in_degree=allow_zero_in_degree,
+            dtype=dtype,
+            rngs=rngs,
+        )
         width = num_heads * out_features
 
         def dense_params(is_there: bool) -> list[nnx.Param[jax.Array] | None]:
@@ -216,8 +214,8 @@ class GATv2Conv(nnx.Module):
     def __call__(
         self,
         graph: Graph | Block | jraph.GraphsTuple,
-        features: Any,
-        edge_weight: Any = None,
+        features: EndFeatures,
+        edge_weight: Floats | None = None,
         *,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
@@ -237,7 +235,6 @@ class GATv2Conv(nnx.Module):
         left_bias, right_bias, residual_bias = in_dtype(
             self.dtype, self.left_bias, self.right_bias, self.residual_bias
         )
-        key = self.dropout_keys(deterministic, rngs)
         return gatv2_conv(
             graph,
             features,
@@ -246,14 +243,8 @@ class GATv2Conv(nnx.Module):
             weights[1],
             left_bias,
             right_bias,
-            residual=self.residual,
             residual_weight=weights[2],
             residual_bias=residual_bias,
             edge_weight=edge_weight,
-            negative_slope=self.negative_slope,
-            feature_dropout=0.0 if key is None else self.feature_dropout,
-            attention_dropout=0.0 if key is None else self.attention_dropout,
-            dropout_key=key,
-            activation=self.activation,
-            allow_zero_in_degree=self.allow_zero_in_degree,
+            **self.options(deterministic, rngs),
         )

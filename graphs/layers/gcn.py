@@ -1,4 +1,4 @@
-"""Graph convolution: neighbours' features, scaled by the degrees and added."""
+"""Graph convolution: neighbors' features, scaled by the degrees and added."""
 
 from typing import Any
 
@@ -8,23 +8,20 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.accumulation import rows_like
-from jmp_train.graphs.aggregation import aggregate, degree_scale
-from jmp_train.graphs.block import Block
-from jmp_train.graphs.connections import Connections
-from jmp_train.graphs.dense import Activation, activated, add_bias, product
-from jmp_train.graphs.end_rows import end_rows
-from jmp_train.graphs.graph import Graph
-from jmp_train.graphs.layer_inputs import (
+from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.layers.aggregation import aggregate, degree_scale
+from jmp_train.graphs.layers.dense import Activation, activated, add_bias, product
+from jmp_train.graphs.layers.endpoint_features import end_rows
+from jmp_train.graphs.layers.layer_inputs import (
     as_edge_weight,
     as_graph,
     as_optional,
     check_in_degrees,
-    check_word,
+    checked_word,
     in_dtype,
     promoted,
 )
-from jmp_train.graphs.streamed_messages import inverse
+from jmp_train.graphs.structure import Adjacency, Block, Graph, inverse_degrees, rows_like
 
 # The powers of the degrees by which features are scaled: those of the senders, of the receivers.
 NORMS = {"none": (0, 0), "both": (-0.5, -0.5), "left": (-1, 0), "right": (0, -1)}
@@ -32,19 +29,19 @@ NORMS = {"none": (0, 0), "both": (-0.5, -0.5), "left": (-1, 0), "right": (0, -1)
 
 def graph_conv(
     graph: Graph | Block | jraph.GraphsTuple,
-    features: Any,
-    weight: Any = None,
-    bias: Any = None,
+    features: EndFeatures,
+    weight: Floats | None = None,
+    bias: Floats | None = None,
     *,
     norm: str = "both",
-    edge_weight: Any = None,
+    edge_weight: Floats | None = None,
     activation: Activation | None = None,
     allow_zero_in_degree: bool = False,
 ) -> jax.Array:
-    """Returns the sum of the neighbours' features, scaled by degrees, times weights.
+    """Returns the sum of the neighbors' features, scaled by degrees, times weights.
 
     Features are scaled in float32 within the sum, so that none overflows in half. The product comes
-    first where it makes features narrower. The sums of a sampled block estimate those of the whole graph,
+    first where it reduces the number of features. The sums of a sampled block estimate those of the whole graph,
     without bias: degrees are the whole graph's, and what is drawn stands for what is not.
 
     Args:
@@ -76,49 +73,49 @@ def graph_conv(
     Reference: Kipf and Welling, Semi-Supervised Classification with Graph Convolutional Networks,
     https://arxiv.org/abs/1609.02907; DGL's GraphConv.
     """
-    check_word("norm", norm, NORMS)
+    checked_word("norm", norm, NORMS)
     graph = as_graph(graph, features)
     check_in_degrees(graph, allow_zero_in_degree)
-    weight = as_optional("weight", weight, "in", "out")
-    width = "in" if weight is None else weight.shape[0]
-    features = end_rows(graph, features, width).sources
-    out = features.shape[1] if weight is None else weight.shape[1]
-    bias = as_optional("bias", bias, out)
-    features, weight, bias = promoted(features, weight, bias)
-    is_product_first = weight is not None and weight.shape[0] > weight.shape[1]
+    kernel = as_optional("weight", weight, "in", "out")
+    width = "in" if kernel is None else kernel.shape[0]
+    rows = end_rows(graph, features, width).sources
+    out = rows.shape[1] if kernel is None else kernel.shape[1]
+    offset = as_optional("bias", bias, out)
+    rows, kernel, offset = promoted(rows, kernel, offset)
+    is_product_first = kernel is not None and kernel.shape[0] > kernel.shape[1]
     if is_product_first:
-        features = product(features, weight)
-    source_scale, target_scale = _degree_scales(graph, norm, features)
+        rows = product(rows, kernel)
+    source_scale, target_scale = _degree_scales(graph, norm, rows)
 
-    def after(connections: Connections, rows: jax.Array, total: jax.Array) -> jax.Array:
-        del connections, rows
+    def after(adjacency: Adjacency, rows: jax.Array, total: jax.Array) -> jax.Array:
+        del adjacency, rows
         if target_scale is None:
             return total
         return total * rows_like(target_scale.astype(total.dtype), total)
 
     result = aggregate(
         graph.connections,
-        features,
+        rows,
         as_edge_weight(graph, edge_weight),
         source_scale=source_scale,
         after=after,
     )
-    if weight is not None and not is_product_first:
-        result = product(result, weight)
-    return activated(result if bias is None else add_bias(result, bias), activation)
+    if kernel is not None and not is_product_first:
+        result = product(result, kernel)
+    return activated(result if offset is None else add_bias(result, offset), activation)
 
 
 def _degree_scales(
     graph: Graph | Block, norm: str, features: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns what features are multiplied by before and after the sum, wide [nodes]; None for 1."""
+    """Returns what features are multiplied by before and after the sum, float32 [nodes]; None for 1."""
     of_senders, of_receivers = NORMS[norm]
     if not isinstance(graph, Block) or graph.whole_degrees is None:
         source_scale = degree_scale(graph.out_degrees, of_senders, features)
         return source_scale, degree_scale(graph.in_degrees, of_receivers, features)
     out_degrees, in_degrees = graph.whole_degrees
     # The edges that were drawn stand for those that were not.
-    of_drawn = inverse(graph.in_degrees, features) / inverse(in_degrees, features)
+    of_drawn = inverse_degrees(graph.in_degrees, features) / inverse_degrees(in_degrees, features)
     of_whole = degree_scale(in_degrees, of_receivers, features)
     target_scale = of_drawn if of_whole is None else of_drawn * of_whole
     return degree_scale(out_degrees, of_senders, features), target_scale
@@ -168,7 +165,7 @@ class GraphConv(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        check_word("norm", norm, NORMS)
+        checked_word("norm", norm, NORMS)
         if not use_weight and in_features != out_features:
             raise ValueError(
                 f"use_weight=False keeps the width: in_features={in_features} and "

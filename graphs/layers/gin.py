@@ -1,4 +1,4 @@
-"""The layer of graph isomorphism networks: a node plus its neighbours, and a network of the sum."""
+"""The layer of graph isomorphism networks: a node plus its neighbors, and a network of the sum."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,39 +9,39 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.aggregation import aggregate
-from jmp_train.graphs.block import Block
-from jmp_train.graphs.connections import Connections
-from jmp_train.graphs.dense import Activation, activated
-from jmp_train.graphs.end_rows import end_rows, promoted_with
-from jmp_train.graphs.graph import Graph
-from jmp_train.graphs.layer_inputs import (
+from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.fn import Reduction
+from jmp_train.graphs.layers.aggregation import aggregate
+from jmp_train.graphs.layers.dense import Activation, activated
+from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
+from jmp_train.graphs.layers.layer_inputs import (
     as_edge_weight,
     as_graph,
-    check_word,
+    checked_word,
     in_dtype,
 )
+from jmp_train.graphs.structure import Adjacency, Block, Graph
 
-AGGREGATORS = ("sum", "max", "mean")
+AGGREGATORS: tuple[Reduction, ...] = ("sum", "max", "mean")
 
 
 def gin_conv(
     graph: Graph | Block | jraph.GraphsTuple,
-    features: Any,
+    features: EndFeatures,
     apply: Callable[[jax.Array], jax.Array] | None = None,
-    eps: Any = 0.0,
+    eps: Floats = 0.0,
     aggregator: str = "sum",
     *,
-    edge_weight: Any = None,
+    edge_weight: Floats | None = None,
     activation: Activation | None = None,
 ) -> jax.Array:
-    """Returns `apply((1 + eps) * features + aggregate of the neighbours' features)`.
+    """Returns `apply((1 + eps) * features + aggregate of the neighbors' features)`.
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
       features: floating [nodes, ...]; those of a block's sources, or a pair, see `Block`.
       apply: a function of the sum, such as a network; None for the sum itself.
-      eps: a number, or an array [] or [1], by which a node counts more than its neighbours.
+      eps: a number, or an array [] or [1], by which a node counts more than its neighbors.
       aggregator: "sum", "max" or "mean".
       edge_weight: floating [edges], which multiplies what each edge brings.
       activation: a function of the result.
@@ -64,23 +64,23 @@ def gin_conv(
     Reference: Xu et al., How Powerful are Graph Neural Networks?, https://arxiv.org/abs/1810.00826; DGL's
     GINConv.
     """
-    check_word("aggregator", aggregator, AGGREGATORS)
+    reduction = checked_word("aggregator", aggregator, AGGREGATORS)
     graph = as_graph(graph, features)
     rows, _ = promoted_with(end_rows(graph, features, ...))
     eps = jnp.asarray(eps)
     if eps.size != 1:
         raise ValueError(f"eps must be a number, got shape {eps.shape}")
 
-    def with_self(connections: Connections, rows: jax.Array, neighbours: jax.Array) -> jax.Array:
-        del connections
-        return (1 + eps.reshape(()).astype(rows.dtype)) * rows + neighbours
+    def with_self(adjacency: Adjacency, rows: jax.Array, neighbors: jax.Array) -> jax.Array:
+        del adjacency
+        return (1 + eps.reshape(()).astype(rows.dtype)) * rows + neighbors
 
     edge_weight = as_edge_weight(graph, edge_weight)
     result = aggregate(
         graph.connections,
         rows.sources,
         edge_weight,
-        reduction=aggregator,
+        reduction=reduction,
         after=with_self,
         targets=rows.own_targets,
     )
@@ -123,7 +123,7 @@ class GINConv(nnx.Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
     ) -> None:
-        check_word("aggregator", aggregator, AGGREGATORS)
+        checked_word("aggregator", aggregator, AGGREGATORS)
         self.apply = apply
         self.aggregator = aggregator
         self.activation = activation

@@ -2,21 +2,20 @@
 
 from collections.abc import Iterable
 from types import EllipsisType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import jraph
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.batching import node_mask
-from jmp_train.graphs.block import Block
-from jmp_train.graphs.connections import is_traced
-from jmp_train.graphs.graph import Graph, from_jraph
-from jmp_train.graphs.storage import common_dtype
+from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.structure import Block, Graph, common_dtype, from_jraph, is_traced, node_mask
+
+Word = TypeVar("Word", bound=str)
 
 
-def as_graph(graph: Any, features: Any) -> Graph | Block:
+def as_graph(graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures) -> Graph | Block:
     """Returns a graph of either make as ours, a block as it is; features of jraph's are not looked at.
 
     Args:
@@ -24,7 +23,7 @@ def as_graph(graph: Any, features: Any) -> Graph | Block:
       features: the layer's own, [nodes, ...], which count the nodes of jraph's graphs under jit.
 
     Raises:
-      TypeError: it is none of them.
+      TypeError: it is not one of them.
     """
     if isinstance(graph, jraph.GraphsTuple):
         nodes = jnp.asarray(features) if is_traced(graph.n_node) else None
@@ -35,7 +34,7 @@ def as_graph(graph: Any, features: Any) -> Graph | Block:
     return graph
 
 
-def as_floats(name: str, array: Any, *shape: int | str | EllipsisType) -> jax.Array:
+def as_floats(name: str, array: Floats, *shape: int | str | EllipsisType) -> jax.Array:
     """Returns an array, checked.
 
     Args:
@@ -61,11 +60,11 @@ def as_floats(name: str, array: Any, *shape: int | str | EllipsisType) -> jax.Ar
     return array
 
 
-def as_edge_weight(graph: Graph | Block, edge_weight: Any) -> jax.Array | None:
+def as_edge_weight(graph: Graph | Block, edge_weight: Floats | None) -> jax.Array | None:
     """Returns weights [edges], checked, or None.
 
     Raises:
-      TypeError: they are no floats.
+      TypeError: they are not floats.
       ValueError: they have another shape.
     """
     if edge_weight is None:
@@ -73,30 +72,34 @@ def as_edge_weight(graph: Graph | Block, edge_weight: Any) -> jax.Array | None:
     return as_floats("edge_weight", edge_weight, graph.connections.targets.num_edges)
 
 
-def as_optional(name: str, array: Any, *shape: int | str | EllipsisType) -> jax.Array | None:
+def as_optional(
+    name: str, array: Floats | None, *shape: int | str | EllipsisType
+) -> jax.Array | None:
     """Returns an array as `as_floats` does, or None."""
     return None if array is None else as_floats(name, array, *shape)
 
 
-def check_word(name: str, word: str, words: Iterable[str]) -> None:
-    """Raises ValueError where an argument is none of the words that it may be."""
+def checked_word(name: str, word: str, words: Iterable[Word]) -> Word:
+    """Returns an argument that is one of some words; raises ValueError where it is another."""
     known = list(words)
-    if word not in known:
-        raise ValueError(f"{name}={word!r} must be one of {', '.join(map(repr, known))}")
+    for each in known:
+        if each == word:
+            return each
+    raise ValueError(f"{name}={word!r} must be one of {', '.join(map(repr, known))}")
 
 
 def check_in_degrees(graph: Graph | Block, allow_zero_in_degree: bool) -> None:
     """Raises ValueError where no edge enters some node, that is known, and it is not allowed."""
-    if not allow_zero_in_degree and _has_idle_targets(graph):
+    if not allow_zero_in_degree and _has_zero_in_degree(graph):
         raise ValueError(
             "no edge enters some of the nodes, and so nothing of their features would come out: "
             "give them self-loops, or pass allow_zero_in_degree=True"
         )
 
 
-def _has_idle_targets(graph: Graph | Block) -> bool | None:
-    """Whether no edge enters some node that is no padding; None where that is not known."""
-    known = graph.connections.has_idle_targets
+def _has_zero_in_degree(graph: Graph | Block) -> bool | None:
+    """Whether no edge enters some node that is not padding; None where that is not known."""
+    known = graph.connections.has_zero_in_degree
     if known is not None or isinstance(graph, Block) or not graph.is_padded:
         return known
     if is_traced(graph.in_degrees, graph.n_node):
@@ -109,7 +112,7 @@ def promoted(*arrays: jax.Array | None) -> list[Any]:
     return in_dtype(common_dtype(*(x.dtype for x in arrays if x is not None)), *arrays)
 
 
-def in_dtype(dtype: DTypeLike | None, *arrays: Any) -> list[Any]:
+def in_dtype(dtype: DTypeLike | None, *arrays: EndFeatures | None) -> list[Any]:
     """Returns arrays, or pairs of them, in a dtype; as they are where there is none; None stays None."""
     if dtype is None:
         return list(arrays)

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.accumulation import rows_like
-from jmp_train.graphs.graph import Graph
-from jmp_train.graphs.message_passing import update_all
-from jmp_train.graphs.storage import graph_storage, wide
-from jmp_train.graphs.user_functions import EdgeBatch, NodeBatch
-from jmp_train.policies.autocast import autocast_as
+from jmp_train.graphs.messages import EdgeBatch, NodeBatch, update_all
+from jmp_train.graphs.structure import Graph, graph_storage, rows_like, upcast
+from jmp_train.policies.autocasting import autocast_as
 
 
 def lstm_shapes(width: int) -> tuple[tuple[int, ...], ...]:
@@ -25,10 +22,10 @@ def lstm_aggregate(
     weights: Sequence[jax.Array],
     edge_weight: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the last hidden state of an LSTM that reads the neighbours' features, [nodes, width].
+    """Returns the last hidden state of an LSTM that reads the neighbors' features, [nodes, width].
 
-    Both states are float32: what a node forgets slowly stagnates in half. The gradient computes the
-    gates anew.
+    Both states are float32: what a node forgets slowly stagnates in half. The gradient recomputes
+    the gates.
 
     Args:
       graph: under jit it needs `formats=("mailbox",)`.
@@ -56,21 +53,21 @@ def lstm_aggregate(
 def _weighted(rows: jax.Array, weight: jax.Array | None) -> jax.Array:
     if weight is None:
         return rows
-    messages = wide(rows)
+    messages = upcast(rows)
     return (messages * rows_like(weight.astype(messages.dtype), rows)).astype(rows.dtype)
 
 
 @autocast_as("float32")
 def _last_state(messages: jax.Array, *weights: jax.Array) -> jax.Array:
     """Returns the hidden state [nodes, width] after messages [nodes, degree, width], in their dtype."""
-    of_input, of_hidden, input_bias, hidden_bias = (wide(weight) for weight in weights)
+    of_input, of_hidden, input_bias, hidden_bias = (upcast(weight) for weight in weights)
 
     @jax.checkpoint
     def step(
         states: tuple[jax.Array, jax.Array], row: jax.Array
     ) -> tuple[tuple[jax.Array, jax.Array], None]:
         hidden, cell = states
-        gates = wide(row) @ of_input + input_bias + (hidden @ of_hidden + hidden_bias)
+        gates = upcast(row) @ of_input + input_bias + (hidden @ of_hidden + hidden_bias)
         enter, forget, new, leave = jnp.split(gates, 4, axis=-1)
         cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
         return (jax.nn.sigmoid(leave) * jnp.tanh(cell), cell), None

@@ -1,4 +1,4 @@
-"""GraphSAGE: each node's features beside what an aggregator makes of its neighbours'."""
+"""GraphSAGE: each node's features beside what an aggregator makes of its neighbors'."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,43 +9,41 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.accumulation import rows_like
-from jmp_train.graphs.aggregation import aggregate
-from jmp_train.graphs.block import Block
-from jmp_train.graphs.connections import Connections
-from jmp_train.graphs.dense import Activation, activated, add_bias, dense, product
-from jmp_train.graphs.dropout import DropoutKeys, check_dropout
-from jmp_train.graphs.end_rows import EndRows, end_rows, promoted_with
-from jmp_train.graphs.graph import Graph
-from jmp_train.graphs.layer_inputs import (
+from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.layers.aggregation import aggregate
+from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense, product
+from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout
+from jmp_train.graphs.layers.endpoint_features import EndRows, end_rows, promoted_with
+from jmp_train.graphs.layers.layer_inputs import (
     as_edge_weight,
     as_floats,
     as_graph,
     as_optional,
-    check_word,
+    checked_word,
     in_dtype,
 )
-from jmp_train.graphs.lstm import lstm_aggregate, lstm_shapes
+from jmp_train.graphs.layers.lstm import lstm_aggregate, lstm_shapes
+from jmp_train.graphs.structure import Adjacency, Block, Graph, rows_like
 
 AGGREGATORS = ("mean", "gcn", "pool", "lstm")
 
 
 def sage_conv(
     graph: Graph | Block | jraph.GraphsTuple,
-    features: Any,
-    weight: Any,
-    self_weight: Any = None,
-    bias: Any = None,
+    features: EndFeatures,
+    weight: Floats,
+    self_weight: Floats | None = None,
+    bias: Floats | None = None,
     *,
     aggregator: str = "mean",
-    aggregator_weights: Sequence[Any] = (),
-    edge_weight: Any = None,
+    aggregator_weights: Sequence[Floats] = (),
+    edge_weight: Floats | None = None,
     feature_dropout: float = 0.0,
     dropout_key: jax.Array | None = None,
     activation: Activation | None = None,
     norm: Activation | None = None,
 ) -> jax.Array:
-    """Returns weights times an aggregate of the neighbours, plus weights times the node itself.
+    """Returns weights times an aggregate of the neighbors, plus weights times the node itself.
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block, but not with "lstm".
@@ -53,9 +51,9 @@ def sage_conv(
       weight: floating [in, out], of the aggregate.
       self_weight: floating [in, out], of the node itself; None with "gcn".
       bias: floating [out].
-      aggregator: "mean" of the neighbours; "gcn", the mean of the neighbours and the node; "pool", the
+      aggregator: "mean" of the neighbors; "gcn", the mean of the neighbors and the node; "pool", the
         largest of `relu(features @ weight + bias)`, elementwise; "lstm", the last hidden state of an
-        LSTM that reads the neighbours in the order of the edges, for which a graph under jit needs
+        LSTM that reads the neighbors in the order of the edges, for which a graph under jit needs
         `formats=("mailbox",)`. Nodes without edges have 0.
       aggregator_weights: for "pool" a weight [in, in] and a bias [in]; for "lstm" the weights of input
         and of hidden state, [in, 4 in] each, and their biases [4 in], the gates in torch's order.
@@ -84,33 +82,33 @@ def sage_conv(
     Reference: Hamilton et al., Inductive Representation Learning on Large Graphs,
     https://arxiv.org/abs/1706.02216; DGL's SAGEConv.
     """
-    check_word("aggregator", aggregator, AGGREGATORS)
+    checked_word("aggregator", aggregator, AGGREGATORS)
     check_dropout("feature_dropout", feature_dropout, dropout_key)
     if (self_weight is None) != (aggregator == "gcn"):
         wants = "no self_weight" if aggregator == "gcn" else "a self_weight"
         raise ValueError(f"aggregator={aggregator!r} takes {wants}")
     graph = as_graph(graph, features)
-    weight = as_floats("weight", weight, "in", "out")
-    width, out = weight.shape
+    kernel = as_floats("weight", weight, "in", "out")
+    width, out = kernel.shape
     rows = end_rows(graph, features, width)
-    self_weight = as_optional("self_weight", self_weight, width, out)
-    bias = as_optional("bias", bias, out)
+    self_kernel = as_optional("self_weight", self_weight, width, out)
+    offset = as_optional("bias", bias, out)
     inner = _checked_inner(aggregator, aggregator_weights, width)
     edge_weight = as_edge_weight(graph, edge_weight)
-    rows, (weight, self_weight, bias, *inner) = promoted_with(
-        rows, weight, self_weight, bias, *inner
+    rows, (kernel, self_kernel, offset, *inner) = promoted_with(
+        rows, kernel, self_kernel, offset, *inner
     )
     rows = rows.dropped(feature_dropout, dropout_key)
 
     if aggregator in ("mean", "gcn") and width > out:
-        products = rows.map(lambda features: product(features, weight))
+        products = rows.map(lambda features: product(features, kernel))
         result = _collect(graph, products, aggregator, (), edge_weight)
     else:
-        result = product(_collect(graph, rows, aggregator, inner, edge_weight), weight)
-    if self_weight is not None:
-        result = dense(rows.targets, self_weight, bias) + result
-    elif bias is not None:
-        result = add_bias(result, bias)
+        result = product(_collect(graph, rows, aggregator, inner, edge_weight), kernel)
+    if self_kernel is not None:
+        result = dense(rows.targets, self_kernel, offset) + result
+    elif offset is not None:
+        result = add_bias(result, offset)
     return activated(result, activation, norm)
 
 
@@ -120,7 +118,7 @@ def _inner_shapes(aggregator: str, width: int) -> tuple[tuple[int, ...], ...]:
     return ((width, width), (width,)) if aggregator == "pool" else ()
 
 
-def _checked_inner(aggregator: str, weights: Sequence[Any], width: int) -> list[jax.Array]:
+def _checked_inner(aggregator: str, weights: Sequence[Floats], width: int) -> list[jax.Array]:
     shapes = _inner_shapes(aggregator, width)
     if len(weights) != len(shapes):
         raise ValueError(
@@ -154,8 +152,8 @@ def _collect(
     )
 
 
-def _mean_with_self(connections: Connections, rows: jax.Array, total: jax.Array) -> jax.Array:
-    sizes = (connections.in_degrees + 1).astype(rows.dtype)
+def _mean_with_self(adjacency: Adjacency, rows: jax.Array, total: jax.Array) -> jax.Array:
+    sizes = (adjacency.in_degrees + 1).astype(rows.dtype)
     return (total + rows) / rows_like(sizes, rows)
 
 
@@ -204,7 +202,7 @@ class SAGEConv(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        check_word("aggregator", aggregator, AGGREGATORS)
+        checked_word("aggregator", aggregator, AGGREGATORS)
         self.aggregator = aggregator
         self.feature_dropout = feature_dropout
         self.norm = norm
@@ -216,7 +214,7 @@ class SAGEConv(nnx.Module):
             return nnx.Param(init(rngs.params(), shape, param_dtype))
 
         glorot = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform")
-        narrow = _between(in_features**-0.5)
+        uniform = _between(in_features**-0.5)
         self.weight = draw(glorot, in_features, out_features)
         self.self_weight: nnx.Param[jax.Array] | None = nnx.data(None)
         self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
@@ -224,8 +222,8 @@ class SAGEConv(nnx.Module):
             self.self_weight = draw(glorot, in_features, out_features)
         if use_bias:
             is_gcn = aggregator == "gcn"
-            self.bias = draw(nnx.initializers.zeros if is_gcn else narrow, out_features)
-        inits = {"pool": (glorot, narrow), "lstm": (narrow,) * 4}.get(aggregator, ())
+            self.bias = draw(nnx.initializers.zeros if is_gcn else uniform, out_features)
+        inits = {"pool": (glorot, uniform), "lstm": (uniform,) * 4}.get(aggregator, ())
         shapes = _inner_shapes(aggregator, in_features)
         self.aggregator_weights = nnx.List(
             [draw(init, *shape) for init, shape in zip(inits, shapes, strict=True)]
@@ -234,8 +232,8 @@ class SAGEConv(nnx.Module):
     def __call__(
         self,
         graph: Graph | Block | jraph.GraphsTuple,
-        features: Any,
-        edge_weight: Any = None,
+        features: EndFeatures,
+        edge_weight: Floats | None = None,
         *,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,

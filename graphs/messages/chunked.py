@@ -1,4 +1,4 @@
-"""Which built-in messages and reductions are streamed: weighted sums of senders, and products of both ends."""
+"""Chunked kernels of built-in messages: weighted sums of senders, and products of both ends."""
 
 import functools
 import math
@@ -7,27 +7,40 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.connections import Connections
-from jmp_train.graphs.edge_products import Scales, edge_dot, weighted_sum
-from jmp_train.graphs.fn import Message
-from jmp_train.graphs.storage import common_dtype, graph_storage, wide_dtype
-from jmp_train.graphs.streaming import vary_alike
-from jmp_train.policies.autocast_given import as_given
+from jmp_train.graphs.fn import Message, Reduction
+from jmp_train.graphs.kernels import Scales, edge_dot, run_chunked, weighted_sum
+from jmp_train.graphs.structure import (
+    Adjacency,
+    common_dtype,
+    graph_storage,
+    inverse_degrees,
+    is_one_precision,
+)
 
 
-def heads_of(message: Message, reduction: str, operands: Sequence[jax.Array]) -> int | None:
-    """Returns how many heads a weighted sum of senders' rows has; None where it is none.
-
-    The axes of the senders' features that the edges' have too are heads: an edge has one weight for each.
+def elements_of_sum(
+    message: Message, reduction: Reduction, operands: Sequence[jax.Array]
+) -> int | None:
+    """Returns of how many elements a message of a weighted sum of senders is; None of other reductions.
 
     Args:
       message: which.
       reduction: "sum", "mean", "max" or "min".
       operands: its features.
     """
-    ends = "".join(end for end, _ in message.operands)
+    if reduction not in ("sum", "mean") or _heads(message, operands) is None:
+        return None
+    return max([math.prod(x.shape[1:]) for x in operands])
+
+
+def _heads(message: Message, operands: Sequence[jax.Array]) -> int | None:
+    """Returns how many heads a sum of senders' rows has that edges weight; None where it is no such sum.
+
+    The axes of the senders' features that the edges' have too are heads: an edge has one weight for each.
+    """
+    ends = "".join([end for end, _ in message.operands])
     is_sum = (message.operation, ends) in (("copy", "u"), ("mul", "ue"), ("mul", "eu"))
-    if not is_sum or reduction not in ("sum", "mean") or not is_one_precision(*operands):
+    if not is_sum or not is_one_precision(*operands):
         return None
     if ends == "u":
         return 1
@@ -38,65 +51,59 @@ def heads_of(message: Message, reduction: str, operands: Sequence[jax.Array]) ->
     return math.prod(shape[:count]) if is_prefix else None
 
 
-def stream_sum(
-    connections: Connections,
+def chunked_sum(
+    adjacency: Adjacency,
     message: Message,
-    reduction: str,
+    reduction: Reduction,
     operands: Sequence[jax.Array],
-    heads: int,
 ) -> jax.Array:
     """Returns what the receivers make of their messages, [receivers, ...] in the operands' common dtype.
 
     Args:
-      connections: who sends to whom, with `neighbors`.
+      adjacency: who sends to whom, with `neighbors`.
       message: which.
       reduction: "sum" or "mean".
       operands: its features.
-      heads: see `heads_of`.
     """
+    heads = _heads(message, operands)
     by_end = {end: graph_storage(x) for (end, _), x in zip(message.operands, operands, strict=True)}
     rows, weights = by_end["u"], by_end.get("e")
-    scales = Scales(targets=inverse(connections.in_degrees, rows) if reduction == "mean" else None)
+    scales = Scales(
+        targets=inverse_degrees(adjacency.in_degrees, rows) if reduction == "mean" else None
+    )
     if rows.size == 0:
         dtype = common_dtype(*(operand.dtype for operand in operands))
-        return jnp.zeros((connections.num_targets, *rows.shape[1:]), dtype)
-    result = as_given(functools.partial(weighted_sum, None))(
-        *vary_alike(
-            (
-                connections.neighbors,
-                scales,
-                rows.reshape(rows.shape[0], heads, -1),
-                None if weights is None else weights.reshape(-1, heads),
-            )
-        )
+        return jnp.zeros((adjacency.num_targets, *rows.shape[1:]), dtype)
+    result = run_chunked(
+        functools.partial(weighted_sum, None),
+        adjacency.neighbors,
+        scales,
+        rows.reshape(rows.shape[0], heads, -1),
+        None if weights is None else weights.reshape(-1, heads),
     )
     return graph_storage(result).reshape(-1, *rows.shape[1:])
 
 
-def is_edge_dot(message: Message, operands: Sequence[jax.Array]) -> bool:
-    """Whether a message is the product of rows at both ends, of one shape.
+def elements_of_dot(message: Message, operands: Sequence[jax.Array]) -> int | None:
+    """Returns how many elements are multiplied for an edge; None where it is not a product of rows of one shape.
 
     Args:
       message: which.
       operands: its features.
     """
     ends = {end for end, _ in message.operands}
-    return (
-        message.operation == "dot"
-        and ends == {"u", "v"}
-        and operands[0].ndim > 1
-        and operands[0].shape[1:] == operands[1].shape[1:]
-        and is_one_precision(*operands)
-    )
+    if message.operation != "dot" or ends != {"u", "v"}:
+        return None
+    left, right = operands
+    is_one_shape = left.ndim > 1 and left.shape[1:] == right.shape[1:]
+    return math.prod(left.shape[1:]) if is_one_shape and is_one_precision(left, right) else None
 
 
-def stream_dot(
-    connections: Connections, message: Message, operands: Sequence[jax.Array]
-) -> jax.Array:
+def chunked_dot(adjacency: Adjacency, message: Message, operands: Sequence[jax.Array]) -> jax.Array:
     """Returns the products [edges, ..., 1] of rows at both ends, in the operands' common dtype.
 
     Args:
-      connections: who sends to whom, with `neighbors`.
+      adjacency: who sends to whom, with `neighbors`.
       message: which.
       operands: its features.
     """
@@ -104,19 +111,7 @@ def stream_dot(
     _, *inner, width = operands[0].shape
     if not all(operand.size for operand in operands):
         dtype = common_dtype(*(operand.dtype for operand in operands))
-        return jnp.zeros((connections.num_edges, *inner, 1), dtype)
+        return jnp.zeros((adjacency.num_edges, *inner, 1), dtype)
     rows = [by_end[end].reshape(-1, math.prod(inner), width) for end in "uv"]
-    result = as_given(edge_dot)(*vary_alike((connections.neighbors, Scales(), *rows)))
+    result = run_chunked(edge_dot, adjacency.neighbors, Scales(), *rows)
     return graph_storage(result).reshape(-1, *inner, 1)
-
-
-def inverse(degrees: jax.Array, features: jax.Array) -> jax.Array:
-    """Returns 1 over degrees, those of 0 counted as 1, in the dtype in which features are computed."""
-    return 1 / jnp.maximum(degrees, 1).astype(wide_dtype(features.dtype))
-
-
-def is_one_precision(*operands: jax.Array | None) -> bool:
-    """Whether operands, None aside, are floats that are computed in one dtype."""
-    dtypes = [x.dtype for x in operands if x is not None]
-    are_floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
-    return are_floats and len({wide_dtype(dtype) for dtype in dtypes}) == 1

@@ -1,39 +1,33 @@
 """DGL's message passing as pure functions: each takes a graph, and returns one with new features."""
 
-from typing import Any
-
+from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.fn import Message, Reduce
-from jmp_train.graphs.frames import frame_of, nodes_of, receive, send, some_edges, target_type
-from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
-from jmp_train.graphs.multi_update import update_over_types
-from jmp_train.graphs.segment import gather
-from jmp_train.graphs.user_functions import (
-    EdgeFunction,
-    NodeFunction,
-    checked_results,
-    make_node_batch,
-)
-from jmp_train.graphs.writing import (
-    accepts_jraph,
-    applied,
+from jmp_train.graphs.messages.frames import (
+    Edges,
     checked_ids,
     edge_ids,
-    placed,
-    with_edge_features,
-    with_node_features,
+    frame_of,
+    nodes_of,
+    some_edges,
 )
+from jmp_train.graphs.messages.multi_update import update_over_types
+from jmp_train.graphs.messages.segment import gather
+from jmp_train.graphs.messages.send_receive import receive, send
+from jmp_train.graphs.messages.user_functions import EdgeFunction, NodeFunction, call_node_function
+from jmp_train.graphs.messages.writing import placed, with_edge_features, with_node_features
+from jmp_train.graphs.structure import EdgeType, HeteroGraph, OurGraph, accepts_jraph
 
 
 @accepts_jraph
 def update_all(
-    graph: Any,
+    graph: OurGraph,
     message: Message | EdgeFunction,
     reduce: Reduce | NodeFunction,
     apply: NodeFunction | None = None,
     *,
     etype: str | EdgeType | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> OurGraph:
     """Returns the graph after each node has reduced the messages of all edges that enter it.
 
     Args:
@@ -43,10 +37,10 @@ def update_all(
         is called once for each in-degree; under jit the graph needs `formats=("mailbox",)` for it.
       apply: a function of `NodeBatch` to a dictionary of node features, called with all nodes in the end.
       etype: the edge type. Without it, a graph with several reduces over the edges of all.
-      implementation: "streaming" goes over chunks of sorted edges, stores no message, and has reverse mode
+      implementation: "chunked" goes over chunks of sorted edges, stores no message, and has reverse mode
         only; it adds `copy_u`, and `u_mul_e` with one weight for an edge or for a head of it. "xla" computes
         with arrays of all edges, which XLA may fuse, and goes through every transform. None for
-        "streaming" where the graph has `formats=("csr",)` and messages are large.
+        "chunked" where the graph has `formats=("csr",)` and messages are large.
 
     Returns:
       The graph with the result among its nodes' features, in the messages' features' dtype: computed in
@@ -67,20 +61,20 @@ def update_all(
     """
     if isinstance(graph, HeteroGraph) and etype is None and len(graph.connections) > 1:
         return update_over_types(graph, message, reduce, apply)
-    ntype = target_type(graph, etype)
-    results = receive(frame_of(graph, etype), message, reduce, implementation)
-    return applied(with_node_features(graph, ntype, results), apply, ntype)
+    frame = frame_of(graph, etype)
+    results = receive(frame, message, reduce, implementation)
+    return with_node_features(graph, frame.target_type, results, apply)
 
 
 @accepts_jraph
 def apply_edges(
-    graph: Any,
+    graph: OurGraph,
     message: Message | EdgeFunction,
-    edges: Any = None,
+    edges: Edges | None = None,
     *,
     etype: str | EdgeType | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> OurGraph:
     """Returns the graph with features of its edges computed.
 
     Args:
@@ -89,7 +83,7 @@ def apply_edges(
       edges: int [some edges], or a pair of senders and receivers, all edges between which are meant; None
         for all edges. The others keep what they have, or get 0.
       etype: the edge type; needed where there are several.
-      implementation: see `update_all`; `u_dot_v` can be streamed.
+      implementation: see `update_all`; `u_dot_v` can be chunked.
 
     Returns:
       The graph with the results among its edges' features, in the caller's order.
@@ -108,16 +102,16 @@ def apply_edges(
     if edges is None:
         results = send(frame, message, implementation=implementation)
         return with_edge_features(graph, etype, results)
-    ids = edge_ids(frame.connections, edges)
+    ids = edge_ids(frame.adjacency, edges)
     results = send(some_edges(frame, ids), message, ids)
-    count = frame.connections.targets.num_edges
+    count = frame.adjacency.targets.num_edges
     return with_edge_features(graph, etype, placed(frame.data, results, ids, count))
 
 
 @accepts_jraph
 def apply_nodes(
-    graph: Any, function: NodeFunction, nodes: Any = None, *, ntype: str | None = None
-) -> Any:
+    graph: OurGraph, function: NodeFunction, nodes: Ids | None = None, *, ntype: str | None = None
+) -> OurGraph:
     """Returns the graph with features of its nodes computed.
 
     Args:
@@ -140,10 +134,10 @@ def apply_nodes(
       >>> apply_nodes(graph, lambda nodes: {"h": 2 * nodes.data["h"]}).nodes["h"].tolist()
       [0.0, 2.0]
     """
-    data, count = nodes_of(graph, ntype)
+    features, count = nodes_of(graph, ntype)
     if nodes is None:
-        return applied(graph, function, ntype)
+        return with_node_features(graph, ntype, {}, function)
     ids = checked_ids("nodes", nodes, count)
-    some = {name: gather(feature, ids) for name, feature in data.items()}
-    results = checked_results("node", function(make_node_batch(some, ids)), ids.shape[0])
-    return with_node_features(graph, ntype, placed(data, results, ids, count))
+    some = {name: gather(feature, ids) for name, feature in features.items()}
+    results = call_node_function(function, some, ids.shape[0], ids)
+    return with_node_features(graph, ntype, placed(features, results, ids, count))

@@ -1,23 +1,25 @@
-"""Message passing over several edge types at once, whose results are joined at the nodes they reach."""
+"""Message passing over several edge types at once, whose results are reduced at the nodes they reach."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.accumulation import rows_like
 from jmp_train.graphs.fn import Message, Reduce
-from jmp_train.graphs.frames import frame_of, receive
-from jmp_train.graphs.hetero_graph import EdgeType, HeteroGraph
-from jmp_train.graphs.storage import as_inexact, wide, wide_integers
-from jmp_train.graphs.user_functions import (
-    EdgeFunction,
-    NodeFunction,
-    apply_to_nodes,
+from jmp_train.graphs.messages.frames import frame_of
+from jmp_train.graphs.messages.send_receive import receive
+from jmp_train.graphs.messages.user_functions import EdgeFunction, NodeFunction, call_node_function
+from jmp_train.graphs.messages.writing import with_node_features
+from jmp_train.graphs.structure import (
+    EdgeType,
+    HeteroGraph,
+    as_inexact,
+    rows_like,
+    upcast,
+    upcast_integers,
 )
-from jmp_train.graphs.writing import applied
 
 Functions = (
     tuple[Message | EdgeFunction, Reduce | NodeFunction]
@@ -29,11 +31,11 @@ CROSS_REDUCERS = ("sum", "mean", "max", "min", "stack")
 
 def multi_update_all(
     graph: HeteroGraph,
-    functions: Mapping[Any, Functions],
+    functions: Mapping[str, Functions] | Mapping[EdgeType, Functions],
     cross: Cross,
     apply: NodeFunction | None = None,
 ) -> HeteroGraph:
-    """Returns the graph after `update_all` over several edge types, with results joined at each node.
+    """Returns the graph after `update_all` over several edge types, with results reduced at each node.
 
     Args:
       graph: a graph with several edge types.
@@ -74,7 +76,7 @@ def multi_update_all(
             parts.setdefault(kind[2], {}).setdefault(name, []).append(part)
     for node_type, features in parts.items():
         joined = {name: _joined(cross, results) for name, results in features.items()}
-        graph = applied(graph.with_nodes(node_type, **joined), apply, node_type)
+        graph = with_node_features(graph, node_type, joined, apply)
     return graph
 
 
@@ -87,7 +89,7 @@ def update_over_types(
     """Returns the graph after one reduction over the edges of all types.
 
     Raises:
-      ValueError: a function is user-defined, or the reduction is a mean, which is none of means.
+      ValueError: a function is user-defined, or the reduction is a mean: a mean of means is not the mean.
     """
     if (
         not (isinstance(message, Message) and isinstance(reduce, Reduce))
@@ -101,11 +103,11 @@ def update_over_types(
     return multi_update_all(graph, functions, reduce.reduction, apply)
 
 
-class _Part:
+class _Part(NamedTuple):
     """The result of one edge type: rows [nodes, ...], and whether they count, bool [nodes]."""
 
-    def __init__(self, rows: jax.Array, counts: jax.Array) -> None:
-        self.rows, self.counts = rows, counts
+    rows: jax.Array
+    counts: jax.Array
 
 
 def _results(graph: HeteroGraph, kind: EdgeType, functions: Functions) -> dict[str, _Part]:
@@ -114,9 +116,9 @@ def _results(graph: HeteroGraph, kind: EdgeType, functions: Functions) -> dict[s
     message, reduce, *rest = functions
     frame = frame_of(graph, kind)
     results = receive(frame, message, reduce)
-    degrees = frame.connections.in_degrees
+    degrees = frame.adjacency.in_degrees
     if rest:
-        results |= apply_to_nodes(rest[0], {**frame.dst, **results}, degrees.shape[0])
+        results |= call_node_function(rest[0], {**frame.dst, **results}, degrees.shape[0])
     is_extreme = isinstance(reduce, Reduce) and reduce.reduction in ("max", "min")
     counts = degrees > 0 if is_extreme else jnp.ones(degrees.shape, bool)
     return {name: _Part(rows, counts) for name, rows in results.items()}
@@ -131,13 +133,15 @@ def _joined(cross: Cross, parts: Sequence[_Part]) -> jax.Array:
     if cross == "stack":
         return jnp.stack(rows, axis=1)
     if cross in ("sum", "mean"):
-        rows = [wide_integers(x) if cross == "sum" else as_inexact(x) for x in rows]
-        total = functools.reduce(jnp.add, map(wide, rows))
+        rows = [upcast_integers(x) if cross == "sum" else as_inexact(x) for x in rows]
+        total = functools.reduce(jnp.add, map(upcast, rows))
         return (total / len(rows) if cross == "mean" else total).astype(rows[0].dtype)
     return _extreme(jnp.maximum if cross == "max" else jnp.minimum, parts)
 
 
-def _extreme(larger: Callable[[Any, Any], jax.Array], parts: Sequence[_Part]) -> jax.Array:
+def _extreme(
+    larger: Callable[[jax.Array, jax.Array], jax.Array], parts: Sequence[_Part]
+) -> jax.Array:
     """Returns the extreme of what counts, 0 where nothing does."""
     first, *rest = parts
     result, is_found = first.rows, rows_like(first.counts, first.rows)

@@ -1,42 +1,38 @@
 """Message passing along some edges, or into or out of some nodes: only what they reach changes."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.fn import Message, Reduce
-from jmp_train.graphs.frames import (
-    frame_of,
-    nodes_of,
-    receive,
-    some_edges,
-    target_type,
-    where_edges,
-)
-from jmp_train.graphs.hetero_graph import EdgeType
-from jmp_train.graphs.user_functions import EdgeFunction, NodeFunction, apply_to_nodes
-from jmp_train.graphs.writing import (
-    AnyGraph,
-    accepts_jraph,
+from jmp_train.graphs.messages.frames import (
+    Edges,
+    Frame,
     checked_ids,
     edge_ids,
-    merged,
-    with_node_features,
+    frame_of,
+    nodes_of,
+    some_edges,
+    where_edges,
 )
+from jmp_train.graphs.messages.send_receive import receive
+from jmp_train.graphs.messages.user_functions import EdgeFunction, NodeFunction, call_node_function
+from jmp_train.graphs.messages.writing import merged, with_node_features
+from jmp_train.graphs.structure import AnyGraph, EdgeType, OurGraph, accepts_jraph
 
 
 @accepts_jraph
 def send_and_recv(
-    graph: Any,
-    edges: Any,
+    graph: OurGraph,
+    edges: Edges,
     message: Message | EdgeFunction,
     reduce: Reduce | NodeFunction,
     apply: NodeFunction | None = None,
     *,
     etype: str | EdgeType | None = None,
-) -> Any:
+) -> OurGraph:
     """Returns the graph after some edges have sent; only their receivers change.
 
     Args:
@@ -63,24 +59,24 @@ def send_and_recv(
       [2.0, 1.0, 1.0]
     """
     frame = frame_of(graph, etype)
-    ids = edge_ids(frame.connections, edges)
+    ids = edge_ids(frame.adjacency, edges)
     if ids.shape[0] == 0:
         return graph
     part = some_edges(frame, ids)
-    is_reached = part.connections.targets.degrees > 0
-    return _received(graph, receive(part, message, reduce), is_reached, apply, etype)
+    is_reached = part.adjacency.targets.degrees > 0
+    return _updated(graph, part, receive(part, message, reduce), is_reached, apply)
 
 
 @accepts_jraph
 def pull(
-    graph: Any,
-    nodes: Any,
+    graph: OurGraph,
+    nodes: Ids,
     message: Message | EdgeFunction,
     reduce: Reduce | NodeFunction,
     apply: NodeFunction | None = None,
     *,
     etype: str | EdgeType | None = None,
-) -> Any:
+) -> OurGraph:
     """Returns the graph after some nodes have reduced the messages of all edges that enter them.
 
     Args:
@@ -106,23 +102,23 @@ def pull(
       [2.0, 0.0, 2.0]
     """
     frame = frame_of(graph, etype)
-    count = frame.connections.targets.num_segments
+    count = frame.adjacency.targets.num_segments
     ids = checked_ids("nodes", nodes, count)
     if ids.shape[0] == 0:
         return graph
-    return _received(graph, receive(frame, message, reduce), _mask(ids, count), apply, etype)
+    return _updated(graph, frame, receive(frame, message, reduce), _mask(ids, count), apply)
 
 
 @accepts_jraph
 def push(
-    graph: Any,
-    nodes: Any,
+    graph: OurGraph,
+    nodes: Ids,
     message: Message | EdgeFunction,
     reduce: Reduce | NodeFunction,
     apply: NodeFunction | None = None,
     *,
     etype: str | EdgeType | None = None,
-) -> Any:
+) -> OurGraph:
     """Returns the graph after some nodes have sent along all edges that leave them.
 
     Args:
@@ -148,18 +144,18 @@ def push(
       [2.0, 1.0, 2.0]
     """
     frame = frame_of(graph, etype)
-    sources = frame.connections.sources
+    sources = frame.adjacency.sources
     ids = checked_ids("nodes", nodes, sources.num_segments)
     if ids.shape[0] == 0:
         return graph
     part = where_edges(frame, sources.read(_mask(ids, sources.num_segments)))
-    is_reached = part.connections.targets.degrees > 0
-    return _received(graph, receive(part, message, reduce), is_reached, apply, etype)
+    is_reached = part.adjacency.targets.degrees > 0
+    return _updated(graph, part, receive(part, message, reduce), is_reached, apply)
 
 
 def prop_nodes(
     graph: AnyGraph,
-    frontiers: Iterable[Any],
+    frontiers: Iterable[Ids],
     message: Message | EdgeFunction,
     reduce: Reduce | NodeFunction,
     apply: NodeFunction | None = None,
@@ -197,7 +193,7 @@ def prop_nodes(
 
 def prop_edges(
     graph: AnyGraph,
-    frontiers: Iterable[Any],
+    frontiers: Iterable[Edges],
     message: Message | EdgeFunction,
     reduce: Reduce | NodeFunction,
     apply: NodeFunction | None = None,
@@ -233,21 +229,20 @@ def prop_edges(
     return graph
 
 
-def _received(
-    graph: Any,
+def _updated(
+    graph: OurGraph,
+    frame: Frame,
     results: dict[str, jax.Array],
     is_written: jax.Array,
     apply: NodeFunction | None,
-    etype: str | EdgeType | None,
-) -> Any:
+) -> OurGraph:
     """Returns the graph with results, and what is applied to them, in the rows of a mask."""
-    ntype = target_type(graph, etype)
-    old, count = nodes_of(graph, ntype)
+    old, count = nodes_of(graph, frame.target_type)
     new = merged(old, results, is_written)
     if apply is not None:
         seen = {**old, **new}
-        new |= merged(seen, apply_to_nodes(apply, seen, count), is_written)
-    return with_node_features(graph, ntype, new)
+        new |= merged(seen, call_node_function(apply, seen, count), is_written)
+    return with_node_features(graph, frame.target_type, new)
 
 
 def _mask(ids: jax.Array, count: int) -> jax.Array:

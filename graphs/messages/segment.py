@@ -4,16 +4,19 @@ They take what jraph's take. In float16 a running sum of ones ends at 2,048, in 
 no NaN to tell; here what is stored may be half, and what is added is float32.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jmp_train.graphs.accumulation import Incidence, incidence_of
-from jmp_train.graphs.counts import as_count
-from jmp_train.graphs.storage import as_inexact, wide, wide_integers
+from jmp_train.graphs.structure import (
+    Incidence,
+    as_count,
+    as_inexact,
+    incidence_of,
+    upcast,
+    upcast_integers,
+)
 
 
 def segment_sum(
@@ -32,12 +35,12 @@ def segment_sum(
       indices_are_sorted: whether the ids ascend.
 
     Returns:
-      [num_segments, ...] in the data's dtype: added in float32 (or wider), in blocks, and rounded once.
+      [num_segments, ...] in the data's dtype: added in at least float32, in blocks, and rounded once.
       Booleans and integers of less than 32 bits are added in 32 bits, and stay so, as with `jnp.sum`.
 
     Raises:
       ValueError: `data` and `segment_ids` differ in length, or `num_segments` is negative.
-      TypeError: the ids, or `num_segments`, are no integers.
+      TypeError: the ids, or `num_segments`, are not integers.
 
     Example:
       >>> import jax.numpy as jnp
@@ -46,8 +49,8 @@ def segment_sum(
       [13160.0]
     """
     data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
-    data = wide_integers(data)
-    return segments.sum(wide(data)).astype(data.dtype)
+    data = upcast_integers(data)
+    return segments.sum(upcast(data)).astype(data.dtype)
 
 
 def segment_mean(
@@ -80,7 +83,7 @@ def segment_mean(
     """
     data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
     data = as_inexact(data)
-    return segments.mean(wide(data)).astype(data.dtype)
+    return segments.mean(upcast(data)).astype(data.dtype)
 
 
 def segment_max(
@@ -111,7 +114,7 @@ def segment_max(
       [3.0, 2.0, -inf]
     """
     data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
-    return segments.max(wide(data)).astype(data.dtype)
+    return segments.max(upcast(data)).astype(data.dtype)
 
 
 def segment_min(
@@ -142,7 +145,7 @@ def segment_min(
       [1.0, 2.0, inf]
     """
     data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
-    return segments.min(wide(data)).astype(data.dtype)
+    return segments.min(upcast(data)).astype(data.dtype)
 
 
 def segment_softmax(
@@ -175,7 +178,7 @@ def segment_softmax(
     """
     logits, segments = _checked(logits, segment_ids, num_segments, indices_are_sorted)
     logits = as_inexact(logits)
-    return segments.softmax(wide(logits)).astype(logits.dtype)
+    return segments.softmax(upcast(logits)).astype(logits.dtype)
 
 
 def segment_normalize(
@@ -209,11 +212,11 @@ def segment_normalize(
     """
     data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
     data = as_inexact(data)
-    rows = wide(data)
-    centred = rows - segments.read(segments.mean(rows))
-    variance = segments.mean(centred * centred)
+    rows = upcast(data)
+    centered = rows - segments.read(segments.mean(rows))
+    variance = segments.mean(centered * centered)
     scale = lax.rsqrt(jnp.maximum(variance, jnp.asarray(eps, variance.dtype)))
-    return (centred * segments.read(scale)).astype(data.dtype)
+    return (centered * segments.read(scale)).astype(data.dtype)
 
 
 def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = False) -> jax.Array:
@@ -229,7 +232,7 @@ def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = Fa
 
     Raises:
       ValueError: `indices` has another rank than 1.
-      TypeError: the indices are no integers.
+      TypeError: the indices are not integers.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -241,11 +244,11 @@ def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = Fa
     if data.ndim == 0:
         raise ValueError("data must have rows, got a scalar")
     rows = incidence_of(indices, data.shape[0], is_sorted=indices_are_sorted)
-    return rows.read(wide(data)).astype(data.dtype)
+    return rows.read(upcast(data)).astype(data.dtype)
 
 
 def _checked(
-    data: Any, segment_ids: Any, num_segments: Any, is_sorted: bool
+    data: ArrayLike, segment_ids: ArrayLike, num_segments: int, is_sorted: bool
 ) -> tuple[jax.Array, Incidence]:
     data, ids = jnp.asarray(data), _integers("segment_ids", segment_ids)
     count = as_count("num_segments", num_segments)
@@ -256,7 +259,7 @@ def _checked(
     return data, incidence_of(ids, count, is_sorted=is_sorted)
 
 
-def _integers(name: str, ids: Any) -> jax.Array:
+def _integers(name: str, ids: ArrayLike) -> jax.Array:
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {ids.dtype}")

@@ -1,17 +1,17 @@
-"""What user-defined functions see: a batch of edges, and a batch of nodes with their mailbox."""
+"""User-defined functions: what they see, edges or nodes with their mailbox, and how they are called."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jmp_train.graphs.accumulation import Incidence
-from jmp_train.graphs.storage import wide
+from jmp_train.graphs.messages.frames import Frame
+from jmp_train.graphs.structure import Incidence, is_traced, make_mailboxes, upcast
 
 
-class Fields(Mapping[str, jax.Array]):
+class _Fields(Mapping[str, jax.Array]):
     """Features by name, read for some rows when they are asked for.
 
     Args:
@@ -32,7 +32,7 @@ class Fields(Mapping[str, jax.Array]):
         feature = self._features[name]
         if self._end is None:
             return feature
-        return self._end.read(wide(feature)).astype(feature.dtype)
+        return self._end.read(upcast(feature)).astype(feature.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._features)
@@ -113,18 +113,93 @@ class NodeBatch:
         return self.batch_size()
 
 
-def make_node_batch(
+def _make_node_batch(
     data: Mapping[str, jax.Array], ids: jax.Array, mailbox: Mapping[str, jax.Array] | None = None
 ) -> NodeBatch:
     """Returns the batch of these nodes, whose features and messages are named where one is missed."""
-    return NodeBatch(Fields("node feature", data), Fields("message", mailbox or {}), ids)
+    return NodeBatch(_Fields("node feature", data), _Fields("message", mailbox or {}), ids)
 
 
 EdgeFunction = Callable[[EdgeBatch], Mapping[str, jax.Array]]
 NodeFunction = Callable[[NodeBatch], Mapping[str, jax.Array]]
 
 
-def checked_results(name: str, results: Any, rows: int) -> dict[str, jax.Array]:
+def call_message_function(
+    function: EdgeFunction, frame: Frame, ids: jax.Array | None
+) -> dict[str, jax.Array]:
+    """Returns what a function makes of edges, [edges, ...] by name, checked.
+
+    Args:
+      function: of the edges.
+      frame: which edges, with their features.
+      ids: int [edges], the places of these edges in the graph; None if they are all.
+    """
+    sources, targets = frame.adjacency.sources, frame.adjacency.targets
+    count = targets.num_edges
+    batch = EdgeBatch(
+        _Fields("sender feature", frame.src, sources),
+        _Fields("receiver feature", frame.dst, targets),
+        _Fields("edge feature", frame.data),
+        sources.ids,
+        targets.ids,
+        jnp.arange(count, dtype=jnp.int32) if ids is None else ids,
+    )
+    return _checked_results("message", function(batch), count)
+
+
+def call_reduce_function(
+    function: NodeFunction, frame: Frame, messages: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Returns what a function makes of nodes and their messages, [receivers, ...] by name, checked.
+
+    Args:
+      function: of the nodes of one in-degree with their messages.
+      frame: which edges, with the receivers' features.
+      messages: arrays [edges, ...] by name.
+
+    Raises:
+      TypeError: the graph has no mailboxes, and in-degrees are not known under jit.
+    """
+    targets, mailboxes = frame.adjacency.targets, frame.adjacency.mailboxes
+    count = targets.num_segments
+    if mailboxes is None:
+        receivers = targets.ids
+        if is_traced(receivers):
+            raise TypeError(
+                "a user-defined reduction groups nodes by in-degree, which jit does not know: "
+                'make the graph with formats=("mailbox",), or reduce outside of jit'
+            )
+        mailboxes = make_mailboxes(np.asarray(receivers), count)
+    results: dict[str, jax.Array] = {}
+    for box in mailboxes:
+        data = {name: feature[box.nodes] for name, feature in frame.dst.items()}
+        mailbox = {name: message[box.edges] for name, message in messages.items()}
+        batch = _make_node_batch(data, box.nodes, mailbox)
+        for name, rows in _checked_results("reduce", function(batch), batch.batch_size()).items():
+            start = results.get(name, jnp.zeros((count, *rows.shape[1:]), rows.dtype))
+            results[name] = start.at[box.nodes].set(rows)
+    return results
+
+
+def call_node_function(
+    function: NodeFunction,
+    features: Mapping[str, jax.Array],
+    count: int,
+    ids: jax.Array | None = None,
+) -> dict[str, jax.Array]:
+    """Returns what a function makes of nodes without messages, [nodes, ...] by name, checked.
+
+    Args:
+      function: of the nodes.
+      features: arrays [nodes, ...] by name.
+      count: how many nodes there are.
+      ids: int [nodes], the places of these nodes in the graph; None if they are all.
+    """
+    ids = jnp.arange(count) if ids is None else ids
+    return _checked_results("node", function(_make_node_batch(features, ids)), count)
+
+
+def _checked_results(name: str, results: object, rows: int) -> dict[str, jax.Array]:
     """Returns what a user-defined function gave, checked.
 
     Args:
@@ -133,7 +208,7 @@ def checked_results(name: str, results: Any, rows: int) -> dict[str, jax.Array]:
       rows: how many rows each should have.
 
     Raises:
-      TypeError: it is no dictionary.
+      TypeError: it is not a dictionary.
       ValueError: an array has another number of rows.
     """
     if not isinstance(results, Mapping):
@@ -146,10 +221,3 @@ def checked_results(name: str, results: Any, rows: int) -> dict[str, jax.Array]:
                 f"the {name} function's {key!r} must have {rows} rows, got shape {array.shape}"
             )
     return arrays
-
-
-def apply_to_nodes(
-    function: NodeFunction, nodes: Mapping[str, jax.Array], count: int
-) -> dict[str, jax.Array]:
-    """Returns what a user-defined function makes of all nodes, checked; see `checked_results`."""
-    return checked_results("node", function(make_node_batch(nodes, jnp.arange(count))), count)

@@ -5,13 +5,11 @@ Nothing here is on a device, so that a graph may be larger than its memory.
 
 import dataclasses
 import functools
-from typing import Any
 
 import numpy as np
 
-from jmp_train.graphs.accumulation import ascends
-from jmp_train.graphs.connections import checked_ends
-from jmp_train.graphs.counts import as_count
+from jmp_train.graphs.array_types import Ids
+from jmp_train.graphs.structure import as_count, ascends, checked_ends
 
 ALL = -1  # the fanout that takes all edges
 
@@ -63,14 +61,14 @@ class HostEdges:
         return int(self.in_degrees.max(initial=0))
 
     @functools.cached_property
-    def has_idle_targets(self) -> bool:
+    def has_zero_in_degree(self) -> bool:
         """Whether some node is entered by no edge."""
         return bool((self.in_degrees == 0).any())
 
 
 def host_edges(
-    senders: Any,
-    receivers: Any,
+    senders: Ids,
+    receivers: Ids,
     n_node: int,
     n_receivers: int | None = None,
     *,
@@ -91,7 +89,7 @@ def host_edges(
       The edges.
 
     Raises:
-      TypeError: ids are no integers, or traced, or a number is no integer.
+      TypeError: ids are not integers, or traced, or a number is not an integer.
       ValueError: ids have the wrong shape or are out of range; the message names the edge. Or a number is
         negative or beyond int32.
 

@@ -1,11 +1,10 @@
 """Rows of arrays that stay in the host's memory, or on disk."""
 
-from typing import Any
-
 import numpy as np
+from jax.typing import DTypeLike
 
 
-def take_rows(array: Any, ids: np.ndarray, dtype: Any = None) -> np.ndarray:
+def take_rows(array: np.ndarray, ids: np.ndarray, dtype: DTypeLike | None = None) -> np.ndarray:
     """Returns some rows of an array of the host, such as those of a mini-batch's `inputs`.
 
     Args:
@@ -25,7 +24,7 @@ def take_rows(array: Any, ids: np.ndarray, dtype: Any = None) -> np.ndarray:
     """
     if ids.size and not -1 <= ids.min() <= ids.max() < len(array):
         raise ValueError(
-            f"ids must lie between -1 and {len(array) - 1}, got {ids.min()} to {ids.max()}"
+            f"ids must be between -1 and {len(array) - 1}, got {ids.min()} to {ids.max()}"
         )
     is_padding = ids < 0
     if len(array) == 0:

@@ -1,4 +1,4 @@
-"""The whole graph's result from blocks of all neighbours, one layer after the other, in fixed memory."""
+"""The whole graph's result from blocks of all neighbors, one layer after the other, in fixed memory."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,12 +8,9 @@ import jax
 import numpy as np
 from flax.core import FrozenDict
 
-from jmp_train.graphs.block import Block
-from jmp_train.graphs.counts import LARGEST, as_count
-from jmp_train.graphs.hetero_graph import EdgeType
-from jmp_train.graphs.host_edges import ALL, HostEdges
-from jmp_train.graphs.host_rows import take_rows
-from jmp_train.graphs.sampled_layer import (
+from jmp_train.graphs.sampling.host_edge_index import ALL, HostEdges
+from jmp_train.graphs.sampling.host_rows import take_rows
+from jmp_train.graphs.sampling.sampled_layer import (
     EDGE,
     Edges,
     LayerSizes,
@@ -23,11 +20,12 @@ from jmp_train.graphs.sampled_layer import (
     sample_layer,
     sizes_needed,
 )
+from jmp_train.graphs.structure import LARGEST_COUNT, Block, EdgeType, as_count
 
 Ranges = dict[str, np.ndarray]
 
 
-def infer_in_layers(
+def layerwise_inference(
     layers: Sequence[Callable[..., Any]],
     edges: HostEdges | Mapping[EdgeType, HostEdges],
     features: Any,
@@ -35,7 +33,7 @@ def infer_in_layers(
     batch_size: int = 1024,
     max_edges: int = 2**18,
 ) -> Any:
-    """Returns what layers make of all nodes, each of whose neighbours count; the result is the host's.
+    """Returns what layers make of all nodes, each of whose neighbors count; the result is the host's.
 
     Each layer is computed for all nodes before the next one, some nodes at a time, so that no node is
     computed twice, and the device holds a block and its rows only. Each layer is compiled once.
@@ -52,7 +50,7 @@ def infer_in_layers(
       [nodes, ...] in the last layer's dtype; by node type where there are several.
 
     Raises:
-      TypeError: a number is no integer.
+      TypeError: a number is not an integer.
       ValueError: features have another number of rows, or a number is not positive.
 
     Example:
@@ -60,7 +58,7 @@ def infer_in_layers(
       >>> from jmp_train.graphs import graph_conv, host_edges
       >>> edges = host_edges([1, 2, 0, 0], [0, 0, 1, 2], 3)
       >>> layer = lambda block, rows: graph_conv(block, rows, norm="none")
-      >>> infer_in_layers([layer, layer], edges, np.array([[1.0], [2.0], [4.0]], np.float32)).tolist()
+      >>> layerwise_inference([layer, layer], edges, np.array([[1.0], [2.0], [4.0]], np.float32)).tolist()
       [[2.0], [6.0], [6.0]]
 
     Reference: the inference of DGL's and PyG's GraphSAGE examples.
@@ -70,7 +68,7 @@ def infer_in_layers(
     for name, number in (("batch_size", batch_size), ("max_edges", max_edges)):
         if as_count(name, number, sys.maxsize) == 0:
             raise ValueError(f"{name}=0 must be positive")
-    batch_size, max_edges = min(batch_size, LARGEST), min(max_edges, LARGEST)
+    batch_size, max_edges = min(batch_size, LARGEST_COUNT), min(max_edges, LARGEST_COUNT)
     rows = {EDGE[0]: features} if is_alone else dict(features)
     for node_type, count in node_counts(by_type).items():
         if node_type not in rows or len(rows[node_type]) != count:

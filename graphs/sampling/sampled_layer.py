@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmp_train.graphs.accumulation import filled, most_in_as_many_levels
-from jmp_train.graphs.block import Block, padded_block
-from jmp_train.graphs.hetero_graph import EdgeType
-from jmp_train.graphs.host_edges import ALL, HostEdges, renumbered, sample_in_edges
+from jmp_train.graphs.sampling.host_edge_index import ALL, HostEdges, renumbered, sample_in_edges
+from jmp_train.graphs.structure import Block, EdgeType, filled, most_in_as_many_levels, padded_block
 
 EDGE: EdgeType = ("node", "edge", "node")  # of a graph that has one type
 MARGIN = 1.1  # of the sizes over the largest batch that was measured
@@ -164,7 +162,7 @@ def largest_sizes(
     return LayerSizes(sources, num_edges, num_edges)
 
 
-def ladder(needed: Sequence[LayerSizes], most: Sequence[LayerSizes]) -> tuple[Any, ...]:
+def padding_buckets(needed: Sequence[LayerSizes], most: Sequence[LayerSizes]) -> tuple[Any, ...]:
     """Returns sizes of the layers, from a little more than is needed up to the most there can be.
 
     Args:
@@ -216,7 +214,7 @@ def blocks_of(
             num_edges=sizes.edges[kind],
             most_in=most_in_as_many_levels(most_in),
             most_out=most_in_as_many_levels(sizes.most_out[kind]),
-            has_idle_targets=these.has_idle_targets,
+            has_zero_in_degree=these.has_zero_in_degree,
             whole_degrees=(these.out_degrees[sources], these.in_degrees[targets]),
             edge_ids=None if these.edge_ids is None else these.edge_ids[drawn],
         )

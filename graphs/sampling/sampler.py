@@ -1,4 +1,4 @@
-"""Mini-batches of a graph that is larger than the device: sampled neighbours, in blocks of fixed shapes.
+"""Mini-batches of a graph that is larger than the device: sampled neighbors, in blocks of fixed shapes.
 
 A layer's targets are the first of its sources, and the sources of one layer are the targets of the one
 before it. All arrays are padded to sizes that were measured once, so that one compiled program serves all
@@ -14,11 +14,9 @@ import jax
 import numpy as np
 from flax.core import FrozenDict
 
-from jmp_train.graphs.accumulation import filled
-from jmp_train.graphs.counts import as_count
-from jmp_train.graphs.hetero_graph import EdgeType
-from jmp_train.graphs.host_edges import ALL, HostEdges
-from jmp_train.graphs.sampled_layer import (
+from jmp_train.graphs.array_types import Ids
+from jmp_train.graphs.sampling.host_edge_index import ALL, HostEdges
+from jmp_train.graphs.sampling.sampled_layer import (
     EDGE,
     Counts,
     Edges,
@@ -26,12 +24,13 @@ from jmp_train.graphs.sampled_layer import (
     LayerSizes,
     blocks_of,
     inputs_of,
-    ladder,
     largest_sizes,
     node_counts,
+    padding_buckets,
     sample_layer,
     sizes_needed,
 )
+from jmp_train.graphs.structure import EdgeType, as_count, filled
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +61,7 @@ class MiniBatch:
 
 @dataclasses.dataclass(frozen=True)
 class NeighborSampler:
-    """Draws neighbours for mini-batches; make it with `neighbor_sampler`.
+    """Draws neighbors for mini-batches; make it with `neighbor_sampler`.
 
     Attributes:
       edges: by edge type, the edges.
@@ -86,7 +85,7 @@ class NeighborSampler:
     replace: bool
     sizes: tuple[tuple[LayerSizes, ...], ...] = ()
 
-    def sample(self, seeds: Any, random: np.random.Generator) -> MiniBatch:
+    def sample(self, seeds: Ids, random: np.random.Generator) -> MiniBatch:
         """Returns the mini-batch of some seeds.
 
         Args:
@@ -115,7 +114,7 @@ class NeighborSampler:
             self._padded(seeds, layers, sizes) for seeds, layers in zip(parts, several, strict=True)
         ]
 
-    def _checked_seeds(self, seeds: Any) -> np.ndarray:
+    def _checked_seeds(self, seeds: Ids) -> np.ndarray:
         seeds = _checked_seeds(seeds, node_counts(self.edges)[self.seed_type])
         if len(seeds) > self.batch_size:
             raise ValueError(
@@ -156,14 +155,14 @@ class NeighborSampler:
 def neighbor_sampler(
     edges: HostEdges | Mapping[EdgeType, HostEdges],
     fanouts: Sequence[int | Mapping[EdgeType, int]],
-    seeds: Any,
+    seeds: Ids,
     batch_size: int,
     *,
     seed_type: str | None = None,
     replace: bool = False,
     num_trials: int = 16,
 ) -> NeighborSampler:
-    """Returns a sampler of neighbours, with the sizes that its batches need.
+    """Returns a sampler of neighbors, with the sizes that its batches need.
 
     Sizes are those of the largest of some batches, drawn on trial, and a tenth more; a batch that does not
     fit takes the next ones, half as large again, and so on up to what no batch can exceed.
@@ -184,7 +183,7 @@ def neighbor_sampler(
     Raises:
       ValueError: a fanout is neither positive nor -1, or is missing; there is no such type; node counts
         of edge types disagree; there are no seeds; the batch size is not positive.
-      TypeError: the batch size is no integer.
+      TypeError: the batch size is not an integer.
 
     Example:
       >>> import numpy as np
@@ -223,7 +222,7 @@ def neighbor_sampler(
         most.append(largest_sizes(by_type, num_targets, num_seeds, fanout, replace=replace))
         num_targets = most[-1].sources
     return dataclasses.replace(
-        sampler, sizes=ladder(_tried(sampler, seeds, num_trials), most[::-1])
+        sampler, sizes=padding_buckets(_tried(sampler, seeds, num_trials), most[::-1])
     )
 
 
@@ -238,7 +237,7 @@ def _fitting(
     raise AssertionError("the largest sizes hold every batch")
 
 
-def _checked_seeds(seeds: Any, count: int) -> np.ndarray:
+def _checked_seeds(seeds: Ids, count: int) -> np.ndarray:
     seeds = np.asarray(seeds)
     if seeds.size == 0:
         seeds = seeds.astype(np.int32)  # an empty list is float64
@@ -246,7 +245,7 @@ def _checked_seeds(seeds: Any, count: int) -> np.ndarray:
         raise ValueError(f"seeds must be integers [nodes], got {seeds.dtype} {seeds.shape}")
     if len(seeds) and not 0 <= seeds.min() <= seeds.max() < count:
         raise ValueError(
-            f"seeds must lie between 0 and {count - 1}, got {seeds.min()} to {seeds.max()}"
+            f"seeds must be between 0 and {count - 1}, got {seeds.min()} to {seeds.max()}"
         )
     return seeds
 

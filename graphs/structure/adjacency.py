@@ -2,21 +2,21 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jmp_train.graphs.accumulation import (
-    Incidence,
+from jmp_train.graphs.array_types import Ids
+from jmp_train.graphs.structure.counts import check_int32
+from jmp_train.graphs.structure.csr import CSRAndCSC, csr_and_csc
+from jmp_train.graphs.structure.incidence import Incidence
+from jmp_train.graphs.structure.incidence_building import (
     fixed_incidence,
     incidence_of,
     incidence_on_host,
 )
-from jmp_train.graphs.counts import check_int32
-from jmp_train.graphs.neighbors import BothWays, sorted_both_ways
 
 FORMATS = ("coo", "csr", "mailbox")
 DEFAULT_FORMATS = ("coo", "csr")
@@ -40,23 +40,23 @@ class Mailbox:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Connections:
+class Adjacency:
     """The edges of a graph, without features.
 
     Attributes:
       ends: the node that each edge leaves, and the node that it enters; None where edges were not to
         have places of their own.
-      neighbors: the edges sorted by either end, for streaming; None where they were not asked for.
+      neighbors: the edges sorted by either end, for chunked kernels; None where they were not asked for.
       mailboxes: the nodes by in-degree, ascending, for reductions by user-defined functions; None
         where they were not asked for.
-      has_idle_targets: whether some node is entered by no edge; None where that is not known, or to be
+      has_zero_in_degree: whether some node is entered by no edge; None where that is not known, or to be
         the same for all graphs of a size.
     """
 
     ends: tuple[Incidence, Incidence] | None
-    neighbors: BothWays | None = None
+    neighbors: CSRAndCSC | None = None
     mailboxes: tuple[Mailbox, ...] | None = None
-    has_idle_targets: bool | None = dataclasses.field(default=None, metadata={"static": True})
+    has_zero_in_degree: bool | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def sources(self) -> Incidence:
@@ -109,16 +109,16 @@ class Connections:
         return self.targets.degrees
 
 
-def connect(
-    senders: Any,
-    receivers: Any,
+def make_adjacency(
+    senders: Ids,
+    receivers: Ids,
     num_senders: int,
     num_receivers: int,
     *,
     formats: Sequence[str] = DEFAULT_FORMATS,
     where: str = "",
-) -> Connections:
-    """Returns the connections of edges that are known, checked.
+) -> Adjacency:
+    """Returns the adjacency of edges that are known, checked.
 
     Args:
       senders: int [edges].
@@ -129,28 +129,28 @@ def connect(
       where: of which edge type, for messages.
 
     Raises:
-      TypeError: ids are no integers, or traced.
+      TypeError: ids are not integers, or traced.
       ValueError: ids have the wrong shape or are out of range; the message names the edge. Or there are more
         edges than int32 can number.
     """
     check_formats(formats)
     ends = checked_ends(senders, receivers, num_senders, num_receivers, where=where)
-    return connect_checked(*ends, num_senders, num_receivers, formats=formats)
+    return make_adjacency_checked(*ends, num_senders, num_receivers, formats=formats)
 
 
 def check_formats(formats: Sequence[str]) -> None:
-    """Raises TypeError or ValueError where formats are no sequence, or none of `FORMATS`."""
+    """Raises TypeError or ValueError where formats are not a sequence, or none of `FORMATS`."""
     if isinstance(formats, str):
         raise TypeError(f"formats must be a sequence of names, got {formats!r}")
     unknown = [name for name in formats if name not in FORMATS]
     if unknown:
-        raise ValueError(f"formats has {unknown[0]!r}, which is none of {', '.join(FORMATS)}")
+        raise ValueError(f"formats has {unknown[0]!r}, which is not one of {', '.join(FORMATS)}")
 
 
 def checked_ends(
-    senders: Any, receivers: Any, num_senders: int, num_receivers: int, *, where: str = ""
+    senders: Ids, receivers: Ids, num_senders: int, num_receivers: int, *, where: str = ""
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ends of edges that are known, checked; see `connect`."""
+    """Returns the ends of edges that are known, checked; see `make_adjacency`."""
     ids = [
         _host_ids(name, x, where) for name, x in (("senders", senders), ("receivers", receivers))
     ]
@@ -172,7 +172,7 @@ def checked_ends(
     return senders, receivers
 
 
-def connect_checked(
+def make_adjacency_checked(
     senders: np.ndarray,
     receivers: np.ndarray,
     num_senders: int,
@@ -180,8 +180,8 @@ def connect_checked(
     *,
     formats: Sequence[str] = ("coo",),
     is_fixed: bool = False,
-) -> Connections:
-    """Returns the connections of edges that are known; those out of range count nowhere.
+) -> Adjacency:
+    """Returns the adjacency of edges that are known; those out of range count nowhere.
 
     Args:
       senders: int [edges].
@@ -198,7 +198,7 @@ def connect_checked(
         incidence = fixed_incidence if is_fixed else incidence_on_host
         ends = incidence(senders, num_senders), incidence(receivers, num_receivers)
     if "csr" in formats:
-        neighbors = sorted_both_ways(
+        neighbors = csr_and_csc(
             senders,
             receivers,
             num_senders,
@@ -207,21 +207,21 @@ def connect_checked(
             is_fixed=is_fixed or len(senders) <= FIXED_EDGES,
         )
     mailboxes = make_mailboxes(receivers, num_receivers) if "mailbox" in formats else None
-    has_idle_targets = None if is_fixed else _has_idle(receivers, num_receivers)
-    return Connections(ends, neighbors, mailboxes, has_idle_targets)
+    has_zero_in_degree = None if is_fixed else _has_zero_in_degree(receivers, num_receivers)
+    return Adjacency(ends, neighbors, mailboxes, has_zero_in_degree)
 
 
-def _has_idle(ids: np.ndarray, count: int) -> bool:
+def _has_zero_in_degree(ids: np.ndarray, count: int) -> bool:
     is_reached = np.zeros(count + 1, bool)
     is_reached[np.clip(ids, -1, count)] = True  # ids out of range: the last one
     return not is_reached[:-1].all()
 
 
-def connect_traced(
+def make_adjacency_traced(
     senders: jax.Array, receivers: jax.Array, num_senders: int, num_receivers: int
-) -> Connections:
-    """Returns the connections of edges that only the device knows, unchecked."""
-    return Connections((incidence_of(senders, num_senders), incidence_of(receivers, num_receivers)))
+) -> Adjacency:
+    """Returns the adjacency of edges that only the device knows, unchecked."""
+    return Adjacency((incidence_of(senders, num_senders), incidence_of(receivers, num_receivers)))
 
 
 def make_mailboxes(receivers: np.ndarray, num_receivers: int) -> tuple[Mailbox, ...]:
@@ -243,12 +243,12 @@ def make_mailboxes(receivers: np.ndarray, num_receivers: int) -> tuple[Mailbox, 
     return tuple(boxes)
 
 
-def is_traced(*arrays: Any) -> bool:
+def is_traced(*arrays: object) -> bool:
     """Whether one of them has no value on the host."""
     return any(isinstance(array, Tracer) for array in arrays)
 
 
-def _host_ids(name: str, ids: Any, where: str) -> np.ndarray:
+def _host_ids(name: str, ids: Ids, where: str) -> np.ndarray:
     if is_traced(ids):
         raise TypeError(
             f"{name}{where} is traced: graphs are made outside of jit, and passed to it"
@@ -262,5 +262,5 @@ def _host_ids(name: str, ids: Any, where: str) -> np.ndarray:
         example = f": edge 0 has {array[0]!r}" if array.size else ""
         raise TypeError(f"{name}{where} must be integers, got {array.dtype}{example}")
     check_int32(f"{name}{where} has", len(array), "edges")
-    is_wide_enough = array.dtype in (np.int32, np.int64, np.uint64)
-    return array if is_wide_enough else array.astype(np.int64)  # int8 cannot hold n_node
+    is_large_enough = array.dtype in (np.int32, np.int64, np.uint64)
+    return array if is_large_enough else array.astype(np.int64)  # int8 cannot hold n_node

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 
-from jmp_train.graphs.connections import is_traced
-from jmp_train.graphs.counts import as_count, check_int32
-from jmp_train.graphs.graph import Graph, first_padding, from_jraph, to_jraph
+from jmp_train.graphs.structure.adjacency import is_traced
+from jmp_train.graphs.structure.counts import as_count, check_int32
+from jmp_train.graphs.structure.graph import Graph
+from jmp_train.graphs.structure.jraph_conversion import first_padding, from_jraph, to_jraph
 
 
 def batch(graphs: Sequence[Graph], *, formats: Sequence[str] = ("coo",)) -> Graph:
@@ -98,7 +99,7 @@ def pad(
 
     Raises:
       ValueError: the graph is padded already, or too large; the message says by how much.
-      TypeError: the graph is traced, or a number is no integer.
+      TypeError: the graph is traced, or a number is not an integer.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -148,7 +149,7 @@ def unpad(graph: Graph, *, formats: Sequence[str] = ("coo",)) -> Graph:
 
 
 def node_mask(graph: Graph) -> jax.Array:
-    """Returns which nodes are no padding, bool [nodes]; also under jit.
+    """Returns which nodes are not padding, bool [nodes]; also under jit.
 
     Args:
       graph: a graph.
@@ -166,7 +167,7 @@ def node_mask(graph: Graph) -> jax.Array:
 
 
 def edge_mask(graph: Graph) -> jax.Array:
-    """Returns which edges are no padding, bool [edges]; also under jit.
+    """Returns which edges are not padding, bool [edges]; also under jit.
 
     Args:
       graph: a graph.
@@ -184,7 +185,7 @@ def edge_mask(graph: Graph) -> jax.Array:
 
 
 def graph_mask(graph: Graph) -> jax.Array:
-    """Returns which graphs of a batch are no padding, bool [graphs]; also under jit.
+    """Returns which graphs of a batch are not padding, bool [graphs]; also under jit.
 
     Args:
       graph: a graph.

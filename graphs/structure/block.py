@@ -1,15 +1,16 @@
 """A block: the edges from some nodes to some of these, as a layer of a mini-batch sees them."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jmp_train.graphs.accumulation import filled, padded_incidence
-from jmp_train.graphs.connections import Connections
-from jmp_train.graphs.hetero_graph import HeteroGraph, hetero_of
+from jmp_train.graphs.structure.adjacency import Adjacency
+from jmp_train.graphs.structure.graph import Features
+from jmp_train.graphs.structure.hetero_graph import HeteroGraph, hetero_of
+from jmp_train.graphs.structure.host_ids import filled
+from jmp_train.graphs.structure.incidence_building import padded_incidence
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +37,7 @@ class Block:
       (4, 2, 8, [2, 1])
     """
 
-    connections: Connections
+    connections: Adjacency
     whole_degrees: tuple[jax.Array, jax.Array] | None = None
     edge_ids: jax.Array | None = None
 
@@ -67,9 +68,9 @@ class Block:
 
     def graph(
         self,
-        sources: Mapping[str, Any] | None = None,
-        targets: Mapping[str, Any] | None = None,
-        edges: Mapping[str, Any] | None = None,
+        sources: Features | None = None,
+        targets: Features | None = None,
+        edges: Features | None = None,
     ) -> HeteroGraph:
         """Returns the block as a graph, for `update_all` and its kin.
 
@@ -99,7 +100,7 @@ def padded_block(
     num_edges: int,
     most_in: int | None = None,
     most_out: int | None = None,
-    has_idle_targets: bool | None = None,
+    has_zero_in_degree: bool | None = None,
     whole_degrees: tuple[np.ndarray, np.ndarray] | None = None,
     edge_ids: np.ndarray | None = None,
 ) -> Block:
@@ -113,7 +114,7 @@ def padded_block(
       num_edges: how many edges the block is to have.
       most_in: no target has more edges; None for `num_edges`.
       most_out: no source has more edges; None for `num_edges`.
-      has_idle_targets: whether some target is entered by no edge, padding aside; None where unknown.
+      has_zero_in_degree: whether some target is entered by no edge, padding aside; None where unknown.
       whole_degrees: int [at most num_sources] and [at most num_targets], see `Block`.
       edge_ids: int [as senders], see `Block`.
     """
@@ -124,5 +125,5 @@ def padded_block(
         counts = (num_sources, num_targets)
         degrees = tuple(filled(*pair, 0) for pair in zip(whole_degrees, counts, strict=True))
     ids: Any = None if edge_ids is None else filled(edge_ids, num_edges, -1)
-    connections = Connections((sources, targets), has_idle_targets=has_idle_targets)
-    return Block(connections, degrees, ids)
+    adjacency = Adjacency((sources, targets), has_zero_in_degree=has_zero_in_degree)
+    return Block(adjacency, degrees, ids)

@@ -5,11 +5,12 @@ import reprlib
 from typing import Any
 
 import numpy as np
+from jax.typing import ArrayLike
 
-LARGEST = 2**31 - 1  # ids, degrees and places are int32 on the device
+LARGEST_COUNT = 2**31 - 1  # ids, degrees and places are int32 on the device
 
 
-def as_count(name: str, count: Any, most: int = LARGEST) -> int:
+def as_count(name: str, count: Any, most: int = LARGEST_COUNT) -> int:
     """Returns a number of nodes or edges as an int.
 
     Args:
@@ -18,7 +19,7 @@ def as_count(name: str, count: Any, most: int = LARGEST) -> int:
       most: the largest number that is right.
 
     Raises:
-      TypeError: it is no integer; a bool is none.
+      TypeError: it is not an integer; a bool is not one.
       ValueError: it is negative, or more than `most`.
 
     Example:
@@ -52,20 +53,20 @@ def check_int32(what: str, count: int, noun: str = "") -> None:
       Traceback (most recent call last):
       ValueError: senders has 2147483648 edges, more than the 2147483647 that int32 can number
     """
-    if count > LARGEST:
+    if count > LARGEST_COUNT:
         number = f"{count} {noun}".rstrip()
-        raise ValueError(f"{what} {number}, more than the {LARGEST} that int32 can number")
+        raise ValueError(f"{what} {number}, more than the {LARGEST_COUNT} that int32 can number")
 
 
-def as_counts(name: str, counts: Any) -> np.ndarray:
+def as_counts(name: str, counts: ArrayLike) -> np.ndarray:
     """Returns numbers of nodes or edges of the graphs of a batch, int64 [graphs].
 
     Args:
       name: of the argument, for the message.
-      counts: what should be integers [graphs] from 0 to `LARGEST`; the sum may be larger.
+      counts: what should be integers [graphs] from 0 to `LARGEST_COUNT`; the sum may be larger.
 
     Raises:
-      TypeError: they are no integers.
+      TypeError: they are not integers.
       ValueError: they have several axes, or one is negative or too large; the message says which.
     """
     array = np.asarray(counts)
@@ -74,7 +75,7 @@ def as_counts(name: str, counts: Any) -> np.ndarray:
         raise TypeError(f"{name} must be integers, got {reprlib.repr(counts)}")
     if array.ndim != 1:
         raise ValueError(f"{name} must have one axis, got shape {array.shape}")
-    wrong = (array < 0) | (array > LARGEST)
+    wrong = (array < 0) | (array > LARGEST_COUNT)
     if wrong.any():
         place = int(wrong.argmax())
         as_count(f"{name}[{place}]", array[place])

@@ -1,4 +1,4 @@
-"""The edges sorted by one of their ends, in blocks of a few: what streaming walks over.
+"""The edges sorted by one of their ends, in blocks of a few: what chunked kernels iterate over.
 
 A block holds up to 32 edges of one node. Sums are added in rows, of which each node has one: its first 32
 blocks add to it. Every further 32 blocks have a row of their own, which adds to the node's in the end,
@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.graphs.accumulation import BLOCK, ascends
-from jmp_train.graphs.counts import check_int32
+from jmp_train.graphs.structure.counts import check_int32
+from jmp_train.graphs.structure.host_ids import ascends
+from jmp_train.graphs.structure.incidence import BLOCK
 
 WIDTHS = (8, 16, BLOCK)
 BLOCK_COST = 4  # a block costs as much as that many edges: its row is written and added once more
@@ -22,7 +23,7 @@ BLOCK_COST = 4  # a block costs as much as that many edges: its row is written a
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Neighbors:
+class CSR:
     """The edges that leave each node, or enter each; those that count nowhere are in none.
 
     Attributes:
@@ -70,18 +71,18 @@ class Neighbors:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BothWays:
+class CSRAndCSC:
     """The edges sorted by the node that they leave, and by the node that they enter."""
 
-    by_source: Neighbors
-    by_target: Neighbors
+    by_source: CSR
+    by_target: CSR
 
-    def reversed(self) -> "BothWays":
-        """Returns the edges turned round."""
-        return BothWays(self.by_target, self.by_source)
+    def reversed(self) -> "CSRAndCSC":
+        """Returns the edges reversed."""
+        return CSRAndCSC(self.by_target, self.by_source)
 
 
-def sorted_both_ways(
+def csr_and_csc(
     senders: np.ndarray,
     receivers: np.ndarray,
     num_senders: int,
@@ -89,7 +90,7 @@ def sorted_both_ways(
     *,
     have_places: bool,
     is_fixed: bool = False,
-) -> BothWays:
+) -> CSRAndCSC:
     """Returns the edges sorted by either end.
 
     Args:
@@ -100,7 +101,7 @@ def sorted_both_ways(
       have_places: whether `edges` and `slots` are kept, which edge features need.
       is_fixed: whether shapes are to depend on the numbers alone, as large as any degrees need.
     """
-    return BothWays(
+    return CSRAndCSC(
         _sorted(senders, receivers, num_senders, num_receivers, have_places, is_fixed),
         _sorted(receivers, senders, num_receivers, num_senders, have_places, is_fixed),
     )
@@ -113,7 +114,7 @@ def _sorted(
     num_others: int,
     have_places: bool,
     is_fixed: bool,
-) -> Neighbors:
+) -> CSR:
     """Returns the edges sorted by `ids`, the nodes at one end."""
     order = None if _ascend(ids, num_nodes) else np.argsort(ids, kind="stable")
     is_counted = (ids >= 0) & (ids < num_nodes) & (others >= 0) & (others < num_others)
@@ -135,7 +136,7 @@ def from_degrees(
     num_edges: int,
     *,
     is_fixed: bool = False,
-) -> Neighbors:
+) -> CSR:
     """Returns edges that are sorted, in blocks.
 
     Args:
@@ -143,7 +144,7 @@ def from_degrees(
       others: int [counted edges], the nodes at the other ends, sorted by the node at this end.
       edges: int [counted edges], which edges these are; None where they have no places of their own.
       num_edges: how many edges there are, those that count nowhere included.
-      is_fixed: see `sorted_both_ways`.
+      is_fixed: see `csr_and_csc`.
 
     Raises:
       ValueError: int32 cannot number the places in the blocks, or the rows.
@@ -174,7 +175,7 @@ def from_degrees(
     num_rows = num_nodes + sum(map(len, further))
     check_int32("rows of the sorted edges are", num_rows)
     num_others = num_edges if is_fixed else len(others)
-    return Neighbors(
+    return CSR(
         _on_device(_filled(others, num_others)),
         None if edges is None else _on_device(_filled(edges, num_others)),
         None if slots is None else _on_device(slots),

@@ -6,24 +6,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jraph
 import numpy as np
 from flax.core import FrozenDict
+from jax.typing import ArrayLike
 
-from jmp_train.graphs.connections import (
+from jmp_train.graphs.array_types import Ids
+from jmp_train.graphs.structure.adjacency import (
     DEFAULT_FORMATS,
-    Connections,
-    check_formats,
-    checked_ends,
-    connect,
-    connect_checked,
-    connect_traced,
-    is_traced,
+    Adjacency,
+    make_adjacency,
 )
-from jmp_train.graphs.counts import as_count, as_counts, check_int32
-from jmp_train.policies.paths import named_leaves
+from jmp_train.graphs.structure.counts import as_count
 
-Features = Mapping[str, Any]
+Features = Mapping[str, ArrayLike]
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +49,7 @@ class Graph:
 
     nodes: Mapping[str, jax.Array]
     edges: Mapping[str, jax.Array]
-    connections: Connections
+    connections: Adjacency
     n_node: jax.Array
     n_edge: jax.Array
     globals: Any = None
@@ -90,7 +85,7 @@ class Graph:
         """Int32 [nodes], how many edges leave each node."""
         return self.connections.out_degrees
 
-    def with_nodes(self, /, **features: Any) -> "Graph":
+    def with_nodes(self, /, **features: ArrayLike) -> "Graph":
         """Returns the graph with node features [nodes, ...] added or replaced.
 
         Args:
@@ -99,7 +94,7 @@ class Graph:
         new = checked_features("nodes", features, self.num_nodes)
         return dataclasses.replace(self, nodes=FrozenDict({**self.nodes, **new}))
 
-    def with_edges(self, /, **features: Any) -> "Graph":
+    def with_edges(self, /, **features: ArrayLike) -> "Graph":
         """Returns the graph with edge features [edges, ...] added or replaced.
 
         Args:
@@ -110,8 +105,8 @@ class Graph:
 
 
 def from_edges(
-    senders: Any,
-    receivers: Any,
+    senders: Ids,
+    receivers: Ids,
     n_node: int,
     nodes: Features | None = None,
     edges: Features | None = None,
@@ -127,7 +122,7 @@ def from_edges(
       nodes: arrays [n_node, ...] by name.
       edges: arrays [edges, ...] by name, in the order of the edges.
       formats: the indices to make. "coo" has both ends of each edge; "csr" has the edges sorted by
-        either end, by which large sums and attention are streamed, fast and without messages in memory;
+        either end, by which large sums and attention are chunked, fast and without messages in memory;
         "mailbox" groups nodes by in-degree, which reductions by user-defined functions need under jit.
         "csr" alone takes the least memory, and knows no edge apart: no edge features, senders or
         receivers. All others include "coo".
@@ -136,7 +131,7 @@ def from_edges(
       The graph, its arrays on the default device.
 
     Raises:
-      TypeError: ids are no integers or traced, or `n_node` is no integer.
+      TypeError: ids are not integers or traced, or `n_node` is not an integer.
       ValueError: an id is out of range, or shapes do not fit; the message names the edge or feature. Or
         there are more nodes or edges than int32 can number.
 
@@ -146,114 +141,14 @@ def from_edges(
       ([0, 0, 2], [1, 2, 1])
     """
     count = as_count("n_node", n_node)
-    connections = connect(senders, receivers, count, count, formats=formats)
-    num_edges = connections.targets.num_edges if edges else connections.num_edges
+    adjacency = make_adjacency(senders, receivers, count, count, formats=formats)
+    num_edges = adjacency.targets.num_edges if edges else adjacency.num_edges
     return Graph(
         nodes=checked_features("nodes", {} if nodes is None else nodes, count),
         edges=checked_features("edges", edges or {}, num_edges),
-        connections=connections,
+        connections=adjacency,
         n_node=jnp.array([count], jnp.int32),
         n_edge=jnp.array([num_edges], jnp.int32),
-    )
-
-
-def from_jraph(
-    graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequence[str] = ("coo",)
-) -> Graph:
-    """Returns jraph's graphs as a graph. Under jit nothing is checked, and indices are made on the device.
-
-    Args:
-      graphs: `nodes` and `edges` are dictionaries of arrays, any other trees of them, or None. A single array
-        becomes the feature "x", and one in a tree is named by its path, such as "a/b".
-      padded: whether `jraph.pad_with_graphs` padded it.
-      formats: see `from_edges`; outside of jit only.
-
-    Returns:
-      The graph.
-
-    Raises:
-      TypeError: ids are no integers, or a feature is no array.
-      ValueError: see `from_edges`; or senders or receivers are missing, or counts do not add up.
-
-    Example:
-      >>> import jraph, numpy as np
-      >>> graphs = jraph.GraphsTuple(
-      ...     nodes={"h": np.ones((3, 2))}, edges=None, senders=np.array([0, 1]),
-      ...     receivers=np.array([1, 2]), n_node=np.array([3]), n_edge=np.array([2]), globals=None)
-      >>> from_jraph(graphs).num_nodes
-      3
-    """
-    if graphs.senders is None or graphs.receivers is None:
-        raise ValueError("senders and receivers must be arrays, got None: a graph has edges")
-    nodes, edges = _as_features("nodes", graphs.nodes), _as_features("edges", graphs.edges)
-    traced = is_traced(graphs.senders, graphs.receivers, graphs.n_node, graphs.n_edge)
-    totals = {} if traced else _totals(graphs)
-    n_node, n_edge = jnp.asarray(graphs.n_node), jnp.asarray(graphs.n_edge)
-    if traced and "mailbox" in formats:
-        raise TypeError('formats=("mailbox",) needs a graph that is made outside of jit')
-    if nodes:
-        count = next(iter(nodes.values())).shape[0]
-    elif is_traced(n_node):
-        raise TypeError(
-            "n_node is traced: under jit the graph needs a node feature to count nodes by"
-        )
-    else:
-        count = int(np.sum(graphs.n_node)) if traced else totals["n_node"]
-        check_int32("n_node adds up to", count)
-    num_edges = np.shape(graphs.receivers)[0]
-    if traced:
-        senders, receivers = jnp.asarray(graphs.senders), jnp.asarray(graphs.receivers)
-        if padded:
-            is_real = jnp.arange(num_edges) < n_edge.sum() - n_edge[first_padding(n_node)]
-            senders, receivers = (jnp.where(is_real, ids, count) for ids in (senders, receivers))
-        connections = connect_traced(senders, receivers, count, count)
-    else:
-        check_formats(formats)
-        ends = checked_ends(graphs.senders, graphs.receivers, count, count)
-        for name, total in (("n_node", count), ("n_edge", num_edges)):
-            if totals[name] != total:
-                raise ValueError(f"{name} adds up to {totals[name]}, but there are {total}")
-        if padded:
-            ends = _without_padding(n_node, n_edge, ends, count)
-        connections = connect_checked(*ends, count, count, formats=formats, is_fixed=padded)
-    return Graph(
-        nodes=checked_features("nodes", nodes, count),
-        edges=checked_features("edges", edges, num_edges),
-        connections=connections,
-        n_node=n_node,
-        n_edge=n_edge,
-        globals=graphs.globals,
-        is_padded=padded,
-    )
-
-
-def to_jraph(graph: Graph) -> jraph.GraphsTuple:
-    """Returns the graph as jraph's, padding edges as loops on the first padding node.
-
-    Args:
-      graph: a graph.
-
-    Returns:
-      A GraphsTuple with dictionaries of features.
-
-    Example:
-      >>> to_jraph(from_edges([0, 1], [1, 0], 2)).senders.tolist()
-      [0, 1]
-    """
-    senders, receivers = graph.senders, graph.receivers
-    if graph.is_padded:
-        first = graph.num_nodes - graph.n_node[first_padding(graph.n_node)]
-        senders, receivers = (
-            jnp.where(ids < graph.num_nodes, ids, first) for ids in (senders, receivers)
-        )
-    return jraph.GraphsTuple(
-        nodes=dict(graph.nodes),
-        edges=dict(graph.edges),
-        senders=senders,
-        receivers=receivers,
-        n_node=graph.n_node,
-        n_edge=graph.n_edge,
-        globals=graph.globals,
     )
 
 
@@ -272,7 +167,7 @@ def rand_graph(
       The graph, without features.
 
     Raises:
-      TypeError: a number is no integer.
+      TypeError: a number is not an integer.
       ValueError: a number is negative or beyond int32, or there are edges but no nodes.
 
     Example:
@@ -295,7 +190,7 @@ def checked_features(name: str, features: Features, rows: int) -> Mapping[str, j
       rows: how many rows each must have.
 
     Raises:
-      TypeError: a feature is no array.
+      TypeError: a feature is not an array.
       ValueError: a feature has another number of rows.
     """
     if not isinstance(features, Mapping):
@@ -315,39 +210,3 @@ def checked_features(name: str, features: Features, rows: int) -> Mapping[str, j
             )
         arrays[key] = array
     return FrozenDict(arrays)
-
-
-def _totals(graphs: jraph.GraphsTuple) -> dict[str, int]:
-    """Returns how many nodes and edges the graphs of a batch have together, which may be beyond int32."""
-    counts = {"n_node": graphs.n_node, "n_edge": graphs.n_edge}
-    return {name: int(as_counts(name, each).sum()) for name, each in counts.items()}
-
-
-def _as_features(name: str, features: Any) -> dict[str, jax.Array]:
-    """Returns the arrays of a tree by their paths, "x" for the tree that is one."""
-    arrays = {}
-    for path, feature in named_leaves(features):
-        key = path or "x"
-        if not isinstance(feature, np.ndarray | jax.Array):
-            kind = type(feature).__name__
-            raise TypeError(f"{name}[{key!r}] must be an array, got {kind}")
-        if key in arrays:
-            raise ValueError(f"{name} has two features whose path is {key!r}")
-        arrays[key] = jnp.asarray(feature)
-    return arrays
-
-
-def first_padding(n_node: jax.Array) -> jax.Array:
-    """Returns the index of the graph that holds all padding: the last one that has nodes."""
-    graphs = n_node.shape[0]
-    return graphs - 1 - jnp.argmax(n_node[::-1] > 0)
-
-
-def _without_padding(
-    n_node: jax.Array, n_edge: jax.Array, ends: tuple[np.ndarray, np.ndarray], count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ends, with those of padding edges out of range."""
-    padding = int(first_padding(n_node))
-    is_real = np.arange(len(ends[0])) < int(n_edge[:padding].sum())
-    senders, receivers = (np.where(is_real, ids.astype(np.int64), count) for ids in ends)
-    return senders, receivers

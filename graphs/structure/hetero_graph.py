@@ -2,14 +2,15 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 from flax.core import FrozenDict
+from jax.typing import ArrayLike
 
-from jmp_train.graphs.connections import DEFAULT_FORMATS, Connections, connect
-from jmp_train.graphs.counts import as_count
-from jmp_train.graphs.graph import Features, checked_features
+from jmp_train.graphs.array_types import Ids
+from jmp_train.graphs.structure.adjacency import DEFAULT_FORMATS, Adjacency, make_adjacency
+from jmp_train.graphs.structure.counts import as_count
+from jmp_train.graphs.structure.graph import Features, checked_features
 
 EdgeType = tuple[str, str, str]
 
@@ -35,7 +36,7 @@ class HeteroGraph:
 
     nodes: Mapping[str, Mapping[str, jax.Array]]
     edges: Mapping[EdgeType, Mapping[str, jax.Array]]
-    connections: Mapping[EdgeType, Connections]
+    connections: Mapping[EdgeType, Adjacency]
     n_node: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
 
     def edge_type(self, name: str | EdgeType | None) -> EdgeType:
@@ -50,11 +51,11 @@ class HeteroGraph:
         known = list(self.connections)
         found = [kind for kind in known if name is None or name in (kind, kind[1])]
         if len(found) != 1:
-            fault = "is no edge type" if not found else "is ambiguous"
+            fault = "is not an edge type" if not found else "is ambiguous"
             raise ValueError(f"etype={name!r} {fault}; there are: {', '.join(map(str, known))}")
         return found[0]
 
-    def with_nodes(self, node_type: str, /, **features: Any) -> "HeteroGraph":
+    def with_nodes(self, node_type: str, /, **features: ArrayLike) -> "HeteroGraph":
         """Returns the graph with node features added or replaced.
 
         Args:
@@ -65,7 +66,7 @@ class HeteroGraph:
         nodes = {**self.nodes, node_type: {**self.nodes[node_type], **new}}
         return dataclasses.replace(self, nodes=FrozenDict(nodes))
 
-    def with_edges(self, etype: str | EdgeType, /, **features: Any) -> "HeteroGraph":
+    def with_edges(self, etype: str | EdgeType, /, **features: ArrayLike) -> "HeteroGraph":
         """Returns the graph with edge features added or replaced.
 
         Args:
@@ -96,7 +97,7 @@ class HeteroGraph:
 
 
 def hetero_from_edges(
-    edges_by_type: Mapping[EdgeType, tuple[Any, Any]],
+    edges_by_type: Mapping[EdgeType, tuple[Ids, Ids]],
     n_node: Mapping[str, int],
     nodes: Mapping[str, Features] | None = None,
     edges: Mapping[EdgeType, Features] | None = None,
@@ -128,7 +129,7 @@ def hetero_from_edges(
         kind = type(n_node).__name__
         raise TypeError(f"n_node must be a mapping from node types to numbers, got {kind}")
     counts = {kind: as_count(f"n_node[{kind!r}]", count) for kind, count in n_node.items()}
-    connections = {}
+    adjacencies = {}
     for kind, (senders, receivers) in edges_by_type.items():
         if not (isinstance(kind, tuple) and len(kind) == 3):
             raise ValueError(
@@ -137,7 +138,7 @@ def hetero_from_edges(
         for end in (kind[0], kind[2]):
             if end not in counts:
                 raise ValueError(f"edge type {kind!r}: n_node lacks {end!r}")
-        connections[kind] = connect(
+        adjacencies[kind] = make_adjacency(
             senders,
             receivers,
             counts[kind[0]],
@@ -145,27 +146,27 @@ def hetero_from_edges(
             formats=formats,
             where=f" of {kind}",
         )
-    return hetero_of(connections, counts, nodes or {}, edges or {})
+    return hetero_of(adjacencies, counts, nodes or {}, edges or {})
 
 
 def hetero_of(
-    connections: Mapping[EdgeType, Connections],
+    adjacencies: Mapping[EdgeType, Adjacency],
     n_node: Mapping[str, int],
     nodes: Mapping[str, Features],
     edges: Mapping[EdgeType, Features],
 ) -> HeteroGraph:
-    """Returns the graph of connections that are made already.
+    """Returns the graph of adjacencies that are made already.
 
     Args:
-      connections: by edge type, who sends to whom.
+      adjacencies: by edge type, who sends to whom.
       n_node: how many nodes of each type there are.
       nodes: by node type, arrays [nodes, ...] by name.
       edges: by edge type, arrays [edges, ...] by name.
     """
     graph = HeteroGraph(
         FrozenDict({kind: {} for kind in n_node}),
-        FrozenDict({kind: {} for kind in connections}),
-        FrozenDict(connections),
+        FrozenDict({kind: {} for kind in adjacencies}),
+        FrozenDict(adjacencies),
         tuple(n_node.items()),
     )
     for node_type, features in nodes.items():

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.graphs.connections import Connections
-from jmp_train.policies.nodes import change_nodes, find_nodes
-from jmp_train.policies.paths import named_leaves
+from jmp_train.graphs.structure.adjacency import Adjacency
+from jmp_train.policies.pytrees import change_nodes, find_nodes, named_leaves
 
 
 @jax.tree_util.register_dataclass
@@ -19,7 +18,7 @@ from jmp_train.policies.paths import named_leaves
 class GraphStack:
     """Several graphs of the same structure and shapes, a pytree whose arrays are [count, ...].
 
-    A batch that is cut along its first axis is cut between the graphs of a stack, and a train step gives each
+    A batch that is sharded along its first axis is split between the graphs of a stack, and a train step gives each
     graph to the loss function as it was before. Make it with `stack`. `jax.vmap` and `jax.lax.scan` go over
     `stack.graphs`.
 
@@ -77,7 +76,7 @@ def stack(graphs: Sequence[Any]) -> GraphStack:
     """
     if not len(graphs):
         raise ValueError("graphs is empty: a stack has at least one graph")
-    graphs = _with_one_rule_on_idle_targets(graphs)
+    graphs = _with_one_rule_on_zero_in_degree(graphs)
     for place, graph in enumerate(graphs[1:], 1):
         _check_alike(graphs[0], graph, f"graphs[{place}]")
     if not jax.tree.leaves(graphs[0]):
@@ -92,7 +91,7 @@ def unstack(stack: GraphStack) -> list[Any]:
       stack: what `stack` returned.
 
     Raises:
-      TypeError: it is no stack.
+      TypeError: it is not a stack.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -104,15 +103,15 @@ def unstack(stack: GraphStack) -> list[Any]:
     return [stack[place] for place in range(len(stack))]
 
 
-def _with_one_rule_on_idle_targets(graphs: Sequence[Any]) -> list[Any]:
+def _with_one_rule_on_zero_in_degree(graphs: Sequence[Any]) -> list[Any]:
     """Returns graphs that all say that some node is entered by no edge, where one of them does."""
-    connections = [[node for _, node in find_nodes(graph, Connections)] for graph in graphs]
-    known = {node.has_idle_targets for nodes in connections for node in nodes}
+    adjacencies = [[node for _, node in find_nodes(graph, Adjacency)] for graph in graphs]
+    known = {node.has_zero_in_degree for nodes in adjacencies for node in nodes}
     if len(known) < 2:
         return list(graphs)
     joined = True if True in known else None
-    change = functools.partial(dataclasses.replace, has_idle_targets=joined)
-    return [change_nodes(graph, Connections, change) for graph in graphs]
+    change = functools.partial(dataclasses.replace, has_zero_in_degree=joined)
+    return [change_nodes(graph, Adjacency, change) for graph in graphs]
 
 
 def _stacked(arrays: Sequence[Any]) -> Any:

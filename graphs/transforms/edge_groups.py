@@ -11,7 +11,7 @@ import numpy as np
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 _UFUNCS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
-CHUNK = 2**18  # numbers that are wide at a time: few enough for caches
+CHUNK = 2**18  # elements that are upcast at a time: few enough for caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Groups:
           reduction: "first", or one of `REDUCTIONS`.
 
         Raises:
-          TypeError: sums of booleans, or means of what is no float.
+          TypeError: sums of booleans, or means of what is not a float.
           ValueError: a sum of integers goes beyond their dtype.
         """
         if reduction == "first":
@@ -62,8 +62,8 @@ class Groups:
         return joined.reshape(len(joined), *features.shape[1:])
 
     def _reduce_chunk(self, table: np.ndarray, reduction: str, bounds: np.ndarray) -> np.ndarray:
-        """Returns one row for each of some groups [some groups, width], wide."""
-        numbers = table[self.rows[bounds[0] : bounds[-1]]].astype(_wide(table.dtype))
+        """Returns one row for each of some groups [some groups, width], upcast."""
+        numbers = table[self.rows[bounds[0] : bounds[-1]]].astype(_upcast(table.dtype))
         with np.errstate(all="ignore"):  # inf - inf
             results = _UFUNCS[reduction].reduceat(numbers, bounds[:-1] - bounds[0], axis=0)
             return results / np.diff(bounds)[:, None] if reduction == "mean" else results
@@ -71,8 +71,8 @@ class Groups:
     def _chunks(self, width: int) -> Iterable[tuple[int, int]]:
         """Returns the first group of each chunk, and the one after its last: what fits into caches."""
         places = np.arange(0, len(self.rows), max(1, CHUNK // max(1, width)))
-        cuts = np.searchsorted(self.bounds, places)
-        return itertools.pairwise(np.unique([*cuts, len(self.bounds) - 1]))
+        boundaries = np.searchsorted(self.bounds, places)
+        return itertools.pairwise(np.unique([*boundaries, len(self.bounds) - 1]))
 
     def _some(self, groups: np.ndarray) -> "Groups":
         """Returns some of the groups, int [some groups], ascending."""
@@ -96,7 +96,7 @@ def groups_of(ids: np.ndarray) -> Groups:
 
 
 def rounded(what: str, values: np.ndarray, dtype: Any) -> np.ndarray:
-    """Returns wide numbers in a dtype: floats rounded once, and perhaps infinite; integers as they are.
+    """Returns upcast numbers in a dtype: floats rounded once, and perhaps infinite; integers as they are.
 
     Args:
       what: these numbers are, for the message.
@@ -130,15 +130,15 @@ def _to_odd(values: np.ndarray) -> np.ndarray:
     return (bits | (near != values)).astype(np.int32).view(np.float32)
 
 
-def _wide(dtype: Any) -> Any:
-    """Returns the widest dtype of that kind."""
+def _upcast(dtype: Any) -> Any:
+    """Returns the dtype of that kind with the highest precision."""
     kinds = (
         (jnp.floating, np.float64),
         (jnp.complexfloating, np.complex128),
         (jnp.unsignedinteger, np.uint64),
         (jnp.signedinteger, np.int64),
     )
-    return next((wide for kind, wide in kinds if jnp.issubdtype(dtype, kind)), dtype)
+    return next((widest for kind, widest in kinds if jnp.issubdtype(dtype, kind)), dtype)
 
 
 def _check_can_reduce(name: str, dtype: Any, reduction: str) -> None:

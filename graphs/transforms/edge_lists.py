@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.graphs.connections import (
-    Connections,
+from jmp_train.graphs.structure import (
+    Adjacency,
+    Graph,
     check_formats,
     checked_ends,
-    connect_checked,
+    checked_features,
     is_traced,
+    make_adjacency_checked,
 )
-from jmp_train.graphs.graph import Graph, checked_features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class EdgeList:
     features: Mapping[str, np.ndarray]
 
     @property
-    def is_loop(self) -> np.ndarray:
+    def is_self_loop(self) -> np.ndarray:
         """Bool [edges], whether an edge leaves and enters the same node."""
         return self.senders == self.receivers
 
@@ -61,7 +62,7 @@ def edges_on_host(graph: Any) -> EdgeList:
       graph: what should be an unpadded Graph with values.
 
     Raises:
-      TypeError: it is no Graph, or traced.
+      TypeError: it is not a Graph, or traced.
       ValueError: it is padded, or an id is out of range, which a graph made under jit may have.
     """
     if not isinstance(graph, Graph):
@@ -85,7 +86,7 @@ def with_edge_list(graph: Graph, edges: EdgeList, formats: Sequence[str] | None)
       formats: see `from_edges`; None for those of the graph.
 
     Raises:
-      TypeError: `formats` is no sequence.
+      TypeError: `formats` is not a sequence.
       ValueError: a format is unknown, or has no places for edge features; or an edge joins two graphs of
         the batch, or `n_node` does not add up, as may be in a graph made under jit.
     """
@@ -99,14 +100,14 @@ def with_edge_list(graph: Graph, edges: EdgeList, formats: Sequence[str] | None)
         n_edge = np.bincount(owner, minlength=len(graph.n_node))
         if (owner[1:] < owner[:-1]).any():
             edges = edges.take(np.argsort(owner, kind="stable"))
-    connections = connect_checked(
+    adjacency = make_adjacency_checked(
         edges.senders, edges.receivers, graph.num_nodes, graph.num_nodes, formats=formats
     )
-    rows = connections.targets.num_edges if edges.features else connections.num_edges
+    rows = adjacency.targets.num_edges if edges.features else adjacency.num_edges
     return dataclasses.replace(
         graph,
         edges=checked_features("edges", edges.features, rows),
-        connections=connections,
+        connections=adjacency,
         n_edge=jnp.asarray(n_edge, jnp.int32),
     )
 
@@ -119,21 +120,21 @@ def owning_graphs(graph: Graph) -> np.ndarray:
     return owners
 
 
-def _ends(connections: Connections) -> tuple[np.ndarray, np.ndarray]:
-    if connections.ends is not None:
-        return np.asarray(connections.sources.ids), np.asarray(connections.targets.ids)
-    assert connections.neighbors is not None  # no format is without both
-    by_target = connections.neighbors.by_target
+def _ends(adjacency: Adjacency) -> tuple[np.ndarray, np.ndarray]:
+    if adjacency.ends is not None:
+        return np.asarray(adjacency.sources.ids), np.asarray(adjacency.targets.ids)
+    assert adjacency.neighbors is not None  # no format is without both
+    by_target = adjacency.neighbors.by_target
     nodes = np.arange(by_target.num_nodes, dtype=np.int32)
     return np.asarray(by_target.others), np.repeat(nodes, np.asarray(by_target.degrees))
 
 
-def _formats(connections: Connections) -> tuple[str, ...]:
-    """Returns the formats that the connections were made with."""
+def _formats(adjacency: Adjacency) -> tuple[str, ...]:
+    """Returns the formats that the adjacency were made with."""
     kept = {
-        "coo": connections.ends,
-        "csr": connections.neighbors,
-        "mailbox": connections.mailboxes,
+        "coo": adjacency.ends,
+        "csr": adjacency.neighbors,
+        "mailbox": adjacency.mailboxes,
     }
     return tuple(name for name, indices in kept.items() if indices is not None)
 

@@ -1,4 +1,4 @@
-"""Transforms of a graph's edges: loops, both directions, parallel edges; on the host, as pure functions."""
+"""Transforms of a graph's edges: self-loops, both directions, parallel edges; on the host, as pure functions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,26 +6,26 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.graphs.edge_groups import REDUCTIONS, Groups, groups_of, rounded
-from jmp_train.graphs.edge_lists import EdgeList, edges_on_host, with_edge_list
-from jmp_train.graphs.writing import accepts_jraph
+from jmp_train.graphs.structure import Graph, accepts_jraph
+from jmp_train.graphs.transforms.edge_groups import REDUCTIONS, Groups, groups_of, rounded
+from jmp_train.graphs.transforms.edge_lists import EdgeList, edges_on_host, with_edge_list
 
 
 @accepts_jraph
 def add_self_loop(
-    graph: Any,
+    graph: Graph,
     fill_value: float | str = 1.0,
     allow_duplicate: bool = False,
     *,
     formats: Sequence[str] | None = None,
-) -> Any:
-    """Returns the graph with one loop on each node, after its other edges; runs on the host.
+) -> Graph:
+    """Returns the graph with one self-loop on each node, after its other edges; runs on the host.
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
-      fill_value: the features of the new loops: a number, or "sum", "mean", "max" or "min" of those of
+      fill_value: the features of the new self-loops: a number, or "sum", "mean", "max" or "min" of those of
         the edges that enter the node, 0 where there are none.
-      allow_duplicate: whether loops that are there stay; they are removed first otherwise, and count
+      allow_duplicate: whether self-loops that are there stay; they are removed first otherwise, and count
         for no `fill_value`.
       formats: see `from_edges`; None for those of the graph.
 
@@ -47,18 +47,18 @@ def add_self_loop(
     _check_fill_value(fill_value)
     edges = edges_on_host(graph)
     if not allow_duplicate:
-        edges = edges.take(~edges.is_loop)
+        edges = edges.take(~edges.is_self_loop)
     nodes = np.arange(graph.num_nodes, dtype=edges.senders.dtype)
     features = {}
     for name, rows in edges.features.items():
-        loops = _loop_features(name, rows, edges.receivers, len(nodes), fill_value)
-        features[name] = np.concatenate([rows, loops])
+        self_loops = _self_loop_features(name, rows, edges.receivers, len(nodes), fill_value)
+        features[name] = np.concatenate([rows, self_loops])
     senders, receivers = (np.append(ids, nodes) for ids in (edges.senders, edges.receivers))
     return with_edge_list(graph, EdgeList(senders, receivers, features), formats)
 
 
 @accepts_jraph
-def remove_self_loop(graph: Any, *, formats: Sequence[str] | None = None) -> Any:
+def remove_self_loop(graph: Graph, *, formats: Sequence[str] | None = None) -> Graph:
     """Returns the graph without the edges that enter the node which they leave; runs on the host.
 
     Args:
@@ -78,12 +78,12 @@ def remove_self_loop(graph: Any, *, formats: Sequence[str] | None = None) -> Any
       [0, 1]
     """
     edges = edges_on_host(graph)
-    return with_edge_list(graph, edges.take(~edges.is_loop), formats)
+    return with_edge_list(graph, edges.take(~edges.is_self_loop), formats)
 
 
 @accepts_jraph
-def reverse(graph: Any, *, formats: Sequence[str] | None = None) -> Any:
-    """Returns the graph with every edge turned round; runs on the host.
+def reverse(graph: Graph, *, formats: Sequence[str] | None = None) -> Graph:
+    """Returns the graph with every edge reversed; runs on the host.
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
@@ -103,19 +103,19 @@ def reverse(graph: Any, *, formats: Sequence[str] | None = None) -> Any:
       ([1, 2], [0, 1])
     """
     edges = edges_on_host(graph)
-    turned = EdgeList(edges.receivers, edges.senders, edges.features)
-    return with_edge_list(graph, turned, formats)
+    reversed_ = EdgeList(edges.receivers, edges.senders, edges.features)
+    return with_edge_list(graph, reversed_, formats)
 
 
 @accepts_jraph
 def to_simple(
-    graph: Any,
+    graph: Graph,
     reduce: str = "first",
     count: str | None = None,
     *,
     formats: Sequence[str] | None = None,
-) -> Any:
-    """Returns the graph with parallel edges joined to one; runs on the host.
+) -> Graph:
+    """Returns the graph with parallel edges coalesced; runs on the host.
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
@@ -128,7 +128,7 @@ def to_simple(
       The graph, each edge where the first of those that it joins was.
 
     Raises:
-      TypeError: the graph is traced, or has several types; integers are to have a mean; or `count` is no name.
+      TypeError: the graph is traced, or has several types; integers are to have a mean; or `count` is not a name.
       ValueError: the graph is padded; `reduce` is unknown, or `count` is there already; or a sum of
         integers goes beyond their dtype.
 
@@ -151,8 +151,8 @@ def to_simple(
 
 @accepts_jraph
 def to_bidirected(
-    graph: Any, reduce: str = "first", *, formats: Sequence[str] | None = None
-) -> Any:
+    graph: Graph, reduce: str = "first", *, formats: Sequence[str] | None = None
+) -> Graph:
     """Returns the graph with each edge once in either direction; runs on the host.
 
     Args:
@@ -180,11 +180,11 @@ def to_bidirected(
     _check_reduce(reduce)
     edges = edges_on_host(graph)
     places = np.arange(len(edges.senders))
-    turned = places[~edges.is_loop]
-    places = np.concatenate([places, turned])  # whose features an edge of `both` carries
+    reversed_ = places[~edges.is_self_loop]
+    places = np.concatenate([places, reversed_])  # whose features an edge of `both` carries
     both = EdgeList(
-        np.concatenate([edges.senders, edges.receivers[turned]]),
-        np.concatenate([edges.receivers, edges.senders[turned]]),
+        np.concatenate([edges.senders, edges.receivers[reversed_]]),
+        np.concatenate([edges.receivers, edges.senders[reversed_]]),
         {},
     )
     groups = groups_of(both.keys)
@@ -201,15 +201,15 @@ def _firsts(edges: EdgeList, groups: Groups, features: Mapping[str, np.ndarray])
     return joined.take(group_at[group_at >= 0])
 
 
-def _loop_features(
+def _self_loop_features(
     name: str, rows: np.ndarray, receivers: np.ndarray, num_nodes: int, fill_value: float | str
 ) -> np.ndarray:
-    """Returns the features of the loops [nodes, ...], in the dtype of the other edges' rows."""
+    """Returns the features of the self-loops [nodes, ...], in the dtype of the other edges' rows."""
     shape = (num_nodes, *rows.shape[1:])
     if isinstance(fill_value, str):
-        groups, loops = groups_of(receivers), np.zeros(shape, rows.dtype)
-        loops[receivers[groups.firsts]] = groups.reduce(name, rows, fill_value)
-        return loops
+        groups, self_loops = groups_of(receivers), np.zeros(shape, rows.dtype)
+        self_loops[receivers[groups.firsts]] = groups.reduce(name, rows, fill_value)
+        return self_loops
     filled = rounded(f"fill_value for edges[{name!r}]", np.asarray(fill_value), rows.dtype)
     if np.isfinite(fill_value) and not np.isfinite(filled):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Other names for the nodes of a graph, so that what is needed together lies together in memory."""
+"""Other names for the nodes of a graph, so that what is needed together is close together in memory."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,9 +7,13 @@ from typing import Any, cast
 import jraph
 import numpy as np
 
-from jmp_train.graphs.edge_lists import EdgeList, edges_on_host, owning_graphs, with_edge_list
-from jmp_train.graphs.graph import checked_features, from_jraph, to_jraph
-from jmp_train.graphs.writing import AnyGraph
+from jmp_train.graphs.structure import AnyGraph, checked_features, from_jraph, to_jraph
+from jmp_train.graphs.transforms.edge_lists import (
+    EdgeList,
+    edges_on_host,
+    owning_graphs,
+    with_edge_list,
+)
 
 
 def reorder(
@@ -18,12 +22,12 @@ def reorder(
     """Returns the graph with its nodes renamed and its edges sorted, and the old name of each node.
 
     Edges are sorted by receiver, and those of a receiver by sender, so that rows which are read after each
-    other lie near each other. Nodes of a batch stay in their graph. Runs on the host.
+    other are near each other. Nodes of a batch stay in their graph. Runs on the host.
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
       by: "degree" for the in-degree, the largest first, equals in the order they had; "rcm" for the
-        reverse Cuthill-McKee order, in which neighbours have near names.
+        reverse Cuthill-McKee order, in which neighbors have near names.
       formats: see `from_edges`; None for those of the graph.
 
     Returns:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.graphs.connections import is_traced
+from jmp_train.graphs.structure import is_traced
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
 
@@ -27,7 +27,7 @@ def normalize_rows(features: Array) -> Array:
       float32 and rounded once; sums are float64.
 
     Raises:
-      TypeError: features are no array, not floating, or traced.
+      TypeError: features are not an array, not floating, or traced.
       ValueError: features have another rank than 2.
 
     Example:

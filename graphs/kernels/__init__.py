@@ -1,0 +1,15 @@
+"""Sums over edges and attention, computed chunk by chunk or on whole arrays of edges."""
+
+from jmp_train.graphs.kernels.attention import GAT as GAT
+from jmp_train.graphs.kernels.attention import GATV2 as GATV2
+from jmp_train.graphs.kernels.chunks import run_chunked as run_chunked
+from jmp_train.graphs.kernels.dropout import edge_dropout as edge_dropout
+from jmp_train.graphs.kernels.gat import GATInputs as GATInputs
+from jmp_train.graphs.kernels.gatv2 import GATv2Inputs as GATv2Inputs
+from jmp_train.graphs.kernels.implementations import EdgeOperation as EdgeOperation
+from jmp_train.graphs.kernels.messages_xla import REDUCTIONS as REDUCTIONS
+from jmp_train.graphs.kernels.messages_xla import messages_by_xla as messages_by_xla
+from jmp_train.graphs.kernels.messages_xla import reduction_by_xla as reduction_by_xla
+from jmp_train.graphs.kernels.spmm_sddmm import Scales as Scales
+from jmp_train.graphs.kernels.spmm_sddmm import edge_dot as edge_dot
+from jmp_train.graphs.kernels.spmm_sddmm import weighted_sum as weighted_sum

@@ -1,0 +1,125 @@
+"""Built-in messages and reductions with arrays of all edges, which XLA may fuse; gradients recompute them.
+
+Compilers for GPUs fuse reads, arithmetic and the addition, so that what sums need for each edge and feature
+is not stored.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jmp_train.graphs.fn import Message, Operation, Reduction
+from jmp_train.graphs.structure import (
+    Adjacency,
+    as_inexact,
+    common_dtype,
+    in_float32,
+    rows_like,
+    upcast,
+    upcast_integers,
+)
+
+Operands = Sequence[jax.Array]
+
+
+def messages_by_xla(adjacency: Adjacency, message: Message, operands: Operands) -> jax.Array:
+    """Returns the message of each edge, [edges, ...] in the operands' common dtype.
+
+    Args:
+      adjacency: who sends to whom.
+      message: which.
+      operands: its features.
+    """
+    return in_float32(lambda *operands: _messages(message, operands, adjacency), *operands)
+
+
+def reduction_by_xla(
+    adjacency: Adjacency, message: Message, reduction: Reduction, operands: Operands
+) -> jax.Array:
+    """Returns what the receivers make of their messages, [receivers, ...] in the operands' common dtype.
+
+    Args:
+      adjacency: who sends to whom.
+      message: which.
+      reduction: "sum", "mean", "max" or "min".
+      operands: the message's features.
+    """
+    return in_float32(
+        lambda *operands: _reduction(message, reduction, operands, adjacency), *operands
+    )
+
+
+@functools.partial(jax.checkpoint, static_argnums=(0, 1))
+def _reduction(
+    message: Message, reduction: Reduction, operands: Operands, adjacency: Adjacency
+) -> jax.Array:
+    return REDUCTIONS[reduction](adjacency, _computed(message, operands, adjacency))
+
+
+@functools.partial(jax.checkpoint, static_argnums=0)
+def _messages(message: Message, operands: Operands, adjacency: Adjacency) -> jax.Array:
+    return _computed(message, operands, adjacency)
+
+
+def _computed(message: Message, operands: Operands, adjacency: Adjacency) -> jax.Array:
+    """Returns the messages [edges, ...] in the dtype in which they are computed."""
+    reads = []
+    for (end, _), operand in zip(message.operands, operands, strict=True):
+        rows = upcast(operand)
+        if end != "e":
+            rows = (adjacency.sources if end == "u" else adjacency.targets).read(rows)
+        reads.append(rows)
+    if len(reads) == 1:
+        return reads[0]
+    left, right = reads
+    return _combined(message.operation, left, right, adjacency)
+
+
+def _combined(
+    operation: Operation, left: jax.Array, right: jax.Array, adjacency: Adjacency
+) -> jax.Array:
+    """Returns what an operation makes of both operands' rows [edges, ...]."""
+    dtype = common_dtype(left.dtype, right.dtype)
+    rank = max(left.ndim, right.ndim)
+    left = left.reshape(left.shape[0], *[1] * (rank - left.ndim), *left.shape[1:])
+    right = right.reshape(right.shape[0], *[1] * (rank - right.ndim), *right.shape[1:])
+    left, right = upcast_integers(left.astype(dtype)), upcast_integers(right.astype(dtype))
+    if operation == "dot":
+        return left * right if left.ndim == 1 else (left * right).sum(-1, keepdims=True)
+    if operation == "div":  # by 1 for padding edges, or their gradients were NaN
+        is_counted = rows_like(adjacency.targets.is_counted, right)
+        right = jnp.where(is_counted, right, jnp.ones_like(right))
+    return {"add": jnp.add, "sub": jnp.subtract, "mul": jnp.multiply, "div": jnp.divide}[operation](
+        left, right
+    )
+
+
+def _sum(adjacency: Adjacency, messages: jax.Array) -> jax.Array:
+    return adjacency.targets.sum(upcast_integers(messages))
+
+
+def _mean(adjacency: Adjacency, messages: jax.Array) -> jax.Array:
+    return adjacency.targets.mean(as_inexact(messages))
+
+
+def _max(adjacency: Adjacency, messages: jax.Array) -> jax.Array:
+    return _zero_without_edges(adjacency, adjacency.targets.max(messages))
+
+
+def _min(adjacency: Adjacency, messages: jax.Array) -> jax.Array:
+    return _zero_without_edges(adjacency, adjacency.targets.min(messages))
+
+
+def _zero_without_edges(adjacency: Adjacency, result: jax.Array) -> jax.Array:
+    is_reached = rows_like(adjacency.targets.degrees > 0, result)
+    return jnp.where(is_reached, result, jnp.zeros_like(result))
+
+
+REDUCTIONS: dict[Reduction, Callable[[Adjacency, jax.Array], jax.Array]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "max": _max,
+    "min": _min,
+}

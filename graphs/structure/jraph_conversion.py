@@ -1,0 +1,197 @@
+"""jraph's graphs as ours, and ours as jraph's; functions of our graphs that take either."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import jraph
+import numpy as np
+
+from jmp_train.graphs.structure.adjacency import (
+    check_formats,
+    checked_ends,
+    is_traced,
+    make_adjacency_checked,
+    make_adjacency_traced,
+)
+from jmp_train.graphs.structure.block import Block
+from jmp_train.graphs.structure.counts import as_counts, check_int32
+from jmp_train.graphs.structure.graph import Graph, checked_features
+from jmp_train.graphs.structure.hetero_graph import HeteroGraph
+from jmp_train.policies.pytrees import named_leaves, path_name
+
+Params = ParamSpec("Params")
+AnyGraph = TypeVar("AnyGraph", Graph, HeteroGraph, jraph.GraphsTuple)
+OurGraph = TypeVar("OurGraph", Graph, HeteroGraph)
+
+
+def from_jraph(
+    graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequence[str] = ("coo",)
+) -> Graph:
+    """Returns jraph's graphs as a graph. Under jit nothing is checked, and indices are made on the device.
+
+    Args:
+      graphs: `nodes` and `edges` are dictionaries of arrays, any other trees of them, or None. A single array
+        becomes the feature "x", and one in a tree is named by its path, such as "a/b".
+      padded: whether `jraph.pad_with_graphs` padded it.
+      formats: see `from_edges`; outside of jit only.
+
+    Returns:
+      The graph.
+
+    Raises:
+      TypeError: ids are not integers, or a feature is not an array.
+      ValueError: see `from_edges`; or senders or receivers are missing, or counts do not add up.
+
+    Example:
+      >>> import jraph, numpy as np
+      >>> graphs = jraph.GraphsTuple(
+      ...     nodes={"h": np.ones((3, 2))}, edges=None, senders=np.array([0, 1]),
+      ...     receivers=np.array([1, 2]), n_node=np.array([3]), n_edge=np.array([2]), globals=None)
+      >>> from_jraph(graphs).num_nodes
+      3
+    """
+    if graphs.senders is None or graphs.receivers is None:
+        raise ValueError("senders and receivers must be arrays, got None: a graph has edges")
+    nodes, edges = _as_features("nodes", graphs.nodes), _as_features("edges", graphs.edges)
+    traced = is_traced(graphs.senders, graphs.receivers, graphs.n_node, graphs.n_edge)
+    totals = {} if traced else _totals(graphs)
+    n_node, n_edge = jnp.asarray(graphs.n_node), jnp.asarray(graphs.n_edge)
+    if traced and "mailbox" in formats:
+        raise TypeError('formats=("mailbox",) needs a graph that is made outside of jit')
+    if nodes:
+        count = next(iter(nodes.values())).shape[0]
+    elif is_traced(n_node):
+        raise TypeError(
+            "n_node is traced: under jit the graph needs a node feature to count nodes by"
+        )
+    else:
+        count = int(np.sum(graphs.n_node)) if traced else totals["n_node"]
+        check_int32("n_node adds up to", count)
+    num_edges = np.shape(graphs.receivers)[0]
+    if traced:
+        senders, receivers = jnp.asarray(graphs.senders), jnp.asarray(graphs.receivers)
+        if padded:
+            is_real = jnp.arange(num_edges) < n_edge.sum() - n_edge[first_padding(n_node)]
+            senders, receivers = (jnp.where(is_real, ids, count) for ids in (senders, receivers))
+        adjacency = make_adjacency_traced(senders, receivers, count, count)
+    else:
+        check_formats(formats)
+        ends = checked_ends(graphs.senders, graphs.receivers, count, count)
+        for name, total in (("n_node", count), ("n_edge", num_edges)):
+            if totals[name] != total:
+                raise ValueError(f"{name} adds up to {totals[name]}, but there are {total}")
+        if padded:
+            ends = _without_padding(n_node, n_edge, ends, count)
+        adjacency = make_adjacency_checked(*ends, count, count, formats=formats, is_fixed=padded)
+    return Graph(
+        nodes=checked_features("nodes", nodes, count),
+        edges=checked_features("edges", edges, num_edges),
+        connections=adjacency,
+        n_node=n_node,
+        n_edge=n_edge,
+        globals=graphs.globals,
+        is_padded=padded,
+    )
+
+
+def to_jraph(graph: Graph) -> jraph.GraphsTuple:
+    """Returns the graph as jraph's, padding edges as self-loops on the first padding node.
+
+    Args:
+      graph: a graph.
+
+    Returns:
+      A GraphsTuple with dictionaries of features.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> to_jraph(from_edges([0, 1], [1, 0], 2)).senders.tolist()
+      [0, 1]
+    """
+    senders, receivers = graph.senders, graph.receivers
+    if graph.is_padded:
+        first = graph.num_nodes - graph.n_node[first_padding(graph.n_node)]
+        senders, receivers = (
+            jnp.where(ids < graph.num_nodes, ids, first) for ids in (senders, receivers)
+        )
+    return jraph.GraphsTuple(
+        nodes=dict(graph.nodes),
+        edges=dict(graph.edges),
+        senders=senders,
+        receivers=receivers,
+        n_node=graph.n_node,
+        n_edge=graph.n_edge,
+        globals=graph.globals,
+    )
+
+
+def accepts_jraph(
+    function: Callable[Concatenate[Any, Params], Any],
+) -> Callable[Concatenate[AnyGraph, Params], AnyGraph]:
+    """Returns the function that takes a GraphsTuple too, and then returns one."""
+
+    @functools.wraps(function)
+    def on_any_graph(graph: Any, /, *args: Params.args, **kwargs: Params.kwargs) -> Any:
+        if isinstance(graph, jraph.GraphsTuple):
+            found = to_jraph(function(from_jraph(graph), *args, **kwargs))
+            return found._replace(
+                nodes=_nested_like(graph.nodes, found.nodes),
+                edges=_nested_like(graph.edges, found.edges),
+            )
+        if not isinstance(graph, Graph | HeteroGraph):
+            kind = type(graph).__name__
+            raise TypeError(
+                f"graph must be a Graph, a HeteroGraph or a jraph.GraphsTuple, got {kind}"
+                + ("; block.graph(...) makes one of it" if isinstance(graph, Block) else "")
+            )
+        return function(graph, *args, **kwargs)
+
+    return on_any_graph
+
+
+def first_padding(n_node: jax.Array) -> jax.Array:
+    """Returns the index of the graph that holds all padding: the last one that has nodes."""
+    graphs = n_node.shape[0]
+    return graphs - 1 - jnp.argmax(n_node[::-1] > 0)
+
+
+def _nested_like(old: Any, features: Any) -> Any:
+    """Returns features nested as in old ones, those that are new on top; by path where those are not a mapping."""
+    paths = {path for path, _ in named_leaves(old)}
+    if not isinstance(old, Mapping) or not paths <= features.keys():
+        return features
+    nested = jax.tree_util.tree_map_with_path(lambda path, _: features[path_name(path)], old)
+    return {**nested, **{name: x for name, x in features.items() if name not in paths}}
+
+
+def _totals(graphs: jraph.GraphsTuple) -> dict[str, int]:
+    """Returns how many nodes and edges the graphs of a batch have together, which may be beyond int32."""
+    counts = {"n_node": graphs.n_node, "n_edge": graphs.n_edge}
+    return {name: int(as_counts(name, each).sum()) for name, each in counts.items()}
+
+
+def _as_features(name: str, features: Any) -> dict[str, jax.Array]:
+    """Returns the arrays of a tree by their paths, "x" for the tree that is one."""
+    arrays = {}
+    for path, feature in named_leaves(features):
+        key = path or "x"
+        if not isinstance(feature, np.ndarray | jax.Array):
+            kind = type(feature).__name__
+            raise TypeError(f"{name}[{key!r}] must be an array, got {kind}")
+        if key in arrays:
+            raise ValueError(f"{name} has two features whose path is {key!r}")
+        arrays[key] = jnp.asarray(feature)
+    return arrays
+
+
+def _without_padding(
+    n_node: jax.Array, n_edge: jax.Array, ends: tuple[np.ndarray, np.ndarray], count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ends, with those of padding edges out of range."""
+    padding = int(first_padding(n_node))
+    is_real = np.arange(len(ends[0])) < int(n_edge[:padding].sum())
+    senders, receivers = (np.where(is_real, ids.astype(np.int64), count) for ids in ends)
+    return senders, receivers
