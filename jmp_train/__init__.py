@@ -1,7 +1,9 @@
 """Mixed-precision training for JAX, as transformations of pure functions.
 
-`import jmp_train as jt` offers policies, loss scales and the train step; `jt.graphs` the message
-passing. Everything that jmp 0.0.4 has is here under the same names.
+`import jmp_train as jt` offers what a training script needs: policies, loss scales, autocast, train steps, checkpoints.
+`jt.graphs` passes messages on graphs, `jt.data` reads and batches data, `jt.aot` compiles for a GPU that need not be
+there, `jt.distributed` joins several processes; `jt.policies`, `jt.autocasting`, `jt.steps`, `jt.parallel` and
+`jt.checkpoints` hold what fewer scripts need. Everything that jmp 0.0.4 has is here under the same names.
 """
 
 from jmp_train import current_folder  # noqa: F401, I001 - before all that could be there
@@ -10,21 +12,24 @@ from jmp_train import command_start  # noqa: F401 - before jax, which takes seco
 import importlib
 import typing
 
+from jmp_train import checkpoints as checkpoints
 from jmp_train import distributed as distributed
-from jmp_train import flax_serialization as flax_serialization  # registers its types
-from jmp_train.checkpoint import CheckpointStore as CheckpointStore
+from jmp_train import parallel as parallel
+from jmp_train import policies as policies
+from jmp_train import steps as steps
+from jmp_train.checkpoints import CheckpointStore as CheckpointStore
+from jmp_train.checkpoints import load_weights as load_weights
+from jmp_train.checkpoints import save_weights as save_weights
 from jmp_train.distributed import broadcast_state as broadcast_state
-from jmp_train.flax_train_state import FlaxTrainState as FlaxTrainState
-from jmp_train.gradients import scaled_value_and_grad as scaled_value_and_grad
-from jmp_train.nnx_gradients import nnx_value_and_grad as nnx_value_and_grad
+from jmp_train.parallel import Stages as Stages
 from jmp_train.parallel import data_parallel as data_parallel
+from jmp_train.parallel import fsdp_shardings as fsdp_shardings
+from jmp_train.parallel import pipeline as pipeline
 from jmp_train.parallel import pmap_step as pmap_step
 from jmp_train.parallel import sharded_step as sharded_step
-from jmp_train.pipelining import pipeline as pipeline
-from jmp_train.placement import fsdp_shardings as fsdp_shardings
-from jmp_train.placement import specs_by_path as specs_by_path
-from jmp_train.placement import state_shardings as state_shardings
-from jmp_train.placement import zero1_shardings as zero1_shardings
+from jmp_train.parallel import specs_by_path as specs_by_path
+from jmp_train.parallel import state_shardings as state_shardings
+from jmp_train.parallel import zero1_shardings as zero1_shardings
 from jmp_train.policies import APEX_O1 as APEX_O1
 from jmp_train.policies import TORCH_CPU as TORCH_CPU
 from jmp_train.policies import TORCH_CUDA as TORCH_CUDA
@@ -45,6 +50,12 @@ from jmp_train.policies import NoOpLossScale as NoOpLossScale
 from jmp_train.policies import OperationReport as OperationReport
 from jmp_train.policies import PathPolicy as PathPolicy
 from jmp_train.policies import PerLossScale as PerLossScale
+from jmp_train.policies import Grads as Grads
+from jmp_train.policies import OptState as OptState
+from jmp_train.policies import Params as Params
+from jmp_train.types import Batch as Batch
+from jmp_train.types import Metrics as Metrics
+from jmp_train.types import ModelState as ModelState
 from jmp_train.policies import Policy as Policy
 from jmp_train.policies import PolicyReport as PolicyReport
 from jmp_train.policies import StalledTrainingError as StalledTrainingError
@@ -57,6 +68,7 @@ from jmp_train.policies import apex_loss_scale as apex_loss_scale
 from jmp_train.policies import apply_policy as apply_policy
 from jmp_train.policies import autocast as autocast
 from jmp_train.policies import autocast_as as autocast_as
+from jmp_train.policies import autocasting as autocasting
 from jmp_train.policies import batch_norm_paths as batch_norm_paths
 from jmp_train.policies import cast_to_full as cast_to_full
 from jmp_train.policies import cast_to_half as cast_to_half
@@ -77,6 +89,7 @@ from jmp_train.policies import nemo_loss_scale as nemo_loss_scale
 from jmp_train.policies import nonfinite_report as nonfinite_report
 from jmp_train.policies import policy_by_path as policy_by_path
 from jmp_train.policies import reduce_gradients as reduce_gradients
+from jmp_train.policies import scale_tree as scale_tree
 from jmp_train.policies import select_step as select_step
 from jmp_train.policies import select_tree as select_tree
 from jmp_train.policies import set_loss_scale as set_loss_scale
@@ -84,27 +97,34 @@ from jmp_train.policies import set_master_weights as set_master_weights
 from jmp_train.policies import skips_to_floor as skips_to_floor
 from jmp_train.policies import stochastic_round as stochastic_round
 from jmp_train.policies import torch_loss_scale as torch_loss_scale
-from jmp_train.policies import vary as vary
-from jmp_train.policies import wide_dot_general as wide_dot_general
+from jmp_train.policies import unscale_tree as unscale_tree
+from jmp_train.policies import pvary as pvary
+from jmp_train.policies import float32_dot_general as float32_dot_general
 from jmp_train.policies import with_loss_scale as with_loss_scale
 from jmp_train.policies import with_master_weights as with_master_weights
 from jmp_train.policies import with_stochastic_rounding as with_stochastic_rounding
-from jmp_train.stages import Stages as Stages
-from jmp_train.train_state import TrainState as TrainState
-from jmp_train.train_step import TrainStep as TrainStep
-from jmp_train.train_step import stateless as stateless
-from jmp_train.train_step import train_step as train_step
-from jmp_train.weights import load_weights as load_weights
-from jmp_train.weights import save_weights as save_weights
+from jmp_train.steps import FlaxTrainState as FlaxTrainState
+from jmp_train.steps import StepCosts as StepCosts
+from jmp_train.steps import TrainState as TrainState
+from jmp_train.steps import TrainStep as TrainStep
+from jmp_train.steps import nnx_value_and_grad as nnx_value_and_grad
+from jmp_train.steps import scaled_value_and_grad as scaled_value_and_grad
+from jmp_train.steps import stateless as stateless
+from jmp_train.steps import step_costs as step_costs
+from jmp_train.steps import train_step as train_step
 
 if typing.TYPE_CHECKING:
+    from jmp_train import aot as aot
+    from jmp_train import data as data
     from jmp_train import graphs as graphs
 
 __version__ = "0.1.0"
 
+# What takes long to import, for which who does not use it should not wait.
+_LAZY = ("aot", "data", "graphs")
+
 
 def __getattr__(name: str) -> typing.Any:
-    # The layers load flax.nnx, for which who has no graphs should not wait.
-    if name == "graphs":
-        return importlib.import_module("jmp_train.graphs")
+    if name in _LAZY:
+        return importlib.import_module(f"jmp_train.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

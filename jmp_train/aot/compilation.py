@@ -1,4 +1,4 @@
-"""Compiles for an NVIDIA GPU that is not there, and says what the program would need on it.
+"""Ahead-of-time (AOT) compilation for a target NVIDIA GPU, and what the program would need on it.
 
 XLA's compiler for CUDA needs no device, only its description, so memory, fusions and the dtypes of
 collectives can be read on any machine with Linux and the packages of `jmp_train[plan]`.
@@ -24,8 +24,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_train.gpus import GPUS
-from jmp_train.hlo import StoredArray, stored_arrays
+from jmp_train.aot.gpus import GPUS
+from jmp_train.aot.hlo import StoredArray, stored_arrays
 
 
 class PluginError(RuntimeError):
@@ -80,7 +80,7 @@ def compile_for_gpu(
     arguments)` or `(function, arguments, jit_kwargs)`. The function is not jitted yet; arguments are
     a tuple of trees whose leaves are `jax.ShapeDtypeStruct` or arrays, of which only shape and dtype
     count; `jit_kwargs` go to `jax.jit`. A builder with a parameter `mesh` gets the mesh of the
-    absent GPUs, whose one axis is "data", for shardings; leaves without one are replicated.
+    target GPUs, whose one axis is "data", for shardings; leaves without one are replicated.
 
         def build(rows, mesh):
             x = jax.ShapeDtypeStruct(
@@ -114,7 +114,15 @@ def compile_for_gpu(
     _check(target, gpu, devices)
     with tempfile.TemporaryDirectory(prefix="jmp_train_") as directory:
         folder = Path(directory)
-        command = (str(python), "-m", "jmp_train.absent_gpu", directory, gpu, str(devices), target)
+        command = (
+            str(python),
+            "-m",
+            "jmp_train.aot.compilation",
+            directory,
+            gpu,
+            str(devices),
+            target,
+        )
         log = folder / "log"
         code = _run((*command, *arguments), log, timeout)
         if code is None:
@@ -128,8 +136,8 @@ def compile_for_gpu(
         return CompiledForGPU(**sizes, hlo=(folder / "hlo").read_text())
 
 
-def absent_mesh(gpu: str = "V100-16GB", devices: int = 1) -> Mesh:
-    """Returns a mesh of GPUs that are not there; its one axis is "data".
+def target_mesh(gpu: str = "V100-16GB", devices: int = 1) -> Mesh:
+    """Returns a mesh of target GPUs, which need not exist; its one axis is "data".
 
     Args:
       gpu: one of `GPUS`.
@@ -165,7 +173,7 @@ def compile_here(
       arguments: its arguments, trees of `jax.ShapeDtypeStruct` or arrays; where they have no
         sharding over `mesh`, they are replicated.
       jit_kwargs: for `jax.jit`: `donate_argnums`, `out_shardings`.
-      mesh: an `absent_mesh`, or one of its devices in another arrangement. If arguments are on such a one, that
+      mesh: an `target_mesh`, or one of its devices in another arrangement. If arguments are on such a one, that
         counts.
 
     Raises:
@@ -281,7 +289,7 @@ def _main(directory: str, gpu: str, devices: str, target: str, *arguments: str) 
     """Compiles what a builder returns and leaves the result in a directory."""
     folder = Path(directory)
     try:
-        mesh = absent_mesh(gpu, int(devices))
+        mesh = target_mesh(gpu, int(devices))
     except PluginError as error:
         (folder / "no_plugin").write_text(str(error))
         return
@@ -305,7 +313,7 @@ def _build(target: str, arguments: tuple[str, ...], mesh: Mesh) -> tuple[Any, ..
 
 
 def _load(place: str) -> ModuleType:
-    """Returns the module of that name, or of a file, which may import its neighbours."""
+    """Returns the module of that name, or of a file, which may import its neighbors."""
     if not place.endswith(".py"):
         return importlib.import_module(place)
     file = Path(place).resolve(strict=True)

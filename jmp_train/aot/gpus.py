@@ -68,4 +68,4 @@ GPUS: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-"""What `jmp_train.absent_gpu` can compile for: texts of XLA's `GpuTargetConfigProto` by name."""
+"""What `jmp_train.aot.compilation` can compile for: texts of XLA's `GpuTargetConfigProto` by name."""

@@ -40,7 +40,7 @@ class StoredArray:
 def stored_arrays(hlo: str) -> tuple[StoredArray, ...]:
     """Returns the arrays that a program stores, one for each array of each instruction's result.
 
-    Instructions that only hand arrays on (tuples, bitcasts, loops) are left out, and an asynchronous
+    Instructions that only pass arrays on (tuples, bitcasts, loops) are left out, and an asynchronous
     operation is listed once. The sum of all says nothing: arrays that do not live at the same time
     share memory.
 
@@ -48,7 +48,7 @@ def stored_arrays(hlo: str) -> tuple[StoredArray, ...]:
       hlo: the text of a compiled program, `jax.jit(f).lower(...).compile().as_text()`.
 
     Raises:
-      ValueError: `hlo` is no text of a whole HLO module.
+      ValueError: `hlo` is not the text of a whole HLO module.
 
     Example:
       >>> arrays = stored_arrays('''
@@ -122,7 +122,7 @@ def _instruction(line: str) -> _Instruction:
     split = _type_length(rest)
     operation = _OPCODE.match(rest[split:])
     if start is None or operation is None:
-        raise ValueError(f"hlo has a line that is no instruction: {line[:200]!r}")
+        raise ValueError(f"hlo has a line that is not an instruction: {line[:200]!r}")
     called = ()
     if operation[1] in _RUNS_OTHERS:
         attributes = operation[2].partition(", metadata={")[0]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_train.checkpoint_manifest import DamagedError
+from jmp_train.checkpoints.manifest import DamagedError
 from jmp_train.extras import extra_packages
 
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"

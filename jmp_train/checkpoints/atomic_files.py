@@ -1,14 +1,14 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes: a file has all of its new content, or what it had before."""
 
 import contextlib
 import os
 from pathlib import Path
 
 
-def write_whole(path: Path, content: bytes) -> Path:
-    """Writes a file beside and renames it, so that no half file is ever there, nor after a crash.
+def write_atomically(path: Path, content: bytes) -> Path:
+    """Writes a file atomically: to a temporary file in the same folder, which is then renamed.
 
-    A process that is killed meanwhile leaves the file beside, whose name begins with a dot.
+    A process that is killed meanwhile leaves the temporary file, whose name begins with a dot.
 
     Args:
       path: where to; its folder exists. A file that is there is replaced.
@@ -17,13 +17,13 @@ def write_whole(path: Path, content: bytes) -> Path:
     Returns:
       The path.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_bytes(content)
-        sync(beside)  # before the rename, which may reach the disk first
-        beside.replace(path)
+        temporary.write_bytes(content)
+        sync(temporary)  # before the rename, which may reach the disk first
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # not all systems sync folders; the file is whole anyway
         sync(path.parent)
     return path

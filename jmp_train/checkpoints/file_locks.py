@@ -39,7 +39,7 @@ class Holder(NamedTuple):
       host: the machine's name.
       process: the process id.
       since: when it took the lock, in UTC.
-      command: its command line, cut after 200 characters.
+      command: its command line, truncated after 200 characters.
     """
 
     host: str

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: written beside its place and renamed, with a manifest of what is in every file.
+"""A checkpoint's folder: written atomically, with a manifest of what is in every file.
 
 It is called `step_00000100`, and holds `arrays`, an orbax checkpoint with a folder for each leaf, `manifest.json`
 with the leaves and with size and sha256 of every file, and `manifest.sha256` of that. What is being written or deleted
@@ -19,21 +19,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jmp_train.checkpoint_manifest import (
+from jmp_train.checkpoints.atomic_files import sync
+from jmp_train.checkpoints.file_locks import is_read
+from jmp_train.checkpoints.manifest import (
     LONGEST,
     MANIFEST,
     MANIFEST_SUM,
     file_facts,
     verified_manifest,
 )
-from jmp_train.file_locks import is_read
-from jmp_train.whole_files import sync
 
-WHOLE, BEING_WRITTEN, BEING_DELETED = "whole", "tmp", "deleted"
+COMPLETE, BEING_WRITTEN, BEING_DELETED = "whole", "tmp", "deleted"
 STEP = r"step_(?P<step>[0-9]{8}|[1-9][0-9]{8,})"
 WRITER = r"[A-Za-z0-9-]+"
 
-_COMPLETE = re.compile(rf"{STEP}(\.{WRITER}\.{WHOLE})?")
+_COMPLETE = re.compile(rf"{STEP}(\.{WRITER}\.{COMPLETE})?")
 _OLD_TEMPORARY = re.compile(rf"{STEP}\.{BEING_WRITTEN}")  # as earlier versions named it
 
 
@@ -45,8 +45,8 @@ def step_folder(directory: Path, step: int) -> Path:
 def saved_folders(directory: Path) -> dict[int, list[Path]]:
     """Returns the steps that are there complete, damaged or not, in ascending order, and the folders of each.
 
-    The first is the step's own; others are what a writer that was killed was about to put there. There are none if the
-    directory is not there.
+    The first is the step's own; others are what a writer that was killed was about to put there. The result is empty if the
+    directory does not exist.
     """
     found: dict[int, list[Path]] = {}
     for name in sorted(_names_in(directory)):
@@ -79,11 +79,11 @@ def writer_name() -> str:
 def commit(
     folder: Path, writer: str, manifest: dict[str, Any], write: Callable[[Path], None]
 ) -> None:
-    """Writes a folder beside its place, with a manifest, and renames it once it is complete and on the disk.
+    """Writes a folder atomically: to a temporary one, with a manifest, which is renamed once all is on the disk.
 
     Args:
       folder: the place; what is there is replaced.
-      writer: the name that the folder beside has, too; nobody else's.
+      writer: the name that the temporary folder has, too; nobody else's.
       manifest: what else the manifest is to say, as JSON; this adds `files`.
       write: writes the folder's other contents into what it is given.
 
@@ -91,34 +91,40 @@ def commit(
       OSError: it could not be written, or something of it is missing. What was at its place is there still.
       DamagedError: of a leaf there are no files.
     """
-    beside = _renamed(folder, writer, BEING_WRITTEN)
+    temporary = _renamed(folder, writer, BEING_WRITTEN)
     try:
-        beside.mkdir()
-        write(beside)
-        files = {path.relative_to(beside).as_posix(): file_facts(path) for path in _files(beside)}
+        temporary.mkdir()
+        write(temporary)
+        files = {
+            path.relative_to(temporary).as_posix(): file_facts(path) for path in _files(temporary)
+        }
         text = json.dumps({**manifest, "files": files}, indent=1).encode()
         if len(text) > LONGEST:
             raise ValueError(f"the manifest has {len(text)} bytes, and at most {LONGEST} are read")
-        (beside / MANIFEST).write_bytes(text)
-        (beside / MANIFEST_SUM).write_text(hashlib.sha256(text).hexdigest())
-        for path in (*_files(beside), *(p for p in beside.rglob("*") if p.is_dir()), beside):
+        (temporary / MANIFEST).write_bytes(text)
+        (temporary / MANIFEST_SUM).write_text(hashlib.sha256(text).hexdigest())
+        for path in (
+            *_files(temporary),
+            *(p for p in temporary.rglob("*") if p.is_dir()),
+            temporary,
+        ):
             sync(path)
-        verified_manifest(beside)  # which names the files of every leaf
-        _check_sizes(beside, files)
+        verified_manifest(temporary)  # which names the files of every leaf
+        _check_sizes(temporary, files)
         if folder.exists():
-            _replace(folder, beside, writer)
+            _replace(folder, temporary, writer)
         else:
-            beside.rename(folder)
+            temporary.rename(folder)
         sync(folder.parent)
         _check_sizes(folder, files)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
 def _replace(folder: Path, new: Path, writer: str) -> None:
     """Puts a folder at another's place, so that one of them is there whenever the process is killed."""
-    whole, old = _renamed(folder, writer, WHOLE), _renamed(folder, writer, BEING_DELETED)
+    whole, old = _renamed(folder, writer, COMPLETE), _renamed(folder, writer, BEING_DELETED)
     new.rename(whole)  # which readers look for
     try:
         sync(folder.parent)

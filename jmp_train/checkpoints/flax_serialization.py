@@ -10,11 +10,15 @@ from typing import Any
 import jax
 from flax import serialization
 
-from jmp_train.host_arrays import is_key
-from jmp_train.policies.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from jmp_train.policies.paths import named_leaves
-from jmp_train.policies.per_loss_scale import PerLossScale
-from jmp_train.train_state import TrainState
+from jmp_train.distributed import is_key
+from jmp_train.policies.loss_scaling import (
+    DynamicLossScale,
+    NoOpLossScale,
+    PerLossScale,
+    StaticLossScale,
+)
+from jmp_train.policies.pytrees import named_leaves
+from jmp_train.steps import TrainState
 
 
 def _scale_to_dict(scale: Any) -> dict[str, Any]:

@@ -5,7 +5,13 @@ import socket
 import warnings
 from pathlib import Path
 
-from jmp_train.file_locks import FileLock, Holder, LockHeldError, LockUnsupportedError, take_lock
+from jmp_train.checkpoints.file_locks import (
+    FileLock,
+    Holder,
+    LockHeldError,
+    LockUnsupportedError,
+    take_lock,
+)
 
 _FILE = "lock"
 

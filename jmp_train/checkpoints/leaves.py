@@ -9,8 +9,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr
 
-from jmp_train.host_arrays import as_bytes, is_divided, is_key, local_data
-from jmp_train.policies.paths import path_name
+from jmp_train.distributed import as_bytes, is_divided, is_key, local_data
+from jmp_train.policies.pytrees import path_name
 
 # The dtypes that a checkpoint holds, by numpy's names; all of jax's, but random keys, of which it holds the data.
 STORED = frozenset(
@@ -149,7 +149,7 @@ def file_name(number: int, path: str) -> str:
 
 
 def shown(x: Any) -> str:
-    """Returns a value of unknown length and contents as errors repeat it: on a line, and cut."""
+    """Returns a value of unknown length and contents as errors repeat it: on one line, and truncated."""
     text = ascii(x)
     return text if len(text) <= 80 else f"{text[:80]}..."
 

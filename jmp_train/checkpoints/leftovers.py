@@ -1,24 +1,24 @@
-"""What a writer of checkpoints that was killed leaves behind, and the next writer clears."""
+"""Temporary folders that a killed writer of checkpoints leaves behind, and the next writer deletes."""
 
 import contextlib
 import re
 import shutil
 from pathlib import Path
 
-from jmp_train.checkpoint_files import (
+from jmp_train.checkpoints.atomic_files import sync
+from jmp_train.checkpoints.files import (
     BEING_DELETED,
     BEING_WRITTEN,
+    COMPLETE,
     STEP,
-    WHOLE,
     WRITER,
     saved_folders,
     step_folder,
 )
-from jmp_train.checkpoint_manifest import DamagedError, read_manifest
-from jmp_train.whole_files import sync
+from jmp_train.checkpoints.manifest import DamagedError, read_manifest
 
 _LEFTOVER = re.compile(  # without a writer's name, those of earlier versions
-    rf"{STEP}(\.{WRITER})?\.({BEING_WRITTEN}|{WHOLE}|{BEING_DELETED})"
+    rf"{STEP}(\.{WRITER})?\.({BEING_WRITTEN}|{COMPLETE}|{BEING_DELETED})"
 )
 
 

@@ -1,7 +1,7 @@
 """A checkpoint's manifest: what it has to say before it is believed, and whether the files are what it says.
 
 The sums in it tell damage. Whoever can write into the folder can make them right, so that no name, size or shape in it is
-used before it has been looked at: what is read lies in the checkpoint's own folder, as plain files, and takes the
+used before it has been looked at: what is read is in the checkpoint's own folder, as plain files, and takes the
 memory of the state that is asked for.
 """
 
@@ -15,7 +15,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from jmp_train.checkpoint_leaves import MOST_AXES, STORED, shown
+from jmp_train.checkpoints.leaves import MOST_AXES, STORED, shown
 
 MANIFEST, MANIFEST_SUM = "manifest.json", "manifest.sha256"
 FORMAT = 1

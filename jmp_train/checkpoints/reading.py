@@ -6,44 +6,46 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jmp_train.checkpoint_arrays import open_arrays, read_arrays
-from jmp_train.checkpoint_files import saved_folders
-from jmp_train.checkpoint_leaves import Leaf, differences, digest
-from jmp_train.checkpoint_manifest import DamagedError, read_manifest, verified_manifest
-from jmp_train.file_locks import reading
+from jmp_train.checkpoints.arrays import open_arrays, read_arrays
+from jmp_train.checkpoints.file_locks import reading
+from jmp_train.checkpoints.files import saved_folders
+from jmp_train.checkpoints.leaves import Leaf, differences, digest
+from jmp_train.checkpoints.manifest import DamagedError, read_manifest, verified_manifest
 
 Found = TypeVar("Found")
+LeavesFor = Callable[[int, dict[str, Any]], list[Leaf]]
 
 ARRAYS = "arrays"
 _ATTEMPTS = 100
 
 
 def read_state(
-    directory: Path, wanted: list[Leaf], step: int | None
-) -> tuple[int, list[np.ndarray], list[str]]:
-    """Returns a step's number and arrays, and what is wrong with newer ones.
+    directory: Path, leaves_for: LeavesFor, step: int | None
+) -> tuple[int, dict[str, Any], list[np.ndarray], list[str]]:
+    """Returns a step's number, metadata and arrays, and what is wrong with newer ones.
 
-    Writes nothing. A step that is removed or replaced while it is read is not damaged: it is looked for anew.
+    Writes nothing. A step that is removed or replaced while it is read is not damaged: it is looked for again.
 
     Args:
       directory: the steps' folder; one that is not there has none.
-      wanted: the leaves that the step must have.
+      leaves_for: returns the leaves that a step must have, given its number and its metadata.
       step: which; None for the newest intact one.
 
     Raises:
       FileNotFoundError: there is no step, or not that one.
-      DamagedError: that step is damaged.
-      ValueError: no step is intact, or the step has other leaves.
+      DamagedError: that step is damaged, or no step is intact.
+      ValueError: the step has other leaves.
       OSError: each step was removed while it was read, a hundred times.
     """
-    return _read_first(directory, step, lambda folder: _read_arrays(folder, wanted))
+    number, (metadata, arrays), damages = _read_first(
+        directory, step, lambda folder: _read_arrays(folder, leaves_for)
+    )
+    return number, metadata, arrays, damages
 
 
 def read_metadata(directory: Path, step: int) -> dict[str, Any]:
     """Returns a step's metadata; raises as `read_state` does."""
-    _, found, _ = _read_first(
-        directory, step, lambda folder: verified_manifest(folder).get("metadata", {})
-    )
+    _, found, _ = _read_first(directory, step, lambda folder: _metadata(verified_manifest(folder)))
     return found
 
 
@@ -68,7 +70,7 @@ def _read_first(
     if damages and step is not None:
         raise DamagedError("; ".join(damages))
     if damages:
-        raise ValueError(f"no checkpoint in {directory} is intact: {'; '.join(damages)}")
+        raise DamagedError(f"no checkpoint in {directory} is intact: {'; '.join(damages)}")
     raise FileNotFoundError(_what_is_missing(directory, step))
 
 
@@ -88,12 +90,19 @@ def _what_is_missing(directory: Path, step: int | None) -> str:
     return f"there is no {what} in {directory}, only: {others}"
 
 
-def _read_arrays(folder: Path, wanted: list[Leaf]) -> list[np.ndarray]:
-    leaves = read_manifest(folder)["leaves"]
+def _metadata(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest.get("metadata", {})
+
+
+def _read_arrays(folder: Path, leaves_for: LeavesFor) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Returns a step's metadata, and its arrays in the order of the leaves that it must have."""
+    manifest = read_manifest(folder)
+    leaves = manifest["leaves"]
     opened = open_arrays(folder / ARRAYS, leaves)
     saved = [Leaf(x["path"], x["kind"], x["dtype"], tuple(x["shape"])) for x in leaves]
+    step = int(folder.name.partition(".")[0].removeprefix("step_"))
+    wanted = leaves_for(step, _metadata(manifest))
     if lines := differences(saved, wanted):
-        step = int(folder.name.partition(".")[0].removeprefix("step_"))
         raise ValueError(
             "\n  ".join([f"step {step} of {folder.parent} does not fit the state:", *lines])
         )
@@ -102,4 +111,4 @@ def _read_arrays(folder: Path, wanted: list[Leaf]) -> list[np.ndarray]:
         if digest(array) != x["sha256"]:
             raise DamagedError(f"leaf {x['path']} is not what was saved")
     found = dict(zip(saved, arrays, strict=True))
-    return [found[leaf] for leaf in wanted]
+    return _metadata(manifest), [found[leaf] for leaf in wanted]

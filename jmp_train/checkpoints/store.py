@@ -11,9 +11,10 @@ from typing import Any, Self, SupportsIndex, TypeVar
 import jax
 import numpy as np
 
-from jmp_train.checkpoint_arrays import write_arrays
-from jmp_train.checkpoint_files import commit, remove, saved_folders, step_folder, writer_name
-from jmp_train.checkpoint_leaves import (
+from jmp_train.checkpoints.arrays import write_arrays
+from jmp_train.checkpoints.files import commit, remove, saved_folders, step_folder, writer_name
+from jmp_train.checkpoints.folder_lock import lock_folder
+from jmp_train.checkpoints.leaves import (
     Leaf,
     check_values,
     digest,
@@ -22,14 +23,19 @@ from jmp_train.checkpoint_leaves import (
     shown,
     to_host,
 )
-from jmp_train.checkpoint_leftovers import clear_leftovers
-from jmp_train.checkpoint_lock import lock_folder
-from jmp_train.checkpoint_manifest import FORMAT, DamagedError
-from jmp_train.checkpoint_reading import ARRAYS, read_metadata, read_state
-from jmp_train.checkpoint_writer import BackgroundWriter
-from jmp_train.distributed import broadcast_arrays, gather_texts
+from jmp_train.checkpoints.leftovers import clear_leftovers
+from jmp_train.checkpoints.manifest import FORMAT, DamagedError
+from jmp_train.checkpoints.reading import ARRAYS, LeavesFor, read_metadata, read_state
+from jmp_train.distributed import (
+    BackgroundWriter,
+    broadcast_arrays,
+    gather_texts,
+    is_divided,
+    is_key,
+    placement,
+    to_leaf,
+)
 from jmp_train.extras import extra_packages
-from jmp_train.host_arrays import is_divided, is_key, placement, to_leaf
 
 State = TypeVar("State")
 
@@ -39,8 +45,8 @@ _ERRORS = (FileNotFoundError, OSError, DamagedError, ValueError)  # the most spe
 class CheckpointStore:
     """Checkpoints of the last few steps in a folder, the arrays in a format of orbax's.
 
-    `save` copies the state to the host and returns; a thread writes it, beside its place, with the sha256 of every
-    file and leaf, and renames it when all is on the disk. A process that is killed loses no more than the step
+    `save` copies the state to the host and returns; a thread writes it atomically, with the sha256 of every
+    file and leaf: to a temporary folder, renamed when all is on the disk. A process that is killed loses no more than the step
     that it was writing. `restore` reads the newest step that is as it was written.
 
     One store saves into a folder at a time, from its `lock` or first `save` to its `close`; any number may read, which
@@ -138,7 +144,7 @@ class CheckpointStore:
         Raises:
           ValueError: `step` is negative or beyond int64, the store is closed or read-only, the state has no leaves, or a leaf was
             deleted or is an int beyond int64.
-          TypeError: `step` is no whole number, a leaf is neither an array of a dtype of jax's nor a number, or
+          TypeError: `step` is not an integer, a leaf is neither an array of a dtype of jax's nor a number, or
             `metadata` is not what JSON has.
           OSError: the step before could not be written, or another store saves into the folder, see `lock`.
         """
@@ -200,15 +206,33 @@ class CheckpointStore:
           OSError: a step could not be written.
         """
         self.wait()
-        found, arrays, damages = self._read([leaf for leaf, _ in leaves_of(state)], step)
-        for damage in damages:
-            warnings.warn(damage, stacklevel=2)
-        leaves, structure = jax.tree_util.tree_flatten(state)
-        placed = [
-            to_leaf(array, like, placement(like))
-            for like, array in zip(leaves, arrays, strict=True)
-        ]
-        return found, structure.unflatten(placed)
+        wanted = _leaves(state)
+        found, _, arrays, damages = self._read(lambda step, metadata: wanted, step)
+        return found, _restored(state, arrays, damages)
+
+    def restore_as(self, state_for: Callable[[int, dict[str, Any]], State]) -> tuple[int, State]:
+        """Returns the newest intact step's number and its state, where the state's shapes depend on the step.
+
+        Args:
+          state_for: returns what `restore` takes for a step, given its number and its metadata; what it raises is raised.
+
+        Raises:
+          FileNotFoundError: there is no checkpoint.
+          ValueError: see `restore`.
+          OSError: see `restore`.
+
+        Example:
+          >>> import tempfile
+          >>> with tempfile.TemporaryDirectory() as directory, CheckpointStore(directory) as store:
+          ...     store.save(3, np.array([0.5, 0.4, 0.3]), metadata={"losses": 3})
+          ...     store.restore_as(lambda step, metadata: np.zeros(metadata["losses"]))
+          (3, array([0.5, 0.4, 0.3]))
+        """
+        self.wait()
+        found, metadata, arrays, damages = self._read(
+            lambda step, metadata: _leaves(state_for(step, metadata)), None
+        )
+        return found, _restored(state_for(found, metadata), arrays, damages)
 
     def wait(self) -> None:
         """Waits until the last step is on the disk; raises OSError if it could not be written."""
@@ -257,25 +281,41 @@ class CheckpointStore:
             remove(step_folder(self.directory, old), writer)
 
     def _read(
-        self, wanted: list[Leaf], step: int | None
-    ) -> tuple[int, list[np.ndarray], list[str]]:
+        self, leaves_for: LeavesFor, step: int | None
+    ) -> tuple[int, dict[str, Any], list[np.ndarray], list[str]]:
         """Returns what process 0 reads, or raises what it raises, in all processes."""
         if jax.process_count() == 1:
-            return read_state(self.directory, wanted, step)
-        found, arrays, damages = 0, [np.zeros(leaf.shape, leaf.dtype) for leaf in wanted], []
-        failure = ""
+            return read_state(self.directory, leaves_for, step)
+        found, metadata, arrays, damages, failure = 0, {}, [], [], ""
         if jax.process_index() == 0:
             try:
-                found, arrays, damages = read_state(self.directory, wanted, step)
+                found, metadata, arrays, damages = read_state(self.directory, leaves_for, step)
             except _ERRORS as error:
                 failure = _as_text(error)
         _raise_in_all(failure)
-        found, arrays = broadcast_arrays((np.asarray(found), arrays))
-        return int(found), arrays, damages
+        found, metadata = json.loads(gather_texts(json.dumps([found, metadata]))[0])
+        if jax.process_index():
+            arrays = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves_for(found, metadata)]
+        return found, metadata, broadcast_arrays(arrays), damages
 
     def _check_writable(self) -> None:
         if self.read_only:
             raise ValueError(f"the store of {self.directory} was opened with read_only=True")
+
+
+def _leaves(state: Any) -> list[Leaf]:
+    return [leaf for leaf, _ in leaves_of(state)]
+
+
+def _restored(state: State, arrays: list[np.ndarray], damages: list[str]) -> State:
+    """Returns what was read as `state` is, and warns of newer steps that are damaged."""
+    for damage in damages:
+        warnings.warn(damage, stacklevel=3)
+    leaves, structure = jax.tree_util.tree_flatten(state)
+    placed = [
+        to_leaf(array, like, placement(like)) for like, array in zip(leaves, arrays, strict=True)
+    ]
+    return structure.unflatten(placed)
 
 
 def _checked_step(step: Any) -> int:
@@ -308,7 +348,7 @@ def _as_text(error: Exception) -> str:
 
 
 def _raise_in_all(failure: str) -> None:
-    """Raises in all processes what `_as_text` made of an error of process 0; "" is none."""
+    """Raises in all processes what `_as_text` made of an error of process 0; "" stands for no error."""
     name, _, text = gather_texts(failure)[0].partition(" ")
     for kind in _ERRORS:
         if name == kind.__name__:

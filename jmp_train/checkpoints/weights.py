@@ -18,10 +18,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr
 
+from jmp_train.checkpoints.atomic_files import write_atomically
+from jmp_train.distributed import is_divided, is_key, placement, to_leaf
 from jmp_train.extras import extra_packages
-from jmp_train.host_arrays import is_divided, is_key, placement, to_leaf
-from jmp_train.policies.paths import path_name
-from jmp_train.whole_files import write_whole
+from jmp_train.policies.pytrees import path_name
 
 _FORMAT, _VERSION = "jmp_train.weights", "1"
 _METADATA = "__metadata__"  # the format's own entry among the names
@@ -47,20 +47,20 @@ _NAMES = {stored: name for name, stored in _STORED.items()}
 def save_weights(path: str | os.PathLike[str], params: Any, *, dtype: Any = None) -> None:
     """Writes the arrays of a pytree to a safetensors file.
 
-    The file is written beside and renamed: under its name there is never half a file. With several
+    The file is written atomically: under its name there is never half a file. With several
     processes, let the main one save.
 
     Args:
       path: the file; its folder exists. A file that is there is replaced.
       params: pytree of arrays: linen's and haiku's dicts, an nnx state, an equinox module's arrays
-        (`eqx.filter(model, eqx.is_array)`). Arrays may lie on several devices of this process, or
+        (`eqx.filter(model, eqx.is_array)`). Arrays may be on several devices of this process, or
         be replicated over those of many.
       dtype: float16, bfloat16 or float32 for all floating leaves; None keeps each as it is.
         Integers, bools and complex numbers stay as they are. Small numbers become subnormal or
         zero in float16; inf and NaN stay what they are.
 
     Raises:
-      TypeError: leaves are no arrays, such as Python scalars and random keys, or of a dtype that
+      TypeError: leaves are not arrays, such as Python scalars and random keys, or of a dtype that
         the file cannot hold.
       ValueError: finite values overflow in `dtype`, two leaves have the same name, or an array is
         not here: deleted, or in part on other processes. All messages list every leaf.
@@ -94,7 +94,7 @@ def save_weights(path: str | os.PathLike[str], params: Any, *, dtype: Any = None
         "format_version": _VERSION,
         "dtypes": json.dumps({name: x.dtype.name for name, x in leaves.items()}),
     }
-    write_whole(Path(path), save(arrays, metadata))
+    write_atomically(Path(path), save(arrays, metadata))
 
 
 def load_weights(path: str | os.PathLike[str], like: Any) -> Any:
@@ -114,7 +114,7 @@ def load_weights(path: str | os.PathLike[str], like: Any) -> Any:
       arrays where these are committed or of its structs where these have a sharding.
 
     Raises:
-      TypeError: leaves of `like` are no arrays.
+      TypeError: leaves of `like` are not arrays.
       ValueError: the file is damaged or of a later version; names are missing or too many, or
         shapes or dtypes differ; values overflow in `like`'s dtype. The message names the file and
         lists every leaf.
@@ -146,7 +146,7 @@ def load_weights(path: str | os.PathLike[str], like: Any) -> Any:
                     misfits.append(f"{name!r}: {x.dtype} wants jax_enable_x64")
                 arrays.append(array)
     except SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file, or a damaged one: {error}") from error
+        raise ValueError(f"{path} is not a safetensors file, or a damaged one: {error}") from error
     if misfits:
         raise ValueError(_listing(f"{path} does not fit into like's dtypes", misfits))
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), arrays)
@@ -154,14 +154,14 @@ def load_weights(path: str | os.PathLike[str], like: Any) -> Any:
 
 def _target(dtype: Any) -> np.dtype:
     for target in (jnp.float16, jnp.bfloat16, jnp.float32):
-        with contextlib.suppress(TypeError):  # which NumPy raises for what is no dtype
+        with contextlib.suppress(TypeError):  # which NumPy raises for what is not a dtype
             if jnp.dtype(dtype) == target:
                 return jnp.dtype(target)
     raise ValueError(f"dtype={dtype!r} must be float16, bfloat16, float32 or None")
 
 
 def _named(argument: str, tree: Any) -> dict[str, Any]:
-    """Returns the leaves by their names in a file, in tree order; raises for what is no array."""
+    """Returns the leaves by their names in a file, in tree order; raises for what is not an array."""
     leaves, paths = {}, {}
     wrong, collisions = [], []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -193,7 +193,7 @@ def _is_unicode(name: str) -> bool:
 def _why_not_stored(x: Any) -> str | None:
     arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
     if not isinstance(x, arrays) or isinstance(x, Tracer):
-        return f"{x!r} is no array"
+        return f"{x!r} is not an array"
     if is_key(x):
         return "a random key; keep jax.random.key_data(key), or leave it out"
     if isinstance(x, np.ma.MaskedArray):
@@ -221,7 +221,7 @@ def _check_present(leaves: Mapping[str, Any]) -> None:
 
 def _cast(name: str, x: np.ndarray, dtype: np.dtype, overflows: list[str]) -> np.ndarray:
     """Returns a copy in another dtype, and notes the finite values that became infinite."""
-    with np.errstate(all="ignore"):  # NumPy warns of overflows, and ml_dtypes of signalling NaNs
+    with np.errstate(all="ignore"):  # NumPy warns of overflows, and ml_dtypes of signaling NaNs
         y = x.astype(dtype)
         lost = np.isinf(y) & np.isfinite(x) if dtype != x.dtype else None
     if lost is not None and lost.any():

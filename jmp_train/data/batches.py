@@ -1,19 +1,16 @@
-"""Batches for training loops: shuffled, cut, shared between processes, and on the devices before they are wanted."""
+"""Batches for training loops: shuffled, split, shared between processes, and on the devices before they are wanted."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jmp_train.batch_parts import check_no_graph
 from jmp_train.extras import extra_packages
-from jmp_train.policies.collapsed_values import warn_of_collapse
-from jmp_train.policies.path_policy import PathPolicy
-from jmp_train.policies.paths import named_leaves
-from jmp_train.policies.policy import Policy, get_policy
-from jmp_train.tasks.task import Arrays, Task
+from jmp_train.policies.dtype_policies import PathPolicy, Policy, get_policy, warn_of_collapse
+from jmp_train.policies.pytrees import named_leaves
+from jmp_train.steps import check_no_graph
 
 
 def array_batches(
@@ -34,18 +31,18 @@ def array_batches(
 ) -> Any:
     """Returns an iterator over batches of arrays in memory; threads prepare them, through grain.
 
-    The order is another one each epoch and the same on every run. A global batch has the same rows however
+    The order is another one each epoch and the same on every run. A global batch has the same examples however
     many processes there are: each reads a part of it, and the last, incomplete one of an epoch is left out,
     so that all have the same number of batches.
 
     Args:
-      arrays: tree of numpy arrays [rows, ...], memory maps included; the rows of a `jmp_train.graphs.stack`
+      arrays: tree of numpy arrays [examples, ...], memory maps included; the examples of a `jmp_train.graphs.stack`
         are its graphs.
-      batch_size: rows of the global batch, those of all processes together.
+      batch_size: examples of the global batch, those of all processes together.
       seed: of the order; below 2**32.
-      epochs: passes over the rows; None for no end.
+      epochs: passes over the examples; None for no end.
       start: how many batches to leave out, those that a run which goes on has seen.
-      prepare: makes a batch of a tree of rows; on the host, in a thread.
+      prepare: makes a batch of a tree of examples; on the host, in a thread.
       augment: `augment(rows, seeds)` in place of `prepare`, for what is random: `seeds` are uint64 [rows], which
         `seed`, the epoch and the row decide, whatever the threads, the processes and `start`.
       process_index: which of the processes this is; None asks jax, and `sharding` for its rows.
@@ -84,7 +81,7 @@ def array_batches(
     if start < 0:
         raise ValueError(f"start={start} must be at least 0")
     if not 1 <= batch_size <= total:
-        raise ValueError(f"batch_size={batch_size} must lie between 1 and the {total} rows")
+        raise ValueError(f"batch_size={batch_size} must be between 1 and the {total} examples")
     if rows_of is not None:
         own = _own_rows(rows_of, batch_size)
     elif batch_size % process_count:
@@ -124,7 +121,7 @@ def array_batches(
 
 
 def _own_rows(sharding: Sharding, batch_size: int) -> slice:
-    """Returns the rows of a global batch that this process' devices have: others may have the same ones."""
+    """Returns the examples of a global batch that this process' devices have: others may have the same ones."""
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     try:
@@ -134,7 +131,9 @@ def _own_rows(sharding: Sharding, batch_size: int) -> slice:
     rows = [part[0].indices(batch_size)[:2] for part in parts.values() if part is not None]
     first, last = min(start for start, _ in rows), max(stop for _, stop in rows)
     if last - first != sum(stop - start for start, stop in set(rows)):
-        raise ValueError(f"this process' devices have rows of a batch that lie apart: {sharding}")
+        raise ValueError(
+            f"this process' devices have examples of a batch that are not contiguous: {sharding}"
+        )
     return slice(first, last)
 
 
@@ -159,7 +158,7 @@ def row_seeds(seed: int, epoch: int, rows: np.ndarray) -> np.ndarray:
 def check_seed(seed: int) -> None:
     """Raises ValueError if a seed is out of range."""
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} must lie between 0 and 2**32 - 1")
+        raise ValueError(f"seed={seed} must be between 0 and 2**32 - 1")
 
 
 def check_order(seed: int, epochs: int | None, process_index: int, process_count: int) -> None:
@@ -168,7 +167,7 @@ def check_order(seed: int, epochs: int | None, process_index: int, process_count
     if epochs is not None and epochs < 1:
         raise ValueError(f"epochs={epochs} must be at least 1")
     if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index={process_index} must lie in [0, {process_count})")
+        raise ValueError(f"process_index={process_index} must be in [0, {process_count})")
 
 
 def _checked_rows(arrays: Any) -> int:
@@ -179,63 +178,3 @@ def _checked_rows(arrays: Any) -> int:
         found = ", ".join(f"{path!r} has {count}" for path, count in rows.items())
         raise ValueError(f"all leaves of arrays must have the same number of rows: {found}")
     return next(iter(rows.values()))
-
-
-def count_rows(data: Arrays) -> int:
-    """Returns how many rows a data set has."""
-    return len(next(iter(data.values())))
-
-
-def train_batches(
-    task: Task,
-    batch_size: int,
-    seed: int,
-    epochs: int,
-    sharding: Sharding | None = None,
-    start: int = 0,
-) -> Iterator[Any]:
-    """Yields the training batches of all epochs; see `array_batches`.
-
-    Args:
-      task: whose training data, and how it prepares rows.
-      batch_size: rows a batch. The last, incomplete batch of an epoch is left out.
-      seed: of the order, which is another one each epoch; below 2**32.
-      epochs: passes over the data.
-      sharding: of a batch over several devices; None for the first one.
-      start: how many batches to leave out.
-    """
-    return array_batches(
-        task.train,
-        batch_size,
-        seed=seed,
-        epochs=epochs,
-        start=start,
-        prepare=task.prepare,
-        augment=task.augment,
-        sharding=sharding,
-        num_threads=task.loading_threads,
-        prefetch=max(4, task.loading_threads),
-    )
-
-
-def test_batches(task: Task, batch_size: int) -> Iterator[tuple[Arrays, int]]:
-    """Yields (batch, count): batches of one size, the last filled up, and how many rows are real.
-
-    Args:
-      task: whose test data, and how it prepares rows.
-      batch_size: rows a batch.
-    """
-    with extra_packages():
-        import grain
-
-    total = count_rows(task.test)
-
-    def fetch(number: int) -> tuple[Arrays, int]:
-        start = number * batch_size
-        rows = np.minimum(np.arange(start, start + batch_size), total - 1)
-        batch = {name: array[rows] for name, array in task.test.items()}
-        return task.prepare(batch), min(batch_size, total - start)
-
-    threads = task.loading_threads
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2, threads))
-    yield from grain.MapDataset.range(-(-total // batch_size)).map(fetch).to_iter_dataset(options)

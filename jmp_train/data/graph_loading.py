@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jmp_train.data.batches import check_order
 from jmp_train.extras import extra_packages
-from jmp_train.graphs.counts import as_count
-from jmp_train.graphs.neighbor_sampler import MiniBatch, NeighborSampler
-from jmp_train.graphs.stacking import stack as graph_stack
-from jmp_train.loading import check_order
+from jmp_train.graphs.sampling import MiniBatch, NeighborSampler
+from jmp_train.graphs.structure import as_count
+from jmp_train.graphs.structure import stack as graph_stack
 
 
 def neighbor_batches(
@@ -37,11 +37,11 @@ def neighbor_batches(
     them, of different seeds.
 
     Args:
-      sampler: which draws neighbours.
+      sampler: which draws neighbors.
       seeds: int [nodes], the nodes to train on.
       fetch: makes what the step takes of a `MiniBatch`: it adds features and labels, by `take_rows`. On the
         host, in a thread.
-      seed: of the order and of the neighbours, both of which are others each epoch; below 2**32.
+      seed: of the order and of the neighbors, both of which are others each epoch; below 2**32.
       epochs: passes over the seeds; None for no end.
       shuffle: whether the order changes.
       drop_remainder: whether the last, incomplete batch of an epoch is left out; else it is padded.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jmp_train.regular_files import open_regular
+from jmp_train.data.regular_files import open_regular
 
 MAX_BYTES = 2**30  # EMNIST's largest file has 547 MB
 
@@ -31,7 +31,7 @@ def read_idx(path: Path, axes: int, *, max_bytes: int = MAX_BYTES) -> np.ndarray
     Raises:
       ValueError: the file is no such IDX file, incomplete, or of more than `max_bytes` by its header; the
         message names it and the fault.
-      OSError: the file cannot be opened, or is no regular one.
+      OSError: the file cannot be opened, or is not a regular one.
 
     Example:
       >>> import tempfile

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jmp_train.data.regular_files import open_regular
 from jmp_train.extras import extra_packages
-from jmp_train.regular_files import open_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,7 +41,7 @@ def read_image(path: str, *, max_pixels: int = MAX_PIXELS) -> "Image":
       An image of pillow's in mode RGB.
 
     Raises:
-      ValueError: the file is no JPEG, PNG, WebP, BMP, PPM or TIFF, is damaged, missing or no regular file, has
+      ValueError: the file is not a JPEG, PNG, WebP, BMP, PPM or TIFF, is damaged, missing or not a regular file, has
         more than `max_pixels` by its header, has more than 2**34 pixels in all scans of a progressive JPEG, or
         numbers of no known range: of 32 bits, signed, or not whole. The message names it.
       MemoryError: the message names the file.
@@ -138,9 +138,11 @@ def _check_pixels(image: "ImageFile", content: bytes, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise ValueError(f"it has {width} x {height} pixels, more than {max_pixels=}")
     if isinstance(image, TiffImageFile) and TILEWIDTH in image.tag_v2:
-        wide, high = image.tag_v2[TILEWIDTH], image.tag_v2[TILELENGTH]
-        if wide * high > max_pixels:
-            raise ValueError(f"its tiles have {wide} x {high} pixels, more than {max_pixels=}")
+        tile_width, tile_height = image.tag_v2[TILEWIDTH], image.tag_v2[TILELENGTH]
+        if tile_width * tile_height > max_pixels:
+            raise ValueError(
+                f"its tiles have {tile_width} x {tile_height} pixels, more than {max_pixels=}"
+            )
     if image.info.get("progressive"):  # each scan goes over all pixels, whatever it brings
         scans = content.count(b"\xff\xda")
         if scans * width * height > _SCANNED_PIXELS:
@@ -148,7 +150,7 @@ def _check_pixels(image: "ImageFile", content: bytes, max_pixels: int) -> None:
 
 
 def _with_8_bits(image: "ImageFile") -> "Image":
-    """Returns an image whose channels have 8 bits; pillow's conversion cuts larger values off."""
+    """Returns an image whose channels have 8 bits; pillow's conversion clips larger values."""
     if not image.mode.startswith(("I", "F")):
         return image
     with extra_packages():

@@ -1,6 +1,6 @@
 """Folders of images, a folder a class, as torchvision's `ImageFolder` reads them, and the crops of its references.
 
-The way of the data: `read_image_folder` -> paths and labels -> `random_crops` or `centre_crops` -> uint8 arrays.
+The way of the data: `read_image_folder` -> paths and labels -> `random_crops` or `center_crops` -> uint8 arrays.
 """
 
 import math
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jmp_train.image_files import MAX_PIXELS, read_image
+from jmp_train.data.image_files import MAX_PIXELS, read_image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 
@@ -61,11 +61,11 @@ def read_image_folder(
 def _classes_in(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{folder} is no folder; wanted are DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
+            f"{folder} is not a folder; wanted are DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
         )
     classes = {path.name: path for path in folder.iterdir() if path.is_dir()}
     if not classes:
-        raise ValueError(f"{folder} has no classes, that is no folders of images")
+        raise ValueError(f"{folder} has no classes (folders of images)")
     return classes
 
 
@@ -89,7 +89,9 @@ def _images_in(folder: Path) -> list[str]:
             if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:
                 continue
             if not entry.is_file():
-                raise ValueError(f"{entry.path} is no regular file, though it is named as an image")
+                raise ValueError(
+                    f"{entry.path} is not a regular file, though it is named as an image"
+                )
             images.append(entry.path)
     return sorted(images)
 
@@ -122,7 +124,7 @@ def random_crops(
 def _random_crop(path: str, seed: int, size: int, max_pixels: int) -> np.ndarray:
     random = np.random.default_rng(seed)
     image = read_image(path, max_pixels=max_pixels)
-    # Cut first: the filter must not look beyond the crop, which resize(box=...) does.
+    # Crop first: the filter must not look beyond the crop, which resize(box=...) does.
     crop = np.asarray(image.crop(random_box(random, *image.size)).resize((size, size), _BILINEAR))
     return crop[:, ::-1] if random.random() < 0.5 else crop
 
@@ -140,20 +142,20 @@ def random_box(random: np.random.Generator, width: int, height: int) -> Box:
     for _ in range(_TRIES):
         area = width * height * random.uniform(*_SCALE)
         ratio = math.exp(random.uniform(math.log(_RATIO[0]), math.log(_RATIO[1])))
-        wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < wide <= width and 0 < high <= height:
-            upper = int(random.integers(0, height - high + 1))
-            left = int(random.integers(0, width - wide + 1))
-            return left, upper, left + wide, upper + high
+        crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < crop_width <= width and 0 < crop_height <= height:
+            upper = int(random.integers(0, height - crop_height + 1))
+            left = int(random.integers(0, width - crop_width + 1))
+            return left, upper, left + crop_width, upper + crop_height
     # All of it, but for the ends of a side that is too long.
-    wide = min(width, round(height * _RATIO[1]))
-    high = min(height, round(width / _RATIO[0]))
-    left, upper = (width - wide) // 2, (height - high) // 2
-    return left, upper, left + wide, upper + high
+    crop_width = min(width, round(height * _RATIO[1]))
+    crop_height = min(height, round(width / _RATIO[0]))
+    left, upper = (width - crop_width) // 2, (height - crop_height) // 2
+    return left, upper, left + crop_width, upper + crop_height
 
 
-def centre_crops(paths: Iterable[str], size: int, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Returns the centre of each image, uint8 [images, size, size, 3].
+def center_crops(paths: Iterable[str], size: int, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """Returns the center of each image, uint8 [images, size, size, 3].
 
     torchvision's Resize(256) and CenterCrop(224), bilinear with antialiasing, or both in proportion to `size`.
 
@@ -164,21 +166,22 @@ def centre_crops(paths: Iterable[str], size: int, *, max_pixels: int = MAX_PIXEL
         would be made.
 
     Raises:
-      ValueError: an image cannot be read, see `read_image`, or is too narrow; the message names it.
+      ValueError: an image cannot be read, see `read_image`, or has too extreme an aspect ratio; the message names it.
     """
-    return np.stack([_centre_crop(path, size, max_pixels) for path in paths])
+    return np.stack([_center_crop(path, size, max_pixels) for path in paths])
 
 
-def _centre_crop(path: str, size: int, max_pixels: int) -> np.ndarray:
+def _center_crop(path: str, size: int, max_pixels: int) -> np.ndarray:
     image = read_image(path, max_pixels=max_pixels)
     width, height = image.size
     short, by = size * 256 // 224, min(width, height)
-    wide, high = width * short // by, height * short // by
-    if wide * high > max(max_pixels, short**2):
+    new_width, new_height = width * short // by, height * short // by
+    if new_width * new_height > max(max_pixels, short**2):
         raise ValueError(
-            f"{path} is too narrow: its {width} x {height} pixels would be {wide} x {high} with a shorter side of "
+            f"{path} has too extreme an aspect ratio: its {width} x {height} pixels would "
+            f"be {new_width} x {new_height} with a shorter side of "
             f"{short}, more than max_pixels={max_pixels}"
         )
-    image = image.resize((wide, high), _BILINEAR)
+    image = image.resize((new_width, new_height), _BILINEAR)
     left, upper = round((image.width - size) / 2), round((image.height - size) / 2)
     return np.asarray(image.crop((left, upper, left + size, upper + size)))

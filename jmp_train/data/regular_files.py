@@ -34,10 +34,10 @@ def open_regular(path: Path | str) -> Iterator[BufferedReader]:
       >>> with open_regular("/dev/null"):
       ...     pass
       Traceback (most recent call last):
-      OSError: /dev/null is no regular file
+      OSError: /dev/null is not a regular file
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(f"{path} is no regular file")
+        raise OSError(f"{path} is not a regular file")
     with open(path, "rb") as file:
         try:
             yield file

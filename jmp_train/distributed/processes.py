@@ -25,9 +25,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_train.checkpoint_writer import tell_lost_steps
-from jmp_train.host_arrays import as_bytes, is_divided, local_data, to_leaf
-from jmp_train.policies.paths import named_leaves
+from jmp_train.distributed.background import tell_lost_steps
+from jmp_train.distributed.host_arrays import as_bytes, is_divided, local_data, to_leaf
+from jmp_train.policies.pytrees import named_leaves
 
 # What a launcher leaves in the environment of each process: how many there are, and who says so.
 _LAUNCHERS = {
@@ -55,9 +55,9 @@ def initialize(
 ) -> None:
     """Joins this process with the others of a training run; call it before anything else of jax.
 
-    Under `jmp-train launch` no argument is needed, nor under Slurm, Open MPI 4 and Kubernetes' indexed jobs,
-    which jax detects. Otherwise give the first three, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID. Where neither is there, this process is the only one and nothing happens.
+    No argument is needed where the launcher sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as this
+    package's does, nor under Slurm, Open MPI 4 and Kubernetes' indexed jobs, which jax detects. Otherwise give the first
+    three. Where neither is there, this process is the only one and nothing happens.
 
     A process that ends with an uncaught exception leaves at once, so that the others notice; jax alone would
     have it wait for them until `shutdown_timeout`, as it does after `sys.exit(1)`. One that has ended well, while
@@ -70,7 +70,7 @@ def initialize(
       local_device_ids: the GPUs of this machine that are this process'; None for all, or with Slurm and Open
         MPI for the one of its local rank.
       initialization_timeout: seconds that the processes wait for each other at the start; then they abort.
-      heartbeat_timeout: seconds without a sign of life after which a process counts as dead.
+      heartbeat_timeout: seconds without a heartbeat after which a process counts as dead.
       shutdown_timeout: seconds that a process which is ready waits for the others to be.
       collective_timeout: seconds that a reduction waits for a slow process; then it raises (on GPUs aborts)
         in those that waited. None waits without end.

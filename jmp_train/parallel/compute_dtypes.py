@@ -1,4 +1,4 @@
-"""As what a program reads its inputs: a parameter that is only ever cast to float16 can be sent as float16.
+"""The dtype in which a program's inputs can be all-gathered: float16 for what is only ever cast to float16.
 
 A policy, a mode of AMP or autocast casts parameters where they are used, each in its own way. What is common to them
 is the traced program, and that is where it is looked up.
@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jmp_train.policies.autocast_control import scan_counts
+from jmp_train.policies.autocasting import scan_counts
 
 # Hand their first operand's values on as they are, in another order or in part.
 _MOVE = frozenset(
@@ -35,8 +35,8 @@ _CALLS = frozenset(
 )
 
 
-def narrow_uses(jaxpr: Any, variables: Sequence[Any]) -> list[Any]:
-    """Returns the dtype that all of a program's uses of each input cast it to; where that is none, the input's own.
+def all_gather_dtypes(jaxpr: Any, variables: Sequence[Any]) -> list[Any]:
+    """Returns the dtype that all of a program's uses of each input cast it to; without such a dtype, the input's own.
 
     Args:
       jaxpr: the program.
@@ -49,22 +49,25 @@ def narrow_uses(jaxpr: Any, variables: Sequence[Any]) -> list[Any]:
       >>> import jax, jax.numpy as jnp
       >>> f = lambda w, b: (w.astype(jnp.float16).sum(), jnp.exp(b))
       >>> jaxpr = jax.make_jaxpr(f)(jnp.ones((2, 2)), jnp.ones(2)).jaxpr
-      >>> [dtype.name for dtype in narrow_uses(jaxpr, jaxpr.invars)]
+      >>> [dtype.name for dtype in all_gather_dtypes(jaxpr, jaxpr.invars)]
       ['float16', 'float32']
     """
-    return [_narrowest(variable.aval.dtype, set(_uses(jaxpr, variable))) for variable in variables]
+    return [
+        _lowest_precision(variable.aval.dtype, set(_uses(jaxpr, variable)))
+        for variable in variables
+    ]
 
 
-def _narrowest(own: Any, used: set[Any]) -> Any:
+def _lowest_precision(own: Any, used: set[Any]) -> Any:
     if len(used) != 1 or not jnp.issubdtype(own, jnp.floating):
         return own
     (only,) = used
-    narrower = jnp.issubdtype(only, jnp.floating) and jnp.finfo(only).bits < jnp.finfo(own).bits
-    return only if narrower else own
+    is_lower = jnp.issubdtype(only, jnp.floating) and jnp.finfo(only).bits < jnp.finfo(own).bits
+    return only if is_lower else own
 
 
 def _uses(jaxpr: Any, variable: Any) -> Iterator[Any]:
-    """Yields the dtype of each use of a variable, its own where that is no cast."""
+    """Yields the dtype of each use of a variable, its own where that is not a cast."""
     if any(x is variable for x in jaxpr.outvars):
         yield variable.aval.dtype
     for equation in jaxpr.eqns:

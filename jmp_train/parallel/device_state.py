@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jmp_train.mesh_axes import automatic
-from jmp_train.policies.paths import named_leaves
-from jmp_train.train_state import TrainState
-from jmp_train.train_step import TrainStep, loss_scale_of
+from jmp_train.parallel.mesh_axes import automatic
+from jmp_train.policies.optimizers import loss_scale_of
+from jmp_train.policies.pytrees import named_leaves
+from jmp_train.steps import TrainState, TrainStep
 
 
-def has_whole_numbers(model_state: Any) -> bool:
+def has_integers(model_state: Any) -> bool:
     """Says whether a model state has whole numbers or flags, random keys aside."""
     return any(_is_whole(x) for x in jax.tree.leaves(model_state))
 
@@ -31,7 +31,7 @@ def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: 
       state: arrays, traced ones or their shapes, as is `batch`, which is whole.
       batch: see `state`.
     """
-    if not has_whole_numbers(state.model_state):
+    if not has_integers(state.model_state):
         return
     (axis,) = parallel.axis_names
     alone, differing = dataclasses.replace(parallel, accumulate_steps=1), []

@@ -1,4 +1,4 @@
-"""What flax's modules say about where their parameters lie: linen's boxes and nnx's variables with partitioning."""
+"""What flax's modules say about how their parameters are sharded: linen's boxes and nnx's variables with partitioning."""
 
 import dataclasses
 import sys
@@ -9,8 +9,8 @@ from flax.core.meta import AxisMetadata, Partitioned
 from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
-from jmp_train.mesh_axes import without_axis
-from jmp_train.train_step import TrainStep
+from jmp_train.parallel.mesh_axes import without_axis
+from jmp_train.steps import TrainStep
 
 
 def is_box(x: Any) -> bool:
@@ -50,7 +50,7 @@ def _of_logical(names: Any, rules: Any) -> PartitionSpec:
 def with_inert_boxes(step: TrainStep, params: Any, axis: str) -> TrainStep:
     """Returns a step whose boxed parameters may be unboxed within a `shard_map` over an axis.
 
-    There jax has a mesh in mind, and flax constrains what it unboxes: by names that are none of this mesh's axes, by
+    There jax has a mesh in mind, and flax constrains what it unboxes: by names that are not axes of this mesh, by
     the one that is manual or, in DenseGeneral's initializers, by those of other dimensions. Under plain jit there is
     no mesh and the names do nothing. So it is here, too; where the caller has set a mesh, it is the manual axis alone
     that is taken out.

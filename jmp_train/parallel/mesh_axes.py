@@ -1,4 +1,4 @@
-"""What is asked of meshes and of where arrays lie on them."""
+"""Questions about meshes and shardings, and arrays placed on a mesh."""
 
 import contextlib
 import operator
@@ -29,12 +29,12 @@ def axis_size(mesh: Mesh, axis: str) -> int:
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if axis not in mesh.shape:
         known = ", ".join(map(repr, mesh.axis_names))
-        raise ValueError(f"axis={axis!r} is none of the mesh's: {known}")
+        raise ValueError(f"axis={axis!r} is not one of the mesh's: {known}")
     return mesh.shape[axis]
 
 
 def dimension_over(axis: str, sharding: NamedSharding) -> int:
-    """Returns which dimension of an array is cut over a mesh axis; -1 if none is.
+    """Returns which dimension of an array is sharded over a mesh axis; -1 if none is.
 
     Args:
       axis: the mesh axis.
@@ -52,7 +52,7 @@ def is_traced(tree: Any) -> bool:
 
 
 def on_same_devices(sharding: Sharding, wanted: NamedSharding) -> bool:
-    """Says whether a sharding is over a mesh of the same devices, however it cuts; explicit axes do not count."""
+    """Says whether a sharding is over a mesh of the same devices, however it shards; explicit axes do not count."""
     return (
         isinstance(sharding, NamedSharding)
         and sharding.device_set == wanted.device_set
@@ -73,7 +73,7 @@ def placed(
     Args:
       tree: arrays of jax, not traced, or NumPy; other leaves are left alone.
       shardings: a `NamedSharding` for all of them, or a tree or prefix tree of such.
-      suffices: `suffices(sharding, wanted)` says of a jax array whether it may stay where it lies.
+      suffices: `suffices(sharding, wanted)` says of a jax array whether it may stay where it is.
     """
     leaves, structure = jax.tree.flatten(tree)
     where = jax.tree.leaves(jax.tree.broadcast(shardings, tree))
@@ -125,7 +125,7 @@ def on_automatic_axes(tree: Any, mesh: Mesh) -> Any:
 
     Args:
       tree: any pytree.
-      mesh: the mesh; the arrays lie on its devices.
+      mesh: the mesh; the arrays are on its devices.
     """
     mesh = automatic(mesh)
 

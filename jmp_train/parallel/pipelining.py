@@ -1,8 +1,8 @@
 """Layers on different devices: a model in stages, one on each device along a mesh axis.
 
-A batch is cut into micro-batches that follow each other from stage to stage, as in GPipe. A pipeline is a
-function of the model, not of the step: it stands inside the loss, and gradients, norm and finite test are those of
-the whole model wherever its parts lie.
+A batch is split into micro-batches that follow each other from stage to stage, as in GPipe. A pipeline is a
+function of the model, not of the step: it stands inside the loss, and gradients, norm and overflow check are those of
+the whole model wherever its parts are.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jmp_train.batch_parts import check_divides, in_parts
-from jmp_train.mesh_axes import automatic, axis_size
-from jmp_train.policies.paths import named_leaves
+from jmp_train.parallel.mesh_axes import automatic, axis_size
+from jmp_train.policies.pytrees import named_leaves
+from jmp_train.steps import check_divides, in_parts
 
 Stage = Callable[[Any, Any, Any], Any]
 
@@ -27,23 +27,23 @@ def pipeline(
 ) -> Callable[..., Any]:
     """Returns a function that sends a batch through as many stages as a mesh axis has devices.
 
-    Of S stages and M micro-batches each device waits for S - 1 of M + S - 1 turns. What a backward pass needs of all
+    Of S stages and M micro-batches each device waits for S - 1 of M + S - 1 ticks. What a backward pass needs of all
     micro-batches is kept; `jax.checkpoint(stage)` keeps their inputs alone.
 
     Args:
       stage: `stage(params, x, rng) -> y`, one stage; y has the shapes and dtypes of x. It must not reduce over `axis`.
       mesh: the devices.
-      axis: the mesh axis along which the stages lie.
-      micro_batches: into how many parts a batch is cut along its first axis.
+      axis: the mesh axis along which the stages are placed.
+      micro_batches: into how many parts a batch is split along its first axis.
 
     Returns:
-      `run(params, x, rng=None) -> y`, a function compiled by jit. Leaves of `params` are [stages, ...], and lie as
+      `run(params, x, rng=None) -> y`, a function compiled by jit. Leaves of `params` are [stages, ...], sharded as
       `PartitionSpec("pipe")` says if each device is to store its own stage alone. `x` is an array or a tree of arrays
       [rows, ...], and y one like it. `rng` is a random key, of which every stage gets one of its own for each
       micro-batch, or None.
 
     Raises:
-      TypeError: `mesh` is no Mesh.
+      TypeError: `mesh` is not a Mesh.
       ValueError: the mesh has no such axis, or `micro_batches` is below 1. When called: a parameter has not one row
         for each stage, `micro_batches` does not divide the batch, or a stage changes shapes or dtypes.
 
@@ -74,8 +74,8 @@ def pipeline_of_indexed(
     Args:
       stage: `stage(index, params, x, rng)`; else see `pipeline`, as for the others.
       mesh: the devices.
-      axis: the mesh axis along which the stages lie.
-      micro_batches: into how many parts a batch is cut.
+      axis: the mesh axis along which the stages are placed.
+      micro_batches: into how many parts a batch is split.
       check: `check(params, parts, rng)` is called before anything runs; `parts` are [micro_batches, rows, ...].
     """
     count = axis_size(mesh, axis)
@@ -92,19 +92,19 @@ def pipeline_of_indexed(
         check_divides(x, micro_batches, f"micro_batches={micro_batches}")
         parts = in_parts(x, micro_batches)
         check(params, parts, rng)
-        in_turns = partial(_in_turns, stage, axis, count)
-        outputs = _over_devices(in_turns, mesh, axis)(params, parts, rng)
+        in_ticks = partial(_in_ticks, stage, axis, count)
+        outputs = _over_devices(in_ticks, mesh, axis)(params, parts, rng)
         # Rows are [stages * micro_batches, ...], and those of the last stage are the model's.
         return jax.tree.map(lambda y: y[-micro_batches:].reshape(-1, *y.shape[2:]), outputs)
 
     return jax.jit(run)
 
 
-def _over_devices(in_turns: Any, mesh: Mesh, axis: str) -> Any:
-    if mesh.shape[axis] == 1:  # nothing to cut, and XLA does not reduce over one device
-        return in_turns
+def _over_devices(in_ticks: Any, mesh: Mesh, axis: str) -> Any:
+    if mesh.shape[axis] == 1:  # nothing to shard, and XLA does not reduce over one device
+        return in_ticks
     return jax.shard_map(
-        in_turns,
+        in_ticks,
         mesh=_surrounding(mesh),
         in_specs=(P(axis), P(), P()),
         out_specs=P(axis),
@@ -113,27 +113,27 @@ def _over_devices(in_turns: Any, mesh: Mesh, axis: str) -> Any:
     )
 
 
-def _in_turns(
+def _in_ticks(
     stage: Callable[..., Any], axis: str, count: int, params: Any, parts: Any, rng: Any
 ) -> Any:
-    """Returns what one device's stage makes of each micro-batch, its turns one after another."""
+    """Returns what one device's stage makes of each micro-batch, one tick after another."""
     params = jax.tree.map(lambda x: x[0], params)
     index = lax.axis_index(axis) if count > 1 else jnp.int32(0)
     micro_batches = len(jax.tree.leaves(parts)[0])
     to_next = [(i, i + 1) for i in range(count - 1)]
 
-    def turn(received: Any, number: jax.Array) -> tuple[Any, Any]:
-        own = jnp.clip(number - index, 0, micro_batches - 1)  # of the turn's micro-batches
+    def tick(received: Any, number: jax.Array) -> tuple[Any, Any]:
+        own = jnp.clip(number - index, 0, micro_batches - 1)  # of the tick's micro-batches
         first = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, own, keepdims=False), parts)
         x = jax.tree.map(lambda a, b: jnp.where(index == 0, a, b), first, received)
         key = None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, index), own)
         y = stage(index, params, x, key)
         return (jax.tree.map(lambda x: lax.ppermute(x, axis, to_next), y) if to_next else y), y
 
-    # Before their first turn stages run on a micro-batch that is not theirs, whose result nobody takes: on zeros a
+    # Before their first tick stages run on a micro-batch that is not theirs, whose result nobody takes: on zeros a
     # norm could have infinite derivatives, and zero times these is NaN.
     start = jax.tree.map(lambda x: x[0], parts)
-    _, outputs = lax.scan(turn, start, jnp.arange(micro_batches + count - 1))
+    _, outputs = lax.scan(tick, start, jnp.arange(micro_batches + count - 1))
     return jax.tree.map(lambda y: y[count - 1 :], outputs)
 
 

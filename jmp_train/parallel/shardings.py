@@ -1,7 +1,7 @@
-"""Where the arrays of a train state lie on a mesh: whole, as their paths say, or cut by their shapes.
+"""Shardings of a train state over a mesh: replicated, by the paths of parameters, or by shapes (ZeRO-1, FSDP).
 
-What the optimizer keeps of a parameter, moments and float32 masters, lies where the parameter does, unless a
-form says otherwise: ZeRO-1 cuts these alone, FSDP the parameters too.
+What the optimizer keeps of a parameter, moments and float32 master weights, is sharded as the parameter is, unless a
+form says otherwise: ZeRO-1 shards these alone, FSDP the parameters too.
 """
 
 import dataclasses
@@ -14,29 +14,30 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
-from jmp_train.flax_metadata import specs_of_metadata
-from jmp_train.mesh_axes import automatic, axis_size, dimension_over
-from jmp_train.policies.paths import check_regexes, check_rules, named_leaves, path_name
-from jmp_train.train_state import TrainState
+from jmp_train.parallel.flax_metadata import specs_of_metadata
+from jmp_train.parallel.mesh_axes import automatic, axis_size, dimension_over
+from jmp_train.policies import Params, PyTree
+from jmp_train.policies.pytrees import check_regexes, check_rules, named_leaves, path_name
+from jmp_train.steps import TrainState
 
 P = PartitionSpec
 MIN_SIZE = 2**12  # elements; less is not worth a message
 
 
-def specs_by_path(params: Any, rules: Mapping[str, PartitionSpec | tuple[Any, ...]]) -> Any:
+def specs_by_path(params: Params, rules: Mapping[str, PartitionSpec | tuple[Any, ...]]) -> Any:
     """Returns a `PartitionSpec` for each parameter, that of the first rule whose regular expression its path finds.
 
     Args:
       params: pytree of arrays, or of their shapes.
       rules: from a regular expression, searched for in a path such as "layers/0/kernel", to a spec, or a tuple of a
-        spec's entries. Parameters that no rule finds lie whole on every device.
+        spec's entries. Parameters that no rule finds are replicated on every device.
 
     Returns:
       A tree like `params`.
 
     Raises:
-      TypeError: `rules` is no mapping, a key no string, or a value no spec.
-      ValueError: a rule is no regular expression, finds no parameter, or has more entries than the parameter has
+      TypeError: `rules` is not a mapping, a key not a string, or a value not a spec.
+      ValueError: a rule is not a regular expression, finds no parameter, or has more entries than the parameter has
         dimensions.
 
     Example:
@@ -54,7 +55,7 @@ def specs_by_path(params: Any, rules: Mapping[str, PartitionSpec | tuple[Any, ..
     paths = [path for path, _ in named_leaves(params)]
     check_rules(rules, paths, "specs_by_path: {} found no parameter")
 
-    def spec_of(path: KeyPath, x: Any) -> PartitionSpec:
+    def spec_of(path: KeyPath, x: jax.Array) -> PartitionSpec:
         name = path_name(path)
         spec = next((spec for regex, spec in specs.items() if re.search(regex, name)), P())
         _check_rank(f"params {name!r}", x, spec)
@@ -63,7 +64,7 @@ def specs_by_path(params: Any, rules: Mapping[str, PartitionSpec | tuple[Any, ..
     return jax.tree_util.tree_map_with_path(spec_of, params)
 
 
-def _as_spec(regex: str, spec: Any) -> PartitionSpec:
+def _as_spec(regex: str, spec: object) -> PartitionSpec:
     entries = tuple(spec) if isinstance(spec, tuple | PartitionSpec) else (spec, 0)
     flat = [x for entry in entries for x in (entry if isinstance(entry, tuple) else (entry,))]
     if not all(x is None or x is P.UNCONSTRAINED or isinstance(x, str) for x in flat):
@@ -74,22 +75,22 @@ def _as_spec(regex: str, spec: Any) -> PartitionSpec:
 
 
 def state_shardings(state: TrainState, mesh: Mesh, *, params: Any = None) -> TrainState:
-    """Returns where the arrays of a state lie whose parameters are cut as one says, as for tensor parallelism.
+    """Returns the shardings of a state whose parameters are sharded by given specs, as for tensor parallelism.
 
     Args:
       state: a train state, or the shapes of one, as `jax.eval_shape` makes them.
       mesh: the devices.
       params: tree or prefix tree like `state.params` of `PartitionSpec`s, such as `specs_by_path` or flax's
         `nn.get_partition_spec` makes; None for what the parameters' own metadata say (`nn.with_partitioning`,
-        `nnx.with_partitioning`), and those without lie whole on every device.
+        `nnx.with_partitioning`), and those without are replicated on every device.
 
     Returns:
       A tree like `state` of `NamedSharding`s, for `jax.device_put(state, shardings)` and
-      `sharded_step(step, mesh, shardings=shardings)`. What the optimizer keeps for a parameter, in its shape, lies
-      where the parameter does; all else is whole everywhere.
+      `sharded_step(step, mesh, shardings=shardings)`. What the optimizer keeps for a parameter, in its shape, is
+      sharded as the parameter is; all else is replicated.
 
     Raises:
-      TypeError: `state` is no `TrainState`.
+      TypeError: `state` is not a `TrainState`.
       ValueError: a spec names an axis that the mesh lacks, or does not divide its parameter; the message names it.
 
     Example:
@@ -102,7 +103,7 @@ def state_shardings(state: TrainState, mesh: Mesh, *, params: Any = None) -> Tra
       >>> tuple(shardings.opt_state[0].mu["w"].spec)
       (None, 'model')
     """
-    return _placed(state, mesh, params, cut_optimizer=None, cut_params=None)
+    return _placed(state, mesh, params, optimizer_rule=None, params_rule=None)
 
 
 def zero1_shardings(
@@ -113,16 +114,16 @@ def zero1_shardings(
     params: Any = None,
     min_size: int = MIN_SIZE,
 ) -> TrainState:
-    """Returns where the arrays of a state lie whose optimizer state is cut over the devices that share a batch.
+    """Returns the shardings of a state whose optimizer state is sharded over the devices that share a batch.
 
-    Each device keeps and updates its part of moments and masters; parameters lie whole on all of them.
+    Each device keeps and updates its part of moments and master weights; parameters are replicated on all of them.
 
     Args:
       state: see `state_shardings`, as are `mesh` and `params`.
       mesh: the devices.
-      axis: the mesh axis to cut over. An array is cut along the longest of its dimensions that the axis divides and
-        that `params` has not cut.
-      params: how parameters are cut already.
+      axis: the mesh axis to shard over. An array is sharded along the longest of its dimensions that the axis divides and
+        that `params` has not sharded.
+      params: how parameters are sharded already.
       min_size: arrays with fewer elements are left alone.
 
     Returns:
@@ -145,8 +146,8 @@ def zero1_shardings(
     Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
     https://arxiv.org/abs/1910.02054.
     """
-    cut = _Cut(axis, axis_size(mesh, axis), min_size)
-    return _placed(state, mesh, params, cut_optimizer=cut, cut_params=None)
+    rule = _ShapeRule(axis, axis_size(mesh, axis), min_size)
+    return _placed(state, mesh, params, optimizer_rule=rule, params_rule=None)
 
 
 def fsdp_shardings(
@@ -157,7 +158,7 @@ def fsdp_shardings(
     params: Any = None,
     min_size: int = MIN_SIZE,
 ) -> TrainState:
-    """Returns where the arrays of a state lie whose parameters are cut, too, over the devices that share a batch.
+    """Returns the shardings of a state whose parameters are sharded, too, over the devices that share a batch.
 
     `sharded_step` gathers them for the step, in the compute dtype, and adds gradients up in float32, each device
     its own part of them.
@@ -165,8 +166,8 @@ def fsdp_shardings(
     Args:
       state: see `zero1_shardings`, as are the others.
       mesh: the devices.
-      axis: the mesh axis to cut over.
-      params: how parameters are cut already.
+      axis: the mesh axis to shard over.
+      params: how parameters are sharded already.
       min_size: arrays with fewer elements are left alone.
 
     Returns:
@@ -186,11 +187,11 @@ def fsdp_shardings(
 
     Reference: torch's FullyShardedDataParallel; ZeRO's third stage, https://arxiv.org/abs/1910.02054.
     """
-    cut = _Cut(axis, axis_size(mesh, axis), min_size)
-    return _placed(state, mesh, params, cut_optimizer=cut, cut_params=cut)
+    rule = _ShapeRule(axis, axis_size(mesh, axis), min_size)
+    return _placed(state, mesh, params, optimizer_rule=rule, params_rule=rule)
 
 
-def full_shardings(state: TrainState, shardings: Any, mesh: Mesh) -> TrainState:
+def full_shardings(state: TrainState, shardings: object, mesh: Mesh) -> TrainState:
     """Returns a sharding for each array of a state.
 
     Args:
@@ -205,7 +206,7 @@ def full_shardings(state: TrainState, shardings: Any, mesh: Mesh) -> TrainState:
         shardings, state, "shardings must have a sharding for each array of the state"
     )
 
-    def named(path: KeyPath, spec: Any, x: Any) -> NamedSharding:
+    def named(path: KeyPath, spec: PartitionSpec, x: object) -> NamedSharding:
         spec = _checked_spec(f"shardings {path_name(path)!r}", x, spec, mesh)
         return NamedSharding(automatic(mesh), spec)
 
@@ -213,13 +214,13 @@ def full_shardings(state: TrainState, shardings: Any, mesh: Mesh) -> TrainState:
 
 
 def gradient_dimensions(state: TrainState, shardings: TrainState, axis: str) -> Any:
-    """Returns along which dimension the gradient of each parameter is best cut over an axis; -1 for none.
+    """Returns along which dimension the gradient of each parameter is best sharded over an axis; -1 for none.
 
     Where the optimizer has its part of a parameter alone, it needs that part of the gradient.
 
     Args:
       state: a train state, or the shapes of one.
-      shardings: where its arrays lie.
+      shardings: those of its arrays.
       axis: the mesh axis.
     """
     found = {
@@ -235,14 +236,14 @@ def gradient_dimensions(state: TrainState, shardings: TrainState, axis: str) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cut:
+class _ShapeRule:
     """The rule on shapes: along the longest dimension that can be divided and is whole."""
 
     axis: str
     count: int
     min_size: int
 
-    def __call__(self, x: Any, spec: PartitionSpec) -> PartitionSpec:
+    def __call__(self, x: jax.Array, spec: PartitionSpec) -> PartitionSpec:
         if math.prod(x.shape) < self.min_size:
             return spec
         entries = [*spec, *(None,) * (len(x.shape) - len(spec))]
@@ -261,7 +262,11 @@ class _Cut:
 
 
 def _placed(
-    state: TrainState, mesh: Mesh, params: Any, cut_optimizer: _Cut | None, cut_params: _Cut | None
+    state: TrainState,
+    mesh: Mesh,
+    params: Params,
+    optimizer_rule: _ShapeRule | None,
+    params_rule: _ShapeRule | None,
 ) -> TrainState:
     if not isinstance(state, TrainState):
         raise TypeError(f"state must be a TrainState, got {type(state).__name__}")
@@ -270,17 +275,17 @@ def _placed(
     owners = _owners(state)
     mesh = automatic(mesh)
 
-    def named(cut: _Cut | None, x: Any, spec: PartitionSpec) -> NamedSharding:
-        return NamedSharding(mesh, spec if cut is None else cut(x, spec))
+    def named(rule: _ShapeRule | None, x: jax.Array, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(mesh, spec if rule is None else rule(x, spec))
 
-    def of_optimizer(path: KeyPath, x: Any) -> NamedSharding:
+    def of_optimizer(path: KeyPath, x: jax.Array) -> NamedSharding:
         owner = owners.get(path)
-        return named(cut_optimizer, x, P() if owner is None else by_owner[owner])
+        return named(optimizer_rule, x, P() if owner is None else by_owner[owner])
 
     whole = jax.tree.map(lambda x: NamedSharding(mesh, P()), state)
     return dataclasses.replace(
         whole,
-        params=jax.tree.map(lambda x, spec: named(cut_params, x, spec), state.params, specs),
+        params=jax.tree.map(lambda x, spec: named(params_rule, x, spec), state.params, specs),
         opt_state=jax.tree_util.tree_map_with_path(of_optimizer, state.opt_state),
     )
 
@@ -301,7 +306,7 @@ def _owners(state: TrainState) -> dict[KeyPath, KeyPath]:
     return owners
 
 
-def _checked_specs(params: Any, specs: Any, mesh: Mesh) -> Any:
+def _checked_specs(params: Params, specs: object, mesh: Mesh) -> Any:
     if specs is None:
         specs = specs_of_metadata(params)
     specs = _broadcast(
@@ -315,7 +320,7 @@ def _checked_specs(params: Any, specs: Any, mesh: Mesh) -> Any:
     )
 
 
-def _broadcast(prefix: Any, tree: Any, message: str) -> Any:
+def _broadcast(prefix: object, tree: PyTree, message: str) -> Any:
     """Returns a tree like another of what a prefix tree has for its parts."""
     try:
         return jax.tree.broadcast(prefix, tree, is_leaf=_is_spec)
@@ -336,16 +341,16 @@ def _checked_spec(what: str, x: Any, spec: Any, mesh: Mesh) -> PartitionSpec:
         count = math.prod(axis_size(mesh, axis) for axis in axes)
         if size % count:
             raise ValueError(
-                f"{what} of shape {x.shape} cannot be cut by {spec}: "
-                f"{size} is no multiple of {count} devices"
+                f"{what} of shape {x.shape} cannot be sharded by {spec}: "
+                f"{size} is not a multiple of {count} devices"
             )
     return spec
 
 
-def _check_rank(what: str, x: Any, spec: PartitionSpec) -> None:
+def _check_rank(what: str, x: jax.Array, spec: PartitionSpec) -> None:
     if len(spec) > len(x.shape):
         raise ValueError(f"{what} of shape {x.shape} has fewer dimensions than {spec}")
 
 
-def _is_spec(x: Any) -> bool:
+def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)

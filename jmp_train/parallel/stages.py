@@ -1,7 +1,7 @@
 """Layers of any shapes on different devices: their parameters packed into one array with a row for each device.
 
 One program runs on all devices, and an array has equal parts on them. So a device's parameters are one row, as
-long as the longest, and what a stage hands on is as wide as the widest.
+long as the longest, and what a stage passes on has the width of the largest activation.
 """
 
 import dataclasses
@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jmp_train.mesh_axes import axis_size
-from jmp_train.pipelining import Stage, pipeline_of_indexed
-from jmp_train.policies.casting import is_float_array
-from jmp_train.policies.paths import named_leaves
+from jmp_train.parallel.mesh_axes import axis_size
+from jmp_train.parallel.pipelining import Stage, pipeline_of_indexed
+from jmp_train.policies.pytrees import is_float_array, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +112,9 @@ class Stages:
 
         Args:
           mesh: the devices.
-          axis: the mesh axis along which the stages lie. They must not reduce over it, nor over another axis that jax
+          axis: the mesh axis along which the stages are placed. They must not reduce over it, nor over another axis that jax
             shards over by itself.
-          micro_batches: into how many parts a batch is cut along its first axis.
+          micro_batches: into how many parts a batch is split along its first axis.
 
         Returns:
           `run(packed, x, rng=None) -> y`; y is what the last stage returns.
@@ -132,23 +131,23 @@ class Stages:
 
         def run(packed: jax.Array, x: jax.Array, rng: Any = None) -> jax.Array:
             shapes = self._activations(packed, x, rng)
-            widest = max(math.prod(shape) for shape in shapes)
+            largest = max(math.prod(shape) for shape in shapes)
 
             def stage(index: jax.Array, row: jax.Array, flat: jax.Array, rng: Any) -> jax.Array:
                 def branch(number: int) -> Callable[..., jax.Array]:
                     def on_flat(row: jax.Array, flat: jax.Array, rng: Any) -> jax.Array:
-                        x = _narrowed(flat, shapes[number])
+                        x = _unpadded(flat, shapes[number])
                         y = self.functions[number](self._unpack_row(number, row), x, rng)
-                        return _widened(y, widest)
+                        return _padded(y, largest)
 
                     return on_flat
 
                 return lax.switch(index, [branch(i) for i in range(count)], row, flat, rng)
 
             flat = pipeline_of_indexed(stage, mesh, axis, micro_batches)(
-                packed, _widened(x, widest), rng
+                packed, _padded(x, largest), rng
             )
-            return _narrowed(flat, shapes[-1])
+            return _unpadded(flat, shapes[-1])
 
         return jax.jit(run)
 
@@ -162,7 +161,7 @@ class Stages:
             if value.dtype != x.dtype or value.shape[:1] != x.shape[:1]:
                 raise ValueError(
                     f"stage {number} returned {value.dtype}{list(value.shape)} of a batch of {x.shape[0]} rows in "
-                    f"{x.dtype}: all stages hand on arrays [rows, ...] of one dtype"
+                    f"{x.dtype}: all stages pass on arrays [rows, ...] of one dtype"
                 )
             shapes.append(value.shape[1:])
         return shapes
@@ -177,10 +176,10 @@ def _row(tree: Any, length: int) -> jax.Array:
     return jnp.pad(flat, (0, length - flat.size))
 
 
-def _widened(x: jax.Array, width: int) -> jax.Array:
+def _padded(x: jax.Array, width: int) -> jax.Array:
     flat = x.reshape(x.shape[0], -1)
     return jnp.pad(flat, ((0, 0), (0, width - flat.shape[1])))
 
 
-def _narrowed(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _unpadded(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return flat[:, : math.prod(shape)].reshape(flat.shape[0], *shape)

@@ -1,6 +1,6 @@
 """One step on many devices: `shard_map`, `pmap` or `jit`, each with the signature that it has on one.
 
-The batch is cut along its first axis, a `jmp_train.graphs.stack` between its graphs; the state is the same
+The batch is split along its first axis, a `jmp_train.graphs.stack` between its graphs; the state is the same
 everywhere. Gradients stay local until they are averaged in the policy's `reduce_dtype`; loss, floating and
 complex aux and model state are averaged; the
 step is taken or skipped by all devices together, and each draws from a key of its own.
@@ -17,11 +17,12 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
-from jmp_train.batch_parts import check_divides, hint_of_split, in_parts, warn_of_split
-from jmp_train.device_state import check_same_state, has_whole_numbers
-from jmp_train.flax_metadata import with_inert_boxes
-from jmp_train.mesh_axes import (
+from jmp_train.parallel.compute_dtypes import all_gather_dtypes
+from jmp_train.parallel.device_state import check_same_state, has_integers
+from jmp_train.parallel.flax_metadata import with_inert_boxes
+from jmp_train.parallel.mesh_axes import (
     automatic,
     axis_size,
     dimension_over,
@@ -32,14 +33,24 @@ from jmp_train.mesh_axes import (
     placed,
     without_axis,
 )
-from jmp_train.narrow_uses import narrow_uses
-from jmp_train.placement import full_shardings, gradient_dimensions
-from jmp_train.policies.collectives import mean_over_axes, scatter_gradients
-from jmp_train.policies.finite import is_inexact
-from jmp_train.policies.per_loss_scale import PerLossScale
-from jmp_train.step_checks import check_is_train_state, check_not_replicated
-from jmp_train.train_state import TrainState
-from jmp_train.train_step import Metrics, TrainStep, check_param_dtypes, loss_scale_of
+from jmp_train.parallel.shardings import full_shardings, gradient_dimensions
+from jmp_train.policies import Params, PyTree
+from jmp_train.policies.loss_scaling import LossScales, PerLossScale
+from jmp_train.policies.optimizers import loss_scale_of
+from jmp_train.policies.pytrees import is_inexact, mean_over_axes, scatter_gradients
+from jmp_train.steps import (
+    StepGradients,
+    TrainState,
+    TrainStep,
+    check_divides,
+    check_is_train_state,
+    check_not_replicated,
+    check_param_dtypes,
+    hint_of_split,
+    in_parts,
+    warn_of_split,
+)
+from jmp_train.types import Batch, Metrics, ModelState
 
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
@@ -60,16 +71,16 @@ def data_parallel(
     Args:
       step: what `train_step` returned.
       mesh: the devices, for example `jax.make_mesh((8,), ("data",))`.
-      axis: the mesh axis along which the batch is cut.
+      axis: the mesh axis along which the batch is split.
       donate_argnums: as for jit; 0 lets the next state take the memory of the last. An outer jit has its own.
 
     Returns:
       A pure function `(state, batch) -> (state, metrics)`. Metrics are those of the whole batch; aux that is neither
-      floating nor complex is the first device's. What does not lie on the mesh's devices yet, such as NumPy's
+      floating nor complex is the first device's. What is not on the mesh's devices yet, such as NumPy's
       arrays, is put there first.
 
     Raises:
-      TypeError: `step` is no `TrainStep`; when called, the batch has a graph that is in no stack.
+      TypeError: `step` is not a `TrainStep`; when called, the batch has a graph that is in no stack.
       ValueError: the mesh has no such axis; when called, the number of its devices does not divide the batch, or
         whole numbers or flags of the model state depend on a device's own rows.
 
@@ -89,7 +100,7 @@ def data_parallel(
     count = axis_size(mesh, axis)
     everywhere, apart = (NamedSharding(automatic(mesh), spec) for spec in (P(), P(axis)))
 
-    def on_traced(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def on_traced(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         check_same_state(parallel, mesh, state, batch)
         # The step names its reductions, and so does not need jax to find out what varies.
         mapped = jax.shard_map(
@@ -104,7 +115,7 @@ def data_parallel(
 
     run = jax.jit(on_traced, inline=True, donate_argnums=donate_argnums)
 
-    def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def on_all(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         check_not_replicated(state)
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
         warn_of_split(batch, count)
@@ -154,7 +165,7 @@ def pmap_step(
     everywhere, apart = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))
 
     @functools.lru_cache(maxsize=4)
-    def check(structure: Any, shapes: Any) -> None:
+    def check(structure: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
         check_same_state(parallel, mesh, *jax.tree.unflatten(structure, shapes))
 
     run = jax.pmap(
@@ -166,11 +177,11 @@ def pmap_step(
         donate_argnums=donate_argnums,
     )
 
-    def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def on_all(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         check_not_replicated(state)
         check_divides(batch, mesh.size, f"the {mesh.size} devices")
         warn_of_split(batch, mesh.size)
-        if has_whole_numbers(state.model_state):
+        if has_integers(state.model_state):
             leaves, structure = jax.tree.flatten((state, batch))
             check(structure, tuple(jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves))
         parts = in_parts(batch, mesh.size)
@@ -194,18 +205,18 @@ def sharded_step(
 
     What jit makes of a whole batch by itself adds gradients over the devices in the compute dtype. Here each
     device's gradients are apart until they are averaged, as in `data_parallel`; all else is jit's. With `shardings`
-    the state may be cut over the mesh in any way: parameters over other axes (tensor parallelism), the optimizer's
-    state over `axis` (ZeRO-1), parameters too (FSDP). Norm, finite test and clipping see all of it.
+    the state may be sharded over the mesh in any way: parameters over other axes (tensor parallelism), the optimizer's
+    state over `axis` (ZeRO-1), parameters too (FSDP). Norm, overflow check and clipping see all of it.
 
     Args:
       step: see `data_parallel`.
       mesh: see `data_parallel`.
       axis: see `data_parallel`.
-      shardings: where the state's arrays lie, as `state_shardings`, `zero1_shardings` or `fsdp_shardings` says, or
+      shardings: of the state's arrays, as `state_shardings`, `zero1_shardings` or `fsdp_shardings` returns them, or
         any tree or prefix tree of shardings or `PartitionSpec`s, such as flax's `nn.get_sharding(state, mesh)`; the
-        next state's lie there too. None for whole ones. Parameters that are cut over `axis` are gathered in the
+        next state has the same. None for replicated ones. Parameters that are sharded over `axis` are gathered in the
         dtype that all of their uses cast them to; gradients are added up in the policy's `reduce_dtype`, and where the
-        parameter or its optimizer state is cut over `axis`, each device gets its part of the sum alone.
+        parameter or its optimizer state is sharded over `axis`, each device gets its part of the sum alone.
       donate_argnums: see `data_parallel`.
 
     Returns:
@@ -233,7 +244,7 @@ def sharded_step(
     everywhere, apart = (NamedSharding(automatic(mesh), spec) for spec in (P(), P(axis)))
 
     @functools.lru_cache(maxsize=4)
-    def where(structure: Any, shapes: Any) -> TrainState:
+    def where(structure: Any, shapes: tuple[tuple[int, ...], ...]) -> TrainState:
         arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
         return full_shardings(jax.tree.unflatten(structure, arrays), shardings, mesh)
 
@@ -243,7 +254,7 @@ def sharded_step(
         leaves, structure = jax.tree.flatten(state)
         return where(structure, tuple(map(jnp.shape, leaves)))
 
-    def on_traced(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def on_traced(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         check_is_train_state(state)
         shardings = shardings_of(state)
         check_param_dtypes(state.params, step.policy)
@@ -254,25 +265,25 @@ def sharded_step(
             with_inert_boxes(parallel, state.params, axis),
             automatic(mesh),
             axis,
-            _grad_cuts(state, shardings, axis),
+            _grad_dimensions(state, shardings, axis),
         )
         if shardings is not None:
             run = _with_whole_params(run, shardings.params, axis)
-        (loss, model_state, averaged, grads), rows = run(
+        result, rows = run(
             loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng
         )
         aux = jax.tree.map(
             lambda mean, row: row if mean is None else mean,
-            averaged,
+            result.aux,
             rows,
             is_leaf=lambda x: x is None,
         )
-        new, metrics = step.apply_gradients(state, loss, model_state, aux, grads, next_rng)
+        new, metrics = step.apply_gradients(state, result._replace(aux=aux), next_rng)
         return (new if shardings is None else lax.with_sharding_constraint(new, shardings)), metrics
 
     run = jax.jit(on_traced, inline=True, donate_argnums=donate_argnums)
 
-    def on_all(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def on_all(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         check_not_replicated(state)
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
         warn_of_split(batch, count)
@@ -289,69 +300,75 @@ def sharded_step(
     return on_all
 
 
-def _grad_cuts(state: TrainState, shardings: TrainState | None, axis: str) -> Any:
-    """Returns along which dimension each parameter's gradient is cut over the batch's axis; -1 for whole ones."""
+def _grad_dimensions(state: TrainState, shardings: TrainState | None, axis: str) -> Any:
+    """Returns along which dimension each parameter's gradient is sharded over the batch's axis; -1 for whole ones."""
     if shardings is None:
-        cuts = jax.tree.map(lambda x: -1, state.params)
+        dimensions = jax.tree.map(lambda x: -1, state.params)
     else:
-        cuts = gradient_dimensions(state, shardings, axis)
+        dimensions = gradient_dimensions(state, shardings, axis)
     losses = loss_scale_of(state.opt_state)
-    return (cuts,) * len(losses.loss_scales) if isinstance(losses, PerLossScale) else cuts
+    return (
+        (dimensions,) * len(losses.loss_scales) if isinstance(losses, PerLossScale) else dimensions
+    )
 
 
-def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, cuts: Any) -> Any:
+def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, dimensions: PyTree) -> Any:
     """Returns `TrainStep.gradients` over the devices along an axis, each of which gets its part of the gradients."""
 
     def gradients(
-        loss_scale: Any, params: Any, model_state: Any, batch: Any, rng: Any
-    ) -> tuple[Any, Any]:
-        results = parallel.local_gradients(loss_scale, params, model_state, batch, rng)
-        grads = scatter_gradients(results[-1], cuts, axis, parallel.reduce_dtype)
-        loss, model_state, aux = mean_over_axes(results[:-1], (axis,))
+        loss_scale: LossScales,
+        params: Params,
+        model_state: ModelState,
+        batch: Batch,
+        rng: jax.Array | None,
+    ) -> tuple[StepGradients, Any]:
+        *unreduced, grads = parallel.local_gradients(loss_scale, params, model_state, batch, rng)
+        grads = scatter_gradients(grads, dimensions, axis, parallel.reduce_dtype)
+        loss, model_state, aux = mean_over_axes(unreduced, (axis,))
         averaged = jax.tree.map(lambda x: x if is_inexact(x) else None, aux)
         rows = jax.tree.map(lambda x: None if is_inexact(x) else jnp.asarray(x)[None], aux)
-        return (loss, model_state, averaged, grads), rows
+        return StepGradients(loss, model_state, averaged, grads), rows
 
-    specs = jax.tree.map(lambda dim: P(*(None,) * dim, axis) if dim >= 0 else P(), cuts)
+    specs = jax.tree.map(lambda dim: P(*(None,) * dim, axis) if dim >= 0 else P(), dimensions)
     return jax.shard_map(
         gradients,
         mesh=mesh,
         in_specs=(P(), P(), P(), P(axis), P()),
-        out_specs=((P(), P(), P(), specs), P(axis)),
+        out_specs=(StepGradients._make((P(), P(), P(), specs)), P(axis)),
         axis_names={axis},
         check_vma=False,
     )
 
 
-def _with_whole_params(run: Any, shardings: Any, axis: str) -> Any:
-    """Returns a function of parameters that may be cut over an axis, which are gathered for `run`.
+def _with_whole_params(run: Callable[..., Any], shardings: PyTree, axis: str) -> Any:
+    """Returns a function of parameters that may be sharded over an axis, which are gathered for `run`.
 
-    Those that all of its uses cast to a narrower dtype are gathered in that. XLA does not do so by itself. Nor does
+    Those that all of its uses cast to a lower-precision dtype are gathered in that. XLA does not do so by itself. Nor does
     an `all_gather` within the `shard_map` do: what scatters into its result is wrong there in jaxlib 0.10, where
-    another dimension is cut too.
+    another dimension is sharded too.
     """
-    cut = jax.tree.map(lambda sharding: dimension_over(axis, sharding) >= 0, shardings)
-    if not any(jax.tree.leaves(cut)):
+    is_sharded = jax.tree.map(lambda sharding: dimension_over(axis, sharding) >= 0, shardings)
+    if not any(jax.tree.leaves(is_sharded)):
         return run
 
-    def gather(x: Any, dtype: Any, sharding: NamedSharding) -> Any:
+    def gather(x: jax.Array, dtype: DTypeLike, sharding: NamedSharding) -> Any:
         entries = (without_axis(axis, entry) for entry in sharding.spec)
         whole = NamedSharding(sharding.mesh, P(*entries))
-        # Where it lies, or it would be gathered before it is cast.
-        narrow = lax.with_sharding_constraint(x.astype(dtype), sharding)
-        return lax.with_sharding_constraint(narrow, whole).astype(x.dtype)
+        # Sharded as before, or it would be gathered before it is cast.
+        low_precision = lax.with_sharding_constraint(x.astype(dtype), sharding)
+        return lax.with_sharding_constraint(low_precision, whole).astype(x.dtype)
 
-    def with_whole(loss_scale: Any, params: Any, *rest: Any) -> Any:
+    def with_whole(loss_scale: LossScales, params: Params, *rest: object) -> Any:
         program, shapes = jax.make_jaxpr(run, return_shape=True)(loss_scale, params, *rest)
         first, (leaves, structure) = len(jax.tree.leaves(loss_scale)), jax.tree.flatten(params)
         inputs = program.jaxpr.invars[first : first + len(leaves)]
-        dtypes = jax.tree.unflatten(structure, narrow_uses(program.jaxpr, inputs))
+        dtypes = jax.tree.unflatten(structure, all_gather_dtypes(program.jaxpr, inputs))
         params = jax.tree.map(
-            lambda x, dtype, sharding, is_cut: gather(x, dtype, sharding) if is_cut else x,
+            lambda x, dtype, sharding, apply: gather(x, dtype, sharding) if apply else x,
             params,
             dtypes,
             shardings,
-            cut,
+            is_sharded,
         )
         results = jaxpr_as_fun(program)(*jax.tree.leaves((loss_scale, params, *rest)))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -359,7 +376,7 @@ def _with_whole_params(run: Any, shardings: Any, axis: str) -> Any:
     return with_whole
 
 
-def _checked_step(step: Any) -> TrainStep:
+def _checked_step(step: object) -> TrainStep:
     if not isinstance(step, TrainStep):
         kind = type(step).__name__
         raise TypeError(f"step must be what train_step returned, not jitted, got {kind}")

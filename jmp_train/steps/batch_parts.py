@@ -1,4 +1,4 @@
-"""Batches cut into equal parts along their first axis: micro-batches, or what each device gets."""
+"""Batches split into equal parts along their first axis: micro-batches, or what each device gets."""
 
 import contextlib
 import sys
@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_train.policies.nodes import change_nodes, find_nodes
-from jmp_train.policies.paths import named_leaves, path_name
+from jmp_train.policies.pytrees import change_nodes, find_nodes, named_leaves, path_name
+from jmp_train.types import Batch
 
 
-def check_divides(batch: Any, count: int, what: str) -> None:
-    """Raises ValueError where a batch does not fall into equal parts, and TypeError where that cuts a graph.
+def check_divides(batch: Batch, count: int, what: str) -> None:
+    """Raises ValueError where a batch does not fall into equal parts, and TypeError where that splits a graph.
 
     Args:
       batch: arrays [rows, ...], and stacks of graphs.
@@ -30,7 +30,7 @@ def check_divides(batch: Any, count: int, what: str) -> None:
     for path, x in named_leaves(batch):
         if jnp.shape(x)[:1] == (0,):
             raise ValueError(
-                f"the batch has no rows: {path or '(root)'!r} has shape {jnp.shape(x)}"
+                f"the batch has no examples: {path or '(root)'!r} has shape {jnp.shape(x)}"
             )
         if jnp.ndim(x) == 0 or jnp.shape(x)[0] % count:
             raise ValueError(
@@ -39,8 +39,8 @@ def check_divides(batch: Any, count: int, what: str) -> None:
             )
 
 
-def check_has_rows(batch: Any) -> None:
-    """Raises ValueError for a batch without rows: its mean loss is NaN, and its gradients are finite zeros.
+def check_has_rows(batch: Batch) -> None:
+    """Raises ValueError for a batch without examples: its mean loss is NaN, and its gradients are finite zeros.
 
     Args:
       batch: arrays [rows, ...] and scalars; an array of several may be empty, as a graph's edges are.
@@ -48,11 +48,11 @@ def check_has_rows(batch: Any) -> None:
     shapes = [(path, jnp.shape(x)) for path, x in named_leaves(batch) if jnp.ndim(x) > 0]
     if shapes and all(shape[0] == 0 for _, shape in shapes):
         path, shape = shapes[0]
-        raise ValueError(f"the batch has no rows: {path or '(root)'!r} has shape {shape}")
+        raise ValueError(f"the batch has no examples: {path or '(root)'!r} has shape {shape}")
 
 
 @contextlib.contextmanager
-def hint_of_split(batch: Any, count: int) -> Iterator[None]:
+def hint_of_split(batch: Batch, count: int) -> Iterator[None]:
     """Adds a note to errors that may come of a batch that was split over the devices already.
 
     Args:
@@ -67,13 +67,13 @@ def hint_of_split(batch: Any, count: int) -> Iterator[None]:
         raise
 
 
-def warn_of_split(batch: Any, count: int) -> None:
+def warn_of_split(batch: Batch, count: int) -> None:
     """Warns of a batch that looks split over the devices already, and would be run as one row on each.
 
     Of arrays with the same numbers of axes that would be sequences as well, and nothing is said.
 
     Args:
-      batch: arrays [rows, ...] that divide, as given to the function that calls this one.
+      batch: arrays [rows, ...] that divide, as passed to the function that calls this one.
       count: how many devices there are.
     """
     ranks = {jnp.ndim(x) for x in jax.tree.leaves(batch)}
@@ -81,7 +81,7 @@ def warn_of_split(batch: Any, count: int) -> None:
         warnings.warn(_split_text(batch, count), stacklevel=3)
 
 
-def may_be_split(batch: Any, count: int) -> bool:
+def may_be_split(batch: Batch, count: int) -> bool:
     """Says whether all arrays of a batch are [count, several, ...]."""
     shapes = {jnp.shape(x)[:2] for x in jax.tree.leaves(batch)}
     if count == 1 or len(shapes) != 1 or find_nodes(batch, _stacks()):
@@ -90,42 +90,42 @@ def may_be_split(batch: Any, count: int) -> bool:
     return len(shape) == 2 and shape[0] == count and shape[1] > 1
 
 
-def _split_text(batch: Any, count: int) -> str:
+def _split_text(batch: Batch, count: int) -> str:
     rows = jnp.shape(jax.tree.leaves(batch)[0])[1]
     return (
         f"all arrays of the batch are [{count}, {rows}, ...], as if split over the {count} devices already: here a "
-        "batch is whole, and cut along its first axis. If it was split, "
+        "batch is whole, and split along its first axis. If it was split, "
         "jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch) makes it whole"
     )
 
 
-def in_parts(batch: Any, count: int) -> Any:
+def in_parts(batch: Batch, count: int) -> Any:
     """Returns arrays [count, rows / count, ...] of a batch that `check_divides` let pass."""
     return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
 
 
-def check_no_graph(batch: Any, what: str) -> None:
-    """Raises TypeError where rows are cut, or drawn, and there is a graph among them that is none of a stack.
+def check_no_graph(batch: Batch, what: str) -> None:
+    """Raises TypeError where examples are split, or drawn, and a graph among them is not in a stack.
 
     Args:
       batch: any tree.
-      what: the beginning of the message, what cuts it.
+      what: the beginning of the message, what splits it.
     """
     kinds = _stacks()
 
-    def is_end(node: Any) -> bool:
+    def is_end(node: object) -> bool:
         return isinstance(node, kinds) or _is_graph(node)
 
     for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_end):
         if _is_graph(node):
             raise TypeError(
-                f"{what} would cut the {type(node).__name__} at {path_name(path) or '(root)'!r} of the batch through "
+                f"{what} would split the {type(node).__name__} at {path_name(path) or '(root)'!r} of the batch through "
                 "the middle, row by row: jmp_train.graphs.stack([...]) holds one whole graph for each device and "
                 "micro-batch"
             )
 
 
-def unstacked(batch: Any, accumulate_steps: int) -> Any:
+def unstacked(batch: Batch, accumulate_steps: int) -> Any:
     """Returns a micro-batch with the one graph of each stack in place of the stack.
 
     Args:
@@ -157,6 +157,6 @@ def _is_graph(node: Any) -> bool:
     graphs = sys.modules.get("jmp_train.graphs")
     if graphs is None or not isinstance(node, graphs.Graph | graphs.HeteroGraph | graphs.Block):
         return False
-    connections = node.connections
-    each = list(connections.values()) if isinstance(node, graphs.HeteroGraph) else [connections]
+    adjacency = node.connections
+    each = list(adjacency.values()) if isinstance(node, graphs.HeteroGraph) else [adjacency]
     return all(jnp.ndim(one.in_degrees) < 2 for one in each)

@@ -6,18 +6,17 @@ import jax
 import jax.numpy as jnp
 from flax.training import train_state
 
-from jmp_train.policies.loss_scaled_optimizer import scaled_states
-from jmp_train.policies.overwritten import trained_gradients, with_overwritten
-from jmp_train.policies.per_loss_scale import LossScales
-from jmp_train.policies.select_step import select_step
-from jmp_train.train_step import loss_scale_of
+from jmp_train.policies import Grads, PyTree
+from jmp_train.policies.loss_scaling import LossScales
+from jmp_train.policies.optimizers import loss_scale_of, scaled_states, select_step
+from jmp_train.policies.pytrees import trained_gradients, with_overwritten
 
 
 class FlaxTrainState(train_state.TrainState):
     """flax's `TrainState`, whose `apply_gradients` takes scaled gradients and skips as a whole.
 
     It is created and subclassed as flax's is, with `tx` a `with_loss_scale`. Where that skips the
-    step, everything handed to `apply_gradients` beside the gradients, batch statistics above all,
+    step, everything passed to `apply_gradients` beside the gradients, batch statistics above all,
     stays as it was, as parameters and optimizer state do. `step` goes on, and so do random keys.
 
     Attributes:
@@ -45,7 +44,7 @@ class FlaxTrainState(train_state.TrainState):
         """The loss scale of the next forward pass."""
         return loss_scale_of(self.opt_state)
 
-    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
+    def apply_gradients(self, *, grads: Grads, **kwargs: object) -> Self:
         """Returns the state after a step that was taken or skipped.
 
         Args:
@@ -62,7 +61,7 @@ class FlaxTrainState(train_state.TrainState):
         return new.replace(**kept)
 
 
-def _but_keys(new: Any, old: Any) -> Any:
+def _but_keys(new: PyTree, old: PyTree) -> Any:
     """Returns what a skipped step leaves of an array: the old one, but of a random key the next."""
     dtype = jnp.result_type(new)
     is_key = dtype == jnp.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)

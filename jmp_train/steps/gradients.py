@@ -1,4 +1,4 @@
-"""Scaled gradients: cast, run forward, multiply the loss, differentiate, widen."""
+"""Scaled gradients: cast, run forward, multiply the loss, differentiate, upcast."""
 
 import contextlib
 import functools
@@ -8,18 +8,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from jmp_train.policies.casting import is_float_array, is_inexact_array, widen_to_float32
-from jmp_train.policies.dtypes import at_least_float32
-from jmp_train.policies.finite import is_inexact
-from jmp_train.policies.half_products import FirstTrace, mixed_dtypes_explained
-from jmp_train.policies.loss_scale import check_usable
-from jmp_train.policies.nnx_objects import is_nnx_object
-from jmp_train.policies.nodes import find_nodes
-from jmp_train.policies.path_policy import PathPolicy
-from jmp_train.policies.paths import named_leaves
-from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, scales_in
-from jmp_train.policies.policy import Policy, cast_arguments
+from jmp_train.policies import Params, PyTree
+from jmp_train.policies.dtype_policies import (
+    FirstTrace,
+    PathPolicy,
+    Policy,
+    cast_arguments,
+    mixed_dtypes_explained,
+)
+from jmp_train.policies.loss_scaling import (
+    LossScales,
+    PerLossScale,
+    check_loss_scales,
+)
+from jmp_train.policies.pytrees import (
+    at_least_float32,
+    find_nodes,
+    is_float_array,
+    is_inexact,
+    is_inexact_array,
+    is_nnx_object,
+    named_leaves,
+    upcast_to_float32,
+)
 
 
 def scaled_value_and_grad(
@@ -37,17 +50,17 @@ def scaled_value_and_grad(
       loss_fn: `loss_fn(params, *args, **kwargs) -> loss`, a floating scalar, or `(loss, aux)`.
       policy: the dtypes; None leaves all arguments as they are. Everything that is an argument is
         cast, targets of a regression included: what must stay float32 comes in by closure.
-      has_aux: whether `loss_fn` returns `(loss, aux)`. Floating arrays in `aux` that are narrower than the
-        policy's output dtype come back in it; wider ones, such as batch statistics, stay as they are.
+      has_aux: whether `loss_fn` returns `(loss, aux)`. Floating arrays in `aux` of lower precision than the
+        policy's output dtype come back in it; higher-precision ones, such as batch statistics, stay as they are.
 
     Returns:
       A function that returns `(loss, grads)` or `((loss, aux), grads)`; the loss is unscaled, in
-      float32 or wider. Under a `PerLossScale` the loss is a tuple, and so are the gradients. Of an
-      equinox module, or another tree with leaves that are no arrays, the floating and complex arrays
+      float32 or higher precision. Under a `PerLossScale` the loss is a tuple, and so are the gradients. Of an
+      equinox module, or another tree with leaves that are not arrays, the floating and complex arrays
       are differentiated; the gradients have None in the place of the rest, as `eqx.filter_grad`'s.
 
     Raises:
-      TypeError: when called, the first argument is no loss scale, the loss no floating scalar, or a
+      TypeError: when called, the first argument is not a loss scale, the loss not a floating scalar, or a
         tree of arrays alone has one without a gradient; the message names it.
       ValueError: when called, a static loss scale is not finite and above 0.
 
@@ -70,7 +83,7 @@ def scaled_value_and_grad(
     first_trace = FirstTrace()
 
     @functools.wraps(value_and_grad)
-    def watched(loss_scale: LossScales, *args: Any, **kwargs: Any) -> Any:
+    def watched(loss_scale: LossScales, *args: object, **kwargs: object) -> Any:
         first_trace.look(loss_fn, policy, args, kwargs)
         return value_and_grad(loss_scale, *args, **kwargs)
 
@@ -83,11 +96,13 @@ def unwatched_value_and_grad(
     """Returns what `scaled_value_and_grad` does, without a look at the products."""
     run = loss_fn if policy is None else policy.default.transform(loss_fn)
 
-    def value_and_grad(loss_scale: LossScales, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def value_and_grad(
+        loss_scale: LossScales, params: Params, *args: object, **kwargs: object
+    ) -> Any:
         check_loss_scale(loss_scale)
         differentiated, rest = _partition(params)
 
-        def scaled_loss(differentiated: Any) -> tuple[Any, tuple[Any, Any]]:
+        def scaled_loss(differentiated: PyTree) -> tuple[Any, tuple[Any, Any]]:
             params = _combine(differentiated, rest)
             call = (params, *args), kwargs
             cast = contextlib.nullcontext(call) if policy is None else cast_arguments(policy, *call)
@@ -96,7 +111,7 @@ def unwatched_value_and_grad(
             loss, aux = result if has_aux else (result, None)
             if policy is not None:
                 aux = at_least(policy.default.output_dtype, aux)
-            loss = wide_loss(loss_scale, loss)
+            loss = float32_loss(loss_scale, loss)
             return loss_scale.scale(loss), (loss, aux)
 
         if isinstance(loss_scale, PerLossScale):
@@ -104,23 +119,17 @@ def unwatched_value_and_grad(
             grads, (loss, aux) = _grads_of_each(scaled_loss, differentiated, count)
         else:
             grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(differentiated)
-        return ((loss, aux) if has_aux else loss), widen_to_float32(grads)
+        return ((loss, aux) if has_aux else loss), upcast_to_float32(grads)
 
     return value_and_grad
 
 
-def check_loss_scale(loss_scale: Any) -> None:
+def check_loss_scale(loss_scale: object) -> None:
     """Raises unless gradients can be scaled with it."""
-    if not isinstance(loss_scale, LossScales):
-        raise TypeError(
-            f"loss_scale must be a LossScale, got {loss_scale!r}; "
-            "get_loss_scale(opt_state) finds an optimizer's"
-        )
-    for scale in scales_in(loss_scale):
-        check_usable(scale)
+    check_loss_scales(loss_scale, "get_loss_scale(opt_state) finds an optimizer's")
 
 
-def _partition(params: Any) -> tuple[Any, Any]:
+def _partition(params: Params) -> tuple[Any, Any]:
     """Returns the arrays to differentiate, and what else there is or None: one tree in two, with None for gaps."""
     modules = filter(is_nnx_object, jax.tree.leaves(params, is_leaf=is_nnx_object))
     if (module := next(modules, None)) is not None:
@@ -134,7 +143,7 @@ def _partition(params: Any) -> tuple[Any, Any]:
             if not is_inexact(x):
                 raise TypeError(
                     f"params {path!r} is {jnp.result_type(x)}{list(jnp.shape(x))}, which has no gradient; "
-                    "hand it over as another argument"
+                    "pass it as another argument"
                 )
         return params, None
     return tuple(
@@ -143,16 +152,16 @@ def _partition(params: Any) -> tuple[Any, Any]:
     )
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
     return hasattr(x, "dtype") or isinstance(x, int | float | complex)
 
 
-def _has_equinox_module(params: Any) -> bool:
+def _has_equinox_module(params: Params) -> bool:
     equinox = sys.modules.get("equinox")
     return equinox is not None and bool(find_nodes(params, equinox.Module))
 
 
-def _combine(differentiated: Any, rest: Any) -> Any:
+def _combine(differentiated: PyTree, rest: object) -> Any:
     if rest is None:
         return differentiated
     return jax.tree.map(
@@ -160,24 +169,25 @@ def _combine(differentiated: Any, rest: Any) -> Any:
     )
 
 
-def at_least(dtype: Any, tree: Any) -> Any:
-    """Returns a tree whose floating arrays have a dtype, or the wider one that they have."""
+def at_least(dtype: DTypeLike, tree: PyTree) -> Any:
+    """Returns a tree whose floating arrays have a dtype, or the higher-precision one that they have."""
 
-    def widen(x: Any) -> Any:
-        narrow = is_float_array(x) and jnp.finfo(x.dtype).bits < jnp.finfo(dtype).bits
-        return x.astype(dtype) if narrow else x
+    def upcast(x: object) -> Any:
+        if is_float_array(x) and jnp.finfo(x.dtype).bits < jnp.finfo(dtype).bits:
+            return x.astype(dtype)
+        return x
 
-    return jax.tree.map(widen, tree)
+    return jax.tree.map(upcast, tree)
 
 
-def _grads_of_each(losses_fn: Callable[..., Any], params: Any, count: int) -> tuple[Any, Any]:
+def _grads_of_each(losses_fn: Callable[..., Any], params: Params, count: int) -> tuple[Any, Any]:
     """Returns the gradients of each of several losses, and what else the function returns.
 
     Each has a backward pass of its own: where another loss is not finite, its zero times that is NaN.
     """
 
     def only(chosen: int) -> Callable[[Any], Any]:
-        def loss_fn(params: Any) -> Any:
+        def loss_fn(params: Params) -> Any:
             losses, aux = losses_fn(params)
             return losses[chosen], aux
 
@@ -187,15 +197,15 @@ def _grads_of_each(losses_fn: Callable[..., Any], params: Any, count: int) -> tu
     return tuple(grads for grads, _ in pairs), pairs[0][1]
 
 
-def wide_loss(loss_scale: LossScales, loss: Any) -> Any:
-    """Returns what a loss scale scales, in float32 or wider: of a `PerLossScale` a tuple of losses."""
+def float32_loss(loss_scale: LossScales, loss: object) -> Any:
+    """Returns what a loss scale scales, in float32 or higher precision: of a `PerLossScale` a tuple of losses."""
     if not isinstance(loss_scale, PerLossScale):
-        return wide_scalar(loss)
-    return tuple(map(wide_scalar, loss)) if isinstance(loss, tuple | list) else loss
+        return float32_scalar(loss)
+    return tuple(map(float32_scalar, loss)) if isinstance(loss, tuple | list) else loss
 
 
-def wide_scalar(loss: Any) -> jax.Array:
-    """Returns a loss in float32 or wider; raises TypeError if it is no floating scalar."""
+def float32_scalar(loss: Any) -> jax.Array:
+    """Returns a loss in float32 or higher precision; raises TypeError if it is not a floating scalar."""
     if isinstance(loss, tuple | list):
         raise TypeError(
             f"loss_fn returned {len(loss)} losses; the optimizer has to have a PerLossScale for them"

@@ -7,15 +7,32 @@ from typing import Any
 import jax
 from jax import lax
 
-from jmp_train.gradients import at_least, check_loss_scale, wide_loss
-from jmp_train.policies.half_products import FirstTrace, mixed_dtypes_explained
-from jmp_train.policies.loss_scale import NoOpLossScale
-from jmp_train.policies.nnx_casting import cast_results
-from jmp_train.policies.nnx_objects import Search, contents, is_nnx_variable, is_random_state
-from jmp_train.policies.nnx_tracing import is_array, is_at_home, is_boxed
-from jmp_train.policies.path_policy import PathPolicy
-from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, unscale_and_test
-from jmp_train.policies.policy import Policy, cast_arguments, get_policy
+from jmp_train.policies import PyTree
+from jmp_train.policies.dtype_policies import (
+    FirstTrace,
+    PathPolicy,
+    Policy,
+    cast_arguments,
+    get_policy,
+    mixed_dtypes_explained,
+)
+from jmp_train.policies.loss_scaling import (
+    LossScales,
+    NoOpLossScale,
+    PerLossScale,
+    unscale_and_check,
+)
+from jmp_train.policies.pytrees import (
+    Search,
+    cast_results,
+    contents,
+    is_array,
+    is_at_home,
+    is_boxed,
+    is_nnx_variable,
+    is_random_state,
+)
+from jmp_train.steps.gradients import at_least, check_loss_scale, float32_loss
 
 
 def nnx_value_and_grad(
@@ -46,10 +63,10 @@ def nnx_value_and_grad(
 
     Returns:
       A function that returns `(loss, grads)` or `((loss, aux), grads)`; the loss is unscaled, in float32 or
-      wider. Under a `PerLossScale` the loss is a tuple, and so are the gradients.
+      higher precision. Under a `PerLossScale` the loss is a tuple, and so are the gradients.
 
     Raises:
-      TypeError: when called, the first argument is no loss scale, or the loss no floating scalar.
+      TypeError: when called, the first argument is not a loss scale, or the loss not a floating scalar.
 
     Warns:
       Float32ProductsWarning: when it is first called or traced, for which `loss_fn` is traced once more.
@@ -75,12 +92,12 @@ def nnx_value_and_grad(
 
     def scaled(loss_scale: LossScales, number: int) -> Callable[..., Any]:
         @functools.wraps(loss_fn)
-        def scaled_loss(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+        def scaled_loss(*args: object, **kwargs: object) -> tuple[Any, tuple[Any, Any]]:
             result = in_policy(args, kwargs)
             loss, aux = result if has_aux else (result, None)
             if policy is not None:
                 aux = cast_results(aux, functools.partial(at_least, policy.default.output_dtype))
-            loss = wide_loss(loss_scale, loss)
+            loss = float32_loss(loss_scale, loss)
             scaled_losses = loss_scale.scale(loss)
             several = isinstance(loss_scale, PerLossScale)
             return (scaled_losses[number] if several else scaled_losses), (loss, aux)
@@ -97,7 +114,7 @@ def nnx_value_and_grad(
         ):
             return run(*call_args, **call_kwargs)
 
-    def value_and_grad(loss_scale: LossScales, *args: Any, **kwargs: Any) -> Any:
+    def value_and_grad(loss_scale: LossScales, *args: object, **kwargs: object) -> Any:
         check_loss_scale(loss_scale)
         first_trace.look(loss_fn, policy, args, kwargs)
         before = _State((args, kwargs), loss_fn)
@@ -114,7 +131,7 @@ def nnx_value_and_grad(
         if several:
             grads = tuple(grads for _, grads in pairs)
         if not isinstance(loss_scale, NoOpLossScale):
-            before.restore_unless(unscale_and_test(loss_scale, grads, axis_names)[1])
+            before.restore_unless(unscale_and_check(loss_scale, grads, axis_names).finite)
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad
@@ -141,7 +158,7 @@ class _State:
       fn: the function.
     """
 
-    def __init__(self, tree: Any, fn: Callable[..., Any]) -> None:
+    def __init__(self, tree: PyTree, fn: Callable[..., Any]) -> None:
         search = Search()
         search.in_tree(tree)
         search.in_function(fn)
@@ -171,7 +188,7 @@ class _State:
                 _hold(x, name, _chosen(finite, new, old))
 
 
-def _is_ref(value: Any) -> bool:
+def _is_ref(value: object) -> bool:
     return isinstance(value, jax.Ref)
 
 
@@ -186,12 +203,12 @@ def _hold(x: Any, name: str, value: Any) -> None:
         setattr(x, name, value)
 
 
-def _chosen(finite: jax.Array, new: Any, old: Any) -> Any:
+def _chosen(finite: jax.Array, new: PyTree, old: PyTree) -> Any:
     """Returns the new value or the old one, where they are alike; else, as of a list that grew, the new one."""
     if jax.tree.structure(new) != jax.tree.structure(old):
         return new
 
-    def choose(x: Any, y: Any) -> Any:
+    def choose(x: Any, y: object) -> Any:
         alike = is_array(x) and is_array(y) and (x.shape, x.dtype) == (y.shape, y.dtype)
         return lax.select(finite, x, jax.numpy.asarray(y)) if alike else x
 

@@ -1,6 +1,6 @@
-"""What optimizers want beside gradients: the loss, the loss as a function of the parameters, its gradient.
+"""Extra arguments of optimizers beside gradients: the loss, the loss as a function of the parameters, its gradient.
 
-optax hands extra arguments on to all that it combines, and few of its optimizers say which they take: the
+optax passes extra arguments on to all that it combines, and few of its optimizers say which they take: the
 types of their states do.
 """
 
@@ -11,7 +11,8 @@ import jax
 import optax
 import optax.contrib
 
-from jmp_train.policies.nodes import find_nodes
+from jmp_train.policies import Grads, OptState, Params
+from jmp_train.policies.pytrees import find_nodes
 
 # Returns loss and unscaled gradients at other parameters.
 Evaluate = Callable[[Any], tuple[jax.Array, Any]]
@@ -20,7 +21,7 @@ _LINE_SEARCHES = (optax.ScaleByZoomLinesearchState, optax.ScaleByBacktrackingLin
 
 
 def extra_arguments(
-    opt_state: Any, loss: jax.Array, grads: Any, evaluate: Evaluate | None
+    opt_state: OptState, loss: jax.Array, grads: Grads, evaluate: Evaluate | None
 ) -> dict[str, Any]:
     """Returns the extra arguments of `optimizer.update`.
 
@@ -28,10 +29,10 @@ def extra_arguments(
       opt_state: the optimizer's state.
       loss: of this step.
       grads: of this step, unscaled; of the parameters that the optimizer steps on.
-      evaluate: at the step's batch; None where it cannot be evaluated anew.
+      evaluate: at the step's batch; None where it cannot be evaluated again.
 
     Raises:
-      ValueError: the optimizer evaluates the loss anew, and there is no `evaluate`; the message names it.
+      ValueError: the optimizer evaluates the loss again, and there is no `evaluate`; the message names it.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -70,10 +71,10 @@ def _loss_fn(evaluate: Evaluate) -> Callable[[Any], jax.Array]:
     """Returns the loss as a function whose gradients are those of `evaluate`: scaled on their way, and unscaled."""
 
     @jax.custom_vjp
-    def loss_fn(params: Any) -> jax.Array:
+    def loss_fn(params: Params) -> jax.Array:
         return evaluate(params)[0]
 
-    def backward(grads: Any, cotangent: jax.Array) -> tuple[Any]:
+    def backward(grads: Grads, cotangent: jax.Array) -> tuple[Any]:
         return (jax.tree.map(lambda g: (cotangent * g).astype(g.dtype), grads),)
 
     loss_fn.defvjp(evaluate, backward)

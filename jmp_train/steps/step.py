@@ -3,58 +3,66 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.tree_util import KeyPath
 
-from jmp_train.batch_parts import check_divides, check_has_rows, in_parts, unstacked
-from jmp_train.gradients import unwatched_value_and_grad, wide_scalar
-from jmp_train.optimizer_arguments import Evaluate, extra_arguments
-from jmp_train.policies.casting import is_float_array, is_inexact_array, widen_to_float32
-from jmp_train.policies.collectives import mean_over_axes, reduce_gradients, vary
-from jmp_train.policies.finite import select_tree
-from jmp_train.policies.half_products import FirstTrace
-from jmp_train.policies.loss_functions import (
+from jmp_train.policies import Grads, OptState, Params, PyTree
+from jmp_train.policies.dtype_policies import FirstTrace, PathPolicy, Policy, get_policy
+from jmp_train.policies.loss_scaling import (
+    LossScales,
+    PerLossScale,
     check_takes_state,
     only_losses,
     refuse_pair,
     refuse_second_cast,
     unpack_loss,
+    unscale_and_check,
 )
-from jmp_train.policies.loss_scale import NoOpLossScale
-from jmp_train.policies.loss_scaled_optimizer import (
-    LossScaledOptimizer,
+from jmp_train.policies.optimizers import (
     LossScaledState,
+    ParamsOptimizer,
+    ZeroGradientsState,
     as_transformation,
-    get_loss_scale,
+    check_nesting,
+    has_nested_scale,
+    loss_scale_of,
+    proposed_params,
     scaled_states,
 )
-from jmp_train.policies.nesting import check_nesting, has_nested_scale
-from jmp_train.policies.nodes import find_nodes
-from jmp_train.policies.overwritten import (
+from jmp_train.policies.pytrees import (
+    find_nodes,
+    is_float_array,
+    is_inexact_array,
     map_overwritten,
+    mean_over_axes,
+    named_leaves,
+    path_name,
+    pvary,
+    reduce_gradients,
+    select_tree,
     trained,
     trained_gradients,
+    upcast_to_float32,
     with_overwritten,
 )
-from jmp_train.policies.path_policy import PathPolicy
-from jmp_train.policies.paths import named_leaves, path_name
-from jmp_train.policies.per_loss_scale import LossScales, PerLossScale, unscale_and_test
-from jmp_train.policies.policy import Policy, get_policy
-from jmp_train.policies.stored_parameters import StoringOptimizer
-from jmp_train.policies.zero_gradients import ZeroGradientsState
-from jmp_train.step_checks import (
+from jmp_train.steps.batch_parts import check_divides, check_has_rows, in_parts, unstacked
+from jmp_train.steps.gradients import float32_scalar, unwatched_value_and_grad
+from jmp_train.steps.optimizer_arguments import Evaluate, extra_arguments
+from jmp_train.steps.step_checks import (
     check_is_train_state,
     check_local_loss,
     check_same_optimizer,
     names_of_axes,
 )
-from jmp_train.train_state import TrainState
+from jmp_train.steps.train_state import TrainState
+from jmp_train.types import Batch, Metrics, ModelState
 
-Metrics = dict[str, Any]
+# loss_fn(params, model_state, batch, rng) -> (loss, (model_state, aux)); users write more specific types
 LossFn = Callable[[Any, Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]]
 
 
@@ -67,11 +75,11 @@ def stateless(loss_fn: Callable[..., Any], has_aux: bool | None = None) -> LossF
         `PerLossScale`, it has to be said: False if both are losses.
 
     Returns:
-      `fn(params, model_state, batch, rng) -> (loss, (model_state, aux))`, which hands the model
+      `fn(params, model_state, batch, rng) -> (loss, (model_state, aux))`, which passes the model
       state on and draws nothing.
 
     Raises:
-      TypeError: when called, a part of what `loss_fn` returned is no loss and `has_aux` is not set.
+      TypeError: when called, a part of what `loss_fn` returned is not a loss and `has_aux` is not set.
 
     Example:
       >>> import jax.numpy as jnp
@@ -82,7 +90,7 @@ def stateless(loss_fn: Callable[..., Any], has_aux: bool | None = None) -> LossF
     """
 
     def with_state(
-        params: Any, model_state: Any, batch: Any, rng: Any
+        params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
     ) -> tuple[jax.Array, tuple[Any, Any]]:
         del rng
         result = loss_fn(params, batch)
@@ -118,12 +126,12 @@ def train_step(
         parameters, too, and so are `optax.contrib`'s `sophia` and `sam`, unless the step runs on
         several devices.
       policy: the dtypes, or the name of a policy; None casts nothing.
-      accumulate_steps: into how many micro-batches the batch is cut along its first axis. They
-        share one scale, one finite test and one update. Of a `jmp_train.graphs.stack` in the batch each
+      accumulate_steps: into how many micro-batches the batch is split along its first axis. They
+        share one scale, one overflow check and one update. Of a `jmp_train.graphs.stack` in the batch each
         has one graph; a graph that is in no stack is refused.
 
     Returns:
-      A `TrainStep`: call it, jit it, or hand it to a parallel transform. Its metrics:
+      A `TrainStep`: call it, jit it, or pass it to a parallel transform. Its metrics:
         * loss: float32 scalar, the mean over the batch, unscaled; of several losses the sum;
         * aux: what `loss_fn` returned, in the output dtype; stacked if there are micro-batches;
         * grad_norm: float32 scalar, of the unscaled gradients before the optimizer clips them;
@@ -134,13 +142,13 @@ def train_step(
         * num_zeros_in_grad: int32 scalar, if the optimizer has a `count_zero_gradients`.
 
     Raises:
-      ValueError: `accumulate_steps` is below 1 or, when called, does not divide the batch; the batch has no rows; the
+      ValueError: `accumulate_steps` is below 1 or, when called, does not divide the batch; the batch has no examples; the
         state has several loss scales, or is another optimizer's; the optimizer's wrappers are
-        nested so that they compute something else; parameters are stored narrower than the
+        nested so that they compute something else; parameters are stored in a lower precision than the
         policy says.
       TypeError: an argument is of another type; when called, the model state changes its
         structure, shapes or dtypes (between floating dtypes it is cast back), or there is a graph
-        among what is cut into micro-batches.
+        among what is split into micro-batches.
 
     Warns:
       Float32ProductsWarning: when the step is first traced, for which `loss_fn` is traced once more.
@@ -167,6 +175,22 @@ def train_step(
     check_takes_state(loss_fn)
     refuse_second_cast(loss_fn, policy)
     return TrainStep(loss_fn, as_transformation(optimizer), policy, accumulate_steps)
+
+
+class StepGradients(NamedTuple):
+    """What a step makes of a batch before the optimizer sees it.
+
+    Attributes:
+      loss: scalar, unscaled.
+      model_state: the next one.
+      aux: what the loss function returned beside, for the metrics.
+      grads: scaled; of several losses a tuple of them.
+    """
+
+    loss: jax.Array
+    model_state: Any
+    aux: Any
+    grads: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -216,20 +240,25 @@ class TrainStep:
     def _all_axes(self) -> tuple[str, ...]:
         return (*self.axis_names, *self.model_axis_names)
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Returns the next state and the metrics of this step."""
         check_is_train_state(state)
         self.first_trace.look_at_values({"batch": batch}, self.policy)
         next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        loss, model_state, aux, grads = self.gradients(
+        result = self.gradients(
             loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng
         )
         evaluate = None if self._all_axes else self._evaluation(state, batch, step_rng)
-        return self.apply_gradients(state, loss, model_state, aux, grads, next_rng, evaluate)
+        return self.apply_gradients(state, result, next_rng, evaluate)
 
     def gradients(
-        self, loss_scale: LossScales, params: Any, model_state: Any, batch: Any, rng: Any
-    ) -> tuple[jax.Array, Any, Any, Any]:
+        self,
+        loss_scale: LossScales,
+        params: Params,
+        model_state: ModelState,
+        batch: Batch,
+        rng: jax.Array | None,
+    ) -> StepGradients:
         """Returns loss, next model state, aux and scaled gradients, reduced over the axes.
 
         Args:
@@ -244,11 +273,17 @@ class TrainStep:
             loss_scale, params, model_state, batch, rng
         )
         grads = reduce_gradients(grads, self.axis_names, self.reduce_dtype)
-        return *mean_over_axes((loss, model_state, aux), self.axis_names), grads
+        averaged = mean_over_axes((loss, model_state, aux), self.axis_names)
+        return StepGradients(*averaged, grads)
 
     def local_gradients(
-        self, loss_scale: LossScales, params: Any, model_state: Any, batch: Any, rng: Any
-    ) -> tuple[jax.Array, Any, Any, Any]:
+        self,
+        loss_scale: LossScales,
+        params: Params,
+        model_state: ModelState,
+        batch: Batch,
+        rng: jax.Array | None,
+    ) -> StepGradients:
         """Returns what `gradients` does of this device's rows alone, before anything is reduced.
 
         Args:
@@ -260,39 +295,34 @@ class TrainStep:
         """
         if rng is not None and self.axis_names:
             rng = jax.random.fold_in(rng, lax.axis_index(self.axis_names))
-        params = vary(params, self.axis_names)
+        params = pvary(params, self.axis_names)
         model_state = jax.tree.map(
-            lambda x: vary(x, self.axis_names) if is_inexact_array(x) else x, model_state
+            lambda x: pvary(x, self.axis_names) if is_inexact_array(x) else x, model_state
         )
         with names_of_axes(self._all_axes):
-            results = self._gradients(loss_scale, params, model_state, batch, rng)
-        check_local_loss(results[0], params, self.axis_names)
-        return results
+            result = self._gradients(loss_scale, params, model_state, batch, rng)
+        check_local_loss(result.loss, params, self.axis_names)
+        return result
 
     def apply_gradients(
         self,
         state: TrainState,
-        loss: jax.Array,
-        model_state: Any,
-        aux: Any,
-        grads: Any,
-        rng: Any,
+        result: StepGradients,
+        rng: jax.Array | None,
         evaluate: Evaluate | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Returns the next state, with the step taken or skipped, and the metrics.
 
         Args:
           state: the one whose gradients these are.
-          loss: see `gradients`, as are `model_state`, `aux` and `grads`.
-          model_state: the next one.
-          aux: for the metrics.
-          grads: scaled, and reduced.
+          result: of `gradients`.
           rng: the next state's random key, or None.
           evaluate: returns loss and unscaled gradients at other parameters, for optimizers that ask for them.
         """
+        loss, model_state, aux, grads = result
         check_same_optimizer(self.optimizer, state.opt_state, trained(state.params))
         # with_loss_scale computes both of these too, and XLA computes them once.
-        unscaled, finite, _ = unscale_and_test(
+        unscaled, finite, _ = unscale_and_check(
             loss_scale_of(state.opt_state), grads, self._all_axes
         )
 
@@ -318,15 +348,22 @@ class TrainStep:
         return jnp.float32 if self.policy is None else self.policy.reduce_dtype
 
     def _gradients(
-        self, loss_scale: LossScales, params: Any, model_state: Any, batch: Any, rng: Any
-    ) -> tuple[jax.Array, Any, Any, Any]:
+        self,
+        loss_scale: LossScales,
+        params: Params,
+        model_state: ModelState,
+        batch: Batch,
+        rng: jax.Array | None,
+    ) -> StepGradients:
         """Returns loss, next model state, aux and scaled gradients of a local batch."""
         count = self.accumulate_steps
         check_has_rows(batch)
         if count == 1:
             return self._micro_gradients(loss_scale, params, model_state, batch, rng)
 
-        def add_micro_batch(carry: Any, inputs: Any) -> tuple[Any, Any]:
+        def add_micro_batch(
+            carry: tuple[ModelState, Grads], inputs: tuple[Batch, jax.Array | None]
+        ) -> tuple[tuple[ModelState, Grads], tuple[jax.Array, object]]:
             model_state, total = carry
             loss, model_state, aux, grads = self._micro_gradients(
                 loss_scale, params, model_state, *inputs
@@ -337,26 +374,31 @@ class TrainStep:
         check_divides(batch, count, f"accumulate_steps={count}")
         micro_batches = in_parts(batch, count)
         rngs = None if rng is None else jax.random.split(rng, count)
-        zeros = vary(jax.tree.map(jnp.zeros_like, widen_to_float32(params)), self.axis_names)
+        zeros = pvary(jax.tree.map(jnp.zeros_like, upcast_to_float32(params)), self.axis_names)
         if isinstance(loss_scale, PerLossScale):
             zeros = (zeros,) * len(loss_scale.loss_scales)
         (model_state, grads), (shares_of_loss, aux) = lax.scan(
             add_micro_batch, (model_state, zeros), (micro_batches, rngs)
         )
-        return shares_of_loss.sum(), model_state, aux, grads
+        return StepGradients(shares_of_loss.sum(), model_state, aux, grads)
 
     def _micro_gradients(
-        self, loss_scale: LossScales, params: Any, model_state: Any, batch: Any, rng: Any
-    ) -> tuple[jax.Array, Any, Any, Any]:
+        self,
+        loss_scale: LossScales,
+        params: Params,
+        model_state: ModelState,
+        batch: Batch,
+        rng: jax.Array | None,
+    ) -> StepGradients:
         batch = unstacked(batch, self.accumulate_steps)
 
-        def share_of_loss(params: Any, batch: Any) -> tuple[Any, Any]:
+        def share_of_loss(params: Params, batch: Batch) -> tuple[Any, Any]:
             # Rebuilt here, because nnx lets variables change only in the trace that made them.
             state = jax.tree.map(lambda x: x, model_state)
             loss, extra = unpack_loss(self.loss_fn(params, state, batch, rng))
             if not isinstance(loss, tuple | list):
-                return wide_scalar(loss) / self.accumulate_steps, extra
-            losses = tuple(wide_scalar(x) / self.accumulate_steps for x in loss)
+                return float32_scalar(loss) / self.accumulate_steps, extra
+            losses = tuple(float32_scalar(x) / self.accumulate_steps for x in loss)
             if isinstance(loss_scale, PerLossScale):
                 return losses, extra
             refuse_pair(loss)
@@ -376,43 +418,38 @@ class TrainStep:
             aux = self.policy.default.cast_to_output(aux)
         if isinstance(loss, tuple):
             loss = functools.reduce(jnp.add, loss)
-        return loss, _stored_like(model_state, new_model_state), aux, grads
+        return StepGradients(loss, _stored_like(model_state, new_model_state), aux, grads)
 
-    def _evaluation(self, state: TrainState, batch: Any, rng: Any) -> Evaluate:
+    def _evaluation(self, state: TrainState, batch: Batch, rng: jax.Array | None) -> Evaluate:
         """Returns loss and unscaled gradients of this batch as a function of the parameters."""
         loss_scale = loss_scale_of(state.opt_state)
 
-        def evaluate(wide_params: Any) -> tuple[jax.Array, Any]:
-            params = with_overwritten(wide_params, state.params)
+        def evaluate(float32_params: Params) -> tuple[jax.Array, Any]:
+            params = with_overwritten(float32_params, state.params)
             params = jax.tree.map(lambda x, old: x.astype(old.dtype), params, state.params)
-            loss, _, _, grads = self.gradients(loss_scale, params, state.model_state, batch, rng)
-            unscaled = trained(unscale_and_test(loss_scale, grads, ())[0])
-            return loss, jax.tree.map(lambda g, x: g.astype(x.dtype), unscaled, wide_params)
+            result = self.gradients(loss_scale, params, state.model_state, batch, rng)
+            unscaled = trained(unscale_and_check(loss_scale, result.grads, ()).grads)
+            return result.loss, jax.tree.map(
+                lambda g, x: g.astype(x.dtype), unscaled, float32_params
+            )
 
         return evaluate
 
-    def _update(self, grads: Any, state: TrainState, extra: dict[str, Any]) -> tuple[Any, Any]:
-        """Returns the parameters and optimizer state after the optimizer's step."""
+    def _update(self, grads: Grads, state: TrainState, extra: dict[str, Any]) -> tuple[Any, Any]:
+        """Returns the parameters and optimizer state after the optimizer's step, taken or not."""
         optimizer = self.optimizer
         if self._all_axes:
             extra = {**extra, "axis_names": self._all_axes}
         params = trained(state.params)
         check_nesting(optimizer, grads, state.opt_state, params, **extra)
-        if isinstance(optimizer, StoringOptimizer):
-            params, opt_state = optimizer.step(grads, state.opt_state, params, **extra)
-            return params, _clear_emitted(opt_state)
-        if not scaled_states(state.opt_state):  # bare optax wants gradients like parameters
+        if not (isinstance(optimizer, ParamsOptimizer) or scaled_states(state.opt_state)):
+            # bare optax wants gradients like parameters
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        # The caller selects the parameters, so the optimizer need not select the updates.
-        direct = isinstance(optimizer, LossScaledOptimizer)
-        update = optimizer.propose if direct else optimizer.update
-        updates, opt_state = update(grads, state.opt_state, params, **extra)
-        wide = optax.apply_updates(*widen_to_float32((params, updates)))
-        params = jax.tree.map(lambda new, old: new.astype(old.dtype), wide, params)
+        params, opt_state = proposed_params(optimizer, grads, state.opt_state, params, **extra)
         return params, _clear_emitted(opt_state)
 
 
-def _finite_or_nan(finite: jax.Array, grads: Any, opt_state: Any) -> Any:
+def _finite_or_nan(finite: jax.Array, grads: Grads, opt_state: OptState) -> Any:
     """Returns gradients of which each part tells whether all are finite.
 
     A `with_loss_scale` within `multi_transform` sees its parameters' gradients only, and has to skip when those
@@ -425,7 +462,7 @@ def _finite_or_nan(finite: jax.Array, grads: Any, opt_state: Any) -> Any:
     return jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), grads)
 
 
-def _stored_like(old: Any, new: Any) -> Any:
+def _stored_like(old: PyTree, new: PyTree) -> Any:
     """Returns the new model state in the dtypes of the old one, which has to have its shapes."""
     old_tree, new_tree = jax.tree.structure(old), jax.tree.structure(new)
     if old_tree != new_tree:
@@ -434,7 +471,7 @@ def _stored_like(old: Any, new: Any) -> Any:
             f"state has:\n  {old_tree}\nTrainState.create(model_state=...) takes the first one"
         )
 
-    def like(path: Any, x: Any, y: Any) -> Any:
+    def like(path: KeyPath, x: Any, y: Any) -> Any:
         both_float = is_float_array(x) and is_float_array(y)
         if jnp.shape(x) != jnp.shape(y) or not (both_float or x.dtype == y.dtype):
             raise TypeError(
@@ -446,29 +483,24 @@ def _stored_like(old: Any, new: Any) -> Any:
     return jax.tree_util.tree_map_with_path(like, old, new)
 
 
-def check_param_dtypes(params: Any, policy: Policy | PathPolicy | None) -> None:
-    """Raises ValueError if parameters are stored narrower than their policy says, and names them."""
+def check_param_dtypes(params: Params, policy: Policy | PathPolicy | None) -> None:
+    """Raises ValueError if parameters are stored in a lower precision than their policy says, and names them."""
     if policy is None:
         return
-    narrow = [
+    too_low = [
         f"{path!r} is {x.dtype.name}, not {jnp.dtype(wanted).name}"
         for path, x in named_leaves(params)
         if is_float_array(x)
         and jnp.finfo(x.dtype).bits < jnp.finfo(wanted := policy.policy_of(path).param_dtype).bits
     ]
-    if narrow:
+    if too_low:
         raise ValueError(
-            "parameters are stored narrower than the policy's param_dtype; policy.cast_to_param "
-            "before TrainState.create keeps what they have:\n  " + "\n  ".join(narrow)
+            "parameters are stored in a lower precision than the policy's param_dtype; policy.cast_to_param "
+            "before TrainState.create keeps what they have:\n  " + "\n  ".join(too_low)
         )
 
 
-def loss_scale_of(opt_state: Any) -> LossScales:
-    """Returns the loss scale in an optimizer's state, a `NoOpLossScale` if there is none."""
-    return get_loss_scale(opt_state) if scaled_states(opt_state) else NoOpLossScale()
-
-
-def _state_metrics(opt_state: Any) -> Metrics:
+def _state_metrics(opt_state: OptState) -> Metrics:
     loss_scale = jnp.asarray(loss_scale_of(opt_state).loss_scale, jnp.float32)
     skipped = [state.skipped_steps for _, state in scaled_states(opt_state)]
     zeros = [state.zeros for _, state in find_nodes(opt_state, ZeroGradientsState)]
@@ -479,13 +511,13 @@ def _state_metrics(opt_state: Any) -> Metrics:
     }
 
 
-def _clear_emitted(opt_state: Any) -> Any:
-    """Empties the accumulators of a MultiSteps that has just handed its gradients on.
+def _clear_emitted(opt_state: OptState) -> Any:
+    """Empties the accumulators of a MultiSteps that has just emitted its gradients.
 
     optax 0.2.8 does that by multiplying them with zero, which makes NaN of an inf, for good.
     """
 
-    def clear(node: Any) -> Any:
+    def clear(node: object) -> Any:
         if not isinstance(node, optax.MultiStepsState):
             return node
         emitted = node.mini_step == 0

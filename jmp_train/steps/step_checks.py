@@ -1,4 +1,4 @@
-"""What a train step can tell, while it is traced, about arguments that do not fit together."""
+"""Checks of a train step's arguments, made while it is traced."""
 
 import contextlib
 import re
@@ -10,13 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_train.policies.loss_scaled_optimizer import LossScaledState
-from jmp_train.policies.master_weights import MasterWeightsState
-from jmp_train.policies.nnx_objects import is_nnx_object, is_nnx_statistic, is_nnx_variable
-from jmp_train.policies.nodes import find_nodes
-from jmp_train.policies.paths import named_leaves, path_name
-from jmp_train.policies.per_loss_scale import LossScales
-from jmp_train.policies.stored_parameters import StochasticRoundingState
+from jmp_train.policies import OptState, Params, PyTree
+from jmp_train.policies.loss_scaling import PerLossScale, is_loss_scale
+from jmp_train.policies.optimizers import (
+    LossScaledState,
+    MasterWeightsState,
+    StochasticRoundingState,
+)
+from jmp_train.policies.pytrees import (
+    find_nodes,
+    is_nnx_object,
+    is_nnx_statistic,
+    is_nnx_variable,
+    named_leaves,
+    path_name,
+)
 
 _WRAPPERS = {
     "a loss scale": LossScaledState,
@@ -42,7 +50,7 @@ def check_not_replicated(state: Any) -> None:
 
 @contextlib.contextmanager
 def names_of_axes(axis_names: Sequence[str]) -> Iterator[None]:
-    """Says which axes there are where a loss function reduces over one that is none of them.
+    """Says which axes there are where a loss function reduces over one that is not among them.
 
     Args:
       axis_names: the step's.
@@ -65,7 +73,7 @@ def names_of_axes(axis_names: Sequence[str]) -> Iterator[None]:
         ) from error
 
 
-def check_local_loss(loss: jax.Array, params: Any, axis_names: Sequence[str]) -> None:
+def check_local_loss(loss: jax.Array, params: Params, axis_names: Sequence[str]) -> None:
     """Raises ValueError if a loss is an average over devices already, where that makes its gradients too small.
 
     So it is in a `shard_map` that checks what varies: of the mean over N devices each has an Nth of its gradients.
@@ -87,7 +95,7 @@ def check_local_loss(loss: jax.Array, params: Any, axis_names: Sequence[str]) ->
 
 
 def check_same_optimizer(
-    optimizer: optax.GradientTransformation, opt_state: Any, params: Any
+    optimizer: optax.GradientTransformation, opt_state: OptState, params: Params
 ) -> None:
     """Raises ValueError if an optimizer's state is another optimizer's, and says what differs.
 
@@ -125,8 +133,8 @@ def check_same_optimizer(
         )
 
 
-def check_is_train_state(state: Any) -> None:
-    """Raises TypeError if what a step is given is no `TrainState`, and says how to get one."""
+def check_is_train_state(state: object) -> None:
+    """Raises TypeError if what a step is given is not a `TrainState`, and says how to get one."""
     if not hasattr(state, "model_state") or not hasattr(state, "opt_state"):
         kind = f"{type(state).__module__}.{type(state).__qualname__}"
         raise TypeError(
@@ -135,15 +143,15 @@ def check_is_train_state(state: Any) -> None:
         )
 
 
-def check_params(params: Any) -> None:
-    """Raises TypeError if a tree is no tree of parameters, all of which have a gradient; names the leaf.
+def check_params(params: PyTree) -> None:
+    """Raises TypeError if a tree is not one of parameters that all have a gradient; names the leaf.
 
     Args:
       params: for `TrainState.create`.
     """
     if is_nnx_object(params):
         raise TypeError(
-            f"params is the nnx module {type(params).__name__}, whose statistics and random keys are no parameters: "
+            f"params is the nnx module {type(params).__name__}, whose statistics and random keys are not parameters: "
             "graph, params, rest = nnx.split(model, nnx.Param, ...), TrainState.create(params, optimizer, "
             "model_state=rest), and nnx.merge(graph, params, model_state) in loss_fn"
         )
@@ -164,9 +172,9 @@ def check_params(params: Any) -> None:
             )
 
 
-def _leaf_names(opt_state: Any) -> list[str]:
+def _leaf_names(opt_state: OptState) -> list[str]:
     leaves = jax.tree_util.tree_leaves_with_path(
-        opt_state, is_leaf=lambda node: isinstance(node, LossScales)
+        opt_state, is_leaf=lambda node: isinstance(node, PerLossScale) or is_loss_scale(node)
     )
     return [path_name(path) for path, _ in leaves]
 

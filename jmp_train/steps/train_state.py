@@ -1,4 +1,4 @@
-"""All that a training run carries from step to step, as one pytree."""
+"""The train state: all that a training run carries from step to step, as one pytree."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_train.policies.overwritten import trained, with_overwritten
-from jmp_train.step_checks import check_params
+from jmp_train.policies import PyTree
+from jmp_train.policies.pytrees import trained, with_overwritten
+from jmp_train.steps.step_checks import check_params
+from jmp_train.types import ModelState
 
 
 @jax.tree_util.register_dataclass
@@ -42,10 +44,10 @@ class TrainState:
     @classmethod
     def create(
         cls,
-        params: Any,
+        params: PyTree,
         optimizer: optax.GradientTransformation | optax.MultiSteps,
         *,
-        model_state: Any = None,
+        model_state: ModelState = None,
         rng: jax.Array | None = None,
         cast_params: Callable[[Any], Any] | None = None,
     ) -> "TrainState":
@@ -58,14 +60,14 @@ class TrainState:
           model_state: pytree of the model's own state, or None.
           rng: a jax random key, typed or of uint32, or None.
           cast_params: gives the parameters the dtypes in which they are to be stored, after the optimizer has
-            seen them whole: its float32 masters lose nothing then. None leaves them as they are.
+            seen them whole: its float32 master weights lose nothing then. None leaves them as they are.
 
         Returns:
           A state whose arrays keep their dtypes through all steps, so that jit traces once.
 
         Raises:
-          TypeError: `params` has a leaf that is no floating or complex array, or is an nnx module or has its
-            statistics, or `rng` is no key.
+          TypeError: `params` has a leaf that is not a floating or complex array, or is an nnx module or has its
+            statistics, or `rng` is not a key.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax
@@ -91,16 +93,16 @@ class TrainState:
         )
 
 
-def _is_key(rng: Any) -> bool:
+def _is_key(rng: jax.Array | None) -> bool:
     if not isinstance(rng, jax.Array):
         return False
     return rng.dtype == jnp.uint32 or jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
 
 
-def _settle(tree: Any) -> Any:
+def _settle(tree: PyTree) -> Any:
     """Returns arrays as jax arrays of a strong dtype: what a step returns, so that none retraces."""
 
-    def settle(x: Any) -> Any:
+    def settle(x: object) -> Any:
         if isinstance(x, np.ndarray | np.generic):
             return jnp.asarray(x)
         if isinstance(x, jax.Array) and jax.typeof(x).weak_type:
@@ -110,11 +112,11 @@ def _settle(tree: Any) -> Any:
     return jax.tree_util.tree_map(settle, tree)
 
 
-def _own_buffers(tree: Any) -> Any:
+def _own_buffers(tree: PyTree) -> Any:
     """Copies arrays that appear twice: an optimizer may keep the parameters, which donation refuses."""
     seen = set()
 
-    def own(x: Any) -> Any:
+    def own(x: object) -> Any:
         if isinstance(x, jax.Array) and id(x) in seen:
             return jnp.copy(x)
         seen.add(id(x))

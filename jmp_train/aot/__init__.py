@@ -1,0 +1,4 @@
+"""Ahead-of-time (AOT) compilation for a target GPU."""
+
+from jmp_train.aot.compilation import CompiledForGPU as CompiledForGPU
+from jmp_train.aot.compilation import compile_for_gpu as compile_for_gpu
