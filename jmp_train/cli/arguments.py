@@ -2,11 +2,12 @@
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jmp_train.command_errors import EXIT_CODES, WrongCall
-from jmp_train.setups import check_float64, precision_of
+from jmp_train.cli.errors import EXIT_CODES, WrongCall
+from jmp_train.runs import check_float64, precision_of
 
 _LARGEST = 2**31 - 1
 _MOST_PROCESSES = 1024  # and devices: each has threads of its own
@@ -70,7 +71,7 @@ def precision_name(text: str) -> str:
 def path(text: str) -> Path:
     """Returns a path; an empty one would be the current folder."""
     if not text or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no path")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path")
     return Path(text)
 
 
@@ -116,3 +117,13 @@ def scale(text: str) -> float:
     if not 0 < number <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
     return number
+
+
+READERS: dict[str, Callable[[str], Any]] = {  # by what `Option.reads` says
+    "path": path,
+    "text": str,
+    "count": positive,
+    "few": few,
+    "seed": seed,
+    "share": scale,
+}

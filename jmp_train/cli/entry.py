@@ -1,6 +1,6 @@
 """`jmp-train`: train a task in one policy or AMP mode, compare several, or launch several processes.
 
-Exit codes and errors are those of `jmp_train.command_errors`.
+Exit codes and errors are those of `jmp_train.cli.errors`.
 """
 
 import argparse
@@ -8,29 +8,28 @@ import sys
 from collections.abc import Sequence
 
 from jmp_train import __version__
-from jmp_train.command_arguments import (
+from jmp_train.cli.arguments import (
     Parser,
     count,
     few,
     path,
     positive,
     precision_name,
-    scale,
-    seed,
 )
-from jmp_train.command_errors import (
+from jmp_train.cli.compare import DEFAULT_POLICIES, compare_command
+from jmp_train.cli.errors import (
     INTERRUPTED,
     WrongCall,
     checking_the_call,
     is_of_interrupt,
     report_error,
 )
+from jmp_train.cli.options import RunOptions, add_options
+from jmp_train.cli.train import DEFAULT_POLICY, train_command
 from jmp_train.command_start import interrupts_raised
-from jmp_train.compare_command import DEFAULT_POLICIES, compare_command
-from jmp_train.output import lasting_output
-from jmp_train.setups import MODE_CHOICES
-from jmp_train.tasks import TASK_NAMES
-from jmp_train.train_command import DEFAULT_POLICY, train_command
+from jmp_train.launch import lasting_output
+from jmp_train.runs import MODE_CHOICES
+from jmp_train.tasks import TASK_NAMES, TaskOptions
 
 
 @lasting_output()
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; None for those of the process.
 
     Returns:
-      The exit code, see `command_errors.EXIT_CODES`. `--help` and `--version` exit with 0.
+      The exit code, see `jmp_train.cli.errors.EXIT_CODES`. `--help` and `--version` exit with 0.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -115,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         type=count,
         default=0,
         metavar="N",
-        help="start all anew after a failure, so many times; default: 0",
+        help="restart all after a failure, so many times; default: 0",
     )
     launch.add_argument(
         "--exit-timeout",
@@ -137,37 +136,8 @@ def _parser() -> argparse.ArgumentParser:
             metavar="TASK",
             help=f"{', '.join(TASK_NAMES)}; default: digits",
         )
-        command.add_argument("--epochs", type=positive, help="default: the task's")
-        command.add_argument("--batch-size", type=positive, help="default: the task's")
-        command.add_argument(
-            "--devices", type=few, default=1, help="cut each batch over so many; default: 1"
-        )
-        command.add_argument("--seed", type=seed, default=0, help="default: 0")
-        command.add_argument("--data-dir", type=path, metavar="DIR", help="where the files are")
-        command.add_argument("--synthetic", action="store_true", help="made-up data, same shapes")
-        command.add_argument("--train-size", type=positive, help="only the first N training rows")
-        command.add_argument("--model", help="gcn or gat of karate; gcn, gat or sage of cora")
-        command.add_argument(
-            "--heads",
-            type=positive,
-            nargs=3,
-            metavar="N",
-            help="of each layer of reddit's GAT; default: 1 1 1",
-        )
-        command.add_argument(
-            "--scale",
-            type=scale,
-            help="with --synthetic, the share of reddit's nodes and edges; default: 1",
-        )
-        command.add_argument(
-            "--image-size",
-            type=positive,
-            metavar="N",
-            help="the side of vit-b16's images in pixels, a multiple of 16; default: 224",
-        )
-        command.add_argument(
-            "--logdir", type=path, metavar="DIR", help="write DIR/NAME for TensorBoard, and lines"
-        )
+        add_options(command, RunOptions)
+        add_options(command, TaskOptions)
         command.add_argument("--json", action="store_true", help="print JSON on standard output")
     return parser
 
@@ -177,8 +147,8 @@ def _no_command(args: argparse.Namespace) -> int:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from jmp_train.command_options import make_writable
-    from jmp_train.launcher import check_launch, launch
+    from jmp_train.cli.options import make_writable
+    from jmp_train.launch import check_launch, launch
 
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     with checking_the_call():

@@ -37,10 +37,10 @@ def checking_the_call() -> Iterator[None]:
 
     Example:
       >>> with checking_the_call():
-      ...     raise FileNotFoundError("--data-dir nowhere is no folder")
+      ...     raise FileNotFoundError("--data-dir nowhere is not a folder")
       Traceback (most recent call last):
       ...
-      jmp_train.command_errors.WrongCall: --data-dir nowhere is no folder
+      jmp_train.cli.errors.WrongCall: --data-dir nowhere is not a folder
     """
     try:
         yield
@@ -82,7 +82,7 @@ def one_line(text: str, arguments: Sequence[str] = ()) -> str:
     Example:
       >>> one_line("file is\n\x1b[31mno folder")
       'file is\\n\\x1b[31mno folder'
-      >>> len(one_line(5000 * "x" + " is no folder", [5000 * "x"]))
+      >>> len(one_line(5000 * "x" + " is not a folder", [5000 * "x"]))
       213
     """
     given = [part for text in arguments for part in (text, text.partition("=")[2])]

@@ -1,30 +1,112 @@
-"""What the commands that train have in common: the task's options, folders to write to, XLA's flags and devices."""
+"""What the commands that train have in common: their options, folders to write to, XLA's flags and devices."""
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import tempfile
+from dataclasses import field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 
-from jmp_train.command_errors import WrongCall
-from jmp_train.policies.cpu_convolutions import FUSION_FLAG
-from jmp_train.tasks.task import TaskOptions
+from jmp_train.cli.arguments import READERS
+from jmp_train.cli.errors import WrongCall
+from jmp_train.policies.autocasting import FUSION_FLAG
+from jmp_train.tasks import model_choices, option, options_of
+
+T = TypeVar("T")
 
 
-def task_options(args: argparse.Namespace) -> TaskOptions:
-    """Returns the options of the task that a command trains."""
-    return TaskOptions(
-        data_dir=args.data_dir,
-        synthetic=args.synthetic,
-        train_size=args.train_size,
-        model=args.model,
-        heads=None if args.heads is None else tuple(args.heads),
-        scale=args.scale,
-        image_size=args.image_size,
-        devices=args.devices,
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """What a command says of each run, beside the task's options and the precision.
+
+    Attributes:
+      epochs: passes over the data; None for the task's own number.
+      batch_size: examples a step; None for the task's own number.
+      seed: of parameters, dropout and the order of the data.
+      growth_interval: steps without overflow after which a dynamic loss scale grows; None for the policy's own.
+      logdir: the folder of the runs' logs; None for none.
+    """
+
+    epochs: int | None = field(default=None, metadata=option("count", "default: the task's"))
+    batch_size: int | None = field(default=None, metadata=option("count", "default: the task's"))
+    seed: int = field(default=0, metadata=option("seed", "default: 0"))
+    growth_interval: int | None = field(
+        default=None,
+        metadata=option(
+            "count",
+            "steps without overflow until a dynamic loss scale grows; default: 2000, naive 1000",
+            metavar="STEPS",
+        ),
     )
+    logdir: Path | None = field(
+        default=None,
+        metadata=option("path", "write DIR/NAME for TensorBoard, and lines", metavar="DIR"),
+    )
+
+
+def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
+    """Adds the options that a dataclass declares to a parser.
+
+    Args:
+      parser: of a command.
+      kind: the dataclass, `TaskOptions` or `RunOptions`.
+    """
+    for name, declared in options_of(kind).items():
+        text = declared.help.format(models=model_choices())
+        if declared.reads == "flag":
+            parser.add_argument(_flag(name), action="store_true", help=text)
+            continue
+        parser.add_argument(
+            _flag(name),
+            type=READERS[declared.reads],
+            default=getattr(kind, name),
+            nargs=declared.values,
+            metavar=declared.metavar,
+            help=text,
+        )
+
+
+def read_options(kind: type[T], args: argparse.Namespace) -> T:
+    """Returns the options that a call has, of those that `add_options` added.
+
+    Args:
+      kind: the dataclass.
+      args: what the parser read.
+    """
+    values = {name: getattr(args, name) for name in options_of(kind)}
+    return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()})
+
+
+def as_arguments(options: Any) -> list[str]:
+    """Returns the arguments from which a parser reads these options, without those that are as by default.
+
+    Args:
+      options: a `TaskOptions` or a `RunOptions`.
+
+    Example:
+      >>> from jmp_train.tasks import TaskOptions
+      >>> as_arguments(TaskOptions(synthetic=True, heads=(2, 1, 2), scale=0.5))
+      ['--synthetic', '--heads', '2', '1', '2', '--scale=0.5']
+    """
+    arguments = []
+    for name in options_of(type(options)):
+        value = getattr(options, name)
+        if value == getattr(type(options), name):
+            continue
+        if isinstance(value, tuple):
+            arguments += [_flag(name), *map(str, value)]
+        else:
+            # A value may begin with a dash.
+            arguments.append(_flag(name) if value is True else f"{_flag(name)}={value}")
+    return arguments
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def turn_ynn_fusion_off() -> None:
@@ -35,10 +117,10 @@ def turn_ynn_fusion_off() -> None:
 
 
 def provide_cpu_devices(count: int) -> None:
-    """Lets jax, which has not started yet, cut a CPU into that many devices; accelerators stay as they are."""
+    """Lets jax, which has not started yet, split a CPU into that many devices; accelerators stay as they are."""
     if count == 1:
         return
-    from jmp_train.launcher import threads_for
+    from jmp_train.launch import threads_for
 
     given = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     if given < count:
@@ -47,11 +129,18 @@ def provide_cpu_devices(count: int) -> None:
     os.environ.setdefault("NPROC", str(threads_for(count)))
 
 
-def make_writable(option: str, directory: Path) -> None:
-    """Makes a folder; raises a `WrongCall` that names the option if nothing can be written there."""
+def make_writable(option: str, directory: Path) -> list[Path]:
+    """Makes a folder, and returns those that were not there, the inmost first.
+
+    Args:
+      option: what a `WrongCall` names if nothing can be written there.
+      directory: the folder.
+    """
     try:
+        made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         raise WrongCall(f"{option} {directory}: {error.strerror}") from None
+    return made

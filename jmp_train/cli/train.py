@@ -8,31 +8,26 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from jmp_train.command_errors import WrongCall, checking_the_call
-from jmp_train.command_options import (
+from jmp_train.cli.errors import WrongCall, checking_the_call
+from jmp_train.cli.options import (
     make_writable,
     provide_cpu_devices,
-    task_options,
+    read_options,
     turn_ynn_fusion_off,
 )
-from jmp_train.tasks import load_task
+from jmp_train.tasks import TaskOptions, load_task
 
 if TYPE_CHECKING:
-    from jmp_train.resuming import Saving
-    from jmp_train.run_log import RunLog
+    from jmp_train.runs import RunLog, Saving
 
 DEFAULT_POLICY = "autocast_float16"
 
 
 def train_command(args: argparse.Namespace) -> int:
     """Trains a task under one name, prints what it reports, and returns the exit code."""
-    from jmp_train.comparison import note_outputs
-    from jmp_train.display import display_on
-    from jmp_train.output import own_output
-    from jmp_train.records import Event, event_to_json
-    from jmp_train.report import print_table
-    from jmp_train.resuming import ResumeError, Stopped
-    from jmp_train.training import check_run, train
+    from jmp_train.launch import own_output
+    from jmp_train.reports import display_on, note_outputs, print_table
+    from jmp_train.runs import Event, Planned, ResumeError, Stopped, check_run, event_to_json, train
 
     turn_ynn_fusion_off()
     provide_cpu_devices(args.devices)
@@ -40,21 +35,21 @@ def train_command(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         events = stack.enter_context(own_output()) if args.json else None
         with checking_the_call():
-            task = load_task(args.task, task_options(args))
+            task = load_task(args.task, read_options(TaskOptions, args))
             epochs = args.epochs or task.epochs
-            check_run(task, epochs, args.batch_size or task.batch_size, args.seed)
+            steps = check_run(task, epochs, args.batch_size or task.batch_size, args.seed)
             signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None))
             saving = _saving(args, stack, signals)
             _check_logdir(args, name)
         log = None
         display = None
         if not args.json:
-            display = stack.enter_context(display_on(sys.stdout, [name], epochs))
+            display = stack.enter_context(display_on(sys.stdout, [name]))
             display.start(name)
 
         def on_event(event: Event) -> None:
             nonlocal log
-            if args.logdir is not None:
+            if args.logdir is not None and not isinstance(event, Planned):
                 # Not before a run that goes on is known to be the one that its checkpoints are of.
                 log = log or stack.enter_context(_log(args, name))
                 log.write(event)
@@ -63,6 +58,7 @@ def train_command(args: argparse.Namespace) -> int:
             if display is not None:
                 display.show(name, event)
 
+        on_event(Planned(epochs, epochs * steps))
         try:
             run = train(
                 task,
@@ -70,6 +66,7 @@ def train_command(args: argparse.Namespace) -> int:
                 epochs=epochs,
                 batch_size=args.batch_size,
                 seed=args.seed,
+                growth_interval=args.growth_interval,
                 saving=saving,
                 on_event=on_event,
             )
@@ -90,8 +87,8 @@ def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> "
         if args.resume or args.checkpoint_every:
             raise WrongCall("--resume and --checkpoint-every want a --checkpoint-dir")
         return None
-    from jmp_train.checkpoint import CheckpointStore
-    from jmp_train.resuming import Saving
+    from jmp_train.checkpoints import CheckpointStore
+    from jmp_train.runs import Saving
 
     make_writable("--checkpoint-dir", args.checkpoint_dir)
     store = stack.enter_context(CheckpointStore(args.checkpoint_dir))
@@ -103,14 +100,14 @@ def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> "
 
 def _check_logdir(args: argparse.Namespace, name: str) -> None:
     if args.logdir is not None:
-        from jmp_train.run_log import check_unused
+        from jmp_train.runs import check_unused
 
         make_writable("--logdir", args.logdir)
         check_unused(args.logdir / name)
 
 
 def _log(args: argparse.Namespace, name: str) -> "RunLog":
-    from jmp_train.run_log import RunLog
+    from jmp_train.runs import RunLog
 
     return RunLog(args.logdir / name)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def _main() -> int:
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     spec = importlib.util.spec_from_file_location(
         "jmp_train", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )

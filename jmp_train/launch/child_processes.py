@@ -37,7 +37,7 @@ class ChildProcess:
 
     Example:
       >>> import subprocess, sys
-      >>> from jmp_train.child_processes import ChildProcess
+      >>> from jmp_train.launch.child_processes import ChildProcess
       >>> with ChildProcess([sys.executable, "-c", "print(7)"], stdout=subprocess.PIPE) as child:
       ...     text = child.stdout.read()
       ...     child.wait()

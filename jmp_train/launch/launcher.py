@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from jmp_train.child_processes import ChildProcess, end, signals_as_exceptions
-from jmp_train.rank_endings import reason, wait_for
-from jmp_train.rank_output import RankOutput, log_path, say
+from jmp_train.launch.child_processes import ChildProcess, end, signals_as_exceptions
+from jmp_train.launch.rank_endings import reason, wait_for
+from jmp_train.launch.rank_output import RankOutput, log_path, say
 
-_RUNNER = Path(__file__).with_name("launched.py")
+_RUNNER = Path(__file__).with_name("rank.py")
 _READER_SECONDS = 5.0  # for the last lines; longer only if something that got away holds a pipe
 
 
@@ -31,10 +31,10 @@ def launch(
     """Runs a Python script as several processes that `jmp_train.distributed.initialize` joins.
 
     Each line that they print is printed with the number of its process in front; lines of more than 65,536
-    characters are cut there. When one fails, the others are stopped, and if there are restarts left, all are
-    started anew: a script that saves checkpoints goes on from the last.
+    characters are truncated there. When one fails, the others are stopped, and if there are restarts left, all are
+    restarted: a script that saves checkpoints goes on from the last.
 
-    The processes and what they start end with this one, however it ends (see `jmp_train.child_processes`): SIGTERM,
+    The processes and what they start end with this one, however it ends (see `jmp_train.launch.child_processes`): SIGTERM,
     SIGHUP, SIGQUIT and Ctrl-C ask them to, and a second of these kills them. What cannot be printed or written to
     the logs is dropped, and a warning says so: training goes on.
 
@@ -43,7 +43,7 @@ def launch(
       count: how many processes.
       devices_per_process: how many GPUs each gets, counted through, or on a CPU virtual devices.
       logdir: where to write what each prints, as `rank_0.log` and so on; None for nowhere.
-      restarts: how many times to start all anew after a failure.
+      restarts: how many times to restart all after a failure.
       grace: seconds between asking a process to end and killing it.
       exit_timeout: seconds that processes may run on after the first has ended well; then they are stopped, which
         counts as a failure. None for any time: `initialize` has time-outs of its own.
@@ -63,7 +63,7 @@ def launch(
             return
         if number == restarts:
             raise ChildProcessError(failure)
-        say(f"{failure}; starting all anew, {number + 1} of {restarts} times")
+        say(f"{failure}; restarting all, {number + 1} of {restarts} times")
 
 
 def _run(
@@ -124,7 +124,7 @@ def check_launch(
     if not command:
         raise ValueError("launch needs a script: jmp-train launch -n 2 -- script.py")
     if command[0] != "-m" and not Path(command[0]).is_file():
-        raise ValueError(f"launch needs a Python script, {command[0]!r} is no file")
+        raise ValueError(f"launch needs a Python script, {command[0]!r} is not a file")
 
 
 def _free_port() -> int:
@@ -157,7 +157,7 @@ def threads_for(devices: int) -> int:
 
 @contextmanager
 def _pipe() -> Iterator[tuple[int, int]]:
-    """Gives a pipe, whose reading does not block; on Windows, which hands none on, numbers of no files."""
+    """Gives a pipe, whose reading does not block; on Windows, which passes none on, numbers of no files."""
     if sys.platform == "win32":
         yield -1, -1
         return

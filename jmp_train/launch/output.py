@@ -10,7 +10,7 @@ from typing import IO
 
 
 class Output(io.TextIOBase):
-    """A text stream over another one that raises nothing: a run outlives the disk or terminal it prints to.
+    """A text stream on top of another that raises nothing: a run outlives the disk or terminal it prints to.
 
     Characters that the stream cannot encode become `?`. After the first write that fails all is dropped.
 

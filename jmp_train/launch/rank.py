@@ -1,7 +1,7 @@
-"""Runs a script for `jmp_train.launcher` as Python itself does, but for how it ends.
+"""Runs a script for `jmp_train.launch.launcher` as Python itself does, but for how it ends.
 
-    python launched.py PIPE RANK script arguments
-    python launched.py PIPE RANK -m module arguments
+    python rank.py PIPE RANK script arguments
+    python rank.py PIPE RANK -m module arguments
 
 When the script fails, its process ends at once: jax would keep it until the others are ready to end, and they wait
 for it. When the script has ended well, RANK is written to PIPE, the number of an open file, before jax waits.
@@ -96,7 +96,7 @@ def _leave(code: object) -> None:
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
-    writer = sys.modules.get("jmp_train.checkpoint_writer")
+    writer = sys.modules.get("jmp_train.distributed.background")
     if writer is not None:  # the script may have a checkpoint on its way
         writer.finish_writes()
         writer.tell_lost_steps()

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from jmp_train.child_processes import ChildProcess
-from jmp_train.rank_output import say
+from jmp_train.launch.child_processes import ChildProcess
+from jmp_train.launch.rank_output import say
 
 _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 1.0  # after a failure, in which others may fail of the same cause

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Self
 
-from jmp_train.output import Output, warn_of_loss
+from jmp_train.launch.output import Output, warn_of_loss
 
 LONGEST_LINE = 65536  # characters; what is longer is printed in pieces
 

@@ -1,26 +1,52 @@
 """What a comparison says of its runs beside each one's own numbers: how fast, how large, and why one fell behind."""
 
+import math
 from collections.abc import Sequence
 
-from jmp_train.records import Run
+from jmp_train.runs import Run
 
-SPEED_TITLES = ("run", "memory", "iterations/s", "samples/s", "speed-up", "memory ratio")
+COST_TITLES = ("policy", "flops in half", "saved", "ratio", "parameters", "state", "ratio")
+COST_NOTE = "saved: what the forward pass of a step leaves for its backward pass; state: parameters, optimizer's and model's"
 
 # Modes that are known to fail where others do not, and what they lack.
 _LACKS = {
     "apex-O3": (
-        "apex-O3 has neither loss scale nor float32 masters nor float32 BatchNorms: gradients below 6e-8 vanish, "
+        "apex-O3 has neither loss scale nor float32 master weights nor float32 BatchNorms: gradients below 6e-8 vanish, "
         "updates below 1/2048 of a parameter are lost, statistics above 65504 overflow; apex-O2 has all three"
     ),
     "apex-O3-bfloat16": (
-        "apex-O3-bfloat16 has no float32 masters: updates below 1/256 of a parameter are lost; apex-O2-bfloat16 "
+        "apex-O3-bfloat16 has no float32 master weights: updates below 1/256 of a parameter are lost; apex-O2-bfloat16 "
         "has them"
     ),
 }
 
 
-def speed_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Returns a row a run under `SPEED_TITLES`; speed-up and memory ratio are those beside the first.
+def cost_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Returns a row a run under `COST_TITLES`: what holds on any device; ratios are those beside the first.
+
+    Args:
+      runs: at least one.
+    """
+    first = runs[0].costs
+    return [
+        (
+            run.policy,
+            f"{run.costs.half_flops_share:.1%}",
+            "none" if run.costs.residual_bytes is None else in_bytes(run.costs.residual_bytes),
+            ratio(run.costs.residual_bytes, first.residual_bytes),
+            in_bytes(run.costs.params_bytes),
+            in_bytes(run.costs.state_bytes),
+            ratio(run.costs.state_bytes, first.state_bytes),
+        )
+        for run in runs
+    ]
+
+
+def speed_table(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Returns titles, and a row a run; speed-up and memory ratio are those beside the first.
+
+    Memory is the device's: where one reports none, the table says nothing of it, as the process' is mostly the
+    compiler's and the libraries'.
 
     Args:
       runs: at least one.
@@ -28,17 +54,75 @@ def speed_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     Reference: ColossalAI's table of its AMP modes.
     """
     first = runs[0]
-    return [
+    titles = ("run", "iterations/s", "samples/s", "speed-up")
+    rows = [
         (
             run.policy,
-            f"{run.memory_mb:.0f} MB",
             _rate(run.iterations_per_second),
             _rate(run.samples_per_second),
             f"{run.iterations_per_second / first.iterations_per_second:.2f}x",
-            f"{run.memory_mb / first.memory_mb:.2f}x",
         )
         for run in runs
     ]
+    if not reports_memory(runs):
+        return titles, rows
+    memory = [
+        (f"{run.memory_mb:.0f} MB", f"{run.memory_mb / first.memory_mb:.2f}x") for run in runs
+    ]
+    both = [(*row, *cells) for row, cells in zip(rows, memory, strict=True)]
+    return (*titles, "memory", "memory ratio"), both
+
+
+def reports_memory(runs: Sequence[Run]) -> bool:
+    """Returns whether the peaks of memory are a device's in all runs.
+
+    Args:
+      runs: at least one.
+    """
+    return all(run.memory_of == "device" for run in runs)
+
+
+def process_memory(runs: Sequence[Run]) -> str:
+    """Returns a footnote on the peaks of memory that are a process'; "" if there are none.
+
+    Args:
+      runs: at least one.
+    """
+    of_processes = [run for run in runs if run.memory_of != "device"]
+    if not of_processes:
+        return ""
+    peaks = ", ".join(f"{run.policy} {run.memory_mb:.0f} MB" for run in of_processes)
+    return f"peak memory of the process, with libraries, compiler and data: {peaks}"
+
+
+def in_bytes(count: int) -> str:
+    """Returns a number of bytes in three digits and the unit that suits it.
+
+    Example:
+      >>> in_bytes(640), in_bytes(1_973_188), in_bytes(999_600_000)
+      ('640 B', '1.97 MB', '1 GB')
+    """
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = 0
+    while count >= 999.5 * 1000**power and power < len(units) - 1:
+        power += 1
+    return f"{count / 1000**power:.3g} {units[power]}"
+
+
+def ratio(value: float | None, first: float | None) -> str:
+    """Returns a number as a multiple of the first run's; "" where one of them is not known or is 0."""
+    return f"{value / first:.2f}x" if value is not None and first else ""
+
+
+def short_scale(scale: float) -> str:
+    """Returns a loss scale in few characters; from a million on, a power of two as such.
+
+    Example:
+      >>> short_scale(65536.0), short_scale(2.0**21)
+      ('65536', '2^21')
+    """
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if scale >= 1e6 and fraction == 0.5 else f"{scale:g}"
 
 
 def _rate(number: float) -> str:
@@ -66,7 +150,7 @@ def explain_accuracy(name: str, points: float, first: str) -> str | None:
 
     Args:
       name: of the policy or mode.
-      points: by how many percent of the test data it is below the first run; one is no difference.
+      points: by how many percent of the test data it is below the first run; one is not a difference.
       first: the first run's name.
     """
     if points <= 1 or name not in _LACKS:

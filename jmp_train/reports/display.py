@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Protocol, Self
 
 from jmp_train.extras import extra_packages
-from jmp_train.records import Compiled, Epoch, Event, Progress, Run
-from jmp_train.report import epoch_line
-from jmp_train.terminal import Sheet, console_on, is_screen, width_of, wrapped
+from jmp_train.reports.comparison import in_bytes
+from jmp_train.reports.tables import epoch_line
+from jmp_train.reports.terminal import Sheet, console_on, is_screen, width_of, wrapped
+from jmp_train.runs import Compiled, Epoch, Event, Planned, Progress, Run
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 
-_TITLES = ("policy", "now", "loss", "scale", "skipped", "s/epoch", "compile", "memory")
+_TITLES = ("policy", "now", "loss", "scale", "skipped", "s/epoch", "compile", "saved")
 _BESIDE_NAME_AND_COUNT = 40  # "steps", two clocks, a bar of ten, and gaps
 
 
@@ -36,25 +37,25 @@ class Display(Protocol):
         """Shows that a policy's run did not end."""
 
 
-def display_on(stream: IO[str], policies: Sequence[str], epochs: int) -> Display:
+def display_on(stream: IO[str], policies: Sequence[str]) -> Display:
     """Returns the display that suits a stream: live on a terminal that can be, lines elsewhere.
 
     Args:
       stream: where to print.
       policies: the runs that will come.
-      epochs: how many epochs each has.
     """
     if is_screen(stream):
-        return LiveDisplay(stream, policies, epochs)
-    return LineDisplay(stream, epochs)
+        return LiveDisplay(stream, policies)
+    return LineDisplay(stream)
 
 
 class LineDisplay:
     """Prints a line an epoch."""
 
-    def __init__(self, stream: IO[str], epochs: int) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         self.stream = stream
-        self.epochs = epochs
+        self.epochs = 0  # of the run that is shown, once it says
+        self._memory_of: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         """Does nothing."""
@@ -68,8 +69,12 @@ class LineDisplay:
 
     def show(self, policy: str, event: Event) -> None:
         """Prints a line if the event is an epoch."""
+        if isinstance(event, Planned):
+            self.epochs = event.epochs
+        if isinstance(event, Compiled):
+            self._memory_of[policy] = event.memory_of
         if isinstance(event, Epoch):
-            line = epoch_line(policy, event, self.epochs)
+            line = epoch_line(policy, event, self.epochs, self._memory_of.get(policy, ""))
             if self.stream.isatty():
                 line = wrapped(line, width_of(self.stream))
             print(line, file=self.stream, flush=True)
@@ -81,7 +86,7 @@ class LineDisplay:
 class LiveDisplay:
     """A progress bar for each run and a table of where each is, renewed as they go."""
 
-    def __init__(self, stream: IO[str], policies: Sequence[str], epochs: int) -> None:
+    def __init__(self, stream: IO[str], policies: Sequence[str]) -> None:
         with extra_packages():
             from rich.live import Live
             from rich.progress import (
@@ -93,7 +98,7 @@ class LiveDisplay:
                 TimeRemainingColumn,
             )
 
-        self.epochs = epochs
+        self.epochs = 0  # of each run, once the first says
         self._rows = {policy: _Row() for policy in policies}
         self._bars = Progress(
             TextColumn("{task.description}"),
@@ -125,15 +130,20 @@ class LiveDisplay:
 
     def start(self, policy: str) -> None:
         """Starts a run's clock."""
-        self._rows[policy].status = "compiling"
+        self._rows[policy].status = "loading"
         self._bars.start_task(self._tasks[policy])
 
     def show(self, policy: str, event: Event) -> None:
         """Renews a run's bar and row; prints a line above them if the event is an epoch."""
         row, bar = self._rows[policy], self._tasks[policy]
         match event:
-            case Compiled(seconds):
+            case Planned(epochs, total):
+                self.epochs, row.status = epochs, "compiling"
+                self._bars.update(bar, total=total)
+            case Compiled(seconds, memory_of, costs):
                 row.status, row.compile = "training", f"{seconds:.1f} s"
+                row.memory_of = memory_of
+                row.saved = "" if costs.residual_bytes is None else in_bytes(costs.residual_bytes)
             case Progress(total, skipped_steps, recent):
                 last = recent[-1]
                 self._bars.update(bar, total=total, completed=last.step)
@@ -141,9 +151,9 @@ class LiveDisplay:
                 row.skipped = str(skipped_steps)
                 row.steps = f"{last.step}/{total}"
             case Epoch():
-                row.seconds, row.memory = f"{event.seconds:.2f}", f"{event.memory_mb:.0f} MB"
+                row.seconds = f"{event.seconds:.2f}"
                 row.status = "testing" if event.epoch == self.epochs else "training"
-                self._print(epoch_line(policy, event, self.epochs))
+                self._print(epoch_line(policy, event, self.epochs, row.memory_of))
             case Run():
                 row.status = f"{event.test_accuracy:.2%} right"
 
@@ -171,7 +181,7 @@ class LiveDisplay:
                 row.skipped,
                 row.seconds,
                 row.compile,
-                row.memory,
+                row.saved,
             )
             for name, row in self._rows.items()
         ]
@@ -191,4 +201,5 @@ class _Row:
     def __init__(self) -> None:
         self.status = "waiting"
         self.steps = ""
-        self.loss = self.scale = self.skipped = self.seconds = self.compile = self.memory = ""
+        self.loss = self.scale = self.skipped = self.seconds = self.compile = self.saved = ""
+        self.memory_of = ""

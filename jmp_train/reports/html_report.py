@@ -6,9 +6,19 @@ from string import Template
 
 import jax
 
-from jmp_train.comparison import SPEED_TITLES, explanations, speed_rows
-from jmp_train.pictures import PANELS, color, svg
-from jmp_train.records import Run
+from jmp_train.reports.comparison import (
+    COST_NOTE,
+    COST_TITLES,
+    cost_rows,
+    explanations,
+    in_bytes,
+    process_memory,
+    ratio,
+    short_scale,
+    speed_table,
+)
+from jmp_train.reports.plots import PANELS, color, svg
+from jmp_train.runs import Run
 
 _PAGE = Template("""\
 <!DOCTYPE html>
@@ -31,8 +41,8 @@ p, footer { color: var(--soft); }
 ul { padding-left: 1.2rem; }
 .panels { display: grid; gap: 1rem; margin: 2rem 0 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
 .panels svg { width: 100%; height: auto; }
-.wide { overflow-x: auto; }
-.wide + .wide { margin-top: 1rem; }
+.scroll { overflow-x: auto; }
+.scroll + .scroll { margin-top: 1rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th, td { padding: 0.35rem 0.8rem 0.35rem 0; text-align: right; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; }
@@ -47,16 +57,24 @@ footer { font-size: 0.85rem; margin-top: 2rem; }
 <ul id="summary">
 $summary
 </ul>
-<div class="wide">
+<div class="scroll">
 <table id="runs">
 <thead><tr><th>policy</th><th>test accuracy</th><th>s/epoch</th><th>compile</th>
-<th>peak memory</th><th>last loss</th><th>last scale</th><th>skipped steps</th></tr></thead>
+<th>last loss</th><th>last scale</th><th>skipped steps</th></tr></thead>
 <tbody>
 $rows
 </tbody>
 </table>
 </div>
-<div class="wide">
+<div class="scroll">
+<table id="costs">
+<thead><tr>$cost_titles</tr></thead>
+<tbody>
+$cost_rows
+</tbody>
+</table>
+</div>
+<div class="scroll">
 <table id="speed">
 <thead><tr>$speed_titles</tr></thead>
 <tbody>
@@ -69,12 +87,15 @@ $panels
 </div>
 $epochs
 <footer>On $devices with jax $version. An epoch's seconds are of training alone, without compilation
-and test; the table has the median. Memory is the peak of the $memory_of.$on_cpu</footer>
+and test; the table has the median. Ratios are those beside $first; $cost_note.$footnote</footer>
 </body>
 </html>
 """)
 
-_ON_CPU = " XLA widens half precision on CPUs, so that it saves little time and no memory there."
+_ON_CPU = (
+    " XLA computes most of half precision in float32 on CPUs, so that it saves little time there; what a step saves "
+    "for its backward pass and what is in half are the program's, on any device."
+)
 
 
 def page(task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = ()) -> str:
@@ -90,21 +111,29 @@ def page(task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = (
         for policy, reason in failures
     ]
     said = [*sentences(runs), *explanations(runs)]
+    speed_titles, speed_rows = speed_table(runs)
     return _PAGE.substitute(
         title=f"{escape(task)}: {escape(' / '.join(run.policy for run in runs))}",
         summary="\n".join([f"<li>{escape(text)}</li>" for text in said] + failed),
         rows="\n".join(_row(index, run) for index, run in enumerate(runs)),
-        speed_titles="".join(f"<th>{title}</th>" for title in SPEED_TITLES),
-        speed_rows="\n".join(
-            _named_row(index, name, cells) for index, (name, *cells) in enumerate(speed_rows(runs))
-        ),
+        cost_titles=_titles(COST_TITLES),
+        cost_rows=_named_rows(cost_rows(runs)),
+        cost_note=COST_NOTE,
+        first=escape(runs[0].policy),
+        speed_titles=_titles(speed_titles),
+        speed_rows=_named_rows(speed_rows),
         panels="\n".join(f'<div class="panel">{svg(name, runs)}</div>' for name in PANELS),
         epochs="\n".join(_epochs(run) for run in runs),
         devices=escape(" and ".join(dict.fromkeys(run.device for run in runs))),
         version=jax.__version__,
-        on_cpu=_ON_CPU if any(run.device.endswith("cpu") for run in runs) else "",
-        memory_of=" or ".join(dict.fromkeys(run.memory_of for run in runs)),
+        footnote=_footnote(runs),
     )
+
+
+def _footnote(runs: Sequence[Run]) -> str:
+    on_cpu = _ON_CPU if any(run.device.endswith("cpu") for run in runs) else ""
+    memory = process_memory(runs)
+    return escape(f"{on_cpu} {memory[:1].upper()}{memory[1:]}." if memory else on_cpu)
 
 
 def sentences(runs: Sequence[Run]) -> list[str]:
@@ -116,17 +145,24 @@ def sentences(runs: Sequence[Run]) -> list[str]:
     first, *others = runs
     head = (
         f"{first.policy}: {first.test_accuracy:.2%} of the test data right, "
-        f"{first.epoch_seconds:.3g} s an epoch, {first.memory_mb:.0f} MB."
+        f"{first.epoch_seconds:.3g} s an epoch{_saved(first)}."
     )
     return [head, *(_sentence(run, first) for run in others)]
 
 
+def _saved(run: Run) -> str:
+    saved = run.costs.residual_bytes
+    return "" if saved is None else f", {in_bytes(saved)} saved for the backward pass"
+
+
 def _sentence(run: Run, first: Run) -> str:
     points = 100 * (run.test_accuracy - first.test_accuracy)
+    times = ratio(run.costs.residual_bytes, first.costs.residual_bytes)
+    beside = f" ({times})" if times else ""
     return (
         f"{run.policy}: {run.test_accuracy:.2%} right ({points:+.2f} points), "
         f"{first.epoch_seconds / run.epoch_seconds:.2f} times as fast as {first.policy}, "
-        f"with {run.memory_mb / first.memory_mb:.2f} of its memory; "
+        f"{run.costs.half_flops_share:.1%} of the flops in half precision{_saved(run)}{beside}; "
         f"{len(run.skipped)} of {len(run.steps)} steps skipped."
     )
 
@@ -137,31 +173,39 @@ def _row(index: int, run: Run) -> str:
         f"{run.test_accuracy:.2%}",
         f"{run.epoch_seconds:.2f}",
         f"{run.compile_seconds:.1f} s",
-        f"{run.memory_mb:.0f} MB",
         f"{last.loss:.4f}",
-        f"{last.loss_scale:g}",
+        short_scale(last.loss_scale),
         f"{last.skipped_steps}",
     )
     return _named_row(index, run.policy, cells)
 
 
+def _titles(titles: Sequence[str]) -> str:
+    return "".join(f"<th>{title}</th>" for title in titles)
+
+
+def _named_rows(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows whose first cell is the run's name."""
+    return "\n".join(_named_row(i, name, cells) for i, (name, *cells) in enumerate(rows))
+
+
 def _named_row(index: int, name: str, cells: Sequence[str]) -> str:
-    """Returns a row that begins with a run's name and colour."""
+    """Returns a row that begins with a run's name and color."""
     dot = f'<span class="dot" style="background:{color(index)}"></span>'
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in (dot + escape(name), *cells)) + "</tr>"
 
 
 def _epochs(run: Run) -> str:
-    titles = ("epoch", "loss", "learning rate", "seconds", "memory", "scale", "skipped")
-    head = "".join(f"<th>{title}</th>" for title in titles)
+    titles = ("epoch", "loss", "learning rate", "seconds", "scale", "skipped")
+    head = _titles(titles)
     body = "\n".join(
         f"<tr><td>{e.epoch}</td><td>{e.loss:.4f}</td><td>{e.learning_rate:.2e}</td>"
-        f"<td>{e.seconds:.2f}</td><td>{e.memory_mb:.0f} MB</td><td>{e.loss_scale:g}</td>"
+        f"<td>{e.seconds:.2f}</td><td>{short_scale(e.loss_scale)}</td>"
         f"<td>{e.skipped_steps}</td></tr>"
         for e in run.epochs
     )
     return (
         f"<details><summary>{escape(run.policy)}, epoch by epoch</summary>"
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n'
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n'
         "</tbody></table></div></details>"
     )

@@ -1,7 +1,7 @@
-"""Pictures of a comparison: losses, loss scales, time and memory of the runs, drawn by matplotlib.
+"""Plots of a comparison: losses, loss scales, costs and times of the runs, drawn by matplotlib.
 
-A run keeps one colour and one dash in all panels. The same panels make report.png, four in one, and
-report.html, each by itself and in the page's own text colour.
+A run keeps one color and one dash in all panels. The same panels make report.png, six in one, and
+report.html, each by itself and in the page's own text color.
 """
 
 import io
@@ -11,23 +11,24 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jmp_train.extras import extra_packages
-from jmp_train.records import Run
+from jmp_train.reports.comparison import in_bytes, process_memory
+from jmp_train.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Paul Tol's "bright" scheme: told apart by the colour-blind, and seen on white and on black.
+# Paul Tol's "bright" scheme: told apart by the color-blind, and seen on white and on black.
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), "-.")  # so that runs on top of each other are seen
-_INK = "#525354"  # of text and axes; a page puts its own text colour in its place
+_INK = "#525354"  # of text and axes; a page puts its own text color in its place
 _POINTS = 60  # that a loss curve has at most
 
 Panel = Callable[["Axes", Sequence[Run]], None]
 
 
 def color(index: int) -> str:
-    """Returns the colour of the run with that index."""
+    """Returns the color of the run with that index."""
     return COLORS[index % len(COLORS)]
 
 
@@ -80,12 +81,39 @@ def draw_seconds(axes: "Axes", runs: Sequence[Run]) -> None:
     _name_bars(axes, runs)
 
 
-def draw_memory(axes: "Axes", runs: Sequence[Run]) -> None:
-    """Draws the peak memory of the device or, where it reports none, of the process."""
-    memory_of = " or ".join(dict.fromkeys(run.memory_of for run in runs))
-    axes.set_title(f"Peak memory of the {memory_of}")
+def draw_half_flops(axes: "Axes", runs: Sequence[Run]) -> None:
+    """Draws which share of a step's floating-point operations runs in half precision."""
+    axes.set_title("Flops in half precision")
     for index, run in enumerate(runs):
-        _bar(axes, index, run.memory_mb, f"{run.memory_mb:.0f} MB", index, 0.6)
+        share = run.costs.half_flops_share
+        _bar(axes, index, share, f"{share:.1%}", index, 0.6)
+    axes.set_xlim(0, 1)
+    _name_bars(axes, runs)
+
+
+def draw_saved(axes: "Axes", runs: Sequence[Run]) -> None:
+    """Draws the bytes that a step's forward pass leaves for its backward pass."""
+    axes.set_title("Saved for the backward pass")
+    for index, run in enumerate(runs):
+        saved = run.costs.residual_bytes
+        _bar(axes, index, saved or 0, "none" if saved is None else in_bytes(saved), index, 0.6)
+    _name_bars(axes, runs)
+
+
+def draw_state(axes: "Axes", runs: Sequence[Run]) -> None:
+    """Draws the bytes of parameters and of the whole state, and a device's peak where it reports one."""
+    axes.set_title("Parameters, and the whole state")
+    for index, run in enumerate(runs):
+        bars: list[tuple[float, str, float]] = [
+            (run.costs.params_bytes, "", 1.0),
+            (run.costs.state_bytes, " in all", 0.45),
+        ]
+        if run.memory_of == "device":
+            bars.append((run.memory_mb * 1e6, " peak", 0.2))
+        height = 0.72 / len(bars)
+        for place, (size, text, alpha) in enumerate(bars):
+            y = index + height * (place - (len(bars) - 1) / 2)
+            _bar(axes, y, size, in_bytes(round(size)) + text, index, 0.95 * height, alpha)
     _name_bars(axes, runs)
 
 
@@ -93,28 +121,32 @@ PANELS: dict[str, Panel] = {
     "losses": draw_losses,
     "loss_scales": draw_loss_scales,
     "seconds": draw_seconds,
-    "memory": draw_memory,
+    "half_flops": draw_half_flops,
+    "saved": draw_saved,
+    "state": draw_state,
 }
 
 
 def png(task: str, runs: Sequence[Run]) -> bytes:
-    """Returns the four panels as one PNG.
+    """Returns the six panels as one PNG.
 
     Args:
       task: the task's name.
       runs: at least one.
     """
-    figure = _figure(11, 7.5)
+    figure = _figure(15, 7.5)
     figure.suptitle(f"{task} on {' and '.join(dict.fromkeys(run.device for run in runs))}")
-    for axes, draw in zip(figure.subplots(2, 2).flat, PANELS.values(), strict=True):
+    for axes, draw in zip(figure.subplots(2, 3).flat, PANELS.values(), strict=True):
         _draw(axes, draw, runs)
+    if footnote := process_memory(runs):
+        figure.supxlabel(footnote, fontsize="small", color=_INK)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=120)
     return file.getvalue()
 
 
 def svg(name: str, runs: Sequence[Run]) -> str:
-    """Returns a panel as an SVG element for a page, in the page's text colour.
+    """Returns a panel as an SVG element for a page, in the page's text color.
 
     Args:
       name: one of `PANELS`; it begins all of the element's ids.
@@ -175,6 +207,6 @@ def _bar(
 def _name_bars(axes: "Axes", runs: Sequence[Run]) -> None:
     axes.set_yticks(range(len(runs)), [run.policy for run in runs])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.45 * axes.get_xlim()[1])  # room for the texts beside the bars
+    axes.set_xlim(0, 1.55 * axes.get_xlim()[1])  # room for the texts beside the bars
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)

@@ -1,27 +1,43 @@
 """What `jmp-train` prints and writes about finished runs: a table, report.json, .png and .html."""
 
+import dataclasses
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jmp_train.comparison import SPEED_TITLES, speed_rows
-from jmp_train.records import Epoch, Run, event_to_json, finite_or_none
-from jmp_train.terminal import Sheet, console_on
-from jmp_train.whole_files import write_whole
+from jmp_train.checkpoints import write_atomically
+from jmp_train.reports.comparison import (
+    COST_NOTE,
+    COST_TITLES,
+    cost_rows,
+    process_memory,
+    reports_memory,
+    short_scale,
+    speed_table,
+)
+from jmp_train.reports.terminal import Sheet, console_on
+from jmp_train.runs import Epoch, Run, event_to_json, finite_or_none
 
-_TITLES = ("policy", "s/epoch", "compile", "memory", "test accuracy", "loss", "scale", "skipped")
+_TITLES = ("policy", "s/epoch", "compile", "test accuracy", "loss", "scale", "skipped")
 _REPORTED = ("epoch", "loss", "seconds", "memory_mb", "loss_scale", "skipped_steps")
 
 
-def epoch_line(policy: str, epoch: Epoch, epochs: int) -> str:
-    """Returns the line that is printed after an epoch."""
+def epoch_line(policy: str, epoch: Epoch, epochs: int, memory_of: str) -> str:
+    """Returns the line that is printed after an epoch, with the memory if it is the device's.
+
+    Args:
+      policy: the run's.
+      epoch: which is over.
+      epochs: how many there will be.
+      memory_of: see `Run`.
+    """
+    memory = f"peak memory {epoch.memory_mb:.0f} MB  " if memory_of == "device" else ""
     return (
         f"{policy:<15} epoch {epoch.epoch:>{len(str(epochs))}}/{epochs}  loss {epoch.loss:.4f}  "
         f"learning rate {epoch.learning_rate:.2e}  {epoch.seconds:.2f} s  "
-        f"peak memory {epoch.memory_mb:.0f} MB  loss scale {epoch.loss_scale:g}  "
+        f"{memory}loss scale {epoch.loss_scale:g}  "
         f"skipped steps {epoch.skipped_steps}"
     )
 
@@ -42,6 +58,7 @@ def _run_report(run: Run) -> dict[str, Any]:
         "memory_of": run.memory_of,
         "iterations_per_second": run.iterations_per_second,
         "samples_per_second": run.samples_per_second,
+        "costs": dataclasses.asdict(run.costs),
         "epochs": [{name: epoch[name] for name in _REPORTED} for epoch in epochs],
     }
 
@@ -60,8 +77,8 @@ def write_report(
     Returns:
       The paths of the files that are written, and of each other one a line with its path and why it is not.
     """
-    from jmp_train.html_report import page
-    from jmp_train.pictures import png
+    from jmp_train.reports.html_report import page
+    from jmp_train.reports.plots import png
 
     contents: dict[str, Callable[[], bytes]] = {
         "report.json": lambda: _json_report(task, runs),
@@ -72,7 +89,7 @@ def write_report(
     for name, content in contents.items():
         path = directory / name
         try:
-            written.append(write_whole(path, content()))
+            written.append(write_atomically(path, content()))
         except OSError as error:
             problems.append(f"{path}: {error.strerror or error}")
         except (RuntimeError, ValueError) as error:
@@ -86,35 +103,40 @@ def _json_report(task: str, runs: Sequence[Run]) -> bytes:
 
 
 def print_table(runs: Sequence[Run]) -> None:
-    """Prints the runs side by side, or one below the other where they would be too wide."""
-    memory_of = " or ".join(dict.fromkeys(run.memory_of for run in runs))
+    """Prints the runs side by side, or one below the other where the screen has no room for that.
+
+    A second table has what a step costs on any device; its footnote the memory of processes.
+
+    Args:
+      runs: at least one.
+    """
     rows = [
         (
             run.policy,
             f"{run.epoch_seconds:.2f}",
             f"{run.compile_seconds:.1f} s",
-            f"{run.memory_mb:.0f} MB",
             f"{run.test_accuracy:.2%}",
             f"{run.epochs[-1].loss:.4f}",
-            _short(run.epochs[-1].loss_scale),
+            short_scale(run.epochs[-1].loss_scale),
             str(run.epochs[-1].skipped_steps),
         )
         for run in runs
     ]
-    console_on(sys.stdout).print(Sheet(_TITLES, rows, f"memory: peak of the {memory_of}"))
-
-
-def _short(scale: float) -> str:
-    """Returns a loss scale in few characters; from a million on, a power of two as such."""
-    fraction, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if scale >= 1e6 and fraction == 0.5 else f"{scale:g}"
+    titles = _TITLES
+    if reports_memory(runs):
+        titles = (*titles, "memory")
+        rows = [(*row, f"{run.memory_mb:.0f} MB") for row, run in zip(rows, runs, strict=True)]
+    console = console_on(sys.stdout)
+    console.print(Sheet(titles, rows))
+    console.print(Sheet(COST_TITLES, cost_rows(runs), f"1.00x: {runs[0].policy}; {COST_NOTE}"))
+    if footnote := process_memory(runs):
+        console.print(footnote, style="dim", highlight=False, markup=False)
 
 
 def print_speed_table(runs: Sequence[Run]) -> None:
-    """Prints speed and memory of the runs beside the first one's.
+    """Prints the speed of the runs, and the memory of their devices, beside the first one's.
 
     Args:
       runs: at least one.
     """
-    sheet = Sheet(SPEED_TITLES, speed_rows(runs), f"1.00x: {runs[0].policy}")
-    console_on(sys.stdout).print(sheet)
+    console_on(sys.stdout).print(Sheet(*speed_table(runs), f"1.00x: {runs[0].policy}"))

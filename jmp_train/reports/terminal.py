@@ -1,4 +1,4 @@
-"""What is printed fits the screen: tables become lines where they are wider, and lines break between their fields."""
+"""What is printed fits the screen: tables become lines where they have no room, and lines break between their fields."""
 
 import os
 import re
@@ -10,12 +10,12 @@ from jmp_train.extras import extra_packages
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
-_WIDE = 10_000  # of files and pipes, which have no width
+_UNLIMITED = 10_000  # of files and pipes, which have no width
 _INDENT = "  "
 
 
 def console_on(stream: IO[str]) -> "Console":
-    """Returns rich's console on a stream: without any style if NO_COLOR is set, and on what is no terminal.
+    """Returns rich's console on a stream: without any style if NO_COLOR is set, and on what is not a terminal.
 
     Args:
       stream: where to print.
@@ -47,7 +47,7 @@ def width_of(stream: IO[str]) -> int:
     if columns.isdecimal() and int(columns) > 0:
         return int(columns)
     if not stream.isatty():
-        return _WIDE
+        return _UNLIMITED
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
@@ -84,7 +84,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 class Sheet:
-    """Rows under titles, for rich to print; where they are too wide, a row is a name and lines of its fields.
+    """Rows under titles, for rich to print; where there is no room, a row is a name and lines of its fields.
 
     Args:
       titles: of the columns; the first is the rows' names.

@@ -5,6 +5,8 @@ import math
 import statistics
 from typing import Any
 
+from jmp_train.steps import StepCosts
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -26,10 +28,31 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
+class Planned:
+    """The data is there and the call fits it.
+
+    Attributes:
+      epochs: passes over the data.
+      total: how many steps there will be.
+    """
+
+    epochs: int
+    total: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The step is compiled, which took `seconds`."""
+    """The step is compiled.
+
+    Attributes:
+      seconds: what that took, tracing included.
+      memory_of: see `Run`.
+      costs: what the step costs on any device.
+    """
 
     seconds: float
+    memory_of: str
+    costs: StepCosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +78,7 @@ class Epoch:
       epoch: from 1.
       loss: the mean training loss of the steps that were taken; NaN if none was.
       learning_rate: that of the next step.
-      seconds: of training, without compilation and test.
+      seconds: of training, without compilation and evaluation.
       memory_mb: peak memory so far, see `peak_memory`.
       loss_scale: that of the next step.
       skipped_steps: since the start of the run.
@@ -80,9 +103,10 @@ class Run:
       test_accuracy: from 0 to 1; an output that is not finite is a wrong one.
       compile_seconds: what compiling the step took.
       memory_of: whose peak memory the epochs report, "device" or "process".
-      batch_size: rows a step.
+      batch_size: examples a step.
       epochs: all of them.
       steps: all of them.
+      costs: what a step costs on any device.
       nonfinite_outputs: for how many of the test data the model's output is not finite.
     """
 
@@ -94,6 +118,7 @@ class Run:
     batch_size: int
     epochs: tuple[Epoch, ...]
     steps: tuple[Step, ...]
+    costs: StepCosts
     nonfinite_outputs: int = 0
 
     @property
@@ -108,7 +133,7 @@ class Run:
 
     @property
     def samples_per_second(self) -> float:
-        """The median epoch's rows a second."""
+        """The median epoch's examples a second."""
         return self.batch_size * self.iterations_per_second
 
     @property
@@ -122,9 +147,10 @@ class Run:
         return tuple(step for step in self.steps if not step.finite)
 
 
-Event = Compiled | Progress | Epoch | Run
+Event = Planned | Compiled | Progress | Epoch | Run
 
 _KINDS: dict[str, type[Event]] = {
+    "planned": Planned,
     "compiled": Compiled,
     "progress": Progress,
     "epoch": Epoch,
@@ -138,8 +164,8 @@ def event_to_json(event: Event) -> dict[str, Any]:
     """Returns an event as JSON has it; numbers that are not finite become null.
 
     Example:
-      >>> event_to_json(Compiled(seconds=2.5))
-      {'event': 'compiled', 'seconds': 2.5}
+      >>> event_to_json(Progress(total=330, skipped_steps=0, recent=()))
+      {'event': 'progress', 'total': 330, 'skipped_steps': 0, 'recent': []}
     """
     return {"event": _NAMES[type(event)], **finite_or_none(dataclasses.asdict(event))}
 
@@ -163,8 +189,10 @@ def finite_or_none(value: Any) -> Any:
 def _revive(kind: Any, fields: dict[str, Any]) -> Any:
     values: dict[str, Any] = {}
     for name, value in fields.items():
-        if name in _PARTS:
+        if isinstance(value, list):
             values[name] = tuple(_revive(_PARTS[name], part) for part in value)
+        elif name == "costs":
+            values[name] = StepCosts(**value)
         else:
             values[name] = math.nan if value is None else value
     return kind(**values)

@@ -11,17 +11,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmp_train.loading import check_seed, count_rows, test_batches, train_batches
-from jmp_train.memory import peak_memory
+from jmp_train.data import check_seed
 from jmp_train.parallel import data_parallel
-from jmp_train.policies.progress import check_progress, skips_to_floor
-from jmp_train.records import Compiled, Epoch, Event, Progress, Run, Step
-from jmp_train.resuming import Saver, Saving
-from jmp_train.run_identity import run_metadata
-from jmp_train.setups import Setup, make_setup
-from jmp_train.tasks.task import DATA_AXIS, Task
-from jmp_train.train_state import TrainState
-from jmp_train.train_step import Metrics
+from jmp_train.policies.optimizers import check_progress, skips_to_floor
+from jmp_train.runs.events import Compiled, Epoch, Event, Progress, Run, Step
+from jmp_train.runs.memory import peak_memory
+from jmp_train.runs.resuming import Saver, Saving
+from jmp_train.runs.run_identity import run_metadata
+from jmp_train.runs.setups import Setup, make_setup
+from jmp_train.runs.task_batches import count_examples, evaluation_batches, train_batches
+from jmp_train.steps import TrainState, step_costs
+from jmp_train.tasks import DATA_AXIS, Task
+from jmp_train.types import Metrics
 
 LOOK_EVERY = 20  # steps between two looks at the skips, each of which waits for the device
 LOOK_SECONDS = 0.5  # and the time after which a slow job is looked at all the same
@@ -37,20 +38,23 @@ def train(
     epochs: int | None = None,
     batch_size: int | None = None,
     seed: int = 0,
+    growth_interval: int | None = None,
     saving: Saving | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Run:
-    """Trains a task in one policy or AMP mode and tests it.
+    """Trains a task in one policy or AMP mode and evaluates it.
 
-    With `task.devices` above 1 each batch is cut over that many local devices, by `data_parallel`; the test runs
+    With `task.devices` above 1 each batch is sharded over that many local devices, by `data_parallel`; the evaluation runs
     on the first of them.
 
     Args:
       task: what to train.
       name: of the policy or mode, see `precision_of`.
       epochs: passes over the data; None for the task's own number.
-      batch_size: rows a step; None for the task's own number. An incomplete batch is left out.
+      batch_size: examples a step; None for the task's own number. An incomplete batch is left out.
       seed: of parameters, dropout and the order of the data; below 2**32.
+      growth_interval: steps without overflow after which a dynamic loss scale grows; None for the policy's own.
+        Those that have none, such as float32, take no notice.
       saving: where to save checkpoints, and whether to go on from the last; None for nowhere.
       on_event: called with a `Compiled`, with a `Progress` now and then, with each `Epoch` and with
         the `Run`.
@@ -60,7 +64,7 @@ def train(
 
     Raises:
       ValueError: an unknown policy or mode, a seed out of range, fewer than one epoch, a batch larger
-        than the data or not to be cut evenly, fewer devices than the task wants, or checkpoints of another run.
+        than the data or not to be sharded evenly, fewer devices than the task wants, or checkpoints of another run.
       OSError: another run saves its checkpoints there.
       Stopped: `saving` said so.
       StalledTrainingError: non-finite gradients made the loop skip every step.
@@ -69,13 +73,12 @@ def train(
     """
     epochs = task.epochs if epochs is None else epochs
     batch_size = task.batch_size if batch_size is None else batch_size
-    check_run(task, epochs, batch_size, seed)
-    steps_per_epoch = count_steps(task, epochs, batch_size)
+    steps_per_epoch = check_run(task, epochs, batch_size, seed)
     devices = _first_devices(task.devices)
     total = epochs * steps_per_epoch
     saver = None if saving is None else Saver(saving, total, steps_per_epoch)
     schedule = task.schedule(total)
-    setup = make_setup(task, name, schedule)
+    setup = make_setup(task, name, schedule, growth_interval)
 
     init_key, step_key = jax.random.split(jax.random.key(seed))
     params, model_state = task.init(init_key)
@@ -90,7 +93,7 @@ def train(
     done, steps, records = 0, [], []
     shared = task.shared()
     if saver:
-        metadata = run_metadata(task, name, epochs, batch_size, seed, shared)
+        metadata = run_metadata(task, name, epochs, batch_size, seed, shared, growth_interval)
         done, state, steps, records = saver.begin(state, metadata)
     shared = _placed(shared, setup)
     # Of a run that is ready, a batch is wanted to compile all the same.
@@ -98,10 +101,12 @@ def train(
     batches = train_batches(task, batch_size, seed, epochs, sharding, start_at)
     batches = (batch | shared for batch in batches)
     first_batch = next(batches)
-    step = jax.jit(step, donate_argnums=0)
     start = time.perf_counter()
-    step = step.lower(state, first_batch).compile()  # so that the first epoch times training only
-    compiled = Compiled(time.perf_counter() - start)
+    traced = jax.jit(step, donate_argnums=0).trace(state, first_batch)
+    step = traced.lower().compile()  # so that the first epoch times training only
+    seconds = time.perf_counter() - start
+    compiled = Compiled(seconds, peak_memory()[1], step_costs(traced, state))
+    del traced
     on_event(compiled)
 
     batches = itertools.chain([first_batch], batches)
@@ -132,6 +137,7 @@ def train(
         batch_size=batch_size,
         epochs=tuple(records),
         steps=tuple(watch.steps),
+        costs=compiled.costs,
         nonfinite_outputs=nonfinite_outputs,
     )
     on_event(run)
@@ -196,38 +202,29 @@ def _epoch(
     )
 
 
-def check_run(task: Task, epochs: int, batch_size: int, seed: int) -> None:
-    """Raises ValueError if the numbers of a run do not fit the data or the devices.
+def check_run(task: Task, epochs: int, batch_size: int, seed: int) -> int:
+    """Returns the number of steps an epoch; raises ValueError if a number does not fit the data or the devices.
 
     Args:
       task: what to train.
       epochs: passes over the data.
-      batch_size: rows a step.
+      batch_size: examples a step.
       seed: of the run.
     """
-    count_steps(task, epochs, batch_size)
-    check_seed(seed)
-    _first_devices(task.devices)
-
-
-def count_steps(task: Task, epochs: int, batch_size: int) -> int:
-    """Returns the number of steps an epoch; raises ValueError if the numbers do not fit the data.
-
-    Args:
-      task: the task.
-      epochs: passes over the data.
-      batch_size: rows a step.
-    """
-    rows = count_rows(task.train)
+    count = count_examples(task.train)
     if epochs < 1:
         raise ValueError(f"epochs={epochs} must be at least 1")
-    if not 1 <= batch_size <= rows:
-        raise ValueError(f"batch_size={batch_size} must lie between 1 and the {rows} training rows")
+    if not 1 <= batch_size <= count:
+        raise ValueError(
+            f"batch_size={batch_size} must be between 1 and the {count} training examples"
+        )
     if task.devices < 1 or batch_size % task.devices:
         raise ValueError(f"devices={task.devices} must divide batch_size={batch_size}")
-    if (total := epochs * (rows // batch_size)) >= 2**31:
+    if (total := epochs * (count // batch_size)) >= 2**31:
         raise ValueError(f"epochs={epochs} makes {total} steps; they are counted up to 2**31 - 1")
-    return rows // batch_size
+    check_seed(seed)
+    _first_devices(task.devices)
+    return count // batch_size
 
 
 def _first_devices(count: int) -> list[Any]:
@@ -247,18 +244,18 @@ def _placed(shared: dict[str, Any], setup: Setup) -> dict[str, Any]:
 def _test(
     task: Task, setup: Setup, state: TrainState, batch_size: int, shared: dict[str, Any]
 ) -> tuple[float, int]:
-    """Returns the accuracy, and for how many rows the output is not finite; raises if it is for none."""
+    """Returns the accuracy, and for how many examples the output is not finite; raises if it is for none."""
     predict = jax.jit(setup.predict)
     # Off the mesh, where several devices trained: else each of them would compute the same.
     params, model_state = jax.device_put((state.params, state.model_state), jax.local_devices()[0])
     correct = nonfinite = 0
-    for batch, count in test_batches(task, batch_size):
+    for batch, count in evaluation_batches(task, batch_size):
         logits = np.asarray(predict(params, model_state, batch | shared))[:count]
         finite = np.isfinite(logits.astype(np.float32)).all(-1)
         right = np.argmax(logits, -1) == batch["label"][:count]
         correct += int(np.sum(finite & right))
         nonfinite += int(np.sum(~finite))
-    rows = count_rows(task.test)
-    if nonfinite == rows:
+    count = count_examples(task.test)
+    if nonfinite == count:
         raise FloatingPointError("the model's output for the test data is not finite")
-    return correct / rows, nonfinite
+    return correct / count, nonfinite

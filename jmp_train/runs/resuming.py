@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from jmp_train.checkpoint import CheckpointStore
-from jmp_train.checkpoint_manifest import DamagedError
-from jmp_train.records import Epoch, Step
-from jmp_train.run_identity import differences
-from jmp_train.train_state import TrainState
-from jmp_train.whole_files import write_whole
+from jmp_train.checkpoints import CheckpointStore, DamagedError, write_atomically
+from jmp_train.runs.events import Epoch, Step
+from jmp_train.runs.run_identity import differences
+from jmp_train.steps import TrainState
 
 _RUN_FILE = "run.json"
 
@@ -99,7 +97,7 @@ class Saver:
         run_file = self._store.directory / _RUN_FILE
         if found[0]:
             _check_run_file(run_file, metadata)
-        write_whole(run_file, json.dumps(metadata, indent=1).encode())
+        write_atomically(run_file, json.dumps(metadata, indent=1).encode())
         return found
 
     def is_due(self, step: int) -> bool:
@@ -116,27 +114,24 @@ class Saver:
             raise Stopped(step)
 
     def _newest(self, state: TrainState) -> tuple[int, TrainState, list[Step], list[Epoch]]:
-        damages = []
-        for step in reversed(self._store.steps()):
-            try:
-                self._check_run(step)
-                epochs = step // self._steps_per_epoch
-                # As many records as there were then.
-                like = _everything(state, _blank(Step, step), _blank(Epoch, epochs))
-                _, found = self._store.restore(like, step=step)
-            except DamagedError as damage:
-                damages.append(str(damage))
-                warnings.warn(damages[-1], stacklevel=2)
-                continue
-            steps, epochs = _records(Step, found["steps"]), _records(Epoch, found["epochs"])
-            return step, found["train"], steps, epochs
-        if damages:
-            directory = self._store.directory
-            raise ResumeError(f"no checkpoint in {directory} is intact: {'; '.join(damages)}")
-        return 0, state, [], []
+        if not self._store.steps():
+            return 0, state, [], []
 
-    def _check_run(self, step: int) -> None:
-        saved, directory = self._store.metadata(step).get("run"), self._store.directory
+        def state_for(step: int, metadata: dict[str, Any]) -> dict[str, Any]:
+            self._check_run(step, metadata)
+            # As many records as there were then.
+            epochs = _blank(Epoch, step // self._steps_per_epoch)
+            return _everything(state, _blank(Step, step), epochs)
+
+        try:
+            step, found = self._store.restore_as(state_for)
+        except DamagedError as error:
+            raise ResumeError(str(error)) from error
+        steps, epochs = _records(Step, found["steps"]), _records(Epoch, found["epochs"])
+        return step, found["train"], steps, epochs
+
+    def _check_run(self, step: int, metadata: dict[str, Any]) -> None:
+        saved, directory = metadata.get("run"), self._store.directory
         if not isinstance(saved, dict):
             raise ResumeError(
                 f"{directory} cannot be gone on from: step {step} does not say of which run it is, as those of "
@@ -182,5 +177,6 @@ def _check_run_file(file: Path, metadata: dict[str, Any]) -> None:
         if not lines:
             return
     warnings.warn(
-        f"{file} is written anew: {reason}; the checkpoints beside it are of this run", stacklevel=3
+        f"{file} is written again: {reason}; the checkpoints beside it are of this run",
+        stacklevel=3,
     )

@@ -9,47 +9,51 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_train.host_arrays import as_bytes
-from jmp_train.loading import count_rows
-from jmp_train.policies.paths import named_leaves
-from jmp_train.tasks.task import Arrays, Task
+from jmp_train.distributed import as_bytes
+from jmp_train.policies.pytrees import named_leaves
+from jmp_train.runs.task_batches import count_examples
+from jmp_train.tasks import Arrays, Task, TaskOptions, options_of
 
 _PACKAGES = ("jmp_train", "jax", "jaxlib", "flax", "optax", "numpy")
-_DECIDE_THE_DATA = {"task", "synthetic", "train_size", "scale", "image_size"}
+_DECIDE_THE_DATA = {"task"} | {
+    name for name, option in options_of(TaskOptions).items() if option.decides == "data"
+}
 _FILES = 1000  # of those that the data names, of how many the sizes count
 
 
 def run_metadata(
-    task: Task, policy: str, epochs: int, batch_size: int, seed: int, shared: Any
+    task: Task,
+    policy: str,
+    epochs: int,
+    batch_size: int,
+    seed: int,
+    shared: Any,
+    growth_interval: int | None = None,
 ) -> dict[str, Any]:
     """Returns what a run's checkpoints say of it, as JSON has it.
 
-    `run` has all that its numbers depend on, by the names of the command line's options, of which None is the task's own,
+    `run` has all that its numbers depend on, by the names of the command line's options, of which None is the default,
     and a digest of the data. The rest is for people: the folder of the data, which may be moved, the device and the versions.
 
     Args:
       task: what is trained.
       policy: the policy's or the mode's name.
       epochs: passes over the data.
-      batch_size: rows a step.
+      batch_size: examples a step.
       seed: of parameters, dropout and the order of the data.
       shared: what `task.shared` made, a tree of arrays.
+      growth_interval: see `train`. Where it is None it is left out, as before there was such an option.
     """
-    options = task.options
-    data_dir = options.data_dir
+    data_dir = task.options.data_dir
     return {
         "run": {
             "task": task.name,
-            "model": options.model,
-            "heads": None if options.heads is None else list(options.heads),
-            "scale": options.scale,
-            "image_size": options.image_size,
-            "synthetic": options.synthetic,
-            "train_size": count_rows(task.train),
+            **_deciding(task.options),
+            "train_size": count_examples(task.train),
             "policy": policy,
+            **({} if growth_interval is None else {"growth_interval": growth_interval}),
             "epochs": epochs,
             "batch_size": batch_size,
-            "devices": task.devices,
             "seed": seed,
             "data": data_digest(task.train, task.test, shared),
         },
@@ -57,6 +61,16 @@ def run_metadata(
         "device": jax.local_devices()[0].device_kind,
         "versions": {package: _version(package) for package in _PACKAGES},
     }
+
+
+def _deciding(options: TaskOptions) -> dict[str, Any]:
+    """Returns the options that the numbers of a run depend on, as JSON has them."""
+    values = {
+        name: getattr(options, name)
+        for name, option in options_of(TaskOptions).items()
+        if option.decides is not None
+    }
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
 
 
 def differences(saved: Mapping[str, Any], this: Mapping[str, Any]) -> list[str]:
@@ -68,7 +82,7 @@ def differences(saved: Mapping[str, Any], this: Mapping[str, Any]) -> list[str]:
 
     Example:
       >>> differences({"epochs": 3, "model": "gat", "seed": 0}, {"epochs": 5, "model": None, "seed": 0})
-      ['epochs: the run has 3, this call 5', "model: the run has gat, this call the task's own"]
+      ['epochs: the run has 3, this call 5', 'model: the run has gat, this call the default']
     """
     others = [
         name for name in dict.fromkeys([*saved, *this]) if _said(saved, name) != _said(this, name)
@@ -82,8 +96,8 @@ def differences(saved: Mapping[str, Any], this: Mapping[str, Any]) -> list[str]:
 
 
 def _said(options: Mapping[str, Any], name: str) -> str:
-    value = options.get(name, "nothing")
-    return "the task's own" if value is None else str(value)
+    value = options.get(name)  # a run of before there was the option has its default
+    return "the default" if value is None else str(value)
 
 
 def data_digest(train: Arrays, test: Arrays, shared: Any = None) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jmp_train.extras import extra_packages
-from jmp_train.records import Compiled, Epoch, Event, Progress, Run, finite_or_none
+from jmp_train.runs.events import Compiled, Epoch, Event, Progress, Run, finite_or_none
 
 JSON_LINES = "metrics.jsonl"
 
@@ -37,7 +37,7 @@ class RunLog:
 
     Example:
       >>> import tempfile
-      >>> from jmp_train.records import Step
+      >>> from jmp_train.runs.events import Step
       >>> folder = Path(tempfile.mkdtemp()) / "float32"
       >>> with RunLog(folder) as log:
       ...     log.write(Progress(total=1, skipped_steps=0, recent=(Step(1, 0.5, 2.0, 1.0, True),)))
@@ -86,7 +86,8 @@ class RunLog:
                 accuracy = _scalar_record("test_accuracy", event.test_accuracy, len(event.steps))
                 self._append(self._events, accuracy)
             case Compiled():
-                self._append(self._lines, _line({"compile_seconds": event.seconds}))
+                costs = dataclasses.asdict(event.costs)
+                self._append(self._lines, _line({"compile_seconds": event.seconds, **costs}))
 
     def _record(self, kind: str, rows: list[dict[str, float]]) -> None:
         self._append(self._lines, b"".join(map(_line, rows)))

@@ -12,15 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_train.policies.amp import Amp, amp_mode
-from jmp_train.policies.casting import cast_floating
-from jmp_train.policies.loss_scale import DynamicLossScale, LossScale, NoOpLossScale
-from jmp_train.policies.loss_scaled_optimizer import with_loss_scale
-from jmp_train.policies.per_loss_scale import LossScales
-from jmp_train.policies.policy import AutocastPolicy, Policy, apply_policy, get_policy
-from jmp_train.tasks.task import Task
-from jmp_train.train_state import TrainState
-from jmp_train.train_step import TrainStep, train_step
+from jmp_train.policies.amp_modes import Amp, ApexOptions, amp_mode
+from jmp_train.policies.dtype_policies import AutocastPolicy, Policy, apply_policy, get_policy
+from jmp_train.policies.loss_scaling import DynamicLossScale, LossScale, LossScales, NoOpLossScale
+from jmp_train.policies.optimizers import with_loss_scale
+from jmp_train.policies.pytrees import cast_floating
+from jmp_train.steps import TrainState, TrainStep, train_step
+from jmp_train.tasks import Task
 
 _MODES: dict[str, dict[str, Any]] = {
     "torch": {"mode": "torch"},
@@ -57,7 +55,7 @@ def precision_of(name: str) -> Policy | Amp:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The pieces with which a task is trained and tested in a policy or a mode.
+    """The pieces with which a task is trained and evaluated in a policy or a mode.
 
     Attributes:
       step: the train step.
@@ -75,22 +73,33 @@ class Setup:
     cast_shared: Callable[[Any], Any]
 
 
-def make_setup(task: Task, name: str, schedule: optax.Schedule) -> Setup:
+def make_setup(
+    task: Task, name: str, schedule: optax.Schedule, growth_interval: int | None = None
+) -> Setup:
     """Returns the pieces with which a task is trained under a name.
 
     Args:
       task: what to train.
       name: see `precision_of`.
       schedule: the learning rate.
+      growth_interval: steps without overflow after which a dynamic loss scale grows; None for its own.
 
     Raises:
       ValueError: there is no such name, or jax has no float64 and the policy has.
     """
     precision = precision_of(name)
     if isinstance(precision, Amp):
-        return _of_mode(task, precision, schedule)
+        return _of_mode(task, _growing_after(precision, growth_interval), schedule)
     check_float64(precision, name)
-    return _of_policy(task, precision, schedule)
+    return _of_policy(task, precision, schedule, growth_interval)
+
+
+def _growing_after(amp: Amp, steps: int | None) -> Amp:
+    """Returns a mode whose dynamic loss scale, if it has one, grows after so many steps without overflow."""
+    if steps is None or not isinstance(amp.loss_scale, DynamicLossScale):
+        return amp
+    name = "scale_window" if isinstance(amp.options, ApexOptions) else "growth_interval"
+    return dataclasses.replace(amp, options=dataclasses.replace(amp.options, **{name: steps}))
 
 
 def _of_mode(task: Task, amp: Amp, schedule: optax.Schedule) -> Setup:
@@ -120,8 +129,10 @@ def _of_mode(task: Task, amp: Amp, schedule: optax.Schedule) -> Setup:
     )
 
 
-def _of_policy(task: Task, policy: Policy, schedule: optax.Schedule) -> Setup:
-    loss_scale = loss_scale_for(policy)
+def _of_policy(
+    task: Task, policy: Policy, schedule: optax.Schedule, growth_interval: int | None
+) -> Setup:
+    loss_scale = loss_scale_for(policy, growth_interval)
     optimizer = with_loss_scale(task.optimizer(schedule), loss_scale)
 
     def create_state(params: Any, model_state: Any, rng: jax.Array) -> TrainState:
@@ -141,13 +152,14 @@ def _of_policy(task: Task, policy: Policy, schedule: optax.Schedule) -> Setup:
     )
 
 
-def loss_scale_for(policy: Policy) -> LossScale:
+def loss_scale_for(policy: Policy, growth_interval: int | None = None) -> LossScale:
     """Returns the loss scale that a policy needs: a dynamic one for float16, none for the others.
 
     It is torch's, but never falls below 1.
 
     Args:
       policy: the dtypes.
+      growth_interval: steps without overflow after which it grows; None for torch's 2000.
 
     Example:
       >>> loss_scale_for(get_policy("mixed_bfloat16"))
@@ -155,7 +167,7 @@ def loss_scale_for(policy: Policy) -> LossScale:
     """
     autocast_dtype = policy.autocast_dtype if isinstance(policy, AutocastPolicy) else None
     if jnp.float16 in (policy.param_dtype, policy.compute_dtype, autocast_dtype):
-        return DynamicLossScale(2.0**16)
+        return DynamicLossScale(2.0**16, period=growth_interval or 2000)
     return NoOpLossScale()
 
 

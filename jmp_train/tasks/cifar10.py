@@ -1,8 +1,8 @@
 """Task `cifar10`: ResNet-34 on CIFAR-10, the job with which Colossal-AI's tutorial shows its AMP modes.
 
 SGD 0.1 with momentum 0.9 and L2 5e-4, cosine, batch 128, 200 epochs. One thing is not the tutorial's: the rate
-rises over the first 390 steps, which are one epoch of its 200. Images travel as bytes; the step crops,
-flips and normalises them on the device, so that the host does nothing.
+warms up over the first 390 steps, which are one epoch of its 200. Images travel as bytes; the step crops,
+flips and normalizes them on the device, so that the host does nothing.
 """
 
 from functools import partial
@@ -14,21 +14,21 @@ import numpy as np
 import optax
 from jax import lax
 
-from jmp_train.cifar import CLASSES, SIZE, read_cifar10
-from jmp_train.policies.batch_norms import batch_norm_paths
-from jmp_train.tasks.image_loss import image_loss
-from jmp_train.tasks.resnet import ResNet
-from jmp_train.tasks.task import Arrays, Task, TaskOptions
+from jmp_train.data import CIFAR10_CLASSES, CIFAR10_FILES, CIFAR10_SIZE, read_cifar10
+from jmp_train.policies.amp_modes import batch_norm_paths
+from jmp_train.tasks.models import ResNet, image_loss
+from jmp_train.tasks.options import TaskOptions
+from jmp_train.tasks.task import Arrays, Task
 
 LEARNING_RATE = 0.1
 WARM_UP = 390  # steps: an epoch of 50,000 images in batches of 128
 WEIGHT_DECAY = 5e-4
 PADDING = 4  # black pixels around an image, out of which it is cropped
-TEST_ROWS = 2_000  # of made-up data, which a CPU has to get through in each of several modes
+TEST_EXAMPLES = 2_000  # of synthetic data, which a CPU has to get through in each of several modes
 MEAN = (0.4914, 0.4822, 0.4465)  # of red, green and blue, as the tutorial has them
 STD = (0.2023, 0.1994, 0.2010)
 
-_IMAGES = (1, SIZE, SIZE, 3)
+_IMAGES = (1, CIFAR10_SIZE, CIFAR10_SIZE, 3)
 
 
 def augment(images: jax.Array, key: jax.Array) -> jax.Array:
@@ -44,15 +44,15 @@ def augment(images: jax.Array, key: jax.Array) -> jax.Array:
     flips = jax.random.bernoulli(flip_key, 0.5, (count,))
     frame = ((0, 0), (PADDING, PADDING), (PADDING, PADDING), (0, 0))
 
-    def cut(image: jax.Array, corner: jax.Array, flip: jax.Array) -> jax.Array:
+    def crop_image(image: jax.Array, corner: jax.Array, flip: jax.Array) -> jax.Array:
         crop = lax.dynamic_slice(image, (corner[0], corner[1], 0), (rows, columns, channels))
         return jnp.where(flip, crop[:, ::-1], crop)
 
-    return jax.vmap(cut)(jnp.pad(images, frame), corners, flips)
+    return jax.vmap(crop_image)(jnp.pad(images, frame), corners, flips)
 
 
 def normalize(images: jax.Array | np.ndarray) -> jax.Array:
-    """Returns images of mean 0 and deviation 1, as CIFAR-10's are.
+    """Returns images of mean 0 and standard deviation 1, as CIFAR-10's are.
 
     Args:
       images: uint8 [batch, 32, 32, 3].
@@ -105,13 +105,13 @@ def predict(model: ResNet, params: Any, batch_stats: Any, batch: Any) -> Any:
 
 
 def _model_input(params: Any, images: jax.Array) -> jax.Array:
-    """Returns normalised images in the kernels' dtype: what casts a batch leaves bytes as they are."""
+    """Returns normalized images in the kernels' dtype: what casts a batch leaves bytes as they are."""
     return normalize(images).astype(params["stem"]["kernel"].dtype)
 
 
-def prepare(rows: Arrays) -> Arrays:
+def prepare(examples: Arrays) -> Arrays:
     """Returns images as they are, and labels as int32."""
-    return {"image": rows["image"], "label": rows["label"].astype(np.int32)}
+    return {"image": examples["image"], "label": examples["label"].astype(np.int32)}
 
 
 def schedule(steps: int) -> optax.Schedule:
@@ -139,21 +139,19 @@ def sgd(learning_rate: Any) -> optax.GradientTransformation:
 def load(options: TaskOptions) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data."""
     train, test = _data(options)
-    return make_task(ResNet(axis_name=options.axis_name), train, test, options.devices)
+    return make_task(ResNet(axis_name=options.axis_name), train, test)
 
 
-def make_task(model: ResNet, train: Arrays, test: Arrays, devices: int = 1) -> Task:
+def make_task(model: ResNet, train: Arrays, test: Arrays) -> Task:
     """Returns the task of training a ResNet.
 
     Args:
       model: the network, `axis_name` included.
       train: `image`, uint8 [examples, 32, 32, 3], and `label`, uint8 [examples].
       test: the same.
-      devices: over how many a batch is cut.
     """
-    alone = model.clone(axis_name=None)  # there is no axis where it is initialised and tested
+    alone = model.clone(axis_name=None)  # there is no axis where it is initialized and evaluated
     return Task(
-        name="cifar10",
         train=train,
         test=test,
         prepare=prepare,
@@ -164,7 +162,6 @@ def make_task(model: ResNet, train: Arrays, test: Arrays, devices: int = 1) -> T
         optimizer=sgd,
         batch_size=128,
         epochs=200,
-        devices=devices,
         batch_norms=partial(
             batch_norm_paths, alone, jax.ShapeDtypeStruct(_IMAGES, jnp.float32), train=False
         ),
@@ -173,20 +170,20 @@ def make_task(model: ResNet, train: Arrays, test: Arrays, devices: int = 1) -> T
 
 def _data(options: TaskOptions) -> tuple[Arrays, Arrays]:
     if options.synthetic:
-        return synthetic_data(50_000, seed=0), synthetic_data(TEST_ROWS, seed=1)
-    return read_cifar10(options.data_dir)
+        return synthetic_data(50_000, seed=0), synthetic_data(TEST_EXAMPLES, seed=1)
+    return read_cifar10(options.folder("the folder of these files", CIFAR10_FILES))
 
 
 def synthetic_data(count: int, seed: int) -> Arrays:
-    """Returns noise in a colour for each label: CIFAR-10's shapes, and no crop or flip hides the label.
+    """Returns noise in a color for each label: CIFAR-10's shapes, and no crop or flip hides the label.
 
     Args:
-      count: rows.
+      count: of examples.
       seed: of the labels and the noise.
     """
     random = np.random.default_rng(seed)
-    labels = random.integers(0, CLASSES, count, np.uint8)
-    images = random.integers(0, 128, (count, SIZE, SIZE, 3), np.uint8)
+    labels = random.integers(0, CIFAR10_CLASSES, count, np.uint8)
+    images = random.integers(0, 128, (count, CIFAR10_SIZE, CIFAR10_SIZE, 3), np.uint8)
     colors = 60 * np.stack([labels % 3, labels // 3 % 3, labels // 9], axis=-1)
     images += colors[:, None, None]
     return {"image": images, "label": labels}

@@ -1,7 +1,7 @@
-"""Task `cora`: papers that cite each other, of which 140 are labelled; the subjects of 1,000 are to be told.
+"""Task `cora`: papers that cite each other, of which 140 are labeled; the subjects of 1,000 are to be told.
 
 The models and what they are trained with are those of the papers on GCN and GAT, and of DGL's example of
-GraphSAGE. A step takes the whole graph, and so is an epoch; a batch is the labelled nodes.
+GraphSAGE. A step takes the whole graph, and so is an epoch; a batch is the labeled nodes.
 `benchmarks/planetoid.py` reproduces the published accuracies.
 """
 
@@ -12,14 +12,12 @@ import jax
 import optax
 from flax import nnx
 
-from jmp_train.graphs.graph import Graph, from_edges
-from jmp_train.graphs.node_data import NodeData
-from jmp_train.graphs.planetoid import ADDRESS, read_planetoid
-from jmp_train.graphs.row_normalization import normalize_rows
-from jmp_train.graphs.transforms import add_self_loop
-from jmp_train.synthetic_cora import synthetic_cora
-from jmp_train.tasks.graph_models import GAT, GCN, SAGE, adam_with_l2, node_classifier, rows
-from jmp_train.tasks.task import Task, TaskOptions
+from jmp_train.graphs.datasets import PLANETOID_ADDRESS, NodeData, read_planetoid, synthetic_cora
+from jmp_train.graphs.structure import Graph, from_edges
+from jmp_train.graphs.transforms import add_self_loop, normalize_rows
+from jmp_train.tasks.models import GAT, GCN, SAGE, adam_with_l2, node_classifier, rows
+from jmp_train.tasks.options import TaskOptions
+from jmp_train.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +73,7 @@ def gat(in_features: int, classes: int, rngs: nnx.Rngs) -> GAT:
 
 
 def sage(in_features: int, classes: int, rngs: nnx.Rngs) -> SAGE:
-    """Returns the GraphSAGE of DGL's example: hidden 16, dropout 0.5, the mean of neighbours and node.
+    """Returns the GraphSAGE of DGL's example: hidden 16, dropout 0.5, the mean of neighbors and node.
 
     Args:
       in_features: the width of a node's features.
@@ -104,7 +102,7 @@ def make_task(data: NodeData, model: str) -> Task:
     """Returns the task of training one of the models on a graph.
 
     Args:
-      data: the graph, its features not normalised.
+      data: the graph, its features not normalized.
       model: one of `RECIPES`.
 
     Example:
@@ -120,10 +118,9 @@ def make_task(data: NodeData, model: str) -> Task:
 
     init, predict, loss_fn = node_classifier(make)
     return Task(
-        name="cora",
         train=rows(data, data.train),
         test=rows(data, data.test),
-        prepare=lambda rows: rows,
+        prepare=lambda examples: examples,
         init=init,
         loss_fn=loss_fn,
         predict=predict,
@@ -139,10 +136,10 @@ def make_task(data: NodeData, model: str) -> Task:
 
 
 def make_graph(data: NodeData) -> Graph:
-    """Returns the graph with a loop at each node.
+    """Returns the graph with a self-loop at each node.
 
     Args:
-      data: the edges, with or without loops.
+      data: the edges, with or without self-loops.
     """
     return add_self_loop(from_edges(data.senders, data.receivers, data.num_nodes))
 
@@ -150,9 +147,8 @@ def make_graph(data: NodeData) -> Graph:
 def _data(options: TaskOptions) -> NodeData:
     if options.synthetic:
         return synthetic_cora()
-    if options.data_dir is None:
-        raise FileNotFoundError(
-            "task cora wants --data-dir, the folder of ind.cora.x and the other seven files (or "
-            f"--synthetic); Planetoid's files are public in {ADDRESS}"
-        )
-    return read_planetoid(options.data_dir, "cora")
+    files, public = (
+        "the folder of ind.cora.x and the other seven files",
+        f"; Planetoid's files are public in {PLANETOID_ADDRESS}",
+    )
+    return read_planetoid(options.folder(files, public), "cora")

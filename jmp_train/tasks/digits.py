@@ -9,14 +9,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jmp_train.extras import extra_packages
-from jmp_train.policies.batch_norms import batch_norm_paths
-from jmp_train.tasks.image_loss import image_loss
-from jmp_train.tasks.task import Arrays, Task, TaskOptions
+from jmp_train.tasks.models import image_classifier
+from jmp_train.tasks.options import TaskOptions
+from jmp_train.tasks.task import Arrays, Task
 
 CLASSES = 10
 
@@ -43,46 +42,11 @@ class DigitsCNN(nn.Module):
         return nn.Dense(CLASSES)(x)
 
 
-_MODEL = DigitsCNN()
-_IMAGES = (1, 8, 8, 1)
-
-
-def init(key: jax.Array) -> tuple[Any, Any]:
-    """Returns float32 parameters and batch statistics."""
-    variables = _MODEL.init(key, jnp.zeros(_IMAGES), train=False)
-    return variables["params"], variables["batch_stats"]
-
-
-def batch_norms() -> tuple[str, ...]:
-    """Returns the paths of the model's BatchNorms in the parameters."""
-    return batch_norm_paths(_MODEL, jax.ShapeDtypeStruct(_IMAGES, jnp.float32), train=False)
-
-
-def loss_fn(
-    params: Any, batch_stats: Any, batch: Any, rng: Any, axis_name: str | None = None
-) -> tuple[jax.Array, Any]:
-    """Returns the mean cross-entropy, the next batch statistics and the accuracy.
-
-    Args:
-      params: what `init` made.
-      batch_stats: what `init` made.
-      batch: rows that are prepared.
-      rng: of the dropout.
-      axis_name: the mesh axis over which BatchNorm is synchronised, where a batch is cut.
-    """
-    return image_loss(DigitsCNN(axis_name), params, batch_stats, batch, {"dropout": rng})
-
-
-def predict(params: Any, batch_stats: Any, batch: Any) -> Any:
-    """Returns the logits [batch, 10] of `batch["image"]`."""
-    variables = {"params": params, "batch_stats": batch_stats}
-    return _MODEL.apply(variables, batch["image"], train=False)
+init, loss_fn, predict, batch_norms = image_classifier(DigitsCNN, (1, 8, 8, 1))
 
 
 def load(options: TaskOptions) -> Task:
-    """Returns the task, with a fifth of each digit's images held out for the test."""
-    if options.data_dir is not None or options.synthetic:
-        raise ValueError("task digits brings its data: it takes no --data-dir and no --synthetic")
+    """Returns the task, with a fifth of each digit's images held out for evaluation."""
     with extra_packages():
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -92,14 +56,13 @@ def load(options: TaskOptions) -> Task:
         "image": (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32),
         "label": labels.astype(np.int32),
     }
-    train_rows, test_rows = train_test_split(
+    train_examples, test_examples = train_test_split(
         np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0
     )
     return Task(
-        name="digits",
-        train=_rows(data, train_rows),
-        test=_rows(data, test_rows),
-        prepare=lambda rows: rows,
+        train=_rows(data, train_examples),
+        test=_rows(data, test_examples),
+        prepare=lambda examples: examples,
         init=init,
         loss_fn=partial(loss_fn, axis_name=options.axis_name),
         predict=predict,
@@ -107,7 +70,6 @@ def load(options: TaskOptions) -> Task:
         optimizer=optax.adam,
         batch_size=64,
         epochs=15,
-        devices=options.devices,
         batch_norms=batch_norms,
     )
 

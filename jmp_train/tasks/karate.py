@@ -1,7 +1,7 @@
 """Task `karate`: Zachary's karate club, which split in two; who went with whom is told by friendships.
 
-Of the 34 members only the instructor and the president are labelled, the others are the test. The
-graph comes with networkx, so this job runs anywhere. A batch is the labelled members; the graph and its
+Of the 34 members only the instructor and the president are labeled, the others are for evaluation. The
+graph comes with networkx, so this job runs anywhere. A batch is the labeled members; the graph and its
 features, a one-hot vector for each member, are the same for all of them.
 """
 
@@ -14,21 +14,20 @@ import optax
 from flax import nnx
 
 from jmp_train.extras import extra_packages
-from jmp_train.graphs.graph import Graph, from_edges
-from jmp_train.tasks.graph_models import GAT, GCN, cross_entropy
-from jmp_train.tasks.task import Arrays, Task, TaskOptions
+from jmp_train.graphs.structure import Graph, from_edges
+from jmp_train.tasks.models import GAT, GCN, cross_entropy
+from jmp_train.tasks.options import TaskOptions
+from jmp_train.tasks.task import Arrays, Task
 
 CLASSES = 2
-LABELLED = (0, 33)  # the instructor and the president
+LABELED = (0, 33)  # the instructor and the president
 
 
 def load(options: TaskOptions) -> Task:
     """Returns the task with the model of `options.model`, "gcn" or "gat"."""
-    if options.data_dir is not None or options.synthetic:
-        raise ValueError("task karate brings its data: it takes no --data-dir and no --synthetic")
     graph, labels = read_club()
     members = np.arange(graph.num_nodes, dtype=np.int32)
-    is_labelled = np.isin(members, LABELLED)
+    is_labeled = np.isin(members, LABELED)
     features = np.eye(graph.num_nodes, dtype=np.float32)
 
     def make(key: jax.Array) -> GCN | GAT:
@@ -44,28 +43,27 @@ def load(options: TaskOptions) -> Task:
 
     def predict(params: Any, model_state: Any, batch: Any, rng: Any = None) -> jax.Array:
         del model_state, rng
-        # A policy has cast the parameters, and the features, which are no part of the batch, follow.
+        # A policy has cast the parameters, and the features, which are not part of the batch, follow.
         dtype = jax.tree.leaves(params)[0].dtype
         logits = nnx.merge(structure, params)(graph, jnp.asarray(features, dtype))
         return logits[batch["node"]]
 
     return Task(
-        name="karate",
-        train=_rows(members, labels, is_labelled),
-        test=_rows(members, labels, ~is_labelled),
-        prepare=lambda rows: rows,
+        train=_rows(members, labels, is_labeled),
+        test=_rows(members, labels, ~is_labeled),
+        prepare=lambda examples: examples,
         init=init,
         loss_fn=cross_entropy(predict),
         predict=predict,
         schedule=lambda steps: optax.constant_schedule(0.02),
         optimizer=optax.adam,
-        batch_size=len(LABELLED),
+        batch_size=len(LABELED),
         epochs=50,
     )
 
 
 def read_club() -> tuple[Graph, np.ndarray]:
-    """Returns the graph, with each friendship both ways and a loop for each member, and the clubs.
+    """Returns the graph, with each friendship both ways and a self-loop for each member, and the clubs.
 
     Returns:
       The graph of 34 nodes and 190 edges; and int32 [34], 0 with the instructor, 1 with the president.
@@ -75,9 +73,9 @@ def read_club() -> tuple[Graph, np.ndarray]:
 
     club = networkx.karate_club_graph()
     one_way = np.array(club.edges)
-    loops = np.arange(len(club))
-    senders = np.concatenate([one_way[:, 0], one_way[:, 1], loops])
-    receivers = np.concatenate([one_way[:, 1], one_way[:, 0], loops])
+    self_loops = np.arange(len(club))
+    senders = np.concatenate([one_way[:, 0], one_way[:, 1], self_loops])
+    receivers = np.concatenate([one_way[:, 1], one_way[:, 0], self_loops])
     labels = [data["club"] != "Mr. Hi" for _, data in club.nodes(data=True)]
     return from_edges(senders, receivers, len(club)), np.array(labels, np.int32)
 

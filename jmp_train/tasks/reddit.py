@@ -1,7 +1,7 @@
 """Task `reddit`: the graph attention network of DGL's guide to mixed precision, on Reddit's posts.
 
 Three layers, hidden 256 in each head, on the whole graph at once: a step is an epoch. A batch is the
-labelled nodes; the graph and its features are shared by all of them, as arguments of the step, since as
+labeled nodes; the graph and its features are shared by all of them, as arguments of the step, since as
 constants they would be part of the program.
 """
 
@@ -10,20 +10,21 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jmp_train.graphs.graph import Graph, from_edges
-from jmp_train.graphs.node_data import NodeData
-from jmp_train.graphs.reddit_files import (
-    CLASSES,
-    DATA_FILE,
-    FEATURES,
-    GRAPH_FILES,
-    PUBLIC,
+from jmp_train.graphs.datasets import (
+    REDDIT_CLASSES,
+    REDDIT_DATA_FILE,
+    REDDIT_FEATURES,
+    REDDIT_GRAPH_FILES,
+    REDDIT_SOURCE,
+    NodeData,
     read_reddit,
     sorted_ends,
+    synthetic_reddit,
 )
-from jmp_train.synthetic_reddit import synthetic_reddit
-from jmp_train.tasks.graph_models import GAT, adam_with_l2, node_classifier, rows
-from jmp_train.tasks.task import Task, TaskOptions
+from jmp_train.graphs.structure import Graph, from_edges
+from jmp_train.tasks.models import GAT, adam_with_l2, node_classifier, rows
+from jmp_train.tasks.options import TaskOptions
+from jmp_train.tasks.task import Task
 
 HIDDEN = 256
 HEADS = (1, 1, 1)
@@ -36,14 +37,13 @@ def load(options: TaskOptions) -> Task:
     train, test = (rows(data, ids) for ids in (data.train, data.test))
 
     def make(key: jax.Array) -> GAT:
-        return GAT(FEATURES, HIDDEN, CLASSES, heads, rngs=nnx.Rngs(key))
+        return GAT(REDDIT_FEATURES, HIDDEN, REDDIT_CLASSES, heads, rngs=nnx.Rngs(key))
 
     init, predict, loss_fn = node_classifier(make)
     return Task(
-        name="reddit",
         train=train,
         test=test,
-        prepare=lambda rows: rows,
+        prepare=lambda examples: examples,
         init=init,
         loss_fn=loss_fn,
         predict=predict,
@@ -56,26 +56,26 @@ def load(options: TaskOptions) -> Task:
 
 
 def make_graph(data: NodeData) -> Graph:
-    """Returns the graph with one loop at each node; of its edges, only what streaming needs is kept.
+    """Returns the graph with one self-loop at each node; of its edges, only what chunked attention needs is kept.
 
     Args:
-      data: the edges, with or without loops.
+      data: the edges, with or without self-loops.
 
     Example:
       >>> import numpy as np
-      >>> from jmp_train.graphs.node_data import NodeData
+      >>> from jmp_train.graphs.datasets import NodeData
       >>> ends, none = np.array([[0, 1, 1], [1, 0, 1]], np.int32), np.zeros(2, np.int32)
       >>> graph = make_graph(NodeData(ends[0], ends[1], none, none, 1, none, none, none))
       >>> graph.num_edges, graph.in_degrees.tolist()
       (4, [2, 2])
     """
     n_node = data.num_nodes
-    is_loop = data.senders == data.receivers
-    keys = data.receivers[~is_loop].astype(np.int64)
+    is_self_loop = data.senders == data.receivers
+    keys = data.receivers[~is_self_loop].astype(np.int64)
     keys *= n_node
-    keys += data.senders[~is_loop]
-    loops = np.arange(n_node, dtype=np.int64) * (n_node + 1)
-    senders, receivers = sorted_ends(np.concatenate([keys, loops]), n_node)
+    keys += data.senders[~is_self_loop]
+    self_loops = np.arange(n_node, dtype=np.int64) * (n_node + 1)
+    senders, receivers = sorted_ends(np.concatenate([keys, self_loops]), n_node)
     return from_edges(senders, receivers, n_node, formats=("csr",))
 
 
@@ -84,12 +84,8 @@ def _data(options: TaskOptions) -> NodeData:
         return synthetic_reddit(1.0 if options.scale is None else options.scale)
     if options.scale is not None:
         raise ValueError(f"scale={options.scale}: the real graph has one size; add --synthetic")
-    if options.data_dir is None:
-        raise FileNotFoundError(
-            f"task reddit wants --data-dir, the folder of {GRAPH_FILES[0]} and {DATA_FILE} "
-            f"(or --synthetic); {PUBLIC}"
-        )
-    return read_reddit(options.data_dir)
+    files = f"the folder of {REDDIT_GRAPH_FILES[0]} and {REDDIT_DATA_FILE}"
+    return read_reddit(options.folder(files, f"; {REDDIT_SOURCE}"))
 
 
 def _checked_heads(heads: tuple[int, ...] | None) -> tuple[int, ...]:

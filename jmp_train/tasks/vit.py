@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_train.image_folder import centre_crops, random_crops, read_image_folder
-from jmp_train.tasks.image_loss import image_loss
-from jmp_train.tasks.task import Arrays, Task, TaskOptions
-from jmp_train.tasks.vit_model import VisionTransformer
+from jmp_train.data import center_crops, random_crops, read_image_folder
+from jmp_train.tasks.models import VisionTransformer, image_loss
+from jmp_train.tasks.options import TaskOptions
+from jmp_train.tasks.task import Arrays, Task
 
 LEARNING_RATE, WEIGHT_DECAY, LARGEST_NORM = 1e-2, 0.1, 1.0
 EPOCHS, WARM_UP_SHARE = 300, 6
@@ -25,21 +25,21 @@ BATCH_SIZE = 128
 IMAGE_SIZE = 224
 
 # Of the red, green and blue of ImageNet's training images, from 0 to 1.
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-# Made-up data is for trying things out, also on CPUs: few rows and one epoch, unless --epochs says more.
-SYNTHETIC_CLASSES, SYNTHETIC_ROWS, SYNTHETIC_TEST_ROWS, SYNTHETIC_EPOCHS = 10, 1024, 128, 1
+# Synthetic data is for trying things out, also on CPUs: few examples and one epoch, unless --epochs says more.
+SYNTHETIC_CLASSES, SYNTHETIC_EXAMPLES, SYNTHETIC_TEST_EXAMPLES, SYNTHETIC_EPOCHS = 10, 1024, 128, 1
 
 
-def normalised(images: jax.Array | np.ndarray, dtype: Any) -> jax.Array:
-    """Returns images with ImageNet's mean and deviation taken out, computed in float32.
+def normalized(images: jax.Array | np.ndarray, dtype: Any) -> jax.Array:
+    """Returns images with ImageNet's mean and standard deviation taken out, computed in float32.
 
     Args:
       images: uint8 [batch, height, width, 3].
       dtype: the floating dtype of the result.
     """
-    mean, deviation = (np.array(values, np.float32) * 255 for values in (MEAN, DEVIATION))
-    return ((jnp.asarray(images, jnp.float32) - mean) / deviation).astype(dtype)
+    mean, std = (np.array(values, np.float32) * 255 for values in (MEAN, STD))
+    return ((jnp.asarray(images, jnp.float32) - mean) / std).astype(dtype)
 
 
 def init(key: jax.Array, model: VisionTransformer, image_size: int) -> tuple[Any, Any]:
@@ -66,8 +66,8 @@ def loss_fn(
       rng: of the dropout.
       model: the network.
     """
-    rows = {**batch, "image": normalised(batch["image"], _dtype_of(params))}
-    return image_loss(model, params, model_state, rows, {"dropout": rng})
+    examples = {**batch, "image": normalized(batch["image"], _dtype_of(params))}
+    return image_loss(model, params, model_state, examples, {"dropout": rng})
 
 
 def predict(params: Any, model_state: Any, batch: Any, model: VisionTransformer) -> Any:
@@ -81,7 +81,7 @@ def predict(params: Any, model_state: Any, batch: Any, model: VisionTransformer)
     """
     del model_state
     return model.apply(
-        {"params": params}, normalised(batch["image"], _dtype_of(params)), train=False
+        {"params": params}, normalized(batch["image"], _dtype_of(params)), train=False
     )
 
 
@@ -128,19 +128,16 @@ def load(options: TaskOptions) -> Task:
 
 
 def _folder_task(options: TaskOptions, size: int) -> Task:
-    if options.data_dir is None:
-        raise FileNotFoundError(
-            "task vit-b16 wants --data-dir DIR with DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg (or --synthetic)"
-        )
-    train, test, classes = read_image_folder(options.data_dir)
+    folder = options.folder("the folder of train/CLASS/*.jpg and val/CLASS/*.jpg")
+    train, test, classes = read_image_folder(folder)
     # The files come class by class; of --train-size N the first N are to be of all classes.
     order = np.random.default_rng(0).permutation(len(train["label"]))
 
-    def prepare(rows: Arrays) -> Arrays:
-        return {"image": centre_crops(rows["path"], size), "label": rows["label"]}
+    def prepare(examples: Arrays) -> Arrays:
+        return {"image": center_crops(examples["path"], size), "label": examples["label"]}
 
-    def augment(rows: Arrays, seeds: np.ndarray) -> Arrays:
-        return {"image": random_crops(rows["path"], seeds, size), "label": rows["label"]}
+    def augment(examples: Arrays, seeds: np.ndarray) -> Arrays:
+        return {"image": random_crops(examples["path"], seeds, size), "label": examples["label"]}
 
     return Task(
         **_common(options, VisionTransformer(len(classes)), size),
@@ -156,9 +153,9 @@ def _folder_task(options: TaskOptions, size: int) -> Task:
 def _synthetic_task(options: TaskOptions, size: int) -> Task:
     return Task(
         **_common(options, VisionTransformer(), size),
-        train=synthetic_data(SYNTHETIC_ROWS, size, seed=0),
-        test=synthetic_data(SYNTHETIC_TEST_ROWS, size, seed=1),
-        prepare=lambda rows: rows,
+        train=synthetic_data(SYNTHETIC_EXAMPLES, size, seed=0),
+        test=synthetic_data(SYNTHETIC_TEST_EXAMPLES, size, seed=1),
+        prepare=lambda examples: examples,
         epochs=SYNTHETIC_EPOCHS,
     )
 
@@ -166,22 +163,20 @@ def _synthetic_task(options: TaskOptions, size: int) -> Task:
 def _common(options: TaskOptions, model: VisionTransformer, size: int) -> dict[str, Any]:
     """Returns what does not depend on where the data is from."""
     return {
-        "name": "vit-b16",
         "init": partial(init, model=model, image_size=size),
         "loss_fn": partial(loss_fn, model=model),
         "predict": partial(predict, model=model),
         "schedule": schedule,
         "optimizer": optimizer,
         "batch_size": BATCH_SIZE,
-        "devices": options.devices,
     }
 
 
 def synthetic_data(count: int, size: int, seed: int) -> Arrays:
-    """Returns noise in a colour for each of ten labels, which is learned in a few steps.
+    """Returns noise in a color for each of ten labels, which is learned in a few steps.
 
     Args:
-      count: rows.
+      count: of examples.
       size: the side of an image in pixels.
       seed: of the labels and the noise.
 
@@ -189,8 +184,8 @@ def synthetic_data(count: int, size: int, seed: int) -> Arrays:
       `image`, uint8 [count, size, size, 3], and `label`, int32 [count].
     """
     random = np.random.default_rng(seed)
-    colours = np.random.default_rng(0).integers(0, 129, (SYNTHETIC_CLASSES, 3), np.uint8)
+    colors = np.random.default_rng(0).integers(0, 129, (SYNTHETIC_CLASSES, 3), np.uint8)
     labels = random.integers(0, SYNTHETIC_CLASSES, count, np.int32)
     images = random.integers(0, 128, (count, size, size, 3), np.uint8)
-    images += colours[labels][:, None, None]
+    images += colors[labels][:, None, None]
     return {"image": images, "label": labels}

@@ -1,4 +1,4 @@
-"""Convolutions with kernels that lie as GPUs read them, and torch's initialiser."""
+"""Convolutions with kernels in the layout that GPUs read, and torch's initializer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ class Conv(nn.Module):
     """A convolution of square kernels.
 
     On GPUs XLA convolves NHWC with OHWI kernels. linen's HWIO ones it would transpose, and the step would keep copies
-    of all of them, of their masters and moments even in float32; stored as OHWI they are cast and updated as they lie.
+    of all of them, of their master weights and moments even in float32; stored as OHWI they are cast and updated in that layout.
 
     Args:
       features: channels out.
@@ -52,7 +52,7 @@ class Conv(nn.Module):
 
 
 def torch_uniform(fan_in: int) -> Initializer:
-    """Returns PyTorch's default initialiser of kernels and biases: uniform in +-1/sqrt(fan_in)."""
+    """Returns PyTorch's default initializer of kernels and biases: uniform in +-1/sqrt(fan_in)."""
     bound = fan_in**-0.5
 
     def init(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:

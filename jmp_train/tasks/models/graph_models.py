@@ -14,14 +14,12 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jmp_train.graphs.gat_conv import GATConv
-from jmp_train.graphs.graph import Graph
-from jmp_train.graphs.graph_conv import GraphConv
-from jmp_train.graphs.node_data import NodeData
-from jmp_train.graphs.sage_conv import SAGEConv
-from jmp_train.policies.paths import path_name
+from jmp_train.graphs.datasets import NodeData
+from jmp_train.graphs.layers import GATConv, GraphConv, SAGEConv
+from jmp_train.graphs.structure import Graph
+from jmp_train.policies.pytrees import path_name
+from jmp_train.steps import LossFn
 from jmp_train.tasks.task import Arrays
-from jmp_train.train_step import LossFn
 
 WEIGHT_DECAY = 5e-4
 

@@ -1,11 +1,14 @@
-"""The loss of the tasks that tell what is on an image, by a model with BatchNorm."""
+"""What the tasks have in common that tell what is on an image, by a linen model with BatchNorm."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+
+from jmp_train.policies.amp_modes import batch_norm_paths
 
 
 def image_loss(
@@ -28,7 +31,48 @@ def image_loss(
         mutable=["batch_stats"],
         rngs=rngs,
     )
-    logits = logits.astype(jnp.float32)  # the loss is no place for half precision
+    logits = logits.astype(jnp.float32)  # the loss is not a place for half precision
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
     accuracy = (logits.argmax(-1) == batch["label"]).mean(dtype=jnp.float32)
     return loss, (updated["batch_stats"], {"accuracy": accuracy})
+
+
+class ImageClassifier(NamedTuple):
+    """What a `Task` takes of a model; its `loss_fn` takes an `axis_name` besides, see `image_classifier`."""
+
+    init: Callable[[jax.Array], tuple[Any, Any]]
+    loss_fn: Callable[..., tuple[jax.Array, Any]]
+    predict: Callable[[Any, Any, Any], Any]
+    batch_norms: Callable[[], tuple[str, ...]]
+
+
+def image_classifier(
+    make: Callable[[str | None], nn.Module], shape: tuple[int, ...]
+) -> ImageClassifier:
+    """Returns what a task takes of a model that is trained and tested on images as they are.
+
+    Args:
+      make: returns the model, given the mesh axis over which its BatchNorms are synchronized where a batch is sharded,
+        or None.
+      shape: of one image, with a batch axis of 1.
+    """
+    model = make(None)  # there is no axis where it is initialized and tested
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        variables = model.init(key, jnp.zeros(shape), train=False)
+        return variables["params"], variables["batch_stats"]
+
+    def loss_fn(
+        params: Any, batch_stats: Any, batch: Any, rng: Any, axis_name: str | None = None
+    ) -> tuple[jax.Array, Any]:
+        rngs = None if rng is None else {"dropout": rng}
+        return image_loss(make(axis_name), params, batch_stats, batch, rngs)
+
+    def predict(params: Any, batch_stats: Any, batch: Any) -> Any:
+        variables = {"params": params, "batch_stats": batch_stats}
+        return model.apply(variables, batch["image"], train=False)
+
+    def batch_norms() -> tuple[str, ...]:
+        return batch_norm_paths(model, jax.ShapeDtypeStruct(shape, jnp.float32), train=False)
+
+    return ImageClassifier(init, loss_fn, predict, batch_norms)

@@ -1,6 +1,6 @@
 """ResNet-34 for images of 32 x 32 pixels: a stem of stride 1, no max-pooling, sixteen basic blocks.
 
-It names no dtype: inputs and parameters bring theirs, and so a policy decides. Its initialisers and
+It names no dtype: inputs and parameters bring theirs, and so a policy decides. Its initializers and
 paddings are torchvision's.
 
 Reference: https://arxiv.org/abs/1512.03385; torchvision's `resnet34`.
@@ -9,7 +9,7 @@ Reference: https://arxiv.org/abs/1512.03385; torchvision's `resnet34`.
 import flax.linen as nn
 import jax
 
-from jmp_train.tasks.convolution import Conv, torch_uniform
+from jmp_train.tasks.models.convolution import Conv, torch_uniform
 
 CLASSES = 10
 
@@ -61,7 +61,7 @@ class ResNet(nn.Module):
     Args:
       stages: blocks a stage.
       features: channels a stage; all stages but the first halve rows and columns.
-      axis_name: the mesh axis over which BatchNorm is synchronised.
+      axis_name: the mesh axis over which BatchNorm is synchronized.
     """
 
     stages: tuple[int, ...] = (3, 4, 6, 3)

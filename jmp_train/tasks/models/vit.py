@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jmp_train.policies.autocast import autocast_as
-from jmp_train.tasks.convolution import torch_uniform
+from jmp_train.policies.autocasting import autocast_as
+from jmp_train.tasks.models.convolution import torch_uniform
 
 _SAVED = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _EPSILON = 1e-6  # of the norms
-_NORMAL = nn.initializers.normal(0.02)  # timm cuts it at +-2, which is a hundred deviations
+_NORMAL = nn.initializers.normal(0.02)  # timm truncates it at +-2, a hundred standard deviations
 
 
 class VisionTransformer(nn.Module):
@@ -82,7 +82,7 @@ class VisionTransformer(nn.Module):
         return _placed(patches, first, positions)
 
 
-# Under autocast all that blocks hand on and keep would else be float32, as the positions are.
+# Under autocast all that blocks pass on and keep would else be float32, as the positions are.
 @autocast_as("lower")
 def _placed(patches: jax.Array, first: jax.Array, positions: jax.Array) -> jax.Array:
     """Returns tokens [batch, 1 + patches, width] with their positions added.

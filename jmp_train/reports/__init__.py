@@ -1,0 +1,11 @@
+"""What a run shows and leaves behind: progress, tables, plots, pages."""
+
+from jmp_train.reports.comparison import explain_failure as explain_failure
+from jmp_train.reports.comparison import explanations as explanations
+from jmp_train.reports.comparison import note_outputs as note_outputs
+from jmp_train.reports.display import Display as Display
+from jmp_train.reports.display import display_on as display_on
+from jmp_train.reports.tables import print_speed_table as print_speed_table
+from jmp_train.reports.tables import print_table as print_table
+from jmp_train.reports.tables import report as report
+from jmp_train.reports.tables import write_report as write_report
