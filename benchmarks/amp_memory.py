@@ -3,8 +3,8 @@
     python benchmarks/amp_memory.py [--tasks vit-b16 cifar10 mnist] [--modes float32 torch] [--json FILE]
 
 No GPU is needed: the whole step of a task (model, loss, optimizer, loss scale, at the task's own batch size) is
-compiled for one that is not there, and the compiler says what it allocates. All that lives on the device is an
-argument of the step and so is counted: parameters, masters, optimizer state, statistics, batch. The tutorials' figures
+compiled ahead of time for a target GPU, and the compiler says what it allocates. All that lives on the device is an
+argument of the step and so is counted: parameters, master weights, optimizer state, statistics, batch. The tutorials' figures
 are their authors': ColossalAI's page on AMP for ViT-B/16, PyTorch users' notebook for MNIST.
 """
 
@@ -16,10 +16,9 @@ from typing import Any
 
 import jax
 
-from jmp_train.absent_gpu import CompiledForGPU, compile_for_gpu
-from jmp_train.setups import make_setup
-from jmp_train.tasks import load_task
-from jmp_train.tasks.task import TaskOptions
+from jmp_train.aot import CompiledForGPU, compile_for_gpu
+from jmp_train.runs import make_setup
+from jmp_train.tasks import TaskOptions, load_task
 
 TASKS = ("vit-b16", "cifar10", "mnist")
 MODES = ("float32", "torch", "apex-O1", "apex-O2", "apex-O3", "naive")
@@ -98,9 +97,9 @@ def main() -> None:
                 }
             )
     if args.json is not None:
-        beside = args.json.with_suffix(".part")
-        beside.write_text(json.dumps({"jax": jax.__version__, "steps": results}, indent=2) + "\n")
-        beside.replace(args.json)
+        part = args.json.with_suffix(".part")
+        part.write_text(json.dumps({"jax": jax.__version__, "steps": results}, indent=2) + "\n")
+        part.replace(args.json)
 
 
 def _plan_python() -> str:

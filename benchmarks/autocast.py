@@ -41,7 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_train.policies.autocast import autocast
+from jmp_train.policies.autocasting import autocast
 from jmp_train.tasks import mnist
 
 CLASSES = 1000
@@ -503,9 +503,9 @@ def main() -> None:
     print_steps(report["steps"])
 
     if args.json is not None:
-        beside = args.json.with_suffix(".part")
-        beside.write_text(json.dumps(report, indent=2) + "\n")
-        beside.replace(args.json)
+        part = args.json.with_suffix(".part")
+        part.write_text(json.dumps(report, indent=2) + "\n")
+        part.replace(args.json)
 
 
 if __name__ == "__main__":

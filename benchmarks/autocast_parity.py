@@ -14,7 +14,7 @@ float32 product, the sum would be rounded once on CPUs too, but six layers of 2,
 A100 then take 848 MB in place of 646. And what a LayerNorm saves for its gradient, its centered and its scaled features, is rounded to half
 before it is used; torch's is one kernel, which rounds its result.
 
-torch is no dependency: `pip install torch==2.13.0`, or a folder that has it in PYTHONPATH, `PYTHONPATH=FOLDER
+torch is not a dependency: `pip install torch==2.13.0`, or a folder that has it in PYTHONPATH, `PYTHONPATH=FOLDER
 python benchmarks/autocast_parity.py`. Without it only our own columns are printed, and why.
 """
 
@@ -38,7 +38,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jmp_train.policies.autocast import autocast
+from jmp_train.policies.autocasting import autocast
 
 GOAL = 1.05
 BATCH, WIDTH, CLASSES, IMAGE, TOKENS = 64, 96, 10, 12, 16
@@ -388,8 +388,8 @@ def dense_shapes(**layers: tuple[int, int]) -> dict[str, tuple[int, ...]]:
 
 def block_shapes(number: str) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a residual block of two dense layers."""
-    wide, narrow = (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)
-    return dense_shapes(**{f"{number}a": wide, f"{number}b": narrow}) | norm_shapes(
+    first, second = (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)
+    return dense_shapes(**{f"{number}a": first, f"{number}b": second}) | norm_shapes(
         f"n{number}", WIDTH
     )
 
@@ -499,11 +499,13 @@ def deviations(model: Model, dtypes: list[str], seeds: int) -> dict[str, dict[st
         random = np.random.default_rng(seed)
         p, batch = parameters(model.shapes, random), model.data(random)
         with jax.enable_x64(True):
-            wide = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, p)
+            exact_params = jax.tree.map(
+                lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, p
+            )
             rest = jax.tree.map(
                 lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch
             )
-            exact = reference(wide, rest)
+            exact = reference(exact_params, rest)
         results = {f"ours {dtype}": run(p, batch) for dtype, run in ours.items()}
         if HAS_TORCH:
             apart = distance(in_torch(model.torchs, p, batch, None), exact)

@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint.py [--every 50] [--batch-size 32] [--rounds 5] [--json FILE]
 
-Rounds of as many steps as lie between two checkpoints (Adam, mixed_float16, made-up images) are run in turn:
+Rounds of as many steps as there are between two checkpoints (Adam, mixed_float16, synthetic images) are run in turn:
 without saving, with `CheckpointStore`, with orbax's `StandardCheckpointer`, which is asynchronous too but neither
 checks nor keeps count, and, where torch is installed, with `torch.save` of the same arrays, which is not. Printed
 are the median seconds of a round, the median of its ratio to the round without, and the seconds that the call

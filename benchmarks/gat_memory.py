@@ -2,8 +2,8 @@
 
     python benchmarks/gat_memory.py [--python .venv-plan/bin/python] [--gpu V100-16GB] [--json FILE]
 
-No GPU is needed: the whole step (three layers, hidden 256, self loops, Adam, weight decay, dynamic loss
-scale) is compiled for one that is not there, with the sizes of the real graph, and the compiler says what
+No GPU is needed: the whole step (three layers, hidden 256, self-loops, Adam, weight decay, dynamic loss
+scale) is compiled ahead of time for a target GPU, with the sizes of the real graph, and the compiler says what
 it allocates. All that lives on the device is an argument of the step and so is counted: graph, features,
 parameters, optimizer state. DGL's figures are those of its guide, measured by the guide's authors.
 """
@@ -21,16 +21,13 @@ import optax
 from flax import nnx
 
 import jmp_train as jt
-from jmp_train.absent_gpu import CompiledForGPU, compile_for_gpu
-from jmp_train.graphs.connections import Connections
-from jmp_train.graphs.graph import Graph
-from jmp_train.graphs.neighbors import BothWays, from_degrees
-from jmp_train.graphs.reddit_files import CLASSES, FEATURES
-from jmp_train.synthetic_reddit import heavy_tailed
-from jmp_train.tasks.graph_models import GAT, adam_with_l2
+from jmp_train.aot import CompiledForGPU, compile_for_gpu
+from jmp_train.graphs.datasets import REDDIT_CLASSES, REDDIT_FEATURES, heavy_tailed
+from jmp_train.graphs.structure import Adjacency, CSRAndCSC, Graph, from_degrees
+from jmp_train.tasks.models import GAT, adam_with_l2
 from jmp_train.tasks.reddit import HIDDEN
 
-NODES, EDGES = 232_965, 114_615_892  # without self loops
+NODES, EDGES = 232_965, 114_615_892  # without self-loops
 POLICIES = ("float32", "mixed_float16", "autocast_float16")
 DGL = {
     ("1 1 1", "float32"): "15.2",
@@ -47,7 +44,7 @@ GOALS = {
 
 
 def reddit_shapes() -> Graph:
-    """Returns a graph with Reddit's counts and made-up degrees, of which only the shapes are real."""
+    """Returns a graph with Reddit's counts and synthetic degrees, of which only the shapes are real."""
     degrees = heavy_tailed(NODES, EDGES / NODES, 21_657).astype(np.int64)
     degrees[: EDGES - degrees.sum()] += 1  # the fractions that were cut off
     total = EDGES + NODES
@@ -58,8 +55,8 @@ def reddit_shapes() -> Graph:
         jax.tree.structure(neighbors), [others, *jax.tree.leaves(neighbors)[1:]]
     )
     one: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
-    connections = Connections(None, BothWays(one_way, one_way), None, has_idle_targets=False)
-    return Graph({}, {}, connections, one, one)
+    adjacency = Adjacency(None, CSRAndCSC(one_way, one_way), None, has_zero_in_degree=False)
+    return Graph({}, {}, adjacency, one, one)
 
 
 def train_step(policy_name: str, *heads: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -69,7 +66,13 @@ def train_step(policy_name: str, *heads: str) -> tuple[Any, tuple[Any, ...], dic
     optimizer = jt.with_loss_scale(adam_with_l2(1e-3), jt.torch_loss_scale(enabled=has_half))
 
     def make(key: jax.Array) -> GAT:
-        return GAT(FEATURES, HIDDEN, CLASSES, [int(count) for count in heads], rngs=nnx.Rngs(key))
+        return GAT(
+            REDDIT_FEATURES,
+            HIDDEN,
+            REDDIT_CLASSES,
+            [int(count) for count in heads],
+            rngs=nnx.Rngs(key),
+        )
 
     structure, _ = nnx.split(nnx.eval_shape(make, jax.random.key(0)))
 
@@ -87,7 +90,7 @@ def train_step(policy_name: str, *heads: str) -> tuple[Any, tuple[Any, ...], dic
     batch = {
         "graph": reddit_shapes(),
         "features": jax.ShapeDtypeStruct(
-            (NODES, FEATURES), jnp.float16 if has_half else jnp.float32
+            (NODES, REDDIT_FEATURES), jnp.float16 if has_half else jnp.float32
         ),
         "label": jax.ShapeDtypeStruct((NODES,), jnp.int32),
         "train_mask": jax.ShapeDtypeStruct((NODES,), jnp.bool_),

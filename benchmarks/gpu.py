@@ -13,7 +13,7 @@ in-place ReLU, scaled_dot_product_attention; eager and with torch.compile. No da
 
 `mnist` is the training step of a convolutional network. `resnet34` and `vit-b16` are those of the tasks
 `cifar10` and `vit-b16`, in float32 and in every AMP mode; modes stand where precisions do, and torch
-trains the same networks by autocast. `gat` is the step of the task `reddit`, on a made-up graph of 114.8
+trains the same networks by autocast. `gat` is the step of the task `reddit`, on a synthetic graph of 114.8
 million edges, beside PyTorch Geometric's layers on as many edges as fit, and ours on these too.
 `graph-ops` are sums, softmax, dot and attention on a power-law graph. The variants of all but `mnist` and
 `resnet34`, which may fill the device, take turns as a whole; making the graph counts among the minutes.
@@ -360,9 +360,9 @@ def main() -> None:
         print_results(name, size, results)
         report[name] = {workload.unit: size, "note": workload.note, "variants": results}
         if args.json is not None:
-            beside = args.json.with_suffix(".part")
-            beside.write_text(json.dumps({"workloads": report}, indent=2) + "\n")
-            beside.replace(args.json)
+            part = args.json.with_suffix(".part")
+            part.write_text(json.dumps({"workloads": report}, indent=2) + "\n")
+            part.replace(args.json)
     return None
 
 

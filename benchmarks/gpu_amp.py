@@ -28,11 +28,9 @@ from gpu_workloads import (
     variants_of,
 )
 
-from jmp_train.setups import make_setup
-from jmp_train.tasks import cifar10, load_task, vit
-from jmp_train.tasks.resnet import ResNet
-from jmp_train.tasks.task import Arrays, Task, TaskOptions
-from jmp_train.tasks.vit_model import VisionTransformer
+from jmp_train.runs import make_setup
+from jmp_train.tasks import Arrays, Task, TaskOptions, cifar10, load_task, vit
+from jmp_train.tasks.models import ResNet, VisionTransformer
 
 RESNET_RATE = (
     1e-3  # the task's, with which it begins after a warm-up, makes the loss of one batch jump
@@ -48,7 +46,7 @@ COLOSSALAI = (
     "ColossalAI, beside float32: torch.amp 1.10 times as fast, 0.75 of the memory; "
     "naive 1.20, 0.63; Apex O1 1.04, 0.74"
 )
-READY = "ours also crops, flips and normalises the images within the step"
+READY = "ours also crops, flips and normalizes the images within the step"
 
 
 def _resnet_job(variant: Variant, size: float, folder: Path) -> Job:
@@ -87,7 +85,7 @@ def _vit_job(variant: Variant, size: float, folder: Path) -> Job:
         )
 
     inputs, labels = _tensors(
-        vit.normalised(jnp.asarray(rows["image"]), jnp.float32), rows["label"]
+        vit.normalized(jnp.asarray(rows["image"]), jnp.float32), rows["label"]
     )
     model, compiled = models.VisionTransformer(side, depth), variant.way == "torch compile"
     norm = vit.LARGEST_NORM

@@ -31,10 +31,9 @@ from gpu_workloads import (
 )
 
 from jmp_train.graphs import Graph, from_edges
-from jmp_train.graphs.reddit_files import CLASSES, FEATURES
-from jmp_train.synthetic_reddit import synthetic_reddit
-from jmp_train.tasks import graph_models, reddit
-from jmp_train.tasks.graph_models import GAT
+from jmp_train.graphs.datasets import REDDIT_CLASSES, REDDIT_FEATURES, synthetic_reddit
+from jmp_train.tasks import reddit
+from jmp_train.tasks.models import GAT, graph_models
 
 SMALLEST_PART = 1 / 64
 GUIDE = "DGL's guide, on a V100-16GB: 15.2 GB in float32, 12.8 in float16, which is slower"
@@ -44,10 +43,10 @@ class RedditGraph(NamedTuple):
     """The task's data, or the part of it among its first nodes; all on the host.
 
     Attributes:
-      graph: sorted edges, with a loop at each node.
+      graph: sorted edges, with a self-loop at each node.
       features: float32 [nodes, 602].
-      nodes: int32 [labelled], those to train on.
-      labels: int32 [labelled].
+      nodes: int32 [labeled], those to train on.
+      labels: int32 [labeled].
       params: what PyTorch Geometric's layers take of ours, by layer and name.
     """
 
@@ -65,7 +64,7 @@ class RedditGraph(NamedTuple):
 
 
 def _gat(key: jax.Array) -> GAT:
-    return GAT(FEATURES, reddit.HIDDEN, CLASSES, reddit.HEADS, rngs=nnx.Rngs(key))
+    return GAT(REDDIT_FEATURES, reddit.HIDDEN, REDDIT_CLASSES, reddit.HEADS, rngs=nnx.Rngs(key))
 
 
 def _prepare_gat(scale: float, folder: Path) -> None:
@@ -89,12 +88,12 @@ def _part_of(data: RedditGraph, part: float) -> RedditGraph:
     senders, receivers = data.ends()
     is_kept = (senders < count) & (receivers < count)
     graph = from_edges(senders[is_kept], receivers[is_kept], count, formats=("csr",))
-    is_labelled = data.nodes < count
+    is_labeled = data.nodes < count
     return data._replace(
         graph=graph,
         features=data.features[:count],
-        nodes=data.nodes[is_labelled],
-        labels=data.labels[is_labelled],
+        nodes=data.nodes[is_labeled],
+        labels=data.labels[is_labeled],
     )
 
 
@@ -175,7 +174,7 @@ def pyg_gat(data: RedditGraph, precision: str, compiled: bool) -> Job:
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            width, convolutions = FEATURES, []
+            width, convolutions = REDDIT_FEATURES, []
             for params in data.params:
                 heads, out = params["att_src"].shape[1:]
                 layer = layers.GATConv(width, out, heads, add_self_loops=False)

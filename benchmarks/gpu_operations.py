@@ -34,7 +34,7 @@ from jmp_train.graphs import (
     gat_attention,
     update_all,
 )
-from jmp_train.memory import peak_memory
+from jmp_train.runs import peak_memory
 
 NODE_SHARE = 40  # edges for each node
 OPERATIONS = {
@@ -230,7 +230,7 @@ GRAPH_OPERATIONS = Workload(
         Variant(way, precision)
         for precision in PRECISIONS
         if precision != "tf32"  # which is a matter of products of matrices
-        for way in (f"{OURS} streaming", f"{OURS} xla", "PyG scatter", "jraph")
+        for way in (f"{OURS} chunked", f"{OURS} xla", "PyG scatter", "jraph")
     ),
     job=_operations_job,
     prepare=_prepare_operations,

@@ -69,7 +69,7 @@ class Form(NamedTuple):
 
 
 class Case:
-    """A graph whose degrees follow a power law, with a loop at each node, and what it carries.
+    """A graph whose degrees follow a power law, with a self-loop at each node, and what it carries.
 
     Edges are drawn between nodes with chances by rank, none twice, and sorted by receiver, as all
     libraries like it.
@@ -85,13 +85,13 @@ class Case:
         chances = np.arange(1, num_nodes + 1) ** (-1 / (EXPONENT - 1))
         chances /= chances.sum()
         names = random.permutation(num_nodes)
-        loops = np.arange(num_nodes) * (num_nodes + 1)
+        self_loops = np.arange(num_nodes) * (num_nodes + 1)
         keys = np.empty(0, np.int64)
         while len(keys) < num_edges - num_nodes:
             ends = names[random.choice(num_nodes, (2, num_edges), p=chances)]
-            keys = np.union1d(keys, np.setdiff1d(ends[0] * num_nodes + ends[1], loops))
+            keys = np.union1d(keys, np.setdiff1d(ends[0] * num_nodes + ends[1], self_loops))
         keys = random.choice(keys, num_edges - num_nodes, replace=False)
-        keys = np.sort(np.concatenate([keys, loops]))
+        keys = np.sort(np.concatenate([keys, self_loops]))
         self.receivers, self.senders = (x.astype(np.int32) for x in divmod(keys, num_nodes))
         self.starts = np.searchsorted(self.receivers, np.arange(num_nodes + 1)).astype(np.int32)
 
@@ -139,7 +139,7 @@ class Case:
             yield self._edge_dots(x, cotangent)
 
     def _softmax(self, logits: np.ndarray, cotangent: Any) -> Iterator[np.ndarray]:
-        starts = self.starts[:-1]  # each node has an edge, its loop
+        starts = self.starts[:-1]  # each node has an edge, its self-loop
         powers = np.exp(logits - np.maximum.reduceat(logits, starts)[self.receivers])
         weights = powers / np.add.reduceat(powers, starts)[self.receivers]
         yield weights

@@ -49,16 +49,16 @@ class Torch:
             torch.from_numpy(ends.copy()), sparse_size=self.sparse_size, sort_order="col"
         ).fill_cache_()
 
-    def csr(self, values: Any, *, is_wide: bool = False) -> Any:
+    def csr(self, values: Any, *, is_int64: bool = False) -> Any:
         """Returns the adjacency, receivers by senders, as a sparse tensor in CSR.
 
         Args:
           values: of the edges.
-          is_wide: whether indices are int64. MKL takes int32 without a copy at each product; with those,
-            torch's own gradient is wrong from 46,341 nodes on, whose square is no int32.
+          is_int64: whether indices are int64. MKL takes int32 without a copy at each product; with those,
+            torch's own gradient is wrong from 46,341 nodes on, whose square int32 does not hold.
         """
         starts, senders = self.starts32, self.senders32
-        if is_wide:
+        if is_int64:
             starts, senders = self.starts, self.senders
         return self.torch.sparse_csr_tensor(starts, senders, values, self.sparse_size)
 
@@ -110,7 +110,7 @@ class Torch:
 
     def csr_weighted_sum(self, x: Any, w: Any) -> Any:
         """Multiplies by a sparse tensor in CSR, by torch's own product with a reduction."""
-        return self.torch.sparse.mm(self.csr(w, is_wide=w.requires_grad), x, "sum")
+        return self.torch.sparse.mm(self.csr(w, is_int64=w.requires_grad), x, "sum")
 
     def ones(self, x: Any) -> Any:
         """Returns the weights of edges without weights, made once a dtype."""
@@ -251,7 +251,7 @@ def torch_form(peer: Torch, name: str, row: Row, dtype: str) -> Form | None:
     if row.op == "step":
         graphs = {"scatter": peer.edge_index, "edge_index": peer.sorted_index}
         if way == "csr":
-            graphs["csr"] = peer.csr(peer.torch.ones(peer.case.num_edges), is_wide=True)
+            graphs["csr"] = peer.csr(peer.torch.ones(peer.case.num_edges), is_int64=True)
         if way not in graphs:
             return None
         return peer.step_form(graphs[way], dtype, compiles)

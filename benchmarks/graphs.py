@@ -3,7 +3,7 @@
     python benchmarks/graphs.py [--sizes 20000x500000] [--rows dot "GAT step"] [--json FILE]
     python benchmarks/graphs.py --sizes 200x3000 --seconds 1     # small, to see that it runs
 
-Graphs have degrees by a power law and a loop at each node; their edges are sorted by receiver. Sums and
+Graphs have degrees by a power law and a self-loop at each node; their edges are sorted by receiver. Sums and
 dots have features of 4 heads x 64, softmaxes 4 logits an edge. "gradient" is forward and backward, in
 all inputs: for the weighted sum, features and weights. The GAT step is loss, gradient and update of
 three layers, 4 heads x 64, 4 x 64 and 1 x 16, with ELU, mean cross-entropy and SGD; half means mixed
@@ -14,7 +14,7 @@ scatter, segment, `EdgeIndex`, CSR by MKL and by torch's own product, and `torch
 requirement of the library: `pip install torch==2.13 torch_geometric`; without it, ours and jraph's run.
 
 Before a row is timed, each form's results are compared with float64's, the GAT step's loss and update
-with those of jraph in float32. A form that raises, or is wrong, is shown with the reason and is no peer.
+with those of jraph in float32. A form that raises, or is wrong, is shown with the reason and is not a peer.
 All forms of a row run in one process, in turn, each with its library's default threads and until it is
 done; printed are medians. What takes over five times as long as the fastest is timed once.
 """

@@ -3,7 +3,7 @@
     python benchmarks/minibatch.py [--size 50000x2000000] [--models sage gat] [--json FILE]
     python benchmarks/minibatch.py --size 500x5000 --batch-size 32 --seconds 0.1    # small, to see that it runs
 
-The graph's degrees follow a power law. A batch is 1,024 seeds, of each of which 15 neighbours are drawn, and 10
+The graph's degrees follow a power law. A batch is 1,024 seeds, of each of which 15 neighbors are drawn, and 10
 of each of these; its features, 256 a node, are gathered on the host, in the dtype of the model. Models have
 two layers, hidden 256, GraphSAGE's mean or 4 heads of attention, and the step is loss, gradient and Adam.
 
@@ -13,7 +13,7 @@ together, as training has them, the threads sharing the processors with the step
 Geometric's NeighborLoader with the same fanouts and features, by itself or with a worker that loads ahead, alone and
 in the same rounds, where torch_geometric and pyg_lib or torch_sparse are there.
 
-`--memory` compiles each step for a GPU that is not there, and prints the memory that it needs beside the size of
+`--memory` compiles each step ahead of time for a target GPU, and prints the memory that it needs beside the size of
 the graph and its features, which stay in the host's.
 """
 
@@ -43,8 +43,8 @@ from graph_cases import Case
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.absent_gpu import compile_for_gpu
-from jmp_train.graph_loading import neighbor_batches
+from jmp_train.aot import compile_for_gpu
+from jmp_train.data import neighbor_batches
 
 WIDTH, HIDDEN, HEADS, CLASSES = 256, 256, 4, 16
 FANOUTS = (10, 15)  # of the first layer, and of the last one, which the seeds are the targets of
@@ -266,7 +266,9 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
     parser.add_argument("--seconds", type=float, default=4.0, help="a measurement")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--memory", action="store_true", help="compile for an absent GPU too")
+    parser.add_argument(
+        "--memory", action="store_true", help="compile for a target GPU too, ahead of time"
+    )
     parser.add_argument("--gpu", default="V100-16GB")
     parser.add_argument("--python", default=".venv-plan/bin/python", help="with jmp_train[plan]")
     parser.add_argument("--json", type=Path, metavar="FILE")

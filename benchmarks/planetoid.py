@@ -29,13 +29,11 @@ import numpy as np
 import optax
 
 import jmp_train as jt
-from jmp_train.graphs.node_data import NodeData
-from jmp_train.graphs.planetoid import read_planetoid
-from jmp_train.setups import loss_scale_for
-from jmp_train.synthetic_cora import synthetic_cora
+from jmp_train.graphs.datasets import NodeData, read_planetoid, synthetic_cora
+from jmp_train.runs import loss_scale_for
+from jmp_train.tasks import Task
 from jmp_train.tasks.cora import make_task
-from jmp_train.tasks.graph_models import rows
-from jmp_train.tasks.task import Task
+from jmp_train.tasks.models import rows
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/planetoid"
 POLICIES = ("float32", "mixed_float16", "autocast_float16")
@@ -171,7 +169,7 @@ def interval_of_mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def summarize(results: dict[str, list[Any]]) -> dict[str, dict[str, Any]]:
-    """Returns of each policy mean and deviation, and how it compares with the paper and with float32."""
+    """Returns of each policy mean and standard deviation, and how it compares with the paper and with float32."""
     summary = {}
     for policy, seeds in results.items():
         accuracies = [seed["accuracy"] for seed in seeds]
@@ -213,7 +211,9 @@ def main() -> None:
     """Prints each seed and the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data-dir", type=Path, default=DATA, help="of Planetoid's ind.cora files")
-    parser.add_argument("--synthetic", action="store_true", help="made-up data, to try the program")
+    parser.add_argument(
+        "--synthetic", action="store_true", help="synthetic data, to try the program"
+    )
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--epochs", type=int, help="at most so many, to try the program")
     parser.add_argument("--models", nargs="+", default=list(PAPERS), choices=list(PAPERS))

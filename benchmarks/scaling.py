@@ -5,7 +5,7 @@
 One model (the digits CNN: BatchNorm, dropout, Adam, float16 computation) is stepped with as many rows for
 each device, however many there are, by `data_parallel`, `sharded_step` and `pmap_step`, and by a
 `jax.shard_map` written by hand that does the same: dynamic loss scale, gradients averaged in float32, a
-finite test that all devices agree on, skipping by selection, averaged batch statistics, the same metrics
+overflow check that all devices agree on, skipping by selection, averaged batch statistics, the same metrics
 and counters. The devices are virtual ones of the CPU, each number of them in a process of its own, in
 which the ways are run in turn and every step is waited for; all donate the state.
 
@@ -44,8 +44,7 @@ from step_overhead import (
 )
 
 import jmp_train as jt
-from jmp_train.tasks import load_task
-from jmp_train.tasks.task import Task
+from jmp_train.tasks import Task, load_task
 
 TARGET = 1.03
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -71,7 +70,7 @@ def by_hand(task: Task, mesh: Mesh) -> Way:
             )
             return loss_scale.scale(loss), (loss, batch_stats, policy.cast_to_output(aux))
 
-        # All of it is float32 already: gradients are as wide as the parameters.
+        # All of it is float32 already: gradients have the dtype of the parameters.
         grads, (loss, batch_stats, aux) = lax.pmean(
             jax.grad(scaled_loss, has_aux=True)(state.params), "data"
         )

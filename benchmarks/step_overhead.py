@@ -25,8 +25,7 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import jmp_train as jt
-from jmp_train.tasks import load_task
-from jmp_train.tasks.task import Task
+from jmp_train.tasks import Task, load_task
 
 LEARNING_RATE = 1e-3
 

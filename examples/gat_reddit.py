@@ -2,8 +2,8 @@
 
     python examples/gat_reddit.py [--no-use-fp16] [--data-dir DIR | --scale 0.002] [--epochs 100]
 
-Without Reddit's two files the graph is made up, of that share of Reddit's nodes. Expected: more than 95 % of
-the made-up test nodes right, in float16 and, with --no-use-fp16, in float32.
+Without Reddit's two files the graph is synthetic, of that share of Reddit's nodes. Expected: more than 95 % of
+the synthetic test nodes right, in float16 and, with --no-use-fp16, in float32.
 """
 
 import argparse
@@ -17,19 +17,21 @@ import optax
 from flax import nnx
 
 import jmp_train as jt
-from jmp_train.graphs import GATConv, Graph, read_reddit
-from jmp_train.graphs.reddit_files import CLASSES, FEATURES
-from jmp_train.synthetic_reddit import synthetic_reddit
-from jmp_train.tasks.reddit import make_graph
+from jmp_train.graphs import GATConv, Graph, NodeData, from_edges, read_reddit
+from jmp_train.graphs.datasets import synthetic_reddit
 
 
 class GAT(nnx.Module):
     """The model; there is nothing about precision in it."""
 
-    def __init__(self, hidden: int, heads: tuple[int, int, int], rngs: nnx.Rngs) -> None:
-        self.first = GATConv(FEATURES, hidden, heads[0], activation=nnx.elu, rngs=rngs)
+    def __init__(
+        self, widths: tuple[int, int, int], heads: tuple[int, int, int], seed: int
+    ) -> None:
+        features, hidden, classes = widths
+        rngs = nnx.Rngs(seed)
+        self.first = GATConv(features, hidden, heads[0], activation=nnx.elu, rngs=rngs)
         self.second = GATConv(hidden * heads[0], hidden, heads[1], activation=nnx.elu, rngs=rngs)
-        self.third = GATConv(hidden * heads[1], CLASSES, heads[2], rngs=rngs)
+        self.third = GATConv(hidden * heads[1], classes, heads[2], rngs=rngs)
 
     def __call__(self, graph: Graph, h: jax.Array) -> jax.Array:
         """Returns logits [nodes, 41] of features [nodes, 602]."""
@@ -38,10 +40,20 @@ class GAT(nnx.Module):
         return self.third(graph, h).mean(axis=1)
 
 
+def make_graph(data: NodeData) -> Graph:
+    """Returns the graph with one self-loop at each node, sorted by receiver and kept as CSR only."""
+    n_node = data.num_nodes
+    is_self_loop = data.senders == data.receivers
+    edges = data.receivers[~is_self_loop].astype(np.int64) * n_node + data.senders[~is_self_loop]
+    edges = np.sort(np.append(edges, np.arange(n_node) * (n_node + 1)))
+    return from_edges(edges % n_node, edges // n_node, n_node, formats=("csr",))
+
+
 def main(use_fp16: bool, data_dir: Path | None, scale: float, epochs: int) -> None:
     """Trains on all nodes at once, and prints the test accuracy."""
     data = synthetic_reddit(scale) if data_dir is None else read_reddit(data_dir)
-    model, params = nnx.split(GAT(256, (1, 1, 1), nnx.Rngs(0)))
+    widths = data.features.shape[1], 256, data.num_classes
+    model, params = nnx.split(GAT(widths, (1, 1, 1), seed=0))
 
     def predict(params: Any, batch: Any) -> jax.Array:
         return nnx.merge(model, params)(batch["graph"], batch["features"])

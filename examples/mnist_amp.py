@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import jmp_train as jt
-from jmp_train.tasks.mnist import prepare, read_mnist
+from jmp_train.data import read_mnist
 
 # (channels, kernel, stride, padding) of each convolution
 BLOCKS = ((32, 3, 1, 1), (64, 3, 1, 1), (64, 2, 2, 0), (128, 3, 1, 1), (128, 3, 1, 1),
@@ -40,6 +40,12 @@ class CNN(nn.Module):
 
 
 model = CNN()
+
+
+def prepare(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns images as float32 [batch, 28, 28, 1] from 0 to 1, and labels as int32."""
+    image = rows["image"][..., None] / np.float32(255)
+    return {"image": image, "label": rows["label"].astype(np.int32)}
 
 
 def loss_fn(params: Any, stats: Any, batch: Any, rng: Any) -> Any:

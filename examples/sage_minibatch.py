@@ -2,9 +2,9 @@
 
     python examples/sage_minibatch.py [--no-use-fp16] [--data-dir DIR | --scale 0.02] [--epochs 5]
 
-The device holds a mini-batch at a time, whatever the size of the graph: neighbours are drawn, and their
+The device holds a mini-batch at a time, whatever the size of the graph: neighbors are drawn, and their
 features gathered, by a thread that works ahead of the training step. Without Reddit's two files the graph is
-made up, of that share of Reddit's nodes. Expected: more than 90 % of the made-up test nodes right.
+synthetic, of that share of Reddit's nodes. Expected: more than 90 % of the synthetic test nodes right.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from flax import nnx
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.graph_loading import neighbor_batches
-from jmp_train.synthetic_reddit import synthetic_reddit
+from jmp_train.data import neighbor_batches
+from jmp_train.graphs.datasets import synthetic_reddit
 
 
 class SAGE(nnx.Module):
@@ -73,7 +73,7 @@ def main(use_fp16: bool, data_dir: Path | None, scale: float, epochs: int) -> No
         print(f"epoch {epoch + 1}  loss {np.mean(losses):.4f}  {seconds:.2f} s")
 
     trained = nnx.merge(structure, policy.cast_to_compute(state.params))
-    logits = graphs.infer_in_layers([trained.first, trained.second], edges, features)
+    logits = graphs.layerwise_inference([trained.first, trained.second], edges, features)
     is_right = logits.argmax(-1)[data.test] == data.labels[data.test]
     print(f"test accuracy {is_right.mean():.2%}")
 

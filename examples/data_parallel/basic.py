@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jt
-from jmp_train.loading import array_batches
+from jmp_train.data import array_batches
 
 BATCH_SIZE = 64  # of all devices together
 

@@ -4,7 +4,7 @@
     python examples/data_parallel/checkpoint.py --directory out/run --steps 600
 
 Process 0 writes, in the background; all start from what it reads. Kill a process of the first command, with
-`kill -9`: all are started anew, and the last line is the same as without, to the last bit of the parameters.
+`kill -9`: all are restarted, and the last line is the same as without, to the last bit of the parameters.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from basic import BATCH_SIZE, ToyModel, loss_fn, make_data
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jt
-from jmp_train.loading import array_batches
+from jmp_train.data import array_batches
 
 
 def fingerprint(tree: Any) -> str:

@@ -1,10 +1,10 @@
 """PyTorch's "Combining DDP with model parallelism" in JAX and in float16: one model on two devices, many times over.
 
     jmp-train launch -n 2 -- examples/data_parallel/model_parallel.py           # one model, its layers apart
-    jmp-train launch -n 4 -- examples/data_parallel/model_parallel.py tensor    # two, each layer cut in two
+    jmp-train launch -n 4 -- examples/data_parallel/model_parallel.py tensor    # two, each layer sharded in two
     JAX_NUM_CPU_DEVICES=8 NPROC=32 python examples/data_parallel/model_parallel.py   # four, in one process
 
-Layers lie on different devices ("layers"), or all devices have a part of each ("tensor"). Step and optimizer are those
+Layers are on different devices ("layers"), or all devices have a part of each ("tensor"). Step and optimizer are those
 of one device; an overflow on any of them is skipped by all. Expected: a loss below 0.1 after 10 epochs, in both.
 """
 
@@ -19,15 +19,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
-from jmp_train.loading import array_batches
+from jmp_train.data import array_batches
 
 BATCH_SIZE = 64  # of all devices together
 
 
 def dense(params: Any, x: jax.Array) -> jax.Array:
-    """A dense layer, whose product is added up in float32 where its input is cut over devices."""
+    """A dense layer, whose product is added up in float32 where its input is sharded over devices."""
     kernel, bias = params["kernel"], params["bias"]
-    return jt.wide_dot_general(x, kernel, (((1,), (0,)), ((), ()))) + bias
+    return jt.float32_dot_general(x, kernel, (((1,), (0,)), ((), ()))) + bias
 
 
 def first(params: Any, x: jax.Array, rng: Any) -> jax.Array:
@@ -52,13 +52,13 @@ def make_params(key: jax.Array) -> list[Any]:
 
 
 def layers_apart(params: list[Any], mesh: Mesh) -> Any:
-    """Returns the model with a layer on each device, its parameters, and where they lie."""
+    """Returns the model with a layer on each device, its parameters, and where they are."""
     stages = jt.Stages([first, second], params)
     return stages.pipeline(mesh, "model"), stages.pack(params), P("model")
 
 
-def layers_cut(params: list[Any], mesh: Mesh) -> Any:
-    """Returns the model with both layers cut: the first by columns, the second by rows."""
+def layers_sharded(params: list[Any], mesh: Mesh) -> Any:
+    """Returns the model with both layers sharded: the first by columns, the second by rows."""
     del mesh
     rules = {
         "0/kernel": P(None, "model"),
@@ -85,12 +85,12 @@ def main(form: str = "layers", seed: int = 0, epochs: int = 10) -> None:
     if jax.device_count() % 2:
         sys.exit(f"a model takes two devices, there are {jax.device_count()}; see the examples")
     mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "model"))
-    forms = {"layers": layers_apart, "tensor": layers_cut}
+    forms = {"layers": layers_apart, "tensor": layers_sharded}
     model, params, specs = forms[form](make_params(jax.random.key(seed)), mesh)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
-        wide = model(params, batch["x"]).astype(jnp.float32)
-        return optax.squared_error(wide, batch["y"].astype(jnp.float32)).mean()
+        outputs = model(params, batch["x"]).astype(jnp.float32)
+        return optax.squared_error(outputs, batch["y"].astype(jnp.float32)).mean()
 
     tx = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.torch_loss_scale(2.0**10))
     step = jt.train_step(jt.stateless(loss_fn), tx, policy="mixed_float16")

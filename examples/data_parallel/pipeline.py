@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from sklearn.datasets import load_digits
 
 import jmp_train as jt
-from jmp_train.loading import array_batches
+from jmp_train.data import array_batches
 
 BATCH_SIZE, EPOCHS, STAGES, BLOCKS, WIDTH = 64, 10, 2, 2, 64
 TRAIN, TEST = slice(1500), slice(1500, 1796)

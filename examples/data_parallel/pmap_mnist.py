@@ -3,7 +3,7 @@
     python examples/data_parallel/pmap_mnist.py --data-dir DIR
     jmp-train launch -n 2 -- examples/data_parallel/pmap_mnist.py --data-dir DIR
 
-Without --data-dir it trains on made-up images. BatchNorm takes its statistics over all devices, so that
+Without --data-dir it trains on synthetic images. BatchNorm takes its statistics over all devices, so that
 their number changes nothing. Expected: about 97 % of MNIST's test images right after two epochs.
 """
 
@@ -18,8 +18,7 @@ import numpy as np
 import optax
 
 import jmp_train as jt
-from jmp_train.loading import array_batches
-from jmp_train.tasks.mnist import prepare, read_mnist, synthetic_data
+from jmp_train.data import array_batches, read_mnist
 
 
 class CNN(nn.Module):
@@ -56,6 +55,21 @@ def predict(params: Any, stats: Any, images: Any) -> Any:
     return CNN().apply({"params": params, "batch_stats": stats}, images)
 
 
+def prepare(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns images as float32 [batch, 28, 28, 1] from 0 to 1, and labels as int32."""
+    image = rows["image"][..., None] / np.float32(255)
+    return {"image": image, "label": rows["label"].astype(np.int32)}
+
+
+def synthetic_mnist(count: int, seed: int) -> dict[str, np.ndarray]:
+    """Returns noise with a bright bar for each label, as uint8 like MNIST's files."""
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, 10, count, np.uint8)
+    images = random.integers(0, 128, (count, 28, 28), np.uint8)
+    images[np.arange(count), 2 * labels + 4] += 127
+    return {"image": images, "label": labels}
+
+
 def main() -> None:
     """Trains, and prints the test accuracy after each epoch."""
     parser = argparse.ArgumentParser()
@@ -66,8 +80,10 @@ def main() -> None:
     args = parser.parse_args()
 
     jt.distributed.initialize()
-    made_up = synthetic_data(10_000, 0), synthetic_data(1_000, 1)
-    train, test = read_mnist(args.data_dir) if args.data_dir else made_up
+    if args.data_dir:
+        train, test = read_mnist(args.data_dir)
+    else:
+        train, test = synthetic_mnist(10_000, seed=0), synthetic_mnist(1_000, seed=1)
     train = {name: array[: args.train_size] for name, array in train.items()}
 
     tx = jt.with_loss_scale(optax.adam(3e-3), jt.torch_loss_scale())

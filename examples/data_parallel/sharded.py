@@ -4,7 +4,7 @@
     JAX_NUM_CPU_DEVICES=8 NPROC=32 python examples/data_parallel/sharded.py fsdp torch
 
 What differs from plain data parallelism is the line with `shardings`. Expected: digits are told apart in 95 % of the
-test images, and each of N devices stores 1/N of the moments and masters, with fsdp of the parameters too.
+test images, and each of N devices stores 1/N of the moments and master weights, with fsdp of the parameters too.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sklearn.datasets import load_digits
 
 import jmp_train as jt
-from jmp_train.loading import array_batches
+from jmp_train.data import array_batches
 
 BATCH_SIZE, EPOCHS = 64, 10
 TRAIN, TEST = slice(1500), slice(1500, None)
