@@ -8,10 +8,10 @@ NEWEST := .venv-newest/bin
 # Two processes, a file of tests at a time: more would need more memory than cores are worth.
 PARALLEL := -n 2 --dist loadfile
 # Tests of files and transforms, which run without jax: the newest one changes nothing there.
-HOST_ONLY := $(patsubst %,--ignore=tests/graphs/test_%.py,planetoid ogb reddit_files transforms reordering \
-	row_normalization neighbor_sampler)
+HOST_ONLY := --ignore=tests/graphs/datasets --ignore=tests/graphs/transforms --ignore=tests/graphs/sampling/test_sampler.py
 # And those whose operations message_passing and attention use all the same.
-LIKE_OTHERS := $(patsubst %,--ignore=tests/graphs/test_%.py,streaming segment batching sage_conv gin_conv block)
+LIKE_OTHERS := $(patsubst %,--ignore=tests/graphs/%.py,kernels/test_chunks messages/test_segment \
+	structure/test_batching structure/test_block layers/test_sage layers/test_gin)
 
 .PHONY: help demo test test-slow test-newest lint format bench clean
 
@@ -26,7 +26,7 @@ help:
 	@echo "make clean        remove what make made"
 
 demo: .venv/.train
-	$(BIN)/jmp-train compare digits --policies float32 autocast_float16 autocast_bfloat16 --out out/demo
+	$(BIN)/jmp-train compare digits --policies float32 autocast_float16 autocast_bfloat16 --growth-interval 20 --out out/demo
 
 test: .venv/.dev .venv-plan/.plan
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" --allowed-skips tests/allowed_skips.txt --cov --cov-report=
@@ -47,10 +47,13 @@ run-test-newest:
 	$(NEWEST)/python -c 'import jax; print("jax", jax.__version__); assert jax.__version_info__ >= (0, 11)'
 	$(NEWEST)/python -m pytest $(PARALLEL) -m "not slow" -k "not exact and not float64 and not damage" \
 		--allowed-skips tests/allowed_skips.txt tests/graphs $(HOST_ONLY) $(LIKE_OTHERS) \
-		$(patsubst %,tests/policies/test_%.py,autocast batch_norms casting collectives cpu_convolutions finite half_products \
-			master_weights policy loss_scale) \
-		$(patsubst %,tests/jmp_train/test_%.py,train_step parallel placement \
-			narrow_uses gradients model_families karate checkpoint checkpoint_leaves checkpoint_writer)
+		$(patsubst %,tests/policies/%.py,autocasting/test_transform autocasting/test_cpu_convolutions \
+			amp_modes/test_batch_norms pytrees/test_casting pytrees/test_collectives pytrees/test_finite \
+			dtype_policies/test_half_products dtype_policies/test_policy \
+			optimizers/test_master_weights loss_scaling/test_loss_scale) \
+		$(patsubst %,tests/jmp_train/%.py,steps/test_step steps/test_gradients steps/test_model_families \
+			parallel/test_steps parallel/test_shardings parallel/test_compute_dtypes tasks/test_karate \
+			checkpoints/test_store checkpoints/test_leaves distributed/test_background)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -90,7 +93,7 @@ clean:
 	@$(NEWEST)/pip install -qq --editable '.[dev]'
 	@touch $@
 
-# For tests that compile for a GPU that is not there; see the plan extra.
+# For tests that compile ahead of time for a target GPU; see the plan extra.
 .venv-plan/.plan: pyproject.toml | .venv/.dev
 	test -x .venv-plan/bin/pip || $(BIN)/python -m venv .venv-plan
 	@echo "installing jmp_train[plan] into .venv-plan"

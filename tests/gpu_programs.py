@@ -58,7 +58,7 @@ GAT_NODES, GAT_EDGES = 30_000, 3_000_000  # many chunks of edges
 
 
 def attention(name: str, dtype: str) -> tuple[Any, ...]:
-    """Computes attention of two heads with dropout by streaming, and its gradients."""
+    """Computes attention of two heads with dropout in chunks, and its gradients."""
     random = np.random.default_rng(0)
     senders, receivers = random.integers(0, GAT_NODES, (2, GAT_EDGES))
     graph = graphs.from_edges(senders, receivers, GAT_NODES, formats=("csr",))
@@ -117,11 +117,13 @@ def parallel_step(route: str, accumulate_steps: str, mesh: Mesh) -> tuple[Any, .
         del rng
         rows, statistics = batch["x"], []
         for weight, running in zip(params, model_state, strict=True):
-            wide = (rows @ weight).astype(jnp.float32)
-            mean, var = wide.mean(0), wide.var(0)
+            float32_rows = (rows @ weight).astype(jnp.float32)
+            mean, var = float32_rows.mean(0), float32_rows.var(0)
             new = {"mean": mean, "var": var}
             statistics.append(jax.tree.map(lambda old, x: 0.9 * old + 0.1 * x, running, new))
-            rows = jax.nn.relu((wide - mean) * jax.lax.rsqrt(var + 1e-5)).astype(weight.dtype)
+            rows = jax.nn.relu((float32_rows - mean) * jax.lax.rsqrt(var + 1e-5)).astype(
+                weight.dtype
+            )
         return (rows.astype(jnp.float32) ** 2).mean(), (statistics, None)
 
     def create() -> jt.TrainState:
@@ -142,8 +144,8 @@ def parallel_step(route: str, accumulate_steps: str, mesh: Mesh) -> tuple[Any, .
     return routes[route](), (jax.eval_shape(create), batch), {"donate_argnums": 0}
 
 
-def cut_step(form: str, mode: str, mesh: Mesh) -> tuple[Any, ...]:
-    """Makes a step of residual blocks on all GPUs of a mesh, with a state that is cut in one of three forms."""
+def model_parallel_step(form: str, mode: str, mesh: Mesh) -> tuple[Any, ...]:
+    """Makes a step of residual blocks on all GPUs of a mesh, with a state that is sharded in one of three forms."""
     optimizer = optax.adam(1e-3)
     amp = jt.amp_from_config({"fp16": {"mode": mode.split("-")[0], **_level(mode)}})
     amp = dataclasses.replace(amp, batch_norms=())
@@ -190,4 +192,4 @@ def _level(mode: str) -> dict[str, str]:
 
 
 def _dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jt.wide_dot_general(x, kernel, (((1,), (0,)), ((), ())))
+    return jt.float32_dot_general(x, kernel, (((1,), (0,)), ((), ())))

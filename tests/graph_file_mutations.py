@@ -94,7 +94,7 @@ def set_bytes(draw: random.Random, content: bytes) -> bytes:
     return bytes(changed)
 
 
-def cut(draw: random.Random, content: bytes) -> bytes:
+def truncate(draw: random.Random, content: bytes) -> bytes:
     return content[: draw.randrange(len(content))]
 
 
@@ -124,7 +124,7 @@ def other_start(draw: random.Random, content: bytes) -> bytes:
 
 
 BYTES: tuple[Mutation, ...] = (
-    flip_bits, flip_bits, set_bytes, set_bytes, cut, append, move_span, set_number, set_number, other_start,
+    flip_bits, flip_bits, set_bytes, set_bytes, truncate, append, move_span, set_number, set_number, other_start,
 )  # fmt: skip
 
 

@@ -16,7 +16,16 @@ import numpy as np
 import optax
 import pytest
 
-from jmp_train.records import Epoch, Run, Step
+from jmp_train.runs.events import Epoch, Run, Step
+from jmp_train.steps.costs import StepCosts
+
+COSTS = StepCosts(
+    half_flops_share=0.0,
+    residual_bytes=3_000_000,
+    params_bytes=200_000,
+    opt_state_bytes=400_000,
+    model_state_bytes=1_000,
+)
 
 
 def relaxed(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -103,7 +112,7 @@ def make_run(policy: str = "float32", *, scale: float = 1.0, skips: tuple[int, .
         if number % 50 == 0:
             count = sum(skip <= number for skip in skips)
             epochs.append(Epoch(number // 50, loss, 1e-3, number / 25, 300.0, scale, count))
-    return Run(policy, "cpu", 0.987, 7.5, "process", 64, tuple(epochs), tuple(steps))
+    return Run(policy, "cpu", 0.987, 7.5, "process", 64, tuple(epochs), tuple(steps), COSTS)
 
 
 @contextmanager

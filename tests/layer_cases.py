@@ -36,7 +36,7 @@ class Edges:
 
 
 def small_graph() -> tuple[graphs.Graph, Edges, int]:
-    """A graph with loops, multiple edges and a node that no edge enters, ready for mailboxes."""
+    """A graph with self-loops, multiple edges and a node that no edge enters, ready for mailboxes."""
     senders, receivers = [0, 1, 1, 3, 4, 5, 3, 3, 2, 4, 5, 0], [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 4, 4]
     return _graph(np.array(senders), np.array(receivers), 6)
 
@@ -270,15 +270,15 @@ def _bare(**dtypes: Any) -> Any:
 
 CASES = {
     "graph both": _conv("both"),
-    "graph both widening, weighted": _conv("both", 3, is_weighted=True),
+    "graph both expanding, weighted": _conv("both", 3, is_weighted=True),
     "graph left": _conv("left"),
     "graph right": _conv("right", 3),
     "graph none, weighted": _conv("none", is_weighted=True),
     "graph without weight": Case(_bare, graph_conv, 5, {"norm": "both"}),
     "sage mean": _sage("mean"),
-    "sage mean widening, weighted": _sage("mean", 3, is_weighted=True),
+    "sage mean expanding, weighted": _sage("mean", 3, is_weighted=True),
     "sage gcn": _sage("gcn"),
-    "sage gcn widening, weighted": _sage("gcn", 3, is_weighted=True),
+    "sage gcn expanding, weighted": _sage("gcn", 3, is_weighted=True),
     "sage pool, weighted": _sage("pool", is_weighted=True),
     "sage lstm, weighted": _sage("lstm", 3, is_weighted=True),
     "gat": _gat(1),

@@ -79,3 +79,19 @@ def kill_all(pids: Sequence[int]) -> None:
     for pid in pids:
         if lives(pid):
             os.kill(pid, signal.SIGKILL)
+
+
+def shell(command: str, cwd: Path, **environment: str) -> tuple[int, str, str]:
+    """Returns code, standard output and error of a shell's command; $PYTHON is this one, without conftest.py's devices."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("NPROC", "JAX_NUM_CPU_DEVICES")}
+    result = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],
+        cwd=cwd,
+        env={**kept, "PYTHON": sys.executable, **environment},
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=240,
+        check=False,
+    )
+    return result.returncode, result.stdout, result.stderr

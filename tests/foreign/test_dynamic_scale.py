@@ -50,7 +50,7 @@ def test_scales_and_parameters_are_flaxs(overflows: float) -> None:
     bad = np.random.default_rng(0).random(200) < overflows
     x = jnp.asarray(np.where(bad[:, None], np.inf, np.linspace(0.1, 1, 3)), jnp.float32)
     flax_scale = DynamicScale(growth_interval=INTERVAL)
-    # flax counts the clean steps before the one that grows: an interval of n is a period of n + 1.
+    # flax counts the non-overflow steps before the one that grows: an interval of n is a period of n + 1.
     our_scale = jt.DynamicLossScale(65536.0, period=INTERVAL + 1, min_loss_scale=2.0**-126)
     tx = optax.adam(1e-2)
     model: Any = {"apply_fn": None, "params": PARAMS}

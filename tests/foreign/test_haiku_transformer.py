@@ -65,7 +65,7 @@ NET = hk.transform(lambda tokens: LanguageModel()(tokens))
 
 @contextmanager
 def mixed_precision() -> Iterator[None]:
-    """Half precision, but for norms: haiku's divide by the deviation in the dtype of their input."""
+    """Half precision, but for norms: haiku's divide by the standard deviation in the dtype of their input."""
     half: Any = jt.get_policy("params=float32,compute=float16,output=float32")
     norms: Any = jt.get_policy("params=float32,compute=float32,output=float16")
     hk.mixed_precision.set_policy(LanguageModel, half)
@@ -94,9 +94,9 @@ def sequences() -> dict[str, jax.Array]:
 def script(half: bool) -> Script:
     key = jax.random.PRNGKey(0)
     params = jax.jit(NET.init)(key, sequences()["obs"])
-    optimiser: Any = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(5e-3, 0.9, 0.99))
+    optimizer: Any = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(5e-3, 0.9, 0.99))
     if half:
-        optimiser = jt.with_loss_scale(optimiser, growing_scale())
+        optimizer = jt.with_loss_scale(optimizer, growing_scale())
 
     def update(state: Any, batch: Any) -> Any:
         key, new_key = jax.random.split(state["rng"])
@@ -106,7 +106,7 @@ def script(half: bool) -> Script:
             loss, grads = jt.scaled_value_and_grad(loss_fn)(scale, params, key, batch)
         else:
             loss, grads = jax.value_and_grad(loss_fn)(params, key, batch)
-        updates, opt_state = optimiser.update(grads, opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         state = {
             "params": params,
@@ -116,7 +116,7 @@ def script(half: bool) -> Script:
         }
         return state, loss
 
-    state = {"params": params, "opt_state": optimiser.init(params), "rng": key, "step": 0}
+    state = {"params": params, "opt_state": optimizer.init(params), "rng": key, "step": 0}
     compiled = jax.jit(update)
     if half:  # haiku looks at the policy when it traces
         with mixed_precision():

@@ -173,7 +173,7 @@ def test_it_learns_as_in_float32() -> None:
 
 def test_an_overflow_is_skipped_where_every_device_has_a_part_of_the_state() -> None:
     half = script(True)
-    cut = [x for x in jax.tree.leaves((half.state.params, half.state.opt_state)) if x.ndim > 1]
-    assert len(cut) == 8 * 4  # parameters, gradients accumulated and two moments
-    assert not any(x.sharding.is_fully_replicated for x in cut)
+    sharded = [x for x in jax.tree.leaves((half.state.params, half.state.opt_state)) if x.ndim > 1]
+    assert len(sharded) == 8 * 4  # parameters, gradients accumulated and two moments
+    assert not any(x.sharding.is_fully_replicated for x in sharded)
     assert_skips(half, overflowing(half.state))

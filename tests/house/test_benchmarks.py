@@ -1,4 +1,4 @@
-"""The benchmarks run, and what they print that is no time holds."""
+"""The benchmarks run, and what they print, but for times, holds."""
 
 import importlib
 import importlib.util
@@ -18,9 +18,9 @@ import pytest
 from helpers import relaxed
 
 import jmp_train as jt
-from jmp_train.tasks.resnet import ResNet
-from jmp_train.tasks.task import Task
-from jmp_train.tasks.vit_model import VisionTransformer
+from jmp_train.tasks import Task
+from jmp_train.tasks.models.resnet import ResNet
+from jmp_train.tasks.models.vit import VisionTransformer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -255,7 +255,7 @@ def test_the_gpu_benchmark_times_each_graph_operation(tmp_path: Path) -> None:
     )
     report = json.loads(file.read_text())["workloads"]["graph-ops"]
     assert report["edges"] == 4000
-    for way in ("jmp_train streaming", "jmp_train xla", "jraph"):
+    for way in ("jmp_train chunked", "jmp_train xla", "jraph"):
         for precision in ("float32", "float16", "bfloat16"):
             rows = report["variants"][f"{way} {precision}"]["rows"]
             assert len(rows) == 5
@@ -410,4 +410,4 @@ def test_the_planetoid_benchmark_says_where_files_are_public() -> None:
     command = (sys.executable, str(BENCHMARKS / "planetoid.py"), "--data-dir", "nowhere")
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert result.returncode == 2
-    assert "data_dir nowhere is no folder; Planetoid's files are public in" in result.stderr
+    assert "data_dir nowhere is not a folder; Planetoid's files are public in" in result.stderr

@@ -57,6 +57,51 @@ def imports(path: Path) -> list[str]:
     return names
 
 
+FLOORS = {"jmp_train": "jmp_train", "jmp_train.policies": "policies", "jmp_train.graphs": "graphs"}
+APPLICATION = tuple(
+    f"jmp_train.{folder}" for folder in ("runs", "reports", "cli", "launch", "tasks")
+)
+
+
+def _sources() -> dict[str, Path]:
+    """Returns the file of each module of the library and the application."""
+    found = {}
+    for floor, folder in FLOORS.items():
+        for path in modules(folder):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((floor, *(part for part in parts if part != "__init__")))] = path
+    return found
+
+
+SOURCES = _sources()
+FACES = {module: path for module, path in SOURCES.items() if path.name == "__init__.py"}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Returns the modules of this project that a file imports, at its top or within functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & SOURCES.keys()
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                passes = path != FACES.get(node.module or "") and alias.name in passed_on(
+                    node.module
+                )
+                is_module = full in SOURCES and not passes
+                found |= {full if is_module else node.module or ""} & SOURCES.keys()
+    return found
+
+
+def passed_on(face: str | None) -> set[str]:
+    """Returns the names that users of a folder may import from its face, modules among them."""
+    if face is None or face not in FACES:
+        return set()
+    nodes = ast.parse(FACES[face].read_text()).body
+    return {a.asname for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names if a.asname}
+
+
 @pytest.mark.parametrize("floor", ALLOWED)
 def test_lower_floors_import_downwards_only(floor: str) -> None:
     for path in modules(floor):
@@ -72,12 +117,73 @@ def test_private_jax_is_not_used(folder: str) -> None:
         assert not [name for name in imports(path) if "_src" in name.split(".")], path
 
 
-def test_modules_import_from_where_a_name_is_defined() -> None:
-    facades = {"jmp_train", "jmp_train.policies", "jmp_train.graphs"}
-    for folder in ("policies", "graphs", "jmp_train"):
-        for path in modules(folder):
-            if path.name != "__init__.py" and path.name != "cli.py":  # which asks for __version__
-                assert not facades & set(imports(path)), path
+def test_no_module_imports_from_inside_another_folder() -> None:
+    """Its own folder's modules, those directly in a folder around it, and faces: nothing else."""
+    for module, path in SOURCES.items():
+        own = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for name in imported_modules(path):
+            if name in FACES:
+                around = f"{own}.".startswith(f"{name}.") and name != own
+                assert not around or name == "jmp_train", f"{path}: {name} imports this module"
+            else:
+                folder = name.rpartition(".")[0]
+                face_of_floor = path.name == "__init__.py" and module in FLOORS
+                inside = not f"{own}.".startswith(f"{folder}.")
+                assert not inside or face_of_floor, f"{path} imports {name} and not {folder}"
+
+
+@pytest.mark.parametrize("folder", ["examples", "docs", "benchmarks"])
+def test_who_uses_the_library_imports_faces(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        inside = imported_modules(path) - FACES.keys()
+        if folder == "benchmarks":  # some measure a task's own model
+            inside = {name for name in inside if not name.startswith("jmp_train.tasks.")}
+        assert not inside, path
+
+
+def test_faces_only_pass_names_on() -> None:
+    for module, path in FACES.items():
+        tree = ast.parse(path.read_text())
+        kinds = (ast.Expr, ast.Import, ast.ImportFrom)
+        if (
+            module != "jmp_train"
+        ):  # which has its version, and loads some folders when they are asked for
+            assert all(isinstance(node, kinds) for node in tree.body), path
+
+
+def test_no_name_of_a_face_hides_a_module() -> None:
+    for module, path in FACES.items():
+        if module == "jmp_train":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    full = f"{module}.{alias.asname or alias.name}"
+                    assert full not in SOURCES or f"{node.module}.{alias.name}" == full, full
+
+
+def test_the_library_does_not_import_the_application() -> None:
+    for module, path in SOURCES.items():
+        if module.startswith(APPLICATION) or module == "jmp_train.__main__":
+            continue
+        found = [name for name in imported_modules(path) if name.startswith(APPLICATION)]
+        assert not found, path
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports within functions count too."""
+    uses = {module: imported_modules(path) for module, path in SOURCES.items()}
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join((*way, module))
+        if module not in done:
+            for used in uses[module]:
+                visit(used, (*way, module))
+            done.add(module)
+
+    for module in uses:
+        visit(module, ())
 
 
 def test_importing_is_light_and_starts_no_backend() -> None:

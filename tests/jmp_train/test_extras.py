@@ -13,12 +13,12 @@ import pytest
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.display import LiveDisplay
-from jmp_train.graph_loading import neighbor_batches
-from jmp_train.image_folder import centre_crops
-from jmp_train.loading import array_batches
-from jmp_train.report import print_table, write_report
-from jmp_train.run_log import RunLog
+from jmp_train.data.batches import array_batches
+from jmp_train.data.graph_loading import neighbor_batches
+from jmp_train.data.image_folder import center_crops
+from jmp_train.reports.display import LiveDisplay
+from jmp_train.reports.tables import print_table, write_report
+from jmp_train.runs.run_log import RunLog
 from jmp_train.tasks import load_task
 
 ROOT = Path(jt.__file__).parents[1]
@@ -39,10 +39,10 @@ CALLS: dict[str, list[Callable[[Path], Any]]] = {
         lambda folder: jt.load_weights(__file__, {"w": jnp.ones(2)}),
     ],
     "matplotlib": [lambda folder: write_report(folder, "digits", [], [])],
-    "rich": [lambda folder: print_table([]), lambda folder: LiveDisplay(sys.stdout, ["a"], 1)],
+    "rich": [lambda folder: print_table([]), lambda folder: LiveDisplay(sys.stdout, ["a"])],
     "sklearn": [lambda folder: load_task("digits")],
     "networkx": [lambda folder: load_task("karate")],
-    "PIL": [lambda folder: centre_crops([__file__], 32)],
+    "PIL": [lambda folder: center_crops([__file__], 32)],
     "tensorboardX": [lambda folder: RunLog(folder / "log")],
 }
 

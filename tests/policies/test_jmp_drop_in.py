@@ -230,7 +230,7 @@ def test_placeholders_for_leaves_are_kept() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.1, 1.001, 1.7])
-def test_a_factor_that_is_no_float32_number_gives_jmps_scales(factor: float) -> None:
+def test_a_factor_that_is_not_a_float32_number_gives_jmps_scales(factor: float) -> None:
     args: Any = (jnp.float32(1000.0), jnp.int32(0), 1, factor)
     ours, theirs = jt.DynamicLossScale(*args), jmp.DynamicLossScale(*args)
     for finite in [True] * 40 + [False, True] * 10:

@@ -35,7 +35,7 @@ def value_of(state: dict[str, Any]) -> float:
 
 
 def stop_at(number: int, directory: str) -> None:
-    """Has this process stop before its nth change of something in a directory, not counting what lies deeper."""
+    """Has this process stop before its nth change of something in a directory, not counting what is deeper."""
     count = 0
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:
@@ -91,9 +91,9 @@ def train(directory: str, log: str, seed: str) -> None:
 
 def note(log: str, value: float) -> None:
     """Writes down which value is saved for certain."""
-    beside = Path(f"{log}.new")
-    beside.write_text(str(value))
-    beside.rename(log)
+    temporary = Path(f"{log}.new")
+    temporary.write_text(str(value))
+    temporary.rename(log)
 
 
 def start(task: Callable[..., None], *arguments: Any) -> int:

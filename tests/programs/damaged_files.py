@@ -1,4 +1,4 @@
-"""Reads damaged pictures and arrays under limits: `damaged_files.py FOLDER SEED COUNT`.
+"""Reads damaged images and arrays under limits: `damaged_files.py FOLDER SEED COUNT`.
 
 Prints JSON: how many files gave an array and how many an error that names them, what else happened, and how much
 memory and time a file took. A file that caused something else, or that is never done, is left in the folder.
@@ -26,9 +26,9 @@ import numpy as np
 from helpers import cifar_bytes, idx_bytes, memory_limited_to
 from PIL import Image
 
-from jmp_train.cifar import read_batch
-from jmp_train.idx import read_idx
-from jmp_train.image_folder import centre_crops, random_crops
+from jmp_train.data.cifar import read_cifar10_batch
+from jmp_train.data.idx import read_idx
+from jmp_train.data.image_folder import center_crops, random_crops
 
 SIZE, MAX_PIXELS, MAX_BYTES = 16, 2_000_000, 2**24
 MEMORY, SECONDS = 2**29, 60  # that reading a file may take
@@ -166,7 +166,7 @@ def valid_files(random: np.random.Generator) -> dict[str, tuple[Reader, bytes]]:
         "rows.bin": (_read_rows, rows),
     }
     for name, content in valid_images(random).items():
-        files[f"centre_{name}"] = (_read_centre, content)
+        files[f"center_{name}"] = (_read_center, content)
         files[f"random_{name}"] = (_read_random, content)
     return files
 
@@ -210,7 +210,8 @@ def valid_images(random: np.random.Generator) -> dict[str, bytes]:
         "bits.bmp": saved(rgb.convert("1"), "BMP"),
         "runs.bmp": _run_length_bmp(),
         "rgb.ppm": saved(rgb, "PPM"),
-        "narrow.ppm": b"P6\n# few levels\n8 6\n100\n" + bytes(np.arange(144, dtype=np.uint8) % 101),
+        "few_levels.ppm": b"P6\n# few levels\n8 6\n100\n"
+        + bytes(np.arange(144, dtype=np.uint8) % 101),
         "text.ppm": b"P3\n8 6\n# in words\n255\n" + b" ".join(b"%d" % n for n in range(144)),
         "bits.ppm": saved(rgb.convert("1"), "PPM"),
         "deep.pgm": saved(deep, "PPM"),
@@ -246,13 +247,13 @@ def _read_labels(path: Path) -> tuple[np.ndarray, bool]:
 
 
 def _read_rows(path: Path) -> tuple[np.ndarray, bool]:
-    batch = read_batch(path, max_bytes=MAX_BYTES)
+    batch = read_cifar10_batch(path, max_bytes=MAX_BYTES)
     count = len(batch["label"])
     return batch["image"], count > 0 and batch["image"].shape == (count, 32, 32, 3)
 
 
-def _read_centre(path: Path) -> tuple[np.ndarray, bool]:
-    array = centre_crops([str(path)], SIZE, max_pixels=MAX_PIXELS)
+def _read_center(path: Path) -> tuple[np.ndarray, bool]:
+    array = center_crops([str(path)], SIZE, max_pixels=MAX_PIXELS)
     return array, array.shape == (1, SIZE, SIZE, 3)
 
 

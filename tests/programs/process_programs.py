@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.loading import array_batches
+from jmp_train.data.batches import array_batches
 
 BATCH, STEPS = 64, 20
 
@@ -107,7 +107,7 @@ def overflow(mesh: Mesh, sharding: NamedSharding) -> None:
 
 
 def naive_mode(mesh: Mesh, sharding: NamedSharding) -> None:
-    """Trains in half precision with masters; what is logged comes from the first process alone."""
+    """Trains in half precision with master weights; what is logged comes from the first process alone."""
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
     amp = jt.amp_mode("naive", initial_scale=2.0**8, hysteresis=1, verbose=True)
     plain, state = make_step("float32")
@@ -125,9 +125,11 @@ def naive_mode(mesh: Mesh, sharding: NamedSharding) -> None:
         state, metrics = run(state, batch)
         amp.log(metrics)
     jt.distributed.check_agreement(state)
-    masters = jt.get_master_weights(state.opt_state)
-    equal = jax.tree.map(lambda x, m: bool((x == m.astype(x.dtype)).all()), state.params, masters)
-    print("masters", sorted(equal.items()), int(metrics["skipped_steps"]))
+    master_weights = jt.get_master_weights(state.opt_state)
+    equal = jax.tree.map(
+        lambda x, m: bool((x == m.astype(x.dtype)).all()), state.params, master_weights
+    )
+    print("master_weights", sorted(equal.items()), int(metrics["skipped_steps"]))
 
 
 def graphs_of_their_own(mesh: Mesh, sharding: NamedSharding) -> None:
@@ -180,7 +182,7 @@ def differ() -> None:
     except ValueError as error:
         print(f"broadcast: {error}".replace("\n", " |"))
     send_all_kinds()
-    save_replicated_and_cut_weights()
+    save_replicated_and_sharded_weights()
     jt.distributed.check_agreement(seed=int(odd))  # the end
 
 
@@ -204,24 +206,24 @@ def send_all_kinds() -> None:
     assert (jax.random.key_data(got["key"]) == jax.random.key_data(sent["key"])).all()
 
 
-def save_replicated_and_cut_weights() -> None:
-    """Saves and loads what all processes have, and shows what is said of an array cut over them."""
+def save_replicated_and_sharded_weights() -> None:
+    """Saves and loads what all processes have, and shows what is said of an array sharded over them."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     x = np.arange(2.0 * jax.device_count(), dtype=np.float32)
-    replicated, cut = (
+    replicated, sharded = (
         jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes))) for axes in ((), ("data",))
     )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "weights.safetensors")
         jt.save_weights(file, {"w": replicated})
-        (got,) = jt.load_weights(file, {"w": cut}).values()
+        (got,) = jt.load_weights(file, {"w": sharded}).values()
         print(
             "loaded",
-            got.sharding == cut.sharding,
-            np.array_equal(got.addressable_data(0), cut.addressable_data(0)),
+            got.sharding == sharded.sharding,
+            np.array_equal(got.addressable_data(0), sharded.addressable_data(0)),
         )
         try:
-            jt.save_weights(file, {"w": cut})
+            jt.save_weights(file, {"w": sharded})
         except ValueError as error:
             print(f"save: {error}".replace("\n", " |"))
 
@@ -288,7 +290,7 @@ def damage(directory: str) -> None:
     names = sorted(x for x in (folder / "whole" / "step_00000002").rglob("*") if x.is_file())
     generator = random.Random(0)
     for name in names:
-        for kind in ("deleted", "cut", "emptied", *["flipped"] * 17):
+        for kind in ("deleted", "truncated", "emptied", *["flipped"] * 17):
             copy = folder / str(cases)
             if jt.distributed.is_main_process():
                 shutil.copytree(folder / "whole", copy)
@@ -323,14 +325,14 @@ def check_restored(found: tuple[int, Any], step: int, mesh: Mesh) -> None:
 
 
 def damage_file(path: Path, kind: str, generator: random.Random) -> None:
-    """Deletes a file, cuts it to half, empties it, or flips one of its bits."""
+    """Deletes a file, truncates it to half, empties it, or flips one of its bits."""
     data = bytearray(path.read_bytes())
     if kind == "deleted":
         path.unlink()
         return
     if kind == "flipped":
         data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
-    path.write_bytes({"cut": data[: len(data) // 2], "emptied": b""}.get(kind, bytes(data)))
+    path.write_bytes({"truncated": data[: len(data) // 2], "emptied": b""}.get(kind, bytes(data)))
 
 
 if __name__ == "__main__":

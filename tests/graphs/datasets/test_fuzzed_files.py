@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).resolve().parents[1] / "fuzzed_graph_files.py"
+PROGRAM = Path(__file__).resolve().parents[2] / "fuzzed_graph_files.py"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process takes is read from /proc")

@@ -17,7 +17,7 @@ import scipy.sparse
 from planetoid_files import pickled, pickled_matrix, write_planetoid
 
 from jmp_train.graphs import read_ogb, read_planetoid, read_reddit
-from jmp_train.graphs.file_limits import most_bytes
+from jmp_train.graphs.datasets.file_limits import most_bytes
 
 LITTLE = 2**26  # bytes: what refusing may take
 HOLES = 2**40  # bytes of a file that has none on the disk
@@ -86,7 +86,7 @@ def refused(folder: Path, **options: Any) -> str:
     return message.removeprefix(f"{folder}/")
 
 
-def test_planetoids_matrices_wider_than_their_file(folders: dict[str, Path]) -> None:
+def test_planetoids_matrices_larger_than_their_file(folders: dict[str, Path]) -> None:
     """8,000 nodes of 65,536 features would take 2 GB; the files have 0.1 MB."""
     folder, nodes, width = folders["planetoid"], 8_000, 2**16
     known, one = nodes - 4, np.ones(1, np.int8)
@@ -116,14 +116,18 @@ def test_planetoids_matrices_wider_than_their_file(folders: dict[str, Path]) -> 
         (
             "graph",
             b"\x80\x02" + b"]" * 200_000 + b".",
-            "is no pickle of Python 2, or a damaged one: more",
+            "is not a pickle of Python 2, or a damaged one: more",
         ),
         (
             "x",
             b"\x80\x02T\xff\xff\xff\x7f",
-            "is no pickle of Python 2, or a damaged one: expected 21474",
+            "is not a pickle of Python 2, or a damaged one: expected 21474",
         ),
-        ("y", b"\x80\x02I" + b"9" * 10**6 + b"\n.", "is no pickle of Python 2, or a damaged one: "),
+        (
+            "y",
+            b"\x80\x02I" + b"9" * 10**6 + b"\n.",
+            "is not a pickle of Python 2, or a damaged one: ",
+        ),
     ],
 )
 def test_planetoids_files_that_claim_much(
@@ -144,7 +148,7 @@ def test_planetoids_files_that_claim_much(
         ("ind.cora.test.index", "has more than 13312 bytes for 12 nodes"),
         ("raw/node-feat.csv", "has a line of more than 2097152 bytes"),
         ("raw/num-node-list.csv", "has a line of more than 2097152 bytes"),
-        ("reddit_graph.npz", "is no npz file, or an incomplete one"),
+        ("reddit_graph.npz", "is not an npz file, or an incomplete one"),
     ],
 )
 def test_files_of_holes(folders: dict[str, Path], name: str, message: str) -> None:
@@ -214,7 +218,9 @@ def test_a_gzip_file_of_several_members(folders: dict[str, Path]) -> None:
     path.write_bytes(b"".join(parts) + b"\0" * 2**18)
     assert read_ogb(folders["ogb"]).features.tolist() == [[0.5, 1], [1, 2], [2, 4]]
     path.write_bytes(b"".join(parts) + b"more")
-    assert refused(folders["ogb"]).startswith("raw/node-feat.csv.gz is no gzip file, or a damaged ")
+    assert refused(folders["ogb"]).startswith(
+        "raw/node-feat.csv.gz is not a gzip file, or a damaged "
+    )
 
 
 @pytest.mark.parametrize(
@@ -286,9 +292,9 @@ READ = "'feature' cannot be read: "
         ),
         (npy("(" + "9" * 10**5 + ",)"), READ + "EOF: reading array header, expected "),
         (npy("(" + "9" * 5000 + ",)"), READ),
-        (npy("(" + "4294967296, " * 9 + ")"), READ + "its header has a shape that is none"),
-        (npy("(-1, 602)"), READ + "its header has a shape that is none"),
-        (npy("(18446744073709551616,)"), READ + "its header has a shape that is none"),
+        (npy("(" + "4294967296, " * 9 + ")"), READ + "its header has an invalid shape"),
+        (npy("(-1, 602)"), READ + "its header has an invalid shape"),
+        (npy("(18446744073709551616,)"), READ + "its header has an invalid shape"),
         (
             npy("(1,)", "'|V2147483647'"),
             "'feature' of shape (1,) would take 2147483647 bytes, more than",

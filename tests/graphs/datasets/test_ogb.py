@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jmp_train.graphs import csv_tables, read_ogb
-from jmp_train.graphs.csv_tables import read_csv_table
+from jmp_train.graphs import read_ogb
+from jmp_train.graphs.datasets import csv_tables
+from jmp_train.graphs.datasets.csv_tables import read_csv_table
 
 EDGES = [[0, 1], [4, 2], [2, 2], [1, 0]]
 FILES = {
@@ -105,7 +106,7 @@ def test_missing_files_are_named_with_their_address(folder: Path) -> None:
     address = "OGB's data sets are public in https://ogb.stanford.edu/docs/nodeprop"
     (folder / "split/time/valid.csv.gz").unlink()
     message = fault(folder, FileNotFoundError)
-    assert message == f"split/time lacks valid.csv.gz; {address}"
+    assert message == f"data_dir {folder}/split/time lacks valid.csv.gz or valid.csv; {address}"
     for part in ("train", "test"):
         (folder / f"split/time/{part}.csv.gz").unlink()
     (folder / "split/time").rmdir()
@@ -113,8 +114,9 @@ def test_missing_files_are_named_with_their_address(folder: Path) -> None:
     (folder / "raw/edge.csv.gz").unlink()
     (folder / "raw/node-feat.csv.gz").unlink()
     message = fault(folder, FileNotFoundError)
-    assert message == f"raw lacks edge.csv.gz, node-feat.csv.gz; {address}"
-    with pytest.raises(FileNotFoundError, match=r"nowhere/raw lacks edge.csv.gz, num-node-list"):
+    names = "edge.csv.gz or edge.csv, node-feat.csv.gz or node-feat.csv"
+    assert message == f"data_dir {folder}/raw lacks {names}; {address}"
+    with pytest.raises(FileNotFoundError, match="nowhere/raw is not a folder; OGB's data sets are"):
         read_ogb(folder / "nowhere")
 
 
@@ -175,17 +177,19 @@ def test_faults_are_named(folder: Path, name: str, text: str, message: str) -> N
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_cut_files_are_named(folder: Path, name: str) -> None:
+def test_truncated_files_are_named(folder: Path, name: str) -> None:
     path = folder / f"{name}.csv.gz"
     content = path.read_bytes()
     for length in (1, 5, 10, len(content) // 2, len(content) - 8, len(content) - 1):
         path.write_bytes(content[:length])
-        assert fault(folder).startswith(f"{name}.csv.gz is no gzip file, or a damaged one: ")
+        assert fault(folder).startswith(f"{name}.csv.gz is not a gzip file, or a damaged one: ")
     path.write_bytes(b"")  # which gzip reads as nothing
     if name != "split/time/valid":
         assert fault(folder).startswith(f"{name}.csv.gz ")
     path.write_bytes(FILES[name].encode())
-    assert fault(folder).startswith(f"{name}.csv.gz is no gzip file, or a damaged one: Not a gzip")
+    assert fault(folder).startswith(
+        f"{name}.csv.gz is not a gzip file, or a damaged one: Not a gzip"
+    )
 
 
 @settings(max_examples=150, deadline=None)

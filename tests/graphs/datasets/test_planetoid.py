@@ -14,7 +14,7 @@ from planetoid_files import pickled, pickled_matrix, write_planetoid
 
 from jmp_train.graphs import NodeData, read_planetoid
 
-REAL = Path(__file__).resolve().parents[3] / "shared/data/planetoid"
+REAL = Path(__file__).resolve().parents[4] / "shared/data/planetoid"
 
 # 12 nodes, 3 classes: 0 to 2 to train on, 7 and 9 to 11 to test on; 8 is in neither allx nor tx.
 LABELS = np.array([0, 1, 2, 0, 1, 2, 0, 1, 0, 2, 0, 1])
@@ -165,7 +165,7 @@ def test_missing_files_are_named_with_their_address(folder: Path) -> None:
         read_planetoid(folder, "citeseer")
     names = "ind.citeseer.tx, ind.citeseer.test.index"
     assert str(caught.value) == f"data_dir {folder} lacks {names}; {address}"
-    with pytest.raises(FileNotFoundError, match="nowhere is no folder; Planetoid's files are"):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a folder; Planetoid's files are"):
         read_planetoid(folder / "nowhere")
     with pytest.raises(ValueError, match="name='Cora' must be one of 'cora', 'citeseer', 'pubmed'"):
         read_planetoid(folder, "Cora")
@@ -275,7 +275,7 @@ FLOATS = [1.0, 2.0]
         ((3, 5), [1, 1, 1, 2], [0, 1], FLOATS, "the rows of a sparse matrix do not divide its 2 val"),
         ((3, 5), [0, 1, 1, 2], [0, 5], FLOATS, "a column of a sparse matrix is not among its 5"),
         ((3, 5), [0, 1, 1, 2], [-1, 1], FLOATS, "a column of a sparse matrix is not among its 5"),
-        ((3, 5), [0, 1, 1, 2], [0.0, 1.0], FLOATS, "the indices of a sparse matrix are no integers"),
+        ((3, 5), [0, 1, 1, 2], [0.0, 1.0], FLOATS, "the indices of a sparse matrix are not integers"),
         ((3, 5), [0, 1, 1, 2], [0, 1], [1.0, np.nan], "a number of an array is not finite"),
         ((3, -5), [0, 1, 1, 2], [0, 1], FLOATS, "the shape of an array is not of one or two numbers"),
     ],
@@ -285,7 +285,7 @@ def test_matrices_that_are_none(
 ) -> None:
     arrays = map(np.asarray, (indptr, indices, data))
     (folder / "ind.citeseer.x").write_bytes(pickled_matrix(shape, *arrays))
-    assert fault(folder).startswith(f"x is no pickle of Python 2, or a damaged one: {message}")
+    assert fault(folder).startswith(f"x is not a pickle of Python 2, or a damaged one: {message}")
 
 
 def csr(array: Any) -> Any:
@@ -308,14 +308,14 @@ def csr(array: Any) -> Any:
         ("ally", np.full((7, 3), 0.5), "ally: row 0 is not one-hot"),
         ("y", np.array([0, 1, 2]), "y holds no array of labels [rows, classes]"),
         ("y", csr(np.eye(3)), "y holds no array of labels [rows, classes]"),
-        ("graph", np.eye(3), "graph holds no dictionary of the nodes' neighbours"),
-        ("graph", {}, "graph holds no dictionary of the nodes' neighbours"),
+        ("graph", np.eye(3), "graph holds no dictionary of the nodes' neighbors"),
+        ("graph", {}, "graph holds no dictionary of the nodes' neighbors"),
         ("graph", {0: [], 2: []}, "graph has 2 nodes, but none that is numbered 1"),
         ("graph", {0: [], "x": []}, "graph has 2 nodes, but none that is numbered 1"),
-        ("graph", {0: [], 1: [2]}, "graph: the neighbours of node 1 are no list of numbers from 0 to 1"),
-        ("graph", {0: [], 1: [-1]}, "graph: the neighbours of node 1 are no list of numbers from 0"),
-        ("graph", {0: [[]], 1: []}, "graph: the neighbours of node 0 are no list of numbers from 0"),
-        ("graph", {0: 1, 1: []}, "graph: the neighbours of node 0 are no list of numbers from 0 to 1"),
+        ("graph", {0: [], 1: [2]}, "graph: the neighbors of node 1 are not a list of numbers from 0 to 1"),
+        ("graph", {0: [], 1: [-1]}, "graph: the neighbors of node 1 are not a list of numbers from 0"),
+        ("graph", {0: [[]], 1: []}, "graph: the neighbors of node 0 are not a list of numbers from 0"),
+        ("graph", {0: 1, 1: []}, "graph: the neighbors of node 0 are not a list of numbers from 0 to 1"),
         ("graph", {n: [] for n in range(10)}, "test.index has '10' at row 0, where 7 to 9 are right"),
     ],
 )  # fmt: skip
@@ -329,7 +329,7 @@ def test_lists_in_common_are_refused(folder: Path) -> None:
     first = b"K\x00](K\x01K\x02eq\x01"
     rest = b"".join(b"K" + bytes([node]) + b"h\x01" for node in range(1, 12))
     (folder / "ind.citeseer.graph").write_bytes(b"\x80\x02}(" + first + rest + b"u.")
-    assert fault(folder) == "graph: several nodes have one list of neighbours in common"
+    assert fault(folder) == "graph: several nodes have one list of neighbors in common"
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_more_rows_for_training_than_there_are(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_cut_files_are_named(folder: Path, suffix: str) -> None:
+def test_truncated_files_are_named(folder: Path, suffix: str) -> None:
     path = folder / f"ind.citeseer.{suffix}"
     content = path.read_bytes()
     last = len(content) - (2 if suffix == "test.index" else 1)  # whose last line may lack its end

@@ -70,9 +70,9 @@ def test_missing_files_are_named_with_their_address(folder: Path) -> None:
     assert message == f"data_dir {folder} lacks reddit_data.npz; {address}"
     (folder / "reddit_graph.npz").unlink()
     message = fault(folder, FileNotFoundError)
-    names = "reddit_graph.npz or reddit_self_loop_graph.npz and reddit_data.npz"
+    names = "reddit_graph.npz or reddit_self_loop_graph.npz, reddit_data.npz"
     assert message == f"data_dir {folder} lacks {names}; {address}"
-    with pytest.raises(FileNotFoundError, match="nowhere is no folder; Reddit's two files are"):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a folder; Reddit's two files are"):
         read_reddit(folder / "nowhere")
 
 
@@ -81,7 +81,7 @@ def test_damaged_files_are_named(folder: Path, name: str) -> None:
     content = (folder / name).read_bytes()
     for damaged in (content[: len(content) // 2], b"", b"<html>no such file</html>"):
         (folder / name).write_bytes(damaged)
-        assert fault(folder) == f"{name} is no npz file, or an incomplete one"
+        assert fault(folder) == f"{name} is not an npz file, or an incomplete one"
     # A byte of an array is another one: the zip's check sum is wrong.
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         wrong = "col.npy" if name == "reddit_graph.npz" else "label.npy"

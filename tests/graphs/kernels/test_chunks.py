@@ -1,4 +1,4 @@
-"""What is streamed equals what XLA does with whole arrays of edges, and goes where that goes."""
+"""What is chunked equals what XLA does with whole arrays of edges, and goes where that goes."""
 
 import functools
 from typing import Any
@@ -11,8 +11,9 @@ from helpers import compiled_vjp
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.graphs import fn, streaming
-from jmp_train.graphs.implementations import IMPLEMENTATIONS, chosen_implementation
+from jmp_train.graphs import fn
+from jmp_train.graphs.kernels import chunks
+from jmp_train.graphs.kernels.implementations import IMPLEMENTATIONS, EdgeOperation
 
 NODES, EDGES, HEADS, WIDTH = 30, 900, 2, 5
 DROPPED = {"dropout_rate": 0.4, "dropout_key": jax.random.key(1), "negative_slope": 0.3}
@@ -21,7 +22,7 @@ DROPPED = {"dropout_rate": 0.4, "dropout_key": jax.random.key(1), "negative_slop
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a few blocks, the last of which overlaps with the one before."""
-    monkeypatch.setattr(streaming, "CPU_NUMBERS", 1_000)
+    monkeypatch.setattr(chunks, "CPU_ELEMENTS", 1_000)
 
 
 def graph_with_hub(formats: tuple[str, ...] = ("coo", "csr")) -> graphs.Graph:
@@ -86,7 +87,7 @@ def cases() -> dict[str, tuple[Any, list[tuple[int, ...] | None]]]:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_streaming_equals_xla_in_float64(name: str) -> None:
+def test_chunked_equals_xla_in_float64(name: str) -> None:
     function, shapes = cases()[name]
     graph = graph_with_hub()
     with jax.enable_x64(True):
@@ -109,14 +110,14 @@ def test_streaming_equals_xla_in_float64(name: str) -> None:
         "dot",
     ],
 )
-def test_streaming_under_vmap_and_differentiated_twice(name: str) -> None:
+def test_chunked_under_vmap_and_differentiated_twice(name: str) -> None:
     function, shapes = cases()[name]
     graph = graph_with_hub()
     with jax.enable_x64(True):
         first, *others = [None if s is None else normal(i, *s) for i, s in enumerate(shapes)]
         assert first is not None
 
-        def run(x: jax.Array, implementation: str = "streaming") -> jax.Array:
+        def run(x: jax.Array, implementation: str = "chunked") -> jax.Array:
             return function(graph, x, *others, implementation=implementation)
 
         def twice(x: jax.Array, implementation: str) -> jax.Array:
@@ -134,7 +135,7 @@ def test_infinities_stay_where_they_are() -> None:
         [0, 1, 2], [1, 1, 2], 3, nodes={"h": jnp.array([[jnp.inf], [1], [2]])}
     )
     found = graphs.update_all(
-        graph, fn.copy_u("h", "m"), fn.sum("m", "x"), implementation="streaming"
+        graph, fn.copy_u("h", "m"), fn.sum("m", "x"), implementation="chunked"
     )
     assert found.nodes["x"].ravel().tolist() == [0, jnp.inf, 2]
 
@@ -143,7 +144,7 @@ def test_without_edges_and_without_nodes() -> None:
     for count in (0, 3):
         graph = graphs.from_edges([], [], count)
         z, end = jnp.ones((count, 2, 4), jnp.float16), jnp.ones((count, 2))
-        run = functools.partial(graphs.gat_attention, graph, implementation="streaming")
+        run = functools.partial(graphs.gat_attention, graph, implementation="chunked")
         result, pullback = jax.vjp(run, z, end, end)
         assert result.tolist() == jnp.zeros((count, 2, 4)).tolist()
         assert all(not x.any() for x in pullback(result))
@@ -176,7 +177,7 @@ def test_no_receivers() -> None:
 
     def passed(h: jax.Array, w: jax.Array) -> jax.Array:
         whole = graph.with_nodes("a", h=h).with_edges(kind, w=w)
-        return graphs.update_all(whole, message, reduce, implementation="streaming").nodes["b"]["x"]
+        return graphs.update_all(whole, message, reduce, implementation="chunked").nodes["b"]["x"]
 
     result, pullback = jax.vjp(passed, jnp.ones((3, 2)), jnp.ones((0, 1)))
     assert result.shape == (0, 2)
@@ -186,7 +187,7 @@ def test_no_receivers() -> None:
 def test_attention_saves_inputs_and_two_numbers_for_each_node_and_head() -> None:
     graph = graph_with_hub()
     z, end = (normal(i, *s) for i, s in enumerate([(NODES, HEADS, WIDTH), (NODES, HEADS)]))
-    run = functools.partial(graphs.gat_attention, graph, implementation="streaming")
+    run = functools.partial(graphs.gat_attention, graph, implementation="chunked")
 
     def saved(function: Any) -> list[tuple[str, tuple[int, ...]]]:
         _, pullback = jax.vjp(function, z.astype("float16"), end, end)
@@ -205,7 +206,7 @@ def test_autocast_gives_what_half_features_give() -> None:
     graph = graph_with_hub()
     z, end = (normal(i, *s) for i, s in enumerate([(NODES, HEADS, WIDTH), (NODES, HEADS)]))
     eye, half = jnp.eye(WIDTH), z.astype("float16")
-    run = functools.partial(graphs.gat_attention, graph, implementation="streaming")
+    run = functools.partial(graphs.gat_attention, graph, implementation="chunked")
     found = jt.autocast(lambda z: run(z @ eye, end, end))(z)
     assert found.dtype == "float16"
     np.testing.assert_array_equal(found, run(half, end, end))
@@ -231,21 +232,27 @@ def test_dropped_edges_are_the_same_in_all_implementations_and_by_node_pairs_too
 
 def test_which_implementation_is_chosen() -> None:
     graph = graph_with_hub()
-    connections, coo = graph.connections, graph_with_hub(("coo",)).connections
-    assert chosen_implementation(None, connections, 10) == "xla"
-    assert chosen_implementation(None, connections, 2**20) == "streaming"
-    assert chosen_implementation(None, coo, 2**20) == "xla"
-    assert chosen_implementation(None, graph_with_hub(("csr",)).connections, 1) == "streaming"
+    adjacency, coo = graph.connections, graph_with_hub(("coo",)).connections
+    operation = EdgeOperation({}, elements_per_edge=lambda elements: elements)
+    assert operation.choose(None, adjacency, 10) == "xla"
+    assert operation.choose(None, adjacency, 2**20) == "chunked"
+    assert operation.choose(None, adjacency, None) == "xla"
+    assert operation.choose(None, coo, 2**20) == "xla"
+    assert operation.choose(None, graph_with_hub(("csr",)).connections, 1) == "chunked"
     z, end = jnp.ones((NODES, 1, 1)), jnp.zeros((NODES, 1))
-    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of 'xla', 'st"):
+    with pytest.raises(
+        ValueError, match="implementation='cuda' must be None or one of 'xla', 'chunked'"
+    ):
         graphs.gat_attention(graph, z, end, end, implementation="cuda")
     with pytest.raises(
         ValueError, match=r'needs sorted edges: make the graph with formats=\("coo"'
     ):
-        graphs.gat_attention(graph_with_hub(("coo",)), z, end, end, implementation="streaming")
+        graphs.gat_attention(graph_with_hub(("coo",)), z, end, end, implementation="chunked")
     whole = graph.with_nodes(h=z[:, 0])
-    with pytest.raises(ValueError, match="and makes u_dot_v of floats; this is u_sub_v of other"):
-        graphs.apply_edges(whole, fn.u_sub_v("h", "h", "m"), implementation="streaming")
+    with pytest.raises(ValueError, match='"chunked" makes u_dot_v of floats of one shape'):
+        graphs.apply_edges(whole, fn.u_sub_v("h", "h", "m"), implementation="chunked")
+    with pytest.raises(ValueError, match="by sum or mean; these are other messages, or reduced"):
+        graphs.update_all(whole, fn.copy_u("h", "m"), fn.max("m", "x"), implementation="chunked")
 
 
 def test_padding_edges_count_nowhere() -> None:
@@ -254,8 +261,8 @@ def test_padding_edges_count_nowhere() -> None:
     z, end = (normal(i, *s) for i, s in enumerate([(NODES + 3, 2, WIDTH), (NODES + 3, 2)]))
     w = normal(5, EDGES + 50)
     functions = (
-        functools.partial(gat, implementation="streaming", **DROPPED),
-        functools.partial(weighted, reduce=fn.mean, implementation="streaming"),
+        functools.partial(gat, implementation="chunked", **DROPPED),
+        functools.partial(weighted, reduce=fn.mean, implementation="chunked"),
     )
     for function, arrays in zip(functions, [(z, end, end, w), (z, w)], strict=True):
         result, grads = compiled_vjp(functools.partial(function, padded), jnp.ones_like(z), *arrays)
@@ -267,4 +274,4 @@ def test_padding_edges_count_nowhere() -> None:
         for found, grad in zip(grads, wanted_grads, strict=True):
             np.testing.assert_allclose(found[: len(grad)], grad, rtol=1e-5, atol=1e-5)
             assert not found[len(grad) :].any()
-    assert not dot(padded, z, z, implementation="streaming")[EDGES:].any()
+    assert not dot(padded, z, z, implementation="chunked")[EDGES:].any()

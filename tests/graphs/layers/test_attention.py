@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import jmp_train as jt
 from jmp_train import graphs
 from jmp_train.graphs import fn
-from jmp_train.graphs.implementations import IMPLEMENTATIONS
+from jmp_train.graphs.kernels.implementations import IMPLEMENTATIONS
 
 NODES = 20
 
@@ -65,8 +65,8 @@ def test_edge_softmax_is_exact_and_so_is_its_gradient(
     weights, (grad,) = compiled_vjp(run, cotangent, logits)
     assert weights.dtype == grad.dtype == half
     with jax.enable_x64(True):
-        wide, g = in_float64((logits, cotangent))
-        exact, (exact_grad,) = compiled_vjp(lambda x: exact_softmax(x, ids), g, wide)
+        exact_inputs, g = in_float64((logits, cotangent))
+        exact, (exact_grad,) = compiled_vjp(lambda x: exact_softmax(x, ids), g, exact_inputs)
         sizes = exact * (jnp.abs(g) + jax.ops.segment_sum(exact * jnp.abs(g), ids, NODES)[ids])
     assert_within(weights, exact, half, exact, 2)
     assert_within(grad, exact_grad, half, sizes, 2)
@@ -88,16 +88,16 @@ def test_gat_attention_is_exact_and_so_is_its_gradient(
     result, grads = compiled_vjp(run, cotangent, features, left, right)
     assert result.dtype == half and all(grad.dtype == half for grad in grads)
     with jax.enable_x64(True):
-        wide, (g,) = in_float64((features, left, right)), in_float64((cotangent,))
+        exact_inputs, (g,) = in_float64((features, left, right)), in_float64((cotangent,))
         attention = functools.partial(exact_attention, ends)
-        exact, exact_grads = compiled_vjp(attention, g, *wide)
-        magnitudes = (jnp.abs(wide[0]), *wide[1:])
+        exact, exact_grads = compiled_vjp(attention, g, *exact_inputs)
+        magnitudes = (jnp.abs(exact_inputs[0]), *exact_inputs[1:])
         sizes, (feature_sizes, *_) = compiled_vjp(attention, jnp.abs(g), *magnitudes)
         # A logit's gradient is its weight times a difference of two sums over the width.
         per_edge = exact_softmax(
-            jax.nn.leaky_relu(wide[1][ends[0]] + wide[2][ends[1]], 0.2), ends[1]
+            jax.nn.leaky_relu(exact_inputs[1][ends[0]] + exact_inputs[2][ends[1]], 0.2), ends[1]
         )
-        product = jnp.abs(g)[ends[1]] * (jnp.abs(wide[0])[ends[0]] + sizes[ends[1]])
+        product = jnp.abs(g)[ends[1]] * (jnp.abs(exact_inputs[0])[ends[0]] + sizes[ends[1]])
         terms = per_edge * product.sum(-1)
         end_sizes = [jax.ops.segment_sum(terms, ids, NODES) for ids in ends]
     assert_within(result, exact, half, sizes, 2)
@@ -191,7 +191,7 @@ def test_wrong_arguments_are_named() -> None:
     z, end = jnp.ones((2, 1, 3)), jnp.ones((2, 1))
     with pytest.raises(ValueError, match="norm_by='in' must be 'dst' or 'src'"):
         graphs.edge_softmax(graph, jnp.ones(2), norm_by="in")
-    pair = (jnp.array([0]), jnp.array([1]))
+    pair: Any = (jnp.array([0]), jnp.array([1]))
     with pytest.raises(ValueError, match=r"edges must have one axis, got shape \(2, 1\)"):
         graphs.edge_softmax(graph, jnp.ones(1), pair)
     with pytest.raises(ValueError, match="logits must have 2 rows, one for each of the edges"):
@@ -207,7 +207,7 @@ def test_wrong_arguments_are_named() -> None:
         TypeError, match=r"graph must be a Graph, a Block or a jraph\.GraphsTuple, got Hetero"
     ):
         graphs.gat_attention(cast(Any, hetero), z, end, end)
-    with pytest.raises(ValueError, match=r"dropout_rate=1\.5 must lie in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"dropout_rate=1\.5 must be in \[0, 1\)"):
         graphs.gat_attention(graph, z, end, end, dropout_rate=1.5)
     with pytest.raises(ValueError, match=r"dropout_rate=0\.5 needs a random key"):
         graphs.gat_attention(graph, z, end, end, dropout_rate=0.5)

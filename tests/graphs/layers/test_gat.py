@@ -65,7 +65,7 @@ def test_logits_differ_by_less_than_half_can_tell(half: str, is_cast: bool) -> N
 
 @ways
 @halves
-def test_a_hub_of_equal_neighbours_has_their_features(half: str, is_cast: bool) -> None:
+def test_a_hub_of_equal_neighbors_has_their_features(half: str, is_cast: bool) -> None:
     count = 13_161
     graph = graphs.from_edges(range(1, count + 1), [0] * count, count + 1)
     x, eye, vector = np.ones((count + 1, 2)), np.eye(2), np.full((1, 2, 1), 0.3)
@@ -81,7 +81,7 @@ def test_a_hub_of_equal_neighbours_has_their_features(half: str, is_cast: bool) 
 
 
 def test_gat_is_static_where_gatv2_is_not() -> None:
-    """The order of the neighbours: the same for all receivers, or each its own."""
+    """The order of the neighbors: the same for all receivers, or each its own."""
     graph = graphs.from_edges([0, 1, 0, 1], [2, 2, 3, 3], 4)
     x = jnp.array([[1.0], [-1.0], [3.0], [-3.0]])
     one, vector = jnp.ones((1, 1)), jnp.ones((1, 1, 1))

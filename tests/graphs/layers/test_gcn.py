@@ -15,7 +15,7 @@ from jmp_train import graphs
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"])
 def test_nothing_overflows_before_it_is_divided(half: str, is_cast: bool) -> None:
-    """Ten neighbours of 10,000, whose sum float16 cannot hold."""
+    """Ten neighbors of 10,000, whose sum float16 cannot hold."""
     star = graphs.from_edges(range(1, 11), [0] * 10, 11)
     back = graphs.from_edges([0] * 10, range(1, 11), 11)
     x = jnp.full((11, 2), 1e4, half if is_cast else jnp.float32)
@@ -68,7 +68,7 @@ def test_the_product_comes_first_where_it_makes_features_narrower() -> None:
 
 @pytest.mark.parametrize("norm", ["both", "right", "left", "none"])
 def test_against_a_dense_adjacency(norm: str) -> None:
-    """As in Kipf's and Welling's paper, with loops and multiple edges."""
+    """As in Kipf's and Welling's paper, with self-loops and multiple edges."""
     random = np.random.default_rng(0)
     senders, receivers = random.integers(0, 8, (2, 40))
     senders, receivers = np.append(senders, np.arange(8)), np.append(receivers, np.arange(8))

@@ -12,7 +12,7 @@ from jmp_train import graphs
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"])
 def test_a_hub_is_rounded_once(half: str, is_cast: bool) -> None:
-    """13,161 neighbours of 1 and the node's own 30, one and a half times."""
+    """13,161 neighbors of 1 and the node's own 30, one and a half times."""
     count = 13_161
     graph = graphs.from_edges(range(1, count + 1), [0] * count, count + 1)
     x = jnp.ones(count + 1, half if is_cast else jnp.float32).at[0].set(30)
@@ -47,16 +47,16 @@ def test_the_gradient_of_eps_does_not_stagnate() -> None:
     assert float(gradient[0]) == float(jnp.asarray(count, jnp.bfloat16))
 
 
-def test_eps_is_a_parameter_only_if_it_is_learnt() -> None:
+def test_eps_is_a_parameter_only_if_it_is_learned() -> None:
     graph, x = graphs.from_edges([0], [1], 2), jnp.array([2.0, 3.0])
     fixed = graphs.GINConv(init_eps=0.5)
     assert not jax.tree.leaves(nnx.state(fixed))
-    learnt = graphs.GINConv(init_eps=0.5, learn_eps=True, param_dtype=jnp.bfloat16)
-    (eps,) = jax.tree.leaves(nnx.state(learnt, nnx.Param))
+    learned = graphs.GINConv(init_eps=0.5, learn_eps=True, param_dtype=jnp.bfloat16)
+    (eps,) = jax.tree.leaves(nnx.state(learned, nnx.Param))
     assert (eps.shape, eps.dtype) == ((1,), jnp.bfloat16)
-    for layer in (fixed, learnt):
+    for layer in (fixed, learned):
         assert layer(graph, x).tolist() == [3.0, 6.5]
-    gradient = nnx.grad(lambda layer: layer(graph, x).sum())(learnt)
+    gradient = nnx.grad(lambda layer: layer(graph, x).sum())(learned)
     assert gradient["eps"][...].tolist() == [5.0]
 
 

@@ -28,8 +28,8 @@ Call = Callable[[Any, jax.Array, Any], jax.Array]
 pytestmark = pytest.mark.slow  # all of them together; each layer has a file of its own too
 
 TYPICAL = [
-    "graph both widening, weighted",
-    "sage mean widening, weighted",
+    "graph both expanding, weighted",
+    "sage mean expanding, weighted",
     "sage gcn",
     "sage lstm, weighted",
     "gat residual, weighted",
@@ -65,14 +65,14 @@ def exact_results(name: str, dtype: str) -> Any:
     _, state = parameters(case.make(rngs=nnx.Rngs(0)))
     state = jax.tree.map(lambda a: a.astype(dtype).astype(jnp.float32), state)
     x, w = draw_inputs(case, count, edges, dtype)
-    p, wide_x, wide_w = in_float64(state), np.asarray(x, np.float64), weights_of(w, edges)
-    exact = case.exact(np, p, edges, wide_x, wide_w)
-    sizes = case.sizes(p, edges, wide_x, wide_w)
+    p, exact_x, exact_w = in_float64(state), np.asarray(x, np.float64), weights_of(w, edges)
+    exact = case.exact(np, p, edges, exact_x, exact_w)
+    sizes = case.sizes(p, edges, exact_x, exact_w)
     cotangent = np.random.default_rng(9).normal(size=exact.shape).astype(np.float32)
     gradients = None
     if name in (WITH_FLOAT32_GRADIENTS if dtype == "float32" else TYPICAL):
         with jax.enable_x64(True):
-            inputs = jax.tree.map(jnp.asarray, (p, wide_x, wide_w, cotangent.astype(np.float64)))
+            inputs = jax.tree.map(jnp.asarray, (p, exact_x, exact_w, cotangent.astype(np.float64)))
             of_params, of_x, of_w = jax.tree.map(np.asarray, exact_gradient(name)(*inputs))
         gradients = {**of_params, "features": of_x, "edge_weight": of_w}
     return graph, state, x, w, cotangent, exact, sizes, gradients
@@ -384,7 +384,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "sage rate": (
         lambda: graphs.SAGEConv(2, 2, feature_dropout=1.5, rngs=nnx.Rngs(0)),
-        r"feature_dropout=1.5 must lie in \[0, 1\)",
+        r"feature_dropout=1.5 must be in \[0, 1\)",
     ),
     "sage key": (
         lambda: plain(graphs.sage_conv, (3, 2), (2, 2), (2, 2), feature_dropout=0.5),
@@ -425,7 +425,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "gat rate": (
         lambda: graphs.GATConv(2, 2, 2, attention_dropout=-0.5, rngs=nnx.Rngs(0)),
-        r"attention_dropout=-0.5 must lie in \[0, 1\)",
+        r"attention_dropout=-0.5 must be in \[0, 1\)",
     ),
     "gatv2 bias": (
         lambda: plain(graphs.gatv2_conv, (3, 2), (2, 6), (1, 2, 3), right_bias=jnp.ones(6)),

@@ -36,8 +36,8 @@ def edges(name: str) -> tuple[np.ndarray, np.ndarray]:
         receivers = np.arange(210) % NODES
     if name == "gcn":
         senders, receivers = np.append(senders, receivers), np.append(receivers, senders)
-    loops = np.arange(NODES)
-    senders, receivers = np.append(senders, loops), np.append(receivers, loops)
+    self_loops = np.arange(NODES)
+    senders, receivers = np.append(senders, self_loops), np.append(receivers, self_loops)
     order = np.argsort(receivers, kind="stable")
     return senders[order], receivers[order]
 

@@ -9,7 +9,7 @@ from graph_helpers import HALVES
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.graphs.lstm import lstm_aggregate
+from jmp_train.graphs.layers.lstm import lstm_aggregate
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -30,7 +30,7 @@ def test_means_do_not_overflow(aggregator: str, half: str, is_cast: bool) -> Non
 
 
 def test_gcn_is_rounded_once() -> None:
-    """2,047 neighbours of 1 and the node's own 1 beside the least number above 1."""
+    """2,047 neighbors of 1 and the node's own 1 beside the least number above 1."""
     graph = graphs.from_edges(range(1, 2048), [0] * 2047, 2048)
     x = jnp.ones((2048, 1), jnp.float16).at[0].set(3)
     one = jnp.ones((1, 1), jnp.float16)
@@ -112,22 +112,22 @@ def test_the_norm_comes_after_the_activation() -> None:
 
 
 def test_parameters_are_drawn_as_in_dgl() -> None:
-    wide = (12 / 500) ** 0.5  # Glorot's bound with gain sqrt(2)
-    narrow = 300**-0.5
+    glorot = (12 / 500) ** 0.5  # Glorot's bound with gain sqrt(2)
+    uniform = 300**-0.5
     for aggregator, inner in [
         ("mean", []),
         ("gcn", []),
-        ("pool", [((300, 300), (12 / 600) ** 0.5), ((300,), narrow)]),
-        ("lstm", [((300, 1200), narrow), ((300, 1200), narrow), ((1200,), narrow)]),
+        ("pool", [((300, 300), (12 / 600) ** 0.5), ((300,), uniform)]),
+        ("lstm", [((300, 1200), uniform), ((300, 1200), uniform), ((1200,), uniform)]),
     ]:
         layer = graphs.SAGEConv(300, 200, aggregator=aggregator, rngs=nnx.Rngs(0))
-        pairs = [(layer.weight, (300, 200), wide)]
+        pairs = [(layer.weight, (300, 200), glorot)]
         if aggregator == "gcn":
             assert layer.self_weight is None
             assert layer.bias is not None and not layer.bias[...].any()
         else:
             assert layer.self_weight is not None and layer.bias is not None
-            pairs += [(layer.self_weight, (300, 200), wide), (layer.bias, (200,), narrow)]
+            pairs += [(layer.self_weight, (300, 200), glorot), (layer.bias, (200,), uniform)]
         pairs += [
             (param, *wanted) for param, wanted in zip(layer.aggregator_weights, inner, strict=False)
         ]

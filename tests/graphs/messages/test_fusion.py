@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from gpu_programs import EDGES, FEATURES, GAT_EDGES, NODES
 
-from jmp_train.absent_gpu import compile_for_gpu
+from jmp_train.aot.compilation import compile_for_gpu
 
-PROGRAMS = Path(__file__).parents[1] / "gpu_programs.py"
+PROGRAMS = Path(__file__).parents[2] / "gpu_programs.py"
 
 
 @pytest.mark.timeout(300)
@@ -29,7 +29,7 @@ def test_fused_pairs_store_no_array_of_edges_by_features(
     ("name", "dtype"),
     [("gat", "float16"), pytest.param("gatv2", "float32", marks=pytest.mark.slow)],
 )
-def test_streamed_attention_stores_no_float_for_an_edge(
+def test_chunked_attention_stores_no_float_for_an_edge(
     name: str, dtype: str, plan_python: str
 ) -> None:
     target = f"{PROGRAMS}:attention"

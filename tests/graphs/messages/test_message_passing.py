@@ -26,14 +26,14 @@ from jmp_train import graphs
 from jmp_train.graphs import fn
 
 NODES, EDGES = 9, 40
-STREAMED = (fn.copy_u, fn.u_mul_e, fn.e_mul_u)
+CHUNKED = (fn.copy_u, fn.u_mul_e, fn.e_mul_u)
 # After the node or edge axis: of the left feature, of the right one.
 SHAPES = [((), ()), ((), (8,)), ((4, 8), (4, 1)), ((8,), (4, 8))]
 DOT_SHAPES = [((), ()), ((8,), (8,)), ((8,), (4, 8)), ((4, 8), (1, 8))]
 
 
 def ends_of_edges() -> tuple[np.ndarray, np.ndarray]:
-    """Returns ends with loops and multiple edges; nothing enters the last node."""
+    """Returns ends with self-loops and multiple edges; nothing enters the last node."""
     random = np.random.default_rng(0)
     return random.integers(0, NODES, EDGES), random.integers(0, NODES - 1, EDGES)
 
@@ -148,7 +148,7 @@ kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
 @pytest.mark.parametrize("half", ONE_HALF)
 @pytest.mark.parametrize(
     ("reducer", "implementation"),
-    [*((reducer, "xla") for reducer in REDUCERS), (fn.sum, "streaming"), (fn.mean, "streaming")],
+    [*((reducer, "xla") for reducer in REDUCERS), (fn.sum, "chunked"), (fn.mean, "chunked")],
     ids=lambda x: getattr(x, "reduction", x),
 )
 @settings(max_examples=4, deadline=None, derandomize=True)
@@ -170,8 +170,8 @@ def test_exact_at_every_degree_and_so_is_the_gradient(
     seed: int,
 ) -> None:
     """A hub that `degree` edges enter, or leave, and other nodes; against float64 by plain jax."""
-    if implementation == "streaming":
-        function = STREAMED[seed % len(STREAMED)]
+    if implementation == "chunked":
+        function = CHUNKED[seed % len(CHUNKED)]
     message, reduce = make_message(function), reducer("m", "x")
     exact_ties = message.operation in ("copy", "mul", "add", "sub") and kind != "of many sizes"
     random = np.random.default_rng(seed)
@@ -203,15 +203,15 @@ def test_exact_at_every_degree_and_so_is_the_gradient(
     grads = pullback(cotangent)
     assert result.dtype == half and all(grad.dtype == half for grad in grads)
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in operands]
+        exact_inputs = [jnp.asarray(np.asarray(x, np.float64)) for x in operands]
         exact, exact_pullback = jax.vjp(
-            functools.partial(exactly, message, reduce.reduction), *wide
+            functools.partial(exactly, message, reduce.reduction), *exact_inputs
         )
         g = jnp.asarray(np.asarray(cotangent, np.float64))
         exact_grads = exact_pullback(g)
         sizes, size_pullback = jax.vjp(
             functools.partial(exactly, magnitude_message(message), reduce.reduction),
-            *map(jnp.abs, wide),
+            *map(jnp.abs, exact_inputs),
         )
         size_grads = size_pullback(jnp.abs(g))
     assert_within(result, exact, half, sizes, 1)

@@ -114,7 +114,7 @@ def test_wrong_arguments_are_named() -> None:
         ValueError, match="cross='prod' must be a function or one of sum, mean, max"
     ):
         graphs.multi_update_all(graph, {PLAYS: step}, "prod")
-    with pytest.raises(ValueError, match="etype='eats' is no edge type; there are: "):
+    with pytest.raises(ValueError, match="etype='eats' is not an edge type; there are: "):
         graphs.multi_update_all(graph, {"eats": step}, "sum")
     with pytest.raises(ValueError, match="over several edge types, update_all takes built-in"):
         graphs.update_all(graph, *step)

@@ -180,22 +180,24 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(KeyError, match="no message 'n'; there are: 'm'"):
         graphs.update_all(graph, COPY, lambda nodes: {"x": nodes.mailbox["n"]})
     with pytest.raises(ValueError, match=r"places or \(senders, receivers\), got 3 arrays"):
-        graphs.send_and_recv(graph, (0, 1, 2), COPY, ADD)
-    wide = graph.with_nodes(h=jnp.ones((5, 4)))
+        three: Any = (0, 1, 2)
+        graphs.send_and_recv(graph, three, COPY, ADD)
+    other_shape = graph.with_nodes(h=jnp.ones((5, 4)))
     with pytest.raises(
         ValueError,
         match=r"u_mul_e: feature 'h' of the sender and 'w' of the edge have shapes \(4,\) and "
         r"\(3,\) after their first axes: they do not broadcast",
     ):
-        graphs.update_all(wide, fn.u_mul_e("h", "w", "m"), ADD)
+        graphs.update_all(other_shape, fn.u_mul_e("h", "w", "m"), ADD)
     with pytest.raises(ValueError, match=r"u_dot_e: .* the last axes differ"):
-        graphs.apply_edges(wide.with_edges(w=jnp.ones((6, 1))), fn.u_dot_e("h", "w", "m"))
-    with pytest.raises(ValueError, match=r"edges\[1\] = 6 is none of the 6 edges"):
+        graphs.apply_edges(other_shape.with_edges(w=jnp.ones((6, 1))), fn.u_dot_e("h", "w", "m"))
+    with pytest.raises(ValueError, match=r"edges\[1\] = 6 is not one of the 6 edges"):
         graphs.send_and_recv(graph, [0, 6], COPY, ADD)
-    with pytest.raises(ValueError, match=r"nodes\[0\] = -1 is none of the 5 nodes"):
+    with pytest.raises(ValueError, match=r"nodes\[0\] = -1 is not one of the 5 nodes"):
         graphs.pull(graph, [-1], COPY, ADD)
     with pytest.raises(TypeError, match="nodes must be integers, got float32"):
-        graphs.push(graph, [0.5], COPY, ADD)
+        half: Any = [0.5]
+        graphs.push(graph, half, COPY, ADD)
     with pytest.raises(ValueError, match="edges: there is none from 3 to 4"):
         graphs.send_and_recv(graph, (np.array([0, 3]), np.array([1, 4])), COPY, ADD)
     with pytest.raises(ValueError, match="etype='knows', but the graph has one type"):

@@ -57,8 +57,8 @@ def in_float64(op: str, rows: Any, ids: np.ndarray) -> np.ndarray:
             part = np.exp(part - part.max(0, initial=-np.inf))
             out[ids == i] = part / part.sum(0)
         elif len(part):
-            deviation = np.sqrt(np.maximum(part.var(0), 1e-8))
-            out[ids == i] = (part - part.mean(0)) / deviation
+            std = np.sqrt(np.maximum(part.var(0), 1e-8))
+            out[ids == i] = (part - part.mean(0)) / std
     return out
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_train import graphs
 from jmp_train.graphs import fn
-from jmp_train.graphs.implementations import IMPLEMENTATIONS
+from jmp_train.graphs.kernels.implementations import IMPLEMENTATIONS
 
 DEVICES, NODES, EDGES, HEADS, WIDTH = 2, 16, 64, 2, 3
 DROPPED = {"dropout_rate": 0.4, "dropout_key": jax.random.key(1)}

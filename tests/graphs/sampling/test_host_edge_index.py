@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jmp_train import graphs
-from jmp_train.graphs.host_edges import renumbered, sample_in_edges
+from jmp_train.graphs.sampling.host_edge_index import renumbered, sample_in_edges
 
 RARE = 1e-4  # a right sampler fails less often than this, and with a fixed seed always or never
 
@@ -123,5 +123,5 @@ def test_rows_are_taken_and_padding_is_zero() -> None:
     assert taken.dtype == np.float16
     assert taken.tolist() == [[4, 5], [0, 0], [0, 1]]
     assert graphs.take_rows(np.empty((0, 2)), np.array([-1])).tolist() == [[0, 0]]
-    with pytest.raises(ValueError, match="ids must lie between -1 and 2, got 0 to 3"):
+    with pytest.raises(ValueError, match="ids must be between -1 and 2, got 0 to 3"):
         graphs.take_rows(array, np.array([0, 3]))

@@ -1,4 +1,4 @@
-"""Inference with all neighbours, a layer at a time: the whole graph's result, in fixed memory."""
+"""Inference with all neighbors, a layer at a time: the whole graph's result, in fixed memory."""
 
 import functools
 from collections.abc import Callable
@@ -16,12 +16,12 @@ COUNT, HUB = 400, 900  # nodes, and the edges of one of them
 
 
 def edges() -> tuple[np.ndarray, np.ndarray]:
-    """Edges with a loop at each node, a hub that is entered by many and one that sends as many."""
+    """Edges with a self-loop at each node, a hub that is entered by many and one that sends as many."""
     random = np.random.default_rng(0)
     ends = random.integers(0, COUNT, (2, 2_000))
     hub = np.stack([random.integers(0, COUNT, HUB), np.zeros(HUB, int)])
-    loops = np.tile(np.arange(COUNT), (2, 1))
-    senders, receivers = np.concatenate([ends, hub, hub[::-1], loops], axis=1)
+    self_loops = np.tile(np.arange(COUNT), (2, 1))
+    senders, receivers = np.concatenate([ends, hub, hub[::-1], self_loops], axis=1)
     return senders, receivers
 
 
@@ -62,7 +62,7 @@ def test_it_equals_the_whole_graphs_result(name: str) -> None:
         for layer in layers:
             rows = jax.jit(layer)(whole, rows)
         on_host = graphs.host_edges(*ends, COUNT)
-        found = graphs.infer_in_layers(layers, on_host, features, batch_size=64, max_edges=300)
+        found = graphs.layerwise_inference(layers, on_host, features, batch_size=64, max_edges=300)
         assert isinstance(found, np.ndarray)
         np.testing.assert_allclose(found, rows, rtol=1e-11, atol=1e-11)
 
@@ -77,7 +77,7 @@ def test_each_layer_is_compiled_once_and_stays_in_its_memory() -> None:
     on_host = graphs.host_edges(*edges(), COUNT)
     features = np.ones((COUNT, 2), np.float16)
     layers = [functools.partial(layer, power) for power in (1, 2)]
-    found = graphs.infer_in_layers(layers, on_host, features, batch_size=50, max_edges=300)
+    found = graphs.layerwise_inference(layers, on_host, features, batch_size=50, max_edges=300)
     assert found.dtype == np.float16
     assert len(shapes) == 2
     most = int(on_host.in_degrees.max())  # the hub, which is computed alone
@@ -89,11 +89,11 @@ def test_each_layer_is_compiled_once_and_stays_in_its_memory() -> None:
 def test_wrong_calls_are_refused() -> None:
     on_host = graphs.host_edges([0], [1], 2)
     with pytest.raises(ValueError, match="features of 'node' must have 2 rows, got 3 rows"):
-        graphs.infer_in_layers([], on_host, np.ones((3, 1)))
+        graphs.layerwise_inference([], on_host, np.ones((3, 1)))
     with pytest.raises(ValueError, match="max_edges=0 must be positive"):
-        graphs.infer_in_layers([], on_host, np.ones((2, 1)), max_edges=0)
+        graphs.layerwise_inference([], on_host, np.ones((2, 1)), max_edges=0)
     by_type = {("a", "to", "b"): graphs.host_edges([0], [1], 2, 3)}
     with pytest.raises(ValueError, match="features of 'b' must have 3 rows, got none"):
-        graphs.infer_in_layers([], by_type, {"a": np.ones((2, 1))})
+        graphs.layerwise_inference([], by_type, {"a": np.ones((2, 1))})
     with pytest.raises(ValueError, match="edges have no nodes"):
-        graphs.infer_in_layers([], graphs.host_edges([], [], 0), np.ones((0, 1)))
+        graphs.layerwise_inference([], graphs.host_edges([], [], 0), np.ones((0, 1)))

@@ -104,7 +104,7 @@ def test_one_program_serves_all_batches() -> None:
 
 
 def test_a_batch_that_is_larger_than_those_on_trial_loses_nothing() -> None:
-    # On trial, seeds have one neighbour each; then come seeds with 500.
+    # On trial, seeds have one neighbor each; then come seeds with 500.
     count = 2_000
     receivers = np.concatenate([np.arange(count), np.repeat(np.arange(4), 500)])
     senders = np.concatenate([np.arange(count), np.arange(count)])
@@ -191,7 +191,7 @@ def test_several_types_give_what_the_whole_graph_gives() -> None:
         for layer, blocks in zip(model, batch.blocks, strict=True):
             found = layer(blocks, found)
         np.testing.assert_allclose(found[PAPER][:4], rows[PAPER][seeds], rtol=1e-6)
-        inferred = graphs.infer_in_layers(model, edges, features, batch_size=7, max_edges=30)
+        inferred = graphs.layerwise_inference(model, edges, features, batch_size=7, max_edges=30)
         for kind, array in inferred.items():
             np.testing.assert_allclose(array, rows[kind], rtol=1e-6)
 
@@ -219,15 +219,15 @@ def test_wrong_calls_are_refused() -> None:
         graphs.neighbor_sampler(edges, (1,), [], 2)
     with pytest.raises(ValueError, match="batch_size=0 must be positive"):
         graphs.neighbor_sampler(edges, (1,), some, 0)
-    with pytest.raises(ValueError, match="seeds must lie between 0 and 1, got 0 to 2"):
+    with pytest.raises(ValueError, match="seeds must be between 0 and 1, got 0 to 2"):
         graphs.neighbor_sampler(edges, (1,), [0, 2], 2)
     sampler = graphs.neighbor_sampler(edges, (1,), some, 2)
     with pytest.raises(ValueError, match="seeds must be at most 2 nodes, the batch size, got 3"):
         sampler.sample([0, 1, 0], np.random.default_rng(0))
-    with pytest.raises(ValueError, match="seeds must lie between 0 and 1, got 0 to 2"):
+    with pytest.raises(ValueError, match="seeds must be between 0 and 1, got 0 to 2"):
         sampler.sample([0, 2], np.random.default_rng(0))
     with pytest.raises(ValueError, match=r"seeds must be integers \[nodes\], got float64 \(1,\)"):
-        sampler.sample([0.5], np.random.default_rng(0))
+        sampler.sample(np.array([0.5]), np.random.default_rng(0))
     by_type = typed_edges()
     with pytest.raises(ValueError, match="seed_type is needed, one of 'author', 'paper'"):
         graphs.neighbor_sampler(by_type, (1,), some, 2)

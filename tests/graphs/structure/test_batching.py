@@ -158,7 +158,7 @@ def test_padded_graphs_of_a_size_have_one_structure(formats: tuple[str, ...]) ->
     assert len(graphs.stack(padded)) == 6
 
 
-def test_layers_refuse_idle_nodes_of_padded_graphs_outside_of_jit() -> None:
+def test_layers_refuse_zero_in_degree_nodes_of_padded_graphs_outside_of_jit() -> None:
     layer = graphs.GraphConv(3, 2, rngs=nnx.Rngs(0))
     for degree, idle in ((3, 0), (3, 2)):
         padded = graphs.pad(hub(degree, idle), 64, 128)
@@ -171,7 +171,7 @@ def test_layers_refuse_idle_nodes_of_padded_graphs_outside_of_jit() -> None:
 
 @pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
 def test_padding_leaves_hubs_their_sums_and_gradients(formats: tuple[str, ...]) -> None:
-    implementation = "streaming" if "csr" in formats else "xla"
+    implementation = "chunked" if "csr" in formats else "xla"
 
     def ours(graph: graphs.Graph, h: jax.Array) -> jax.Array:
         messages = (fn.copy_u("h", "m"), fn.sum("m", "x"))

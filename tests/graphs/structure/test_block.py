@@ -12,14 +12,14 @@ from layer_cases import CASES, hub_graph, parameters
 import jmp_train as jt
 from jmp_train import graphs
 from jmp_train.graphs import fn
-from jmp_train.graphs.block import padded_block
+from jmp_train.graphs.structure import padded_block
 
 TARGETS = np.array([5, 0, 1, 12, 7])
 ON_BLOCKS = (
-    "graph both widening, weighted",
+    "graph both expanding, weighted",
     "graph left",
     "sage mean",
-    "sage gcn widening, weighted",
+    "sage gcn expanding, weighted",
     "sage pool, weighted",
     "gat residual, weighted",
     "gatv2 residual, weighted",
@@ -128,8 +128,9 @@ def test_what_does_not_fit_a_block_is_refused() -> None:
         graphs.SAGEConv(4, 3, rngs=nnx.Rngs(0))(block, rows[:-1])
     with pytest.raises(ValueError, match=rf"features\[1\] must be \[{block.num_targets}, 4\]"):
         graphs.SAGEConv(4, 3, rngs=nnx.Rngs(0))(block, (rows, rows))
+    three: Any = (rows, rows, rows)
     with pytest.raises(ValueError, match="a pair, of sources and of targets, got 3"):
-        graphs.gin_conv(block, (rows, rows, rows))
+        graphs.gin_conv(block, three)
     with pytest.raises(TypeError, match='"lstm" needs a Graph: blocks have no mailboxes'):
         graphs.SAGEConv(4, 3, aggregator="lstm", rngs=nnx.Rngs(0))(block, rows)
     with pytest.raises(TypeError, match=r"got Block; block\.graph\(\.\.\.\) makes one of it"):

@@ -1,4 +1,4 @@
-"""Numbers of nodes and edges beyond int32, or that are none: refused by name, before memory is taken."""
+"""Numbers of nodes and edges beyond int32, or that are not integers: refused by name, before memory is taken."""
 
 import dataclasses
 import tracemalloc
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jmp_train import graphs
-from jmp_train.graphs.accumulation import incidence_of
-from jmp_train.graphs.neighbors import from_degrees
+from jmp_train.graphs.structure.csr import from_degrees
+from jmp_train.graphs.structure.incidence_building import incidence_of
 
 BEYOND = 2**31
 KIND = ("a", "b", "a")
@@ -52,8 +52,8 @@ def claiming(num_nodes: int, num_edges: int) -> graphs.Graph:
         rows=np.broadcast_to(zero, num_edges),
         degrees=np.broadcast_to(zero, num_nodes),
     )
-    connections = dataclasses.replace(graph.connections, ends=(targets, targets))
-    return dataclasses.replace(graph, connections=connections)
+    adjacency = dataclasses.replace(graph.connections, ends=(targets, targets))
+    return dataclasses.replace(graph, connections=adjacency)
 
 
 TAKERS: dict[str, Callable[[Any], Any]] = {
@@ -73,10 +73,10 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
     "num_trials": lambda n: graphs.neighbor_sampler(
         graphs.host_edges([0], [0], 1), (1,), [0], 1, num_trials=n
     ),
-    "batch_size": lambda n: graphs.infer_in_layers(
+    "batch_size": lambda n: graphs.layerwise_inference(
         [], graphs.host_edges([0], [0], 1), np.ones((1, 1)), batch_size=n
     ),
-    "max_edges": lambda n: graphs.infer_in_layers(
+    "max_edges": lambda n: graphs.layerwise_inference(
         [], graphs.host_edges([0], [0], 1), np.ones((1, 1)), max_edges=n
     ),
 }

@@ -188,7 +188,9 @@ def test_wrong_edges_are_named(arguments: Any, error: type[Exception], message: 
 def test_other_wrong_arguments_are_named() -> None:
     with pytest.raises(TypeError, match="formats must be a sequence of names, got 'mailbox'"):
         graphs.from_edges([0], [1], 2, formats="mailbox")
-    with pytest.raises(ValueError, match="formats has 'csc', which is none of coo, csr, mailbox"):
+    with pytest.raises(
+        ValueError, match="formats has 'csc', which is not one of coo, csr, mailbox"
+    ):
         graphs.from_edges([0], [1], 2, formats=("csc",))
     with pytest.raises(TypeError, match="senders is traced: graphs are made outside of jit"):
         jax.jit(lambda ids: graphs.from_edges(ids, ids, 2).senders)(jnp.array([0]))

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 import jmp_train as jt
 from jmp_train import graphs
+from jmp_train.data.batches import array_batches
 from jmp_train.graphs import fn
-from jmp_train.loading import array_batches
 
 OPTIMIZER = optax.sgd(0.5)
 Route = Callable[[jt.TrainStep], Any]
@@ -52,7 +52,7 @@ def molecules(count: int) -> list[graphs.Graph]:
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
-    """Returns a mean over the molecules that are no padding, of our graph or jraph's."""
+    """Returns a mean over the molecules that are not padding, of our graph or jraph's."""
     graph: Any = batch["graph"]
     assert isinstance(graph, graphs.Graph | jraph.GraphsTuple)
     message, reduce = fn.u_mul_e("h", "w", "m"), fn.sum("m", "x")
@@ -126,7 +126,7 @@ def single_graphs() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["Graph", "csr", "GraphsTuple", "HeteroGraph", "Block"])
-def test_a_graph_that_would_be_cut_is_refused_by_its_path(kind: str) -> None:
+def test_a_graph_that_would_be_split_is_refused_by_its_path(kind: str) -> None:
     graph = single_graphs()[kind]
     rows = (graph, {"y": jnp.ones((8, 4))})
     state = jt.TrainState.create(params(), OPTIMIZER)
@@ -135,14 +135,14 @@ def test_a_graph_that_would_be_cut_is_refused_by_its_path(kind: str) -> None:
     runs["accumulate_steps"] = jt.train_step(plain.loss_fn, OPTIMIZER, accumulate_steps=2)
     name = "Graph" if kind == "csr" else kind
     for run in runs.values():
-        with pytest.raises(TypeError, match=rf"would cut the {name} at 'inner/0' .*graphs.stack"):
+        with pytest.raises(TypeError, match=rf"would split the {name} at 'inner/0' .*graphs.stack"):
             run(state, {"inner": rows})
-    assert np.isfinite(plain(state, {"inner": rows})[1]["loss"])  # on one device nothing is cut
+    assert np.isfinite(plain(state, {"inner": rows})[1]["loss"])  # on one device nothing is split
 
 
 def test_a_graph_is_no_row_of_array_batches() -> None:
     parts = batches(molecules(6), as_jraph=False)
-    with pytest.raises(TypeError, match="array_batches would cut the Graph at 'graph'"):
+    with pytest.raises(TypeError, match="array_batches would split the Graph at 'graph'"):
         array_batches(parts[0], 2)
     whole = {
         "graph": jax.device_get(graphs.stack([part["graph"] for part in parts])),
@@ -209,7 +209,7 @@ def test_graphs_that_differ_are_not_stacked() -> None:
         graphs.unstack(first)  # pyright: ignore[reportArgumentType]
 
 
-def test_graphs_of_which_one_has_idle_nodes_are_stacked_as_if_all_had() -> None:
+def test_graphs_of_which_one_has_zero_in_degree_nodes_are_stacked_as_if_all_had() -> None:
     kind = ("a", "to", "b")
     parts = [
         graphs.hetero_from_edges({kind: ([0, 1, 1], receivers)}, {"a": 2, "b": 2})
@@ -217,6 +217,6 @@ def test_graphs_of_which_one_has_idle_nodes_are_stacked_as_if_all_had() -> None:
     ]
     for order in (parts, parts[::-1]):
         stacked = graphs.stack(order)
-        assert stacked.graphs.connections[kind].has_idle_targets is True
+        assert stacked.graphs.connections[kind].has_zero_in_degree is True
         degrees = [graph.connections[kind].in_degrees.tolist() for graph in graphs.unstack(stacked)]
         assert sorted(degrees) == [[0, 3], [1, 2]]

@@ -39,7 +39,7 @@ Tuple: Any = jraph.GraphsTuple  # whose annotations know arrays of jax only
 def draw_batch(
     seed: int, formats: tuple[str, ...] = ("coo",), *, weighted: bool = True
 ) -> graphs.Graph:
-    """Returns up to three graphs of few nodes with many loops and parallel edges, some of them empty."""
+    """Returns up to three graphs of few nodes with many self-loops and parallel edges, some of them empty."""
     random = np.random.default_rng(seed)
     n_node, n_edge = random.integers(0, 6, 3), random.integers(0, 14, 3)
     n_node, n_edge = n_node[: 1 + seed % 3], np.where(n_node == 0, 0, n_edge)[: 1 + seed % 3]
@@ -93,7 +93,7 @@ reductions = st.sampled_from(list(IN_FLOAT64))
 
 
 def test_a_batch_by_hand() -> None:
-    """Two graphs: 0 -> 1 twice and a loop on 1; 0 -> 1."""
+    """Two graphs: 0 -> 1 twice and a self-loop on 1; 0 -> 1."""
     one = graphs.from_edges([0, 1, 0], [1, 1, 1], 2, edges={"w": jnp.array([1.0, 2.0, 4.0])})
     two = graphs.from_edges([0], [1], 2, edges={"w": jnp.array([8.0])})
     both = graphs.batch([one, two])
@@ -151,12 +151,14 @@ def test_each_node_gets_a_loop(seed: int, fill: Any, keep: bool) -> None:
     entering = collections.defaultdict(list)
     for (_, receiver), weight in old:
         entering[receiver].append(weight)
-    loops = [
+    self_loops = [
         ((v, v), fill if fill not in IN_FLOAT64 else entering[v] and IN_FLOAT64[fill](entering[v]))
         for v in range(graph.num_nodes)
     ]
     owners = np.repeat(np.arange(len(graph.n_node)), graph.n_node)
-    both = sorted(old + loops, key=lambda row: owners[row[0][0]])  # stable: loops come last
+    both = sorted(
+        old + self_loops, key=lambda row: owners[row[0][0]]
+    )  # stable: self-loops come last
     assert pairs(new) == [edge for edge, _ in both]
     weights = np.array([weight or 0 for _, weight in both], np.float64).astype(np.float16)
     np.testing.assert_array_equal(new.edges["w"], weights)
@@ -176,11 +178,11 @@ def test_loops_are_removed_and_edges_turned_round(seed: int) -> None:
     assert list(zip(pairs(bare), bare.edges["id"].tolist(), strict=True)) == wanted
     np.testing.assert_array_equal(bare.edges["w"], graph.edges["w"][bare.edges["id"]])
     assert_bitwise_equal(graphs.remove_self_loop(bare), bare)
-    turned = graphs.reverse(graph)
-    assert_in_step(turned, graph)
-    assert pairs(turned) == [(v, u) for u, v in pairs(graph)]
-    assert_bitwise_equal(turned.edges, graph.edges)
-    assert_bitwise_equal(graphs.reverse(turned), graph)
+    reversed_ = graphs.reverse(graph)
+    assert_in_step(reversed_, graph)
+    assert pairs(reversed_) == [(v, u) for u, v in pairs(graph)]
+    assert_bitwise_equal(reversed_.edges, graph.edges)
+    assert_bitwise_equal(graphs.reverse(reversed_), graph)
 
 
 @settings(max_examples=20, deadline=None)
@@ -225,7 +227,7 @@ def test_every_edge_goes_both_ways(seed: int, reduce: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_features_are_added_wide_and_rounded_once(dtype: str) -> None:
+def test_half_features_are_upcast_added_and_rounded_once(dtype: str) -> None:
     """5,000 parallel edges; and a sum just above the middle of two bfloat16s, which float32 lacks."""
     ones = graphs.from_edges([0] * 5_000, [1] * 5_000, 2, edges={"w": jnp.ones((5_000, 3), dtype)})
     wanted = jnp.full(3, 5_000, dtype).tolist()  # bfloat16: 4992
@@ -277,7 +279,7 @@ def test_sums_beyond_a_dtype_are_infinite_or_refused() -> None:
         graphs.add_self_loop(twice(jnp.array(True)), "sum")
 
 
-def test_many_wide_features_are_joined_in_chunks() -> None:
+def test_many_features_are_coalesced_in_chunks() -> None:
     """2**19 numbers, a hub of 3,000 parallel edges among them, and rows of several axes."""
     random = np.random.default_rng(0)
     senders = np.append(random.integers(0, 60, 5_192), np.zeros(3_000, int))
@@ -341,7 +343,7 @@ def test_what_is_no_graph_on_the_host_is_refused(name: str) -> None:
     hetero = graphs.hetero_from_edges({("a", "to", "a"): ([0], [0])}, {"a": 1})
     with pytest.raises(TypeError, match="must be a Graph or a GraphsTuple, got HeteroGraph"):
         transform(hetero)
-    with pytest.raises(ValueError, match="formats has 'csc', which is none of"):
+    with pytest.raises(ValueError, match="formats has 'csc', which is not one of"):
         transform(graph, formats=("csc",))
     with pytest.raises(ValueError, match='keeps no edge apart: this needs "coo" too'):
         transform(graph, formats=("csr",))

@@ -33,7 +33,7 @@ def shuffled(graph: Any, seed: int) -> graphs.Graph:
         (lambda: nx.balanced_tree(2, 6), 32),
     ],
 )
-def test_reverse_cuthill_mckee_brings_neighbours_near(make: Callable[[], Any], least: int) -> None:
+def test_reverse_cuthill_mckee_brings_neighbors_near(make: Callable[[], Any], least: int) -> None:
     """Of a path it is exact; a grid needs its shorter side, here with one more for the corner."""
     for seed in range(3):
         graph = shuffled(make(), seed)

@@ -33,7 +33,7 @@ def test_signs_stay_and_what_cancels_is_not_blown_up() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
-def test_half_rows_are_added_wide_and_stay_half(dtype: str, make: Any) -> None:
+def test_half_rows_are_upcast_added_and_stay_half(dtype: str, make: Any) -> None:
     """5,000 ones add up to 5,000, and a sum beyond float16 still divides."""
     ones, large = np.ones((2, 5_000)), np.full((2, 5_000), 60_000.0)
     for rows in (ones, large):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jmp_train.absent_gpu import PluginError, absent_mesh, compile_for_gpu, compile_here
-from jmp_train.gpus import GPUS
+from jmp_train.aot.compilation import PluginError, compile_for_gpu, compile_here, target_mesh
+from jmp_train.aot.gpus import GPUS
 
-PROGRAMS = Path(__file__).parents[1] / "gpu_programs.py"
+PROGRAMS = Path(__file__).parents[2] / "gpu_programs.py"
 EDGES, FEATURES = 20_000, 64  # as in PROGRAMS
 pytestmark = pytest.mark.timeout(200)
 
@@ -104,7 +104,7 @@ def test_a_wrong_call_starts_nothing(options: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(("gpu", "devices"), [("T4", 1), ("H100-80GB", -1)])
 def test_a_mesh_of_no_gpu_is_refused(gpu: str, devices: int) -> None:
     with pytest.raises(ValueError, match=r"^(gpu='T4'|devices=-1) must be "):
-        absent_mesh(gpu, devices)
+        target_mesh(gpu, devices)
 
 
 def test_an_environment_without_the_plugin_is_told_how_to_get_it() -> None:
@@ -159,9 +159,7 @@ def test_compile_here_refuses_what_is_jitted() -> None:
 
 
 def test_importing_jmp_train_leaves_it_alone() -> None:
-    code = (
-        "import sys, jmp_train; print({'jmp_train.absent_gpu', 'jmp_train.hlo'} & {*sys.modules})"
-    )
+    code = "import sys, jmp_train; print({'jmp_train.aot.compilation', 'jmp_train.aot.hlo'} & {*sys.modules})"
     command = (sys.executable, "-c", code)
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
     assert output == "set()\n"

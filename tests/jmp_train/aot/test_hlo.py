@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jmp_train.hlo import StoredArray, stored_arrays
+from jmp_train.aot.hlo import StoredArray, stored_arrays
 
 PROGRAM = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 
@@ -46,7 +46,7 @@ FileNames
 
 %commands (c: f32[8]) -> s4[3] {
   %c = f32[8]{0} parameter(0)
-  ROOT %narrow = s4[3]{0:E(4)} convert(%c)
+  ROOT %small = s4[3]{0:E(4)} convert(%c)
 }
 
 %apart (d: f32[8]) -> u8[2] {
@@ -56,8 +56,8 @@ FileNames
 
 ENTRY %main.5 (x: f32[8]) -> u8[2] {
   %x = f32[8]{0} parameter(0), metadata={op_name="x"}
-  %wide = f32[8,8]{1,0} fusion(%x), kind=kLoop, calls=%fused, metadata={op_name="calls=%body"}
-  %total = f32[] reduce(%wide, %x), dimensions={0,1}, to_apply=%add
+  %large = f32[8,8]{1,0} fusion(%x), kind=kLoop, calls=%fused, metadata={op_name="calls=%body"}
+  %total = f32[] reduce(%large, %x), dimensions={0,1}, to_apply=%add
   %start = (s32[], /*index=1*/bf16[8]{0}) tuple(%total, %x)
   %while.1 = (s32[], bf16[8]{0}) while(%start), condition=%condition, body=%body
   %branch = f16[2,3]{1,0} conditional(%total, %x, %x), branch_computations={%yes, %no}
@@ -74,7 +74,7 @@ ENTRY %main.5 (x: f32[8]) -> u8[2] {
 def test_what_is_outside_of_fusions_is_stored() -> None:
     assert stored_arrays(PROGRAM) == (
         StoredArray("x", "parameter", "f32", (8,)),
-        StoredArray("wide", "fusion", "f32", (8, 8)),
+        StoredArray("large", "fusion", "f32", (8, 8)),
         StoredArray("total", "reduce", "f32", ()),
         StoredArray("reduced", "all-reduce", "f32", (8,)),
         StoredArray("less", "compare", "pred", ()),
@@ -82,7 +82,7 @@ def test_what_is_outside_of_fusions_is_stored() -> None:
         StoredArray("gemm", "custom-call", "s8", (4096,)),
         StoredArray("chosen", "slice", "f16", (2, 3)),
         StoredArray("other", "slice", "f16", (2, 3)),
-        StoredArray("narrow", "convert", "s4", (3,)),
+        StoredArray("small", "convert", "s4", (3,)),
         StoredArray("bytes", "slice", "u8", (2,)),
     )
 
@@ -116,5 +116,5 @@ def test_a_text_without_a_program_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("line", ["%x", "%x = f32[8", "%x = f32[8]{0} add", "x = (f32[8] add(%y)"])
 def test_a_line_that_is_no_instruction_is_refused(line: str) -> None:
-    with pytest.raises(ValueError, match=r"^hlo has a line that is no instruction: '  "):
+    with pytest.raises(ValueError, match=r"^hlo has a line that is not an instruction: '  "):
         stored_arrays("ENTRY %main (x: f32[8]) -> f32[8] {\n  " + line + "\n}\n")

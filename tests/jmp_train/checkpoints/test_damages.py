@@ -21,7 +21,7 @@ import jmp_train as jt
 
 TO_FILES = (
     "deleted",
-    "cut",
+    "truncated",
     "emptied",
     "flipped",
     "many flipped",
@@ -84,10 +84,12 @@ def damage_file(path: Path, kind: str, step: Path, outside: Path, generator: ran
         for _ in range(1 if kind == "flipped" else 1 + len(data) // 4):
             data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
         path.write_bytes(data)
-    elif kind in ("cut", "emptied", "zeroed", "appended"):
+    elif kind in ("truncated", "emptied", "zeroed", "appended"):
         half = data[: generator.randrange(len(data))]
         zeros = bytes(len(data))
-        path.write_bytes({"cut": half, "zeroed": zeros, "appended": data + b"\n"}.get(kind, b""))
+        path.write_bytes(
+            {"truncated": half, "zeroed": zeros, "appended": data + b"\n"}.get(kind, b"")
+        )
     elif kind == "swapped":
         files = [x for x in sorted(step.rglob("*")) if x.is_file() and x.read_bytes() != data]
         other = generator.choice(files)

@@ -20,8 +20,10 @@ import pytest
 from checkpoint_writers import numbered, value_of
 
 import jmp_train as jt
-from jmp_train import checkpoint, checkpoint_arrays, checkpoint_reading
-from jmp_train.checkpoint_manifest import read_manifest
+from jmp_train.checkpoints import arrays as checkpoint_arrays
+from jmp_train.checkpoints import reading as checkpoint_reading
+from jmp_train.checkpoints import store as checkpoint
+from jmp_train.checkpoints.manifest import read_manifest
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -75,7 +77,7 @@ def names(directory: Path) -> list[str]:
 
 
 def folders(directory: Path) -> set[str]:
-    """Returns the folders alone: a lock's file that is not locked yet may go, and is made anew."""
+    """Returns the folders alone: a lock's file that is not locked yet may go, and is made again."""
     return {path.name for path in directory.iterdir() if path.is_dir()}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jmp_train as jt
-from jmp_train.checkpoint_leaves import STORED
+from jmp_train.checkpoints.leaves import STORED
 
 KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 

@@ -143,9 +143,9 @@ def edits() -> dict[str, tuple[Callable[[dict[str, Any]], Any], str]]:
         "dtype objects": (leaf(dtype="object"), "of leaf 2 dtype 'object'"),
         "dtype code": (leaf(dtype="O"), "of leaf 2 dtype 'O'"),
         "dtype list": (leaf(dtype=["f4"]), r"of leaf 2 dtype \['f4'\]"),
-        "dtype wide": (leaf(dtype="V100000000000"), "of leaf 2 dtype 'V1"),
+        "huge dtype": (leaf(dtype="V100000000000"), "of leaf 2 dtype 'V1"),
         "other dtype": (leaf(dtype="int64"), r"0002\.w is not int64\[4, 3\]: .*dtype"),
-        "wider dtype": (leaf(dtype="complex128"), r"0002\.w is not complex128\[4, 3\]: "),
+        "larger dtype": (leaf(dtype="complex128"), r"0002\.w is not complex128\[4, 3\]: "),
         "huge shape": (leaf(shape=[2**20, 2**20]), r"0002\.w is not float64\[1048576, 1048576\]: "),
         "larger shape": (
             leaf(shape=[2**59, 1]),

@@ -185,15 +185,19 @@ def test_params_of_the_libraries(make: Any, name: str, tmp_path: Path) -> None:
 
 def test_arrays_go_back_to_where_those_of_like_are(tmp_path: Path) -> None:
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    everywhere, cut = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    everywhere, sharded = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
     x = jnp.arange(8.0)
-    params = {"all": jax.device_put(x, everywhere), "cut": jax.device_put(x, cut), "free": x}
+    params = {
+        "all": jax.device_put(x, everywhere),
+        "sharded": jax.device_put(x, sharded),
+        "free": x,
+    }
     jt.save_weights(tmp_path / NAME, params)
-    struct_ = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=cut)
-    for like in (params, {**params, "cut": struct_}):
+    struct_ = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharded)
+    for like in (params, {**params, "sharded": struct_}):
         loaded = jt.load_weights(tmp_path / NAME, like)
         assert_bitwise_equal(loaded, params)
-        assert [loaded[name].sharding for name in ("all", "cut")] == [everywhere, cut]
+        assert [loaded[name].sharding for name in ("all", "sharded")] == [everywhere, sharded]
         assert not loaded["free"].committed
 
 
@@ -245,7 +249,7 @@ class Point(NamedTuple):
     ("params", "error", "message"),
     [
         ({"a": {"b": 1.0}, "ok": np.ones(1), "c": [None, "x"]}, TypeError,
-         "params must have arrays only:\n  'a/b': 1.0 is no array\n  'c/1': 'x' is no array"),
+         "params must have arrays only:\n  'a/b': 1.0 is not an array\n  'c/1': 'x' is not an array"),
         ({"rng": jax.random.key(0)}, TypeError, "  'rng': a random key; keep jax.random.key_data"),
         ({"w": jnp.ones(2, jnp.float8_e4m3fn)}, TypeError, "  'w': safetensors files hold no float8"),
         ({"w": np.array("text")}, TypeError, "  'w': safetensors files hold no <U4"),
@@ -278,7 +282,7 @@ def test_donated_arrays_and_tracers_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'w': deleted, by donation as a rule"):
         jt.save_weights(tmp_path / NAME, {"w": gone})
     assert jt.load_weights(tmp_path / NAME, {"w": gone})["w"].tolist() == [1, 1, 1]
-    with pytest.raises(TypeError, match=r"'w': .* is no array"):
+    with pytest.raises(TypeError, match=r"'w': .* is not an array"):
         jax.jit(lambda w: jt.save_weights(tmp_path / NAME, {"w": w}))(jnp.ones(3))
 
 
@@ -329,7 +333,7 @@ def test_all_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
         "  'int': int32 in the file, int16 in like",
         "  'shape': shape (2, 3) in the file, (3, 2) in like",
     ]
-    with pytest.raises(TypeError, match="like must have arrays only:\n  'w': 1 is no array"):
+    with pytest.raises(TypeError, match="like must have arrays only:\n  'w': 1 is not an array"):
         jt.load_weights(tmp_path / NAME, {"w": 1})
 
 
@@ -353,10 +357,10 @@ def fixture_whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @fast
-@given(cut=st.floats(0, 1, exclude_max=True))
-def test_a_cut_file_is_named(tmp_path: Path, whole: bytes, cut: float) -> None:
-    (tmp_path / NAME).write_bytes(whole[: int(cut * len(whole))])
-    with pytest.raises(ValueError, match=rf"{NAME} is no safetensors file, or a damaged one: "):
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_truncated_file_is_named(tmp_path: Path, whole: bytes, share: float) -> None:
+    (tmp_path / NAME).write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ValueError, match=rf"{NAME} is not a safetensors file, or a damaged one: "):
         jt.load_weights(tmp_path / NAME, CONTENT)
 
 

@@ -37,7 +37,7 @@ COMMANDS = {
 
 def run(command: tuple[str, ...], when: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "sitecustomize.py").write_text(INTERRUPT)
-    path = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
+    path = os.pathsep.join([str(folder), str(Path(__file__).parents[3])])
     environment = {**os.environ, "PYTHONPATH": path, "INTERRUPT_AT": when}
     return subprocess.run(
         command,
@@ -57,8 +57,8 @@ def run(command: tuple[str, ...], when: str, folder: Path) -> subprocess.Complet
         ("script", "jax"),
         ("module", "jax"),
         ("attached", "jax"),
-        ("module", "jmp_train.cli"),
-        ("script", "jmp_train.train_command"),
+        ("module", "jmp_train.cli.entry"),
+        ("script", "jmp_train.cli.train"),
     ],
 )
 def test_an_interrupt_while_modules_are_imported_is_quiet(

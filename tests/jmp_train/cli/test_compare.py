@@ -10,10 +10,11 @@ import uuid
 from pathlib import Path
 
 import pytest
+from process_helpers import shell
 
 import jmp_train
-from jmp_train import compare_command
-from jmp_train.checkpoint import CheckpointStore
+from jmp_train.checkpoints.store import CheckpointStore
+from jmp_train.cli import compare as compare_command
 
 HOSTILE = (
     "import pathlib, sys; pathlib.Path(__file__).with_name('RAN').touch(); sys.exit('hostile')"
@@ -23,21 +24,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's"),
 ]
-
-
-def shell(command: str, cwd: Path, **environment: str) -> tuple[int, str, str]:
-    """Returns code, standard output and error of a shell's command; $PYTHON is this one."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("NPROC", "JAX_NUM_CPU_DEVICES")}
-    result = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {command}"],
-        cwd=cwd,
-        env={**kept, "PYTHON": sys.executable, **environment},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=240,
-        check=False,
-    )
-    return result.returncode, result.stdout, result.stderr
 
 
 def test_nothing_of_the_current_folder_runs_and_pythonpath_is_heeded(tmp_path: Path) -> None:
@@ -57,7 +43,7 @@ def test_nothing_of_the_current_folder_runs_and_pythonpath_is_heeded(tmp_path: P
     assert not list(hostile.rglob("RAN"))
     assert code == 0
     assert error.splitlines()[1:] == [
-        "jmp-train: warning: float32: passed by 2 of its lines of output, which are no events: 'hello'"
+        "jmp-train: warning: float32: passed by 2 of its lines of output, which are not events: 'hello'"
     ]
     assert json.loads(out.removeprefix("hello\nhalf"))["runs"][0]["policy"] == "float32"
 

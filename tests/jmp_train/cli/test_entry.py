@@ -13,11 +13,12 @@ import jax
 import pytest
 from helpers import make_run, write_mnist
 
-from jmp_train import cli, compare_command
-from jmp_train.cli import main
-from jmp_train.command_errors import Failure
-from jmp_train.command_options import provide_cpu_devices, turn_ynn_fusion_off
-from jmp_train.records import Compiled, Epoch, Run, event_from_json
+from jmp_train.cli import compare as compare_command
+from jmp_train.cli import entry as cli
+from jmp_train.cli.entry import main
+from jmp_train.cli.errors import Failure
+from jmp_train.cli.options import provide_cpu_devices, turn_ynn_fusion_off
+from jmp_train.runs.events import Compiled, Epoch, Planned, Run, event_from_json
 
 COMMAND = (sys.executable, "-m", "jmp_train")
 
@@ -40,12 +41,15 @@ def check_schema(
     for entry in report["runs"]:
         assert set(entry) == {
             "policy", "device", "test_accuracy", "compile_seconds", "memory_of", "epochs",
-            "iterations_per_second", "samples_per_second", "nonfinite_outputs",
+            "iterations_per_second", "samples_per_second", "nonfinite_outputs", "costs",
         }  # fmt: skip
         assert 0 < entry["iterations_per_second"] < entry["samples_per_second"]
         assert 0 <= entry["test_accuracy"] <= 1
         assert entry["nonfinite_outputs"] == 0
         assert entry["compile_seconds"] > 0
+        costs = entry["costs"]
+        assert costs["residual_bytes"] > 0 < costs["params_bytes"] <= costs["opt_state_bytes"]
+        assert (costs["half_flops_share"] > 0) == (entry["policy"] != "float32")
         assert (entry["device"], entry["memory_of"]) == (device, "process")
         assert [epoch["epoch"] for epoch in entry["epochs"]] == list(range(1, epochs + 1))
         for epoch in entry["epochs"]:
@@ -67,11 +71,18 @@ def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: 
         p for p in policies for _ in "12"
     ]
     for line in lines[:4]:
-        for part in ("epoch", "loss", "learning rate", " s ", "peak memory", "skipped steps"):
+        for part in ("epoch", "loss", "learning rate", " s ", "loss scale", "skipped steps"):
             assert part in line
-    assert any("test accuracy" in line and "memory" in line for line in lines[5:])
-    assert "memory: peak of the process" in result.stdout
-    assert re.search(r"apex-O2 +\d+ MB +[\d.]+ +[\d.]+ +\d+\.\d\dx +\d\.\d\dx", result.stdout)
+        assert "memory" not in line  # the process' says little
+    assert any("test accuracy" in line and "memory" not in line for line in lines[5:])
+    assert any("flops in half" in line and "saved" in line for line in lines[5:])
+    assert re.search(
+        r"apex-O2 +\d\d\.\d% +[\d.]+ kB +0\.\d\dx +[\d.]+ kB +[\d.]+ kB +1\.\d\dx", result.stdout
+    )
+    assert re.search(
+        r"peak memory of the process.*: float32 \d+ MB,\s+apex-O2 \d+ MB", result.stdout
+    )
+    assert re.search(r"apex-O2 +[\d.]+ +[\d.]+ +\d+\.\d\dx *\n", result.stdout)
     check_schema(json.loads((tmp_path / "a/b/report.json").read_text()), policies, 2, task="karate")
     assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == [
         "report.html", "report.json", "report.png",
@@ -109,7 +120,8 @@ def test_train_json_is_a_line_an_event(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (result.returncode, result.stderr) == (0, "")
     events = [event_from_json(json.loads(line)) for line in result.stdout.splitlines()]
-    assert isinstance(events[0], Compiled)
+    assert events[0] == Planned(epochs=2, total=44)
+    assert isinstance(events[1], Compiled)
     assert [event.epoch for event in events if isinstance(event, Epoch)] == [1, 2]
     final = events[-1]
     assert isinstance(final, Run)
@@ -157,7 +169,7 @@ def test_a_terminal_gets_bars_and_the_table(tmp_path: Path) -> None:
     assert re.search(r"float32 [━╺╸ ]+44/44 steps", text)
     assert re.search(r"float32 +compiling", text)
     assert "float32         epoch 2/2  loss" in text
-    assert re.search(r"float32 +\d+\.\d\d +\d+\.\d s +\d+ MB +\d+\.\d+% .* 1 +0", text)
+    assert re.search(r"float32 +\d+\.\d\d +\d+\.\d s +\d+\.\d+% .* 1 +0", text)
 
 
 @pytest.mark.slow
@@ -237,7 +249,7 @@ def test_a_batch_too_large_is_found_before_anything_runs(
     out = tmp_path / "out"
     assert main(["compare", "--batch-size", "1438", "--out", str(out)]) == 2
     assert capsys.readouterr().err == (
-        "jmp-train: error: batch_size=1438 must lie between 1 and the 1437 training rows\n"
+        "jmp-train: error: batch_size=1438 must be between 1 and the 1437 training examples\n"
     )
     assert not out.exists()
 
@@ -245,9 +257,12 @@ def test_a_batch_too_large_is_found_before_anything_runs(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["train", "--train-size", "1438"], "train_size=1438 must lie between 1 and the 1437"),
+        (["train", "--train-size", "1438"], "train_size=1438 must be between 1 and the 1437"),
         (["train", "--data-dir", "x"], "task digits brings its data: it takes no --data-dir"),
-        (["train", "mnist", "--data-dir", "nowhere"], "--data-dir nowhere is no folder"),
+        (
+            ["train", "mnist", "--data-dir", "nowhere"],
+            "data_dir nowhere is not a folder; MNIST's are public in",
+        ),
         (["compare", "mnist", "--synthetic", "--data-dir", "x"], "exclude each other"),
         (["compare", "--policies", "float32", "float32"], "--policies names float32 more than"),
         (["compare", "--modes", "naive", "naive"], "--modes names naive more than"),
@@ -296,7 +311,9 @@ def test_missing_files_of_mnist_are_a_line_each(
 ) -> None:
     assert main(["compare", "mnist", "--data-dir", str(tmp_path)]) == 2
     first, *lines = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"jmp-train: error: --data-dir {tmp_path} lacks these files of MNIST")
+    assert first.startswith(
+        f"jmp-train: error: data_dir {tmp_path} lacks files; MNIST's are public"
+    )
     assert len(lines) == 4
     assert all("https://" in line and "bytes, sha256 " in line for line in lines)
 
@@ -325,6 +342,7 @@ def test_the_reason_of_a_died_process(capsys: pytest.CaptureFixture[str]) -> Non
     assert compare_command._reason(1, "Traceback\nboom\n") == "ended with exit code 1"
     assert "boom" in capsys.readouterr().err
     assert compare_command._reason(1, "warning\njmp-train: error: why\n") == "why"
+    assert compare_command._reason(2, "jmp-train: error: no:\n  a\n  b\n") == "no:\n  a\n  b"
 
 
 def test_the_environment_of_a_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

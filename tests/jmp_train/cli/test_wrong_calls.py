@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from helpers import write_mnist
 
-from jmp_train import cli, compare_command
-from jmp_train.cli import main
-from jmp_train.command_errors import Failure, one_line
+from jmp_train.cli import compare as compare_command
+from jmp_train.cli import entry as cli
+from jmp_train.cli.entry import main
+from jmp_train.cli.errors import Failure, one_line
 
 LONG = 5000 * "x"
 DIGITS = 5000 * "1"  # more than Python's int() takes
@@ -181,11 +182,11 @@ def test_a_wrong_call_is_exit_code_2_and_one_line(
         ((*KARATE, "--epochs", "2"), "argument --epochs: given more than once"),
         ((*KARATE, "--policy", "c=f16,c=f16"), "'c=f16,c=f16' gives compute_dtype more than once"),
         ((*KARATE, "--policy", "float64"), "policy 'float64' has float64, which needs JAX_ENABLE_X64=1"),
-        ((*KARATE, "--checkpoint-dir", ""), "argument --checkpoint-dir: '' is no path"),
+        ((*KARATE, "--checkpoint-dir", ""), "argument --checkpoint-dir: '' is not a path"),
         ((*KARATE, "--checkpoint-dir", "file/x"), "--checkpoint-dir file/x: Not a directory"),
         ((*KARATE, "--logdir", "file"), "--logdir file: File exists"),
         (("train", "--devices", "1025"), "'1025' is not a whole number from 1 to 1024"),
-        (("train", "mnist", "--data-dir", CONTROL), r"no\n\x1b[31mwhere\u202e is no folder"),
+        (("train", "mnist", "--data-dir", CONTROL), r"no\n\x1b[31mwhere\u202e is not a folder"),
         (("train", LONG), f"invalid choice: '{199 * 'x'}…'"),
     ],
 )  # fmt: skip
@@ -203,13 +204,13 @@ def test_what_only_a_run_of_compare_finds_wrong_is_a_wrong_call(
     log = folder / "-log" / "float32" / "metrics.jsonl"
     log.parent.mkdir(parents=True)
     log.touch()  # as another process may, after compare has looked
-    monkeypatch.setattr(compare_command, "_check_outputs", lambda args, names: None)
+    monkeypatch.setattr(compare_command, "_check_outputs", lambda args, names: [])
     names = ("float32", "bfloat16")
     call = ("compare", "karate", "--epochs", "1", "--logdir=-log", "--policies", *names)
     assert main(call) == 2
     assert capsys.readouterr() == (
         "",
-        "jmp-train: error: float32: --logdir: -log/float32 holds the log of another run\n",
+        "jmp-train: error: --logdir: -log/float32 holds the log of another run\n",
     )
 
 
@@ -271,8 +272,8 @@ def test_ctrl_c_is_exit_code_130_whatever_it_becomes(
 
 def test_a_text_in_one_line() -> None:
     assert one_line("lacks:\n  a\n  b\x07") == "lacks:\n  a\n  b\\x07"
-    assert one_line(f"{LONG}/x is no folder", ["train", f"--data-dir={LONG}"]) == (
-        f"{199 * 'x'}…/x is no folder"
+    assert one_line(f"{LONG}/x is not a folder", ["train", f"--data-dir={LONG}"]) == (
+        f"{199 * 'x'}…/x is not a folder"
     )
 
 

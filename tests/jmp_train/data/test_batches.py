@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_train.loading import array_batches, row_seeds, train_batches
-from jmp_train.loading import test_batches as batches_of_test
-from jmp_train.tasks import load_task
-from jmp_train.tasks.task import Arrays, Task
+from jmp_train.data.batches import array_batches, row_seeds
+from jmp_train.runs.task_batches import evaluation_batches as batches_of_test
+from jmp_train.runs.task_batches import train_batches
+from jmp_train.tasks import Arrays, Task, load_task
 
 
 def prepare(rows: Arrays) -> Arrays:
@@ -126,7 +126,7 @@ def test_seeds_of_rows_depend_on_the_run_the_epoch_and_the_row() -> None:
     assert len(np.unique(seeds)) == 400
 
 
-def test_batches_are_cut_over_devices() -> None:
+def test_batches_are_split_over_devices() -> None:
     mesh = Mesh(np.array(jax.devices()), ("data",))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     batch = next(array_batches({"x": np.arange(64)}, 16, sharding=sharding))
@@ -150,14 +150,14 @@ def test_batches_are_read_as_the_sharding_says() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 51}, "batch_size=51 must lie between 1 and the 50 rows"),
+        ({"batch_size": 51}, "batch_size=51 must be between 1 and the 50 examples"),
         ({"batch_size": 9, "process_index": 0, "process_count": 2}, "2 processes must divide"),
-        ({"process_index": 2, "process_count": 2}, r"process_index=2 must lie in \[0, 2\)"),
+        ({"process_index": 2, "process_count": 2}, r"process_index=2 must be in \[0, 2\)"),
         ({"epochs": 0}, "epochs=0 must be at least 1"),
         ({"start": -1}, "start=-1 must be at least 0"),
-        ({"seed": -1}, "seed=-1 must lie between 0 and"),
+        ({"seed": -1}, "seed=-1 must be between 0 and"),
         ({"arrays": {"x": np.ones(3), "y": {"z": np.ones(4)}}}, "'x' has 3, 'y/z' has 4"),
-        ({"arrays": {"x": np.ones(())}}, "the 0 rows"),
+        ({"arrays": {"x": np.ones(())}}, "the 0 examples"),
     ],
 )
 def test_wrong_options_of_array_batches(options: dict[str, Any], message: str) -> None:

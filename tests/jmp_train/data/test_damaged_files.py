@@ -1,4 +1,4 @@
-"""Damaged pictures and arrays: each gives an array of the right shape, or an error that names the file."""
+"""Damaged images and arrays: each gives an array of the right shape, or an error that names the file."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 SUFFIXES = ("bin", "bmp", "gz", "idx", "jpg", "pgm", "png", "ppm", "tif", "webp")
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.graph_loading import neighbor_batches
+from jmp_train.data.graph_loading import neighbor_batches
 
 COUNT, CLASSES = 600, 3
 
@@ -91,7 +91,7 @@ def test_processes_share_the_seeds_in_equal_numbers() -> None:
     assert len(set().union(*parts)) == 198
 
 
-def test_processes_draw_different_neighbours() -> None:
+def test_processes_draw_different_neighbors() -> None:
     # All seeds are the same node, so that only what is drawn can differ.
     hub = graphs.host_edges(np.arange(1, 500), np.zeros(499, int), 500)
     seeds = np.zeros(4, int)
@@ -132,7 +132,7 @@ def test_stacks_are_of_one_shape_and_of_each_seed_once() -> None:
 def test_wrong_calls_are_refused() -> None:
     seeds = np.arange(10)
     sampler, _, _ = sampler_of(seeds)
-    with pytest.raises(ValueError, match=r"process_index=2 must lie in \[0, 2\)"):
+    with pytest.raises(ValueError, match=r"process_index=2 must be in \[0, 2\)"):
         neighbor_batches(sampler, seeds, ids, process_index=2, process_count=2)
     with pytest.raises(
         ValueError, match="10 nodes, 10 for each of 1 processes, where a batch needs 32"
@@ -140,7 +140,7 @@ def test_wrong_calls_are_refused() -> None:
         neighbor_batches(sampler, seeds, ids, drop_remainder=True)
     with pytest.raises(ValueError, match="epochs=0 must be at least 1"):
         neighbor_batches(sampler, seeds, ids, epochs=0)
-    with pytest.raises(ValueError, match="seed=-1 must lie between 0"):
+    with pytest.raises(ValueError, match="seed=-1 must be between 0"):
         neighbor_batches(sampler, seeds, ids, seed=-1)
 
 
@@ -207,9 +207,9 @@ def test_models_learn_from_mini_batches_in_half(kind: str, policy_name: str) -> 
     model = nnx.merge(definition, policy.cast_to_compute(state.params))
     layers = [flat(model.first), flat(model.second)]
     rows = features.astype(policy.compute_dtype)
-    logits = graphs.infer_in_layers(layers, edges, rows, batch_size=128)
+    logits = graphs.layerwise_inference(layers, edges, rows, batch_size=128)
     assert logits.dtype == policy.compute_dtype
     accuracy = (logits.astype(np.float32).argmax(1) == labels)[test].mean()
     alone = (features[:, :CLASSES].argmax(1) == labels)[test].mean()
-    assert accuracy > alone + 0.08  # what neighbours tell, beyond a node's own features
+    assert accuracy > alone + 0.08  # what neighbors tell, beyond a node's own features
     assert len(traces) == 2  # the step, and before it a look at its products

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import idx_bytes, memory_limited_to
 
-from jmp_train.idx import read_idx
+from jmp_train.data.idx import read_idx
 
 IMAGES = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
 GOOD = idx_bytes(IMAGES)

@@ -11,7 +11,7 @@ import pytest
 from helpers import memory_limited_to
 from PIL import EpsImagePlugin, Image
 
-from jmp_train.image_files import read_image
+from jmp_train.data.image_files import read_image
 
 RGB = np.random.default_rng(0).integers(0, 256, (20, 24, 3), np.uint8)
 WANTED = {
@@ -99,7 +99,7 @@ def test_postscript_starts_no_ghostscript(tmp_path: Path, monkeypatch: pytest.Mo
     ghostscript.write_text(f"#!/bin/sh\necho $0 > {ran}\n")
     ghostscript.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # so that it is looked for anew
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # so that it is looked for again
     image.write_bytes(saved(Image.fromarray(RGB), "EPS"))
     with Image.open(image) as opened, pytest.raises(OSError):
         opened.load()

@@ -6,7 +6,7 @@ import pytest
 from helpers import memory_limited_to, write_image_folder
 from PIL import Image
 
-from jmp_train.image_folder import centre_crops, random_box, random_crops, read_image_folder
+from jmp_train.data.image_folder import center_crops, random_box, random_crops, read_image_folder
 
 
 def gradient_image(width: int, height: int) -> np.ndarray:
@@ -45,14 +45,16 @@ def test_classes_and_images_come_by_name(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_missing_empty_or_unknown_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"train is no folder; wanted are DIR/train/CLASS"):
+    with pytest.raises(
+        FileNotFoundError, match=r"train is not a folder; wanted are DIR/train/CLASS"
+    ):
         read_image_folder(tmp_path)
     (tmp_path / "train").mkdir()
-    with pytest.raises(ValueError, match=r"train has no classes, that is no folders of images"):
+    with pytest.raises(ValueError, match=r"train has no classes \(folders of images\)"):
         read_image_folder(tmp_path)
     image = gradient_image(4, 3)
     save(tmp_path / "train/cat/0.png", image)
-    with pytest.raises(FileNotFoundError, match="val is no folder"):
+    with pytest.raises(FileNotFoundError, match="val is not a folder"):
         read_image_folder(tmp_path)
     save(tmp_path / "val/dog/0.png", image)
     with pytest.raises(ValueError, match=r"val/dog: training has no class 'dog' in .*/train$"):
@@ -92,7 +94,7 @@ def test_links_to_files_and_folders_are_followed_once(tmp_path: Path) -> None:
     train, _, classes = read_image_folder(tmp_path)
     names = [f"{tmp_path}/train/{name}.png" for name in ("dark/0", "dark/1", "light/0")]
     assert (train["path"].tolist(), classes) == (names, ("dark", "light"))
-    assert centre_crops(train["path"], 16).shape == (3, 16, 16, 3)
+    assert center_crops(train["path"], 16).shape == (3, 16, 16, 3)
 
 
 @pytest.mark.parametrize("size", [(1, 40_000), (40_000, 1)])
@@ -101,19 +103,19 @@ def test_a_narrow_image_is_refused_before_it_is_made_large(
 ) -> None:
     path = str(tmp_path / "image.png")
     Image.new("L", size, 7).save(path)
-    message = (
-        r"image\.png is too narrow: its \d+ x \d+ pixels would be (256 x 10240000|10240000 x 256) "
-    )
+    message = r"image\.png has too extreme an aspect ratio: its \d+ x \d+ pixels would be (256 x 10240000|10240000 x 256) "
     with memory_limited_to(2**28):
         with pytest.raises(ValueError, match=message):
-            centre_crops([path], 224)
-        assert (random_crops([path], [0], 224) == 7).all()  # of a part that is not narrow
+            center_crops([path], 224)
+        assert (
+            random_crops([path], [0], 224) == 7
+        ).all()  # of a part whose aspect ratio is not extreme
 
 
 def test_the_bound_of_pixels_is_an_option(tmp_path: Path) -> None:
     path = save(tmp_path / "image.png", gradient_image(100, 50))
     for crops in (
-        lambda bound: centre_crops([path], 16, max_pixels=bound),
+        lambda bound: center_crops([path], 16, max_pixels=bound),
         lambda bound: random_crops([path], [0], 16, max_pixels=bound),
     ):
         assert crops(5000).shape == (1, 16, 16, 3)
@@ -123,18 +125,18 @@ def test_the_bound_of_pixels_is_an_option(tmp_path: Path) -> None:
             crops(4999)
 
 
-@pytest.mark.parametrize("damage", ["cut", "text", "missing", "empty"])
+@pytest.mark.parametrize("damage", ["truncated", "text", "missing", "empty"])
 def test_a_file_that_cannot_be_decoded_is_named(tmp_path: Path, damage: str) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (60, 60, 3), np.uint8)
     path = tmp_path / "image.jpg"
     good = save(tmp_path / "good.png", noise)
     save(path, noise)
-    content = {"cut": path.read_bytes()[:900], "text": b"no image at all", "empty": b""}
+    content = {"truncated": path.read_bytes()[:900], "text": b"no image at all", "empty": b""}
     path.unlink()
     if damage != "missing":
         path.write_bytes(content[damage])
     with pytest.raises(ValueError, match=r"image\.jpg cannot be decoded as an image: "):
-        centre_crops([good, str(path)], 16)
+        center_crops([good, str(path)], 16)
     with pytest.raises(ValueError, match=r"image\.jpg cannot be decoded as an image: "):
         random_crops([good, str(path)], [0, 0], 16)
 
@@ -147,14 +149,14 @@ def test_centre_crops_are_torchvisions(tmp_path: Path, width: int, height: int) 
     resized = Image.open(path).resize(size, Image.Resampling.BILINEAR)
     left, upper = round((size[0] - 224) / 2.0), round((size[1] - 224) / 2.0)
     expected = np.asarray(resized.crop((left, upper, left + 224, upper + 224)))
-    result = centre_crops([path], 224)
+    result = center_crops([path], 224)
     assert (result.shape, result.dtype) == ((1, 224, 224, 3), np.uint8)
     np.testing.assert_array_equal(result[0], expected)
 
 
 def test_centre_crops_of_other_sizes_are_in_proportion(tmp_path: Path) -> None:
     path = save(tmp_path / "image.png", gradient_image(128, 128))
-    result = centre_crops([path], 112)[0].astype(int)  # of 128 pixels, as they are
+    result = center_crops([path], 112)[0].astype(int)  # of 128 pixels, as they are
     np.testing.assert_array_equal(result[0, :, 0], np.arange(8, 120))
     np.testing.assert_array_equal(result[:, 0, 1], np.arange(8, 120))
 
@@ -171,16 +173,16 @@ def test_random_crops_are_the_box_resized_and_half_of_them_flipped(tmp_path: Pat
         flipped = bool(crop[0, 0, 0] > crop[0, -1, 0])  # the columns count backwards
         np.testing.assert_array_equal(crop[:, ::-1] if flipped else crop, expected)
         flips.append(flipped)
-    assert 70 < sum(flips) < 130  # 100 +- 4 deviations
+    assert 70 < sum(flips) < 130  # 100 +- 4 standard deviations
 
 
 def test_random_boxes_have_torchvisions_areas_and_ratios() -> None:
     random = np.random.default_rng(0)
     boxes = np.array([random_box(random, 400, 300) for _ in range(4000)])
-    wide, high = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+    width, height = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     assert boxes[:, :2].min() == 0
     assert (boxes[:, 2].max(), boxes[:, 3].max()) == (400, 300)
-    share, ratio = wide * high / (400 * 300), wide / high
+    share, ratio = width * height / (400 * 300), width / height
     assert 0.07 < share.min() < 0.09
     assert 0.97 < share.max() <= 1
     assert 0.73 < ratio.min() < 0.77
@@ -198,7 +200,7 @@ def test_random_boxes_have_torchvisions_areas_and_ratios() -> None:
 def test_of_images_that_no_ratio_fits_the_centre_is_taken(
     size: tuple[int, int], box: tuple[int, int, int, int]
 ) -> None:
-    # Of 1000 x 3 pixels even the smallest share, 240 pixels, is wider than 4/3 of 3.
+    # Of 1000 x 3 pixels even the smallest share, 240 pixels, is of a greater ratio than 4/3 of 3.
     assert random_box(np.random.default_rng(0), *size) == box
 
 
@@ -208,7 +210,7 @@ def test_gray_and_palette_images_become_colours(tmp_path: Path) -> None:
     Image.new("RGB", (20, 20), (10, 20, 30)).convert("P", palette=Image.Palette.ADAPTIVE).save(
         palette
     )
-    images = centre_crops([str(gray), str(palette)], 16)
+    images = center_crops([str(gray), str(palette)], 16)
     assert (images[0] == 77).all()
     assert (images[1] == (10, 20, 30)).all()
 

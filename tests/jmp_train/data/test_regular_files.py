@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from jmp_train.cifar import read_batch
-from jmp_train.idx import read_idx
-from jmp_train.image_files import read_image
-from jmp_train.regular_files import open_regular
+from jmp_train.data.cifar import read_cifar10_batch
+from jmp_train.data.idx import read_idx
+from jmp_train.data.image_files import read_image
+from jmp_train.data.regular_files import open_regular
 
 READERS = {
     "idx": lambda path: read_idx(path, axes=3),
-    "cifar": read_batch,
+    "cifar": read_cifar10_batch,
     "image": lambda path: read_image(str(path)),
 }
 
@@ -43,7 +43,7 @@ def test_what_is_no_regular_file_is_named_and_not_waited_for(
         "empty": r"/0\.png (has|cannot be decoded)",
     }
     with pytest.raises(
-        (ValueError, OSError), match=faults.get(kind, r"/0\.png is no regular file$")
+        (ValueError, OSError), match=faults.get(kind, r"/0\.png is not a regular file$")
     ):
         READERS[reader](path)
 

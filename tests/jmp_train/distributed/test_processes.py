@@ -16,9 +16,9 @@ import pytest
 from process_programs import BATCH, STEPS, digits, make_step
 
 import jmp_train as jt
-from jmp_train.loading import array_batches
+from jmp_train.data.batches import array_batches
 
-PROGRAMS = Path(__file__).resolve().parents[1] / "programs" / "process_programs.py"
+PROGRAMS = Path(__file__).resolve().parents[2] / "programs" / "process_programs.py"
 Launch = Callable[..., tuple[int, str]]
 
 
@@ -70,10 +70,10 @@ def test_processes_equal_one(
                 np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-6)
     skips = "finite [True, False, True, True, False, True] scale 256.0"
     assert text.count(skips) == count, text
-    assert text.count("masters [('hidden', True), ('out', True)] 1") == count, text
+    assert text.count("master_weights [('hidden', True), ('out', True)] 1") == count, text
     assert (
         text.count(
-            "AMP mode naive: model float16, masters float32, outputs float32, loss scale 256; "
+            "AMP mode naive: model float16, master weights float32, outputs float32, loss scale 256; "
         )
         == 1
     ), text

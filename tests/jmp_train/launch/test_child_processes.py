@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from process_helpers import STUBBORN, lives, noted, survivors
 
-from jmp_train import child_processes
-from jmp_train.child_processes import ChildProcess, end
+from jmp_train.launch import child_processes
+from jmp_train.launch.child_processes import ChildProcess, end
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -124,7 +124,7 @@ def test_exit_codes_and_output_are_the_command_s() -> None:
         "os.kill(os.getpid(), 9)": -9,
         "os.kill(os.getpid(), 15)": -15,
         "os.abort()": -6,
-        "os.kill(0, 9)": -9,  # its whole group, of which the supervisor is none
+        "os.kill(0, 9)": -9,  # its whole group, of which the supervisor is not a member
     }
     for end_of_script, code in cases.items():
         command = [sys.executable, "-I", "-S", "-c", script.format(end_of_script)]

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from process_helpers import STUBBORN, noted, survivors
 
-from jmp_train import launcher
-from jmp_train.cli import main
-from jmp_train.launcher import launch
+from jmp_train.cli.entry import main
+from jmp_train.launch import launcher
+from jmp_train.launch.launcher import launch
 
 
 @pytest.fixture(name="script")
@@ -29,8 +29,8 @@ import pathlib, sys, types
 package = types.ModuleType("jmp_train")
 package.__path__ = [sys.argv[1]]
 sys.modules["jmp_train"] = package
-from jmp_train.launcher import launch
-from jmp_train.output import lasting_output
+from jmp_train.launch.launcher import launch
+from jmp_train.launch.output import lasting_output
 with lasting_output():
     try:
         launch(sys.argv[3:], 2, **eval(sys.argv[2], {"Path": pathlib.Path}))
@@ -42,7 +42,7 @@ with lasting_output():
 
 def launcher_command(script: Path, *arguments: object, **options: Any) -> list[str]:
     """Returns the command of a launcher of two processes, with `launch`'s options."""
-    folder = Path(launcher.__file__).parent
+    folder = Path(launcher.__file__).parents[1]
     shown = "{" + ", ".join(f"{name!r}: {value!r}" for name, value in options.items()) + "}"
     shown = shown.replace("PosixPath", "Path")
     return [sys.executable, "-c", LAUNCHER, str(folder), shown, str(script), *map(str, arguments)]
@@ -122,7 +122,7 @@ def test_a_launcher_that_is_ended_leaves_nothing(
         assert survivors(started, 10) == []
 
 
-def test_all_are_started_anew_after_a_failure(
+def test_all_are_restarted_after_a_failure(
     script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script.write_text(
@@ -140,7 +140,7 @@ def test_all_are_started_anew_after_a_failure(
     output = capfd.readouterr()
     said = "jmp-train: process 1 was killed by signal 9"
     assert [line[: len(said)] for line in output.err.splitlines()] == [said] * 2
-    assert f" (see {logdir}/rank_*.log); starting all anew, 2 of 3 times\n" in output.err
+    assert f" (see {logdir}/rank_*.log); restarting all, 2 of 3 times\n" in output.err
     assert [line[:5] for line in (logdir / "rank_1.log").read_text().splitlines()] == [
         "try 0",
         "try 1",
@@ -236,11 +236,11 @@ def test_an_early_end_counts_for_restarts_and_is_named_with_a_failure_that_follo
     assert capfd.readouterr().err.splitlines()[1:] == [
         (
             "jmp-train: process 1 ended well, still running after the exit timeout of 1.5 s: process 0, now stopped; "
-            "do all take the same number of steps?; starting all anew, 1 of 2 times"
+            "do all take the same number of steps?; restarting all, 1 of 2 times"
         ),
         (
             "jmp-train: process 0 ended with exit code 1; the script of process 1 had ended well before that; "
-            "starting all anew, 2 of 2 times"
+            "restarting all, 2 of 2 times"
         ),
     ]
 
@@ -375,7 +375,7 @@ def test_a_line_without_an_end_takes_no_memory(script: Path, tmp_path: Path) -> 
     ("command", "count", "devices", "message"),
     [
         ([], 1, 1, r"launch needs a script: jmp-train launch -n 2 -- script\.py"),
-        (["nowhere.py"], 1, 1, r"launch needs a Python script, 'nowhere\.py' is no file"),
+        (["nowhere.py"], 1, 1, r"launch needs a Python script, 'nowhere\.py' is not a file"),
         (["-m", "json"], 0, 1, "count=0 must be at least 1"),
         (["-m", "json"], 1, 0, "devices_per_process=0 must be at least 1"),
     ],

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from process_helpers import shell
 
-from jmp_train import output
-from jmp_train.output import Output
+from jmp_train.launch import output
+from jmp_train.launch.output import Output
 
 SCRIPT = f"""
 import importlib.util, os, sys
@@ -40,24 +41,10 @@ NO_SPACE = "jmp-train: warning: standard output: No space left on device; the re
 CLOSED = "jmp-train: warning: standard output: it is closed; the rest is not printed\n"
 
 
-def shell(command: str, cwd: Path, **environment: str) -> tuple[int, str, str]:
+def run(command: str, cwd: Path, **environment: str) -> tuple[int, str, str]:
     """Returns code, standard output and error of a shell's command, in which $RUN is the script."""
     (cwd / "script.py").write_text(SCRIPT)
-    result = subprocess.run(
-        [
-            "bash",
-            "-c",
-            "set -o pipefail; " + command.replace("$RUN", f"{sys.executable} script.py"),
-        ],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        timeout=60,
-        check=False,
-    )
-    return result.returncode, result.stdout, result.stderr
+    return shell(command, cwd, RUN=f"{sys.executable} script.py", **environment)
 
 
 pytestmark = [
@@ -84,15 +71,15 @@ pytestmark = [
 def test_a_program_ends_as_it_should_whatever_becomes_of_its_output(
     tmp_path: Path, command: str, code: int, error: str
 ) -> None:
-    assert shell(command, tmp_path) == (code, "", error)
+    assert run(command, tmp_path) == (code, "", error)
     assert (tmp_path / "done").read_text() in command
 
 
 def test_only_its_own_lines_are_on_an_own_output(tmp_path: Path) -> None:
-    code, out, error = shell("$RUN own", tmp_path)
+    code, out, error = run("$RUN own", tmp_path)
     assert (code, error) == (0, "from C\nfrom a library\n")
     assert out == "".join(f'{{"line": {number}}}\n' for number in range(3000))
-    assert shell("$RUN own 2>&-", tmp_path) == (0, out, "")
+    assert run("$RUN own 2>&-", tmp_path) == (0, out, "")
 
 
 def test_a_pipe_that_does_not_block_loses_nothing(tmp_path: Path) -> None:
@@ -118,7 +105,7 @@ def test_a_pipe_that_does_not_block_loses_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_encoded_is_replaced(tmp_path: Path, environment: dict[str, str]) -> None:
-    code, out, error = shell("$RUN text", tmp_path, **environment)
+    code, out, error = run("$RUN text", tmp_path, **environment)
     assert code == 0
     assert out.splitlines() == [f"line ??? {number} False" for number in range(3000)]
     assert error.startswith("an error ")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jmp_train.launcher import launch
+from jmp_train.launch.launcher import launch
 
 pytestmark = pytest.mark.timeout(60)
 

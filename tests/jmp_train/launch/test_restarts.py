@@ -1,4 +1,4 @@
-"""Processes that are killed at any moment: all start anew, and nothing of the run is lost."""
+"""Processes that are killed at any moment: all restart, and nothing of the run is lost."""
 
 import os
 import random
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "data_parallel" / "checkpoint.py"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "data_parallel" / "checkpoint.py"
 
 
 def launch(directory: Path, *options: object, count: int = 2) -> subprocess.Popen[str]:
@@ -67,7 +67,7 @@ def test_a_run_whose_processes_are_killed_ends_as_one_that_is_left_alone(
     text = "".join(lines)
     starts = [int(step) for step in re.findall(r"\[0\] process 0 .* goes on from step (\d+)", text)]
     assert result(text) == undisturbed, text
-    assert text.count("starting all anew") >= max(1, kills // 2), text
+    assert text.count("restarting all") >= max(1, kills // 2), text
     assert starts == sorted(starts)
     saved = 0
     for (

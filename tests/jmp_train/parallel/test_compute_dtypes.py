@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_train.narrow_uses import narrow_uses
+from jmp_train.parallel.compute_dtypes import all_gather_dtypes
 
 Half = jnp.float16
 
@@ -46,7 +46,7 @@ USES: dict[str, tuple[Callable[..., Any], str]] = {
     "both": (lambda w, x: (x.astype(Half) @ w.astype(Half), w.sum()), "float32"),
     "returned": (lambda w, x: w, "float32"),
     "two types": (lambda w, x: (w.astype(Half), w.astype(jnp.bfloat16)), "float32"),
-    "wider": (lambda w, x: w.astype(jnp.int32), "float32"),
+    "integer": (lambda w, x: w.astype(jnp.int32), "float32"),
     "unused": (lambda w, x: x, "float32"),
     "moved": (lambda w, x: x.astype(Half) @ w.reshape(2, 2, 4)[:, 0].T.astype(Half), "float16"),
     "looked up": (lambda w, x: w[x.astype(jnp.int32)].astype(Half), "float16"),
@@ -71,6 +71,6 @@ def test_the_dtype_that_all_uses_cast_to(name: str) -> None:
     x = jnp.asarray(random.normal(size=(3, 4)) if name != "moved" else np.ones((3, 4)), jnp.float32)
     w = jnp.asarray(random.normal(size=(4, 4)), jnp.float32)
     jaxpr = jax.make_jaxpr(fn)(w, x).jaxpr
-    assert narrow_uses(jaxpr, jaxpr.invars[:1]) == [jnp.dtype(dtype)]
-    narrow = w.astype(dtype).astype(jnp.float32)
-    jax.tree.map(np.testing.assert_array_equal, fn(narrow, x), fn(w, x))
+    assert all_gather_dtypes(jaxpr, jaxpr.invars[:1]) == [jnp.dtype(dtype)]
+    rounded = w.astype(dtype).astype(jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, fn(rounded, x), fn(w, x))

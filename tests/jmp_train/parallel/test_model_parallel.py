@@ -1,4 +1,4 @@
-"""Models that are cut over a mesh: the numbers of one device, one decision for all, in every form and every mode."""
+"""Models that are sharded over a mesh: the results of one device, one decision for all, in every form and every mode."""
 
 import dataclasses
 import functools
@@ -17,11 +17,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
-from jmp_train.absent_gpu import CompiledForGPU, compile_for_gpu
+from jmp_train.aot.compilation import CompiledForGPU, compile_for_gpu
 
 DEVICES, ROWS, WIDTH, HIDDEN, CLASSES = 8, 32, 16, 32, 5
 WEIGHT = 2.0**-8  # of a loss whose gradients shall not overflow at the loss scale 2**16
-PROGRAMS = Path(__file__).resolve().parents[1] / "gpu_programs.py"
+PROGRAMS = Path(__file__).resolve().parents[2] / "gpu_programs.py"
 
 
 def mesh_of(**axes: int) -> Mesh:
@@ -52,7 +52,7 @@ def make_params() -> dict[str, jax.Array]:
 
 
 def dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jt.wide_dot_general(x, kernel, (((1,), (0,)), ((), ())))
+    return jt.float32_dot_general(x, kernel, (((1,), (0,)), ((), ())))
 
 
 def block(params: Any, x: jax.Array, rng: Any) -> jax.Array:
@@ -77,7 +77,7 @@ def through(run: Callable[..., jax.Array], params: Any, x: jax.Array) -> jax.Arr
 
 def loss_of(model: Callable[..., jax.Array], weight: float = 1.0) -> Callable[..., jax.Array]:
     def loss_fn(params: Any, batch: Any) -> jax.Array:
-        # Of one column of one block: a part that lies on one shard of each axis alone.
+        # Of one column of one block: a part that is on one shard of each axis alone.
         last = params["up"][1, :, -1]
         last = poison_gradient(last, batch["poison"].max().astype(last.dtype))
         params = {**params, "up": params["up"].at[1, :, -1].set(last)}
@@ -93,7 +93,7 @@ def loss_of(model: Callable[..., jax.Array], weight: float = 1.0) -> Callable[..
 
 
 class Form(NamedTuple):
-    """How a model is cut: the mesh, the model's blocks on it, and where the state lies."""
+    """How a model is sharded: the mesh, the model's blocks on it, and the state's shardings."""
 
     mesh: Mesh
     model: Callable[..., jax.Array]
@@ -148,7 +148,7 @@ MODES: dict[str, dict[str, Any]] = {
     "O3": {"mode": "apex", "opt_level": "O3"},
     "naive": {"mode": "naive", "initial_scale": 2.0**16},
 }
-# The others are slow: they differ from these in casts and loss scales, not in what is cut and agreed on.
+# The others are slow: they differ from these in casts and loss scales, not in what is sharded and agreed on.
 FAST = {"torch": ("tensor", "fsdp"), "O2": ("all",)}
 MODES_OF_FORMS = [
     pytest.param(mode, form, marks=() if form in FAST.get(mode, ()) else pytest.mark.slow)
@@ -249,26 +249,26 @@ def test_fsdp_with_micro_batches_several_losses_and_statistics(reduce: str) -> N
 
     def loss_fn(params: Any, statistics: jax.Array, batch: Any, rng: Any) -> Any:
         x = batch["x"] + 0.1 * jax.random.uniform(rng, batch["x"].shape).astype(batch["x"].dtype)
-        wide = dense(in_order(params, x), params["head"]).astype(jnp.float32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(wide, batch["y"])
-        statistics = 0.9 * statistics + 0.1 * wide.mean(0)
-        aux = {"mean": wide.mean(), "count": jnp.int32(len(wide))}
-        return (losses.mean(), 0.1 * (wide**2).mean()), (statistics, aux)
+        logits = dense(in_order(params, x), params["head"]).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        statistics = 0.9 * statistics + 0.1 * logits.mean(0)
+        aux = {"mean": logits.mean(), "count": jnp.int32(len(logits))}
+        return (losses.mean(), 0.1 * (logits**2).mean()), (statistics, aux)
 
     step = jt.train_step(loss_fn, tx, policy=policy, accumulate_steps=2)
     whole = jt.TrainState.create(
         make_params(), tx, model_state=jnp.zeros(CLASSES), rng=jax.random.key(0)
     )
     where = jt.fsdp_shardings(whole, DATA, min_size=64)
-    cut = jax.device_put(whole, where)
+    sharded = jax.device_put(whole, where)
     on_whole = jax.jit(jt.data_parallel(step, DATA))
-    on_cut = jax.jit(jt.sharded_step(step, DATA, shardings=where))
+    on_sharded = jax.jit(jt.sharded_step(step, DATA, shardings=where))
     for batch in batches(3):
         batch["x"] = np.concatenate([batch["x"], -batch["x"]])
         batch["y"] = np.concatenate([batch["y"], batch["y"]])
         del batch["poison"]
         whole, wanted = on_whole(whole, batch)
-        cut, metrics = on_cut(cut, batch)
+        sharded, metrics = on_sharded(sharded, batch)
         assert bool(metrics["grads_finite"])
         np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-5)
         np.testing.assert_allclose(metrics["aux"]["mean"], wanted["aux"]["mean"], rtol=1e-4)
@@ -276,7 +276,7 @@ def test_fsdp_with_micro_batches_several_losses_and_statistics(reduce: str) -> N
     for name in ("params", "model_state", "opt_state"):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4),
-            jax.device_get(getattr(cut, name)),
+            jax.device_get(getattr(sharded, name)),
             jax.device_get(getattr(whole, name)),
         )
 
@@ -295,7 +295,7 @@ def bytes_by_device(tree: Any) -> set[int]:
 
 @pytest.mark.parametrize("form", ["zero1", "fsdp"])
 def test_a_device_stores_an_eighth(form: str) -> None:
-    """Of Adam's moments and O2's masters, by FSDP of the parameters too; and small leaves whole."""
+    """Of Adam's moments and O2's master weights, by FSDP of the parameters too; and small leaves whole."""
     amp = dataclasses.replace(jt.amp_mode("apex", opt_level="O2"), batch_norms=())
     _, tx = amp.transform(jt.stateless(lambda params, batch: 0.0), optax.adam(1e-3))
     large, small, odd = 64 * 96, 96, 67 * 67
@@ -312,7 +312,7 @@ def test_a_device_stores_an_eighth(form: str) -> None:
 
 @functools.cache
 def compiled(python: str, form: str, mode: str) -> CompiledForGPU:
-    target = f"{PROGRAMS}:cut_step", form, mode
+    target = f"{PROGRAMS}:model_parallel_step", form, mode
     return compile_for_gpu(*target, gpu="H100-80GB", devices=DEVICES, python=python)
 
 
@@ -449,7 +449,7 @@ def test_wrong_pipelines_are_refused() -> None:
         del params, rng
         return x
 
-    with pytest.raises(ValueError, match="axis='stages' is none of the mesh's: 'data', 'pipe'"):
+    with pytest.raises(ValueError, match="axis='stages' is not one of the mesh's: 'data', 'pipe'"):
         jt.pipeline(identity, mesh, "stages")
     with pytest.raises(ValueError, match="micro_batches=0 must be an integer of at least 1"):
         jt.pipeline(identity, mesh, micro_batches=0)
@@ -457,9 +457,9 @@ def test_wrong_pipelines_are_refused() -> None:
         jt.pipeline(identity, mesh)({"w": jnp.ones(3)}, x)
     with pytest.raises(ValueError, match="micro_batches=3 must divide the first axis"):
         jt.pipeline(identity, mesh, micro_batches=3)(jnp.ones(2), x)
-    wider = jt.pipeline(lambda params, x, rng: jnp.tile(x, (1, 2)), mesh)
+    doubling = jt.pipeline(lambda params, x, rng: jnp.tile(x, (1, 2)), mesh)
     with pytest.raises(ValueError, match=r"takes, \(root\) float32\[4, 3\]; it returned .*4, 6\]"):
-        wider(jnp.ones(2), x)
+        doubling(jnp.ones(2), x)
     with pytest.raises(ValueError, match="2 functions have params of 1 stages"):
         jt.Stages([identity, identity], [jnp.ones(2)])
     with pytest.raises(ValueError, match="params '1' is float16, '0' is float32"):

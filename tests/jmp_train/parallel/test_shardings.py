@@ -1,4 +1,4 @@
-"""Where a state's arrays lie: by paths, by shapes, and what the optimizer keeps of a parameter beside it."""
+"""Shardings of a state: by paths, by shapes, and what the optimizer keeps of a parameter beside it."""
 
 from typing import Any
 
@@ -46,13 +46,13 @@ def test_the_optimizers_copies_lie_where_the_parameter_does() -> None:
         copies = {path: s for path, s in found.items() if path.endswith(name)}
         if name == "['w']":
             copies = {path: s for path, s in copies.items() if "['layer']" not in path}
-        assert len(copies) == 4  # master, two moments, accumulated gradient
+        assert len(copies) == 4  # master weights, two moments, accumulated gradient
         assert set(copies.values()) == {spec}
     assert sum(spec != () for spec in found.values()) == 12
     assert set(specs((where.rng, where.step)).values()) == {()}
 
 
-def test_adafactors_rows_and_columns_are_cut_by_their_shapes_alone() -> None:
+def test_adafactors_rows_and_columns_are_sharded_by_their_shapes_alone() -> None:
     state = make_state(optax.adafactor(1e-3), {"w": jnp.ones((128, 256))})
     where = jt.zero1_shardings(state, MESH, params={"w": P(None, "model")}, min_size=128)
     pairs = zip(*map(jax.tree.leaves, (state.opt_state, where.opt_state)), strict=True)
@@ -77,9 +77,9 @@ def test_the_rule_on_shapes(shape: tuple[int, ...], min_size: int, model: bool) 
     candidates = [
         size for i, size in enumerate(shape) if size % 4 == 0 and not (i == 0 and len(given_spec))
     ]
-    cut = [size for size, entry in zip(shape, entries, strict=True) if entry == "data"]
+    sharded = [size for size, entry in zip(shape, entries, strict=True) if entry == "data"]
     wanted = [max(candidates)] if candidates and np.prod(shape) >= min_size else []
-    assert cut == wanted
+    assert sharded == wanted
     assert tuple(given_spec) == tuple(e for e in entries[: len(given_spec)])
     assert where.opt_state.spec == where.params.spec
     where.params.shard_shape(shape)  # fails where the mesh does not divide
@@ -92,17 +92,19 @@ def test_wrong_specs_are_refused() -> None:
         jt.specs_by_path(params, {"kernel": P("model")})
     with pytest.raises(ValueError, match=r"params 'b' of shape \(8,\) has fewer dimensions than"):
         jt.specs_by_path(params, {"b": P(None, "model")})
-    with pytest.raises(ValueError, match="axis='modle' is none of the mesh's: 'data', 'model'"):
+    with pytest.raises(ValueError, match="axis='modle' is not one of the mesh's: 'data', 'model'"):
         jt.state_shardings(state, MESH, params={"w": P("modle"), "b": P()})
-    with pytest.raises(ValueError, match=r"'w' of shape \(6, 8\) cannot .* 6 is no multiple of 4"):
+    with pytest.raises(
+        ValueError, match=r"'w' of shape \(6, 8\) cannot .* 6 is not a multiple of 4"
+    ):
         jt.state_shardings(state, MESH, params={"w": P("data"), "b": P()})
-    with pytest.raises(ValueError, match=r"'w' .* 6 is no multiple of 8 devices"):
+    with pytest.raises(ValueError, match=r"'w' .* 6 is not a multiple of 8 devices"):
         jt.state_shardings(state, MESH, params={"w": P(("data", "model")), "b": P()})
     with pytest.raises(ValueError, match="must have a PartitionSpec for each parameter"):
         jt.state_shardings(state, MESH, params={"w": P()})
     with pytest.raises(ValueError, match="params 'b' must be a PartitionSpec, got 'model'"):
         jt.state_shardings(state, MESH, params={"w": P(), "b": "model"})
-    with pytest.raises(ValueError, match="axis='rows' is none of the mesh's"):
+    with pytest.raises(ValueError, match="axis='rows' is not one of the mesh's"):
         jt.zero1_shardings(state, MESH, "rows")
     with pytest.raises(TypeError, match="state must be a TrainState, got dict"):
         jt.fsdp_shardings(params, MESH)  # pyright: ignore[reportArgumentType]
@@ -112,8 +114,8 @@ def test_wrong_specs_are_refused() -> None:
 
 def test_rules_take_tuples_and_are_named_where_they_are_wrong() -> None:
     params = {"up": {"kernel": jnp.ones((6, 8))}}
-    cut = jt.specs_by_path(params, {"up": (None, ("data", "model"))})
-    assert cut["up"]["kernel"] == P(None, ("data", "model"))
+    specs = jt.specs_by_path(params, {"up": (None, ("data", "model"))})
+    assert specs["up"]["kernel"] == P(None, ("data", "model"))
     with pytest.raises(ValueError, match=r"rule 'up/\(' is not a regular expression: missing \)"):
         jt.specs_by_path(params, {"up/(": P()})
     rules: Any
@@ -129,7 +131,7 @@ def test_rules_take_tuples_and_are_named_where_they_are_wrong() -> None:
 
 
 class Boxed(nn.Module):
-    """Two layers whose kernels say that they are cut over "model"; the second contracts two axes."""
+    """Two layers whose kernels say that they are sharded over "model"; the second contracts two axes."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -212,7 +214,7 @@ def test_nnx_metadata_and_logical_names_say_where_parameters_lie() -> None:
         where = jt.state_shardings(state, MESH)
     assert tuple(where.params["w"].value.spec) == (None, "model")
     boxed = nn.Partitioned(jnp.ones((4, 8)), ("embed", None))
-    with pytest.raises(ValueError, match="axis='embed' is none of the mesh's: 'data', 'model'"):
+    with pytest.raises(ValueError, match="axis='embed' is not one of the mesh's: 'data', 'model'"):
         jt.state_shardings(make_state(optimizer, {"w": boxed}), MESH)
 
 
@@ -222,7 +224,7 @@ def test_shardings_that_do_not_fit_are_named() -> None:
     state = make_state(optimizer, {"w": jnp.ones((6, 8))})
     run = jt.sharded_step(step, MESH, shardings=P("data"))
     with pytest.raises(
-        ValueError, match=r"shardings 'params/w' of shape \(6, 8\) cannot be cut by"
+        ValueError, match=r"shardings 'params/w' of shape \(6, 8\) cannot be sharded by"
     ):
         run(state, jnp.ones((8, 8)))
 

@@ -19,10 +19,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from sklearn.datasets import load_digits
 
 import jmp_train as jt
-from jmp_train.absent_gpu import compile_for_gpu
+from jmp_train.aot.compilation import compile_for_gpu
 
 DEVICES, ROWS = 8, 64
-PROGRAMS = Path(__file__).resolve().parents[1] / "gpu_programs.py"
+PROGRAMS = Path(__file__).resolve().parents[2] / "gpu_programs.py"
 MESH = Mesh(np.array(jax.devices()), ("data",))
 
 
@@ -130,7 +130,7 @@ def by_fsdp(step: jt.TrainStep) -> Any:
 def test_complex_parameters_state_and_aux_are_those_of_one_device(
     route: str, reduce_dtype: str
 ) -> None:
-    """Gradient descent on the mean of |x w + b - y|^2, beside NumPy's in complex128; b is not cut."""
+    """Gradient descent on the mean of |x w + b - y|^2, beside NumPy's in complex128; b is not sharded."""
     random = np.random.default_rng(0)
     x, y = random.normal(size=(32, DEVICES)), random.normal(size=32) + 1j * random.normal(size=32)
 
@@ -300,7 +300,7 @@ def test_without_jit_many_steps_are_one_compiled_program(form: str) -> None:
             state, metrics = run(state, batch)
             losses.append(metrics["loss"])
             states.append(state)
-    assert len(compiled) == (2 if form == "fsdp" else 1)  # the other cuts what it puts on devices
+    assert len(compiled) == (2 if form == "fsdp" else 1)  # the other shards what it puts on devices
     assert states[0].params.is_deleted() and not states[-1].params.is_deleted()
     assert int(state.model_state) == 4
     assert losses[-1] < losses[0]
@@ -344,8 +344,8 @@ def test_a_batch_without_rows_is_refused(form: str) -> None:
     )
     state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
     run = EAGER[form](step) if form in EAGER else jax.jit(step)
-    rate = jnp.float32(1) if form == "alone" else jnp.ones(0)  # a scalar is no row
-    with pytest.raises(ValueError, match=r"the batch has no rows: '\w+' has shape \(0"):
+    rate = jnp.float32(1) if form == "alone" else jnp.ones(0)  # a scalar is not a row
+    with pytest.raises(ValueError, match=r"the batch has no examples: '\w+' has shape \(0"):
         run(state, {"x": jnp.ones((0, 3)), "rate": rate})
 
 
@@ -387,7 +387,7 @@ def test_what_was_split_or_replicated_for_pmap_is_named(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["shard_map", "pmap", "jit", "two axes"])
 def test_counts_that_devices_would_not_share_are_refused(form: str) -> None:
-    """Sixteen rows, half of them positive; what is added up over the devices, or is no count, may stay."""
+    """Sixteen rows, half of them positive; what is added up over the devices, or is not a count, may stay."""
 
     def run(count: Callable[[Any], Any], **options: Any) -> Any:
         def loss_fn(w: Any, model_state: Any, x: Any, rng: Any) -> Any:
@@ -445,7 +445,7 @@ def test_a_mesh_of_other_devices_that_is_set_is_refused() -> None:
         jt.data_parallel(step, ONE)(state, jnp.ones(4))
 
 
-@pytest.mark.parametrize("form", ["shard_map", "pmap", "jit", "two axes", "cut"])
+@pytest.mark.parametrize("form", ["shard_map", "pmap", "jit", "two axes", "sharded"])
 @pytest.mark.parametrize("within", ["no mesh", "explicit", "automatic"])
 def test_any_mesh_may_be_set_and_arrays_lie_on_explicit_axes(within: str, form: str) -> None:
     explicit = Mesh(DATA_MODEL.devices, DATA_MODEL.axis_names, axis_types=(AxisType.Explicit,) * 2)
@@ -455,7 +455,7 @@ def test_any_mesh_may_be_set_and_arrays_lie_on_explicit_axes(within: str, form: 
     wanted, _ = jax.jit(step)(state, x)
     mesh = {"explicit": explicit, "automatic": DATA_MODEL}.get(within)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
-        if form == "cut":
+        if form == "sharded":
             shardings = jt.state_shardings(state, explicit, params=PartitionSpec(None, "model"))
             run = jt.sharded_step(step, explicit, shardings=shardings)
         elif form == "two axes":
@@ -463,7 +463,7 @@ def test_any_mesh_may_be_set_and_arrays_lie_on_explicit_axes(within: str, form: 
         else:
             run = EAGER[form](step)
         results = [run(state, x)]
-        if form in ("two axes", "cut"):
+        if form in ("two axes", "sharded"):
             on_explicit = [
                 NamedSharding(explicit, PartitionSpec(*names)) for names in ((), ("data",))
             ]
@@ -486,7 +486,7 @@ def test_wrong_calls_are_refused() -> None:
     no_mesh: Any = jax.devices()
     with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got list"):
         jt.data_parallel(step, no_mesh)
-    with pytest.raises(ValueError, match="axis='batch' is none of the mesh's: 'data'"):
+    with pytest.raises(ValueError, match="axis='batch' is not one of the mesh's: 'data'"):
         jt.sharded_step(step, MESH, "batch")
     state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
     for route, transform in ROUTES.items():

@@ -5,13 +5,18 @@ import dataclasses
 import pytest
 from helpers import make_run
 
-from jmp_train.comparison import explain_accuracy, explain_failure, explanations, note_outputs
+from jmp_train.reports.comparison import (
+    explain_accuracy,
+    explain_failure,
+    explanations,
+    note_outputs,
+)
 
 
 def test_a_failure_is_explained_by_what_the_mode_lacks() -> None:
     text = "the last 20 steps were skipped for non-finite gradients"
     assert explain_failure("apex-O3", text) == (
-        f"{text}. apex-O3 has neither loss scale nor float32 masters nor float32 BatchNorms: "
+        f"{text}. apex-O3 has neither loss scale nor float32 master weights nor float32 BatchNorms: "
         "gradients below 6e-8 vanish, updates below 1/2048 of a parameter are lost, statistics above 65504 "
         "overflow; apex-O2 has all three"
     )
@@ -27,7 +32,7 @@ def test_more_than_a_point_of_accuracy_is_explained(points: float, said: bool) -
         return
     assert text == (
         "apex-O3-bfloat16 is 1.01 points of test accuracy below float32. apex-O3-bfloat16 has no float32 "
-        "masters: updates below 1/256 of a parameter are lost; apex-O2-bfloat16 has them"
+        "master weights: updates below 1/256 of a parameter are lost; apex-O2-bfloat16 has them"
     )
 
 

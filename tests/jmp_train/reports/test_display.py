@@ -6,13 +6,14 @@ import sys
 import pytest
 from helpers import make_run
 
-from jmp_train.display import LineDisplay, LiveDisplay, display_on
-from jmp_train.output import Output
-from jmp_train.records import Compiled, Progress
+from jmp_train.launch.output import Output
+from jmp_train.reports.display import LineDisplay, LiveDisplay, display_on
+from jmp_train.runs.events import Compiled, Planned, Progress
 
 RUN = make_run("mixed_float16", scale=8.0, skips=(3,))
 EVENTS = (
-    Compiled(7.5),
+    Planned(2, 100),
+    Compiled(7.5, "process", RUN.costs),
     Progress(100, 1, RUN.steps[:40]),
     Progress(100, 1, RUN.steps[40:50]),
     RUN.epochs[0],
@@ -30,7 +31,7 @@ def plain(text: str) -> str:
 
 def test_lines_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
-    with display_on(stream, ["mixed_float16"], 2) as display:
+    with display_on(stream, ["mixed_float16"]) as display:
         assert isinstance(display, LineDisplay)
         display.start("mixed_float16")
         for event in EVENTS:
@@ -40,9 +41,18 @@ def test_lines_where_there_is_no_terminal() -> None:
     assert stream.getvalue().startswith("mixed_float16   epoch 1/2  loss")
 
 
+@pytest.mark.parametrize("memory_of", ["device", "process"])
+def test_the_memory_of_a_device_is_in_the_lines(memory_of: str) -> None:
+    for stream in (io.StringIO(), Terminal()):
+        with display_on(stream, ["a"]) as display:
+            display.show("a", Compiled(7.5, memory_of, RUN.costs))
+            display.show("a", RUN.epochs[0])
+        assert ("peak memory 300 MB" in stream.getvalue()) == (memory_of == "device")
+
+
 def test_a_terminal_gets_bars_a_table_and_the_lines_above_them() -> None:
     stream = Terminal()
-    with display_on(stream, ["mixed_float16", "float32"], 2) as display:
+    with display_on(stream, ["mixed_float16", "float32"]) as display:
         assert isinstance(display, LiveDisplay)
         display.start("mixed_float16")
         for event in EVENTS:
@@ -55,9 +65,9 @@ def test_a_terminal_gets_bars_a_table_and_the_lines_above_them() -> None:
     text = plain(stream.getvalue())
     assert "mixed_float16   epoch 1/2  loss" in text
     assert re.search(r"mixed_float16 [━╺╸ ]+50/100 steps", text)
-    assert re.search(r"mixed_float16 training +0\.0200 +4 +1 +2\.00 +7\.5 s +300 MB", text)
+    assert re.search(r"mixed_float16 training +0\.0200 +4 +1 +2\.00 +7\.5 s +3 MB", text)
     assert re.search(r"float32 +waiting", text)
-    assert re.search(r"float32 +compiling", text)
+    assert re.search(r"float32 +loading", text)
     assert "98.70% right" in text
     assert "float32: no memory" in text
     assert re.search(r"float32 +failed", text)
@@ -65,10 +75,15 @@ def test_a_terminal_gets_bars_a_table_and_the_lines_above_them() -> None:
 
 def test_the_last_epoch_is_followed_by_the_test() -> None:
     stream = Terminal()
-    with LiveDisplay(stream, ["a"], 2) as display:
+    with LiveDisplay(stream, ["a"]) as display:
+        display.show("a", Planned(2, 100))
+        display._live.refresh()
         display.show("a", RUN.epochs[1])
         display._live.refresh()
-    assert re.search(r"a +testing", plain(stream.getvalue()))
+    text = plain(stream.getvalue())
+    assert re.search(r"a [━╺╸ ]+0/100 steps", text)  # before the first step, too
+    assert re.search(r"a +compiling", text)
+    assert re.search(r"a +testing", text)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
@@ -79,7 +94,7 @@ def test_a_terminal_that_lacks_the_characters_and_then_goes_away(
     user, terminal = os.openpty()
     with open(terminal, "w", encoding="ascii") as file:
         stream = Output(file)
-        with display_on(stream, ["mixed_float16"], 2) as display:  # pyright: ignore[reportArgumentType]
+        with display_on(stream, ["mixed_float16"]) as display:  # pyright: ignore[reportArgumentType]
             assert isinstance(display, LiveDisplay)
             display.start("mixed_float16")
             for event in EVENTS:

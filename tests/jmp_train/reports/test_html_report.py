@@ -5,17 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import make_run
+from helpers import COSTS, make_run
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
-from jmp_train.html_report import page
+from jmp_train.reports.html_report import page
 
 RUNS = [
     make_run("float32"),
-    make_run("mixed_float16", scale=8.0, skips=(3, 60)),
+    dataclasses.replace(
+        make_run("mixed_float16", scale=8.0, skips=(3, 60)),
+        costs=dataclasses.replace(COSTS, half_flops_share=0.987, residual_bytes=1_500_000),
+    ),
     dataclasses.replace(make_run("mixed_bfloat16"), test_accuracy=0.991),
 ]
 
@@ -64,22 +67,36 @@ def test_the_page_says_all_and_logs_nothing(browser: webdriver.Chrome, report: P
     items = [item.text for item in browser.find_elements(By.CSS_SELECTOR, "#summary li")]
     assert items[1] == (
         "mixed_float16: 98.70% right (+0.00 points), 1.00 times as fast as float32, "
-        "with 1.00 of its memory; 2 of 100 steps skipped."
+        "98.7% of the flops in half precision, 1.5 MB saved for the backward pass (0.50x); "
+        "2 of 100 steps skipped."
     )
     assert items[3] == "float64 did not end: it needs <JAX_ENABLE_X64=1>"
     rows = browser.find_elements(By.CSS_SELECTOR, "#runs tbody tr")
     assert [row.text for row in rows] == [
-        "float32 98.70% 3.00 7.5 s 300 MB 0.0100 1 0",
-        "mixed_float16 98.70% 3.00 7.5 s 300 MB 0.0100 2 2",
-        "mixed_bfloat16 99.10% 3.00 7.5 s 300 MB 0.0100 1 0",
+        "float32 98.70% 3.00 7.5 s 0.0100 1 0",
+        "mixed_float16 98.70% 3.00 7.5 s 0.0100 2 2",
+        "mixed_bfloat16 99.10% 3.00 7.5 s 0.0100 1 0",
+    ]
+    costs = browser.find_elements(By.CSS_SELECTOR, "#costs tr")
+    assert [row.text for row in costs] == [
+        "policy flops in half saved ratio parameters state ratio",
+        "float32 0.0% 3 MB 1.00x 200 kB 601 kB 1.00x",
+        "mixed_float16 98.7% 1.5 MB 0.50x 200 kB 601 kB 1.00x",
+        "mixed_bfloat16 0.0% 3 MB 1.00x 200 kB 601 kB 1.00x",
     ]
     speeds = browser.find_elements(By.CSS_SELECTOR, "#speed tr")
     assert [row.text for row in speeds] == [
-        "run memory iterations/s samples/s speed-up memory ratio",
-        "float32 300 MB 16.7 1066.7 1.00x 1.00x",
-        "mixed_float16 300 MB 16.7 1066.7 1.00x 1.00x",
-        "mixed_bfloat16 300 MB 16.7 1066.7 1.00x 1.00x",
+        "run iterations/s samples/s speed-up",
+        "float32 16.7 1066.7 1.00x",
+        "mixed_float16 16.7 1066.7 1.00x",
+        "mixed_bfloat16 16.7 1066.7 1.00x",
     ]
+    footer = browser.find_element(By.TAG_NAME, "footer").text
+    assert "Ratios are those beside float32; saved: what the forward pass" in footer
+    assert footer.endswith(
+        "Peak memory of the process, with libraries, compiler and data: float32 300 MB, "
+        "mixed_float16 300 MB, mixed_bfloat16 300 MB."
+    )
     titles = [
         svg.get_attribute("aria-label")
         for svg in browser.find_elements(By.CSS_SELECTOR, ".panels svg")
@@ -88,7 +105,9 @@ def test_the_page_says_all_and_logs_nothing(browser: webdriver.Chrome, report: P
         "Training loss",
         "Loss scale (a cross is a skipped step)",
         "Seconds an epoch, and to compile",
-        "Peak memory of the process",
+        "Flops in half precision",
+        "Saved for the backward pass",
+        "Parameters, and the whole state",
     ]
     assert len(browser.find_elements(By.TAG_NAME, "details")) == 3
     assert browser.get_log("browser") == []
@@ -108,8 +127,8 @@ def test_the_page_fits_its_screen_and_its_text_can_be_read(
     browser: webdriver.Chrome, report: Path, width: int
 ) -> None:
     show(browser, report, width, "light")
-    wide = browser.execute_script("return document.documentElement.scrollWidth")
-    assert wide <= width
+    page = browser.execute_script("return document.documentElement.scrollWidth")
+    assert page <= width
     for panel in browser.find_elements(By.CSS_SELECTOR, ".panels svg"):
         assert panel.rect["width"] > min(0.85 * width, 400)
         heights = [text.rect["height"] for text in panel.find_elements(By.TAG_NAME, "text")]
@@ -132,14 +151,14 @@ def test_light_and_dark(browser: webdriver.Chrome, report: Path) -> None:
     assert colors["dark"][1] > 200
 
 
-def test_a_screenshot_has_the_runs_colours(
+def test_a_screenshot_has_the_runs_colors(
     browser: webdriver.Chrome, report: Path, tmp_path: Path
 ) -> None:
     from matplotlib.image import imread
 
     show(browser, report, 1200, "light")
-    panel = browser.find_elements(By.CSS_SELECTOR, ".panels svg")[3]
-    file = tmp_path / "memory.png"
+    panel = browser.find_elements(By.CSS_SELECTOR, ".panels svg")[4]
+    file = tmp_path / "saved.png"
     assert panel.screenshot(str(file))
     pixels = (imread(file)[..., :3] * 255).round().astype(int).reshape(-1, 3)
     for color in ((0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77), (0x22, 0x88, 0x33)):

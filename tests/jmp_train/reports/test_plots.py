@@ -5,16 +5,28 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from helpers import make_run
+from helpers import COSTS, make_run
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-from jmp_train.pictures import PANELS, draw_loss_scales, draw_losses, png, svg
+from jmp_train.reports.plots import (
+    PANELS,
+    Panel,
+    draw_half_flops,
+    draw_loss_scales,
+    draw_losses,
+    draw_saved,
+    draw_state,
+    png,
+    svg,
+)
+from jmp_train.runs.events import Run
 
 RUNS = [make_run("float32"), make_run("mixed_float16", scale=8.0, skips=(3, 60))]
 
 
 @pytest.mark.parametrize("name", PANELS)
-def test_a_panel_is_well_formed_and_in_the_colour_of_the_page(name: str) -> None:
+def test_a_panel_is_well_formed_and_in_the_color_of_the_page(name: str) -> None:
     text = svg(name, RUNS)
     root = ElementTree.fromstring(text)
     assert root.tag.endswith("svg")
@@ -67,10 +79,35 @@ def test_runs_without_a_scale_are_said_to_have_none() -> None:
     assert "no run has a loss scale" in svg("loss_scales", RUNS[:1])
 
 
-def test_png_has_all_four_panels_at_a_readable_size() -> None:
+HALF = dataclasses.replace(
+    make_run("half"), costs=dataclasses.replace(COSTS, half_flops_share=0.5, residual_bytes=None)
+)
+
+
+def bars(draw: Panel, *runs: Run) -> list[tuple[float, str]]:
+    """Returns the lengths of a panel's bars, and what is written beside them."""
+    axes = Figure().subplots()
+    draw(axes, runs)
+    lengths = [bar.get_width() for bar in axes.patches if isinstance(bar, Rectangle)]
+    return list(zip(lengths, [text.get_text() for text in axes.texts], strict=True))
+
+
+def test_costs_are_the_lengths_of_bars() -> None:
+    assert bars(draw_half_flops, RUNS[0], HALF) == [(0.0, "0.0%"), (0.5, "50.0%")]
+    assert bars(draw_saved, RUNS[0], HALF) == [(3_000_000, "3 MB"), (0, "none")]
+    assert bars(draw_state, RUNS[0]) == [(200_000, "200 kB"), (601_000, "601 kB in all")]
+
+
+def test_the_peak_of_a_device_is_a_bar_and_that_of_a_process_a_footnote() -> None:
+    device = dataclasses.replace(HALF, memory_of="device")
+    assert bars(draw_state, device)[-1] == (300e6, "300 MB peak")
+    assert len(bars(draw_state, device)) == len(bars(draw_state, HALF)) + 1
+
+
+def test_png_has_all_six_panels_at_a_readable_size() -> None:
     content = png("digits", RUNS)
     assert content.startswith(b"\x89PNG")
-    assert struct.unpack(">II", content[16:24]) == (1320, 900)
+    assert struct.unpack(">II", content[16:24]) == (1800, 900)
 
 
 def test_a_run_whose_losses_are_all_lost_can_be_drawn() -> None:

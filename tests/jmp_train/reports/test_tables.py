@@ -5,11 +5,17 @@ import resource
 from pathlib import Path
 
 import pytest
-from helpers import make_run
+from helpers import COSTS, make_run
 
-from jmp_train import html_report
-from jmp_train.records import Epoch
-from jmp_train.report import epoch_line, print_speed_table, print_table, report, write_report
+from jmp_train.reports import html_report
+from jmp_train.reports.tables import (
+    epoch_line,
+    print_speed_table,
+    print_table,
+    report,
+    write_report,
+)
+from jmp_train.runs.events import Epoch
 
 EPOCH = Epoch(
     epoch=1, loss=0.5, learning_rate=1e-3, seconds=2.0, memory_mb=300.0, loss_scale=65536.0,
@@ -27,10 +33,10 @@ def test_numbers_that_are_not_finite_become_null() -> None:
 
 
 def test_the_line_of_an_epoch() -> None:
-    assert epoch_line("float16", EPOCH, 10) == (
-        "float16         epoch  1/10  loss 0.5000  learning rate 1.00e-03  2.00 s  "
-        "peak memory 300 MB  loss scale 65536  skipped steps 3"
-    )
+    line = "float16         epoch  1/10  loss 0.5000  learning rate 1.00e-03  2.00 s  "
+    rest = "loss scale 65536  skipped steps 3"
+    assert epoch_line("float16", EPOCH, 10, "process") == line + rest
+    assert epoch_line("float16", EPOCH, 10, "device") == f"{line}peak memory 300 MB  {rest}"
 
 
 def test_the_table_holds_the_runs_side_by_side_in_80_columns(
@@ -42,47 +48,64 @@ def test_the_table_holds_the_runs_side_by_side_in_80_columns(
         [
             dataclasses.replace(make_run("mixed_bfloat16"), epochs=(EPOCH, long)),
             dataclasses.replace(make_run("b", scale=64.0, skips=(1, 2)), memory_of="device"),
-            make_run("apex-O2-bfloat16", scale=2.0**32, skips=(1,)),
+            dataclasses.replace(
+                make_run("apex-O2-bfloat16", scale=2.0**32, skips=(1,)),
+                costs=dataclasses.replace(
+                    COSTS, half_flops_share=0.987, residual_bytes=1_620_000_000
+                ),
+            ),
         ]
     )
     out = capsys.readouterr().out
-    rows = [line.split() for line in out.splitlines()]
-    assert [
-        "mixed_bfloat16",
-        "618.28",
-        "7.5",
-        "s",
-        "12345",
-        "MB",
-        "98.70%",
-        "0.5000",
-        "65536",
-        "3",
-    ] in rows
-    assert ["b", "3.00", "7.5", "s", "300", "MB", "98.70%", "0.0100", "16", "2"] in rows
-    name = "apex-O2-bfloat16"
-    assert [name, "3.00", "7.5", "s", "300", "MB", "98.70%", "0.0100", "2^31", "1"] in rows
-    assert "memory: peak of the process or device" in out
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert "mixed_bfloat16 618.28 7.5 s 98.70% 0.5000 65536 3" in rows
+    assert "b 3.00 7.5 s 98.70% 0.0100 16 2" in rows
+    assert "apex-O2-bfloat16 3.00 7.5 s 98.70% 0.0100 2^31 1" in rows
+    assert "mixed_bfloat16 0.0% 3 MB 1.00x 200 kB 601 kB 1.00x" in rows
+    assert "apex-O2-bfloat16 98.7% 1.62 GB 540.00x 200 kB 601 kB 1.00x" in rows
+    assert max(map(len, out.splitlines())) <= 80
+    text = " ".join(rows)
+    assert "1.00x: mixed_bfloat16; saved: what the forward pass of a step leaves" in text
+    assert text.endswith(
+        "peak memory of the process, with libraries, compiler and data: mixed_bfloat16 12345 MB, "
+        "apex-O2-bfloat16 300 MB"
+    )
 
 
-def test_speed_and_memory_are_beside_the_first_runs(
+def test_where_devices_report_memory_the_table_has_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
+    print_table([dataclasses.replace(make_run("apex-O2-bfloat16"), memory_of="device")])
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "apex-O2-bfloat16 3.00 7.5 s 98.70% 0.0100 1 0 300 MB" in rows
+    assert not any("process" in row for row in rows)
+
+
+def test_a_step_without_a_backward_pass_has_saved_none(capsys: pytest.CaptureFixture[str]) -> None:
+    none = dataclasses.replace(COSTS, residual_bytes=None)
+    print_table([make_run("a"), dataclasses.replace(make_run("b"), costs=none)])
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "b 0.0% none 200 kB 601 kB 1.00x" in rows
+
+
+@pytest.mark.parametrize("memory_of", ["device", "process"])
+def test_speed_and_the_memory_of_devices_are_beside_the_first_runs(
+    memory_of: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     slow = dataclasses.replace(EPOCH, seconds=20.0, memory_mb=450.0)
-    print_speed_table(
-        [
-            dataclasses.replace(make_run("float32"), epochs=(EPOCH, EPOCH)),
-            dataclasses.replace(make_run("apex-O3-bfloat16"), epochs=(slow, slow)),
-        ]
-    )
-    titles, _, *rows = capsys.readouterr().out.strip().splitlines()
-    assert titles.split() == [
-        "run", "memory", "iterations/s", "samples/s", "speed-up", "memory", "ratio",
-    ]  # fmt: skip
-    assert rows[0].split() == ["float32", "300", "MB", "25.0", "1600.0", "1.00x", "1.00x"]
-    assert rows[1].split() == ["apex-O3-bfloat16", "450", "MB", "2.5", "160.0", "0.10x", "1.50x"]
-    assert rows[-1].strip() == "1.00x: float32"
+    runs = [
+        dataclasses.replace(make_run("float32"), epochs=(EPOCH, EPOCH)),
+        dataclasses.replace(make_run("apex-O3-bfloat16"), epochs=(slow, slow)),
+    ]
+    print_speed_table([dataclasses.replace(run, memory_of=memory_of) for run in runs])
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.strip().splitlines()]
+    memory = memory_of == "device"
+    assert rows[0] == "run iterations/s samples/s speed-up" + " memory memory ratio" * memory
+    assert rows[2] == "float32 25.0 1600.0 1.00x" + " 300 MB 1.00x" * memory
+    assert rows[3] == "apex-O3-bfloat16 2.5 160.0 0.10x" + " 450 MB 1.50x" * memory
+    assert rows[-1] == "1.00x: float32"
 
 
 def test_a_report_is_three_files(tmp_path: Path) -> None:
@@ -110,15 +133,23 @@ def test_what_fits_is_written_and_the_earlier_rest_is_kept(tmp_path: Path) -> No
 
 
 def test_the_sentences_compare_with_the_first_run() -> None:
-    half = dataclasses.replace(make_run("half", scale=8.0, skips=(7,)), test_accuracy=0.98)
-    epochs = tuple(
-        dataclasses.replace(epoch, seconds=epoch.seconds / 2, memory_mb=150.0)
-        for epoch in half.epochs
+    half = dataclasses.replace(
+        make_run("half", scale=8.0, skips=(7,)),
+        test_accuracy=0.98,
+        costs=dataclasses.replace(COSTS, half_flops_share=0.987, residual_bytes=1_860_000),
     )
+    epochs = tuple(dataclasses.replace(epoch, seconds=epoch.seconds / 2) for epoch in half.epochs)
     assert html_report.sentences([make_run("full"), dataclasses.replace(half, epochs=epochs)]) == [
-        "full: 98.70% of the test data right, 3 s an epoch, 300 MB.",
+        "full: 98.70% of the test data right, 3 s an epoch, 3 MB saved for the backward pass.",
         (
-            "half: 98.00% right (-0.70 points), 2.00 times as fast as full, "
-            "with 0.50 of its memory; 1 of 100 steps skipped."
+            "half: 98.00% right (-0.70 points), 2.00 times as fast as full, 98.7% of the flops in half precision, "
+            "1.86 MB saved for the backward pass (0.62x); 1 of 100 steps skipped."
         ),
     ]
+
+
+def test_sentences_leave_out_what_is_not_known() -> None:
+    none = dataclasses.replace(make_run("a"), costs=dataclasses.replace(COSTS, residual_bytes=None))
+    first, second = html_report.sentences([none, none])
+    assert first == "a: 98.70% of the test data right, 3 s an epoch."
+    assert "in half precision; 0 of 100" in second

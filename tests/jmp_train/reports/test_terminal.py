@@ -1,4 +1,4 @@
-"""Screens of any width: no number is cut, and NO_COLOR means no style at all."""
+"""Screens of any width: no number is cut off, and NO_COLOR means no style at all."""
 
 import contextlib
 import fcntl
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 from helpers import make_run
 
-from jmp_train.display import LineDisplay, LiveDisplay, display_on
-from jmp_train.records import Compiled, Progress
-from jmp_train.report import epoch_line, print_speed_table, print_table
-from jmp_train.terminal import wrapped
+from jmp_train.reports.display import LineDisplay, LiveDisplay, display_on
+from jmp_train.reports.tables import epoch_line, print_speed_table, print_table
+from jmp_train.reports.terminal import wrapped
+from jmp_train.runs.events import Compiled, Planned, Progress
 
 RUNS = [
     make_run(name, scale=2.0**24, skips=(3,))
@@ -65,15 +65,15 @@ def fixture_screen(
     screen.close()
 
 
-def check_fits(text: str, columns: int, wide: str) -> None:
-    """Raises unless all numbers of the wide text are in the other, whole, and no line is longer than the screen."""
+def check_fits(text: str, columns: int, unlimited: str) -> None:
+    """Raises unless all numbers of the unlimited text are in the other, whole, and no line is longer than the screen."""
     assert "…" not in text
     long = [line for line in text.splitlines() if len(line.rstrip()) > columns]
     assert all(" " not in line.strip() for line in long), long  # a name is what cannot be broken
-    assert set(NUMBER.findall(wide)) <= set(NUMBER.findall(text))
+    assert set(NUMBER.findall(unlimited)) <= set(NUMBER.findall(text))
 
 
-def wide_text(
+def text_at(
     columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:
     monkeypatch.setenv("COLUMNS", columns)
@@ -85,41 +85,44 @@ def wide_text(
 def test_tables_fit(
     screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wide = wide_text("200", monkeypatch, capsys)
+    unlimited = text_at("200", monkeypatch, capsys)
     monkeypatch.delenv("COLUMNS")
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdout", screen.file)
         print_table(RUNS)
         print_speed_table(RUNS)
-    check_fits(screen.read(), screen.columns, wide)
+    check_fits(screen.read(), screen.columns, unlimited)
 
 
 def test_columns_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wide = wide_text("200", monkeypatch, capsys)
-    narrow = wide_text("40", monkeypatch, capsys)
-    check_fits(narrow, 40, wide)
-    assert max(map(len, narrow.splitlines())) <= 40
+    unlimited = text_at("200", monkeypatch, capsys)
+    fitted = text_at("40", monkeypatch, capsys)
+    check_fits(fitted, 40, unlimited)
+    assert max(map(len, fitted.splitlines())) <= 40
     monkeypatch.delenv("COLUMNS")
     print_table(RUNS)
-    assert capsys.readouterr().out.splitlines()[3:6] == wide.splitlines()[3:6]  # not cut at 80
+    assert (
+        capsys.readouterr().out.splitlines()[3:6] == unlimited.splitlines()[3:6]
+    )  # not cut off at 80
 
 
 def test_the_live_display_fits(screen: Screen) -> None:
-    with display_on(screen.file, NAMES, 2) as display:
+    with display_on(screen.file, NAMES) as display:
         assert isinstance(display, LiveDisplay)
         for run in RUNS:
             display.start(run.policy)
-            display.show(run.policy, Compiled(7.5))
+            display.show(run.policy, Planned(2, 100))
+            display.show(run.policy, Compiled(7.5, run.memory_of, run.costs))
             display.show(run.policy, Progress(100, 1, run.steps[:40]))
             display.show(run.policy, run.epochs[0])
         display._live.refresh()
         text = screen.read()
         display.show("f32", RUNS[2])
         display.fail("autocast_bfloat16", "the model's output is not finite")
-    wide = "\n".join(epoch_line(run.policy, run.epochs[0], 2) for run in RUNS)
-    check_fits(text, screen.columns, f"{wide} 40/100 7.5 2.00")
+    unlimited = "\n".join(epoch_line(run.policy, run.epochs[0], 2, run.memory_of) for run in RUNS)
+    check_fits(text, screen.columns, f"{unlimited} 40/100 7.5 2.00")
     assert ("━" in text) == (screen.columns == 100)
 
 
@@ -132,7 +135,7 @@ def test_no_style_where_none_is_wanted(setting: str, monkeypatch: pytest.MonkeyP
         if value is not None:
             monkeypatch.setenv(setting, value)
         with contextlib.closing(Screen(100)) as screen:
-            with display_on(screen.file, NAMES, 2) as display:
+            with display_on(screen.file, NAMES) as display:
                 display.start("f32")
                 display.show("f32", RUNS[2].epochs[0])
             with monkeypatch.context() as patch:
@@ -155,8 +158,9 @@ def test_lines_break_between_fields() -> None:
 
 
 def test_a_file_has_whole_lines() -> None:
-    line = epoch_line(NAMES[1], RUNS[1].epochs[0], 2)
+    line = epoch_line(NAMES[1], RUNS[1].epochs[0], 2, "process")
     stream = io.StringIO()
-    with display_on(stream, NAMES, 2) as display:
+    with display_on(stream, NAMES) as display:
+        display.show(NAMES[1], Planned(2, 100))
         display.show(NAMES[1], RUNS[1].epochs[0])
     assert stream.getvalue() == f"{line}\n"

@@ -3,12 +3,23 @@ import json
 import math
 
 import pytest
-from helpers import make_run
+from helpers import COSTS, make_run
 
-from jmp_train.records import Compiled, Epoch, Event, Progress, Step, event_from_json, event_to_json
+from jmp_train.runs.events import (
+    Compiled,
+    Epoch,
+    Event,
+    Planned,
+    Progress,
+    Step,
+    event_from_json,
+    event_to_json,
+)
 
 EVENTS = [
-    Compiled(2.5),
+    Planned(2, 44),
+    Compiled(2.5, "device", COSTS),
+    Compiled(2.5, "process", dataclasses.replace(COSTS, residual_bytes=None)),
     Progress(total=10, skipped_steps=1, recent=(Step(1, 0.5, 2.0, 8.0, True),)),
     Epoch(1, 0.5, 1e-3, 2.0, 300.0, 65536.0, 3),
     dataclasses.replace(make_run(), nonfinite_outputs=7),

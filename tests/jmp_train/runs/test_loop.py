@@ -5,10 +5,9 @@ import pytest
 from helpers import promoting, relaxed
 
 import jmp_train as jt
-from jmp_train.records import Compiled, Epoch, Event, Progress
-from jmp_train.tasks import TASK_NAMES, load_task
-from jmp_train.tasks.task import Task, TaskOptions
-from jmp_train.training import train
+from jmp_train.runs.events import Compiled, Epoch, Event, Progress
+from jmp_train.runs.loop import train
+from jmp_train.tasks import TASK_NAMES, Task, TaskOptions, load_task
 
 
 @pytest.fixture(name="digits")
@@ -66,7 +65,8 @@ def test_digits_learn_in_every_policy(digits: Task, policy: str, scale: float) -
     assert run.policy == policy
     assert run.device == "cpu"
     assert run.test_accuracy > 0.9
-    assert seen[0] == Compiled(run.compile_seconds)
+    assert seen[0] == Compiled(run.compile_seconds, run.memory_of, run.costs)
+    assert (run.costs.half_flops_share > 0.9) == (policy != "float32")
     assert run.epochs == tuple(event for event in seen if isinstance(event, Epoch))
     looks = [event for event in seen if isinstance(event, Progress)]
     assert run.steps == tuple(step for look in looks for step in look.recent)
@@ -79,6 +79,12 @@ def test_digits_learn_in_every_policy(digits: Task, policy: str, scale: float) -
     assert run.epochs[-1].loss_scale == scale
     assert run.epochs[0].learning_rate > run.epochs[1].learning_rate > 0
     assert all(epoch.seconds > 0 and epoch.memory_mb > 0 for epoch in run.epochs)
+
+
+def test_a_short_growth_interval_makes_the_scale_grow(digits: Task) -> None:
+    run = train(digits, "autocast_float16", epochs=1, growth_interval=10)
+    scales = [step.loss_scale for step in run.steps]
+    assert scales == [2.0**16] * 9 + [2.0**17] * 10 + [2.0**18] * 3
 
 
 @pytest.mark.slow
@@ -103,7 +109,9 @@ def test_eight_devices_give_the_numbers_of_one(
 
 
 def test_devices_that_a_batch_or_the_machine_does_not_have_are_named(digits: Task) -> None:
-    eight, nine, none = (dataclasses.replace(digits, devices=count) for count in (8, 9, 0))
+    eight, nine, none = (
+        dataclasses.replace(digits, options=TaskOptions(devices=count)) for count in (8, 9, 0)
+    )
     with pytest.raises(ValueError, match="devices=8 must divide batch_size=100"):
         train(eight, "float32", batch_size=100)
     with pytest.raises(ValueError, match="devices=9: there is no more than 8 x cpu"):
@@ -113,8 +121,10 @@ def test_devices_that_a_batch_or_the_machine_does_not_have_are_named(digits: Tas
 
 
 @pytest.mark.parametrize("name", ["karate", "cora", "reddit"])
-def test_a_whole_graph_is_not_cut_over_devices(name: str) -> None:
-    with pytest.raises(ValueError, match=f"task {name} trains on a whole graph, which is not cut"):
+def test_a_whole_graph_is_not_sharded_over_devices(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"task {name} trains on a whole graph, which is not sharded"
+    ):
         load_task(name, TaskOptions(devices=2))
 
 
@@ -164,11 +174,11 @@ def test_a_step_that_overflows_once_in_a_while_does_not_stop_the_run(digits: Tas
 def test_bad_numbers_are_named(digits: Task) -> None:
     with pytest.raises(ValueError, match="epochs=0 must be at least 1"):
         train(digits, "float32", epochs=0)
-    with pytest.raises(ValueError, match="batch_size=1438 must lie between 1 and the 1437"):
+    with pytest.raises(ValueError, match="batch_size=1438 must be between 1 and the 1437"):
         train(digits, "float32", batch_size=1438)
     with pytest.raises(ValueError, match=r"epochs=100000000 makes 2200000000 steps; they are"):
         train(digits, "float32", epochs=10**8)
-    with pytest.raises(ValueError, match=r"seed=4294967296 must lie between 0 and 2\*\*32 - 1"):
+    with pytest.raises(ValueError, match=r"seed=4294967296 must be between 0 and 2\*\*32 - 1"):
         train(digits, "float32", seed=2**32)
     with pytest.raises(ValueError, match="Unknown dtype 'float31'"):
         train(digits, "float31")

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_train.run_identity import data_digest, differences, run_metadata
-from jmp_train.tasks import load_task
-from jmp_train.tasks.task import Arrays, Task, TaskOptions
+from jmp_train.runs.run_identity import data_digest, differences, run_metadata
+from jmp_train.tasks import Arrays, Task, TaskOptions, load_task
 
 
 def run_of(task: Task, **numbers: int) -> dict[str, object]:
@@ -26,17 +25,21 @@ def test_each_option_is_told(cora: Task) -> None:
     run = run_of(cora)
     gat = load_task("cora", TaskOptions(synthetic=True, model="gat"))
     assert differences(run, run_of(gat)) == ["model: the run has gcn, this call gat"]
-    wide = dataclasses.replace(
-        cora, devices=2, options=TaskOptions(synthetic=True, model="gcn", image_size=32)
+    other = dataclasses.replace(
+        cora, options=TaskOptions(devices=2, synthetic=True, model="gcn", image_size=32)
     )
-    assert differences(run, run_of(wide, seed=1, epochs=4, batch_size=6)) == [
-        "image_size: the run has the task's own, this call 32",
+    assert differences(run, run_of(other, seed=1, epochs=4, batch_size=6)) == [
+        "devices: the run has 1, this call 2",
+        "image_size: the run has the default, this call 32",
         "epochs: the run has 3, this call 4",
         "batch_size: the run has 2, this call 6",
-        "devices: the run has 1, this call 2",
         "seed: the run has 0, this call 1",
     ]
     assert differences(run, run_of(cora)) == []
+    short = run_of(cora, growth_interval=20)
+    assert differences(run, short) == ["growth_interval: the run has the default, this call 20"]
+    assert differences(short, run) == ["growth_interval: the run has 20, this call the default"]
+    assert "growth_interval" not in run  # as in checkpoints of before there was the option
 
 
 def test_other_data_of_the_same_shapes_is_told(cora: Task) -> None:

@@ -8,15 +8,15 @@ import pytest
 from helpers import make_run, mounted_tmpfs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jmp_train.records import Compiled, Progress
-from jmp_train.run_log import RunLog
+from jmp_train.runs.events import Compiled, Progress
+from jmp_train.runs.run_log import RunLog
 
 RUN = make_run(scale=8.0, skips=(3,))
 
 
 def write(directory: Path) -> None:
     with RunLog(directory) as log:
-        log.write(Compiled(7.5))
+        log.write(Compiled(7.5, "process", RUN.costs))
         log.write(Progress(100, 1, RUN.steps[:50]))
         log.write(RUN.epochs[0])
         log.write(RUN)
@@ -41,7 +41,10 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
 def test_json_lines_have_the_same(tmp_path: Path) -> None:
     write(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0] == {"compile_seconds": 7.5}
+    assert lines[0] == {
+        "compile_seconds": 7.5, "half_flops_share": 0.0, "residual_bytes": 3_000_000,
+        "params_bytes": 200_000, "opt_state_bytes": 400_000, "model_state_bytes": 1_000,
+    }  # fmt: skip
     assert lines[3] == {
         "step": 3, "loss": None, "grad_norm": 1.0, "loss_scale": 4.0, "finite": False,
     }  # fmt: skip

@@ -14,13 +14,12 @@ from helpers import promoting, relaxed
 from jax.sharding import Mesh
 
 import jmp_train as jt
-from jmp_train.parallel import data_parallel
-from jmp_train.policies.paths import named_leaves
-from jmp_train.resuming import Saving, Stopped
-from jmp_train.setups import loss_scale_for, make_setup, precision_of
-from jmp_train.tasks import load_task
-from jmp_train.tasks.task import Task, TaskOptions
-from jmp_train.training import train
+from jmp_train.parallel.steps import data_parallel
+from jmp_train.policies.pytrees.paths import named_leaves
+from jmp_train.runs.loop import train
+from jmp_train.runs.resuming import Saving, Stopped
+from jmp_train.runs.setups import loss_scale_for, make_setup, precision_of
+from jmp_train.tasks import Task, TaskOptions, load_task
 
 KEY = jax.random.key(0)
 MODES = ("torch", "apex-O0", "apex-O1", "apex-O2", "apex-O3", "naive")
@@ -48,9 +47,9 @@ def test_a_mode_has_a_name_in_either_half_type(name: str) -> None:
     family, _, level = name.partition("-")
     options: dict[str, Any] = {"opt_level": level} if level else {}
     assert precision_of(name) == jt.amp_mode(family, **options)
-    wide = precision_of(f"{name}-bfloat16")
-    assert wide == jt.amp_mode(family, **options, dtype=jnp.bfloat16)
-    assert wide != precision_of(name)
+    bfloat16 = precision_of(f"{name}-bfloat16")
+    assert bfloat16 == jt.amp_mode(family, **options, dtype=jnp.bfloat16)
+    assert bfloat16 != precision_of(name)
 
 
 def test_other_names_are_those_of_policies() -> None:
@@ -66,6 +65,26 @@ def test_an_unknown_name_is_told_the_choices(name: str) -> None:
     )
     with pytest.raises(ValueError, match=text):
         precision_of(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["autocast_float16", "mixed_float16", "torch", "apex-O1", "apex-O2", "naive"]
+)
+def test_a_growth_interval_is_that_of_the_dynamic_scale_and_of_nothing_else(
+    digits: Task, name: str
+) -> None:
+    schedule = digits.schedule(100)
+    own, set_ = (make_setup(digits, name, schedule, steps).loss_scale for steps in (None, 30))
+    assert isinstance(own, jt.DynamicLossScale)
+    assert own.period == (1000 if name == "naive" else 2000)
+    assert set_ == dataclasses.replace(own, period=30)
+
+
+@pytest.mark.parametrize("name", ["float32", "autocast_bfloat16", "torch-bfloat16", "apex-O3"])
+def test_where_no_scale_grows_a_growth_interval_changes_nothing(digits: Task, name: str) -> None:
+    schedule = digits.schedule(100)
+    own, set_ = (make_setup(digits, name, schedule, steps).loss_scale for steps in (None, 30))
+    assert set_ == own
 
 
 def test_only_float16_gets_a_scale() -> None:
@@ -174,7 +193,7 @@ def test_a_step_on_two_devices_and_the_test_keep_to_the_setup(name: str) -> None
 
 
 @pytest.mark.slow
-def test_batch_norms_of_a_half_model_stay_wide_on_two_devices() -> None:
+def test_batch_norms_of_a_half_model_stay_float32_on_two_devices() -> None:
     run = train(load("digits", devices=2), "apex-O2", epochs=1)
     assert run.device == "2 x cpu"
     assert [step.finite for step in run.steps] == [True, True]

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from helpers import promoting
 
-from jmp_train.policies.autocast import autocast
+from jmp_train.policies.autocasting.transform import autocast
 from jmp_train.tasks import digits, mnist
 
 HALVES = (jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow))

@@ -53,7 +53,7 @@ def test_small_gradients_survive_by_the_scale() -> None:
     assert float(kept) / 2**12 == 2.0**-25
 
 
-def test_aux_is_handed_on_and_closures_are_not_cast() -> None:
+def test_aux_is_passed_on_and_closures_are_not_cast() -> None:
     targets = jnp.float32(70000.0)  # would be inf in float16
 
     def loss_fn(w: jax.Array, x: jax.Array, *, y: jax.Array) -> tuple[jax.Array, Any]:
@@ -65,7 +65,7 @@ def test_aux_is_handed_on_and_closures_are_not_cast() -> None:
     assert aux["x"].dtype == aux["y"].dtype == jnp.float32
 
 
-def test_a_rule_that_returns_half_gradients_is_widened() -> None:
+def test_a_rule_that_returns_half_gradients_is_upcast() -> None:
     @jax.custom_vjp
     def half_rule(x: jax.Array) -> jax.Array:
         return x
@@ -212,7 +212,7 @@ def test_whole_numbers_of_a_module_have_no_gradient_and_of_a_dict_are_named() ->
         )
 
 
-def test_aux_comes_back_in_the_output_dtype_or_wider() -> None:
+def test_aux_comes_back_in_the_output_dtype_or_a_higher_precision() -> None:
     def loss_fn(w: jax.Array, x: jax.Array) -> Any:
         stats = x.astype(jnp.float32).mean()
         return (w * x).sum(), {"logits": x, "mean": stats, "n": jnp.arange(2)}

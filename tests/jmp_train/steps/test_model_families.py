@@ -65,7 +65,7 @@ def flax_nnx() -> Made:
 
         def __call__(self, x: jax.Array) -> jax.Array:
             x = self.dense(x)
-            return self.out(nnx.relu(self.norm(x).astype(x.dtype)))  # nnx's norm hands on float32
+            return self.out(nnx.relu(self.norm(x).astype(x.dtype)))  # nnx's norm returns float32
 
     graph, params, stats = nnx.split(Net(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
 

@@ -32,7 +32,7 @@ class Net(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         self.calls = self.calls + 1
-        y = self.norm(self.linear(x)).astype(x.dtype)  # BatchNorm hands on float32
+        y = self.norm(self.linear(x)).astype(x.dtype)  # BatchNorm returns float32
         return self.head(self.dropout(nnx.relu(y)))
 
 

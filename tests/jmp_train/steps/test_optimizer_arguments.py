@@ -1,4 +1,4 @@
-"""Every optimizer of optax.contrib, and those that evaluate the loss anew, step as by hand and skip."""
+"""Every optimizer of optax.contrib, and those that evaluate the loss again, step as by hand and skip."""
 
 import inspect
 import warnings
@@ -148,7 +148,7 @@ def test_a_line_search_in_half_precision_sees_small_gradients() -> None:
     np.testing.assert_allclose(found["mixed_float16"], found["float32"], rtol=1e-2)
 
 
-def test_several_devices_evaluate_no_loss_anew() -> None:
+def test_several_devices_evaluate_no_loss_again() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     for optimizer, name in (
         (optax.lbfgs(), "a line search"),

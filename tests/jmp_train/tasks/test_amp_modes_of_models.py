@@ -31,7 +31,7 @@ class Dtypes(NamedTuple):
     activations: str
     statistics: str
     outputs: str
-    masters: str | None
+    master_weights: str | None
     scale: float | None
 
 
@@ -215,17 +215,17 @@ def test_the_dtypes_are_those_of_the_table(name: str, library: str, route: str) 
     assert float_dtypes(state.params) == {wanted.params, wanted.norms}
     assert float_dtypes(state.model_state) == {wanted.statistics}
     assert metrics["aux"]["y"].dtype.name == wanted.outputs
-    if made.amp.precision.autocast_rules:  # traced in float32, and handed out as it was made
+    if made.amp.precision.autocast_rules:  # traced in float32, and returned as it was made
         assert metrics["aux"]["hidden"].dtype.name == wanted.activations
-    else:  # handed out in float32
+    else:  # returned in float32
         assert int(metrics["aux"]["bytes"]) == jnp.dtype(wanted.activations).itemsize
     assert metrics["loss"].dtype.name == F32
     adam = [x for x in jax.tree.leaves(state.opt_state) if x.dtype != jnp.int32 and x.ndim]
     assert float_dtypes(adam) == {F32}
-    if wanted.masters:
-        masters = jt.get_master_weights(state.opt_state)
-        assert float_dtypes(masters) == {wanted.masters}
-        assert_bitwise_equal(state.params, jax.jit(made.amp.cast_params)(masters))
+    if wanted.master_weights:
+        master_weights = jt.get_master_weights(state.opt_state)
+        assert float_dtypes(master_weights) == {wanted.master_weights}
+        assert_bitwise_equal(state.params, jax.jit(made.amp.cast_params)(master_weights))
     else:
         with pytest.raises(ValueError, match="no master weights"):
             jt.get_master_weights(state.opt_state)
@@ -233,7 +233,7 @@ def test_the_dtypes_are_those_of_the_table(name: str, library: str, route: str) 
 
 
 @pytest.mark.parametrize("name", ["O2", "O3", "naive"])
-def test_running_and_frozen_norms_of_equinox_hand_on_half(name: str) -> None:
+def test_running_and_frozen_norms_of_equinox_pass_on_half(name: str) -> None:
     norm = eqx.nn.BatchNorm(4, axis_name="rows", mode="ema", momentum=0.5)
     stats = eqx.nn.State(norm)
     amp, norm = amp_named(name, **SMALL_SCALES.get(name, {})).for_model(norm)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
-from jmp_train.loading import train_batches
+from jmp_train.runs.task_batches import train_batches
 from jmp_train.tasks import load_task
 from jmp_train.tasks.digits import DigitsCNN
 
@@ -228,12 +228,12 @@ def test_masters_round_to_the_parameters_on_every_route(name: str) -> None:
         for _ in range(5):
             state, metrics = run(state, batch)
             assert bool(metrics["grads_finite"])
-        masters = jt.get_master_weights(state.opt_state)
-        for half, master in zip(
-            jax.tree.leaves(state.params), jax.tree.leaves(masters), strict=True
+        master_weights = jt.get_master_weights(state.opt_state)
+        for half, master_weight in zip(
+            jax.tree.leaves(state.params), jax.tree.leaves(master_weights), strict=True
         ):
-            np.testing.assert_array_equal(half, np.asarray(master).astype(np.float16))
-        ends[route] = jax.device_get(masters)
+            np.testing.assert_array_equal(half, np.asarray(master_weight).astype(np.float16))
+        ends[route] = jax.device_get(master_weights)
     for route in ("shard_map", "pmap", "sharded"):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), ends[route], ends["jit"]

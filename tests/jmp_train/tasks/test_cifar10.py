@@ -13,21 +13,21 @@ from helpers import promoting, relaxed, write_cifar
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
-from jmp_train.tasks import cifar10, load_task
-from jmp_train.tasks.resnet import ResNet
-from jmp_train.tasks.task import Task, TaskOptions
-from jmp_train.training import train
+from jmp_train.runs.loop import train
+from jmp_train.tasks import Task, TaskOptions, cifar10, load_task
+from jmp_train.tasks.models.resnet import ResNet
 
 
 def small_task(rows: int, features: tuple[int, ...], devices: int = 1) -> Task:
     """Returns the task with one block a stage and images of 8 x 8, which compiles in seconds."""
     train, test = cifar10.synthetic_data(rows, seed=0), cifar10.synthetic_data(96, seed=1)
     train, test = ({**data, "image": data["image"][:, :8, :8]} for data in (train, test))
-    axis_name = TaskOptions(devices=devices).axis_name
-    model = ResNet(stages=(1,) * len(features), features=features, axis_name=axis_name)
-    task = cifar10.make_task(model, train, test, devices)
+    options = TaskOptions(devices=devices)
+    model = ResNet(stages=(1,) * len(features), features=features, axis_name=options.axis_name)
+    task = cifar10.make_task(model, train, test)
     return dataclasses.replace(
         task,
+        options=options,
         loss_fn=promoting(task.loss_fn),
         predict=promoting(task.predict),
         init=promoting(task.init),
@@ -55,13 +55,13 @@ def test_augmented_images_are_crops_of_the_frame_flipped_or_not() -> None:
         found += matches
     rows, columns, flips = zip(*found, strict=True)
     assert set(rows) == set(columns) == set(range(9))
-    assert abs(sum(flips)) < 70  # fair draws; 70 are five deviations
+    assert abs(sum(flips)) < 70  # fair draws; 70 are five standard deviations
     assert abs(np.corrcoef(rows, columns)[0, 1]) < 0.35
     other = np.asarray(cifar10.augment(jnp.asarray(images), jax.random.key(1)))
     assert (other != augmented).any()
 
 
-def test_images_are_normalised_as_by_torchvision() -> None:
+def test_images_are_normalized_as_by_torchvision() -> None:
     images = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1).repeat(3, axis=-1)
     wanted = (images.astype(np.float64) / 255 - [0.4914, 0.4822, 0.4465]) / [0.2023, 0.1994, 0.2010]
     normalized = cifar10.normalize(jnp.asarray(images))
@@ -123,8 +123,14 @@ def test_files_are_found_and_options_checked(tmp_path: Any) -> None:
     assert (len(task.train["label"]), len(task.test["label"]), task.devices) == (14, 3, 2)
     with pytest.raises(ValueError, match="--data-dir and --synthetic exclude each other"):
         load_task("cifar10", TaskOptions(data_dir=tmp_path, synthetic=True))
-    with pytest.raises(FileNotFoundError, match="CIFAR-10 wants --data-dir"):
+    with pytest.raises(
+        FileNotFoundError, match="task cifar10 wants --data-dir, the folder of these"
+    ) as caught:
         load_task("cifar10")
+    assert [line.split()[0] for line in str(caught.value).splitlines()[1:]] == [
+        *(f"data_batch_{number}.bin" for number in range(1, 6)),
+        "test_batch.bin",
+    ]
 
 
 def convolution_dtypes(fn: Any, *args: Any) -> set[str]:
@@ -166,7 +172,7 @@ def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
 )
 def test_a_small_network_learns(mode: str) -> None:
     task = small_task(512, (8, 16))
-    # The task's cosine without its rise: at a rate that stays, running statistics do not settle.
+    # The task's cosine without its warm-up: at a rate that stays, running statistics do not settle.
     task = dataclasses.replace(task, schedule=partial(optax.cosine_decay_schedule, 0.1))
     run = train(task, mode, epochs=8, batch_size=32)
     assert len(run.skipped) <= 3
@@ -175,7 +181,7 @@ def test_a_small_network_learns(mode: str) -> None:
     assert run.nonfinite_outputs == 0
 
 
-def test_batch_norm_is_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each device draws crops and flips of its own; all else is the whole batch's.
     monkeypatch.setattr(cifar10, "augment", lambda images, key: images)
     one, two = (small_task(16, (4,), count) for count in (1, 2))

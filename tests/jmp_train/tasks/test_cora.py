@@ -14,18 +14,17 @@ from flax import nnx
 from helpers import relaxed
 
 import jmp_train as jt
-from jmp_train.cli import main
-from jmp_train.graphs.graph import from_edges
-from jmp_train.graphs.node_data import NodeData
-from jmp_train.policies.paths import named_leaves
-from jmp_train.synthetic_cora import synthetic_cora
-from jmp_train.tasks import load_task
+from jmp_train.cli.entry import main
+from jmp_train.graphs.datasets.node_data import NodeData
+from jmp_train.graphs.datasets.synthetic_papers import synthetic_cora
+from jmp_train.graphs.structure.graph import from_edges
+from jmp_train.policies.pytrees.paths import named_leaves
+from jmp_train.runs.loop import train
+from jmp_train.tasks import Task, TaskOptions, load_task
 from jmp_train.tasks.cora import make_task
-from jmp_train.tasks.graph_models import GCN, SAGE
-from jmp_train.tasks.task import Task, TaskOptions
-from jmp_train.training import train
+from jmp_train.tasks.models.graph_models import GCN, SAGE
 
-REAL = Path(__file__).resolve().parents[3] / "shared/data/planetoid"
+REAL = Path(__file__).resolve().parents[4] / "shared/data/planetoid"
 MODELS = ("gcn", "gat", "sage")
 
 
@@ -52,7 +51,7 @@ def test_the_made_up_papers_have_coras_shapes() -> None:
     assert 16 < data.features.sum(axis=1).mean() < 20  # of Cora 18
     assert data.labels.dtype == data.senders.dtype == data.receivers.dtype == np.int32
     assert np.unique(data.labels).tolist() == list(range(data.num_classes)) == list(range(7))
-    # No edge twice, no loops, and each both ways.
+    # No edge twice, no self-loops, and each both ways.
     assert data.num_edges == pytest.approx(10556, rel=0.03)
     edges = set(zip(data.senders.tolist(), data.receivers.tolist(), strict=True))
     assert edges == {(receiver, sender) for sender, receiver in edges}
@@ -293,7 +292,7 @@ def test_loading_starts_no_device() -> None:
     code = """
 import jax
 from jmp_train.tasks import load_task
-from jmp_train.tasks.task import TaskOptions
+from jmp_train.tasks import TaskOptions
 load_task("cora", TaskOptions(synthetic=True))
 jax.config.update("jax_num_cpu_devices", 3)  # refused once a device is started
 print(jax.device_count())
@@ -325,25 +324,3 @@ def test_compare_runs(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert [run["policy"] for run in report["runs"]] == ["float32", "mixed_float16"]
     assert all(len(run["epochs"]) == 2 for run in report["runs"])
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ("cora", "task cora wants --data-dir, the folder of ind.cora.x and the other seven"),
-        ("cora --data-dir nowhere", "nowhere is no folder; Planetoid's files are public in"),
-        ("cora --data-dir .", "data_dir . lacks ind.cora.x, ind.cora.tx, ind.cora.allx, ind.cora."),
-        ("cora --data-dir . --synthetic", "--data-dir and --synthetic exclude each other"),
-        ("cora --synthetic --model gin", "model='gin' is none of task cora's: gcn, gat, sage"),
-        ("cora --synthetic --heads 2 2 2", "heads=(2, 2, 2): task cora has no such option"),
-        ("cora --synthetic --scale 0.5", "scale=0.5: task cora has no such option, only reddit"),
-        ("cora --synthetic --train-size 141", "train_size=141 must lie between 1 and the 140"),
-    ],
-)
-def test_wrong_options_are_one_line(
-    args: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", *args.split()]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

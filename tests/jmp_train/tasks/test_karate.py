@@ -9,11 +9,10 @@ import optax
 import pytest
 from helpers import relaxed
 
-from jmp_train.cli import main
-from jmp_train.tasks import load_task
+from jmp_train.cli.entry import main
+from jmp_train.runs.loop import train
+from jmp_train.tasks import Task, TaskOptions, load_task
 from jmp_train.tasks.karate import read_club
-from jmp_train.tasks.task import Task, TaskOptions
-from jmp_train.training import train
 
 POLICIES = ("float32", "mixed_float16", "autocast_float16")
 
@@ -51,9 +50,9 @@ def test_every_policy_is_as_accurate(model: str, least: float) -> None:
 @pytest.mark.parametrize("policy", POLICIES[1:])
 def test_the_model_computes_in_half(model: str, policy: str) -> None:
     """Reads the products' dtypes in the program of a whole step."""
-    from jmp_train.policies.policy import get_policy
-    from jmp_train.train_state import TrainState
-    from jmp_train.train_step import train_step
+    from jmp_train.policies.dtype_policies.policy import get_policy
+    from jmp_train.steps.step import train_step
+    from jmp_train.steps.train_state import TrainState
 
     task = load(model)
     optimizer = optax.sgd(0.1)
@@ -82,11 +81,11 @@ def test_compare_trains_either_model(
 
 
 def test_wrong_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="model='sage' is none of task karate's: gcn, gat"):
+    with pytest.raises(ValueError, match="model='sage' is not one of task karate's: gcn, gat"):
         load_task("karate", TaskOptions(model="sage"))
     with pytest.raises(ValueError, match="model='gat': task digits has one model only"):
         load_task("digits", TaskOptions(model="gat"))
     with pytest.raises(ValueError, match="task karate brings its data"):
         load_task("karate", TaskOptions(synthetic=True))
     assert main(["train", "karate", "--model", "mlp"]) == 2
-    assert "model='mlp' is none of task karate's" in capsys.readouterr().err
+    assert "model='mlp' is not one of task karate's" in capsys.readouterr().err

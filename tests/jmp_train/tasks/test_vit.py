@@ -11,17 +11,17 @@ import optax
 import pytest
 from helpers import promoting, relaxed, write_image_folder
 
-from jmp_train.image_folder import centre_crops, random_crops
-from jmp_train.loading import row_seeds, train_batches
-from jmp_train.loading import test_batches as batches_of_test
-from jmp_train.policies.amp import amp_mode
-from jmp_train.setups import precision_of
-from jmp_train.tasks import load_task, vit
-from jmp_train.tasks.task import Task, TaskOptions
-from jmp_train.tasks.vit_model import VisionTransformer, attention, is_kept
-from jmp_train.train_state import TrainState
-from jmp_train.train_step import train_step
-from jmp_train.training import train
+from jmp_train.data.batches import row_seeds
+from jmp_train.data.image_folder import center_crops, random_crops
+from jmp_train.policies.amp_modes.mode import amp_mode
+from jmp_train.runs.loop import train
+from jmp_train.runs.setups import precision_of
+from jmp_train.runs.task_batches import evaluation_batches as batches_of_test
+from jmp_train.runs.task_batches import train_batches
+from jmp_train.steps.step import train_step
+from jmp_train.steps.train_state import TrainState
+from jmp_train.tasks import Task, TaskOptions, load_task, vit
+from jmp_train.tasks.models.vit import VisionTransformer, attention, is_kept
 
 MODES = ("apex-O0", "torch", "apex-O1", "apex-O2", "apex-O3", "naive")
 TINY = VisionTransformer(classes=10, patch=8, width=16, depth=1, heads=2, mlp=32)
@@ -63,16 +63,16 @@ def batch_of(rows: int) -> dict[str, np.ndarray]:
 def reference(params: Any, images: np.ndarray, model: VisionTransformer) -> np.ndarray:
     """Returns the logits in float64, from the equations of the paper and of timm's defaults."""
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    means, deviations = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
-    pixels = (images / 255 - means) / deviations
+    means, stds = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    pixels = (images / 255 - means) / stds
     count, side, patch = len(images), images.shape[1] // model.patch, model.patch
 
     def dense(layer: Any, x: np.ndarray) -> np.ndarray:
         return x @ layer["kernel"] + layer["bias"]
 
     def norm(layer: Any, x: np.ndarray) -> np.ndarray:
-        centred = x - x.mean(-1, keepdims=True)
-        return centred / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * layer["scale"] + layer["bias"]
+        centered = x - x.mean(-1, keepdims=True)
+        return centered / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * layer["scale"] + layer["bias"]
 
     def attend(layer: Any, x: np.ndarray) -> np.ndarray:
         out, size = np.empty_like(x), model.width // model.heads
@@ -84,9 +84,9 @@ def reference(params: Any, images: np.ndarray, model: VisionTransformer) -> np.n
             out[..., own] = exp / exp.sum(-1, keepdims=True) @ v[..., own]
         return dense(layer["projection"], out)
 
-    cut = pixels.reshape(count, side, patch, side, patch, 3).transpose(0, 1, 3, 2, 4, 5)
+    patches = pixels.reshape(count, side, patch, side, patch, 3).transpose(0, 1, 3, 2, 4, 5)
     kernel = p["patch_embed"]["kernel"].reshape(-1, model.width)
-    tokens = cut.reshape(count, side**2, -1) @ kernel + p["patch_embed"]["bias"]
+    tokens = patches.reshape(count, side**2, -1) @ kernel + p["patch_embed"]["bias"]
     first = np.broadcast_to(p["class_token"], (count, 1, model.width))
     x = np.concatenate([first, tokens], axis=1) + p["positions"]
     erf = np.vectorize(math.erf)
@@ -148,8 +148,8 @@ def test_attention_of_half_values_has_its_softmax_in_float32() -> None:
 def test_masks_have_their_rate_and_no_pattern() -> None:
     words = np.random.default_rng(0).integers(0, 2**32, (4, 2), np.uint32)
     masks = np.stack([is_kept(jnp.asarray(two), 0.1, (300, 400)) for two in words])
-    deviation = math.sqrt(0.1 * 0.9 / masks[0].size)
-    np.testing.assert_allclose(masks.mean((1, 2)), 0.9, atol=5 * deviation)
+    std = math.sqrt(0.1 * 0.9 / masks[0].size)
+    np.testing.assert_allclose(masks.mean((1, 2)), 0.9, atol=5 * std)
     np.testing.assert_allclose(masks.mean((0, 1)), 0.9, atol=5 * 0.3 / math.sqrt(1200))
     drops = ~masks
     pairs = [drops[0] & drops[1], drops[:, 1:] & drops[:, :-1], drops[:, :, 1:] & drops[:, :, :-1]]
@@ -242,7 +242,7 @@ def test_what_is_kept_of_a_block_is_half(tiny: Task, params: Any, mode: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
-def test_it_learns_colours(devices: int) -> None:
+def test_it_learns_colors(devices: int) -> None:
     options = TaskOptions(synthetic=True, image_size=SIZE, devices=devices)
     task = with_model(load_task("vit-b16", options), TINY, SIZE)
     run = train(task, "float32", epochs=3, batch_size=16)
@@ -256,7 +256,7 @@ def fixture_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_is_cropped_by_chance_for_training_and_from_the_centre_for_the_test(
+def test_a_folder_is_cropped_by_chance_for_training_and_from_the_center_for_evaluation(
     folder: Path,
 ) -> None:
     task = load_task("vit-b16", TaskOptions(data_dir=folder, image_size=SIZE))
@@ -266,7 +266,7 @@ def test_a_folder_is_cropped_by_chance_for_training_and_from_the_centre_for_the_
     assert shapes["positions"].shape == (1, 2, 768)
     (batch, count), *rest = batches_of_test(task, 3)
     assert (count, [count for _, count in rest]) == (3, [1])
-    np.testing.assert_array_equal(batch["image"], centre_crops(task.test["path"][:3], SIZE))
+    np.testing.assert_array_equal(batch["image"], center_crops(task.test["path"][:3], SIZE))
     assert batch["label"].tolist() == [0, 0, 1]
 
     # All rows are a batch, so its labels and images tell the epoch's order.
@@ -311,13 +311,13 @@ def test_a_damaged_file_is_named_while_batches_are_made(folder: Path) -> None:
         list(batches_of_test(task, 4))
 
 
-def test_synthetic_images_have_their_labels_colour() -> None:
+def test_synthetic_images_have_their_labels_color() -> None:
     data = vit.synthetic_data(200, 32, seed=1)
     assert (data["image"].shape, data["image"].dtype) == ((200, 32, 32, 3), np.uint8)
     assert (data["label"].dtype, set(data["label"].tolist())) == (np.int32, set(range(10)))
-    colours = data["image"].mean((1, 2))
-    centres = np.array([colours[data["label"] == label].mean(0) for label in range(10)])
-    nearest = np.linalg.norm(colours[:, None] - centres, axis=-1).argmin(-1)
+    colors = data["image"].mean((1, 2))
+    centers = np.array([colors[data["label"] == label].mean(0) for label in range(10)])
+    nearest = np.linalg.norm(colors[:, None] - centers, axis=-1).argmin(-1)
     np.testing.assert_array_equal(nearest, data["label"])
 
 
@@ -335,8 +335,12 @@ def test_synthetic_images_have_their_labels_colour() -> None:
             ValueError,
             "--data-dir and --synthetic exclude each other",
         ),
-        ({}, FileNotFoundError, r"task vit-b16 wants --data-dir DIR with DIR/train/CLASS/\*\.jpg"),
-        ({"data_dir": Path("/nowhere")}, FileNotFoundError, r"/nowhere/train is no folder"),
+        (
+            {},
+            FileNotFoundError,
+            r"task vit-b16 wants --data-dir, the folder of train/CLASS/\*\.jpg",
+        ),
+        ({"data_dir": Path("/nowhere")}, FileNotFoundError, r"/nowhere/train is not a folder"),
     ],
 )
 def test_options_that_do_not_fit(

@@ -15,15 +15,15 @@ from flax import nnx
 from helpers import assert_bitwise_equal, promoting
 from jax.tree_util import tree_map_with_path
 
-from jmp_train.policies.amp import amp_mode
-from jmp_train.policies.autocast_given import as_given
-from jmp_train.policies.batch_norms import (
+from jmp_train.policies.amp_modes.batch_norms import (
     batch_norm_paths,
     float32_batch_norms,
     float32_batch_norms_called,
 )
-from jmp_train.policies.casting import cast_floating
-from jmp_train.policies.paths import named_leaves, path_name
+from jmp_train.policies.amp_modes.mode import amp_mode
+from jmp_train.policies.autocasting.opaque import opaque_to_autocast
+from jmp_train.policies.pytrees.casting import cast_floating
+from jmp_train.policies.pytrees.paths import named_leaves, path_name
 
 SHAPE = (64, 4)
 EXAMPLE = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
@@ -235,7 +235,7 @@ def test_it_finds_batch_norms_by_type_where_their_parameters_are(make: Any, norm
     assert any(name.startswith("batch_norm/") for name in leaves)  # the layer norm
 
 
-def test_arguments_that_are_no_arrays_are_passed_on() -> None:
+def test_arguments_that_are_not_arrays_are_passed_on() -> None:
     case = linen(nn.BatchNorm)
     for x in (EXAMPLE, jnp.zeros(SHAPE), np.zeros(SHAPE, np.float32)):
         assert batch_norm_paths(case.model, x, train=True) == (case.path,)
@@ -254,7 +254,7 @@ def test_half_goes_in_and_out_and_float32_is_between(make: Any, norm: Any) -> No
     step = jax.jit(jax.grad(loss, has_aux=True))
     grads, (y, stats) = promoting(step)(params, case.stats, jnp.asarray(X))
     x_hat, mean, variance = normalized()
-    # The linear layer is an identity in half: it would have promoted what is wider.
+    # The linear layer is an identity in half: it would have promoted what is float32.
     assert y.dtype == jnp.float16
     wanted = (x_hat * np.float64(SCALE) + np.float64(BIAS)).astype(np.float16)
     assert (np.asarray(y) == wanted).mean() > 0.98
@@ -520,9 +520,9 @@ def test_dtype_is_checked() -> None:
         float32_batch_norms(nn.BatchNorm(), "int32")
 
 
-def test_under_autocast_norms_hand_on_what_they_are_given_in_the_modes_that_use_it() -> None:
+def test_under_autocast_norms_return_what_they_are_given_in_the_modes_that_use_it() -> None:
     """torch's batch_norm does, of half and float32 parameters; the statistics stay float32."""
-    handed_on: list[str] = []
+    returned: list[str] = []
 
     class Net(nn.Module):
         @nn.compact
@@ -533,10 +533,10 @@ def test_under_autocast_norms_hand_on_what_they_are_given_in_the_modes_that_use_
                 x = note(x)
             return x
 
-    note = as_given(lambda x: handed_on.append(x.dtype.name) or x)
+    note = opaque_to_autocast(lambda x: returned.append(x.dtype.name) or x)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
     variables = Net().init(jax.random.key(0), x)
-    handed_on.clear()
+    returned.clear()
 
     def forward(params: Any, stats: Any, x: jax.Array) -> Any:
         both = {"params": params, "batch_stats": stats}
@@ -547,7 +547,7 @@ def test_under_autocast_norms_hand_on_what_they_are_given_in_the_modes_that_use_
         y, new = predict(variables["params"], variables["batch_stats"], x)
         assert y.dtype == jnp.float16
         assert {x.dtype.name for x in jax.tree.leaves(new)} == {"float32"}
-        assert handed_on[-2:] == ["float16"] * 2  # those before are of the trace in float32
-        wide, wide_stats = forward(variables["params"], variables["batch_stats"], x)
-        np.testing.assert_allclose(y, wide, atol=2e-2)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), new, wide_stats)
+        assert returned[-2:] == ["float16"] * 2  # those before are of the trace in float32
+        float32_y, float32_stats = forward(variables["params"], variables["batch_stats"], x)
+        np.testing.assert_allclose(y, float32_y, atol=2e-2)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), new, float32_stats)

@@ -308,11 +308,11 @@ def test_a_step_of_ones_own() -> None:
     new_params, opt_state, grads = step(params, opt_state)
     assert grads["dense"]["w"].dtype == jnp.float16
     assert grads["bn"]["scale"].dtype == jnp.float32
-    masters = jt.get_master_weights(opt_state)
+    master_weights = jt.get_master_weights(opt_state)
     np.testing.assert_array_equal(
-        new_params["dense"]["w"], masters["dense"]["w"].astype(jnp.float16)
+        new_params["dense"]["w"], master_weights["dense"]["w"].astype(jnp.float16)
     )
-    assert float(jnp.abs(masters["dense"]["w"] - 0.25).max()) > 0
+    assert float(jnp.abs(master_weights["dense"]["w"] - 0.25).max()) > 0
 
 
 def test_for_model_asks_only_where_norms_are_kept() -> None:

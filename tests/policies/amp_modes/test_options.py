@@ -32,6 +32,7 @@ DEFAULTS = {
         "verbosity": 1,
         "min_loss_scale": None,
         "max_loss_scale": 2.0**24,
+        "scale_window": 2000,  # of its LossScaler; `initialize` does not take it
     },
     "naive": {
         "log_num_zeros_in_grad": False,
@@ -101,6 +102,9 @@ def test_an_option_of_apex_overrides_its_level() -> None:
     bounded = apex("O2", min_loss_scale=4.0, max_loss_scale=2.0**10).loss_scale
     assert isinstance(bounded, jt.DynamicLossScale)
     assert (bounded.min_loss_scale, bounded.max_loss_scale) == (4.0, 2.0**10)
+    assert apex("O1", scale_window=30).loss_scale == jt.apex_loss_scale(
+        scale_window=30, min_loss_scale=1.0
+    )
     assert float(bounded.loss_scale) == 2.0**10
     floors = [apex("O1", min_loss_scale=x).loss_scale.min_loss_scale for x in (None, 0.0)]  # pyright: ignore[reportAttributeAccessIssue]
     assert floors == [1.0, 2.0**-126]
@@ -145,13 +149,17 @@ WRONG = [
     (
         "torch",
         {"init_scal": 1.0},
-        "'init_scal' is no option of mode 'torch'; choose from mode, init",
+        "'init_scal' is not an option of mode 'torch'; choose from mode, init",
     ),
-    ("apex", {"hysteresis": 2}, "'hysteresis' is no option of mode 'apex'; choose from mode, enab"),
+    (
+        "apex",
+        {"hysteresis": 2},
+        "'hysteresis' is not an option of mode 'apex'; choose from mode, enab",
+    ),
     (
         "naive",
         {"enabled": True},
-        "'enabled' is no option of mode 'naive'; choose from mode, log_num",
+        "'enabled' is not an option of mode 'naive'; choose from mode, log_num",
     ),
     ("amp", {}, "mode='amp' must be one of 'torch', 'apex', 'naive'"),
     (3, {}, "mode=3 must be one of 'torch', 'apex', 'naive'"),
@@ -208,7 +216,7 @@ WRONG = [
         "patch_torch_functions='no' must be one of None, True",
     ),
     ("apex", {"loss_scale": "static"}, "loss_scale='static' must be 'dynamic', a number, or a num"),
-    ("apex", {"loss_scale": 0.0}, r"loss_scale=0.0 must lie between 2\*\*-126 and 2\*\*126"),
+    ("apex", {"loss_scale": 0.0}, r"loss_scale=0.0 must be between 2\*\*-126 and 2\*\*126"),
     ("apex", {"loss_scale": float("inf")}, "loss_scale=inf must be a finite number"),
     ("apex", {"num_losses": 0}, "num_losses=0 must be an integer of at least 1"),
     ("apex", {"verbosity": -1}, "verbosity=-1 must be a whole number of at least 0"),
@@ -225,7 +233,7 @@ WRONG = [
         "max_loss_scale: bfloat16 has float32's range and takes no loss scale",
     ),
     ("apex", {"loss_scale": [2.0]}, r"loss_scale=\[2.0\] must be a finite number"),
-    ("apex", {"max_loss_scale": -1.0}, "max_loss_scale=-1.0 must lie between"),
+    ("apex", {"max_loss_scale": -1.0}, "max_loss_scale=-1.0 must be between"),
 ]
 
 
@@ -239,7 +247,7 @@ def test_wrong_options_are_named_with_the_choices(mode: Any, options: Any, messa
 
 
 def test_bounds_of_a_static_scale_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match="bound a dynamic loss scale; loss_scale=1.0 is static"):
+    with pytest.warns(UserWarning, match="are a dynamic loss scale's; loss_scale=1.0 is static"):
         apex("O3", min_loss_scale=2.0)
 
 
@@ -261,7 +269,7 @@ def test_the_tutorials_dictionaries() -> None:
     assert torch == jt.amp_mode("torch")
     assert jt.amp_from_config({"fp16": {"mode": "apex", "opt_level": "O2"}}) == apex("O2")
     naive = {"mode": jt.AmpType.NAIVE, "initial_scale": 2**10, "clip_grad": 1.0}
-    with pytest.raises(ValueError, match="'clip_grad' is no option of mode 'naive'"):
+    with pytest.raises(ValueError, match="'clip_grad' is not an option of mode 'naive'"):
         jt.amp_from_config({"fp16": naive})
     for without in ({}, {"fp16": None}):
         assert not jt.amp_from_config({"clip_grad_norm": 1.0, **without}).enabled
@@ -278,7 +286,7 @@ def test_toml_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config.toml: fp16: hysteresis='two' must be an integer"):
         jt.amp_from_config(file)
     file.write_text("[fp16\n")
-    with pytest.raises(ValueError, match=r"config.toml is no TOML file: "):
+    with pytest.raises(ValueError, match=r"config.toml is not a TOML file: "):
         jt.amp_from_config(file)
     with pytest.raises(FileNotFoundError, match=r"none\.toml"):
         jt.amp_from_config(tmp_path / "none.toml")
@@ -291,7 +299,7 @@ def test_configurations_of_another_type() -> None:
         jt.amp_from_config({"fp16": {"opt_level": "O2"}})
     with pytest.raises(TypeError, match="fp16 must be a dictionary of options, got 'O2'"):
         jt.amp_from_config({"fp16": "O2"})
-    with pytest.raises(ValueError, match="fp16: 1 is no option; options are named by strings"):
+    with pytest.raises(ValueError, match="fp16: 1 is not an option; options are named by strings"):
         jt.amp_from_config({"fp16": {"mode": "torch", 1: 2}})
     with pytest.raises(TypeError, match="config must be a dictionary or a TOML file's path, got 3"):
         jt.amp_from_config(3)  # pyright: ignore[reportArgumentType]

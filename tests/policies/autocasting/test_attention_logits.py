@@ -11,8 +11,8 @@ import optax
 import pytest
 from helpers import promoting
 
-from jmp_train.policies.autocast import autocast
-from jmp_train.policies.explain_autocast import explain_autocast
+from jmp_train.policies.autocasting.explain import explain_autocast
+from jmp_train.policies.autocasting.transform import autocast
 
 HALVES = pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
 CAUSAL = np.tril(np.ones((16, 16), bool))
@@ -55,17 +55,17 @@ def inputs(size: float) -> tuple[Any, Any, Any]:
 def test_logits_beyond_the_range_of_float16(name: str, half: Any) -> None:
     fn = ATTENTIONS[name]
     q, k, v = (jnp.asarray(x, half) for x in inputs(500.0))  # exact in half, their products are not
-    wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    assert float(jnp.abs(jnp.einsum("bthd,bshd->bhts", *wide[:2])).max()) > 2 * 65504
-    out = jax.jit(autocast(fn, half))(*wide)
+    in_float32 = [x.astype(jnp.float32) for x in (q, k, v)]
+    assert float(jnp.abs(jnp.einsum("bthd,bshd->bhts", *in_float32[:2])).max()) > 2 * 65504
+    out = jax.jit(autocast(fn, half))(*in_float32)
     assert out.dtype == half
     with jax.enable_x64(True):
-        expected = promoting(fn)(*(np.asarray(x, np.float64) for x in wide))
+        expected = promoting(fn)(*(np.asarray(x, np.float64) for x in in_float32))
     epsilon = float(jnp.finfo(half).eps)
     np.testing.assert_allclose(
         out.astype(jnp.float32), expected, atol=epsilon * np.abs(expected).max()
     )
-    rows = explain_autocast(autocast(fn, half), *wide).operations
+    rows = explain_autocast(autocast(fn, half), *in_float32).operations
     products = [row for row in rows if row.operation == "dot_general"]
     assert [row.dtypes_out[0] for row in products] == ["float32", jnp.dtype(half).name]
     assert all(row.in_half for row in products)

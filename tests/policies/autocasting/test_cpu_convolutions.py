@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import jmp_train as jt
-from jmp_train.policies.cpu_convolutions import FUSION_FLAG, is_faulty
+from jmp_train.policies.autocasting.cpu_convolutions import FUSION_FLAG, is_faulty
 
 X, W = jnp.ones((1, 2, 4, 4)), jnp.ones((2, 2, 3, 3))
 JAXLIB = tuple(map(int, version("jaxlib").split(".")[:2]))

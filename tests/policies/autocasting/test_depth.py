@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_train.policies.autocast import autocast, autocast_as
+from jmp_train.policies.autocasting.transform import autocast, autocast_as
 
 Function = Callable[[Any, Any], Any]
 Wrap = Callable[[Function], Function]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_train.policies.autocast import autocast, autocast_as
-from jmp_train.policies.autocast_rules import TORCH_CUDA
-from jmp_train.policies.explain_autocast import AutocastReport, OperationReport, explain_autocast
+from jmp_train.policies.autocasting.explain import AutocastReport, OperationReport, explain_autocast
+from jmp_train.policies.autocasting.rules import TORCH_CUDA
+from jmp_train.policies.autocasting.transform import autocast, autocast_as
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 W = jax.ShapeDtypeStruct((8, 16), jnp.float32)

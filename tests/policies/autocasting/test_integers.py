@@ -13,9 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jmp_train.policies.autocast import autocast, autocast_as
-from jmp_train.policies.autocast_rules import TORCH_CPU, TORCH_CUDA
-from jmp_train.policies.explain_autocast import explain_autocast
+from jmp_train.policies.autocasting.explain import explain_autocast
+from jmp_train.policies.autocasting.rules import TORCH_CPU, TORCH_CUDA
+from jmp_train.policies.autocasting.transform import autocast, autocast_as
 
 HALVES = pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
 F32 = jnp.float32

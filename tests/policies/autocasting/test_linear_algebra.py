@@ -11,8 +11,8 @@ import pytest
 from helpers import promoting
 from jax.scipy import stats
 
-from jmp_train.policies.autocast import autocast
-from jmp_train.policies.autocast_rules import TORCH_CPU, TORCH_CUDA
+from jmp_train.policies.autocasting.rules import TORCH_CPU, TORCH_CUDA
+from jmp_train.policies.autocasting.transform import autocast
 
 RANDOM = np.random.default_rng(0)
 A = RANDOM.normal(size=(6, 6)).astype(np.float32)

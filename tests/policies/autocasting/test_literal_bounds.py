@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import Literal
 
-from jmp_train.policies.literal_bounds import UNKNOWN, fits, literal_bounds, result_bounds
+from jmp_train.policies.autocasting.literal_bounds import (
+    UNKNOWN,
+    fits,
+    literal_bounds,
+    result_bounds,
+)
 
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lax.add,
@@ -83,7 +88,7 @@ def test_what_is_not_known_is_unknown() -> None:
     assert bounds_of(lambda x: lax.log(x), np.zeros(2, np.float32)) == UNKNOWN
 
 
-def test_infinities_and_nan_are_no_numbers() -> None:
+def test_infinities_and_nan_are_not_numbers() -> None:
     assert literal_bounds(np.array([np.inf, -3.0, np.nan, 2.0])) == (2, 3)
     assert literal_bounds(-np.inf) == (0, 0)
     assert literal_bounds(np.zeros(0)) == (0, 0)

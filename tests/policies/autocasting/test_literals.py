@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.ode import odeint
 from jax.sharding import PartitionSpec as P
 
-from jmp_train.policies.autocast import autocast
+from jmp_train.policies.autocasting.transform import autocast
 
 Array = Any
 Given = tuple[Any, ...]
@@ -38,8 +38,8 @@ DTYPES = [
 ]
 ON_DEVICE = [d for d in DTYPES if d not in ("int64", "float64", "complex128")]
 
-# Numbers of Python and of NumPy, arrays of NumPy and of jax, random keys of both kinds. The wide
-# dtypes are narrowed by jax where they enter a plain program, too.
+# Numbers of Python and of NumPy, arrays of NumPy and of jax, random keys of both kinds. The 64-bit
+# dtypes are truncated by jax where they enter a plain program, too.
 ARRAYS: Given = (
     *(np.array([1, 0, 1]).astype(d) for d in DTYPES),
     *(jnp.array([0, 1, 1]).astype(d) for d in ON_DEVICE),
@@ -104,17 +104,17 @@ def with_vjp(x: Array, given: Given, inside: bool = False) -> Array:
 
 
 def scan_carry(x: Array, given: Given) -> Array:
-    def turn(carry: Any, _: None) -> Any:
+    def step(carry: Any, _: None) -> Any:
         return (body(*carry), carry[1]), carry[1][0]
 
-    (x, given), _ = lax.scan(turn, (x, given), length=2)
+    (x, given), _ = lax.scan(step, (x, given), length=2)
     return body(x, given)
 
 
 def while_carry(x: Array, given: Given) -> Array:
     def step(carry: Any) -> Any:
-        turn, x, going, given = carry
-        return turn + 1, body(x, given), going & (turn < 1), given
+        count, x, going, given = carry
+        return count + 1, body(x, given), going & (count < 1), given
 
     return lax.while_loop(lambda carry: carry[2], step, (0, x, True, given))[1]
 

@@ -11,8 +11,8 @@ import pytest
 from helpers import promoting
 from jax import lax
 
-from jmp_train.policies.autocast import autocast
-from jmp_train.policies.explain_autocast import explain_autocast
+from jmp_train.policies.autocasting.explain import explain_autocast
+from jmp_train.policies.autocasting.transform import autocast
 
 CLASSES = 50
 Loss = Callable[[jax.Array, jax.Array], jax.Array]

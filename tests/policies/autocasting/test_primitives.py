@@ -15,11 +15,11 @@ from jax.experimental import io_callback, pallas
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmp_train.policies.autocast import autocast
-from jmp_train.policies.autocast_control import ENTERED
-from jmp_train.policies.autocast_dtypes import COMPUTED
-from jmp_train.policies.autocast_region import LAYOUT, PLACEMENT
-from jmp_train.policies.autocast_rules import TORCH_CUDA
+from jmp_train.policies.autocasting.higher_order import ENTERED
+from jmp_train.policies.autocasting.operand_dtypes import COMPUTED
+from jmp_train.policies.autocasting.region import LAYOUT, PLACEMENT
+from jmp_train.policies.autocasting.rules import TORCH_CUDA
+from jmp_train.policies.autocasting.transform import autocast
 
 Array = Any
 
@@ -36,7 +36,7 @@ HOW: dict[str, str] = {
         device_put layout_constraint name optimization_barrier relayout reshard sharding_constraint sort
         with_memory_space_constraint""",
     "moved": "broadcast_in_dim copy pvary reshape rev slice squeeze stop_gradient transpose",
-    "in the widest type of its operands": """
+    "in the highest-precision type of its operands": """
         abs add add_any argmax argmin atan atan2 ceil clamp concatenate cos cummax cummin div dynamic_slice
         dynamic_update_slice eq erf erfc floor gather ge gt imag is_finite le logistic lt max min mul ne neg pad
         real reduce_max reduce_min reduce_window_max reduce_window_min rem round scatter select_n sign sin split
@@ -102,7 +102,7 @@ def how(name: str) -> str:
         },
         "each operand as it is": PLACEMENT | {"sort"},
         "moved": LAYOUT,
-        "in the widest type of its operands": COMPUTED,
+        "in the highest-precision type of its operands": COMPUTED,
     }
     return next((words for words, table in tables.items() if name in table), "as traced")
 
@@ -200,7 +200,7 @@ def test_operands_of_all_kinds_are_placed_together() -> None:
     def fn(x: Array) -> Any:
         tree = {
             "half": x @ x,
-            "wide": x,
+            "full": x,
             "int": jnp.arange(2),
             "key": jax.random.key(0),
             "z": lax.complex(x, x),
@@ -208,7 +208,7 @@ def test_operands_of_all_kinds_are_placed_together() -> None:
         return lax.optimization_barrier(jax.device_put(tree, jax.devices()[0]))
 
     dtypes = {name: x.dtype.name for name, x in autocast(fn)(jnp.ones((2, 2))).items()}
-    assert dtypes == {"half": "float16", "wide": "float32", "int": "int32", "key": "key<fry>", "z": "complex64"}  # fmt: skip
+    assert dtypes == {"half": "float16", "full": "float32", "int": "int32", "key": "key<fry>", "z": "complex64"}  # fmt: skip
 
 
 # Primitives that are not entered get what they were traced for; each is here after a product in half.
@@ -225,12 +225,12 @@ def with_references(x: Array) -> Array:
     def add(ref: Any, y: Array) -> None:
         ref[...] = ref[...] + y
 
-    def turn(carry: Array, _: None) -> tuple[Array, None]:
+    def step(carry: Array, _: None) -> tuple[Array, None]:
         ref[0] = ref[0] + carry[1]
         return jnp.tanh(carry @ x), None
 
     add(ref, product(x))
-    carry, _ = lax.scan(turn, product(x), None, length=2)
+    carry, _ = lax.scan(step, product(x), None, length=2)
     lax.cond(carry[0, 0] > -2, lambda: add(ref, carry), lambda: None)
     return jax.freeze(ref)
 

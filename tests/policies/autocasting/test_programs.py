@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jmp_train.policies.autocast import autocast, autocast_as
-from jmp_train.policies.autocast_rules import APEX_O1, TORCH_CPU, TORCH_CUDA, AutocastRules
+from jmp_train.policies.autocasting.rules import APEX_O1, TORCH_CPU, TORCH_CUDA, AutocastRules
+from jmp_train.policies.autocasting.transform import autocast, autocast_as
 
 Array = Any
 State = tuple[Array, ...]
@@ -39,7 +39,7 @@ class Step(NamedTuple):
     op: str
     a: int
     b: int
-    turns: int
+    iterations: int
     bodies: tuple[tuple["Step", ...], ...]
 
 
@@ -84,7 +84,7 @@ SMOOTH: dict[str, Callable[[Array, Array], Array]] = {
     "matmul": lambda a, b: a @ b / 8,
     "einsum": lambda a, b: jnp.einsum("ij,kj->ik", a, b) / 8,
     "dense": lambda a, b: a @ in_dtype("matrix", a.dtype) / 8 + b[0] / 2,
-    "wide": lambda a, b: jnp.matmul(a, b, preferred_element_type=a.dtype) / 8,
+    "preferred_type": lambda a, b: jnp.matmul(a, b, preferred_element_type=a.dtype) / 8,
     "convolution": convolved,
     "attention": attended,
     "add": lambda a, b: (a + b) / 2,
@@ -138,25 +138,25 @@ Body = Callable[..., State]
 
 
 def scanned(step: Step, body: Body, state: State) -> State:
-    def turn(carry: State, x: Array) -> tuple[State, Array]:
+    def iteration(carry: State, x: Array) -> tuple[State, Array]:
         carry = body(carry[0], (carry[1] + x) / 2, *carry[2:])
         return carry, carry[step.a]
 
-    xs = jnp.stack([in_dtype("matrix", state[0].dtype)] * step.turns)
-    carry, ys = lax.scan(turn, state, xs, reverse=step.a == 0)
-    return (*carry[:-1], ys[step.b % step.turns])
+    xs = jnp.stack([in_dtype("matrix", state[0].dtype)] * step.iterations)
+    carry, ys = lax.scan(iteration, state, xs, reverse=step.a == 0)
+    return (*carry[:-1], ys[step.b % step.iterations])
 
 
 def looped(step: Step, body: Body, state: State) -> State:
     def proceed(carry: tuple[Array, State]) -> Array:
-        return (carry[0] < step.turns) & (jnp.sum(carry[1][step.a]) > -100)
+        return (carry[0] < step.iterations) & (jnp.sum(carry[1][step.a]) > -100)
 
     return lax.while_loop(proceed, lambda c: (c[0] + 1, body(*c[1])), (0, state))[1]
 
 
 def switched(step: Step, state: State) -> State:
     branches = [functools.partial(run, body) for body in step.bodies]
-    certain = jnp.int32(step.turns) * (jnp.sum(state[step.a]) > -100).astype(jnp.int32)
+    certain = jnp.int32(step.iterations) * (jnp.sum(state[step.a]) > -100).astype(jnp.int32)
     if len(branches) == 2:
         return lax.cond(certain > 1, *branches, *state)
     return lax.switch(certain - 1, branches, *state)
@@ -213,7 +213,9 @@ CHECKPOINTS = jax.checkpoint_policies
 NESTED: dict[str, Callable[[Step, Body, State], State]] = {
     "jit": lambda _, body, state: jax.jit(body)(*state),
     "scan": scanned,
-    "fori": lambda step, body, state: lax.fori_loop(0, step.turns, lambda _, c: body(*c), state),
+    "fori": lambda step, body, state: lax.fori_loop(
+        0, step.iterations, lambda _, c: body(*c), state
+    ),
     "vmap": mapped,
     "checkpoint": lambda _, body, state: jax.checkpoint(body)(*state),
     "dots_saved": lambda _, body, state: jax.checkpoint(body, policy=CHECKPOINTS.dots_saveable)(
@@ -249,7 +251,7 @@ def run(program: Program, *state: Array) -> State:
 def executed(program: Program) -> int:
     """Returns an upper bound of how many operations run."""
     return sum(
-        (step.turns if step.op in REPEATED else 1)
+        (step.iterations if step.op in REPEATED else 1)
         * (1 + max((executed(body) for body in step.bodies), default=0))
         for step in program
     )
@@ -261,20 +263,20 @@ def planted(program: Program) -> float:
     for step in program:
         inner = max((planted(body) for body in step.bodies), default=1.0)
         inner *= PLANTED if step.op.startswith("planted") else 1.0
-        product *= inner ** (step.turns if step.op in REPEATED else 1)
+        product *= inner ** (step.iterations if step.op in REPEATED else 1)
     return product
 
 
 def programs(simple: list[str], control: list[str], depth: int = 3) -> st.SearchStrategy[Program]:
-    slot, turns = st.integers(0, SLOTS - 1), st.integers(1, 3)
-    step = st.builds(Step, st.sampled_from(simple), slot, slot, turns, st.just(()))
+    slot, iterations = st.integers(0, SLOTS - 1), st.integers(1, 3)
+    step = st.builds(Step, st.sampled_from(simple), slot, slot, iterations, st.just(()))
     if depth > 1:
         body = programs(simple, control, depth - 1)
 
         def controlled(op: str) -> st.SearchStrategy[Step]:
             count = st.integers(2, 3) if op == "switch" else st.just(1)
             bodies = count.flatmap(lambda n: st.tuples(*[body] * n))
-            return st.builds(Step, st.just(op), slot, slot, turns, bodies)
+            return st.builds(Step, st.just(op), slot, slot, iterations, bodies)
 
         step |= st.sampled_from(control).flatmap(controlled)
     return st.lists(step, min_size=1, max_size=3).map(tuple)
@@ -328,8 +330,8 @@ def assert_near(actual: State, expected: list[np.ndarray], tolerance: float) -> 
 
 def mean(fn: Callable[..., State]) -> Callable[..., Array]:
     def loss(*state: Array) -> Array:
-        wide = jnp.promote_types(state[0].dtype, jnp.float32)
-        return sum((jnp.mean(x.astype(wide)) for x in fn(*state)), jnp.zeros((), wide)) / SLOTS
+        dtype = jnp.promote_types(state[0].dtype, jnp.float32)
+        return sum((jnp.mean(x.astype(dtype)) for x in fn(*state)), jnp.zeros((), dtype)) / SLOTS
 
     return loss
 
@@ -355,7 +357,7 @@ def float_inputs(equation: Any) -> set[str]:
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 SUMS = ("reduce_sum", "cumsum", "scatter-add")
-CURVED = ("exp", "exp2", "log", "log1p", "rsqrt", "integer_pow", "square", "pow")
+TRANSCENDENTAL = ("exp", "exp2", "log", "log1p", "rsqrt", "integer_pow", "square", "pow")
 
 
 def text_of(fn: Callable[..., Any], state: State) -> str:
@@ -469,7 +471,7 @@ def test_a_planted_gradient_survives_exactly(
 def test_operations_run_in_the_dtypes_of_the_rules(program: Program, half: str, rules: str) -> None:
     fn = autocast(functools.partial(run, program), half, rules=RULES[rules])
     jaxpr = jax.make_jaxpr(fn)(*inputs(0))
-    in_float32 = SUMS if rules == "TORCH_CPU" else SUMS + CURVED
+    in_float32 = SUMS if rules == "TORCH_CPU" else SUMS + TRANSCENDENTAL
     for scope, equation in equations(jaxpr):
         name, dtypes = equation.primitive.name, float_inputs(equation)
         if "exempt" in scope or not dtypes:

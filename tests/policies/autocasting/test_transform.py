@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jmp_train.policies.autocast import autocast, autocast_as
-from jmp_train.policies.autocast_region import BannedOperationError
-from jmp_train.policies.autocast_rules import APEX_O1, TORCH_CPU, TORCH_CUDA, AutocastRules
+from jmp_train.policies.autocasting.region import BannedOperationError
+from jmp_train.policies.autocasting.rules import APEX_O1, TORCH_CPU, TORCH_CUDA, AutocastRules
+from jmp_train.policies.autocasting.transform import autocast, autocast_as
 
 F16, F32, BF16 = "float16", "float32", "bfloat16"
 RANDOM = np.random.default_rng(0)
@@ -175,9 +175,9 @@ def scalar(fn: Callable[..., Any]) -> Callable[..., jax.Array]:
 
     def total(*args: Any) -> jax.Array:
         out = promoting(fn)(*args)
-        wide = jnp.float64 if args[0].dtype == jnp.float64 else jnp.float32
-        weights = jnp.asarray(np.cos(np.arange(out.size)).reshape(out.shape), wide)
-        return jnp.sum(out.astype(wide) * weights)
+        dtype = jnp.float64 if args[0].dtype == jnp.float64 else jnp.float32
+        weights = jnp.asarray(np.cos(np.arange(out.size)).reshape(out.shape), dtype)
+        return jnp.sum(out.astype(dtype) * weights)
 
     return total
 
@@ -201,7 +201,7 @@ def close(actual: Any, expected: Any, dtype: str) -> None:
     )
 
 
-# Where the leaner table for bfloat16 differs: what is curved comes as it is.
+# Where the leaner table for bfloat16 differs: transcendental functions keep their dtype.
 CPU_ROWS = ROWS | {
     name: ROWS[name]._replace(half=BF16)
     for name in [
@@ -691,7 +691,7 @@ def test_disabled_is_the_plain_function_to_the_bit() -> None:
         assert_bitwise_equal(autocast(fn, enabled=False)(x), fn(x))
 
 
-def test_a_decorator_around_a_region_is_no_region() -> None:
+def test_a_decorator_around_a_region_is_not_a_region() -> None:
     def squared(fn: Any) -> Any:
         @functools.wraps(fn)
         def wrapped(x: jax.Array) -> jax.Array:
@@ -734,7 +734,7 @@ def test_float64_is_left_alone() -> None:
         assert_bitwise_equal(out, jnp.exp(x @ x.T))
 
 
-def test_arguments_that_are_no_arrays_are_handed_on() -> None:
+def test_arguments_that_are_not_arrays_are_passed_on() -> None:
     def fn(x: jax.Array, power: int, *, name: str, options: Any = None) -> Any:
         return {"y": x @ x.T, "name": name, "none": options, "n": power}
 
@@ -857,7 +857,7 @@ def test_wrong_arguments_are_named() -> None:
         autocast(jnp.sum, rules="O1")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="primitives: the rule of 'exp' must be one of lower"):
         AutocastRules(primitives=(("exp", "half"),))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"paths: '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"paths: '\(' is not a regular expression"):
         AutocastRules(paths=(("(", "lower"),))
     with pytest.raises(ValueError, match="rule='promote' must be 'float32', 'lower' or 'keep'"):
         autocast_as("promote")
@@ -954,7 +954,7 @@ def test_a_float32_intermediate_is_not_rounded_on_the_way() -> None:
     def fn(x: jax.Array, scale: jax.Array) -> jax.Array:
         return ((x @ x) * scale - 2e4 * scale) @ x
 
-    assert autocast(fn)(x, scale).tolist() == [[0.0, 0.0], [0.0, 0.0]]  # 2e7 is no float16
+    assert autocast(fn)(x, scale).tolist() == [[0.0, 0.0], [0.0, 0.0]]  # 2e7 is not a float16
 
 
 def test_a_result_of_a_large_literal_is_not_rounded_for_storing() -> None:

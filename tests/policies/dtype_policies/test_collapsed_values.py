@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jmp_train as jt
-from jmp_train.loading import array_batches
+from jmp_train.data.batches import array_batches
 
 RNG = np.random.default_rng(0)
 STEPS = np.arange(5000.0, 5008.0, dtype=np.float32)
@@ -20,7 +20,7 @@ STEPS = np.arange(5000.0, 5008.0, dtype=np.float32)
 @pytest.mark.parametrize(
     ("values", "dtype", "kept"),
     [
-        (STEPS, "bfloat16", 1),  # 5000 lies between 4992 and 5024
+        (STEPS, "bfloat16", 1),  # 5000 is between 4992 and 5024
         (STEPS, "float16", 3),  # every fourth: 5000, 5004 and 5008
         (np.arange(1990.0, 2021.0), "bfloat16", 4),  # 1992, 2000, 2008, 2016
         (1.7e9 + np.arange(0.0, 1e5, 60), "bfloat16", 1),

@@ -192,11 +192,11 @@ def test_at_most_a_tenth_is_tolerated_and_three_lines_are_shown() -> None:
     assert len(text.splitlines()) == 6 and "and 2 more" in text
 
 
-def test_loops_count_as_often_as_they_turn() -> None:
+def test_loops_count_as_often_as_they_iterate() -> None:
     def fn(w: jax.Array, x: jax.Array) -> jax.Array:
-        wide = w.astype(jnp.float32)
+        in_float32 = w.astype(jnp.float32)
         half = lax.scan(lambda c, _: (c @ w, None), x, None, length=20)[0]
-        return (half.sum() + x.astype(jnp.float32) @ wide).sum()
+        return (half.sum() + x.astype(jnp.float32) @ in_float32).sum()
 
     assert not messages(traced(fn), W, X)  # one of 21
 

@@ -8,7 +8,7 @@ import pytest
 from flax import linen, nnx
 
 import jmp_train as jt
-from jmp_train.policies.paths import named_leaves
+from jmp_train.policies.pytrees.paths import named_leaves
 
 
 def linen_params() -> Any:

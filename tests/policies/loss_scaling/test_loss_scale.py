@@ -46,8 +46,8 @@ def test_scaling_and_unscaling_gives_the_value_back(name: str, dtype: Any) -> No
     back = scale.unscale({"x": scaled})["x"]
     assert complex(back) == 1.5
     if name != "none":
-        wide = jnp.complex64 if dtype == jnp.complex64 else jnp.float32
-        assert scaled.dtype == back.dtype == wide
+        upcast = jnp.complex64 if dtype == jnp.complex64 else jnp.float32
+        assert scaled.dtype == back.dtype == upcast
 
 
 @every_scale
@@ -59,7 +59,7 @@ def test_half_leaves_neither_overflow_nor_vanish(name: str) -> None:
 
 
 @every_scale
-def test_leaves_that_are_no_floats_pass(name: str) -> None:
+def test_leaves_that_are_not_floats_pass(name: str) -> None:
     scale = SCALES[name]()
     tree = {
         "int": jnp.arange(3), "bool": jnp.array(True), "key": jax.random.key(0), "none": None,
@@ -258,7 +258,7 @@ def test_a_state_from_elsewhere_is_not_traced_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
-def test_float8_leaves_are_widened(dtype: Any) -> None:
+def test_float8_leaves_are_upcast(dtype: Any) -> None:
     scaled = jt.DynamicLossScale(2.0**16).scale(jnp.asarray(448.0, dtype))
     assert scaled.dtype == jnp.float32 and float(scaled) == 448.0 * 2**16
 
@@ -287,7 +287,7 @@ def test_a_float_count_is_refused_or_stays_a_count(options: dict[str, Any]) -> N
         ("backoff_factor", np.nan),
     ],
 )
-def test_what_is_no_number_is_named_too(name: str, value: float) -> None:
+def test_what_is_not_a_number_is_named_too(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{name}="):
         jt.DynamicLossScale(8.0, **{name: value})  # type: ignore[arg-type]
 

@@ -66,7 +66,7 @@ def test_a_bad_loss_backs_off_its_own_scale_and_the_step_is_skipped() -> None:
     state = jt.TrainState.create(params(), optimizer)
     bad = float("inf")
     # (first, second) loss overflows; apex's rule by hand: halved on its own overflow, doubled after three
-    # clean steps of its own.
+    # non-overflow steps of its own.
     pattern = [(0, 0), (1, 0), (0, 0), (0, 1), (0, 0), (0, 0), (1, 1), (0, 0)]
     seen = []
     for first, second in pattern:

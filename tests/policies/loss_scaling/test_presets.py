@@ -142,7 +142,7 @@ def test_a_scaled_run_in_the_style_of_torch() -> None:
 
 
 def product(scale: np.float32, factor: float) -> np.float32:
-    """Returns float32(double product), as torch's kernels compute it."""
+    """Returns float32(float64 product), as torch's kernels compute it."""
     return np.float32(np.float64(scale) * np.float64(factor))
 
 
@@ -285,7 +285,7 @@ FEW = settings(max_examples=12, deadline=None)
 
 @FEW
 @given(seeds, powers, growths, backoffs, intervals, st.sampled_from([0.1, 0.3]))
-@pytest.mark.filterwarnings("ignore:.*is no power of two")
+@pytest.mark.filterwarnings("ignore:.*is not a power of two")
 def test_torch_bit_by_bit(
     seed: int, start: float, growth: float, backoff: float, interval: int, bad_rate: float
 ) -> None:
@@ -309,7 +309,7 @@ def test_apex_bit_by_bit(
 @given(
     seeds, powers, growths, backoffs, intervals, st.integers(1, 4), st.sampled_from([24.0, 32.0])
 )
-@pytest.mark.filterwarnings("ignore:.*is no power of two")
+@pytest.mark.filterwarnings("ignore:.*is not a power of two")
 def test_megatron_and_colossalai_bit_by_bit(
     seed: int,
     start: float,
@@ -414,8 +414,8 @@ def test_wrong_arguments_are_named(
 @pytest.mark.parametrize(
     "options", [{"init_scale": 1000.0}, {"growth_factor": 1.5}, {"backoff_factor": 0.7}]
 )
-def test_numbers_that_are_no_powers_of_two_warn(options: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match=f"{next(iter(options))}=.* is no power of two"):
+def test_numbers_that_are_not_powers_of_two_warn(options: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match=f"{next(iter(options))}=.* is not a power of two"):
         jt.torch_loss_scale(**options)
 
 
@@ -429,7 +429,7 @@ def test_numbers_that_are_no_powers_of_two_warn(options: dict[str, Any]) -> None
         jt.deepspeed_loss_scale,
     ],
 )
-def test_a_boolean_is_no_number(preset: Callable[..., Any]) -> None:
+def test_a_boolean_is_not_a_number(preset: Callable[..., Any]) -> None:
     for name, parameter in inspect.signature(preset).parameters.items():
         for value in () if isinstance(parameter.default, bool) else (True, False):
             with pytest.raises(ValueError, match=f"^{name}={value}"):
@@ -464,7 +464,7 @@ def test_an_interval_that_never_ends_is_refused_or_never_grows() -> None:
 def test_warnings_point_at_the_caller(
     preset: Callable[..., Any], options: dict[str, float]
 ) -> None:
-    with pytest.warns(UserWarning, match="is no power of two") as record:
+    with pytest.warns(UserWarning, match="is not a power of two") as record:
         preset(**options)
     assert [warning.filename for warning in record] == [__file__]
 
@@ -501,7 +501,7 @@ class Bounded:
 
 @settings(max_examples=8, deadline=None)
 @given(seeds, powers, growths, backoffs, intervals, st.sampled_from([0.02, 0.2, 0.6]))
-@pytest.mark.filterwarnings("ignore:.*is no power of two")
+@pytest.mark.filterwarnings("ignore:.*is not a power of two")
 def test_torch_and_nemo_bit_by_bit_through_hundreds_of_steps(
     seed: int, start: float, growth: float, backoff: float, interval: int, bad_rate: float
 ) -> None:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
+from jmp_train.policies.optimizers.float32_step import update_params
 
 PARAMS = {"w": jnp.asarray([[1.0, -2.0], [0.5, -0.0]]), "b": jnp.asarray([0.25, 3.0])}
 SCALE = 2.0**7
@@ -72,14 +73,14 @@ def test_every_optimizer_sees_unscaled_float32_gradients(
     bare: Any = make(name)
     wrapped: Any = jt.with_loss_scale(make(name), jt.torch_loss_scale(SCALE))
     params = jax.tree.map(lambda p: p.astype(param_dtype), PARAMS)
-    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    state, bare_state = wrapped.init(params), bare.init(wide)
+    float32_params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    state, bare_state = wrapped.init(params), bare.init(float32_params)
     extra = extra_arguments(name)
     for seed in range(3):
         scaled = gradients(seed, grad_dtype)
         updates, state = wrapped.update(scaled, state, params, **extra)
         unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / SCALE, scaled)
-        expected, bare_state = bare.update(unscaled, bare_state, wide, **extra)
+        expected, bare_state = bare.update(unscaled, bare_state, float32_params, **extra)
         assert_bitwise_equal(updates, expected)
         assert_bitwise_equal(
             *(jax.tree.map(jnp.asarray, s) for s in (state.inner_state, bare_state))
@@ -188,15 +189,23 @@ def test_a_scale_that_is_none_skips_all_the_same() -> None:
     assert int(state.skipped_steps) == 1
 
 
-def test_propose_returns_the_state_of_update_and_unmasked_updates() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_return_params_gives_the_state_of_update_and_parameters_that_are_not_selected(
+    dtype: str,
+) -> None:
     optimizer: Any = jt.with_loss_scale(optax.sgd(1.0, momentum=0.9), jt.torch_loss_scale(4.0))
-    for grads in (jnp.array([4.0, 8.0]), jnp.array([4.0, jnp.inf])):
-        state = optimizer.init(jnp.ones(2))
-        updates, after = optimizer.update(grads, state)
-        proposed, after_proposal = optimizer.propose(grads, state)
-        assert_bitwise_equal(after, after_proposal)
-        np.testing.assert_array_equal(proposed, -grads / 4)
-        np.testing.assert_array_equal(updates, proposed if after.last_finite else [0, 0])
+    params = jnp.array([1.0, -0.0, np.inf], dtype)
+    for grads in (jnp.array([4.0, 8.0, 0.0]), jnp.array([4.0, jnp.inf, 0.0])):
+        state = optimizer.init(params)
+        updates, after = optimizer.update(grads, state, params)
+        new_params, other = optimizer.update(grads, state, params, return_params=True)
+        assert_bitwise_equal(after, other)
+        assert_bitwise_equal(new_params, (params - grads.astype(dtype) / 4).astype(dtype))
+        taken, same = update_params(optimizer, grads, state, params)
+        assert_bitwise_equal(after, same)
+        with jax.numpy_dtype_promotion("standard"):
+            assert_bitwise_equal(taken, optax.apply_updates(params, updates))
+        assert_bitwise_equal(taken, new_params if after.last_finite else params)
 
 
 # --- nesting ----------------------------------------------------------------------------------
@@ -292,7 +301,7 @@ def test_all_devices_skip_when_one_overflows(way: str) -> None:
     def update(grads: jax.Array) -> Any:
         state = optimizer.init(jnp.ones(1))
         if way != "pmap":
-            state = jt.vary(state, ("data",))
+            state = jt.pvary(state, ("data",))
         updates, state = optimizer.update(grads, state, axis_names=("data",))
         return updates, state.skipped_steps[None]
 

@@ -1,4 +1,4 @@
-"""Half parameters with float32 masters: the bits of float32 training, and nothing lost to a skip."""
+"""Half parameters with float32 master weights: the bits of float32 training, and nothing lost to a skip."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_bitwise_equal, relaxed
 
 import jmp_train as jt
-from jmp_train.policies.stored_parameters import StoringOptimizer
+from jmp_train.policies.optimizers.stored_parameters import StoringOptimizer
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 HALVES = ["float16", "bfloat16"]
@@ -42,36 +42,38 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_masters_are_float32_training_to_the_last_bit(optimizer: str, dtype: str) -> None:
+def test_the_master_weights_are_float32_training_to_the_last_bit(
+    optimizer: str, dtype: str
+) -> None:
     inner = OPTIMIZERS[optimizer]()
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     scaled = jt.with_loss_scale(relaxed(inner), jt.torch_loss_scale(2.0**8, growth_interval=5))
-    mastered = jt.with_master_weights(scaled)
-    wide_step = jax.jit(
+    wrapped = jt.with_master_weights(scaled)
+    float32_step = jax.jit(
         jt.train_step(jt.stateless(loss_fn), scaled, policy=f"p=f32,c={dtype},o=f32")
     )
     half_step = jax.jit(
-        jt.train_step(jt.stateless(lambda p, x: loss_fn(p, x.astype(dtype))), mastered)
+        jt.train_step(jt.stateless(lambda p, x: loss_fn(p, x.astype(dtype))), wrapped)
     )
-    wide = jt.TrainState.create(make_params(), scaled)
-    half = jt.TrainState.create(make_params(), mastered, cast_params=in_half(dtype))
+    float32_state = jt.TrainState.create(make_params(), scaled)
+    half = jt.TrainState.create(make_params(), wrapped, cast_params=in_half(dtype))
     metrics: Any = {}
     for number in range(30):
         batch = jnp.asarray(X) * (np.float32(np.inf) if number in (3, 4, 17) else 1)
-        wide, wanted = wide_step(wide, batch)
+        float32_state, wanted = float32_step(float32_state, batch)
         half, metrics = half_step(half, batch)
         assert_bitwise_equal(metrics, wanted)
-        masters = jt.get_master_weights(half.opt_state)
-        assert_bitwise_equal(masters, wide.params)
-        assert_bitwise_equal(half.params, in_half(dtype)(masters))
+        master_weights = jt.get_master_weights(half.opt_state)
+        assert_bitwise_equal(master_weights, float32_state.params)
+        assert_bitwise_equal(half.params, in_half(dtype)(master_weights))
     assert int(metrics["skipped_steps"]) == 3
     assert {x.dtype.name for x in jax.tree.leaves(half.params)} == {dtype}
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_skipped_step_changes_no_bit(dtype: str) -> None:
-    optimizer = jt.with_master_weights(
+    optimizer: Any = jt.with_master_weights(
         jt.with_loss_scale(relaxed(optax.adam(0.1)), jt.torch_loss_scale())
     )
     params = {"w": jnp.array([1.0, -0.0, 0.0, np.inf], dtype), "n": jnp.ones(2)}
@@ -80,19 +82,19 @@ def test_a_skipped_step_changes_no_bit(dtype: str) -> None:
     updates, after = optimizer.update(bad, state, params)
     with jax.numpy_dtype_promotion("standard"):
         assert_bitwise_equal(optax.apply_updates(params, updates), params)
-    assert_bitwise_equal(optimizer.step(bad, state, params)[0], params)
+    assert_bitwise_equal(optimizer.update(bad, state, params, return_params=True)[0], params)
     assert_bitwise_equal(jt.get_master_weights(after), jt.get_master_weights(state))
     assert int(jt.get_loss_scale(after).loss_scale) == 2**15
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_updates_lead_where_steps_lead(dtype: str) -> None:
-    optimizer = jt.with_master_weights(relaxed(optax.adam(3e-3)))
+    optimizer: Any = jt.with_master_weights(relaxed(optax.adam(3e-3)))
     stepped = added = in_half(dtype)(make_params())
     state = other = optimizer.init(stepped)
     for number in range(20):
         grads = jax.tree.map(lambda p, n=number: jnp.cos(p * n), stepped)
-        stepped, state = optimizer.step(grads, state, stepped)
+        stepped, state = optimizer.update(grads, state, stepped, return_params=True)
         updates, other = optimizer.update(grads, other, added)
         with jax.numpy_dtype_promotion("standard"):
             added = optax.apply_updates(added, updates)
@@ -101,16 +103,16 @@ def test_updates_lead_where_steps_lead(dtype: str) -> None:
 
 def test_half_parameters_alone_stay_where_masters_move() -> None:
     plain = jt.with_loss_scale(optax.sgd(1.0), jt.NoOpLossScale())
-    mastered = jt.with_master_weights(plain)
+    wrapped = jt.with_master_weights(plain)
     loss = jt.stateless(lambda w, x: (w * x).astype(jnp.float32))
     ends = {}
-    for name, optimizer in {"plain": plain, "mastered": mastered}.items():
+    for name, optimizer in {"plain": plain, "wrapped": wrapped}.items():
         step = jax.jit(jt.train_step(loss, optimizer))
         state = jt.TrainState.create(jnp.ones((), jnp.float16), optimizer)
         for _ in range(100):
             state, _ = step(state, jnp.float16(2.0**-13))
         ends[name] = float(state.params)
-    assert ends == {"plain": 1.0, "mastered": 1 - 100 * 2.0**-13}
+    assert ends == {"plain": 1.0, "wrapped": 1 - 100 * 2.0**-13}
 
 
 def test_masters_of_float32_parameters_lose_nothing() -> None:
@@ -152,20 +154,24 @@ def test_parameters_from_elsewhere_come_with_their_masters() -> None:
     params = {"w": jnp.ones((2, 3), jnp.float16)}
     state = optax.chain(optimizer).init(params)
     other = jt.set_master_weights(state, {"w": jnp.full((2, 3), 0.25, jnp.float16)})
-    masters = jt.get_master_weights(other)
-    assert_bitwise_equal(masters, {"w": jnp.full((2, 3), 0.25)})
-    with pytest.raises(ValueError, match=r"params 'w' has the shape \(3,\), its master \(2, 3\)"):
+    master_weights = jt.get_master_weights(other)
+    assert_bitwise_equal(master_weights, {"w": jnp.full((2, 3), 0.25)})
+    with pytest.raises(
+        ValueError, match=r"params 'w' has the shape \(3,\), its master weight \(2, 3\)"
+    ):
         jt.set_master_weights(state, {"w": jnp.ones(3)})
     with pytest.raises(ValueError, match="params has another structure"):
         jt.set_master_weights(state, {"v": jnp.ones(3)})
 
 
 def test_float32_parameters_and_their_masters_can_be_donated_together() -> None:
-    optimizer = jt.with_master_weights(optax.sgd(0.1))
+    optimizer: Any = jt.with_master_weights(optax.sgd(0.1))
     params = {"norm": jnp.ones(2), "w": jnp.ones(2, jnp.float16)}
     state = optimizer.init(params)
-    step = jax.jit(lambda p, s: optimizer.step(p, s, p), donate_argnums=(0, 1))
-    params, state = optimizer.step(params, state, params)  # not jitted
+    step = jax.jit(
+        lambda p, s: optimizer.update(p, s, p, return_params=True), donate_argnums=(0, 1)
+    )
+    params, state = optimizer.update(params, state, params, return_params=True)  # not jitted
     for _ in range(2):
         params, state = step(params, state)
     np.testing.assert_allclose(params["norm"], 0.9**3, rtol=1e-6)

@@ -146,7 +146,7 @@ AFTER = "what comes after with_master_weights or with_stochastic_rounding in the
     [jt.with_master_weights, lambda x: jt.with_stochastic_rounding(x, jax.random.key(0))],
 )
 def test_what_changes_the_updates_of_stored_parameters_is_refused(store: Any) -> None:
-    """Masters and parameters would part: 0.5875 and 0.703125 after three steps of 0.1."""
+    """Master weights and parameters would diverge: 0.5875 and 0.703125 after three steps of 0.1."""
     for optimizer in (
         optax.chain(store(optax.sgd(0.1)), optax.scale(0.5)),
         optax.chain(store(scaled()), optax.clip(0.1)),
@@ -164,7 +164,10 @@ def test_what_stores_parameters_goes_once() -> None:
 
     sgd, params = optax.sgd(0.1), jnp.ones(2, jnp.bfloat16)
     for optimizer, message in (
-        (jt.with_master_weights(rounding(sgd)), "float32 masters here, of which it rounds nothing"),
+        (
+            jt.with_master_weights(rounding(sgd)),
+            "float32 master weights here, of which it rounds nothing",
+        ),
         (jt.with_master_weights(optax.chain(rounding(sgd))), "of which it rounds nothing"),
         (jt.with_master_weights(jt.with_master_weights(sgd)), "has master weights already"),
         (rounding(optax.chain(jt.with_master_weights(sgd))), "stores the parameters already"),

@@ -1,4 +1,4 @@
-"""The loss scale and the masters of an `nnx.Optimizer`, which keeps optax's arrays in variables."""
+"""The loss scale and the master weights of an `nnx.Optimizer`, which keeps optax's arrays in variables."""
 
 import dataclasses
 from collections.abc import Callable
@@ -90,9 +90,9 @@ def test_a_scale_is_set_in_a_copy_of_an_nnx_optimizers_state() -> None:
 
 def test_masters_and_skips_of_an_nnx_optimizer_are_arrays() -> None:
     model, optimizer = make(jt.with_master_weights(scaled_sgd()))
-    masters = jt.get_master_weights(optimizer)
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(masters))
-    jt.set_master_weights(optimizer, jax.tree.map(jnp.ones_like, masters))
+    master_weights = jt.get_master_weights(optimizer)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(master_weights))
+    jt.set_master_weights(optimizer, jax.tree.map(jnp.ones_like, master_weights))
     np.testing.assert_array_equal(jt.get_master_weights(optimizer)["kernel"], np.ones((2, 1)))
     grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), nnx.state(model))
     optimizer.update(model, grads)

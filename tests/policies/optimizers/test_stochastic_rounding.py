@@ -1,4 +1,4 @@
-"""Rounding by chance: unbiased, reproducible, and small updates that add up."""
+"""Stochastic rounding: unbiased, reproducible, and small updates that add up."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ def test_the_mean_of_ten_thousand_is_the_number(magnitude: float, negative: bool
     rounded = jt.stochastic_round(jnp.full(DRAWS, x), jax.random.key(7))
     assert rounded.dtype == jnp.bfloat16
     values = np.asarray(rounded.astype(jnp.float32)).astype(np.float64)
-    # The neighbours, by the definition of bfloat16: eight bits of float32's fraction.
+    # The neighbors, by the definition of bfloat16: eight bits of float32's fraction.
     mantissa, exponent = math.frexp(abs(float(x)))
     lower = math.ldexp(math.floor(mantissa * 256) / 256, exponent)
     upper = math.ldexp((math.floor(mantissa * 256) + 1) / 256, exponent)
@@ -46,7 +46,7 @@ def test_what_bfloat16_holds_stays() -> None:
 
 
 def descend(optimizer: Any, params: Any, steps: int, grads: Any) -> Any:
-    step = jax.jit(lambda p, s: optimizer.step(grads, s, p))
+    step = jax.jit(lambda p, s: optimizer.update(grads, s, p, return_params=True))
     state = optimizer.init(params)
     for _ in range(steps):
         params, state = step(params, state)
@@ -116,7 +116,9 @@ def test_in_a_train_step_with_a_skip() -> None:
 
 def test_wrong_calls_are_named() -> None:
     optimizer = jt.with_stochastic_rounding(optax.sgd(0.1), jax.random.key(0))
-    with pytest.raises(ValueError, match="for parameters in bfloat16 and wider: 'w' is float16"):
+    with pytest.raises(
+        ValueError, match="for parameters in bfloat16 or from float32 on: 'w' is float16"
+    ):
         optimizer.init({"w": jnp.ones(2, jnp.float16), "b": jnp.ones(2)})
     for key in (0, jnp.zeros(3, jnp.uint32), jax.random.split(jax.random.key(0))):
         with pytest.raises(TypeError, match=r"key must be a jax random key, .* got "):

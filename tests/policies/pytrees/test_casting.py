@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jmp_train as jt
-from jmp_train.policies.casting import cast_leaf, widen_to_float32
+from jmp_train.policies.pytrees.casting import cast_leaf, upcast_to_float32
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
@@ -22,11 +22,11 @@ def test_casts_are_differentiable_and_traceable() -> None:
     assert grad(jnp.ones(2)).dtype == jnp.float32
 
 
-def test_widening_touches_narrow_floats_only() -> None:
+def test_upcasting_touches_half_floats_only() -> None:
     tree = {"f16": jnp.ones(1, jnp.float16), "f32": jnp.ones(1), "c64": jnp.ones(1, jnp.complex64)}
-    wide = widen_to_float32(tree)
-    assert wide["f16"].dtype == jnp.float32
-    assert wide["f32"] is tree["f32"] and wide["c64"] is tree["c64"]
+    upcast = upcast_to_float32(tree)
+    assert upcast["f16"].dtype == jnp.float32
+    assert upcast["f32"] is tree["f32"] and upcast["c64"] is tree["c64"]
     with jax.enable_x64(True):
         x = jnp.ones(1, jnp.float64)
-        assert widen_to_float32(x) is x
+        assert upcast_to_float32(x) is x

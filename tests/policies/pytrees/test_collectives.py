@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
-from jmp_train.policies.collectives import mean_over_axes
+from jmp_train.policies.pytrees.collectives import mean_over_axes
 
 WAYS = ("vma", "no vma", "pmap", "vmap")
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -43,7 +43,7 @@ def test_the_mean_gradient_of_replicated_parameters(way: str, dtype: Any) -> Non
         def loss(w: jax.Array) -> jax.Array:
             return w.astype(dtype) * x.astype(dtype)
 
-        return jt.reduce_gradients(jax.grad(loss)(jt.vary(w, ("data",))), ("data",))
+        return jt.reduce_gradients(jax.grad(loss)(jt.pvary(w, ("data",))), ("data",))
 
     assert float(on_eight(step, way)(jnp.float32(2), jnp.arange(8.0))) == 3.5
 
@@ -95,7 +95,7 @@ def test_a_float32_reduction_of_half_gradients_is_exact(way: str) -> None:
     assert float(on_eight(step, way)(jnp.float32(0), x)) == 2055 / 8
 
 
-def test_without_axes_gradients_are_widened_only() -> None:
+def test_without_axes_gradients_are_upcast_only() -> None:
     grads = {"half": jnp.ones(2, jnp.bfloat16), "int": jnp.arange(2), "none": None}
     result = jt.reduce_gradients(grads, ())
     assert result["half"].dtype == jnp.float32
@@ -127,7 +127,7 @@ def test_two_axes() -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
-        grad = jax.grad(lambda w: (w * x).sum())(jt.vary(w, ("data", "model")))
+        grad = jax.grad(lambda w: (w * x).sum())(jt.pvary(w, ("data", "model")))
         return jt.reduce_gradients(grad, ("data", "model"))
 
     run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(("data", "model"))), out_specs=P())
@@ -136,12 +136,12 @@ def test_two_axes() -> None:
 
 def test_vary_twice_or_without_axes_changes_nothing() -> None:
     x = jnp.ones(2)
-    assert jt.vary(x, ()) is x
-    assert jt.vary({"x": x}, ("data",))["x"] is x  # outside of a manual region there is no mark
+    assert jt.pvary(x, ()) is x
+    assert jt.pvary({"x": x}, ("data",))["x"] is x  # outside of a manual region there is no mark
 
     def body(x: jax.Array) -> jax.Array:
-        once = jt.vary(x, ("data",))
-        return jt.vary(once, ("data",)) + once
+        once = jt.pvary(x, ("data",))
+        return jt.pvary(once, ("data",)) + once
 
     run = jax.shard_map(body, mesh=MESH, in_specs=P(), out_specs=P("data"))
     np.testing.assert_array_equal(run(x), jnp.full(16, 2.0))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jmp_train as jt
-from jmp_train.policies.dtypes import (
+from jmp_train.policies.pytrees.dtypes import (
     at_least_float32,
     float_dtype,
     is_half,
@@ -102,28 +102,28 @@ def test_other_dtypes_are_named(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["nonsense", 3, object()])
-def test_what_is_no_dtype_is_named(dtype: Any) -> None:
+def test_what_is_not_a_dtype_is_named(dtype: Any) -> None:
     with pytest.raises(ValueError, match=r"^compute=.*is not a dtype; pass a floating dtype"):
         float_dtype(dtype, "compute")
 
 
-def test_none_is_no_dtype_although_numpy_reads_float64() -> None:
+def test_none_is_not_a_dtype_although_numpy_reads_float64() -> None:
     with pytest.raises(ValueError, match=r"^compute=None must be a floating dtype"):
         float_dtype(cast(Any, None), "compute")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wide"),
+    ("dtype", "expected"),
     [
-        *((narrow, np.float32) for narrow in [jnp.float16, jnp.bfloat16, *FLOAT8]),
+        *((half, np.float32) for half in [jnp.float16, jnp.bfloat16, *FLOAT8]),
         (np.float32, np.float32),
         (np.float64, np.float64),
         (np.complex64, np.complex64),
         (np.complex128, np.complex128),
     ],
 )
-def test_at_least_float32(dtype: Any, wide: Any) -> None:
-    assert at_least_float32(dtype) == np.dtype(wide)
+def test_at_least_float32(dtype: Any, expected: Any) -> None:
+    assert at_least_float32(dtype) == np.dtype(expected)
 
 
 def test_half_types() -> None:

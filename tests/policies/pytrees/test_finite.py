@@ -37,7 +37,7 @@ def test_every_dtype_is_looked_at(dtype: Any, bad: float) -> None:
     assert not bool(jt.all_finite({"a": jnp.ones(3), "b": x}))
 
 
-def test_what_is_no_float_is_finite() -> None:
+def test_what_is_not_a_float_is_finite() -> None:
     tree = {
         "int": jnp.arange(2), "key": jax.random.key(0), "none": None, "fn": len, "str": "nan",
         "float0": np.zeros(2, jax.dtypes.float0), "python": 3,
@@ -69,7 +69,7 @@ def over_devices(way: str, axes: dict[str, int]) -> Any:
     vma = way == "vma"
     return jax.jit(
         jax.shard_map(
-            lambda x: jt.vary(answer(x), names), mesh=mesh, in_specs=spec, out_specs=spec,
+            lambda x: jt.pvary(answer(x), names), mesh=mesh, in_specs=spec, out_specs=spec,
             check_vma=vma,
         )
     )  # fmt: skip

@@ -249,7 +249,7 @@ WRAPS = (jt.autocast, mixed, autocast_policy)
 def test_state_is_that_of_the_plain_function(case: Callable[[Transform], Any]) -> None:
     expected = state_of(case(plainly))
     for wrap in WRAPS[: 3 if case is as_argument else 2]:
-        if (case, wrap) == (around_scan, mixed):  # BatchNorm hands on float32, and scan refuses it
+        if (case, wrap) == (around_scan, mixed):  # BatchNorm returns float32, and scan refuses it
             continue
         found = state_of(case(wrap))
         assert found.keys() == expected.keys()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
 
-from jmp_train.policies.paths import named_leaves, path_name
+from jmp_train.policies.pytrees.paths import named_leaves, path_name
 
 
 class Point(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import promoting
 
-from jmp_train.tasks.resnet import Block, ResNet, conv
+from jmp_train.tasks.models.resnet import Block, ResNet, conv
 
 
 def convolve(x: np.ndarray, kernel: np.ndarray, stride: int) -> np.ndarray:
@@ -42,11 +42,11 @@ def test_a_convolution_is_torchs(size: int, stride: int) -> None:
 def test_kernels_are_kaiming_normal_by_what_goes_out() -> None:
     variables: Any = conv(96, 3).init(jax.random.key(0), jnp.zeros((1, 4, 4, 128)))
     kernel = variables["params"]["kernel"]
-    deviation = (2 / (96 * 9)) ** 0.5
-    assert float(kernel.mean()) == pytest.approx(0, abs=0.01 * deviation)
-    assert float(kernel.std()) == pytest.approx(deviation, rel=0.01)
-    # A normal distribution, not cut at two deviations: 4.55 % lie beyond.
-    beyond = float((jnp.abs(kernel) > 2 * deviation).mean(dtype=jnp.float32))
+    std = (2 / (96 * 9)) ** 0.5
+    assert float(kernel.mean()) == pytest.approx(0, abs=0.01 * std)
+    assert float(kernel.std()) == pytest.approx(std, rel=0.01)
+    # A normal distribution, not truncated at two standard deviations: 4.55 % are beyond.
+    beyond = float((jnp.abs(kernel) > 2 * std).mean(dtype=jnp.float32))
     assert beyond == pytest.approx(0.0455, abs=0.002)
 
 
@@ -61,14 +61,14 @@ def test_a_block_is_torchvisions(stride: int) -> None:
     )
     assert ("projection" in params) == (stride == 2)
 
-    wide = convolve(x, np.asarray(params["conv1"]["kernel"]), stride)
-    wide = np.maximum(batch_norm(wide, params["norm1"]), 0)
-    wide = batch_norm(convolve(wide, np.asarray(params["conv2"]["kernel"]), 1), params["norm2"])
+    exact = convolve(x, np.asarray(params["conv1"]["kernel"]), stride)
+    exact = np.maximum(batch_norm(exact, params["norm1"]), 0)
+    exact = batch_norm(convolve(exact, np.asarray(params["conv2"]["kernel"]), 1), params["norm2"])
     beside = x
     if stride == 2:
         beside = convolve(x, np.asarray(params["projection"]["kernel"]), stride)
         beside = batch_norm(beside, params["projection_norm"])
-    wanted = np.maximum(wide + beside, 0)
+    wanted = np.maximum(exact + beside, 0)
 
     def apply(variables: Any, x: Any) -> Any:
         return block.apply(variables, x, True, mutable=["batch_stats"])

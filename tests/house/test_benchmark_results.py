@@ -1,0 +1,71 @@
+"""The tables of `benchmarks/README.md` say what the files in `benchmarks/results` have, and no script is left out."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TEXT = (BENCHMARKS / "README.md").read_text()
+MODES = ("torch", "apex-O1", "apex-O2", "apex-O3", "naive")
+POLICIES = ("float32", "mixed_float16", "autocast_float16")
+
+
+def results(name: str) -> Any:
+    return json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
+
+
+def row(name: str) -> list[str]:
+    """Returns the cells of the row that begins with a name."""
+    (line,) = re.findall(rf"^\| {name} \| (.*) \|$", TEXT, re.MULTILINE)
+    return line.split(" | ")
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"
+
+
+def test_memory_in_the_amp_modes() -> None:
+    steps = results("amp_memory")["steps"]
+    assert {step["gpu"] for step in steps} == {"A100-40GB"}
+    for task in {step["task"] for step in steps}:
+        of = {step["mode"]: step for step in steps if step["task"] == task}
+        shares = [f"{of[mode]['ratio']:.3f}" for mode in MODES]
+        assert row(task)[1:] == [gigabytes(of["float32"]["peak_bytes"]), *shares]
+
+
+def test_memory_of_the_gat() -> None:
+    steps = results("gat_memory")["steps"]
+    assert {step["gpu"] for step in steps} == {"V100-16GB"}
+    for heads in {step["heads"] for step in steps}:
+        of = {step["policy"]: step for step in steps if step["heads"] == heads}
+        assert row(heads)[:3] == [gigabytes(of[policy]["peak_bytes"]) for policy in POLICIES]
+
+
+def test_accuracies_on_cora() -> None:
+    report = results("planetoid")
+    assert report["device"] == "cpu"
+    for model in ("gcn", "gat", "sage"):
+        summary = report[model]["summary"]
+        assert row(model) == [
+            str(report[model]["published"]),
+            *(f"{summary[p]['mean']:.1f} ± {summary[p]['deviation']:.1f}" for p in POLICIES),
+        ]
+        assert not any(any(summary[p]["skipped_steps"]) for p in POLICIES)
+
+
+def test_rates_of_mini_batches() -> None:
+    for name, rates in results("minibatch")["rates"].items():
+        columns = ("loading", "step", "both", "PyG", "PyG, 1 worker")
+        assert row(name) == [f"{rates[column]:.1f}" for column in columns]
+
+
+def test_every_script_and_every_result_is_named() -> None:
+    scripts = {
+        path.name
+        for path in BENCHMARKS.glob("*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    }
+    assert scripts == set(re.findall(r"^\| `(\w+\.py)` \|", TEXT, re.MULTILINE))
+    for path in (BENCHMARKS / "results").iterdir():
+        assert f"`{path.stem}.py`" in TEXT

@@ -1,0 +1,145 @@
+"""What version 0.1.0 has saved is restored, and gone on with, wherever its modules are now."""
+
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import serialization
+from released_states import KARATE, STEP_OF, new_state, next_params, optimizers, values_of
+
+import jmp_train as jt
+from jmp_train.runs.run_identity import run_metadata
+from jmp_train.tasks import load_task
+from jmp_train.tasks.task import TaskOptions
+
+TESTS = next(path for path in Path(__file__).resolve().parents if path.name == "tests")
+DATA = TESTS / "data" / "checkpoint_0_1"
+VALUES = json.loads((DATA / "values.json").read_text())
+
+
+@pytest.fixture(name="saved", scope="module")
+def fixture_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with what 0.1.0 has saved."""
+    folder = tmp_path_factory.mktemp("released")
+    with tarfile.open(DATA / "checkpoints.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def restored(saved: Path, name: str) -> tuple[int, Any]:
+    with jt.CheckpointStore(saved / name, read_only=True) as store:
+        return store.restore(new_state(name))
+
+
+@pytest.mark.parametrize("name", STEP_OF)
+def test_a_state_has_the_values_that_were_saved(name: str, saved: Path) -> None:
+    step, state = restored(saved, name)
+    assert step == STEP_OF[name]
+    assert values_of(state) == VALUES[name]
+    with jt.CheckpointStore(saved / name, read_only=True) as store:
+        assert store.metadata(step) == {"state": name}
+
+
+def test_the_values_are_not_those_of_a_new_state() -> None:
+    for name in STEP_OF:
+        fresh = values_of(new_state(name))
+        assert fresh.keys() == VALUES[name].keys()
+        assert fresh != VALUES[name]
+
+
+@pytest.mark.parametrize("name", ["master_weights", "stochastic_rounding"])
+def test_a_state_takes_the_next_step_that_it_took_then(name: str, saved: Path) -> None:
+    _, state = restored(saved, name)
+    scaled = jt.get_loss_scale(state.opt_state)
+    assert float(scaled.loss_scale) == 2.0**9  # the second of its three steps overflowed
+    assert int(state.step) == 3
+    with jax.numpy_dtype_promotion("standard"):
+        params = next_params(name, state)
+    wanted = VALUES["next"][name]
+    assert params.keys() == wanted.keys()
+    half = 2.0**-11 if optimizers()[name][0] == np.float16 else 2.0**-8
+    for path, values in wanted.items():
+        np.testing.assert_allclose(params[path], values, rtol=4 * half, atol=1e-6, err_msg=path)
+
+
+def test_weights_are_loaded(saved: Path) -> None:
+    params = jt.load_weights(saved / "weights.safetensors", new_state("master_weights").params)
+    wanted = VALUES["master_weights"]
+    found = {f".params{path}": value for path, value in values_of(params).items()}
+    assert found == {path: x for path, x in wanted.items() if path.startswith(".params[")}
+
+
+def test_flax_reads_its_message(saved: Path) -> None:
+    message = (saved / "state.msgpack").read_bytes()
+    state = serialization.from_bytes(new_state("master_weights"), message)
+    assert values_of(jax.tree.map(_on_device, state)) == VALUES["master_weights"]
+
+
+def _on_device(x: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else jax.numpy.asarray(x)
+
+
+def test_the_command_goes_on_with_a_run(saved: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "jmp_train", *KARATE, "--epochs", "4", "--json"]
+    command += ["--checkpoint-dir", str(saved / "karate"), "--checkpoint-every", "2"]
+    again = subprocess.run(
+        [*command, "--resume"], check=False, capture_output=True, text=True, timeout=200
+    )
+    assert again.returncode == 0, again.stderr
+    events = [json.loads(line) for line in again.stdout.splitlines()]
+    epochs = [event for event in events if event["event"] == "epoch"]
+    assert [epoch["epoch"] for epoch in epochs] == [3, 4]  # the first two were done
+    # As 0.1.0 printed it of the run in one piece.
+    np.testing.assert_allclose([x["loss"] for x in epochs], [0.5674, 0.5072], atol=2e-3)
+    with jt.CheckpointStore(saved / "karate", read_only=True) as store:
+        assert store.steps() == [2, 4]
+        assert store.metadata(2)["run"] == store.metadata(4)["run"]
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "run"),
+    [
+        ("digits", {}, {"train_size": 1437, "data": "447d99a43e6eac73"}),
+        (
+            "karate",
+            {"model": "gat"},
+            {"model": "gat", "train_size": 2, "data": "661eed51010f973c"},
+        ),
+        (
+            "cora",
+            {"synthetic": True},
+            {
+                "model": "gcn",
+                "train_size": 140,
+                "synthetic": True,
+                "data": "9e8a7ccbbe5f2e4c",
+            },
+        ),
+        (
+            "reddit",
+            {"synthetic": True, "scale": 0.001, "heads": (2, 2, 2)},
+            {
+                "heads": [2, 2, 2],
+                "scale": 0.001,
+                "train_size": 153,
+                "synthetic": True,
+                "data": "6fea0d415651c67c",
+            },
+        ),
+    ],
+)
+def test_a_run_says_the_same_of_itself(
+    task: str, options: dict[str, Any], run: dict[str, Any]
+) -> None:
+    """Else `--resume` would refuse the checkpoints of before as another run's."""
+    loaded = load_task(task, TaskOptions(**options))
+    found = run_metadata(loaded, "mixed_float16", 3, 2, 0, loaded.shared())["run"]
+    own = dict.fromkeys(["model", "heads", "scale", "image_size"])
+    same = {"policy": "mixed_float16", "epochs": 3, "batch_size": 2, "devices": 1, "seed": 0}
+    assert found == {"task": task, **own, "synthetic": False, **same, **run}
