@@ -83,7 +83,7 @@ def one_line(text: str, arguments: Sequence[str] = ()) -> str:
       >>> one_line("file is\n\x1b[31mno folder")
       'file is\\n\\x1b[31mno folder'
       >>> len(one_line(5000 * "x" + " is not a folder", [5000 * "x"]))
-      213
+      216
     """
     given = [part for text in arguments for part in (text, text.partition("=")[2])]
     for argument in sorted(given, key=len, reverse=True):

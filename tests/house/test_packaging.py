@@ -65,7 +65,7 @@ def test_the_wheel_holds_the_tree(built: Path) -> None:
     expected = expected_in_wheel()
     assert {
         "jmp_train/py.typed",
-        "jmp_train/policies/policy.py",
+        "jmp_train/policies/dtype_policies/policy.py",
         "jmp_train/cli/entry.py",
     } <= expected
     assert wheel_names(built) == expected
@@ -79,9 +79,7 @@ def test_the_sdist_holds_each_folder_once_and_no_links(built: Path) -> None:
         members = sdist.getmembers()
     assert not [member.name for member in members if member.issym() or member.islnk()]
     names = {member.name.partition("/")[2] for member in members if member.isfile()}
-    assert not [
-        name for name in names if name.startswith(("jmp_train/policies", "jmp_train/graphs"))
-    ]
+    assert not [name for name in names if name.startswith(("jmp_train/policies", "jmp_train/graphs"))]
     wanted = {name for name in tree_files() if not (ROOT / name).is_symlink()}
     hidden = {name for name in wanted if name.startswith(".")}
     assert wanted - hidden - names == set()
