@@ -4,8 +4,8 @@
 
 No GPU is needed: the whole step of a task (model, loss, optimizer, loss scale, at the task's own batch size) is
 compiled ahead of time for a target GPU, and the compiler says what it allocates. All that lives on the device is an
-argument of the step and so is counted: parameters, master weights, optimizer state, statistics, batch. The tutorials' figures
-are their authors': ColossalAI's page on AMP for ViT-B/16, PyTorch users' notebook for MNIST.
+argument of the step and so is counted: parameters, master weights, optimizer state, statistics, batch. The tutorials'
+figures are their authors': ColossalAI's page on AMP for ViT-B/16, PyTorch users' notebook for MNIST.
 """
 
 import argparse

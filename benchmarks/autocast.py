@@ -395,10 +395,7 @@ def step_times(workload: Workload, rounds: int) -> dict[str, dict[str, Any]]:
         contenders["torch float32"] = TorchSteps(workload, None)
         contenders["torch autocast"] = TorchSteps(workload, "bfloat16")
     seconds = in_turn({name: steps.__call__ for name, steps in contenders.items()}, rounds)
-    return {
-        name: {"seconds": seconds[name], "loss": float(steps.loss)}
-        for name, steps in contenders.items()
-    }
+    return {name: {"seconds": seconds[name], "loss": float(steps.loss)} for name, steps in contenders.items()}
 
 
 def median_ratio(seconds: list[float], base: list[float]) -> float:
@@ -496,10 +493,7 @@ def main() -> None:
     }
     print_residuals(report["residual_bytes"])
 
-    report["steps"] = {
-        name: step_times(workload, args.rounds)
-        for name, workload in workloads(VITS[name], mlp).items()
-    }
+    report["steps"] = {name: step_times(workload, args.rounds) for name, workload in workloads(VITS[name], mlp).items()}
     print_steps(report["steps"])
 
     if args.json is not None:

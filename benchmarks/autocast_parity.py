@@ -9,10 +9,10 @@ Last come the ratios, ours to torch's: at most 1.05 is the goal.
 
 What is left above it has two reasons. torch's CPU kernels add a layer's bias to the product before they round
 it, once; XLA's CPU rounds the product, and then the sum (XLA's products by themselves are as exact as their dtype
-allows). On GPUs XLA gives the bias to cuBLAS, which adds it before it rounds, as long as the product is half; written as a
-float32 product, the sum would be rounded once on CPUs too, but six layers of 2,048 features and 8,192 rows compiled for an
-A100 then take 848 MB in place of 646. And what a LayerNorm saves for its gradient, its centered and its scaled features, is rounded to half
-before it is used; torch's is one kernel, which rounds its result.
+allows). On GPUs XLA gives the bias to cuBLAS, which adds it before it rounds, as long as the product is half; written
+as a float32 product, the sum would be rounded once on CPUs too, but six layers of 2,048 features and 8,192 rows
+compiled for an A100 then take 848 MB in place of 646. And what a LayerNorm saves for its gradient, its centered and its
+scaled features, is rounded to half before it is used; torch's is one kernel, which rounds its result.
 
 torch is not a dependency: `pip install torch==2.13.0`, or a folder that has it in PYTHONPATH, `PYTHONPATH=FOLDER
 python benchmarks/autocast_parity.py`. Without it only our own columns are printed, and why.
@@ -104,9 +104,7 @@ def conv_shapes(name: str, n_in: int, n_out: int, size: int) -> dict[str, tuple[
     return {f"{name}.w": (n_out, n_in, size, size), f"{name}.b": (n_out,)}
 
 
-def parameters(
-    shapes: dict[str, tuple[int, ...]], random: np.random.Generator
-) -> dict[str, np.ndarray]:
+def parameters(shapes: dict[str, tuple[int, ...]], random: np.random.Generator) -> dict[str, np.ndarray]:
     """Returns float32 parameters of the usual sizes, the biases small and not zero."""
 
     def one(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -129,9 +127,7 @@ def dense(p: Params, name: str, x: jax.Array) -> jax.Array:
 def conv(p: Params, name: str, x: jax.Array, stride: int = 1) -> jax.Array:
     """Returns a convolution's features [example, channel, row, column]."""
     dims = ("NCHW", "OIHW", "NCHW")
-    y = lax.conv_general_dilated(
-        x, p[f"{name}.w"], (stride, stride), "SAME", dimension_numbers=dims
-    )
+    y = lax.conv_general_dilated(x, p[f"{name}.w"], (stride, stride), "SAME", dimension_numbers=dims)
     return y + p[f"{name}.b"][:, None, None]
 
 
@@ -389,9 +385,7 @@ def dense_shapes(**layers: tuple[int, int]) -> dict[str, tuple[int, ...]]:
 def block_shapes(number: str) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a residual block of two dense layers."""
     first, second = (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)
-    return dense_shapes(**{f"{number}a": first, f"{number}b": second}) | norm_shapes(
-        f"n{number}", WIDTH
-    )
+    return dense_shapes(**{f"{number}a": first, f"{number}b": second}) | norm_shapes(f"n{number}", WIDTH)
 
 
 def attention_shapes(number: str) -> dict[str, tuple[int, ...]]:
@@ -499,30 +493,19 @@ def deviations(model: Model, dtypes: list[str], seeds: int) -> dict[str, dict[st
         random = np.random.default_rng(seed)
         p, batch = parameters(model.shapes, random), model.data(random)
         with jax.enable_x64(True):
-            exact_params = jax.tree.map(
-                lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, p
-            )
-            rest = jax.tree.map(
-                lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch
-            )
+            exact_params = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, p)
+            rest = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch)
             exact = reference(exact_params, rest)
         results = {f"ours {dtype}": run(p, batch) for dtype, run in ours.items()}
         if HAS_TORCH:
             apart = distance(in_torch(model.torchs, p, batch, None), exact)
             if apart > 1e-6:
-                raise AssertionError(
-                    f"{model.ours.__name__} is not {model.torchs.__name__}: {apart:.1e} apart"
-                )
-            results |= {
-                f"torch {dtype}": in_torch(model.torchs, p, batch, dtype) for dtype in dtypes
-            }
+                raise AssertionError(f"{model.ours.__name__} is not {model.torchs.__name__}: {apart:.1e} apart")
+            results |= {f"torch {dtype}": in_torch(model.torchs, p, batch, dtype) for dtype in dtypes}
         for name, (losses, grads) in results.items():
             pair = distance(losses, exact[0]), distance(grads, exact[1])
             found.setdefault(name, []).append(pair)
-    return {
-        name: {"loss": [a for a, _ in pairs], "gradient": [b for _, b in pairs]}
-        for name, pairs in found.items()
-    }
+    return {name: {"loss": [a for a, _ in pairs], "gradient": [b for _, b in pairs]} for name, pairs in found.items()}
 
 
 def print_table(report: dict[str, Any], dtype: str) -> None:

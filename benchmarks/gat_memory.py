@@ -51,9 +51,7 @@ def reddit_shapes() -> Graph:
     small = from_degrees(degrees + 1, np.zeros(0, np.int32), None, total)
     others: Any = jax.ShapeDtypeStruct((total,), jnp.int32)
     neighbors = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), small)
-    one_way = jax.tree.unflatten(
-        jax.tree.structure(neighbors), [others, *jax.tree.leaves(neighbors)[1:]]
-    )
+    one_way = jax.tree.unflatten(jax.tree.structure(neighbors), [others, *jax.tree.leaves(neighbors)[1:]])
     one: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
     adjacency = Adjacency(None, CSRAndCSC(one_way, one_way), None, has_zero_in_degree=False)
     return Graph({}, {}, adjacency, one, one)
@@ -78,9 +76,7 @@ def train_step(policy_name: str, *heads: str) -> tuple[Any, tuple[Any, ...], dic
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         logits = nnx.merge(structure, params)(batch["graph"], batch["features"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype("float32"), batch["label"]
-        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), batch["label"])
         return losses.mean(where=batch["train_mask"])
 
     def state() -> jt.TrainState:
@@ -89,9 +85,7 @@ def train_step(policy_name: str, *heads: str) -> tuple[Any, tuple[Any, ...], dic
 
     batch = {
         "graph": reddit_shapes(),
-        "features": jax.ShapeDtypeStruct(
-            (NODES, REDDIT_FEATURES), jnp.float16 if has_half else jnp.float32
-        ),
+        "features": jax.ShapeDtypeStruct((NODES, REDDIT_FEATURES), jnp.float16 if has_half else jnp.float32),
         "label": jax.ShapeDtypeStruct((NODES,), jnp.int32),
         "train_mask": jax.ShapeDtypeStruct((NODES,), jnp.bool_),
     }
@@ -137,9 +131,7 @@ def main() -> None:
                 }
             )
     if args.json is not None:
-        args.json.write_text(
-            json.dumps({"jax": jax.__version__, "steps": results}, indent=2) + "\n"
-        )
+        args.json.write_text(json.dumps({"jax": jax.__version__, "steps": results}, indent=2) + "\n")
 
 
 def _plan_python() -> str:

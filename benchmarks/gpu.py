@@ -80,9 +80,7 @@ class Worker:
       deadline: in the time of `time.monotonic`, after which it is ended.
     """
 
-    def __init__(
-        self, workload: str, variant: Variant, size: float, folder: str, deadline: float
-    ) -> None:
+    def __init__(self, workload: str, variant: Variant, size: float, folder: str, deadline: float) -> None:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the worker
         self.deadline = deadline
         arguments = [workload, *map(str, variant), str(size), folder]
@@ -280,10 +278,7 @@ def print_results(name: str, size: float, results: Results) -> None:
     facts = next(iter(done.values()), {"device": "nothing", "memory_of": "device"})
     versions = dict.fromkeys(result["version"] for result in done.values())
     print(f"\n{name}, {workload.unit} {size:,g}, on {', '.join([facts['device'], *versions])}")
-    print(
-        f"{'':<30}{'ms/step':>9}{'peak MB':>9}{'program MB':>12}{'compile s':>11}"
-        f"{'speed':>8}{'memory':>8}"
-    )
+    print(f"{'':<30}{'ms/step':>9}{'peak MB':>9}{'program MB':>12}{'compile s':>11}{'speed':>8}{'memory':>8}")
     for result in done.values():
         label = f"{result['way']} {result['precision']}{part_text(result['part'])}"
         program = "" if result["program_mb"] is None else f"{result['program_mb']:.0f}"

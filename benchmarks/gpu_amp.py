@@ -32,9 +32,7 @@ from jmp_train.runs import make_setup
 from jmp_train.tasks import Arrays, Task, TaskOptions, cifar10, load_task, vit
 from jmp_train.tasks.models import ResNet, VisionTransformer
 
-RESNET_RATE = (
-    1e-3  # the task's, with which it begins after a warm-up, makes the loss of one batch jump
-)
+RESNET_RATE = 1e-3  # the task's, with which it begins after a warm-up, makes the loss of one batch jump
 TINY_STAGES = (
     1,
     1,
@@ -43,8 +41,7 @@ TINY_STAGES = (
 )  # of the ResNet, and the ViT's blocks and pixels a side, where a batch is not whole
 TINY_DEPTH, TINY_SIDE = 2, 32
 COLOSSALAI = (
-    "ColossalAI, beside float32: torch.amp 1.10 times as fast, 0.75 of the memory; "
-    "naive 1.20, 0.63; Apex O1 1.04, 0.74"
+    "ColossalAI, beside float32: torch.amp 1.10 times as fast, 0.75 of the memory; naive 1.20, 0.63; Apex O1 1.04, 0.74"
 )
 READY = "ours also crops, flips and normalizes the images within the step"
 
@@ -80,13 +77,9 @@ def _vit_job(variant: Variant, size: float, folder: Path) -> Job:
     torch, models = _torch()
 
     def sgd(params: Any) -> Any:
-        return torch.optim.SGD(
-            params, lr=vit.LEARNING_RATE, weight_decay=vit.WEIGHT_DECAY, fused=True
-        )
+        return torch.optim.SGD(params, lr=vit.LEARNING_RATE, weight_decay=vit.WEIGHT_DECAY, fused=True)
 
-    inputs, labels = _tensors(
-        vit.normalized(jnp.asarray(rows["image"]), jnp.float32), rows["label"]
-    )
+    inputs, labels = _tensors(vit.normalized(jnp.asarray(rows["image"]), jnp.float32), rows["label"])
     model, compiled = models.VisionTransformer(side, depth), variant.way == "torch compile"
     norm = vit.LARGEST_NORM
     return TorchJob(model, sgd, inputs, labels, variant.precision, compiled, largest_norm=norm)

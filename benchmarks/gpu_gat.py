@@ -75,9 +75,7 @@ def _prepare_gat(scale: float, folder: Path) -> None:
     for layer in _gat(jax.random.key(0)).layers:
         arrays = {name: np.asarray(getattr(layer, ours)[...]) for name, ours in names.items()}
         params.append(arrays | {"lin.weight": arrays["lin.weight"].T})
-    write_prepared(
-        folder, RedditGraph(graph, data.features, data.train, data.labels[data.train], params)
-    )
+    write_prepared(folder, RedditGraph(graph, data.features, data.train, data.labels[data.train], params))
 
 
 def _part_of(data: RedditGraph, part: float) -> RedditGraph:

@@ -38,10 +38,7 @@ from jmp_train.runs import peak_memory
 
 NODE_SHARE = 40  # edges for each node
 OPERATIONS = {
-    **{
-        title: ROWS[title]
-        for title in ("copy+sum", "weighted sum, gradient", "edge softmax", "dot")
-    },
+    **{title: ROWS[title] for title in ("copy+sum", "weighted sum, gradient", "edge softmax", "dot")},
     "attention, gradient": Row("gat", ("features", "left", "right"), "node_cotangent"),
 }
 Op = Callable[..., Any]

@@ -289,9 +289,7 @@ def jax_form(op: Op, graph: Any, case: Case, row: Row, dtype: str) -> Form:
 def jax_step_form(loss_fn: Any, params: Any, graph: Any, case: Case, dtype: str) -> Form:
     """Returns the compiled training step of a loss; jraph has none of its own, and takes ours."""
     policy = jt.get_policy("float32" if dtype == "float32" else f"mixed_{dtype}")
-    optimizer = jt.with_loss_scale(
-        optax.sgd(LEARNING_RATE), jt.torch_loss_scale(enabled=dtype == "float16")
-    )
+    optimizer = jt.with_loss_scale(optax.sgd(LEARNING_RATE), jt.torch_loss_scale(enabled=dtype == "float16"))
     batch = {
         "graph": graph,
         "features": jnp.asarray(case.arrays["features"].reshape(case.num_nodes, -1)),

@@ -70,9 +70,7 @@ class Torch:
 
     def scatter_copy_sum(self, x: Any) -> Any:
         """Gathers and scatters, as `MessagePassing` does with an `edge_index`."""
-        return self.utils.scatter(
-            x.index_select(0, self.senders), self.receivers, 0, self.num_nodes
-        )
+        return self.utils.scatter(x.index_select(0, self.senders), self.receivers, 0, self.num_nodes)
 
     def scatter_weighted_sum(self, x: Any, w: Any) -> Any:
         """Gathers, multiplies and scatters."""

@@ -73,9 +73,7 @@ def make(name: str, case: Case, peer: Torch | None, row: Row, dtype: str) -> For
     return jraph_form(case, row, dtype, is_sorted=name == JRAPH_SORTED)
 
 
-def checked_form(
-    name: str, case: Case, peer: Torch | None, row: Row, dtype: str, wanted: list[Any]
-) -> Form | None:
+def checked_form(name: str, case: Case, peer: Torch | None, row: Row, dtype: str, wanted: list[Any]) -> Form | None:
     """Returns a form that has run, with the right results, or None if the row has no such form.
 
     Raises:
@@ -106,9 +104,7 @@ def results_wanted(case: Case, row: Row) -> list[Any]:
     return form.check(form.run())
 
 
-def measure(
-    case: Case, peer: Torch | None, row: Row, keys: list[tuple[str, str]], seconds: float
-) -> Times:
+def measure(case: Case, peer: Torch | None, row: Row, keys: list[tuple[str, str]], seconds: float) -> Times:
     """Returns the seconds of a row's forms, by name and dtype, or why there are none.
 
     Args:
@@ -210,10 +206,7 @@ def print_summary(size: str, rows: dict[str, Times]) -> None:
         peer, seconds = facts.get("best_peer", ("-", None))
         ratios = [facts.get("best_peer/ours"), *map(facts.get("half/float32", {}).get, DTYPES[1:])]
         text = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-        print(
-            f"{title:<24}{figures}{peer:>23}{milliseconds(seconds):>10}"
-            f"{text[0]:>11}{text[1]:>10}{text[2]:>9}"
-        )
+        print(f"{title:<24}{figures}{peer:>23}{milliseconds(seconds):>10}{text[0]:>11}{text[1]:>10}{text[2]:>9}")
 
 
 def verdicts(report: dict[str, dict[str, Times]]) -> list[str]:
@@ -295,9 +288,7 @@ def main() -> None:
         case = Case(*map(int, size.split("x")))
         peer = Torch(case) if uses_peer else None
         degrees = case.starts[1:] - case.starts[:-1]
-        print(
-            f"\n{case.num_nodes:,} nodes, {case.num_edges:,} edges, in-degrees to {max(degrees):,}"
-        )
+        print(f"\n{case.num_nodes:,} nodes, {case.num_edges:,} edges, in-degrees to {max(degrees):,}")
         report[size] = {}
         for title in args.rows:
             keys = [(name, dtype) for dtype in args.dtypes for name in names]
@@ -313,10 +304,7 @@ def main() -> None:
 
 def write(file: Path, facts: dict[str, Any], report: dict[str, dict[str, Times]]) -> None:
     """Writes seconds, summaries and verdicts."""
-    summaries = {
-        size: {title: summary(times) for title, times in rows.items()}
-        for size, rows in report.items()
-    }
+    summaries = {size: {title: summary(times) for title, times in rows.items()} for size, rows in report.items()}
     everything = {"facts": facts, "seconds": report, "summaries": summaries}
     file.write_text(json.dumps(everything | {"verdicts": verdicts(report)}, indent=2))
 

@@ -16,12 +16,8 @@ OURS = "import jmp_train"
 
 def seconds_to_import(statement: str) -> float:
     """Returns the seconds that a fresh interpreter needs for an import statement."""
-    code = (
-        f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    )
+    code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     return float(result.stdout)
 
 

@@ -127,9 +127,7 @@ def make_step(kind: str, policy_name: str) -> tuple[Any, jt.TrainState]:
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         logits = nnx.merge(structure, params)(batch["blocks"], batch["features"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), batch["label"]
-        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["label"])
         return losses.mean(where=batch["is_seed"])
 
     has_half = policy_name == "mixed_float16"
@@ -182,9 +180,7 @@ def peer_loaders(data: Data, batch_size: int) -> dict[str, Callable[[], None]] |
     pyg_data = importlib.import_module("torch_geometric.data")
     loader = importlib.import_module("torch_geometric.loader")
     ends = torch.from_numpy(np.stack([data.senders, data.receivers]).astype(np.int64))
-    whole = pyg_data.Data(
-        x=torch.from_numpy(data.features), edge_index=ends, y=torch.from_numpy(data.labels)
-    )
+    whole = pyg_data.Data(x=torch.from_numpy(data.features), edge_index=ends, y=torch.from_numpy(data.labels))
     options = {"batch_size": batch_size, "shuffle": True, "drop_last": True}
     num_neighbors = list(reversed(FANOUTS))  # PyG counts from the seeds
     try:
@@ -266,9 +262,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
     parser.add_argument("--seconds", type=float, default=4.0, help="a measurement")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--memory", action="store_true", help="compile for a target GPU too, ahead of time"
-    )
+    parser.add_argument("--memory", action="store_true", help="compile for a target GPU too, ahead of time")
     parser.add_argument("--gpu", default="V100-16GB")
     parser.add_argument("--python", default=".venv-plan/bin/python", help="with jmp_train[plan]")
     parser.add_argument("--json", type=Path, metavar="FILE")

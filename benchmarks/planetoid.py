@@ -211,9 +211,7 @@ def main() -> None:
     """Prints each seed and the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data-dir", type=Path, default=DATA, help="of Planetoid's ind.cora files")
-    parser.add_argument(
-        "--synthetic", action="store_true", help="synthetic data, to try the program"
-    )
+    parser.add_argument("--synthetic", action="store_true", help="synthetic data, to try the program")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--epochs", type=int, help="at most so many, to try the program")
     parser.add_argument("--models", nargs="+", default=list(PAPERS), choices=list(PAPERS))
@@ -234,9 +232,7 @@ def main() -> None:
         if args.epochs is not None:
             paper = dataclasses.replace(paper, epochs=args.epochs)
         print(model, flush=True)
-        results = {
-            policy: run_seeds(data, model, policy, args.seeds, paper) for policy in args.policies
-        }
+        results = {policy: run_seeds(data, model, policy, args.seeds, paper) for policy in args.policies}
         summary = summarize(results)
         print_summary(paper, summary)
         report[model] = {"published": paper.accuracy, "summary": summary, "seeds": results}

@@ -65,15 +65,11 @@ def by_hand(task: Task, mesh: Mesh) -> Way:
 
         def scaled_loss(params: Any) -> Any:
             compute_params, compute_batch = policy.cast_to_compute((params, batch))
-            loss, (batch_stats, aux) = task.loss_fn(
-                compute_params, state.batch_stats, compute_batch, rng
-            )
+            loss, (batch_stats, aux) = task.loss_fn(compute_params, state.batch_stats, compute_batch, rng)
             return loss_scale.scale(loss), (loss, batch_stats, policy.cast_to_output(aux))
 
         # All of it is float32 already: gradients have the dtype of the parameters.
-        grads, (loss, batch_stats, aux) = lax.pmean(
-            jax.grad(scaled_loss, has_aux=True)(state.params), "data"
-        )
+        grads, (loss, batch_stats, aux) = lax.pmean(jax.grad(scaled_loss, has_aux=True)(state.params), "data")
         grads = loss_scale.unscale(grads)
         finite = lax.pmin(jmp.all_finite(grads), "data")
         scale = loss_scale.adjust(finite)
@@ -182,17 +178,12 @@ def print_report(report: dict[str, Any]) -> None:
     fewest = min(results)
     print(f"{'devices':<9}{'route':<15}{'ms/step':>9}{'/devices':>10}{'ideal':>9}{'/ideal':>8}")
     for route in ROUTES:
-        alone = {
-            kind: 1e3 * statistics.median(times[route])
-            for kind, times in results[fewest]["routes"].items()
-        }
+        alone = {kind: 1e3 * statistics.median(times[route]) for kind, times in results[fewest]["routes"].items()}
         for devices, result in results.items():
             spread = alone["cpu"] * devices / fewest / report["cores"]
             ideal = max(alone["wall"], spread)
             ms = 1e3 * statistics.median(result["routes"]["wall"][route])
-            print(
-                f"{devices:<9}{route:<15}{ms:9.2f}{ms / devices:10.2f}{ideal:9.2f}{ms / ideal:8.2f}"
-            )
+            print(f"{devices:<9}{route:<15}{ms:9.2f}{ms / devices:10.2f}{ideal:9.2f}{ms / ideal:8.2f}")
     print(f"\n{OURS} beside the same step by hand: target at most {TARGET} of it")
     print(f"{'':<18}  ratio of time  of CPU time   HLO instructions")
     print("devices  ms by hand  ours   noise  ours   noise  ours  by hand")
@@ -229,8 +220,7 @@ def main() -> None:
         "devices": {n: measure(n, args.rounds, args.steps) for n in args.devices},
     }
     print(
-        f"virtual devices on {CORES} cores, jax {jax.__version__}, {args.rounds} rounds of "
-        f"{args.steps} steps in turn"
+        f"virtual devices on {CORES} cores, jax {jax.__version__}, {args.rounds} rounds of {args.steps} steps in turn"
     )
     print_report(report)
     if args.json:

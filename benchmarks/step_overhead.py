@@ -106,9 +106,7 @@ def with_jmp(task: Task, params: Any, batch_stats: Any) -> tuple[Any, Any]:
 
         def scaled_loss(params: Any) -> Any:
             compute_params, compute_batch = policy.cast_to_compute((params, batch))
-            loss, (batch_stats, aux) = task.loss_fn(
-                compute_params, state.batch_stats, compute_batch, rng
-            )
+            loss, (batch_stats, aux) = task.loss_fn(compute_params, state.batch_stats, compute_batch, rng)
             return loss_scale.scale(loss), (loss, batch_stats, policy.cast_to_output(aux))
 
         grads, (loss, batch_stats, aux) = jax.grad(scaled_loss, has_aux=True)(state.params)
@@ -229,10 +227,7 @@ def main() -> None:
     fastest = [min(seconds[name][i] for name in SCALED) for i in range(args.rounds)]
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     best = min(medians[name] for name in SCALED)
-    print(
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.rounds} rounds of "
-        f"{args.steps} steps in turn"
-    )
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.rounds} rounds of {args.steps} steps in turn")
     print(f"{'':<18}  ms/step  /fastest median  /fastest of its round  HLO instructions")
     for name, times in seconds.items():
         ratio = statistics.median(t / f for t, f in zip(times, fastest, strict=True))
@@ -241,9 +236,7 @@ def main() -> None:
             f"{ratio:21.3f}  {instructions[name]:16d}"
         )
     if args.json:
-        args.json.write_text(
-            json.dumps({"medians": medians, "instructions": instructions}, indent=2)
-        )
+        args.json.write_text(json.dumps({"medians": medians, "instructions": instructions}, indent=2))
 
 
 if __name__ == "__main__":

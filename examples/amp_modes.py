@@ -47,9 +47,7 @@ def main(config: str = "apex-O2", epochs: int = 15, batch_size: int = 64) -> Non
     """Trains, and prints the test accuracy."""
     images, labels = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
-    train_x, test_x, train_y, test_y = train_test_split(
-        images, labels, test_size=0.2, random_state=0
-    )
+    train_x, test_x, train_y, test_y = train_test_split(images, labels, test_size=0.2, random_state=0)
     model = CNN()
     variables = model.init(jax.random.key(0), images[:1], train=False)
 
@@ -61,9 +59,7 @@ def main(config: str = "apex-O2", epochs: int = 15, batch_size: int = 64) -> Non
             train=True,
             mutable=["batch_stats"],
         )
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), batch["label"]
-        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["label"])
         return losses.mean(), (new["batch_stats"], None)
 
     def predict(params: Any, stats: Any, images: Any) -> Any:

@@ -45,9 +45,7 @@ def loss_fn(params: Any, batch_stats: Any, batch: Any, rng: jax.Array) -> Any:
         mutable=["batch_stats"],
         rngs={"dropout": rng},
     )
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), batch["label"]
-    )
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["label"])
     return losses.mean(), (updated["batch_stats"], None)
 
 
@@ -55,9 +53,7 @@ def main(policy_name: str = "autocast_float16", epochs: int = 10, batch_size: in
     """Trains, and prints the test accuracy."""
     images, labels = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
-    train_x, test_x, train_y, test_y = train_test_split(
-        images, labels, test_size=0.2, random_state=0
-    )
+    train_x, test_x, train_y, test_y = train_test_split(images, labels, test_size=0.2, random_state=0)
 
     policy = jt.get_policy(policy_name)
     loss_scale = jt.torch_loss_scale(enabled="float16" in policy_name)

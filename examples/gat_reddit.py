@@ -24,9 +24,7 @@ from jmp_train.graphs.datasets import synthetic_reddit
 class GAT(nnx.Module):
     """The model; there is nothing about precision in it."""
 
-    def __init__(
-        self, widths: tuple[int, int, int], heads: tuple[int, int, int], seed: int
-    ) -> None:
+    def __init__(self, widths: tuple[int, int, int], heads: tuple[int, int, int], seed: int) -> None:
         features, hidden, classes = widths
         rngs = nnx.Rngs(seed)
         self.first = GATConv(features, hidden, heads[0], activation=nnx.elu, rngs=rngs)

@@ -147,9 +147,7 @@ def main() -> None:
             train=True,
             mutable=["batch_stats"],
         )
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), batch["label"]
-        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["label"])
         return losses.mean(), (new["batch_stats"], None)
 
     def predict(params: Any, stats: Any, images: Any) -> Any:
@@ -162,9 +160,7 @@ def main() -> None:
     predict = amp.forward(predict)
 
     step = jax.jit(jt.train_step(loss_fn, optimizer), donate_argnums=0)
-    evaluate = jax.jit(
-        lambda state, images: predict(state.params, state.model_state, normalize(images))
-    )
+    evaluate = jax.jit(lambda state, images: predict(state.params, state.model_state, normalize(images)))
     state = jt.TrainState.create(
         variables["params"],
         optimizer,
@@ -184,9 +180,7 @@ def main() -> None:
         for first in range(0, len(test["label"]), args.batch_size):
             rows = slice(first, first + args.batch_size)
             logits = np.asarray(evaluate(state, test["image"][rows]))
-            finite = np.isfinite(logits).all(
-                -1
-            )  # what overflows in half precision is a wrong answer
+            finite = np.isfinite(logits).all(-1)  # what overflows in half precision is a wrong answer
             right += np.sum(finite & (np.argmax(logits, -1) == test["label"][rows]))
         print(
             f"epoch {epoch + 1}  loss {loss:.4f}  loss scale {metrics['loss_scale']:g}  "

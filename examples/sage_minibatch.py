@@ -56,9 +56,7 @@ def main(use_fp16: bool, data_dir: Path | None, scale: float, epochs: int) -> No
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         logits = nnx.merge(structure, params)(batch["blocks"], batch["features"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype("float32"), batch["label"]
-        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), batch["label"])
         return losses.mean(where=batch["is_seed"])
 
     tx = jt.with_loss_scale(optax.adam(3e-3), jt.torch_loss_scale(enabled=use_fp16))

@@ -127,9 +127,7 @@ def main(args: argparse.Namespace) -> None:
     def loss_fn(params: Any, state: Any, batch: Any, rng: Any) -> Any:
         pixels = normalized(batch["image"], params["positions"].dtype)
         logits = model.apply({"params": params}, pixels, train=True, rngs={"dropout": rng})
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            jnp.asarray(logits, jnp.float32), batch["label"]
-        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits, jnp.float32), batch["label"])
         return losses.mean(), (state, None)
 
     def predict(params: Any, state: Any, images: Any) -> Any:
@@ -140,9 +138,7 @@ def main(args: argparse.Namespace) -> None:
     steps = epochs * steps_per_epoch
     up, down = optax.linear_schedule(0, 1e-2, steps // 6), optax.linear_schedule(1e-2, 0, steps)
     rate = optax.join_schedules([up, down], [steps // 6])
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), optax.sgd(rate)
-    )
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), optax.sgd(rate))
 
     amp = jt.amp_from_config(MODES[args.mode])  # AMP
     amp, model = amp.for_model(model, images, train=False)  # AMP
@@ -150,15 +146,11 @@ def main(args: argparse.Namespace) -> None:
     predict = amp.forward(predict)  # AMP
 
     step = jax.jit(jt.train_step(loss_fn, tx), donate_argnums=0)
-    state = jt.TrainState.create(
-        params, tx, rng=jax.random.key(1), cast_params=amp.cast_params
-    )  # AMP: cast_params
+    state = jt.TrainState.create(params, tx, rng=jax.random.key(1), cast_params=amp.cast_params)  # AMP: cast_params
 
     losses, start = [], time.perf_counter()
     threads = min(16, os.cpu_count() or 1)
-    for batch in array_batches(
-        train, args.batch_size, epochs=epochs, augment=augment, num_threads=threads
-    ):
+    for batch in array_batches(train, args.batch_size, epochs=epochs, augment=augment, num_threads=threads):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
         if len(losses) == steps_per_epoch:
@@ -182,12 +174,8 @@ if __name__ == "__main__":
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--data-dir", type=Path, metavar="DIR", help="with train/CLASS and val/CLASS")
     data.add_argument("--synthetic", action="store_true", help="synthetic images of ten classes")
-    parser.add_argument(
-        "--image-size", type=int, default=224, metavar="N", help="a multiple of 16; default: 224"
-    )
-    parser.add_argument(
-        "--train-size", type=int, metavar="N", help="only the first N training examples"
-    )
+    parser.add_argument("--image-size", type=int, default=224, metavar="N", help="a multiple of 16; default: 224")
+    parser.add_argument("--train-size", type=int, metavar="N", help="only the first N training examples")
     parser.add_argument("--epochs", type=int, help="default: 300, of synthetic images 1")
     parser.add_argument("--batch-size", type=int, default=128, help="default: 128")
     parser.add_argument("--mode", choices=MODES, default="torch", help="default: torch")

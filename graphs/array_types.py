@@ -8,6 +8,4 @@ from jax.typing import ArrayLike
 
 Ids = ArrayLike | Sequence[int]
 Floats = ArrayLike | nnx.Variable[jax.Array]
-EndFeatures = (
-    Floats | tuple[Floats, Floats]
-)  # of all nodes, or of those that send and those that receive
+EndFeatures = Floats | tuple[Floats, Floats]  # of all nodes, or of those that send and those that receive

@@ -4,8 +4,6 @@ from typing import Any, TypeAlias
 
 from jmp_train.policies import PyTree
 
-ModelState: TypeAlias = (
-    PyTree  # what the forward pass changes itself, such as batch statistics; or None
-)
+ModelState: TypeAlias = PyTree  # what the forward pass changes itself, such as batch statistics; or None
 Batch: TypeAlias = PyTree  # arrays [examples, ...], graphs, stacks of graphs
 Metrics: TypeAlias = dict[str, Any]  # what a step reports, by name

@@ -4,9 +4,7 @@ from typing import TypeAlias
 
 import optax
 
-PyTree: TypeAlias = (
-    object  # any tree: jax looks at its leaves, and the functions that take one at no more
-)
+PyTree: TypeAlias = object  # any tree: jax looks at its leaves, and the functions that take one at no more
 Params: TypeAlias = optax.Params  # what is trained: arrays, in any nesting
 Grads: TypeAlias = optax.Updates  # like the parameters
 OptState: TypeAlias = optax.OptState  # of an optimizer, wrappers and all

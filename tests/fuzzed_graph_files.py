@@ -74,12 +74,7 @@ def of_planetoid(path: Path, data: NodeData) -> bool:
         value = Unpickler(file, encoding="latin1").load()
     test = [int(line) for line in path.with_name("ind.cora.test.index").read_bytes().split()]
     if name == "graph":
-        pairs = {
-            (a, b)
-            for node, ids in value.items()
-            for other in ids
-            for a, b in [(node, other), (other, node)]
-        }
+        pairs = {(a, b) for node, ids in value.items() for other in ids for a, b in [(node, other), (other, node)]}
         return pairs == set(zip(data.senders.tolist(), data.receivers.tolist(), strict=True))
     ids = test if name[0] == "t" else range(value.shape[0])
     if name[-1] == "y":
@@ -164,8 +159,7 @@ def audit(event: str, arguments: tuple[Any, ...]) -> None:
     if watched is None:
         return
     writes = event == "open" and (
-        set(str(arguments[1])) & set("wax+")
-        or arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        set(str(arguments[1])) & set("wax+") or arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     )
     is_memory = event == "os.truncate" and isinstance(arguments[0], int)  # no file has a number
     if writes or (event.startswith(FORBIDDEN) and event not in HARMLESS and not is_memory):
@@ -201,11 +195,7 @@ def judged(read: Callable[[Path], NodeData], peer: Any, folder: Path, path: Path
         return "refused"
     except BaseException as error:  # noqa: BLE001  # which is what is looked for
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return (
-            f"raised {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"[
-                :300
-            ]
-        )
+        return f"raised {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"[:300]
     if seen:
         return f"did {seen[0]}"
     try:
@@ -221,10 +211,7 @@ def judged(read: Callable[[Path], NodeData], peer: Any, folder: Path, path: Path
 
 def kinds(folder: Path) -> list[tuple[str, Any, Any, Files, list[Mutation]]]:
     """Returns of each format its name, reader, peer, right files and mutations."""
-    places = {
-        name: folder / name
-        for name in ("planetoid", "ogb", "ogb-zipped", "reddit", "reddit-zipped")
-    }
+    places = {name: folder / name for name in ("planetoid", "ogb", "ogb-zipped", "reddit", "reddit-zipped")}
     for place in places.values():
         place.mkdir()
     compressed = np.savez_compressed
@@ -246,9 +233,7 @@ def kinds(folder: Path) -> list[tuple[str, Any, Any, Files, list[Mutation]]]:
 def campaign(seed: int, count: int, folder: Path) -> dict[str, Any]:
     """Returns the figures of reading so many mutated files."""
     draw, formats = random.Random(seed), kinds(folder)
-    outcomes: dict[str, collections.Counter[str]] = {
-        name: collections.Counter() for name, *_ in formats
-    }
+    outcomes: dict[str, collections.Counter[str]] = {name: collections.Counter() for name, *_ in formats}
     wrong, slowest = [], (0.0, "")
     for name, read, peer, files, _ in formats:
         read(folder / name)  # imports what is imported at need

@@ -121,9 +121,7 @@ def parallel_step(route: str, accumulate_steps: str, mesh: Mesh) -> tuple[Any, .
             mean, var = float32_rows.mean(0), float32_rows.var(0)
             new = {"mean": mean, "var": var}
             statistics.append(jax.tree.map(lambda old, x: 0.9 * old + 0.1 * x, running, new))
-            rows = jax.nn.relu((float32_rows - mean) * jax.lax.rsqrt(var + 1e-5)).astype(
-                weight.dtype
-            )
+            rows = jax.nn.relu((float32_rows - mean) * jax.lax.rsqrt(var + 1e-5)).astype(weight.dtype)
         return (rows.astype(jnp.float32) ** 2).mean(), (statistics, None)
 
     def create() -> jt.TrainState:
@@ -131,9 +129,7 @@ def parallel_step(route: str, accumulate_steps: str, mesh: Mesh) -> tuple[Any, .
         statistics = [{"mean": jnp.zeros(WIDTH), "var": jnp.ones(WIDTH)} for _ in range(LAYERS)]
         return jt.TrainState.create(params, optimizer, model_state=statistics)
 
-    step = jt.train_step(
-        loss_fn, optimizer, policy="mixed_float16", accumulate_steps=int(accumulate_steps)
-    )
+    step = jt.train_step(loss_fn, optimizer, policy="mixed_float16", accumulate_steps=int(accumulate_steps))
     routes = {
         "shard_map": lambda: jt.data_parallel(step, mesh),
         "pmap": lambda: jt.pmap_step(step, devices=list(mesh.devices.flat)),
@@ -161,11 +157,7 @@ def model_parallel_step(form: str, mode: str, mesh: Mesh) -> tuple[Any, ...]:
     loss_fn, optimizer = amp.transform(loss_fn, optimizer)
 
     def create() -> jt.TrainState:
-        params = {
-            f"{name}{layer}": jnp.zeros((WIDTH, WIDTH))
-            for layer in range(LAYERS)
-            for name in ("up", "down")
-        }
+        params = {f"{name}{layer}": jnp.zeros((WIDTH, WIDTH)) for layer in range(LAYERS) for name in ("up", "down")}
         return jt.TrainState.create(params, optimizer, cast_params=amp.cast_params)
 
     state = jax.eval_shape(create)
@@ -181,9 +173,7 @@ def model_parallel_step(form: str, mode: str, mesh: Mesh) -> tuple[Any, ...]:
         shardings = jt.fsdp_shardings(state, mesh)
     data = NamedSharding(mesh, PartitionSpec("data"))
     batch = {"x": Struct((1024, WIDTH), jnp.float32, sharding=data)}
-    state = jax.tree.map(
-        lambda x, where: Struct(x.shape, x.dtype, sharding=where), state, shardings
-    )
+    state = jax.tree.map(lambda x, where: Struct(x.shape, x.dtype, sharding=where), state, shardings)
     return jt.sharded_step(step, mesh, shardings=shardings), (state, batch), {"donate_argnums": 0}
 
 

@@ -68,11 +68,7 @@ def reddit_files(folder: Path, save: Callable[..., None]) -> Files:
 
 
 def contents(folder: Path) -> Files:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 # Mutations of bytes.
@@ -117,9 +113,7 @@ def set_number(draw: random.Random, content: bytes) -> bytes:
 
 
 def other_start(draw: random.Random, content: bytes) -> bytes:
-    start = draw.choice(
-        [b"\x1f\x8b\x08\0", b"PK\x03\x04", b"\x93NUMPY\x01\0", b"\x80\x04", b"\xef\xbb\xbf"]
-    )
+    start = draw.choice([b"\x1f\x8b\x08\0", b"PK\x03\x04", b"\x93NUMPY\x01\0", b"\x80\x04", b"\xef\xbb\xbf"])
     return start + content[draw.choice([0, len(start)]) :]
 
 
@@ -166,11 +160,7 @@ def zip_again(draw: random.Random, text: bytes) -> bytes:
     content = gzip.compress(text, draw.choice([0, 1, 9]), mtime=0)
     if kind == 1:
         place = draw.randrange(len(text) + 1)
-        content = (
-            gzip.compress(text[:place])
-            + b"\0" * draw.choice([0, 0, 512])
-            + gzip.compress(text[place:])
-        )
+        content = gzip.compress(text[:place]) + b"\0" * draw.choice([0, 0, 512]) + gzip.compress(text[place:])
     if kind == 2:
         content = content[:-8] + draw.randbytes(8)
     if kind == 3:
@@ -222,9 +212,7 @@ def change_npz(draw: random.Random, content: bytes) -> bytes:
     elif kind == 6:
         del members[place]
     elif kind == 7:
-        members.append(
-            (draw.choice([name, "row.npy\n", "x" * 999 + ".npy", name[:-4], "../" + name]), array)
-        )
+        members.append((draw.choice([name, "row.npy\n", "x" * 999 + ".npy", name[:-4], "../" + name]), array))
     elif kind == 8:
         members[place] = name, array + b"\0" * draw.choice([1, 2**22, 2**24])
     else:
@@ -253,9 +241,12 @@ PAYLOADS = [
     b"\x82\x01", b"\x8c\x02os\x8c\x06system\x93U\x02ls\x85R", b"cnumpy\nload\nU\x01x\x85R", b"cnumpy\nndarray\n)\x81}b",
     b"cscipy.sparse.csr\ncsr_matrix\nN}U\x03dotK\x01s\x86b", b"cnumpy.core.multiarray\n_reconstruct\n)R",
     b"ccollections\ndefaultdict\ncos\nsystem\n\x85R", b"cnumpy\ndtype\nU\x01O\x85R", b"c__builtin__\nlist\n)R",
-    b"c__builtin__\nopen\nU\x06hackedU\x01w\x86R", b"csys\nexit\n)R", b"cwebbrowser\nopen\nU\x01x\x85R", b"N}\x92", b"}U\x08__class__K\x01sb",
-    b"\x8a\xff" + b"\xff" * 255, b"\x8b\x10\0\0\0" + b"\x7f" * 16, b"I" + b"9" * 5000 + b"\n", b"]" * 9000, b"T\xff\xff\xff\x7f", b"X\xff\xff\xff\x7f",
-    b"\x8e" + b"\xff" * 7 + b"\x7f", b"r\xff\xff\xff\xff", b"S'\\q'\n", b"Vx\\ud800\n", b"F1e999\n", b"})q\x01" + b"h\x01h\x01\x86q\x01" * 90 + b"K\x01s",
+    b"c__builtin__\nopen\nU\x06hackedU\x01w\x86R", b"csys\nexit\n)R", b"cwebbrowser\nopen\nU\x01x\x85R",
+    b"N}\x92", b"}U\x08__class__K\x01sb",
+    b"\x8a\xff" + b"\xff" * 255, b"\x8b\x10\0\0\0" + b"\x7f" * 16, b"I" + b"9" * 5000 + b"\n",
+    b"]" * 9000, b"T\xff\xff\xff\x7f", b"X\xff\xff\xff\x7f",
+    b"\x8e" + b"\xff" * 7 + b"\x7f", b"r\xff\xff\xff\xff", b"S'\\q'\n", b"Vx\\ud800\n", b"F1e999\n",
+    b"})q\x01" + b"h\x01h\x01\x86q\x01" * 90 + b"K\x01s",
 ]  # fmt: skip
 
 

@@ -63,9 +63,7 @@ def assert_within(actual: Any, exact: Any, dtype: str, magnitudes: Any, ulps: in
     assert worst <= 1, f"{worst:.3g} times the bound"
 
 
-def exact_messages(
-    message: fn.Message, ends: dict[str, Any], features: Mapping[Any, Any], xp: Any = np
-) -> Any:
+def exact_messages(message: fn.Message, ends: dict[str, Any], features: Mapping[Any, Any], xp: Any = np) -> Any:
     """Returns messages, by DGL's rules.
 
     Args:
@@ -74,10 +72,7 @@ def exact_messages(
       features: by end and field, ("u", "l") and so on, float64.
       xp: numpy or jax.numpy.
     """
-    reads = [
-        features[end, field] if end == "e" else features[end, field][ends[end]]
-        for end, field in message.operands
-    ]
+    reads = [features[end, field] if end == "e" else features[end, field][ends[end]] for end, field in message.operands]
     if message.operation == "copy":
         return reads[0]
     rank = max(x.ndim for x in reads)

@@ -66,9 +66,7 @@ def compiled_vjp(fn: Callable[..., Any], cotangent: Any, *args: Any) -> tuple[An
 def assert_bitwise_equal(a: Any, b: Any) -> None:
     """Asserts that two trees have the same structure, dtypes and bits, NaN and -0.0 included."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
-    ):
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
         name = jax.tree_util.keystr(path)
         if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)
@@ -78,9 +76,7 @@ def assert_bitwise_equal(a: Any, b: Any) -> None:
 
 def host_copy(tree: Any) -> Any:
     """Returns copies on the host, for comparison with what a donating step makes of the tree."""
-    return jax.tree.map(
-        lambda x: x if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x), tree
-    )
+    return jax.tree.map(lambda x: x if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x), tree)
 
 
 @jax.custom_vjp

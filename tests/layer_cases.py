@@ -50,9 +50,7 @@ def hub_graph() -> tuple[graphs.Graph, Edges, int]:
     others = random.integers(0, 12, 2_600)
     zeros = np.zeros(2_600, int)
     rest = random.integers(2, 11, (2, 30))
-    return _graph(
-        np.concatenate([others, zeros + 1, rest[0]]), np.concatenate([zeros, others, rest[1]]), 13
-    )
+    return _graph(np.concatenate([others, zeros + 1, rest[0]]), np.concatenate([zeros, others, rest[1]]), 13)
 
 
 def _graph(senders: np.ndarray, receivers: np.ndarray, count: int) -> Any:
@@ -98,9 +96,7 @@ def graph_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, norm: str, **_:
     return result @ p["weight"] + p["bias"] if "weight" in p else result
 
 
-def sage_conv(
-    xp: Any, p: Params, edges: Edges, x: Any, w: Any, kind: str, is_size: bool = False, **_: Any
-) -> Any:
+def sage_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, kind: str, is_size: bool = False, **_: Any) -> Any:
     sent = (edges.sources @ x) * w[:, None]
     if kind == "gcn":
         own = (total(edges, sent) + x) / (edges.in_degrees + 1)[:, None]
@@ -134,9 +130,7 @@ def gat_attention_of(xp: Any, p: Params, edges: Edges, x: Any) -> Any:
     return edge_softmax(xp, edges, leaky(xp, edges.sources @ left + edges.targets @ right))
 
 
-def gat_conv(
-    xp: Any, p: Params, edges: Edges, x: Any, w: Any, attention: Any, residual: bool = False
-) -> Any:
+def gat_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, attention: Any, residual: bool = False) -> Any:
     z = (x @ p["weight"]).reshape(len(x), *p["left"].shape[1:])
     sent = xp.einsum("en,nhd->ehd", edges.sources, z) * attention[..., None] * w[:, None, None]
     result = total(edges, sent).reshape(len(x), -1) + p["bias"]
@@ -160,9 +154,7 @@ def _gatv2_ends(p: Params, x: Any) -> list[Any]:
     return ends
 
 
-def gatv2_conv(
-    xp: Any, p: Params, edges: Edges, x: Any, w: Any, attention: Any, residual: bool = False
-) -> Any:
+def gatv2_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, attention: Any, residual: bool = False) -> Any:
     left, _ = _gatv2_ends(p, x)
     sent = xp.einsum("en,nhd->ehd", edges.sources, left) * attention[..., None] * w[:, None, None]
     result = total(edges, sent)
@@ -243,29 +235,21 @@ def _gat(heads: int, residual: bool = False, **options: Any) -> Case:
 
 def _gatv2(heads: int, residual: bool = False, weighted: bool = False, **own: Any) -> Case:
     def make(**dtypes: Any) -> Any:
-        return graphs.GATv2Conv(
-            6, 3, heads, residual=residual, allow_zero_in_degree=True, **own, **dtypes
-        )
+        return graphs.GATv2Conv(6, 3, heads, residual=residual, allow_zero_in_degree=True, **own, **dtypes)
 
-    return Case(
-        make, gatv2_conv, 6, {"residual": residual}, gatv2_attention_of, is_weighted=weighted
-    )
+    return Case(make, gatv2_conv, 6, {"residual": residual}, gatv2_attention_of, is_weighted=weighted)
 
 
 def _gin(kind: str, is_network: bool, **options: Any) -> Case:
     def make(rngs: nnx.Rngs, **dtypes: Any) -> Any:
         network = nnx.Linear(5, 4, rngs=rngs, **dtypes) if is_network else None
-        return graphs.GINConv(
-            network, aggregator=kind, init_eps=0.5, learn_eps=is_network, **dtypes
-        )
+        return graphs.GINConv(network, aggregator=kind, init_eps=0.5, learn_eps=is_network, **dtypes)
 
     return Case(make, gin_conv, 5, {"kind": kind}, is_chosen=kind == "max", **options)
 
 
 def _bare(**dtypes: Any) -> Any:
-    return graphs.GraphConv(
-        5, 5, use_weight=False, use_bias=False, allow_zero_in_degree=True, **dtypes
-    )
+    return graphs.GraphConv(5, 5, use_weight=False, use_bias=False, allow_zero_in_degree=True, **dtypes)
 
 
 CASES = {
@@ -307,10 +291,7 @@ def parameters(layer: Any) -> tuple[Any, Any]:
 
 def in_float64(state: Any) -> Params:
     """Returns parameters by path, in float64."""
-    return {
-        "/".join(map(str, path)): np.asarray(leaf[...], np.float64)
-        for path, leaf in nnx.to_flat_state(state)
-    }
+    return {"/".join(map(str, path)): np.asarray(leaf[...], np.float64) for path, leaf in nnx.to_flat_state(state)}
 
 
 def draw_inputs(case: Case, count: int, edges: Edges, dtype: Any) -> tuple[jax.Array, Any]:

@@ -14,9 +14,7 @@ def pickled(value: Any) -> bytes:
     return b"\x80\x02" + _instructions(value) + b"."
 
 
-def pickled_matrix(
-    shape: tuple[int, ...], indptr: np.ndarray, indices: np.ndarray, data: np.ndarray
-) -> bytes:
+def pickled_matrix(shape: tuple[int, ...], indptr: np.ndarray, indices: np.ndarray, data: np.ndarray) -> bytes:
     """Returns the pickle of a CSR matrix of these parts, which need not fit each other."""
     return b"\x80\x02" + _matrix_of(shape, indptr, indices, data) + b"."
 

@@ -63,9 +63,7 @@ def survivors(pids: Mapping[str, int], seconds: float) -> list[str]:
 
     Daemons that have left their session can only be found on Linux.
     """
-    wanted = {
-        name: pid for name, pid in pids.items() if sys.platform == "linux" or "daemon" not in name
-    }
+    wanted = {name: pid for name, pid in pids.items() if sys.platform == "linux" or "daemon" not in name}
     deadline = time.monotonic() + seconds
     while True:
         living = [name for name, pid in wanted.items() if lives(pid)]
@@ -82,7 +80,7 @@ def kill_all(pids: Sequence[int]) -> None:
 
 
 def shell(command: str, cwd: Path, **environment: str) -> tuple[int, str, str]:
-    """Returns code, standard output and error of a shell's command; $PYTHON is this one, without conftest.py's devices."""
+    """Returns a shell command's code, output and error; $PYTHON is this one, without conftest.py's devices."""
     kept = {k: v for k, v in os.environ.items() if k not in ("NPROC", "JAX_NUM_CPU_DEVICES")}
     result = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"],

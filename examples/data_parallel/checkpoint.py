@@ -52,9 +52,7 @@ def main() -> None:
         except FileNotFoundError:
             start = 0
         print(f"process {jax.process_index()} ({os.getpid()}) goes on from step {start}")
-        batches = array_batches(
-            make_data(0), BATCH_SIZE, epochs=None, start=start, sharding=sharding
-        )
+        batches = array_batches(make_data(0), BATCH_SIZE, epochs=None, start=start, sharding=sharding)
         metrics = {}
         for number, batch in zip(range(start + 1, args.steps + 1), batches, strict=False):
             state, metrics = run(state, batch)

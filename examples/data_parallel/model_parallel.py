@@ -100,9 +100,7 @@ def main(form: str = "layers", seed: int = 0, epochs: int = 10) -> None:
     state = jt.broadcast_state(state, shardings=shardings)
 
     data = make_data(seed)
-    batches = array_batches(
-        data, BATCH_SIZE, seed=seed, epochs=epochs, sharding=NamedSharding(mesh, P("data"))
-    )
+    batches = array_batches(data, BATCH_SIZE, seed=seed, epochs=epochs, sharding=NamedSharding(mesh, P("data")))
     steps_per_epoch = len(data["x"]) // BATCH_SIZE
     losses = []
     for number, batch in enumerate(batches, start=1):

@@ -3,8 +3,8 @@
     jmp-train launch -n 2 -- examples/data_parallel/pipeline.py
     JAX_NUM_CPU_DEVICES=8 NPROC=32 python examples/data_parallel/pipeline.py
 
-Each device along "pipe" has half of the blocks; micro-batches follow each other through them, and `jax.checkpoint` keeps
-only what goes into a stage. Embedding and head are small and everywhere.
+Each device along "pipe" has half of the blocks; micro-batches follow each other through them, and `jax.checkpoint`
+keeps only what goes into a stage. Embedding and head are small and everywhere.
 Expected: 95 % of the test images right after 10 epochs.
 """
 

@@ -42,9 +42,7 @@ def loss_fn(params: Any, stats: Any, batch: Any, rng: Any) -> Any:
     del rng
     variables = {"params": params, "batch_stats": stats}
     logits, new = CNN("data").apply(variables, batch["image"], mutable=["batch_stats"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), batch["label"]
-    )
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["label"])
     return losses.mean(), (new["batch_stats"], None)
 
 

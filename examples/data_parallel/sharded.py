@@ -94,9 +94,7 @@ def main(form: str = "fsdp", mode: str = "apex-O2", seed: int = 0) -> None:
     if jt.distributed.is_main_process():
         print(f"test accuracy {np.mean(np.argmax(logits, -1) == test['y']):.1%}")
         parameters, optimizer = map(bytes_on_a_device, (state.params, state.opt_state))
-        print(
-            f"a device stores {parameters} bytes of parameters, {optimizer} of the optimizer's state"
-        )
+        print(f"a device stores {parameters} bytes of parameters, {optimizer} of the optimizer's state")
 
 
 if __name__ == "__main__":

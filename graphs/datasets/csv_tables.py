@@ -20,9 +20,7 @@ _GZIP = b"\x1f\x8b"  # how such files begin
 _ZIPPED = 2**17  # bytes that are unzipped at once
 
 
-def read_csv_table(
-    path: Path, dtype: Any, *, rows: int | None = None, max_bytes: int | None = None
-) -> np.ndarray:
+def read_csv_table(path: Path, dtype: Any, *, rows: int | None = None, max_bytes: int | None = None) -> np.ndarray:
     r"""Reads a csv file of numbers, at the speed of `numpy.loadtxt`; empty lines are passed over.
 
     Args:
@@ -52,9 +50,7 @@ def read_csv_table(
     try:
         return _parsed(path, np.dtype(dtype), rows, most_bytes(max_bytes, path))
     except (EOFError, zlib.error) as error:
-        raise ValueError(
-            f"{path} is not a gzip file, or a damaged one: {one_line(error)}"
-        ) from None
+        raise ValueError(f"{path} is not a gzip file, or a damaged one: {one_line(error)}") from None
 
 
 def _parsed(path: Path, dtype: np.dtype, rows: int | None, most: int) -> np.ndarray:
@@ -65,9 +61,7 @@ def _parsed(path: Path, dtype: np.dtype, rows: int | None, most: int) -> np.ndar
         for block in _blocks(path, most):
             columns = table.shape[1] if count else None
             try:
-                part = np.loadtxt(
-                    source(block), dtype, comments=None, delimiter=",", ndmin=2, encoding="latin1"
-                )
+                part = np.loadtxt(source(block), dtype, comments=None, delimiter=",", ndmin=2, encoding="latin1")
             except (ValueError, DeprecationWarning) as error:
                 fault = next(_faults(block, dtype, count, columns), one_line(error))
                 raise ValueError(f"{path}: {fault}") from None

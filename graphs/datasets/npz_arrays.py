@@ -18,9 +18,7 @@ _MOST_AXES = 8
 _SUFFIX = ".npy"
 
 
-def read_npz(
-    path: Path, names: Sequence[str], *, max_bytes: int | None = None
-) -> dict[str, np.ndarray]:
+def read_npz(path: Path, names: Sequence[str], *, max_bytes: int | None = None) -> dict[str, np.ndarray]:
     """Returns arrays of an npz file.
 
     Args:
@@ -91,8 +89,7 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str, most: int
             raise _TooLargeError(str(error)) from None
         if count != info.file_size - start.tell():
             raise ValueError(
-                f"its header says {dtype} {shape}, {count} bytes, but it has "
-                f"{info.file_size - start.tell()}"
+                f"its header says {dtype} {shape}, {count} bytes, but it has {info.file_size - start.tell()}"
             )
         with archive.open(info) as file:
             return npy.read_array(file, allow_pickle=False, max_header_size=_LONGEST_HEADER)

@@ -70,9 +70,7 @@ def read_ogb(
     """
     raw = Path(data_dir) / "raw"
     if (raw / "data.npz").is_file():
-        raise ValueError(
-            f"{raw / 'data.npz'} is of OGB's binary layout (ogbn-papers100M), which is not supported"
-        )
+        raise ValueError(f"{raw / 'data.npz'} is of OGB's binary layout (ogbn-papers100M), which is not supported")
     paths = _find_tables(raw, _NEEDED)
     split_paths = _find_split(Path(data_dir) / "split", split)
     read = functools.partial(_read_table, max_bytes=max_bytes)
@@ -94,14 +92,10 @@ def read_ogb(
         edges = {name: np.repeat(array, 2, axis=0) for name, array in edges.items()}
     senders, receivers = (np.ascontiguousarray(ids) for ids in ends.T)
     classes = int(labels.max()) + 1
-    return NodeData(
-        senders, receivers, features, labels, classes, train, validation, test, nodes, edges
-    )
+    return NodeData(senders, receivers, features, labels, classes, train, validation, test, nodes, edges)
 
 
-def _read_table(
-    path: Path, dtype: Any, rows: int | None = None, *, max_bytes: int | None
-) -> np.ndarray:
+def _read_table(path: Path, dtype: Any, rows: int | None = None, *, max_bytes: int | None) -> np.ndarray:
     with faults_named(path):
         return read_csv_table(path, dtype, rows=rows, max_bytes=max_bytes)
 
@@ -121,9 +115,7 @@ def _find_split(folder: Path, split: str | None) -> dict[str, Path]:
     if not schemes:
         raise FileNotFoundError(f"{folder} has no folder of a split; {PUBLIC}")
     if split not in schemes and (split is not None or len(schemes) > 1):
-        raise ValueError(
-            f"split={split!r} must be one of {', '.join(map(repr, schemes))}, which are in {folder}"
-        )
+        raise ValueError(f"split={split!r} must be one of {', '.join(map(repr, schemes))}, which are in {folder}")
     return _find_tables(folder / (split or schemes[0]), ("train", "valid", "test"))
 
 
@@ -136,9 +128,7 @@ def _read_count(read: Table, path: Path) -> int:
     return int(counts[0, 0])
 
 
-def _read_ids(
-    read: Table, path: Path, columns: int, num_nodes: int, rows: int | None = None
-) -> np.ndarray:
+def _read_ids(read: Table, path: Path, columns: int, num_nodes: int, rows: int | None = None) -> np.ndarray:
     """Returns int32 [rows, columns]."""
     ids = read(path, np.int32, rows)
     if not ids.size:
@@ -147,8 +137,7 @@ def _read_ids(
     if not 0 <= ids.min() <= ids.max() < num_nodes:
         row, column = np.argwhere((ids < 0) | (ids >= num_nodes))[0]
         raise ValueError(
-            f"{path}: row {row}, column {column} is {ids[row, column]}, where the graph has "
-            f"{num_nodes} nodes"
+            f"{path}: row {row}, column {column} is {ids[row, column]}, where the graph has {num_nodes} nodes"
         )
     return ids
 
@@ -167,9 +156,7 @@ def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> np.nda
     """Returns int32 [rows], -1 where the file has NaN."""
     labels = read(path, np.float64, rows)
     if labels.shape[1] > 1:
-        raise ValueError(
-            f"{path} has {labels.shape[1]} columns: several labels a node are not supported, one is"
-        )
+        raise ValueError(f"{path} has {labels.shape[1]} columns: several labels a node are not supported, one is")
     _check_rows(path, labels, rows, counted_by)
     if np.isnan(labels).all():
         raise ValueError(f"{path} has no label")
@@ -192,8 +179,7 @@ def _whole(path: Path, numbers: np.ndarray, is_given: np.ndarray, most: int) -> 
     if is_wrong.any():
         row = int(is_wrong[:, 0].argmax())
         raise ValueError(
-            f"{path}: row {row} is {numbers[row, 0]:g}, where whole numbers from 0 are right, "
-            f"up to {most}"
+            f"{path}: row {row} is {numbers[row, 0]:g}, where whole numbers from 0 are right, up to {most}"
         )
     return numbers[:, 0].astype(np.int32)
 

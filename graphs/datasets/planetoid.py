@@ -27,9 +27,7 @@ _MAX_WIDTH = 2**16  # columns of features: a width in a damaged file is no reaso
 Paths = Mapping[str, Path]
 
 
-def read_planetoid(
-    data_dir: Path | str, name: str = "cora", *, max_bytes: int | None = None
-) -> NodeData:
+def read_planetoid(data_dir: Path | str, name: str = "cora", *, max_bytes: int | None = None) -> NodeData:
     """Reads one of Planetoid's three graphs of citations.
 
     The files are pickles, of which nothing is imported or called: a file that asks for more than arrays,
@@ -67,9 +65,7 @@ https://github.com/kimiyoung/planetoid/tree/master/data
     if name not in PLANETOID:
         raise ValueError(f"name={name!r} must be one of {', '.join(map(repr, PLANETOID))}")
     names = {suffix: (f"ind.{name}.{suffix}",) for suffix in _SUFFIXES}
-    paths = find_files(
-        Path(data_dir), names, f"Planetoid's files are public in {PLANETOID_ADDRESS}"
-    )
+    paths = find_files(Path(data_dir), names, f"Planetoid's files are public in {PLANETOID_ADDRESS}")
     with faults_named(paths["graph"]):
         senders, receivers, num_nodes = _read_graph(paths["graph"], max_bytes)
     matrices = {suffix: _read_matrix(paths[suffix], max_bytes) for suffix in _MATRICES}
@@ -94,9 +90,7 @@ https://github.com/kimiyoung/planetoid/tree/master/data
     return NodeData(senders, receivers, features, classes, num_classes, *split)
 
 
-def _features(
-    paths: Paths, matrices: Mapping[str, Any], num_nodes: int, test: np.ndarray, most: int
-) -> np.ndarray:
+def _features(paths: Paths, matrices: Mapping[str, Any], num_nodes: int, test: np.ndarray, most: int) -> np.ndarray:
     """Returns float32 [nodes, width], of at most so many bytes; 0 where nothing is known."""
     known, width = matrices["allx"].shape
     what = f"{paths['allx']}: {num_nodes} rows of {width} columns"
@@ -122,8 +116,7 @@ def _read_graph(path: Path, max_bytes: int | None) -> tuple[np.ndarray, np.ndarr
     for node, ids in neighbors.items():
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < num_nodes for i in ids):
             raise ValueError(
-                f"{path}: the neighbors of node {node} are not a list of numbers from 0 to "
-                f"{num_nodes - 1}"
+                f"{path}: the neighbors of node {node} are not a list of numbers from 0 to {num_nodes - 1}"
             )
     if len({id(ids) for ids in neighbors.values()}) < num_nodes:  # a small file of endless edges
         raise ValueError(f"{path}: several nodes have one list of neighbors in common")
@@ -145,8 +138,7 @@ def _read_matrix(path: Path, max_bytes: int | None) -> Any:
         raise ValueError(f"{path} holds no sparse matrix of features")
     if not rows.shape[0] or not 0 < rows.shape[1] <= _MAX_WIDTH:
         raise ValueError(
-            f"{path} has features of shape {rows.shape}, where at least one row of 1 to {_MAX_WIDTH} "
-            "columns is wanted"
+            f"{path} has features of shape {rows.shape}, where at least one row of 1 to {_MAX_WIDTH} columns is wanted"
         )
     with faults_named(path), np.errstate(over="ignore"):
         data = rows.data.astype(np.float32)
@@ -175,17 +167,13 @@ def _one_hot(path: Path, one_hot: Any) -> np.ndarray:
     return one_hot == 1
 
 
-def _check_widths(
-    paths: Paths, matrices: Mapping[str, Any], labels: Mapping[str, np.ndarray]
-) -> int:
+def _check_widths(paths: Paths, matrices: Mapping[str, Any], labels: Mapping[str, np.ndarray]) -> int:
     """Checks that features and labels fit each other, and returns how many classes there are."""
     width, num_classes = matrices["allx"].shape[1], labels["ally"].shape[1]
     for of_features, of_labels in zip(_MATRICES, _LABELS, strict=True):
         matrix, one_hot = matrices[of_features], labels[of_labels]
         if matrix.shape[1] != width:
-            raise ValueError(
-                f"{paths[of_features]} has {matrix.shape[1]} columns, where allx has {width}"
-            )
+            raise ValueError(f"{paths[of_features]} has {matrix.shape[1]} columns, where allx has {width}")
         if one_hot.shape != (matrix.shape[0], num_classes):
             raise ValueError(
                 f"{paths[of_labels]} has shape {one_hot.shape}, where {of_features} and ally want "
@@ -200,9 +188,7 @@ def _read_test_ids(path: Path, known: int, num_nodes: int) -> np.ndarray:
     for row, line in enumerate(_read_lines(path, num_nodes)):
         if not line.isdigit() or len(line) > 10 or not known <= int(line) < num_nodes:
             shown = line[:20].decode("ascii", "backslashreplace")
-            raise ValueError(
-                f"{path} has {shown!r} at row {row}, where {known} to {num_nodes - 1} are right"
-            )
+            raise ValueError(f"{path} has {shown!r} at row {row}, where {known} to {num_nodes - 1} are right")
         ids.append(int(line))
     if not ids:
         raise ValueError(f"{path} names no test node")

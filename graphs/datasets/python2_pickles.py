@@ -149,9 +149,7 @@ def _carried_out(content: bytes) -> Any:
 
 def _allowed(name: str) -> _Name:
     if name not in _NAMES:
-        raise _Refused(
-            f"asks for {name[:99]!r}, which no file of this kind needs; it was not called"
-        )
+        raise _Refused(f"asks for {name[:99]!r}, which no file of this kind needs; it was not called")
     return _Name(name)
 
 
@@ -193,9 +191,7 @@ def _set_items(stack: list[Any], items: list[Any]) -> None:
     keys, values = items[::2], items[1::2]
     # A tuple of tuples of tuples, each the same twice, would be hashed for ever.
     if not isinstance(stack[-1], dict) or not {type(key) for key in keys} <= {int, str}:
-        raise TypeError(
-            "items are set in what is not a dictionary, or under what is not a number or name"
-        )
+        raise TypeError("items are set in what is not a dictionary, or under what is not a number or name")
     stack[-1].update(zip(keys, values, strict=True))
 
 
@@ -283,8 +279,7 @@ def _matrix(note: _Note) -> SparseRows:
     rows, columns = shape
     if indptr.shape != (rows + 1,) or indices.ndim != 1 or data.shape != indices.shape:
         raise ValueError(
-            f"a matrix of shape {shape} has {indptr.shape} indptr, {indices.shape} indices and "
-            f"{data.shape} data"
+            f"a matrix of shape {shape} has {indptr.shape} indptr, {indices.shape} indices and {data.shape} data"
         )
     if indptr.dtype.kind not in "iu" or indices.dtype.kind not in "iu":
         raise ValueError("the indices of a sparse matrix are not integers")

@@ -91,10 +91,7 @@ def _read_nodes(path: Path, num_nodes: int, counted_by: str, max_bytes: int | No
     for kind, name in ((_TRAIN, "train"), (_TEST, "test")):
         if kind not in arrays["node_types"]:
             raise ValueError(f"{path}: 'node_types' has no {kind}: no node to {name} on")
-    parts = [
-        np.flatnonzero(arrays["node_types"] == kind).astype(np.int32)
-        for kind in (_TRAIN, _VALIDATION, _TEST)
-    ]
+    parts = [np.flatnonzero(arrays["node_types"] == kind).astype(np.int32) for kind in (_TRAIN, _VALIDATION, _TEST)]
     return [features, arrays["label"].astype(np.int32), REDDIT_CLASSES, *parts]
 
 
@@ -128,8 +125,7 @@ def _read_graph(path: Path, max_bytes: int | None) -> tuple[np.ndarray, np.ndarr
     rows, columns = arrays["row"], arrays["col"]
     if rows.ndim != 1 or rows.shape != columns.shape:
         raise ValueError(
-            f"{path}: 'row' and 'col' have shapes {rows.shape} and {columns.shape}, "
-            "where both are [edges]"
+            f"{path}: 'row' and 'col' have shapes {rows.shape} and {columns.shape}, where both are [edges]"
         )
     for name, ids in (("row", rows), ("col", columns)):
         _check_integers(path, name, ids, 0, shape[0] - 1)
@@ -146,6 +142,4 @@ def _check_integers(path: Path, name: str, array: np.ndarray, least: int, most: 
         raise ValueError(f"{path}: {name!r} has {str(array.dtype)[:80]}, no integers")
     if array.size and not least <= array.min() <= array.max() <= most:
         row = int(np.argmax((array < least) | (array > most)))
-        raise ValueError(
-            f"{path}: {name!r} has {array[row]} at row {row}, where {least} to {most} are right"
-        )
+        raise ValueError(f"{path}: {name!r} has {array[row]} at row {row}, where {least} to {most} are right")

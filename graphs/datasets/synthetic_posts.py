@@ -22,9 +22,7 @@ TRAIN, TEST = 153_431, 55_703  # how many nodes; the other 23,831 are for valida
 _FEWEST = 100  # nodes
 _DENSEST = 1 / 8  # of all pairs
 _WITHIN = 3 / 4  # the share of a node's edges that go to its own class, if it has room
-_DRAWN_FOR_LARGEST = (
-    36_000  # about 21,000 are left of them: between hubs, edges are drawn many times
-)
+_DRAWN_FOR_LARGEST = 36_000  # about 21,000 are left of them: between hubs, edges are drawn many times
 _DRAWN_AT_ONCE = 2**22
 
 
@@ -51,13 +49,9 @@ def synthetic_reddit(scale: float = 1.0, seed: int = 0) -> NodeData:
         raise ValueError(f"scale={scale} must be between 0 (excluded) and 1")
     nodes = round(NODES * scale)
     if nodes < _FEWEST:
-        raise ValueError(
-            f"scale={scale} leaves {nodes} nodes of {NODES}; {_FEWEST} are the fewest that make a graph"
-        )
+        raise ValueError(f"scale={scale} leaves {nodes} nodes of {NODES}; {_FEWEST} are the fewest that make a graph")
     pairs = round(min(EDGES / 2 * scale, nodes * (nodes - 1) / 2 * _DENSEST))
-    classes = min(
-        REDDIT_CLASSES, nodes**2 // (4 * pairs)
-    )  # of twice the mean degree, 2 * pairs / nodes
+    classes = min(REDDIT_CLASSES, nodes**2 // (4 * pairs))  # of twice the mean degree, 2 * pairs / nodes
     random = np.random.default_rng(seed)
     labels = random.permutation(np.arange(nodes, dtype=np.int32) % classes)
     centers = random.standard_normal((classes, REDDIT_FEATURES), np.float32)
@@ -126,9 +120,7 @@ def _draw_pairs(random: np.random.Generator, labels: np.ndarray, count: int) -> 
     """Returns different pairs of nodes, int64 [count], as `lesser * nodes + greater`."""
     nodes = len(labels)
     members = np.argsort(labels, kind="stable").astype(np.int32)  # the classes one after another
-    degrees = random.permutation(
-        heavy_tailed(nodes, 2 * count / nodes, min(_DRAWN_FOR_LARGEST, nodes / 2))
-    )
+    degrees = random.permutation(heavy_tailed(nodes, 2 * count / nodes, min(_DRAWN_FOR_LARGEST, nodes / 2)))
     sizes = np.bincount(labels)
     within = np.minimum(_WITHIN * degrees, (sizes / 2)[labels[members]])
     all_within, all_across = np.cumsum(within), np.cumsum(degrees - within)
@@ -154,9 +146,7 @@ def _draw_pairs(random: np.random.Generator, labels: np.ndarray, count: int) -> 
     while len(pairs) < count:
         before = len(pairs)
         wanted = int((count - before) / share_of_new) + 100
-        drawn = np.concatenate(
-            [draw(min(_DRAWN_AT_ONCE, wanted - at)) for at in range(0, wanted, _DRAWN_AT_ONCE)]
-        )
+        drawn = np.concatenate([draw(min(_DRAWN_AT_ONCE, wanted - at)) for at in range(0, wanted, _DRAWN_AT_ONCE)])
         drawn.sort()
         pairs = np.concatenate([pairs, drawn])
         pairs.sort(kind="stable")  # which finds that these are two sorted parts

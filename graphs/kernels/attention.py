@@ -47,9 +47,7 @@ def _by_chunks(
     return run_chunked(kernel, adjacency.neighbors, dropout, inputs)
 
 
-def _elements_per_edge(
-    negative_slope: float, dropout: EdgeDropout | None, inputs: GATInputs | GATv2Inputs
-) -> int:
+def _elements_per_edge(negative_slope: float, dropout: EdgeDropout | None, inputs: GATInputs | GATv2Inputs) -> int:
     del negative_slope, dropout
     _, heads, width = inputs.sent.shape
     return heads * width

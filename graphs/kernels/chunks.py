@@ -94,9 +94,7 @@ def pvary_alike(tree: Tree) -> Tree:
     return pvary(tree, sorted(axes))
 
 
-def run_chunked(
-    kernel: Callable[..., jax.Array], edges: CSRAndCSC | None, *arguments: Any
-) -> jax.Array:
+def run_chunked(kernel: Callable[..., jax.Array], edges: CSRAndCSC | None, *arguments: Any) -> jax.Array:
     """Returns what a chunked kernel makes of edges and arguments, by the dtypes that these have.
 
     Args:
@@ -154,17 +152,12 @@ def add_up(
     """
     zero = jax.lax.optimization_barrier((jnp.zeros(()), after))[0]
     shapes = [(neighbors.num_rows, *x.shape) for x in like]
-    start = [
-        jnp.broadcast_to(zero.astype(x.dtype), shape) for x, shape in zip(like, shapes, strict=True)
-    ]
+    start = [jnp.broadcast_to(zero.astype(x.dtype), shape) for x, shape in zip(like, shapes, strict=True)]
 
     def add(sums: list[jax.Array], chunk: Chunk, step: Step) -> list[jax.Array]:
         rows = jax.lax.dynamic_slice_in_dim(neighbors.rows, step.first, step.size)
         rows = jnp.where(step.is_new, rows, neighbors.num_rows)
-        return [
-            total.at[rows].add(part, mode="drop")
-            for total, part in zip(sums, compute(chunk), strict=True)
-        ]
+        return [total.at[rows].add(part, mode="drop") for total, part in zip(sums, compute(chunk), strict=True)]
 
     sums = _walk(neighbors, add, start, elements_per_block)
     return [_joined(neighbors, total)[: neighbors.num_nodes] for total in sums]

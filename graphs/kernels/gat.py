@@ -54,9 +54,7 @@ class _Saved(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def chunked_gat(
-    negative_slope: float, edges: CSRAndCSC, dropout: EdgeDropout | None, inputs: GATInputs
-) -> jax.Array:
+def chunked_gat(negative_slope: float, edges: CSRAndCSC, dropout: EdgeDropout | None, inputs: GATInputs) -> jax.Array:
     """Returns attention [nodes, heads, width] in the features' dtype."""
     return _forward(negative_slope, edges, dropout, inputs)[0]
 
@@ -77,9 +75,7 @@ def _forward(
     return result.total, saved
 
 
-def _backward(
-    negative_slope: float, saved: _Saved, gradient: jax.Array
-) -> tuple[None, None, GATInputs]:
+def _backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> tuple[None, None, GATInputs]:
     edges, dropout, inputs, most, inverse = saved
     features, left, right, edge_weight = (
         inputs.features,
@@ -91,9 +87,7 @@ def _backward(
     dtype = most.dtype
     of_head = jax.ShapeDtypeStruct((heads,), dtype)
 
-    def weights(
-        chunk: Chunk, sums: jax.Array, shift: jax.Array, scale: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def weights(chunk: Chunk, sums: jax.Array, shift: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the softmax's weights and their derivative's slopes [blocks, width, heads]."""
         logits = jax.nn.leaky_relu(sums, negative_slope)
         of_softmax = chunk.where_edge((jnp.exp(logits - shift) * scale).astype(dtype))
@@ -139,9 +133,7 @@ def _backward(
         return into_node(chunk)[0], chunk.dot_with_others(features, gradient)
 
     numbers = heads * width * into.width // 2
-    of_weight = gradient_of_edge_weight(
-        into, dropout, edge_weight, weights_and_products, dtype, numbers
-    )
+    of_weight = gradient_of_edge_weight(into, dropout, edge_weight, weights_and_products, dtype, numbers)
     return (
         None,
         None,

@@ -76,9 +76,7 @@ def _forward(
     return result.total, saved
 
 
-def _backward(
-    negative_slope: float, saved: _Saved, gradient: jax.Array
-) -> tuple[None, None, GATv2Inputs]:
+def _backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> tuple[None, None, GATv2Inputs]:
     edges, dropout, inputs, most, inverse = saved
     left, right, edge_weight = inputs.left, inputs.right, inputs.edge_weight
     _, heads, width = left.shape

@@ -83,17 +83,14 @@ class EdgeOperation(Generic[Arguments]):
             elements = self.elements_per_edge(*args, **kwargs)
             if elements is None:
                 return "xla"
-            is_large = adjacency.ends is None or (
-                adjacency.num_edges * elements >= CHUNKED_ELEMENTS
-            )
+            is_large = adjacency.ends is None or (adjacency.num_edges * elements >= CHUNKED_ELEMENTS)
             return "chunked" if is_large else "xla"
         if implementation == "chunked":
             if self.elements_per_edge(*args, **kwargs) is None:
                 raise ValueError(f'implementation="chunked" {self.chunked_takes}')
             if adjacency.neighbors is None:
                 raise ValueError(
-                    'implementation="chunked" needs sorted edges: make the graph with '
-                    'formats=("coo", "csr")'
+                    'implementation="chunked" needs sorted edges: make the graph with formats=("coo", "csr")'
                 )
         for name in IMPLEMENTATIONS:
             if name == implementation:

@@ -35,9 +35,7 @@ def messages_by_xla(adjacency: Adjacency, message: Message, operands: Operands) 
     return in_float32(lambda *operands: _messages(message, operands, adjacency), *operands)
 
 
-def reduction_by_xla(
-    adjacency: Adjacency, message: Message, reduction: Reduction, operands: Operands
-) -> jax.Array:
+def reduction_by_xla(adjacency: Adjacency, message: Message, reduction: Reduction, operands: Operands) -> jax.Array:
     """Returns what the receivers make of their messages, [receivers, ...] in the operands' common dtype.
 
     Args:
@@ -46,15 +44,11 @@ def reduction_by_xla(
       reduction: "sum", "mean", "max" or "min".
       operands: the message's features.
     """
-    return in_float32(
-        lambda *operands: _reduction(message, reduction, operands, adjacency), *operands
-    )
+    return in_float32(lambda *operands: _reduction(message, reduction, operands, adjacency), *operands)
 
 
 @functools.partial(jax.checkpoint, static_argnums=(0, 1))
-def _reduction(
-    message: Message, reduction: Reduction, operands: Operands, adjacency: Adjacency
-) -> jax.Array:
+def _reduction(message: Message, reduction: Reduction, operands: Operands, adjacency: Adjacency) -> jax.Array:
     return REDUCTIONS[reduction](adjacency, _computed(message, operands, adjacency))
 
 
@@ -77,9 +71,7 @@ def _computed(message: Message, operands: Operands, adjacency: Adjacency) -> jax
     return _combined(message.operation, left, right, adjacency)
 
 
-def _combined(
-    operation: Operation, left: jax.Array, right: jax.Array, adjacency: Adjacency
-) -> jax.Array:
+def _combined(operation: Operation, left: jax.Array, right: jax.Array, adjacency: Adjacency) -> jax.Array:
     """Returns what an operation makes of both operands' rows [edges, ...]."""
     dtype = common_dtype(left.dtype, right.dtype)
     rank = max(left.ndim, right.ndim)
@@ -91,9 +83,7 @@ def _combined(
     if operation == "div":  # by 1 for padding edges, or their gradients were NaN
         is_counted = rows_like(adjacency.targets.is_counted, right)
         right = jnp.where(is_counted, right, jnp.ones_like(right))
-    return {"add": jnp.add, "sub": jnp.subtract, "mul": jnp.multiply, "div": jnp.divide}[operation](
-        left, right
-    )
+    return {"add": jnp.add, "sub": jnp.subtract, "mul": jnp.multiply, "div": jnp.divide}[operation](left, right)
 
 
 def _sum(adjacency: Adjacency, messages: jax.Array) -> jax.Array:

@@ -129,9 +129,7 @@ def _sum_forward(
     return result, _OfSum(edges, scales, data, weights)
 
 
-def _sum_backward(
-    dtype: DTypeLike | None, saved: _OfSum, gradient: jax.Array
-) -> tuple[None, None, Any, Any]:
+def _sum_backward(dtype: DTypeLike | None, saved: _OfSum, gradient: jax.Array) -> tuple[None, None, Any, Any]:
     del dtype
     edges, scales, data, weights = saved
     reversed_scales = Scales(scales.targets, scales.sources)
@@ -145,9 +143,7 @@ def _sum_backward(
     return None, None, of_data, of_weights
 
 
-def _dot_forward(
-    edges: CSRAndCSC, scales: Scales, sources: jax.Array, targets: jax.Array
-) -> tuple[Any, _OfDot]:
+def _dot_forward(edges: CSRAndCSC, scales: Scales, sources: jax.Array, targets: jax.Array) -> tuple[Any, _OfDot]:
     result = edge_dot(edges, scales, sources, targets)
     return result, _OfDot(edges, scales, sources, targets)
 

@@ -99,9 +99,7 @@ def _by_xla(adjacency: Adjacency, inputs: _Inputs) -> jax.Array:
 def _by_chunks(adjacency: Adjacency, inputs: _Inputs) -> jax.Array:
     features, after = inputs.features, inputs.after
 
-    def add(
-        edges: CSRAndCSC, scales: Scales, data: jax.Array, weights: jax.Array | None
-    ) -> jax.Array:
+    def add(edges: CSRAndCSC, scales: Scales, data: jax.Array, weights: jax.Array | None) -> jax.Array:
         dtype = data.dtype if after is None else accumulation_dtype(data.dtype)
         return weighted_sum(dtype, edges, scales, data, weights)
 
@@ -119,11 +117,7 @@ def _by_chunks(adjacency: Adjacency, inputs: _Inputs) -> jax.Array:
         dtype = features.dtype if after is None else accumulation_dtype(features.dtype)
         result = jnp.zeros((adjacency.num_targets, *features.shape[1:]), dtype)
     if after is not None:
-        own = (
-            first_rows(stored, adjacency.num_targets)
-            if inputs.targets is None
-            else graph_storage(inputs.targets)
-        )
+        own = first_rows(stored, adjacency.num_targets) if inputs.targets is None else graph_storage(inputs.targets)
         finish = autocast_as("float32")(lambda rows, sums: after(adjacency, upcast(rows), sums))
         result = finish(own, result).astype(features.dtype)
     return graph_storage(result)

@@ -207,7 +207,5 @@ def _floats(name: str, array: Floats, rows: int, kind: str) -> jax.Array:
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} must be floats, got {array.dtype}")
     if array.ndim == 0 or array.shape[0] != rows:
-        raise ValueError(
-            f"{name} must have {rows} rows, one for each of the {kind}, got {array.shape}"
-        )
+        raise ValueError(f"{name} must have {rows} rows, one for each of the {kind}, got {array.shape}")
     return array

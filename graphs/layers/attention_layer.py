@@ -82,9 +82,7 @@ class AttentionLayer(nnx.Module):
         }
 
 
-def checked_residual(
-    residual: bool, weight: Floats | None, width: int, out: int
-) -> jax.Array | None:
+def checked_residual(residual: bool, weight: Floats | None, width: int, out: int) -> jax.Array | None:
     """Returns the weight of what is added to a layer's result, or None.
 
     Args:
@@ -101,8 +99,7 @@ def checked_residual(
         raise ValueError("residual_weight needs residual=True")
     if residual and weight is None and width != out:
         raise ValueError(
-            f"residual=True adds features of width {width} to {out}: residual_weight [{width}, {out}] "
-            "is needed"
+            f"residual=True adds features of width {width} to {out}: residual_weight [{width}, {out}] is needed"
         )
     return as_optional("residual_weight", weight, width, out)
 

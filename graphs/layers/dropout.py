@@ -46,9 +46,7 @@ class DropoutKeys(nnx.Module):
         for name, rate in rates.items():
             check_dropout(name, rate, rngs)
         self.deterministic: bool = False
-        self.stream: nnx.RngStream | None = (
-            rngs["dropout"].fork() if any(rates.values()) else nnx.data(None)
-        )
+        self.stream: nnx.RngStream | None = rngs["dropout"].fork() if any(rates.values()) else nnx.data(None)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """What `nnx.view` calls.

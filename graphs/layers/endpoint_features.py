@@ -67,9 +67,7 @@ def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis) -> EndRo
     if not isinstance(features, tuple):
         return EndRows(as_floats("features", features, num_sources, *shape), None, num_targets)
     if len(features) != 2:
-        raise ValueError(
-            f"features must be one array or a pair, of sources and of targets, got {len(features)}"
-        )
+        raise ValueError(f"features must be one array or a pair, of sources and of targets, got {len(features)}")
     sources = as_floats("features[0]", features[0], num_sources, *shape)
     return EndRows(
         sources,

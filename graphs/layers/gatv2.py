@@ -229,12 +229,8 @@ class GATv2Conv(AttentionLayer):
           deterministic: whether dropout is off; None for what `train` or `eval` said last.
           rngs: random streams for dropout that go before the layer's own.
         """
-        features, *weights = in_dtype(
-            self.dtype, features, self.left_weight, self.right_weight, self.residual_weight
-        )
-        left_bias, right_bias, residual_bias = in_dtype(
-            self.dtype, self.left_bias, self.right_bias, self.residual_bias
-        )
+        features, *weights = in_dtype(self.dtype, features, self.left_weight, self.right_weight, self.residual_weight)
+        left_bias, right_bias, residual_bias = in_dtype(self.dtype, self.left_bias, self.right_bias, self.residual_bias)
         return gatv2_conv(
             graph,
             features,

@@ -105,9 +105,7 @@ def graph_conv(
     return activated(result if offset is None else add_bias(result, offset), activation)
 
 
-def _degree_scales(
-    graph: Graph | Block, norm: str, features: jax.Array
-) -> tuple[jax.Array | None, jax.Array | None]:
+def _degree_scales(graph: Graph | Block, norm: str, features: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns what features are multiplied by before and after the sum, float32 [nodes]; None for 1."""
     of_senders, of_receivers = NORMS[norm]
     if not isinstance(graph, Block) or graph.whole_degrees is None:
@@ -183,9 +181,7 @@ class GraphConv(nnx.Module):
         if use_bias:
             self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
 
-    def __call__(
-        self, graph: Graph | Block | jraph.GraphsTuple, features: Any, edge_weight: Any = None
-    ) -> jax.Array:
+    def __call__(self, graph: Graph | Block | jraph.GraphsTuple, features: Any, edge_weight: Any = None) -> jax.Array:
         """Returns the convolution [nodes, out].
 
         Args:

@@ -132,9 +132,7 @@ class GINConv(nnx.Module):
             nnx.Param(jnp.full(1, init_eps, param_dtype)) if learn_eps else init_eps
         )
 
-    def __call__(
-        self, graph: Graph | jraph.GraphsTuple, features: Any, edge_weight: Any = None
-    ) -> jax.Array:
+    def __call__(self, graph: Graph | jraph.GraphsTuple, features: Any, edge_weight: Any = None) -> jax.Array:
         """Returns the layer's result [nodes, ...].
 
         Args:

@@ -52,8 +52,7 @@ def as_floats(name: str, array: Floats, *shape: int | str | EllipsisType) -> jax
     axes = [axis for axis in shape if axis is not ...]
     has_rank = array.ndim >= len(axes) if ... in shape else array.ndim == len(axes)
     if not has_rank or any(
-        isinstance(axis, int) and axis != length
-        for axis, length in zip(axes, array.shape, strict=False)
+        isinstance(axis, int) and axis != length for axis, length in zip(axes, array.shape, strict=False)
     ):
         wanted = ", ".join("..." if axis is ... else str(axis) for axis in shape)
         raise ValueError(f"{name} must be [{wanted}], got shape {array.shape}")
@@ -72,9 +71,7 @@ def as_edge_weight(graph: Graph | Block, edge_weight: Floats | None) -> jax.Arra
     return as_floats("edge_weight", edge_weight, graph.connections.targets.num_edges)
 
 
-def as_optional(
-    name: str, array: Floats | None, *shape: int | str | EllipsisType
-) -> jax.Array | None:
+def as_optional(name: str, array: Floats | None, *shape: int | str | EllipsisType) -> jax.Array | None:
     """Returns an array as `as_floats` does, or None."""
     return None if array is None else as_floats(name, array, *shape)
 
@@ -117,10 +114,6 @@ def in_dtype(dtype: DTypeLike | None, *arrays: EndFeatures | None) -> list[Any]:
     if dtype is None:
         return list(arrays)
     return [
-        tuple(in_dtype(dtype, *x))
-        if isinstance(x, tuple)
-        else None
-        if x is None
-        else jnp.asarray(x, dtype)
+        tuple(in_dtype(dtype, *x)) if isinstance(x, tuple) else None if x is None else jnp.asarray(x, dtype)
         for x in arrays
     ]

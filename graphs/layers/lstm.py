@@ -63,9 +63,7 @@ def _last_state(messages: jax.Array, *weights: jax.Array) -> jax.Array:
     of_input, of_hidden, input_bias, hidden_bias = (upcast(weight) for weight in weights)
 
     @jax.checkpoint
-    def step(
-        states: tuple[jax.Array, jax.Array], row: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+    def step(states: tuple[jax.Array, jax.Array], row: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         hidden, cell = states
         gates = upcast(row) @ of_input + input_bias + (hidden @ of_hidden + hidden_bias)
         enter, forget, new, leave = jnp.split(gates, 4, axis=-1)

@@ -95,9 +95,7 @@ def sage_conv(
     offset = as_optional("bias", bias, out)
     inner = _checked_inner(aggregator, aggregator_weights, width)
     edge_weight = as_edge_weight(graph, edge_weight)
-    rows, (kernel, self_kernel, offset, *inner) = promoted_with(
-        rows, kernel, self_kernel, offset, *inner
-    )
+    rows, (kernel, self_kernel, offset, *inner) = promoted_with(rows, kernel, self_kernel, offset, *inner)
     rows = rows.dropped(feature_dropout, dropout_key)
 
     if aggregator in ("mean", "gcn") and width > out:
@@ -121,9 +119,7 @@ def _inner_shapes(aggregator: str, width: int) -> tuple[tuple[int, ...], ...]:
 def _checked_inner(aggregator: str, weights: Sequence[Floats], width: int) -> list[jax.Array]:
     shapes = _inner_shapes(aggregator, width)
     if len(weights) != len(shapes):
-        raise ValueError(
-            f"aggregator={aggregator!r} takes {len(shapes)} aggregator_weights, got {len(weights)}"
-        )
+        raise ValueError(f"aggregator={aggregator!r} takes {len(shapes)} aggregator_weights, got {len(weights)}")
     return [
         as_floats(f"aggregator_weights[{i}]", array, *shape)
         for i, (array, shape) in enumerate(zip(weights, shapes, strict=True))
@@ -147,9 +143,7 @@ def _collect(
         return aggregate(graph.connections, features, edge_weight, reduction="max")
     if aggregator == "mean":
         return aggregate(graph.connections, features, edge_weight, reduction="mean")
-    return aggregate(
-        graph.connections, features, edge_weight, after=_mean_with_self, targets=rows.own_targets
-    )
+    return aggregate(graph.connections, features, edge_weight, after=_mean_with_self, targets=rows.own_targets)
 
 
 def _mean_with_self(adjacency: Adjacency, rows: jax.Array, total: jax.Array) -> jax.Array:
@@ -225,9 +219,7 @@ class SAGEConv(nnx.Module):
             self.bias = draw(nnx.initializers.zeros if is_gcn else uniform, out_features)
         inits = {"pool": (glorot, uniform), "lstm": (uniform,) * 4}.get(aggregator, ())
         shapes = _inner_shapes(aggregator, in_features)
-        self.aggregator_weights = nnx.List(
-            [draw(init, *shape) for init, shape in zip(inits, shapes, strict=True)]
-        )
+        self.aggregator_weights = nnx.List([draw(init, *shape) for init, shape in zip(inits, shapes, strict=True)])
 
     def __call__(
         self,

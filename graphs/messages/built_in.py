@@ -31,22 +31,17 @@ REDUCED_MESSAGES = EdgeOperation(
 )
 
 
-def compute_messages(
-    frame: Frame, message: Message, implementation: str | None = None
-) -> jax.Array:
+def compute_messages(frame: Frame, message: Message, implementation: str | None = None) -> jax.Array:
     """Returns the message of each edge, [edges, ...] in its features' dtype."""
     operands = _operands(frame, message)
     return MESSAGES(implementation, frame.adjacency, message, operands)
 
 
-def compute_reduction(
-    frame: Frame, message: Message, reduce: Reduce, implementation: str | None = None
-) -> jax.Array:
+def compute_reduction(frame: Frame, message: Message, reduce: Reduce, implementation: str | None = None) -> jax.Array:
     """Returns what the receivers make of their messages, [receivers, ...] in the features' dtype."""
     if reduce.message != message.out:
         raise ValueError(
-            f"{message.name} makes the message {message.out!r}, but {reduce.reduction} wants "
-            f"{reduce.message!r}"
+            f"{message.name} makes the message {message.out!r}, but {reduce.reduction} wants {reduce.message!r}"
         )
     operands = _operands(frame, message)
     return REDUCED_MESSAGES(implementation, frame.adjacency, message, reduce.reduction, operands)

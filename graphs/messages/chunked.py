@@ -18,9 +18,7 @@ from jmp_train.graphs.structure import (
 )
 
 
-def elements_of_sum(
-    message: Message, reduction: Reduction, operands: Sequence[jax.Array]
-) -> int | None:
+def elements_of_sum(message: Message, reduction: Reduction, operands: Sequence[jax.Array]) -> int | None:
     """Returns of how many elements a message of a weighted sum of senders is; None of other reductions.
 
     Args:
@@ -68,9 +66,7 @@ def chunked_sum(
     heads = _heads(message, operands)
     by_end = {end: graph_storage(x) for (end, _), x in zip(message.operands, operands, strict=True)}
     rows, weights = by_end["u"], by_end.get("e")
-    scales = Scales(
-        targets=inverse_degrees(adjacency.in_degrees, rows) if reduction == "mean" else None
-    )
+    scales = Scales(targets=inverse_degrees(adjacency.in_degrees, rows) if reduction == "mean" else None)
     if rows.size == 0:
         dtype = common_dtype(*(operand.dtype for operand in operands))
         return jnp.zeros((adjacency.num_targets, *rows.shape[1:]), dtype)

@@ -66,15 +66,11 @@ def frame_of(graph: Graph | HeteroGraph, etype: str | EdgeType | None) -> Frame:
     """
     if isinstance(graph, Graph):
         if etype is not None:
-            raise ValueError(
-                f"etype={etype!r}, but the graph has one type of edges, without a name"
-            )
+            raise ValueError(f"etype={etype!r}, but the graph has one type of edges, without a name")
         return Frame(graph.connections, graph.nodes, graph.nodes, graph.edges)
     kind = graph.edge_type(etype)
     source, _, target = kind
-    return Frame(
-        graph.connections[kind], graph.nodes[source], graph.nodes[target], graph.edges[kind], target
-    )
+    return Frame(graph.connections[kind], graph.nodes[source], graph.nodes[target], graph.edges[kind], target)
 
 
 def nodes_of(graph: Graph | HeteroGraph, ntype: str | None) -> Nodes:
@@ -89,9 +85,7 @@ def nodes_of(graph: Graph | HeteroGraph, ntype: str | None) -> Nodes:
     """
     if isinstance(graph, Graph):
         if ntype is not None:
-            raise ValueError(
-                f"ntype={ntype!r}, but the graph has one type of nodes, without a name"
-            )
+            raise ValueError(f"ntype={ntype!r}, but the graph has one type of nodes, without a name")
         return Nodes(graph.nodes, graph.num_nodes)
     if ntype is None or ntype not in graph.nodes:
         known = ", ".join(map(repr, graph.nodes))

@@ -91,10 +91,7 @@ def update_over_types(
     Raises:
       ValueError: a function is user-defined, or the reduction is a mean: a mean of means is not the mean.
     """
-    if (
-        not (isinstance(message, Message) and isinstance(reduce, Reduce))
-        or reduce.reduction == "mean"
-    ):
+    if not (isinstance(message, Message) and isinstance(reduce, Reduce)) or reduce.reduction == "mean":
         raise ValueError(
             "over several edge types, update_all takes built-in messages with sum, max or min; name "
             "one by etype, or use multi_update_all"
@@ -139,9 +136,7 @@ def _joined(cross: Cross, parts: Sequence[_Part]) -> jax.Array:
     return _extreme(jnp.maximum if cross == "max" else jnp.minimum, parts)
 
 
-def _extreme(
-    larger: Callable[[jax.Array, jax.Array], jax.Array], parts: Sequence[_Part]
-) -> jax.Array:
+def _extreme(larger: Callable[[jax.Array, jax.Array], jax.Array], parts: Sequence[_Part]) -> jax.Array:
     """Returns the extreme of what counts, 0 where nothing does."""
     first, *rest = parts
     result, is_found = first.rows, rows_like(first.counts, first.rows)

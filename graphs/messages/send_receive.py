@@ -67,15 +67,11 @@ def receive(
     messages = send(frame, message)
     if reduce.message not in messages:
         known = ", ".join(map(repr, messages))
-        raise ValueError(
-            f"{reduce.reduction} wants the message {reduce.message!r}; there are: {known}"
-        )
+        raise ValueError(f"{reduce.reduction} wants the message {reduce.message!r}; there are: {known}")
     result = reduce_messages(frame.adjacency, messages[reduce.message], reduce.reduction)
     return {reduce.out: result}
 
 
 def _check_function(name: str, function: object, example: str) -> None:
     if not callable(function) or isinstance(function, BuiltIn):
-        raise TypeError(
-            f"{name} must be a function, or built in, such as {example}, got {function!r}"
-        )
+        raise TypeError(f"{name} must be a function, or built in, such as {example}, got {function!r}")

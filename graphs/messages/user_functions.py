@@ -20,9 +20,7 @@ class _Fields(Mapping[str, jax.Array]):
       end: which of the rows each edge reads, with gradients that are added in float32; None for all.
     """
 
-    def __init__(
-        self, kind: str, features: Mapping[str, jax.Array], end: Incidence | None = None
-    ) -> None:
+    def __init__(self, kind: str, features: Mapping[str, jax.Array], end: Incidence | None = None) -> None:
         self._kind, self._features, self._end = kind, features, end
 
     def __getitem__(self, name: str) -> jax.Array:
@@ -124,9 +122,7 @@ EdgeFunction = Callable[[EdgeBatch], Mapping[str, jax.Array]]
 NodeFunction = Callable[[NodeBatch], Mapping[str, jax.Array]]
 
 
-def call_message_function(
-    function: EdgeFunction, frame: Frame, ids: jax.Array | None
-) -> dict[str, jax.Array]:
+def call_message_function(function: EdgeFunction, frame: Frame, ids: jax.Array | None) -> dict[str, jax.Array]:
     """Returns what a function makes of edges, [edges, ...] by name, checked.
 
     Args:
@@ -217,7 +213,5 @@ def _checked_results(name: str, results: object, rows: int) -> dict[str, jax.Arr
     arrays = {key: jnp.asarray(value) for key, value in results.items()}
     for key, array in arrays.items():
         if array.ndim == 0 or array.shape[0] != rows:
-            raise ValueError(
-                f"the {name} function's {key!r} must have {rows} rows, got shape {array.shape}"
-            )
+            raise ValueError(f"the {name} function's {key!r} must have {rows} rows, got shape {array.shape}")
     return arrays

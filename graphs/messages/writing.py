@@ -31,9 +31,7 @@ def with_node_features(
     if apply is None:
         return graph
     nodes = nodes_of(graph, ntype)
-    return with_node_features(
-        graph, ntype, call_node_function(apply, nodes.features, nodes.num_nodes)
-    )
+    return with_node_features(graph, ntype, call_node_function(apply, nodes.features, nodes.num_nodes))
 
 
 def with_edge_features(graph: OurGraph, etype: str | EdgeType | None, features: Arrays) -> OurGraph:

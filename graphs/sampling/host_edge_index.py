@@ -178,9 +178,7 @@ def _subsets(degrees: np.ndarray, size: int, random: np.random.Generator) -> np.
     return offsets
 
 
-def renumbered(
-    first: np.ndarray, others: list[np.ndarray], count: int
-) -> tuple[np.ndarray, list[np.ndarray]]:
+def renumbered(first: np.ndarray, others: list[np.ndarray], count: int) -> tuple[np.ndarray, list[np.ndarray]]:
     """Returns the nodes of several lists, each once but for the first list, and where each stands.
 
     Args:

@@ -23,9 +23,7 @@ def take_rows(array: np.ndarray, ids: np.ndarray, dtype: DTypeLike | None = None
       [[2.0], [0.0], [1.0]]
     """
     if ids.size and not -1 <= ids.min() <= ids.max() < len(array):
-        raise ValueError(
-            f"ids must be between -1 and {len(array) - 1}, got {ids.min()} to {ids.max()}"
-        )
+        raise ValueError(f"ids must be between -1 and {len(array) - 1}, got {ids.min()} to {ids.max()}")
     is_padding = ids < 0
     if len(array) == 0:
         return np.zeros((len(ids), *array.shape[1:]), dtype or array.dtype)

@@ -106,14 +106,11 @@ def node_counts(edges: Edges) -> dict[str, int]:
     counts: dict[str, int] = {}
     for kind, these in edges.items():
         if not (isinstance(kind, tuple) and len(kind) == 3):
-            raise ValueError(
-                f"edge type {kind!r} must be (type of senders, name, type of receivers)"
-            )
+            raise ValueError(f"edge type {kind!r} must be (type of senders, name, type of receivers)")
         for node_type, count in ((kind[0], these.num_sources), (kind[2], these.num_targets)):
             if counts.setdefault(node_type, count) != count:
                 raise ValueError(
-                    f"edge type {kind!r} has {count} nodes of type {node_type!r}, another one has "
-                    f"{counts[node_type]}"
+                    f"edge type {kind!r} has {count} nodes of type {node_type!r}, another one has {counts[node_type]}"
                 )
     if not counts:
         raise ValueError("edges is empty: a graph has an edge type at least")
@@ -122,10 +119,7 @@ def node_counts(edges: Edges) -> dict[str, int]:
 
 def sizes_needed(layer: Layer) -> LayerSizes:
     """Returns the sizes of a layer as it is."""
-    most_out = {
-        kind: int(np.bincount(senders).max(initial=0))
-        for kind, (senders, _, _) in layer.ends.items()
-    }
+    most_out = {kind: int(np.bincount(senders).max(initial=0)) for kind, (senders, _, _) in layer.ends.items()}
     return LayerSizes(
         {kind: len(nodes) for kind, nodes in layer.nodes.items()},
         {kind: len(senders) for kind, (senders, _, _) in layer.ends.items()},

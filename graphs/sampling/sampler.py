@@ -110,27 +110,19 @@ class NeighborSampler:
         parts = [self._checked_seeds(seeds) for seeds in parts]
         several = [self.layers(seeds, random) for seeds in parts]
         sizes = _fitting(self.sizes, several)
-        return [
-            self._padded(seeds, layers, sizes) for seeds, layers in zip(parts, several, strict=True)
-        ]
+        return [self._padded(seeds, layers, sizes) for seeds, layers in zip(parts, several, strict=True)]
 
     def _checked_seeds(self, seeds: Ids) -> np.ndarray:
         seeds = _checked_seeds(seeds, node_counts(self.edges)[self.seed_type])
         if len(seeds) > self.batch_size:
-            raise ValueError(
-                f"seeds must be at most {self.batch_size} nodes, the batch size, got {len(seeds)}"
-            )
+            raise ValueError(f"seeds must be at most {self.batch_size} nodes, the batch size, got {len(seeds)}")
         return seeds
 
-    def _padded(
-        self, seeds: np.ndarray, layers: Sequence[Layer], sizes: tuple[LayerSizes, ...]
-    ) -> MiniBatch:
+    def _padded(self, seeds: np.ndarray, layers: Sequence[Layer], sizes: tuple[LayerSizes, ...]) -> MiniBatch:
         num_targets = [*(size.sources for size in sizes[1:]), {self.seed_type: self.batch_size}]
         blocks = [
             blocks_of(layer, size, counts, self.edges, fanout)
-            for layer, size, counts, fanout in zip(
-                layers, sizes, num_targets, self.fanouts, strict=True
-            )
+            for layer, size, counts, fanout in zip(layers, sizes, num_targets, self.fanouts, strict=True)
         ]
         return MiniBatch(
             tuple(map(self._alone, blocks)),
@@ -221,14 +213,10 @@ def neighbor_sampler(
     for fanout in reversed(of_layers):
         most.append(largest_sizes(by_type, num_targets, num_seeds, fanout, replace=replace))
         num_targets = most[-1].sources
-    return dataclasses.replace(
-        sampler, sizes=padding_buckets(_tried(sampler, seeds, num_trials), most[::-1])
-    )
+    return dataclasses.replace(sampler, sizes=padding_buckets(_tried(sampler, seeds, num_trials), most[::-1]))
 
 
-def _fitting(
-    sizes: Sequence[tuple[LayerSizes, ...]], several: Sequence[Sequence[Layer]]
-) -> tuple[LayerSizes, ...]:
+def _fitting(sizes: Sequence[tuple[LayerSizes, ...]], several: Sequence[Sequence[Layer]]) -> tuple[LayerSizes, ...]:
     """Returns the smallest sizes that hold all layers of several mini-batches."""
     needed = [[sizes_needed(layer) for layer in layers] for layers in several]
     for step in sizes:
@@ -244,9 +232,7 @@ def _checked_seeds(seeds: Ids, count: int) -> np.ndarray:
     if seeds.ndim != 1 or not np.issubdtype(seeds.dtype, np.integer):
         raise ValueError(f"seeds must be integers [nodes], got {seeds.dtype} {seeds.shape}")
     if len(seeds) and not 0 <= seeds.min() <= seeds.max() < count:
-        raise ValueError(
-            f"seeds must be between 0 and {count - 1}, got {seeds.min()} to {seeds.max()}"
-        )
+        raise ValueError(f"seeds must be between 0 and {count - 1}, got {seeds.min()} to {seeds.max()}")
     return seeds
 
 
@@ -260,16 +246,12 @@ def _tried(sampler: NeighborSampler, seeds: np.ndarray, num_trials: int) -> list
         largest = [a.combine(b, max) for a, b in zip(largest or needed, needed, strict=True)]
     counts = {sampler.seed_type: sampler.batch_size}
     return [
-        dataclasses.replace(
-            size, sources={kind: max(n, counts.get(kind, 0)) for kind, n in size.sources.items()}
-        )
+        dataclasses.replace(size, sources={kind: max(n, counts.get(kind, 0)) for kind, n in size.sources.items()})
         for size in largest
     ]
 
 
-def _checked_fanout(
-    fanout: int | Mapping[EdgeType, int], edges: Mapping[EdgeType, HostEdges]
-) -> dict[EdgeType, int]:
+def _checked_fanout(fanout: int | Mapping[EdgeType, int], edges: Mapping[EdgeType, HostEdges]) -> dict[EdgeType, int]:
     by_type = fanout if isinstance(fanout, Mapping) else dict.fromkeys(edges, fanout)
     for kind in edges:
         if kind not in by_type:
@@ -277,9 +259,7 @@ def _checked_fanout(
         number = by_type[kind]
         is_integer = isinstance(number, int) and not isinstance(number, bool)
         if not is_integer or (number != ALL and number < 1):
-            raise ValueError(
-                f"fanout {reprlib.repr(number)} must be a positive integer, or -1 for all"
-            )
+            raise ValueError(f"fanout {reprlib.repr(number)} must be a positive integer, or -1 for all")
         if number != ALL:
             as_count("fanout", number)
     return {kind: by_type[kind] for kind in edges}

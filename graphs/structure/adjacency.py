@@ -151,18 +151,13 @@ def checked_ends(
     senders: Ids, receivers: Ids, num_senders: int, num_receivers: int, *, where: str = ""
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the ends of edges that are known, checked; see `make_adjacency`."""
-    ids = [
-        _host_ids(name, x, where) for name, x in (("senders", senders), ("receivers", receivers))
-    ]
+    ids = [_host_ids(name, x, where) for name, x in (("senders", senders), ("receivers", receivers))]
     if ids[0].shape != ids[1].shape:
         first = min(map(len, ids))
         raise ValueError(
-            f"senders has {len(ids[0])} edges and receivers {len(ids[1])}{where}: "
-            f"edge {first} has one end only"
+            f"senders has {len(ids[0])} edges and receivers {len(ids[1])}{where}: edge {first} has one end only"
         )
-    for name, end, count in zip(
-        ("senders", "receivers"), ids, (num_senders, num_receivers), strict=True
-    ):
+    for name, end, count in zip(("senders", "receivers"), ids, (num_senders, num_receivers), strict=True):
         wrong = (end < 0) | (end >= count)
         if wrong.any():
             edge = int(wrong.argmax())
@@ -217,9 +212,7 @@ def _has_zero_in_degree(ids: np.ndarray, count: int) -> bool:
     return not is_reached[:-1].all()
 
 
-def make_adjacency_traced(
-    senders: jax.Array, receivers: jax.Array, num_senders: int, num_receivers: int
-) -> Adjacency:
+def make_adjacency_traced(senders: jax.Array, receivers: jax.Array, num_senders: int, num_receivers: int) -> Adjacency:
     """Returns the adjacency of edges that only the device knows, unchecked."""
     return Adjacency((incidence_of(senders, num_senders), incidence_of(receivers, num_receivers)))
 
@@ -250,9 +243,7 @@ def is_traced(*arrays: object) -> bool:
 
 def _host_ids(name: str, ids: Ids, where: str) -> np.ndarray:
     if is_traced(ids):
-        raise TypeError(
-            f"{name}{where} is traced: graphs are made outside of jit, and passed to it"
-        )
+        raise TypeError(f"{name}{where} is traced: graphs are made outside of jit, and passed to it")
     array = np.asarray(ids)
     if array.size == 0 and not isinstance(ids, np.ndarray | jax.Array):
         array = array.astype(np.int32)  # an empty list is float64

@@ -152,9 +152,7 @@ def from_edges(
     )
 
 
-def rand_graph(
-    num_nodes: int, num_edges: int, *, seed: int = 0, formats: Sequence[str] = ("coo",)
-) -> Graph:
+def rand_graph(num_nodes: int, num_edges: int, *, seed: int = 0, formats: Sequence[str] = ("coo",)) -> Graph:
     """Returns a graph with edges between nodes drawn uniformly, with replacement.
 
     Args:
@@ -205,8 +203,7 @@ def checked_features(name: str, features: Features, rows: int) -> Mapping[str, j
             raise TypeError(f"{name}[{key!r}] must be an array, got {kind}") from None
         if array.ndim == 0 or array.shape[0] != rows:
             raise ValueError(
-                f"{name}[{key!r}] must have {rows} rows, one for each of the {name}, "
-                f"got shape {array.shape}"
+                f"{name}[{key!r}] must have {rows} rows, one for each of the {name}, got shape {array.shape}"
             )
         arrays[key] = array
     return FrozenDict(arrays)

@@ -90,9 +90,7 @@ class HeteroGraph:
         """
         counts = dict(self.n_node)
         if node_type not in counts:
-            raise ValueError(
-                f"node_type={node_type!r} is not one of {', '.join(map(repr, counts))}"
-            )
+            raise ValueError(f"node_type={node_type!r} is not one of {', '.join(map(repr, counts))}")
         return counts[node_type]
 
 
@@ -132,9 +130,7 @@ def hetero_from_edges(
     adjacencies = {}
     for kind, (senders, receivers) in edges_by_type.items():
         if not (isinstance(kind, tuple) and len(kind) == 3):
-            raise ValueError(
-                f"edge type {kind!r} must be (type of senders, name, type of receivers)"
-            )
+            raise ValueError(f"edge type {kind!r} must be (type of senders, name, type of receivers)")
         for end in (kind[0], kind[2]):
             if end not in counts:
                 raise ValueError(f"edge type {kind!r}: n_node lacks {end!r}")

@@ -83,9 +83,7 @@ def _fixed_incidence(ids: Any, num_segments: int) -> Incidence:
     return Incidence(rows, degrees, blocks)
 
 
-def padded_incidence(
-    ids: np.ndarray, num_segments: int, num_edges: int, most: int | None = None
-) -> Incidence:
+def padded_incidence(ids: np.ndarray, num_segments: int, num_edges: int, most: int | None = None) -> Incidence:
     """Returns the incidence of ids that are known, of shapes that depend on the numbers alone.
 
     Args:

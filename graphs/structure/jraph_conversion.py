@@ -27,9 +27,7 @@ AnyGraph = TypeVar("AnyGraph", Graph, HeteroGraph, jraph.GraphsTuple)
 OurGraph = TypeVar("OurGraph", Graph, HeteroGraph)
 
 
-def from_jraph(
-    graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequence[str] = ("coo",)
-) -> Graph:
+def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequence[str] = ("coo",)) -> Graph:
     """Returns jraph's graphs as a graph. Under jit nothing is checked, and indices are made on the device.
 
     Args:
@@ -64,9 +62,7 @@ def from_jraph(
     if nodes:
         count = next(iter(nodes.values())).shape[0]
     elif is_traced(n_node):
-        raise TypeError(
-            "n_node is traced: under jit the graph needs a node feature to count nodes by"
-        )
+        raise TypeError("n_node is traced: under jit the graph needs a node feature to count nodes by")
     else:
         count = int(np.sum(graphs.n_node)) if traced else totals["n_node"]
         check_int32("n_node adds up to", count)
@@ -114,9 +110,7 @@ def to_jraph(graph: Graph) -> jraph.GraphsTuple:
     senders, receivers = graph.senders, graph.receivers
     if graph.is_padded:
         first = graph.num_nodes - graph.n_node[first_padding(graph.n_node)]
-        senders, receivers = (
-            jnp.where(ids < graph.num_nodes, ids, first) for ids in (senders, receivers)
-        )
+        senders, receivers = (jnp.where(ids < graph.num_nodes, ids, first) for ids in (senders, receivers))
     return jraph.GraphsTuple(
         nodes=dict(graph.nodes),
         edges=dict(graph.edges),

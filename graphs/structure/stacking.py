@@ -121,15 +121,12 @@ def _stacked(arrays: Sequence[Any]) -> Any:
 
 def _check_alike(first: Any, other: Any, name: str) -> None:
     shapes, others = (
-        {path: (jnp.shape(x), jnp.result_type(x)) for path, x in named_leaves(tree)}
-        for tree in (first, other)
+        {path: (jnp.shape(x), jnp.result_type(x)) for path, x in named_leaves(tree)} for tree in (first, other)
     )
     for path in [*shapes, *others]:
         wanted, came = (_described(found.get(path)) for found in (shapes, others))
         if wanted != came:
-            raise ValueError(
-                f"{name} differs from graphs[0]: {path!r} is {came}, not {wanted}; pad graphs to one size"
-            )
+            raise ValueError(f"{name} differs from graphs[0]: {path!r} is {came}, not {wanted}; pad graphs to one size")
     wanted, came = jax.tree.structure(first), jax.tree.structure(other)
     if wanted != came:
         raise ValueError(

@@ -41,9 +41,7 @@ class EdgeList:
     @property
     def keys(self) -> np.ndarray:
         """Int64 [edges], ascending with the receiver, then the sender; equal for parallel edges."""
-        return (
-            self.receivers.astype(np.int64) * (1 + int(self.senders.max(initial=0))) + self.senders
-        )
+        return self.receivers.astype(np.int64) * (1 + int(self.senders.max(initial=0))) + self.senders
 
     def take(self, places: np.ndarray) -> "EdgeList":
         """Returns some of the edges.
@@ -143,6 +141,4 @@ def _check_apart(of_senders: np.ndarray, of_receivers: np.ndarray) -> None:
     differ = of_senders != of_receivers
     if differ.any():
         edge = int(differ.argmax())
-        raise ValueError(
-            f"graph: an edge joins two graphs of the batch, {of_senders[edge]} and {of_receivers[edge]}"
-        )
+        raise ValueError(f"graph: an edge joins two graphs of the batch, {of_senders[edge]} and {of_receivers[edge]}")

@@ -150,9 +150,7 @@ def to_simple(
 
 
 @accepts_jraph
-def to_bidirected(
-    graph: Graph, reduce: str = "first", *, formats: Sequence[str] | None = None
-) -> Graph:
+def to_bidirected(graph: Graph, reduce: str = "first", *, formats: Sequence[str] | None = None) -> Graph:
     """Returns the graph with each edge once in either direction; runs on the host.
 
     Args:
@@ -212,9 +210,7 @@ def _self_loop_features(
         return self_loops
     filled = rounded(f"fill_value for edges[{name!r}]", np.asarray(fill_value), rows.dtype)
     if np.isfinite(fill_value) and not np.isfinite(filled):
-        raise ValueError(
-            f"fill_value for edges[{name!r}] is {fill_value}, which {rows.dtype} does not hold"
-        )
+        raise ValueError(f"fill_value for edges[{name!r}] is {fill_value}, which {rows.dtype} does not hold")
     return np.full(shape, filled, rows.dtype)
 
 

@@ -149,9 +149,7 @@ def target_mesh(gpu: str = "V100-16GB", devices: int = 1) -> Mesh:
     """
     _check_gpu(gpu, devices)
     _check_plugin()
-    description = topologies.get_topology_desc(
-        platform="cuda", target_config=GPUS[gpu], topology=f"1x1x{devices}"
-    )
+    description = topologies.get_topology_desc(platform="cuda", target_config=GPUS[gpu], topology=f"1x1x{devices}")
     return topologies.make_mesh(description, (devices,), ("data",))
 
 
@@ -207,18 +205,14 @@ def _on(mesh: Mesh, leaf: Any) -> jax.ShapeDtypeStruct:
         return leaf
     struct = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.eval_shape(lambda: leaf)
     replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.ShapeDtypeStruct(
-        struct.shape, struct.dtype, sharding=replicated, weak_type=struct.weak_type
-    )
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=replicated, weak_type=struct.weak_type)
 
 
 def _check(target: str, gpu: str, devices: int) -> None:
     _check_gpu(gpu, devices)
     module, _, name = target.rpartition(":")
     if not module or not name.isidentifier():
-        raise ValueError(
-            f"target={target!r} must be 'module:function' or 'path/to/file.py:function'"
-        )
+        raise ValueError(f"target={target!r} must be 'module:function' or 'path/to/file.py:function'")
 
 
 def _check_gpu(gpu: str, devices: int) -> None:
@@ -241,10 +235,7 @@ def _check_plugin() -> None:
             f"jaxlib {jaxlib} needs jax-cuda{cuda}-plugin of the same version, not {version}: "
             f"pip install 'jax-cuda{cuda}-plugin=={jaxlib}'"
         )
-    raise PluginError(
-        f"the environment of {sys.executable} has no compiler for CUDA: "
-        "pip install 'jmp_train[plan]'"
-    )
+    raise PluginError(f"the environment of {sys.executable} has no compiler for CUDA: pip install 'jmp_train[plan]'")
 
 
 def _run(command: tuple[str, ...], log: Path, timeout: float) -> int | None:

@@ -1,8 +1,8 @@
 """A checkpoint's arrays: a folder of files that orbax reads, with a folder for each array.
 
-They are written and read by tensorstore, on which orbax stands, and not by orbax. Orbax works in executors, which Python
-closes as soon as a script has ended, while the last checkpoint may still be on its way; and it answers a full disk with
-pages of tracebacks from its threads.
+They are written and read by tensorstore, on which orbax stands, and not by orbax. Orbax works in executors, which
+Python closes as soon as a script has ended, while the last checkpoint may still be on its way; and it answers a full
+disk with pages of tracebacks from its threads.
 
 Reference: https://orbax.readthedocs.io, of a dictionary of arrays without OCDBT, and
 https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html, of each array's files.
@@ -88,9 +88,7 @@ def open_arrays(folder: Path, leaves: list[dict[str, Any]]) -> list[Any]:
             )
             opened.append(future.result())
         except Exception as error:  # noqa: BLE001 - tensorstore's errors are of many classes
-            raise DamagedError(
-                f"{path} is not {dtype.name}{list(shape)}: {_message(error)}"
-            ) from None
+            raise DamagedError(f"{path} is not {dtype.name}{list(shape)}: {_message(error)}") from None
     return opened
 
 
@@ -159,8 +157,7 @@ def _tree_metadata(names: list[str]) -> dict[str, Any]:
     """Returns what orbax wants to know of a dictionary of numpy arrays."""
     value = {"value_type": "np.ndarray", "skip_deserialize": False}
     entries = {
-        str((name,)): {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": value}
-        for name in names
+        str((name,)): {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": value} for name in names
     }
     return {
         "tree_metadata": entries,

@@ -2,8 +2,8 @@
 
 The lock is `flock`'s: the kernel gives it back when the process that holds it ends, however it ends, so a lock that can
 be taken has no living holder. It holds between the processes of a machine, between two holders in one process, and
-between machines where the file system says so (NFS does, on Linux). A file system that has no such locks (some mounts of
-Lustre, NFS without a lock daemon), or a system without `flock` (Windows), is an error of its own, so that the caller
+between machines where the file system says so (NFS does, on Linux). A file system that has no such locks (some mounts
+of Lustre, NFS without a lock daemon), or a system without `flock` (Windows), is an error of its own, so that the caller
 decides what to do without one.
 """
 

@@ -3,8 +3,8 @@
 It is called `step_00000100`, and holds `arrays`, an orbax checkpoint with a folder for each leaf, `manifest.json`
 with the leaves and with size and sha256 of every file, and `manifest.sha256` of that. What is being written or deleted
 has its writer's name in addition: `step_00000100.WRITER.tmp` is being written, `step_00000100.WRITER.whole` is about to
-replace the step, and `step_00000100.WRITER.deleted` is being deleted. At every moment of a replacement the step, or what
-is to replace it, is there under a name that readers look for.
+replace the step, and `step_00000100.WRITER.deleted` is being deleted. At every moment of a replacement the step, or
+what is to replace it, is there under a name that readers look for.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ def step_folder(directory: Path, step: int) -> Path:
 def saved_folders(directory: Path) -> dict[int, list[Path]]:
     """Returns the steps that are there complete, damaged or not, in ascending order, and the folders of each.
 
-    The first is the step's own; others are what a writer that was killed was about to put there. The result is empty if the
-    directory does not exist.
+    The first is the step's own; others are what a writer that was killed was about to put there. The result is empty if
+    the directory does not exist.
     """
     found: dict[int, list[Path]] = {}
     for name in sorted(_names_in(directory)):
@@ -76,9 +76,7 @@ def writer_name() -> str:
     return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def commit(
-    folder: Path, writer: str, manifest: dict[str, Any], write: Callable[[Path], None]
-) -> None:
+def commit(folder: Path, writer: str, manifest: dict[str, Any], write: Callable[[Path], None]) -> None:
     """Writes a folder atomically: to a temporary one, with a manifest, which is renamed once all is on the disk.
 
     Args:
@@ -95,9 +93,7 @@ def commit(
     try:
         temporary.mkdir()
         write(temporary)
-        files = {
-            path.relative_to(temporary).as_posix(): file_facts(path) for path in _files(temporary)
-        }
+        files = {path.relative_to(temporary).as_posix(): file_facts(path) for path in _files(temporary)}
         text = json.dumps({**manifest, "files": files}, indent=1).encode()
         if len(text) > LONGEST:
             raise ValueError(f"the manifest has {len(text)} bytes, and at most {LONGEST} are read")

@@ -39,8 +39,7 @@ def _scale_from_dict(scale: Any, state: Any) -> Any:
 def _state_to_dict(state: TrainState) -> dict[str, Any]:
     plain = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, state)
     return {
-        field.name: serialization.to_state_dict(getattr(plain, field.name))
-        for field in dataclasses.fields(TrainState)
+        field.name: serialization.to_state_dict(getattr(plain, field.name)) for field in dataclasses.fields(TrainState)
     }
 
 
@@ -49,10 +48,7 @@ def _state_from_dict(state: TrainState, given: dict[str, Any]) -> TrainState:
     if set(given) != set(names):
         raise ValueError(f"a TrainState has {names}, the state has {sorted(given)}")
     plain = TrainState(
-        **{
-            name: serialization.from_state_dict(getattr(state, name), given[name], name=name)
-            for name in names
-        }
+        **{name: serialization.from_state_dict(getattr(state, name), given[name], name=name) for name in names}
     )
     return jax.tree.map(_like, plain, state)
 
@@ -62,9 +58,5 @@ def _like(x: Any, old: Any) -> Any:
 
 
 for _kind in (NoOpLossScale, StaticLossScale, DynamicLossScale, PerLossScale):
-    serialization.register_serialization_state(
-        _kind, _scale_to_dict, _scale_from_dict, override=True
-    )
-serialization.register_serialization_state(
-    TrainState, _state_to_dict, _state_from_dict, override=True
-)
+    serialization.register_serialization_state(_kind, _scale_to_dict, _scale_from_dict, override=True)
+serialization.register_serialization_state(TrainState, _state_to_dict, _state_from_dict, override=True)

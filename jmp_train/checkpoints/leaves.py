@@ -105,9 +105,7 @@ def check_values(state: Any) -> None:
         if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
             raise TypeError(f"state {name!r} must be an array or a number, got {shown(x)}")
         if isinstance(x, jax.Array) and x.is_deleted():
-            raise ValueError(
-                f"state {name!r} was deleted, as a rule by donation: save what the step returned"
-            )
+            raise ValueError(f"state {name!r} was deleted, as a rule by donation: save what the step returned")
 
 
 def to_host(x: Any) -> np.ndarray:
@@ -136,9 +134,7 @@ def differences(saved: list[Leaf], wanted: list[Leaf]) -> list[str]:
     for path in dict.fromkeys([*old, *new]):
         if old.get(path) == new.get(path):
             continue
-        found, asked = (
-            str(leaf) if (leaf := those.get(path)) else "nothing" for those in (old, new)
-        )
+        found, asked = (str(leaf) if (leaf := those.get(path)) else "nothing" for those in (old, new))
         lines.append(f"{path}: the checkpoint has {found}, the state has {asked}")
     return lines
 
@@ -159,9 +155,7 @@ def _describe(path: Any, x: Any) -> Leaf:
     if isinstance(x, bool | int | float) or type(x) is complex:
         dtype = np.asarray(x).dtype.name
         if isinstance(x, int) and dtype not in ("bool", "int64"):
-            raise ValueError(
-                f"state {path_name(path)!r} is an int of {x.bit_length()} bits, beyond int64"
-            )
+            raise ValueError(f"state {path_name(path)!r} is an int of {x.bit_length()} bits, beyond int64")
         return Leaf(name, type(x).__name__, dtype, ())
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"state {path_name(path)!r} must be an array or a number, got {shown(x)}")
@@ -178,11 +172,7 @@ def _describe(path: Any, x: Any) -> Leaf:
     except TypeError:  # of another library
         dtype = x.dtype
     if getattr(dtype, "name", None) not in STORED:
-        raise TypeError(
-            f"state {path_name(path)!r} has dtype {dtype}, which checkpoints do not hold"
-        )
+        raise TypeError(f"state {path_name(path)!r} has dtype {dtype}, which checkpoints do not hold")
     if len(x.shape) > MOST_AXES:
-        raise ValueError(
-            f"state {path_name(path)!r} has {len(x.shape)} axes, checkpoints hold at most {MOST_AXES}"
-        )
+        raise ValueError(f"state {path_name(path)!r} has {len(x.shape)} axes, checkpoints hold at most {MOST_AXES}")
     return Leaf(name, "array", dtype.name, tuple(x.shape))

@@ -1,7 +1,7 @@
 """A checkpoint's manifest: what it has to say before it is believed, and whether the files are what it says.
 
-The sums in it tell damage. Whoever can write into the folder can make them right, so that no name, size or shape in it is
-used before it has been looked at: what is read is in the checkpoint's own folder, as plain files, and takes the
+The sums in it tell damage. Whoever can write into the folder can make them right, so that no name, size or shape in it
+is used before it has been looked at: what is read is in the checkpoint's own folder, as plain files, and takes the
 memory of the state that is asked for.
 """
 
@@ -75,9 +75,7 @@ def _what_is_wrong(manifest: Any, folder_name: str) -> str:
     if not isinstance(manifest, dict):
         return "is not a JSON object"
     if not _is_count(manifest.get("format")) or manifest["format"] != FORMAT:
-        return (
-            f"has format {shown(manifest.get('format'))}, this version of jmp_train reads {FORMAT}"
-        )
+        return f"has format {shown(manifest.get('format'))}, this version of jmp_train reads {FORMAT}"
     step, leaves, files = (manifest.get(key) for key in ("step", "leaves", "files"))
     if not _is_count(step) or f"step_{step:08d}" != folder_name.partition(".")[0]:
         return f"is of step {shown(step)}"

@@ -37,9 +37,7 @@ def read_state(
       ValueError: the step has other leaves.
       OSError: each step was removed while it was read, a hundred times.
     """
-    number, (metadata, arrays), damages = _read_first(
-        directory, step, lambda folder: _read_arrays(folder, leaves_for)
-    )
+    number, (metadata, arrays), damages = _read_first(directory, step, lambda folder: _read_arrays(folder, leaves_for))
     return number, metadata, arrays, damages
 
 
@@ -49,9 +47,7 @@ def read_metadata(directory: Path, step: int) -> dict[str, Any]:
     return found
 
 
-def _read_first(
-    directory: Path, step: int | None, read: Callable[[Path], Found]
-) -> tuple[int, Found, list[str]]:
+def _read_first(directory: Path, step: int | None, read: Callable[[Path], Found]) -> tuple[int, Found, list[str]]:
     """Returns the number of the newest step, or the given, that can be read, what is read, and newer damages."""
     for _ in range(_ATTEMPTS):
         damages: list[str] = []
@@ -103,9 +99,7 @@ def _read_arrays(folder: Path, leaves_for: LeavesFor) -> tuple[dict[str, Any], l
     step = int(folder.name.partition(".")[0].removeprefix("step_"))
     wanted = leaves_for(step, _metadata(manifest))
     if lines := differences(saved, wanted):
-        raise ValueError(
-            "\n  ".join([f"step {step} of {folder.parent} does not fit the state:", *lines])
-        )
+        raise ValueError("\n  ".join([f"step {step} of {folder.parent} does not fit the state:", *lines]))
     arrays = read_arrays(opened, leaves)
     for x, array in zip(leaves, arrays, strict=True):
         if digest(array) != x["sha256"]:

@@ -46,8 +46,8 @@ class CheckpointStore:
     """Checkpoints of the last few steps in a folder, the arrays in a format of orbax's.
 
     `save` copies the state to the host and returns; a thread writes it atomically, with the sha256 of every
-    file and leaf: to a temporary folder, renamed when all is on the disk. A process that is killed loses no more than the step
-    that it was writing. `restore` reads the newest step that is as it was written.
+    file and leaf: to a temporary folder, renamed when all is on the disk. A process that is killed loses no more than
+    the step that it was writing. `restore` reads the newest step that is as it was written.
 
     One store saves into a folder at a time, from its `lock` or first `save` to its `close`; any number may read, which
     writes and removes nothing.
@@ -75,9 +75,7 @@ class CheckpointStore:
       7
     """
 
-    def __init__(
-        self, directory: str | Path, *, max_to_keep: int = 3, read_only: bool = False
-    ) -> None:
+    def __init__(self, directory: str | Path, *, max_to_keep: int = 3, read_only: bool = False) -> None:
         if not isinstance(max_to_keep, int) or max_to_keep < 1:
             raise ValueError(f"max_to_keep={max_to_keep!r} must be a whole number of at least 1")
         with extra_packages():
@@ -107,8 +105,9 @@ class CheckpointStore:
     def lock(self) -> None:
         """Keeps other stores from saving into the folder until `close`, or the end of the process.
 
-        The first `save` does it where this was not called; a script that calls it first learns at its start, and not after
-        an hour, that it was started twice. A killed process leaves no lock behind; what it was writing is removed now.
+        The first `save` does it where this was not called; a script that calls it first learns at its start, and not
+        after an hour, that it was started twice. A killed process leaves no lock behind; what it was writing is removed
+        now.
 
         Raises:
           ValueError: the store is read-only.
@@ -126,9 +125,7 @@ class CheckpointStore:
             if lock:
                 clear_leftovers(self.directory)
 
-    def save(
-        self, step: SupportsIndex, state: Any, *, metadata: Mapping[str, Any] | None = None
-    ) -> None:
+    def save(self, step: SupportsIndex, state: Any, *, metadata: Mapping[str, Any] | None = None) -> None:
         """Copies the state, and has it written in the background; waits for the step before, if need be.
 
         What is being written when the script ends is still written. If that fails, and nobody asks by `wait` or
@@ -142,17 +139,15 @@ class CheckpointStore:
             `metadata(step)` returns it.
 
         Raises:
-          ValueError: `step` is negative or beyond int64, the store is closed or read-only, the state has no leaves, or a leaf was
-            deleted or is an int beyond int64.
+          ValueError: `step` is negative or beyond int64, the store is closed or read-only, the state has no leaves, or
+            a leaf was deleted or is an int beyond int64.
           TypeError: `step` is not an integer, a leaf is neither an array of a dtype of jax's nor a number, or
             `metadata` is not what JSON has.
           OSError: the step before could not be written, or another store saves into the folder, see `lock`.
         """
         number = _checked_step(step)
         if self._closed:
-            raise ValueError(
-                f"the store of {self.directory} is closed: step {number} cannot be saved"
-            )
+            raise ValueError(f"the store of {self.directory} is closed: step {number} cannot be saved")
         self._check_writable()
         check_values(state)
         described, note = leaves_of(state), _as_json(metadata)
@@ -202,7 +197,8 @@ class CheckpointStore:
 
         Raises:
           FileNotFoundError: there is no checkpoint, or not that step.
-          ValueError: none is intact, or that step is not; or leaves differ in structure, shape or dtype; the message lists all of them.
+          ValueError: none is intact, or that step is not; or leaves differ in structure, shape or dtype; the message
+            lists all of them.
           OSError: a step could not be written.
         """
         self.wait()
@@ -214,7 +210,8 @@ class CheckpointStore:
         """Returns the newest intact step's number and its state, where the state's shapes depend on the step.
 
         Args:
-          state_for: returns what `restore` takes for a step, given its number and its metadata; what it raises is raised.
+          state_for: returns what `restore` takes for a step, given its number and its metadata; what it raises is
+            raised.
 
         Raises:
           FileNotFoundError: there is no checkpoint.
@@ -229,9 +226,7 @@ class CheckpointStore:
           (3, array([0.5, 0.4, 0.3]))
         """
         self.wait()
-        found, metadata, arrays, damages = self._read(
-            lambda step, metadata: _leaves(state_for(step, metadata)), None
-        )
+        found, metadata, arrays, damages = self._read(lambda step, metadata: _leaves(state_for(step, metadata)), None)
         return found, _restored(state_for(found, metadata), arrays, damages)
 
     def wait(self) -> None:
@@ -280,9 +275,7 @@ class CheckpointStore:
         for old in until_now[: -self.max_to_keep]:
             remove(step_folder(self.directory, old), writer)
 
-    def _read(
-        self, leaves_for: LeavesFor, step: int | None
-    ) -> tuple[int, dict[str, Any], list[np.ndarray], list[str]]:
+    def _read(self, leaves_for: LeavesFor, step: int | None) -> tuple[int, dict[str, Any], list[np.ndarray], list[str]]:
         """Returns what process 0 reads, or raises what it raises, in all processes."""
         if jax.process_count() == 1:
             return read_state(self.directory, leaves_for, step)
@@ -312,9 +305,7 @@ def _restored(state: State, arrays: list[np.ndarray], damages: list[str]) -> Sta
     for damage in damages:
         warnings.warn(damage, stacklevel=3)
     leaves, structure = jax.tree_util.tree_flatten(state)
-    placed = [
-        to_leaf(array, like, placement(like)) for like, array in zip(leaves, arrays, strict=True)
-    ]
+    placed = [to_leaf(array, like, placement(like)) for like, array in zip(leaves, arrays, strict=True)]
     return structure.unflatten(placed)
 
 

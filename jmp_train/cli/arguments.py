@@ -14,7 +14,7 @@ _MOST_PROCESSES = 1024  # and devices: each has threads of its own
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses options given twice, whose errors are a `WrongCall`, and whose help ends with exit codes."""
+    """A parser that refuses options given twice, raises `WrongCall`, and whose help ends with exit codes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"epilog": EXIT_CODES, **options})

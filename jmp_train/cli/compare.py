@@ -79,9 +79,7 @@ def _compare(args: argparse.Namespace, log: IO[str], output: Output | None) -> N
         raise Failure("; ".join(problems))
 
 
-def _train_all(
-    args: argparse.Namespace, names: Sequence[str], log: IO[str]
-) -> tuple[list[Run], list[tuple[str, str]]]:
+def _train_all(args: argparse.Namespace, names: Sequence[str], log: IO[str]) -> tuple[list[Run], list[tuple[str, str]]]:
     """Returns the runs that ended well, and the name and the reason of each other one.
 
     Raises:
@@ -181,14 +179,10 @@ def _event(line: bytes) -> Event | None:
 
 def _pass_warnings_on(name: str, errors: str, others: Sequence[bytes]) -> None:
     """Prints what is to be said of a run that ended well."""
-    texts = [
-        line.removeprefix(_WARNING) for line in errors.splitlines() if line.startswith(_WARNING)
-    ]
+    texts = [line.removeprefix(_WARNING) for line in errors.splitlines() if line.startswith(_WARNING)]
     if others:
         first = others[0].decode(errors="replace").strip()
-        texts.append(
-            f"passed by {len(others)} of its lines of output, which are not events: {first[:60]!r}"
-        )
+        texts.append(f"passed by {len(others)} of its lines of output, which are not events: {first[:60]!r}")
     for text in texts:
         print(f"{_WARNING}{name}: {text}", file=sys.stderr, flush=True)
 

@@ -76,12 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{MODE_CHOICES}; or a policy",
     )
     train.add_argument("--checkpoint-dir", type=path, metavar="DIR", help="save the run in DIR")
-    train.add_argument(
-        "--checkpoint-every", type=positive, metavar="STEPS", help="default: once an epoch"
-    )
-    train.add_argument(
-        "--resume", action="store_true", help="go on from DIR's last checkpoint, if it has one"
-    )
+    train.add_argument("--checkpoint-every", type=positive, metavar="STEPS", help="default: once an epoch")
+    train.add_argument("--resume", action="store_true", help="go on from DIR's last checkpoint, if it has one")
     train.set_defaults(run=train_command)
 
     compare = commands.add_parser("compare", help="train a task in several policies or AMP modes")
@@ -105,9 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
     launch = commands.add_parser("launch", help="run a script as several processes on this machine")
     launch.add_argument("-n", "--processes", type=few, required=True, metavar="N", help="how many")
-    launch.add_argument(
-        "--devices-per-process", type=few, default=1, metavar="N", help="default: 1"
-    )
+    launch.add_argument("--devices-per-process", type=few, default=1, metavar="N", help="default: 1")
     launch.add_argument("--logdir", type=path, metavar="DIR", help="write DIR/rank_0.log and so on")
     launch.add_argument(
         "--restarts",
@@ -122,9 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="stop processes that run on so long after the first has ended well; default: never",
     )
-    launch.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="and its arguments"
-    )
+    launch.add_argument("command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="and its arguments")
     launch.set_defaults(run=_launch)
 
     for command in (train, compare):

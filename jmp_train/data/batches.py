@@ -131,9 +131,7 @@ def _own_rows(sharding: Sharding, batch_size: int) -> slice:
     rows = [part[0].indices(batch_size)[:2] for part in parts.values() if part is not None]
     first, last = min(start for start, _ in rows), max(stop for _, stop in rows)
     if last - first != sum(stop - start for start, stop in set(rows)):
-        raise ValueError(
-            f"this process' devices have examples of a batch that are not contiguous: {sharding}"
-        )
+        raise ValueError(f"this process' devices have examples of a batch that are not contiguous: {sharding}")
     return slice(first, last)
 
 
@@ -149,9 +147,7 @@ def row_seeds(seed: int, epoch: int, rows: np.ndarray) -> np.ndarray:
       >>> row_seeds(0, 1, np.array([7, 5]))[1] == row_seeds(0, 1, np.array([5]))[0]
       np.True_
     """
-    words = [
-        np.random.SeedSequence((seed, epoch, int(row))).generate_state(1, np.uint64) for row in rows
-    ]
+    words = [np.random.SeedSequence((seed, epoch, int(row))).generate_state(1, np.uint64) for row in rows]
     return np.concatenate(words)
 
 

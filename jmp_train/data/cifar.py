@@ -23,9 +23,7 @@ _PUBLIC = (
 )
 _NAMES = {name: (name, f"{FOLDER}/{name}") for name in (*TRAIN_FILES, TEST_FILE)}
 _FACTS = dict.fromkeys(_NAMES, f"{_FILE_BYTES} bytes")
-CIFAR10_FILES = (
-    f"; {_PUBLIC}:{describe_files(_NAMES, _FACTS)}"  # where they are, and a line for each
-)
+CIFAR10_FILES = f"; {_PUBLIC}:{describe_files(_NAMES, _FACTS)}"  # where they are, and a line for each
 
 Images = dict[str, np.ndarray]
 

@@ -82,17 +82,14 @@ def neighbor_batches(
     size = sampler.batch_size * (1 if stack is None else as_count("stack", stack))
     if size == 0:
         raise ValueError("stack=0 must be positive")
-    drop_remainder = (
-        drop_remainder or stack is not None
-    )  # a mini-batch without seeds has no mean loss
+    drop_remainder = drop_remainder or stack is not None  # a mini-batch without seeds has no mean loss
     is_shared = isinstance(device, Sharding) and not device.is_fully_addressable
     if is_shared:
         sampler = dataclasses.replace(sampler, sizes=sampler.sizes[-1:])
     least = size if drop_remainder else 1
     if share < least:
         raise ValueError(
-            f"seeds has {len(seeds)} nodes, {share} for each of {process_count} processes, where a "
-            f"batch needs {least}"
+            f"seeds has {len(seeds)} nodes, {share} for each of {process_count} processes, where a batch needs {least}"
         )
 
     def sample(places: np.ndarray, random: np.random.Generator) -> Any:

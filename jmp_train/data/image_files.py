@@ -109,9 +109,7 @@ def _opened(content: bytes) -> "ImageFile":
     if content.startswith((b"P1", b"P2", b"P3")):
         # These are text, of which pillow copies all that follows at each comment.
         return PpmImagePlugin.PpmImageFile(io.BytesIO(re.sub(_COMMENT, b"", content)))
-    raise ValueError(
-        f"it begins with {content[:16]!r}, as no JPEG, PNG, WebP, BMP, PPM or TIFF file does"
-    )
+    raise ValueError(f"it begins with {content[:16]!r}, as no JPEG, PNG, WebP, BMP, PPM or TIFF file does")
 
 
 class _ReadAFewTimes(io.BytesIO):
@@ -140,9 +138,7 @@ def _check_pixels(image: "ImageFile", content: bytes, max_pixels: int) -> None:
     if isinstance(image, TiffImageFile) and TILEWIDTH in image.tag_v2:
         tile_width, tile_height = image.tag_v2[TILEWIDTH], image.tag_v2[TILELENGTH]
         if tile_width * tile_height > max_pixels:
-            raise ValueError(
-                f"its tiles have {tile_width} x {tile_height} pixels, more than {max_pixels=}"
-            )
+            raise ValueError(f"its tiles have {tile_width} x {tile_height} pixels, more than {max_pixels=}")
     if image.info.get("progressive"):  # each scan goes over all pixels, whatever it brings
         scans = content.count(b"\xff\xda")
         if scans * width * height > _SCANNED_PIXELS:

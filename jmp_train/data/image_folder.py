@@ -44,9 +44,7 @@ def read_image_folder(
     classes = tuple(sorted(folders["train"]))
     unknown = sorted(set(folders["val"]) - set(classes))
     if unknown:
-        raise ValueError(
-            f"{folders['val'][unknown[0]]}: training has no class {unknown[0]!r} in {data_dir / 'train'}"
-        )
+        raise ValueError(f"{folders['val'][unknown[0]]}: training has no class {unknown[0]!r} in {data_dir / 'train'}")
     train = _images_of(folders["train"], classes)
     empty = np.flatnonzero(np.bincount(train["label"], minlength=len(classes)) == 0)
     if len(empty):
@@ -60,9 +58,7 @@ def read_image_folder(
 
 def _classes_in(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{folder} is not a folder; wanted are DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
-        )
+        raise FileNotFoundError(f"{folder} is not a folder; wanted are DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg")
     classes = {path.name: path for path in folder.iterdir() if path.is_dir()}
     if not classes:
         raise ValueError(f"{folder} has no classes (folders of images)")
@@ -89,16 +85,12 @@ def _images_in(folder: Path) -> list[str]:
             if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:
                 continue
             if not entry.is_file():
-                raise ValueError(
-                    f"{entry.path} is not a regular file, though it is named as an image"
-                )
+                raise ValueError(f"{entry.path} is not a regular file, though it is named as an image")
             images.append(entry.path)
     return sorted(images)
 
 
-def random_crops(
-    paths: Iterable[str], seeds: Iterable[int], size: int, *, max_pixels: int = MAX_PIXELS
-) -> np.ndarray:
+def random_crops(paths: Iterable[str], seeds: Iterable[int], size: int, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Returns a random crop of each image, flipped or not, uint8 [images, size, size, 3].
 
     torchvision's RandomResizedCrop(size) and RandomHorizontalFlip(): a share of 0.08 to 1 of the area, a ratio of 3/4
@@ -113,12 +105,7 @@ def random_crops(
     Raises:
       ValueError: an image cannot be read, see `read_image`; the message names it.
     """
-    return np.stack(
-        [
-            _random_crop(path, int(seed), size, max_pixels)
-            for path, seed in zip(paths, seeds, strict=True)
-        ]
-    )
+    return np.stack([_random_crop(path, int(seed), size, max_pixels) for path, seed in zip(paths, seeds, strict=True)])
 
 
 def _random_crop(path: str, seed: int, size: int, max_pixels: int) -> np.ndarray:

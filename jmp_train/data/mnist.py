@@ -32,10 +32,7 @@ _FILES = {
     ),
 }
 _NAMES = {name: (name, name.removesuffix(".gz")) for name in _FILES}
-_FACTS = {
-    name: f"{_ADDRESS}{name}, {size} bytes, sha256 {sha256}"
-    for name, (size, sha256) in _FILES.items()
-}
+_FACTS = {name: f"{_ADDRESS}{name}, {size} bytes, sha256 {sha256}" for name, (size, sha256) in _FILES.items()}
 MNIST_FILES = describe_files(_NAMES, _FACTS)  # a line for each
 
 
@@ -62,16 +59,13 @@ def read_mnist(data_dir: Path | str) -> tuple[Arrays, Arrays]:
             size = " x ".join(map(str, images.shape[1:]))
             raise ValueError(f"{image_path} has images of {size} pixels, MNIST's are 28 x 28")
         if len(images) != len(labels):
-            raise ValueError(
-                f"{label_path} has {len(labels)} labels for {len(images)} images in {image_path}"
-            )
+            raise ValueError(f"{label_path} has {len(labels)} labels for {len(images)} images in {image_path}")
         if not len(labels):
             raise ValueError(f"{image_path} has no images")
         if labels.max() >= _CLASSES:
             row = int(np.argmax(labels >= _CLASSES))
             raise ValueError(
-                f"{label_path} has the label {labels[row]} at row {row}, "
-                f"labels are between 0 and {_CLASSES - 1}"
+                f"{label_path} has the label {labels[row]} at row {row}, labels are between 0 and {_CLASSES - 1}"
             )
         parts.append({"image": images, "label": labels})
     return parts[0], parts[1]

@@ -45,8 +45,7 @@ class _Write(threading.Thread):
             return ""
         error = "it was interrupted" if self.is_alive() else self.error
         return (
-            f"step {self._step} could not be written to {self._directory}: {error}; "
-            "the steps before are as they were"
+            f"step {self._step} could not be written to {self._directory}: {error}; the steps before are as they were"
         )
 
 

@@ -56,8 +56,8 @@ def initialize(
     """Joins this process with the others of a training run; call it before anything else of jax.
 
     No argument is needed where the launcher sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as this
-    package's does, nor under Slurm, Open MPI 4 and Kubernetes' indexed jobs, which jax detects. Otherwise give the first
-    three. Where neither is there, this process is the only one and nothing happens.
+    package's does, nor under Slurm, Open MPI 4 and Kubernetes' indexed jobs, which jax detects. Otherwise give the
+    first three. Where neither is there, this process is the only one and nothing happens.
 
     A process that ends with an uncaught exception leaves at once, so that the others notice; jax alone would
     have it wait for them until `shutdown_timeout`, as it does after `sys.exit(1)`. One that has ended well, while
@@ -126,9 +126,7 @@ def initialize(
     finally:
         timer.cancel()
     leaving = threading.Event()
-    threading.Thread(
-        target=_limit_shutdown, args=(leaving, shutdown_timeout, given["process_id"]), daemon=True
-    ).start()
+    threading.Thread(target=_limit_shutdown, args=(leaving, shutdown_timeout, given["process_id"]), daemon=True).start()
     atexit.register(_leave, leaving)  # before jax's own, which was registered earlier
 
 
@@ -196,9 +194,7 @@ def broadcast_state(state: Any, mesh: Mesh | None = None, *, shardings: Any = No
         raise ValueError("mesh and shardings exclude each other: shardings have a mesh")
     divided = [path for path, x in named_leaves(state) if is_divided(x)]
     if divided:
-        raise ValueError(
-            f"state {divided[0]!r} is divided between processes, so that all have a part"
-        )
+        raise ValueError(f"state {divided[0]!r} is divided between processes, so that all have a part")
     if jax.process_count() > 1:
         _check_device_counts()
         _check_same(_gather({f"state {path!r}": _kind(x) for path, x in named_leaves(state)}))

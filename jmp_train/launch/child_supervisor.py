@@ -3,12 +3,13 @@
     python -I -S child_supervisor.py CHANNEL GRACE COMMAND ...
 
 CHANNEL is the number of an open socket to the process that wants the command. Through it goes the command's exit code
-as soon as it has ended; through it comes `e`, to end what still runs, with SIGTERM and after GRACE seconds with SIGKILL,
-or `k`, SIGKILL at once. Its end says that the other process is no more, however it died, and means the same as `e`.
+as soon as it has ended; through it comes `e`, to end what still runs, with SIGTERM and after GRACE seconds with
+SIGKILL, or `k`, SIGKILL at once. Its end says that the other process is no more, however it died, and means the same as
+`e`.
 
 The command leads a session and group of its own. On Linux this process also becomes the parent of whatever below it
-loses its own (a subreaper, as an init process is), so that a daemon that has left the group is found too; elsewhere such
-a daemon stays. It imports only what Python itself has, and nothing of this package.
+loses its own (a subreaper, as an init process is), so that a daemon that has left the group is found too; elsewhere
+such a daemon stays. It imports only what Python itself has, and nothing of this package.
 """
 
 import os

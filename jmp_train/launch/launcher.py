@@ -34,9 +34,9 @@ def launch(
     characters are truncated there. When one fails, the others are stopped, and if there are restarts left, all are
     restarted: a script that saves checkpoints goes on from the last.
 
-    The processes and what they start end with this one, however it ends (see `jmp_train.launch.child_processes`): SIGTERM,
-    SIGHUP, SIGQUIT and Ctrl-C ask them to, and a second of these kills them. What cannot be printed or written to
-    the logs is dropped, and a warning says so: training goes on.
+    The processes and what they start end with this one, however it ends (see `jmp_train.launch.child_processes`):
+    SIGTERM, SIGHUP, SIGQUIT and Ctrl-C ask them to, and a second of these kills them. What cannot be printed or written
+    to the logs is dropped, and a warning says so: training goes on.
 
     Args:
       command: a script and its arguments, or `-m`, a module and its arguments.
@@ -94,9 +94,7 @@ def _run(
                 pass_files=[write],
             )
             children.append(child)
-            readers.append(
-                threading.Thread(target=output.copy, args=(child.stdout, rank), daemon=True)
-            )
+            readers.append(threading.Thread(target=output.copy, args=(child.stdout, rank), daemon=True))
             readers[-1].start()
         endings = wait_for(children, messages, exit_timeout)
     failure = reason(endings, exit_timeout)

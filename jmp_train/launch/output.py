@@ -29,9 +29,7 @@ class Output(io.TextIOBase):
       '?? 1'
     """
 
-    def __init__(
-        self, stream: IO[str] | None, on_failure: Callable[[Exception], None] = lambda error: None
-    ) -> None:
+    def __init__(self, stream: IO[str] | None, on_failure: Callable[[Exception], None] = lambda error: None) -> None:
         self._stream = stream
         self._on_failure = on_failure
         self._failed = False

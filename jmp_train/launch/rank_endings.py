@@ -33,9 +33,7 @@ class Endings:
     first_failure: float | None = None
 
 
-def wait_for(
-    children: Sequence[ChildProcess], messages: int, exit_timeout: float | None
-) -> Endings:
+def wait_for(children: Sequence[ChildProcess], messages: int, exit_timeout: float | None) -> Endings:
     """Waits until all have ended, some have failed, or some run on for too long after others have ended.
 
     Args:
@@ -88,8 +86,7 @@ def reason(endings: Endings, exit_timeout: float | None) -> str | None:
     if not endings.failed:
         return None
     parts = [
-        f"process {rank} "
-        + (f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
+        f"process {rank} " + (f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
         for rank, code in endings.failed.items()
     ]
     if endings.running:
@@ -97,9 +94,7 @@ def reason(endings: Endings, exit_timeout: float | None) -> str | None:
         parts.append(f"{_processes(endings.running)} still ran and {was} stopped")
     text = ", then ".join(parts)
     before = _ended_before_others(endings)
-    return (
-        f"{text}; the script of {_processes(before)} had ended well before that" if before else text
-    )
+    return f"{text}; the script of {_processes(before)} had ended well before that" if before else text
 
 
 def _ended_before_others(endings: Endings) -> list[int]:
@@ -127,9 +122,7 @@ def _notice(endings: Endings, waited: float, exit_timeout: float | None) -> str:
     )
     if exit_timeout is None:
         return text
-    return f"{text}; to be stopped " + (
-        "now" if endings.late else f"in {exit_timeout - waited:.3g} s"
-    )
+    return f"{text}; to be stopped " + ("now" if endings.late else f"in {exit_timeout - waited:.3g} s")
 
 
 def _processes(ranks: Iterable[int]) -> str:

@@ -30,9 +30,7 @@ _MOVE = frozenset(
         "sharding_constraint",
     ]
 )
-_CALLS = frozenset(
-    ["jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "shard_map"]
-)
+_CALLS = frozenset(["jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "shard_map"])
 
 
 def all_gather_dtypes(jaxpr: Any, variables: Sequence[Any]) -> list[Any]:
@@ -52,10 +50,7 @@ def all_gather_dtypes(jaxpr: Any, variables: Sequence[Any]) -> list[Any]:
       >>> [dtype.name for dtype in all_gather_dtypes(jaxpr, jaxpr.invars)]
       ['float16', 'float32']
     """
-    return [
-        _lowest_precision(variable.aval.dtype, set(_uses(jaxpr, variable)))
-        for variable in variables
-    ]
+    return [_lowest_precision(variable.aval.dtype, set(_uses(jaxpr, variable))) for variable in variables]
 
 
 def _lowest_precision(own: Any, used: set[Any]) -> Any:

@@ -44,9 +44,7 @@ def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: 
             if _is_whole(x) and axis in jax.typeof(x).manual_axis_type.varying:
                 differing.append(f"{path or '(root)'!r} ({x.dtype.name})")
 
-    mapped = jax.shard_map(
-        look, mesh=automatic(mesh), in_specs=(P(), P(axis)), out_specs=P(), axis_names={axis}
-    )
+    mapped = jax.shard_map(look, mesh=automatic(mesh), in_specs=(P(), P(axis)), out_specs=P(), axis_names={axis})
     try:
         jax.eval_shape(mapped, state, batch)
     except Exception:  # noqa: BLE001  # of any kind: the step itself is traced without this book-keeping

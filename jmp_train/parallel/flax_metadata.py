@@ -1,4 +1,4 @@
-"""What flax's modules say about how their parameters are sharded: linen's boxes and nnx's variables with partitioning."""
+"""How flax's modules say that their parameters are sharded: linen's boxes and nnx's variables."""
 
 import dataclasses
 import sys

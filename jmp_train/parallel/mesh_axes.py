@@ -114,7 +114,8 @@ def over(mesh: Mesh) -> Iterator[None]:
         return
     if context.size != wanted.size:
         raise ValueError(
-            f"jax.set_mesh has set a mesh of {context.size} devices, the step's has {wanted.size}: set the same one or none"
+            f"jax.set_mesh has set a mesh of {context.size} devices, the step's has {wanted.size}: "
+            "set the same one or none"
         )
     with use_abstract_mesh(wanted):
         yield
@@ -135,9 +136,7 @@ def on_automatic_axes(tree: Any, mesh: Mesh) -> Any:
         sharding = jax.typeof(x).sharding
         if AxisType.Explicit not in sharding.mesh.axis_types:
             return x
-        same = jax.shard_map(
-            lambda x: x, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
-        )
+        same = jax.shard_map(lambda x: x, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False)
         return same(x)
 
     return jax.tree.map(on_automatic, tree)

@@ -22,9 +22,7 @@ from jmp_train.steps import check_divides, in_parts
 Stage = Callable[[Any, Any, Any], Any]
 
 
-def pipeline(
-    stage: Stage, mesh: Mesh, axis: str = "pipe", *, micro_batches: int = 1
-) -> Callable[..., Any]:
+def pipeline(stage: Stage, mesh: Mesh, axis: str = "pipe", *, micro_batches: int = 1) -> Callable[..., Any]:
     """Returns a function that sends a batch through as many stages as a mesh axis has devices.
 
     Of S stages and M micro-batches each device waits for S - 1 of M + S - 1 ticks. What a backward pass needs of all
@@ -113,9 +111,7 @@ def _over_devices(in_ticks: Any, mesh: Mesh, axis: str) -> Any:
     )
 
 
-def _in_ticks(
-    stage: Callable[..., Any], axis: str, count: int, params: Any, parts: Any, rng: Any
-) -> Any:
+def _in_ticks(stage: Callable[..., Any], axis: str, count: int, params: Any, parts: Any, rng: Any) -> Any:
     """Returns what one device's stage makes of each micro-batch, one tick after another."""
     params = jax.tree.map(lambda x: x[0], params)
     index = lax.axis_index(axis) if count > 1 else jnp.int32(0)
@@ -141,8 +137,7 @@ def _check_stage(stage: Stage, params: Any, parts: Any, rng: Any) -> None:
     one, x = (jax.tree.map(lambda leaf: leaf[0], tree) for tree in (params, parts))
     y = jax.eval_shape(stage, one, x, rng)
     wanted, came = (
-        [f"{path or '(root)'} {leaf.dtype}{list(leaf.shape)}" for path, leaf in named_leaves(tree)]
-        for tree in (x, y)
+        [f"{path or '(root)'} {leaf.dtype}{list(leaf.shape)}" for path, leaf in named_leaves(tree)] for tree in (x, y)
     )
     if wanted != came:
         raise ValueError(

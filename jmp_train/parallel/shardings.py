@@ -68,9 +68,7 @@ def _as_spec(regex: str, spec: object) -> PartitionSpec:
     entries = tuple(spec) if isinstance(spec, tuple | PartitionSpec) else (spec, 0)
     flat = [x for entry in entries for x in (entry if isinstance(entry, tuple) else (entry,))]
     if not all(x is None or x is P.UNCONSTRAINED or isinstance(x, str) for x in flat):
-        raise TypeError(
-            f"rule {regex!r} must have a PartitionSpec, or a tuple of mesh axes and None, got {spec!r}"
-        )
+        raise TypeError(f"rule {regex!r} must have a PartitionSpec, or a tuple of mesh axes and None, got {spec!r}")
     return P(*entries)
 
 
@@ -121,8 +119,8 @@ def zero1_shardings(
     Args:
       state: see `state_shardings`, as are `mesh` and `params`.
       mesh: the devices.
-      axis: the mesh axis to shard over. An array is sharded along the longest of its dimensions that the axis divides and
-        that `params` has not sharded.
+      axis: the mesh axis to shard over. An array is sharded along the longest of its dimensions that the axis divides
+        and that `params` has not sharded.
       params: how parameters are sharded already.
       min_size: arrays with fewer elements are left alone.
 
@@ -202,9 +200,7 @@ def full_shardings(state: TrainState, shardings: object, mesh: Mesh) -> TrainSta
     Raises:
       ValueError: a part of the tree is another state's, or a sharding does not fit its array; the message names it.
     """
-    specs = _broadcast(
-        shardings, state, "shardings must have a sharding for each array of the state"
-    )
+    specs = _broadcast(shardings, state, "shardings must have a sharding for each array of the state")
 
     def named(path: KeyPath, spec: PartitionSpec, x: object) -> NamedSharding:
         spec = _checked_spec(f"shardings {path_name(path)!r}", x, spec, mesh)
@@ -224,8 +220,7 @@ def gradient_dimensions(state: TrainState, shardings: TrainState, axis: str) -> 
       axis: the mesh axis.
     """
     found = {
-        path: dimension_over(axis, sharding)
-        for path, sharding in jax.tree_util.tree_leaves_with_path(shardings.params)
+        path: dimension_over(axis, sharding) for path, sharding in jax.tree_util.tree_leaves_with_path(shardings.params)
     }
     owners = _owners(state)
     for leaf, sharding in jax.tree_util.tree_leaves_with_path(shardings.opt_state):
@@ -248,9 +243,7 @@ class _ShapeRule:
             return spec
         entries = [*spec, *(None,) * (len(x.shape) - len(spec))]
         whole = [
-            dimension
-            for dimension, size in enumerate(x.shape)
-            if entries[dimension] is None and size % self.count == 0
+            dimension for dimension, size in enumerate(x.shape) if entries[dimension] is None and size % self.count == 0
         ]
         if not whole:
             return spec
@@ -309,9 +302,7 @@ def _owners(state: TrainState) -> dict[KeyPath, KeyPath]:
 def _checked_specs(params: Params, specs: object, mesh: Mesh) -> Any:
     if specs is None:
         specs = specs_of_metadata(params)
-    specs = _broadcast(
-        specs, params, "params must have a PartitionSpec for each parameter of the state"
-    )
+    specs = _broadcast(specs, params, "params must have a PartitionSpec for each parameter of the state")
     return jax.tree_util.tree_map_with_path(
         lambda path, spec, x: _checked_spec(f"params {path_name(path)!r}", x, spec, mesh),
         specs,
@@ -341,8 +332,7 @@ def _checked_spec(what: str, x: Any, spec: Any, mesh: Mesh) -> PartitionSpec:
         count = math.prod(axis_size(mesh, axis) for axis in axes)
         if size % count:
             raise ValueError(
-                f"{what} of shape {x.shape} cannot be sharded by {spec}: "
-                f"{size} is not a multiple of {count} devices"
+                f"{what} of shape {x.shape} cannot be sharded by {spec}: {size} is not a multiple of {count} devices"
             )
     return spec
 

@@ -27,8 +27,8 @@ class Stages:
     optimizers that look at whole layers (LAMB, Adafactor) take a stage for a layer.
 
     Args:
-      functions: `function(params, x, rng) -> y` of each stage. `x` and `y` are arrays [rows, ...] of one dtype, and each
-        stage takes what the one before it returns.
+      functions: `function(params, x, rng) -> y` of each stage. `x` and `y` are arrays [rows, ...] of one dtype, and
+        each stage takes what the one before it returns.
       params: the parameters of each stage, trees of arrays of one floating dtype; their shapes are kept.
 
     Raises:
@@ -63,9 +63,7 @@ class Stages:
                     f"params {path!r} is {jnp.result_type(x)}, {leaves[0][0]!r} is {jnp.result_type(leaves[0][1])}: "
                     "stages are packed into one array of one floating dtype"
                 )
-        shapes = (
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree) for tree in params
-        )
+        shapes = (jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree) for tree in params)
         object.__setattr__(self, "functions", tuple(self.functions))
         object.__setattr__(self, "_shapes", tuple(shapes))
 
@@ -80,10 +78,7 @@ class Stages:
           ValueError: a stage has another structure, or a leaf another shape.
         """
         for number, (tree, shapes) in enumerate(zip(params, self._shapes, strict=True)):
-            came, wanted = (
-                [(path, tuple(leaf.shape)) for path, leaf in named_leaves(each)]
-                for each in (tree, shapes)
-            )
+            came, wanted = ([(path, tuple(leaf.shape)) for path, leaf in named_leaves(each)] for each in (tree, shapes))
             if came != wanted:
                 raise ValueError(f"params of stage {number} must be {wanted}, got {came}")
         longest = max(map(_size, self._shapes))
@@ -105,15 +100,13 @@ class Stages:
             start += leaf.size
         return jax.tree.unflatten(structure, arrays)
 
-    def pipeline(
-        self, mesh: Mesh, axis: str = "pipe", *, micro_batches: int = 1
-    ) -> Callable[..., jax.Array]:
+    def pipeline(self, mesh: Mesh, axis: str = "pipe", *, micro_batches: int = 1) -> Callable[..., jax.Array]:
         """Returns a function that sends a batch through the stages; see `pipeline`.
 
         Args:
           mesh: the devices.
-          axis: the mesh axis along which the stages are placed. They must not reduce over it, nor over another axis that jax
-            shards over by itself.
+          axis: the mesh axis along which the stages are placed. They must not reduce over it, nor over another axis
+            that jax shards over by itself.
           micro_batches: into how many parts a batch is split along its first axis.
 
         Returns:
@@ -125,9 +118,7 @@ class Stages:
         """
         count = axis_size(mesh, axis)
         if count != len(self.functions):
-            raise ValueError(
-                f"mesh axis {axis!r} has {count} devices for {len(self.functions)} stages"
-            )
+            raise ValueError(f"mesh axis {axis!r} has {count} devices for {len(self.functions)} stages")
 
         def run(packed: jax.Array, x: jax.Array, rng: Any = None) -> jax.Array:
             shapes = self._activations(packed, x, rng)
@@ -144,9 +135,7 @@ class Stages:
 
                 return lax.switch(index, [branch(i) for i in range(count)], row, flat, rng)
 
-            flat = pipeline_of_indexed(stage, mesh, axis, micro_batches)(
-                packed, _padded(x, largest), rng
-            )
+            flat = pipeline_of_indexed(stage, mesh, axis, micro_batches)(packed, _padded(x, largest), rng)
             return _unpadded(flat, shapes[-1])
 
         return jax.jit(run)

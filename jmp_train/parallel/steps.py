@@ -269,9 +269,7 @@ def sharded_step(
         )
         if shardings is not None:
             run = _with_whole_params(run, shardings.params, axis)
-        result, rows = run(
-            loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng
-        )
+        result, rows = run(loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng)
         aux = jax.tree.map(
             lambda mean, row: row if mean is None else mean,
             result.aux,
@@ -307,9 +305,7 @@ def _grad_dimensions(state: TrainState, shardings: TrainState | None, axis: str)
     else:
         dimensions = gradient_dimensions(state, shardings, axis)
     losses = loss_scale_of(state.opt_state)
-    return (
-        (dimensions,) * len(losses.loss_scales) if isinstance(losses, PerLossScale) else dimensions
-    )
+    return (dimensions,) * len(losses.loss_scales) if isinstance(losses, PerLossScale) else dimensions
 
 
 def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, dimensions: PyTree) -> Any:
@@ -343,8 +339,8 @@ def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, dimensions: P
 def _with_whole_params(run: Callable[..., Any], shardings: PyTree, axis: str) -> Any:
     """Returns a function of parameters that may be sharded over an axis, which are gathered for `run`.
 
-    Those that all of its uses cast to a lower-precision dtype are gathered in that. XLA does not do so by itself. Nor does
-    an `all_gather` within the `shard_map` do: what scatters into its result is wrong there in jaxlib 0.10, where
+    Those that all of its uses cast to a lower-precision dtype are gathered in that. XLA does not do so by itself. Nor
+    does an `all_gather` within the `shard_map` do: what scatters into its result is wrong there in jaxlib 0.10, where
     another dimension is sharded too.
     """
     is_sharded = jax.tree.map(lambda sharding: dimension_over(axis, sharding) >= 0, shardings)

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from jmp_train.runs import Run
 
 COST_TITLES = ("policy", "flops in half", "saved", "ratio", "parameters", "state", "ratio")
-COST_NOTE = "saved: what the forward pass of a step leaves for its backward pass; state: parameters, optimizer's and model's"
+COST_NOTE = (
+    "saved: what the forward pass of a step leaves for its backward pass; state: parameters, optimizer's and model's"
+)
 
 # Modes that are known to fail where others do not, and what they lack.
 _LACKS = {
     "apex-O3": (
-        "apex-O3 has neither loss scale nor float32 master weights nor float32 BatchNorms: gradients below 6e-8 vanish, "
-        "updates below 1/2048 of a parameter are lost, statistics above 65504 overflow; apex-O2 has all three"
+        "apex-O3 has neither loss scale nor float32 master weights nor float32 BatchNorms: gradients below 6e-8 "
+        "vanish, updates below 1/2048 of a parameter are lost, statistics above 65504 overflow; apex-O2 has all three"
     ),
     "apex-O3-bfloat16": (
         "apex-O3-bfloat16 has no float32 master weights: updates below 1/256 of a parameter are lost; apex-O2-bfloat16 "
@@ -66,9 +68,7 @@ def speed_table(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, .
     ]
     if not reports_memory(runs):
         return titles, rows
-    memory = [
-        (f"{run.memory_mb:.0f} MB", f"{run.memory_mb / first.memory_mb:.2f}x") for run in runs
-    ]
+    memory = [(f"{run.memory_mb:.0f} MB", f"{run.memory_mb / first.memory_mb:.2f}x") for run in runs]
     both = [(*row, *cells) for row, cells in zip(rows, memory, strict=True)]
     return (*titles, "memory", "memory ratio"), both
 

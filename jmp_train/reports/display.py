@@ -108,9 +108,7 @@ class LiveDisplay:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        self._tasks = {
-            policy: self._bars.add_task(policy, start=False, total=None) for policy in policies
-        }
+        self._tasks = {policy: self._bars.add_task(policy, start=False, total=None) for policy in policies}
         self._stream = stream
         self._console = console_on(stream)
         self._live = Live(

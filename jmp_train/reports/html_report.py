@@ -39,7 +39,8 @@ body { margin: 0 auto; max-width: 72rem; padding: 1rem; background: var(--page);
 h1 { font-size: 1.5rem; margin: 0.5rem 0; }
 p, footer { color: var(--soft); }
 ul { padding-left: 1.2rem; }
-.panels { display: grid; gap: 1rem; margin: 2rem 0 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
+.panels { display: grid; gap: 1rem; margin: 2rem 0 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
 .panels svg { width: 100%; height: auto; }
 .scroll { overflow-x: auto; }
 .scroll + .scroll { margin-top: 1rem; }
@@ -106,10 +107,7 @@ def page(task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = (
       runs: at least one; the others are compared with the first.
       failures: (policy, reason) of each run that did not end.
     """
-    failed = [
-        f'<li class="failed">{escape(policy)} did not end: {escape(reason)}</li>'
-        for policy, reason in failures
-    ]
+    failed = [f'<li class="failed">{escape(policy)} did not end: {escape(reason)}</li>' for policy, reason in failures]
     said = [*sentences(runs), *explanations(runs)]
     speed_titles, speed_rows = speed_table(runs)
     return _PAGE.substitute(

@@ -197,9 +197,7 @@ def _legend(axes: "Axes") -> None:
         axes.legend(frameon=False, labelcolor=_INK, handlelength=3)
 
 
-def _bar(
-    axes: "Axes", y: float, value: float, text: str, index: int, height: float, alpha: float = 1.0
-) -> None:
+def _bar(axes: "Axes", y: float, value: float, text: str, index: int, height: float, alpha: float = 1.0) -> None:
     axes.barh(y, value, height, color=color(index), alpha=alpha)
     axes.annotate(text, (value, y), (4, 0), textcoords="offset points", va="center")
 

@@ -1,4 +1,4 @@
-"""What is printed fits the screen: tables become lines where they have no room, and lines break between their fields."""
+"""Output that fits the screen: tables become lines where they have no room, lines break between fields."""
 
 import os
 import re
@@ -105,9 +105,7 @@ class Sheet:
         self.caption = caption
         self.left = left
 
-    def __rich_console__(
-        self, console: "Console", options: "ConsoleOptions"
-    ) -> "Iterator[RenderableType]":
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[RenderableType]":
         """Yields a table or, where it does not fit, lines."""
         columns = zip(self.titles, *self.rows, strict=True)
         needed = 1 + sum(1 + max(map(len, column)) for column in columns)

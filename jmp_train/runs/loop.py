@@ -44,8 +44,8 @@ def train(
 ) -> Run:
     """Trains a task in one policy or AMP mode and evaluates it.
 
-    With `task.devices` above 1 each batch is sharded over that many local devices, by `data_parallel`; the evaluation runs
-    on the first of them.
+    With `task.devices` above 1 each batch is sharded over that many local devices, by `data_parallel`; the evaluation
+    runs on the first of them.
 
     Args:
       task: what to train.
@@ -147,9 +147,7 @@ def train(
 class _Watch:
     """Fetches the steps' metrics now and then, because each time waits for the device."""
 
-    def __init__(
-        self, total: int, stop_after: int, steps: list[Step], on_event: Callable[[Event], None]
-    ) -> None:
+    def __init__(self, total: int, stop_after: int, steps: list[Step], on_event: Callable[[Event], None]) -> None:
         self.total = total
         self.stop_after = stop_after
         self.on_event = on_event
@@ -187,9 +185,7 @@ class _Watch:
         self._looked = time.perf_counter()
 
 
-def _epoch(
-    epoch: int, watch: _Watch, steps_per_epoch: int, learning_rate: float, seconds: float
-) -> Epoch:
+def _epoch(epoch: int, watch: _Watch, steps_per_epoch: int, learning_rate: float, seconds: float) -> Epoch:
     losses = [step.loss for step in watch.steps[-steps_per_epoch:] if step.finite]
     return Epoch(
         epoch=epoch,
@@ -215,9 +211,7 @@ def check_run(task: Task, epochs: int, batch_size: int, seed: int) -> int:
     if epochs < 1:
         raise ValueError(f"epochs={epochs} must be at least 1")
     if not 1 <= batch_size <= count:
-        raise ValueError(
-            f"batch_size={batch_size} must be between 1 and the {count} training examples"
-        )
+        raise ValueError(f"batch_size={batch_size} must be between 1 and the {count} training examples")
     if task.devices < 1 or batch_size % task.devices:
         raise ValueError(f"devices={task.devices} must divide batch_size={batch_size}")
     if (total := epochs * (count // batch_size)) >= 2**31:
@@ -241,9 +235,7 @@ def _placed(shared: dict[str, Any], setup: Setup) -> dict[str, Any]:
     return jax.device_put(setup.cast_shared(shared), jax.local_devices()[0])
 
 
-def _test(
-    task: Task, setup: Setup, state: TrainState, batch_size: int, shared: dict[str, Any]
-) -> tuple[float, int]:
+def _test(task: Task, setup: Setup, state: TrainState, batch_size: int, shared: dict[str, Any]) -> tuple[float, int]:
     """Returns the accuracy, and for how many examples the output is not finite; raises if it is for none."""
     predict = jax.jit(setup.predict)
     # Off the mesh, where several devices trained: else each of them would compute the same.

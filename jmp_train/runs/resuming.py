@@ -74,13 +74,9 @@ class Saver:
         self._metadata: dict[str, Any] = {}
         self._store.lock()
         if self._store.steps() and not saving.resume:
-            raise ResumeError(
-                f"{self._store.directory} has checkpoints already: go on with --resume, or take another"
-            )
+            raise ResumeError(f"{self._store.directory} has checkpoints already: go on with --resume, or take another")
 
-    def begin(
-        self, state: TrainState, metadata: dict[str, Any]
-    ) -> tuple[int, TrainState, list[Step], list[Epoch]]:
+    def begin(self, state: TrainState, metadata: dict[str, Any]) -> tuple[int, TrainState, list[Step], list[Epoch]]:
         """Returns how many steps are done, the state after them, and their records, of the newest intact step.
 
         Writes `run.json`, which says to people what every checkpoint says as well.

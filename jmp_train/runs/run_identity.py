@@ -15,9 +15,7 @@ from jmp_train.runs.task_batches import count_examples
 from jmp_train.tasks import Arrays, Task, TaskOptions, options_of
 
 _PACKAGES = ("jmp_train", "jax", "jaxlib", "flax", "optax", "numpy")
-_DECIDE_THE_DATA = {"task"} | {
-    name for name, option in options_of(TaskOptions).items() if option.decides == "data"
-}
+_DECIDE_THE_DATA = {"task"} | {name for name, option in options_of(TaskOptions).items() if option.decides == "data"}
 _FILES = 1000  # of those that the data names, of how many the sizes count
 
 
@@ -33,7 +31,8 @@ def run_metadata(
     """Returns what a run's checkpoints say of it, as JSON has it.
 
     `run` has all that its numbers depend on, by the names of the command line's options, of which None is the default,
-    and a digest of the data. The rest is for people: the folder of the data, which may be moved, the device and the versions.
+    and a digest of the data. The rest is for people: the folder of the data, which may be moved, the device and the
+    versions.
 
     Args:
       task: what is trained.
@@ -66,9 +65,7 @@ def run_metadata(
 def _deciding(options: TaskOptions) -> dict[str, Any]:
     """Returns the options that the numbers of a run depend on, as JSON has them."""
     values = {
-        name: getattr(options, name)
-        for name, option in options_of(TaskOptions).items()
-        if option.decides is not None
+        name: getattr(options, name) for name, option in options_of(TaskOptions).items() if option.decides is not None
     }
     return {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
 
@@ -84,15 +81,10 @@ def differences(saved: Mapping[str, Any], this: Mapping[str, Any]) -> list[str]:
       >>> differences({"epochs": 3, "model": "gat", "seed": 0}, {"epochs": 5, "model": None, "seed": 0})
       ['epochs: the run has 3, this call 5', 'model: the run has gat, this call the default']
     """
-    others = [
-        name for name in dict.fromkeys([*saved, *this]) if _said(saved, name) != _said(this, name)
-    ]
+    others = [name for name in dict.fromkeys([*saved, *this]) if _said(saved, name) != _said(this, name)]
     if not _DECIDE_THE_DATA.isdisjoint(others):
         others = [name for name in others if name != "data"]  # it is what these lines say
-    return [
-        f"{name}: the run has {_said(saved, name)}, this call {_said(this, name)}"
-        for name in others
-    ]
+    return [f"{name}: the run has {_said(saved, name)}, this call {_said(this, name)}" for name in others]
 
 
 def _said(options: Mapping[str, Any], name: str) -> str:
@@ -103,8 +95,8 @@ def _said(options: Mapping[str, Any], name: str) -> str:
 def data_digest(train: Arrays, test: Arrays, shared: Any = None) -> str:
     """Returns 16 hexadecimal digits of the sha256 of the data: its arrays' bytes, shapes and dtypes.
 
-    Of files that the data names, it is their names below the folder that they share, and the sizes of up to 1,000 of them,
-    so that a copy elsewhere is the same data.
+    Of files that the data names, it is their names below the folder that they share, and the sizes of up to 1,000 of
+    them, so that a copy elsewhere is the same data.
 
     Args:
       train: arrays, or objects that are paths.

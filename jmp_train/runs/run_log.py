@@ -157,9 +157,7 @@ def _scalar_record(tag: str, value: float, step: int) -> bytes:
         from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
     # Not by tensorboardX' own `scalar`, which prints a line for each NaN: a skipped step has one.
-    return _event_record(
-        summary=Summary(value=[Summary.Value(tag=tag, simple_value=float(value))]), step=step
-    )
+    return _event_record(summary=Summary(value=[Summary.Value(tag=tag, simple_value=float(value))]), step=step)
 
 
 def _event_record(**fields: Any) -> bytes:

@@ -73,9 +73,7 @@ class Setup:
     cast_shared: Callable[[Any], Any]
 
 
-def make_setup(
-    task: Task, name: str, schedule: optax.Schedule, growth_interval: int | None = None
-) -> Setup:
+def make_setup(task: Task, name: str, schedule: optax.Schedule, growth_interval: int | None = None) -> Setup:
     """Returns the pieces with which a task is trained under a name.
 
     Args:
@@ -129,9 +127,7 @@ def _of_mode(task: Task, amp: Amp, schedule: optax.Schedule) -> Setup:
     )
 
 
-def _of_policy(
-    task: Task, policy: Policy, schedule: optax.Schedule, growth_interval: int | None
-) -> Setup:
+def _of_policy(task: Task, policy: Policy, schedule: optax.Schedule, growth_interval: int | None) -> Setup:
     loss_scale = loss_scale_for(policy, growth_interval)
     optimizer = with_loss_scale(task.optimizer(schedule), loss_scale)
 

@@ -29,9 +29,7 @@ def check_divides(batch: Batch, count: int, what: str) -> None:
             )
     for path, x in named_leaves(batch):
         if jnp.shape(x)[:1] == (0,):
-            raise ValueError(
-                f"the batch has no examples: {path or '(root)'!r} has shape {jnp.shape(x)}"
-            )
+            raise ValueError(f"the batch has no examples: {path or '(root)'!r} has shape {jnp.shape(x)}")
         if jnp.ndim(x) == 0 or jnp.shape(x)[0] % count:
             raise ValueError(
                 f"{what} must divide the first axis of every leaf of the batch; "

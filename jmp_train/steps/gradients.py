@@ -96,9 +96,7 @@ def unwatched_value_and_grad(
     """Returns what `scaled_value_and_grad` does, without a look at the products."""
     run = loss_fn if policy is None else policy.default.transform(loss_fn)
 
-    def value_and_grad(
-        loss_scale: LossScales, params: Params, *args: object, **kwargs: object
-    ) -> Any:
+    def value_and_grad(loss_scale: LossScales, params: Params, *args: object, **kwargs: object) -> Any:
         check_loss_scale(loss_scale)
         differentiated, rest = _partition(params)
 
@@ -147,8 +145,7 @@ def _partition(params: Params) -> tuple[Any, Any]:
                 )
         return params, None
     return tuple(
-        jax.tree.map(lambda x, keep=keep: x if is_inexact_array(x) == keep else None, params)
-        for keep in (True, False)
+        jax.tree.map(lambda x, keep=keep: x if is_inexact_array(x) == keep else None, params) for keep in (True, False)
     )
 
 
@@ -164,9 +161,7 @@ def _has_equinox_module(params: Params) -> bool:
 def _combine(differentiated: PyTree, rest: object) -> Any:
     if rest is None:
         return differentiated
-    return jax.tree.map(
-        lambda x, y: y if x is None else x, differentiated, rest, is_leaf=lambda x: x is None
-    )
+    return jax.tree.map(lambda x, y: y if x is None else x, differentiated, rest, is_leaf=lambda x: x is None)
 
 
 def at_least(dtype: DTypeLike, tree: PyTree) -> Any:
@@ -207,9 +202,7 @@ def float32_loss(loss_scale: LossScales, loss: object) -> Any:
 def float32_scalar(loss: Any) -> jax.Array:
     """Returns a loss in float32 or higher precision; raises TypeError if it is not a floating scalar."""
     if isinstance(loss, tuple | list):
-        raise TypeError(
-            f"loss_fn returned {len(loss)} losses; the optimizer has to have a PerLossScale for them"
-        )
+        raise TypeError(f"loss_fn returned {len(loss)} losses; the optimizer has to have a PerLossScale for them")
     if isinstance(loss, Mapping):
         raise TypeError(
             f"loss_fn returned a dict of losses, {sorted(map(str, loss))}: return their sum, or a tuple of them"

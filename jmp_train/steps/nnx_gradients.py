@@ -122,9 +122,7 @@ def nnx_value_and_grad(
         pairs = []
         for number in range(len(loss_scale.loss_scales) if several else 1):
             before.restore()  # each loss has a forward pass of its own, and all are the same
-            differentiate = nnx.value_and_grad(
-                scaled(loss_scale, number), argnums=argnums, has_aux=True, **options
-            )
+            differentiate = nnx.value_and_grad(scaled(loss_scale, number), argnums=argnums, has_aux=True, **options)
             ((_, result), grads) = differentiate(*args, **kwargs)
             pairs.append((result, at_least("float32", grads)))
         (loss, aux), grads = pairs[0]

@@ -20,9 +20,7 @@ Evaluate = Callable[[Any], tuple[jax.Array, Any]]
 _LINE_SEARCHES = (optax.ScaleByZoomLinesearchState, optax.ScaleByBacktrackingLinesearchState)
 
 
-def extra_arguments(
-    opt_state: OptState, loss: jax.Array, grads: Grads, evaluate: Evaluate | None
-) -> dict[str, Any]:
+def extra_arguments(opt_state: OptState, loss: jax.Array, grads: Grads, evaluate: Evaluate | None) -> dict[str, Any]:
     """Returns the extra arguments of `optimizer.update`.
 
     Args:
@@ -42,11 +40,7 @@ def extra_arguments(
       ['grad', 'value', 'value_fn']
     """
     if find_nodes(opt_state, optax.contrib.SAMState):  # takes no other argument, not even the loss
-        return {
-            "grad_fn": lambda params, number: _evaluated(evaluate, "sam(opaque_mode=True)")(params)[
-                1
-            ]
-        }
+        return {"grad_fn": lambda params, number: _evaluated(evaluate, "sam(opaque_mode=True)")(params)[1]}
     if any(find_nodes(opt_state, kind) for kind in _LINE_SEARCHES):
         return {
             "value": loss,

@@ -142,8 +142,8 @@ def train_step(
         * num_zeros_in_grad: int32 scalar, if the optimizer has a `count_zero_gradients`.
 
     Raises:
-      ValueError: `accumulate_steps` is below 1 or, when called, does not divide the batch; the batch has no examples; the
-        state has several loss scales, or is another optimizer's; the optimizer's wrappers are
+      ValueError: `accumulate_steps` is below 1 or, when called, does not divide the batch; the batch has no examples;
+        the state has several loss scales, or is another optimizer's; the optimizer's wrappers are
         nested so that they compute something else; parameters are stored in a lower precision than the
         policy says.
       TypeError: an argument is of another type; when called, the model state changes its
@@ -245,9 +245,7 @@ class TrainStep:
         check_is_train_state(state)
         self.first_trace.look_at_values({"batch": batch}, self.policy)
         next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        result = self.gradients(
-            loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng
-        )
+        result = self.gradients(loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng)
         evaluate = None if self._all_axes else self._evaluation(state, batch, step_rng)
         return self.apply_gradients(state, result, next_rng, evaluate)
 
@@ -269,9 +267,7 @@ class TrainStep:
           rng: the step's random key, the same for all devices, or None.
         """
         check_param_dtypes(params, self.policy)
-        loss, model_state, aux, grads = self.local_gradients(
-            loss_scale, params, model_state, batch, rng
-        )
+        loss, model_state, aux, grads = self.local_gradients(loss_scale, params, model_state, batch, rng)
         grads = reduce_gradients(grads, self.axis_names, self.reduce_dtype)
         averaged = mean_over_axes((loss, model_state, aux), self.axis_names)
         return StepGradients(*averaged, grads)
@@ -296,9 +292,7 @@ class TrainStep:
         if rng is not None and self.axis_names:
             rng = jax.random.fold_in(rng, lax.axis_index(self.axis_names))
         params = pvary(params, self.axis_names)
-        model_state = jax.tree.map(
-            lambda x: pvary(x, self.axis_names) if is_inexact_array(x) else x, model_state
-        )
+        model_state = jax.tree.map(lambda x: pvary(x, self.axis_names) if is_inexact_array(x) else x, model_state)
         with names_of_axes(self._all_axes):
             result = self._gradients(loss_scale, params, model_state, batch, rng)
         check_local_loss(result.loss, params, self.axis_names)
@@ -322,9 +316,7 @@ class TrainStep:
         loss, model_state, aux, grads = result
         check_same_optimizer(self.optimizer, state.opt_state, trained(state.params))
         # with_loss_scale computes both of these too, and XLA computes them once.
-        unscaled, finite, _ = unscale_and_check(
-            loss_scale_of(state.opt_state), grads, self._all_axes
-        )
+        unscaled, finite, _ = unscale_and_check(loss_scale_of(state.opt_state), grads, self._all_axes)
 
         extra = extra_arguments(state.opt_state, loss, trained(unscaled), evaluate)
         seen = _finite_or_nan(finite, trained_gradients(grads), state.opt_state)
@@ -365,9 +357,7 @@ class TrainStep:
             carry: tuple[ModelState, Grads], inputs: tuple[Batch, jax.Array | None]
         ) -> tuple[tuple[ModelState, Grads], tuple[jax.Array, object]]:
             model_state, total = carry
-            loss, model_state, aux, grads = self._micro_gradients(
-                loss_scale, params, model_state, *inputs
-            )
+            loss, model_state, aux, grads = self._micro_gradients(loss_scale, params, model_state, *inputs)
             total = map_overwritten(jnp.maximum, jnp.add, total, grads)
             return (model_state, total), (loss, aux)
 
@@ -429,9 +419,7 @@ class TrainStep:
             params = jax.tree.map(lambda x, old: x.astype(old.dtype), params, state.params)
             result = self.gradients(loss_scale, params, state.model_state, batch, rng)
             unscaled = trained(unscale_and_check(loss_scale, result.grads, ()).grads)
-            return result.loss, jax.tree.map(
-                lambda g, x: g.astype(x.dtype), unscaled, float32_params
-            )
+            return result.loss, jax.tree.map(lambda g, x: g.astype(x.dtype), unscaled, float32_params)
 
         return evaluate
 
@@ -490,8 +478,7 @@ def check_param_dtypes(params: Params, policy: Policy | PathPolicy | None) -> No
     too_low = [
         f"{path!r} is {x.dtype.name}, not {jnp.dtype(wanted).name}"
         for path, x in named_leaves(params)
-        if is_float_array(x)
-        and jnp.finfo(x.dtype).bits < jnp.finfo(wanted := policy.policy_of(path).param_dtype).bits
+        if is_float_array(x) and jnp.finfo(x.dtype).bits < jnp.finfo(wanted := policy.policy_of(path).param_dtype).bits
     ]
     if too_low:
         raise ValueError(
@@ -521,12 +508,6 @@ def _clear_emitted(opt_state: OptState) -> Any:
         if not isinstance(node, optax.MultiStepsState):
             return node
         emitted = node.mini_step == 0
-        return node._replace(
-            acc_grads=jax.tree.map(
-                lambda g: jnp.where(emitted, jnp.zeros_like(g), g), node.acc_grads
-            )
-        )
+        return node._replace(acc_grads=jax.tree.map(lambda g: jnp.where(emitted, jnp.zeros_like(g), g), node.acc_grads))
 
-    return jax.tree.map(
-        clear, opt_state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState | LossScaledState)
-    )
+    return jax.tree.map(clear, opt_state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState | LossScaledState))

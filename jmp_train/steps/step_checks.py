@@ -94,9 +94,7 @@ def check_local_loss(loss: jax.Array, params: Params, axis_names: Sequence[str])
             )
 
 
-def check_same_optimizer(
-    optimizer: optax.GradientTransformation, opt_state: OptState, params: Params
-) -> None:
+def check_same_optimizer(optimizer: optax.GradientTransformation, opt_state: OptState, params: Params) -> None:
     """Raises ValueError if an optimizer's state is another optimizer's, and says what differs.
 
     Args:

@@ -75,9 +75,7 @@ def init(model: ResNet, key: jax.Array) -> tuple[Any, Any]:
     return variables["params"], variables["batch_stats"]
 
 
-def loss_fn(
-    model: ResNet, params: Any, batch_stats: Any, batch: Any, rng: jax.Array
-) -> tuple[jax.Array, Any]:
+def loss_fn(model: ResNet, params: Any, batch_stats: Any, batch: Any, rng: jax.Array) -> tuple[jax.Array, Any]:
     """Returns the mean cross-entropy, the next batch statistics and the accuracy.
 
     Args:
@@ -162,9 +160,7 @@ def make_task(model: ResNet, train: Arrays, test: Arrays) -> Task:
         optimizer=sgd,
         batch_size=128,
         epochs=200,
-        batch_norms=partial(
-            batch_norm_paths, alone, jax.ShapeDtypeStruct(_IMAGES, jnp.float32), train=False
-        ),
+        batch_norms=partial(batch_norm_paths, alone, jax.ShapeDtypeStruct(_IMAGES, jnp.float32), train=False),
     )
 
 

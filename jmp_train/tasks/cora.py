@@ -57,9 +57,7 @@ def gat(in_features: int, classes: int, rngs: nnx.Rngs) -> GAT:
       classes: how many logits a node gets.
       rngs: flax's streams.
     """
-    model = GAT(
-        in_features, 8, classes, (8, 1), feature_dropout=0.6, attention_dropout=0.6, rngs=rngs
-    )
+    model = GAT(in_features, 8, classes, (8, 1), feature_dropout=0.6, attention_dropout=0.6, rngs=rngs)
     for layer in model.layers:
         (fan_in, _), (_, _, width) = layer.weight.shape, layer.left.shape
         for param, fans in (

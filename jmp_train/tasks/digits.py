@@ -33,9 +33,7 @@ class DigitsCNN(nn.Module):
         """Returns logits [batch, 10] of images [batch, 8, 8, 1]."""
         for features, strides in ((32, 1), (64, 2), (64, 1)):
             x = nn.Conv(features, (3, 3), strides, use_bias=False)(x)
-            norm = nn.BatchNorm(
-                use_running_average=not train, momentum=0.9, axis_name=self.axis_name
-            )
+            norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name=self.axis_name)
             x = nn.relu(norm(x))
         x = x.mean(axis=(1, 2))
         x = nn.Dropout(0.25, deterministic=not train)(x)

@@ -95,30 +95,22 @@ class TaskOptions:
     )
     data_dir: Path | None = field(
         default=None,
-        metadata=option(
-            "path", "where the files are", metavar="DIR", decides=None, refusal=_BRINGS_DATA
-        ),
+        metadata=option("path", "where the files are", metavar="DIR", decides=None, refusal=_BRINGS_DATA),
     )
     synthetic: bool = field(
         default=False,
-        metadata=option(
-            "flag", "synthetic data, same shapes", decides="data", refusal=_BRINGS_DATA
-        ),
+        metadata=option("flag", "synthetic data, same shapes", decides="data", refusal=_BRINGS_DATA),
     )
     train_size: int | None = field(
         default=None, metadata=option("count", "only the first N training examples", decides="data")
     )
     model: str | None = field(
         default=None,
-        metadata=option(
-            "text", "{models}", refusal="model={value!r}: task {task} has one model only"
-        ),
+        metadata=option("text", "{models}", refusal="model={value!r}: task {task} has one model only"),
     )
     heads: tuple[int, ...] | None = field(
         default=None,
-        metadata=option(
-            "count", "of each layer of reddit's GAT; default: 1 1 1", metavar="N", values=3
-        ),
+        metadata=option("count", "of each layer of reddit's GAT; default: 1 1 1", metavar="N", values=3),
     )
     scale: float | None = field(
         default=None,

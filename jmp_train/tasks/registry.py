@@ -25,9 +25,7 @@ class TaskDeclaration:
 
     def has(self, option: str) -> bool:
         """Returns whether the task has an option, by its name."""
-        return (
-            option == "train_size" or option in self.options or (option == "model" and self.several)
-        )
+        return option == "train_size" or option in self.options or (option == "model" and self.several)
 
     @property
     def several(self) -> bool:
@@ -75,9 +73,7 @@ def load_task(name: str, options: TaskOptions | None = None) -> Task:
         return task
     count = len(next(iter(task.train.values())))
     if not 1 <= options.train_size <= count:
-        raise ValueError(
-            f"train_size={options.train_size} must be between 1 and the {count} training examples"
-        )
+        raise ValueError(f"train_size={options.train_size} must be between 1 and the {count} training examples")
     first = {name: array[: options.train_size] for name, array in task.train.items()}
     return dataclasses.replace(task, train=first)
 
@@ -90,9 +86,7 @@ def model_choices() -> str:
       'gcn or gat of karate; gcn, gat or sage of cora'
     """
     return "; ".join(
-        f"{', '.join(task.models[:-1])} or {task.models[-1]} of {task.name}"
-        for task in TASKS.values()
-        if task.several
+        f"{', '.join(task.models[:-1])} or {task.models[-1]} of {task.name}" for task in TASKS.values() if task.several
     )
 
 

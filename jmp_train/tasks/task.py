@@ -32,9 +32,9 @@ class Task:
       shared: makes the part of a batch that is the same for all examples, a graph for instance, which is
         added to what `prepare` makes; the loop calls it once, casts it once, as the policy casts what
         is computed with, and keeps it on the device.
-      augment: `augment(examples, seeds)` prepares training examples in place of `prepare`, where that is random: `seeds` are
-        uint64 [examples], of the run's seed, the epoch and the example, so that runs are repeated and resumed exactly; None
-        where it is not.
+      augment: `augment(examples, seeds)` prepares training examples in place of `prepare`, where that is random:
+        `seeds` are uint64 [examples], of the run's seed, the epoch and the example, so that runs are repeated and
+        resumed exactly; None where it is not.
       loading_threads: how many threads prepare batches, each a batch of its own.
       name: what the command line calls it; `load_task` says.
       options: what was chosen of it; `load_task` says. If its `devices` are several, `loss_fn` may name `DATA_AXIS`.

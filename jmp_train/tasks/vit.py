@@ -54,9 +54,7 @@ def init(key: jax.Array, model: VisionTransformer, image_size: int) -> tuple[Any
     return jax.jit(partial(model.init, train=False))(key, images)["params"], {}
 
 
-def loss_fn(
-    params: Any, model_state: Any, batch: Any, rng: Any, model: VisionTransformer
-) -> tuple[jax.Array, Any]:
+def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any, model: VisionTransformer) -> tuple[jax.Array, Any]:
     """Returns the mean cross-entropy, the model state, which is empty, and the accuracy.
 
     Args:
@@ -80,9 +78,7 @@ def predict(params: Any, model_state: Any, batch: Any, model: VisionTransformer)
       model: the network.
     """
     del model_state
-    return model.apply(
-        {"params": params}, normalized(batch["image"], _dtype_of(params)), train=False
-    )
+    return model.apply({"params": params}, normalized(batch["image"], _dtype_of(params)), train=False)
 
 
 def _dtype_of(params: Any) -> Any:

@@ -73,11 +73,7 @@ def batch_norm_paths(model: object, *args: object, **kwargs: object) -> tuple[st
     find = {"linen": _find_linen, "nnx": _find_nnx, "haiku": _find_haiku, "equinox": _find_equinox}
     found, params = find[_library_of(model)](model, args, kwargs)
     leaves = [name for name, _ in named_leaves(params)]
-    return tuple(
-        path
-        for path in sorted(set(found))
-        if any(not path or leaf.startswith(f"{path}/") for leaf in leaves)
-    )
+    return tuple(path for path in sorted(set(found)) if any(not path or leaf.startswith(f"{path}/") for leaf in leaves))
 
 
 def float32_batch_norms(model: Model, dtype: DTypeLike) -> Model:
@@ -197,9 +193,7 @@ def _all_batch_norms_called(name: str, run: Call) -> Iterator[None]:
 
 
 def _library_of(model: object) -> str:
-    linen, nnx, haiku, equinox = map(
-        sys.modules.get, ("flax.linen", "flax.nnx", "haiku", "equinox")
-    )
+    linen, nnx, haiku, equinox = map(sys.modules.get, ("flax.linen", "flax.nnx", "haiku", "equinox"))
     if linen and isinstance(model, linen.Module):
         return "linen"
     if nnx and isinstance(model, nnx.Module):
@@ -310,9 +304,7 @@ def _call_in_float32(call: Call, args: tuple[Any, ...], kwargs: Any, module: obj
     floats = [x for x in (*args, *named, *kwargs.values()) if is_float_array(x)]
     if not floats or not is_half(floats[0].dtype):
         return call(*args, **kwargs)
-    result = call(
-        *map(_upcast_floats, args), **{name: _upcast_floats(x) for name, x in kwargs.items()}
-    )
+    result = call(*map(_upcast_floats, args), **{name: _upcast_floats(x) for name, x in kwargs.items()})
     if isinstance(result, tuple):  # equinox's, whose second is the state
         return cast_leaf(result[0], floats[0].dtype), *result[1:]
     return cast_leaf(result, floats[0].dtype)
@@ -330,9 +322,7 @@ _like_input = opaque_to_autocast(lambda result, x: cast_leaf(result, x.dtype))
 
 
 def _upcast_floats(x: object) -> Any:
-    return (
-        upcast_to_float32(x) if is_float_array(x) else x
-    )  # an equinox state stays the same object
+    return upcast_to_float32(x) if is_float_array(x) else x  # an equinox state stays the same object
 
 
 def _nnx_clone(model: object, **attributes: object) -> Any:

@@ -12,9 +12,7 @@ from jmp_train.policies.amp_modes.mode import Amp, amp_mode
 from jmp_train.policies.amp_modes.options import AmpType
 
 
-def amp_from_config(
-    config: Mapping[str, Any] | str | Path, *, dtype: DTypeLike = jnp.float16
-) -> Amp:
+def amp_from_config(config: Mapping[str, Any] | str | Path, *, dtype: DTypeLike = jnp.float16) -> Amp:
     """Returns the mode that a configuration names under `fp16`.
 
     Args:

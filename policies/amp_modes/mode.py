@@ -266,9 +266,7 @@ class Amp:
             _log(f"AMP mode {self}; {self.options}")
 
         @functools.wraps(loss_fn)
-        def with_amp(
-            params: Params, model_state: PyTree, batch: PyTree, rng: jax.Array | None
-        ) -> Any:
+        def with_amp(params: Params, model_state: PyTree, batch: PyTree, rng: jax.Array | None) -> Any:
             def model(params: Params, state: object, batch: PyTree) -> Any:
                 return loss_fn(params, state, batch, rng)
 
@@ -380,16 +378,11 @@ class Amp:
         if not self.precision.keep_batchnorm_fp32:
             return
         paths = [path for path, x in named_leaves(params) if is_float_array(x)]
-        idle = [
-            norm
-            for norm in self.batch_norms or ()
-            if not any(_is_under(norm, path) for path in paths)
-        ]
+        idle = [norm for norm in self.batch_norms or () if not any(_is_under(norm, path) for path in paths)]
         if idle:
             raise ValueError(
                 f"batch_norms: {', '.join(map(repr, idle))} found no floating parameter; set them by "
-                "dataclasses.replace(amp, batch_norms=(...)), the paths are:\n  "
-                + "\n  ".join(paths)
+                "dataclasses.replace(amp, batch_norms=(...)), the paths are:\n  " + "\n  ".join(paths)
             )
 
     def _check_params(self, params: Params) -> None:
@@ -410,9 +403,7 @@ class Amp:
 
     def _refuse_half(self, params: Params) -> None:
         half = [
-            f"{path!r} is {x.dtype.name}"
-            for path, x in named_leaves(params)
-            if is_float_array(x) and is_half(x.dtype)
+            f"{path!r} is {x.dtype.name}" for path, x in named_leaves(params) if is_float_array(x) and is_half(x.dtype)
         ]
         if half:
             raise ValueError(
@@ -430,9 +421,7 @@ def _stored_like(old: PyTree, new: PyTree) -> Any:
     """Returns a new model state in the dtypes of the old one; `train_step` checks what else differs."""
     if jax.tree_util.tree_structure(old) != jax.tree_util.tree_structure(new):
         return new
-    return jax.tree_util.tree_map(
-        lambda x, y: cast_leaf(y, x.dtype) if is_float_array(x) else y, old, new
-    )
+    return jax.tree_util.tree_map(lambda x, y: cast_leaf(y, x.dtype) if is_float_array(x) else y, old, new)
 
 
 def _log(text: str) -> None:

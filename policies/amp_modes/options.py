@@ -279,9 +279,7 @@ class ApexOptions(_Options):
         for name in ("cast_model_type", "cast_model_outputs"):
             object.__setattr__(self, name, _dtype_option(name, getattr(self, name)))
         keep = {"True": True, "False": False}.get(str(self.keep_batchnorm_fp32))
-        check_choice(
-            "keep_batchnorm_fp32", self.keep_batchnorm_fp32, (None, True, False, "True", "False")
-        )
+        check_choice("keep_batchnorm_fp32", self.keep_batchnorm_fp32, (None, True, False, "True", "False"))
         object.__setattr__(self, "keep_batchnorm_fp32", keep)
         for name in ("patch_torch_functions", "master_weights"):
             check_choice(name, getattr(self, name), (None, True, False))
@@ -384,9 +382,7 @@ def _dtype_option(name: str, value: object) -> Any:
     except TypeError:
         dtype = None
     if dtype is None or dtype.name not in _DTYPES:
-        raise ValueError(
-            f"{name}={value!r} must be one of {', '.join(map(repr, _DTYPES))}, or None"
-        )
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, _DTYPES))}, or None")
     return dtype
 
 
@@ -398,18 +394,14 @@ def _scale_option(value: Any) -> float | str | None:
         try:
             number = float(value)
         except ValueError:
-            raise ValueError(
-                f"loss_scale={value!r} must be 'dynamic', a number, or a number's text"
-            ) from None
+            raise ValueError(f"loss_scale={value!r} must be 'dynamic', a number, or a number's text") from None
     check_scale("loss_scale", number)
     return float(number)
 
 
 AmpOptions: TypeAlias = TorchOptions | ApexOptions | NaiveOptions
 
-_OPTIONS: dict[AmpType, type[AmpOptions]] = {
-    kind.mode: kind for kind in (TorchOptions, ApexOptions, NaiveOptions)
-}
+_OPTIONS: dict[AmpType, type[AmpOptions]] = {kind.mode: kind for kind in (TorchOptions, ApexOptions, NaiveOptions)}
 
 
 def amp_options(mode: str, options: Mapping[str, Any]) -> AmpOptions:
@@ -424,7 +416,5 @@ def amp_options(mode: str, options: Mapping[str, Any]) -> AmpOptions:
     names = [field.name for field in dataclasses.fields(kind)]
     for name in options:
         if name not in names:
-            raise ValueError(
-                f"{name!r} is not an option of mode {str(mode)!r}; choose from mode, {', '.join(names)}"
-            )
+            raise ValueError(f"{name!r} is not an option of mode {str(mode)!r}; choose from mode, {', '.join(names)}")
     return kind(**options)

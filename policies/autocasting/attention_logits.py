@@ -63,9 +63,7 @@ def _found(region: Region, jaxpr: Jaxpr, results: frozenset[Any]) -> set[Any]:
             inside = _read_by_maximum(region, body, outs)
             pairs = zip(equation.invars, body.invars, strict=True)
             found.update(x for x, inner in pairs if inner in inside and not _is_literal(x))
-        elif name == "reduce_max" or (
-            name in _ONTO and any(out in found for out in equation.outvars)
-        ):
+        elif name == "reduce_max" or (name in _ONTO and any(out in found for out in equation.outvars)):
             found.update(variables_read(equation))
     return found
 

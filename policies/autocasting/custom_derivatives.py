@@ -44,9 +44,7 @@ def custom_jvp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[
         return jax.jvp(bound, tuple(chosen(primals, into)), tuple(tangents))[1]
 
     @function.defjvp
-    def tangents_by_the_rules(
-        primals: Sequence[Any], tangents: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+    def tangents_by_the_rules(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         outputs = function(*primals)
         avals = _avals(equation)
         jaxpr = jax.make_jaxpr(of_floats)(avals, chosen(avals, into))
@@ -99,9 +97,9 @@ def custom_vjp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[
     traced = jax.make_jaxpr(split, return_shape=True)(const_avals, *avals)
     forward_jaxpr, (out_avals, residual_avals) = traced
     (tree,) = pullback_tree
-    backward_jaxpr = jax.make_jaxpr(
-        lambda leaves, cotangents: jax.tree.unflatten(tree, leaves)(cotangents)
-    )(residual_avals, out_avals)
+    backward_jaxpr = jax.make_jaxpr(lambda leaves, cotangents: jax.tree.unflatten(tree, leaves)(cotangents))(
+        residual_avals, out_avals
+    )
 
     dtype = region.half if region.forced == "lower" else jnp.dtype(jnp.float32)
     arrays = [value.to(dtype) for value in inputs[n_consts:]]

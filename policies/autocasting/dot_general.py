@@ -75,9 +75,7 @@ def _as_operand(x: jax.Array) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(contract: _Contract, precision: Any, lhs: jax.Array, rhs: jax.Array) -> Any:
     sum_dtype = at_least_float32(lhs.dtype)
-    product = lax.dot_general(
-        lhs, rhs, (contract, ((), ())), precision, preferred_element_type=sum_dtype
-    )
+    product = lax.dot_general(lhs, rhs, (contract, ((), ())), precision, preferred_element_type=sum_dtype)
     return product.astype(lhs.dtype)
 
 
@@ -110,9 +108,7 @@ def _others(x: jax.Array, dimensions: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(i for i in range(x.ndim) if i not in dimensions)
 
 
-def _like(
-    grads: Any, free: tuple[int, ...], contract: tuple[int, ...], partners: tuple[int, ...]
-) -> jax.Array:
+def _like(grads: Any, free: tuple[int, ...], contract: tuple[int, ...], partners: tuple[int, ...]) -> jax.Array:
     """Returns gradients in the order of an operand's dimensions; they come free first, then as the partner has them."""
     order = [contract[partners.index(partner)] for partner in sorted(partners)]
     return jnp.transpose(grads, np.argsort([*free, *order]).tolist())

@@ -52,9 +52,7 @@ class AutocastReport:
         return [dataclasses.asdict(operation) for operation in self.operations]
 
     def __str__(self) -> str:
-        return "\n".join(
-            [*table(self.operations), f"{self.half_flops_share:.1%} of the flops in half precision"]
-        ) + (
+        return "\n".join([*table(self.operations), f"{self.half_flops_share:.1%} of the flops in half precision"]) + (
             f"\nsaved for the gradient: {self.residual_bytes_float32 / 1e6:.3g} MB in float32, "
             f"{self.residual_bytes_autocast / 1e6:.3g} MB under autocast"
             if self.residual_bytes_float32 is not None and self.residual_bytes_autocast is not None
@@ -118,11 +116,7 @@ def _residual_bytes(fn: Callable[..., Any], avals: list[Any]) -> int | None:
 
     def pullback(*arrays: object) -> Any:
         def of_floats(*some: object) -> list[Any]:
-            return [
-                y
-                for y in fn(*replaced(arrays, floats, some))
-                if jnp.issubdtype(y.dtype, jnp.floating)
-            ]
+            return [y for y in fn(*replaced(arrays, floats, some)) if jnp.issubdtype(y.dtype, jnp.floating)]
 
         return jax.vjp(of_floats, *chosen(arrays, floats))[1]
 

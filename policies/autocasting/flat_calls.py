@@ -26,8 +26,7 @@ class FlatCall:
         self._leaves, self._tree = jax.tree.flatten((args, kwargs))
         self.are_arrays = [_is_abstract(leaf) for leaf in self._leaves]
         self.avals = [
-            x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-            for x in chosen(self._leaves, self.are_arrays)
+            x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in chosen(self._leaves, self.are_arrays)
         ]
 
     def of_arrays(self, run: Callable[..., Any]) -> Callable[..., list[Any]]:

@@ -73,13 +73,9 @@ def _scan(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value
     # Gradients of constants are added over the iterations, which half precision would not survive.
     float32_consts = [value.to(FLOAT32) if _is_half(value) else value.array for value in consts]
 
-    def run(
-        region: Region, carry: Sequence[Any], x: Sequence[Any]
-    ) -> tuple[list[Value], list[Any]]:
+    def run(region: Region, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Value], list[Any]]:
         values = [
-            dataclasses.replace(value, array=array.astype(value.dtype), casts={})
-            if _is_half(value)
-            else value.inside()
+            dataclasses.replace(value, array=array.astype(value.dtype), casts={}) if _is_half(value) else value.inside()
             for value, array in zip(consts, float32_consts, strict=True)
         ]
         values += [Value(array) for array in carry]
@@ -131,10 +127,7 @@ def _stable(
     ]
     while next_dtypes is not None and any(_is_half(array) for array in arrays):
         found = next_dtypes(arrays)
-        changed = [
-            _is_half(array) and dtype != array.dtype
-            for array, dtype in zip(arrays, found, strict=True)
-        ]
+        changed = [_is_half(array) and dtype != array.dtype for array, dtype in zip(arrays, found, strict=True)]
         if not any(changed):
             break
         arrays = [
@@ -176,9 +169,7 @@ def _while(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Valu
     cond_consts, body_consts = inputs[:n_cond], inputs[n_cond:][:n_body]
     init, atoms = inputs[n_cond + n_body :], equation.invars[n_cond + n_body :]
 
-    def run(
-        region: Region, jaxpr: ClosedJaxpr, consts: Sequence[Value], carry: Sequence[Any]
-    ) -> list[Value]:
+    def run(region: Region, jaxpr: ClosedJaxpr, consts: Sequence[Value], carry: Sequence[Any]) -> list[Value]:
         values = [value.inside() for value in consts]
         return interpret(region.body(), jaxpr, values + [Value(array) for array in carry])
 
@@ -206,10 +197,7 @@ def _while(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Valu
 
 def _where(condition: jax.Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
     leading = range(condition.ndim)
-    return [
-        lax.select(lax.broadcast_in_dim(condition, x.shape, leading), x, y)
-        for x, y in zip(new, old, strict=True)
-    ]
+    return [lax.select(lax.broadcast_in_dim(condition, x.shape, leading), x, y) for x, y in zip(new, old, strict=True)]
 
 
 def _cond(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:
@@ -223,10 +211,7 @@ def _cond(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value
         for array, value in zip(arrays, operands, strict=True)
     ]
     found = [_result_dtypes(region, jaxpr, values) for jaxpr in equation.params["branches"]]
-    dtypes = [
-        outs[0] if len(set(outs)) == 1 else jnp.dtype(jnp.float32)
-        for outs in zip(*found, strict=True)
-    ]
+    dtypes = [outs[0] if len(set(outs)) == 1 else jnp.dtype(jnp.float32) for outs in zip(*found, strict=True)]
 
     def agreeing(branch: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         def run(*arrays: object) -> list[Any]:

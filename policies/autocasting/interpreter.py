@@ -80,18 +80,14 @@ def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> li
     added = only_added(region, opened)
     logits = logits_of(region, opened)
     in_half = wanted(region, opened, "lower", LAYOUT | ARITHMETIC | {"max", "tanh", "logistic"})
-    in_half &= {
-        atom for e in opened.eqns if e.primitive.name not in ADDITIONS for atom in variables_read(e)
-    }
+    in_half &= {atom for e in opened.eqns if e.primitive.name not in ADDITIONS for atom in variables_read(e)}
     grouped = itertools.groupby(opened.eqns, key=lambda e: str(e.source_info.name_stack))
     for scope, equations in grouped:
         with jax.named_scope(scope) if scope else contextlib.nullcontext():
             for equation in equations:
                 inputs = [read(atom) for atom in equation.invars]
                 if added.isdisjoint(equation.outvars):  # the result itself is saved
-                    inputs = [
-                        dataclasses.replace(x, addends=None) if x.addends else x for x in inputs
-                    ]
+                    inputs = [dataclasses.replace(x, addends=None) if x.addends else x for x in inputs]
                 outputs = _run(region, equation, scope, inputs, in_float32, logits)
                 if equation.primitive.name in ARITHMETIC:
                     (output,) = outputs
@@ -125,9 +121,7 @@ def _run(
     if rule == "lower" and equation.outvars[0] in logits:
         reason = f"{reason}, logits of a softmax"
         arrays = [value.to(region.half) for value in inputs]
-        outputs = [
-            Value(float32_product(equation.primitive, arrays, equation.params), product=True)
-        ]
+        outputs = [Value(float32_product(equation.primitive, arrays, equation.params), product=True)]
     else:
         outputs = _execute(region, equation, inputs, dtypes, rule)
     _note_integers(equation, inputs, outputs)
@@ -177,9 +171,7 @@ def _is_entered(rule: Rule | None, equation: JaxprEqn, inputs: list[Value]) -> b
     return rule != "keep"
 
 
-def _execute(
-    region: Region, equation: Any, inputs: list[Value], dtypes: Sequence[Any], rule: Rule
-) -> list[Value]:
+def _execute(region: Region, equation: Any, inputs: list[Value], dtypes: Sequence[Any], rule: Rule) -> list[Value]:
     """Binds a first-order equation to its inputs in the dtypes that were settled."""
     name = equation.primitive.name
     if name == "convert_element_type":
@@ -199,10 +191,7 @@ def _execute(
         return [_read_again(equation, inputs, params, region.half)]
     if name in ARITHMETIC and region.half in dtypes and _spreads(equation, inputs):
         return [_spread(equation, inputs, params, region.half)]
-    arrays = [
-        value.array if dtype is None else value.to(dtype)
-        for value, dtype in zip(inputs, dtypes, strict=True)
-    ]
+    arrays = [value.array if dtype is None else value.to(dtype) for value, dtype in zip(inputs, dtypes, strict=True)]
     outputs = _bind(equation, arrays, inputs, params)
     if name in ("add", "sub") and upcast and _is_smaller(inputs, equation.outvars[0].aval.shape):
         add = functools.partial(_in_float32, equation, params)
@@ -242,9 +231,7 @@ def _recomputed(equation: JaxprEqn, inputs: Sequence[Value], params: dict[str, A
     return Value(run(*(value.array for value in inputs)))
 
 
-def _read_again(
-    equation: JaxprEqn, inputs: Sequence[Value], params: dict[str, Any], half: DTypeLike
-) -> Value:
+def _read_again(equation: JaxprEqn, inputs: Sequence[Value], params: dict[str, Any], half: DTypeLike) -> Value:
     """Reads half values more than once by way of float32, in which their gradients are added."""
     arrays = [inputs[0].to(FLOAT32), *(value.array for value in inputs[1:])]
     (output,) = _bind(equation, arrays, inputs, params)
@@ -257,9 +244,7 @@ def _spreads(equation: Any, inputs: Sequence[Value]) -> bool:
     return any(not x.weak and np.shape(x.array) != shape for x in inputs)
 
 
-def _spread(
-    equation: Any, inputs: Sequence[Value], params: dict[str, Any], half: DTypeLike
-) -> Value:
+def _spread(equation: Any, inputs: Sequence[Value], params: dict[str, Any], half: DTypeLike) -> Value:
     """Binds in half; smaller operands are spread in float32, in which their gradients are added."""
     shape = equation.outvars[0].aval.shape
 
@@ -278,9 +263,7 @@ def _spread(
     return Value(run(*(value.array for value in inputs)))
 
 
-def _of_arithmetic(
-    region: Region, equation: JaxprEqn, output: Value, inputs: list[Value], stored: bool
-) -> Value:
+def _of_arithmetic(region: Region, equation: JaxprEqn, output: Value, inputs: list[Value], stored: bool) -> Value:
     """Rounds a float32 result of half values to half, if it is stored for the gradient."""
     of_half = any(x.dtype == region.half for x in inputs)
     may_round = output.dtype == FLOAT32 and literals_fit(region, equation, inputs)
@@ -309,15 +292,11 @@ def _params(equation: JaxprEqn, dtype: DTypeLike | None) -> dict[str, Any]:
     preferred = params.get("preferred_element_type") if is_product else None
     if preferred is None or dtype is None or not eligible(np.dtype(preferred)):
         return params
-    asked_for_upcast = (
-        jnp.promote_types(*(traced_dtype(x) for x in equation.invars[:2])) != preferred
-    )
+    asked_for_upcast = jnp.promote_types(*(traced_dtype(x) for x in equation.invars[:2])) != preferred
     return params if asked_for_upcast else {**params, "preferred_element_type": dtype}
 
 
-def _bind(
-    equation: JaxprEqn, arrays: Sequence[Any], inputs: Sequence[Value], params: dict[str, Any]
-) -> list[Value]:
+def _bind(equation: JaxprEqn, arrays: Sequence[Any], inputs: Sequence[Value], params: dict[str, Any]) -> list[Value]:
     primitive = equation.primitive
     if primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         results = as_traced(equation, *arrays)
@@ -355,9 +334,7 @@ def inlined(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Val
     return interpret(region, equation.params["call_jaxpr"], inputs)
 
 
-def on_arrays(
-    region: Region, jaxpr: ClosedJaxpr, inputs: Sequence[Value] | None = None
-) -> Callable[..., list[Any]]:
+def on_arrays(region: Region, jaxpr: ClosedJaxpr, inputs: Sequence[Value] | None = None) -> Callable[..., list[Any]]:
     """Returns a jaxpr, run by the rules of a region, as a function of arrays.
 
     Args:

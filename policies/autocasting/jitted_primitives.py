@@ -53,9 +53,7 @@ def float32_product(primitive: Primitive, arrays: Sequence[Any], params: dict[st
 
 
 @functools.lru_cache(maxsize=4096)
-def _float32_product(
-    primitive: Primitive, params: tuple[tuple[str, Any], ...]
-) -> Callable[..., Any]:
+def _float32_product(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     def product(dtype: DTypeLike, *arrays: object) -> Any:
         typed = {**dict(params), "preferred_element_type": jnp.dtype(dtype)}
         return bind(primitive, arrays, typed)
@@ -65,9 +63,7 @@ def _float32_product(
         return product(jnp.float32, x, y)
 
     @functools.partial(in_float32.defjvp, symbolic_zeros=True)
-    def tangents_in_half(
-        primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
-    ) -> tuple[Any, Any]:
+    def tangents_in_half(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[Any, Any]:
         (x, y), (dx, dy) = primals, tangents
         parts = [(a, b) for a, b in ((dx, y), (x, dy)) if not _is_zero(a) and not _is_zero(b)]
         half = [cast(product(x.dtype, a, b), jnp.float32) for a, b in parts]

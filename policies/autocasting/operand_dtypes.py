@@ -63,9 +63,7 @@ def settle(
     name, atoms = equation.primitive.name, equation.invars
     touched = [eligible(traced_dtype(atom)) for atom in atoms]
     as_it_is = [None] * len(inputs)
-    as_traced = [
-        traced_dtype(atom) if touch else None for atom, touch in zip(atoms, touched, strict=True)
-    ]
+    as_traced = [traced_dtype(atom) if touch else None for atom, touch in zip(atoms, touched, strict=True)]
     if name in _EACH and rule is None and any(touched):
         return as_it_is, "promote", "each operand by itself"
     if not any(touched) or not all(_touchable(atom) for atom in atoms):
@@ -75,9 +73,7 @@ def settle(
     if rule is None and _is_square(equation):
         rule, reason = "float32", "a square"
     if rule is None:
-        rule, reason = (
-            ("promote", "elementwise") if name in _PROMOTE else ("keep", f"{name} is not known")
-        )
+        rule, reason = ("promote", "elementwise") if name in _PROMOTE else ("keep", f"{name} is not known")
     if rule == "lower" and not _can_lower(equation):
         rule, reason = "keep", "its precision is spelled out"
     if reason == f"primitive {name!r}" and name in PRODUCTS and not integers_fit(region, inputs):
@@ -107,9 +103,7 @@ def _touchable(atom: Var | Literal) -> bool:
     dtype = traced_dtype(atom)
     if dtype is None:
         return False
-    return eligible(dtype) or not (
-        jnp.issubdtype(dtype, jnp.inexact) or jnp.issubdtype(dtype, jax.dtypes.extended)
-    )
+    return eligible(dtype) or not (jnp.issubdtype(dtype, jnp.inexact) or jnp.issubdtype(dtype, jax.dtypes.extended))
 
 
 def _can_lower(equation: JaxprEqn) -> bool:
@@ -125,9 +119,7 @@ def _holds_typed_body(equation: JaxprEqn) -> bool:
     return any(getattr(jaxpr, "jaxpr", jaxpr).eqns for jaxpr in held)
 
 
-def _common(
-    region: Region, equation: JaxprEqn, floats: list[Value], in_float32: frozenset[Any]
-) -> Any:
+def _common(region: Region, equation: JaxprEqn, floats: list[Value], in_float32: frozenset[Any]) -> Any:
     """Returns the dtype in which operands meet."""
     name = equation.primitive.name
     if name in TRANSCENDENTAL | ARITHMETIC and all(out in in_float32 for out in equation.outvars):
@@ -179,14 +171,10 @@ def wanted(
     """
     opened = getattr(jaxpr, "jaxpr", jaxpr)
     key = ("wanted", rule, through, results, region.settings)
-    return region.remembered(
-        key, opened, lambda: frozenset(_wanted(region, opened, rule, through, results))
-    )
+    return region.remembered(key, opened, lambda: frozenset(_wanted(region, opened, rule, through, results)))
 
 
-def _wanted(
-    region: Region, jaxpr: Jaxpr, rule: Rule, through: frozenset[str], results: frozenset[Any]
-) -> set[Any]:
+def _wanted(region: Region, jaxpr: Jaxpr, rule: Rule, through: frozenset[str], results: frozenset[Any]) -> set[Any]:
     found, read = set(results), set()
     if through >= PICKS:
         found |= _logarithms(region, jaxpr)
@@ -197,9 +185,7 @@ def _wanted(
         variables = set(variables_read(equation))
         read |= variables
         follows = _follows(equation, through, added)
-        refused |= variables - _wanted_by(
-            region, equation, variables, found, rule, through, follows=follows
-        )
+        refused |= variables - _wanted_by(region, equation, variables, found, rule, through, follows=follows)
     found.update(variable for variable in jaxpr.invars if variable in read - refused)
     return found
 

@@ -43,8 +43,7 @@ PLACEMENT = names(
     "device_put optimization_barrier"
 )
 LAYOUT = PLACEMENT | names(
-    "reshape transpose broadcast_in_dim squeeze expand_dims rev slice copy copy_p stop_gradient "
-    "pvary pcast"
+    "reshape transpose broadcast_in_dim squeeze expand_dims rev slice copy copy_p stop_gradient pvary pcast"
 )
 ADDITIONS = names("add sub neg add_any")  # their gradients need neither inputs nor result
 ARITHMETIC = ADDITIONS | {"mul", "div"}

@@ -52,16 +52,13 @@ class AutocastRules:
             for name, rule in getattr(self, field):
                 if rule not in get_args(Rule):
                     raise ValueError(
-                        f"{field}: the rule of {name!r} must be one of "
-                        f"{', '.join(get_args(Rule))}, got {rule!r}"
+                        f"{field}: the rule of {name!r} must be one of {', '.join(get_args(Rule))}, got {rule!r}"
                     )
         for expression, _ in self.paths:
             try:
                 re.compile(expression)
             except re.error as error:
-                raise ValueError(
-                    f"paths: {expression!r} is not a regular expression: {error}"
-                ) from None
+                raise ValueError(f"paths: {expression!r} is not a regular expression: {error}") from None
 
     def replace(
         self,
@@ -91,9 +88,7 @@ class AutocastRules:
 Word = TypeVar("Word", bound=str)
 
 
-def _merged(
-    old: tuple[tuple[str, Word], ...], new: Mapping[str, Word] | None
-) -> tuple[tuple[str, Word], ...]:
+def _merged(old: tuple[tuple[str, Word], ...], new: Mapping[str, Word] | None) -> tuple[tuple[str, Word], ...]:
     merged = dict(old)
     merged.update(new or {})
     return tuple(merged.items())
@@ -114,8 +109,7 @@ _SOLVERS = (
     "tridiagonal_solve triangular_solve lu_pivots_to_permutation fft"
 )
 TRANSCENDENTAL = (
-    "exp exp2 expm1 log log1p log2 pow integer_pow square rsqrt cbrt erf_inv acos asin cosh sinh tan "
-    "acosh asinh atanh"
+    "exp exp2 expm1 log log1p log2 pow integer_pow square rsqrt cbrt erf_inv acos asin cosh sinh tan acosh asinh atanh"
 )
 _SPECIAL = "log10 lgamma digamma polygamma igamma igammac regularized_incomplete_beta bessel_i0e bessel_i1e"
 

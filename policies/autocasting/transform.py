@@ -149,9 +149,7 @@ def autocast_as(rule: Rule) -> Callable[[Callable[Args, Result]], Callable[Args,
     return decorate
 
 
-def run_region(
-    region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def run_region(region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns what `fn(*args, **kwargs)` gives by the rules of a region."""
     args, kwargs = states_at_home((args, kwargs))
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_nnx)

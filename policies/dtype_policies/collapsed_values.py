@@ -59,9 +59,7 @@ def collapse_report(batch: PyTree, policy: Policy | PathPolicy | str) -> dict[st
     if dtype.itemsize != 2:
         return {}
     return {
-        path: text
-        for path, leaf in named_leaves(batch)
-        if _is_known(leaf) and (text := _of_leaf(_sample(leaf), dtype))
+        path: text for path, leaf in named_leaves(batch) if _is_known(leaf) and (text := _of_leaf(_sample(leaf), dtype))
     }
 
 

@@ -111,9 +111,7 @@ class TracedOperation:
         return _to_blame(self.origins)
 
 
-def traced_operations(
-    jaxpr: ClosedJaxpr, origins: Sequence[Origin | None]
-) -> list[TracedOperation]:
+def traced_operations(jaxpr: ClosedJaxpr, origins: Sequence[Origin | None]) -> list[TracedOperation]:
     """Returns the operations of a program in their order, those within loops and branches too.
 
     Args:
@@ -170,9 +168,7 @@ def _closed_over(atom: Var | Literal) -> Origin | None:
     return Origin(f"a closed-over {atom.aval.str_short()}") if is_float32(atom) else None
 
 
-def _result_origin(
-    equation: JaxprEqn, callers: tuple[Any, ...], inputs: Sequence[Origin | None]
-) -> Origin:
+def _result_origin(equation: JaxprEqn, callers: tuple[Any, ...], inputs: Sequence[Origin | None]) -> Origin:
     """Returns the origin of an equation's float32 results."""
     read = variables_read(equation)
     blamed = _to_blame(inputs)

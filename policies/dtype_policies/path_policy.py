@@ -78,9 +78,7 @@ class PathPolicy:
         check_rules(rules, paths, "policy_by_path: {} found no floating parameter")
 
 
-def policy_by_path(
-    rules: Mapping[str, Policy | str], default: Policy | str = "mixed_float16"
-) -> PathPolicy:
+def policy_by_path(rules: Mapping[str, Policy | str], default: Policy | str = "mixed_float16") -> PathPolicy:
     """Returns a policy that follows the parameters' paths, for example norms in float32.
 
     A path is written "layers/0/bias", for the trees of linen, nnx, equinox and haiku and for plain

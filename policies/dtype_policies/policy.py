@@ -219,9 +219,7 @@ def _uniform_policy(name: str) -> Policy:
     try:
         dtype = parse_dtype(name)
     except ValueError as error:
-        raise ValueError(
-            f"{error}; or a policy: {', '.join(_NAMED_POLICIES)}, or 'params=...,compute=...'"
-        ) from None
+        raise ValueError(f"{error}; or a policy: {', '.join(_NAMED_POLICIES)}, or 'params=...,compute=...'") from None
     return Policy(dtype, dtype, dtype)
 
 

@@ -61,9 +61,7 @@ def operations_under(
     avals = jax.make_jaxpr(call.of_arrays(cast))(*call.avals).out_avals
     jaxpr = jax.make_jaxpr(call.of_arrays(lambda given, kwargs: fn(*given, **kwargs)))(*avals)
     pairs = zip(names, (*args, *uncast), strict=True)
-    named = [
-        leaf for name, x in (*pairs, *sorted(kwargs.items())) for leaf in named_leaves({name: x})
-    ]
+    named = [leaf for name, x in (*pairs, *sorted(kwargs.items())) for leaf in named_leaves({name: x})]
     paths = [path for path, _ in named]
     parameters = f"{names[0]}/" if args else ""
     origins = [
@@ -84,7 +82,5 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         parameters = ()
-    positional = [
-        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [*positional, *(f"argument {i}" for i in range(len(positional), count))][:count]

@@ -24,9 +24,7 @@ def is_integer(value: object) -> bool:
 def check_number(name: str, value: Any) -> None:
     """Raises unless a value is a finite number, Python's or a scalar of NumPy's or jax's, and no bool."""
     value = _plain(value)
-    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(
-        value, bool
-    )
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if not number or not -math.inf < value < math.inf:  # compares integers of any length
         raise ValueError(f"{name}={value!r} must be a finite number")
 
@@ -94,6 +92,4 @@ def _plain(value: Any) -> Any:
 
 def _warn_if_inexact(name: str, value: float) -> None:
     if math.frexp(value)[0] != 0.5:
-        warnings.warn(
-            f"{name}={value} is not a power of two: scaling and unscaling will round", stacklevel=4
-        )
+        warnings.warn(f"{name}={value} is not a power of two: scaling and unscaling will round", stacklevel=4)

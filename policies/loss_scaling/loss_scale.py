@@ -413,9 +413,7 @@ def _check_own_fields(scale: DynamicLossScale) -> None:
     if not 0 < largest <= LARGEST_SCALE:
         raise ValueError(f"max_loss_scale={largest} must be between 0 and 2**126")
     if largest < scale.min_loss_scale < math.inf:
-        raise ValueError(
-            f"min_loss_scale={scale.min_loss_scale} must not exceed max_loss_scale={largest}"
-        )
+        raise ValueError(f"min_loss_scale={scale.min_loss_scale} must not exceed max_loss_scale={largest}")
     for name, least in (("hysteresis", 1), ("counter_start", -(2**31))):
         value = getattr(scale, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -431,8 +429,7 @@ def _warn_of_questionable_fields(scale: DynamicLossScale) -> None:
         f"min_loss_scale={scale.min_loss_scale} should be finite and not negative": (
             0 <= scale.min_loss_scale < math.inf
         ),
-        f"loss_scale={start} should be finite and above 0": not known
-        or 0 < float(start) < math.inf,
+        f"loss_scale={start} should be finite and above 0": not known or 0 < float(start) < math.inf,
     }
     for text, holds in rules.items():
         if not holds:

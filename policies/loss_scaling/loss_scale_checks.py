@@ -91,6 +91,4 @@ def check_adjusted(new: PyTree, old: PyTree) -> None:
     for (path, x), (_, y) in zip(named_leaves(new), named_leaves(old), strict=True):
         kinds = [f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for leaf in (x, y)]
         if kinds[0] != kinds[1]:
-            raise TypeError(
-                f"{name} must keep shapes and dtypes, {path!r} is {kinds[0]} and was {kinds[1]}"
-            )
+            raise TypeError(f"{name} must keep shapes and dtypes, {path!r} is {kinds[0]} and was {kinds[1]}")

@@ -121,9 +121,7 @@ class CheckedGradients(NamedTuple):
     next_loss_scale: LossScales
 
 
-def unscale_and_check(
-    loss_scale: LossScales, grads: Any, axis_names: Sequence[str]
-) -> CheckedGradients:
+def unscale_and_check(loss_scale: LossScales, grads: Any, axis_names: Sequence[str]) -> CheckedGradients:
     """Returns unscaled gradients, whether all are finite, and the loss scale for the next step.
 
     Args:

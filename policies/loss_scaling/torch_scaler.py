@@ -71,18 +71,13 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> DynamicLossScale | N
     Reference: PyTorch 2.13, torch/amp/grad_scaler.py (GradScaler.state_dict).
     """
     if not isinstance(state_dict, Mapping):
-        raise TypeError(
-            "state_dict must be the dict that torch's GradScaler.state_dict() returns, "
-            f"got {state_dict!r}"
-        )
+        raise TypeError(f"state_dict must be the dict that torch's GradScaler.state_dict() returns, got {state_dict!r}")
     if not state_dict:
         return NoOpLossScale()
     missing = [key for key in _KEYS if key not in state_dict]
     unknown = [key for key in state_dict if key not in _KEYS]
     if missing or unknown:
-        raise ValueError(
-            f"state_dict is not that of torch's GradScaler: missing {missing}, unknown {unknown}"
-        )
+        raise ValueError(f"state_dict is not that of torch's GradScaler: missing {missing}, unknown {unknown}")
     scale, growth, backoff, interval, tracker = (state_dict[key] for key in _KEYS)
     check_scale("scale", scale)
     check_growth("growth_factor", growth)
@@ -162,21 +157,13 @@ def _inexpressible(loss_scale: DynamicLossScale) -> list[str]:
     period, factor = loss_scale.period, loss_scale.factor
     floor, ceiling = loss_scale.min_loss_scale, loss_scale.max_loss_scale
     rules = {
-        f"loss_scale={scale} must be between 2**-126 and 2**126": (
-            SMALLEST_SCALE <= scale <= LARGEST_SCALE
-        ),
-        f"period={period} must be an integer of at least 1": (
-            1 <= period < math.inf and period == int(period)
-        ),
+        f"loss_scale={scale} must be between 2**-126 and 2**126": (SMALLEST_SCALE <= scale <= LARGEST_SCALE),
+        f"period={period} must be an integer of at least 1": (1 <= period < math.inf and period == int(period)),
         f"counter={counter} must be at least 0 and below the period": 0 <= counter < period,
         f"factor={factor} must be above 1 and at most 2**126": 1 < factor <= LARGEST_SCALE,
         f"backoff_factor={loss_scale.backoff_factor} must be at least 2**-126; None divides by the "
-        f"factor, which is a product for powers of two only": (
-            _backoff_factor(loss_scale) >= SMALLEST_SCALE
-        ),
-        f"min_loss_scale={floor} must be at most 2**-126: torch has no floor": (
-            floor <= SMALLEST_SCALE
-        ),
+        f"factor, which is a product for powers of two only": (_backoff_factor(loss_scale) >= SMALLEST_SCALE),
+        f"min_loss_scale={floor} must be at most 2**-126: torch has no floor": (floor <= SMALLEST_SCALE),
         f"max_loss_scale={ceiling} must be 2**126: torch has no ceiling": ceiling == LARGEST_SCALE,
         f"hysteresis={loss_scale.hysteresis} must be 1": loss_scale.hysteresis == 1,
         f"counter_start={loss_scale.counter_start} must be 0": loss_scale.counter_start == 0,

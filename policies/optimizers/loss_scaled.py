@@ -53,7 +53,8 @@ def with_loss_scale(
 
     Raises:
       TypeError: an argument is of another type; the message names it.
-      ValueError: a static scale is not finite and above 0; at `init`, the optimizer has a loss scale already, or rounds stochastically.
+      ValueError: a static scale is not finite and above 0; at `init`, the optimizer has a loss scale already, or rounds
+        stochastically.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -109,14 +110,10 @@ def with_loss_scale(
     ) -> tuple[Any, Any]:
         if isinstance(state, Reached):
             return jax.tree_util.tree_map(jnp.zeros_like, params), Reached(updates)
-        grads, finite, next_scale = unscale_and_check(
-            state.loss_scale, upcast_to_float32(updates), axis_names
-        )
+        grads, finite, next_scale = unscale_and_check(state.loss_scale, upcast_to_float32(updates), axis_names)
         if "grad" in extra_args:  # which a line search compares with the loss
             extra_args = {**extra_args, "grad": grads}
-        new_updates, new_inner_state = inner.update(
-            grads, state.inner_state, upcast_to_float32(params), **extra_args
-        )
+        new_updates, new_inner_state = inner.update(grads, state.inner_state, upcast_to_float32(params), **extra_args)
         skipped = (~finite).astype(jnp.int32)
         new_state = LossScaledState(
             loss_scale=next_scale,

@@ -83,9 +83,7 @@ def get_loss_scale(opt_state: PyTree, *, loss_id: int | None = None) -> Any:
         return loss_scale
     scales = scales_in(loss_scale)
     if not is_integer(loss_id) or not 0 <= loss_id < len(scales):
-        raise ValueError(
-            f"loss_id={loss_id!r} must be a whole number below num_losses={len(scales)}"
-        )
+        raise ValueError(f"loss_id={loss_id!r} must be a whole number below num_losses={len(scales)}")
     return scales[loss_id]
 
 
@@ -124,9 +122,7 @@ def set_loss_scale(opt_state: PyTree, loss_scale: LossScales) -> Any:
             f"opt_state has another kind of loss scale: {_difference(loss_scale, old)}; "
             "make a new optimizer, with_loss_scale(optimizer, loss_scale)"
         )
-    new = jax.tree_util.tree_map_with_path(
-        lambda path, x, y: _in_place_of(path_name(path), x, y), loss_scale, old
-    )
+    new = jax.tree_util.tree_map_with_path(lambda path, x, y: _in_place_of(path_name(path), x, y), loss_scale, old)
     return with_states(opt_state, LossScaledState, lambda state: state._replace(loss_scale=new))
 
 
@@ -141,9 +137,7 @@ def _difference(new: LossScales, old: LossScales) -> str:
             return f"for {len(old.loss_scales)} losses, not {len(new.loss_scales)}"
         pairs = zip(new.loss_scales, old.loss_scales, strict=True)
         structure = jax.tree_util.tree_structure
-        return next(
-            _difference(*pair) for pair in pairs if structure(pair[0]) != structure(pair[1])
-        )
+        return next(_difference(*pair) for pair in pairs if structure(pair[0]) != structure(pair[1]))
     if type(new) is not type(old):
         return f"a {type(old).__name__}, not a {type(new).__name__}"
     leaves = {name for tree in (new, old) for name, _ in named_leaves(tree)}

@@ -93,9 +93,7 @@ def with_master_weights(
         inner_state = inner.init(master_weights)
         for _, stored in find_nodes(inner_state, StoringState):
             if isinstance(stored, MasterWeightsState):
-                raise ValueError(
-                    "optimizer has master weights already: with_master_weights goes once"
-                )
+                raise ValueError("optimizer has master weights already: with_master_weights goes once")
             raise ValueError(
                 "optimizer rounds stochastically, but sees float32 master weights here, of which it rounds nothing: "
                 "take with_master_weights or with_stochastic_rounding"
@@ -168,9 +166,7 @@ def set_master_weights(opt_state: PyTree, params: Params) -> Any:
     old = _only_state(opt_state).master_weights
     structures = [jax.tree_util.tree_structure(tree) for tree in (params, old)]
     if structures[0] != structures[1]:
-        raise ValueError(
-            f"params has another structure, {structures[0]}, than the master weights, {structures[1]}"
-        )
+        raise ValueError(f"params has another structure, {structures[0]}, than the master weights, {structures[1]}")
 
     def like(path: KeyPath, x: jax.Array, weight: Any) -> Any:
         if jnp.shape(x) != jnp.shape(weight):
@@ -180,9 +176,7 @@ def set_master_weights(opt_state: PyTree, params: Params) -> Any:
         return jnp.array(x, weight.dtype)
 
     new = jax.tree_util.tree_map_with_path(like, params, old)
-    return with_states(
-        opt_state, MasterWeightsState, lambda state: state._replace(master_weights=new)
-    )
+    return with_states(opt_state, MasterWeightsState, lambda state: state._replace(master_weights=new))
 
 
 def _only_state(opt_state: PyTree) -> MasterWeightsState:

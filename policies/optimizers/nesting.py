@@ -89,9 +89,7 @@ def has_nested_scale(opt_state: OptState) -> bool:
     return not isinstance(within, LossScaledState) and bool(scaled_states(opt_state))
 
 
-def _check_before_scale(
-    optimizer: object, opt_state: OptState, params: Params, program: Callable[[Any], Any]
-) -> None:
+def _check_before_scale(optimizer: object, opt_state: OptState, params: Params, program: Callable[[Any], Any]) -> None:
     if not has_nested_scale(opt_state):
         return
     traced = program(LossScaledState)
@@ -109,14 +107,11 @@ def _check_before_scale(
     if passed and not isinstance(optimizer, StoringOptimizer):
         raise ValueError(
             "optimizer: the scaled gradients of these parameters reach no with_loss_scale, which belongs "
-            "outside: with_loss_scale(optax.multi_transform(...), loss_scale)\n  "
-            + "\n  ".join(passed)
+            "outside: with_loss_scale(optax.multi_transform(...), loss_scale)\n  " + "\n  ".join(passed)
         )
 
 
-def _check_after_storing(
-    optimizer: object, opt_state: OptState, params: Params, program: Callable[[Any], Any]
-) -> None:
+def _check_after_storing(optimizer: object, opt_state: OptState, params: Params, program: Callable[[Any], Any]) -> None:
     if isinstance(optimizer, StoringOptimizer) or not find_nodes(opt_state, StoringState):
         return
     traced = program(StoringState)

@@ -65,8 +65,7 @@ def select_step(opt_state: PyTree, new: Tree, old: Tree) -> Tree:
         x, y = jnp.asarray(x), jnp.asarray(y)
         if x.dtype != y.dtype or x.shape != y.shape:
             raise TypeError(
-                f"new {path_name(path)!r} is {x.dtype}{list(x.shape)}, the old one "
-                f"{y.dtype}{list(y.shape)}"
+                f"new {path_name(path)!r} is {x.dtype}{list(x.shape)}, the old one {y.dtype}{list(y.shape)}"
             )
         return lax.select(taken, x, y)
 
@@ -81,7 +80,7 @@ def _check_sees_every_step(opt_state: PyTree) -> None:
             continue
         name = "MultiSteps" if isinstance(node, optax.MultiStepsState) else "apply_if_finite"
         raise ValueError(
-            f"opt_state has {name}, at {path or 'the outermost place'!r}, around with_loss_scale, which cannot say then "
-            "whether this step was taken, and of an overflow NaN may stay in the sums; with_loss_scale goes outside: "
-            f"with_loss_scale(optax.{name}(optimizer, ...), loss_scale)"
+            f"opt_state has {name}, at {path or 'the outermost place'!r}, around with_loss_scale, which cannot say "
+            "then whether this step was taken, and of an overflow NaN may stay in the sums; with_loss_scale goes "
+            f"outside: with_loss_scale(optax.{name}(optimizer, ...), loss_scale)"
         )

@@ -95,18 +95,14 @@ def with_stochastic_rounding(
         updates: Grads, state: StochasticRoundingState, params: Params, **extra_args: object
     ) -> tuple[Any, StochasticRoundingState]:
         grads, float32_params = upcast_to_float32((updates, params))
-        float32_params, inner_state = update_params(
-            inner, grads, state.inner_state, float32_params, **extra_args
-        )
+        float32_params, inner_state = update_params(inner, grads, state.inner_state, float32_params, **extra_args)
         next_key, step_key = jax.random.split(state.key)
         leaves, tree = jax.tree_util.tree_flatten(params)
         stored = [
             stochastic_round(x, jax.random.fold_in(step_key, index))
             if old.dtype == jnp.bfloat16
             else x.astype(old.dtype)
-            for index, (x, old) in enumerate(
-                zip(tree.flatten_up_to(float32_params), leaves, strict=True)
-            )
+            for index, (x, old) in enumerate(zip(tree.flatten_up_to(float32_params), leaves, strict=True))
         ]
         return tree.unflatten(stored), StochasticRoundingState(next_key, inner_state)
 
@@ -140,9 +136,7 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     # bfloat16 is the upper half of float32: adding a random lower half carries in proportion to x's own.
     draw = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    rounded = lax.bitcast_convert_type(
-        ((bits + draw) >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16
-    )
+    rounded = lax.bitcast_convert_type(((bits + draw) >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
@@ -164,6 +158,5 @@ def _check_dtypes(params: Params) -> None:
     ]
     if others:
         raise ValueError(
-            "with_stochastic_rounding is for parameters in bfloat16 or from float32 on: "
-            + ", ".join(others)
+            "with_stochastic_rounding is for parameters in bfloat16 or from float32 on: " + ", ".join(others)
         )

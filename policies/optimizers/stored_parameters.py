@@ -55,9 +55,7 @@ class StoringState(abc.ABC):
         """The wrapped optimizer's state."""
 
 
-def storing_optimizer(
-    init: optax.TransformInitFn, step: Callable[..., tuple[Any, Any]]
-) -> StoringOptimizer:
+def storing_optimizer(init: optax.TransformInitFn, step: Callable[..., tuple[Any, Any]]) -> StoringOptimizer:
     """Returns the optimizer with that `init` whose `update` goes where `step` goes.
 
     Args:

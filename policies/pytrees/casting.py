@@ -36,9 +36,7 @@ def cast_floating(tree: Tree, dtype: DTypeLike) -> Tree:
 
 def upcast_to_float32(tree: Tree) -> Tree:
     """Returns `tree` with every half-precision array cast to float32; arrays of higher precision stay."""
-    return jax.tree_util.tree_map(
-        lambda x: cast_leaf(x, at_least_float32(x.dtype)) if is_float_array(x) else x, tree
-    )
+    return jax.tree_util.tree_map(lambda x: cast_leaf(x, at_least_float32(x.dtype)) if is_float_array(x) else x, tree)
 
 
 def cast_to_full(tree: Tree) -> Tree:

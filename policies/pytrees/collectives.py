@@ -51,9 +51,7 @@ def _pvary_leaf(x: object, axis_names: Sequence[str]) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def reduce_gradients(
-    grads: Tree, axis_names: Sequence[str], dtype: DTypeLike = jnp.float32
-) -> Tree:
+def reduce_gradients(grads: Tree, axis_names: Sequence[str], dtype: DTypeLike = jnp.float32) -> Tree:
     """Averages gradients over mesh axes in `dtype` and returns them in float32.
 
     Args:
@@ -96,9 +94,7 @@ def reduce_gradients(
     return map_overwritten(lambda g: _max_over_axes(g, axis_names), mean, grads)
 
 
-def scatter_gradients(
-    grads: Tree, dimensions: PyTree, axis_name: str, dtype: DTypeLike = jnp.float32
-) -> Tree:
+def scatter_gradients(grads: Tree, dimensions: PyTree, axis_name: str, dtype: DTypeLike = jnp.float32) -> Tree:
     """Averages gradients over a mesh axis as `reduce_gradients` does; each device gets its own part of them.
 
     Args:
@@ -129,9 +125,7 @@ def scatter_gradients(
     def scatter(x: jax.Array, dimension: int) -> Any:
         if dimension < 0 or count == 1:
             return reduce_gradients(x, (axis_name,), reduce_dtype)
-        add = partial(
-            lax.psum_scatter, axis_name=axis_name, scatter_dimension=dimension, tiled=True
-        )
+        add = partial(lax.psum_scatter, axis_name=axis_name, scatter_dimension=dimension, tiled=True)
         return _mean(upcast_to_float32(pvary(x, (axis_name,))), count, reduce_dtype, add)
 
     def largest(x: jax.Array, dimension: int) -> Any:
@@ -169,9 +163,7 @@ def mean_over_axes(tree: Tree, axis_names: Sequence[str]) -> Tree:
         if not is_inexact_array(x):
             return x
         upcast = upcast_to_float32(pvary(x, axis_names))
-        return (sum_over_axes(upcast, axis_names) / lax.axis_size(tuple(axis_names))).astype(
-            x.dtype
-        )
+        return (sum_over_axes(upcast, axis_names) / lax.axis_size(tuple(axis_names))).astype(x.dtype)
 
     return jax.tree_util.tree_map(mean, tree)
 

@@ -71,8 +71,7 @@ def parse_dtype(name: str) -> np.dtype:
     if _is_float_of_jax(name):
         return jnp.dtype(getattr(jnp, name))
     raise ValueError(
-        f"Unknown dtype {shortened(name)} must be full, half, {', '.join(list(_NAMES)[1:])} "
-        "or a float8 name"
+        f"Unknown dtype {shortened(name)} must be full, half, {', '.join(list(_NAMES)[1:])} or a float8 name"
     )
 
 

@@ -38,19 +38,14 @@ def cast_for_call(tree: PyTree, cast: Cast, also: Collection[int] = frozenset())
         return
     leaves, structure = jax.tree.flatten(states_at_home(tree), is_leaf=is_nnx)
     found = [_parameters(leaf, also) if is_nnx(leaf) else {} for leaf in leaves]
-    values = [
-        _values(leaf, inner) if is_nnx(leaf) else leaf
-        for leaf, inner in zip(leaves, found, strict=True)
-    ]
+    values = [_values(leaf, inner) if is_nnx(leaf) else leaf for leaf, inner in zip(leaves, found, strict=True)]
     cast_values = structure.flatten_up_to(cast(jax.tree.unflatten(structure, values)))
     swaps: dict[int, tuple[Any, Any, Any]] = {}
     for inner, new in zip(found, cast_values, strict=True):
         for path, variable in inner.items():
             number = new[path] if path else new
             swaps.setdefault(id(variable), (variable, variable.get_raw_value(), number))
-    cast_leaves = [
-        leaf if is_nnx(leaf) else new for leaf, new in zip(leaves, cast_values, strict=True)
-    ]
+    cast_leaves = [leaf if is_nnx(leaf) else new for leaf, new in zip(leaves, cast_values, strict=True)]
     with _swapped(list(swaps.values())):
         yield jax.tree.unflatten(structure, cast_leaves)
 
@@ -109,6 +104,4 @@ def _like(new: PyTree, stored: object) -> Any:
     """Returns what a call put into a parameter, in the dtypes that this had."""
     if jax.tree.structure(new) != jax.tree.structure(stored):
         return new
-    return jax.tree.map(
-        lambda x, old: cast_leaf(x, old.dtype) if is_float_array(old) else x, new, stored
-    )
+    return jax.tree.map(lambda x, old: cast_leaf(x, old.dtype) if is_float_array(old) else x, new, stored)

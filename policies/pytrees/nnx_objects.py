@@ -69,9 +69,7 @@ def arrays_of_variables(tree: PyTree, is_variable: Callable[[Any], bool] = is_nn
     """Returns a tree with variables' values in their places; `is_variable` says which."""
     if flax_nnx() is None:
         return tree
-    return jax.tree_util.tree_map(
-        lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable
-    )
+    return jax.tree_util.tree_map(lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable)
 
 
 def unbound(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -25,9 +25,7 @@ from jmp_train.policies.pytrees.nnx_objects import (
 )
 from jmp_train.policies.types import PyTree
 
-_Parts = dict[
-    str, tuple[list[Any], Any]
-]  # by name: leaves, other nnx objects among them; structure
+_Parts = dict[str, tuple[list[Any], Any]]  # by name: leaves, other nnx objects among them; structure
 
 
 def is_array(leaf: object) -> TypeGuard[jax.Array]:
@@ -143,16 +141,10 @@ class Carried:
         self._changes = [
             change
             for _, x in search.found
-            if id(x) not in self._foreign
-            and not is_boxed(x)
-            and (change := self._change(x)) is not None
+            if id(x) not in self._foreign and not is_boxed(x) and (change := self._change(x)) is not None
         ]
         return [
-            leaf
-            for change in self._changes
-            for leaves, _ in change.parts.values()
-            for leaf in leaves
-            if is_array(leaf)
+            leaf for change in self._changes for leaves, _ in change.parts.values() for leaf in leaves if is_array(leaf)
         ]
 
     def write(self, arrays: Iterator[Any]) -> None:
@@ -164,9 +156,7 @@ class Carried:
                 del vars(change.object)[name]
             dtypes = iter(change.dtypes)
             for name, (leaves, structure) in change.parts.items():
-                leaves = [
-                    _kept(next(arrays), next(dtypes)) if is_array(leaf) else leaf for leaf in leaves
-                ]
+                leaves = [_kept(next(arrays), next(dtypes)) if is_array(leaf) else leaf for leaf in leaves]
                 _set_part(change.object, name, jax.tree.unflatten(structure, leaves))
 
     def _change(self, x: object) -> _Change | None:
@@ -179,9 +169,7 @@ class Carried:
             return None
         stored = self._entries[id(x)].stored
         dtypes = [
-            dtype
-            for name, part in parts.items()
-            for dtype in _kept_dtypes(part, given.get(name), stored.get(name))
+            dtype for name, part in parts.items() for dtype in _kept_dtypes(part, given.get(name), stored.get(name))
         ]
         return _Change(x, parts, removed, dtypes, is_new=False)
 
@@ -199,9 +187,7 @@ class Carried:
             if path
             else "autocast did not find it in the arguments, nor in what the function closes over"
         )
-        raise type(error)(
-            f"Cannot mutate {name} within autocast: {advice}; pass its module as an argument"
-        ) from error
+        raise type(error)(f"Cannot mutate {name} within autocast: {advice}; pass its module as an argument") from error
 
 
 def is_boxed(x: object) -> bool:
@@ -271,11 +257,7 @@ def _parts(x: object) -> _Parts:
 
 
 def _same(part: tuple[list[Any], Any], other: tuple[list[Any], Any] | None) -> bool:
-    return (
-        other is not None
-        and part[1] == other[1]
-        and all(x is y for x, y in zip(part[0], other[0], strict=True))
-    )
+    return other is not None and part[1] == other[1] and all(x is y for x, y in zip(part[0], other[0], strict=True))
 
 
 def _set_part(x: Any, name: str, value: Any) -> None:

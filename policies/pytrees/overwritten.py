@@ -54,11 +54,7 @@ def trained_gradients(grads: Grads) -> Any:
     """
     if not _has_overwritten(grads):
         return grads
-    finite = [
-        jnp.isfinite(x).all()
-        for path, x in jax.tree_util.tree_leaves_with_path(grads)
-        if is_overwritten(path)
-    ]
+    finite = [jnp.isfinite(x).all() for path, x in jax.tree_util.tree_leaves_with_path(grads) if is_overwritten(path)]
     all_finite = functools.reduce(jnp.logical_and, finite)
     return jax.tree.map(lambda g: jnp.where(all_finite, g, jnp.nan), trained(grads))
 
@@ -75,10 +71,7 @@ def with_overwritten(params: Any, source: Any) -> Any:
     kind: Any = type(source)
     if isinstance(source, Mapping):
         return kind(
-            {
-                name: x if name == COLLECTION else with_overwritten(params[name], x)
-                for name, x in source.items()
-            }
+            {name: x if name == COLLECTION else with_overwritten(params[name], x) for name, x in source.items()}
         )
     return kind(with_overwritten(x, y) for x, y in zip(params, source, strict=True))
 
@@ -87,9 +80,7 @@ def _has_overwritten(tree: PyTree) -> bool:
     return any(is_overwritten(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
 
-def map_overwritten(
-    overwritten: Callable[..., Any], other: Callable[..., Any], *trees: object
-) -> Any:
+def map_overwritten(overwritten: Callable[..., Any], other: Callable[..., Any], *trees: object) -> Any:
     """Maps leaves by two functions: one for those that are overwritten with their gradient."""
 
     def either(path: KeyPath, *leaves: object) -> Any:

@@ -39,9 +39,7 @@ def change_nodes(tree: Tree, kind: type[Node], change: Callable[[Node], Any]) ->
     def is_of_kind(node: object) -> bool:
         return isinstance(node, kind)
 
-    return jax.tree_util.tree_map(
-        lambda node: change(node) if is_of_kind(node) else node, tree, is_leaf=is_of_kind
-    )
+    return jax.tree_util.tree_map(lambda node: change(node) if is_of_kind(node) else node, tree, is_leaf=is_of_kind)
 
 
 def with_states(opt_state: Tree, kind: type[Node], change: Callable[[Node], Any]) -> Tree:
@@ -81,13 +79,10 @@ def only_state(opt_state: PyTree, kind: type[Node], field: str, plural: str) -> 
     """
     found = find_nodes(opt_state, kind)
     if not found:
-        raise ValueError(
-            f"opt_state has no {field.replace('_', ' ')}; wrap the optimizer in with_{field}"
-        )
+        raise ValueError(f"opt_state has no {field.replace('_', ' ')}; wrap the optimizer in with_{field}")
     if len(found) > 1:
         paths = ", ".join(repr(path) for path, _ in found)
         raise ValueError(
-            f"opt_state has {len(found)} {plural}, at {paths}; "
-            f"take the one you mean: opt_state[...].{field}"
+            f"opt_state has {len(found)} {plural}, at {paths}; take the one you mean: opt_state[...].{field}"
         )
     return found[0][1]

@@ -101,10 +101,7 @@ def numbers(*tree: Any) -> list[jax.Array]:
 
 
 def models() -> Any:
-    return [
-        eqx.nn.make_with_state(model)(key)
-        for model, key in ((Generator, jr.key(0)), (Discriminator, jr.key(1)))
-    ]
+    return [eqx.nn.make_with_state(model)(key) for model, key in ((Generator, jr.key(0)), (Discriminator, jr.key(1)))]
 
 
 def real_images() -> jax.Array:

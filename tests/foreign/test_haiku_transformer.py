@@ -38,15 +38,11 @@ class Transformer(hk.Module):
         mask = mask[:, None, None, :] * causal
         h = embeddings
         for _ in range(LAYERS):
-            attention = hk.MultiHeadAttention(
-                num_heads=HEADS, key_size=WIDTH // HEADS, model_size=WIDTH, w_init=init
-            )
+            attention = hk.MultiHeadAttention(num_heads=HEADS, key_size=WIDTH // HEADS, model_size=WIDTH, w_init=init)
             h_norm = layer_norm(h)
             h_attn = attention(h_norm, h_norm, h_norm, mask=mask)
             h = h + hk.dropout(hk.next_rng_key(), rate, h_attn)
-            dense = hk.Sequential(
-                [hk.Linear(4 * WIDTH, w_init=init), jax.nn.gelu, hk.Linear(WIDTH, w_init=init)]
-            )
+            dense = hk.Sequential([hk.Linear(4 * WIDTH, w_init=init), jax.nn.gelu, hk.Linear(WIDTH, w_init=init)])
             h = h + hk.dropout(hk.next_rng_key(), rate, dense(layer_norm(h)))
         return layer_norm(h)
 

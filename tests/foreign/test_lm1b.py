@@ -72,9 +72,7 @@ class TransformerLM(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, segments: jax.Array, train: bool
-    ) -> jax.Array:
+    def __call__(self, tokens: jax.Array, positions: jax.Array, segments: jax.Array, train: bool) -> jax.Array:
         cfg = self.config
         mask = nn.combine_masks(
             nn.make_causal_mask(tokens, dtype=cfg.dtype),
@@ -121,9 +119,7 @@ def script(half: bool) -> Script:
     batch = packed_batch()
     key = jax.random.PRNGKey(0)
     params = jax.jit(MODEL.init, static_argnums=4)(key, *batch.values(), False)["params"]
-    schedule = optax.join_schedules(
-        [optax.linear_schedule(0, 1e-2, 5), optax.constant_schedule(1e-2)], [5]
-    )
+    schedule = optax.join_schedules([optax.linear_schedule(0, 1e-2, 5), optax.constant_schedule(1e-2)], [5])
     tx: Any = optax.adamw(schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1)
     if half:
         tx = jt.with_loss_scale(tx, growing_scale())

@@ -68,9 +68,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def loss_fn(params: Any, batch: Any, lstm_key: Any) -> jax.Array:
-    logits, _ = MODEL.apply(
-        {"params": params}, batch["query"], batch["answer"], rngs={"lstm": lstm_key}
-    )
+    logits, _ = MODEL.apply({"params": params}, batch["query"], batch["answer"], rngs={"lstm": lstm_key})
     return cross_entropy(logits, batch["answer"][:, 1:])
 
 
@@ -117,9 +115,7 @@ def test_products_in_half() -> None:
     assert share_by_autocast(loss_fn, *args) == 1
     # The first prediction of the decoder is half, the next ones are as `one_hot` makes them.
     half_loss = jt.apply_policy(loss_fn, jt.get_policy("mixed_float16"))
-    with pytest.raises(
-        TypeError, match="scan body function carry input and carry output"
-    ) as raised:
+    with pytest.raises(TypeError, match="scan body function carry input and carry output") as raised:
         half_loss(*args)
     assert 'policy="autocast_float16" runs the function as it is' in raised.value.__notes__[-1]
 

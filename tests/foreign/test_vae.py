@@ -64,9 +64,7 @@ def binary_cross_entropy_with_logits(logits: jax.Array, labels: jax.Array) -> ja
 def loss_fn(params: Any, batch: jax.Array, z_rng: jax.Array) -> Any:
     outputs: Any = VAE().apply({"params": params}, batch, z_rng)
     recon_x, mean, logvar = outputs
-    return (
-        binary_cross_entropy_with_logits(recon_x, batch).mean() + kl_divergence(mean, logvar).mean()
-    )
+    return binary_cross_entropy_with_logits(recon_x, batch).mean() + kl_divergence(mean, logvar).mean()
 
 
 def digits() -> jax.Array:

@@ -78,9 +78,7 @@ class DecoderBlock(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, encoded: jax.Array, mask: Any, cross_mask: Any, train: bool
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, encoded: jax.Array, mask: Any, cross_mask: Any, train: bool) -> jax.Array:
         norm = functools.partial(nn.LayerNorm, dtype=self.config.dtype)
         y = norm()(x)
         x = x + Attention(self.config)(y, y, mask, train)
@@ -156,9 +154,7 @@ def script(half: bool) -> Script:
     batch = padded_batch()
     init = jax.jit(MODEL.init, static_argnums=3)
     params = init(jax.random.key(0), *batch.values(), False)["params"]
-    tx: Any = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(5e-3, b1=0.9, b2=0.98, eps=1e-9)
-    )
+    tx: Any = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(5e-3, b1=0.9, b2=0.98, eps=1e-9))
     if half:
         tx = jt.with_loss_scale(tx, growing_scale())
     step = jax.jit(jt.train_step(loss_fn, tx, policy="autocast_float16" if half else None))

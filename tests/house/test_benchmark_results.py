@@ -61,11 +61,7 @@ def test_rates_of_mini_batches() -> None:
 
 
 def test_every_script_and_every_result_is_named() -> None:
-    scripts = {
-        path.name
-        for path in BENCHMARKS.glob("*.py")
-        if '__name__ == "__main__"' in path.read_text()
-    }
+    scripts = {path.name for path in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
     assert scripts == set(re.findall(r"^\| `(\w+\.py)` \|", TEXT, re.MULTILINE))
     for path in (BENCHMARKS / "results").iterdir():
         assert f"`{path.stem}.py`" in TEXT

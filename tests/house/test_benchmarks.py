@@ -131,9 +131,7 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("workload", "batch"), [("resnet34", 4), ("vit-b16", 2)])
-def test_the_gpu_benchmark_makes_steps_in_amp_modes(
-    tmp_path: Path, workload: str, batch: int
-) -> None:
+def test_the_gpu_benchmark_makes_steps_in_amp_modes(tmp_path: Path, workload: str, batch: int) -> None:
     file = tmp_path / "gpu.json"
     options = ("--workloads", workload, "--rounds", "1", "--precisions", "float32", "apex-O2")
     output = run("gpu.py", "--tiny", *options, "--json", str(file))
@@ -177,9 +175,7 @@ def torch_weights(params: Any, batch_stats: Any, kernel_axes: tuple[int, ...]) -
 def random_like(tree: Any, seed: int) -> Any:
     """Returns values near 0.3, of which all matter; also as variances."""
     random = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda x: (0.3 + 0.1 * random.standard_normal(x.shape)).astype(np.float32), tree
-    )
+    return jax.tree.map(lambda x: (0.3 + 0.1 * random.standard_normal(x.shape)).astype(np.float32), tree)
 
 
 NETWORKS = {  # ours, torch's with the same sizes, how our convolutions' kernels become torch's
@@ -217,9 +213,7 @@ def test_torch_steps_the_same_network(name: str, monkeypatch: pytest.MonkeyPatch
     assert np.ptp(wanted, axis=0).min() > 1e-3  # the images differ in all logits
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("ResNet", 21_282_122), ("VisionTransformer", 86_567_656)]
-)
+@pytest.mark.parametrize(("name", "count"), [("ResNet", 21_282_122), ("VisionTransformer", 86_567_656)])
 def test_torchs_networks_have_as_many_parameters_as_ours(
     name: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,9 +244,7 @@ def test_the_gpu_benchmark_makes_gat_steps_on_a_graph_made_once(tmp_path: Path) 
 @pytest.mark.timeout(600)
 def test_the_gpu_benchmark_times_each_graph_operation(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    output = run(
-        "gpu.py", "--tiny", "--workloads", "graph-ops", "--rounds", "1", "--json", str(file)
-    )
+    output = run("gpu.py", "--tiny", "--workloads", "graph-ops", "--rounds", "1", "--json", str(file))
     report = json.loads(file.read_text())["workloads"]["graph-ops"]
     assert report["edges"] == 4000
     for way in ("jmp_train chunked", "jmp_train xla", "jraph"):
@@ -379,8 +371,7 @@ def test_differences_are_paired_by_the_seed(planetoid: Any) -> None:
     assert (below, above) == pytest.approx((2 - half, 2 + half))
     accuracies = {"float32": (80, 84, 81), "mixed_float16": (81, 86, 84)}
     seeds = {
-        policy: [{"accuracy": x, "skipped_steps": 0} for x in of_policy]
-        for policy, of_policy in accuracies.items()
+        policy: [{"accuracy": x, "skipped_steps": 0} for x in of_policy] for policy, of_policy in accuracies.items()
     }
     summary = planetoid.summarize(seeds)
     assert summary["float32"]["mean"] == pytest.approx(245 / 3)

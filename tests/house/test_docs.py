@@ -22,10 +22,7 @@ PUBLIC = {
     for module in (jt, jmp_train.policies, jmp_train.graphs)
     for name, thing in vars(module).items()
     if not name.startswith("_") and not inspect.ismodule(thing) and name not in ALIASES
-} | {
-    name: getattr(jt.distributed, name)
-    for name in ("initialize", "is_main_process", "check_agreement")
-}
+} | {name: getattr(jt.distributed, name) for name in ("initialize", "is_main_process", "check_agreement")}
 # A logger, and what stability.md names as not offered.
 NOT_OFFERED = ("jmp_train.amp", "jmp_train.parallel.steps")
 PAGES = ("README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md"))))
@@ -60,7 +57,8 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "nonfinite_report", "scaled_value_and_grad", "reduce_gradients", "train_step", "stateless",
         "TrainState", "autocast", "autocast_as", "AutocastRules", "TORCH_CUDA", "TORCH_CPU",
         "APEX_O1", "explain_autocast", "segment_sum", "segment_mean", "segment_max", "segment_min",
-        "segment_softmax", "gather", "data_parallel", "pmap_step", "Graph", "from_edges", "from_jraph", "to_jraph", "rand_graph",
+        "segment_softmax", "gather", "data_parallel", "pmap_step", "Graph",
+        "from_edges", "from_jraph", "to_jraph", "rand_graph",
         "update_all", "apply_edges", "edge_softmax", "gat_attention", "GraphConv", "SAGEConv",
         "GATConv", "GATv2Conv", "GINConv", "broadcast_state", "initialize",
         "CheckpointStore",
@@ -75,10 +73,7 @@ def test_every_public_name_has_a_docstring_with_an_example(name: str) -> None:
     assert ">>>" in text
     if inspect.isfunction(PUBLIC[name]):
         signature: Any = inspect.signature(PUBLIC[name])
-        assert (
-            re.search(r"\AReturns |^Returns:", text, re.MULTILINE)
-            or signature.return_annotation is None
-        )
+        assert re.search(r"\AReturns |^Returns:", text, re.MULTILINE) or signature.return_annotation is None
         for parameter in signature.parameters:
             assert re.search(rf"^  \*{{0,2}}{parameter}: ", text, re.MULTILINE), parameter
 
@@ -94,9 +89,7 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
 
 
 def test_the_index_names_every_page() -> None:
-    named = re.findall(
-        r"^\| \[[^]]+\]\((\w+\.md)\)", (ROOT / "docs/README.md").read_text(), re.MULTILINE
-    )
+    named = re.findall(r"^\| \[[^]]+\]\((\w+\.md)\)", (ROOT / "docs/README.md").read_text(), re.MULTILINE)
     assert sorted(f"docs/{page}" for page in ["README.md", *named]) == [*PAGES[1:]]
 
 
@@ -104,9 +97,7 @@ def test_every_name_in_docs_and_examples_is_reachable_from_a_face() -> None:
     files = [ROOT / page for page in PAGES] + sorted((ROOT / "examples").rglob("*.*"))
     found = set()
     for path in (path for path in files if path.suffix in (".md", ".py")):
-        for match in re.finditer(
-            r"(?<![\w./])(?:jt|jmp_train)((?:\.[A-Za-z_]\w*)+)", path.read_text()
-        ):
+        for match in re.finditer(r"(?<![\w./])(?:jt|jmp_train)((?:\.[A-Za-z_]\w*)+)", path.read_text()):
             if match[0] not in NOT_OFFERED:
                 found.add((path.name, match[1]))
     assert len(found) > 100
@@ -151,17 +142,13 @@ def test_the_message_passing_example_agrees_with_itself_and_the_hub_is_right(
 ) -> None:
     example = str(ROOT / "examples" / "message_passing.py")
     output = run_script(
-        "import runpy, warnings\nwarnings.simplefilter('error')\n"
-        f"runpy.run_path({example!r}, run_name='__main__')",
+        f"import runpy, warnings\nwarnings.simplefilter('error')\nrunpy.run_path({example!r}, run_name='__main__')",
         cwd=tmp_path,
     )
     *lines, hub = output.splitlines()
     assert hub == "hub 13160, by jax.ops.segment_sum 2048"
     found = [
-        re.fullmatch(
-            r"(\w+) +\((.*)\) float16, float16  largest ([\d.]+), difference ([\d.]+)", line
-        )
-        for line in lines
+        re.fullmatch(r"(\w+) +\((.*)\) float16, float16  largest ([\d.]+), difference ([\d.]+)", line) for line in lines
     ]
     assert [match and match.group(1, 2) for match in found] == [
         ("x", "30, 16"),
@@ -218,10 +205,7 @@ def test_the_reddit_example_learns_in_float16_as_in_float32(tmp_path: Path) -> N
     for flag in ("--use-fp16", "--no-use-fp16"):
         output = run_script(example, flag, "--scale", "0.001", "--epochs", "20", cwd=tmp_path)
         *lines, last = output.splitlines()
-        found = [
-            re.fullmatch(r"epoch (\d+)  loss ([\d.]+|nan)  loss scale (\d+)  [\d.]+ s", line)
-            for line in lines
-        ]
+        found = [re.fullmatch(r"epoch (\d+)  loss ([\d.]+|nan)  loss scale (\d+)  [\d.]+ s", line) for line in lines]
         assert [match and int(match[1]) for match in found] == list(range(1, 21))
         numbers = [(float(match[2]), int(match[3])) for match in found if match]
         losses.append([loss for loss, _ in numbers])

@@ -58,9 +58,7 @@ def imports(path: Path) -> list[str]:
 
 
 FLOORS = {"jmp_train": "jmp_train", "jmp_train.policies": "policies", "jmp_train.graphs": "graphs"}
-APPLICATION = tuple(
-    f"jmp_train.{folder}" for folder in ("runs", "reports", "cli", "launch", "tasks")
-)
+APPLICATION = tuple(f"jmp_train.{folder}" for folder in ("runs", "reports", "cli", "launch", "tasks"))
 
 
 def _sources() -> dict[str, Path]:
@@ -86,9 +84,7 @@ def imported_modules(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                passes = path != FACES.get(node.module or "") and alias.name in passed_on(
-                    node.module
-                )
+                passes = path != FACES.get(node.module or "") and alias.name in passed_on(node.module)
                 is_module = full in SOURCES and not passes
                 found |= {full if is_module else node.module or ""} & SOURCES.keys()
     return found
@@ -145,9 +141,7 @@ def test_faces_only_pass_names_on() -> None:
     for module, path in FACES.items():
         tree = ast.parse(path.read_text())
         kinds = (ast.Expr, ast.Import, ast.ImportFrom)
-        if (
-            module != "jmp_train"
-        ):  # which has its version, and loads some folders when they are asked for
+        if module != "jmp_train":  # which has its version, and loads some folders when they are asked for
             assert all(isinstance(node, kinds) for node in tree.body), path
 
 
@@ -200,7 +194,5 @@ scale = jmp_train.torch_loss_scale()
 jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend runs
 print(jax.device_count())
 """
-    result = subprocess.run(
-        (sys.executable, "-c", code), capture_output=True, text=True, check=False, timeout=100
-    )
+    result = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=False, timeout=100)
     assert result.stdout == "[]\n[]\n3\n", result.stderr

@@ -43,7 +43,5 @@ def test_the_library_does_not_speak_of_the_command_line(floor: str) -> None:
 
 
 def test_words_of_the_command_line_are_found() -> None:
-    source = (
-        'f"--data-dir {x} is needed"\ndef f():\n    "See `jmp-train launch`."\n"--xla_flag a--b"'
-    )
+    source = 'f"--data-dir {x} is needed"\ndef f():\n    "See `jmp-train launch`."\n"--xla_flag a--b"'
     assert command_line_words(source) == ["--data-dir", "jmp-train l"]

@@ -22,12 +22,8 @@ def test_passes(): ...
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("reason", "code"), [("listed: too", 0), ("not listed", 1), ("not listed: too", 1)]
-)
-def test_a_skip_for_an_unlisted_reason_fails_the_session(
-    tmp_path: Path, reason: str, code: int
-) -> None:
+@pytest.mark.parametrize(("reason", "code"), [("listed: too", 0), ("not listed", 1), ("not listed: too", 1)])
+def test_a_skip_for_an_unlisted_reason_fails_the_session(tmp_path: Path, reason: str, code: int) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / "test_it.py").write_text(TESTS.format(reason=reason))
     (tmp_path / "skips.txt").write_text("# reasons\n\nlisted: .*\n")

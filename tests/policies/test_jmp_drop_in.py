@@ -71,9 +71,7 @@ texts = st.one_of(words, st.lists(part, min_size=1, max_size=4).map(",".join))
 def test_policy_strings_mean_what_they_mean_in_jmp(text: str) -> None:
     fields = [part[:1].lower() for part in text.split(",") if "=" in part]
     if len(set(fields)) < len(fields):  # of which jmp takes the last
-        with pytest.raises(
-            ValueError, match=r"Unknown (dtype|key)|must have the form|more than once"
-        ):
+        with pytest.raises(ValueError, match=r"Unknown (dtype|key)|must have the form|more than once"):
             jt.get_policy(text)
         return
     try:
@@ -97,9 +95,7 @@ def test_policy_strings_mean_what_they_mean_in_jmp(text: str) -> None:
     st.sampled_from([0.0, 0.37, 1.0, 8.0]),
     st.lists(st.booleans(), max_size=25),
 )
-def test_adjusting_is_jmps(
-    start: float, period: int, factor: float, low: float, finite: list[bool]
-) -> None:
+def test_adjusting_is_jmps(start: float, period: int, factor: float, low: float, finite: list[bool]) -> None:
     ours: Any = jt.DynamicLossScale(jnp.float32(start), period=period, factor=factor,  # type: ignore[arg-type]
                                     min_loss_scale=low)  # fmt: skip
     theirs = jmp.DynamicLossScale(
@@ -158,9 +154,7 @@ def test_8_equal_policies_have_equal_hashes() -> None:
 
 
 def test_9_every_dtype_prints() -> None:
-    assert str(jt.Policy(np.dtype("float16"), np.dtype("float16"), jnp.float8_e5m2)) == (
-        "p=f16,c=f16,o=float8_e5m2"
-    )
+    assert str(jt.Policy(np.dtype("float16"), np.dtype("float16"), jnp.float8_e5m2)) == ("p=f16,c=f16,o=float8_e5m2")
 
 
 def test_12_booleans_of_python_are_taken() -> None:

@@ -1,7 +1,7 @@
 """Writers of checkpoints that stop at a chosen call to the file system, or train until they are killed.
 
-The server imports once, and forks a writer for each line that it reads: `at NUMBER DIRECTORY LOG` or `train DIRECTORY LOG SEED`.
-It answers with the writer's process id and, when that has stopped, died or ended, with how.
+The server imports once, and forks a writer for each line that it reads: `at NUMBER DIRECTORY LOG` or `train DIRECTORY
+LOG SEED`. It answers with the writer's process id and, when that has stopped, died or ended, with how.
 """
 
 import os

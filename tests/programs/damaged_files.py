@@ -51,9 +51,7 @@ FORBIDDEN = re.compile(
     r"subprocess|socket|pickle|ctypes|shutil|os\.(exec|posix_spawn|spawn|fork|system|remove|rename|mkdir|link|symlink)"
 )
 
-Reader = Callable[
-    [Path], tuple[np.ndarray, bool]
-]  # returns an array, and whether its shape is right
+Reader = Callable[[Path], tuple[np.ndarray, bool]]  # returns an array, and whether its shape is right
 
 
 def main(folder: Path, seed: int, count: int) -> None:
@@ -210,8 +208,7 @@ def valid_images(random: np.random.Generator) -> dict[str, bytes]:
         "bits.bmp": saved(rgb.convert("1"), "BMP"),
         "runs.bmp": _run_length_bmp(),
         "rgb.ppm": saved(rgb, "PPM"),
-        "few_levels.ppm": b"P6\n# few levels\n8 6\n100\n"
-        + bytes(np.arange(144, dtype=np.uint8) % 101),
+        "few_levels.ppm": b"P6\n# few levels\n8 6\n100\n" + bytes(np.arange(144, dtype=np.uint8) % 101),
         "text.ppm": b"P3\n8 6\n# in words\n255\n" + b" ".join(b"%d" % n for n in range(144)),
         "bits.ppm": saved(rgb.convert("1"), "PPM"),
         "deep.pgm": saved(deep, "PPM"),
@@ -332,8 +329,7 @@ def _damaged_chunk(random: np.random.Generator, content: bytes) -> bytes:
         data = _changed(random, data, content)
     chunks[changed] = (kind, data)
     parts = (
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
     )
     return content[:8] + b"".join(parts)
 

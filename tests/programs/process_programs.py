@@ -33,9 +33,7 @@ def digits() -> dict[str, np.ndarray]:
 def make_step(policy: str) -> tuple[jt.TrainStep, jt.TrainState]:
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         logits = jax.nn.relu(batch["x"] @ params["hidden"]) @ params["out"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), batch["y"]
-        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["y"])
         return losses.mean()
 
     optimizer = optax.sgd(0.1, momentum=0.9)
@@ -126,9 +124,7 @@ def naive_mode(mesh: Mesh, sharding: NamedSharding) -> None:
         amp.log(metrics)
     jt.distributed.check_agreement(state)
     master_weights = jt.get_master_weights(state.opt_state)
-    equal = jax.tree.map(
-        lambda x, m: bool((x == m.astype(x.dtype)).all()), state.params, master_weights
-    )
+    equal = jax.tree.map(lambda x, m: bool((x == m.astype(x.dtype)).all()), state.params, master_weights)
     print("master_weights", sorted(equal.items()), int(metrics["skipped_steps"]))
 
 
@@ -150,9 +146,7 @@ def graphs_of_their_own(mesh: Mesh, sharding: NamedSharding) -> None:
     state = jt.broadcast_state(jt.TrainState.create(jnp.ones(()), optimizer), mesh)
     first = jax.process_index() * 2 * jax.local_device_count()
     own = graphs.stack([star(first + i + 1) for i in range(2 * jax.local_device_count())])
-    batch = jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), {"graph": own}
-    )
+    batch = jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), {"graph": own})
     state, metrics = jax.jit(jt.data_parallel(step, mesh))(state, batch)
     sums = np.cumsum(np.arange(1, 2 * mesh.size + 1))  # of a star's rays
     assert float(metrics["loss"]) == sums.mean(), metrics
@@ -210,9 +204,7 @@ def save_replicated_and_sharded_weights() -> None:
     """Saves and loads what all processes have, and shows what is said of an array sharded over them."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     x = np.arange(2.0 * jax.device_count(), dtype=np.float32)
-    replicated, sharded = (
-        jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes))) for axes in ((), ("data",))
-    )
+    replicated, sharded = (jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes))) for axes in ((), ("data",)))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "weights.safetensors")
         jt.save_weights(file, {"w": replicated})

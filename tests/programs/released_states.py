@@ -65,9 +65,7 @@ def new_state(name: str) -> Any:
         return flat_state(filled=False)
     dtype, optimizer = optimizers()[name]
     model_state = {"mean": jnp.zeros(3, jnp.float32), "batches": jnp.zeros((), jnp.int32)}
-    return jt.TrainState.create(
-        new_params(dtype), optimizer, model_state=model_state, rng=jax.random.key(7)
-    )
+    return jt.TrainState.create(new_params(dtype), optimizer, model_state=model_state, rng=jax.random.key(7))
 
 
 def flat_state(*, filled: bool) -> dict[str, Any]:
@@ -132,8 +130,7 @@ def next_params(name: str, state: jt.TrainState) -> dict[str, list[Any]]:
     """Returns the parameters after one more step, by their paths."""
     params = after_steps(name, state, 1.5).params
     return {
-        jax.tree_util.keystr(path): np.asarray(x, np.float32).tolist()
-        for path, x in jax.tree.leaves_with_path(params)
+        jax.tree_util.keystr(path): np.asarray(x, np.float32).tolist() for path, x in jax.tree.leaves_with_path(params)
     }
 
 

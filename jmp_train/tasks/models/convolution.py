@@ -16,7 +16,8 @@ class Conv(nn.Module):
     """A convolution of square kernels.
 
     On GPUs XLA convolves NHWC with OHWI kernels. linen's HWIO ones it would transpose, and the step would keep copies
-    of all of them, of their master weights and moments even in float32; stored as OHWI they are cast and updated in that layout.
+    of all of them, of their master weights and moments even in float32; stored as OHWI they are cast and updated in
+    that layout.
 
     Args:
       features: channels out.

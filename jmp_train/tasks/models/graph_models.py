@@ -130,14 +130,10 @@ class GCN(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.dropout = nnx.Dropout(dropout)
-        self.first = GraphConv(
-            in_features, hidden, use_bias=use_bias, activation=nnx.relu, rngs=rngs
-        )
+        self.first = GraphConv(in_features, hidden, use_bias=use_bias, activation=nnx.relu, rngs=rngs)
         self.second = GraphConv(hidden, classes, use_bias=use_bias, rngs=rngs)
 
-    def __call__(
-        self, graph: Graph, features: jax.Array, *, rngs: nnx.Rngs | None = None
-    ) -> jax.Array:
+    def __call__(self, graph: Graph, features: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
         """Returns logits [nodes, classes] of features [nodes, in]."""
         for layer in (self.first, self.second):
             features = self.dropout(features, deterministic=rngs is None, rngs=rngs)
@@ -184,9 +180,7 @@ class GAT(nnx.Module):
             width = count * hidden
         self.layers = nnx.List([*layers, make(width, classes, last)])
 
-    def __call__(
-        self, graph: Graph, features: jax.Array, *, rngs: nnx.Rngs | None = None
-    ) -> jax.Array:
+    def __call__(self, graph: Graph, features: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
         """Returns logits [nodes, classes] of features [nodes, in]."""
         *inner, last = self.layers
         for layer in inner:
@@ -219,15 +213,11 @@ class SAGE(nnx.Module):
         dropout: float = 0.0,
         rngs: nnx.Rngs,
     ) -> None:
-        make = functools.partial(
-            SAGEConv, aggregator=aggregator, feature_dropout=dropout, rngs=rngs
-        )
+        make = functools.partial(SAGEConv, aggregator=aggregator, feature_dropout=dropout, rngs=rngs)
         self.first = make(in_features, hidden, activation=nnx.relu)
         self.second = make(hidden, classes)
 
-    def __call__(
-        self, graph: Graph, features: jax.Array, *, rngs: nnx.Rngs | None = None
-    ) -> jax.Array:
+    def __call__(self, graph: Graph, features: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
         """Returns logits [nodes, classes] of features [nodes, in]."""
         for layer in (self.first, self.second):
             features = layer(graph, features, deterministic=rngs is None, rngs=rngs)

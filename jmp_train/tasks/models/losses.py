@@ -11,9 +11,7 @@ import optax
 from jmp_train.policies.amp_modes import batch_norm_paths
 
 
-def image_loss(
-    model: nn.Module, params: Any, batch_stats: Any, batch: Any, rngs: Any = None
-) -> tuple[jax.Array, Any]:
+def image_loss(model: nn.Module, params: Any, batch_stats: Any, batch: Any, rngs: Any = None) -> tuple[jax.Array, Any]:
     """Returns the mean cross-entropy, the next batch statistics and the accuracy.
 
     Args:
@@ -46,9 +44,7 @@ class ImageClassifier(NamedTuple):
     batch_norms: Callable[[], tuple[str, ...]]
 
 
-def image_classifier(
-    make: Callable[[str | None], nn.Module], shape: tuple[int, ...]
-) -> ImageClassifier:
+def image_classifier(make: Callable[[str | None], nn.Module], shape: tuple[int, ...]) -> ImageClassifier:
     """Returns what a task takes of a model that is trained and tested on images as they are.
 
     Args:

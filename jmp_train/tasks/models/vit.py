@@ -1,7 +1,7 @@
 """The vision transformer ViT-B/16 of Dosovitskiy et al., as timm's `vit_base_patch16_224` builds it.
 
-A training step keeps of each block the inputs of its two parts and the products with its weights; what is cheap, that is
-the norms, GELU, the attention between tokens and the dropout masks, is computed again for the gradient.
+A training step keeps of each block the inputs of its two parts and the products with its weights; what is cheap, that
+is the norms, GELU, the attention between tokens and the dropout masks, is computed again for the gradient.
 """
 
 import math
@@ -54,9 +54,7 @@ class VisionTransformer(nn.Module):
         first_dropout = jax.checkpoint(dropout, static_argnums=1)
         x = first_dropout(self._tokens(images), self.drop_rate, None if words is None else words[0])
         # Apart, because the compiler may then not hold what both compute again at one time.
-        attention_part, mlp_part = (
-            nn.remat(part, policy=_SAVED) for part in (AttentionPart, MlpPart)
-        )
+        attention_part, mlp_part = (nn.remat(part, policy=_SAVED) for part in (AttentionPart, MlpPart))
         for block in range(self.depth):
             own = None if words is None else words[1 + 3 * block :][:3]
             x = attention_part(self.heads, self.drop_rate, name=f"attention_{block}")(x, own)
@@ -72,9 +70,7 @@ class VisionTransformer(nn.Module):
         """Returns the class token and the embedded patches, with their positions [batch, 1 + patches, width]."""
         side = (self.patch, self.patch)
         init = torch_uniform(self.patch**2 * images.shape[-1])
-        embed = nn.Conv(
-            self.width, side, side, "VALID", kernel_init=init, bias_init=init, name="patch_embed"
-        )
+        embed = nn.Conv(self.width, side, side, "VALID", kernel_init=init, bias_init=init, name="patch_embed")
         patches = embed(images)
         patches = patches.reshape(len(patches), -1, self.width)
         first = self.param("class_token", _NORMAL, (1, 1, self.width))

@@ -130,15 +130,9 @@ def test_planetoids_matrices_larger_than_their_file(folders: dict[str, Path]) ->
         ),
     ],
 )
-def test_planetoids_files_that_claim_much(
-    folders: dict[str, Path], suffix: str, content: bytes, message: str
-) -> None:
+def test_planetoids_files_that_claim_much(folders: dict[str, Path], suffix: str, content: bytes, message: str) -> None:
     (folders["planetoid"] / f"ind.cora.{suffix}").write_bytes(content)
-    assert (
-        refused(folders["planetoid"])
-        .replace(": has", " has")
-        .startswith(f"ind.cora.{suffix} {message}")
-    )
+    assert refused(folders["planetoid"]).replace(": has", " has").startswith(f"ind.cora.{suffix} {message}")
 
 
 @pytest.mark.parametrize(
@@ -205,9 +199,7 @@ def test_gzip_bombs(folders: dict[str, Path], name: str, line: bytes, message: s
         ("raw/edge-feat", "has more rows than the 2 that num-edge-list.csv.gz says"),
     ],
 )
-def test_reading_ends_with_the_rows_that_are_expected(
-    folders: dict[str, Path], name: str, message: str
-) -> None:
+def test_reading_ends_with_the_rows_that_are_expected(folders: dict[str, Path], name: str, message: str) -> None:
     (folders["ogb"] / f"{name}.csv.gz").write_bytes(bomb(b"0\n"))
     assert refused(folders["ogb"]) == f"{name}.csv.gz {message}"
 
@@ -218,9 +210,7 @@ def test_a_gzip_file_of_several_members(folders: dict[str, Path]) -> None:
     path.write_bytes(b"".join(parts) + b"\0" * 2**18)
     assert read_ogb(folders["ogb"]).features.tolist() == [[0.5, 1], [1, 2], [2, 4]]
     path.write_bytes(b"".join(parts) + b"more")
-    assert refused(folders["ogb"]).startswith(
-        "raw/node-feat.csv.gz is not a gzip file, or a damaged "
-    )
+    assert refused(folders["ogb"]).startswith("raw/node-feat.csv.gz is not a gzip file, or a damaged ")
 
 
 @pytest.mark.parametrize(
@@ -248,9 +238,7 @@ def test_a_gzip_file_of_several_members(folders: dict[str, Path]) -> None:
         ),
     ],
 )
-def test_ogbs_files_that_claim_much(
-    folders: dict[str, Path], name: str, text: str, message: str
-) -> None:
+def test_ogbs_files_that_claim_much(folders: dict[str, Path], name: str, text: str, message: str) -> None:
     (folders["ogb"] / f"raw/{name}.csv.gz").write_bytes(gzip.compress(text.encode()))
     assert refused(folders["ogb"]).startswith(f"raw/{message}")
 
@@ -261,9 +249,7 @@ def npy(shape: str, descr: str = "'<f4'", order: str = "False", content: int = 6
     return b"\x93NUMPY\x02\0" + len(text).to_bytes(4, "little") + text + b"\0" * content
 
 
-def with_member(
-    folder: Path, name: str, content: bytes, method: int = zipfile.ZIP_DEFLATED
-) -> None:
+def with_member(folder: Path, name: str, content: bytes, method: int = zipfile.ZIP_DEFLATED) -> None:
     """Replaces an array of `reddit_data.npz`."""
     path = folder / "reddit_data.npz"
     with zipfile.ZipFile(path) as archive:
@@ -338,9 +324,7 @@ def test_arrays_that_honest_programs_write(tmp_path: Path) -> None:
     features = np.arange(3 * 602.0).reshape(3, 602)
     for save in (np.savez, np.savez_compressed):
         for dtype in (np.float64, np.float16, ">f4"):
-            write_reddit(
-                tmp_path / "reddit", save, feature=np.asfortranarray(features.astype(dtype))
-            )
+            write_reddit(tmp_path / "reddit", save, feature=np.asfortranarray(features.astype(dtype)))
             read = read_reddit(tmp_path / "reddit").features
             np.testing.assert_array_equal(read, features.astype(dtype))
     content = npy("(3L, 602L)", content=3 * 602 * 4)

@@ -187,9 +187,7 @@ def test_truncated_files_are_named(folder: Path, name: str) -> None:
     if name != "split/time/valid":
         assert fault(folder).startswith(f"{name}.csv.gz ")
     path.write_bytes(FILES[name].encode())
-    assert fault(folder).startswith(
-        f"{name}.csv.gz is not a gzip file, or a damaged one: Not a gzip"
-    )
+    assert fault(folder).startswith(f"{name}.csv.gz is not a gzip file, or a damaged one: Not a gzip")
 
 
 @settings(max_examples=150, deadline=None)
@@ -248,9 +246,7 @@ def test_rows_are_counted_over_blocks(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"table.csv: {message}"):
             read_csv_table(path, np.int32)
     path.write_text("0,1\n" * 600_000 + "1,2,3\n" * 10)
-    with pytest.raises(
-        ValueError, match=r"table.csv: row 600000 has 3 columns, where those before h"
-    ):
+    with pytest.raises(ValueError, match=r"table.csv: row 600000 has 3 columns, where those before h"):
         read_csv_table(path, np.int32)
 
 

@@ -156,9 +156,7 @@ def test_other_numbers_and_orders_are_read(folder: Path, dtype: str) -> None:
 
 
 def test_missing_files_are_named_with_their_address(folder: Path) -> None:
-    address = (
-        "Planetoid's files are public in https://github.com/kimiyoung/planetoid/tree/master/data"
-    )
+    address = "Planetoid's files are public in https://github.com/kimiyoung/planetoid/tree/master/data"
     for suffix in ("tx", "test.index"):
         (folder / f"ind.citeseer.{suffix}").unlink()
     with pytest.raises(FileNotFoundError) as caught:
@@ -280,9 +278,7 @@ FLOATS = [1.0, 2.0]
         ((3, -5), [0, 1, 1, 2], [0, 1], FLOATS, "the shape of an array is not of one or two numbers"),
     ],
 )  # fmt: skip
-def test_matrices_that_are_none(
-    folder: Path, shape: Any, indptr: Any, indices: Any, data: Any, message: str
-) -> None:
+def test_matrices_that_are_none(folder: Path, shape: Any, indptr: Any, indices: Any, data: Any, message: str) -> None:
     arrays = map(np.asarray, (indptr, indices, data))
     (folder / "ind.citeseer.x").write_bytes(pickled_matrix(shape, *arrays))
     assert fault(folder).startswith(f"x is not a pickle of Python 2, or a damaged one: {message}")
@@ -397,11 +393,7 @@ def test_changed_bytes_never_make_data_of_another_shape(tmp_path_factory: Any, d
 
 def test_the_files_written_here_are_pickles(folder: Path) -> None:
     """The standard library reads from them what was to be written."""
-    np.testing.assert_array_equal(
-        as_pickle_reads(folder / "ind.citeseer.tx").toarray(), FEATURES[list(TEST)]
-    )
-    np.testing.assert_array_equal(
-        as_pickle_reads(folder / "ind.citeseer.ally"), np.eye(3)[LABELS[:7]]
-    )
+    np.testing.assert_array_equal(as_pickle_reads(folder / "ind.citeseer.tx").toarray(), FEATURES[list(TEST)])
+    np.testing.assert_array_equal(as_pickle_reads(folder / "ind.citeseer.ally"), np.eye(3)[LABELS[:7]])
     graph = as_pickle_reads(folder / "ind.citeseer.graph")
     assert (graph, type(graph)) == (NEIGHBORS, collections.defaultdict)

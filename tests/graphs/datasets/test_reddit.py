@@ -176,8 +176,6 @@ def test_faults_of_the_edges_are_named(folder: Path, changed: Any, message: str)
 def test_other_matrices_are_refused(folder: Path) -> None:
     path = folder / "reddit_graph.npz"
     scipy.sparse.save_npz(path, scipy.sparse.csr_matrix(np.eye(4)))
-    assert (
-        fault(folder) == "reddit_graph.npz has no 'row', only indices, indptr, format, shape, data"
-    )
+    assert fault(folder) == "reddit_graph.npz has no 'row', only indices, indptr, format, shape, data"
     scipy.sparse.save_npz(path, scipy.sparse.coo_matrix(np.eye(4, 5)))
     assert fault(folder) == "reddit_graph.npz: 'shape' is [4, 5], where [nodes, nodes] is wanted"

@@ -50,9 +50,7 @@ def gatv2(graph: graphs.Graph, *arrays: Any, **options: Any) -> jax.Array:
 def weighted(graph: graphs.Graph, *arrays: Any, reduce: Any, **options: Any) -> jax.Array:
     features, weights = arrays
     whole = graph.with_nodes(h=features).with_edges(w=weights)
-    return graphs.update_all(whole, fn.u_mul_e("h", "w", "m"), reduce("m", "x"), **options).nodes[
-        "x"
-    ]
+    return graphs.update_all(whole, fn.u_mul_e("h", "w", "m"), reduce("m", "x"), **options).nodes["x"]
 
 
 def dot(graph: graphs.Graph, *arrays: Any, **options: Any) -> jax.Array:
@@ -131,12 +129,8 @@ def test_chunked_under_vmap_and_differentiated_twice(name: str) -> None:
 
 
 def test_infinities_stay_where_they_are() -> None:
-    graph = graphs.from_edges(
-        [0, 1, 2], [1, 1, 2], 3, nodes={"h": jnp.array([[jnp.inf], [1], [2]])}
-    )
-    found = graphs.update_all(
-        graph, fn.copy_u("h", "m"), fn.sum("m", "x"), implementation="chunked"
-    )
+    graph = graphs.from_edges([0, 1, 2], [1, 1, 2], 3, nodes={"h": jnp.array([[jnp.inf], [1], [2]])})
+    found = graphs.update_all(graph, fn.copy_u("h", "m"), fn.sum("m", "x"), implementation="chunked")
     assert found.nodes["x"].ravel().tolist() == [0, jnp.inf, 2]
 
 
@@ -216,10 +210,7 @@ def test_dropped_edges_are_the_same_in_all_implementations_and_by_node_pairs_too
     z, end = jnp.ones((NODES, 3, 1)), jnp.zeros((NODES, 3))
     dropped = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
     graph = graph_with_hub()
-    one, other = (
-        graphs.gat_attention(graph, z, end, end, implementation=name, **dropped)
-        for name in IMPLEMENTATIONS
-    )
+    one, other = (graphs.gat_attention(graph, z, end, end, implementation=name, **dropped) for name in IMPLEMENTATIONS)
     np.testing.assert_allclose(one, other, rtol=1e-6)
     lean = graph_with_hub(("csr",))
     result = functools.partial(graphs.gat_attention, lean, **dropped)
@@ -240,13 +231,9 @@ def test_which_implementation_is_chosen() -> None:
     assert operation.choose(None, coo, 2**20) == "xla"
     assert operation.choose(None, graph_with_hub(("csr",)).connections, 1) == "chunked"
     z, end = jnp.ones((NODES, 1, 1)), jnp.zeros((NODES, 1))
-    with pytest.raises(
-        ValueError, match="implementation='cuda' must be None or one of 'xla', 'chunked'"
-    ):
+    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of 'xla', 'chunked'"):
         graphs.gat_attention(graph, z, end, end, implementation="cuda")
-    with pytest.raises(
-        ValueError, match=r'needs sorted edges: make the graph with formats=\("coo"'
-    ):
+    with pytest.raises(ValueError, match=r'needs sorted edges: make the graph with formats=\("coo"'):
         graphs.gat_attention(graph_with_hub(("coo",)), z, end, end, implementation="chunked")
     whole = graph.with_nodes(h=z[:, 0])
     with pytest.raises(ValueError, match='"chunked" makes u_dot_v of floats of one shape'):

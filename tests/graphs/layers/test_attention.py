@@ -94,9 +94,7 @@ def test_gat_attention_is_exact_and_so_is_its_gradient(
         magnitudes = (jnp.abs(exact_inputs[0]), *exact_inputs[1:])
         sizes, (feature_sizes, *_) = compiled_vjp(attention, jnp.abs(g), *magnitudes)
         # A logit's gradient is its weight times a difference of two sums over the width.
-        per_edge = exact_softmax(
-            jax.nn.leaky_relu(exact_inputs[1][ends[0]] + exact_inputs[2][ends[1]], 0.2), ends[1]
-        )
+        per_edge = exact_softmax(jax.nn.leaky_relu(exact_inputs[1][ends[0]] + exact_inputs[2][ends[1]], 0.2), ends[1])
         product = jnp.abs(g)[ends[1]] * (jnp.abs(exact_inputs[0])[ends[0]] + sizes[ends[1]])
         terms = per_edge * product.sum(-1)
         end_sizes = [jax.ops.segment_sum(terms, ids, NODES) for ids in ends]
@@ -143,9 +141,7 @@ def test_dropout_of_attention() -> None:
     assert float(dropped.mean()) == pytest.approx(1, abs=0.02)
 
     def total(features: jax.Array) -> jax.Array:
-        return graphs.gat_attention(
-            graph, features, zeros, zeros, dropout_rate=0.4, dropout_key=key
-        ).sum()
+        return graphs.gat_attention(graph, features, zeros, zeros, dropout_rate=0.4, dropout_key=key).sum()
 
     # Linear in the features: the backward pass drops what the forward pass dropped.
     np.testing.assert_allclose(jax.grad(total)(features).sum(), dropped.sum(), rtol=1e-5)
@@ -181,9 +177,7 @@ def test_autocast_stores_in_half_and_adds_in_float32(half: str) -> None:
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=0.05, atol=1e-3)
     exact = jt.TORCH_CUDA.replace(functions={"graph_storage": "float32"})
-    assert {x.dtype for x in jt.autocast(run, jnp.dtype(half), rules=exact)(*ones)} == {
-        jnp.dtype("float32")
-    }
+    assert {x.dtype for x in jt.autocast(run, jnp.dtype(half), rules=exact)(*ones)} == {jnp.dtype("float32")}
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -198,14 +192,10 @@ def test_wrong_arguments_are_named() -> None:
         graphs.edge_softmax(graph, jnp.ones(3))
     with pytest.raises(TypeError, match="logits must be floats, got int32"):
         graphs.edge_softmax(graph, jnp.ones(2, jnp.int32))
-    with pytest.raises(
-        ValueError, match=r"right \[nodes, heads\], got shapes \(2, 1, 3\) and \(2, 2\)"
-    ):
+    with pytest.raises(ValueError, match=r"right \[nodes, heads\], got shapes \(2, 1, 3\) and \(2, 2\)"):
         graphs.gat_attention(graph, z, end, jnp.ones((2, 2)))
     hetero = graphs.hetero_from_edges({("a", "b", "a"): ([0], [0])}, {"a": 2})
-    with pytest.raises(
-        TypeError, match=r"graph must be a Graph, a Block or a jraph\.GraphsTuple, got Hetero"
-    ):
+    with pytest.raises(TypeError, match=r"graph must be a Graph, a Block or a jraph\.GraphsTuple, got Hetero"):
         graphs.gat_attention(cast(Any, hetero), z, end, end)
     with pytest.raises(ValueError, match=r"dropout_rate=1\.5 must be in \[0, 1\)"):
         graphs.gat_attention(graph, z, end, end, dropout_rate=1.5)

@@ -88,9 +88,7 @@ def test_gat_is_static_where_gatv2_is_not() -> None:
     static = graphs.gat_conv(graph, x, one, vector, vector, allow_zero_in_degree=True)
     assert (jnp.sign(static[2:, 0, 0]) == 1).all()
     both = jnp.array([[1.0, -1.0]])
-    found = graphs.gatv2_conv(
-        graph, x, both, jnp.ones((1, 1, 2)), 0.5 * both, allow_zero_in_degree=True
-    )
+    found = graphs.gatv2_conv(graph, x, both, jnp.ones((1, 1, 2)), 0.5 * both, allow_zero_in_degree=True)
     assert jnp.sign(found[2:, 0, 0]).tolist() == [1, -1]
 
 

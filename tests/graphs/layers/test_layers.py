@@ -126,9 +126,7 @@ def test_float32_equals_float64(name: str) -> None:
     assert_close(name, "float32", layer_call(CASES[name], inputs[0]), inputs[1], inputs)
 
 
-@pytest.mark.parametrize(
-    ("name", "half"), [(n, "float16") for n in CASES] + [(n, "bfloat16") for n in TYPICAL]
-)
+@pytest.mark.parametrize(("name", "half"), [(n, "float16") for n in CASES] + [(n, "bfloat16") for n in TYPICAL])
 def test_autocast_within_eps_of_float64(name: str, half: str) -> None:
     inputs = exact_results(name, half)
     call = jt.autocast(layer_call(CASES[name], inputs[0]), half)
@@ -168,9 +166,7 @@ def test_dtypes_of_policies_and_of_mixed_inputs(name: str) -> None:
 @cases
 def test_parameters_have_the_dtype_asked_for(name: str) -> None:
     for dtype in ("float32", "bfloat16"):
-        layer = nnx.eval_shape(
-            lambda dtype=dtype: CASES[name].make(rngs=nnx.Rngs(0), param_dtype=dtype)
-        )
+        layer = nnx.eval_shape(lambda dtype=dtype: CASES[name].make(rngs=nnx.Rngs(0), param_dtype=dtype))
         state = jax.tree.leaves(nnx.state(layer))
         assert all(x.dtype == dtype for x in state)
 
@@ -199,9 +195,7 @@ def test_jraphs_graphs_and_padded_ones_give_the_same(name: str) -> None:
     theirs = graphs.to_jraph(graph)._replace(nodes=np.ones((count, 1)), globals={"a": 1})
     np.testing.assert_array_equal(layer(theirs, x, w), wanted)
     if not case.is_recurrent:
-        found = jax.jit(lambda theirs, x, w: layer(theirs, x, w))(
-            theirs._replace(nodes=None, globals=None), x, w
-        )
+        found = jax.jit(lambda theirs, x, w: layer(theirs, x, w))(theirs._replace(nodes=None, globals=None), x, w)
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
         larger = graphs.pad(graph, count + 4, graph.num_edges + 9)
         rows = jnp.pad(x, ((0, 4), (0, 0)), constant_values=1e4)
@@ -216,9 +210,7 @@ def test_the_gradient_needs_nothing_that_was_computed_per_edge(name: str) -> Non
     graph, edges, count = hub_graph()
     _, state = parameters(case.make(rngs=nnx.Rngs(0)))
     x, w = draw_inputs(case, count, edges, "float32")
-    pullback = jax.eval_shape(
-        lambda state, x, w: jax.vjp(layer_call(case, graph), state, x, w)[1], state, x, w
-    )
+    pullback = jax.eval_shape(lambda state, x, w: jax.vjp(layer_call(case, graph), state, x, w)[1], state, x, w)
     kept = [x for x in jax.tree.leaves(pullback) if x.shape[:1] == (graph.num_edges,)]
     floats = [x for x in kept if x.dtype != jnp.int32]
     assert kept
@@ -418,9 +410,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
         "residual_weight needs residual=True",
     ),
     "gat edge weight": (
-        lambda: plain(
-            graphs.gat_conv, (3, 2), (2, 6), (1, 2, 3), (1, 2, 3), edge_weight=jnp.ones(3)
-        ),
+        lambda: plain(graphs.gat_conv, (3, 2), (2, 6), (1, 2, 3), (1, 2, 3), edge_weight=jnp.ones(3)),
         r"edge_weight must be \[4\], got shape \(3,\)",
     ),
     "gat rate": (

@@ -50,9 +50,7 @@ def test_the_lstm_reads_in_the_order_of_the_edges() -> None:
 
     def run(senders: list[int]) -> jax.Array:
         graph = graphs.from_edges(senders, [3, 3, 3, 0], 4)
-        return graphs.sage_conv(
-            graph, x, one, 0 * one, aggregator="lstm", aggregator_weights=weights
-        )
+        return graphs.sage_conv(graph, x, one, 0 * one, aggregator="lstm", aggregator_weights=weights)
 
     first, second = run([0, 1, 2, 3]), run([2, 1, 0, 3])
     assert (jnp.abs(first[3] - second[3]) > 1e-3).any()
@@ -101,9 +99,7 @@ def test_graphs_without_edges(aggregator: str) -> None:
 
 def test_the_norm_comes_after_the_activation() -> None:
     graph, x = graphs.from_edges([0, 1], [1, 0], 2), -jnp.ones((2, 3))
-    layer = graphs.SAGEConv(
-        3, 4, activation=nnx.relu, norm=nnx.LayerNorm(4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)
-    )
+    layer = graphs.SAGEConv(3, 4, activation=nnx.relu, norm=nnx.LayerNorm(4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
     bare = graphs.SAGEConv(3, 4, rngs=nnx.Rngs(0))
     norm = layer.norm
     assert norm is not None
@@ -128,9 +124,7 @@ def test_parameters_are_drawn_as_in_dgl() -> None:
         else:
             assert layer.self_weight is not None and layer.bias is not None
             pairs += [(layer.self_weight, (300, 200), glorot), (layer.bias, (200,), uniform)]
-        pairs += [
-            (param, *wanted) for param, wanted in zip(layer.aggregator_weights, inner, strict=False)
-        ]
+        pairs += [(param, *wanted) for param, wanted in zip(layer.aggregator_weights, inner, strict=False)]
         for param, shape, bound in pairs:
             assert param.shape == shape
             assert 0.95 * bound < jnp.abs(param[...]).max() <= bound

@@ -13,9 +13,7 @@ PROGRAMS = Path(__file__).parents[2] / "gpu_programs.py"
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("dtype", "hub"), [("float16", 5_000), ("float32", 1)])
-def test_fused_pairs_store_no_array_of_edges_by_features(
-    dtype: str, hub: int, plan_python: str
-) -> None:
+def test_fused_pairs_store_no_array_of_edges_by_features(dtype: str, hub: int, plan_python: str) -> None:
     target = f"{PROGRAMS}:fused_pairs"
     compiled = compile_for_gpu(target, dtype, str(hub), python=plan_python, timeout=200)
     sizes = [array.n_bytes for array in compiled.arrays]
@@ -29,9 +27,7 @@ def test_fused_pairs_store_no_array_of_edges_by_features(
     ("name", "dtype"),
     [("gat", "float16"), pytest.param("gatv2", "float32", marks=pytest.mark.slow)],
 )
-def test_chunked_attention_stores_no_float_for_an_edge(
-    name: str, dtype: str, plan_python: str
-) -> None:
+def test_chunked_attention_stores_no_float_for_an_edge(name: str, dtype: str, plan_python: str) -> None:
     target = f"{PROGRAMS}:attention"
     compiled = compile_for_gpu(target, name, dtype, python=plan_python, timeout=200)
     long = [x for x in compiled.arrays if math.prod(x.shape) >= GAT_EDGES]

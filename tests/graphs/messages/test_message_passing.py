@@ -66,9 +66,7 @@ def test_equal_to_float64(message: fn.Message, dtype: str) -> None:
     for shapes in shapes_of(message):
         graph, features = with_features(message, dtype, shapes)
         messages = exact_messages(message, ends, features)
-        sizes = exact_messages(
-            magnitude_message(message), ends, {key: np.abs(x) for key, x in features.items()}
-        )
+        sizes = exact_messages(magnitude_message(message), ends, {key: np.abs(x) for key, x in features.items()})
         found = graphs.apply_edges(graph, message).edges["m"]
         assert (found.dtype, found.shape) == (dtype, messages.shape)
         assert_within(found, messages, dtype, sizes, 1)
@@ -84,9 +82,7 @@ def test_equal_to_float64(message: fn.Message, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "place", range(len(MESSAGES)), ids=lambda i: make_message(MESSAGES[i]).name
-)
+@pytest.mark.parametrize("place", range(len(MESSAGES)), ids=lambda i: make_message(MESSAGES[i]).name)
 def test_user_defined_functions_equal_built_ins(place: int) -> None:
     message, reducer = make_message(MESSAGES[place]), REDUCERS[place % len(REDUCERS)]
     graph, _ = with_features(message, "float32", shapes_of(message)[-1])
@@ -119,9 +115,7 @@ def _by_hand(message: fn.Message, reads: list[jax.Array]) -> jax.Array:
     left, right = (x.reshape(EDGES, *[1] * (rank - x.ndim), *x.shape[1:]) for x in reads)
     if message.operation == "dot":
         return (left * right).sum(-1, keepdims=True)
-    return {"add": left + right, "sub": left - right, "mul": left * right, "div": left / right}[
-        message.operation
-    ]
+    return {"add": left + right, "sub": left - right, "mul": left * right, "div": left / right}[message.operation]
 
 
 def test_mixed_dtypes_have_a_result_that_holds_both() -> None:
@@ -132,9 +126,7 @@ def test_mixed_dtypes_have_a_result_that_holds_both() -> None:
         ("float16", "int32", "float16"),
         ("int32", "int32", "int32"),
     ):
-        graph = graphs.from_edges(
-            [0, 1, 1], [1, 0, 0], 2, {"l": jnp.full(2, 3, left)}, {"r": jnp.full(3, 2, right)}
-        )
+        graph = graphs.from_edges([0, 1, 1], [1, 0, 0], 2, {"l": jnp.full(2, 3, left)}, {"r": jnp.full(3, 2, right)})
         found = graphs.update_all(graph, message, reduce).nodes["x"]
         assert (found.dtype, found.tolist()) == (wanted, [12, 6])
     mean = graphs.update_all(graph, message, fn.mean("m", "x")).nodes["x"]
@@ -204,9 +196,7 @@ def test_exact_at_every_degree_and_so_is_the_gradient(
     assert result.dtype == half and all(grad.dtype == half for grad in grads)
     with jax.enable_x64(True):
         exact_inputs = [jnp.asarray(np.asarray(x, np.float64)) for x in operands]
-        exact, exact_pullback = jax.vjp(
-            functools.partial(exactly, message, reduce.reduction), *exact_inputs
-        )
+        exact, exact_pullback = jax.vjp(functools.partial(exactly, message, reduce.reduction), *exact_inputs)
         g = jnp.asarray(np.asarray(cotangent, np.float64))
         exact_grads = exact_pullback(g)
         sizes, size_pullback = jax.vjp(
@@ -233,8 +223,6 @@ def test_integers_are_added_and_multiplied_in_32_bits() -> None:
             (squares, fn.sum, 300 * value**2),
             (squares, fn.max, value**2),
         ):
-            assert (
-                graphs.update_all(graph, message, reducer("m", "x")).nodes["x"][0].item() == wanted
-            )
+            assert graphs.update_all(graph, message, reducer("m", "x")).nodes["x"][0].item() == wanted
         copied = graphs.update_all(graph, fn.copy_u("h", "m"), fn.max("m", "x")).nodes["x"]
         assert copied.dtype == dtype and copied[0].item() == value

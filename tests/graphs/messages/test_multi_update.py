@@ -110,9 +110,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(TypeError, match=r"functions\[.*plays.*\] must be \(message, reduce"):
         graphs.multi_update_all(make_graph(), cast(Any, {PLAYS: fn.copy_u("h", "m")}), "sum")
     graph, step = make_graph(), (fn.copy_u("h", "m"), fn.mean("m", "x"))
-    with pytest.raises(
-        ValueError, match="cross='prod' must be a function or one of sum, mean, max"
-    ):
+    with pytest.raises(ValueError, match="cross='prod' must be a function or one of sum, mean, max"):
         graphs.multi_update_all(graph, {PLAYS: step}, "prod")
     with pytest.raises(ValueError, match="etype='eats' is not an edge type; there are: "):
         graphs.multi_update_all(graph, {"eats": step}, "sum")
@@ -124,9 +122,7 @@ def test_wrong_arguments_are_named() -> None:
         graphs.apply_nodes(graph, lambda nodes: {})
     with pytest.raises(ValueError, match=r"senders\[1\] = 7 of \('user', 'plays', 'game'\) is out"):
         graphs.hetero_from_edges({PLAYS: ([0, 7], [0, 0])}, COUNTS)
-    with pytest.raises(
-        ValueError, match=r"edge type \('user', 'plays', 'toy'\): n_node lacks 'toy'"
-    ):
+    with pytest.raises(ValueError, match=r"edge type \('user', 'plays', 'toy'\): n_node lacks 'toy'"):
         graphs.hetero_from_edges({("user", "plays", "toy"): ([0], [0])}, COUNTS)
     with pytest.raises(ValueError, match="edge type 'plays' must be"):
         graphs.hetero_from_edges({"plays": ([0], [0])}, COUNTS)  # pyright: ignore[reportArgumentType]

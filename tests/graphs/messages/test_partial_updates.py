@@ -202,7 +202,5 @@ def test_wrong_arguments_are_named() -> None:
         graphs.send_and_recv(graph, (np.array([0, 3]), np.array([1, 4])), COPY, ADD)
     with pytest.raises(ValueError, match="etype='knows', but the graph has one type"):
         graphs.update_all(graph, COPY, ADD, etype="knows")
-    with pytest.raises(
-        ValueError, match=r"'h' has shape \(5,\), and some of its rows would become"
-    ):
+    with pytest.raises(ValueError, match=r"'h' has shape \(5,\), and some of its rows would become"):
         graphs.pull(graph, [0], COPY, lambda nodes: {"h": jnp.ones((len(nodes), 2))})

@@ -62,9 +62,7 @@ def in_float64(op: str, rows: Any, ids: np.ndarray) -> np.ndarray:
     return out
 
 
-def assert_within(
-    actual: Any, exact: np.ndarray, half: str, magnitudes: np.ndarray, ulps: int
-) -> None:
+def assert_within(actual: Any, exact: np.ndarray, half: str, magnitudes: np.ndarray, ulps: int) -> None:
     """Asserts the rule of the numbers: units in the last place, and 1e-6 of the magnitudes' sum."""
     info = jnp.finfo(half)
     wanted, found = (np.asarray(jnp.asarray(x, half), np.float64) for x in (exact, actual))
@@ -119,9 +117,7 @@ def test_softmax_is_exact(half: str, degree: int, kind: str, seed: int) -> None:
 @pytest.mark.parametrize("half", HALVES)
 @checks(4)
 @given(degree=degrees, kind=kinds, seed=seeds)
-def test_gradients_of_sums_and_gathers_are_exact(
-    half: str, degree: int, kind: str, seed: int
-) -> None:
+def test_gradients_of_sums_and_gathers_are_exact(half: str, degree: int, kind: str, seed: int) -> None:
     rows, ids = draw_rows(degree, kind, half, seed)
     nodes = jnp.ones((SEGMENTS, 2), half)
     _, (grads,) = compiled_vjp(lambda x: graphs.gather(x, ids), rows, nodes)

@@ -93,9 +93,7 @@ def results_and_gradients(graph: graphs.Graph, arrays: Any, implementation: str)
 
 def on_devices(run: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool) -> Any:
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("data",))
-    return jax.shard_map(
-        run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
-    )
+    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -119,8 +117,7 @@ def test_results_and_gradients_are_those_of_one_device(implementation: str) -> N
     jax.eval_shape(whole(check_vma=False), stacked, arrays)
     mine, total = jax.jit(whole(check_vma=True))(stacked, arrays)
     each = [
-        alone(stacked[i], {name: (rows[i], shared) for name, (rows, shared) in arrays.items()})
-        for i in range(DEVICES)
+        alone(stacked[i], {name: (rows[i], shared) for name, (rows, shared) in arrays.items()}) for i in range(DEVICES)
     ]
     for name in CASES:
         wanted = jax.tree.map(lambda *x: np.stack(x), *(part[name][0] for part in each))
@@ -144,10 +141,7 @@ def every_operation(graph: graphs.Graph, h: jax.Array) -> list[jax.Array]:
     """Returns what all other operations make of numbers for nodes and edges, by "xla"."""
     w = graphs.gather(h, graph.receivers)
     graph = graph.with_nodes(l=h, r=h).with_edges(l=w, r=w)
-    sums = [
-        passed(graph, make_message(message), fn.sum("m", "x"), implementation="xla")
-        for message in MESSAGES
-    ]
+    sums = [passed(graph, make_message(message), fn.sum("m", "x"), implementation="xla") for message in MESSAGES]
     kinds = [passed(graph, fn.copy_u("l", "m"), reduce("m", "x")) for reduce in REDUCERS]
     segments = [
         reduce(w, graph.receivers, NODES)

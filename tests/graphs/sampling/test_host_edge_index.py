@@ -70,9 +70,7 @@ def drawn_graphs(draw: Any) -> tuple[int, int, np.ndarray, np.ndarray]:
 
 @given(drawn_graphs(), st.integers(1, 5), st.booleans(), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_edges_enter_the_nodes_they_are_drawn_for(
-    graph: Any, fanout: int, replace: bool, seed: int
-) -> None:
+def test_edges_enter_the_nodes_they_are_drawn_for(graph: Any, fanout: int, replace: bool, seed: int) -> None:
     num_sources, num_targets, senders, receivers = graph
     edges = graphs.host_edges(senders, receivers, num_sources, num_targets, keep_edge_ids=True)
     assert edges.edge_ids is not None

@@ -33,9 +33,7 @@ def typed_edges() -> dict[Any, graphs.HostEdges]:
     return by_type
 
 
-def check_layer(
-    block: graphs.Block, ends: Any, sources: np.ndarray, targets: np.ndarray, fanout: int
-) -> None:
+def check_layer(block: graphs.Block, ends: Any, sources: np.ndarray, targets: np.ndarray, fanout: int) -> None:
     """Asserts that a block has, of each target, as many edges of the graph as it is to have."""
     assert block.edge_ids is not None
     is_edge = np.asarray(block.edge_ids) >= 0
@@ -131,9 +129,7 @@ def test_sampled_convolutions_estimate_the_whole_graphs(norm: str) -> None:
     features = np.random.default_rng(2).uniform(1, 2, (COUNT, 1)).astype(np.float32)
     whole = graphs.graph_conv(graph, features, norm=norm, allow_zero_in_degree=True)
     seeds = np.tile(np.arange(10), 10)  # hubs, ten times
-    conv = jax.jit(
-        lambda block, x: graphs.graph_conv(block, x, norm=norm, allow_zero_in_degree=True)
-    )
+    conv = jax.jit(lambda block, x: graphs.graph_conv(block, x, norm=norm, allow_zero_in_degree=True))
     random, results = np.random.default_rng(3), []
     for _ in range(100):
         batch = sampler.sample(seeds, random)
@@ -163,9 +159,7 @@ def test_several_types_give_what_the_whole_graph_gives() -> None:
         edges = typed_edges()
         random = np.random.default_rng(0)
         features = {PAPER: random.normal(size=(90, 3)), AUTHOR: random.normal(size=(40, 3))}
-        model = [
-            Relational(*widths, nnx.Rngs(params=i)) for i, widths in enumerate([(3, 4), (4, 2)])
-        ]
+        model = [Relational(*widths, nnx.Rngs(params=i)) for i, widths in enumerate([(3, 4), (4, 2)])]
         # By hand, with matrices [targets, sources] of how many edges there are.
         rows: dict[str, Any] = features
         for layer in model:
@@ -176,8 +170,7 @@ def test_several_types_give_what_the_whole_graph_gives() -> None:
                 np.add.at(counts, (receivers, these.sources), 1)
                 means = counts @ rows[kind[0]] / np.maximum(these.in_degrees, 1)[:, None]
                 own_weight, bias, weight = (
-                    np.asarray(getattr(conv, name)[...])
-                    for name in ("self_weight", "bias", "weight")
+                    np.asarray(getattr(conv, name)[...]) for name in ("self_weight", "bias", "weight")
                 )
                 own = rows[kind[2]] @ own_weight + bias + means @ weight
                 result[kind[2]] = result[kind[2]] + own
@@ -185,9 +178,7 @@ def test_several_types_give_what_the_whole_graph_gives() -> None:
         seeds = np.array([3, 80, 17, 0])
         sampler = graphs.neighbor_sampler(edges, (-1, -1), seeds, 5, seed_type=PAPER)
         batch = sampler.sample(seeds, random)
-        found: Any = {
-            kind: graphs.take_rows(features[kind], batch.inputs[kind]) for kind in features
-        }
+        found: Any = {kind: graphs.take_rows(features[kind], batch.inputs[kind]) for kind in features}
         for layer, blocks in zip(model, batch.blocks, strict=True):
             found = layer(blocks, found)
         np.testing.assert_allclose(found[PAPER][:4], rows[PAPER][seeds], rtol=1e-6)

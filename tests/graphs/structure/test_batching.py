@@ -32,13 +32,11 @@ def everything(graph: graphs.Graph) -> dict[str, jax.Array]:
     out = {}
     for reducer in (fn.sum, fn.mean, fn.max, fn.min):
         reduce = reducer("m", "x")
-        out[reduce.reduction] = graphs.update_all(graph, fn.u_mul_e("h", "w", "m"), reduce).nodes[
-            "x"
-        ]
+        out[reduce.reduction] = graphs.update_all(graph, fn.u_mul_e("h", "w", "m"), reduce).nodes["x"]
     weights = graphs.edge_softmax(graph, graph.edges["w"])
-    out["softmax"] = graphs.update_all(
-        graph.with_edges(a=weights), fn.u_mul_e("h", "a", "m"), fn.sum("m", "x")
-    ).nodes["x"]
+    out["softmax"] = graphs.update_all(graph.with_edges(a=weights), fn.u_mul_e("h", "a", "m"), fn.sum("m", "x")).nodes[
+        "x"
+    ]
     logits = graph.nodes["h"][:, :1]
     out["attention"] = graphs.gat_attention(graph, graph.nodes["h"][:, None], logits, logits)
     return out
@@ -47,9 +45,7 @@ def everything(graph: graphs.Graph) -> dict[str, jax.Array]:
 def test_batches_are_jraphs() -> None:
     parts = some_graphs()
     batch = graphs.batch(parts)
-    assert_bitwise_equal(
-        graphs.to_jraph(batch), jraph.batch([graphs.to_jraph(graph) for graph in parts])
-    )
+    assert_bitwise_equal(graphs.to_jraph(batch), jraph.batch([graphs.to_jraph(graph) for graph in parts]))
     assert batch.n_node.tolist() == [4, 3, 5]
     for found, part in zip(graphs.unbatch(batch), parts, strict=True):
         assert_bitwise_equal(found, part)
@@ -96,9 +92,7 @@ def test_the_padding_nodes_false_degree_poisons_nothing() -> None:
         found = grad(padded.nodes["h"], graph)
         np.testing.assert_array_equal(found[:12], wanted)
         assert np.isfinite(found).all()
-    found = jax.jit(lambda h, t: grad(h, graphs.from_jraph(t, padded=True)))(
-        padded.nodes["h"], tuple_
-    )
+    found = jax.jit(lambda h, t: grad(h, graphs.from_jraph(t, padded=True)))(padded.nodes["h"], tuple_)
     np.testing.assert_allclose(found[:12], wanted, rtol=1e-3)
 
 
@@ -216,15 +210,9 @@ def test_masks() -> None:
         for found in (mask(padded), jax.jit(mask)(padded)):
             assert found.tolist() == [True] * count[0] + [False] * count[1]
     tuple_ = graphs.to_jraph(padded)
-    np.testing.assert_array_equal(
-        graphs.node_mask(padded), np.asarray(jraph.get_node_padding_mask(tuple_))
-    )
-    np.testing.assert_array_equal(
-        graphs.edge_mask(padded), np.asarray(jraph.get_edge_padding_mask(tuple_))
-    )
-    np.testing.assert_array_equal(
-        graphs.graph_mask(padded), np.asarray(jraph.get_graph_padding_mask(tuple_))
-    )
+    np.testing.assert_array_equal(graphs.node_mask(padded), np.asarray(jraph.get_node_padding_mask(tuple_)))
+    np.testing.assert_array_equal(graphs.edge_mask(padded), np.asarray(jraph.get_edge_padding_mask(tuple_)))
+    np.testing.assert_array_equal(graphs.graph_mask(padded), np.asarray(jraph.get_graph_padding_mask(tuple_)))
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -66,26 +66,20 @@ def test_layers_make_of_a_block_what_they_make_of_the_graph(name: str) -> None:
         grads, wanted = jax.jit(jax.grad(on_graph, (0, 1), has_aux=True))(state, jnp.asarray(x))
         found, actual = jax.jit(jax.grad(on_block, (0, 1), has_aux=True))(state, jnp.asarray(x))
         np.testing.assert_allclose(actual, wanted, rtol=1e-11, atol=1e-11)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), found, grads
-        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), found, grads)
         np.testing.assert_allclose(jax.jit(on_pair)(state, x)[1], wanted, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_hubs_do_not_stagnate_in_half(dtype: str) -> None:
     count = 5_000
-    block = padded_block(
-        np.arange(count), np.zeros(count, int), count, 1, num_edges=count + 7, most_out=1
-    )
+    block = padded_block(np.arange(count), np.zeros(count, int), count, 1, num_edges=count + 7, most_out=1)
     ones = jnp.ones((count, 1), dtype)
     result = jax.jit(lambda x: graphs.graph_conv(block, x, norm="none"))(ones)
     assert result.dtype == dtype
     assert result[0, 0] == jnp.asarray(count, dtype)
     # One node that sends 5,000 times: its gradient is the sum.
-    block = padded_block(
-        np.zeros(count, int), np.arange(count), 1, count, num_edges=count, most_in=1
-    )
+    block = padded_block(np.zeros(count, int), np.arange(count), 1, count, num_edges=count, most_in=1)
     gradient = jax.grad(lambda x: graphs.gin_conv(block, (x, ones)).sum())(jnp.ones((1, 1), dtype))
     assert gradient[0, 0] == jnp.asarray(count, dtype)
 

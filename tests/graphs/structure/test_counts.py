@@ -67,18 +67,12 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
     "n_edge": lambda n: graphs.pad(small_graph(), 4, n),
     "n_graph": lambda n: graphs.pad(small_graph(), 4, 4, n),
     "num_segments": lambda n: graphs.segment_sum(np.ones(2, np.float32), np.zeros(2, int), n),
-    "batch_size ": lambda n: graphs.neighbor_sampler(
-        graphs.host_edges([0], [0], 1), (1,), [0], batch_size=n
-    ),
-    "num_trials": lambda n: graphs.neighbor_sampler(
-        graphs.host_edges([0], [0], 1), (1,), [0], 1, num_trials=n
-    ),
+    "batch_size ": lambda n: graphs.neighbor_sampler(graphs.host_edges([0], [0], 1), (1,), [0], batch_size=n),
+    "num_trials": lambda n: graphs.neighbor_sampler(graphs.host_edges([0], [0], 1), (1,), [0], 1, num_trials=n),
     "batch_size": lambda n: graphs.layerwise_inference(
         [], graphs.host_edges([0], [0], 1), np.ones((1, 1)), batch_size=n
     ),
-    "max_edges": lambda n: graphs.layerwise_inference(
-        [], graphs.host_edges([0], [0], 1), np.ones((1, 1)), max_edges=n
-    ),
+    "max_edges": lambda n: graphs.layerwise_inference([], graphs.host_edges([0], [0], 1), np.ones((1, 1)), max_edges=n),
 }
 
 
@@ -90,12 +84,8 @@ def test_counts_beyond_int32_and_what_is_no_count(name: str) -> None:
     take, argument = TAKERS[name], name.rstrip(" =")
     take(4)
     for count in () if name in LIMITS else (BEYOND, 2**40):
-        refused(
-            lambda n=count: take(n), ValueError, rf"^{argument}={count} must be at most 2147483647"
-        )
-    refused(
-        lambda: take(10**5000), ValueError, f"^{argument}=<integer of 16610 bits> must be at most"
-    )
+        refused(lambda n=count: take(n), ValueError, rf"^{argument}={count} must be at most 2147483647")
+    refused(lambda: take(10**5000), ValueError, f"^{argument}=<integer of 16610 bits> must be at most")
     refused(lambda: take(-1), ValueError, f"^{argument}=-1 must be at least 0")
     for wrong in (True, np.True_, 4.0, "4", None, [4]):
         if wrong is None and argument in ("n_receivers", "n_graph"):
@@ -140,9 +130,7 @@ def test_the_largest_number_of_nodes_is_a_type_of_its_own() -> None:
 
 @pytest.mark.parametrize("n_node", [3, [3], None, "a"])
 def test_counts_of_types_must_be_a_mapping(n_node: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"^n_node must be a mapping from node types to numbers, got"
-    ):
+    with pytest.raises(TypeError, match=r"^n_node must be a mapping from node types to numbers, got"):
         graphs.hetero_from_edges({KIND: ([0], [0])}, n_node)
 
 
@@ -154,9 +142,7 @@ def test_sums_of_a_batch() -> None:
         "^graphs have 2147483648 nodes together, more than the 2147483647 that int32 can number",
     )
     half = claiming(2, 2**30)
-    refused(
-        lambda: graphs.batch([half, half]), ValueError, "^graphs have 2147483648 edges together"
-    )
+    refused(lambda: graphs.batch([half, half]), ValueError, "^graphs have 2147483648 edges together")
 
 
 def jraphs(n_node: Any, n_edge: Any = (1,)) -> jraph.GraphsTuple:
@@ -207,18 +193,13 @@ def test_places_of_sorted_edges_beyond_int32() -> None:
 
 def test_blocks_of_edges_beyond_int32() -> None:
     shape = jax.ShapeDtypeStruct((2**26,), jnp.int32)
-    with pytest.raises(
-        ValueError, match=r"^blocks of edges are 2149580798, more than the 2147483647"
-    ):
+    with pytest.raises(ValueError, match=r"^blocks of edges are 2149580798, more than the 2147483647"):
         jax.eval_shape(lambda ids: incidence_of(ids, 2**31 - 1), shape)
 
 
 def test_a_fanout_larger_than_all_degrees_takes_no_memory() -> None:
     edges = graphs.host_edges([1, 2, 0], [0, 0, 1], 3)
-    few, many = (
-        graphs.neighbor_sampler(edges, (fanout,), seeds=[0, 1], batch_size=2)
-        for fanout in (2, 10**7)
-    )
+    few, many = (graphs.neighbor_sampler(edges, (fanout,), seeds=[0, 1], batch_size=2) for fanout in (2, 10**7))
     random = np.random.default_rng
     wanted = few.sample([0, 1], random(0))
     got: list[Any] = []

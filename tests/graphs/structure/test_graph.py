@@ -17,9 +17,7 @@ def small_graph(**features: Any) -> graphs.Graph:
 
 
 @pytest.mark.parametrize(("formats", "count"), [(("coo",), 2), (("csr",), 2), (("coo", "csr"), 8)])
-def test_without_features_there_are_few_edge_long_arrays_even_with_hubs(
-    formats: tuple[str, ...], count: int
-) -> None:
+def test_without_features_there_are_few_edge_long_arrays_even_with_hubs(formats: tuple[str, ...], count: int) -> None:
     hubs = np.zeros(5_000, int)
     for graph in (small_graph(formats=formats), graphs.from_edges(hubs, hubs, 7, formats=formats)):
         long = [x for x in jax.tree.leaves(graph) if x.shape == (graph.num_edges,)]
@@ -103,9 +101,7 @@ def test_vmap_over_features() -> None:
     h = jnp.arange(24.0).reshape(4, 3, 2)
 
     def run(h: jax.Array) -> jax.Array:
-        return graphs.update_all(
-            graph.with_nodes(h=h), fn.copy_u("h", "m"), fn.max("m", "x")
-        ).nodes["x"]
+        return graphs.update_all(graph.with_nodes(h=h), fn.copy_u("h", "m"), fn.max("m", "x")).nodes["x"]
 
     assert_bitwise_equal(jax.vmap(run)(h), jnp.stack([run(x) for x in h]))
 
@@ -188,9 +184,7 @@ def test_wrong_edges_are_named(arguments: Any, error: type[Exception], message: 
 def test_other_wrong_arguments_are_named() -> None:
     with pytest.raises(TypeError, match="formats must be a sequence of names, got 'mailbox'"):
         graphs.from_edges([0], [1], 2, formats="mailbox")
-    with pytest.raises(
-        ValueError, match="formats has 'csc', which is not one of coo, csr, mailbox"
-    ):
+    with pytest.raises(ValueError, match="formats has 'csc', which is not one of coo, csr, mailbox"):
         graphs.from_edges([0], [1], 2, formats=("csc",))
     with pytest.raises(TypeError, match="senders is traced: graphs are made outside of jit"):
         jax.jit(lambda ids: graphs.from_edges(ids, ids, 2).senders)(jnp.array([0]))

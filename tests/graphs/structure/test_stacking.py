@@ -162,9 +162,7 @@ def test_other_numbers_of_graphs_are_refused() -> None:
     step = jt.train_step(jt.stateless(loss_fn), OPTIMIZER)
     with pytest.raises(ValueError, match=r"4 devices .* must divide the graphs .* 'graph' has 6"):
         jt.data_parallel(step, mesh(4))(state, whole)
-    with pytest.raises(
-        ValueError, match=r"'graph' of the batch has 3 graphs .* accumulate_steps=1"
-    ):
+    with pytest.raises(ValueError, match=r"'graph' of the batch has 3 graphs .* accumulate_steps=1"):
         jax.eval_shape(jt.data_parallel(step, mesh(2)), state, whole)
 
 

@@ -36,17 +36,13 @@ Edge = tuple[int, int]
 Tuple: Any = jraph.GraphsTuple  # whose annotations know arrays of jax only
 
 
-def draw_batch(
-    seed: int, formats: tuple[str, ...] = ("coo",), *, weighted: bool = True
-) -> graphs.Graph:
+def draw_batch(seed: int, formats: tuple[str, ...] = ("coo",), *, weighted: bool = True) -> graphs.Graph:
     """Returns up to three graphs of few nodes with many self-loops and parallel edges, some of them empty."""
     random = np.random.default_rng(seed)
     n_node, n_edge = random.integers(0, 6, 3), random.integers(0, 14, 3)
     n_node, n_edge = n_node[: 1 + seed % 3], np.where(n_node == 0, 0, n_edge)[: 1 + seed % 3]
     starts = np.repeat(np.cumsum(n_node) - n_node, n_edge)
-    senders, receivers = (
-        starts + random.integers(0, np.repeat(np.maximum(n_node, 1), n_edge)) for _ in range(2)
-    )
+    senders, receivers = (starts + random.integers(0, np.repeat(np.maximum(n_node, 1), n_edge)) for _ in range(2))
     nodes, count = n_node.sum(), n_edge.sum()
     weights = random.integers(-40, 40, count) / 8
     return graphs.from_jraph(
@@ -135,9 +131,7 @@ def test_a_batch_by_hand() -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    seed=seeds, fill=st.sampled_from([1.0, -0.5, "sum", "mean", "max", "min"]), keep=st.booleans()
-)
+@given(seed=seeds, fill=st.sampled_from([1.0, -0.5, "sum", "mean", "max", "min"]), keep=st.booleans())
 def test_each_node_gets_a_loop(seed: int, fill: Any, keep: bool) -> None:
     graph = draw_batch(seed)
     new = graphs.add_self_loop(graph, fill, keep)
@@ -156,9 +150,7 @@ def test_each_node_gets_a_loop(seed: int, fill: Any, keep: bool) -> None:
         for v in range(graph.num_nodes)
     ]
     owners = np.repeat(np.arange(len(graph.n_node)), graph.n_node)
-    both = sorted(
-        old + self_loops, key=lambda row: owners[row[0][0]]
-    )  # stable: self-loops come last
+    both = sorted(old + self_loops, key=lambda row: owners[row[0][0]])  # stable: self-loops come last
     assert pairs(new) == [edge for edge, _ in both]
     weights = np.array([weight or 0 for _, weight in both], np.float64).astype(np.float16)
     np.testing.assert_array_equal(new.edges["w"], weights)
@@ -312,9 +304,7 @@ def test_formats_stay_or_are_chosen(name: str, formats: tuple[str, ...]) -> None
     np.testing.assert_array_equal(adjacency(readable), adjacency(wanted))
     message, reduce = fn.copy_u("h", "m"), fn.sum("m", "x")
     found, expected = (graphs.update_all(g, message, reduce).nodes["x"] for g in (new, wanted))
-    np.testing.assert_allclose(
-        np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=1e-2
-    )
+    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=1e-2)
     assert new.in_degrees.tolist() == wanted.in_degrees.tolist()
 
 
@@ -347,9 +337,7 @@ def test_what_is_no_graph_on_the_host_is_refused(name: str) -> None:
         transform(graph, formats=("csc",))
     with pytest.raises(ValueError, match='keeps no edge apart: this needs "coo" too'):
         transform(graph, formats=("csr",))
-    unchecked = jax.jit(graphs.from_jraph)(
-        graphs.to_jraph(graph)._replace(senders=graph.senders.at[1].set(99))
-    )
+    unchecked = jax.jit(graphs.from_jraph)(graphs.to_jraph(graph)._replace(senders=graph.senders.at[1].set(99)))
     with pytest.raises(ValueError, match=rf"senders\[1\] = {graph.num_nodes} is out of range"):
         transform(unchecked)
     uneven = graphs.to_jraph(graph)._replace(n_node=graph.n_node.at[0].add(1))
@@ -369,9 +357,7 @@ def test_other_wrong_arguments_are_named() -> None:
             call(graph, "prod")
     with pytest.raises(ValueError, match="count='w' is an edge feature already"):
         graphs.to_simple(graph, count="w")
-    with pytest.raises(
-        TypeError, match="count must be the name of an edge feature or None, got Tr"
-    ):
+    with pytest.raises(TypeError, match="count must be the name of an edge feature or None, got Tr"):
         graphs.to_simple(graph, count=True)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match='keeps no edge apart: this needs "coo" too'):
         graphs.to_simple(graphs.from_edges([0], [1], 2, formats=("csr",)), count="times")
@@ -381,9 +367,7 @@ def test_other_wrong_arguments_are_named() -> None:
         kind = type(wrong).__name__
         with pytest.raises(TypeError, match=f"fill_value must be a number or .* got {kind}"):
             graphs.add_self_loop(graph, wrong)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(
-        ValueError, match=r"edges\['w'\] is 1000000\.0, which float16 does not hold"
-    ):
+    with pytest.raises(ValueError, match=r"edges\['w'\] is 1000000\.0, which float16 does not hold"):
         graphs.add_self_loop(graph, 1e6)
     assert graphs.add_self_loop(graph, np.inf).edges["w"].tolist() == [1, np.inf, np.inf]
     kinds = graphs.from_edges([0], [1], 2, edges={"kind": jnp.ones(1, "int32")})

@@ -56,9 +56,7 @@ def test_by_degree_the_first_nodes_have_most_edges_and_equals_keep_their_order()
     by=st.sampled_from(["degree", "rcm"]),
     sizes=st.lists(st.tuples(st.integers(1, 7), st.integers(0, 20)), min_size=1, max_size=3),
 )
-def test_the_graph_is_the_same_under_other_names(
-    seed: int, by: str, sizes: list[tuple[int, int]]
-) -> None:
+def test_the_graph_is_the_same_under_other_names(seed: int, by: str, sizes: list[tuple[int, int]]) -> None:
     random = np.random.default_rng(seed)
     parts = [
         graphs.from_edges(

@@ -18,15 +18,11 @@ pytestmark = pytest.mark.timeout(200)
 
 
 def compiled(plan_python: str, name: str, *arguments: str, **options: Any) -> Any:
-    return compile_for_gpu(
-        f"{PROGRAMS}:{name}", *arguments, python=plan_python, timeout=150, **options
-    )
+    return compile_for_gpu(f"{PROGRAMS}:{name}", *arguments, python=plan_python, timeout=150, **options)
 
 
 @pytest.mark.parametrize(("returned", "stored"), [("sum", 0), ("both", 1)])
-def test_messages_that_are_only_summed_are_not_stored(
-    plan_python: str, returned: str, stored: int
-) -> None:
+def test_messages_that_are_only_summed_are_not_stored(plan_python: str, returned: str, stored: int) -> None:
     program = compiled(plan_python, "messages", returned)
     large = program.arrays_of_at_least(EDGES * FEATURES)
     assert len(large) == stored
@@ -58,16 +54,12 @@ def test_every_gpu_can_be_compiled_for(plan_python: str, gpu: str) -> None:
     assert len(repr(program)) < 200
 
 
-def test_a_module_is_found_on_the_python_path(
-    plan_python: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_is_found_on_the_python_path(plan_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(PROGRAMS.parent))
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(RuntimeError) as failure:
-        compile_for_gpu(
-            "gpu_programs:environment", "XLA_FLAGS", "JAX_PLATFORMS", python=plan_python
-        )
+        compile_for_gpu("gpu_programs:environment", "XLA_FLAGS", "JAX_PLATFORMS", python=plan_python)
     assert "'--xla_cpu_enable_fast_math=false --xla_gpu_autotune_level=0 " in str(failure.value)
     assert "'JAX_PLATFORMS': 'cpu'" in str(failure.value)
 
@@ -108,22 +100,16 @@ def test_a_mesh_of_no_gpu_is_refused(gpu: str, devices: int) -> None:
 
 
 def test_an_environment_without_the_plugin_is_told_how_to_get_it() -> None:
-    with pytest.raises(
-        PluginError, match=r"^the environment of .* has no compiler for CUDA: pip install 'jmp_t"
-    ):
+    with pytest.raises(PluginError, match=r"^the environment of .* has no compiler for CUDA: pip install 'jmp_t"):
         compile_for_gpu(f"{PROGRAMS}:nothing")
 
 
-def test_a_plugin_of_another_version_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plugin_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "jax_cuda12_plugin-0.0.1.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Name: jax-cuda12-plugin\nVersion: 0.0.1\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(
-        PluginError, match=r"^jaxlib (.*) needs jax-cuda12-plugin of the same .* not 0\.0\.1: .*=\1"
-    ):
+    with pytest.raises(PluginError, match=r"^jaxlib (.*) needs jax-cuda12-plugin of the same .* not 0\.0\.1: .*=\1"):
         compile_for_gpu(f"{PROGRAMS}:nothing")
 
 

@@ -87,9 +87,7 @@ def damage_file(path: Path, kind: str, step: Path, outside: Path, generator: ran
     elif kind in ("truncated", "emptied", "zeroed", "appended"):
         half = data[: generator.randrange(len(data))]
         zeros = bytes(len(data))
-        path.write_bytes(
-            {"truncated": half, "zeroed": zeros, "appended": data + b"\n"}.get(kind, b"")
-        )
+        path.write_bytes({"truncated": half, "zeroed": zeros, "appended": data + b"\n"}.get(kind, b""))
     elif kind == "swapped":
         files = [x for x in sorted(step.rglob("*")) if x.is_file() and x.read_bytes() != data]
         other = generator.choice(files)

@@ -166,9 +166,7 @@ def test_a_holder_that_cannot_be_read_is_another_process(text: str, tmp_path: Pa
         assert error.value.holder is None
 
 
-def test_where_there_are_no_locks_is_an_error_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_there_are_no_locks_is_an_error_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on some network file systems, of which none is here: what flock says there."""
 
     def no_locks(descriptor: int, operation: int) -> None:

@@ -73,9 +73,7 @@ def test_another_process_is_named_and_a_killed_one_holds_nothing(tmp_path: Path)
             process.kill()
 
 
-def test_a_folder_without_locks_is_warned_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_locks_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on some network file systems, of which none is here: what flock says there."""
 
     def no_locks(descriptor: int, operation: int) -> None:

@@ -193,9 +193,7 @@ def test_a_step_that_is_removed_while_it_is_read_is_not_damaged(
     directory = tmp_path / "copy"
     shutil.copytree(one_step, directory)
     with jt.CheckpointStore(directory) as writer:
-        late = removing(
-            directory / "step_00000005", lambda: (writer.save(6, numbered(2.0)), writer.wait())
-        )
+        late = removing(directory / "step_00000005", lambda: (writer.save(6, numbered(2.0)), writer.wait()))
         monkeypatch.setattr(checkpoint_reading, "read_arrays", late)
         assert read_value(directory) == 2.0
 

@@ -37,9 +37,7 @@ def every_dtype() -> dict[str, np.ndarray]:
 
 def assert_same(found: Any, wanted: Any) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
-    ):
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         assert type(x) is type(y), path
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             assert x.dtype == y.dtype, path
@@ -58,9 +56,7 @@ def test_every_dtype_comes_back_to_the_last_bit_and_orbax_reads_it(tmp_path: Pat
     like = [jax.device_put(np.zeros(x.shape, x.dtype)) for x in on_devices]
     with jt.CheckpointStore(tmp_path) as store:
         store.save(1, state)
-        step, found = store.restore(
-            {"arrays": jax.tree.map(np.zeros_like, arrays), "devices": like}
-        )
+        step, found = store.restore({"arrays": jax.tree.map(np.zeros_like, arrays), "devices": like})
     assert step == 1
     assert_same(found, state)
 
@@ -184,9 +180,7 @@ def test_a_state_that_cannot_come_back_is_refused(tmp_path: Path) -> None:
         (2**63, ValueError, r"step must be below 2\*\*63"),
     ],
 )
-def test_a_step_that_is_no_count_is_refused(
-    step: Any, error: type[Exception], message: str, tmp_path: Path
-) -> None:
+def test_a_step_that_is_no_count_is_refused(step: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
     with jt.CheckpointStore(tmp_path) as store:
         with pytest.raises(error, match=message):
             store.save(step, {"w": 1})
@@ -215,7 +209,5 @@ def test_one_leaf_that_does_not_fit_is_no_number_of_another_kind(tmp_path: Path)
     with jt.CheckpointStore(tmp_path) as store:
         store.save(1, {"w": 1})
         for other in (True, 1.0, 1j, np.int64(1), np.zeros((), np.int64)):
-            with pytest.raises(
-                ValueError, match=r"\['w'\]: the checkpoint has int int64\[\], the state has "
-            ):
+            with pytest.raises(ValueError, match=r"\['w'\]: the checkpoint has int int64\[\], the state has "):
                 store.restore({"w": other})

@@ -88,9 +88,7 @@ def _on_device(x: Any) -> jax.Array:
 def test_the_command_goes_on_with_a_run(saved: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jmp_train", *KARATE, "--epochs", "4", "--json"]
     command += ["--checkpoint-dir", str(saved / "karate"), "--checkpoint-every", "2"]
-    again = subprocess.run(
-        [*command, "--resume"], check=False, capture_output=True, text=True, timeout=200
-    )
+    again = subprocess.run([*command, "--resume"], check=False, capture_output=True, text=True, timeout=200)
     assert again.returncode == 0, again.stderr
     events = [json.loads(line) for line in again.stdout.splitlines()]
     epochs = [event for event in events if event["event"] == "epoch"]
@@ -134,9 +132,7 @@ def test_the_command_goes_on_with_a_run(saved: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_run_says_the_same_of_itself(
-    task: str, options: dict[str, Any], run: dict[str, Any]
-) -> None:
+def test_a_run_says_the_same_of_itself(task: str, options: dict[str, Any], run: dict[str, Any]) -> None:
     """Else `--resume` would refuse the checkpoints of before as another run's."""
     loaded = load_task(task, TaskOptions(**options))
     found = run_metadata(loaded, "mixed_float16", 3, 2, 0, loaded.shared())["run"]

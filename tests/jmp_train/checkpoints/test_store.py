@@ -44,9 +44,7 @@ def training_state(seed: int) -> jt.TrainState:
     loss_scale = jt.DynamicLossScale(2.0**10, counter=jnp.int32(seed), hysteresis=2)
     tx = jt.with_loss_scale(relaxed(optax.adamw(1e-3)), loss_scale)
     params = {"w": jnp.linspace(0, 1, 12).reshape(4, 3), "none": jnp.zeros((0, 2))}
-    state = jt.TrainState.create(
-        params, tx, model_state={"mean": jnp.ones(3)}, rng=jax.random.key(seed)
-    )
+    state = jt.TrainState.create(params, tx, model_state={"mean": jnp.ones(3)}, rng=jax.random.key(seed))
     step = jax.jit(jt.train_step(jt.stateless(lambda p, x: (p["w"] * x).sum()), tx))
     for x in (1.0, np.inf, 3.0):
         state, _ = step(state, jnp.full((4, 3), x))
@@ -188,9 +186,7 @@ def forge(manifest: Path, facts: dict[str, Any]) -> None:
     manifest.with_name("manifest.sha256").write_text(hashlib.sha256(text).hexdigest())
 
 
-def test_no_intact_step_is_an_error_that_says_what_is_wrong_with_each(
-    two_steps: Path, tmp_path: Path
-) -> None:
+def test_no_intact_step_is_an_error_that_says_what_is_wrong_with_each(two_steps: Path, tmp_path: Path) -> None:
     text = r"there is no checkpoint in .*new"
     with (
         jt.CheckpointStore(tmp_path / "new") as store,
@@ -202,9 +198,7 @@ def test_no_intact_step_is_an_error_that_says_what_is_wrong_with_each(
         (tmp_path / "copy" / f"step_0000000{step}" / "manifest.json").unlink()
     with jt.CheckpointStore(tmp_path / "copy") as store, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        text = (
-            r"no checkpoint in .*copy is intact: step 2 .*json: No such file.*; step 1 is damaged: "
-        )
+        text = r"no checkpoint in .*copy is intact: step 2 .*json: No such file.*; step 1 is damaged: "
         with pytest.raises(ValueError, match=text):
             store.restore(small_state())
 
@@ -304,9 +298,7 @@ def test_a_writer_that_is_killed_leaves_whole_steps_only(tmp_path: Path) -> None
     )
     generator = random.Random(1)
     for _ in range(2):
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
+        process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         for _ in range(generator.randrange(4, 9)):
             process.stdout.readline()

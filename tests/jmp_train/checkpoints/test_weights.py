@@ -57,9 +57,7 @@ def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-fast = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+fast = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 # --- there and back ---------------------------------------------------------------------------
@@ -87,17 +85,13 @@ def test_half_specials_come_back_through_jax_arrays(tmp_path: Path, dtype: str) 
 
 @fast
 @given(arrays(FLOATS), st.sampled_from(["float16", "bfloat16", "float32"]))
-def test_casts_round_as_numpy_does_and_never_lose_a_value_to_inf(
-    tmp_path: Path, x: np.ndarray, dtype: str
-) -> None:
+def test_casts_round_as_numpy_does_and_never_lose_a_value_to_inf(tmp_path: Path, x: np.ndarray, dtype: str) -> None:
     with np.errstate(all="ignore"):  # NaNs that signal
         expected = x.astype(dtype)
         overflows = np.isinf(expected) & np.isfinite(x)
         values = expected.astype(np.float64)
     if overflows.any():
-        with pytest.raises(
-            ValueError, match=rf"do not fit into {dtype}:\n  'w': {overflows.sum()} of {x.size} v"
-        ):
+        with pytest.raises(ValueError, match=rf"do not fit into {dtype}:\n  'w': {overflows.sum()} of {x.size} v"):
             jt.save_weights(tmp_path / NAME, {"w": x}, dtype=dtype)
         return
     jt.save_weights(tmp_path / NAME, {"w": x}, dtype=dtype)
@@ -171,9 +165,7 @@ def haiku_params() -> Any:
 )
 def test_params_of_the_libraries(make: Any, name: str, tmp_path: Path) -> None:
     like = make()
-    params = jax.tree.map(
-        lambda x: jnp.arange(1, 1 + x.size, dtype=x.dtype).reshape(x.shape) / 3, like
-    )
+    params = jax.tree.map(lambda x: jnp.arange(1, 1 + x.size, dtype=x.dtype).reshape(x.shape) / 3, like)
     jt.save_weights(tmp_path / NAME, params)
     assert name in safetensors.flax.load_file(tmp_path / NAME)
     assert_bitwise_equal(jt.load_weights(tmp_path / NAME, like), params)
@@ -300,9 +292,7 @@ def test_values_that_overflow_are_an_error_that_names_the_leaves(tmp_path: Path)
     )
     jt.save_weights(tmp_path / NAME, params)
     half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
-    with pytest.raises(
-        ValueError, match=rf"{NAME} does not fit into like's dtypes:\n  'a': 2 of 3"
-    ):
+    with pytest.raises(ValueError, match=rf"{NAME} does not fit into like's dtypes:\n  'a': 2 of 3"):
         jt.load_weights(tmp_path / NAME, half)
 
 
@@ -382,9 +372,7 @@ def test_a_changed_byte_of_the_header_is_an_error_or_changes_no_weight(
         assert_bitwise_equal(loaded, CONTENT)
 
 
-def test_a_failing_write_keeps_the_earlier_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_write_keeps_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jt.save_weights(tmp_path / NAME, CONTENT)
     earlier = (tmp_path / NAME).read_bytes()
 

@@ -27,14 +27,10 @@ def run(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     # Without conftest.py's virtual devices, as users have it.
     env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "JAX_NUM_CPU_DEVICES")}
     command = (*COMMAND, *args)
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, cwd=cwd, env=env, check=False
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=cwd, env=env, check=False)
 
 
-def check_schema(
-    report: Any, policies: list[str], epochs: int, task: str = "digits", device: str = "cpu"
-) -> None:
+def check_schema(report: Any, policies: list[str], epochs: int, task: str = "digits", device: str = "cpu") -> None:
     assert set(report) == {"task", "runs"}
     assert report["task"] == task
     assert [entry["policy"] for entry in report["runs"]] == policies
@@ -62,26 +58,18 @@ def check_schema(
 @pytest.mark.timeout(300)
 def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: Path) -> None:
     policies = ["float32", "apex-O2"]
-    result = run(
-        "compare", "karate", "--modes", *policies, "--epochs", "2", "--out", "a/b", cwd=tmp_path
-    )
+    result = run("compare", "karate", "--modes", *policies, "--epochs", "2", "--out", "a/b", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
-    assert [line.split("  ")[0].split()[0] for line in lines[:4]] == [
-        p for p in policies for _ in "12"
-    ]
+    assert [line.split("  ")[0].split()[0] for line in lines[:4]] == [p for p in policies for _ in "12"]
     for line in lines[:4]:
         for part in ("epoch", "loss", "learning rate", " s ", "loss scale", "skipped steps"):
             assert part in line
         assert "memory" not in line  # the process' says little
     assert any("test accuracy" in line and "memory" not in line for line in lines[5:])
     assert any("flops in half" in line and "saved" in line for line in lines[5:])
-    assert re.search(
-        r"apex-O2 +\d\d\.\d% +[\d.]+ kB +0\.\d\dx +[\d.]+ kB +[\d.]+ kB +1\.\d\dx", result.stdout
-    )
-    assert re.search(
-        r"peak memory of the process.*: float32 \d+ MB,\s+apex-O2 \d+ MB", result.stdout
-    )
+    assert re.search(r"apex-O2 +\d\d\.\d% +[\d.]+ kB +0\.\d\dx +[\d.]+ kB +[\d.]+ kB +1\.\d\dx", result.stdout)
+    assert re.search(r"peak memory of the process.*: float32 \d+ MB,\s+apex-O2 \d+ MB", result.stdout)
     assert re.search(r"apex-O2 +[\d.]+ +[\d.]+ +\d+\.\d\dx *\n", result.stdout)
     check_schema(json.loads((tmp_path / "a/b/report.json").read_text()), policies, 2, task="karate")
     assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == [
@@ -139,9 +127,7 @@ def test_logs_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     for command in (("train", "--policy", "float32"), ("compare",)):
         result = run(*command, "--logdir", "log", cwd=tmp_path)
         assert (result.returncode, result.stdout) == (2, "")
-        assert result.stderr == (
-            "jmp-train: error: --logdir: log/float32 holds the log of another run\n"
-        )
+        assert result.stderr == ("jmp-train: error: --logdir: log/float32 holds the log of another run\n")
     assert (tmp_path / "log/float32/metrics.jsonl").read_text() == "earlier"
 
 
@@ -243,9 +229,7 @@ def test_wrong_calls_are_one_line_and_exit_with_2(
     assert error.count("\n") == 1
 
 
-def test_a_batch_too_large_is_found_before_anything_runs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_batch_too_large_is_found_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["compare", "--batch-size", "1438", "--out", str(out)]) == 2
     assert capsys.readouterr().err == (
@@ -270,9 +254,7 @@ def test_a_batch_too_large_is_found_before_anything_runs(
         (["train", "karate", "--devices", "2"], "--devices is for digits, mnist, cifar10"),
     ],
 )
-def test_errors_of_the_data_are_one_line(
-    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_of_the_data_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args) == 2
     out, error = capsys.readouterr()
     assert out == ""
@@ -296,9 +278,7 @@ def test_compare_says_why_a_mode_fell_behind_or_failed(
     out, error = capsys.readouterr()
     behind = [line for line in out.splitlines() if "below float32" in line]
     assert len(behind) == 1
-    assert behind[0].startswith(
-        "apex-O3 is 5.00 points of test accuracy below float32. apex-O3 has"
-    )
+    assert behind[0].startswith("apex-O3 is 5.00 points of test accuracy below float32. apex-O3 has")
     reason = "apex-O3-bfloat16: the output is not finite. apex-O3-bfloat16 has no float32"
     assert error.startswith(f"jmp-train: error: {reason}")
     page = (tmp_path / "report.html").read_text()
@@ -306,21 +286,15 @@ def test_compare_says_why_a_mode_fell_behind_or_failed(
     assert "did not end: the output is not finite. apex-O3-bfloat16 has no float32" in page
 
 
-def test_missing_files_of_mnist_are_a_line_each(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_missing_files_of_mnist_are_a_line_each(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["compare", "mnist", "--data-dir", str(tmp_path)]) == 2
     first, *lines = capsys.readouterr().err.splitlines()
-    assert first.startswith(
-        f"jmp-train: error: data_dir {tmp_path} lacks files; MNIST's are public"
-    )
+    assert first.startswith(f"jmp-train: error: data_dir {tmp_path} lacks files; MNIST's are public")
     assert len(lines) == 4
     assert all("https://" in line and "bytes, sha256 " in line for line in lines)
 
 
-def test_an_output_folder_that_cannot_be_made_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_an_output_folder_that_cannot_be_made_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "out"
     assert main(["compare", "--out", str(out)]) == 2
@@ -332,9 +306,7 @@ def test_a_missing_package_is_named_with_its_remedy(
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert main(["train"]) == 1
-    assert "this needs the package sklearn.datasets: pip install 'jmp_train[train]'" in (
-        capsys.readouterr().err
-    )
+    assert "this needs the package sklearn.datasets: pip install 'jmp_train[train]'" in (capsys.readouterr().err)
 
 
 def test_the_reason_of_a_died_process(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ KARATE = ("train", "karate", "--epochs", "1")
 COMPARE = ("compare", "karate", "--epochs", "1", "--policies", "float32")
 MNIST = ("train", "mnist", "--data-dir", "mnist", "--batch-size", "16")
 FOLDERS = ("", "file", "file/x", "nul\0byte", LONG)
-NUMBERS = ("", "0", "-0", "-1", "+1", " 1", "1\n", "1.0", "1e3", "1_000", "\u0663", "\uff11", "nan", DIGITS, LONG)  # fmt: skip
+NUMBERS = ("", "0", "-0", "-1", "+1", " 1", "1\n", "1.0", "1e3", "1_000", "\u0663", "\uff11", "nan", DIGITS, LONG)
 
 NO_COMMAND = [(), ("--nosuch",), ("nosuch",), (LONG,), (CONTROL,)]
 ARGUMENTS = [
@@ -157,9 +157,7 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "launches",
     ),
 )
-def test_a_wrong_call_is_exit_code_2_and_one_line(
-    calls: list[tuple[str, ...]], folder: Path
-) -> None:
+def test_a_wrong_call_is_exit_code_2_and_one_line(calls: list[tuple[str, ...]], folder: Path) -> None:
     before = sorted(path.name for path in folder.rglob("*"))
     for call in calls:
         out, error = io.StringIO(), io.StringIO()
@@ -272,9 +270,7 @@ def test_ctrl_c_is_exit_code_130_whatever_it_becomes(
 
 def test_a_text_in_one_line() -> None:
     assert one_line("lacks:\n  a\n  b\x07") == "lacks:\n  a\n  b\\x07"
-    assert one_line(f"{LONG}/x is not a folder", ["train", f"--data-dir={LONG}"]) == (
-        f"{199 * 'x'}…/x is not a folder"
-    )
+    assert one_line(f"{LONG}/x is not a folder", ["train", f"--data-dir={LONG}"]) == (f"{199 * 'x'}…/x is not a folder")
 
 
 @pytest.mark.parametrize("columns", ["80", "40"])
@@ -289,12 +285,8 @@ def test_help_fits_and_says_what_exit_codes_mean(
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])
     assert caught.value.code == 0
-    usage, _, text = capsys.readouterr().out.partition(
-        "\n\n"
-    )  # argparse indents usage by its first words
+    usage, _, text = capsys.readouterr().out.partition("\n\n")  # argparse indents usage by its first words
     assert usage.startswith("usage: jmp-train")
     lines = text.splitlines()
     assert max(map(len, lines)) <= int(columns)
-    assert "Exit codes: 0 all is well; 1 a run failed; 2 the call is wrong" in " ".join(
-        line.strip() for line in lines
-    )
+    assert "Exit codes: 0 all is well; 1 a run failed; 2 the call is wrong" in " ".join(line.strip() for line in lines)

@@ -93,9 +93,7 @@ def test_batches_resume_with_another_number_of_processes() -> None:
     np.testing.assert_array_equal(next(without_end)["x"], whole[17])
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"num_threads": 4}, {"start": 7}, {"process_index": 1, "process_count": 2}]
-)
+@pytest.mark.parametrize("options", [{}, {"num_threads": 4}, {"start": 7}, {"process_index": 1, "process_count": 2}])
 def test_augment_gets_a_seed_for_each_row_and_epoch(options: dict[str, Any]) -> None:
     def augment(rows: Any, seeds: np.ndarray) -> Any:
         assert seeds.dtype == np.uint64
@@ -105,16 +103,12 @@ def test_augment_gets_a_seed_for_each_row_and_epoch(options: dict[str, Any]) -> 
             "low": seeds.astype(np.uint32),
         }
 
-    batches = list(
-        array_batches({"x": np.arange(50)}, 8, seed=3, epochs=3, augment=augment, **options)
-    )
+    batches = list(array_batches({"x": np.arange(50)}, 8, seed=3, epochs=3, augment=augment, **options))
     start = options.get("start", 0)
     assert len(batches) == 18 - start
     drawn = set()
     for number, batch in enumerate(batches, start):
-        for row, high, low in zip(
-            *map(np.asarray, (batch["x"], batch["high"], batch["low"])), strict=True
-        ):
+        for row, high, low in zip(*map(np.asarray, (batch["x"], batch["high"], batch["low"])), strict=True):
             words = np.random.SeedSequence((3, number // 6, int(row))).generate_state(2, np.uint32)
             assert (low, high) == tuple(words)
             drawn.add((low, high))

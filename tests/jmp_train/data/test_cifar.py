@@ -19,12 +19,8 @@ def test_what_was_written_is_read(tmp_path: Path, folder: str) -> None:
     for read, names in ((train, NAMES), (test, ["test_batch.bin"])):
         assert (read["image"].dtype, read["label"].dtype) == (np.uint8, np.uint8)
         assert read["image"].flags.c_contiguous
-        np.testing.assert_array_equal(
-            read["image"], np.concatenate([written[name][0] for name in names])
-        )
-        np.testing.assert_array_equal(
-            read["label"], np.concatenate([written[name][1] for name in names])
-        )
+        np.testing.assert_array_equal(read["image"], np.concatenate([written[name][0] for name in names]))
+        np.testing.assert_array_equal(read["label"], np.concatenate([written[name][1] for name in names]))
 
 
 def test_rows_are_a_label_and_then_a_plane_a_color(tmp_path: Path) -> None:
@@ -51,8 +47,7 @@ def test_missing_files_are_named_with_size_and_source(tmp_path: Path) -> None:
         "(md5 c32a1d4ab5d03f1284b67883e8d87530):"
     )
     assert lines == [
-        f"  {name} or cifar-10-batches-bin/{name} (30730000 bytes)"
-        for name in ("data_batch_3.bin", "test_batch.bin")
+        f"  {name} or cifar-10-batches-bin/{name} (30730000 bytes)" for name in ("data_batch_3.bin", "test_batch.bin")
     ]
     with pytest.raises(FileNotFoundError, match="nowhere is not a folder"):
         read_cifar10(tmp_path / "nowhere")
@@ -81,9 +76,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "test_batch.bin"
     with path.open("wb") as file:
         file.truncate(400_000 * 3073)  # of zeros that take no place
-    message = (
-        r"test_batch\.bin is too large: it has 1229200000 bytes, more than max_bytes=1073741824; "
-    )
+    message = r"test_batch\.bin is too large: it has 1229200000 bytes, more than max_bytes=1073741824; "
     with memory_limited_to(2**28), pytest.raises(ValueError, match=message):
         read_cifar10_batch(path)
     path.write_bytes(GOOD)

@@ -25,9 +25,7 @@ def sampler_of(seeds: np.ndarray, fanouts: Any = (4, 3), batch_size: int = 32) -
     senders = random.integers(0, COUNT, 4_000)
     # Three of four edges join nodes of one class.
     same = senders + CLASSES * random.integers(0, 50, 4_000)
-    receivers = (
-        np.where(random.random(4_000) < 0.75, same, random.integers(0, COUNT, 4_000)) % COUNT
-    )
+    receivers = np.where(random.random(4_000) < 0.75, same, random.integers(0, COUNT, 4_000)) % COUNT
     edges = graphs.host_edges(senders, receivers, COUNT)
     return graphs.neighbor_sampler(edges, fanouts, seeds, batch_size), edges, labels
 
@@ -97,9 +95,7 @@ def test_processes_draw_different_neighbors() -> None:
     seeds = np.zeros(4, int)
     sampler = graphs.neighbor_sampler(hub, (5,), seeds, 2)
     drawn = [
-        np.asarray(
-            next(neighbor_batches(sampler, seeds, ids, process_index=i, process_count=2))["inputs"]
-        )
+        np.asarray(next(neighbor_batches(sampler, seeds, ids, process_index=i, process_count=2))["inputs"])
         for i in range(2)
     ]
     assert not np.array_equal(drawn[0], drawn[1])
@@ -134,9 +130,7 @@ def test_wrong_calls_are_refused() -> None:
     sampler, _, _ = sampler_of(seeds)
     with pytest.raises(ValueError, match=r"process_index=2 must be in \[0, 2\)"):
         neighbor_batches(sampler, seeds, ids, process_index=2, process_count=2)
-    with pytest.raises(
-        ValueError, match="10 nodes, 10 for each of 1 processes, where a batch needs 32"
-    ):
+    with pytest.raises(ValueError, match="10 nodes, 10 for each of 1 processes, where a batch needs 32"):
         neighbor_batches(sampler, seeds, ids, drop_remainder=True)
     with pytest.raises(ValueError, match="epochs=0 must be at least 1"):
         neighbor_batches(sampler, seeds, ids, epochs=0)
@@ -168,9 +162,7 @@ class Net(nnx.Module):
         return flat(self.second)(blocks[1], flat(self.first)(blocks[0], rows))
 
 
-@pytest.mark.parametrize(
-    ("kind", "policy_name"), [("sage", "mixed_float16"), ("gat", "mixed_bfloat16")]
-)
+@pytest.mark.parametrize(("kind", "policy_name"), [("sage", "mixed_float16"), ("gat", "mixed_bfloat16")])
 def test_models_learn_from_mini_batches_in_half(kind: str, policy_name: str) -> None:
     train, test = np.arange(0, COUNT, 2), np.arange(1, COUNT, 2)
     sampler, edges, labels = sampler_of(train, batch_size=64)
@@ -193,9 +185,7 @@ def test_models_learn_from_mini_batches_in_half(kind: str, policy_name: str) -> 
         traces.append(None)
         logits = nnx.merge(definition, params)(batch["blocks"], batch["features"])
         assert logits.dtype == policy.compute_dtype
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), batch["label"]
-        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["label"])
         return losses.mean(where=batch["is_seed"])
 
     tx = jt.with_loss_scale(optax.adam(1e-2), jt.torch_loss_scale(2.0**10))

@@ -80,10 +80,8 @@ def fault(path: Path, content: bytes) -> str:
 def test_what_a_file_holds_counts_and_not_its_name(tmp_path: Path, format: str) -> None:
     lossless: dict[str, Any] = {"WEBP": {"lossless": True}}.get(format, {})
     result = read(tmp_path / "0.jpg", saved(Image.fromarray(RGB), format, **lossless))
-    if format in ("JPEG", "MPO"):
-        expected = np.asarray(Image.open(tmp_path / "0.jpg").convert("RGB"))
-    else:
-        expected = RGB
+    lossy = format in ("JPEG", "MPO")
+    expected = np.asarray(Image.open(tmp_path / "0.jpg").convert("RGB")) if lossy else RGB
     np.testing.assert_array_equal(result, expected)
 
 
@@ -151,9 +149,7 @@ def test_gray_of_more_than_8_bits_is_scaled(tmp_path: Path, bits: int, content: 
 
 
 @pytest.mark.parametrize(("color", "channels"), [(2, 3), (4, 2), (6, 4)])
-def test_channels_of_16_bits_keep_their_upper_ones(
-    tmp_path: Path, color: int, channels: int
-) -> None:
+def test_channels_of_16_bits_keep_their_upper_ones(tmp_path: Path, color: int, channels: int) -> None:
     numbers = np.random.default_rng(0).integers(0, 2**16, (16, 16, channels))
     rows = b"".join(b"\0" + rows_of(row, ">") for row in numbers)
     result = read(tmp_path / "0.png", png(16, 16, 16, color, rows))
@@ -276,9 +272,7 @@ LONG_CHUNK = png(2, 2, 8, 0, bytes(6)).replace(b"\0\0\0\x0bIDAT", b"\x7f\xff\xff
         "comments",
     ],
 )
-def test_what_would_take_much_memory_or_time_is_refused(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_what_would_take_much_memory_or_time_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     with memory_limited_to(2**28):
         assert message in fault(tmp_path / "0.png", content)
 

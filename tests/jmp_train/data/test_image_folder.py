@@ -45,9 +45,7 @@ def test_classes_and_images_come_by_name(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_missing_empty_or_unknown_are_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"train is not a folder; wanted are DIR/train/CLASS"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"train is not a folder; wanted are DIR/train/CLASS"):
         read_image_folder(tmp_path)
     (tmp_path / "train").mkdir()
     with pytest.raises(ValueError, match=r"train has no classes \(folders of images\)"):
@@ -98,18 +96,16 @@ def test_links_to_files_and_folders_are_followed_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(1, 40_000), (40_000, 1)])
-def test_a_narrow_image_is_refused_before_it_is_made_large(
-    tmp_path: Path, size: tuple[int, int]
-) -> None:
+def test_a_narrow_image_is_refused_before_it_is_made_large(tmp_path: Path, size: tuple[int, int]) -> None:
     path = str(tmp_path / "image.png")
     Image.new("L", size, 7).save(path)
-    message = r"image\.png has too extreme an aspect ratio: its \d+ x \d+ pixels would be (256 x 10240000|10240000 x 256) "
+    message = (
+        r"image\.png has too extreme an aspect ratio: its \d+ x \d+ pixels would be (256 x 10240000|10240000 x 256) "
+    )
     with memory_limited_to(2**28):
         with pytest.raises(ValueError, match=message):
             center_crops([path], 224)
-        assert (
-            random_crops([path], [0], 224) == 7
-        ).all()  # of a part whose aspect ratio is not extreme
+        assert (random_crops([path], [0], 224) == 7).all()  # of a part whose aspect ratio is not extreme
 
 
 def test_the_bound_of_pixels_is_an_option(tmp_path: Path) -> None:
@@ -119,9 +115,7 @@ def test_the_bound_of_pixels_is_an_option(tmp_path: Path) -> None:
         lambda bound: random_crops([path], [0], 16, max_pixels=bound),
     ):
         assert crops(5000).shape == (1, 16, 16, 3)
-        with pytest.raises(
-            ValueError, match=r"image\.png .* 100 x 50 pixels, more than max_pixels=49"
-        ):
+        with pytest.raises(ValueError, match=r"image\.png .* 100 x 50 pixels, more than max_pixels=49"):
             crops(4999)
 
 
@@ -207,9 +201,7 @@ def test_of_images_that_no_ratio_fits_the_centre_is_taken(
 def test_gray_and_palette_images_become_colours(tmp_path: Path) -> None:
     gray, palette = tmp_path / "gray.png", tmp_path / "palette.png"
     Image.new("L", (20, 20), 77).save(gray)
-    Image.new("RGB", (20, 20), (10, 20, 30)).convert("P", palette=Image.Palette.ADAPTIVE).save(
-        palette
-    )
+    Image.new("RGB", (20, 20), (10, 20, 30)).convert("P", palette=Image.Palette.ADAPTIVE).save(palette)
     images = center_crops([str(gray), str(palette)], 16)
     assert (images[0] == 77).all()
     assert (images[1] == (10, 20, 30)).all()

@@ -42,9 +42,7 @@ def test_what_is_no_regular_file_is_named_and_not_waited_for(
         "loop": r"Too many levels of symbolic links: '.*/0\.png'",
         "empty": r"/0\.png (has|cannot be decoded)",
     }
-    with pytest.raises(
-        (ValueError, OSError), match=faults.get(kind, r"/0\.png is not a regular file$")
-    ):
+    with pytest.raises((ValueError, OSError), match=faults.get(kind, r"/0\.png is not a regular file$")):
         READERS[reader](path)
 
 

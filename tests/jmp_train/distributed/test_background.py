@@ -29,9 +29,7 @@ SAVE = (
 RUNNER = Path(jt.__file__).with_name("launch") / "rank.py"  # as the launcher starts scripts
 
 
-def run(
-    directory: Path, script: str, *, launched: bool = False
-) -> subprocess.CompletedProcess[str]:
+def run(directory: Path, script: str, *, launched: bool = False) -> subprocess.CompletedProcess[str]:
     """Runs a script that has a store and a state, but that does not close the store."""
     file = directory.with_name(f"{directory.name}.py")
     file.write_text(SAVE + script)
@@ -71,9 +69,7 @@ def test_so_has_a_script_that_ends_by_an_error(tmp_path: Path, launched: bool) -
     done = run(tmp_path / "exit", "store.save(7, state)\nsys.exit(3)\n", launched=launched)
     assert (done.returncode, done.stderr) == (3, "")
     assert saved(tmp_path / "exit") == (7, 7)
-    done = run(
-        tmp_path / "error", "store.save(7, state)\nraise ValueError('no more')\n", launched=launched
-    )
+    done = run(tmp_path / "error", "store.save(7, state)\nraise ValueError('no more')\n", launched=launched)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "ValueError: no more"
     assert saved(tmp_path / "error") == (7, 7)
@@ -82,13 +78,7 @@ def test_so_has_a_script_that_ends_by_an_error(tmp_path: Path, launched: bool) -
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("launched", [False, True], ids=["python", "launched"])
 def test_a_last_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, launched: bool) -> None:
-    script = (
-        "store.save(6, {'step': 6})\n"
-        "store.wait()\n"
-        "fill_the_disk()\n"
-        "store.save(7, state)\n"
-        "print('done')\n"
-    )
+    script = "store.save(6, {'step': 6})\nstore.wait()\nfill_the_disk()\nstore.save(7, state)\nprint('done')\n"
     done = run(tmp_path / "end", script, launched=launched)
     assert done.returncode == 1
     assert done.stdout == "done\n"
@@ -184,9 +174,7 @@ def test_a_full_disk_is_one_line_and_its_space_is_free_again(
         store.wait()
         free = shutil.disk_usage(small_disk).free
         store.save(2, large)
-        with pytest.raises(
-            OSError, match=r"step 2 .*No space left on device: '.*; the steps before are"
-        ) as caught:
+        with pytest.raises(OSError, match=r"step 2 .*No space left on device: '.*; the steps before are") as caught:
             store.wait()
         assert caught.value.errno == errno.ENOSPC
         assert caught.value.__cause__ is None
@@ -198,9 +186,7 @@ def test_a_full_disk_is_one_line_and_its_space_is_free_again(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_full_disk_in_small_files_is_one_line_too(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_in_small_files_is_one_line_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Metadata and manifest are not written by tensorstore."""
     state = {f"w{number}": np.zeros(3) for number in range(20)}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -24,9 +24,7 @@ Launch = Callable[..., tuple[int, str]]
 
 @pytest.fixture(name="launch")
 def fixture_launch(tmp_path: Path) -> Launch:
-    def launch(
-        *arguments: Any, count: int = 2, timeout: int = 150, options: Sequence[str] = ()
-    ) -> tuple[int, str]:
+    def launch(*arguments: Any, count: int = 2, timeout: int = 150, options: Sequence[str] = ()) -> tuple[int, str]:
         """Returns the exit code and what all processes printed, before what the launcher said."""
         command = [sys.executable, "-m", "jmp_train", "launch", "-n", str(count), *options]
         command += ["--logdir", str(tmp_path / "logs"), "--", str(PROGRAMS), *map(str, arguments)]
@@ -56,9 +54,7 @@ def alone() -> tuple[Any, list[float]]:
         pytest.param(4, ("jit", "pmap"), marks=pytest.mark.slow),
     ],
 )
-def test_processes_equal_one(
-    count: int, routes: tuple[str, ...], launch: Launch, tmp_path: Path
-) -> None:
+def test_processes_equal_one(count: int, routes: tuple[str, ...], launch: Launch, tmp_path: Path) -> None:
     code, text = launch("train", tmp_path, *routes, count=count)
     assert code == 0, text
     params, losses = alone()
@@ -72,14 +68,9 @@ def test_processes_equal_one(
     assert text.count(skips) == count, text
     assert text.count("master_weights [('hidden', True), ('out', True)] 1") == count, text
     assert (
-        text.count(
-            "AMP mode naive: model float16, master weights float32, outputs float32, loss scale 256; "
-        )
-        == 1
+        text.count("AMP mode naive: model float16, master weights float32, outputs float32, loss scale 256; ") == 1
     ), text
-    assert (
-        text.count("gradient overflow: step skipped, 1 so far; the loss scale is now 128") == 1
-    ), text
+    assert text.count("gradient overflow: step skipped, 1 so far; the loss scale is now 128") == 1, text
 
 
 @pytest.mark.timeout(200)
@@ -134,9 +125,7 @@ def test_a_late_process_is_reported_after_the_time_out(launch: Launch, tmp_path:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("how", "code"), [("exit", 3), pytest.param("raise", 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("how", "code"), [("exit", 3), pytest.param("raise", 1, marks=pytest.mark.slow)])
 def test_all_are_stopped_when_one_fails(how: str, code: int, launch: Launch) -> None:
     returned, text = launch("leave", how, timeout=60)
     assert returned == 1
@@ -188,9 +177,7 @@ def test_a_state_that_was_sent_is_one_s_own() -> None:
         ("num_processes=2", {}, "the arguments want .* needs coordinator_address, process_id, or"),
     ],
 )
-def test_processes_that_cannot_meet_are_refused(
-    arguments: str, variables: dict[str, str], message: str
-) -> None:
+def test_processes_that_cannot_meet_are_refused(arguments: str, variables: dict[str, str], message: str) -> None:
     script = f"from jmp_train import distributed; distributed.initialize({arguments})"
     done = subprocess.run(
         [sys.executable, "-c", script],

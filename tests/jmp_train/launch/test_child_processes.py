@@ -39,9 +39,7 @@ def start_parent(pids: Path, *arguments: str, grace: float = 0.3) -> subprocess.
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["SIGKILL", "SIGHUP", "SIGUSR1", "SIGTERM", "SIGINT", "SIGQUIT", "SIGSEGV"]
-)
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGHUP", "SIGUSR1", "SIGTERM", "SIGINT", "SIGQUIT", "SIGSEGV"])
 def test_nothing_outlives_a_parent_that_is_ended(name: str, pids: Path) -> None:
     number = getattr(signal, name)
     with start_parent(pids) as parent:
@@ -149,9 +147,7 @@ def test_a_command_gets_default_signals_and_no_files_of_its_supervisor() -> None
         assert child.stdout is not None
         lines = child.stdout.read().decode().splitlines()
     assert lines == ["[0, 1, 2] 4", "True"]  # the fourth is what lists them
-    with ChildProcess(
-        ["sh", "-c", "yes | head -n 1; kill -PIPE $$"], stdout=subprocess.PIPE
-    ) as child:
+    with ChildProcess(["sh", "-c", "yes | head -n 1; kill -PIPE $$"], stdout=subprocess.PIPE) as child:
         assert child.wait(20) == -signal.SIGPIPE
 
 

@@ -48,9 +48,7 @@ def launcher_command(script: Path, *arguments: object, **options: Any) -> list[s
     return [sys.executable, "-c", LAUNCHER, str(folder), shown, str(script), *map(str, arguments)]
 
 
-def test_each_process_knows_its_place(
-    script: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_each_process_knows_its_place(script: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "JAX_NUM_CPU_DEVICES")
     script.write_text(
         "import os, sys\n"
@@ -105,9 +103,7 @@ def test_a_process_that_has_died_leaves_nothing(script: Path, pids: Path) -> Non
         (["SIGUSR1"], -10),
     ],
 )
-def test_a_launcher_that_is_ended_leaves_nothing(
-    signals: list[str], code: int, script: Path, pids: Path
-) -> None:
+def test_a_launcher_that_is_ended_leaves_nothing(signals: list[str], code: int, script: Path, pids: Path) -> None:
     script.write_text(STUBBORN)
     command = launcher_command(script, pids, grace=0.3 if len(signals) == 1 else 50.0)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
@@ -122,9 +118,7 @@ def test_a_launcher_that_is_ended_leaves_nothing(
         assert survivors(started, 10) == []
 
 
-def test_all_are_restarted_after_a_failure(
-    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_all_are_restarted_after_a_failure(script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script.write_text(
         "import os, pathlib, signal, sys\n"
         "tries = pathlib.Path(sys.argv[1]) / os.environ['JAX_PROCESS_ID']\n"
@@ -189,9 +183,7 @@ def test_processes_that_wait_for_one_that_has_ended_are_stopped(
 
 
 @pytest.mark.timeout(60)
-def test_a_process_may_end_after_the_others(
-    script: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_may_end_after_the_others(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     # Nor is the end of a forked copy, or of the main thread alone, the end of a script.
     script.write_text(
         "import os, sys, threading, time\n"
@@ -208,9 +200,7 @@ def test_a_process_may_end_after_the_others(
 
 
 @pytest.mark.timeout(60)
-def test_the_command_line_takes_an_exit_timeout(
-    script: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_takes_an_exit_timeout(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script.write_text("import os, time\ntime.sleep(60 * int(os.environ['JAX_PROCESS_ID']))\n")
     assert main(["launch", "-n", "2", "--exit-timeout", "1", "--", str(script)]) == 1
     error = capfd.readouterr().err.splitlines()[-1]
@@ -269,9 +259,7 @@ def check_trained(folder: Path) -> None:
         ('exec "$@" >&- 2>&-', ""),
     ],
 )
-def test_output_that_goes_nowhere_does_not_stop_training(
-    shell: str, said: str, script: Path, tmp_path: Path
-) -> None:
+def test_output_that_goes_nowhere_does_not_stop_training(shell: str, said: str, script: Path, tmp_path: Path) -> None:
     script.write_text(TALK)
     command = ["bash", "-c", f"set -o pipefail; {shell}", "bash"]
     done = subprocess.run(
@@ -380,9 +368,7 @@ def test_a_line_without_an_end_takes_no_memory(script: Path, tmp_path: Path) -> 
         (["-m", "json"], 1, 0, "devices_per_process=0 must be at least 1"),
     ],
 )
-def test_wrong_calls_are_refused(
-    command: list[str], count: int, devices: int, message: str
-) -> None:
+def test_wrong_calls_are_refused(command: list[str], count: int, devices: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         launch(command, count, devices_per_process=devices)
 

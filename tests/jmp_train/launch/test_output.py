@@ -86,9 +86,7 @@ def test_a_pipe_that_does_not_block_loses_nothing(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     ours, theirs = os.pipe()
     os.set_blocking(theirs, False)
-    with subprocess.Popen(
-        [sys.executable, "script.py", "text"], cwd=tmp_path, stdout=theirs
-    ) as run:
+    with subprocess.Popen([sys.executable, "script.py", "text"], cwd=tmp_path, stdout=theirs) as run:
         os.close(theirs)
         with pytest.raises(subprocess.TimeoutExpired):  # it waits for its reader
             run.wait(2)

@@ -89,9 +89,7 @@ HOSTILE = (
 )
 
 
-@pytest.mark.parametrize(
-    "command", [["folder/script.py"], ["-m", "script"]], ids=["script", "module"]
-)
+@pytest.mark.parametrize("command", [["folder/script.py"], ["-m", "script"]], ids=["script", "module"])
 @pytest.mark.parametrize("text", ["pass", "raise SystemExit(3)", "raise LookupError"])
 def test_nothing_of_the_folder_runs_that_python_would_not_run(
     command: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,9 +111,7 @@ def test_nothing_of_the_folder_runs_that_python_would_not_run(
     assert {path.name for path in tmp_path.glob("*.ran")} == plain
 
 
-def test_a_script_may_start_processes_of_its_own(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_may_start_processes_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import atexit, multiprocessing, threading, time\n"
@@ -157,9 +153,7 @@ def test_a_file_in_the_place_of_the_launcher_s_pipe_is_left_alone(tmp_path: Path
         ("def", 1, None),
     ],
 )
-def test_a_failing_script_ends_as_python_ends_it(
-    text: str, code: int, lines: list[str] | None, tmp_path: Path
-) -> None:
+def test_a_failing_script_ends_as_python_ends_it(text: str, code: int, lines: list[str] | None, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(text)
     with pytest.raises(ChildProcessError, match=f"process 0 ended with exit code {code} "):

@@ -39,9 +39,7 @@ def fixture_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_whose_processes_are_killed_ends_as_one_that_is_left_alone(
-    undisturbed: str, tmp_path: Path
-) -> None:
+def test_a_run_whose_processes_are_killed_ends_as_one_that_is_left_alone(undisturbed: str, tmp_path: Path) -> None:
     kills = 20
     generator, lines, killed = random.Random(0), [], []
     with launch(tmp_path / "run", "--every", 5) as launcher:
@@ -70,9 +68,7 @@ def test_a_run_whose_processes_are_killed_ends_as_one_that_is_left_alone(
     assert text.count("restarting all") >= max(1, kills // 2), text
     assert starts == sorted(starts)
     saved = 0
-    for (
-        line
-    ) in lines:  # each start knows of all that was saved but, at most, the step being written
+    for line in lines:  # each start knows of all that was saved but, at most, the step being written
         if number := re.match(r"\[0\] step (\d+)  loss", line):
             saved = int(number[1])
         if number := re.match(r"\[0\] process 0 .* goes on from step (\d+)", line):
@@ -93,7 +89,5 @@ def test_two_processes_checkpoint_goes_on_in_one(tmp_path: Path) -> None:
             text, _ = process.communicate(timeout=150)
         assert process.returncode == 0, text
         for rank in range(count):
-            assert re.search(
-                rf"^\[{rank}\] process {rank} .* from step {start}$", text, re.MULTILINE
-            ), text
+            assert re.search(rf"^\[{rank}\] process {rank} .* from step {start}$", text, re.MULTILINE), text
         assert f"step {steps}: parameters" in text

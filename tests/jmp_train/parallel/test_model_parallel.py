@@ -1,4 +1,4 @@
-"""Models that are sharded over a mesh: the results of one device, one decision for all, in every form and every mode."""
+"""Models that are sharded over a mesh: the results of one device, one decision for all, in every form and mode."""
 
 import dataclasses
 import functools
@@ -46,8 +46,7 @@ def make_params() -> dict[str, jax.Array]:
         "head": (WIDTH, CLASSES),
     }
     return {
-        name: jnp.asarray(random.normal(size=shape) / shape[-2] ** 0.5, jnp.float32)
-        for name, shape in shapes.items()
+        name: jnp.asarray(random.normal(size=shape) / shape[-2] ** 0.5, jnp.float32) for name, shape in shapes.items()
     }
 
 
@@ -82,12 +81,7 @@ def loss_of(model: Callable[..., jax.Array], weight: float = 1.0) -> Callable[..
         last = poison_gradient(last, batch["poison"].max().astype(last.dtype))
         params = {**params, "up": params["up"].at[1, :, -1].set(last)}
         logits = dense(model(params, batch["x"].astype(params["up"].dtype)), params["head"])
-        return (
-            optax.softmax_cross_entropy_with_integer_labels(
-                logits.astype(jnp.float32), batch["y"]
-            ).mean()
-            * weight
-        )
+        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["y"]).mean() * weight
 
     return loss_fn
 
@@ -233,9 +227,7 @@ def test_an_overflow_on_one_shard_is_skipped_by_all(mode: str, form: str) -> Non
             for old, new in zip(*map(moments, (before[1], after[1])), strict=True):
                 assert_bitwise_equal(new, old)
         else:
-            changed = jax.tree.map(
-                lambda a, b: (a != b).any(), *map(moments, (before[1], after[1]))
-            )
+            changed = jax.tree.map(lambda a, b: (a != b).any(), *map(moments, (before[1], after[1])))
             assert all(jax.tree.leaves(changed))
         assert_replicas_are_equal(state)
 
@@ -256,9 +248,7 @@ def test_fsdp_with_micro_batches_several_losses_and_statistics(reduce: str) -> N
         return (losses.mean(), 0.1 * (logits**2).mean()), (statistics, aux)
 
     step = jt.train_step(loss_fn, tx, policy=policy, accumulate_steps=2)
-    whole = jt.TrainState.create(
-        make_params(), tx, model_state=jnp.zeros(CLASSES), rng=jax.random.key(0)
-    )
+    whole = jt.TrainState.create(make_params(), tx, model_state=jnp.zeros(CLASSES), rng=jax.random.key(0))
     where = jt.fsdp_shardings(whole, DATA, min_size=64)
     sharded = jax.device_put(whole, where)
     on_whole = jax.jit(jt.data_parallel(step, DATA))
@@ -316,9 +306,7 @@ def compiled(python: str, form: str, mode: str) -> CompiledForGPU:
     return compile_for_gpu(*target, gpu="H100-80GB", devices=DEVICES, python=python)
 
 
-COLLECTIVE = re.compile(
-    r" = (.*?) (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
-)
+COLLECTIVE = re.compile(r" = (.*?) (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
 LARGE = 2**16  # elements; metrics have fewer
 
 
@@ -336,9 +324,7 @@ LARGE = 2**16  # elements; metrics have fewer
         pytest.param("tensor", "apex-O2", marks=pytest.mark.slow),
     ],
 )
-def test_eight_gpus_gather_in_half_and_reduce_in_float32(
-    form: str, mode: str, plan_python: str
-) -> None:
+def test_eight_gpus_gather_in_half_and_reduce_in_float32(form: str, mode: str, plan_python: str) -> None:
     program = compiled(plan_python, form, mode)
     gathered, reduced = set(), set()
     for types, name in COLLECTIVE.findall(program.hlo):
@@ -469,9 +455,7 @@ def test_wrong_pipelines_are_refused() -> None:
         stages.pack([jnp.ones(2), jnp.ones(2)])
     with pytest.raises(ValueError, match="mesh axis 'data' has 4 devices for 2 stages"):
         stages.pipeline(mesh, "data")
-    to_half = jt.Stages(
-        [identity, lambda p, x, rng: x.astype("float16")], [jnp.ones(2), jnp.ones(3)]
-    )
+    to_half = jt.Stages([identity, lambda p, x, rng: x.astype("float16")], [jnp.ones(2), jnp.ones(3)])
     run = to_half.pipeline(mesh)
     with pytest.raises(ValueError, match=r"stage 1 returned float16\[4, 3\] of a batch of 4 rows"):
         run(to_half.pack([jnp.ones(2), jnp.ones(3)]), x)

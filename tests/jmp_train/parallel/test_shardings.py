@@ -74,9 +74,7 @@ def test_the_rule_on_shapes(shape: tuple[int, ...], min_size: int, model: bool) 
     state = jt.TrainState(struct, struct, None, None, jax.ShapeDtypeStruct((), jnp.int32))
     where = jt.fsdp_shardings(state, MESH, params=given_spec, min_size=min_size)
     entries = [*where.params.spec, *(None,) * (len(shape) - len(where.params.spec))]
-    candidates = [
-        size for i, size in enumerate(shape) if size % 4 == 0 and not (i == 0 and len(given_spec))
-    ]
+    candidates = [size for i, size in enumerate(shape) if size % 4 == 0 and not (i == 0 and len(given_spec))]
     sharded = [size for size, entry in zip(shape, entries, strict=True) if entry == "data"]
     wanted = [max(candidates)] if candidates and np.prod(shape) >= min_size else []
     assert sharded == wanted
@@ -94,9 +92,7 @@ def test_wrong_specs_are_refused() -> None:
         jt.specs_by_path(params, {"b": P(None, "model")})
     with pytest.raises(ValueError, match="axis='modle' is not one of the mesh's: 'data', 'model'"):
         jt.state_shardings(state, MESH, params={"w": P("modle"), "b": P()})
-    with pytest.raises(
-        ValueError, match=r"'w' of shape \(6, 8\) cannot .* 6 is not a multiple of 4"
-    ):
+    with pytest.raises(ValueError, match=r"'w' of shape \(6, 8\) cannot .* 6 is not a multiple of 4"):
         jt.state_shardings(state, MESH, params={"w": P("data"), "b": P()})
     with pytest.raises(ValueError, match=r"'w' .* 6 is not a multiple of 8 devices"):
         jt.state_shardings(state, MESH, params={"w": P(("data", "model")), "b": P()})
@@ -190,9 +186,7 @@ def test_linen_boxes_train_as_under_plain_jit() -> None:
 def test_nnx_metadata_and_logical_names_say_where_parameters_lie() -> None:
     init = nnx.initializers.lecun_normal()
     with nnx.use_eager_sharding(False):
-        layer = nnx.Linear(
-            4, 8, rngs=nnx.Rngs(0), kernel_init=nnx.with_partitioning(init, (None, "model"))
-        )
+        layer = nnx.Linear(4, 8, rngs=nnx.Rngs(0), kernel_init=nnx.with_partitioning(init, (None, "model")))
     definition, params = nnx.split(layer)
     optimizer = optax.sgd(0.1)
     state = make_state(optimizer, params)
@@ -223,9 +217,7 @@ def test_shardings_that_do_not_fit_are_named() -> None:
     step = jt.train_step(jt.stateless(lambda params, x: (params["w"] * x).mean()), optimizer)
     state = make_state(optimizer, {"w": jnp.ones((6, 8))})
     run = jt.sharded_step(step, MESH, shardings=P("data"))
-    with pytest.raises(
-        ValueError, match=r"shardings 'params/w' of shape \(6, 8\) cannot be sharded by"
-    ):
+    with pytest.raises(ValueError, match=r"shardings 'params/w' of shape \(6, 8\) cannot be sharded by"):
         run(state, jnp.ones((8, 8)))
 
 

@@ -57,9 +57,7 @@ def batches(count: int) -> list[dict[str, np.ndarray]]:
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     rows = [order[np.arange(i * ROWS, (i + 1) * ROWS) % len(labels)] for i in range(count)]
-    return [
-        {"x": (images[r] / 16).astype(np.float32), "y": labels[r].astype(np.int32)} for r in rows
-    ]
+    return [{"x": (images[r] / 16).astype(np.float32), "y": labels[r].astype(np.int32)} for r in rows]
 
 
 def make(optimizer: Any, policy: str, axis_name: str | None) -> tuple[jt.TrainStep, jt.TrainState]:
@@ -71,18 +69,14 @@ def make(optimizer: Any, policy: str, axis_name: str | None) -> tuple[jt.TrainSt
             logits, new = Net(axis_name).apply(
                 {"params": params, "batch_stats": stats}, batch["x"], mutable=["batch_stats"]
             )
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), batch["y"]
-        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["y"])
         return losses.mean(), (new["batch_stats"], None)
 
     optimizer = relaxed(optimizer)
     if "16" in policy:
         optimizer = jt.with_loss_scale(optimizer, jt.torch_loss_scale(2.0**10))
     step = jt.train_step(loss_fn, optimizer, policy=policy)
-    state = jt.TrainState.create(
-        variables["params"], optimizer, model_state=variables["batch_stats"]
-    )
+    state = jt.TrainState.create(variables["params"], optimizer, model_state=variables["batch_stats"])
     return step, state
 
 
@@ -127,9 +121,7 @@ def by_fsdp(step: jt.TrainStep) -> Any:
 
 @pytest.mark.parametrize("reduce_dtype", ["float32", "float16"])
 @pytest.mark.parametrize("route", [*ROUTES, "fsdp"])
-def test_complex_parameters_state_and_aux_are_those_of_one_device(
-    route: str, reduce_dtype: str
-) -> None:
+def test_complex_parameters_state_and_aux_are_those_of_one_device(route: str, reduce_dtype: str) -> None:
     """Gradient descent on the mean of |x w + b - y|^2, beside NumPy's in complex128; b is not sharded."""
     random = np.random.default_rng(0)
     x, y = random.normal(size=(32, DEVICES)), random.normal(size=32) + 1j * random.normal(size=32)
@@ -143,15 +135,11 @@ def test_complex_parameters_state_and_aux_are_those_of_one_device(
 
     # jax's gradient of a complex number is the conjugate of the way up.
     conjugate = optax.stateless(lambda grads, _: jax.tree.map(jnp.conj, grads))
-    optimizer = jt.with_loss_scale(
-        optax.chain(conjugate, optax.sgd(0.05)), jt.torch_loss_scale(2.0**10)
-    )
+    optimizer = jt.with_loss_scale(optax.chain(conjugate, optax.sgd(0.05)), jt.torch_loss_scale(2.0**10))
     policy = f"params=float32,compute=float32,output=float32,reduce={reduce_dtype}"
     step = jt.train_step(loss_fn, optimizer, policy=policy, accumulate_steps=2)
     params = {"w": jnp.zeros(DEVICES, jnp.complex64), "b": jnp.zeros((), jnp.complex64)}
-    state = jt.TrainState.create(
-        params, optimizer, model_state={"error": jnp.zeros((), jnp.complex64)}
-    )
+    state = jt.TrainState.create(params, optimizer, model_state={"error": jnp.zeros((), jnp.complex64)})
     batch = {"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(y, jnp.complex64)}
     run, w, b = ROUTES.get(route, by_fsdp)(step), np.zeros(DEVICES), 0j
     for _ in range(3):
@@ -210,9 +198,7 @@ def test_gradients_neither_overflow_nor_vanish_when_they_are_reduced(
     route: str, size: float, reduce_dtype: str, expected: float
 ) -> None:
     policy = jt.get_policy(f"p=f32,c=f16,o=f32,r={reduce_dtype}")
-    step = jt.train_step(
-        jt.stateless(lambda params, batch: (params * batch).sum()), optax.sgd(1.0), policy=policy
-    )
+    step = jt.train_step(jt.stateless(lambda params, batch: (params * batch).sum()), optax.sgd(1.0), policy=policy)
     state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
     after, _ = ROUTES[route](step)(state, jnp.full(DEVICES, size))
     np.testing.assert_allclose(after.params, -expected, rtol=1e-2 if size < 1 else 1e-3)
@@ -284,9 +270,7 @@ def test_without_jit_many_steps_are_one_compiled_program(form: str) -> None:
     random = np.random.default_rng(0)
     batch = {"x": random.normal(size=(16, DEVICES)), "y": random.normal(size=(16, 3))}
     batch = jax.tree.map(np.float32, batch)
-    state = jt.TrainState.create(
-        jnp.zeros((DEVICES, 3)), optimizer, model_state=jnp.int32(0), rng=jax.random.key(0)
-    )
+    state = jt.TrainState.create(jnp.zeros((DEVICES, 3)), optimizer, model_state=jnp.int32(0), rng=jax.random.key(0))
     state = jax.device_put(state, jax.devices()[0])
     jax.block_until_ready(state)
     if form == "fsdp":  # of this state, which has a model state
@@ -374,9 +358,7 @@ def test_what_was_split_or_replicated_for_pmap_is_named(form: str) -> None:
     run(of_sequences, state, {**split, "y": jnp.ones((count, 5, 1))})
     if form == "one device":
         return
-    text = (
-        rf"all arrays of the batch are \[{count}, 5, \.\.\.\], as if split over the {count} devices"
-    )
+    text = rf"all arrays of the batch are \[{count}, 5, \.\.\.\], as if split over the {count} devices"
     with pytest.warns(UserWarning, match=text) as warned:
         run(broadcasting, state, split)
     assert warned[0].filename == __file__
@@ -420,9 +402,7 @@ def test_in_a_shard_map_of_ones_own_a_loss_is_not_averaged_twice(check_vma: bool
     def own(loss: Any) -> Any:
         step = jt.train_step(jt.stateless(loss), optax.sgd(1.0)).with_axes("data")
         specs = (PartitionSpec(), PartitionSpec("data"))
-        run = jax.shard_map(
-            step, mesh=MESH, in_specs=specs, out_specs=PartitionSpec(), check_vma=check_vma
-        )
+        run = jax.shard_map(step, mesh=MESH, in_specs=specs, out_specs=PartitionSpec(), check_vma=check_vma)
         return jax.jit(run)(state, jnp.arange(8.0))[0].params
 
     state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
@@ -464,9 +444,7 @@ def test_any_mesh_may_be_set_and_arrays_lie_on_explicit_axes(within: str, form: 
             run = EAGER[form](step)
         results = [run(state, x)]
         if form in ("two axes", "sharded"):
-            on_explicit = [
-                NamedSharding(explicit, PartitionSpec(*names)) for names in ((), ("data",))
-            ]
+            on_explicit = [NamedSharding(explicit, PartitionSpec(*names)) for names in ((), ("data",))]
             placed = jax.device_put((state, x), tuple(on_explicit))
             results += [run(*placed), *([jax.jit(run)(*placed)] if within != "automatic" else [])]
     for after, _ in results:
@@ -496,13 +474,9 @@ def test_wrong_calls_are_refused() -> None:
         assert route in ROUTES
 
 
-COLLECTIVE = re.compile(
-    r" (all-reduce|reduce-scatter|all-gather|all-to-all|collective-\w+)(-start)?\("
-)
+COLLECTIVE = re.compile(r" (all-reduce|reduce-scatter|all-gather|all-to-all|collective-\w+)(-start)?\(")
 STARTED = re.compile(r"\s+%(\S+) = (.*?) all-reduce-start\((.*)")
-REDUCED = re.compile(
-    r"\s+%\S+ = (?:\(\(.*?\),)?(.*?) all-reduce(?:-start)?\("
-)  # operands, in jax 0.12
+REDUCED = re.compile(r"\s+%\S+ = (?:\(\(.*?\),)?(.*?) all-reduce(?:-start)?\(")  # operands, in jax 0.12
 WIDTH, LAYERS = 2048, 4  # as in PROGRAMS
 
 
@@ -518,9 +492,7 @@ def scheduled(python: str, route: str, accumulate_steps: str) -> tuple[str, list
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("accumulate_steps", ["1", "2"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_eight_gpus_reduce_once_and_never_in_half(
-    route: str, accumulate_steps: str, plan_python: str
-) -> None:
+def test_eight_gpus_reduce_once_and_never_in_half(route: str, accumulate_steps: str, plan_python: str) -> None:
     before, entry = scheduled(plan_python, route, accumulate_steps)
     assert not COLLECTIVE.search(before)  # nothing is reduced for each micro-batch,
     assert any(" while(" in line for line in entry) == (accumulate_steps == "2")  # in this loop
@@ -539,9 +511,7 @@ def test_eight_gpus_reduce_once_and_never_in_half(
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("route", ROUTES)
-def test_eight_gpus_reduce_gradients_while_they_compute_others(
-    route: str, plan_python: str
-) -> None:
+def test_eight_gpus_reduce_gradients_while_they_compute_others(route: str, plan_python: str) -> None:
     """Without micro-batches: the loop over these has all gradients ready at the same time."""
     _, entry = scheduled(plan_python, route, "1")
     multiplies = []

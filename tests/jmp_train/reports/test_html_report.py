@@ -51,9 +51,7 @@ def show(browser: webdriver.Chrome, file: Path, width: int, scheme: str) -> None
     media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     browser.get(file.as_uri())
-    WebDriverWait(browser, 20).until(
-        lambda page: page.execute_script("return document.readyState") == "complete"
-    )
+    WebDriverWait(browser, 20).until(lambda page: page.execute_script("return document.readyState") == "complete")
 
 
 def color_of(browser: webdriver.Chrome, selector: str, name: str) -> Any:
@@ -97,10 +95,7 @@ def test_the_page_says_all_and_logs_nothing(browser: webdriver.Chrome, report: P
         "Peak memory of the process, with libraries, compiler and data: float32 300 MB, "
         "mixed_float16 300 MB, mixed_bfloat16 300 MB."
     )
-    titles = [
-        svg.get_attribute("aria-label")
-        for svg in browser.find_elements(By.CSS_SELECTOR, ".panels svg")
-    ]
+    titles = [svg.get_attribute("aria-label") for svg in browser.find_elements(By.CSS_SELECTOR, ".panels svg")]
     assert titles == [
         "Training loss",
         "Loss scale (a cross is a skipped step)",
@@ -115,17 +110,13 @@ def test_the_page_says_all_and_logs_nothing(browser: webdriver.Chrome, report: P
 
 def test_the_page_asks_the_network_for_nothing(browser: webdriver.Chrome, report: Path) -> None:
     show(browser, report, 1200, "light")
-    entries = browser.execute_script(
-        "return performance.getEntriesByType('resource').map(entry => entry.name)"
-    )
+    entries = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert [name for name in entries if not name.startswith("data:")] == []
     assert "<script" not in report.read_text()
 
 
 @pytest.mark.parametrize("width", [360, 768, 1200])
-def test_the_page_fits_its_screen_and_its_text_can_be_read(
-    browser: webdriver.Chrome, report: Path, width: int
-) -> None:
+def test_the_page_fits_its_screen_and_its_text_can_be_read(browser: webdriver.Chrome, report: Path, width: int) -> None:
     show(browser, report, width, "light")
     page = browser.execute_script("return document.documentElement.scrollWidth")
     assert page <= width
@@ -151,9 +142,7 @@ def test_light_and_dark(browser: webdriver.Chrome, report: Path) -> None:
     assert colors["dark"][1] > 200
 
 
-def test_a_screenshot_has_the_runs_colors(
-    browser: webdriver.Chrome, report: Path, tmp_path: Path
-) -> None:
+def test_a_screenshot_has_the_runs_colors(browser: webdriver.Chrome, report: Path, tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     show(browser, report, 1200, "light")

@@ -50,9 +50,7 @@ def test_the_table_holds_the_runs_side_by_side_in_80_columns(
             dataclasses.replace(make_run("b", scale=64.0, skips=(1, 2)), memory_of="device"),
             dataclasses.replace(
                 make_run("apex-O2-bfloat16", scale=2.0**32, skips=(1,)),
-                costs=dataclasses.replace(
-                    COSTS, half_flops_share=0.987, residual_bytes=1_620_000_000
-                ),
+                costs=dataclasses.replace(COSTS, half_flops_share=0.987, residual_bytes=1_620_000_000),
             ),
         ]
     )

@@ -45,9 +45,7 @@ class Screen:
             content += os.read(self._user, 65536)
         self.codes += content.decode()
         text = STYLE.sub("", content.decode())
-        return re.sub(
-            r"\x1b\[[0-9;?]*[A-Za-z]|[\r\0]", "\n", text
-        )  # after the cursor moved comes another line
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\0]", "\n", text)  # after the cursor moved comes another line
 
     def close(self) -> None:
         self.file.close()
@@ -55,9 +53,7 @@ class Screen:
 
 
 @pytest.fixture(name="screen", params=[100, 40, 20])
-def fixture_screen(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Screen]:
+def fixture_screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     screen = Screen(request.param)
@@ -66,25 +62,21 @@ def fixture_screen(
 
 
 def check_fits(text: str, columns: int, unlimited: str) -> None:
-    """Raises unless all numbers of the unlimited text are in the other, whole, and no line is longer than the screen."""
+    """Raises unless all numbers of the unlimited text are whole in the other, and no line is wider than the screen."""
     assert "…" not in text
     long = [line for line in text.splitlines() if len(line.rstrip()) > columns]
     assert all(" " not in line.strip() for line in long), long  # a name is what cannot be broken
     assert set(NUMBER.findall(unlimited)) <= set(NUMBER.findall(text))
 
 
-def text_at(
-    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> str:
+def text_at(columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setenv("COLUMNS", columns)
     print_table(RUNS)
     print_speed_table(RUNS)
     return capsys.readouterr().out
 
 
-def test_tables_fit(
-    screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_fit(screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     unlimited = text_at("200", monkeypatch, capsys)
     monkeypatch.delenv("COLUMNS")
     with monkeypatch.context() as patch:
@@ -94,18 +86,14 @@ def test_tables_fit(
     check_fits(screen.read(), screen.columns, unlimited)
 
 
-def test_columns_without_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_columns_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     unlimited = text_at("200", monkeypatch, capsys)
     fitted = text_at("40", monkeypatch, capsys)
     check_fits(fitted, 40, unlimited)
     assert max(map(len, fitted.splitlines())) <= 40
     monkeypatch.delenv("COLUMNS")
     print_table(RUNS)
-    assert (
-        capsys.readouterr().out.splitlines()[3:6] == unlimited.splitlines()[3:6]
-    )  # not cut off at 80
+    assert capsys.readouterr().out.splitlines()[3:6] == unlimited.splitlines()[3:6]  # not cut off at 80
 
 
 def test_the_live_display_fits(screen: Screen) -> None:

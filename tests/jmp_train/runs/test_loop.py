@@ -93,14 +93,10 @@ def test_the_same_seed_gives_the_same_run(digits: Task) -> None:
     assert runs[0].epochs[0].loss == runs[1].epochs[0].loss != runs[2].epochs[0].loss
 
 
-def test_eight_devices_give_the_numbers_of_one(
-    digits: Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eight_devices_give_the_numbers_of_one(digits: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     # Each device draws a dropout of its own; all else, BatchNorm included, is the whole batch's.
     monkeypatch.setattr("flax.linen.Dropout", lambda rate, deterministic: lambda x: x)
-    one, eight = (
-        train(task, "float32", epochs=1) for task in (digits, load_digits_task(devices=8))
-    )
+    one, eight = (train(task, "float32", epochs=1) for task in (digits, load_digits_task(devices=8)))
     assert (one.device, eight.device) == ("cpu", "8 x cpu")
     losses = [[step.loss for step in run.steps] for run in (one, eight)]
     np.testing.assert_allclose(losses[1][:6], losses[0][:6], atol=1e-5)
@@ -109,9 +105,7 @@ def test_eight_devices_give_the_numbers_of_one(
 
 
 def test_devices_that_a_batch_or_the_machine_does_not_have_are_named(digits: Task) -> None:
-    eight, nine, none = (
-        dataclasses.replace(digits, options=TaskOptions(devices=count)) for count in (8, 9, 0)
-    )
+    eight, nine, none = (dataclasses.replace(digits, options=TaskOptions(devices=count)) for count in (8, 9, 0))
     with pytest.raises(ValueError, match="devices=8 must divide batch_size=100"):
         train(eight, "float32", batch_size=100)
     with pytest.raises(ValueError, match="devices=9: there is no more than 8 x cpu"):
@@ -122,21 +116,15 @@ def test_devices_that_a_batch_or_the_machine_does_not_have_are_named(digits: Tas
 
 @pytest.mark.parametrize("name", ["karate", "cora", "reddit"])
 def test_a_whole_graph_is_not_sharded_over_devices(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"task {name} trains on a whole graph, which is not sharded"
-    ):
+    with pytest.raises(ValueError, match=f"task {name} trains on a whole graph, which is not sharded"):
         load_task(name, TaskOptions(devices=2))
 
 
-@pytest.mark.parametrize(
-    "policy", ["mixed_float16", pytest.param("float32", marks=pytest.mark.slow), "mixed_bfloat16"]
-)
+@pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("float32", marks=pytest.mark.slow), "mixed_bfloat16"])
 def test_nan_for_ever_ends_in_an_error(digits: Task, policy: str) -> None:
     images = np.full_like(digits.train["image"], np.nan)
     broken = dataclasses.replace(digits, train={**digits.train, "image": images})
-    with pytest.raises(
-        jt.StalledTrainingError, match="steps were skipped for non-finite gradients"
-    ):
+    with pytest.raises(jt.StalledTrainingError, match="steps were skipped for non-finite gradients"):
         train(broken, policy, epochs=50)
 
 

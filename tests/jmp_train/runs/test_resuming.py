@@ -36,9 +36,7 @@ def fixture_task() -> Task:
 _OTHERS = ("seconds", "memory", "METADATA")
 
 
-def run(
-    task: Task, directory: Path, stop: Callable[[], bool] = lambda: False, **options: Any
-) -> Run:
+def run(task: Task, directory: Path, stop: Callable[[], bool] = lambda: False, **options: Any) -> Run:
     policy, every = options.pop("policy", "mixed_float16"), options.pop("every", None)
     resume = options.pop("resume", True)
     with jt.CheckpointStore(directory) as store, jax.numpy_dtype_promotion("standard"):
@@ -242,9 +240,7 @@ def test_a_second_run_in_a_folder_fails_at_once_and_a_killed_one_goes_on(
     call += ["--epochs", "1000000", "--policy", "float32", "--resume"]
     command = [sys.executable, "-m", "jmp_train", *call]
     call += ["--seed", "1", "--logdir", str(logdir := tmp_path / "log")]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stderr is not None

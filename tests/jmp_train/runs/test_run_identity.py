@@ -25,9 +25,7 @@ def test_each_option_is_told(cora: Task) -> None:
     run = run_of(cora)
     gat = load_task("cora", TaskOptions(synthetic=True, model="gat"))
     assert differences(run, run_of(gat)) == ["model: the run has gcn, this call gat"]
-    other = dataclasses.replace(
-        cora, options=TaskOptions(devices=2, synthetic=True, model="gcn", image_size=32)
-    )
+    other = dataclasses.replace(cora, options=TaskOptions(devices=2, synthetic=True, model="gcn", image_size=32))
     assert differences(run, run_of(other, seed=1, epochs=4, batch_size=6)) == [
         "devices: the run has 1, this call 2",
         "image_size: the run has the default, this call 32",

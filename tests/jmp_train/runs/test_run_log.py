@@ -122,9 +122,7 @@ def test_a_disk_that_has_no_room_for_a_log_at_all_costs_the_log(
     assert not (small_disk / "b").exists()
 
 
-def test_a_log_that_is_removed_is_said_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_that_is_removed_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLog(tmp_path / "log") as log:
         shutil.rmtree(tmp_path / "log")
         for _ in range(3):

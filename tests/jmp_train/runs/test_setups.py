@@ -67,12 +67,8 @@ def test_an_unknown_name_is_told_the_choices(name: str) -> None:
         precision_of(name)
 
 
-@pytest.mark.parametrize(
-    "name", ["autocast_float16", "mixed_float16", "torch", "apex-O1", "apex-O2", "naive"]
-)
-def test_a_growth_interval_is_that_of_the_dynamic_scale_and_of_nothing_else(
-    digits: Task, name: str
-) -> None:
+@pytest.mark.parametrize("name", ["autocast_float16", "mixed_float16", "torch", "apex-O1", "apex-O2", "naive"])
+def test_a_growth_interval_is_that_of_the_dynamic_scale_and_of_nothing_else(digits: Task, name: str) -> None:
     schedule = digits.schedule(100)
     own, set_ = (make_setup(digits, name, schedule, steps).loss_scale for steps in (None, 30))
     assert isinstance(own, jt.DynamicLossScale)
@@ -110,9 +106,7 @@ def test_only_float16_gets_a_scale() -> None:
         ("naive", 11, "float16"),
     ],
 )
-def test_the_state_is_stored_as_the_name_says(
-    digits: Task, name: str, halves: int, statistics: str
-) -> None:
+def test_the_state_is_stored_as_the_name_says(digits: Task, name: str, halves: int, statistics: str) -> None:
     setup = make_setup(digits, name, optax.constant_schedule(1e-3))
     state = jax.eval_shape(lambda key: setup.create_state(*digits.init(key), key), KEY)
     dtypes = {path: x.dtype.name for path, x in named_leaves(state.params)}
@@ -146,9 +140,7 @@ def test_what_batches_share_is_cast_on_the_host(digits: Task, name: str, dtype: 
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["torch", *(pytest.param(x, marks=pytest.mark.slow) for x in ("apex-O2", "apex-O3"))]
-)
+@pytest.mark.parametrize("name", ["torch", *(pytest.param(x, marks=pytest.mark.slow) for x in ("apex-O2", "apex-O3"))])
 def test_the_club_is_told_apart(name: str) -> None:
     run = train(load("karate"), name)
     assert run.policy == name
@@ -170,9 +162,7 @@ def test_a_run_in_a_mode_goes_on_where_it_stopped(tmp_path: Path) -> None:
             train(task, "apex-O2", saving=Saving(store, resume=True))
         again = train(task, "naive", saving=Saving(store, 100, resume=True))
     # The norm of a step that is skipped may be NaN, which is not equal to itself.
-    first, second = (
-        [dataclasses.replace(step, grad_norm=0.0) for step in run.steps] for run in (whole, again)
-    )
+    first, second = ([dataclasses.replace(step, grad_norm=0.0) for step in run.steps] for run in (whole, again))
     assert first == second
     assert again.test_accuracy == whole.test_accuracy
 

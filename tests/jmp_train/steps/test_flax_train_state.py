@@ -32,9 +32,7 @@ class State(jt.FlaxTrainState):
 def created(state_class: Any, tx: Any, key: Any = None) -> Any:
     variables = promoting(Normed().init)(jax.random.key(0), X)
     key = jax.random.key(2) if key is None else key
-    return state_class.create(
-        apply_fn=Normed().apply, tx=tx, ema=variables["params"], key=key, **variables
-    )
+    return state_class.create(apply_fn=Normed().apply, tx=tx, ema=variables["params"], key=key, **variables)
 
 
 def step(state: Any, x: jax.Array) -> Any:

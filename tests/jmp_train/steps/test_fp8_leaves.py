@@ -54,9 +54,7 @@ def test_steps_are_those_of_flax() -> None:
     )
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
     assert float(jax.tree.leaves(state.params[COLLECTION])[0].max()) > 1  # amax of the batch
-    assert len(jax.tree.leaves(state.opt_state)) == 1 + 2 * len(
-        jax.tree.leaves(VARIABLES["params"])
-    )
+    assert len(jax.tree.leaves(state.opt_state)) == 1 + 2 * len(jax.tree.leaves(VARIABLES["params"]))
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
@@ -120,9 +118,7 @@ def test_of_micro_batches_and_devices_the_largest_counts() -> None:
     parts, _ = run(optimizer, steps=1, accumulate_steps=4)
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     step = jt.train_step(jt.stateless(loss_fn), optimizer)
-    devices, _ = jax.jit(promoting(jt.data_parallel(step, mesh)))(
-        jt.TrainState.create(VARIABLES, optimizer), BATCH
-    )
+    devices, _ = jax.jit(promoting(jt.data_parallel(step, mesh)))(jt.TrainState.create(VARIABLES, optimizer), BATCH)
     for state in (parts, devices):
         for name in ("input_amax_history", "kernel_amax_history", "input_scale"):
             values = [x.params[COLLECTION]["Fp8DirectDotGeneralOp_0"][name] for x in (state, whole)]
@@ -137,13 +133,9 @@ def test_the_collection_is_found_in_other_containers() -> None:
     params = {"models": (VARIABLES, VARIABLES)}
     state = jt.TrainState.create(params, optimizer)
     state, _ = promoting(jt.train_step(jt.stateless(pair_loss), optimizer))(state, BATCH)
-    alone, _ = run(
-        jt.with_master_weights(jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())), steps=1
-    )
+    alone, _ = run(jt.with_master_weights(jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())), steps=1)
     assert jax.tree.structure(state.params) == jax.tree.structure(params)
     for one in state.params["models"]:
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), one, alone.params
-        )
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), one, alone.params)
     frozen, _ = run(optimizer, freeze(VARIABLES), steps=1)
     assert jax.tree.structure(frozen.params) == jax.tree.structure(freeze(VARIABLES))

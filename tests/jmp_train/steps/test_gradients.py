@@ -32,9 +32,7 @@ def test_gradients_are_float32_and_still_scaled(policy: str, scale: jt.LossScale
     assert loss.dtype == grads["w"].dtype == jnp.float32
     tolerance = {"float32": 1e-5, "mixed_bfloat16": 0.1}.get(policy, 2e-2)
     expected = float64_gradient(w, x) * scale.loss_scale
-    np.testing.assert_allclose(
-        grads["w"], expected, rtol=tolerance, atol=tolerance * scale.loss_scale
-    )
+    np.testing.assert_allclose(grads["w"], expected, rtol=tolerance, atol=tolerance * scale.loss_scale)
     expected_loss = np.mean((x.astype(np.float64) @ w) ** 2)
     np.testing.assert_allclose(loss, expected_loss, rtol=tolerance)
 
@@ -115,9 +113,7 @@ def test_gradient_penalty_in_half_precision() -> None:
     fn = jt.scaled_value_and_grad(lambda w, x: penalized(w, x, scale), MIXED)
     _, grads = jax.jit(fn)(scale, jnp.asarray(w, jnp.float32), jnp.asarray(x, jnp.float32))
     with jax.enable_x64(True):
-        expected = jax.grad(lambda w: penalized(w, jnp.asarray(x), jt.NoOpLossScale()))(
-            jnp.asarray(w)
-        )
+        expected = jax.grad(lambda w: penalized(w, jnp.asarray(x), jt.NoOpLossScale()))(jnp.asarray(w))
         expected = np.asarray(expected)
     np.testing.assert_allclose(scale.unscale(grads), expected, rtol=0.05, atol=0.05)
 
@@ -129,9 +125,7 @@ def test_several_losses_with_a_scale_each_share_a_step() -> None:
 
     @jax.jit
     def step(params: Any, opt_state: Any, scales: Any, inputs: Any) -> Any:
-        grads = [
-            scale.unscale(fn(scale, params, x)[1]) for scale, x in zip(scales, inputs, strict=True)
-        ]
+        grads = [scale.unscale(fn(scale, params, x)[1]) for scale, x in zip(scales, inputs, strict=True)]
         scales = [s.adjust(jt.all_finite(g)) for s, g in zip(scales, grads, strict=True)]
         total = jax.tree.map(jnp.add, *grads)
         updates, opt_state = optimizer.update(total, opt_state, params)
@@ -182,9 +176,7 @@ def test_an_equinox_module_is_differentiated_in_its_arrays() -> None:
 
     expected_loss, expected = eqx.filter_value_and_grad(loss_fn)(model, x)
     arrays, static = eqx.partition(model, eqx.is_array)
-    of_arrays = jax.jit(
-        jt.scaled_value_and_grad(lambda p, x: loss_fn(eqx.combine(p, static), x), MIXED)
-    )
+    of_arrays = jax.jit(jt.scaled_value_and_grad(lambda p, x: loss_fn(eqx.combine(p, static), x), MIXED))
     of_model = eqx.filter_jit(jt.scaled_value_and_grad(loss_fn, MIXED))
     for fn, params in ((of_model, model), (of_arrays, arrays)):
         loss, grads = fn(jt.StaticLossScale(8.0), params, x)

@@ -67,16 +67,12 @@ def assert_close(found: Any, expected: Any, tolerance: float) -> None:
         np.testing.assert_allclose(found[path], x, rtol=tolerance, atol=tolerance, err_msg=path)
 
 
-@pytest.mark.parametrize(
-    ("policy", "tolerance"), [(None, 1e-6), ("mixed_float16", 0.02), ("autocast_float16", 0.02)]
-)
+@pytest.mark.parametrize(("policy", "tolerance"), [(None, 1e-6), ("mixed_float16", 0.02), ("autocast_float16", 0.02)])
 def test_gradients_are_those_of_nnx_times_the_scale(policy: str | None, tolerance: float) -> None:
     ours, theirs = net(), net()
     fn = nnx.jit(jt.nnx_value_and_grad(with_aux, policy, has_aux=True))
     (loss, aux), grads = fn(SCALE, ours, x=X)
-    (expected, expected_aux), expected_grads = nnx.jit(nnx.value_and_grad(with_aux, has_aux=True))(
-        theirs, X
-    )
+    (expected, expected_aux), expected_grads = nnx.jit(nnx.value_and_grad(with_aux, has_aux=True))(theirs, X)
     assert (loss.dtype, aux.dtype) == (jnp.float32, jnp.float32)
     assert {x.dtype.name for x in jax.tree.leaves(grads)} == {"float32"}
     assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)

@@ -51,9 +51,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
         optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=5)
     ),
     "opaque sam": lambda: contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
-    "sam in a chain": lambda: optax.chain(
-        optax.clip_by_global_norm(1.0), contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
-    ),
+    "sam in a chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), contrib.sam(optax.sgd(0.1), optax.sgd(0.05))),
 }
 HERE = {name: make for name, make in {**CONTRIB, **OTHERS}.items() if make() is not None}
 
@@ -113,9 +111,7 @@ def test_steps_are_those_by_hand_and_a_skip_leaves_no_trace(name: str) -> None:
         for seed in range(3):
             state, _ = step(state, batch_of(seed))
             params, opt_state = hand(params, opt_state, batch_of(seed))
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), state.params, params
-    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), state.params, params)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-4),
         state.opt_state.inner_state,
@@ -136,9 +132,7 @@ def test_a_line_search_in_half_precision_sees_small_gradients() -> None:
 
     found = {}
     for policy in ("float32", "mixed_float16"):
-        search = optax.chain(
-            optax.scale(-(2.0**29)), optax.scale_by_zoom_linesearch(max_linesearch_steps=10)
-        )
+        search = optax.chain(optax.scale(-(2.0**29)), optax.scale_by_zoom_linesearch(max_linesearch_steps=10))
         optimizer = jt.with_loss_scale(search, jt.StaticLossScale(2.0**14))
         step = jax.jit(promoting(jt.train_step(jt.stateless(small), optimizer, policy=policy)))
         state = jt.TrainState.create(jnp.asarray([0.5, 2.0]), optimizer)
@@ -154,9 +148,7 @@ def test_several_devices_evaluate_no_loss_again() -> None:
         (optax.lbfgs(), "a line search"),
         (contrib.sophia(0.1), "sophia"),
     ):
-        step = jt.train_step(
-            jt.stateless(loss_fn), jt.with_loss_scale(optimizer, jt.NoOpLossScale())
-        )
+        step = jt.train_step(jt.stateless(loss_fn), jt.with_loss_scale(optimizer, jt.NoOpLossScale()))
         state = jt.TrainState.create(PARAMS, step.optimizer)
         for parallel in (jt.data_parallel(step, mesh), jt.sharded_step(step, mesh)):
             with pytest.raises(ValueError, match=f"optimizer: {name} evaluates the loss at other"):

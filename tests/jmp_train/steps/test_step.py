@@ -106,18 +106,14 @@ def test_a_planted_inf_changes_nothing_but_the_counters(policy: str, poison: flo
     assert bool(metrics["grads_finite"])
     assert int(state.opt_state.consecutive_skips) == 0
     assert int(optax.tree.get(state.opt_state.inner_state[0], "count")) == 2
-    assert not np.array_equal(
-        state.params["Dense_0"]["kernel"], skipped.params["Dense_0"]["kernel"]
-    )
+    assert not np.array_equal(state.params["Dense_0"]["kernel"], skipped.params["Dense_0"]["kernel"])
 
 
 def test_rng_goes_on_over_a_skip() -> None:
     optimizer = jt.with_loss_scale(scheduled_adam(), jt.torch_loss_scale(2.0**10))
     step = jax.jit(jt.train_step(net_loss, optimizer))
     first, _ = step(net_state(optimizer), net_batch(0, np.inf))
-    assert not np.array_equal(
-        jax.random.key_data(first.rng), jax.random.key_data(net_state(optimizer).rng)
-    )
+    assert not np.array_equal(jax.random.key_data(first.rng), jax.random.key_data(net_state(optimizer).rng))
 
 
 def test_a_skip_keeps_subnormal_and_negative_zero_parameters() -> None:
@@ -199,9 +195,7 @@ def test_metrics_are_those_of_float64() -> None:
 def test_accumulation_equals_the_whole_batch(policy: str) -> None:
     optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(2.0**8))
     whole = jax.jit(jt.train_step(jt.stateless(line_loss), optimizer, policy=policy))
-    split = jax.jit(
-        jt.train_step(jt.stateless(line_loss), optimizer, policy=policy, accumulate_steps=4)
-    )
+    split = jax.jit(jt.train_step(jt.stateless(line_loss), optimizer, policy=policy, accumulate_steps=4))
     a, b = line_state(optimizer), line_state(optimizer)
     tolerance = 1e-6 if policy == "float32" else 2e-3
     for seed in range(5):
@@ -229,9 +223,7 @@ def test_model_state_threads_through_aux_stacks_and_keys_differ() -> None:
         return (params["w"] * batch).sum(), (seen + 1, {"seen": seen, "draw": draw})
 
     step = jax.jit(jt.train_step(loss_fn, optax.sgd(0.1), accumulate_steps=3))
-    state = jt.TrainState.create(
-        {"w": jnp.ones(2)}, optax.sgd(0.1), model_state=jnp.int32(0), rng=jax.random.key(0)
-    )
+    state = jt.TrainState.create({"w": jnp.ones(2)}, optax.sgd(0.1), model_state=jnp.int32(0), rng=jax.random.key(0))
     state, metrics = step(state, jnp.ones((6, 2)))
     assert int(state.model_state) == 3
     np.testing.assert_array_equal(metrics["aux"]["seen"], [0, 1, 2])
@@ -239,9 +231,7 @@ def test_model_state_threads_through_aux_stacks_and_keys_differ() -> None:
 
 
 def test_a_batch_that_does_not_divide_is_named() -> None:
-    step = jt.train_step(
-        jt.stateless(lambda p, b: p["w"].sum()), optax.sgd(1.0), accumulate_steps=3
-    )
+    step = jt.train_step(jt.stateless(lambda p, b: p["w"].sum()), optax.sgd(1.0), accumulate_steps=3)
     with pytest.raises(ValueError, match=r"accumulate_steps=3 must divide.*'x' has shape \(8, 2\)"):
         step(line_state(optax.sgd(1.0)), {"x": jnp.ones((8, 2))})
     with pytest.raises(ValueError, match=r"'\(root\)' has shape \(\)"):
@@ -299,16 +289,12 @@ def test_an_overflow_of_frozen_parameters_alone_skips_and_lowers_the_scale() -> 
 
     step = jax.jit(jt.train_step(jt.stateless(loss_fn), optimizer))
     params = {"head": jnp.float32(1.0), "body": jnp.float32(1.0)}
-    state, _ = step(
-        jt.TrainState.create(params, optimizer), {"head": jnp.ones(()), "body": jnp.ones(())}
-    )
+    state, _ = step(jt.TrainState.create(params, optimizer), {"head": jnp.ones(()), "body": jnp.ones(())})
     skipped, metrics = step(state, {"head": jnp.ones(()), "body": jnp.float32(np.inf)})
     assert not metrics["grads_finite"]
     assert_bitwise_equal(skipped.params, state.params)
     for name in ("mu", "nu", "count"):
-        assert_bitwise_equal(
-            optax.tree.get(skipped.opt_state, name), optax.tree.get(state.opt_state, name)
-        )
+        assert_bitwise_equal(optax.tree.get(skipped.opt_state, name), optax.tree.get(state.opt_state, name))
     assert float(metrics["loss_scale"]) == 2.0**3
     assert int(metrics["skipped_steps"]) == 1
 
@@ -316,9 +302,7 @@ def test_an_overflow_of_frozen_parameters_alone_skips_and_lowers_the_scale() -> 
 @pytest.mark.parametrize("outside", [True, False])
 def test_multi_steps_recovers_from_an_overflow(outside: bool) -> None:
     optimizer = (
-        optax.MultiSteps(inner(), 2)
-        if outside
-        else jt.with_loss_scale(optax.MultiSteps(optax.sgd(0.1), 2), SCALE)
+        optax.MultiSteps(inner(), 2) if outside else jt.with_loss_scale(optax.MultiSteps(optax.sgd(0.1), 2), SCALE)
     )
     with jax.numpy_dtype_promotion("standard"):  # MultiSteps multiplies booleans with floats
         step = jax.jit(jt.train_step(jt.stateless(line_loss), optimizer))
@@ -368,12 +352,8 @@ def test_one_trace_for_all_steps() -> None:
         return line_loss(params, batch)
 
     optimizer = jt.with_loss_scale(relaxed(optax.adamw(1e-2)), jt.deepspeed_loss_scale())
-    step = jax.jit(
-        jt.train_step(jt.stateless(loss_fn), optimizer, policy="mixed_float16"), donate_argnums=0
-    )
-    state = jt.TrainState.create(
-        {"w": jnp.asarray([1.0, 2.0]) * 1.0, "weak": jnp.asarray(1.0)}, optimizer
-    )
+    step = jax.jit(jt.train_step(jt.stateless(loss_fn), optimizer, policy="mixed_float16"), donate_argnums=0)
+    state = jt.TrainState.create({"w": jnp.asarray([1.0, 2.0]) * 1.0, "weak": jnp.asarray(1.0)}, optimizer)
     for seed in range(5):
         batch = line_batch(seed) if seed != 2 else jnp.full((8, 2), jnp.inf, jnp.float32)
         state, _ = step(state, batch)
@@ -414,9 +394,7 @@ def test_scan_over_steps() -> None:
 
 
 def test_arguments_of_another_type_are_named() -> None:
-    with pytest.raises(
-        TypeError, match=r"optimizer must be an optax\.GradientTransformation, got 3"
-    ):
+    with pytest.raises(TypeError, match=r"optimizer must be an optax\.GradientTransformation, got 3"):
         jt.train_step(jt.stateless(line_loss), 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="policy must be a Policy, a PathPolicy, a name or None"):
         jt.train_step(jt.stateless(line_loss), inner(), policy=jnp.float16)  # type: ignore[arg-type]
@@ -444,9 +422,7 @@ def test_parameters_narrower_than_the_policy_are_listed() -> None:
 
 def test_a_plain_loss_function_is_pointed_to_stateless() -> None:
     step = jt.train_step(lambda p, s, b, r: p["w"].sum(), optax.sgd(0.1))  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"loss_fn returned float32.*it must be a loss_fn.*; stateless"
-    ):
+    with pytest.raises(TypeError, match=r"loss_fn returned float32.*it must be a loss_fn.*; stateless"):
         step(line_state(optax.sgd(0.1)), line_batch(0))
 
 
@@ -517,9 +493,7 @@ WAYS = ("shard_map with vma", "shard_map without vma", "pmap")
 @pytest.mark.parametrize("way", WAYS)
 def test_eight_devices_equal_one(way: str, accumulate_steps: int) -> None:
     optimizer = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.torch_loss_scale())
-    step = jt.train_step(
-        jt.stateless(line_loss), optimizer, policy="float32", accumulate_steps=accumulate_steps
-    )
+    step = jt.train_step(jt.stateless(line_loss), optimizer, policy="float32", accumulate_steps=accumulate_steps)
     on_eight, on_one = parallel(step, way), jax.jit(step)
     a, b = line_state(optimizer), line_state(optimizer)
     for seed in range(5):
@@ -564,8 +538,6 @@ def test_gradients_are_reduced_in_the_dtype_of_the_policy(way: str) -> None:
         policy = jt.get_policy(f"p=f32,c=f16,o=f32,r={reduce_dtype}")
         step = jt.train_step(jt.stateless(lambda p, b: (p["w"] * b).sum()), inner(), policy=policy)
         state = jt.TrainState.create({"w": jnp.zeros(())}, inner())
-        state = dataclasses.replace(
-            state, opt_state=state.opt_state._replace(loss_scale=jt.StaticLossScale(1.0))
-        )
+        state = dataclasses.replace(state, opt_state=state.opt_state._replace(loss_scale=jt.StaticLossScale(1.0)))
         after, _ = parallel(step, way)(state, sharded(jnp.full(8, 30000.0), way))
         np.testing.assert_allclose(after.params["w"], -0.1 * expected, rtol=1e-3)

@@ -60,9 +60,7 @@ def run(optimizer: Any, state: Any, loss: Any = None) -> Any:
         ),
     ],
 )
-def test_another_optimizers_state_is_refused(
-    made_for: Any, stepped_with: Any, message: str
-) -> None:
+def test_another_optimizers_state_is_refused(made_for: Any, stepped_with: Any, message: str) -> None:
     state = jt.TrainState.create(PARAMS, made_for)
     with pytest.raises(ValueError, match=message):
         run(stepped_with, state)
@@ -86,9 +84,7 @@ def test_an_optimizer_whose_init_looks_at_numbers_trains() -> None:
         return sgd.init(params)
 
     optimizer = optax.GradientTransformationExtraArgs(init, sgd.update)
-    state, _ = jax.jit(jt.train_step(jt.stateless(loss_fn), optimizer))(
-        jt.TrainState.create(PARAMS, optimizer), BATCH
-    )
+    state, _ = jax.jit(jt.train_step(jt.stateless(loss_fn), optimizer))(jt.TrainState.create(PARAMS, optimizer), BATCH)
     assert float(state.params["w"][0]) == pytest.approx(1 - 0.1 * 2 * 1.5 * 0.5)
 
 
@@ -131,9 +127,7 @@ def test_a_forgotten_has_aux_is_no_second_loss() -> None:
 
     sgd = optax.sgd(0.1)
     state = jt.TrainState.create(PARAMS, sgd)
-    with pytest.raises(
-        TypeError, match=r"say stateless\(loss_fn, has_aux=True\) if the second is aux"
-    ):
+    with pytest.raises(TypeError, match=r"say stateless\(loss_fn, has_aux=True\) if the second is aux"):
         run(sgd, state, jt.stateless(with_accuracy))
     _, metrics = run(sgd, state, jt.stateless(with_accuracy, has_aux=True))
     assert (float(metrics["loss"]), float(metrics["aux"])) == (2.25, 300)
@@ -150,9 +144,7 @@ def test_a_forgotten_has_aux_is_no_second_loss() -> None:
 
 def test_losses_in_a_dict_are_refused() -> None:
     sgd = optax.sgd(0.1)
-    with pytest.raises(
-        TypeError, match=r"returned a dict of losses, \['a', 'b'\]: return their sum"
-    ):
+    with pytest.raises(TypeError, match=r"returned a dict of losses, \['a', 'b'\]: return their sum"):
         run(
             sgd,
             jt.TrainState.create(PARAMS, sgd),
@@ -165,9 +157,7 @@ def test_losses_in_a_dict_are_refused() -> None:
 
 def test_a_state_of_flax_is_told_what_to_do() -> None:
     state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=scaled())
-    with pytest.raises(
-        TypeError, match=r"got flax.*TrainState; .*TrainState.create\(state.params, s"
-    ):
+    with pytest.raises(TypeError, match=r"got flax.*TrainState; .*TrainState.create\(state.params, s"):
         run(scaled(), state)
     with pytest.raises(TypeError, match=r"must be a jmp_train.TrainState, got builtins.dict"):
         run(scaled(), PARAMS)
@@ -180,13 +170,9 @@ def test_an_nnx_module_and_its_statistics_are_no_parameters() -> None:
             self.norm = nnx.BatchNorm(2, rngs=rngs)
 
     model, sgd = Model(nnx.Rngs(0)), optax.sgd(0.1)
-    with pytest.raises(
-        TypeError, match=r"params is the nnx module Model.*nnx.split\(model, nnx.Par"
-    ):
+    with pytest.raises(TypeError, match=r"params is the nnx module Model.*nnx.split\(model, nnx.Par"):
         jt.TrainState.create(model, sgd)
-    with pytest.raises(
-        TypeError, match=r"params 'norm/mean' is an nnx\.BatchStat and no parameter"
-    ):
+    with pytest.raises(TypeError, match=r"params 'norm/mean' is an nnx\.BatchStat and no parameter"):
         jt.TrainState.create(nnx.state(model), sgd)
     state = jt.TrainState.create(nnx.state(model, nnx.Param), sgd)
     assert len(jax.tree.leaves(state.params)) == 4

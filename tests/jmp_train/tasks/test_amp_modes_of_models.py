@@ -87,9 +87,7 @@ def linen(amp: jt.Amp) -> Made:
         return squared(y, batch), (updated["batch_stats"], outputs(y, hidden))
 
     params, stats = variables["params"], variables["batch_stats"]
-    return Made(
-        amp, params, stats, loss_fn, lambda p: p["first"]["scale"], lambda p: p["dense"]["kernel"]
-    )
+    return Made(amp, params, stats, loss_fn, lambda p: p["first"]["scale"], lambda p: p["dense"]["kernel"])
 
 
 def flax_nnx(amp: jt.Amp) -> Made:
@@ -206,9 +204,7 @@ def test_the_dtypes_are_those_of_the_table(name: str, library: str, route: str) 
             state, metrics = step(state, BATCH)
             assert bool(metrics["grads_finite"])
             losses.append(float(metrics["loss"]))
-        grads = jax.eval_shape(
-            jax.grad(loss_fn, has_aux=True), state.params, state.model_state, BATCH, None
-        )[0]
+        grads = jax.eval_shape(jax.grad(loss_fn, has_aux=True), state.params, state.model_state, BATCH, None)[0]
     assert losses[-1] < 0.9 * losses[0]
     assert made.dense(state.params).dtype.name == made.dense(grads).dtype.name == wanted.params
     assert made.norm(state.params).dtype.name == made.norm(grads).dtype.name == wanted.norms
@@ -248,9 +244,7 @@ def test_running_and_frozen_norms_of_equinox_pass_on_half(name: str) -> None:
 
     mixed, _ = amp.transform(loss_fn, optax.sgd(0.1))
     with jax.numpy_dtype_promotion("standard"):
-        loss, (new, aux) = jax.jit(mixed)(
-            amp.cast_params(params), amp.cast_model_state(stats), BATCH, None
-        )
+        loss, (new, aux) = jax.jit(mixed)(amp.cast_params(params), amp.cast_model_state(stats), BATCH, None)
     assert int(aux["bytes"]) == 2
     assert bool(jnp.isfinite(loss))
     assert float_dtypes(new) == {TABLE[name].statistics}

@@ -71,9 +71,7 @@ def float32_accuracy() -> float:
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("O1", "O3")),
     ],
 )
-def test_three_hundred_steps_of_digits_end_where_float32_ends(
-    name: str, float32_accuracy: float
-) -> None:
+def test_three_hundred_steps_of_digits_end_where_float32_ends(name: str, float32_accuracy: float) -> None:
     accuracy, skipped = promoting(digits_accuracy)(MODES[name], 300)
     assert float32_accuracy > 0.98
     assert accuracy >= float32_accuracy - 0.01
@@ -229,12 +227,8 @@ def test_masters_round_to_the_parameters_on_every_route(name: str) -> None:
             state, metrics = run(state, batch)
             assert bool(metrics["grads_finite"])
         master_weights = jt.get_master_weights(state.opt_state)
-        for half, master_weight in zip(
-            jax.tree.leaves(state.params), jax.tree.leaves(master_weights), strict=True
-        ):
+        for half, master_weight in zip(jax.tree.leaves(state.params), jax.tree.leaves(master_weights), strict=True):
             np.testing.assert_array_equal(half, np.asarray(master_weight).astype(np.float16))
         ends[route] = jax.device_get(master_weights)
     for route in ("shard_map", "pmap", "sharded"):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), ends[route], ends["jit"]
-        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), ends[route], ends["jit"])

@@ -123,9 +123,7 @@ def test_files_are_found_and_options_checked(tmp_path: Any) -> None:
     assert (len(task.train["label"]), len(task.test["label"]), task.devices) == (14, 3, 2)
     with pytest.raises(ValueError, match="--data-dir and --synthetic exclude each other"):
         load_task("cifar10", TaskOptions(data_dir=tmp_path, synthetic=True))
-    with pytest.raises(
-        FileNotFoundError, match="task cifar10 wants --data-dir, the folder of these"
-    ) as caught:
+    with pytest.raises(FileNotFoundError, match="task cifar10 wants --data-dir, the folder of these") as caught:
         load_task("cifar10")
     assert [line.split()[0] for line in str(caught.value).splitlines()[1:]] == [
         *(f"data_batch_{number}.bin" for number in range(1, 6)),
@@ -167,9 +165,7 @@ def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode", ["float32", "torch", "apex-O1", "apex-O2", "apex-O3", "mixed_bfloat16"]
-)
+@pytest.mark.parametrize("mode", ["float32", "torch", "apex-O1", "apex-O2", "apex-O3", "mixed_bfloat16"])
 def test_a_small_network_learns(mode: str) -> None:
     task = small_task(512, (8, 16))
     # The task's cosine without its warm-up: at a rate that stays, running statistics do not settle.
@@ -198,9 +194,7 @@ def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
     losses, parts_stats = on_parts(params, stats, batch)
     loss, (whole_stats, _) = jax.jit(one.loss_fn)(params, stats, batch, None)
     assert float(losses.mean()) == pytest.approx(float(loss), rel=1e-5)
-    for parts, whole in zip(
-        jax.tree.leaves(parts_stats), jax.tree.leaves(whole_stats), strict=True
-    ):
+    for parts, whole in zip(jax.tree.leaves(parts_stats), jax.tree.leaves(whole_stats), strict=True):
         np.testing.assert_allclose(parts[0], whole, rtol=1e-4, atol=1e-6)
         np.testing.assert_array_equal(parts[0], parts[1])
 
@@ -208,9 +202,7 @@ def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_two_devices_give_the_numbers_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar10, "augment", lambda images, key: images)
-    one, two = (
-        train(small_task(64, (4,), count), "float32", epochs=1, batch_size=16) for count in (1, 2)
-    )
+    one, two = (train(small_task(64, (4,), count), "float32", epochs=1, batch_size=16) for count in (1, 2))
     assert two.device == "2 x cpu"
     losses = [[step.loss for step in run.steps] for run in (one, two)]
     np.testing.assert_allclose(losses[1], losses[0], atol=2e-4)

@@ -60,9 +60,7 @@ def test_the_made_up_papers_have_coras_shapes() -> None:
     degrees = np.bincount(data.receivers, minlength=2708)
     assert degrees.min() == 1
     assert 50 < degrees.max() < 200  # of Cora 168
-    assert (data.labels[data.senders] == data.labels[data.receivers]).mean() == pytest.approx(
-        0.81, abs=0.02
-    )
+    assert (data.labels[data.senders] == data.labels[data.receivers]).mean() == pytest.approx(0.81, abs=0.02)
     split = np.concatenate([data.train, data.validation, data.test])
     assert len(np.unique(split)) == len(split)
     assert [len(data.train), len(data.validation), len(data.test)] == [140, 500, 1000]
@@ -120,9 +118,7 @@ def test_parameters_are_the_papers(model: str, shapes: dict[str, tuple[int, ...]
         fans = sum(array.shape)
         if model == "gat":
             heads = {"layers/0": 8, "layers/1": 1}[path.rpartition("/")[0]]
-            fans = (
-                array.shape[0] + array.shape[1] // heads if array.ndim == 2 else array.shape[2] + 1
-            )
+            fans = array.shape[0] + array.shape[1] // heads if array.ndim == 2 else array.shape[2] + 1
         bound = (6 / fans) ** 0.5 * (2**0.5 if model == "sage" else 1)  # DGL's gain
         assert 0.8 * bound < largest <= bound
         assert array.std() == pytest.approx(bound / 3**0.5, rel=0.25)
@@ -165,10 +161,7 @@ def test_predictions_are_the_papers_formulas_and_drop_nothing(model: str, small:
     np.testing.assert_allclose(found, logits[small.test], rtol=1e-4, atol=1e-5)
 
     batch, loss_fn = task.train | task.shared(), jax.jit(task.loss_fn)
-    losses = [
-        float(loss_fn(params, None, batch, key)[0])
-        for key in (None, *map(jax.random.key, (0, 0, 1)))
-    ]
+    losses = [float(loss_fn(params, None, batch, key)[0]) for key in (None, *map(jax.random.key, (0, 0, 1)))]
     shifted = logits - logits.max(axis=1, keepdims=True)
     likely = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     expected = -likely[small.train, small.labels[small.train]].mean()
@@ -297,9 +290,7 @@ load_task("cora", TaskOptions(synthetic=True))
 jax.config.update("jax_num_cpu_devices", 3)  # refused once a device is started
 print(jax.device_count())
 """
-    result = subprocess.run(
-        (sys.executable, "-c", code), capture_output=True, text=True, check=False, timeout=100
-    )
+    result = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=False, timeout=100)
     assert result.stdout == "3\n", result.stderr
 
 

@@ -38,12 +38,8 @@ def load(scale: float, **options: Any) -> Task:
     return dataclasses.replace(task, optimizer=lambda rate: relaxed(task.optimizer(rate)))
 
 
-@pytest.mark.parametrize(
-    ("scale", "nodes", "edges", "classes"), [(0.001, 233, 6756, 4), (0.02, 4659, 2292318, 4)]
-)
-def test_the_made_up_graph_has_reddits_counts(
-    scale: float, nodes: int, edges: int, classes: int
-) -> None:
+@pytest.mark.parametrize(("scale", "nodes", "edges", "classes"), [(0.001, 233, 6756, 4), (0.02, 4659, 2292318, 4)])
+def test_the_made_up_graph_has_reddits_counts(scale: float, nodes: int, edges: int, classes: int) -> None:
     data = synthetic_reddit(scale)
     assert (data.num_nodes, len(data.senders), len(data.receivers)) == (nodes, edges, edges)
     assert (data.features.shape, data.features.dtype) == ((nodes, 602), np.float32)
@@ -82,9 +78,7 @@ def test_scales_out_of_range_are_named() -> None:
     for scale in (0.0, -1.0, 1.1, float("nan")):
         with pytest.raises(ValueError, match=f"scale={scale} must be between 0"):
             synthetic_reddit(scale)
-    with pytest.raises(
-        ValueError, match=r"scale=0.0004 leaves 93 nodes of 232965; 100 are the few"
-    ):
+    with pytest.raises(ValueError, match=r"scale=0.0004 leaves 93 nodes of 232965; 100 are the few"):
         synthetic_reddit(0.0004)
 
 
@@ -207,9 +201,7 @@ load_task("reddit", TaskOptions(synthetic=True, scale=0.001))
 jax.config.update("jax_num_cpu_devices", 3)  # refused once a device is started
 print(jax.device_count())
 """
-    result = subprocess.run(
-        (sys.executable, "-c", code), capture_output=True, text=True, check=False, timeout=100
-    )
+    result = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=False, timeout=100)
     assert result.stdout == "3\n", result.stderr
 
 
@@ -266,9 +258,7 @@ def test_heads_are_one_number_a_layer() -> None:
         ("--heads 1 1", "argument --heads: expected 3 arguments"),
     ],
 )
-def test_wrong_numbers_are_one_line(
-    args: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_numbers_are_one_line(args: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "reddit", *args.split()]) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -41,17 +41,13 @@ def with_model(task: Task, model: VisionTransformer, size: int) -> Task:
 
 @pytest.fixture(name="tiny", scope="module")
 def fixture_tiny() -> Task:
-    return with_model(
-        load_task("vit-b16", TaskOptions(synthetic=True, image_size=SIZE)), TINY, SIZE
-    )
+    return with_model(load_task("vit-b16", TaskOptions(synthetic=True, image_size=SIZE)), TINY, SIZE)
 
 
 @pytest.fixture(name="params", scope="module")
 def fixture_params() -> Any:
     """Parameters of `TINY` that are random everywhere, float32."""
-    shapes, _ = jax.eval_shape(
-        promoting(partial(vit.init, model=TINY, image_size=SIZE)), jax.random.key(0)
-    )
+    shapes, _ = jax.eval_shape(promoting(partial(vit.init, model=TINY, image_size=SIZE)), jax.random.key(0))
     random = np.random.default_rng(0)
     return jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), shapes)
 
@@ -167,10 +163,7 @@ def test_the_optimizer_clips_then_decays_then_steps_at_the_rate_of_the_schedule(
     state = optimizer.init(params)
     for step in range(steps):
         size = 0.05 if step % 3 == 0 else 7.0  # norms below and above 1
-        grads = {
-            name: (size * random.normal(size=x.shape)).astype(np.float32)
-            for name, x in params.items()
-        }
+        grads = {name: (size * random.normal(size=x.shape)).astype(np.float32) for name, x in params.items()}
         norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in grads.values()))
         assert (norm > 1) == (size > 1)
         # 50 of 300 epochs warm up, of 12 steps 2: at 1/3 and 2/3 of the rate, then down from all of it to a tenth.
@@ -184,12 +177,8 @@ def test_the_optimizer_clips_then_decays_then_steps_at_the_rate_of_the_schedule(
         np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("steps", "first", "last"), [(1, 1e-2, 1e-2), (5, 1e-2, 2e-3), (600, 1e-2 / 101, 2e-5)]
-)
-def test_the_schedule_of_any_length_never_stops_before_the_end(
-    steps: int, first: float, last: float
-) -> None:
+@pytest.mark.parametrize(("steps", "first", "last"), [(1, 1e-2, 1e-2), (5, 1e-2, 2e-3), (600, 1e-2 / 101, 2e-5)])
+def test_the_schedule_of_any_length_never_stops_before_the_end(steps: int, first: float, last: float) -> None:
     with jax.numpy_dtype_promotion("standard"):
         rate = vit.schedule(steps)
         assert float(np.asarray(rate(0))) == pytest.approx(first)
@@ -201,25 +190,19 @@ def test_the_schedule_of_any_length_never_stops_before_the_end(
     "mode",
     ["naive", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "naive")],
 )
-def test_gradients_are_finite_in_every_mode_and_all_parameters_move(
-    tiny: Task, params: Any, mode: str
-) -> None:
+def test_gradients_are_finite_in_every_mode_and_all_parameters_move(tiny: Task, params: Any, mode: str) -> None:
     # naive begins at 2**32, at which ten to twenty steps are skipped.
     amp: Any = amp_mode("naive", initial_scale=2.0**10) if mode == "naive" else precision_of(mode)
     amp = dataclasses.replace(amp, batch_norms=())
     loss_fn, optimizer = amp.transform(tiny.loss_fn, tiny.optimizer(1e-2))
-    state = TrainState.create(
-        params, optimizer, model_state={}, rng=jax.random.key(1), cast_params=amp.cast_params
-    )
+    state = TrainState.create(params, optimizer, model_state={}, rng=jax.random.key(1), cast_params=amp.cast_params)
     step = jax.jit(train_step(loss_fn, optimizer))
     new_state, metrics = step(state, batch_of(8))
     assert bool(metrics["grads_finite"])
     assert 0 < float(metrics["grad_norm"]) < 1e4
     assert 0 < float(metrics["loss"]) < 20
     half = mode in ("apex-O2", "apex-O3", "naive")
-    for old, new in zip(
-        jax.tree.leaves(state.params), jax.tree.leaves(new_state.params), strict=True
-    ):
+    for old, new in zip(jax.tree.leaves(state.params), jax.tree.leaves(new_state.params), strict=True):
         assert new.dtype == (np.float16 if half else np.float32)
         assert (np.asarray(new) != np.asarray(old)).any()
 
@@ -231,11 +214,7 @@ def test_what_is_kept_of_a_block_is_half(tiny: Task, params: Any, mode: str) -> 
     stored = jax.eval_shape(amp.cast_params, params)
     program = jax.make_jaxpr(loss_fn)(stored, {}, batch_of(8), jax.random.key(0))
     # The parts, which have six parameters, and not what autocast makes of single operations.
-    blocks = [
-        e
-        for e in program.eqns
-        if e.primitive.name in ("checkpoint", "remat2") and len(e.invars) > 6
-    ]
+    blocks = [e for e in program.eqns if e.primitive.name in ("checkpoint", "remat2") and len(e.invars) > 6]
     tokens = [x.aval.dtype for e in blocks for x in e.invars if x.aval.shape == (8, 5, 16)]  # pyright: ignore[reportAttributeAccessIssue]
     assert tokens == 2 * [np.float32 if mode == "apex-O0" else np.float16]
 
@@ -273,31 +252,21 @@ def test_a_folder_is_cropped_by_chance_for_training_and_from_the_center_for_eval
     batches = list(train_batches(task, 12, seed=3, epochs=2))
     for epoch, batch in enumerate(batches):
         crops = random_crops(task.train["path"], list(row_seeds(3, epoch, np.arange(12))), SIZE)
-        wanted = {
-            (label, crop.tobytes())
-            for label, crop in zip(task.train["label"].tolist(), crops, strict=True)
-        }
+        wanted = {(label, crop.tobytes()) for label, crop in zip(task.train["label"].tolist(), crops, strict=True)}
         images = np.asarray(batch["image"])
-        assert {
-            (int(y), x.tobytes()) for x, y in zip(images, batch["label"], strict=True)
-        } == wanted
+        assert {(int(y), x.tobytes()) for x, y in zip(images, batch["label"], strict=True)} == wanted
         assert len(wanted) == 12
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_crops_are_the_same_with_any_number_of_threads_and_from_any_start(
-    folder: Path, threads: int
-) -> None:
+def test_crops_are_the_same_with_any_number_of_threads_and_from_any_start(folder: Path, threads: int) -> None:
     task = load_task("vit-b16", TaskOptions(data_dir=folder, image_size=SIZE))
     alone = dataclasses.replace(task, loading_threads=1)
     whole = [np.asarray(batch["image"]) for batch in train_batches(alone, 4, seed=0, epochs=3)]
     assert len({batch.tobytes() for batch in whole}) == len(whole) == 9
     several = dataclasses.replace(task, loading_threads=threads)
     for start in (0, 4):
-        rest = [
-            np.asarray(batch["image"])
-            for batch in train_batches(several, 4, seed=0, epochs=3, start=start)
-        ]
+        rest = [np.asarray(batch["image"]) for batch in train_batches(several, 4, seed=0, epochs=3, start=start)]
         np.testing.assert_array_equal(rest, whole[start:])
 
 
@@ -343,15 +312,11 @@ def test_synthetic_images_have_their_labels_color() -> None:
         ({"data_dir": Path("/nowhere")}, FileNotFoundError, r"/nowhere/train is not a folder"),
     ],
 )
-def test_options_that_do_not_fit(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_options_that_do_not_fit(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         load_task("vit-b16", TaskOptions(**options))
 
 
 def test_other_tasks_have_no_image_size() -> None:
-    with pytest.raises(
-        ValueError, match=r"image_size=32: task digits has no such option, only vit-b16 has"
-    ):
+    with pytest.raises(ValueError, match=r"image_size=32: task digits has no such option, only vit-b16 has"):
         load_task("digits", TaskOptions(image_size=32))

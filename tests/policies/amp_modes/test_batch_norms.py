@@ -152,9 +152,7 @@ def equinox(norm: Any, mode: Any = "batch") -> Case:
     def run(float32: bool, params: Any, stats: Any, x: jax.Array) -> Any:
         new = float32_batch_norms(net, x.dtype) if float32 else net
         arrays, rest = eqx.partition(new, eqx.is_inexact_array)
-        new = eqx.combine(
-            jax.tree.unflatten(jax.tree.structure(arrays), jax.tree.leaves(params)), rest
-        )
+        new = eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), jax.tree.leaves(params)), rest)
         return jax.vmap(new, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, stats)
 
     params = eqx.filter(net, eqx.is_inexact_array)
@@ -354,9 +352,7 @@ def test_linen_lifted_transforms_and_containers() -> None:
 
     def loss(params: Any) -> Any:
         with float32_batch_norms_called():
-            y, updated = net.apply(
-                {**variables, "params": params}, x, mutable=["batch_stats"], rngs=rngs
-            )
+            y, updated = net.apply({**variables, "params": params}, x, mutable=["batch_stats"], rngs=rngs)
         return jnp.asarray(y, jnp.float32).sum(), (y, updated)
 
     grads, (y, updated) = jax.jit(jax.grad(loss, has_aux=True))(variables["params"])
@@ -420,17 +416,13 @@ def test_equinox_states_fit_before_and_after() -> None:
     assert jax.tree.structure(new) == jax.tree.structure(again)
     x = jnp.asarray(X)
     run = eqx.filter_jit(
-        lambda norm, state: jax.vmap(
-            lambda x: norm(x, state=state), axis_name="batch", out_axes=(0, None)
-        )(x)
+        lambda norm, state: jax.vmap(lambda x: norm(x, state=state), axis_name="batch", out_axes=(0, None))(x)
     )
     y, state = run(new["norm"], state)
     assert y.dtype == jnp.float16
     y, state = run(eqx.nn.inference_mode(new["norm"]), state)
     assert y.dtype == jnp.float16 and np.isfinite(np.asarray(y)).all()
-    reuse = jax.vmap(
-        lambda x: (new["norm"](x, state), new["norm"](x, state))[0][0], axis_name="batch"
-    )
+    reuse = jax.vmap(lambda x: (new["norm"](x, state), new["norm"](x, state))[0][0], axis_name="batch")
     with pytest.raises(ValueError, match="Attempted to use old state"):  # equinox still sees it
         reuse(x)
 
@@ -451,9 +443,7 @@ def test_haiku_transforms_within_and_running_averages() -> None:
         norm = hk.BatchNorm(True, True, 0.9, name="odd")
         x = hk.remat(lambda x: norm(is_training=train, inputs=x))(x)
         x = hk.BatchNorm(False, False, 0.9)(is_training=train, scale=jnp.ones(4), inputs=x)
-        inner = hk.transform_with_state(
-            lambda x: hk.BatchNorm(True, True, 0.9, name="in")(x, train)
-        )
+        inner = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9, name="in")(x, train))
         lifted, updater = hk.lift_with_state(inner.init, name="lifted")
         params, state = lifted(hk.next_rng_key(), x)
         x, state = inner.apply(params, state, None, x)

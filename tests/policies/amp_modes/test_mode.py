@@ -57,9 +57,7 @@ def test_keep_batchnorm_fp32() -> None:
 
 def test_norms_that_are_not_known_are_asked_for() -> None:
     amp = jt.amp_mode("apex", opt_level="O2")
-    with pytest.raises(
-        ValueError, match=r"keep_batchnorm_fp32=True: .* amp.for_model\(model, \*inp"
-    ):
+    with pytest.raises(ValueError, match=r"keep_batchnorm_fp32=True: .* amp.for_model\(model, \*inp"):
         amp.cast_params(make_params())
     none = dataclasses.replace(amp, batch_norms=())
     assert none.cast_params(make_params())["bn"]["scale"].dtype == jnp.float16
@@ -80,9 +78,7 @@ def test_paths_of_norms_are_whole_and_from_the_root() -> None:
 
 def test_norms_that_are_not_there_are_named() -> None:
     amp = dataclasses.replace(apex("O2"), batch_norms=("bn", "encoder/norm"))
-    with pytest.raises(
-        ValueError, match=r"batch_norms: 'encoder/norm' found .*\n  bn/scale\n  dense/w"
-    ):
+    with pytest.raises(ValueError, match=r"batch_norms: 'encoder/norm' found .*\n  bn/scale\n  dense/w"):
         amp.cast_params(make_params())
     two_models = {"g": make_params(), "d": make_params()}
     with pytest.raises(ValueError, match="batch_norms: 'bn' found no floating parameter"):
@@ -179,9 +175,7 @@ def test_a_scale_for_each_loss() -> None:
 
 def test_zero_gradients_are_counted_where_asked_for() -> None:
     dead = {**BATCH, "x": BATCH["x"].at[:, 1].set(0)}  # two weights of the product get no gradient
-    _, metrics = train(
-        jt.amp_mode("naive", log_num_zeros_in_grad=True, initial_scale=2.0**8), 1, dead
-    )
+    _, metrics = train(jt.amp_mode("naive", log_num_zeros_in_grad=True, initial_scale=2.0**8), 1, dead)
     # And one scale of the norm: x is zero there.
     assert int(metrics["num_zeros_in_grad"]) == 3
     _, metrics = train(jt.amp_mode("naive"), 1, dead)
@@ -236,9 +230,7 @@ def test_naive_takes_a_model_that_was_created_in_half() -> None:
 def test_parameters_that_are_not_stored_as_the_mode_says_are_named() -> None:
     fn, optimizer = apex("O2").transform(loss_fn, optax.sgd(0.1))
     state = jt.TrainState.create(make_params(), optimizer)
-    with pytest.raises(
-        ValueError, match=r"cast_params\(params\).*\n  'dense/w' is float32, not float16"
-    ):
+    with pytest.raises(ValueError, match=r"cast_params\(params\).*\n  'dense/w' is float32, not float16"):
         jt.train_step(fn, optimizer)(state, BATCH)
 
 
@@ -309,9 +301,7 @@ def test_a_step_of_ones_own() -> None:
     assert grads["dense"]["w"].dtype == jnp.float16
     assert grads["bn"]["scale"].dtype == jnp.float32
     master_weights = jt.get_master_weights(opt_state)
-    np.testing.assert_array_equal(
-        new_params["dense"]["w"], master_weights["dense"]["w"].astype(jnp.float16)
-    )
+    np.testing.assert_array_equal(new_params["dense"]["w"], master_weights["dense"]["w"].astype(jnp.float16))
     assert float(jnp.abs(master_weights["dense"]["w"] - 0.25).max()) > 0
 
 

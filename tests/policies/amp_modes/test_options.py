@@ -102,9 +102,7 @@ def test_an_option_of_apex_overrides_its_level() -> None:
     bounded = apex("O2", min_loss_scale=4.0, max_loss_scale=2.0**10).loss_scale
     assert isinstance(bounded, jt.DynamicLossScale)
     assert (bounded.min_loss_scale, bounded.max_loss_scale) == (4.0, 2.0**10)
-    assert apex("O1", scale_window=30).loss_scale == jt.apex_loss_scale(
-        scale_window=30, min_loss_scale=1.0
-    )
+    assert apex("O1", scale_window=30).loss_scale == jt.apex_loss_scale(scale_window=30, min_loss_scale=1.0)
     assert float(bounded.loss_scale) == 2.0**10
     floors = [apex("O1", min_loss_scale=x).loss_scale.min_loss_scale for x in (None, 0.0)]  # pyright: ignore[reportAttributeAccessIssue]
     assert floors == [1.0, 2.0**-126]
@@ -114,9 +112,7 @@ def test_an_option_of_apex_overrides_its_level() -> None:
 
 
 def test_scaler_options_reach_the_loss_scale() -> None:
-    torch = jt.amp_mode(
-        "torch", init_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=7
-    )
+    torch = jt.amp_mode("torch", init_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=7)
     assert torch.loss_scale == jt.torch_loss_scale(8.0, 4.0, 0.25, 7)
     naive = jt.amp_mode(
         "naive",
@@ -293,9 +289,7 @@ def test_toml_files(tmp_path: Path) -> None:
 
 
 def test_configurations_of_another_type() -> None:
-    with pytest.raises(
-        ValueError, match="fp16: mode is missing; choose from 'torch', 'apex', 'naive'"
-    ):
+    with pytest.raises(ValueError, match="fp16: mode is missing; choose from 'torch', 'apex', 'naive'"):
         jt.amp_from_config({"fp16": {"opt_level": "O2"}})
     with pytest.raises(TypeError, match="fp16 must be a dictionary of options, got 'O2'"):
         jt.amp_from_config({"fp16": "O2"})

@@ -26,9 +26,7 @@ def by_einsum(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 ATTENTIONS: dict[str, Callable[..., jax.Array]] = {
     "jax": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, scale=0.125),
-    "jax, causal": lambda q, k, v: jax.nn.dot_product_attention(
-        q, k, v, scale=0.125, is_causal=True
-    ),
+    "jax, causal": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, scale=0.125, is_causal=True),
     "jax, jitted": jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, scale=0.125)),
     "jax, remat": jax.checkpoint(lambda q, k, v: jax.nn.dot_product_attention(q, k, v)),
     "linen": nn.dot_product_attention,
@@ -36,11 +34,7 @@ ATTENTIONS: dict[str, Callable[..., jax.Array]] = {
     "matmul": lambda q, k, v: (
         jax.jit(jax.nn.softmax)(q.swapaxes(1, 2) @ k.transpose(0, 2, 3, 1)) @ v.swapaxes(1, 2)
     ).swapaxes(1, 2),
-    "vmap": jax.vmap(
-        lambda q, k, v: jnp.einsum(
-            "hts,shd->thd", jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k)), v
-        )
-    ),
+    "vmap": jax.vmap(lambda q, k, v: jnp.einsum("hts,shd->thd", jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k)), v)),
 }
 
 
@@ -62,9 +56,7 @@ def test_logits_beyond_the_range_of_float16(name: str, half: Any) -> None:
     with jax.enable_x64(True):
         expected = promoting(fn)(*(np.asarray(x, np.float64) for x in in_float32))
     epsilon = float(jnp.finfo(half).eps)
-    np.testing.assert_allclose(
-        out.astype(jnp.float32), expected, atol=epsilon * np.abs(expected).max()
-    )
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=epsilon * np.abs(expected).max())
     rows = explain_autocast(autocast(fn, half), *in_float32).operations
     products = [row for row in rows if row.operation == "dot_general"]
     assert [row.dtypes_out[0] for row in products] == ["float32", jnp.dtype(half).name]

@@ -24,10 +24,7 @@ def test_values_and_gradients_are_dot_generals(data: Any, dtype: Any) -> None:
     lhs = data.draw(st.permutations([*both, "c"]))
     rhs = data.draw(st.permutations([*both, "d"]))
     random = np.random.default_rng(0)
-    x, w = (
-        jnp.asarray(random.normal(size=[sizes[i] for i in letters]), dtype)
-        for letters in (lhs, rhs)
-    )
+    x, w = (jnp.asarray(random.normal(size=[sizes[i] for i in letters]), dtype) for letters in (lhs, rhs))
     numbers = (tuple(map(lhs.index, both)), tuple(map(rhs.index, both))), ((), ())
     out, pullback = jax.vjp(lambda x, w: jt.float32_dot_general(x, w, numbers), x, w)
     cotangent = jnp.asarray(random.normal(size=out.shape), dtype)

@@ -58,9 +58,7 @@ def test_flops_are_those_of_the_products_times_the_turns_of_a_scan() -> None:
     kernel = jax.ShapeDtypeStruct((3, 3, 2, 6), jnp.float32)
     image = jax.ShapeDtypeStruct((1, 8, 8, 2), jnp.float32)
     report = explain_autocast(
-        lambda x, k: lax.conv_general_dilated(
-            x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        ),
+        lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
         image,
         kernel,
     )
@@ -133,7 +131,5 @@ def test_rows_are_for_machines_and_the_table_for_people() -> None:
 
 
 def test_arrays_and_other_arguments() -> None:
-    report = explain_autocast(
-        lambda x, n, key=None: (x @ x.T * n, key), jnp.ones((2, 3)), 2, key="k"
-    )
+    report = explain_autocast(lambda x, n, key=None: (x @ x.T * n, key), jnp.ones((2, 3)), 2, key="k")
     assert row(report, "dot_general").dtypes_out == ("float16",)

@@ -36,21 +36,17 @@ ANGLES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "dot_general": lambda ids, f: lax.dot_general(ids.astype(F32), f, (((), ()), ((), ()))),
     "vmap": lambda ids, f: jax.vmap(lambda i: jnp.einsum("...,j->...j", i.astype(F32), f))(ids),
     "jit": lambda ids, f: jax.jit(lambda t: jnp.einsum("i,j->ij", t, f))(ids.astype(F32)),
-    "float positions": lambda ids, f: jax.jit(lambda t, f: jnp.einsum("i,j->ij", t, f))(
-        jnp.arange(100_001.0)[-64:], f
-    ),
+    "float positions": lambda ids, f: jax.jit(lambda t, f: jnp.einsum("i,j->ij", t, f))(jnp.arange(100_001.0)[-64:], f),
     "scaled positions": lambda ids, f: jnp.einsum("i,j->ij", ids.astype(F32) / 4.0, f) * 4.0,
     "shifted positions": lambda ids, f: jnp.einsum("i,j->ij", (ids - 3).astype(F32) + 3.0, f),
-    "counted": lambda ids, f: jnp.einsum(
-        "i,j->ij", jnp.cumsum(jnp.ones(100_001), dtype=F32)[-65:-1], f
-    ),
+    "counted": lambda ids, f: jnp.einsum("i,j->ij", jnp.cumsum(jnp.ones(100_001), dtype=F32)[-65:-1], f),
     "a half scale": lambda ids, f: jnp.einsum(
         "i,j->ij", ids.astype(F32), f * (jnp.eye(8) @ jnp.ones((8, 1)))[0].astype(F32)
     ),
     "remat": lambda ids, f: jax.checkpoint(lambda t: t[:, None] @ f[None])(ids.astype(F32)),
-    "scan": lambda ids, f: lax.scan(
-        lambda c, t: (c, t[None] @ f[None]), 0, ids.astype(F32)[:, None]
-    )[1][:, 0].reshape(64, 8),
+    "scan": lambda ids, f: lax.scan(lambda c, t: (c, t[None] @ f[None]), 0, ids.astype(F32)[:, None])[1][:, 0].reshape(
+        64, 8
+    ),
     "scan over frequencies": lambda ids, f: (
         lax.scan(lambda t, w: (t, t[:, None] @ w[None, None]), ids.astype(F32), f)[1][:, :, 0].T
     ),
@@ -100,7 +96,10 @@ IN_HALF: dict[str, tuple[Callable[..., jax.Array], Any]] = {
     "centered image": (lambda x: (x.astype(F32) - 127.5) / 127.5 @ W, BYTES),
     "image by channels": (lambda x: (x / jnp.float32(255) - W[:, 0]) / W[:, 1] @ W, BYTES),
     "raw image": (lambda x: x.astype(F32) @ W, BYTES),
-    "quantized weights": (lambda x: W[:1, :1].repeat(6, 1) @ ((x - jnp.int8(0)).astype(F32).T * W[0, 0]), BYTES.astype(np.int8)),
+    "quantized weights": (
+        lambda x: W[:1, :1].repeat(6, 1) @ ((x - jnp.int8(0)).astype(F32).T * W[0, 0]),
+        BYTES.astype(np.int8),
+    ),
     "few positions": (lambda x: jnp.arange(6.0)[None] @ W + x, np.float32(0)),
     "hidden by counts": (lambda x: (jnp.matmul(W, W.T) / jnp.maximum(x.sum(), 1).astype(F32)) @ W, TOKENS),
     "hidden times a count": (lambda x: (jnp.matmul(W, W.T) * x.sum().astype(F32)) @ W, TOKENS),
@@ -121,9 +120,7 @@ def test_what_half_holds_stays_in_half(name: str, half: Any) -> None:
     ours = autocast(promoting(fn), half)(x)
     expected = np.asarray(promoting(fn)(x))
     epsilon = float(jnp.finfo(half).eps)
-    np.testing.assert_allclose(
-        ours.astype(F32), expected, rtol=4 * epsilon, atol=4 * epsilon * np.abs(expected).max()
-    )
+    np.testing.assert_allclose(ours.astype(F32), expected, rtol=4 * epsilon, atol=4 * epsilon * np.abs(expected).max())
 
 
 IN_FLOAT32: dict[str, tuple[Callable[..., jax.Array], Any]] = {

@@ -43,9 +43,9 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "convert": lambda a, _: lax.convert_element_type(a, jnp.int32),
     "chain": lambda a, b: 1.0 / lax.sqrt(lax.abs(a) + 1.0) * b - 3.0,
 }
-arrays = st.lists(
-    st.floats(-1e3, 1e3, width=32, allow_subnormal=False), min_size=4, max_size=4
-).map(lambda numbers: np.reshape(np.array(numbers, np.float32), (2, 2)))
+arrays = st.lists(st.floats(-1e3, 1e3, width=32, allow_subnormal=False), min_size=4, max_size=4).map(
+    lambda numbers: np.reshape(np.array(numbers, np.float32), (2, 2))
+)
 
 
 def bounds_of(fn: Callable[..., Any], *arrays: Any) -> tuple[float, float]:

@@ -165,9 +165,7 @@ def root(x: Array, given: Given) -> Array:
     def solve(f: Any, guess: Array) -> Array:
         return guess - f(guess) / (1 + sum(map(number, given)))
 
-    return lax.custom_root(
-        lambda y: y * (1 + total) - x, x, solve, lambda g, y: y / g(jnp.ones_like(y))
-    )
+    return lax.custom_root(lambda y: y * (1 + total) - x, x, solve, lambda g, y: y / g(jnp.ones_like(y)))
 
 
 def integrated(x: Array, given: Given) -> Array:
@@ -186,9 +184,7 @@ PLACES: dict[str, Place] = {
     "equation": body,
     "jit": lambda x, given: jax.jit(body)(x, given),
     "jit within jit": lambda x, given: jax.jit(lambda x: jax.jit(body)(x, given))(x),
-    "scan constants": lambda x, given: lax.scan(lambda c, _: (body(c, given), None), x, length=2)[
-        0
-    ],
+    "scan constants": lambda x, given: lax.scan(lambda c, _: (body(c, given), None), x, length=2)[0],
     "scan carry": scan_carry,
     "scan over": scanned_over,
     "map": lambda x, given: lax.map(lambda row: body(row, given), jnp.stack([x, x]))[1],
@@ -248,9 +244,7 @@ def test_what_a_program_holds_is_what_it_was(place: str) -> None:
     for name, result in results.items():
         for found, expected in zip(result, wanted, strict=True):
             assert np.all(np.isfinite(expected))
-            np.testing.assert_allclose(
-                found.astype(np.float32), expected, rtol=4e-3, atol=4e-3, err_msg=name
-            )
+            np.testing.assert_allclose(found.astype(np.float32), expected, rtol=4e-3, atol=4e-3, err_msg=name)
 
 
 def test_results_may_be_literals() -> None:

@@ -78,9 +78,7 @@ def test_losses_of_half_logits_are_as_exact_as_float32(name: str, half: Any) -> 
     np.testing.assert_allclose(mean, exact.mean(), rtol=1e-6)
     np.testing.assert_allclose(weighted, weights @ exact, rtol=1e-6)
 
-    grads = jax.grad(lambda x: jnp.sum(autocast(loss, half)(x, jnp.asarray(labels))))(
-        x.astype("f4")
-    )
+    grads = jax.grad(lambda x: jnp.sum(autocast(loss, half)(x, jnp.asarray(labels))))(x.astype("f4"))
     expected = exponentials / sums[:, None] - np.eye(CLASSES)[labels]
     np.testing.assert_allclose(grads, expected, atol=1e-6)
 

@@ -66,12 +66,12 @@ HOW: dict[str, str] = {
         unreduced_reduce_scatter unreduced_reduce_scatter_start vary_unreduced_cast vary_unreduced_cast_p
         global_array_to_host_local_array host_local_array_to_global_array""",
     "as traced: programs with rules of their own": """
-        call call_exported call_hi_primitive call_hi_primitive_linearized composite core_map create_linear custom_jvp_call_jaxpr
-        custom_lin custom_linear_solve custom_partitioning custom_vmap_call cudnn_fusion eval_jaxpr ffi_call
-        jaxpr_call linear_call mpmd_map pallas_call remat_opt run_scoped run_state stage xla_metadata_call
-        xla_metadata_value dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
-        dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
-        dot_product_attention_fwd dot_product_attention_fwd_wrapper""",
+        call call_exported call_hi_primitive call_hi_primitive_linearized composite core_map create_linear
+        custom_jvp_call_jaxpr custom_lin custom_linear_solve custom_partitioning custom_vmap_call cudnn_fusion
+        eval_jaxpr ffi_call jaxpr_call linear_call mpmd_map pallas_call remat_opt run_scoped run_state stage
+        xla_metadata_call xla_metadata_value dot_product_attention_bwd dot_product_attention_bwd_wrapper
+        dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd
+        dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd dot_product_attention_fwd_wrapper""",
     "as traced: references, boxes and logs": """
         accum_grad_in_ref addupdate box_get box_set free_ref freeze get get_global log_extend log_read masked_load
         masked_swap new_box new_log new_ref pin semaphore_read semaphore_signal semaphore_wait swap tie unpin
@@ -110,9 +110,7 @@ def how(name: str) -> str:
 def test_each_primitive_is_treated_as_the_list_says() -> None:
     for words, listed in HOW.items():
         expected = "as traced" if words.startswith(("as traced", "without")) else words
-        assert {name: how(name) for name in listed.split()} == dict.fromkeys(
-            listed.split(), expected
-        )
+        assert {name: how(name) for name in listed.split()} == dict.fromkeys(listed.split(), expected)
 
 
 @pytest.mark.timeout(120)
@@ -122,9 +120,7 @@ def test_every_primitive_of_jax_is_on_the_list() -> None:
     listed = [name for names in HOW.values() for name in names.split()]
     assert len(listed) == len(set(listed))
     unlisted = sorted(set(run.stdout.split()) - set(listed))
-    assert not unlisted, (
-        f"say what autocast does with {', '.join(unlisted)} of jax {jax.__version__}"
-    )
+    assert not unlisted, f"say what autocast does with {', '.join(unlisted)} of jax {jax.__version__}"
 
 
 # Layout
@@ -208,7 +204,7 @@ def test_operands_of_all_kinds_are_placed_together() -> None:
         return lax.optimization_barrier(jax.device_put(tree, jax.devices()[0]))
 
     dtypes = {name: x.dtype.name for name, x in autocast(fn)(jnp.ones((2, 2))).items()}
-    assert dtypes == {"half": "float16", "full": "float32", "int": "int32", "key": "key<fry>", "z": "complex64"}  # fmt: skip
+    assert dtypes == {"half": "float16", "full": "float32", "int": "int32", "key": "key<fry>", "z": "complex64"}
 
 
 # Primitives that are not entered get what they were traced for; each is here after a product in half.
@@ -270,9 +266,7 @@ def with_solvers(x: Array) -> Array:
 def with_collectives(x: Array) -> Array:
     def local(rows: Array) -> Array:
         y = product(rows.T @ rows)
-        moved = lax.ppermute(y, "data", [(0, 1), (1, 0)]) + lax.all_to_all(
-            y, "data", 0, 0, tiled=True
-        )
+        moved = lax.ppermute(y, "data", [(0, 1), (1, 0)]) + lax.all_to_all(y, "data", 0, 0, tiled=True)
         shares = jnp.tile(lax.psum_scatter(y, "data", tiled=True), (2, 1))
         return lax.psum(y, "data") + lax.all_gather(y, "data").sum(0) + moved + shares
 
@@ -281,11 +275,7 @@ def with_collectives(x: Array) -> Array:
 
 def with_axes_of_vmap(x: Array) -> Array:
     def row(r: Array) -> Array:
-        return (
-            lax.psum(jnp.tanh(r @ x), "rows")
-            + lax.pmean(r, "rows")
-            - lax.pmax(lax.stop_gradient(r), "rows")
-        )
+        return lax.psum(jnp.tanh(r @ x), "rows") + lax.pmean(r, "rows") - lax.pmax(lax.stop_gradient(r), "rows")
 
     return jax.vmap(row, axis_name="rows")(x)
 

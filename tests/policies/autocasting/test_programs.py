@@ -213,14 +213,10 @@ CHECKPOINTS = jax.checkpoint_policies
 NESTED: dict[str, Callable[[Step, Body, State], State]] = {
     "jit": lambda _, body, state: jax.jit(body)(*state),
     "scan": scanned,
-    "fori": lambda step, body, state: lax.fori_loop(
-        0, step.iterations, lambda _, c: body(*c), state
-    ),
+    "fori": lambda step, body, state: lax.fori_loop(0, step.iterations, lambda _, c: body(*c), state),
     "vmap": mapped,
     "checkpoint": lambda _, body, state: jax.checkpoint(body)(*state),
-    "dots_saved": lambda _, body, state: jax.checkpoint(body, policy=CHECKPOINTS.dots_saveable)(
-        *state
-    ),
+    "dots_saved": lambda _, body, state: jax.checkpoint(body, policy=CHECKPOINTS.dots_saveable)(*state),
     "custom_jvp": with_jvp,
     "custom_vjp": functools.partial(with_vjp, 1.0),
     "planted_vjp": functools.partial(with_vjp, PLANTED),
@@ -251,8 +247,7 @@ def run(program: Program, *state: Array) -> State:
 def executed(program: Program) -> int:
     """Returns an upper bound of how many operations run."""
     return sum(
-        (step.iterations if step.op in REPEATED else 1)
-        * (1 + max((executed(body) for body in step.bodies), default=0))
+        (step.iterations if step.op in REPEATED else 1) * (1 + max((executed(body) for body in step.bodies), default=0))
         for step in program
     )
 
@@ -307,9 +302,7 @@ seeds = st.integers(0, 9)
 
 def checks(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     slow = [HealthCheck.filter_too_much, HealthCheck.too_slow]
-    return settings(
-        max_examples=examples, deadline=None, derandomize=True, suppress_health_check=slow
-    )
+    return settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=slow)
 
 
 def inputs(seed: int, dtypes: tuple[str, ...] = ("float32",) * SLOTS) -> State:
@@ -448,9 +441,7 @@ def test_where_all_is_float32_only_its_roundings_are_left(program: Program, seed
 
 @checks(8)
 @given(smooth_program, halves, tables, seeds, st.sampled_from(["planted_vjp", "planted_jvp"]))
-def test_a_planted_gradient_survives_exactly(
-    program: Program, half: str, rules: str, seed: int, plant: str
-) -> None:
+def test_a_planted_gradient_survives_exactly(program: Program, half: str, rules: str, seed: int, plant: str) -> None:
     assume(executed(program) <= 20)
 
     def gradient(op: str) -> State:

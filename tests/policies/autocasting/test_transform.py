@@ -196,9 +196,7 @@ def close(actual: Any, expected: Any, dtype: str) -> None:
     expected = np.asarray(expected, np.float64)
     actual = np.asarray(actual, np.float64)
     epsilon = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(
-        actual, expected, rtol=8 * epsilon, atol=8 * epsilon * np.abs(expected).max()
-    )
+    np.testing.assert_allclose(actual, expected, rtol=8 * epsilon, atol=8 * epsilon * np.abs(expected).max())
 
 
 # Where the leaner table for bfloat16 differs: transcendental functions keep their dtype.
@@ -299,9 +297,7 @@ PRESETS = {TORCH_CUDA: "cuda", TORCH_CPU: "cpu", APEX_O1: "apex"}
     CASES,
     ids=[f"{PRESETS[rules]}-{name}-{given}" for rules, _, name, _, given in CASES],
 )
-def test_a_row_of_a_preset(
-    rules: AutocastRules, half: str, name: str, row: Row, given: str
-) -> None:
+def test_a_row_of_a_preset(rules: AutocastRules, half: str, name: str, row: Row, given: str) -> None:
     args = [jnp.asarray(x, given) for x in row.args]
     out, grads = value_and_grads(autocast(promoting(row.fn), half, rules=rules))(*args)
     wanted = row.full if given == F32 else row.half
@@ -606,9 +602,7 @@ def test_branches_agree() -> None:
 
     def fn(index: Any, x: jax.Array) -> Any:
         branches = [lambda x: x @ w, lambda x: jnp.exp(x @ w), lambda x: x]
-        return lax.switch(index, branches, x), lax.cond(
-            index > 0, lambda x: x @ w, lambda x: 2 * (x @ w), x
-        )
+        return lax.switch(index, branches, x), lax.cond(index > 0, lambda x: x @ w, lambda x: 2 * (x @ w), x)
 
     for index in range(3):
         mixed, half = jax.jit(autocast(fn))(jnp.int32(index), x)
@@ -938,9 +932,7 @@ def test_what_is_computed_in_float32_of_half_values_is_saved_in_half() -> None:
     def scaled(x: jax.Array, w: jax.Array, scale: jax.Array, v: jax.Array) -> jax.Array:
         return ((x @ w - scale) * scale * scale + scale) @ v
 
-    residuals = jax.tree.leaves(
-        jax.eval_shape(lambda *args: jax.vjp(autocast(scaled), *args)[1], x, w, scale, v)
-    )
+    residuals = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(autocast(scaled), *args)[1], x, w, scale, v))
     floats = [a.dtype for a in residuals if a.shape == (4, 5)]
     assert floats.count(F32) <= 2  # of scale, which is an argument
     assert floats.count(F16) >= 3

@@ -129,9 +129,7 @@ custom.defvjp(lambda w, x: (custom(w, x), None), lambda residual, ct: (W, X))
 def in_shard_map(w: jax.Array, x: jax.Array) -> jax.Array:
     mesh, spec = jax.sharding.Mesh(jax.devices()[:2], "data"), jax.sharding.PartitionSpec("data")
     own = jax.sharding.PartitionSpec()
-    inner = jax.shard_map(
-        lambda w, x: (x + jnp.ones(4)) @ w, mesh=mesh, in_specs=(own, spec), out_specs=spec
-    )
+    inner = jax.shard_map(lambda w, x: (x + jnp.ones(4)) @ w, mesh=mesh, in_specs=(own, spec), out_specs=spec)
     return inner(w, x)
 
 

@@ -45,9 +45,7 @@ def plain_params() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    "make", [linen_params, nnx_params, equinox_params, haiku_params, plain_params]
-)
+@pytest.mark.parametrize("make", [linen_params, nnx_params, equinox_params, haiku_params, plain_params])
 def test_norms_in_float32_and_the_rest_in_half(make: Any) -> None:
     params = make()
     policy = jt.policy_by_path({"norm": "float32"}, default="mixed_bfloat16")
@@ -95,9 +93,7 @@ def test_outputs_and_reductions_follow_the_default() -> None:
     policy = jt.policy_by_path({"norm": rule}, default)
     assert (policy.output_dtype, policy.reduce_dtype) == (jnp.bfloat16, jnp.float16)
     assert policy.default is default
-    with pytest.raises(
-        ValueError, match="rule 'norm' has reduce_dtype float32, the default has fl"
-    ):
+    with pytest.raises(ValueError, match="rule 'norm' has reduce_dtype float32, the default has fl"):
         jt.policy_by_path({"norm": "float32"}, default)
 
 

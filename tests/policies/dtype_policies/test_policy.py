@@ -129,9 +129,7 @@ def test_any_string_is_a_policy_or_a_value_error(text: str) -> None:
     try:
         policy = jt.get_policy(text)
     except ValueError as error:
-        assert any(
-            words in str(error) for words in ("Unknown", "must have the form", "more than once")
-        )
+        assert any(words in str(error) for words in ("Unknown", "must have the form", "more than once"))
     else:
         assert jt.get_policy(str(policy)) == policy
 
@@ -353,7 +351,5 @@ def test_a_policy_by_path_takes_its_parameters_by_position() -> None:
     assert fn(params, x=jnp.ones(2), norm=jnp.ones(2)).dtype == jnp.float32
     with pytest.raises(TypeError, match="policy_by_path needs the parameters as first positional"):
         fn(params=params, x=jnp.ones(2))
-    grads = jax.grad(jt.apply_policy(lambda p, x: jnp.sum(p["dense"] * x), policy))(
-        params, jnp.ones(2)
-    )
+    grads = jax.grad(jt.apply_policy(lambda p, x: jnp.sum(p["dense"] * x), policy))(params, jnp.ones(2))
     assert grads["dense"].dtype == grads["norm"].dtype == jnp.float32

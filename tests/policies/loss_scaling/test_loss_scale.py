@@ -24,9 +24,7 @@ SCALES: dict[str, Callable[[], Any]] = {
     "static": lambda: jt.StaticLossScale(2.0**13),
     "static leaf": lambda: jt.StaticLossScale(jnp.float32(2.0**13)),
     "dynamic": lambda: jt.DynamicLossScale(2.0**13, 2, 5, 4, 0.25, max_loss_scale=2.0**20),
-    "hysteresis": lambda: jt.DynamicLossScale(
-        2.0**13, period=5, backoff_factor=0.25, hysteresis=3, hysteresis_left=2
-    ),
+    "hysteresis": lambda: jt.DynamicLossScale(2.0**13, period=5, backoff_factor=0.25, hysteresis=3, hysteresis_left=2),
     "torch": lambda: jt.torch_loss_scale(2.0**13, 4.0, 0.25, 5),
     "apex": lambda: jt.apex_loss_scale(init_scale=2.0**13, scale_window=5, min_loss_scale=2.0),
     "megatron": lambda: jt.megatron_loss_scale(2.0**13, growth_interval=5, hysteresis=3),
@@ -263,9 +261,7 @@ def test_float8_leaves_are_upcast(dtype: Any) -> None:
     assert scaled.dtype == jnp.float32 and float(scaled) == 448.0 * 2**16
 
 
-@pytest.mark.parametrize(
-    "options", [{"hysteresis": 2.0}, {"hysteresis": 3, "counter_start": -1.0}, {"counter": 1.0}]
-)
+@pytest.mark.parametrize("options", [{"hysteresis": 2.0}, {"hysteresis": 3, "counter_start": -1.0}, {"counter": 1.0}])
 def test_a_float_count_is_refused_or_stays_a_count(options: dict[str, Any]) -> None:
     try:
         scale = jt.DynamicLossScale(8.0, **options)

@@ -320,9 +320,7 @@ def test_what_it_lacks_is_named(scale: Any, error: Any, message: str, place: str
     call: dict[str, Callable[[], Any]] = {
         "with_loss_scale": lambda: jt.with_loss_scale(optax.sgd(0.1), scale),
         "scaled_value_and_grad": lambda: jt.scaled_value_and_grad(jnp.sin)(scale, jnp.ones(())),
-        "several": lambda: jt.with_loss_scale(
-            optax.sgd(0.1), jt.PerLossScale((jt.NoOpLossScale(), scale))
-        ),
+        "several": lambda: jt.with_loss_scale(optax.sgd(0.1), jt.PerLossScale((jt.NoOpLossScale(), scale))),
         "set": lambda: jt.set_loss_scale(
             jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale()).init(jnp.ones(2)), scale
         ),
@@ -333,9 +331,7 @@ def test_what_it_lacks_is_named(scale: Any, error: Any, message: str, place: str
 
 def test_several_in_several_are_refused() -> None:
     inner: Any = jt.PerLossScale((jt.NoOpLossScale(),))
-    with pytest.raises(
-        TypeError, match="loss_scales must be loss scales of one loss each, got Per"
-    ):
+    with pytest.raises(TypeError, match="loss_scales must be loss scales of one loss each, got Per"):
         jt.with_loss_scale(optax.sgd(0.1), jt.PerLossScale((inner,)))
 
 

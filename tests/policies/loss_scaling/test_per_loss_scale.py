@@ -114,9 +114,7 @@ def test_pieces_of_a_step_of_ones_own() -> None:
     found, grads = jt.scaled_value_and_grad(losses)(jt.get_loss_scale(state), params(), batch())
     for loss_id in range(2):
         scale = jt.get_loss_scale(state, loss_id=loss_id)
-        loss, alone = jt.scaled_value_and_grad(lambda p, b, i=loss_id: losses(p, b)[i])(
-            scale, params(), batch()
-        )
+        loss, alone = jt.scaled_value_and_grad(lambda p, b, i=loss_id: losses(p, b)[i])(scale, params(), batch())
         np.testing.assert_allclose(grads[loss_id]["w"], alone["w"], rtol=1e-6)
         np.testing.assert_allclose(found[loss_id], loss, rtol=1e-6)
     updates: Any = optimizer.update(grads, state, params())[0]
@@ -131,9 +129,7 @@ def test_losses_and_scales_that_do_not_fit_are_named() -> None:
     plain = jt.stateless(lambda params, batch: params["w"].sum())
     with pytest.raises(ValueError, match="not a tuple for the 2 losses that have a scale"):
         jt.train_step(plain, several)(jt.TrainState.create(params(), several), batch())
-    with pytest.raises(
-        TypeError, match="loss_fn returned 2 losses; the optimizer has to have a Per"
-    ):
+    with pytest.raises(TypeError, match="loss_fn returned 2 losses; the optimizer has to have a Per"):
         losses = jt.scaled_value_and_grad(lambda p, b: two_losses(p, None, b, None)[0])
         losses(jt.get_loss_scale(one.init(params())), params(), batch())
     with pytest.raises(TypeError, match="loss_scales must be a tuple of loss scales, got Dynamic"):

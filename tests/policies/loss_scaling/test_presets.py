@@ -296,19 +296,13 @@ def test_torch_bit_by_bit(
 
 @FEW
 @given(seeds, powers, intervals, st.sampled_from([None, 0, 1.0, 8.0]), st.sampled_from([24, 30]))
-def test_apex_bit_by_bit(
-    seed: int, start: float, interval: int, low: float | None, high: int
-) -> None:
-    scale = jt.apex_loss_scale(
-        init_scale=start, scale_window=interval, min_loss_scale=low, max_loss_scale=2.0**high
-    )
+def test_apex_bit_by_bit(seed: int, start: float, interval: int, low: float | None, high: int) -> None:
+    scale = jt.apex_loss_scale(init_scale=start, scale_window=interval, min_loss_scale=low, max_loss_scale=2.0**high)
     check(scale, Apex(start, interval, low, 2.0**high), seed, 0.2)
 
 
 @FEW
-@given(
-    seeds, powers, growths, backoffs, intervals, st.integers(1, 4), st.sampled_from([24.0, 32.0])
-)
+@given(seeds, powers, growths, backoffs, intervals, st.integers(1, 4), st.sampled_from([24.0, 32.0]))
 @pytest.mark.filterwarnings("ignore:.*is not a power of two")
 def test_megatron_and_colossalai_bit_by_bit(
     seed: int,
@@ -320,9 +314,7 @@ def test_megatron_and_colossalai_bit_by_bit(
     high: float,
 ) -> None:
     options = (start, 1.0, growth, backoff, interval, hysteresis, 2.0**high)
-    reference = Megatron(
-        np.float32(start), growth, backoff, interval, hysteresis, low=1.0, high=2.0**high
-    )
+    reference = Megatron(np.float32(start), growth, backoff, interval, hysteresis, low=1.0, high=2.0**high)
     check(jt.megatron_loss_scale(*options), reference, seed, 0.25)
 
 
@@ -336,9 +328,7 @@ def test_nemo_bit_by_bit(seed: int, start: float, interval: int, hysteresis: int
 
 @FEW
 @given(seeds, st.integers(4, 20), intervals, st.integers(1, 4), st.booleans())
-def test_deepspeed_bit_by_bit(
-    seed: int, power: int, window: int, hysteresis: int, consecutive: bool
-) -> None:
+def test_deepspeed_bit_by_bit(seed: int, power: int, window: int, hysteresis: int, consecutive: bool) -> None:
     scale = jt.deepspeed_loss_scale(0, power, window, hysteresis, consecutive)
     reference = DeepSpeed(2.0**power, window, hysteresis, consecutive, 1.0)
     check(scale, reference, seed, 0.35, count=90)
@@ -403,17 +393,13 @@ WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
 
 @pytest.mark.parametrize(("preset", "name", "values"), WRONG,
                          ids=[f"{p.__name__}-{n}" for p, n, _ in WRONG])  # fmt: skip
-def test_wrong_arguments_are_named(
-    preset: Callable[..., Any], name: str, values: list[Any]
-) -> None:
+def test_wrong_arguments_are_named(preset: Callable[..., Any], name: str, values: list[Any]) -> None:
     for value in values:
         with pytest.raises(ValueError, match=name):
             preset(**{name: value})
 
 
-@pytest.mark.parametrize(
-    "options", [{"init_scale": 1000.0}, {"growth_factor": 1.5}, {"backoff_factor": 0.7}]
-)
+@pytest.mark.parametrize("options", [{"init_scale": 1000.0}, {"growth_factor": 1.5}, {"backoff_factor": 0.7}])
 def test_numbers_that_are_not_powers_of_two_warn(options: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match=f"{next(iter(options))}=.* is not a power of two"):
         jt.torch_loss_scale(**options)
@@ -461,9 +447,7 @@ def test_an_interval_that_never_ends_is_refused_or_never_grows() -> None:
         (jt.deepspeed_loss_scale, {"loss_scale": 1000.0}),
     ],
 )
-def test_warnings_point_at_the_caller(
-    preset: Callable[..., Any], options: dict[str, float]
-) -> None:
+def test_warnings_point_at_the_caller(preset: Callable[..., Any], options: dict[str, float]) -> None:
     with pytest.warns(UserWarning, match="is not a power of two") as record:
         preset(**options)
     assert [warning.filename for warning in record] == [__file__]
@@ -512,9 +496,7 @@ def test_torch_and_nemo_bit_by_bit_through_hundreds_of_steps(
     check(jt.nemo_loss_scale(*options, hysteresis=2), nemo_reference, seed, bad_rate)
 
 
-@pytest.mark.parametrize(
-    "number", [jnp.float32(1024), np.float32(1024), np.asarray(1024.0), jnp.int32(1024), 1024]
-)
+@pytest.mark.parametrize("number", [jnp.float32(1024), np.float32(1024), np.asarray(1024.0), jnp.int32(1024), 1024])
 def test_scalars_of_numpy_and_jax_are_numbers(number: Any) -> None:
     for preset in (jt.torch_loss_scale, jt.apex_loss_scale, jt.nemo_loss_scale):
         assert preset(init_scale=number) == preset(init_scale=1024.0)

@@ -264,9 +264,7 @@ def scaled(loss_scale: jt.LossScale) -> Any:
          r"^loss_scale of opt_state's loss scale has the shape \(2,\), got \(\)"),
     ],
 )  # fmt: skip
-def test_a_state_refuses_what_does_not_fit(
-    state: Any, loss_scale: jt.LossScale, message: str
-) -> None:
+def test_a_state_refuses_what_does_not_fit(state: Any, loss_scale: jt.LossScale, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         jt.set_loss_scale(state, loss_scale)
     with pytest.raises(TypeError, match="loss_scale must be a LossScale, got 2"):

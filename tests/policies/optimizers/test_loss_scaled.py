@@ -66,9 +66,7 @@ def test_no_optimizer_of_optax_is_forgotten() -> None:
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("grad_dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("name", ALIASES)
-def test_every_optimizer_sees_unscaled_float32_gradients(
-    name: str, grad_dtype: Any, param_dtype: Any
-) -> None:
+def test_every_optimizer_sees_unscaled_float32_gradients(name: str, grad_dtype: Any, param_dtype: Any) -> None:
     """Op by op equal to the bare optimizer on float32 gradients and parameters."""
     bare: Any = make(name)
     wrapped: Any = jt.with_loss_scale(make(name), jt.torch_loss_scale(SCALE))
@@ -82,9 +80,7 @@ def test_every_optimizer_sees_unscaled_float32_gradients(
         unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / SCALE, scaled)
         expected, bare_state = bare.update(unscaled, bare_state, float32_params, **extra)
         assert_bitwise_equal(updates, expected)
-        assert_bitwise_equal(
-            *(jax.tree.map(jnp.asarray, s) for s in (state.inner_state, bare_state))
-        )
+        assert_bitwise_equal(*(jax.tree.map(jnp.asarray, s) for s in (state.inner_state, bare_state)))
 
 
 @pytest.mark.parametrize("name", ALIASES)
@@ -127,9 +123,7 @@ def test_a_skip_keeps_both_signs_of_a_complex_zero(wrap: Any) -> None:
 
 
 def test_counters_and_the_scale_over_a_sequence() -> None:
-    optimizer: Any = jt.with_loss_scale(
-        optax.sgd(0.1), jt.torch_loss_scale(256.0, growth_interval=2)
-    )
+    optimizer: Any = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(256.0, growth_interval=2))
     state, rows = optimizer.init(jnp.ones(2)), []
     for bad in (1, 0, 0, 1, 1, 0):
         _, state = optimizer.update(jnp.array([1.0, jnp.nan if bad else 1.0]), state, jnp.ones(2))
@@ -225,9 +219,7 @@ def scaled() -> Any:
         lambda: optax.masked(scaled(), {"w": True, "b": False}),
         lambda: optax.MultiSteps(scaled(), 3).gradient_transformation(),
         lambda: optax.inject_hyperparams(
-            lambda learning_rate: jt.with_loss_scale(
-                optax.sgd(learning_rate), jt.torch_loss_scale(SCALE)
-            )
+            lambda learning_rate: jt.with_loss_scale(optax.sgd(learning_rate), jt.torch_loss_scale(SCALE))
         )(learning_rate=0.1),
         lambda: optax.apply_if_finite(scaled(), 3),
     ],
@@ -264,9 +256,7 @@ def test_a_second_scale_inside_is_an_error() -> None:
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(TypeError, match=r"loss_scale must be a LossScale, got 65536\.0; for a num"):
         jt.with_loss_scale(optax.sgd(0.1), 65536.0)  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"optimizer must be an optax\.GradientTransformation, got 3"
-    ):
+    with pytest.raises(TypeError, match=r"optimizer must be an optax\.GradientTransformation, got 3"):
         jt.with_loss_scale(3, jt.NoOpLossScale())  # type: ignore[arg-type]
 
 
@@ -308,11 +298,7 @@ def test_all_devices_skip_when_one_overflows(way: str) -> None:
     if way == "pmap":
         run = jax.pmap(update, axis_name="data")
     else:
-        run = jax.jit(
-            jax.shard_map(
-                update, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=way == "vma"
-            )
-        )
+        run = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=way == "vma"))
     shape = (8, 1) if way == "pmap" else (8,)
     for bad, skipped in ((5, 1), (None, 0)):
         grads = jnp.ones(8) if bad is None else jnp.ones(8).at[bad].set(jnp.nan)

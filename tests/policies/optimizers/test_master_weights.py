@@ -42,20 +42,14 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_master_weights_are_float32_training_to_the_last_bit(
-    optimizer: str, dtype: str
-) -> None:
+def test_the_master_weights_are_float32_training_to_the_last_bit(optimizer: str, dtype: str) -> None:
     inner = OPTIMIZERS[optimizer]()
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     scaled = jt.with_loss_scale(relaxed(inner), jt.torch_loss_scale(2.0**8, growth_interval=5))
     wrapped = jt.with_master_weights(scaled)
-    float32_step = jax.jit(
-        jt.train_step(jt.stateless(loss_fn), scaled, policy=f"p=f32,c={dtype},o=f32")
-    )
-    half_step = jax.jit(
-        jt.train_step(jt.stateless(lambda p, x: loss_fn(p, x.astype(dtype))), wrapped)
-    )
+    float32_step = jax.jit(jt.train_step(jt.stateless(loss_fn), scaled, policy=f"p=f32,c={dtype},o=f32"))
+    half_step = jax.jit(jt.train_step(jt.stateless(lambda p, x: loss_fn(p, x.astype(dtype))), wrapped))
     float32_state = jt.TrainState.create(make_params(), scaled)
     half = jt.TrainState.create(make_params(), wrapped, cast_params=in_half(dtype))
     metrics: Any = {}
@@ -73,9 +67,7 @@ def test_the_master_weights_are_float32_training_to_the_last_bit(
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_skipped_step_changes_no_bit(dtype: str) -> None:
-    optimizer: Any = jt.with_master_weights(
-        jt.with_loss_scale(relaxed(optax.adam(0.1)), jt.torch_loss_scale())
-    )
+    optimizer: Any = jt.with_master_weights(jt.with_loss_scale(relaxed(optax.adam(0.1)), jt.torch_loss_scale()))
     params = {"w": jnp.array([1.0, -0.0, 0.0, np.inf], dtype), "n": jnp.ones(2)}
     state = optimizer.init(params)
     bad = {"w": jnp.array([1.0, 2.0, 3.0, np.nan], dtype), "n": jnp.ones(2)}
@@ -144,9 +136,7 @@ def test_a_skip_holds_for_what_comes_after_the_loss_scale_too() -> None:
     state, metrics = step(state, jnp.float16(np.nan))
     assert int(metrics["skipped_steps"]) == 1
     assert_bitwise_equal(state.params, before.params)
-    assert_bitwise_equal(
-        jt.get_master_weights(state.opt_state), jt.get_master_weights(before.opt_state)
-    )
+    assert_bitwise_equal(jt.get_master_weights(state.opt_state), jt.get_master_weights(before.opt_state))
 
 
 def test_parameters_from_elsewhere_come_with_their_masters() -> None:
@@ -156,9 +146,7 @@ def test_parameters_from_elsewhere_come_with_their_masters() -> None:
     other = jt.set_master_weights(state, {"w": jnp.full((2, 3), 0.25, jnp.float16)})
     master_weights = jt.get_master_weights(other)
     assert_bitwise_equal(master_weights, {"w": jnp.full((2, 3), 0.25)})
-    with pytest.raises(
-        ValueError, match=r"params 'w' has the shape \(3,\), its master weight \(2, 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"params 'w' has the shape \(3,\), its master weight \(2, 3\)"):
         jt.set_master_weights(state, {"w": jnp.ones(3)})
     with pytest.raises(ValueError, match="params has another structure"):
         jt.set_master_weights(state, {"v": jnp.ones(3)})
@@ -168,9 +156,7 @@ def test_float32_parameters_and_their_masters_can_be_donated_together() -> None:
     optimizer: Any = jt.with_master_weights(optax.sgd(0.1))
     params = {"norm": jnp.ones(2), "w": jnp.ones(2, jnp.float16)}
     state = optimizer.init(params)
-    step = jax.jit(
-        lambda p, s: optimizer.update(p, s, p, return_params=True), donate_argnums=(0, 1)
-    )
+    step = jax.jit(lambda p, s: optimizer.update(p, s, p, return_params=True), donate_argnums=(0, 1))
     params, state = optimizer.update(params, state, params, return_params=True)  # not jitted
     for _ in range(2):
         params, state = step(params, state)

@@ -20,9 +20,7 @@ def make(optimizer: Any) -> tuple[nnx.Module, nnx.Optimizer]:
 
 
 def scaled_sgd(scale: Any = None) -> Any:
-    return jt.with_loss_scale(
-        optax.sgd(0.1, momentum=0.9), scale or jt.torch_loss_scale(init_scale=8.0)
-    )
+    return jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), scale or jt.torch_loss_scale(init_scale=8.0))
 
 
 def whole(optimizer: nnx.Optimizer) -> Any:

@@ -71,9 +71,7 @@ def test_a_flax_train_state_keeps_its_batch_statistics_over_an_overflow() -> Non
 
 
 def test_a_whole_flax_state_is_one_tree() -> None:
-    old = FlaxState.create(
-        apply_fn=None, params={"w": jnp.ones(2)}, tx=OPTIMIZER, batch_stats=jnp.zeros(2)
-    )
+    old = FlaxState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=OPTIMIZER, batch_stats=jnp.zeros(2))
     for finite in (True, False):
         grads = {"w": jnp.array([4.0, 8.0 if finite else jnp.nan])}
         new = old.apply_gradients(grads=grads).replace(batch_stats=jnp.full(2, 7.0))
@@ -94,13 +92,9 @@ def test_an_equinox_model_and_its_state(finite: bool) -> None:
     model, state = eqx.nn.make_with_state(Model)(norm, jax.nn.relu, 0.25)
     index: Any = model.norm.batch_state_index
     counters = jax.tree.map(lambda x: x + jnp.asarray(1, x.dtype), state.get(index))
-    new_state = jax.tree.map(lambda x: x, state).set(
-        index, counters
-    )  # of a copy: `set` ends a state
+    new_state = jax.tree.map(lambda x: x, state).set(index, counters)  # of a copy: `set` ends a state
     new = eqx.tree_at(lambda m: m.norm.weight, model, jnp.full(2, jnp.inf))
-    chosen, chosen_state = jt.select_step(
-        after_step(finite=finite), (new, new_state), (model, state)
-    )
+    chosen, chosen_state = jt.select_step(after_step(finite=finite), (new, new_state), (model, state))
     assert_bitwise_equal(chosen.norm.weight, new.norm.weight if finite else model.norm.weight)
     assert (chosen.activation, chosen.rate) == (jax.nn.relu, 0.25)
     assert type(chosen.rate) is float

@@ -83,9 +83,7 @@ def test_it_is_the_number_of_overflows_in_a_row(
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    power=st.integers(1, 32), hysteresis=st.integers(1, 4), steps=st.text(alphabet="+-", max_size=6)
-)
+@given(power=st.integers(1, 32), hysteresis=st.integers(1, 4), steps=st.text(alphabet="+-", max_size=6))
 def test_presets_are_counted_alike(power: int, hysteresis: int, steps: str) -> None:
     for scale, floor in (
         (jt.megatron_loss_scale(2.0**power, hysteresis=hysteresis, growth_interval=2), 1.0),
@@ -224,9 +222,7 @@ def test_vmapped_states_stop_for_their_worst_member() -> None:
         jt.check_progress(state, stop_after=2)
 
 
-@pytest.mark.parametrize(
-    "options", [{"stop_after": 0}, {"stop_after": -2}, {"stop_after": 5, "warn_after": 0}]
-)
+@pytest.mark.parametrize("options", [{"stop_after": 0}, {"stop_after": -2}, {"stop_after": 5, "warn_after": 0}])
 def test_numbers_below_one_are_refused(options: dict[str, int]) -> None:
     name, number = list(options.items())[-1]
     with pytest.raises(ValueError, match=f"^{name}={number} must be at least 1"):

@@ -69,9 +69,7 @@ def test_reductions_of_half_gradients(way: str, value: float, dtype: Any, expect
 
 @every_way
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_complex_gradients_are_averaged_whole_and_what_has_no_mean_stays(
-    way: str, dtype: Any
-) -> None:
+def test_complex_gradients_are_averaged_whole_and_what_has_no_mean_stays(way: str, dtype: Any) -> None:
     """Of x = 0..7 the gradients x + i x^2 have the mean 3.5 + 17.5i; i 560,000 is beyond float16."""
 
     def step(w: jax.Array, x: jax.Array) -> Any:

@@ -71,12 +71,8 @@ def test_other_names_are_refused(name: str) -> None:
         parse_dtype(name)
 
 
-@pytest.mark.parametrize(
-    ("platform", "dtype"), [("tpu", jnp.bfloat16), ("gpu", jnp.float16), ("cpu", jnp.float16)]
-)
-def test_half_is_what_the_device_computes_fast(
-    monkeypatch: pytest.MonkeyPatch, platform: str, dtype: Any
-) -> None:
+@pytest.mark.parametrize(("platform", "dtype"), [("tpu", jnp.bfloat16), ("gpu", jnp.float16), ("cpu", jnp.float16)])
+def test_half_is_what_the_device_computes_fast(monkeypatch: pytest.MonkeyPatch, platform: str, dtype: Any) -> None:
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform=platform)])
     assert jt.half_dtype() == dtype
     assert parse_dtype("half") == jnp.dtype(dtype)
@@ -85,17 +81,13 @@ def test_half_is_what_the_device_computes_fast(
     assert jt.cast_to_full(np.ones(2, dtype)).dtype == np.float32
 
 
-@pytest.mark.parametrize(
-    "dtype", [*USUAL, *FLOAT8, "bfloat16", "half", np.dtype("f2"), float, jnp.dtype("float32")]
-)
+@pytest.mark.parametrize("dtype", [*USUAL, *FLOAT8, "bfloat16", "half", np.dtype("f2"), float, jnp.dtype("float32")])
 def test_floating_dtypes_become_numpy_dtypes(dtype: Any) -> None:
     result = float_dtype(dtype, "x")
     assert isinstance(result, np.dtype) and result == jnp.dtype(dtype)
 
 
-@pytest.mark.parametrize(
-    "dtype", [np.int8, jnp.int4, bool, np.complex64, np.uint32, "int32", np.object_, jax.float0]
-)
+@pytest.mark.parametrize("dtype", [np.int8, jnp.int4, bool, np.complex64, np.uint32, "int32", np.object_, jax.float0])
 def test_other_dtypes_are_named(dtype: Any) -> None:
     with pytest.raises(ValueError, match=r"^compute=.* must be a floating dtype"):
         float_dtype(dtype, "compute")

@@ -13,9 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_train as jt
 
 FLOATS = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.complex64]
-arrays = hnp.arrays(
-    np.float32, hnp.array_shapes(min_side=0, max_side=4), elements=st.floats(width=32)
-)
+arrays = hnp.arrays(np.float32, hnp.array_shapes(min_side=0, max_side=4), elements=st.floats(width=32))
 
 
 # --- all_finite -------------------------------------------------------------------------------

@@ -70,9 +70,7 @@ def twice(fn: Callable[..., Any], *args: Any) -> None:
 def state_of(net: Any) -> dict[str, np.ndarray]:
     pure = nnx.to_flat_state(nnx.state(net))
     return {
-        "/".join(map(str, path)): np.asarray(
-            jax.random.key_data(x[...]) if isinstance(x, nnx.RngKey) else x[...]
-        )
+        "/".join(map(str, path)): np.asarray(jax.random.key_data(x[...]) if isinstance(x, nnx.RngKey) else x[...])
         for path, x in pure
     }
 
@@ -185,9 +183,7 @@ def around_cond_and_loops(wrap: Transform) -> Net:
         loss = nnx.cond(x.sum() < 1e3, loss_fn, lambda net, x: jnp.float32(0), net, x)
         nnx.cond(x.sum() > 1e3, loss_fn, lambda net, x: jnp.float32(0), net, x)
         nnx.fori_loop(0, 2, lambda i, net: (loss_fn(net, x), net)[1], net)
-        nnx.while_loop(
-            lambda c: c[1] < 2, lambda c: (loss_fn(c[0], x), (c[0], c[1] + 1))[1], (net, 0)
-        )
+        nnx.while_loop(lambda c: c[1] < 2, lambda c: (loss_fn(c[0], x), (c[0], c[1] + 1))[1], (net, 0))
         return loss
 
     twice(wrap(run), model, X)
@@ -327,13 +323,9 @@ def test_a_variable_that_cannot_be_carried_is_named() -> None:
 
     hidden = Hidden()
     hidden.net = model
-    with pytest.raises(
-        errors.TraceContextError, match=r"a Variable of int32\[\] .* did not find it"
-    ):
+    with pytest.raises(errors.TraceContextError, match=r"a Variable of int32\[\] .* did not find it"):
         jt.autocast(lambda x: hidden.net(x))(X)
-    with pytest.raises(
-        errors.TraceContextError, match=r"Variable 'model/rows' .* outer transformation"
-    ):
+    with pytest.raises(errors.TraceContextError, match=r"Variable 'model/rows' .* outer transformation"):
         jax.jit(lambda x: jt.autocast(lambda x: model(x))(x))(X)
     assert model.rows[...] == 0
 
@@ -363,9 +355,7 @@ def test_policies_cast_the_parameters_alone() -> None:
         seen.clear()
         assert jt.apply_policy(fn, policy)(*args).dtype == jnp.float32
         assert seen[-1] == expected
-    with pytest.raises(
-        ValueError, match="'nope' found no floating parameter; the paths are:\n  adapt"
-    ):
+    with pytest.raises(ValueError, match="'nope' found no floating parameter; the paths are:\n  adapt"):
         jt.apply_policy(model, jt.policy_by_path({"nope": "float32"}))(x)
     assert jt.explain_policy(model, "mixed_float16", x).half_products_share == 1
     assert {x.dtype.name for x in jax.tree.leaves(nnx.state(model))} == {"float32"}
@@ -397,9 +387,7 @@ def test_references_of_jax_are_written_in_their_dtype(dtype: Any) -> None:
     def run(ref: Any, x: jax.Array) -> jax.Array:
         def body(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
             y = carry @ jnp.eye(3) * 0.5
-            jax.lax.cond(
-                y[0, 0] != 0, lambda: ref.__setitem__(..., ref[...] + y.astype(dtype)), lambda: None
-            )
+            jax.lax.cond(y[0, 0] != 0, lambda: ref.__setitem__(..., ref[...] + y.astype(dtype)), lambda: None)
             return y, None
 
         return jax.lax.scan(body, x, length=3)[0]

@@ -22,9 +22,7 @@ def convolve(x: np.ndarray, kernel: np.ndarray, stride: int) -> np.ndarray:
 
 def batch_norm(x: np.ndarray, params: Any) -> np.ndarray:
     mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
-    return (x - mean) / np.sqrt(var + 1e-5) * np.asarray(params["scale"]) + np.asarray(
-        params["bias"]
-    )
+    return (x - mean) / np.sqrt(var + 1e-5) * np.asarray(params["scale"]) + np.asarray(params["bias"])
 
 
 @pytest.mark.parametrize(("size", "stride"), [(3, 1), (3, 2), (1, 2)])
