@@ -10,14 +10,13 @@ from typing import Any
 import jax
 from flax import serialization
 
-from jmp_train.distributed import is_key
 from jmp_train.policies.loss_scaling import (
     DynamicLossScale,
     NoOpLossScale,
     PerLossScale,
     StaticLossScale,
 )
-from jmp_train.policies.pytrees import named_leaves
+from jmp_train.policies.pytrees import is_key, named_leaves
 from jmp_train.steps import TrainState
 
 

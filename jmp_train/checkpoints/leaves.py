@@ -9,8 +9,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr
 
-from jmp_train.distributed import as_bytes, is_divided, is_key, local_data
-from jmp_train.policies.pytrees import path_name
+from jmp_train.distributed import as_bytes, is_divided, local_data
+from jmp_train.policies.pytrees import is_key, path_name
 
 # The dtypes that a checkpoint holds, by numpy's names; all of jax's, but random keys, of which it holds the data.
 STORED = frozenset(

@@ -31,11 +31,11 @@ from jmp_train.distributed import (
     broadcast_arrays,
     gather_texts,
     is_divided,
-    is_key,
     placement,
     to_leaf,
 )
 from jmp_train.extras import extra_packages
+from jmp_train.policies.pytrees import is_key
 
 State = TypeVar("State")
 

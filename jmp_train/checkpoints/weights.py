@@ -19,9 +19,9 @@ from jax.core import Tracer
 from jax.tree_util import keystr
 
 from jmp_train.checkpoints.atomic_files import write_atomically
-from jmp_train.distributed import is_divided, is_key, placement, to_leaf
+from jmp_train.distributed import is_divided, placement, to_leaf
 from jmp_train.extras import extra_packages
-from jmp_train.policies.pytrees import path_name
+from jmp_train.policies.pytrees import is_key, path_name
 
 _FORMAT, _VERSION = "jmp_train.weights", "1"
 _METADATA = "__metadata__"  # the format's own entry among the names

@@ -3,20 +3,16 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
+
+from jmp_train.policies.pytrees import is_key
 
 _IMPLEMENTATIONS = {
     "key<fry>": "threefry2x32",
     "key<rbg>": "rbg",
     "key<urbg>": "unsafe_rbg",
 }
-
-
-def is_key(x: Any) -> bool:
-    """Returns whether a leaf is a typed random key, or describes one."""
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def is_divided(x: Any) -> bool:

@@ -3,13 +3,12 @@
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 from flax.training import train_state
 
 from jmp_train.policies import Grads, PyTree
 from jmp_train.policies.loss_scaling import LossScales
 from jmp_train.policies.optimizers import loss_scale_of, scaled_states, select_step
-from jmp_train.policies.pytrees import trained_gradients, with_overwritten
+from jmp_train.policies.pytrees import is_key_or_data, trained_gradients, with_overwritten
 
 
 class FlaxTrainState(train_state.TrainState):
@@ -63,6 +62,4 @@ class FlaxTrainState(train_state.TrainState):
 
 def _but_keys(new: PyTree, old: PyTree) -> Any:
     """Returns what a skipped step leaves of an array: the old one, but of a random key the next."""
-    dtype = jnp.result_type(new)
-    is_key = dtype == jnp.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return new if is_key else old
+    return new if is_key_or_data(new) else old

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 from jax.tree_util import KeyPath
 
-from jmp_train.policies import Grads, OptState, Params, PyTree
+from jmp_train.policies import Grads, OptState, Params
 from jmp_train.policies.dtype_policies import FirstTrace, PathPolicy, Policy, get_policy
 from jmp_train.policies.loss_scaling import (
     LossScales,
@@ -35,6 +35,7 @@ from jmp_train.policies.optimizers import (
     scaled_states,
 )
 from jmp_train.policies.pytrees import (
+    cast_like,
     find_nodes,
     is_float_array,
     is_inexact_array,
@@ -408,7 +409,8 @@ class TrainStep:
             aux = self.policy.default.cast_to_output(aux)
         if isinstance(loss, tuple):
             loss = functools.reduce(jnp.add, loss)
-        return StepGradients(loss, _stored_like(model_state, new_model_state), aux, grads)
+        _check_alike(new_model_state, model_state)
+        return StepGradients(loss, cast_like(new_model_state, model_state), aux, grads)
 
     def _evaluation(self, state: TrainState, batch: Batch, rng: jax.Array | None) -> Evaluate:
         """Returns loss and unscaled gradients of this batch as a function of the parameters."""
@@ -450,8 +452,8 @@ def _finite_or_nan(finite: jax.Array, grads: Grads, opt_state: OptState) -> Any:
     return jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), grads)
 
 
-def _stored_like(old: PyTree, new: PyTree) -> Any:
-    """Returns the new model state in the dtypes of the old one, which has to have its shapes."""
+def _check_alike(new: ModelState, old: ModelState) -> None:
+    """Raises TypeError if a new model state is not the old one's but for floating dtypes."""
     old_tree, new_tree = jax.tree.structure(old), jax.tree.structure(new)
     if old_tree != new_tree:
         raise TypeError(
@@ -459,16 +461,15 @@ def _stored_like(old: PyTree, new: PyTree) -> Any:
             f"state has:\n  {old_tree}\nTrainState.create(model_state=...) takes the first one"
         )
 
-    def like(path: KeyPath, x: Any, y: Any) -> Any:
+    def check(path: KeyPath, x: jax.Array, y: jax.Array) -> None:
         both_float = is_float_array(x) and is_float_array(y)
         if jnp.shape(x) != jnp.shape(y) or not (both_float or x.dtype == y.dtype):
             raise TypeError(
                 f"loss_fn returned model_state {path_name(path)!r} as {y.dtype}{list(y.shape)}, "
                 f"the state has {x.dtype}{list(x.shape)}"
             )
-        return y.astype(x.dtype) if both_float else y
 
-    return jax.tree_util.tree_map_with_path(like, old, new)
+    jax.tree_util.tree_map_with_path(check, old, new)
 
 
 def check_param_dtypes(params: Params, policy: Policy | PathPolicy | None) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jmp_train.policies import PyTree
-from jmp_train.policies.pytrees import trained, with_overwritten
+from jmp_train.policies.pytrees import is_key_or_data, trained, with_overwritten
 from jmp_train.steps.step_checks import check_params
 from jmp_train.types import ModelState
 
@@ -76,7 +76,7 @@ class TrainState:
           >>> state.opt_state[0].mu["w"].dtype.name
           'float32'
         """
-        if rng is not None and not _is_key(rng):
+        if rng is not None and not (isinstance(rng, jax.Array) and is_key_or_data(rng)):
             raise TypeError(f"rng must be a jax random key, such as jax.random.key(0), got {rng!r}")
         check_params(params)
         params, model_state = _settle((params, model_state))
@@ -91,12 +91,6 @@ class TrainState:
             rng=None if rng is None else jnp.copy(rng),  # the caller's key survives donation
             step=jnp.zeros((), jnp.int32),
         )
-
-
-def _is_key(rng: jax.Array | None) -> bool:
-    if not isinstance(rng, jax.Array):
-        return False
-    return rng.dtype == jnp.uint32 or jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
 
 
 def _settle(tree: PyTree) -> Any:

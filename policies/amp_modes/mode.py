@@ -51,7 +51,8 @@ from jmp_train.policies.optimizers import (
 from jmp_train.policies.pytrees import (
     cast_floating,
     cast_leaf,
-    float_dtype,
+    cast_like,
+    check_half,
     is_float_array,
     is_half,
     named_leaves,
@@ -100,9 +101,7 @@ def amp_mode(mode: str, *, dtype: DTypeLike = jnp.float16, **options: object) ->
 
     Reference: torch.amp; NVIDIA Apex e13873de; ColossalAI e79ea4424^, colossalai/amp.
     """
-    half = float_dtype(dtype, "dtype")
-    if half not in (jnp.float16, jnp.bfloat16):
-        raise ValueError(f"dtype={half.name!r} must be 'float16' or 'bfloat16'")
+    half = check_half(dtype, "dtype")
     chosen = amp_options(mode, options)
     amp = Amp(chosen, chosen.half_dtype(half))
     idle = [name for name in chosen.scaling if name in options]
@@ -272,7 +271,8 @@ class Amp:
 
             result = self._run(model, params, model_state, batch, first_trace)
             loss, (new_state, aux) = unpack_loss(result)
-            return loss, (_stored_like(model_state, new_state), self.cast_outputs(aux))
+            # train_step checks what else differs in the model state.
+            return loss, (cast_like(new_state, model_state), self.cast_outputs(aux))
 
         setattr(with_amp, CASTS_BY_AMP, self.precision.model_dtype is not None)
         return with_amp, self._optimizer(optimizer)
@@ -415,13 +415,6 @@ class Amp:
 def _is_under(module: str, path: str) -> bool:
     """Says whether a parameter is a module's; the paths may begin with linen's "params"."""
     return module == "" or path.startswith((f"{module}/", f"params/{module}/"))
-
-
-def _stored_like(old: PyTree, new: PyTree) -> Any:
-    """Returns a new model state in the dtypes of the old one; `train_step` checks what else differs."""
-    if jax.tree_util.tree_structure(old) != jax.tree_util.tree_structure(new):
-        return new
-    return jax.tree_util.tree_map(lambda x, y: cast_leaf(y, x.dtype) if is_float_array(x) else y, old, new)
 
 
 def _log(text: str) -> None:

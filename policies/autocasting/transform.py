@@ -7,7 +7,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.cpu_convolutions import all_equations, warn_of_convolutions
@@ -23,7 +22,7 @@ from jmp_train.policies.autocasting.region import (
     replaced,
 )
 from jmp_train.policies.autocasting.rules import TORCH_CUDA, AutocastRules, Rule
-from jmp_train.policies.pytrees import Carried, is_array, is_nnx, states_at_home
+from jmp_train.policies.pytrees import Carried, check_half, is_array, is_nnx, states_at_home
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -74,9 +73,7 @@ def autocast(
 
     Reference: https://docs.pytorch.org/docs/stable/amp.html; `TORCH_CUDA` for the rules.
     """
-    half = np.dtype(dtype)
-    if half not in (jnp.float16, jnp.bfloat16):
-        raise ValueError(f"dtype={half.name} must be float16 or bfloat16")
+    half = check_half(dtype, "dtype")
     if not isinstance(rules, AutocastRules):
         raise TypeError(f"rules must be an AutocastRules, got {rules!r}")
     if mark_of(fn) is not None:

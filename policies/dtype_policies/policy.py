@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, autocast
 from jmp_train.policies.pytrees import (
     cast_floating,
+    check_half,
     float_dtype,
     parse_dtype,
     short_name,
@@ -128,10 +129,7 @@ class AutocastPolicy(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        dtype = float_dtype(self.autocast_dtype, "autocast_dtype")
-        if dtype not in (jnp.float16, jnp.bfloat16):
-            raise ValueError(f"autocast_dtype must be float16 or bfloat16, got {dtype}")
-        object.__setattr__(self, "autocast_dtype", dtype)
+        object.__setattr__(self, "autocast_dtype", check_half(self.autocast_dtype, "autocast_dtype"))
 
     def __str__(self) -> str:
         return f"{super().__str__()},a={short_name(jnp.dtype(self.autocast_dtype))}"

@@ -4,13 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState
 from jmp_train.policies.optimizers.master_weights import MasterWeightsState
 from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_train.policies.optimizers.zero_gradients import ZeroGradientsState
-from jmp_train.policies.pytrees import find_nodes, named_leaves
+from jmp_train.policies.pytrees import copy_like, find_nodes, named_leaves
 from jmp_train.policies.types import PyTree
 
 _WRAPPERS = (LossScaledState, MasterWeightsState, StochasticRoundingState, ZeroGradientsState)
@@ -62,7 +61,7 @@ def adopt_opt_state(new: PyTree, old: Any) -> Any:
     if wrong:
         raise ValueError("old is not a state of the optimizer in new:\n  " + "\n  ".join(wrong))
     for _, place, x in pairs:
-        leaves[place] = _in_place_of(x, leaves[place])
+        leaves[place] = copy_like(x, leaves[place])
     return structure.unflatten(leaves)
 
 
@@ -103,9 +102,3 @@ def _fits(x: jax.Array, like: jax.Array) -> bool:
         for dtype in (jnp.result_type(x), jnp.result_type(like))
     ]
     return jnp.shape(x) == jnp.shape(like) and kinds[0] == kinds[1]
-
-
-def _in_place_of(x: jax.Array, like: jax.Array) -> Any:
-    x = jnp.array(x, like.dtype)
-    on_devices = isinstance(like, jax.Array) and not isinstance(like, Tracer)
-    return jax.device_put(x, like.sharding) if on_devices and like.committed else x

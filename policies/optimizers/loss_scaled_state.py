@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
 
 from jmp_train.policies.loss_scaling import (
     LossScales,
@@ -16,7 +17,7 @@ from jmp_train.policies.loss_scaling import (
     is_integer,
     scales_in,
 )
-from jmp_train.policies.pytrees import find_nodes, named_leaves, only_state, path_name, with_states
+from jmp_train.policies.pytrees import copy_like, find_nodes, named_leaves, only_state, path_name, with_states
 from jmp_train.policies.types import PyTree
 
 
@@ -122,7 +123,8 @@ def set_loss_scale(opt_state: PyTree, loss_scale: LossScales) -> Any:
             f"opt_state has another kind of loss scale: {_difference(loss_scale, old)}; "
             "make a new optimizer, with_loss_scale(optimizer, loss_scale)"
         )
-    new = jax.tree_util.tree_map_with_path(lambda path, x, y: _in_place_of(path_name(path), x, y), loss_scale, old)
+    jax.tree_util.tree_map_with_path(_check_shape, loss_scale, old)
+    new = jax.tree_util.tree_map(copy_like, loss_scale, old)
     return with_states(opt_state, LossScaledState, lambda state: state._replace(loss_scale=new))
 
 
@@ -154,13 +156,9 @@ def _difference(new: LossScales, old: LossScales) -> str:
     return f"{structures[0]}, not {structures[1]}"
 
 
-def _in_place_of(name: str, new: Any, old: Any) -> jax.Array:
-    """Returns a copy of an array in the dtype and on the devices of another."""
+def _check_shape(path: KeyPath, new: ArrayLike, old: jax.Array) -> None:
     if jnp.shape(new) != jnp.shape(old):
         raise ValueError(
-            f"{name} of opt_state's loss scale has the shape {jnp.shape(old)}, got "
+            f"{path_name(path)} of opt_state's loss scale has the shape {jnp.shape(old)}, got "
             f"{jnp.shape(new)}; set it before the state is copied to many devices or members"
         )
-    x = jnp.array(new, old.dtype)
-    on_devices = isinstance(old, jax.Array) and not isinstance(old, Tracer)
-    return jax.device_put(x, old.sharding) if on_devices and old.committed else x

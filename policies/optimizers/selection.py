@@ -3,14 +3,12 @@
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.tree_util import KeyPath
 
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
-from jmp_train.policies.pytrees import find_nodes, only_state, path_name
+from jmp_train.policies.pytrees import find_nodes, only_state, select_leaf
 from jmp_train.policies.types import PyTree
 
 Tree = TypeVar("Tree")
@@ -57,17 +55,10 @@ def select_step(opt_state: PyTree, new: Tree, old: Tree) -> Tree:
         raise ValueError(f"new has another structure:\n  {trees[0]}\nthan old:\n  {trees[1]}")
 
     def select(path: KeyPath, x: object, y: object) -> Any:
-        is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
-        if x is y or not (is_array or isinstance(x, int | float | complex)):
-            return x
-        if not is_array and type(x) is type(y) and x == y:
+        is_number = isinstance(x, int | float | complex) and not isinstance(x, np.generic)
+        if x is y or (is_number and type(x) is type(y) and x == y):
             return x  # a setting of the model, say: it stays a Python number
-        x, y = jnp.asarray(x), jnp.asarray(y)
-        if x.dtype != y.dtype or x.shape != y.shape:
-            raise TypeError(
-                f"new {path_name(path)!r} is {x.dtype}{list(x.shape)}, the old one {y.dtype}{list(y.shape)}"
-            )
-        return lax.select(taken, x, y)
+        return select_leaf(path, taken, x, y)
 
     return jax.tree_util.tree_map_with_path(select, new, old)
 

@@ -18,7 +18,7 @@ from jmp_train.policies.optimizers.stored_parameters import (
     as_transformation,
     storing_optimizer,
 )
-from jmp_train.policies.pytrees import find_nodes, is_float_array, named_leaves, upcast_to_float32
+from jmp_train.policies.pytrees import find_nodes, is_float_array, is_key, named_leaves, upcast_to_float32
 from jmp_train.policies.types import Grads, Params
 
 
@@ -140,11 +140,10 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
-def _check_key(key: Any) -> None:
+def _check_key(key: jax.Array) -> None:
     try:
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        shape = (key if typed else jax.random.wrap_key_data(key)).shape
-    except (AttributeError, TypeError):
+        shape = (key if is_key(key) else jax.random.wrap_key_data(key)).shape
+    except TypeError:
         shape = None
     if shape != ():
         raise TypeError(f"key must be a jax random key, such as jax.random.key(0), got {key!r}")

@@ -2,6 +2,7 @@
 
 from jmp_train.policies.pytrees.casting import cast_floating as cast_floating
 from jmp_train.policies.pytrees.casting import cast_leaf as cast_leaf
+from jmp_train.policies.pytrees.casting import cast_like as cast_like
 from jmp_train.policies.pytrees.casting import cast_to_full as cast_to_full
 from jmp_train.policies.pytrees.casting import cast_to_half as cast_to_half
 from jmp_train.policies.pytrees.casting import is_float_array as is_float_array
@@ -11,7 +12,9 @@ from jmp_train.policies.pytrees.collectives import mean_over_axes as mean_over_a
 from jmp_train.policies.pytrees.collectives import pvary as pvary
 from jmp_train.policies.pytrees.collectives import reduce_gradients as reduce_gradients
 from jmp_train.policies.pytrees.collectives import scatter_gradients as scatter_gradients
+from jmp_train.policies.pytrees.copying import copy_like as copy_like
 from jmp_train.policies.pytrees.dtypes import at_least_float32 as at_least_float32
+from jmp_train.policies.pytrees.dtypes import check_half as check_half
 from jmp_train.policies.pytrees.dtypes import float_dtype as float_dtype
 from jmp_train.policies.pytrees.dtypes import half_dtype as half_dtype
 from jmp_train.policies.pytrees.dtypes import is_half as is_half
@@ -23,6 +26,7 @@ from jmp_train.policies.pytrees.finite import all_finite as all_finite
 from jmp_train.policies.pytrees.finite import boolean_scalar as boolean_scalar
 from jmp_train.policies.pytrees.finite import is_inexact as is_inexact
 from jmp_train.policies.pytrees.finite import nonfinite_report as nonfinite_report
+from jmp_train.policies.pytrees.finite import select_leaf as select_leaf
 from jmp_train.policies.pytrees.finite import select_tree as select_tree
 from jmp_train.policies.pytrees.nnx_casting import cast_for_call as cast_for_call
 from jmp_train.policies.pytrees.nnx_casting import cast_results as cast_results
@@ -48,6 +52,8 @@ from jmp_train.policies.pytrees.paths import check_regexes as check_regexes
 from jmp_train.policies.pytrees.paths import check_rules as check_rules
 from jmp_train.policies.pytrees.paths import named_leaves as named_leaves
 from jmp_train.policies.pytrees.paths import path_name as path_name
+from jmp_train.policies.pytrees.random_keys import is_key as is_key
+from jmp_train.policies.pytrees.random_keys import is_key_or_data as is_key_or_data
 from jmp_train.policies.pytrees.tree_nodes import Reached as Reached
 from jmp_train.policies.pytrees.tree_nodes import change_nodes as change_nodes
 from jmp_train.policies.pytrees.tree_nodes import find_nodes as find_nodes

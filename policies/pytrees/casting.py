@@ -8,6 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_train.policies.pytrees.dtypes import at_least_float32, half_dtype
+from jmp_train.policies.types import PyTree
 
 Tree = TypeVar("Tree")
 
@@ -32,6 +33,26 @@ def cast_leaf(x: object, dtype: DTypeLike) -> Any:
 def cast_floating(tree: Tree, dtype: DTypeLike) -> Tree:
     """Returns `tree` with every floating array cast to `dtype`; NumPy arrays stay on the host."""
     return jax.tree_util.tree_map(lambda x: cast_leaf(x, dtype), tree)
+
+
+def cast_like(tree: Tree, like: PyTree) -> Tree:
+    """Returns `tree` with its floating arrays in the dtypes of those of `like`.
+
+    Args:
+      tree: any pytree.
+      like: pytree of the same structure; where it has another one, `tree` comes back as it is.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> cast_like({"mean": jnp.ones(2), "n": 3}, {"mean": jnp.ones(2, jnp.float16), "n": 2})
+      {'mean': Array([1., 1.], dtype=float16), 'n': 3}
+    """
+    if jax.tree_util.tree_structure(tree) != jax.tree_util.tree_structure(like):
+        return tree
+    # Also of the same dtype: astype makes a weak type strong, as what is stored has it.
+    return jax.tree_util.tree_map(
+        lambda x, y: x.astype(y.dtype) if is_float_array(x) and is_float_array(y) else x, tree, like
+    )
 
 
 def upcast_to_float32(tree: Tree) -> Tree:

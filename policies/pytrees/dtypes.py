@@ -55,6 +55,14 @@ def float_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
     return result
 
 
+def check_half(dtype: DTypeLike, argument: str) -> np.dtype:
+    """Returns float16 or bfloat16 as a NumPy dtype; raises ValueError naming `argument` if it is another one."""
+    half = float_dtype(dtype, argument)
+    if half not in (jnp.float16, jnp.bfloat16):
+        raise ValueError(f"{argument}={half.name} must be float16 or bfloat16")
+    return half
+
+
 def _is_float_of_jax(name: str) -> bool:
     scalar_type: Any = getattr(jnp, name, None)
     if not isinstance(scalar_type, type(jnp.float32)):  # aliases and abstract types are others

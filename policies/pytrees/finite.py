@@ -86,17 +86,17 @@ def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:
     Reference: jmp 0.0.4, `jmp.select_tree`.
     """
     pred = boolean_scalar(pred)
-    return jax.tree_util.tree_map_with_path(lambda path, x, y: _select_leaf(path, pred, x, y), a, b)
+    return jax.tree_util.tree_map_with_path(lambda path, x, y: select_leaf(path, pred, x, y), a, b)
 
 
-def _select_leaf(path: KeyPath, pred: ArrayLike, x: object, y: object) -> Any:
+def select_leaf(path: KeyPath, pred: ArrayLike, x: object, y: object) -> Any:
+    """Returns `x` where `pred` is true and `y` where it is false; `x` if it is neither an array nor a number."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
         return x
     x, y = jnp.asarray(x), jnp.asarray(y)
     if x.dtype != y.dtype or x.shape != y.shape:
         raise TypeError(
-            f"select_tree: leaf {path_name(path) or '(root)'!r} is {_describe(x)} in one tree and "
-            f"{_describe(y)} in the other"
+            f"leaf {path_name(path) or '(root)'!r} is {_describe(x)} in one tree and {_describe(y)} in the other"
         )
     return lax.select(pred, x, y)
 

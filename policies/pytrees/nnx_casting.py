@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jmp_train.policies.pytrees.casting import cast_leaf, is_float_array
+from jmp_train.policies.pytrees.casting import cast_like
 from jmp_train.policies.pytrees.nnx_objects import (
     Search,
     flax_nnx,
@@ -92,16 +92,9 @@ def _swapped(swaps: list[tuple[Any, Any, Any]]) -> Iterator[None]:
     finally:
         for variable, stored, new in swaps:
             now = variable.get_raw_value()
-            _set(variable, stored if now is new else _like(now, stored))
+            _set(variable, stored if now is new else cast_like(now, stored))
 
 
 def _set(variable: Any, value: Any) -> None:
     """Sets a variable's value, also that of one which another trace alone may change."""
     variable.__setstate__({**variable.__getstate__(), "_raw_value": value})
-
-
-def _like(new: PyTree, stored: object) -> Any:
-    """Returns what a call put into a parameter, in the dtypes that this had."""
-    if jax.tree.structure(new) != jax.tree.structure(stored):
-        return new
-    return jax.tree.map(lambda x, old: cast_leaf(x, old.dtype) if is_float_array(old) else x, new, stored)

@@ -217,7 +217,7 @@ WRONG = [
     ("apex", {"num_losses": 0}, "num_losses=0 must be an integer of at least 1"),
     ("apex", {"verbosity": -1}, "verbosity=-1 must be a whole number of at least 0"),
     ("apex", {"min_loss_scale": 2.0**30}, "min_loss_scale=1073741824.0 must not exceed"),
-    ("torch", {"dtype": "float32"}, "dtype='float32' must be 'float16' or 'bfloat16'"),
+    ("torch", {"dtype": "float32"}, "dtype=float32 must be float16 or bfloat16"),
     (
         "torch",
         {"dtype": "bfloat16", "init_scale": 2.0},

@@ -27,7 +27,7 @@ def test_strings() -> None:
     assert isinstance(policy, jt.AutocastPolicy)
     assert (policy.compute_dtype, policy.output_dtype) == (jnp.float32, jnp.bfloat16)
     assert (policy.reduce_dtype, policy.autocast_dtype) == (jnp.bfloat16, jnp.bfloat16)
-    with pytest.raises(ValueError, match="autocast_dtype must be float16 or bfloat16, got float32"):
+    with pytest.raises(ValueError, match="autocast_dtype=float32 must be float16 or bfloat16"):
         jt.get_policy("a=f32")
     with pytest.raises(ValueError, match="rule 'norm' has autocast, which the default alone can"):
         jt.policy_by_path({"norm": "autocast_float16"})

@@ -131,7 +131,7 @@ def test_the_decision_of_an_nnx_optimizer() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     state = after_step(finite=True)
-    with pytest.raises(TypeError, match=r"new 'a/b' is float16\[2\], the old one float32\[2\]"):
+    with pytest.raises(TypeError, match=r"leaf 'a/b' is float16\[2\] in one tree and float32\[2\]"):
         jt.select_step(state, {"a": {"b": jnp.ones(2, jnp.float16)}}, {"a": {"b": jnp.ones(2)}})
     with pytest.raises(ValueError, match="new has another structure"):
         jt.select_step(state, {"a": jnp.ones(2)}, {"b": jnp.ones(2)})

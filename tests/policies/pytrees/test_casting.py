@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jmp_train as jt
-from jmp_train.policies.pytrees.casting import cast_leaf, upcast_to_float32
+from jmp_train.policies.pytrees.casting import cast_leaf, cast_like, upcast_to_float32
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
@@ -30,3 +30,19 @@ def test_upcasting_touches_half_floats_only() -> None:
     with jax.enable_x64(True):
         x = jnp.ones(1, jnp.float64)
         assert upcast_to_float32(x) is x
+
+
+def test_casts_like_another_tree() -> None:
+    like = {"mean": jnp.ones(2, jnp.float16), "host": np.ones(2, np.float16), "count": jnp.ones(2, jnp.float16), "n": 0}
+    tree = {"mean": jnp.ones(3), "host": np.ones(2, np.float32), "count": jnp.arange(2), "n": 1.5}
+    cast = cast_like(tree, like)
+    assert cast["mean"].dtype == cast["host"].dtype == jnp.float16
+    assert isinstance(cast["host"], np.ndarray)
+    assert cast["count"] is tree["count"] and cast["n"] == 1.5
+    assert cast_like(tree, like | {"more": 0}) is tree
+
+
+def test_what_is_cast_like_another_is_of_a_strong_type() -> None:
+    weak = jnp.asarray(1.0)
+    assert jax.typeof(weak).weak_type
+    assert not jax.typeof(cast_like(weak, jnp.float32(0))).weak_type

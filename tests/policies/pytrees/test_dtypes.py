@@ -11,6 +11,7 @@ import pytest
 import jmp_train as jt
 from jmp_train.policies.pytrees.dtypes import (
     at_least_float32,
+    check_half,
     float_dtype,
     is_half,
     parse_dtype,
@@ -122,3 +123,16 @@ def test_half_types() -> None:
     assert [is_half(dtype) for dtype in USUAL] == [True, True, False, False]
     assert all(is_half(dtype) for dtype in FLOAT8)
     assert not any(is_half(dtype) for dtype in (np.int8, np.bool_, np.complex64))
+
+
+@pytest.mark.parametrize("half", ["float16", jnp.bfloat16, np.dtype(np.float16)])
+def test_half_types_are_checked(half: Any) -> None:
+    assert check_half(half, "dtype") == np.dtype(half)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"), [("float32", "half=float32 must be float16 or bfloat16"), ("int8", "half=")]
+)
+def test_what_is_no_half_type_is_named(dtype: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_half(dtype, "half")
