@@ -1,7 +1,6 @@
 """Wrappers of optax optimizers: loss scales, master weights, stochastic rounding."""
 
 from jmp_train.policies.optimizers.adopted_state import adopt_opt_state as adopt_opt_state
-from jmp_train.policies.optimizers.float32_step import proposed_params as proposed_params
 from jmp_train.policies.optimizers.loss_scaled import with_loss_scale as with_loss_scale
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState as LossScaledState
 from jmp_train.policies.optimizers.loss_scaled_state import get_loss_scale as get_loss_scale
@@ -14,6 +13,7 @@ from jmp_train.policies.optimizers.master_weights import set_master_weights as s
 from jmp_train.policies.optimizers.master_weights import with_master_weights as with_master_weights
 from jmp_train.policies.optimizers.nesting import check_nesting as check_nesting
 from jmp_train.policies.optimizers.nesting import has_nested_scale as has_nested_scale
+from jmp_train.policies.optimizers.params_step import proposed_params as proposed_params
 from jmp_train.policies.optimizers.selection import select_step as select_step
 from jmp_train.policies.optimizers.stalls import StalledTrainingError as StalledTrainingError
 from jmp_train.policies.optimizers.stalls import check_progress as check_progress

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from jmp_train.policies.optimizers.float32_step import update_params
+from jmp_train.policies.optimizers.params_step import next_params
 from jmp_train.policies.optimizers.stored_parameters import (
     StoringOptimizer,
     StoringState,
@@ -103,7 +103,7 @@ def with_master_weights(
     def step(
         updates: Grads, state: MasterWeightsState, params: Params, **extra_args: object
     ) -> tuple[Any, MasterWeightsState]:
-        master_weights, inner_state = update_params(
+        master_weights, inner_state = next_params(
             inner, upcast_to_float32(updates), state.inner_state, state.master_weights, **extra_args
         )
         new_params = jax.tree_util.tree_map(

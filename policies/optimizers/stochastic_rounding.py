@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmp_train.policies.optimizers.float32_step import update_params
+from jmp_train.policies.optimizers.params_step import next_params
 from jmp_train.policies.optimizers.stored_parameters import (
     StoringOptimizer,
     StoringState,
@@ -95,7 +95,7 @@ def with_stochastic_rounding(
         updates: Grads, state: StochasticRoundingState, params: Params, **extra_args: object
     ) -> tuple[Any, StochasticRoundingState]:
         grads, float32_params = upcast_to_float32((updates, params))
-        float32_params, inner_state = update_params(inner, grads, state.inner_state, float32_params, **extra_args)
+        float32_params, inner_state = next_params(inner, grads, state.inner_state, float32_params, **extra_args)
         next_key, step_key = jax.random.split(state.key)
         leaves, tree = jax.tree_util.tree_flatten(params)
         stored = [

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
-from jmp_train.policies.optimizers.float32_step import update_params
+from jmp_train.policies.optimizers.params_step import next_params
 
 PARAMS = {"w": jnp.asarray([[1.0, -2.0], [0.5, -0.0]]), "b": jnp.asarray([0.25, 3.0])}
 SCALE = 2.0**7
@@ -195,7 +195,7 @@ def test_return_params_gives_the_state_of_update_and_parameters_that_are_not_sel
         new_params, other = optimizer.update(grads, state, params, return_params=True)
         assert_bitwise_equal(after, other)
         assert_bitwise_equal(new_params, (params - grads.astype(dtype) / 4).astype(dtype))
-        taken, same = update_params(optimizer, grads, state, params)
+        taken, same = next_params(optimizer, grads, state, params)
         assert_bitwise_equal(after, same)
         with jax.numpy_dtype_promotion("standard"):
             assert_bitwise_equal(taken, optax.apply_updates(params, updates))

@@ -1,4 +1,4 @@
-"""One step of any optimizer on parameters: as it is proposed, and taken or skipped."""
+"""What parameters become in one step of any optimizer: as it proposes them, and after it was taken or skipped."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def proposed_params(
     return add_updates(params, updates), opt_state
 
 
-def update_params(
+def next_params(
     optimizer: optax.GradientTransformationExtraArgs,
     grads: Grads,
     opt_state: OptState,
@@ -48,10 +48,10 @@ def update_params(
     """Returns what `proposed_params` does, with the parameters as they were where the step is skipped.
 
     Args:
-      optimizer: any.
-      grads: as `optimizer.update` takes them, and so are the others.
+      optimizer: see `proposed_params`, as are the others.
+      grads: scaled, where there is a loss scale.
       opt_state: where it has a loss scale, that decides.
-      params: arrays; they keep their dtypes.
+      params: arrays.
       **extra_args: for `optimizer.update`.
 
     Example:
@@ -59,7 +59,7 @@ def update_params(
       >>> from jmp_train.policies import NoOpLossScale, with_loss_scale
       >>> optimizer, params = with_loss_scale(optax.sgd(0.5), NoOpLossScale()), jnp.ones(2)
       >>> state = optimizer.init(params)
-      >>> update_params(optimizer, jnp.array([1.0, jnp.inf]), state, params)[0]
+      >>> next_params(optimizer, jnp.array([1.0, jnp.inf]), state, params)[0]
       Array([1., 1.], dtype=float32)
     """
     new_params, opt_state = proposed_params(optimizer, grads, opt_state, params, **extra_args)
