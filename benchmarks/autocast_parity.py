@@ -484,7 +484,7 @@ def root_mean_square(numbers: list[float]) -> float:
     return float(np.sqrt(np.mean(np.square(numbers))))
 
 
-def deviations(model: Model, dtypes: list[str], seeds: int) -> dict[str, dict[str, list[float]]]:
+def distances(model: Model, dtypes: list[str], seeds: int) -> dict[str, dict[str, list[float]]]:
     """Returns the distances of losses and of gradients over the seeds, by library and dtype."""
     ours = {dtype: losses_and_gradients(autocast(model.ours, jnp.dtype(dtype))) for dtype in dtypes}
     reference = losses_and_gradients(model.ours)
@@ -544,7 +544,7 @@ def main() -> None:
         print("torch is not installed (pip install torch==2.13.0): its columns are left out")
     else:
         print(f"jax {jax.__version__}, torch {torch.__version__}, {args.seeds} seeds")
-    report = {name: deviations(MODELS[name], args.dtypes, args.seeds) for name in args.models}
+    report = {name: distances(MODELS[name], args.dtypes, args.seeds) for name in args.models}
     for dtype in args.dtypes:
         print_table(report, dtype)
     sys.stdout.flush()

@@ -76,7 +76,7 @@ class Case:
 
     Args:
       num_nodes: how many nodes there are.
-      num_edges: how many edges there are, loops included.
+      num_edges: how many edges there are, self-loops included.
     """
 
     def __init__(self, num_nodes: int, num_edges: int) -> None:

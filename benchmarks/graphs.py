@@ -10,8 +10,8 @@ three layers, 4 heads x 64, 4 x 64 and 1 x 16, with ELU, mean cross-entropy and 
 precision there, by `train_step`'s policies and `torch.autocast`.
 
 Peers are jraph's operations, jitted, and PyTorch Geometric in the forms that its documentation names:
-scatter, segment, `EdgeIndex`, CSR by MKL and by torch's own product, and `torch.compile`. It is no
-requirement of the library: `pip install torch==2.13 torch_geometric`; without it, ours and jraph's run.
+scatter, segment, `EdgeIndex`, CSR by MKL and by torch's own product, and `torch.compile`. The library
+does not require it: `pip install torch==2.13 torch_geometric`; without it, ours and jraph's run.
 
 Before a row is timed, each form's results are compared with float64's, the GAT step's loss and update
 with those of jraph in float32. A form that raises, or is wrong, is shown with the reason and is not a peer.

@@ -226,7 +226,7 @@ def measure(data: Data, kind: str, policy_name: str, peer: Any, args: Any) -> Ra
     return rates
 
 
-def absent_step(kind: str, policy_name: str, file: str) -> Any:
+def target_step(kind: str, policy_name: str, file: str) -> Any:
     """Returns the step and its arguments' shapes, for `compile_for_gpu`; the batch's are in a file."""
     step, state = make_step(kind, policy_name)
     batch = pickle.loads(Path(file).read_bytes())
@@ -237,7 +237,7 @@ def print_memory(data: Data, args: Any) -> dict[str, int]:
     """Prints what the steps need on the GPU, and returns the bytes."""
     size = data.host_bytes / 1e6
     print(f"\nthe graph and its features, in the host's memory: {size:.0f} MB; a {args.gpu} needs")
-    seeds, target = data.seeds[: args.batch_size], f"{Path(__file__).resolve()}:absent_step"
+    seeds, target = data.seeds[: args.batch_size], f"{Path(__file__).resolve()}:target_step"
     sampled = data.sampler.sample(seeds, np.random.default_rng(0))
     peaks = {}
     for kind, policy_name in itertools.product(args.models, args.policies):

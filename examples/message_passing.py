@@ -1,8 +1,8 @@
-"""Message passing in float16, by built-in functions and by one's own: the mixed-precision guide of DGL.
+"""Message passing in float16, by built-in and by user-defined functions: the mixed-precision guide of DGL.
 
     python examples/message_passing.py
 
-What is stored is float16, what is added is float32. Expected: both ways agree but for the last digits of
+What is stored is float16, what is added is float32. Expected: both agree but for the last digits of
 float16. A hub gets the nearest float16 to 13,161 ones, 13160, where adding in float16 ends at 2048.
 """
 

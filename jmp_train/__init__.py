@@ -1,8 +1,8 @@
 """Mixed-precision training for JAX, as transformations of pure functions.
 
 `import jmp_train as jt` offers what a training script needs: policies, loss scales, autocast, train steps, checkpoints.
-`jt.graphs` passes messages on graphs, `jt.data` reads and batches data, `jt.aot` compiles for a GPU that need not be
-there, `jt.distributed` joins several processes; `jt.policies`, `jt.autocasting`, `jt.steps`, `jt.parallel` and
+`jt.graphs` passes messages on graphs, `jt.data` reads and batches data, `jt.aot` compiles ahead of time for a target
+GPU, `jt.distributed` connects several processes; `jt.policies`, `jt.autocasting`, `jt.steps`, `jt.parallel` and
 `jt.checkpoints` hold what fewer scripts need. Everything that jmp 0.0.4 has is here under the same names.
 """
 

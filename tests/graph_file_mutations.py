@@ -22,24 +22,24 @@ Mutation = Callable[[random.Random, bytes], bytes]
 
 
 def planetoid_files(folder: Path) -> Files:
-    numbers = np.random.default_rng(0)
-    features = numbers.integers(0, 3, (40, 7)) * 0.5
-    neighbors = {node: numbers.integers(0, 40, node % 5).tolist() for node in range(40)}
-    test = [int(node) for node in numbers.permutation(np.arange(28, 39))]
+    generator = np.random.default_rng(0)
+    features = generator.integers(0, 3, (40, 7)) * 0.5
+    neighbors = {node: generator.integers(0, 40, node % 5).tolist() for node in range(40)}
+    test = [int(node) for node in generator.permutation(np.arange(28, 39))]
     write_planetoid(folder, features, np.arange(40) % 4, neighbors, 8, test)
     return contents(folder)
 
 
 def ogb_files(folder: Path, suffix: str) -> Files:
-    numbers = np.random.default_rng(1)
+    generator = np.random.default_rng(1)
     files = {
-        "raw/edge": lines(numbers.integers(0, 30, (50, 2))),
+        "raw/edge": lines(generator.integers(0, 30, (50, 2))),
         "raw/num-node-list": "30\n",
         "raw/num-edge-list": "50\n",
-        "raw/node-feat": lines(numbers.normal(size=(30, 4)).round(4)),
+        "raw/node-feat": lines(generator.normal(size=(30, 4)).round(4)),
         "raw/node-label": "".join(f"{n % 5 if n % 7 else 'nan'}\n" for n in range(1, 31)),
-        "raw/edge-feat": lines(numbers.integers(0, 9, (50, 3))),
-        "raw/node_year": lines(numbers.integers(1990, 2020, (30, 1))),
+        "raw/edge-feat": lines(generator.integers(0, 9, (50, 3))),
+        "raw/node_year": lines(generator.integers(1990, 2020, (30, 1))),
         "split/time/train": "0\n1\n2\n10\n",
         "split/time/valid": "3\n4\n",
         "split/time/test": "7\n8\n",
@@ -57,11 +57,11 @@ def lines(table: np.ndarray) -> str:
 
 
 def reddit_files(folder: Path, save: Callable[..., None]) -> Files:
-    numbers = np.random.default_rng(2)
-    ends = numbers.integers(0, 6, (2, 12)).astype(np.int32)
+    generator = np.random.default_rng(2)
+    ends = generator.integers(0, 6, (2, 12)).astype(np.int32)
     graph = scipy.sparse.coo_matrix((np.ones(12), tuple(ends)), shape=(6, 6))
     scipy.sparse.save_npz(folder / "reddit_graph.npz", graph, compressed=save is not np.savez)
-    features = numbers.normal(size=(6, 602)).astype(np.float32)
+    features = generator.normal(size=(6, 602)).astype(np.float32)
     types = np.array([1, 3, 2, 1, 3, 2])
     save(folder / "reddit_data.npz", feature=features, label=np.arange(6) * 8, node_types=types)
     return contents(folder)

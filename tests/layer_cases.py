@@ -44,7 +44,7 @@ def small_graph() -> tuple[graphs.Graph, Edges, int]:
 def hub_graph() -> tuple[graphs.Graph, Edges, int]:
     """A graph whose first node is entered by 2,600 edges and whose second sends as many.
 
-    It has loops and multiple edges too, and no edge enters the last node.
+    It has self-loops and multiple edges too, and no edge enters the last node.
     """
     random = np.random.default_rng(1)
     others = random.integers(0, 12, 2_600)

@@ -140,7 +140,7 @@ def _fast_sources() -> Iterator[Callable[[memoryview], Any]]:
 
     def written(block: memoryview) -> str:
         os.pwrite(file, block, 0)
-        os.ftruncate(file, len(block))  # afterwards: its pages are used again
+        os.ftruncate(file, len(block))  # afterward: its pages are used again
         return name
 
     try:
@@ -150,7 +150,7 @@ def _fast_sources() -> Iterator[Callable[[memoryview], Any]]:
 
 
 def _memory_file() -> int | None:
-    """Returns a file that is no more than memory; None where there is none that has a name."""
+    """Returns a file in memory; None where such a file has no name that can be opened."""
     if sys.platform != "linux" or not os.path.isdir("/proc/self/fd"):
         return None
     try:

@@ -48,5 +48,5 @@ class NodeData:
 
     @property
     def num_edges(self) -> int:
-        """How many edges there are; one that goes both ways counts twice."""
+        """How many edges there are; one in both directions counts twice."""
         return len(self.senders)

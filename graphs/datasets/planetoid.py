@@ -22,7 +22,7 @@ _MATRICES, _LABELS = ("x", "tx", "allx"), ("y", "ty", "ally")
 _SUFFIXES = (*_MATRICES, *_LABELS, "graph", "test.index")
 _VALIDATION = 500
 _LONGEST_ID = 1024  # bytes of a line of test.index, blanks included
-_MAX_WIDTH = 2**16  # columns of features: a width in a damaged file is no reason to take all memory
+_MAX_WIDTH = 2**16  # columns of features: a damaged file's width must not take all memory
 
 Paths = Mapping[str, Path]
 
@@ -41,7 +41,7 @@ def read_planetoid(data_dir: Path | str, name: str = "cora", *, max_bytes: int |
         100 times the size of the matrices' files, 256 MiB at least. The public data sets are far below.
 
     Returns:
-      The data. Each edge is there both ways and once, self-loops as in the file, sorted by receiver, then
+      The data. Each edge is there in both directions and once, self-loops as in the file, sorted by receiver, then
       sender; features are the file's, not normalized; ids of the split ascend. Citeseer's 15 papers of
       which only the number is known have features of 0 and the label -1.
 

@@ -100,7 +100,7 @@ class _Name:
 
 @dataclasses.dataclass(slots=True)
 class _Note:
-    """What a pickle would call, with which arguments, and the state that it would set afterwards."""
+    """What a pickle would call, with which arguments, and the state that it would set afterward."""
 
     name: str
     arguments: tuple[Any, ...]

@@ -134,7 +134,7 @@ def _read_graph(path: Path, max_bytes: int | None) -> tuple[np.ndarray, np.ndarr
 
 def _value(array: np.ndarray) -> Any:
     """Returns what a small array holds; of a large one, a word."""
-    return array.tolist() if array.nbytes <= 256 else "of many numbers"
+    return array.tolist() if array.nbytes <= 256 else "of many elements"
 
 
 def _check_integers(path: Path, name: str, array: np.ndarray, least: int, most: int) -> None:

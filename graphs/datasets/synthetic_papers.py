@@ -23,8 +23,8 @@ def synthetic_cora(seed: int = 0) -> NodeData:
       seed: of numpy's generator: the same seed gives the same data.
 
     Returns:
-      The data, with each edge both ways and no self-loops. A feature is 1 where the paper has the word, else 0.
-      20 nodes of each class are to train on, 500 to validate, 1,000 to test.
+      The data, with each edge in both directions and no self-loops. A feature is 1 where the paper has the word,
+      else 0. 20 nodes of each class are to train on, 500 to validate, 1,000 to test.
 
     Example:
       >>> data = synthetic_cora()

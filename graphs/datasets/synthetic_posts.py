@@ -1,7 +1,7 @@
 """A synthetic graph of Reddit's size and kind: communities, hubs, and features that tell the classes apart.
 
-At scale 1 it has Reddit's 232,965 nodes and 114,615,892 edges (each pair both ways, none twice, no self-loops).
-A smaller scale shrinks both alike, so that the mean degree stays 492, but no graph is denser than one edge
+At scale 1 it has Reddit's 232,965 nodes and 114,615,892 edges (each pair in both directions, none twice, no
+self-loops). A smaller scale shrinks both alike, so that the mean degree stays 492, but no graph is denser than one edge
 for eight pairs of nodes: below a scale of 0.0169 the mean degree is an eighth of the number of nodes.
 Degrees fall as one over their rank, from about Reddit's largest, 21,657, at scale 1, and from less than half
 of the nodes in a small graph. Up to three quarters of a node's edges go to its own class, fewer where half of
@@ -65,7 +65,7 @@ def synthetic_reddit(scale: float = 1.0, seed: int = 0) -> NodeData:
     parts = np.split(order, [round(TRAIN * scale), nodes - round(TEST * scale)])
     train, validation, test = map(np.sort, parts)
 
-    senders, receivers = both_ways(_draw_pairs(random, labels, pairs), nodes)
+    senders, receivers = both_directions(_draw_pairs(random, labels, pairs), nodes)
     return NodeData(senders, receivers, features, labels, REDDIT_CLASSES, train, validation, test)
 
 
@@ -97,7 +97,7 @@ def heavy_tailed(count: int, mean: float, largest: float) -> np.ndarray:
     return degrees(high)
 
 
-def both_ways(pairs: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+def both_directions(pairs: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns senders and receivers, int32 [2 * pairs], sorted by receiver, then sender.
 
     Args:
@@ -105,7 +105,7 @@ def both_ways(pairs: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray
       num_nodes: how many nodes there are.
 
     Example:
-      >>> both_ways(np.array([0 * 3 + 1, 1 * 3 + 2]), 3)
+      >>> both_directions(np.array([0 * 3 + 1, 1 * 3 + 2]), 3)
       (array([1, 0, 2, 1], dtype=int32), array([0, 1, 1, 2], dtype=int32))
     """
     ones, others = np.divmod(pairs, num_nodes)

@@ -32,7 +32,7 @@ class EdgeDropout:
 
         Args:
           first: int [...], by which edges are told apart.
-          second: the same, if that needs two numbers.
+          second: the same, if that needs two values.
         """
         second = jnp.zeros_like(first) if second is None else second
         counts = jnp.stack([first, second]).astype(jnp.uint32)

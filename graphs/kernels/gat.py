@@ -69,8 +69,8 @@ def _forward(
         return jax.nn.leaky_relu(sums, negative_slope)
 
     _, heads, width = features.shape
-    numbers = heads * (width + 2 * neighbors.width)
-    result = softmax_sum(neighbors, dropout, inputs.edge_weight, features, logits, numbers)
+    elements = heads * (width + 2 * neighbors.width)
+    result = softmax_sum(neighbors, dropout, inputs.edge_weight, features, logits, elements)
     saved = _Saved(edges, dropout, inputs, result.largest, result.inverse)
     return result.total, saved
 
@@ -107,8 +107,8 @@ def _backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> tupl
         rows = [chunk.sum_of_others(features, times(x, factor)) for x in (of_softmax, slopes)]
         return [*(sum_of_rows(x * here) for x in rows), slopes.sum(1)]
 
-    numbers = heads * (2 * width + 3 * into.width)
-    mean, of_products, of_slopes = add_up(into, of_targets, [of_head] * 3, numbers, gradient)
+    elements = heads * (2 * width + 3 * into.width)
+    mean, of_products, of_slopes = add_up(into, of_targets, [of_head] * 3, elements, gradient)
     of_right = of_products - mean * of_slopes
 
     out = edges.by_source
@@ -126,14 +126,14 @@ def _backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> tupl
         ]
 
     like = [jax.ShapeDtypeStruct((heads, width), dtype), of_head]
-    numbers = heads * (2 * width + 3 * out.width)
-    of_features, of_left = add_up(out, of_sources, like, numbers, mean)
+    elements = heads * (2 * width + 3 * out.width)
+    of_features, of_left = add_up(out, of_sources, like, elements, mean)
 
     def weights_and_products(chunk: Chunk) -> tuple[jax.Array, jax.Array]:
         return into_node(chunk)[0], chunk.dot_with_others(features, gradient)
 
-    numbers = heads * width * into.width // 2
-    of_weight = gradient_of_edge_weight(into, dropout, edge_weight, weights_and_products, dtype, numbers)
+    elements = heads * width * into.width // 2
+    of_weight = gradient_of_edge_weight(into, dropout, edge_weight, weights_and_products, dtype, elements)
     return (
         None,
         None,

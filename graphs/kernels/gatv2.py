@@ -70,8 +70,8 @@ def _forward(
         return _logits(sums, inputs, negative_slope)
 
     _, heads, width = left.shape
-    numbers = neighbors.width * heads * width // 2
-    result = softmax_sum(neighbors, dropout, inputs.edge_weight, left, logits, numbers)
+    elements = neighbors.width * heads * width // 2
+    result = softmax_sum(neighbors, dropout, inputs.edge_weight, left, logits, elements)
     saved = _Saved(edges, dropout, inputs, result.largest, result.inverse)
     return result.total, saved
 
@@ -101,8 +101,8 @@ def _backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> tupl
         factor = dropout_and_weight(into, chunk, dropout, edge_weight, nodes_are_targets=True)
         return [(weights * times(products, factor)).sum(1)]
 
-    numbers = into.width * heads * width // 2
-    (mean,) = add_up(into, of_means, [of_head], numbers, gradient)
+    elements = into.width * heads * width // 2
+    (mean,) = add_up(into, of_means, [of_head], elements, gradient)
 
     def of_targets(chunk: Chunk) -> list[jax.Array]:
         weights, products = into_node(chunk)
@@ -111,7 +111,7 @@ def _backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> tupl
         here = chunk.of_nodes(right)[:, 0]
         return [chunk.sum_of_others(left, of_logits, lambda x: _slopes(x + here, negative_slope))]
 
-    (into_slopes,) = add_up(into, of_targets, [of_row], numbers, mean)
+    (into_slopes,) = add_up(into, of_targets, [of_row], elements, mean)
 
     out = edges.by_source
 
@@ -127,11 +127,11 @@ def _backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> tupl
             chunk.sum_of_others(right, of_logits, lambda x: _slopes(x + here, negative_slope)),
         ]
 
-    of_messages, out_slopes = add_up(out, of_sources, [of_row] * 2, numbers, into_slopes)
+    of_messages, out_slopes = add_up(out, of_sources, [of_row] * 2, elements, into_slopes)
     attention = upcast(inputs.attention)
     of_attention = _total(upcast(left) * out_slopes) + _total(upcast(right) * into_slopes)
 
-    of_weight = gradient_of_edge_weight(into, dropout, edge_weight, into_node, dtype, numbers)
+    of_weight = gradient_of_edge_weight(into, dropout, edge_weight, into_node, dtype, elements)
     of_inputs = GATv2Inputs(
         (of_messages + attention * out_slopes).astype(left.dtype),
         (attention * into_slopes).astype(right.dtype),

@@ -90,8 +90,8 @@ def edge_dot(edges: CSRAndCSC, scales: Scales, sources: jax.Array, targets: jax.
 
     # XLA would copy all of a loop's bfloat16 array in each iteration on CPUs: it is rounded in the end.
     like = jax.ShapeDtypeStruct(sources.shape[1:2], accumulation_dtype(dtype))
-    numbers = max(1, neighbors.width * math.prod(sources.shape[1:]) // 2)
-    return of_edges(neighbors, compute, like, numbers).astype(dtype)
+    elements = max(1, neighbors.width * math.prod(sources.shape[1:]) // 2)
+    return of_edges(neighbors, compute, like, elements).astype(dtype)
 
 
 def edge_rows(neighbors: CSR, chunk: Chunk, data: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ def elements_of_sum(message: Message, reduction: Reduction, operands: Sequence[j
 
 
 def _heads(message: Message, operands: Sequence[jax.Array]) -> int | None:
-    """Returns how many heads a sum of senders' rows has that edges weight; None where it is no such sum.
+    """Returns how many heads a sum of senders' rows has that edges weight; None where it is not such a sum.
 
     The axes of the senders' features that the edges' have too are heads: an edge has one weight for each.
     """

@@ -57,7 +57,7 @@ def receive(
 
     Raises:
       ValueError: a feature or message is missing, or shapes do not fit.
-      TypeError: a function returns no dictionary of arrays, or there are no mailboxes under jit.
+      TypeError: a function does not return a dictionary of arrays, or there are no mailboxes under jit.
     """
     if isinstance(message, Message) and isinstance(reduce, Reduce):
         return {reduce.out: compute_reduction(frame, message, reduce, implementation)}

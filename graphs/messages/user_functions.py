@@ -54,7 +54,7 @@ class EdgeBatch:
     Example:
       >>> from jmp_train.graphs import apply_edges, from_edges
       >>> graph = from_edges([0, 1], [1, 1], 2)
-      >>> apply_edges(graph, lambda edges: {"loop": edges.senders == edges.receivers}).edges["loop"]
+      >>> apply_edges(graph, lambda edges: {"self_loop": edges.senders == edges.receivers}).edges["self_loop"]
       Array([False,  True], dtype=bool)
     """
 

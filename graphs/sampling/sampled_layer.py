@@ -51,7 +51,7 @@ class LayerSizes:
     most_out: Mapping[EdgeType, int]
 
     def combine(self, other: "LayerSizes", function: Callable[[int, int], int]) -> "LayerSizes":
-        """Returns what a function makes of each of these numbers and that of the other sizes."""
+        """Returns what a function makes of each of these counts and that of the other sizes."""
 
         def combined(mine: Mapping[Any, int], theirs: Mapping[Any, int]) -> dict[Any, int]:
             return {key: function(mine[key], theirs[key]) for key in mine}

@@ -184,7 +184,7 @@ def make_adjacency_checked(
       num_senders: how many nodes there are to send.
       num_receivers: how many nodes there are to receive.
       formats: the indices to make, of `FORMATS`.
-      is_fixed: whether structure and shapes are to depend on the numbers alone, and not on who sends to
+      is_fixed: whether structure and shapes are to depend on the counts alone, and not on who sends to
         whom, but for those of mailboxes.
     """
     check_int32("the graph has", len(senders), "edges")

@@ -104,7 +104,7 @@ def padded_block(
     whole_degrees: tuple[np.ndarray, np.ndarray] | None = None,
     edge_ids: np.ndarray | None = None,
 ) -> Block:
-    """Returns a block whose shapes depend on the numbers alone, its arrays in the host's memory.
+    """Returns a block whose shapes depend on the counts alone, its arrays in the host's memory.
 
     Args:
       senders: int [at most num_edges], places among the sources.

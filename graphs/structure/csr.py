@@ -99,7 +99,7 @@ def csr_and_csc(
       num_senders: how many nodes there are to send.
       num_receivers: how many nodes there are to receive.
       have_places: whether `edges` and `slots` are kept, which edge features need.
-      is_fixed: whether shapes are to depend on the numbers alone, as large as any degrees need.
+      is_fixed: whether shapes are to depend on the counts alone, as large as any degrees need.
     """
     return CSRAndCSC(
         _sorted(senders, receivers, num_senders, num_receivers, have_places, is_fixed),

@@ -3,7 +3,7 @@
 The rows of a segment are added in blocks of at most 32, the blocks again in blocks, and so on, so that
 rounding errors stay near 1e-6 of the terms' magnitudes however many there are: in float32 a running sum
 of 100,000 equal numbers errs by 1e-4 of it, and one of 1,024 small ones beside a large one by 3e-5. A read
-goes the same way backwards, first to the blocks and then to the rows, so that the gradient, which jax
+goes the same way backward, first to the blocks and then to the rows, so that the gradient, which jax
 derives, is added in blocks as well, in every order and under every transform.
 """
 
@@ -100,7 +100,7 @@ class Incidence:
     def softmax(self, logits: jax.Array) -> jax.Array:
         """Returns the softmax [edges, ...] of float32 logits in each segment; 0 where all are -inf.
 
-        Powers are taken of differences to the largest of their block, and blocks scaled afterwards.
+        Powers are taken of differences to the largest of their block, and blocks scaled afterward.
         """
         if not self.all_count:
             logits = jnp.where(rows_like(self.is_counted, logits), logits, -jnp.inf)
@@ -182,5 +182,5 @@ def _largest(data: jax.Array, ids: jax.Array, count: int) -> jax.Array:
 
 
 def _ordered(bits: jax.Array) -> jax.Array:
-    """Returns the bits of float32 as integers of the same order, and the other way round."""
+    """Returns the bits of float32 as integers of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -49,7 +49,7 @@ def incidence_on_host(ids: np.ndarray, num_segments: int) -> Incidence:
 
 
 def fixed_incidence(ids: np.ndarray, num_segments: int) -> Incidence:
-    """Returns the incidence of ids that are known, whose structure and shapes depend on the numbers alone.
+    """Returns the incidence of ids that are known, whose structure and shapes depend on the counts alone.
 
     A segment of at most 32 edges is one block, and so its sums are those of `incidence_on_host` to the bit.
 
@@ -84,7 +84,7 @@ def _fixed_incidence(ids: Any, num_segments: int) -> Incidence:
 
 
 def padded_incidence(ids: np.ndarray, num_segments: int, num_edges: int, most: int | None = None) -> Incidence:
-    """Returns the incidence of ids that are known, of shapes that depend on the numbers alone.
+    """Returns the incidence of ids that are known, of shapes that depend on the counts alone.
 
     Args:
       ids: int [at most num_edges], all in range.

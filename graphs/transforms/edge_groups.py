@@ -1,4 +1,4 @@
-"""Rows of edge features joined to one for each group of edges; on the host, in float64, rounded once."""
+"""Reductions of edge features over groups of parallel edges; on the host, in float64, rounded once."""
 
 import dataclasses
 import itertools
@@ -52,20 +52,20 @@ class Groups:
             return features[self.firsts]
         _check_can_reduce(name, features.dtype, reduction)
         table = features.reshape(len(features), math.prod(features.shape[1:]))
-        joined = table[self.firsts]
+        reduced = table[self.firsts]
         several = np.flatnonzero(self.sizes > 1)
         groups = self._some(several)
         for first, last in groups._chunks(table.shape[1]):
             results = groups._reduce_chunk(table, reduction, groups.bounds[first : last + 1])
             what = f"the {reduction} of edges[{name!r}]"
-            joined[several[first:last]] = rounded(what, results, features.dtype)
-        return joined.reshape(len(joined), *features.shape[1:])
+            reduced[several[first:last]] = rounded(what, results, features.dtype)
+        return reduced.reshape(len(reduced), *features.shape[1:])
 
     def _reduce_chunk(self, table: np.ndarray, reduction: str, bounds: np.ndarray) -> np.ndarray:
         """Returns one row for each of some groups [some groups, width], upcast."""
-        numbers = table[self.rows[bounds[0] : bounds[-1]]].astype(_upcast(table.dtype))
+        values = table[self.rows[bounds[0] : bounds[-1]]].astype(_upcast(table.dtype))
         with np.errstate(all="ignore"):  # inf - inf
-            results = _UFUNCS[reduction].reduceat(numbers, bounds[:-1] - bounds[0], axis=0)
+            results = _UFUNCS[reduction].reduceat(values, bounds[:-1] - bounds[0], axis=0)
             return results / np.diff(bounds)[:, None] if reduction == "mean" else results
 
     def _chunks(self, width: int) -> Iterable[tuple[int, int]]:
@@ -96,10 +96,10 @@ def groups_of(ids: np.ndarray) -> Groups:
 
 
 def rounded(what: str, values: np.ndarray, dtype: Any) -> np.ndarray:
-    """Returns upcast numbers in a dtype: floats rounded once, and perhaps infinite; integers as they are.
+    """Returns upcast values in a dtype: floats rounded once, and perhaps infinite; integers as they are.
 
     Args:
-      what: these numbers are, for the message.
+      what: these values are, for the message.
       values: float64, complex128, or integers of 64 bits.
       dtype: of the result.
 
@@ -138,7 +138,7 @@ def _upcast(dtype: Any) -> Any:
         (jnp.unsignedinteger, np.uint64),
         (jnp.signedinteger, np.int64),
     )
-    return next((widest for kind, widest in kinds if jnp.issubdtype(dtype, kind)), dtype)
+    return next((upcast for kind, upcast in kinds if jnp.issubdtype(dtype, kind)), dtype)
 
 
 def _check_can_reduce(name: str, dtype: Any, reduction: str) -> None:

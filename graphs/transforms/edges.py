@@ -121,11 +121,11 @@ def to_simple(
       graph: a graph of ours or jraph's, or a batch, without padding.
       reduce: what becomes of their features: "first", "sum", "mean", "max" or "min". Sums and means are
         those of float64, rounded once.
-      count: the name of a new edge feature, int32 [edges], how many edges were joined; None for none.
+      count: the name of a new edge feature, int32 [edges], how many edges were coalesced; None for none.
       formats: see `from_edges`; None for those of the graph.
 
     Returns:
-      The graph, each edge where the first of those that it joins was.
+      The graph, each edge where the first of those coalesced to it was.
 
     Raises:
       TypeError: the graph is traced, or has several types; integers are to have a mean; or `count` is not a name.
@@ -162,7 +162,7 @@ def to_bidirected(graph: Graph, reduce: str = "first", *, formats: Sequence[str]
       formats: see `from_edges`; None for those of the graph.
 
     Returns:
-      The graph: its edges, each where its first one was, then those that were missing. Loops stay single.
+      The graph: its edges, each where its first one was, then those that were missing. Self-loops stay single.
 
     Raises:
       TypeError: the graph is traced, or has several types; or integers are to have a mean.
@@ -193,10 +193,10 @@ def to_bidirected(graph: Graph, reduce: str = "first", *, formats: Sequence[str]
 
 def _firsts(edges: EdgeList, groups: Groups, features: Mapping[str, np.ndarray]) -> EdgeList:
     """Returns the first edge of each group, in the order of the edges, with the features of the groups."""
-    joined = EdgeList(edges.senders[groups.firsts], edges.receivers[groups.firsts], features)
+    coalesced = EdgeList(edges.senders[groups.firsts], edges.receivers[groups.firsts], features)
     group_at = np.full(len(edges.senders), -1)
     group_at[groups.firsts] = np.arange(len(groups.firsts))
-    return joined.take(group_at[group_at >= 0])
+    return coalesced.take(group_at[group_at >= 0])
 
 
 def _self_loop_features(

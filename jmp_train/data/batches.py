@@ -57,7 +57,7 @@ def array_batches(
       An iterator with grain's `get_state` and `set_state`; a state fits any number of processes.
 
     Raises:
-      ValueError: leaves have different numbers of rows, or a number is out of range.
+      ValueError: leaves have different numbers of examples, or an argument is out of range.
       TypeError: there is a graph that is in no stack.
 
     Warns:

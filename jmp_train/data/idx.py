@@ -29,7 +29,7 @@ def read_idx(path: Path, axes: int, *, max_bytes: int = MAX_BYTES) -> np.ndarray
       A uint8 array.
 
     Raises:
-      ValueError: the file is no such IDX file, incomplete, or of more than `max_bytes` by its header; the
+      ValueError: the file is not such an IDX file, incomplete, or of more than `max_bytes` by its header; the
         message names it and the fault.
       OSError: the file cannot be opened, or is not a regular one.
 

@@ -1,7 +1,7 @@
 """Child processes that never outlive this one.
 
 Each command runs below a supervisor, a small process that ends the command and all that it started when it is
-told to, or when this process is no more: after SIGKILL, out of memory, in any way. What is ended gets SIGTERM, and
+told to, or when this process has ended: after SIGKILL, out of memory, in any way. What is ended gets SIGTERM, and
 after a grace time SIGKILL. On Linux that reaches even what has left the command's session; on macOS what is in the
 command's process group; on Windows, where there is no supervisor, the command itself.
 """

@@ -4,7 +4,7 @@
 
 CHANNEL is the number of an open socket to the process that wants the command. Through it goes the command's exit code
 as soon as it has ended; through it comes `e`, to end what still runs, with SIGTERM and after GRACE seconds with
-SIGKILL, or `k`, SIGKILL at once. Its end says that the other process is no more, however it died, and means the same as
+SIGKILL, or `k`, SIGKILL at once. Its end says that the other process has ended, however it died, and means the same as
 `e`.
 
 The command leads a session and group of its own. On Linux this process also becomes the parent of whatever below it

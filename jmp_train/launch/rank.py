@@ -28,7 +28,7 @@ def _main(pipe: int, rank: str, command: list[str]) -> None:
         os.set_inheritable(pipe, False)
         identity = os.fstat(pipe)
     for stream in (sys.stdout, sys.stderr):
-        if stream.errors == "strict":  # what the encoding lacks is no reason to end
+        if stream.errors == "strict":  # a character that the encoding lacks must not end the run
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     process = os.getpid()
     try:
@@ -82,7 +82,7 @@ def _tell_at_exit(process: int, pipe: int, identity: os.stat_result | None, rank
     """Has the launcher know that the script has ended, when its threads have, before jax waits for others."""
 
     def tell() -> None:
-        with suppress(OSError):  # the launcher is no more, or the script has closed all files
+        with suppress(OSError):  # the launcher has ended, or the script has closed all files
             # Not a file of the script's that came after.
             if identity and os.path.samestat(os.fstat(pipe), identity):
                 os.write(pipe, f"{rank}\n".encode())

@@ -119,7 +119,7 @@ def schedule(steps: int) -> optax.Schedule:
       steps: of the whole run.
     """
     # At 0.1 from the first step on, the weights run away from BatchNorm's running statistics. A long run
-    # recovers; one of a few steps ends with half activations that overflow in the test.
+    # recovers; one of a few steps ends with half activations that overflow in the evaluation.
     cosine = optax.cosine_decay_schedule(LEARNING_RATE, steps)
     return lambda count: cosine(count) * jnp.minimum((count + 1) / WARM_UP, 1.0)
 

@@ -63,7 +63,7 @@ def load(options: TaskOptions) -> Task:
 
 
 def read_club() -> tuple[Graph, np.ndarray]:
-    """Returns the graph, with each friendship both ways and a self-loop for each member, and the clubs.
+    """Returns the graph, with each friendship in both directions and a self-loop for each member, and the clubs.
 
     Returns:
       The graph of 34 nodes and 190 edges; and int32 [34], 0 with the instructor, 1 with the president.

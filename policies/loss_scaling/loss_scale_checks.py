@@ -1,4 +1,4 @@
-"""Whether a thing is a loss scale, ours or a user's own, and what it lacks if it is not."""
+"""Checks that a value is a loss scale, of this library or user-defined; the error says what it lacks."""
 
 import math
 from typing import TypeGuard

@@ -46,13 +46,13 @@ def adopt_opt_state(new: PyTree, old: Any) -> Any:
       (1, 65536.0)
     """
     leaves, structure = jax.tree_util.tree_flatten(new)
-    numbers = structure.unflatten(range(len(leaves)))
-    places = dict(named_leaves(_without_wrappers(numbers)))
+    indices = structure.unflatten(range(len(leaves)))
+    places = dict(named_leaves(_without_wrappers(indices)))
     given = dict(named_leaves(_without_wrappers(old)))
     wrong = [f"{name!r} is in old only" for name in given if name not in places]
     wrong += [f"{name!r} is in new only" for name in places if name not in given]
     pairs = [(name, places[name], given[name]) for name in places if name in given]
-    pairs += _of_common_wrappers(numbers, old)
+    pairs += _of_common_wrappers(indices, old)
     wrong += [
         f"{name!r} is {_kind(x)} in old and {_kind(leaves[place])} in new"
         for name, place, x in pairs
@@ -73,11 +73,11 @@ def _without_wrappers(opt_state: PyTree) -> Any:
     )
 
 
-def _of_common_wrappers(numbers: object, old: PyTree) -> list[tuple[str, int, Any]]:
+def _of_common_wrappers(indices: object, old: PyTree) -> list[tuple[str, int, Any]]:
     """Returns name, place and value of what wrappers hold themselves that both states have once."""
     pairs = []
     for kind in _WRAPPERS:
-        mine, others = find_nodes(numbers, kind), find_nodes(old, kind)
+        mine, others = find_nodes(indices, kind), find_nodes(old, kind)
         if len(mine) != 1 or len(others) != 1:
             continue
         for field in set(kind._fields) - {"inner_state"}:

@@ -34,7 +34,7 @@ def skips_to_floor(loss_scale: LossScales) -> int:
 
     Args:
       loss_scale: a loss scale that is not traced. Without a floor above zero, the smallest normal
-        float32 is meant; of a `PerLossScale` the last loss to get there. One of a user's own class is
+        float32 is meant; of a `PerLossScale` the last loss to get there. One of a user-defined class is
         adjusted 1024 times.
 
     Returns:

@@ -233,7 +233,7 @@ def test_the_gpu_benchmark_makes_gat_steps_on_a_graph_made_once(tmp_path: Path) 
     report = json.loads(file.read_text())["workloads"]["gat"]
     assert report["scale"] == 0.0005
     ours = report["variants"]["jmp_train float32"]
-    assert (ours["nodes"], ours["edges"], ours["part"]) == (116, 1784, 1)  # loops included
+    assert (ours["nodes"], ours["edges"], ours["part"]) == (116, 1784, 1)  # self-loops included
     assert ours["step_ms"] == [ours["median_ms"]]
     assert ours["memory_mb"] > ours["program_mb"] > 0
     assert 0.5 < ours["loss"] < 3

@@ -212,7 +212,7 @@ def test_the_reddit_example_learns_in_float16_as_in_float32(tmp_path: Path) -> N
         assert (numbers[-1][1] > 1) == (flag == "--use-fp16")
         accuracy = re.fullmatch(r"test accuracy ([\d.]+)%", last)
         assert accuracy is not None
-        assert float(accuracy[1]) > 60  # by chance 25
+        assert float(accuracy[1]) > 60  # chance level: 25
     assert losses[0][0] == pytest.approx(losses[1][0], rel=0.01)
     assert max(run[-1] for run in losses) < 0.5 * losses[1][0]
 

@@ -21,8 +21,8 @@ class Conv(nn.Module):
 
     Args:
       features: channels out.
-      size: of the kernel, both ways.
-      stride: both ways.
+      size: of the kernel, in rows and in columns.
+      stride: in rows and in columns.
       padding: with zeros, on all four sides.
       kernel_init: of kernels [features, size, size, channels].
       bias_init: of the bias [features]; None for a convolution without.

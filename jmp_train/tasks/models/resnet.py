@@ -22,8 +22,8 @@ def conv(features: int, size: int, stride: int = 1, *, name: str | None = None) 
 
     Args:
       features: channels out.
-      size: of the kernel, both ways; odd.
-      stride: both ways.
+      size: of the kernel, in rows and in columns; odd.
+      stride: in rows and in columns.
       name: of the module; None for linen's own.
     """
     return Conv(features, size, stride, size // 2, kernel_init=_kaiming_normal, name=name)
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
     Args:
       features: channels out.
-      stride: of the first convolution, both ways.
+      stride: of the first convolution, in rows and in columns.
       axis_name: see `ResNet`.
     """
 

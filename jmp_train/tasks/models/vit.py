@@ -1,7 +1,7 @@
 """The vision transformer ViT-B/16 of Dosovitskiy et al., as timm's `vit_base_patch16_224` builds it.
 
 A training step keeps of each block the inputs of its two parts and the products with its weights; what is cheap, that
-is the norms, GELU, the attention between tokens and the dropout masks, is computed again for the gradient.
+is the norms, GELU, the attention between tokens and the dropout masks, is recomputed for the gradient.
 """
 
 import math
@@ -50,7 +50,7 @@ class VisionTransformer(nn.Module):
           train: whether dropout draws, of the key "dropout".
         """
         words = self._dropout_words() if train and self.drop_rate else None
-        # As in the blocks, the mask is computed again for the gradient, and not kept.
+        # As in the blocks, the mask is recomputed for the gradient, and not kept.
         first_dropout = jax.checkpoint(dropout, static_argnums=1)
         x = first_dropout(self._tokens(images), self.drop_rate, None if words is None else words[0])
         # Apart, because the compiler may then not hold what both compute again at one time.

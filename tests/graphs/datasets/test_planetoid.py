@@ -99,11 +99,11 @@ def test_the_real_cora() -> None:
 
 
 def check_edges(data: NodeData) -> None:
-    """Each edge is there both ways and once, sorted by receiver, then sender."""
+    """Each edge is there in both directions and once, sorted by receiver, then sender."""
     keys = data.receivers.astype(np.int64) * data.num_nodes + data.senders
     assert (np.diff(keys) > 0).all()
-    backwards = data.senders.astype(np.int64) * data.num_nodes + data.receivers
-    np.testing.assert_array_equal(np.sort(backwards), keys)
+    reversed_keys = data.senders.astype(np.int64) * data.num_nodes + data.receivers
+    np.testing.assert_array_equal(np.sort(reversed_keys), keys)
     for ids in (data.senders, data.receivers, data.labels, data.train, data.validation, data.test):
         assert ids.dtype == np.int32
 
@@ -118,7 +118,7 @@ def test_a_node_of_which_only_the_number_is_known(folder: Path) -> None:
     assert data.train.tolist() == [0, 1, 2]
     assert data.validation.tolist() == [3, 4, 5, 6]
     assert data.test.tolist() == [7, 9, 10, 11]
-    # 0-1 is there three times, 2-11 both ways and 2-2 once: ten edges, sorted, with the loop.
+    # 0-1 is there three times, 2-11 in both directions and 2-2 once: ten edges, sorted, with the self-loop.
     assert data.receivers.tolist() == [0, 0, 1, 2, 2, 2, 3, 4, 7, 9, 10, 10, 11]
     assert data.senders.tolist() == [1, 4, 0, 2, 10, 11, 10, 0, 9, 7, 2, 3, 2]
     check_edges(data)

@@ -178,7 +178,7 @@ def test_no_receivers() -> None:
     assert [x.shape for x in pullback(result)] == [(3, 2), (0, 1)]
 
 
-def test_attention_saves_inputs_and_two_numbers_for_each_node_and_head() -> None:
+def test_attention_saves_inputs_and_two_values_for_each_node_and_head() -> None:
     graph = graph_with_hub()
     z, end = (normal(i, *s) for i, s in enumerate([(NODES, HEADS, WIDTH), (NODES, HEADS)]))
     run = functools.partial(graphs.gat_attention, graph, implementation="chunked")

@@ -179,7 +179,7 @@ def test_logits_are_float32_under_autocast_and_tables_are_half() -> None:
     assert "f16[3,2]" not in text and "f16[4,2]" not in text
 
 
-def test_dropped_weights_are_not_made_up_for() -> None:
+def test_kept_weights_are_not_normalized_again() -> None:
     """As in DGL: a node all of whose edges are dropped gets nothing."""
     graph = graphs.from_edges([0, 1], [1, 0], 2)
     one, zero = jnp.ones((1, 8)), jnp.zeros((1, 8, 1))

@@ -1,4 +1,4 @@
-"""What message passing stores on a GPU, read from what XLA compiles for a V100 that is not there."""
+"""What message passing stores on a GPU, read from what XLA compiles ahead of time for a V100."""
 
 import math
 from pathlib import Path

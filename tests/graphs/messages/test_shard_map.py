@@ -1,4 +1,4 @@
-"""Operations on graphs within a user's own `shard_map`, each device with a graph and features of its own."""
+"""Operations on graphs within a user-defined `shard_map`, each device with a graph and features of its own."""
 
 import functools
 from collections.abc import Callable

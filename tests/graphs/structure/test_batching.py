@@ -128,11 +128,11 @@ def test_graphs_of_different_sizes_compile_once() -> None:
     assert len(traces) == 1
 
 
-def hub(degree: int, idle: int, dtype: str = "float32") -> graphs.Graph:
+def hub(degree: int, unreached: int, dtype: str = "float32") -> graphs.Graph:
     """Returns a graph of 40 nodes whose first is entered and whose second is left by so many edges."""
     random = np.random.default_rng(degree)
-    others = random.integers(0, 40 - idle, (2, degree))
-    ring = np.arange(40 - idle)
+    others = random.integers(0, 40 - unreached, (2, degree))
+    ring = np.arange(40 - unreached)
     senders = np.concatenate([others[0], np.ones(degree, int), ring])
     receivers = np.concatenate([np.zeros(degree, int), others[1], ring])
     h = random.normal(size=(40, 3)).astype(dtype)
@@ -154,9 +154,9 @@ def test_padded_graphs_of_a_size_have_one_structure(formats: tuple[str, ...]) ->
 
 def test_layers_refuse_zero_in_degree_nodes_of_padded_graphs_outside_of_jit() -> None:
     layer = graphs.GraphConv(3, 2, rngs=nnx.Rngs(0))
-    for degree, idle in ((3, 0), (3, 2)):
-        padded = graphs.pad(hub(degree, idle), 64, 128)
-        if not idle:  # padding nodes are idle, too, and do not count
+    for degree, unreached in ((3, 0), (3, 2)):
+        padded = graphs.pad(hub(degree, unreached), 64, 128)
+        if not unreached:  # padding nodes have in-degree 0, too, and do not count
             assert layer(padded, padded.nodes["h"]).shape == (64, 2)
             continue
         with pytest.raises(ValueError, match="no edge enters some of the nodes"):
@@ -179,7 +179,7 @@ def test_padding_leaves_hubs_their_sums_and_gradients(formats: tuple[str, ...]) 
         sizes = powers.sum(1, keepdims=True)
         return jnp.concatenate([counts @ h, powers @ h / jnp.where(sizes == 0, 1, sizes)], 1)
 
-    def both_ways(run: Any) -> Any:
+    def forward_and_backward(run: Any) -> Any:
         def with_gradient(graph: Any, h: jax.Array) -> Any:
             result, pullback = jax.vjp(lambda h: run(graph, h), h)
             return result, pullback(jnp.cos(result))[0]
@@ -187,7 +187,7 @@ def test_padding_leaves_hubs_their_sums_and_gradients(formats: tuple[str, ...]) 
         return jax.jit(with_gradient)
 
     with jax.enable_x64(True):
-        run, exact = both_ways(ours), both_ways(dense)
+        run, exact = forward_and_backward(ours), forward_and_backward(dense)
         for size in ((30, 5), (3_000, 1)):
             graph = hub(*size, dtype="float64")
             padded = graphs.pad(graph, 64, 6_100, formats=formats)

@@ -132,7 +132,7 @@ def test_a_batch_by_hand() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=seeds, fill=st.sampled_from([1.0, -0.5, "sum", "mean", "max", "min"]), keep=st.booleans())
-def test_each_node_gets_a_loop(seed: int, fill: Any, keep: bool) -> None:
+def test_each_node_gets_a_self_loop(seed: int, fill: Any, keep: bool) -> None:
     graph = draw_batch(seed)
     new = graphs.add_self_loop(graph, fill, keep)
     assert_in_step(new, graph)
@@ -161,7 +161,7 @@ def test_each_node_gets_a_loop(seed: int, fill: Any, keep: bool) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(seed=seeds)
-def test_loops_are_removed_and_edges_turned_round(seed: int) -> None:
+def test_self_loops_are_removed_and_edges_reversed(seed: int) -> None:
     graph = draw_batch(seed)
     graph = graph.with_edges(id=jnp.arange(graph.num_edges))
     bare = graphs.remove_self_loop(graph)

@@ -1,4 +1,4 @@
-"""`jmp-train compare` and `train` as real processes: full disks, lost output, signals, files that lie in wait."""
+"""`jmp-train compare` and `train` as real processes: full disks, lost output, signals, hostile modules."""
 
 import json
 import os

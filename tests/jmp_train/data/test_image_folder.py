@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_decoded_is_named(tmp_path: Path, damage: str) -> 
 
 
 @pytest.mark.parametrize(("width", "height"), [(224, 224), (250, 200), (100, 251)])
-def test_centre_crops_are_torchvisions(tmp_path: Path, width: int, height: int) -> None:
+def test_center_crops_are_torchvisions(tmp_path: Path, width: int, height: int) -> None:
     path = save(tmp_path / "image.png", gradient_image(width, height))
     # Resize(256): the short side, and the long one rounded down; CenterCrop(224): offsets rounded to even.
     size = (256, 256 * height // width) if width <= height else (256 * width // height, 256)
@@ -148,7 +148,7 @@ def test_centre_crops_are_torchvisions(tmp_path: Path, width: int, height: int) 
     np.testing.assert_array_equal(result[0], expected)
 
 
-def test_centre_crops_of_other_sizes_are_in_proportion(tmp_path: Path) -> None:
+def test_center_crops_of_other_sizes_are_in_proportion(tmp_path: Path) -> None:
     path = save(tmp_path / "image.png", gradient_image(128, 128))
     result = center_crops([path], 112)[0].astype(int)  # of 128 pixels, as they are
     np.testing.assert_array_equal(result[0, :, 0], np.arange(8, 120))
@@ -191,14 +191,14 @@ def test_random_boxes_have_torchvisions_areas_and_ratios() -> None:
     ("size", "box"),
     [((1000, 3), (498, 0, 502, 3)), ((3, 1000), (0, 498, 3, 502)), ((1, 1), (0, 0, 1, 1))],
 )
-def test_of_images_that_no_ratio_fits_the_centre_is_taken(
+def test_of_images_that_no_ratio_fits_the_center_is_taken(
     size: tuple[int, int], box: tuple[int, int, int, int]
 ) -> None:
     # Of 1000 x 3 pixels even the smallest share, 240 pixels, is of a greater ratio than 4/3 of 3.
     assert random_box(np.random.default_rng(0), *size) == box
 
 
-def test_gray_and_palette_images_become_colours(tmp_path: Path) -> None:
+def test_gray_and_palette_images_become_colors(tmp_path: Path) -> None:
     gray, palette = tmp_path / "gray.png", tmp_path / "palette.png"
     Image.new("L", (20, 20), 77).save(gray)
     Image.new("RGB", (20, 20), (10, 20, 30)).convert("P", palette=Image.Palette.ADAPTIVE).save(palette)

@@ -146,7 +146,7 @@ def test_a_step_without_a_backward_pass_saves_nothing_that_is_known() -> None:
 
 def test_flops_are_in_half_where_their_operands_are() -> None:
     def half_of_it(params: Any, batch: Any) -> Any:
-        # Two products of equal size forwards, and their two gradients by the weights.
+        # Two products of equal size forward, and their two gradients by the weights.
         low = batch.astype(jnp.float16) @ params[0].astype(jnp.float16)
         return jnp.sum(low.astype(jnp.float32)) + jnp.sum(batch @ params[1])
 

@@ -413,7 +413,7 @@ def test_float64_stays_float64(accumulate_steps: int) -> None:
         assert metrics["loss"].dtype == jnp.float64
 
 
-def test_parameters_narrower_than_the_policy_are_listed() -> None:
+def test_parameters_of_lower_precision_than_the_policy_are_listed() -> None:
     step = jt.train_step(jt.stateless(line_loss), inner(), policy="mixed_float16")
     state = jt.TrainState.create({"w": jnp.ones(2, jnp.float16)}, inner())
     with pytest.raises(ValueError, match="'w' is float16, not float32"):

@@ -203,7 +203,7 @@ def test_all_axes_of_a_mesh_decide_as_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["O2", "naive"])
-def test_masters_round_to_the_parameters_on_every_route(name: str) -> None:
+def test_master_weights_round_to_the_parameters_on_every_route(name: str) -> None:
     amp = with_small_scale(MODES[name])
     model = nn.Dense(3)
     params = model.init(jax.random.key(0), jnp.ones((1, 4)))

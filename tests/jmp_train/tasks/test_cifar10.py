@@ -173,7 +173,7 @@ def test_a_small_network_learns(mode: str) -> None:
     run = train(task, mode, epochs=8, batch_size=32)
     assert len(run.skipped) <= 3
     assert run.epochs[-1].loss < 0.6 * run.epochs[0].loss
-    assert run.test_accuracy > 0.5  # by chance 0.1
+    assert run.test_accuracy > 0.5  # chance level: 0.1
     assert run.nonfinite_outputs == 0
 
 

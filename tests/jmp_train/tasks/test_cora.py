@@ -44,14 +44,14 @@ def fixture_small() -> NodeData:
     return NodeData(senders, receivers, features, ids % 3, 3, ids[:3], ids[3:5], ids[5:])
 
 
-def test_the_made_up_papers_have_coras_shapes() -> None:
+def test_the_synthetic_papers_have_coras_shapes() -> None:
     data = synthetic_cora()
     assert (data.features.shape, data.features.dtype) == ((2708, 1433), np.float32)
     assert set(np.unique(data.features)) == {0, 1}
     assert 16 < data.features.sum(axis=1).mean() < 20  # of Cora 18
     assert data.labels.dtype == data.senders.dtype == data.receivers.dtype == np.int32
     assert np.unique(data.labels).tolist() == list(range(data.num_classes)) == list(range(7))
-    # No edge twice, no self-loops, and each both ways.
+    # No edge twice, no self-loops, and each in both directions.
     assert data.num_edges == pytest.approx(10556, rel=0.03)
     edges = set(zip(data.senders.tolist(), data.receivers.tolist(), strict=True))
     assert edges == {(receiver, sender) for sender, receiver in edges}
@@ -246,7 +246,7 @@ def test_the_loss_has_an_l2_term(model: str, small: NodeData) -> None:
 def test_it_learns(model: str, policy: str) -> None:
     data = oldest(synthetic_cora(), 800)
     run = train(trainable(make_task(data, model)), policy, epochs=60)
-    assert run.test_accuracy > 0.7  # by chance 0.14
+    assert run.test_accuracy > 0.7  # chance level: 0.14
     assert run.epochs[-1].loss < run.epochs[0].loss - 0.1
 
 

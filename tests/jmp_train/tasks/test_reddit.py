@@ -39,7 +39,7 @@ def load(scale: float, **options: Any) -> Task:
 
 
 @pytest.mark.parametrize(("scale", "nodes", "edges", "classes"), [(0.001, 233, 6756, 4), (0.02, 4659, 2292318, 4)])
-def test_the_made_up_graph_has_reddits_counts(scale: float, nodes: int, edges: int, classes: int) -> None:
+def test_the_synthetic_graph_has_reddits_counts(scale: float, nodes: int, edges: int, classes: int) -> None:
     data = synthetic_reddit(scale)
     assert (data.num_nodes, len(data.senders), len(data.receivers)) == (nodes, edges, edges)
     assert (data.features.shape, data.features.dtype) == ((nodes, 602), np.float32)
@@ -51,12 +51,12 @@ def test_the_made_up_graph_has_reddits_counts(scale: float, nodes: int, edges: i
     np.testing.assert_allclose(shares, np.array([153_431, 23_831, 55_703]) / 232_965, atol=0.005)
     assert sorted(np.concatenate(split).tolist()) == list(range(nodes))
     assert all((np.diff(ids) > 0).all() for ids in split)
-    # Sorted by receiver, then sender; no edge twice, no self-loops, and each both ways.
+    # Sorted by receiver, then sender; no edge twice, no self-loops, and each in both directions.
     keys = data.receivers.astype(np.int64) * nodes + data.senders
     assert (np.diff(keys) > 0).all()
     assert not (data.senders == data.receivers).any()
-    backwards = data.senders.astype(np.int64) * nodes + data.receivers
-    np.testing.assert_array_equal(np.sort(backwards), keys)
+    reversed_keys = data.senders.astype(np.int64) * nodes + data.receivers
+    np.testing.assert_array_equal(np.sort(reversed_keys), keys)
     # Degrees fall slowly, neighbors mostly share the class, features have mean 0 and variance about 1.
     degrees = np.bincount(data.receivers, minlength=nodes)
     assert degrees.max() > 3 * degrees.mean() > 3.5 * np.median(degrees)
@@ -82,7 +82,7 @@ def test_scales_out_of_range_are_named() -> None:
         synthetic_reddit(0.0004)
 
 
-def test_each_node_has_one_loop() -> None:
+def test_each_node_has_one_self_loop() -> None:
     none = np.zeros(4, np.int32)
     senders, receivers = np.array([[2, 1, 3, 1, 2], [0, 1, 1, 1, 2]], np.int32)
     graph = make_graph(NodeData(senders, receivers, none, none, 1, none, none, none))
@@ -185,7 +185,7 @@ def test_it_learns_in_float32_and_float16(tiny: Task, monkeypatch: pytest.Monkey
     runs = [train(counted, policy, epochs=14) for policy in ("float32", "mixed_float16")]
     assert (len(made), traced) == (2, [jnp.float32, jnp.float16])
     for run in runs:
-        assert run.test_accuracy > 0.75  # by chance 0.25
+        assert run.test_accuracy > 0.75  # chance level: 0.25
         assert run.epochs[-1].loss < 0.5 * run.epochs[-14 + 2].loss
     losses = [[step.loss for step in run.steps if step.finite] for run in runs]
     np.testing.assert_allclose(losses[1], losses[0][: len(losses[1])], rtol=0.05, atol=0.02)

@@ -226,7 +226,7 @@ def test_it_learns_colors(devices: int) -> None:
     task = with_model(load_task("vit-b16", options), TINY, SIZE)
     run = train(task, "float32", epochs=3, batch_size=16)
     assert run.steps[0].loss == pytest.approx(np.log(10), abs=1e-4)  # the head begins with zeros
-    assert run.test_accuracy > 0.5  # by chance 0.1
+    assert run.test_accuracy > 0.5  # chance level: 0.1
 
 
 @pytest.fixture(name="folder")

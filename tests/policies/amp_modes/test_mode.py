@@ -105,8 +105,8 @@ def test_outputs_are_cast_inside_a_loss_where_asked_for() -> None:
 
 
 def test_master_weights() -> None:
-    with_masters, _ = train(apex("O3", master_weights=True))
-    assert jt.get_master_weights(with_masters.opt_state)["dense"]["w"].dtype == jnp.float32
+    with_master_weights, _ = train(apex("O3", master_weights=True))
+    assert jt.get_master_weights(with_master_weights.opt_state)["dense"]["w"].dtype == jnp.float32
     without, _ = train(apex("O2", master_weights=False))
     assert without.params["dense"]["w"].dtype == jnp.float16
     with pytest.raises(ValueError, match="no master weights"):

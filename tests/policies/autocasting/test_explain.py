@@ -48,7 +48,7 @@ def test_it_takes_the_rules_of_an_autocast() -> None:
         explain_autocast(autocast(model, enabled=False), X, W)
 
 
-def test_flops_are_those_of_the_products_times_the_turns_of_a_scan() -> None:
+def test_flops_are_those_of_the_products_times_the_iterations_of_a_scan() -> None:
     def loop(x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.scan(lambda c, _: (c, x @ w), 0.0, None, length=5)[1]
 

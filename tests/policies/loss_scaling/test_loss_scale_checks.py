@@ -1,4 +1,4 @@
-"""A loss scale of a user's own class goes wherever ours go, and what is not one is named."""
+"""A loss scale of a user-defined class works wherever ours do, and what is not one is named."""
 
 import dataclasses
 import functools

@@ -93,7 +93,7 @@ def test_updates_lead_where_steps_lead(dtype: str) -> None:
         assert_bitwise_equal(added, stepped)
 
 
-def test_half_parameters_alone_stay_where_masters_move() -> None:
+def test_half_parameters_alone_stay_where_master_weights_move() -> None:
     plain = jt.with_loss_scale(optax.sgd(1.0), jt.NoOpLossScale())
     wrapped = jt.with_master_weights(plain)
     loss = jt.stateless(lambda w, x: (w * x).astype(jnp.float32))
@@ -107,7 +107,7 @@ def test_half_parameters_alone_stay_where_masters_move() -> None:
     assert ends == {"plain": 1.0, "wrapped": 1 - 100 * 2.0**-13}
 
 
-def test_masters_of_float32_parameters_lose_nothing() -> None:
+def test_master_weights_of_float32_parameters_lose_nothing() -> None:
     optimizer = jt.with_master_weights(optax.sgd(0.1))
     params = jnp.float32(1 + 2.0**-20)
     state = jt.TrainState.create(params, optimizer, cast_params=in_half("float16"))
@@ -139,7 +139,7 @@ def test_a_skip_holds_for_what_comes_after_the_loss_scale_too() -> None:
     assert_bitwise_equal(jt.get_master_weights(state.opt_state), jt.get_master_weights(before.opt_state))
 
 
-def test_parameters_from_elsewhere_come_with_their_masters() -> None:
+def test_parameters_from_elsewhere_come_with_their_master_weights() -> None:
     optimizer = jt.with_master_weights(optax.sgd(0.0))
     params = {"w": jnp.ones((2, 3), jnp.float16)}
     state = optax.chain(optimizer).init(params)
@@ -152,7 +152,7 @@ def test_parameters_from_elsewhere_come_with_their_masters() -> None:
         jt.set_master_weights(state, {"v": jnp.ones(3)})
 
 
-def test_float32_parameters_and_their_masters_can_be_donated_together() -> None:
+def test_float32_parameters_and_their_master_weights_can_be_donated_together() -> None:
     optimizer: Any = jt.with_master_weights(optax.sgd(0.1))
     params = {"norm": jnp.ones(2), "w": jnp.ones(2, jnp.float16)}
     state = optimizer.init(params)

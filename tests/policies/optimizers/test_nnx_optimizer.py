@@ -86,7 +86,7 @@ def test_a_scale_is_set_in_a_copy_of_an_nnx_optimizers_state() -> None:
         jt.set_loss_scale(optimizer, jt.torch_loss_scale(growth_interval=7))
 
 
-def test_masters_and_skips_of_an_nnx_optimizer_are_arrays() -> None:
+def test_master_weights_and_skips_of_an_nnx_optimizer_are_arrays() -> None:
     model, optimizer = make(jt.with_master_weights(scaled_sgd()))
     master_weights = jt.get_master_weights(optimizer)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(master_weights))

@@ -132,7 +132,7 @@ def test_two_axes() -> None:
     assert float(run(jnp.float32(1), jnp.arange(8.0))) == 3.5
 
 
-def test_vary_twice_or_without_axes_changes_nothing() -> None:
+def test_pvary_twice_or_without_axes_changes_nothing() -> None:
     x = jnp.ones(2)
     assert jt.pvary(x, ()) is x
     assert jt.pvary({"x": x}, ("data",))["x"] is x  # outside of a manual region there is no mark
