@@ -1,4 +1,4 @@
-"""The types of what callers pass: ids and arrays of every make, flax's parameters, features of both ends."""
+"""Type aliases of arguments: ids, arrays of any library, features of both ends."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while `jmp-train` imports jax, which takes seconds, or while Python ends: exit code 130, no traceback.
+"""Ctrl-C while `jmp-train` imports jax, or while Python exits: exit code 130, no traceback.
 
 The package imports this before jax. Where the process is not the command it does nothing.
 """

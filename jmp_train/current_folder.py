@@ -1,4 +1,4 @@
-"""Takes the current folder off the path of `python -m jmp_train`, so that no `jax.py` there is imported.
+"""Removes the current folder from `sys.path` under `python -m jmp_train`, so that no `jax.py` there is imported.
 
 `-m` puts it first; `jmp-train` does not have it. The package imports this before all else, and this imports only what
 Python itself has loaded by then. Where the process is not the command it does nothing.

@@ -1,4 +1,4 @@
-"""Packages of the extra `train`, which are imported where they are needed: what to install if one is missing."""
+"""Packages of the extra `train`, imported where they are needed; the error says what to install."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

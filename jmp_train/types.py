@@ -1,4 +1,4 @@
-"""The types of what a train step takes and returns, beside those of `jmp_train.policies.types`."""
+"""Type aliases: what a train step takes and returns, beside those of `jmp_train.policies.types`."""
 
 from typing import Any, TypeAlias
 

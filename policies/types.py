@@ -1,4 +1,4 @@
-"""The types of what training passes round, as optax names them."""
+"""Type aliases: pytrees, parameters, gradients and optimizer states, as optax names them."""
 
 from typing import TypeAlias
 

@@ -1,4 +1,4 @@
-"""Warnings that show the user's line, however many frames of libraries are in between."""
+"""Warnings that point to the user's line, past the frames of libraries."""
 
 import os
 import sys

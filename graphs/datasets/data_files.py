@@ -1,4 +1,4 @@
-"""The files of a data set, found in a folder, and named where they are missing."""
+"""Finds the files of a data set in a folder, and names those that are missing."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

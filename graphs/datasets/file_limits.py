@@ -1,4 +1,4 @@
-"""How much memory a file of data may ask for, and faults of the system that name the file."""
+"""Limits on the memory that a data file may ask for, and system errors that name the file."""
 
 import contextlib
 import errno

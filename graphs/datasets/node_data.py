@@ -1,4 +1,4 @@
-"""What data sets of node classification hold, in the host's memory: one graph, features, labels, a split."""
+"""`NodeData`, a data set of node classification in the host's memory: graph, features, labels, split."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Attention with arrays of all edges, which XLA may fuse; the gradient recomputes them."""
+"""Attention on arrays of all edges, which XLA may fuse; the gradient recomputes them."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""How a chunk of edges after the other is walked over: what is made of an edge lives in that chunk only.
+"""Iteration over edges in chunks: what is computed per edge exists for one chunk at a time.
 
 On CPUs a chunk fits into the caches; on GPUs it is large enough to give all of them work.
 """

@@ -1,4 +1,4 @@
-"""What attention's weights are multiplied by: edge weights, and dropout that is drawn where it is needed.
+"""Factors of attention weights: edge weights, and dropout masks that are recomputed from a key.
 
 Whether an edge is dropped is a hash of the key and the edge, and so nothing is stored for the gradient.
 """

@@ -1,4 +1,4 @@
-"""Chunked GATv2 attention: as `gat`, with a small network of both ends for the logits.
+"""Chunked GATv2 attention: as `gat`, with logits of a small network of both ends.
 
 The logit of an edge from u to v is the sum over the width of `attention * leaky_relu(left[u] + right[v])`.
 With its gradient `e = a (k t - d[v])`, and `q` the sum of `e` times the slopes of `leaky_relu` over the

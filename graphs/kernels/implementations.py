@@ -1,4 +1,4 @@
-"""Which implementation computes an operation over edges: whole-edge arrays (XLA), or chunk after chunk.
+"""Selects the implementation of an operation over edges: whole-edge arrays (XLA) or chunks.
 
 Every operation that has a choice is an `EdgeOperation`, and is called in the same form. Another
 implementation, such as a kernel for one kind of device, is one more name in `IMPLEMENTATIONS`, and one more

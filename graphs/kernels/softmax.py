@@ -1,4 +1,4 @@
-"""Shared by both kinds of chunked attention: a sum weighted by a softmax that is not stored."""
+"""Chunked softmax-weighted sums, and the gradient of edge weights; shared by GAT's and GATv2's kernels."""
 
 from collections.abc import Callable
 from typing import NamedTuple

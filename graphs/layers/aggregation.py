@@ -1,4 +1,4 @@
-"""What layers make of a node's neighbors: scaled, reduced and combined in float32, rounded once."""
+"""Aggregation of neighbors' features: scaled, reduced and combined in float32, rounded once."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Attention over the edges that enter a node, or leave it: float32 inside, and nothing saved per edge."""
+"""Attention over the edges that enter a node, or leave it: in float32, with nothing saved per edge."""
 
 import jax
 import jax.numpy as jnp

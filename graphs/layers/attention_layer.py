@@ -1,4 +1,4 @@
-"""What layers of graph attention have in common: options, dropout, residuals and how weights are drawn."""
+"""Base of the layers of graph attention: options, dropout, residuals and initialization of weights."""
 
 from typing import TypedDict
 

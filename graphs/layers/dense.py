@@ -1,4 +1,4 @@
-"""What layers do to each node by itself: products with weights, biases and activations, stored in half."""
+"""Dense operations on node features: products with weights, biases and activations, stored in half."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Dropout as layers want it: the rate checked, the key from flax's streams, what is dropped scaled up."""
+"""Dropout of layers: checks of the rate, keys from flax's streams, inverted scaling."""
 
 from typing import Any
 

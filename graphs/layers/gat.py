@@ -1,4 +1,4 @@
-"""Graph attention: neighbors' features, weighted by a softmax of what both ends bring."""
+"""Graph attention (GAT): neighbors' features, weighted by a softmax of both ends' logits."""
 
 import jax
 import jax.numpy as jnp

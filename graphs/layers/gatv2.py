@@ -1,4 +1,4 @@
-"""Graph attention of the second kind: the order of a node's neighbors depends on the node."""
+"""Graph attention with dynamic logits (GATv2): the ranking of neighbors depends on the node."""
 
 import jax
 import jax.numpy as jnp

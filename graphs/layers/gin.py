@@ -1,4 +1,4 @@
-"""The layer of graph isomorphism networks: a node plus its neighbors, and a network of the sum."""
+"""The layer of graph isomorphism networks (GIN): an MLP of a node's features plus its neighbors'."""
 
 from collections.abc import Callable
 from typing import Any

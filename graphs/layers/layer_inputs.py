@@ -1,4 +1,4 @@
-"""What layers are given, checked: the graph of either make, arrays by shape, words, and dtypes."""
+"""Checks of layers' arguments: graphs of this library or jraph's, shapes, options and dtypes."""
 
 from collections.abc import Iterable
 from types import EllipsisType

@@ -1,4 +1,4 @@
-"""A recurrent network that reads the messages of a node in the order of the edges."""
+"""The LSTM aggregator of GraphSAGE, which reads a node's messages in the order of the edges."""
 
 import dataclasses
 from collections.abc import Sequence

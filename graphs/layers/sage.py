@@ -1,4 +1,4 @@
-"""GraphSAGE: each node's features beside what an aggregator makes of its neighbors'."""
+"""GraphSAGE: each node's features combined with an aggregate of its neighbors'."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Built-in messages and reductions: which features they take, checked, and which kernels compute them."""
+"""Built-in messages and reductions: checks of their features, and the kernels that compute them."""
 
 from collections.abc import Sequence
 

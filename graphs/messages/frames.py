@@ -1,4 +1,4 @@
-"""Which edges and nodes a function of message passing is about, and the features that these have."""
+"""Frames: the edges and nodes that a call of message passing covers, and their features."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Message passing along some edges, or into or out of some nodes: only what they reach changes."""
+"""Message passing along some edges, or into or out of some nodes; other features stay."""
 
 from collections.abc import Iterable
 

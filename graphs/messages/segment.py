@@ -1,4 +1,4 @@
-"""Operations on segments, right in half precision: float32 inside, forward and backward.
+"""Segment operations that compute in float32, forward and backward.
 
 They take what jraph's take. In float16 a running sum of ones ends at 2,048, in bfloat16 at 256, with
 no NaN to tell; here what is stored may be half, and what is added is float32.

@@ -1,4 +1,4 @@
-"""What edges send and what nodes receive, whether functions are built in or user-defined."""
+"""Messages of edges and their reduction at nodes, by built-in or user-defined functions."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""User-defined functions: what they see, edges or nodes with their mailbox, and how they are called."""
+"""Calls of user-defined functions: the views of edges, nodes and mailboxes that these take."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

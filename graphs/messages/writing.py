@@ -1,4 +1,4 @@
-"""Results written back into a graph: for all its nodes or edges, or for some of them."""
+"""Writes results into a graph's features: of all nodes or edges, or of some of them."""
 
 from collections.abc import Mapping
 

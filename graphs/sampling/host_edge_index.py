@@ -1,4 +1,4 @@
-"""Edges in the host's memory, sorted by the node that they enter, of which some are drawn.
+"""Edges in the host's memory, sorted by receiver, and neighbor sampling from them.
 
 Nothing here is on a device, so that a graph may be larger than its memory.
 """

@@ -1,4 +1,4 @@
-"""The whole graph's result from blocks of all neighbors, one layer after the other, in fixed memory."""
+"""Layer-wise inference: all nodes' results from blocks of all neighbors, in fixed memory."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

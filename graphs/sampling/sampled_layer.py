@@ -1,4 +1,4 @@
-"""One layer of a mini-batch: which edges it has, to what sizes it is padded, and the blocks that come of it."""
+"""One layer of a mini-batch: its sampled edges, its padding buckets, and the blocks made of it."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Who sends to whom: the edges' two ends with their indices, made once on the host, and checked there."""
+"""Adjacency: the edges' two ends with their indices, made and checked once on the host."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A block: the edges from some nodes to some of these, as a layer of a mini-batch sees them."""
+"""Blocks: bipartite graphs of the edges that one layer of a mini-batch needs."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Numbers of nodes and edges: whole, not negative, and within int32, as the ids of both are."""
+"""Checks of numbers of nodes and edges: integers, not negative, within int32."""
 
 import operator
 import reprlib

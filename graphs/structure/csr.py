@@ -1,4 +1,4 @@
-"""The edges sorted by one of their ends, in blocks of a few: what chunked kernels iterate over.
+"""CSR in blocks of a few edges: the edges sorted by one end, for chunked kernels.
 
 A block holds up to 32 edges of one node. Sums are added in rows, of which each node has one: its first 32
 blocks add to it. Every further 32 blocks have a row of their own, which adds to the node's in the end,

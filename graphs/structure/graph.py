@@ -1,4 +1,4 @@
-"""The graph: features by name, in the caller's order, and the edges with the indices that sums need."""
+"""`Graph`: features by name, in the caller's order, and edges with the indices that sums need."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Ids of nodes and edges in the host's memory: padded, tested for their order, and sorted by counting."""
+"""Ids of nodes and edges on the host: padding, tests for order, counting sort."""
 
 import numpy as np
 

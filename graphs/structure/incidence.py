@@ -1,4 +1,4 @@
-"""Which rows edges read and add to, with sums that add in blocks, and reads whose gradients do.
+"""Incidence of edges and nodes: gathers and segment sums, forward and backward in blocks.
 
 The rows of a segment are added in blocks of at most 32, the blocks again in blocks, and so on, so that
 rounding errors stay near 1e-6 of the terms' magnitudes however many there are: in float32 a running sum

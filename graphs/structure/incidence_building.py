@@ -1,4 +1,4 @@
-"""How incidences are made: of ids that are traced, or known on the host, by degrees or by numbers alone."""
+"""Builds incidences of ids that are traced, or known on the host, with shapes by degrees or counts."""
 
 import dataclasses
 from typing import Any

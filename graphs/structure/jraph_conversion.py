@@ -1,4 +1,4 @@
-"""jraph's graphs as ours, and ours as jraph's; functions of our graphs that take either."""
+"""Conversion from and to jraph's graphs, and functions that take either."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Small steps on arrays of rows: scales beside features, rows of targets, and divisions by what may be 0."""
+"""Small functions on node arrays: broadcast of scales, first rows, divisions by what may be 0."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Half in memory, float32 in computation: the two moves between them."""
+"""Dtypes of graph features: half precision in storage, float32 in computation."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The edges of a graph in the host's memory: read, changed by transforms, and made into a graph again."""
+"""Edge lists in the host's memory: read from a graph, transformed, and made into a graph again."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

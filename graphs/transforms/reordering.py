@@ -1,4 +1,4 @@
-"""Other names for the nodes of a graph, so that what is needed together is close together in memory."""
+"""Renumbers a graph's nodes, so that those used together are close together in memory."""
 
 import dataclasses
 from collections.abc import Sequence

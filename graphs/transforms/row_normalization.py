@@ -1,4 +1,4 @@
-"""Features of nodes made comparable: rows whose magnitudes add up to 1."""
+"""Row normalization of node features: the magnitudes of each row add up to 1."""
 
 from typing import TypeVar, cast
 

@@ -1,4 +1,4 @@
-"""A state as named numpy arrays, and back: what a checkpoint says of each leaf, and how two are compared."""
+"""A state's leaves as named numpy arrays and back, their metadata in a checkpoint, and comparisons."""
 
 import hashlib
 import re

@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: what it has to say before it is believed, and whether the files are what it says.
+"""Checkpoint manifests: their schema, and the verification of files against them.
 
 The sums in it tell damage. Whoever can write into the folder can make them right, so that no name, size or shape in it
 is used before it has been looked at: what is read is in the checkpoint's own folder, as plain files, and takes the

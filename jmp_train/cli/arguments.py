@@ -1,4 +1,4 @@
-"""The arguments of the command line: how their texts are read, and that none is given twice."""
+"""Command-line arguments: parsers of their values, and the check that none is given twice."""
 
 import argparse
 import re

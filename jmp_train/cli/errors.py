@@ -1,4 +1,4 @@
-"""How a command fails: one line on standard error, and an exit code that says whether call or run is at fault."""
+"""Failures of a command: one line on standard error, exit codes for usage errors and for failed runs."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What the commands that train have in common: their options, folders to write to, XLA's flags and devices."""
+"""Options that the training commands share, their output folders, XLA's flags and devices."""
 
 import argparse
 import contextlib

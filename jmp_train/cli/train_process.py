@@ -1,4 +1,4 @@
-"""A process of `jmp-train compare`: the command line of the package that this file is part of.
+"""The child process of `jmp-train compare`: runs the command line of this very package.
 
 Started as `python -P train_process.py`, so that nothing of the current folder is imported. `python -P -m jmp_train`
 would not do: where the package is in the current folder, as in a checkout, it would not be found, or another one.

@@ -1,4 +1,4 @@
-"""Files of data, opened so that a pipe, a device or too little memory ends in an error that names the file."""
+"""Opens data files: a pipe, a device or too little memory is an error that names the file."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""The threads that write checkpoints, which the end of a script waits for, and whose failures are told.
+"""Threads that write checkpoints: the script's exit waits for them, and their failures are reported.
 
 Python joins threads when a script has ended, by an exception or not, so what is being written then is still finished.
 (It closes executors before, which is why orbax could not write any more.) A failure that `wait` has told nobody is

@@ -1,4 +1,4 @@
-"""Arrays between devices and the host: which a process has, and where they go back to."""
+"""Moves arrays between devices and the host: a process's part of them, and their placement."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Standard output and error that do not stop a run: what cannot be written is dropped, and said once."""
+"""Standard output and error that do not stop a run: what cannot be written is dropped, with one warning."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Runs a script for `jmp_train.launch.launcher` as Python itself does, but for how it ends.
+"""Runs a script as one process of `jmp-train launch`, as Python does but for its exit.
 
     python rank.py PIPE RANK script arguments
     python rank.py PIPE RANK -m module arguments

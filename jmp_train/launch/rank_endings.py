@@ -1,4 +1,4 @@
-"""How the processes of `jmp-train launch` end: all well, or some of them before the others."""
+"""Exits of the processes of `jmp-train launch`: waits for all, or for the first failure."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""What the processes of `jmp-train launch` print, on standard output and in their logs.
+"""Output of the processes of `jmp-train launch`: on standard output and in their logs.
 
 Each is read to its end whatever happens to where it goes: a process whose output nobody reads stops.
 """

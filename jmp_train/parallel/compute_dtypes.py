@@ -1,4 +1,4 @@
-"""The dtype in which a program's inputs can be all-gathered: float16 for what is only ever cast to float16.
+"""The all-gather dtype of a program's inputs: float16 for those that are only ever cast to float16.
 
 A policy, a mode of AMP or autocast casts parameters where they are used, each in its own way. What is common to them
 is the traced program, and that is where it is looked up.

@@ -1,4 +1,4 @@
-"""Model state that has no mean over devices: counts, flags. It has to be the same on all of them."""
+"""Checks that integers and flags of the model state are the same on all devices: they have no mean."""
 
 import dataclasses
 from typing import Any

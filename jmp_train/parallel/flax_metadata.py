@@ -1,4 +1,4 @@
-"""How flax's modules say that their parameters are sharded: linen's boxes and nnx's variables."""
+"""Sharding metadata of flax parameters: linen's boxes and nnx's variables."""
 
 import dataclasses
 import sys

@@ -1,4 +1,4 @@
-"""Questions about meshes and shardings, and arrays placed on a mesh."""
+"""Axes of meshes and shardings, and arrays placed on a mesh."""
 
 import contextlib
 import operator

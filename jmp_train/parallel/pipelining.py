@@ -1,4 +1,4 @@
-"""Layers on different devices: a model in stages, one on each device along a mesh axis.
+"""Pipeline parallelism: a model in stages, one on each device along a mesh axis.
 
 A batch is split into micro-batches that follow each other from stage to stage, as in GPipe. A pipeline is a
 function of the model, not of the step: it stands inside the loss, and gradients, norm and overflow check are those of

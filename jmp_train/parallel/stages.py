@@ -1,4 +1,4 @@
-"""Layers of any shapes on different devices: their parameters packed into one array with a row for each device.
+"""Pipeline stages of any shapes: their parameters packed into one array with a row for each device.
 
 One program runs on all devices, and an array has equal parts on them. So a device's parameters are one row, as
 long as the longest, and what a stage passes on has the width of the largest activation.

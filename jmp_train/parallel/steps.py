@@ -1,4 +1,4 @@
-"""One step on many devices: `shard_map`, `pmap` or `jit`, each with the signature that it has on one.
+"""Data-parallel train steps by `shard_map`, `pmap` or `jit`, each with the signature of the step.
 
 The batch is split along its first axis, a `jmp_train.graphs.stack` between its graphs; the state is the same
 everywhere. Gradients stay local until they are averaged in the policy's `reduce_dtype`; loss, floating and

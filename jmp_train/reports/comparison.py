@@ -1,4 +1,4 @@
-"""What a comparison says of its runs beside each one's own numbers: how fast, how large, and why one fell behind."""
+"""Comparison of runs: speed, memory and costs beside the first run's, and why one failed or fell behind."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What `jmp-train` shows while it trains: bars and a live table on a terminal, lines elsewhere."""
+"""Live display of training: bars and a table on a terminal, lines elsewhere."""
 
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Protocol, Self

@@ -1,4 +1,4 @@
-"""report.html: a comparison as one page without scripts, that needs no network."""
+"""report.html: a comparison as one page without scripts or network access."""
 
 from collections.abc import Sequence
 from html import escape

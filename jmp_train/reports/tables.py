@@ -1,4 +1,4 @@
-"""What `jmp-train` prints and writes about finished runs: a table, report.json, .png and .html."""
+"""The report of finished runs: printed tables, and report.json, .png and .html."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Output that fits the screen: tables become lines where they have no room, lines break between fields."""
+"""Text that fits the terminal: tables become lines where they have no room, lines break between fields."""
 
 import os
 import re

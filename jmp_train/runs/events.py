@@ -1,4 +1,4 @@
-"""What a training run reports while it goes and when it ends, as values and as JSON."""
+"""Events of a training run, as values and as JSON."""
 
 import dataclasses
 import math

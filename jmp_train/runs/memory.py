@@ -1,4 +1,4 @@
-"""Peak memory: the device's where it keeps count, the process's elsewhere."""
+"""Peak memory: of the device where it is counted, else of the process."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Runs of the command line that save as they go, stop on a signal, and go on where they were."""
+"""Saving and resuming runs of the command line: periodic checkpoints, stop on a signal."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Which run a checkpoint is of: the task, the options that its numbers depend on, and the data."""
+"""The identity of a run, kept in its checkpoints: task, options that results depend on, digest of the data."""
 
 import hashlib
 import importlib.metadata

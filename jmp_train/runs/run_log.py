@@ -1,4 +1,4 @@
-"""Logs of a run while it goes: TensorBoard's event files and JSON lines, side by side."""
+"""Logs of a run, written as it goes: TensorBoard event files and JSON lines."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a name comes to for a task: of a policy, or of an AMP mode.
+"""Training setups by name: policy or AMP mode, optimizer, loss scale, step.
 
 The way of the data: name -> `precision_of` -> `Policy` or `Amp` -> `make_setup`, the pieces that the training
 loop puts together, the same for both.

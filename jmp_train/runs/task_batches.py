@@ -1,4 +1,4 @@
-"""The batches of a task: of its training data in the order of a seed, of its test data one after another."""
+"""Batches of a task: training data shuffled by a seed, test data in order."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a train step costs on any device, read from the program that jax has traced of it.
+"""Costs of a train step on any device, read from the program that jax has traced of it.
 
 Three figures that do not depend on how a compiler fuses or how a device rounds: the share of the floating-point
 operations that run in half precision, the bytes that the forward pass leaves for the backward pass, and the bytes

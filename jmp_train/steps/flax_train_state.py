@@ -1,4 +1,4 @@
-"""flax's TrainState for steps with a loss scale: what a skipped step must not change stays."""
+"""flax's TrainState for steps with a loss scale: a skipped step leaves it unchanged."""
 
 from typing import Any, Self
 

@@ -1,4 +1,4 @@
-"""Extra arguments of optimizers beside gradients: the loss, the loss as a function of the parameters, its gradient.
+"""Extra arguments of optimizers: the loss, the loss as a function of the parameters, its gradient.
 
 optax passes extra arguments on to all that it combines, and few of its optimizers say which they take: the
 types of their states do.

@@ -1,4 +1,4 @@
-"""Task `cifar10`: ResNet-34 on CIFAR-10, the job with which Colossal-AI's tutorial shows its AMP modes.
+"""Task `cifar10`: ResNet-34 on CIFAR-10, the job of Colossal-AI's tutorial on AMP modes.
 
 SGD 0.1 with momentum 0.9 and L2 5e-4, cosine, batch 128, 200 epochs. One thing is not the tutorial's: the rate
 warms up over the first 390 steps, which are one epoch of its 200. Images travel as bytes; the step crops,

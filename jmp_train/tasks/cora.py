@@ -1,4 +1,4 @@
-"""Task `cora`: papers that cite each other, of which 140 are labeled; the subjects of 1,000 are to be told.
+"""Task `cora`: node classification of a citation graph, with 140 labeled papers and 1,000 to evaluate.
 
 The models and what they are trained with are those of the papers on GCN and GAT, and of DGL's example of
 GraphSAGE. A step takes the whole graph, and so is an epoch; a batch is the labeled nodes.

@@ -1,4 +1,4 @@
-"""Task `karate`: Zachary's karate club, which split in two; who went with whom is told by friendships.
+"""Task `karate`: node classification of Zachary's karate club: which side each member took.
 
 Of the 34 members only the instructor and the president are labeled, the others are for evaluation. The
 graph comes with networkx, so this job runs anywhere. A batch is the labeled members; the graph and its

@@ -1,4 +1,4 @@
-"""Task `mnist`: the network with which PyTorch users learn automatic mixed precision, on MNIST.
+"""Task `mnist`: the network of PyTorch's MNIST examples of automatic mixed precision.
 
 Fourteen blocks of convolution, BatchNorm and ReLU, mean pooling and three dense layers, with
 PyTorch's defaults: biased convolutions, its initializers, BatchNorm's eps 1e-5 and momentum 0.1

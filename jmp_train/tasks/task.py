@@ -1,4 +1,4 @@
-"""What a task is made of."""
+"""`Task`: data, model, loss and optimizer of a training job."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Which matrix products are the logits of an attention, and so keep float32's range and precision.
+"""Finds the matrix products that make attention logits, which keep float32's range and precision.
 
 `jax.nn.dot_product_attention` asks for a float32 result of half queries and keys, as torch's attention computes
 it: logits beyond 65504 are not rare, and all that reads them is float32. In a program traced for float32 that

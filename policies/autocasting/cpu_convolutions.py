@@ -1,4 +1,4 @@
-"""Says that a jaxlib leaves results of bfloat16 convolutions unwritten on CPUs, and which flag mends it.
+"""Warns where a jaxlib leaves results of bfloat16 convolutions unwritten on CPUs; a flag avoids it.
 
 XLA:CPU of jaxlib 0.11 and 0.12 passes chains of convolutions to YNNPACK as one fusion, and in
 bfloat16 some of these never write what they should. Compiled code reads what was in memory before.

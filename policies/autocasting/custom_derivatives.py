@@ -1,4 +1,4 @@
-"""How autocast enters functions with derivatives of their own: as functions that have them still."""
+"""Autocast of functions with custom derivatives (`custom_jvp`, `custom_vjp`), which keep these."""
 
 import dataclasses
 import functools

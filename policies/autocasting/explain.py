@@ -1,4 +1,4 @@
-"""What autocast does to a function: a row an operation, the work in half precision, bytes saved."""
+"""`explain_autocast`: a row an operation of what autocast does, the work in half precision, bytes saved."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""A call of a function of pytrees as a function of its arrays alone, for tracing without values."""
+"""Flattens calls: a function of pytrees as a function of arrays alone, to trace it without values."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""How autocast enters the primitives that hold programs: jit, loops, branches, remat, shard_map.
+"""Autocast of the primitives that hold programs: jit, loops, branches, remat, shard_map.
 
 Each handler takes the region, the equation and its inputs and returns its results, or None where the
 equation cannot be entered and is bound as it was traced.

@@ -1,4 +1,4 @@
-"""Which values are made of integers, and whether a half type still tells these apart.
+"""Finds values made of integers, and whether a half type still holds these as distinct numbers.
 
 Positions, timesteps and counts are integers until a model converts them; moved about, added and scaled, they
 remain as many different numbers. float16 holds whole numbers up to 2048 and bfloat16 up to 256: beyond,

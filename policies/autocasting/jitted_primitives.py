@@ -1,4 +1,4 @@
-"""Primitives as jitted functions, whose derivatives jax works out once, and not wherever they are bound.
+"""Primitives as jitted functions, so that jax derives each once, and not wherever it is bound.
 
 `jax.grad` linearizes a primitive each time it is bound, but a jitted function of the same types only once. So a
 program that is bound operation by operation is differentiated in less than half the time; it is the same program.

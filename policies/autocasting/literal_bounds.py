@@ -1,4 +1,4 @@
-"""How large values made of literals alone can be: whether a half type can hold them.
+"""Bounds of values made of literals alone: whether a half type can hold them.
 
 Bounds are pairs (least, greatest) of magnitudes; what is not known is (0, inf).
 """

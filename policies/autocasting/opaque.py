@@ -1,4 +1,4 @@
-"""Functions opaque to autocast: called again with the arrays that it has, instead of run as traced.
+"""Functions opaque to autocast: called with its arrays, in their dtypes, instead of run as traced.
 
 A kernel with a gradient of its own stores and computes by the dtypes that it is given. Traced in float32, as
 autocast traces all, it would save float32 of values that are half; so the traced program has to know the

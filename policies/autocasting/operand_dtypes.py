@@ -1,4 +1,4 @@
-"""In which dtype autocast runs an operation, by its rule, its operands and what reads its result."""
+"""The dtype in which autocast runs an operation, by its rule, its operands and what reads its result."""
 
 import itertools
 from collections.abc import Sequence

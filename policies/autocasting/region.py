@@ -1,4 +1,4 @@
-"""What an autocast region is made of: its values, its rules, and what it decides."""
+"""Autocast regions: the values and rules of a program under autocast, and what was decided for it."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Which operation autocast runs in which precision: immutable tables, and torch's and Apex's own.
+"""Rules of autocast: immutable tables of operations and precisions, and torch's and Apex's own.
 
 A rule is one of four words:
 

@@ -1,4 +1,4 @@
-"""A function under a policy: its arguments cast, its products looked at once, its result cast."""
+"""`apply_policy`: casts a function's arguments and result, and checks its products once."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The arguments of a call, cast to a policy's compute dtypes for as long as the call takes."""
+"""Casts the arguments of a call to a policy's compute dtypes; nnx objects only during the call."""
 
 import contextlib
 from collections.abc import Collection, Iterator

@@ -1,4 +1,4 @@
-"""Says when values of a batch that differ are one value in a policy's half compute dtype."""
+"""Reports distinct values of a batch that become one in a policy's half compute dtype."""
 
 import jax
 import jax.numpy as jnp

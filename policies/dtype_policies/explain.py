@@ -1,4 +1,4 @@
-"""What a policy does to a function: a row an operation, and the work in half precision."""
+"""`explain_policy`: a row an operation of what a policy does, and the work in half precision."""
 
 import dataclasses
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Says when a policy's half compute dtype does not reach the products, which it is there for."""
+"""Warns where a policy's half compute dtype does not reach the matrix products and convolutions."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""A policy says which dtypes a function's parameters, computation, output and reductions have."""
+"""`Policy`: the dtypes of a function's parameters, computation, output and reductions."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Loss scales: values that lift half-precision gradients out of the range where they vanish."""
+"""Loss scales: factors that keep half-precision gradients from underflow."""
 
 from jmp_train.policies.loss_scaling.argument_checks import check_choice as check_choice
 from jmp_train.policies.loss_scaling.argument_checks import check_count as check_count

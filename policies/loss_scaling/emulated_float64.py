@@ -1,4 +1,4 @@
-"""float32(float64(x) * factor) without float64, bit by bit.
+"""Emulated float64 product: float32(float64(x) * factor) without float64, bit by bit.
 
 torch multiplies its float32 scale with a double factor and rounds twice, to double and to float32.
 jax computes in float32 unless told otherwise for the whole program. Decimal factors make the two

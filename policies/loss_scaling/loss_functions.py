@@ -1,4 +1,4 @@
-"""What a loss function takes and returns, checked where it is passed and where it is called."""
+"""Checks what a loss function takes and returns, where it is passed and where it is called."""
 
 import inspect
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Loss scales: values that lift half-precision gradients out of the range where they vanish.
+"""Loss scales: factors that keep half-precision gradients from underflow.
 
 `DynamicLossScale` covers the known algorithms by one rule, with `good` non-overflow steps since the last
 reset and `left` overflows still tolerated (Micikevicius et al., "Mixed Precision Training", 2018,

@@ -1,4 +1,4 @@
-"""The state of an optimizer that was trained without wrappers, put into those of one that has them."""
+"""`adopt_opt_state`: the state of an optimizer without wrappers, put into that of one with wrappers."""
 
 from typing import Any
 

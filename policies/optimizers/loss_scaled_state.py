@@ -1,4 +1,4 @@
-"""What `with_loss_scale` keeps in the optax state, and the loss scale in it: found, read and replaced."""
+"""`LossScaledState`, which `with_loss_scale` keeps in the optax state, and functions that read and replace it."""
 
 import dataclasses
 from typing import Any, NamedTuple

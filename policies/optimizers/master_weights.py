@@ -1,4 +1,4 @@
-"""Parameters in half precision, with their float32 master weights in the optax state.
+"""`with_master_weights`: parameters in half precision, their float32 master weights in the optax state.
 
 An update of less than 1/2048 of a float16 parameter (1/256 of a bfloat16 one) is lost when it is added to it.
 The optimizer therefore steps on a float32 copy, of which the stored parameters are the rounded value.

@@ -1,4 +1,4 @@
-"""Whether `with_loss_scale` and what stores parameters stand where they work, in a chain say.
+"""Checks the nesting of optimizer wrappers: whether each gets the gradients and updates that it needs.
 
 optax's combinators do not know what they combine, and `init` sees parameters only. What a combinator does to
 the gradients before they reach `with_loss_scale`, or to updates after `with_master_weights` made them, is seen

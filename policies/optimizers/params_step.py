@@ -1,4 +1,4 @@
-"""What parameters become in one step of any optimizer: as it proposes them, and after it was taken or skipped."""
+"""The next parameters of one step of any optimizer: as proposed, and as taken or skipped."""
 
 from typing import Any
 

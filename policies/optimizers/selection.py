@@ -1,4 +1,4 @@
-"""User-defined train steps: all that a step changes, kept or taken by the optimizer's decision."""
+"""`select_step`, for user-defined train steps: keeps or takes all that a step changes."""
 
 from typing import Any, TypeVar
 

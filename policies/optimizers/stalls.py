@@ -1,4 +1,4 @@
-"""Noticing, on the host, that a run skips every step and will never come back."""
+"""`check_progress`: detects on the host that a run skips every step and cannot recover."""
 
 import warnings
 

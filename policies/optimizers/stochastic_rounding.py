@@ -1,4 +1,4 @@
-"""bfloat16 parameters without master weights: stochastically rounded, so that small updates add up.
+"""bfloat16 parameters without master weights: stochastic rounding, by which small updates add up.
 
 Rounding to the nearest loses an update of less than 1/512 of the parameter every time. Rounded up with the
 probability that the lost part has of a step, the value is right on average, and half the bytes are saved.

@@ -1,4 +1,4 @@
-"""Optimizers that can say what the parameters become, in the dtypes in which these are stored.
+"""Optimizers that return the next parameters in their stored dtypes, not only differences.
 
 optax's updates are differences, which `apply_updates` adds. Where parameters are stored in half precision
 their next value is known, and the way over a difference can lose its last bits.

@@ -1,4 +1,4 @@
-"""How many gradients are zero: a loss scale that is too low shows here, and layers that do not learn."""
+"""Counts zero gradients: they show a loss scale that is too low, and layers that do not learn."""
 
 import functools
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What is done to the leaves and nodes of pytrees: dtypes, casts, paths, reductions over a mesh."""
+"""Leaves and nodes of pytrees: dtypes, casts, paths, finiteness, reductions over a mesh."""
 
 from jmp_train.policies.pytrees.casting import cast_floating as cast_floating
 from jmp_train.policies.pytrees.casting import cast_leaf as cast_leaf

@@ -1,4 +1,4 @@
-"""Casting the floating-point arrays of a tree, and nothing else."""
+"""Casts the floating-point arrays of a tree; all other leaves stay."""
 
 from typing import Any, TypeGuard, TypeVar
 

@@ -1,4 +1,4 @@
-"""What mixed precision needs of the mesh: explicit gradient reductions in a chosen dtype.
+"""Collectives over mesh axes: gradient reductions in a chosen dtype.
 
 Inside `jax.shard_map` a gradient with respect to replicated parameters is summed over the mesh by
 jax itself, in the compute dtype, where it can overflow. `pvary` marks the parameters as different

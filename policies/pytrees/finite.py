@@ -1,4 +1,4 @@
-"""Are these gradients finite, which are not, and choosing between two trees by the answer."""
+"""Finiteness of pytrees: overflow check, report of non-finite leaves, selection between two trees."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A policy's casts of nnx objects: parameters are cast where they are, all other state stays as it is."""
+"""Casts of nnx objects by a policy: parameters in place, no other state."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator

@@ -1,4 +1,4 @@
-"""flax nnx's objects, which hold arrays and are changed in place; nnx is looked for, never imported."""
+"""flax nnx objects, which hold arrays and are mutable; found without importing nnx."""
 
 import functools
 import sys

@@ -1,4 +1,4 @@
-"""nnx objects within a trace: what a traced function does to them is carried out of it.
+"""nnx objects within a trace: the changes that a traced function makes leave the trace as results.
 
 nnx lets an object change only in the trace that made it. A function that `autocast` traces gets the
 caller's own objects, which are made at home in the trace as long as it runs; what it has put into them

@@ -1,4 +1,4 @@
-"""Names of leaves: one spelling of a pytree path for rules, reports and errors."""
+"""Paths of leaves as text, for rules, reports and errors."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

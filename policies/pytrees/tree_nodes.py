@@ -1,4 +1,4 @@
-"""A tree's nodes of a type, in any nesting: wrappers' states in optax's, modules in models."""
+"""Finds a tree's nodes of a type, in any nesting: wrappers' states in optax's, modules in models."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar

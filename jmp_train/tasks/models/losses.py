@@ -1,4 +1,4 @@
-"""What the tasks have in common that tell what is on an image, by a linen model with BatchNorm."""
+"""Loss and evaluation of the image classification tasks, for linen models with BatchNorm."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
