@@ -7,19 +7,18 @@ BIN := .venv/bin
 NEWEST := .venv-newest/bin
 # Two processes, a file of tests at a time: more would need more memory than cores are worth.
 PARALLEL := -n 2 --dist loadfile
-# Tests of files and transforms, which run without jax: the newest one changes nothing there.
-HOST_ONLY := --ignore=tests/graphs/datasets --ignore=tests/graphs/transforms --ignore=tests/graphs/sampling/test_sampler.py
-# And those whose operations message_passing and attention use all the same.
-LIKE_OTHERS := $(patsubst %,--ignore=tests/graphs/%.py,kernels/test_chunks messages/test_segment \
-	structure/test_batching structure/test_block layers/test_sage layers/test_gin)
+ALLOWED := --allowed-skips tests/allowed_skips.txt
+# The rings of tests; CONTRIBUTING.md says what is in each.
+QUICK := -m "quick and not full"
+REST := -m "full and not gpu"
 
-.PHONY: help demo test test-slow test-newest lint format bench clean
+.PHONY: help demo test test-all test-share test-newest lint format bench clean
 
 help:
 	@echo "make demo         train on digits in float32, float16 and bfloat16, side by side"
-	@echo "make test         run the tests, with coverage, but those that are marked slow"
-	@echo "make test-slow    run those"
-	@echo "make test-newest  run the fast ones near jax on the newest Python and jax, where there is one"
+	@echo "make test         run the quick tests, in five minutes"
+	@echo "make test-all     run all tests, with coverage"
+	@echo "make test-newest  run the quick ones near jax on the newest Python and jax, where there is one"
 	@echo "make lint         ruff and pyright"
 	@echo "make format       ruff's formatter"
 	@echo "make bench        what a step, many devices, an import, autocast and graph operations cost"
@@ -28,14 +27,17 @@ help:
 demo: .venv/.train
 	$(BIN)/jmp-train compare digits --policies float32 autocast_float16 autocast_bfloat16 --growth-interval 20 --out out/demo
 
-test: .venv/.dev .venv-plan/.plan
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" --allowed-skips tests/allowed_skips.txt --cov --cov-report=
+test: .venv/.dev
+	$(BIN)/python -m pytest $(PARALLEL) $(QUICK) $(ALLOWED)
+
+test-all: .venv/.dev .venv-plan/.plan
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" $(ALLOWED) --cov --cov-report=
 	$(BIN)/coverage report
 	$(BIN)/coverage report --include='policies/*' --fail-under=95 --format=total
 
-# These compile as a user's programs do; the others take tests/conftest.py's flags, with which that is quicker.
-test-slow: .venv/.dev
-	XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= $(BIN)/python -m pytest $(PARALLEL) -m slow
+# Every tenth test of those that `make test` leaves out: `make test-share SHARE=3/10`.
+test-share: .venv/.dev .venv-plan/.plan
+	$(BIN)/python -m pytest $(PARALLEL) $(REST) $(ALLOWED) --share $(SHARE)
 
 test-newest:
 	@python=$$(.ci/newest-python); \
@@ -45,15 +47,7 @@ test-newest:
 .PHONY: run-test-newest
 run-test-newest:
 	$(NEWEST)/python -c 'import jax; print("jax", jax.__version__); assert jax.__version_info__ >= (0, 11)'
-	$(NEWEST)/python -m pytest $(PARALLEL) -m "not slow" -k "not exact and not float64 and not damage" \
-		--allowed-skips tests/allowed_skips.txt tests/graphs $(HOST_ONLY) $(LIKE_OTHERS) \
-		$(patsubst %,tests/policies/%.py,autocasting/test_transform autocasting/test_cpu_convolutions \
-			amp_modes/test_batch_norms pytrees/test_casting pytrees/test_collectives pytrees/test_finite \
-			dtype_policies/test_half_products dtype_policies/test_policy \
-			optimizers/test_master_weights loss_scaling/test_loss_scale) \
-		$(patsubst %,tests/jmp_train/%.py,steps/test_step steps/test_gradients steps/test_model_families \
-			parallel/test_steps parallel/test_shardings parallel/test_compute_dtypes tasks/test_karate \
-			checkpoints/test_store checkpoints/test_leaves distributed/test_background)
+	$(NEWEST)/python -m pytest $(PARALLEL) -m "newest and not full" $(ALLOWED)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

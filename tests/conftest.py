@@ -1,9 +1,14 @@
-"""Eight virtual devices, strict dtypes, and no skip that is not on the committed list."""
+"""Eight virtual devices, strict dtypes, rings of tests, and no skip that is not on the committed list."""
 
+import collections
 import os
 import re
+import resource
+import shutil
 import signal
 import sys
+import tempfile
+import zlib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +27,12 @@ XLA_FLAGS = [
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # which took the flag away
     XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
+# What one process has compiled, pytest's other worker and the processes that tests start need not compile again.
+OWN_CACHE = tempfile.mkdtemp() if "JAX_COMPILATION_CACHE_DIR" not in os.environ else None
+if OWN_CACHE is not None:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = OWN_CACHE
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # `nohup` and `&` have signals ignored, which the processes that tests start would inherit; not so what is handled.
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
@@ -33,6 +44,9 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+# Beyond this the compiled programs of earlier files are dropped: megabytes of a process.
+MOST_MEMORY = 1400
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -41,6 +55,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="fail if a test is skipped for a reason that no regular expression in FILE matches",
     )
+    parser.addoption(
+        "--share",
+        metavar="I/N",
+        help="run one N-th of the selected tests, chosen by the hash of their names; I may be any number",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Gives each item its ring: doctests are quick, and of `quick_cases(n)` all but n cases are full."""
+    cases = collections.defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):
+            item.add_marker(pytest.mark.quick)
+        if item.get_closest_marker("quick_cases") is not None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for group in cases.values():
+        marker = group[0].get_closest_marker("quick_cases")
+        assert marker is not None
+        for item in sorted(group, key=_hash)[marker.args[0] :]:
+            item.add_marker(pytest.mark.full)
+    share = config.getoption("--share")
+    if share is not None:
+        index, count = map(int, share.split("/"))
+        items[:] = [item for item in items if _hash(item) % count == index % count]
+
+
+def _hash(item: pytest.Item) -> int:
+    """Returns a number that is the same in every process, unlike hash()."""
+    return zlib.crc32(item.nodeid.encode())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_of_compiled_programs() -> Iterator[None]:
+    yield
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    if pages * resource.getpagesize() > MOST_MEMORY * 2**20:
+        jax.clear_caches()
 
 
 @pytest.fixture
@@ -63,6 +116,11 @@ def pids(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     yield folder
     kill_all([int(file.read_text()) for file in folder.iterdir()])
+
+
+def pytest_unconfigure() -> None:
+    if OWN_CACHE is not None:
+        shutil.rmtree(OWN_CACHE, ignore_errors=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
