@@ -12,7 +12,7 @@ from jmp_train.graphs import fn
 
 HALVES = ("float16", "bfloat16")
 # Of the tests that take longest CI runs one dtype; `make test-slow` runs the other.
-ONE_HALF = ("float16", pytest.param("bfloat16", marks=pytest.mark.slow))
+ONE_HALF = ("float16", pytest.param("bfloat16", marks=pytest.mark.full))
 MESSAGES = [fn.copy_u, fn.copy_e] + [
     getattr(fn, f"{left}_{op}_{right}")
     for op in ("add", "sub", "mul", "div", "dot")

@@ -14,6 +14,8 @@ from jax import lax
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 PARAMS = {"w": jnp.array([1.0, -2.0, 3.0])}
 INTERVAL = 5
 

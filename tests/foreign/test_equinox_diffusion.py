@@ -22,6 +22,8 @@ from scripts import (
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 
 class MixerBlock(eqx.Module):
     patch_mixer: eqx.nn.MLP

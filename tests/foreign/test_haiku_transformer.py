@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from scripts import (
     Script,
     assert_learns_alike,
@@ -22,6 +23,8 @@ from scripts import (
 )
 
 import jmp_train as jt
+
+pytestmark = pytest.mark.quick
 
 VOCAB, WIDTH, HEADS, LAYERS, LENGTH = 24, 32, 2, 1, 8
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import jax_utils
 from flax import linen as nn
 from flax.training import common_utils, train_state
@@ -22,6 +23,8 @@ from scripts import (
 )
 
 import jmp_train as jt
+
+pytestmark = pytest.mark.quick
 
 DEVICES = jax.local_devices()[:2]
 CLASSES = 4

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import linen as nn
 from flax import struct
 from flax.training import train_state
@@ -21,6 +22,8 @@ from scripts import (
 )
 
 import jmp_train as jt
+
+pytestmark = pytest.mark.quick
 
 
 @struct.dataclass

@@ -26,6 +26,8 @@ from scripts import (
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 MESH = Mesh(np.array(jax.devices()), ("data",))
 
 
@@ -166,7 +168,7 @@ def test_products_in_half() -> None:
     assert share_by_autocast(loss_fn, *args) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_learns_as_in_float32() -> None:
     assert_learns_alike(script(True), script(False), tolerance=5e-3)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from scripts import (
     Script,
@@ -19,6 +20,8 @@ from scripts import (
 )
 
 import jmp_train as jt
+
+pytestmark = pytest.mark.quick
 
 
 class CNN(nnx.Module):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 import optax
+import pytest
 from flax import linen as nn
 from flax.training import train_state
 from scripts import (
@@ -21,6 +22,8 @@ from scripts import (
 )
 
 import jmp_train as jt
+
+pytestmark = pytest.mark.quick
 
 TASKS, LATENT = 5, 16
 

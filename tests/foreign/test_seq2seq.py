@@ -21,6 +21,8 @@ from scripts import (
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 VOCAB, HIDDEN, EOS = 14, 32, 1
 
 

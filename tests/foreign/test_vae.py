@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import linen as nn
 from flax.training import train_state
 from scripts import (
@@ -20,6 +21,8 @@ from scripts import (
 )
 
 import jmp_train as jt
+
+pytestmark = pytest.mark.quick
 
 LATENTS, PIXELS = 4, 64
 

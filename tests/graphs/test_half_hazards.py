@@ -10,6 +10,8 @@ from helpers import assert_bitwise_equal
 from jmp_train import graphs
 from jmp_train.graphs import fn
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 EDGES = 13_161
 COPY, SUM, MEAN = fn.copy_u("h", "m"), fn.sum("m", "x"), fn.mean("m", "x")
 

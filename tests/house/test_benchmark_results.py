@@ -5,6 +5,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.quick
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TEXT = (BENCHMARKS / "README.md").read_text()
 MODES = ("torch", "apex-O1", "apex-O2", "apex-O3", "naive")

@@ -22,6 +22,8 @@ from jmp_train.tasks import Task
 from jmp_train.tasks.models.resnet import ResNet
 from jmp_train.tasks.models.vit import VisionTransformer
 
+pytestmark = pytest.mark.quick
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -32,7 +34,7 @@ def run(name: str, *arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_step_has_no_more_instructions_than_one_by_hand_with_jmp(tmp_path: Path) -> None:
     file = tmp_path / "overhead.json"
@@ -42,7 +44,7 @@ def test_a_step_has_no_more_instructions_than_one_by_hand_with_jmp(tmp_path: Pat
     assert 0 < instructions["jmp_train"] <= instructions["jmp by hand"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_what_saving_costs_is_measured_beside_orbax(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.json"
@@ -53,7 +55,7 @@ def test_what_saving_costs_is_measured_beside_orbax(tmp_path: Path) -> None:
         assert len(report[way]["rounds"]) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_parallel_step_is_the_one_written_by_hand(tmp_path: Path) -> None:
     file = tmp_path / "scaling.json"
@@ -72,6 +74,7 @@ def test_a_parallel_step_is_the_one_written_by_hand(tmp_path: Path) -> None:
     assert "target at most 1.03" in output
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_import_time_prints_both_and_their_ratio() -> None:
     output = run("import_time.py", "--runs", "1")
@@ -80,12 +83,13 @@ def test_import_time_prints_both_and_their_ratio() -> None:
     assert re.search(r"ratio \d\.\d+", output)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("rows", "dtypes", "verdicts"),
     [
         (("copy+sum", "weighted sum, gradient", "edge softmax", "dot"), ("float32", "float16"), 2),
-        pytest.param(("GAT step",), ("float32",), 2, marks=pytest.mark.slow),
+        pytest.param(("GAT step",), ("float32",), 2, marks=pytest.mark.full),
     ],
 )
 def test_the_graph_benchmark_checks_what_it_times(
@@ -107,7 +111,7 @@ def test_the_graph_benchmark_checks_what_it_times(
     assert all(verdict in output for verdict in report["verdicts"])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
@@ -128,7 +132,7 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     assert "2.3 times as fast, 0.63 of the memory" in output
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("workload", "batch"), [("resnet34", 4), ("vit-b16", 2)])
 def test_the_gpu_benchmark_makes_steps_in_amp_modes(tmp_path: Path, workload: str, batch: int) -> None:
@@ -223,7 +227,7 @@ def test_torchs_networks_have_as_many_parameters_as_ours(
     assert sum(x.numel() for x in model.parameters()) == count
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_gpu_benchmark_makes_gat_steps_on_a_graph_made_once(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
@@ -240,7 +244,7 @@ def test_the_gpu_benchmark_makes_gat_steps_on_a_graph_made_once(tmp_path: Path) 
     assert "jmp_train float32  " in output
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_gpu_benchmark_times_each_graph_operation(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
@@ -257,7 +261,7 @@ def test_the_gpu_benchmark_times_each_graph_operation(tmp_path: Path) -> None:
                 assert row["extra_mb"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_autocast_benchmark_stays_within_its_bounds(tmp_path: Path) -> None:
     file = tmp_path / "autocast.json"
@@ -277,7 +281,7 @@ def test_the_autocast_benchmark_stays_within_its_bounds(tmp_path: Path) -> None:
     assert all(f"\n{i}. " in output for i in (1, 2, 3, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_minibatch_benchmark_measures_loading_and_stepping(tmp_path: Path) -> None:
     file = tmp_path / "minibatch.json"
@@ -303,6 +307,7 @@ def fixture_planetoid() -> Any:
     return module
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("options", "selected", "epochs", "accuracy"),
     [
@@ -381,7 +386,7 @@ def test_differences_are_paired_by_the_seed(planetoid: Any) -> None:
     assert "difference" not in summary["float32"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_planetoid_benchmark_runs(tmp_path: Path) -> None:
     file = tmp_path / "planetoid.json"
@@ -397,6 +402,7 @@ def test_the_planetoid_benchmark_runs(tmp_path: Path) -> None:
     assert "published 81.5, band 80.8 to 82.2" in output
 
 
+@pytest.mark.full
 def test_the_planetoid_benchmark_says_where_files_are_public() -> None:
     command = (sys.executable, str(BENCHMARKS / "planetoid.py"), "--data-dir", "nowhere")
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)

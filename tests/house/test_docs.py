@@ -15,6 +15,8 @@ import jmp_train as jt
 import jmp_train.graphs
 import jmp_train.policies
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 ALIASES = {"Batch", "Grads", "Metrics", "ModelState", "OptState", "Params", "PyTree"}  # of types
 PUBLIC = {
@@ -82,6 +84,7 @@ def test_the_readme_example_is_short() -> None:
     assert blocks("README.md")[0].count("\n") <= 15
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "option"),
@@ -137,6 +140,7 @@ def test_the_digits_examples_reach_their_accuracy(name: str, option: str, tmp_pa
     assert float(accuracy[1]) > 97
 
 
+@pytest.mark.full
 def test_the_message_passing_example_agrees_with_itself_and_the_hub_is_right(
     tmp_path: Path,
 ) -> None:
@@ -162,16 +166,17 @@ def test_the_message_passing_example_agrees_with_itself_and_the_hub_is_right(
         assert difference < 2e-3 * largest
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "options", "epochs"),
     [
         ("basic.py", (), 10),
-        pytest.param("pmap_mnist.py", ("--train-size", "2048"), 2, marks=pytest.mark.slow),
-        pytest.param("model_parallel.py", (), 10, marks=pytest.mark.slow),
-        pytest.param("model_parallel.py", ("tensor",), 10, marks=pytest.mark.slow),
-        pytest.param("sharded.py", ("zero1", "naive"), 10, marks=pytest.mark.slow),
-        pytest.param("sharded.py", ("fsdp", "torch"), 10, marks=pytest.mark.slow),
-        pytest.param("pipeline.py", (), 10, marks=pytest.mark.slow),
+        pytest.param("pmap_mnist.py", ("--train-size", "2048"), 2, marks=pytest.mark.full),
+        pytest.param("model_parallel.py", (), 10, marks=pytest.mark.full),
+        pytest.param("model_parallel.py", ("tensor",), 10, marks=pytest.mark.full),
+        pytest.param("sharded.py", ("zero1", "naive"), 10, marks=pytest.mark.full),
+        pytest.param("sharded.py", ("fsdp", "torch"), 10, marks=pytest.mark.full),
+        pytest.param("pipeline.py", (), 10, marks=pytest.mark.full),
     ],
 )
 def test_a_data_parallel_example_loses_the_same_on_eight_devices_and_in_two_processes(
@@ -188,7 +193,7 @@ def test_a_data_parallel_example_loses_the_same_on_eight_devices_and_in_two_proc
     assert losses[1] == pytest.approx(losses[0], rel=0.05, abs=2e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_skewed_example_waits_or_gives_up(tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "data_parallel" / "skewed.py")
     launch = ("-m", "jmp_train", "launch", "-n", "2", "--", example, "--delay", "20")
@@ -198,7 +203,7 @@ def test_the_skewed_example_waits_or_gives_up(tmp_path: Path) -> None:
         run_script(*launch, "--timeout", "5", cwd=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_reddit_example_learns_in_float16_as_in_float32(tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "gat_reddit.py")
     losses = []
@@ -217,7 +222,7 @@ def test_the_reddit_example_learns_in_float16_as_in_float32(tmp_path: Path) -> N
     assert max(run[-1] for run in losses) < 0.5 * losses[1][0]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_minibatch_example_learns_in_float16_as_in_float32(tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "sage_minibatch.py")
     for flag in ("--use-fp16", "--no-use-fp16"):
@@ -232,7 +237,7 @@ def test_the_minibatch_example_learns_in_float16_as_in_float32(tmp_path: Path) -
         assert float(accuracy[1]) > 90
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_mnist_example_is_float32s_but_for_three_lines(tmp_path: Path) -> None:
     half = (ROOT / "examples" / "mnist_amp.py").read_text()
@@ -252,7 +257,7 @@ def test_the_mnist_example_is_float32s_but_for_three_lines(tmp_path: Path) -> No
     assert 0 < losses[1] < 2.6
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_resnet_example_trains_in_a_mode_and_by_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[fp16]\nmode = "naive"\ninitial_scale = 1024.0\n')
@@ -273,7 +278,7 @@ def test_the_resnet_example_trains_in_a_mode_and_by_a_configuration(tmp_path: Pa
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["float32", "apex-O2"])
 def test_the_vit_example_trains_on_a_folder(mode: str, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 STANDARD = sys.stdlib_module_names
 ALLOWED = {
@@ -107,6 +109,7 @@ def test_lower_floors_import_downwards_only(floor: str) -> None:
             assert top in STANDARD or top in ALLOWED[floor], f"{path} imports {name}"
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("folder", ["policies", "graphs", "jmp_train", "benchmarks", "examples"])
 def test_private_jax_is_not_used(folder: str) -> None:
     for path in modules(folder):
@@ -180,6 +183,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         visit(module, ())
 
 
+@pytest.mark.full
 def test_importing_is_light_and_starts_no_backend() -> None:
     code = f"""
 import sys, jax, flax, optax, jraph

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 APPLICATION = {"runs", "reports", "cli", "launch", "tasks"}
 STARTS_IT = {"__main__.py", "command_start.py"}

@@ -10,6 +10,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 FLOORS = {"jmp_train": "jmp_train", "policies": "jmp_train/policies", "graphs": "jmp_train/graphs"}
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 TESTS = """
 import pytest

@@ -21,6 +21,8 @@ from jmp_train.reports.tables import print_table, write_report
 from jmp_train.runs.run_log import RunLog
 from jmp_train.tasks import load_task
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(jt.__file__).parents[1]
 MODULES = {"pillow": "PIL", "scikit-learn": "sklearn", "orbax-checkpoint": "orbax"}
 

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 MANY = settings(max_examples=40, deadline=None)
 
 

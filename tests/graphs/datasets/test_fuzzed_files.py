@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 PROGRAM = Path(__file__).resolve().parents[2] / "fuzzed_graph_files.py"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process takes is read from /proc")
-@pytest.mark.parametrize("count", [300, pytest.param(15_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(15_000, marks=pytest.mark.full)])
 def test_mutated_files(count: int, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(PROGRAM), "23", str(count), str(tmp_path)],

@@ -19,6 +19,8 @@ from planetoid_files import pickled, pickled_matrix, write_planetoid
 from jmp_train.graphs import read_ogb, read_planetoid, read_reddit
 from jmp_train.graphs.datasets.file_limits import most_bytes
 
+pytestmark = pytest.mark.quick
+
 LITTLE = 2**26  # bytes: what refusing may take
 HOLES = 2**40  # bytes of a file that has none on the disk
 

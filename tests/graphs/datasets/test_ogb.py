@@ -12,6 +12,8 @@ from jmp_train.graphs import read_ogb
 from jmp_train.graphs.datasets import csv_tables
 from jmp_train.graphs.datasets.csv_tables import read_csv_table
 
+pytestmark = pytest.mark.quick
+
 EDGES = [[0, 1], [4, 2], [2, 2], [1, 0]]
 FILES = {
     "raw/edge": "0,1\n4,2\n2,2\n1,0\n",
@@ -218,6 +220,7 @@ def test_changed_bytes_never_make_data_of_another_shape(tmp_path_factory: Any, d
     assert (read.labels[ids] >= 0).all()
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("dtype", [np.int32, np.float32, np.float64])
 def test_tables_are_read_as_numpy_writes_them(

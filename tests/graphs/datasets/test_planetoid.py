@@ -14,6 +14,8 @@ from planetoid_files import pickled, pickled_matrix, write_planetoid
 
 from jmp_train.graphs import NodeData, read_planetoid
 
+pytestmark = pytest.mark.quick
+
 REAL = Path(__file__).resolve().parents[4] / "shared/data/planetoid"
 
 # 12 nodes, 3 classes: 0 to 2 to train on, 7 and 9 to 11 to test on; 8 is in neither allx nor tx.

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from jmp_train.graphs import read_reddit
 
+pytestmark = pytest.mark.quick
+
 SENDERS, RECEIVERS = [0, 1, 1, 3, 2], [1, 0, 3, 1, 2]
 
 

@@ -15,6 +15,8 @@ from jmp_train.graphs import fn
 from jmp_train.graphs.kernels import chunks
 from jmp_train.graphs.kernels.implementations import IMPLEMENTATIONS, EdgeOperation
 
+pytestmark = pytest.mark.quick
+
 NODES, EDGES, HEADS, WIDTH = 30, 900, 2, 5
 DROPPED = {"dropout_rate": 0.4, "dropout_key": jax.random.key(1), "negative_slope": 0.3}
 
@@ -84,6 +86,7 @@ def cases() -> dict[str, tuple[Any, list[tuple[int, ...] | None]]]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", cases())
 def test_chunked_equals_xla_in_float64(name: str) -> None:
     function, shapes = cases()[name]
@@ -100,10 +103,11 @@ def test_chunked_equals_xla_in_float64(name: str) -> None:
             np.testing.assert_allclose(found, wanted, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gat", "gatv2")),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("gat", "gatv2")),
         "sum, a weight for each edge",
         "dot",
     ],
@@ -144,6 +148,7 @@ def test_without_edges_and_without_nodes() -> None:
         assert all(not x.any() for x in pullback(result))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("heads, width", [(0, WIDTH), (HEADS, 0)])
 def test_no_heads_and_no_width(heads: int, width: int) -> None:
     rows, end = jnp.ones((NODES, heads, width), jnp.float16), jnp.ones((NODES, heads))
@@ -206,6 +211,7 @@ def test_autocast_gives_what_half_features_give() -> None:
     np.testing.assert_array_equal(found, run(half, end, end))
 
 
+@pytest.mark.full
 def test_dropped_edges_are_the_same_in_all_implementations_and_by_node_pairs_too() -> None:
     z, end = jnp.ones((NODES, 3, 1)), jnp.zeros((NODES, 3))
     dropped = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
@@ -242,6 +248,7 @@ def test_which_implementation_is_chosen() -> None:
         graphs.update_all(whole, fn.copy_u("h", "m"), fn.max("m", "x"), implementation="chunked")
 
 
+@pytest.mark.full
 def test_padding_edges_count_nowhere() -> None:
     graph = graph_with_hub()
     padded = graphs.pad(graph, NODES + 3, EDGES + 50, formats=("coo", "csr"))

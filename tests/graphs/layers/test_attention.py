@@ -15,6 +15,8 @@ from jmp_train import graphs
 from jmp_train.graphs import fn
 from jmp_train.graphs.kernels.implementations import IMPLEMENTATIONS
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 NODES = 20
 
 
@@ -50,7 +52,7 @@ checks = settings(max_examples=4, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("half", ONE_HALF)
-@pytest.mark.parametrize("norm_by", [pytest.param("dst", marks=pytest.mark.slow), "src"])
+@pytest.mark.parametrize("norm_by", [pytest.param("dst", marks=pytest.mark.full), "src"])
 @checks
 @given(degree=degrees, is_reversed=st.booleans(), kind=kinds, seed=st.integers(0, 99))
 def test_edge_softmax_is_exact_and_so_is_its_gradient(

@@ -12,6 +12,8 @@ from graph_helpers import HALVES
 import jmp_train as jt
 from jmp_train import graphs
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 
 def run_in(half: str, is_cast: bool, function: Any, *arrays: Any) -> jax.Array:
     """Returns what a function makes of arrays that were cast to half, or are cast by autocast."""
@@ -24,6 +26,7 @@ ways = pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"
 halves = pytest.mark.parametrize("half", HALVES)
 
 
+@pytest.mark.quick_cases(3)
 @ways
 @halves
 def test_logits_beyond_float16_do_no_harm(half: str, is_cast: bool) -> None:
@@ -40,6 +43,7 @@ def test_logits_beyond_float16_do_no_harm(half: str, is_cast: bool) -> None:
         np.testing.assert_array_equal(np.asarray(result[:, 0, 0], float), [300, 300, 0])
 
 
+@pytest.mark.quick_cases(3)
 @ways
 @halves
 def test_logits_differ_by_less_than_half_can_tell(half: str, is_cast: bool) -> None:
@@ -63,6 +67,7 @@ def test_logits_differ_by_less_than_half_can_tell(half: str, is_cast: bool) -> N
         assert error <= float(jnp.finfo(half).eps) * wanted
 
 
+@pytest.mark.quick_cases(1)
 @ways
 @halves
 def test_a_hub_of_equal_neighbors_has_their_features(half: str, is_cast: bool) -> None:
@@ -92,6 +97,7 @@ def test_gat_is_static_where_gatv2_is_not() -> None:
     assert jnp.sign(found[2:, 0, 0]).tolist() == [1, -1]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", [graphs.GATConv, graphs.GATv2Conv], ids=["gat", "gatv2"])
 def test_edge_weights_multiply_the_weights_after_the_softmax(make: Any) -> None:
     graph = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3)

@@ -11,7 +11,10 @@ from graph_helpers import HALVES
 import jmp_train as jt
 from jmp_train import graphs
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
+
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"])
 def test_nothing_overflows_before_it_is_divided(half: str, is_cast: bool) -> None:
@@ -66,6 +69,7 @@ def test_the_product_comes_first_where_it_makes_features_narrower() -> None:
         assert int(summed) == min(width, out)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("norm", ["both", "right", "left", "none"])
 def test_against_a_dense_adjacency(norm: str) -> None:
     """As in Kipf's and Welling's paper, with self-loops and multiple edges."""
@@ -104,6 +108,7 @@ def test_parameters_are_drawn_as_in_dgl() -> None:
     assert not jax.tree.leaves(nnx.state(bare))
 
 
+@pytest.mark.full
 def test_the_activations_result_is_stored_in_half_under_autocast() -> None:
     layer = graphs.GraphConv(2, 3, activation=nnx.elu, rngs=nnx.Rngs(0))
     graph = graphs.from_edges([0, 1], [1, 0], 2)

@@ -8,6 +8,8 @@ from graph_helpers import HALVES
 import jmp_train as jt
 from jmp_train import graphs
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"])

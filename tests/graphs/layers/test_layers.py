@@ -25,7 +25,7 @@ from jmp_train import graphs
 
 Call = Callable[[Any, jax.Array, Any], jax.Array]
 
-pytestmark = pytest.mark.slow  # all of them together; each layer has a file of its own too
+pytestmark = pytest.mark.full  # all of them together; each layer has a file of its own too
 
 TYPICAL = [
     "graph both expanding, weighted",

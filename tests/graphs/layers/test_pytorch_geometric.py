@@ -13,6 +13,8 @@ from flax import nnx
 
 from jmp_train import graphs
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 if not all(map(importlib.util.find_spec, ("torch", "torch_geometric"))):
     pytest.skip("torch_geometric is not there: install it to compare", allow_module_level=True)
 

@@ -11,7 +11,10 @@ import jmp_train as jt
 from jmp_train import graphs
 from jmp_train.graphs.layers.lstm import lstm_aggregate
 
+pytestmark = pytest.mark.quick
 
+
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"])
 @pytest.mark.parametrize("aggregator", ["mean", "gcn"])
@@ -65,6 +68,7 @@ def test_the_lstm_reads_in_the_order_of_the_edges() -> None:
     np.testing.assert_allclose(first[3], hidden, rtol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("half", HALVES)
 def test_an_lstm_that_forgets_slowly_counts_beyond_2048(half: str) -> None:
     """The cell adds 1/4096 a step; in half it would stop growing at a fraction of the result."""

@@ -25,6 +25,8 @@ from hypothesis import strategies as st
 from jmp_train import graphs
 from jmp_train.graphs import fn
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 NODES, EDGES = 9, 40
 CHUNKED = (fn.copy_u, fn.u_mul_e, fn.e_mul_u)
 # After the node or edge axis: of the left feature, of the right one.
@@ -58,6 +60,7 @@ def shapes_of(message: fn.Message) -> list[tuple[tuple[int, ...], ...]]:
     return DOT_SHAPES if message.operation == "dot" else SHAPES
 
 
+@pytest.mark.quick_cases(13)
 @pytest.mark.parametrize("dtype", [*HALVES, "float32"])
 @pytest.mark.parametrize("message", [make_message(f) for f in MESSAGES], ids=lambda m: m.name)
 def test_equal_to_float64(message: fn.Message, dtype: str) -> None:
@@ -81,7 +84,7 @@ def test_equal_to_float64(message: fn.Message, dtype: str) -> None:
             assert_within(found, exact, dtype, magnitudes, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("place", range(len(MESSAGES)), ids=lambda i: make_message(MESSAGES[i]).name)
 def test_user_defined_functions_equal_built_ins(place: int) -> None:
     message, reducer = make_message(MESSAGES[place]), REDUCERS[place % len(REDUCERS)]
@@ -137,6 +140,7 @@ degrees = st.sampled_from([1, 2, 300, 1_024, 1_025, 2_049, 13_161, 100_000])
 kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("half", ONE_HALF)
 @pytest.mark.parametrize(
     ("reducer", "implementation"),
@@ -212,6 +216,7 @@ def test_exact_at_every_degree_and_so_is_the_gradient(
             assert_within(grad, wanted, half, size, 1)
 
 
+@pytest.mark.full
 def test_integers_are_added_and_multiplied_in_32_bits() -> None:
     star = graphs.from_edges(np.arange(1, 301), np.zeros(300, int), 301)
     for dtype, value in (("int8", 100), ("uint8", 200), ("bool", 1)):

@@ -8,6 +8,8 @@ import pytest
 from jmp_train import graphs
 from jmp_train.graphs import fn
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 PLAYS, MAKES, KNOWS = (
     ("user", "plays", "game"),
     ("firm", "makes", "game"),
@@ -30,6 +32,7 @@ def by_type(reducer: Any) -> dict[Any, Any]:
     return {kind: (fn.copy_u("h", "m"), reducer("m", "x")) for kind in (PLAYS, "makes")}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("cross", "reducer", "wanted"),
     [

@@ -9,6 +9,8 @@ from helpers import assert_bitwise_equal
 from jmp_train import graphs
 from jmp_train.graphs import fn
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 SENDERS, RECEIVERS = np.array([0, 1, 2, 2, 3, 0]), np.array([1, 2, 0, 1, 1, 1])
 COPY, ADD = fn.copy_u("h", "m"), fn.sum("m", "x")
 
@@ -27,6 +29,7 @@ def reduce_by_hand(nodes: graphs.NodeBatch) -> dict[str, jax.Array]:
     return {"x": nodes.mailbox["m"].sum(1)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reduce", [ADD, reduce_by_hand])
 def test_only_what_is_reached_changes(reduce: Any) -> None:
     graph = with_old(make_graph())

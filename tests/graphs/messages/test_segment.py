@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from jmp_train import graphs
 
+pytestmark = pytest.mark.quick
+
 HALVES = ("float16", "bfloat16")
 OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "sum": graphs.segment_sum,
@@ -83,6 +85,7 @@ def checks(examples: int) -> Any:
     return settings(max_examples=examples, deadline=None, derandomize=True)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
 @checks(4)
@@ -96,6 +99,7 @@ def test_reductions_are_exact(op: str, half: str, degree: int, kind: str, seed: 
     assert_within(actual, in_float64(op, rows, ids), half, magnitudes, 1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("half", HALVES)
 @checks(3)
 @given(degree=degrees, kind=kinds, seed=seeds)
@@ -114,6 +118,7 @@ def test_softmax_is_exact(half: str, degree: int, kind: str, seed: int) -> None:
     assert_within(actual_grads, products - exact * totals, half, magnitudes, 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("half", HALVES)
 @checks(4)
 @given(degree=degrees, kind=kinds, seed=seeds)
@@ -131,6 +136,7 @@ def test_gradients_of_sums_and_gathers_are_exact(half: str, degree: int, kind: s
     assert (grads == 3).all()
 
 
+@pytest.mark.full
 def test_where_plain_half_fails() -> None:
     """The table of 13,161 edges into one node, and DGL's 6,608 that became 2,048."""
     edges = 13_161
@@ -157,6 +163,7 @@ def test_ties_share_the_gradient() -> None:
         np.testing.assert_allclose(np.asarray(grad, float), 1 / 13_161, rtol=0.01)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("rows", [5, 3_000])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_equal_to_jraph_in_float32(name: str, rows: int) -> None:
@@ -170,6 +177,7 @@ def test_equal_to_jraph_in_float32(name: str, rows: int) -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [6, 2_006])
 def test_rows_out_of_range_count_nowhere(rows: int) -> None:
     ids = jnp.concatenate([jnp.array([-1, 4, 0, 1, 1, 99]), jnp.full(rows - 6, 2)])
@@ -191,6 +199,7 @@ def test_a_masked_segment_is_zero_and_so_is_its_gradient() -> None:
     assert pullback(jnp.ones(5, jnp.float16))[0].tolist() == [0.0] * 5
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "float32", "complex64"])
 def test_other_types_keep_theirs(dtype: str) -> None:
     x = jnp.asarray(np.arange(6), dtype)
@@ -199,6 +208,7 @@ def test_other_types_keep_theirs(dtype: str) -> None:
     assert graphs.gather(x, jnp.array([3])).dtype == dtype
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_under_every_transform(name: str) -> None:
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 3, 1_500), jnp.int32)
@@ -216,6 +226,7 @@ def test_under_every_transform(name: str) -> None:
     assert (again == jax.jit(fn)(x[0])).all()
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_no_rows_and_no_segments(name: str) -> None:
     none = OPERATIONS[name](jnp.zeros((0, 2), jnp.float16), jnp.zeros(0, jnp.int32), 3)
@@ -225,6 +236,7 @@ def test_no_rows_and_no_segments(name: str) -> None:
     assert graphs.gather(jnp.zeros((0, 2)), jnp.zeros(3, jnp.int32)).tolist() == [[0, 0]] * 3
 
 
+@pytest.mark.full
 def test_the_order_of_rows_changes_nothing_but_roundings() -> None:
     rows, ids = draw_rows(13_161, "normal", "bfloat16", 0)
     order = np.random.default_rng(5).permutation(len(ids))
@@ -252,6 +264,7 @@ def test_wrong_arguments_are_named() -> None:
         graphs.gather(jnp.float32(1), jnp.zeros(3, jnp.int32))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int16", "int32"])
 def test_integers_do_not_overflow_and_their_means_are_floats(dtype: str) -> None:
     random = np.random.default_rng(0)

@@ -16,6 +16,8 @@ from jmp_train import graphs
 from jmp_train.graphs import fn
 from jmp_train.graphs.kernels.implementations import IMPLEMENTATIONS
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 DEVICES, NODES, EDGES, HEADS, WIDTH = 2, 16, 64, 2, 3
 DROPPED = {"dropout_rate": 0.4, "dropout_key": jax.random.key(1)}
 Operation = Callable[..., jax.Array]

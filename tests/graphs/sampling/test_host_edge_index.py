@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from jmp_train import graphs
 from jmp_train.graphs.sampling.host_edge_index import renumbered, sample_in_edges
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 RARE = 1e-4  # a right sampler fails less often than this, and with a fixed seed always or never
 
 

@@ -12,6 +12,8 @@ from flax import nnx
 
 from jmp_train import graphs
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 COUNT, HUB = 400, 900  # nodes, and the edges of one of them
 
 

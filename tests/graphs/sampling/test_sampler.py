@@ -10,6 +10,8 @@ from flax import nnx
 
 from jmp_train import graphs
 
+pytestmark = pytest.mark.quick
+
 COUNT = 300
 PAPER, AUTHOR = "paper", "author"
 WRITES, CITES = (AUTHOR, "writes", PAPER), (PAPER, "cites", PAPER)
@@ -51,6 +53,7 @@ def check_layer(block: graphs.Block, ends: Any, sources: np.ndarray, targets: np
     np.testing.assert_array_equal(block.in_degrees, found)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("fanouts", [(3, 2), (-1, 40), (5, -1)])
 def test_blocks_hold_edges_of_the_graph(fanouts: tuple[int, int]) -> None:
     ends = heavy_tailed()
@@ -120,6 +123,7 @@ def test_a_batch_that_is_larger_than_those_on_trial_loses_nothing() -> None:
     assert int(np.asarray(batch.blocks[-1].in_degrees).sum()) == 3_000
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("norm", ["both", "left", "right", "none"])
 def test_sampled_convolutions_estimate_the_whole_graphs(norm: str) -> None:
     ends = heavy_tailed()
@@ -154,6 +158,7 @@ class Relational(nnx.Module):
         return result
 
 
+@pytest.mark.full
 def test_several_types_give_what_the_whole_graph_gives() -> None:
     with jax.enable_x64(True):
         edges = typed_edges()

@@ -11,6 +11,8 @@ from helpers import assert_bitwise_equal
 from jmp_train import graphs
 from jmp_train.graphs import fn
 
+pytestmark = pytest.mark.quick
+
 
 def some_graphs() -> list[graphs.Graph]:
     random = np.random.default_rng(0)
@@ -51,6 +53,7 @@ def test_batches_are_jraphs() -> None:
         assert_bitwise_equal(found, part)
 
 
+@pytest.mark.full
 def test_a_batch_gives_what_its_graphs_give() -> None:
     parts = some_graphs()
     each = [everything(graph) for graph in parts]
@@ -58,6 +61,7 @@ def test_a_batch_gives_what_its_graphs_give() -> None:
         np.testing.assert_array_equal(found, np.concatenate([x[name] for x in each]))
 
 
+@pytest.mark.full
 def test_padding_is_jraphs_and_changes_nothing() -> None:
     batch = graphs.batch(some_graphs())
     padded = graphs.pad(batch, 16, 5_000, 6)
@@ -73,6 +77,7 @@ def test_padding_is_jraphs_and_changes_nothing() -> None:
             np.testing.assert_array_equal(found[name][12:], 0)
 
 
+@pytest.mark.full
 def test_the_padding_nodes_false_degree_poisons_nothing() -> None:
     """Padding nodes that have become large, and 5,000 padding edges, whose sum is beyond float16."""
     batch = graphs.batch(some_graphs())
@@ -96,6 +101,7 @@ def test_the_padding_nodes_false_degree_poisons_nothing() -> None:
     np.testing.assert_allclose(found[:12], wanted, rtol=1e-3)
 
 
+@pytest.mark.full
 def test_padding_edges_divide_by_one_and_their_logits_are_masked() -> None:
     padded = graphs.pad(some_graphs()[0], 6, 12)
 
@@ -142,6 +148,7 @@ def hub(degree: int, unreached: int, dtype: str = "float32") -> graphs.Graph:
 FORMATS = {"coo": ("coo",), "csr": ("csr",), "both": ("coo", "csr")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
 def test_padded_graphs_of_a_size_have_one_structure(formats: tuple[str, ...]) -> None:
     empty = graphs.from_edges([], [], 0, nodes={"h": np.zeros((0, 3), np.float32)})
@@ -152,6 +159,7 @@ def test_padded_graphs_of_a_size_have_one_structure(formats: tuple[str, ...]) ->
     assert len(graphs.stack(padded)) == 6
 
 
+@pytest.mark.full
 def test_layers_refuse_zero_in_degree_nodes_of_padded_graphs_outside_of_jit() -> None:
     layer = graphs.GraphConv(3, 2, rngs=nnx.Rngs(0))
     for degree, unreached in ((3, 0), (3, 2)):
@@ -163,6 +171,7 @@ def test_layers_refuse_zero_in_degree_nodes_of_padded_graphs_outside_of_jit() ->
             layer(padded, padded.nodes["h"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
 def test_padding_leaves_hubs_their_sums_and_gradients(formats: tuple[str, ...]) -> None:
     implementation = "chunked" if "csr" in formats else "xla"

@@ -14,6 +14,8 @@ from jmp_train import graphs
 from jmp_train.graphs import fn
 from jmp_train.graphs.structure import padded_block
 
+pytestmark = pytest.mark.quick
+
 TARGETS = np.array([5, 0, 1, 12, 7])
 ON_BLOCKS = (
     "graph both expanding, weighted",
@@ -35,6 +37,7 @@ def whole_and_block() -> tuple[graphs.Graph, graphs.MiniBatch]:
     return graph, sampler.sample(TARGETS, np.random.default_rng(0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ON_BLOCKS)
 def test_layers_make_of_a_block_what_they_make_of_the_graph(name: str) -> None:
     with jax.enable_x64(True):
@@ -70,6 +73,7 @@ def test_layers_make_of_a_block_what_they_make_of_the_graph(name: str) -> None:
         np.testing.assert_allclose(jax.jit(on_pair)(state, x)[1], wanted, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_hubs_do_not_stagnate_in_half(dtype: str) -> None:
     count = 5_000

@@ -15,6 +15,8 @@ from jmp_train import graphs
 from jmp_train.graphs.structure.csr import from_degrees
 from jmp_train.graphs.structure.incidence_building import incidence_of
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 BEYOND = 2**31
 KIND = ("a", "b", "a")
 LITTLE = 2**20  # bytes: what refusing may take

@@ -11,6 +11,8 @@ from helpers import assert_bitwise_equal
 from jmp_train import graphs
 from jmp_train.graphs import fn
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 
 def small_graph(**features: Any) -> graphs.Graph:
     return graphs.from_edges([0, 1, 2, 2], [1, 2, 0, 2], 3, **features)
@@ -116,6 +118,7 @@ def test_to_jraph_and_back() -> None:
     assert_bitwise_equal(traced, tuple_)
 
 
+@pytest.mark.full
 def test_jraphs_tuples_are_taken_everywhere() -> None:
     tuple_ = graphs.to_jraph(small_graph(nodes={"h": jnp.arange(3.0)}, edges={"w": jnp.ones(4)}))
     message, reduce = fn.u_mul_e("h", "w", "m"), fn.sum("m", "x")

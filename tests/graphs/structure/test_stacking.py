@@ -16,6 +16,8 @@ from jmp_train import graphs
 from jmp_train.data.batches import array_batches
 from jmp_train.graphs import fn
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 OPTIMIZER = optax.sgd(0.5)
 Route = Callable[[jt.TrainStep], Any]
 
@@ -87,6 +89,7 @@ def joined(parts: list[Any]) -> Any:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("as_jraph", [False, True], ids=["Graph", "GraphsTuple"])
 def test_each_device_and_micro_batch_has_a_whole_graph(as_jraph: bool) -> None:
     parts = batches(molecules(8), as_jraph)
@@ -166,6 +169,7 @@ def test_other_numbers_of_graphs_are_refused() -> None:
         jax.eval_shape(jt.data_parallel(step, mesh(2)), state, whole)
 
 
+@pytest.mark.full
 def test_stacks_are_scanned_mapped_and_taken_apart() -> None:
     parts = molecules(3)
     stacked = graphs.stack(parts)

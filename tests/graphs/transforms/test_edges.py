@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from jmp_train import graphs
 from jmp_train.graphs import fn
 
+pytestmark = pytest.mark.quick
+
 TRANSFORMS: dict[str, Callable[..., Any]] = {
     "add_self_loop": graphs.add_self_loop,
     "remove_self_loop": graphs.remove_self_loop,
@@ -287,6 +289,7 @@ def test_many_features_are_coalesced_in_chunks() -> None:
     assert new.edges["none"].shape == (len(ids), 0, 8)
 
 
+@pytest.mark.quick_cases(17)
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("formats", [("coo",), ("coo", "csr"), ("csr",), ("coo", "mailbox")])
 def test_formats_stay_or_are_chosen(name: str, formats: tuple[str, ...]) -> None:

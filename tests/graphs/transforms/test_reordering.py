@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from jmp_train import graphs
 from jmp_train.graphs import fn
 
+pytestmark = pytest.mark.quick
+
 
 def bandwidth(graph: graphs.Graph) -> int:
     return int(abs(graph.senders - graph.receivers).max())

@@ -8,6 +8,8 @@ import scipy.sparse
 
 from jmp_train.graphs import normalize_rows
 
+pytestmark = pytest.mark.quick
+
 
 def test_rows_of_counts_are_planetoids() -> None:
     """By the product with a diagonal matrix of inverse sums, 0 where a row is empty."""

@@ -14,13 +14,14 @@ from jmp_train.aot.gpus import GPUS
 
 PROGRAMS = Path(__file__).parents[2] / "gpu_programs.py"
 EDGES, FEATURES = 20_000, 64  # as in PROGRAMS
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(200)]
 
 
 def compiled(plan_python: str, name: str, *arguments: str, **options: Any) -> Any:
     return compile_for_gpu(f"{PROGRAMS}:{name}", *arguments, python=plan_python, timeout=150, **options)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("returned", "stored"), [("sum", 0), ("both", 1)])
 def test_messages_that_are_only_summed_are_not_stored(plan_python: str, returned: str, stored: int) -> None:
     program = compiled(plan_python, "messages", returned)
@@ -42,6 +43,7 @@ def test_dtypes_of_collectives_can_be_read(plan_python: str) -> None:
     assert program.alias_bytes == 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_gpu_can_be_compiled_for(plan_python: str, gpu: str) -> None:
     program = compiled(plan_python, "loop", "256", gpu=gpu)

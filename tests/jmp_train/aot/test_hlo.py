@@ -4,6 +4,8 @@ import pytest
 
 from jmp_train.aot.hlo import StoredArray, stored_arrays
 
+pytestmark = pytest.mark.quick
+
 PROGRAM = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 
 FileNames

@@ -19,6 +19,8 @@ import pytest
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 TO_FILES = (
     "deleted",
     "truncated",
@@ -164,7 +166,7 @@ def fixture_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_each_of_at_least_200_damages_is_found_or_harmless(folder: Path) -> None:
     wanted = {number: bits(state(number)) for number in (1, 2)}

@@ -21,7 +21,7 @@ from jmp_train.checkpoints.file_locks import (
     take_lock,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from helpers import assert_bitwise_equal, relaxed
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 PARAMS = {"dense": {"w": jnp.ones((2, 3))}, "b": jnp.zeros(3)}
 
 

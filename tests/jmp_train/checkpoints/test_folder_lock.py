@@ -12,6 +12,8 @@ import pytest
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 STATE = {"w": jnp.arange(6.0)}
 
 

@@ -25,7 +25,7 @@ from jmp_train.checkpoints import reading as checkpoint_reading
 from jmp_train.checkpoints import store as checkpoint
 from jmp_train.checkpoints.manifest import read_manifest
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(200)]
 
 
 class Writers:
@@ -342,7 +342,7 @@ def test_an_intact_leftover_replaces_a_damaged_step(one_step: Path, tmp_path: Pa
     read_manifest(directory / "step_00000005")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_fifty_kills_with_readers_beside_lose_nothing(writers: Writers, tmp_path: Path) -> None:
     """A training run that is killed at any moment fifty times, and two readers that never fail."""

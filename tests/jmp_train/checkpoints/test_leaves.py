@@ -14,6 +14,8 @@ import pytest
 import jmp_train as jt
 from jmp_train.checkpoints.leaves import STORED
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 

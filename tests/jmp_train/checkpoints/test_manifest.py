@@ -14,6 +14,8 @@ import pytest
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 STATE = {"w": np.arange(12.0).reshape(4, 3), "half": np.arange(5, dtype=np.float16), "step": 2}
 OLDER = {"w": -STATE["w"], "half": -STATE["half"], "step": 1}
 OUTSIDE = "outside"

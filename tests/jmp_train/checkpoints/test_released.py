@@ -18,6 +18,8 @@ from jmp_train.runs.run_identity import run_metadata
 from jmp_train.tasks import load_task
 from jmp_train.tasks.task import TaskOptions
 
+pytestmark = pytest.mark.quick
+
 TESTS = next(path for path in Path(__file__).resolve().parents if path.name == "tests")
 DATA = TESTS / "data" / "checkpoint_0_1"
 VALUES = json.loads((DATA / "values.json").read_text())
@@ -53,6 +55,7 @@ def test_the_values_are_not_those_of_a_new_state() -> None:
         assert fresh != VALUES[name]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["master_weights", "stochastic_rounding"])
 def test_a_state_takes_the_next_step_that_it_took_then(name: str, saved: Path) -> None:
     _, state = restored(saved, name)
@@ -85,6 +88,7 @@ def _on_device(x: Any) -> jax.Array:
     return x if isinstance(x, jax.Array) else jax.numpy.asarray(x)
 
 
+@pytest.mark.full
 def test_the_command_goes_on_with_a_run(saved: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jmp_train", *KARATE, "--epochs", "4", "--json"]
     command += ["--checkpoint-dir", str(saved / "karate"), "--checkpoint-every", "2"]
@@ -100,6 +104,7 @@ def test_the_command_goes_on_with_a_run(saved: Path, tmp_path: Path) -> None:
         assert store.metadata(2)["run"] == store.metadata(4)["run"]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("task", "options", "run"),
     [

@@ -26,6 +26,8 @@ from process_programs import damage_file
 
 import jmp_train as jt
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 OTHERS = {".venv": ".venv-newest", ".venv-newest": ".venv"}  # environments with another jax
 
 
@@ -139,6 +141,7 @@ def fixture_two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", ["deleted", "truncated", "emptied", "flipped"])
 def test_no_damage_is_silent(kind: str, two_steps: Path, tmp_path: Path) -> None:
     """At least 200 cases together: each file of the step; of the flipped ones, 15 places in each."""
@@ -287,6 +290,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_a_writer_that_is_killed_leaves_whole_steps_only(tmp_path: Path) -> None:
     script = (
@@ -353,6 +357,7 @@ def test_what_lay_on_no_particular_device_still_does(tmp_path: Path) -> None:
             assert float(jax.jit(lambda a, b, rng: (a["w"] * b).sum())(found, x, found["rng"])) == 8
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_another_jax_reads_it_and_is_read(tmp_path: Path) -> None:
     other = Path(sys.prefix).with_name(OTHERS.get(Path(sys.prefix).name, "none")) / "bin" / "python"
@@ -384,6 +389,7 @@ def test_another_jax_reads_it_and_is_read(tmp_path: Path) -> None:
     assert_equal(found, state | {"step": 2})
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_no_damage_is_silent_with_two_processes_and_a_leaf_divided_between_them(
     tmp_path: Path,

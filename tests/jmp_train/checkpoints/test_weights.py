@@ -25,6 +25,8 @@ from safetensors import safe_open
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 NAME = "weights.safetensors"
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
           "float16", "bfloat16", "float32", "float64", "complex64")  # fmt: skip

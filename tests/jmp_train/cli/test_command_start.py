@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 # Interrupts the process when it imports a module, or ends.
 INTERRUPT = """
 import atexit, os, signal, sys

@@ -19,11 +19,13 @@ from jmp_train.cli import compare as compare_command
 HOSTILE = "import pathlib, sys; pathlib.Path(__file__).with_name('RAN').touch(); sys.exit('hostile')"
 
 pytestmark = [
+    pytest.mark.quick,
     pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's"),
 ]
 
 
+@pytest.mark.full
 def test_nothing_of_the_current_folder_runs_and_pythonpath_is_heeded(tmp_path: Path) -> None:
     hostile, chosen = tmp_path / "hostile", tmp_path / "chosen"
     for folder in (hostile / "jmp_train", chosen):
@@ -46,6 +48,7 @@ def test_nothing_of_the_current_folder_runs_and_pythonpath_is_heeded(tmp_path: P
     assert json.loads(out.removeprefix("hello\nhalf"))["runs"][0]["policy"] == "float32"
 
 
+@pytest.mark.full
 def test_python_m_leaves_the_current_folder_before_it_imports_anything(tmp_path: Path) -> None:
     for name in ("networkx", "jax", "flax", "numpy", "typing_extensions", "random", "logging"):
         (tmp_path / f"{name}.py").write_text(HOSTILE)

@@ -20,6 +20,8 @@ from jmp_train.cli.errors import Failure
 from jmp_train.cli.options import provide_cpu_devices, turn_ynn_fusion_off
 from jmp_train.runs.events import Compiled, Epoch, Planned, Run, event_from_json
 
+pytestmark = pytest.mark.quick
+
 COMMAND = (sys.executable, "-m", "jmp_train")
 
 
@@ -55,6 +57,7 @@ def check_schema(report: Any, policies: list[str], epochs: int, task: str = "dig
             assert epoch["loss"] > 0 < epoch["seconds"] < 100 < epoch["memory_mb"]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: Path) -> None:
     policies = ["float32", "apex-O2"]
@@ -77,6 +80,7 @@ def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: 
     ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_compare_json_on_eight_devices_and_a_run_that_fails(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("earlier")
@@ -92,6 +96,7 @@ def test_compare_json_on_eight_devices_and_a_run_that_fails(tmp_path: Path) -> N
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(result.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_report_is_not_lost_to_runs_that_all_fail(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("earlier")
@@ -100,6 +105,7 @@ def test_a_report_is_not_lost_to_runs_that_all_fail(tmp_path: Path) -> None:
     assert (tmp_path / "report.json").read_text() == "earlier"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_train_json_is_a_line_an_event(tmp_path: Path) -> None:
     result = run(
@@ -120,6 +126,7 @@ def test_train_json_is_a_line_an_event(tmp_path: Path) -> None:
     assert len(list((tmp_path / "log/mixed_bfloat16").glob("events.out.tfevents.*"))) == 1
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_logs_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "log/float32").mkdir(parents=True)
@@ -131,6 +138,7 @@ def test_logs_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     assert (tmp_path / "log/float32/metrics.jsonl").read_text() == "earlier"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_terminal_gets_bars_and_the_table(tmp_path: Path) -> None:
     terminal, side_of_the_process = pty.openpty()
@@ -158,7 +166,7 @@ def test_a_terminal_gets_bars_and_the_table(tmp_path: Path) -> None:
     assert re.search(r"float32 +\d+\.\d\d +\d+\.\d s +\d+\.\d+% .* 1 +0", text)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_mnist_is_compared_from_files(tmp_path: Path) -> None:
     write_mnist(tmp_path, train=64, test=16)
@@ -172,6 +180,7 @@ def test_mnist_is_compared_from_files(tmp_path: Path) -> None:
     check_schema(report, policies, epochs=1, task="mnist")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_interrupting_compare_stops_the_run(tmp_path: Path) -> None:
     # Processes inherit that SIGINT is ignored, as it is where the tests run in the background.

@@ -12,6 +12,8 @@ from jmp_train.cli import entry as cli
 from jmp_train.cli.entry import main
 from jmp_train.cli.errors import Failure, one_line
 
+pytestmark = pytest.mark.quick
+
 LONG = 5000 * "x"
 DIGITS = 5000 * "1"  # more than Python's int() takes
 CONTROL = "no\n\x1b[31mwhere\u202e"
@@ -143,6 +145,7 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "calls",
     [NO_COMMAND, ARGUMENTS, VALUES, REPEATED, NAMES, COMBINATIONS, PATHS, LAUNCHES],

@@ -11,6 +11,8 @@ from jmp_train.runs.task_batches import evaluation_batches as batches_of_test
 from jmp_train.runs.task_batches import train_batches
 from jmp_train.tasks import Arrays, Task, load_task
 
+pytestmark = pytest.mark.quick
+
 
 def prepare(rows: Arrays) -> Arrays:
     return {"image": rows["image"].astype(np.float32), "label": rows["label"]}

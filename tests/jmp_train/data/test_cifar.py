@@ -6,6 +6,8 @@ from helpers import cifar_bytes, memory_limited_to, write_cifar
 
 from jmp_train.data.cifar import read_cifar10, read_cifar10_batch
 
+pytestmark = pytest.mark.quick
+
 NAMES = [f"data_batch_{number}.bin" for number in range(1, 6)]
 IMAGES = np.arange(2 * 3072, dtype=np.uint64).astype(np.uint8).reshape(2, 32, 32, 3)
 GOOD = cifar_bytes(IMAGES, np.array([9, 0]))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 TESTS = Path(__file__).parents[2]
 SUFFIXES = ("bin", "bmp", "gz", "idx", "jpg", "pgm", "png", "ppm", "tif", "webp")
 
@@ -38,6 +40,6 @@ def test_damaged_files_give_arrays_or_errors_that_name_them(tmp_path: Path) -> N
     read_damaged(tmp_path, seed=0, count=584)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_15_000_damaged_files(tmp_path: Path) -> None:
     read_damaged(tmp_path, seed=1, count=15_000)

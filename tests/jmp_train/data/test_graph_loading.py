@@ -16,6 +16,8 @@ import jmp_train as jt
 from jmp_train import graphs
 from jmp_train.data.graph_loading import neighbor_batches
 
+pytestmark = pytest.mark.quick
+
 COUNT, CLASSES = 600, 3
 
 

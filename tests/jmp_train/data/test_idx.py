@@ -8,6 +8,8 @@ from helpers import idx_bytes, memory_limited_to
 
 from jmp_train.data.idx import read_idx
 
+pytestmark = pytest.mark.quick
+
 IMAGES = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
 GOOD = idx_bytes(IMAGES)
 ZIPPED = gzip.compress(GOOD, mtime=0)  # without the time, by which tests would have other names

@@ -13,6 +13,8 @@ from PIL import EpsImagePlugin, Image
 
 from jmp_train.data.image_files import read_image
 
+pytestmark = pytest.mark.quick
+
 RGB = np.random.default_rng(0).integers(0, 256, (20, 24, 3), np.uint8)
 WANTED = {
     "JPEG",

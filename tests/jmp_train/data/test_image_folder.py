@@ -8,6 +8,8 @@ from PIL import Image
 
 from jmp_train.data.image_folder import center_crops, random_box, random_crops, read_image_folder
 
+pytestmark = pytest.mark.quick
+
 
 def gradient_image(width: int, height: int) -> np.ndarray:
     """Returns an image whose red says the column and whose green says the row, uint8 [height, width, 3]."""

@@ -9,6 +9,8 @@ from jmp_train.data.idx import read_idx
 from jmp_train.data.image_files import read_image
 from jmp_train.data.regular_files import open_regular
 
+pytestmark = pytest.mark.quick
+
 READERS = {
     "idx": lambda path: read_idx(path, axes=3),
     "cifar": read_cifar10_batch,

@@ -17,6 +17,8 @@ from helpers import mounted_tmpfs
 
 import jmp_train as jt
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 # Random numbers do not compress: writing them takes longer than what the script does after it.
 SAVE = (
     "import os, resource, signal, sys, numpy as np, jmp_train as jt\n"

@@ -18,6 +18,8 @@ from process_programs import BATCH, STEPS, digits, make_step
 import jmp_train as jt
 from jmp_train.data.batches import array_batches
 
+pytestmark = pytest.mark.quick
+
 PROGRAMS = Path(__file__).resolve().parents[2] / "programs" / "process_programs.py"
 Launch = Callable[..., tuple[int, str]]
 
@@ -45,13 +47,14 @@ def alone() -> tuple[Any, list[float]]:
     return state.params, losses
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("count", "routes"),
     [
         (2, ("shard_map", "jit", "pmap")),
-        pytest.param(4, ("shard_map",), marks=pytest.mark.slow),
-        pytest.param(4, ("jit", "pmap"), marks=pytest.mark.slow),
+        pytest.param(4, ("shard_map",), marks=pytest.mark.full),
+        pytest.param(4, ("jit", "pmap"), marks=pytest.mark.full),
     ],
 )
 def test_processes_equal_one(count: int, routes: tuple[str, ...], launch: Launch, tmp_path: Path) -> None:
@@ -73,6 +76,7 @@ def test_processes_equal_one(count: int, routes: tuple[str, ...], launch: Launch
     assert text.count("gradient overflow: step skipped, 1 so far; the loss scale is now 128") == 1, text
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_what_differs_is_refused_and_a_state_is_sent_bit_by_bit(launch: Launch) -> None:
     code, text = launch("differ", count=3)
@@ -105,7 +109,7 @@ def test_what_differs_is_refused_and_a_state_is_sent_bit_by_bit(launch: Launch) 
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_process_20_seconds_late_is_waited_for(launch: Launch) -> None:
     code, text = launch("late", 20, "none")
     assert code == 0, text
@@ -115,6 +119,7 @@ def test_a_process_20_seconds_late_is_waited_for(launch: Launch) -> None:
     assert len(set(losses)) == 1
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_a_late_process_is_reported_after_the_time_out(launch: Launch, tmp_path: Path) -> None:
     code, text = launch("late", 100, 3)
@@ -124,8 +129,9 @@ def test_a_late_process_is_reported_after_the_time_out(launch: Launch, tmp_path:
     assert "jmp-train: error: process 0 ended with exit code 1, then process 1 " in text
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("how", "code"), [("exit", 3), pytest.param("raise", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("how", "code"), [("exit", 3), pytest.param("raise", 1, marks=pytest.mark.full)])
 def test_all_are_stopped_when_one_fails(how: str, code: int, launch: Launch) -> None:
     returned, text = launch("leave", how, timeout=60)
     assert returned == 1
@@ -133,6 +139,7 @@ def test_all_are_stopped_when_one_fails(how: str, code: int, launch: Launch) -> 
     assert ("LookupError: lost" in text) == (how == "raise")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_a_process_that_ends_early_says_that_it_waits_in_vain(launch: Launch) -> None:
     code, text = launch("uneven", 2, timeout=60)
@@ -148,7 +155,7 @@ def test_a_process_that_ends_early_says_that_it_waits_in_vain(launch: Launch) ->
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.slow
+@pytest.mark.full
 def test_processes_that_wait_for_one_that_has_ended_are_stopped(launch: Launch) -> None:
     options = ["--exit-timeout", "1"]
     code, text = launch("uneven", 100, timeout=60, options=options)
@@ -168,6 +175,7 @@ def test_a_state_that_was_sent_is_one_s_own() -> None:
     assert jnp.issubdtype(sent["rng"].dtype, jax.dtypes.prng_key)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
@@ -220,6 +228,7 @@ def test_wrong_starts_are_refused(
         jt.distributed.initialize(**options)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     "cluster",

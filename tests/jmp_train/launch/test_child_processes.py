@@ -14,6 +14,7 @@ from jmp_train.launch import child_processes
 from jmp_train.launch.child_processes import ChildProcess, end
 
 pytestmark = [
+    pytest.mark.quick,
     pytest.mark.timeout(60),
     pytest.mark.skipif(sys.platform == "win32", reason="there are no signals to send on Windows"),
 ]
@@ -39,6 +40,7 @@ def start_parent(pids: Path, *arguments: str, grace: float = 0.3) -> subprocess.
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGHUP", "SIGUSR1", "SIGTERM", "SIGINT", "SIGQUIT", "SIGSEGV"])
 def test_nothing_outlives_a_parent_that_is_ended(name: str, pids: Path) -> None:
     number = getattr(signal, name)

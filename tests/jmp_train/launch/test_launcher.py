@@ -17,6 +17,8 @@ from jmp_train.cli.entry import main
 from jmp_train.launch import launcher
 from jmp_train.launch.launcher import launch
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(name="script")
 def fixture_script(tmp_path: Path) -> Path:
@@ -146,6 +148,7 @@ def test_all_are_restarted_after_a_failure(script: Path, tmp_path: Path, capfd: 
         launch(command, 2, restarts=1)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "how",

@@ -48,11 +48,13 @@ def run(command: str, cwd: Path, **environment: str) -> tuple[int, str, str]:
 
 
 pytestmark = [
+    pytest.mark.quick,
     pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's"),
 ]
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize(
     ("command", "code", "error"),
     [

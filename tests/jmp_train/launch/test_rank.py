@@ -9,7 +9,7 @@ import pytest
 
 from jmp_train.launch.launcher import launch
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
 
 SHOW = """
 '''A script.'''

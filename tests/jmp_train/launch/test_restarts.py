@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "data_parallel" / "checkpoint.py"
 
 
@@ -37,7 +39,7 @@ def fixture_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
     yield result(text)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_run_whose_processes_are_killed_ends_as_one_that_is_left_alone(undisturbed: str, tmp_path: Path) -> None:
     kills = 20

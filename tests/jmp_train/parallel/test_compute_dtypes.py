@@ -10,6 +10,8 @@ import pytest
 
 from jmp_train.parallel.compute_dtypes import all_gather_dtypes
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 Half = jnp.float16
 
 
@@ -64,6 +66,7 @@ USES: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", USES)
 def test_the_dtype_that_all_uses_cast_to(name: str) -> None:
     fn, dtype = USES[name]

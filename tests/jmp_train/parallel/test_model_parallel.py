@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 import jmp_train as jt
 from jmp_train.aot.compilation import CompiledForGPU, compile_for_gpu
 
+pytestmark = pytest.mark.quick
+
 DEVICES, ROWS, WIDTH, HIDDEN, CLASSES = 8, 32, 16, 32, 5
 WEIGHT = 2.0**-8  # of a loss whose gradients shall not overflow at the loss scale 2**16
 PROGRAMS = Path(__file__).resolve().parents[2] / "gpu_programs.py"
@@ -145,7 +147,7 @@ MODES: dict[str, dict[str, Any]] = {
 # The others are slow: they differ from these in casts and loss scales, not in what is sharded and agreed on.
 FAST = {"torch": ("tensor", "fsdp"), "O2": ("all",)}
 MODES_OF_FORMS = [
-    pytest.param(mode, form, marks=() if form in FAST.get(mode, ()) else pytest.mark.slow)
+    pytest.param(mode, form, marks=() if form in FAST.get(mode, ()) else pytest.mark.full)
     for mode in MODES
     for form in FORMS
 ]
@@ -172,6 +174,7 @@ def assert_replicas_are_equal(tree: Any) -> None:
             assert parts.setdefault(str(shard.index), data) == data
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_steps_are_those_of_one_device(form: str) -> None:
     """With clipping, whose norm has to be that of all parts."""
@@ -199,6 +202,7 @@ def test_steps_are_those_of_one_device(form: str) -> None:
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("mode", "form"), MODES_OF_FORMS)
 def test_an_overflow_on_one_shard_is_skipped_by_all(mode: str, form: str) -> None:
     mesh, model, shardings = FORMS[form]
@@ -232,6 +236,7 @@ def test_an_overflow_on_one_shard_is_skipped_by_all(mode: str, form: str) -> Non
         assert_replicas_are_equal(state)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reduce", ["float32", "float16"])
 def test_fsdp_with_micro_batches_several_losses_and_statistics(reduce: str) -> None:
     """Beside `data_parallel` with whole parameters, in float16; the same keys are drawn."""
@@ -310,18 +315,19 @@ COLLECTIVE = re.compile(r" = (.*?) (all-reduce|all-gather|reduce-scatter|collect
 LARGE = 2**16  # elements; metrics have fewer
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("form", "mode"),
     [
         ("fsdp", "torch"),
-        pytest.param("zero1", "apex-O2", marks=pytest.mark.slow),
-        pytest.param("fsdp", "apex-O2", marks=pytest.mark.slow),
-        pytest.param("fsdp", "apex-O1", marks=pytest.mark.slow),
-        pytest.param("fsdp", "apex-O3", marks=pytest.mark.slow),
-        pytest.param("fsdp", "naive", marks=pytest.mark.slow),
-        pytest.param("tensor", "torch", marks=pytest.mark.slow),
-        pytest.param("tensor", "apex-O2", marks=pytest.mark.slow),
+        pytest.param("zero1", "apex-O2", marks=pytest.mark.full),
+        pytest.param("fsdp", "apex-O2", marks=pytest.mark.full),
+        pytest.param("fsdp", "apex-O1", marks=pytest.mark.full),
+        pytest.param("fsdp", "apex-O3", marks=pytest.mark.full),
+        pytest.param("fsdp", "naive", marks=pytest.mark.full),
+        pytest.param("tensor", "torch", marks=pytest.mark.full),
+        pytest.param("tensor", "apex-O2", marks=pytest.mark.full),
     ],
 )
 def test_eight_gpus_gather_in_half_and_reduce_in_float32(form: str, mode: str, plan_python: str) -> None:
@@ -344,6 +350,7 @@ def test_eight_gpus_gather_in_half_and_reduce_in_float32(form: str, mode: str, p
         assert 0 <= program.argument_bytes - stored * layers - moments_and_batch < 10_000
 
 
+@pytest.mark.full
 def test_layers_of_other_shapes_on_different_devices_are_those_of_one() -> None:
     """The tutorial's two-device model; its loss scale and its dropout, too."""
     params = [

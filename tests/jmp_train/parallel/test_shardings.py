@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 
 

@@ -21,6 +21,8 @@ from sklearn.datasets import load_digits
 import jmp_train as jt
 from jmp_train.aot.compilation import compile_for_gpu
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 DEVICES, ROWS = 8, 64
 PROGRAMS = Path(__file__).resolve().parents[2] / "gpu_programs.py"
 MESH = Mesh(np.array(jax.devices()), ("data",))
@@ -89,6 +91,7 @@ def assert_replicas_are_equal(tree: Any) -> None:
             np.testing.assert_array_equal(other, first)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("route", ROUTES)
 def test_fifty_steps_are_those_of_one_device(route: str) -> None:
     sgd = optax.sgd(0.05, momentum=0.9)
@@ -119,6 +122,7 @@ def by_fsdp(step: jt.TrainStep) -> Any:
     return jax.jit(run)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("reduce_dtype", ["float32", "float16"])
 @pytest.mark.parametrize("route", [*ROUTES, "fsdp"])
 def test_complex_parameters_state_and_aux_are_those_of_one_device(route: str, reduce_dtype: str) -> None:
@@ -155,6 +159,7 @@ def test_complex_parameters_state_and_aux_are_those_of_one_device(route: str, re
         assert_replicas_are_equal((state.params, state.model_state))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("route", ROUTES)
 def test_an_overflow_on_one_replica_is_skipped_by_all(route: str) -> None:
     step, state = make(optax.adam(1e-2), "mixed_float16", None)
@@ -177,6 +182,7 @@ def test_an_overflow_on_one_replica_is_skipped_by_all(route: str) -> None:
     assert_replicas_are_equal((state.params, state.model_state, state.opt_state))
 
 
+@pytest.mark.full
 def test_the_routes_lose_the_same_with_adam() -> None:
     losses = {}
     for route, transform in ROUTES.items():
@@ -256,6 +262,7 @@ EAGER: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("form", [*EAGER, "fsdp"])
 def test_without_jit_many_steps_are_one_compiled_program(form: str) -> None:
     """The first state comes from one device, batches from the host; states are donated."""
@@ -333,6 +340,7 @@ def test_a_batch_without_rows_is_refused(form: str) -> None:
         run(state, {"x": jnp.ones((0, 3)), "rate": rate})
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", EAGER)
 def test_what_was_split_or_replicated_for_pmap_is_named(form: str) -> None:
     """The first loss broadcasts and would be another number, the second fails, and the third is a sequence's."""
@@ -425,6 +433,7 @@ def test_a_mesh_of_other_devices_that_is_set_is_refused() -> None:
         jt.data_parallel(step, ONE)(state, jnp.ones(4))
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("form", ["shard_map", "pmap", "jit", "two axes", "sharded"])
 @pytest.mark.parametrize("within", ["no mesh", "explicit", "automatic"])
 def test_any_mesh_may_be_set_and_arrays_lie_on_explicit_axes(within: str, form: str) -> None:
@@ -489,6 +498,7 @@ def scheduled(python: str, route: str, accumulate_steps: str) -> tuple[str, list
     return before, entry.splitlines()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("accumulate_steps", ["1", "2"])
 @pytest.mark.parametrize("route", ROUTES)

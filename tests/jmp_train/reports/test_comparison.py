@@ -12,6 +12,8 @@ from jmp_train.reports.comparison import (
     note_outputs,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_failure_is_explained_by_what_the_mode_lacks() -> None:
     text = "the last 20 steps were skipped for non-finite gradients"

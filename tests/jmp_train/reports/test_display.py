@@ -10,6 +10,8 @@ from jmp_train.launch.output import Output
 from jmp_train.reports.display import LineDisplay, LiveDisplay, display_on
 from jmp_train.runs.events import Compiled, Planned, Progress
 
+pytestmark = pytest.mark.quick
+
 RUN = make_run("mixed_float16", scale=8.0, skips=(3,))
 EVENTS = (
     Planned(2, 100),

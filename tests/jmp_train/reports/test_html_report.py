@@ -13,6 +13,8 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from jmp_train.reports.html_report import page
 
+pytestmark = pytest.mark.quick
+
 RUNS = [
     make_run("float32"),
     dataclasses.replace(

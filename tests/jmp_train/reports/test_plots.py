@@ -22,9 +22,12 @@ from jmp_train.reports.plots import (
 )
 from jmp_train.runs.events import Run
 
+pytestmark = pytest.mark.quick
+
 RUNS = [make_run("float32"), make_run("mixed_float16", scale=8.0, skips=(3, 60))]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", PANELS)
 def test_a_panel_is_well_formed_and_in_the_color_of_the_page(name: str) -> None:
     text = svg(name, RUNS)
@@ -36,6 +39,7 @@ def test_a_panel_is_well_formed_and_in_the_color_of_the_page(name: str) -> None:
     assert text == svg(name, RUNS)
 
 
+@pytest.mark.full
 def test_panels_share_no_id() -> None:
     ids = [i for name in PANELS for i in re.findall(r'\bid="([^"]+)"', svg(name, RUNS))]
     assert len(ids) == len(set(ids)) > 0

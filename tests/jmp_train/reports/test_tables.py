@@ -17,6 +17,8 @@ from jmp_train.reports.tables import (
 )
 from jmp_train.runs.events import Epoch
 
+pytestmark = pytest.mark.quick
+
 EPOCH = Epoch(
     epoch=1, loss=0.5, learning_rate=1e-3, seconds=2.0, memory_mb=300.0, loss_scale=65536.0,
     skipped_steps=3,

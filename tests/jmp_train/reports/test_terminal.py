@@ -17,6 +17,8 @@ from jmp_train.reports.tables import epoch_line, print_speed_table, print_table
 from jmp_train.reports.terminal import wrapped
 from jmp_train.runs.events import Compiled, Planned, Progress
 
+pytestmark = pytest.mark.quick
+
 RUNS = [
     make_run(name, scale=2.0**24, skips=(3,))
     for name in ("autocast_bfloat16", "params=float32,compute=bfloat16", "f32")

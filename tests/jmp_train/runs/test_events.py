@@ -16,6 +16,8 @@ from jmp_train.runs.events import (
     event_to_json,
 )
 
+pytestmark = pytest.mark.quick
+
 EVENTS = [
     Planned(2, 44),
     Compiled(2.5, "device", COSTS),

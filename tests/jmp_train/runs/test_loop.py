@@ -9,6 +9,8 @@ from jmp_train.runs.events import Compiled, Epoch, Event, Progress
 from jmp_train.runs.loop import train
 from jmp_train.tasks import TASK_NAMES, Task, TaskOptions, load_task
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(name="digits")
 def fixture_digits() -> Task:
@@ -26,6 +28,7 @@ def load_digits_task(devices: int = 1) -> Task:
     )
 
 
+@pytest.mark.full
 def test_every_task_loads() -> None:
     for name in TASK_NAMES:
         scale = 0.001 if name == "reddit" else None
@@ -48,13 +51,14 @@ def test_digits_are_the_real_ones_and_split_without_overlap(digits: Task) -> Non
     assert np.bincount(digits.test["label"]).min() >= 34
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("policy", "scale"),
     [
         # float32 is what the AMP modes' tests compare with
-        pytest.param("float32", 1.0, marks=pytest.mark.slow),
+        pytest.param("float32", 1.0, marks=pytest.mark.full),
         ("mixed_float16", 2.0**16),
-        pytest.param("mixed_bfloat16", 1.0, marks=pytest.mark.slow),
+        pytest.param("mixed_bfloat16", 1.0, marks=pytest.mark.full),
         ("autocast_float16", 2.0**16),
         ("autocast_bfloat16", 1.0),
     ],
@@ -81,18 +85,20 @@ def test_digits_learn_in_every_policy(digits: Task, policy: str, scale: float) -
     assert all(epoch.seconds > 0 and epoch.memory_mb > 0 for epoch in run.epochs)
 
 
+@pytest.mark.full
 def test_a_short_growth_interval_makes_the_scale_grow(digits: Task) -> None:
     run = train(digits, "autocast_float16", epochs=1, growth_interval=10)
     scales = [step.loss_scale for step in run.steps]
     assert scales == [2.0**16] * 9 + [2.0**17] * 10 + [2.0**18] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_same_seed_gives_the_same_run(digits: Task) -> None:
     runs = [train(digits, "mixed_float16", epochs=1, seed=seed) for seed in (3, 3, 4)]
     assert runs[0].epochs[0].loss == runs[1].epochs[0].loss != runs[2].epochs[0].loss
 
 
+@pytest.mark.full
 def test_eight_devices_give_the_numbers_of_one(digits: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     # Each device draws a dropout of its own; all else, BatchNorm included, is the whole batch's.
     monkeypatch.setattr("flax.linen.Dropout", lambda rate, deterministic: lambda x: x)
@@ -120,7 +126,8 @@ def test_a_whole_graph_is_not_sharded_over_devices(name: str) -> None:
         load_task(name, TaskOptions(devices=2))
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("float32", marks=pytest.mark.slow), "mixed_bfloat16"])
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("float32", marks=pytest.mark.full), "mixed_bfloat16"])
 def test_nan_for_ever_ends_in_an_error(digits: Task, policy: str) -> None:
     images = np.full_like(digits.train["image"], np.nan)
     broken = dataclasses.replace(digits, train={**digits.train, "image": images})
@@ -135,6 +142,7 @@ def test_outputs_that_are_not_finite_are_no_accuracy(digits: Task) -> None:
         train(broken, "float32", epochs=1)
 
 
+@pytest.mark.full
 def test_some_outputs_that_are_not_finite_are_wrong_ones(digits: Task) -> None:
     images = digits.test["image"].copy()
     images[::3] = np.nan  # of 360; argmax would else take NaN for the largest
@@ -145,6 +153,7 @@ def test_some_outputs_that_are_not_finite_are_wrong_ones(digits: Task) -> None:
     assert 0.4 < run.test_accuracy < 2 / 3
 
 
+@pytest.mark.full
 def test_a_step_that_overflows_once_in_a_while_does_not_stop_the_run(digits: Task) -> None:
     images = digits.train["image"].copy()
     images[0] = 7e4  # inf in float16: one of 22 batches an epoch is skipped

@@ -23,6 +23,8 @@ from jmp_train.runs.loop import train
 from jmp_train.runs.resuming import ResumeError, Saver, Saving, Stopped
 from jmp_train.tasks import Task, TaskOptions, load_task
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(name="task", scope="module")
 def fixture_task() -> Task:
@@ -59,6 +61,7 @@ def without_times(run: Run) -> Run:
     return dataclasses.replace(run, compile_seconds=0.0, epochs=tuple(epochs))
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_twice_ends_as_one_in_a_piece(task: Task, tmp_path: Path) -> None:
     whole = run(task, tmp_path / "whole")
     done = 0
@@ -76,7 +79,7 @@ def test_a_run_that_was_stopped_twice_ends_as_one_in_a_piece(task: Task, tmp_pat
     assert final(tmp_path / "parts") == arrays
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_is_ready_is_tested_again(task: Task, tmp_path: Path) -> None:
     events: list[Event] = []
     first = run(task, tmp_path)
@@ -105,13 +108,14 @@ def test_what_is_not_the_same_run_is_refused(task: Task, tmp_path: Path) -> None
     assert not (tmp_path / "run.json").exists()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "number",
     [
         signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.full),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.full),
     ],
 )
 def test_a_signal_saves_and_the_command_goes_on(number: int, tmp_path: Path) -> None:
@@ -232,6 +236,7 @@ def test_other_options_are_said_before_other_shapes(tmp_path: Path) -> None:
         begin(tmp_path, epochs=5, heads=2)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(150)
 def test_a_second_run_in_a_folder_fails_at_once_and_a_killed_one_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -10,6 +10,8 @@ import pytest
 from jmp_train.runs.run_identity import data_digest, differences, run_metadata
 from jmp_train.tasks import Arrays, Task, TaskOptions, load_task
 
+pytestmark = pytest.mark.quick
+
 
 def run_of(task: Task, **numbers: int) -> dict[str, object]:
     numbers = {"epochs": 3, "batch_size": 2, "seed": 0, **numbers}

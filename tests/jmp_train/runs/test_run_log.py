@@ -11,6 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from jmp_train.runs.events import Compiled, Progress
 from jmp_train.runs.run_log import RunLog
 
+pytestmark = pytest.mark.quick
+
 RUN = make_run(scale=8.0, skips=(3,))
 
 

@@ -21,6 +21,8 @@ from jmp_train.runs.resuming import Saving, Stopped
 from jmp_train.runs.setups import loss_scale_for, make_setup, precision_of
 from jmp_train.tasks import Task, TaskOptions, load_task
 
+pytestmark = pytest.mark.quick
+
 KEY = jax.random.key(0)
 MODES = ("torch", "apex-O0", "apex-O1", "apex-O2", "apex-O3", "naive")
 
@@ -140,7 +142,8 @@ def test_what_batches_share_is_cast_on_the_host(digits: Task, name: str, dtype: 
     }
 
 
-@pytest.mark.parametrize("name", ["torch", *(pytest.param(x, marks=pytest.mark.slow) for x in ("apex-O2", "apex-O3"))])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["torch", *(pytest.param(x, marks=pytest.mark.full) for x in ("apex-O2", "apex-O3"))])
 def test_the_club_is_told_apart(name: str) -> None:
     run = train(load("karate"), name)
     assert run.policy == name
@@ -149,6 +152,7 @@ def test_the_club_is_told_apart(name: str) -> None:
     assert run.skipped == ()
 
 
+@pytest.mark.full
 def test_a_run_in_a_mode_goes_on_where_it_stopped(tmp_path: Path) -> None:
     task = dataclasses.replace(load("karate"), epochs=30)
     whole = train(task, "naive")
@@ -167,6 +171,7 @@ def test_a_run_in_a_mode_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert again.test_accuracy == whole.test_accuracy
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["mixed_float16", *MODES])
 def test_a_step_on_two_devices_and_the_test_keep_to_the_setup(name: str) -> None:
     """Traces them, which is cheap, on a model with BatchNorm and dropout."""
@@ -182,7 +187,7 @@ def test_a_step_on_two_devices_and_the_test_keep_to_the_setup(name: str) -> None
     assert logits.dtype == (jnp.float16 if name in ("torch", "apex-O1") else jnp.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_batch_norms_of_a_half_model_stay_float32_on_two_devices() -> None:
     run = train(load("digits", devices=2), "apex-O2", epochs=1)
     assert run.device == "2 x cpu"

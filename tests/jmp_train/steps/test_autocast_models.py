@@ -20,7 +20,9 @@ from helpers import promoting
 from jmp_train.policies.autocasting.transform import autocast
 from jmp_train.tasks import digits, mnist
 
-HALVES = (jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow))
+pytestmark = pytest.mark.quick
+
+HALVES = (jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.full))
 RANDOM = np.random.default_rng(0)
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -316,7 +318,7 @@ def instructions(loss: Callable[..., jax.Array], *args: Any) -> tuple[int, int]:
     return len(re.findall(r"^\s+(?:ROOT )?%?\S+ = ", text, re.MULTILINE)), text.count(" convert(")
 
 
-@pytest.mark.parametrize("half", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)], ids=["f16", "bf16"])
+@pytest.mark.parametrize("half", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.full)], ids=["f16", "bf16"])
 def test_a_step_has_as_few_instructions_as_one_cast_by_hand(half: Any) -> None:
     args = vit_shapes(small_vit(), 8, 32)
     ours = instructions(autocast(vit_loss(small_vit()), half), *args)

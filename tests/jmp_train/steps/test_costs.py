@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 import jmp_train as jt
 from jmp_train.steps.costs import StepCosts, step_costs
 
+pytestmark = pytest.mark.quick
+
 ROWS, WIDTH = 64, 16
 BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
 PARAMS = (jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),) * 2

@@ -13,6 +13,8 @@ from helpers import assert_bitwise_equal, promoting, relaxed
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 X = jax.random.normal(jax.random.key(1), (4, 3))
 
 

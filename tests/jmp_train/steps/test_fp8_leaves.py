@@ -16,6 +16,8 @@ from jax.sharding import Mesh
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 COLLECTION = fp8_ops.OVERWRITE_WITH_GRADIENT
 MODEL: Any = nn.Dense(16, dot_general_cls=fp8_ops.Fp8DotGeneral, dtype=jnp.float32)
 BATCH = jax.random.normal(jax.random.key(0), (16, 16))

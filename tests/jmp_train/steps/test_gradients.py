@@ -9,6 +9,8 @@ import pytest
 
 import jmp_train as jt
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 MIXED = jt.get_policy("mixed_float16")
 
 
@@ -167,6 +169,7 @@ def test_a_gan_step_of_two_optimizers_with_a_scale_each() -> None:
     assert scales == [2.0**7, 2.0**8]
 
 
+@pytest.mark.full
 def test_an_equinox_module_is_differentiated_in_its_arrays() -> None:
     model = eqx.nn.MLP(4, 1, 8, 1, activation=jax.nn.tanh, key=jax.random.key(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)

@@ -17,6 +17,8 @@ from helpers import relaxed
 
 import jmp_train as jt
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 Made = tuple[Any, Any, Callable[..., Any]]  # params, model_state, loss_fn
 X = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
 BATCH = {"x": jnp.asarray(X), "y": jnp.asarray(np.sign(X[:, :1]))}
@@ -113,6 +115,7 @@ def haiku() -> Made:
     return params, stats, loss_fn
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("make", [plain, linen, flax_nnx, equinox, haiku])
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16", "by path"])
 def test_it_trains(make: Callable[[], Made], policy: str) -> None:

@@ -12,6 +12,8 @@ from flax import nnx
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
 SCALE = jt.StaticLossScale(64.0)
 

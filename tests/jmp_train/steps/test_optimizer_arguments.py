@@ -16,6 +16,8 @@ from optax import contrib
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 PARAMS = {"w": jnp.asarray([[1.0, -2.0], [0.5, -0.25]]), "b": jnp.asarray([0.25, 3.0])}
 
 CONTRIB: dict[str, Callable[[], Any]] = {
@@ -99,6 +101,7 @@ def by_hand(optimizer: Any, name: str) -> Any:
     return step
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", HERE)
 def test_steps_are_those_by_hand_and_a_skip_leaves_no_trace(name: str) -> None:
     with jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 
 class Net(nn.Module):
     """A dense net with all that a step has to carry: batch statistics and dropout."""
@@ -83,6 +85,7 @@ def line_batch(seed: int, rows: int = 8) -> jax.Array:
 # --- skipping ---------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
 def test_a_planted_inf_changes_nothing_but_the_counters(policy: str, poison: float) -> None:
@@ -489,6 +492,7 @@ def sharded(batch: Any, way: str) -> Any:
 WAYS = ("shard_map with vma", "shard_map without vma", "pmap")
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_eight_devices_equal_one(way: str, accumulate_steps: int) -> None:

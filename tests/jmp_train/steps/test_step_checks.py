@@ -13,6 +13,8 @@ from helpers import relaxed
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 PARAMS = {"w": jnp.ones(3)}
 BATCH = jnp.full((4, 3), 0.5)
 

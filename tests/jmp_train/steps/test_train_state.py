@@ -8,6 +8,8 @@ import pytest
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 
 def test_arrays_settle_to_strong_jax_arrays() -> None:
     params = {"weak": jnp.asarray(0.5), "numpy": np.ones(2, np.float32)}

@@ -16,6 +16,8 @@ from jax.sharding import Mesh
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 MESH = Mesh(np.array(jax.devices()), ("data",))
 X = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
 BATCH = {"x": jnp.asarray(X), "y": jnp.asarray(np.sign(X[:, :1] * X[:, 1:2]))}
@@ -192,6 +194,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("name", "library", "route"), CASES)
 def test_the_dtypes_are_those_of_the_table(name: str, library: str, route: str) -> None:
     wanted = TABLE[name]
@@ -250,6 +253,7 @@ def test_running_and_frozen_norms_of_equinox_pass_on_half(name: str) -> None:
     assert float_dtypes(new) == {TABLE[name].statistics}
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("mode", ["torch", "apex"])
 def test_disabled_computes_what_float32_computes(mode: str, route: str) -> None:

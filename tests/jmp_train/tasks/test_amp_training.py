@@ -20,6 +20,8 @@ from jmp_train.runs.task_batches import train_batches
 from jmp_train.tasks import load_task
 from jmp_train.tasks.digits import DigitsCNN
 
+pytestmark = pytest.mark.quick
+
 MODES = {
     "torch": jt.amp_mode("torch"),
     "O0": jt.amp_mode("apex", opt_level="O0"),
@@ -62,13 +64,14 @@ def float32_accuracy() -> float:
     return promoting(digits_accuracy)(jt.amp_mode("torch", enabled=False), 300)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [
         "torch",
         "O2",
         "naive",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("O1", "O3")),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("O1", "O3")),
     ],
 )
 def test_three_hundred_steps_of_digits_end_where_float32_ends(name: str, float32_accuracy: float) -> None:
@@ -116,6 +119,7 @@ def apex_rule(bad: Sequence[int], scale: float, lowest: float, highest: float) -
     return scales
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("amp", "wanted"),
     [
@@ -131,6 +135,7 @@ def test_scalers_follow_their_golden_traces(amp: jt.Amp, wanted: list[float]) ->
     assert taken == [not bad for bad in BAD]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_apex_scales_follow_its_rule(level: str) -> None:
     amp = jt.amp_mode("apex", opt_level=level, max_loss_scale=512.0, min_loss_scale=64.0)
@@ -157,6 +162,7 @@ def with_small_scale(amp: jt.Amp) -> jt.Amp:
 MESH = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "model", "pipe"))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODES)
 def test_all_axes_of_a_mesh_decide_as_one(name: str) -> None:
     """Columns of a matrix on the axis `model`, a matrix of its own on each device of `pipe`."""

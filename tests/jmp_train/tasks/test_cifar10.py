@@ -17,6 +17,8 @@ from jmp_train.runs.loop import train
 from jmp_train.tasks import Task, TaskOptions, cifar10, load_task
 from jmp_train.tasks.models.resnet import ResNet
 
+pytestmark = pytest.mark.quick
+
 
 def small_task(rows: int, features: tuple[int, ...], devices: int = 1) -> Task:
     """Returns the task with one block a stage and images of 8 x 8, which compiles in seconds."""
@@ -35,6 +37,7 @@ def small_task(rows: int, features: tuple[int, ...], devices: int = 1) -> Task:
     )
 
 
+@pytest.mark.full
 def test_augmented_images_are_crops_of_the_frame_flipped_or_not() -> None:
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (200, 32, 32, 3), np.uint8)
@@ -99,6 +102,7 @@ def test_the_rate_falls_by_a_cosine_and_rises_over_the_first_epoch(total: int) -
     np.testing.assert_allclose(schedule(jnp.asarray(steps, jnp.int32)), wanted, atol=1e-6)
 
 
+@pytest.mark.full
 def test_the_task_is_the_tutorials() -> None:
     task = load_task("cifar10", TaskOptions(synthetic=True, train_size=256))
     assert (task.batch_size, task.epochs, task.devices) == (128, 200, 1)
@@ -149,6 +153,7 @@ def convolution_dtypes(fn: Any, *args: Any) -> set[str]:
     return dtypes
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", ["torch", "apex-O1", "apex-O2", "apex-O3", "naive"])
 def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
     task = small_task(8, (4, 8))
@@ -164,7 +169,7 @@ def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
     assert convolution_dtypes(lambda params: on_params(params), params) == {"float16"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["float32", "torch", "apex-O1", "apex-O2", "apex-O3", "mixed_bfloat16"])
 def test_a_small_network_learns(mode: str) -> None:
     task = small_task(512, (8, 16))
@@ -177,6 +182,7 @@ def test_a_small_network_learns(mode: str) -> None:
     assert run.nonfinite_outputs == 0
 
 
+@pytest.mark.full
 def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each device draws crops and flips of its own; all else is the whole batch's.
     monkeypatch.setattr(cifar10, "augment", lambda images, key: images)
@@ -199,7 +205,7 @@ def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(parts[0], parts[1])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_devices_give_the_numbers_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar10, "augment", lambda images, key: images)
     one, two = (train(small_task(64, (4,), count), "float32", epochs=1, batch_size=16) for count in (1, 2))

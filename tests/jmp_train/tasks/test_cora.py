@@ -24,6 +24,8 @@ from jmp_train.tasks import Task, TaskOptions, load_task
 from jmp_train.tasks.cora import make_task
 from jmp_train.tasks.models.graph_models import GCN, SAGE
 
+pytestmark = pytest.mark.quick
+
 REAL = Path(__file__).resolve().parents[4] / "shared/data/planetoid"
 MODELS = ("gcn", "gat", "sage")
 
@@ -150,6 +152,7 @@ def dense_logits(model: str, data: NodeData, params: dict[str, np.ndarray]) -> n
     return x
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_predictions_are_the_papers_formulas_and_drop_nothing(model: str, small: NodeData) -> None:
     task = make_task(small, model)
@@ -170,6 +173,7 @@ def test_predictions_are_the_papers_formulas_and_drop_nothing(model: str, small:
     assert len(set(losses)) == 3
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", [GCN, SAGE])
 def test_what_enters_each_layer_is_dropped(make: Any) -> None:
     """Ones go through two layers that multiply with 1: each is dropped, or doubled, twice."""
@@ -210,6 +214,7 @@ def test_gat_drops_features_and_attention() -> None:
     assert kept.var() == pytest.approx((1 + 1.5 / 8) * (1 + 1.5 / 64) - 1, rel=0.4)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_loss_has_an_l2_term(model: str, small: NodeData) -> None:
     """Compares three steps with Adam's of gradients that have it; in GCN, the first layer's only."""
@@ -235,11 +240,12 @@ def test_the_loss_has_an_l2_term(model: str, small: NodeData) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "policy"),
     [
         ("gcn", "float32"),
-        pytest.param("gat", "mixed_float16", marks=pytest.mark.slow),
+        pytest.param("gat", "mixed_float16", marks=pytest.mark.full),
         ("sage", "autocast_float16"),
     ],
 )
@@ -294,6 +300,7 @@ print(jax.device_count())
     assert result.stdout == "3\n", result.stderr
 
 
+@pytest.mark.full
 def test_the_real_papers() -> None:
     if not REAL.is_dir():
         pytest.skip("../shared/data is not there: Planetoid's files are not in the project")
@@ -307,7 +314,7 @@ def test_the_real_papers() -> None:
     assert run.test_accuracy > 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_compare_runs(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "compare cora --synthetic --model gat --epochs 2 --json --policies float32"

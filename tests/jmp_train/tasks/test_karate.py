@@ -14,6 +14,8 @@ from jmp_train.runs.loop import train
 from jmp_train.tasks import Task, TaskOptions, load_task
 from jmp_train.tasks.karate import read_club
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 POLICIES = ("float32", "mixed_float16", "autocast_float16")
 
 
@@ -33,7 +35,7 @@ def test_the_club_is_zacharys() -> None:
     assert np.bincount(clubs).tolist() == [17, 17]
 
 
-@pytest.mark.parametrize(("model", "least"), [("gcn", 0.9), pytest.param("gat", 0.8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("model", "least"), [("gcn", 0.9), pytest.param("gat", 0.8, marks=pytest.mark.full)])
 def test_every_policy_is_as_accurate(model: str, least: float) -> None:
     runs = [train(load(model), policy) for policy in POLICIES]
     accuracies = [run.test_accuracy for run in runs]
@@ -63,7 +65,7 @@ def test_the_model_computes_in_half(model: str, policy: str) -> None:
     assert products and len(halves) == len(products)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compare_trains_either_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["compare", "karate", "--epochs", "3", "--policies", "float32", "mixed_float16"]

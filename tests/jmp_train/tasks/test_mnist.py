@@ -15,6 +15,8 @@ from jmp_train.tasks import Task, TaskOptions, load_task, mnist
 from jmp_train.tasks.mnist import BLOCKS, prepare
 from jmp_train.tasks.models.convolution import torch_uniform
 
+pytestmark = pytest.mark.quick
+
 REAL = Path(__file__).resolve().parents[4] / "shared/data/mnist"
 
 
@@ -155,7 +157,7 @@ def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(x[0], x[1])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_half_precision_starts_as_float32_does(synthetic: Task) -> None:
     losses = {
         name: [step.loss for step in train(synthetic, name, epochs=1, batch_size=16).steps]
@@ -167,7 +169,7 @@ def test_half_precision_starts_as_float32_does(synthetic: Task) -> None:
     np.testing.assert_allclose(losses["mixed_bfloat16"], losses["float32"], rtol=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rng_is_not_needed(synthetic: Task) -> None:
     params, batch_stats = synthetic.init(jax.random.key(0))
     batch: Any = prepare({name: array[:4] for name, array in synthetic.train.items()})

@@ -25,6 +25,8 @@ from jmp_train.tasks import Task, TaskOptions, load_task
 from jmp_train.tasks.models.graph_models import adam_with_l2
 from jmp_train.tasks.reddit import make_graph
 
+pytestmark = pytest.mark.quick
+
 TINY = 0.001
 
 
@@ -129,6 +131,7 @@ def test_the_model_is_the_guides(heads: Any) -> None:
     assert float(np.asarray(task.schedule(100)(7))) == 1e-3
 
 
+@pytest.mark.full
 def test_the_loss_is_the_training_nodes(tiny: Task) -> None:
     params, _ = tiny.init(jax.random.key(0))
     shared = tiny.shared()
@@ -150,6 +153,7 @@ def test_the_loss_is_the_training_nodes(tiny: Task) -> None:
     assert tiny.test["node"].tolist() == data.test.tolist()
 
 
+@pytest.mark.full
 def test_graph_and_features_are_arguments_of_the_step(tiny: Task) -> None:
     """Neither is a constant of the program, and the features are there in the compute dtype only."""
     policy = jt.get_policy("mixed_float16")
@@ -166,7 +170,7 @@ def test_graph_and_features_are_arguments_of_the_step(tiny: Task) -> None:
     assert f"f32[{nodes},602]" not in str(program)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_learns_in_float32_and_float16(tiny: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the loop makes the graph once a run, and casts the features before they are arguments."""
     made, traced = [], []
@@ -191,6 +195,7 @@ def test_it_learns_in_float32_and_float16(tiny: Task, monkeypatch: pytest.Monkey
     np.testing.assert_allclose(losses[1], losses[0][: len(losses[1])], rtol=0.05, atol=0.02)
 
 
+@pytest.mark.full
 def test_loading_starts_no_device() -> None:
     """Where it did, `compare` would take the memory of the GPU that its processes need."""
     code = """
@@ -205,7 +210,7 @@ print(jax.device_count())
     assert result.stdout == "3\n", result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_compare_runs(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)

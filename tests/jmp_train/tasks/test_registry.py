@@ -18,6 +18,8 @@ from jmp_train.runs.run_identity import run_metadata
 from jmp_train.tasks import TASK_NAMES, TaskOptions, load_task, options_of
 from jmp_train.tasks.registry import TASKS
 
+pytestmark = pytest.mark.quick
+
 GIVEN = TaskOptions(
     devices=2,
     data_dir=Path("-x y"),

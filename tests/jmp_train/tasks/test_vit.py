@@ -23,6 +23,8 @@ from jmp_train.steps.train_state import TrainState
 from jmp_train.tasks import Task, TaskOptions, load_task, vit
 from jmp_train.tasks.models.vit import VisionTransformer, attention, is_kept
 
+pytestmark = pytest.mark.quick
+
 MODES = ("apex-O0", "torch", "apex-O1", "apex-O2", "apex-O3", "naive")
 TINY = VisionTransformer(classes=10, patch=8, width=16, depth=1, heads=2, mlp=32)
 SIZE = 16
@@ -186,9 +188,10 @@ def test_the_schedule_of_any_length_never_stops_before_the_end(steps: int, first
         assert max(float(np.asarray(rate(step))) for step in range(steps)) == pytest.approx(1e-2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mode",
-    ["naive", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "naive")],
+    ["naive", *(pytest.param(mode, marks=pytest.mark.full) for mode in MODES if mode != "naive")],
 )
 def test_gradients_are_finite_in_every_mode_and_all_parameters_move(tiny: Task, params: Any, mode: str) -> None:
     # naive begins at 2**32, at which ten to twenty steps are skipped.
@@ -219,7 +222,7 @@ def test_what_is_kept_of_a_block_is_half(tiny: Task, params: Any, mode: str) -> 
     assert tokens == 2 * [np.float32 if mode == "apex-O0" else np.float16]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [1, 2])
 def test_it_learns_colors(devices: int) -> None:
     options = TaskOptions(synthetic=True, image_size=SIZE, devices=devices)

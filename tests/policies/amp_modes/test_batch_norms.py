@@ -25,6 +25,8 @@ from jmp_train.policies.autocasting.opaque import opaque_to_autocast
 from jmp_train.policies.pytrees.casting import cast_floating
 from jmp_train.policies.pytrees.paths import named_leaves, path_name
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 SHAPE = (64, 4)
 EXAMPLE = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
 # Squares overflow in float16; many results of a scale of 1.0003 round otherwise than those of 1.
@@ -240,6 +242,7 @@ def test_arguments_that_are_not_arrays_are_passed_on() -> None:
         assert batch_norm_paths(case.model, train=True, x=x) == (case.path,)
 
 
+@pytest.mark.quick_cases(7)
 @each_class
 def test_half_goes_in_and_out_and_float32_is_between(make: Any, norm: Any) -> None:
     case = make(norm)
@@ -510,6 +513,7 @@ def test_dtype_is_checked() -> None:
         float32_batch_norms(nn.BatchNorm(), "int32")
 
 
+@pytest.mark.full
 def test_under_autocast_norms_return_what_they_are_given_in_the_modes_that_use_it() -> None:
     """torch's batch_norm does, of half and float32 parameters; the statistics stay float32."""
     returned: list[str] = []

@@ -14,6 +14,8 @@ from helpers import relaxed
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 
 
@@ -113,6 +115,7 @@ def test_master_weights() -> None:
         jt.get_master_weights(without.opt_state)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     ("amp", "outputs"),
     [

@@ -10,6 +10,8 @@ import pytest
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 # As documented by torch, Apex (frontend.py) and ColossalAI; see the reference in each options class.
 DEFAULTS = {
     "torch": {

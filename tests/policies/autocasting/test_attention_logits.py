@@ -14,6 +14,8 @@ from helpers import promoting
 from jmp_train.policies.autocasting.explain import explain_autocast
 from jmp_train.policies.autocasting.transform import autocast
 
+pytestmark = pytest.mark.quick
+
 HALVES = pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
 CAUSAL = np.tril(np.ones((16, 16), bool))
 
@@ -44,6 +46,7 @@ def inputs(size: float) -> tuple[Any, Any, Any]:
     return size * q, size * k, v
 
 
+@pytest.mark.quick_cases(2)
 @HALVES
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_logits_beyond_the_range_of_float16(name: str, half: Any) -> None:
@@ -64,6 +67,7 @@ def test_logits_beyond_the_range_of_float16(name: str, half: Any) -> None:
     assert products[0].reason == "primitive 'dot_general', logits of a softmax"
 
 
+@pytest.mark.quick_cases(1)
 @HALVES
 def test_gradients_and_tangents_of_logits(half: Any) -> None:
     def loss(q: Any, k: Any, v: Any) -> jax.Array:

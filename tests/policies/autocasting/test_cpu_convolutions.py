@@ -14,6 +14,8 @@ from jax import lax
 import jmp_train as jt
 from jmp_train.policies.autocasting.cpu_convolutions import FUSION_FLAG, is_faulty
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 X, W = jnp.ones((1, 2, 4, 4)), jnp.ones((2, 2, 3, 3))
 JAXLIB = tuple(map(int, version("jaxlib").split(".")[:2]))
 

@@ -15,6 +15,8 @@ from jax import lax
 
 from jmp_train.policies.autocasting.transform import autocast, autocast_as
 
+pytestmark = pytest.mark.quick
+
 Function = Callable[[Any, Any], Any]
 Wrap = Callable[[Function], Function]
 
@@ -51,6 +53,7 @@ def layers(params: Any, x: Any) -> Any:
     return jnp.sum(x)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("depth", range(7))
 def test_jit_within_jit_costs_what_the_plain_function_does(depth: int) -> None:
     def within_jit(fn: Function) -> Function:
@@ -99,6 +102,7 @@ def in_all(fn: Function) -> Function:
     return jax.jit(in_scan(jax.jit(in_checkpoint(fn))))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "wrap",
     [in_scan, in_fori, in_cond, in_checkpoint, in_custom_jvp, in_custom_vjp, in_all],

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 
 @settings(deadline=None, max_examples=12)
 @given(data=st.data(), dtype=st.sampled_from([jnp.float16, jnp.bfloat16, jnp.float32]))

@@ -10,6 +10,8 @@ from jmp_train.policies.autocasting.explain import AutocastReport, OperationRepo
 from jmp_train.policies.autocasting.rules import TORCH_CUDA
 from jmp_train.policies.autocasting.transform import autocast, autocast_as
 
+pytestmark = pytest.mark.quick
+
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 W = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 

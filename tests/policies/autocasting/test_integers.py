@@ -17,6 +17,8 @@ from jmp_train.policies.autocasting.explain import explain_autocast
 from jmp_train.policies.autocasting.rules import TORCH_CPU, TORCH_CUDA
 from jmp_train.policies.autocasting.transform import autocast, autocast_as
 
+pytestmark = pytest.mark.quick
+
 HALVES = pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
 F32 = jnp.float32
 POSITIONS = np.arange(100_000 - 63, 100_001, dtype=np.int32)  # the last one is 100,000
@@ -69,6 +71,7 @@ def sines(angles: Any) -> Callable[..., jax.Array]:
     return lambda *args: jnp.concatenate([jnp.sin(angles(*args)), jnp.cos(angles(*args))], -1)
 
 
+@pytest.mark.quick_cases(20)
 @HALVES
 @pytest.mark.parametrize("name", ANGLES)
 def test_the_angle_of_position_100_000_is_exact(name: str, half: Any) -> None:
@@ -108,6 +111,7 @@ IN_HALF: dict[str, tuple[Callable[..., jax.Array], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(12)
 @HALVES
 @pytest.mark.parametrize("name", IN_HALF)
 def test_what_half_holds_stays_in_half(name: str, half: Any) -> None:

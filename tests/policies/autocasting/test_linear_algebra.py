@@ -14,6 +14,8 @@ from jax.scipy import stats
 from jmp_train.policies.autocasting.rules import TORCH_CPU, TORCH_CUDA
 from jmp_train.policies.autocasting.transform import autocast
 
+pytestmark = pytest.mark.quick
+
 RANDOM = np.random.default_rng(0)
 A = RANDOM.normal(size=(6, 6)).astype(np.float32)
 S = A @ A.T + 6 * np.eye(6, dtype=np.float32)
@@ -53,6 +55,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(17)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_half_in_what_is_exact(name: str) -> None:
     fn, args = FUNCTIONS[name]
@@ -73,6 +76,7 @@ LARGE: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", LARGE)
 def test_large_values_are_finite_in_float16(name: str) -> None:
     fn, args = LARGE[name]

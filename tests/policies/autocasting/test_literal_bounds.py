@@ -18,6 +18,8 @@ from jmp_train.policies.autocasting.literal_bounds import (
     result_bounds,
 )
 
+pytestmark = pytest.mark.quick
+
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lax.add,
     "sub": lax.sub,
@@ -61,6 +63,7 @@ def bounds_of(fn: Callable[..., Any], *arrays: Any) -> tuple[float, float]:
     return known[opened.outvars[0]]
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(arrays, arrays)

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.autocasting.transform import autocast
 
+pytestmark = pytest.mark.quick
+
 Array = Any
 Given = tuple[Any, ...]
 Place = Callable[[Array, Given], Array]
@@ -223,6 +225,7 @@ def with_derivative(place: str, function: Callable[[Array], Array]) -> Any:
     return run
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_a_program_holds_is_what_it_was(place: str) -> None:
     run = PLACES[place]

@@ -14,6 +14,8 @@ from jax import lax
 from jmp_train.policies.autocasting.explain import explain_autocast
 from jmp_train.policies.autocasting.transform import autocast
 
+pytestmark = pytest.mark.quick
+
 CLASSES = 50
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -55,6 +57,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_half_logits_are_as_exact_as_float32(name: str, half: Any) -> None:

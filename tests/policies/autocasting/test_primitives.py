@@ -21,6 +21,8 @@ from jmp_train.policies.autocasting.region import LAYOUT, PLACEMENT
 from jmp_train.policies.autocasting.rules import TORCH_CUDA
 from jmp_train.policies.autocasting.transform import autocast
 
+pytestmark = pytest.mark.quick
+
 Array = Any
 
 # The primitives of jax 0.10 to 0.12. A primitive that a later jax brings has to be sorted into one of these.
@@ -350,6 +352,7 @@ HELD: dict[str, Callable[[Array], Array]] = {
 NO_GRADIENT = ("pallas", "callbacks", "composite")
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("name", HELD)
 def test_nothing_is_wrong_behind_a_product_in_half(name: str) -> None:
     fn = HELD[name]

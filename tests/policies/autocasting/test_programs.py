@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import assert_bitwise_equal, promoting
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,8 @@ from jax import lax
 
 from jmp_train.policies.autocasting.rules import APEX_O1, TORCH_CPU, TORCH_CUDA, AutocastRules
 from jmp_train.policies.autocasting.transform import autocast, autocast_as
+
+pytestmark = pytest.mark.quick
 
 Array = Any
 State = tuple[Array, ...]

@@ -17,6 +17,8 @@ from jmp_train.policies.autocasting.region import BannedOperationError
 from jmp_train.policies.autocasting.rules import APEX_O1, TORCH_CPU, TORCH_CUDA, AutocastRules
 from jmp_train.policies.autocasting.transform import autocast, autocast_as
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 F16, F32, BF16 = "float16", "float32", "bfloat16"
 RANDOM = np.random.default_rng(0)
 
@@ -292,6 +294,7 @@ CASES = [
 PRESETS = {TORCH_CUDA: "cuda", TORCH_CPU: "cpu", APEX_O1: "apex"}
 
 
+@pytest.mark.quick_cases(15)
 @pytest.mark.parametrize(
     ("rules", "half", "name", "row", "given"),
     CASES,
@@ -401,6 +404,7 @@ def through_scan(seven: Any) -> Any:
     return fn
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("seven", [seven_vjp, seven_jvp])
 @pytest.mark.parametrize(
     "wrap",
@@ -737,6 +741,7 @@ def test_arguments_that_are_not_arrays_are_passed_on() -> None:
     assert (out["name"], out["none"], out["n"]) == ("n", None, 2)
 
 
+@pytest.mark.full
 def test_nothing_leaks_out_of_the_trace() -> None:
     def fn(x: jax.Array) -> Any:
         y = lax.scan(lambda c, _: (jax.nn.relu(c @ x), None), x, None, length=2)[0]
@@ -902,6 +907,7 @@ READ_OFTEN: dict[str, tuple[Callable[[jax.Array, jax.Array], Any], tuple[int, in
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("half", [F16, jnp.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("name", READ_OFTEN)
 def test_gradients_of_what_is_read_often_are_added_in_float32(name: str, half: Any) -> None:

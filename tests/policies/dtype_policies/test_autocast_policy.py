@@ -7,6 +7,8 @@ import pytest
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 X = jnp.ones((4, 3))
 
 

@@ -13,6 +13,8 @@ import pytest
 import jmp_train as jt
 from jmp_train.data.batches import array_batches
 
+pytestmark = pytest.mark.quick
+
 RNG = np.random.default_rng(0)
 STEPS = np.arange(5000.0, 5008.0, dtype=np.float32)
 

@@ -12,6 +12,8 @@ from flax import nnx
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
 W = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 

@@ -17,6 +17,8 @@ from jax import lax
 
 import jmp_train as jt
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 HALF = jt.get_policy("mixed_float16")
 X, W = jnp.ones((8, 4)), jnp.ones((4, 4))
 

@@ -10,6 +10,8 @@ from flax import linen, nnx
 import jmp_train as jt
 from jmp_train.policies.pytrees.paths import named_leaves
 
+pytestmark = pytest.mark.quick
+
 
 def linen_params() -> Any:
     class Net(linen.Module):
@@ -44,6 +46,7 @@ def plain_params() -> Any:
     return {"dense": {"w": jnp.ones(2), "steps": jnp.arange(2)}, "norm": [jnp.ones(2)]}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("make", [linen_params, nnx_params, equinox_params, haiku_params, plain_params])
 def test_norms_in_float32_and_the_rest_in_half(make: Any) -> None:

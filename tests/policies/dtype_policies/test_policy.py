@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 import jmp_train as jt
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 F8 = [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3b11fnuz, jnp.float8_e3m4]
 DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, *F8]
 MIXED = jt.get_policy("mixed_float16")

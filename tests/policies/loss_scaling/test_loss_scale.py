@@ -18,6 +18,8 @@ from helpers import assert_bitwise_equal
 
 import jmp_train as jt
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 # Non-default values throughout, so that a field lost on the way is noticed.
 SCALES: dict[str, Callable[[], Any]] = {
     "none": jt.NoOpLossScale,
@@ -100,6 +102,7 @@ def test_building_touches_no_device(name: str) -> None:
     assert not [x for x in jax.tree.leaves(SCALES[name]()) if isinstance(x, jax.Array)]
 
 
+@pytest.mark.quick_cases(10)
 @every_scale
 @pytest.mark.parametrize("finite", [True, False])
 def test_adjusting_keeps_the_state_for_scan_cond_and_vmap(name: str, finite: bool) -> None:

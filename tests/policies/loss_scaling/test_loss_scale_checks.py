@@ -20,6 +20,8 @@ from jax.sharding import Mesh
 import jmp_train as jt
 from jmp_train.policies.loss_scaling.loss_scale_checks import is_loss_scale
 
+pytestmark = pytest.mark.quick
+
 MESH = Mesh(np.array(jax.devices()), ("data",))
 
 
@@ -184,6 +186,7 @@ def test_gradients_are_scaled_by_its_number(name: str) -> None:
         np.testing.assert_allclose(scale.unscale(grad), np.cos(1.0), rtol=1e-6)
 
 
+@pytest.mark.quick_cases(3)
 @every_scale
 @pytest.mark.parametrize("route", ["jit", "data_parallel"])
 def test_a_train_step_follows_its_rule(name: str, route: str) -> None:
@@ -222,6 +225,7 @@ def test_a_user_scale_of_another_setting_is_refused(name: str) -> None:
         jt.set_loss_scale(state, other)
 
 
+@pytest.mark.quick_cases(11)
 @every_scale
 def test_a_checkpoint_keeps_it(name: str, tmp_path: Path) -> None:
     state, _ = run(name, "jit")

@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 MESH = Mesh(np.array(jax.devices()), ("data",))
 
 
@@ -42,6 +44,7 @@ def params() -> dict[str, jax.Array]:
     return {"w": jnp.linspace(-0.5, 0.5, 8).reshape(4, 2)}
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @pytest.mark.parametrize("route", ["jit", "data_parallel"])
 def test_the_step_follows_the_gradients_of_all(route: str, accumulate_steps: int) -> None:
@@ -140,6 +143,7 @@ def test_losses_and_scales_that_do_not_fit_are_named() -> None:
         jt.with_loss_scale(optax.sgd(0.1), jt.PerLossScale((jt.torch_loss_scale(), 2)))  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("scale", [jt.NoOpLossScale(), jt.torch_loss_scale(2.0**8), None])
 def test_one_scale_or_none_for_the_sum_of_the_losses(scale: Any) -> None:
     optimizer = optax.sgd(0.1) if scale is None else jt.with_loss_scale(optax.sgd(0.1), scale)

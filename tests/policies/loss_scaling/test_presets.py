@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 # --- golden traces: measured on the real classes (init 256, interval 3), scale AFTER each update ---
 
 BAD_A = "0 0 0 0 0 0 0 0 0 0"

@@ -33,6 +33,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 DEFAULT = {
     "scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
     "_growth_tracker": 0,

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 PARAMS = {"dense": {"w": jnp.ones((2, 4))}, "b": jnp.zeros(4)}
 GRADS = jax.tree.map(lambda x: jnp.full_like(x, 0.5), PARAMS)
 

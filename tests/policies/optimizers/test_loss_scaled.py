@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 import jmp_train as jt
 from jmp_train.policies.optimizers.params_step import next_params
 
+pytestmark = pytest.mark.quick
+
 PARAMS = {"w": jnp.asarray([[1.0, -2.0], [0.5, -0.0]]), "b": jnp.asarray([0.25, 3.0])}
 SCALE = 2.0**7
 
@@ -63,6 +65,7 @@ def test_no_optimizer_of_optax_is_forgotten() -> None:
     assert there <= set(ALIASES)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("grad_dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("name", ALIASES)
@@ -83,6 +86,7 @@ def test_every_optimizer_sees_unscaled_float32_gradients(name: str, grad_dtype: 
         assert_bitwise_equal(*(jax.tree.map(jnp.asarray, s) for s in (state.inner_state, bare_state)))
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("name", ALIASES)
 def test_every_optimizer_skips_without_a_trace(name: str) -> None:
     optimizer: Any = jt.with_loss_scale(make(name), jt.torch_loss_scale(SCALE))

@@ -13,6 +13,8 @@ from helpers import assert_bitwise_equal, relaxed
 import jmp_train as jt
 from jmp_train.policies.optimizers.stored_parameters import StoringOptimizer
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 HALVES = ["float16", "bfloat16"]
 
@@ -40,6 +42,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_master_weights_are_float32_training_to_the_last_bit(optimizer: str, dtype: str) -> None:

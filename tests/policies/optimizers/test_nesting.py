@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 SCALE = 256.0
 LABELS = {"w": "a", "b": "b"}
 

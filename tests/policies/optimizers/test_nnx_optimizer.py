@@ -13,6 +13,8 @@ from flax import nnx
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 
 def make(optimizer: Any) -> tuple[nnx.Module, nnx.Optimizer]:
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))

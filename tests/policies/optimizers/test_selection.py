@@ -15,6 +15,8 @@ from helpers import assert_bitwise_equal
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 OPTIMIZER: Any = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(4.0))
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 
 def overflows_to_floor(state: Any, backoff: float, floor: float) -> int:
     """Counts, step by step, the overflows in a row after which the scale is at its floor."""
@@ -62,6 +64,7 @@ def test_how_far_the_usual_scales_fall(make: Callable[[], Any], expected: int) -
     assert jt.skips_to_floor(make()) == expected
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(
     start=st.floats(1.0, 2.0**32, width=32),

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 DRAWS = 10_000
 NORMAL = st.floats(2.0**-100, 2.0**100, width=32)
 

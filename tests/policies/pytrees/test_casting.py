@@ -6,6 +6,8 @@ import pytest
 import jmp_train as jt
 from jmp_train.policies.pytrees.casting import cast_leaf, cast_like, upcast_to_float32
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_full_and_half(dtype: jnp.dtype) -> None:

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 import jmp_train as jt
 from jmp_train.policies.pytrees.collectives import mean_over_axes
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 WAYS = ("vma", "no vma", "pmap", "vmap")
 every_way = pytest.mark.parametrize("way", WAYS)
 MESH = Mesh(np.array(jax.devices()), ("data",))
@@ -67,6 +69,7 @@ def test_reductions_of_half_gradients(way: str, value: float, dtype: Any, expect
     np.testing.assert_allclose(result, expected, rtol=1e-2)
 
 
+@pytest.mark.quick_cases(7)
 @every_way
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_complex_gradients_are_averaged_whole_and_what_has_no_mean_stays(way: str, dtype: Any) -> None:

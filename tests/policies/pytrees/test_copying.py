@@ -1,8 +1,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jmp_train.policies.pytrees import copy_like
+
+pytestmark = pytest.mark.quick
 
 
 def test_a_copy_has_the_dtype_and_the_devices_of_the_other() -> None:

@@ -18,6 +18,8 @@ from jmp_train.policies.pytrees.dtypes import (
     short_name,
 )
 
+pytestmark = pytest.mark.quick
+
 FLOAT8 = [
     getattr(jnp, name)
     for name in dir(jnp)

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
 
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
 FLOATS = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.complex64]
 arrays = hnp.arrays(np.float32, hnp.array_shapes(min_side=0, max_side=4), elements=st.floats(width=32))
 
@@ -19,6 +21,7 @@ arrays = hnp.arrays(np.float32, hnp.array_shapes(min_side=0, max_side=4), elemen
 # --- all_finite -------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(st.lists(arrays, max_size=3))
 def test_it_agrees_with_numpy(leaves: list[np.ndarray]) -> None:
@@ -126,6 +129,7 @@ def test_select_errors_name_the_leaf() -> None:
 # --- nonfinite_report -------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(arrays)
 def test_the_report_counts_what_numpy_counts(x: np.ndarray) -> None:

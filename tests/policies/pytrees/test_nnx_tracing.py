@@ -13,6 +13,8 @@ from jax.core import Tracer
 
 import jmp_train as jt
 
+pytestmark = pytest.mark.quick
+
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
 
@@ -240,6 +242,7 @@ CASES = (
 WRAPS = (jt.autocast, mixed, autocast_policy)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore::jmp_train.Float32ProductsWarning")  # of what is closed over
 @pytest.mark.parametrize("case", CASES)
 def test_state_is_that_of_the_plain_function(case: Callable[[Transform], Any]) -> None:

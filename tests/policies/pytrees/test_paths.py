@@ -9,6 +9,8 @@ from flax import linen, nnx
 
 from jmp_train.policies.pytrees.paths import named_leaves, path_name
 
+pytestmark = pytest.mark.quick
+
 
 class Point(NamedTuple):
     x: Any

@@ -5,6 +5,8 @@ import pytest
 
 from jmp_train.policies.pytrees import is_key, is_key_or_data
 
+pytestmark = pytest.mark.quick
+
 KEY, DATA = jax.random.key(0), jax.random.PRNGKey(0)
 
 

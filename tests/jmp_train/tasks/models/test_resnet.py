@@ -10,6 +10,8 @@ from helpers import promoting
 
 from jmp_train.tasks.models.resnet import Block, ResNet, conv
 
+pytestmark = pytest.mark.quick
+
 
 def convolve(x: np.ndarray, kernel: np.ndarray, stride: int) -> np.ndarray:
     """torch's conv2d with padding k // 2: x [n, h, w, i], kernel [o, k, k, i]."""
