@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.kernels.attention_xla import gat_by_xla, gatv2_by_xla
+from jmp_train.graphs.kernels.attention_xla import attention_by_xla, gat_logits, gatv2_logits
 from jmp_train.graphs.kernels.chunks import run_chunked
 from jmp_train.graphs.kernels.dropout import EdgeDropout
 from jmp_train.graphs.kernels.gat import GATInputs, chunked_gat
@@ -15,36 +16,17 @@ from jmp_train.graphs.kernels.implementations import EdgeOperation
 from jmp_train.graphs.structure import Adjacency
 
 
-def _gat_by_chunks(
-    adjacency: Adjacency,
-    negative_slope: float,
-    dropout: EdgeDropout | None,
-    inputs: GATInputs,
-) -> jax.Array:
-    kernel = functools.partial(chunked_gat, negative_slope)
-    return _by_chunks(kernel, adjacency, dropout, inputs)
-
-
-def _gatv2_by_chunks(
-    adjacency: Adjacency,
-    negative_slope: float,
-    dropout: EdgeDropout | None,
-    inputs: GATv2Inputs,
-) -> jax.Array:
-    kernel = functools.partial(chunked_gatv2, negative_slope)
-    return _by_chunks(kernel, adjacency, dropout, inputs)
-
-
 def _by_chunks(
-    kernel: Callable[..., jax.Array],
+    kernel: Callable[..., Any],
     adjacency: Adjacency,
+    negative_slope: float,
     dropout: EdgeDropout | None,
     inputs: GATInputs | GATv2Inputs,
 ) -> jax.Array:
     sent = inputs.sent
     if sent.size == 0:
         return jnp.zeros((adjacency.num_targets, *sent.shape[1:]), sent.dtype)
-    return run_chunked(kernel, adjacency.neighbors, dropout, inputs)
+    return run_chunked(functools.partial(kernel, negative_slope), adjacency.neighbors, dropout, inputs)
 
 
 def _elements_per_edge(negative_slope: float, dropout: EdgeDropout | None, inputs: GATInputs | GATv2Inputs) -> int:
@@ -53,5 +35,17 @@ def _elements_per_edge(negative_slope: float, dropout: EdgeDropout | None, input
     return heads * width
 
 
-GAT = EdgeOperation({"xla": gat_by_xla, "chunked": _gat_by_chunks}, _elements_per_edge)
-GATV2 = EdgeOperation({"xla": gatv2_by_xla, "chunked": _gatv2_by_chunks}, _elements_per_edge)
+GAT = EdgeOperation(
+    {
+        "xla": functools.partial(attention_by_xla, gat_logits),
+        "chunked": functools.partial(_by_chunks, chunked_gat),
+    },
+    _elements_per_edge,
+)
+GATV2 = EdgeOperation(
+    {
+        "xla": functools.partial(attention_by_xla, gatv2_logits),
+        "chunked": functools.partial(_by_chunks, chunked_gatv2),
+    },
+    _elements_per_edge,
+)

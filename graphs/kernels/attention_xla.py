@@ -1,6 +1,8 @@
 """Attention on arrays of all edges, which XLA may fuse; the gradient recomputes them."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,54 +13,46 @@ from jmp_train.graphs.kernels.gatv2 import GATv2Inputs
 from jmp_train.graphs.structure import Adjacency, upcast
 from jmp_train.policies.autocasting import autocast_as
 
+LogitsAndMessages = Callable[[float, Adjacency, Any], tuple[jax.Array, jax.Array]]
 
-def gat_by_xla(
+
+def attention_by_xla(
+    logits_and_messages: LogitsAndMessages,
     adjacency: Adjacency,
     negative_slope: float,
     dropout: EdgeDropout | None,
-    inputs: GATInputs,
+    inputs: GATInputs | GATv2Inputs,
 ) -> jax.Array:
-    """Returns attention [nodes, heads, width] in the features' dtype."""
-    attend = autocast_as("float32")(functools.partial(_gat, negative_slope))
-    return attend(adjacency, dropout, inputs).astype(inputs.features.dtype)
+    """Returns attention [nodes, heads, width] in the dtype of what is sent."""
+    attend = autocast_as("float32")(functools.partial(_attend, logits_and_messages, negative_slope))
+    return attend(adjacency, dropout, inputs).astype(inputs.sent.dtype)
 
 
-@functools.partial(jax.checkpoint, static_argnums=0)
-def _gat(
+@functools.partial(jax.checkpoint, static_argnums=(0, 1))
+def _attend(
+    logits_and_messages: LogitsAndMessages,
     negative_slope: float,
     adjacency: Adjacency,
     dropout: EdgeDropout | None,
-    inputs: GATInputs,
+    inputs: GATInputs | GATv2Inputs,
 ) -> jax.Array:
-    left = adjacency.sources.read(upcast(inputs.left))
-    logits = jax.nn.leaky_relu(left + adjacency.targets.read(upcast(inputs.right)), negative_slope)
-    messages = adjacency.sources.read(upcast(inputs.features))
+    logits, messages = logits_and_messages(negative_slope, adjacency, inputs)
     return _weighted_sum(adjacency, logits, messages, inputs.edge_weight, dropout)
 
 
-def gatv2_by_xla(
-    adjacency: Adjacency,
-    negative_slope: float,
-    dropout: EdgeDropout | None,
-    inputs: GATv2Inputs,
-) -> jax.Array:
-    """Returns attention [nodes, heads, width] in the dtype of `left`."""
-    attend = autocast_as("float32")(functools.partial(_gatv2, negative_slope))
-    return attend(adjacency, dropout, inputs).astype(inputs.left.dtype)
+def gat_logits(negative_slope: float, adjacency: Adjacency, inputs: GATInputs) -> tuple[jax.Array, jax.Array]:
+    """Returns the logits [edges, heads] and the messages [edges, heads, width] of GAT."""
+    left = adjacency.sources.read(upcast(inputs.left))
+    logits = jax.nn.leaky_relu(left + adjacency.targets.read(upcast(inputs.right)), negative_slope)
+    return logits, adjacency.sources.read(upcast(inputs.features))
 
 
-@functools.partial(jax.checkpoint, static_argnums=0)
-def _gatv2(
-    negative_slope: float,
-    adjacency: Adjacency,
-    dropout: EdgeDropout | None,
-    inputs: GATv2Inputs,
-) -> jax.Array:
+def gatv2_logits(negative_slope: float, adjacency: Adjacency, inputs: GATv2Inputs) -> tuple[jax.Array, jax.Array]:
+    """Returns the logits [edges, heads] and the messages [edges, heads, width] of GATv2."""
     messages = adjacency.sources.read(upcast(inputs.left))
     both = messages + adjacency.targets.read(upcast(inputs.right))
     both = jax.nn.leaky_relu(both, negative_slope)
-    logits = (inputs.attention.astype(both.dtype) * both).sum(-1)
-    return _weighted_sum(adjacency, logits, messages, inputs.edge_weight, dropout)
+    return (inputs.attention.astype(both.dtype) * both).sum(-1), messages
 
 
 def _weighted_sum(

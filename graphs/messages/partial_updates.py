@@ -62,9 +62,7 @@ def send_and_recv(
     ids = edge_ids(frame.adjacency, edges)
     if ids.shape[0] == 0:
         return graph
-    part = some_edges(frame, ids)
-    is_reached = part.adjacency.targets.degrees > 0
-    return _updated(graph, part, receive(part, message, reduce), is_reached, apply)
+    return _sent(graph, some_edges(frame, ids), message, reduce, apply)
 
 
 @accepts_jraph
@@ -149,8 +147,7 @@ def push(
     if ids.shape[0] == 0:
         return graph
     part = where_edges(frame, sources.read(_mask(ids, sources.num_segments)))
-    is_reached = part.adjacency.targets.degrees > 0
-    return _updated(graph, part, receive(part, message, reduce), is_reached, apply)
+    return _sent(graph, part, message, reduce, apply)
 
 
 def prop_nodes(
@@ -227,6 +224,18 @@ def prop_edges(
     for edges in frontiers:
         graph = send_and_recv(graph, edges, message, reduce, apply, etype=etype)
     return graph
+
+
+def _sent(
+    graph: OurGraph,
+    part: Frame,
+    message: Message | EdgeFunction,
+    reduce: Reduce | NodeFunction,
+    apply: NodeFunction | None,
+) -> OurGraph:
+    """Returns the graph after some of its edges have sent, and those have received whom they reach."""
+    is_reached = part.adjacency.targets.degrees > 0
+    return _updated(graph, part, receive(part, message, reduce), is_reached, apply)
 
 
 def _updated(

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import (
     AxisType,
     Mesh,
@@ -44,11 +43,6 @@ def dimension_over(axis: str, sharding: NamedSharding) -> int:
         if entry == axis or (isinstance(entry, tuple) and axis in entry):
             return dimension
     return -1
-
-
-def is_traced(tree: Any) -> bool:
-    """Says whether an array of a tree is traced: then the caller is a part of an outer program."""
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def on_same_devices(sharding: Sharding, wanted: NamedSharding) -> bool:

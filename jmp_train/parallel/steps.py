@@ -26,7 +26,6 @@ from jmp_train.parallel.mesh_axes import (
     automatic,
     axis_size,
     dimension_over,
-    is_traced,
     on_automatic_axes,
     on_same_devices,
     over,
@@ -37,7 +36,7 @@ from jmp_train.parallel.shardings import full_shardings, gradient_dimensions
 from jmp_train.policies import Params, PyTree
 from jmp_train.policies.loss_scaling import LossScales, PerLossScale
 from jmp_train.policies.optimizers import loss_scale_of
-from jmp_train.policies.pytrees import is_inexact, mean_over_axes, scatter_gradients
+from jmp_train.policies.pytrees import has_tracers, is_inexact, mean_over_axes, scatter_gradients
 from jmp_train.steps import (
     StepGradients,
     TrainState,
@@ -97,8 +96,7 @@ def data_parallel(
     Reference: torch's DistributedDataParallel; https://docs.jax.dev/en/latest/notebooks/shard_map.html.
     """
     parallel = _checked_step(step).with_axes(axis)
-    count = axis_size(mesh, axis)
-    everywhere, apart = (NamedSharding(automatic(mesh), spec) for spec in (P(), P(axis)))
+    everywhere, apart = _replicated_and_split(mesh, axis)
 
     def on_traced(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         check_same_state(parallel, mesh, state, batch)
@@ -113,19 +111,10 @@ def data_parallel(
         )
         return mapped(state, batch)
 
-    run = jax.jit(on_traced, inline=True, donate_argnums=donate_argnums)
+    def put(state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        return placed((state, batch), (everywhere, apart), on_same_devices)
 
-    def on_all(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        check_not_replicated(state)
-        check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
-        warn_of_split(batch, count)
-        if not is_traced((state, batch)):
-            parallel.first_trace.look_at_values({"batch": batch}, parallel.policy)
-            state, batch = placed((state, batch), (everywhere, apart), on_same_devices)
-        with over(mesh), hint_of_split(batch, count):
-            return run(state, batch)
-
-    return on_all
+    return _on_mesh(step, mesh, axis, put, jax.jit(on_traced, inline=True, donate_argnums=donate_argnums))
 
 
 def pmap_step(
@@ -185,7 +174,7 @@ def pmap_step(
             leaves, structure = jax.tree.flatten((state, batch))
             check(structure, tuple(jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves))
         parts = in_parts(batch, mesh.size)
-        if not is_traced((state, parts)):
+        if not has_tracers((state, parts)):
             state, parts = placed((state, parts), (everywhere, apart))
         with over(mesh), hint_of_split(batch, mesh.size):
             return run(state, parts)
@@ -240,8 +229,7 @@ def sharded_step(
       -2.0
     """
     parallel = _checked_step(step).with_axes(axis)
-    count = axis_size(mesh, axis)
-    everywhere, apart = (NamedSharding(automatic(mesh), spec) for spec in (P(), P(axis)))
+    everywhere, apart = _replicated_and_split(mesh, axis)
 
     @functools.lru_cache(maxsize=4)
     def where(structure: Any, shapes: tuple[tuple[int, ...], ...]) -> TrainState:
@@ -279,19 +267,38 @@ def sharded_step(
         new, metrics = step.apply_gradients(state, result._replace(aux=aux), next_rng)
         return (new if shardings is None else lax.with_sharding_constraint(new, shardings)), metrics
 
-    run = jax.jit(on_traced, inline=True, donate_argnums=donate_argnums)
+    def put(state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        batch = placed(batch, apart, on_same_devices)
+        if shardings is None:
+            return placed(state, everywhere, on_same_devices), batch
+        return placed(state, shardings_of(state)), batch
+
+    return _on_mesh(step, mesh, axis, put, jax.jit(on_traced, inline=True, donate_argnums=donate_argnums))
+
+
+def _replicated_and_split(mesh: Mesh, axis: str) -> tuple[NamedSharding, NamedSharding]:
+    """Returns the shardings of what each device has all of, and of a batch along a mesh axis, which must be there."""
+    axis_size(mesh, axis)
+    return NamedSharding(automatic(mesh), P()), NamedSharding(automatic(mesh), P(axis))
+
+
+def _on_mesh(
+    step: TrainStep,
+    mesh: Mesh,
+    axis: str,
+    put: Callable[[TrainState, Batch], tuple[TrainState, Batch]],
+    run: Step,
+) -> Step:
+    """Returns a step that checks what it is given before it runs, and puts it on the mesh where it is not traced."""
+    count = axis_size(mesh, axis)
 
     def on_all(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         check_not_replicated(state)
         check_divides(batch, count, f"the {count} devices along mesh axis {axis!r}")
         warn_of_split(batch, count)
-        if not is_traced((state, batch)):
+        if not has_tracers((state, batch)):
             step.first_trace.look_at_values({"batch": batch}, step.policy)
-            batch = placed(batch, apart, on_same_devices)
-            if shardings is None:
-                state = placed(state, everywhere, on_same_devices)
-            else:
-                state = placed(state, shardings_of(state))
+            state, batch = put(state, batch)
         with over(mesh), hint_of_split(batch, count):
             return run(state, batch)
 

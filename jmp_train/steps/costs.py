@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jmp_train.policies.autocasting import half_share, held_jaxprs
+from jmp_train.policies.autocasting import half_share, held_jaxprs, variables_read
 from jmp_train.policies.dtype_policies import traced_operations
 from jmp_train.steps.train_state import TrainState
 
@@ -103,7 +103,7 @@ def _residual_bytes(jaxpr: Any) -> int | None:
     most = max((found for found in within if found is not None), default=None)
     if len(forward) == len(equations):
         return most
-    read = {v for equation in equations if _is_backward(equation) for v in _variables(equation)}
+    read = {v for equation in equations if _is_backward(equation) for v in variables_read(equation)}
     kept = {v for equation in forward for v in equation.outvars} & read
     kept -= _constants(equations, set())
     return sum(v.aval.size * v.aval.dtype.itemsize for v in kept) + (most or 0)
@@ -116,7 +116,7 @@ def _needed(jaxpr: Any) -> list[Any]:
     for equation in reversed(jaxpr.eqns):
         if equation.effects or not wanted.isdisjoint(equation.outvars):
             needed.append(equation)
-            wanted.update(_variables(equation))
+            wanted.update(variables_read(equation))
     return needed[::-1]
 
 
@@ -139,10 +139,6 @@ def _constants(equations: Sequence[Any], known: set[Any]) -> set[Any]:
             pairs = zip(equation.outvars, inner.outvars, strict=True)
             constants.update(out for out, x in pairs if isinstance(x, jex.Literal) or x in found)
     return constants
-
-
-def _variables(equation: Any) -> list[Any]:
-    return [atom for atom in equation.invars if not isinstance(atom, jex.Literal)]
 
 
 def _is_backward(equation: Any) -> bool:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jmp_train.policies.autocasting.flat_calls import FlatCall
 from jmp_train.policies.autocasting.operations import (
     OperationReport,
+    OperationsReport,
     flops_of,
-    half_share,
     source_of,
     table,
 )
@@ -21,7 +21,7 @@ from jmp_train.policies.autocasting.transform import autocast, float32_aval, mar
 
 
 @dataclasses.dataclass(frozen=True)
-class AutocastReport:
+class AutocastReport(OperationsReport):
     """What `explain_autocast` returns; printed, it is a table.
 
     Attributes:
@@ -38,18 +38,8 @@ class AutocastReport:
       (2, 512, 256)
     """
 
-    operations: tuple[OperationReport, ...]
     residual_bytes_float32: int | None
     residual_bytes_autocast: int | None
-
-    @property
-    def half_flops_share(self) -> float:
-        """The share of floating-point operations that run in half precision, from 0 to 1."""
-        return half_share(self.operations)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Returns the operations as dictionaries, for machines."""
-        return [dataclasses.asdict(operation) for operation in self.operations]
 
     def __str__(self) -> str:
         return "\n".join([*table(self.operations), f"{self.half_flops_share:.1%} of the flops in half precision"]) + (

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.literal_bounds import fits
+from jmp_train.policies.autocasting.literal_bounds import by_name, fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,28 +209,24 @@ def _total(equation: Any, a: Operand) -> Integers | None:
     )
 
 
-def _names(text: str, function: Callable[..., Integers | None]) -> dict[str, Any]:
-    return dict.fromkeys(text.split(), function)
-
-
 _OF_RESULTS: dict[str, Callable[..., Integers | None]] = {
-    **_names(
+    **by_name(
         "reshape transpose broadcast_in_dim squeeze expand_dims rev slice copy copy_p stop_gradient pvary pcast "
         "reduce_precision concatenate pad split unstack tile stack floor ceil round",
         _moved,
     ),
     "iota": _counted,
     "convert_element_type": _converted,
-    **_names("gather dynamic_slice sort", _first),
+    **by_name("gather dynamic_slice sort", _first),
     "dynamic_update_slice": lambda equation, a, b, *_: _moved(equation, a, b),
     "select_n": lambda equation, _, *cases: _moved(equation, *cases),
     "neg": _negative,
     "abs": _magnitude,
-    **_names("add add_any", _sum),
+    **by_name("add add_any", _sum),
     "sub": _difference,
     "mul": _product,
     "div": _quotient,
     "rem": _remainder,
-    **_names("integer_pow square", _power),
-    **_names("reduce_sum cumsum", _total),
+    **by_name("integer_pow square", _power),
+    **by_name("reduce_sum cumsum", _total),
 }

@@ -5,12 +5,14 @@ Bounds are pairs (least, greatest) of magnitudes; what is not known is (0, inf).
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
+
+Function = TypeVar("Function")
 
 Bounds = tuple[float, float]
 
@@ -44,8 +46,9 @@ def result_bounds(equation: JaxprEqn, inputs: Sequence[Bounds]) -> Bounds:
     return UNKNOWN if math.isnan(least) or math.isnan(greatest) else (least, greatest)
 
 
-def _names(text: str, function: Callable[..., Bounds]) -> dict[str, Callable[..., Bounds]]:
-    return dict.fromkeys(text.split(), function)
+def by_name(names: str, function: Function) -> dict[str, Function]:
+    """Returns one function for the primitives of several names."""
+    return dict.fromkeys(names.split(), function)
 
 
 def _any_of(_: object, *inputs: Bounds) -> Bounds:
@@ -88,22 +91,22 @@ def _total(equation: Any, a: Bounds) -> Bounds:
 
 
 _OF_RESULTS: dict[str, Callable[..., Bounds]] = {
-    **_names(
+    **by_name(
         "reshape transpose broadcast_in_dim squeeze expand_dims rev slice copy copy_p stop_gradient "
         "pvary pcast neg abs concatenate max min clamp reduce_max reduce_min",
         _any_of,
     ),
-    **_names("pad select_n", lambda _, *inputs: (0.0, _any_of(_, *inputs)[1])),
+    **by_name("pad select_n", lambda _, *inputs: (0.0, _any_of(_, *inputs)[1])),
     "convert_element_type": _converted,
-    **_names("add sub add_any", _sum),
+    **by_name("add sub add_any", _sum),
     "mul": _product,
     "div": lambda _, a, b: _product(_, a, _inverse(b)),
     "integer_pow": _power,
     "square": lambda _, a: _product(_, a, a),
     "sqrt": _root,
     "rsqrt": lambda _, a: _inverse(_root(_, a)),
-    **_names("log log2", _logarithm),
-    **_names("exp", lambda _, a: (0.0, math.exp(a[1]))),
-    **_names("tanh logistic erf sin cos sign", lambda _, a: (0.0, 1.0)),
-    **_names("reduce_sum cumsum", _total),
+    **by_name("log log2", _logarithm),
+    **by_name("exp", lambda _, a: (0.0, math.exp(a[1]))),
+    **by_name("tanh logistic erf sin cos sign", lambda _, a: (0.0, 1.0)),
+    **by_name("reduce_sum cumsum", _total),
 }

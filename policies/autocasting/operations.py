@@ -71,6 +71,30 @@ class Reported(Protocol):
     def in_half(self) -> bool: ...  # noqa: D102
 
 
+@dataclasses.dataclass(frozen=True)
+class OperationsReport:
+    """A report of a function's operations.
+
+    Attributes:
+      operations: in the order in which they run.
+
+    Example:
+      >>> OperationsReport(()).rows()
+      []
+    """
+
+    operations: tuple[OperationReport, ...]
+
+    @property
+    def half_flops_share(self) -> float:
+        """The share of floating-point operations that run in half precision, from 0 to 1."""
+        return half_share(self.operations)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the operations as dictionaries, for machines."""
+        return [dataclasses.asdict(operation) for operation in self.operations]
+
+
 def half_share(operations: Sequence[Reported]) -> float:
     """Returns the share of the flops of operations that run in half precision, from 0 to 1."""
     total = sum(operation.flops for operation in operations)

@@ -8,6 +8,7 @@ from jmp_train.policies.autocasting import (
     PRODUCTS,
     FlatCall,
     OperationReport,
+    OperationsReport,
     decided,
     half_share,
     mark_of,
@@ -24,7 +25,7 @@ from jmp_train.policies.pytrees import unbound
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyReport:
+class PolicyReport(OperationsReport):
     """What `explain_policy` returns; printed, it is a table.
 
     Attributes:
@@ -38,21 +39,10 @@ class PolicyReport:
       (2, 1.0, 1.0)
     """
 
-    operations: tuple[OperationReport, ...]
-
-    @property
-    def half_flops_share(self) -> float:
-        """The share of floating-point operations that run in half precision, from 0 to 1."""
-        return half_share(self.operations)
-
     @property
     def half_products_share(self) -> float:
         """The same of matrix products and convolutions alone."""
         return half_share([row for row in self.operations if row.operation in PRODUCTS])
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Returns the operations as dictionaries, for machines."""
-        return [dataclasses.asdict(operation) for operation in self.operations]
 
     def __str__(self) -> str:
         shares = (

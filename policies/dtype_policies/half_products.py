@@ -7,9 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.core import Tracer
 
 from jmp_train.policies.autocasting import is_at_risk, user_line_of, warn_of_convolutions
 from jmp_train.policies.dtype_policies.collapsed_values import warn_of_collapse
@@ -21,6 +19,7 @@ from jmp_train.policies.dtype_policies.policy_trace import (
     computes_in_half,
     operations_under,
 )
+from jmp_train.policies.pytrees import has_tracers
 from jmp_train.policies.types import PyTree
 from jmp_train.policies.user_warnings import warn_user
 
@@ -79,7 +78,7 @@ class FirstTrace:
 
     def look_at_values(self, inputs: Mapping[str, PyTree], policy: Any) -> None:
         """Warns if values of inputs collapse; those of traced arrays are not known."""
-        if self.values_seen or not computes_in_half(policy) or _has_tracers(inputs):
+        if self.values_seen or not computes_in_half(policy) or has_tracers(inputs):
             return
         self.values_seen = True
         warn_of_collapse(inputs, policy)
@@ -192,7 +191,3 @@ def _in_module() -> bool:
     except ValueError:
         return False
     return True
-
-
-def _has_tracers(tree: PyTree) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))

@@ -57,5 +57,6 @@ from jmp_train.policies.pytrees.random_keys import is_key_or_data as is_key_or_d
 from jmp_train.policies.pytrees.tree_nodes import Reached as Reached
 from jmp_train.policies.pytrees.tree_nodes import change_nodes as change_nodes
 from jmp_train.policies.pytrees.tree_nodes import find_nodes as find_nodes
+from jmp_train.policies.pytrees.tree_nodes import has_tracers as has_tracers
 from jmp_train.policies.pytrees.tree_nodes import only_state as only_state
 from jmp_train.policies.pytrees.tree_nodes import with_states as with_states

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax.core import Tracer
 
 from jmp_train.policies.pytrees.nnx_objects import (
     arrays_of_variables,
@@ -21,6 +22,11 @@ class Reached(NamedTuple):
     """Stands in the place of a wrapper's state while `check_nesting` traces: which updates reach it."""
 
     updates: Any
+
+
+def has_tracers(tree: PyTree) -> bool:
+    """Says whether an array of a tree is traced: then the caller is a part of an outer program."""
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def find_nodes(tree: PyTree, kind: type[Node]) -> list[tuple[str, Node]]:
