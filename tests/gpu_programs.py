@@ -183,3 +183,49 @@ def _level(mode: str) -> dict[str, str]:
 
 def _dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jt.float32_dot_general(x, kernel, (((1,), (0,)), ((), ())))
+
+
+def autocast_products(dtype: str) -> tuple[Any, ...]:
+    """Makes a convolution, a dense layer and attention under autocast, with gradients: 3 convolutions, 9 products.
+
+    Args:
+      dtype: of autocast; "float32" for none.
+    """
+
+    def loss(x: dict[str, jax.Array]) -> jax.Array:
+        image = jax.lax.conv_general_dilated(
+            x["image"], x["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        dense = jnp.tanh(image).reshape(len(image), -1) @ x["weight"]
+        logits = jnp.einsum("bthd,bshd->bhts", x["query"], x["key"])
+        attended = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), x["key"])
+        return (dense.astype(jnp.float32) ** 2).mean() + (attended.astype(jnp.float32) ** 2).mean()
+
+    def scaled(x: dict[str, jax.Array]) -> jax.Array:
+        return 2.0**16 * loss(x)  # float16 has no gradients below 2**-24
+
+    run = jax.value_and_grad(scaled if dtype == "float32" else jt.autocast(scaled, dtype))
+    shapes = {
+        "image": (16, 16, 16, 32),
+        "kernel": (3, 3, 32, 64),
+        "weight": (16 * 16 * 64, 128),
+        "query": (4, 128, 4, 64),
+        "key": (4, 128, 4, 64),
+    }
+    return run, ({name: Struct(shape, jnp.float32) for name, shape in shapes.items()},)
+
+
+def dense_step(policy: str) -> tuple[Any, ...]:
+    """Makes a step of eight dense layers on so many rows that activations are most of its memory."""
+    optimizer = jt.with_loss_scale(optax.sgd(1e-3), jt.torch_loss_scale(enabled=policy == "mixed_float16"))
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for weight in params:
+            x = jnp.sin(x @ weight)  # whose gradient needs what the product gave
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy)
+    params = [Struct((512, 512), jnp.float32) for _ in range(8)]
+    state = jax.eval_shape(lambda params: jt.TrainState.create(params, optimizer), params)
+    return step, (state, {"x": Struct((16_384, 512), jnp.float32)}), {"donate_argnums": 0}

@@ -41,8 +41,8 @@ def draw(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return signs * 2.0 ** random.uniform(-4, 3, shape)  # "of many sizes"
 
 
-def assert_within(actual: Any, exact: Any, dtype: str, magnitudes: Any, ulps: int) -> None:
-    """Asserts the rule of the numbers: units in the last place, and 1e-6 of the magnitudes' sum.
+def assert_within(actual: Any, exact: Any, dtype: str, magnitudes: Any, ulps: int, share: Any = 1e-6) -> None:
+    """Asserts the rule of the numbers: units in the last place, and a share of the magnitudes' sum.
 
     Args:
       actual: what was computed.
@@ -50,6 +50,7 @@ def assert_within(actual: Any, exact: Any, dtype: str, magnitudes: Any, ulps: in
       dtype: what it was computed in, to which `exact` is rounded.
       magnitudes: the sum of the magnitudes of the terms of each entry.
       ulps: how many units.
+      share: of the magnitudes.
     """
     info = jnp.finfo(dtype)
     wanted, found = (np.asarray(jnp.asarray(x, dtype), np.float64) for x in (exact, actual))
@@ -58,7 +59,7 @@ def assert_within(actual: Any, exact: Any, dtype: str, magnitudes: Any, ulps: in
     wanted, found = wanted[finite], found[finite]
     sizes = np.maximum(np.abs(wanted), float(info.smallest_normal))
     bound = ulps * 2.0 ** np.floor(np.log2(sizes)) * float(info.eps)
-    bound = bound + 1e-6 * np.broadcast_to(np.abs(magnitudes), finite.shape)[finite]
+    bound = bound + np.broadcast_to(share * np.abs(magnitudes), finite.shape)[finite]
     worst = np.max(np.abs(found - wanted) / bound, initial=0)
     assert worst <= 1, f"{worst:.3g} times the bound"
 

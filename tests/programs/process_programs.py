@@ -48,6 +48,22 @@ def make_step(policy: str) -> tuple[jt.TrainStep, jt.TrainState]:
     return step, jt.TrainState.create(params, optimizer)
 
 
+def first_losses(directory: str) -> None:
+    """Trains on all devices of all processes, says how many they are, and leaves the losses in a file."""
+    jt.distributed.initialize(shutdown_timeout=20)
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    step, state = make_step("float32")
+    run, state = jax.jit(jt.data_parallel(step, mesh)), jt.broadcast_state(state, mesh)
+    batches = array_batches(digits(), BATCH, seed=1, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    losses = []
+    for _ in range(STEPS):
+        state, metrics = run(state, next(batches))
+        losses.append(float(metrics["loss"]))
+    where = f"{jax.device_count()} devices in {jax.process_count()} processes"
+    print(f"{where}, {jax.devices()[0].device_kind}")
+    np.save(Path(directory, f"losses_{jax.process_index()}.npy"), losses)
+
+
 def train(directory: str, *names: str) -> None:
     """Trains by some routes, once with a late process, and leaves parameters and losses in files."""
     jt.distributed.initialize(shutdown_timeout=20)

@@ -1,0 +1,61 @@
+"""The first steps of the tasks on this device, beside those in float32 on a CPU."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jmp_train.runs import make_setup
+from jmp_train.tasks import Task, TaskOptions, load_task
+
+pytestmark = pytest.mark.gpu
+STEPS = 3
+TASKS = {
+    "digits": TaskOptions(),
+    "karate gat": TaskOptions(model="gat"),
+    "cora gcn": TaskOptions(synthetic=True, model="gcn"),
+}
+# Losses are means of float32 numbers, which rounded logits and parameters move by some eps of the dtype; gradients,
+# which have gone back through all layers, by more of them.
+TOLERANCES = {"float32": (1e-5, 1e-3), "mixed_float16": (2e-3, 1e-2), "autocast_bfloat16": (1e-2, 5e-2)}
+
+
+@functools.cache
+def task_of(name: str) -> Task:
+    return load_task(name.split()[0], TASKS[name])
+
+
+def first_steps(name: str, policy: str, device: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the losses of the first steps, all on one batch, and the norms of their gradients."""
+    task = task_of(name)
+    with jax.default_device(device), jax.default_matmul_precision("float32"), jax.numpy_dtype_promotion("standard"):
+        setup = make_setup(task, policy, optax.constant_schedule(1e-3))
+        examples = {key: rows[: task.batch_size] for key, rows in task.train.items()}
+        batch: Any = task.prepare(examples) | setup.cast_shared(task.shared())
+        state = setup.create_state(*task.init(jax.random.key(0)), jax.random.key(1))
+        step, found = jax.jit(setup.step), []
+        for _ in range(STEPS):
+            state, metrics = step(state, batch)
+            assert metrics["grads_finite"]
+            found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    losses, norms = np.transpose(found)
+    return losses, norms
+
+
+@functools.cache
+def on_cpu(name: str) -> tuple[np.ndarray, np.ndarray]:
+    return first_steps(name, "float32", jax.devices("cpu")[0])
+
+
+@pytest.mark.parametrize("policy", TOLERANCES)
+@pytest.mark.parametrize("name", TASKS)
+def test_first_steps_are_the_cpus(name: str, policy: str) -> None:
+    losses, norms = first_steps(name, policy, jax.devices()[0])
+    wanted_losses, wanted_norms = on_cpu(name)
+    of_losses, of_norms = TOLERANCES[policy]
+    assert wanted_losses[-1] < wanted_losses[0]
+    np.testing.assert_allclose(losses, wanted_losses, rtol=of_losses)
+    np.testing.assert_allclose(norms, wanted_norms, rtol=of_norms)
