@@ -12,7 +12,7 @@ ALLOWED := --allowed-skips tests/allowed_skips.txt
 QUICK := -m "quick and not full"
 REST := -m "full and not gpu"
 
-.PHONY: help demo test test-all test-share test-newest lint format bench clean
+.PHONY: help demo test test-all test-share test-newest test-gpu lint format bench bench-gpu clean
 
 help:
 	@echo "make demo         train on digits in float32, float16 and bfloat16, side by side"
@@ -22,6 +22,7 @@ help:
 	@echo "make lint         ruff and pyright"
 	@echo "make format       ruff's formatter"
 	@echo "make bench        what a step, many devices, an import, autocast and graph operations cost"
+	@echo "make bench-gpu    what steps and graph operations cost on a GPU, in parts that resume"
 	@echo "make clean        remove what make made"
 
 demo: .venv/.train
@@ -49,6 +50,13 @@ run-test-newest:
 	$(NEWEST)/python -c 'import jax; print("jax", jax.__version__); assert jax.__version_info__ >= (0, 11)'
 	$(NEWEST)/python -m pytest $(PARALLEL) -m "newest and not full" $(ALLOWED)
 
+# GPU_PYTHON=/path/to/python names an environment that has jax for a GPU; else one is made for the driver.
+test-gpu:
+	@.ci/gpu-python -m pytest --durations 5 -m gpu tests/gpu
+
+bench-gpu:
+	@.ci/gpu-python benchmarks/gpu.py
+
 lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -68,7 +76,7 @@ bench: .venv/.dev
 	$(BIN)/python benchmarks/minibatch.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-plan build dist out *.egg-info .coverage .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-gpu .venv-plan build dist out *.egg-info .coverage .pytest_cache .ruff_cache .hypothesis
 
 .venv/bin/pip:
 	@test -n "$(PYTHON)" || { echo "jmp_train needs Python 3.11 or newer: make PYTHON=/path/to/python"; exit 1; }
@@ -85,6 +93,13 @@ clean:
 	test -x $(NEWEST)/pip || $(NEWEST_PYTHON) -m venv .venv-newest
 	@echo "installing jmp_train[dev] into .venv-newest"
 	@$(NEWEST)/pip install -qq --editable '.[dev]'
+	@touch $@
+
+# With jax for the CUDA that .ci/gpu-python finds, and no more than tests/gpu and benchmarks/gpu.py need.
+.venv-gpu/.dev: pyproject.toml
+	test -x .venv-gpu/bin/pip || $(PYTHON) -m venv .venv-gpu
+	@echo "installing jmp_train[train,$(GPU_EXTRA)] into .venv-gpu, which takes a while the first time"
+	@.venv-gpu/bin/pip install -qq --editable '.[train,$(GPU_EXTRA)]' pytest pytest-timeout
 	@touch $@
 
 # For tests that compile ahead of time for a target GPU; see the plan extra.
