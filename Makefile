@@ -19,6 +19,7 @@ help:
 	@echo "make test         run the quick tests, in five minutes"
 	@echo "make test-all     run all tests, with coverage"
 	@echo "make test-newest  run the quick ones near jax on the newest Python and jax, where there is one"
+	@echo "make test-gpu     run those in tests/gpu, on a GPU where there is one and else on the CPU"
 	@echo "make lint         ruff and pyright"
 	@echo "make format       ruff's formatter"
 	@echo "make bench        what a step, many devices, an import, autocast and graph operations cost"

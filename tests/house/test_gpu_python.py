@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parents[2]
 
 
