@@ -81,8 +81,8 @@ def main(config: str = "apex-O2", epochs: int = 15, batch_size: int = 64) -> Non
     for epoch in range(epochs):
         order = np.random.default_rng(epoch).permutation(len(train_x))
         metrics: Any = {}
-        for rows in np.split(order, range(batch_size, len(order), batch_size))[:-1]:
-            batch = {"image": train_x[rows], "label": train_y[rows]}
+        for indices in np.split(order, range(batch_size, len(order), batch_size))[:-1]:
+            batch = {"image": train_x[indices], "label": train_y[indices]}
             state, metrics = step(state, batch)
         amp.log(metrics)
         print(

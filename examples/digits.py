@@ -70,8 +70,8 @@ def main(policy_name: str = "autocast_float16", epochs: int = 10, batch_size: in
     for epoch in range(epochs):
         order = np.random.default_rng(epoch).permutation(len(train_x))
         metrics = {}
-        for rows in np.split(order, range(batch_size, len(order), batch_size))[:-1]:
-            batch = {"image": train_x[rows], "label": train_y[rows]}
+        for indices in np.split(order, range(batch_size, len(order), batch_size))[:-1]:
+            batch = {"image": train_x[indices], "label": train_y[indices]}
             state, metrics = step(state, batch)
         jt.check_progress(state.opt_state, stop_after=50)
         print(

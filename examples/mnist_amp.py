@@ -42,10 +42,10 @@ class CNN(nn.Module):
 model = CNN()
 
 
-def prepare(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def prepare(examples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns images as float32 [batch, 28, 28, 1] from 0 to 1, and labels as int32."""
-    image = rows["image"][..., None] / np.float32(255)
-    return {"image": image, "label": rows["label"].astype(np.int32)}
+    image = examples["image"][..., None] / np.float32(255)
+    return {"image": image, "label": examples["label"].astype(np.int32)}
 
 
 def loss_fn(params: Any, stats: Any, batch: Any, rng: Any) -> Any:
@@ -77,13 +77,13 @@ def main(data_dir: str, epochs: int = 10, batch_size: int = 256) -> None:
     for epoch in range(epochs):
         losses = []
         order = np.random.default_rng(epoch).permutation(len(train["label"]))
-        for rows in np.split(order, range(batch_size, len(order), batch_size))[:-1]:
-            batch = prepare({name: array[rows] for name, array in train.items()})
+        for indices in np.split(order, range(batch_size, len(order), batch_size))[:-1]:
+            batch = prepare({name: array[indices] for name, array in train.items()})
             state, metrics = step(state, batch)
             losses.append(metrics["loss"])
         correct = 0
-        for rows in np.array_split(np.arange(len(test["label"])), 10):
-            batch = prepare({name: array[rows] for name, array in test.items()})
+        for indices in np.array_split(np.arange(len(test["label"])), 10):
+            batch = prepare({name: array[indices] for name, array in test.items()})
             logits = jax.jit(predict)(state.params, state.model_state, batch["image"])
             correct += np.sum(np.argmax(logits, -1) == batch["label"])
         accuracy = correct / len(test["label"])

@@ -178,10 +178,10 @@ def main() -> None:
         loss, seconds = np.mean(jax.device_get(losses)), time.perf_counter() - start
         right = 0
         for first in range(0, len(test["label"]), args.batch_size):
-            rows = slice(first, first + args.batch_size)
-            logits = np.asarray(evaluate(state, test["image"][rows]))
+            indices = slice(first, first + args.batch_size)
+            logits = np.asarray(evaluate(state, test["image"][indices]))
             finite = np.isfinite(logits).all(-1)  # what overflows in half precision is a wrong answer
-            right += np.sum(finite & (np.argmax(logits, -1) == test["label"][rows]))
+            right += np.sum(finite & (np.argmax(logits, -1) == test["label"][indices]))
         print(
             f"epoch {epoch + 1}  loss {loss:.4f}  loss scale {metrics['loss_scale']:g}  "
             f"skipped {metrics['skipped_steps']}  {seconds:.1f} s  "

@@ -99,14 +99,14 @@ def read(args: argparse.Namespace) -> tuple[Any, Any, Callable[..., Any], Callab
     size = args.image_size
     if args.synthetic:
         train, test = synthetic_images(1024, size, seed=0), synthetic_images(128, size, seed=1)
-        return train, test, lambda rows, seeds: rows, lambda rows: rows
+        return train, test, lambda examples, seeds: examples, lambda examples: examples
     train, test, _ = read_image_folder(args.data_dir)
 
-    def augment(rows: Any, seeds: np.ndarray) -> Any:
-        return {"image": random_crops(rows["path"], seeds, size), "label": rows["label"]}
+    def augment(examples: Any, seeds: np.ndarray) -> Any:
+        return {"image": random_crops(examples["path"], seeds, size), "label": examples["label"]}
 
-    def prepare(rows: Any) -> Any:
-        return {"image": center_crops(rows["path"], size), "label": rows["label"]}
+    def prepare(examples: Any) -> Any:
+        return {"image": center_crops(examples["path"], size), "label": examples["label"]}
 
     order = np.random.default_rng(0).permutation(len(train["label"]))  # they come class by class
     return {name: array[order] for name, array in train.items()}, test, augment, prepare
@@ -162,8 +162,8 @@ def main(args: argparse.Namespace) -> None:
             losses, start = [], time.perf_counter()
     correct, predict = 0, jax.jit(predict)
     for first in range(0, len(test["label"]), args.batch_size):
-        rows = slice(first, first + args.batch_size)
-        batch = prepare({name: array[rows] for name, array in test.items()})
+        indices = slice(first, first + args.batch_size)
+        batch = prepare({name: array[indices] for name, array in test.items()})
         logits = predict(state.params, state.model_state, batch["image"])
         correct += int(np.sum(np.argmax(logits, -1) == batch["label"]))
     print(f"test accuracy {correct / len(test['label']):.2%}")

@@ -79,8 +79,8 @@ def main(seed: int = 0) -> None:
     step = jt.sharded_step(step, mesh, shardings=shardings, donate_argnums=0)
     state = jt.broadcast_state(state, shardings=shardings)
 
-    rows = NamedSharding(mesh, P("data"))
-    batches = array_batches(train, BATCH_SIZE, seed=seed, epochs=EPOCHS, sharding=rows)
+    by_example = NamedSharding(mesh, P("data"))
+    batches = array_batches(train, BATCH_SIZE, seed=seed, epochs=EPOCHS, sharding=by_example)
     steps_per_epoch = len(train["x"]) // BATCH_SIZE
     for number, batch in enumerate(batches, start=1):
         state, metrics = step(state, batch)

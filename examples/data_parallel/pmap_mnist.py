@@ -53,10 +53,10 @@ def predict(params: Any, stats: Any, images: Any) -> Any:
     return CNN().apply({"params": params, "batch_stats": stats}, images)
 
 
-def prepare(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def prepare(examples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns images as float32 [batch, 28, 28, 1] from 0 to 1, and labels as int32."""
-    image = rows["image"][..., None] / np.float32(255)
-    return {"image": image, "label": rows["label"].astype(np.int32)}
+    image = examples["image"][..., None] / np.float32(255)
+    return {"image": image, "label": examples["label"].astype(np.int32)}
 
 
 def synthetic_mnist(count: int, seed: int) -> dict[str, np.ndarray]:

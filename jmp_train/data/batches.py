@@ -20,7 +20,7 @@ def array_batches(
     seed: int = 0,
     epochs: int | None = 1,
     start: int = 0,
-    prepare: Callable[[Any], Any] = lambda rows: rows,
+    prepare: Callable[[Any], Any] = lambda examples: examples,
     augment: Callable[[Any, np.ndarray], Any] | None = None,
     process_index: int | None = None,
     process_count: int | None = None,
@@ -43,15 +43,15 @@ def array_batches(
       epochs: passes over the examples; None for no end.
       start: how many batches to leave out, those that a run which goes on has seen.
       prepare: makes a batch of a tree of examples; on the host, in a thread.
-      augment: `augment(rows, seeds)` in place of `prepare`, for what is random: `seeds` are uint64 [rows], which
-        `seed`, the epoch and the row decide, whatever the threads, the processes and `start`.
-      process_index: which of the processes this is; None asks jax, and `sharding` for its rows.
-      process_count: how many share a batch, and at least one row is each one's; None asks jax.
+      augment: `augment(examples, seeds)` in place of `prepare`, for what is random: `seeds` are uint64 [examples],
+        which `seed`, the epoch and the example decide, whatever the threads, the processes and `start`.
+      process_index: which of the processes this is; None asks jax, and `sharding` for its examples.
+      process_count: how many share a batch, and at least one example is each one's; None asks jax.
       sharding: of the global batch, for example `NamedSharding(mesh, PartitionSpec("data"))`, which makes
-        one array over all processes of their parts; None puts this process' rows on its first device.
+        one array over all processes of their parts; None puts this process' examples on its first device.
       num_threads: how many threads prepare.
       prefetch: how many batches are made ahead of time.
-      policy: the step's, of whose casts the rows are to be checked once: a batch of them, spread over all.
+      policy: the step's, of whose casts the examples are to be checked once: a batch of them, spread over all.
 
     Returns:
       An iterator with grain's `get_state` and `set_state`; a state fits any number of processes.
@@ -64,8 +64,8 @@ def array_batches(
       CollapsedValuesWarning: values of floats that differ are one in the policy's compute dtype.
 
     Example:
-      >>> rows = {"x": np.arange(10.0, dtype=np.float32), "y": np.arange(10)}
-      >>> batches = array_batches(rows, batch_size=4, epochs=3)
+      >>> examples = {"x": np.arange(10.0, dtype=np.float32), "y": np.arange(10)}
+      >>> batches = array_batches(examples, batch_size=4, epochs=3)
       >>> sum(len(batch["x"]) for batch in batches)
       24
     """
@@ -73,8 +73,8 @@ def array_batches(
         import grain
         from grain.experimental import ThreadPrefetchIterDataset
 
-    total = _checked_rows(arrays)
-    rows_of = sharding if process_index is None and process_count is None else None
+    total = _count_examples(arrays)
+    shared_by = sharding if process_index is None and process_count is None else None
     process_index = jax.process_index() if process_index is None else process_index
     process_count = jax.process_count() if process_count is None else process_count
     check_order(seed, epochs, process_index, process_count)
@@ -82,25 +82,25 @@ def array_batches(
         raise ValueError(f"start={start} must be at least 0")
     if not 1 <= batch_size <= total:
         raise ValueError(f"batch_size={batch_size} must be between 1 and the {total} examples")
-    if rows_of is not None:
-        own = _own_rows(rows_of, batch_size)
+    if shared_by is not None:
+        own = _own_examples(shared_by, batch_size)
     elif batch_size % process_count:
         raise ValueError(f"{process_count} processes must divide batch_size={batch_size}")
     else:
         share = batch_size // process_count
         own = slice(process_index * share, (process_index + 1) * share)
 
-    def fetch(number: int, rows: np.ndarray) -> Any:
-        rows = rows[own]
-        batch = jax.tree.map(lambda array: array[rows], arrays)
+    def fetch(number: int, indices: np.ndarray) -> Any:
+        indices = indices[own]
+        batch = jax.tree.map(lambda array: array[indices], arrays)
         if augment is None:
             return prepare(batch)
-        return augment(batch, row_seeds(seed, number // (total // batch_size), rows))
+        return augment(batch, example_seeds(seed, number // (total // batch_size), indices))
 
     if policy is not None:
         spread = np.arange(batch_size) * total // batch_size
-        rows = jax.tree.map(lambda array: array[spread], arrays)
-        first = prepare(rows) if augment is None else augment(rows, row_seeds(seed, 0, spread))
+        examples = jax.tree.map(lambda array: array[spread], arrays)
+        first = prepare(examples) if augment is None else augment(examples, example_seeds(seed, 0, spread))
         warn_of_collapse(first, get_policy(policy) if isinstance(policy, str) else policy)
 
     def place(batch: Any) -> Any:
@@ -120,7 +120,7 @@ def array_batches(
     return iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=2))
 
 
-def _own_rows(sharding: Sharding, batch_size: int) -> slice:
+def _own_examples(sharding: Sharding, batch_size: int) -> slice:
     """Returns the examples of a global batch that this process' devices have: others may have the same ones."""
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
@@ -128,26 +128,26 @@ def _own_rows(sharding: Sharding, batch_size: int) -> slice:
         parts = sharding.addressable_devices_indices_map((batch_size,))
     except ValueError as error:
         raise ValueError(f"batch_size={batch_size} does not suit the sharding: {error}") from error
-    rows = [part[0].indices(batch_size)[:2] for part in parts.values() if part is not None]
-    first, last = min(start for start, _ in rows), max(stop for _, stop in rows)
-    if last - first != sum(stop - start for start, stop in set(rows)):
+    ranges = [part[0].indices(batch_size)[:2] for part in parts.values() if part is not None]
+    first, last = min(start for start, _ in ranges), max(stop for _, stop in ranges)
+    if last - first != sum(stop - start for start, stop in set(ranges)):
         raise ValueError(f"this process' devices have examples of a batch that are not contiguous: {sharding}")
     return slice(first, last)
 
 
-def row_seeds(seed: int, epoch: int, rows: np.ndarray) -> np.ndarray:
-    """Returns a seed for each row, uint64 [rows], another one each epoch.
+def example_seeds(seed: int, epoch: int, indices: np.ndarray) -> np.ndarray:
+    """Returns a seed for each example, uint64 [examples], another one each epoch.
 
     Args:
       seed: of the run, at least 0.
       epoch: counted from 0.
-      rows: int [rows], which they are.
+      indices: int [examples], which they are.
 
     Example:
-      >>> row_seeds(0, 1, np.array([7, 5]))[1] == row_seeds(0, 1, np.array([5]))[0]
+      >>> example_seeds(0, 1, np.array([7, 5]))[1] == example_seeds(0, 1, np.array([5]))[0]
       np.True_
     """
-    words = [np.random.SeedSequence((seed, epoch, int(row))).generate_state(1, np.uint64) for row in rows]
+    words = [np.random.SeedSequence((seed, epoch, int(index))).generate_state(1, np.uint64) for index in indices]
     return np.concatenate(words)
 
 
@@ -166,11 +166,11 @@ def check_order(seed: int, epochs: int | None, process_index: int, process_count
         raise ValueError(f"process_index={process_index} must be in [0, {process_count})")
 
 
-def _checked_rows(arrays: Any) -> int:
-    """Returns how many rows all leaves have."""
+def _count_examples(arrays: Any) -> int:
+    """Returns how many examples all leaves have."""
     check_no_graph(arrays, "array_batches")
-    rows = {path: len(array) if np.ndim(array) else 0 for path, array in named_leaves(arrays)}
-    if len(set(rows.values())) != 1:
-        found = ", ".join(f"{path!r} has {count}" for path, count in rows.items())
-        raise ValueError(f"all leaves of arrays must have the same number of rows: {found}")
-    return next(iter(rows.values()))
+    counts = {path: len(array) if np.ndim(array) else 0 for path, array in named_leaves(arrays)}
+    if len(set(counts.values())) != 1:
+        found = ", ".join(f"{path!r} has {count}" for path, count in counts.items())
+        raise ValueError(f"all leaves of arrays must have the same number of examples: {found}")
+    return next(iter(counts.values()))

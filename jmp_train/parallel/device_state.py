@@ -20,7 +20,7 @@ def has_integers(model_state: Any) -> bool:
 
 
 def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: Any) -> None:
-    """Raises ValueError if whole numbers or flags of the next model state depend on a device's rows; names them.
+    """Raises ValueError if whole numbers or flags of the next model state depend on a device's examples; names them.
 
     jax finds out in a trace of its own, where it can follow all of the loss function; where it cannot, nothing is
     said. Random keys may differ, typed ones and raw ones (uint32 [..., 2]).
@@ -51,7 +51,7 @@ def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: 
         return
     if differing:
         raise ValueError(
-            f"model_state {', '.join(differing)} depends on a device's own rows, and devices would go apart: such "
+            f"model_state {', '.join(differing)} depends on a device's own examples, and devices would go apart: such "
             f"numbers have no mean. In loss_fn add them up, lax.psum(x, {axis!r}), or count in float32, which is "
             "averaged"
         )

@@ -37,7 +37,7 @@ def pipeline(stage: Stage, mesh: Mesh, axis: str = "pipe", *, micro_batches: int
     Returns:
       `run(params, x, rng=None) -> y`, a function compiled by jit. Leaves of `params` are [stages, ...], sharded as
       `PartitionSpec("pipe")` says if each device is to store its own stage alone. `x` is an array or a tree of arrays
-      [rows, ...], and y one like it. `rng` is a random key, of which every stage gets one of its own for each
+      [examples, ...], and y one like it. `rng` is a random key, of which every stage gets one of its own for each
       micro-batch, or None.
 
     Raises:
@@ -74,7 +74,7 @@ def pipeline_of_indexed(
       mesh: the devices.
       axis: the mesh axis along which the stages are placed.
       micro_batches: into how many parts a batch is split.
-      check: `check(params, parts, rng)` is called before anything runs; `parts` are [micro_batches, rows, ...].
+      check: `check(params, parts, rng)` is called before anything runs; `parts` are [micro_batches, examples, ...].
     """
     count = axis_size(mesh, axis)
     if not isinstance(micro_batches, int) or micro_batches < 1:

@@ -27,7 +27,7 @@ class Stages:
     optimizers that look at whole layers (LAMB, Adafactor) take a stage for a layer.
 
     Args:
-      functions: `function(params, x, rng) -> y` of each stage. `x` and `y` are arrays [rows, ...] of one dtype, and
+      functions: `function(params, x, rng) -> y` of each stage. `x` and `y` are arrays [examples, ...] of one dtype, and
         each stage takes what the one before it returns.
       params: the parameters of each stage, trees of arrays of one floating dtype; their shapes are kept.
 
@@ -141,7 +141,7 @@ class Stages:
         return jax.jit(run)
 
     def _activations(self, packed: Any, x: Any, rng: Any) -> list[tuple[int, ...]]:
-        """Returns the shape of a row of what each stage takes, and of what the last returns."""
+        """Returns the shape of an example of what each stage takes, and of what the last returns."""
         shapes = [x.shape[1:]]
         value: Any = x
         for number, (function, tree) in enumerate(zip(self.functions, self._shapes, strict=True)):
@@ -149,8 +149,8 @@ class Stages:
             value = jax.eval_shape(function, params, value, rng)
             if value.dtype != x.dtype or value.shape[:1] != x.shape[:1]:
                 raise ValueError(
-                    f"stage {number} returned {value.dtype}{list(value.shape)} of a batch of {x.shape[0]} rows in "
-                    f"{x.dtype}: all stages pass on arrays [rows, ...] of one dtype"
+                    f"stage {number} returned {value.dtype}{list(value.shape)} of a batch of {x.shape[0]} examples in "
+                    f"{x.dtype}: all stages pass on arrays [examples, ...] of one dtype"
                 )
             shapes.append(value.shape[1:])
         return shapes

@@ -81,7 +81,7 @@ def data_parallel(
     Raises:
       TypeError: `step` is not a `TrainStep`; when called, the batch has a graph that is in no stack.
       ValueError: the mesh has no such axis; when called, the number of its devices does not divide the batch, or
-        whole numbers or flags of the model state depend on a device's own rows.
+        whole numbers or flags of the model state depend on a device's own examples.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

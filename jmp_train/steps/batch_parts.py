@@ -17,7 +17,7 @@ def check_divides(batch: Batch, count: int, what: str) -> None:
     """Raises ValueError where a batch does not fall into equal parts, and TypeError where that splits a graph.
 
     Args:
-      batch: arrays [rows, ...], and stacks of graphs.
+      batch: arrays [examples, ...], and stacks of graphs.
       count: how many parts there are to be.
       what: the beginning of the message, what gives that number.
     """
@@ -37,11 +37,11 @@ def check_divides(batch: Batch, count: int, what: str) -> None:
             )
 
 
-def check_has_rows(batch: Batch) -> None:
+def check_has_examples(batch: Batch) -> None:
     """Raises ValueError for a batch without examples: its mean loss is NaN, and its gradients are finite zeros.
 
     Args:
-      batch: arrays [rows, ...] and scalars; an array of several may be empty, as a graph's edges are.
+      batch: arrays [examples, ...] and scalars; an array of several may be empty, as a graph's edges are.
     """
     shapes = [(path, jnp.shape(x)) for path, x in named_leaves(batch) if jnp.ndim(x) > 0]
     if shapes and all(shape[0] == 0 for _, shape in shapes):
@@ -66,12 +66,12 @@ def hint_of_split(batch: Batch, count: int) -> Iterator[None]:
 
 
 def warn_of_split(batch: Batch, count: int) -> None:
-    """Warns of a batch that looks split over the devices already, and would be run as one row on each.
+    """Warns of a batch that looks split over the devices already, and would be run as one example on each.
 
     Of arrays with the same numbers of axes that would be sequences as well, and nothing is said.
 
     Args:
-      batch: arrays [rows, ...] that divide, as passed to the function that calls this one.
+      batch: arrays [examples, ...] that divide, as passed to the function that calls this one.
       count: how many devices there are.
     """
     ranks = {jnp.ndim(x) for x in jax.tree.leaves(batch)}
@@ -89,16 +89,16 @@ def may_be_split(batch: Batch, count: int) -> bool:
 
 
 def _split_text(batch: Batch, count: int) -> str:
-    rows = jnp.shape(jax.tree.leaves(batch)[0])[1]
+    size = jnp.shape(jax.tree.leaves(batch)[0])[1]
     return (
-        f"all arrays of the batch are [{count}, {rows}, ...], as if split over the {count} devices already: here a "
+        f"all arrays of the batch are [{count}, {size}, ...], as if split over the {count} devices already: here a "
         "batch is whole, and split along its first axis. If it was split, "
         "jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch) makes it whole"
     )
 
 
 def in_parts(batch: Batch, count: int) -> Any:
-    """Returns arrays [count, rows / count, ...] of a batch that `check_divides` let pass."""
+    """Returns arrays [count, examples / count, ...] of a batch that `check_divides` let pass."""
     return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
 
 
@@ -118,8 +118,8 @@ def check_no_graph(batch: Batch, what: str) -> None:
         if _is_graph(node):
             raise TypeError(
                 f"{what} would split the {type(node).__name__} at {path_name(path) or '(root)'!r} of the batch through "
-                "the middle, row by row: jmp_train.graphs.stack([...]) holds one whole graph for each device and "
-                "micro-batch"
+                "the middle, along its first axis: jmp_train.graphs.stack([...]) holds one whole graph for each device "
+                "and micro-batch"
             )
 
 

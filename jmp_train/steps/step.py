@@ -51,7 +51,7 @@ from jmp_train.policies.pytrees import (
     upcast_to_float32,
     with_overwritten,
 )
-from jmp_train.steps.batch_parts import check_divides, check_has_rows, in_parts, unstacked
+from jmp_train.steps.batch_parts import check_divides, check_has_examples, in_parts, unstacked
 from jmp_train.steps.gradients import float32_scalar, unwatched_value_and_grad
 from jmp_train.steps.optimizer_arguments import Evaluate, extra_arguments
 from jmp_train.steps.step_checks import (
@@ -264,7 +264,7 @@ class TrainStep:
           loss_scale: the optimizer state's.
           params: as they are stored.
           model_state: as it is stored.
-          batch: this device's rows.
+          batch: this device's examples.
           rng: the step's random key, the same for all devices, or None.
         """
         check_param_dtypes(params, self.policy)
@@ -281,13 +281,13 @@ class TrainStep:
         batch: Batch,
         rng: jax.Array | None,
     ) -> StepGradients:
-        """Returns what `gradients` does of this device's rows alone, before anything is reduced.
+        """Returns what `gradients` does of this device's examples alone, before anything is reduced.
 
         Args:
           loss_scale: see `gradients`, as are the others.
           params: whole, as they are stored or in their compute dtype.
           model_state: as it is stored.
-          batch: this device's rows.
+          batch: this device's examples.
           rng: the step's random key, the same for all devices, or None.
         """
         if rng is not None and self.axis_names:
@@ -350,7 +350,7 @@ class TrainStep:
     ) -> StepGradients:
         """Returns loss, next model state, aux and scaled gradients of a local batch."""
         count = self.accumulate_steps
-        check_has_rows(batch)
+        check_has_examples(batch)
         if count == 1:
             return self._micro_gradients(loss_scale, params, model_state, batch, rng)
 

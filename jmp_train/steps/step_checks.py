@@ -44,7 +44,7 @@ def check_not_replicated(state: Any) -> None:
         raise ValueError(
             f"state.step has the shape {shape}: a state replicated along a first axis, as flax.jax_utils.replicate "
             "makes it. The state goes in as on one device (flax.jax_utils.unreplicate), and the batch whole, "
-            "[rows, ...]"
+            "[examples, ...]"
         )
 
 
@@ -90,7 +90,7 @@ def check_local_loss(loss: jax.Array, params: Params, axis_names: Sequence[str])
         if name in checked and name not in own:
             raise ValueError(
                 f"loss_fn averages its loss over the axis {name!r}, which the step does: its gradients would be "
-                "averaged twice. Return the loss of the device's own rows"
+                "averaged twice. Return the loss of the device's own examples"
             )
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jmp_train.graphs.datasets import PLANETOID_ADDRESS, NodeData, read_planetoid, synthetic_cora
 from jmp_train.graphs.structure import Graph, from_edges
 from jmp_train.graphs.transforms import add_self_loop, normalize_rows
-from jmp_train.tasks.models import GAT, GCN, SAGE, adam_with_l2, node_classifier, rows
+from jmp_train.tasks.models import GAT, GCN, SAGE, adam_with_l2, node_classifier, node_examples
 from jmp_train.tasks.options import TaskOptions
 from jmp_train.tasks.task import Task
 
@@ -116,8 +116,8 @@ def make_task(data: NodeData, model: str) -> Task:
 
     init, predict, loss_fn = node_classifier(make)
     return Task(
-        train=rows(data, data.train),
-        test=rows(data, data.test),
+        train=node_examples(data, data.train),
+        test=node_examples(data, data.test),
         prepare=lambda examples: examples,
         init=init,
         loss_fn=loss_fn,

@@ -58,8 +58,8 @@ def load(options: TaskOptions) -> Task:
         np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0
     )
     return Task(
-        train=_rows(data, train_examples),
-        test=_rows(data, test_examples),
+        train=_examples(data, train_examples),
+        test=_examples(data, test_examples),
         prepare=lambda examples: examples,
         init=init,
         loss_fn=partial(loss_fn, axis_name=options.axis_name),
@@ -72,5 +72,5 @@ def load(options: TaskOptions) -> Task:
     )
 
 
-def _rows(data: Arrays, rows: Any) -> Arrays:
-    return {name: array[rows] for name, array in data.items()}
+def _examples(data: Arrays, indices: Any) -> Arrays:
+    return {name: array[indices] for name, array in data.items()}

@@ -49,8 +49,8 @@ def load(options: TaskOptions) -> Task:
         return logits[batch["node"]]
 
     return Task(
-        train=_rows(members, labels, is_labeled),
-        test=_rows(members, labels, ~is_labeled),
+        train=_examples(members, labels, is_labeled),
+        test=_examples(members, labels, ~is_labeled),
         prepare=lambda examples: examples,
         init=init,
         loss_fn=cross_entropy(predict),
@@ -80,5 +80,5 @@ def read_club() -> tuple[Graph, np.ndarray]:
     return from_edges(senders, receivers, len(club)), np.array(labels, np.int32)
 
 
-def _rows(members: np.ndarray, labels: np.ndarray, chosen: np.ndarray) -> Arrays:
+def _examples(members: np.ndarray, labels: np.ndarray, chosen: np.ndarray) -> Arrays:
     return {"node": members[chosen], "label": labels[chosen]}

@@ -22,7 +22,7 @@ from jmp_train.graphs.datasets import (
     synthetic_reddit,
 )
 from jmp_train.graphs.structure import Graph, from_edges
-from jmp_train.tasks.models import GAT, adam_with_l2, node_classifier, rows
+from jmp_train.tasks.models import GAT, adam_with_l2, node_classifier, node_examples
 from jmp_train.tasks.options import TaskOptions
 from jmp_train.tasks.task import Task
 
@@ -34,7 +34,7 @@ def load(options: TaskOptions) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data; nothing on a device."""
     heads = _checked_heads(options.heads)
     data = _data(options)
-    train, test = (rows(data, ids) for ids in (data.train, data.test))
+    train, test = (node_examples(data, ids) for ids in (data.train, data.test))
 
     def make(key: jax.Array) -> GAT:
         return GAT(REDDIT_FEATURES, HIDDEN, REDDIT_CLASSES, heads, rngs=nnx.Rngs(key))

@@ -107,9 +107,9 @@ def overflow(mesh: Mesh, sharding: NamedSharding) -> None:
     step, state = make_step("mixed_float16")
     state = jt.broadcast_state(state, mesh)
     run, finite, scales = jax.jit(jt.data_parallel(step, mesh)), [], []
-    rows = BATCH // jax.process_count()
+    examples = BATCH // jax.process_count()
     for number in range(6):
-        batch = jax.tree.map(lambda x: x[:rows].copy(), digits())
+        batch = jax.tree.map(lambda x: x[:examples].copy(), digits())
         if number in (1, 4) and jax.process_index() == jax.process_count() - 1:
             batch["x"][0] = 7e4
         batch = jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
@@ -129,10 +129,10 @@ def naive_mode(mesh: Mesh, sharding: NamedSharding) -> None:
     state = jt.TrainState.create(state.params, optimizer, cast_params=amp.cast_params)
     state = jt.broadcast_state(state, mesh)
     run = jax.jit(jt.data_parallel(jt.train_step(loss_fn, optimizer), mesh))
-    rows = BATCH // jax.process_count()
+    examples = BATCH // jax.process_count()
     metrics: Any = {}
     for number in range(4):
-        batch = jax.tree.map(lambda x: x[:rows].copy(), digits())
+        batch = jax.tree.map(lambda x: x[:examples].copy(), digits())
         if number == 2 and jax.process_index() == jax.process_count() - 1:
             batch["x"][0] = 7e4
         batch = jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)

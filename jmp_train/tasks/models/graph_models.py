@@ -95,7 +95,7 @@ def adam_with_l2(learning_rate: Any, decayed: str | None = None) -> optax.Gradie
     return optax.chain(optax.add_decayed_weights(WEIGHT_DECAY, mask), optax.adam(learning_rate))
 
 
-def rows(data: NodeData, nodes: np.ndarray) -> Arrays:
+def node_examples(data: NodeData, nodes: np.ndarray) -> Arrays:
     """Returns what a batch holds of some nodes, beside what all batches share.
 
     Args:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_train.data.batches import array_batches, row_seeds
+from jmp_train.data.batches import array_batches, example_seeds
 from jmp_train.runs.task_batches import evaluation_batches as batches_of_test
 from jmp_train.runs.task_batches import train_batches
 from jmp_train.tasks import Arrays, Task, load_task
@@ -14,14 +14,14 @@ from jmp_train.tasks import Arrays, Task, load_task
 pytestmark = pytest.mark.quick
 
 
-def prepare(rows: Arrays) -> Arrays:
-    return {"image": rows["image"].astype(np.float32), "label": rows["label"]}
+def prepare(examples: Arrays) -> Arrays:
+    return {"image": examples["image"].astype(np.float32), "label": examples["label"]}
 
 
 @pytest.fixture(name="task", scope="module")
 def fixture_task() -> Task:
-    rows = {"image": np.arange(50, dtype=np.uint8), "label": np.arange(50, dtype=np.int32)}
-    return dataclasses.replace(load_task("digits"), train=rows, test=rows, prepare=prepare)
+    examples = {"image": np.arange(50, dtype=np.uint8), "label": np.arange(50, dtype=np.int32)}
+    return dataclasses.replace(load_task("digits"), train=examples, test=examples, prepare=prepare)
 
 
 def test_an_epoch_has_each_row_at_most_once_in_full_batches(task: Task) -> None:
@@ -75,8 +75,8 @@ def test_processes_share_the_same_global_batches(processes: int) -> None:
     assert {len(part) for part in parts} == {len(whole)} == {12}
     for number, batch in enumerate(whole):
         for name in arrays:
-            rows = np.concatenate([part[number][name] for part in parts])
-            np.testing.assert_array_equal(rows, batch[name])
+            examples = np.concatenate([part[number][name] for part in parts])
+            np.testing.assert_array_equal(examples, batch[name])
 
 
 def test_batches_resume_with_another_number_of_processes() -> None:
@@ -97,10 +97,10 @@ def test_batches_resume_with_another_number_of_processes() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"num_threads": 4}, {"start": 7}, {"process_index": 1, "process_count": 2}])
 def test_augment_gets_a_seed_for_each_row_and_epoch(options: dict[str, Any]) -> None:
-    def augment(rows: Any, seeds: np.ndarray) -> Any:
+    def augment(examples: Any, seeds: np.ndarray) -> Any:
         assert seeds.dtype == np.uint64
         return {
-            **rows,
+            **examples,
             "high": (seeds >> np.uint64(32)).astype(np.uint32),
             "low": seeds.astype(np.uint32),
         }
@@ -110,15 +110,15 @@ def test_augment_gets_a_seed_for_each_row_and_epoch(options: dict[str, Any]) -> 
     assert len(batches) == 18 - start
     drawn = set()
     for number, batch in enumerate(batches, start):
-        for row, high, low in zip(*map(np.asarray, (batch["x"], batch["high"], batch["low"])), strict=True):
-            words = np.random.SeedSequence((3, number // 6, int(row))).generate_state(2, np.uint32)
+        for example, high, low in zip(*map(np.asarray, (batch["x"], batch["high"], batch["low"])), strict=True):
+            words = np.random.SeedSequence((3, number // 6, int(example))).generate_state(2, np.uint32)
             assert (low, high) == tuple(words)
             drawn.add((low, high))
     assert len(drawn) == sum(len(batch["x"]) for batch in batches)
 
 
-def test_seeds_of_rows_depend_on_the_run_the_epoch_and_the_row() -> None:
-    seeds = [row_seeds(seed, epoch, np.arange(100)) for seed in (0, 1) for epoch in (0, 1)]
+def test_seeds_of_examples_depend_on_the_run_the_epoch_and_the_example() -> None:
+    seeds = [example_seeds(seed, epoch, np.arange(100)) for seed in (0, 1) for epoch in (0, 1)]
     assert len(np.unique(seeds)) == 400
 
 
@@ -131,7 +131,7 @@ def test_batches_are_split_over_devices() -> None:
 
 
 def test_batches_are_read_as_the_sharding_says() -> None:
-    """Rows that several devices have are there once; one dimension of the spec is of rows."""
+    """Examples that several devices have are there once; one dimension of the spec is of examples."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     sharding = NamedSharding(mesh, PartitionSpec("data", None))
     arrays = {"x": np.arange(32).reshape(16, 2)}

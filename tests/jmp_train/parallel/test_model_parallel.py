@@ -217,7 +217,7 @@ def test_an_overflow_on_one_shard_is_skipped_by_all(mode: str, form: str) -> Non
     state = jax.device_put(state, where)
     for number, batch in enumerate(batches(4)):
         if number in (1, 2):
-            batch["poison"][ROWS - 1] = np.inf  # a row of the last device along "data" alone
+            batch["poison"][ROWS - 1] = np.inf  # an example of the last device along "data" alone
         before = jax.device_get((state.params, state.opt_state))
         state, metrics = many(state, batch)
         single, wanted = one(single, batch)
@@ -398,7 +398,7 @@ def test_layers_of_other_shapes_on_different_devices_are_those_of_one() -> None:
     )
     assert state.params.addressable_shards[0].data.shape == (1, WIDTH * HIDDEN + HIDDEN)
 
-    # Micro-batches draw apart, and a row draws the same whatever the others are.
+    # Micro-batches draw apart, and an example draws the same whatever the others are.
     x = jnp.ones((4, WIDTH))
     drawn = np.asarray(jax.jit(run)(stages.pack(params), x, jax.random.key(0)))
     assert (drawn[:2] != drawn[2:]).any()
@@ -414,10 +414,10 @@ def test_a_pipeline_draws_for_each_stage_and_micro_batch() -> None:
     weights = jnp.array([1.0, 10.0])
     y = np.asarray(run(weights, jnp.zeros((4, 3)), jax.random.key(7)))
     key = jax.random.key(7)
-    for row in range(4):
-        keys = [jax.random.fold_in(jax.random.fold_in(key, stage), row) for stage in range(2)]
+    for example in range(4):
+        keys = [jax.random.fold_in(jax.random.fold_in(key, stage), example) for stage in range(2)]
         first, second = (np.asarray(jax.random.uniform(key, (1, 3))) for key in keys)
-        np.testing.assert_allclose(y[row], (first + 10 * second)[0], rtol=1e-6)
+        np.testing.assert_allclose(y[example], (first + 10 * second)[0], rtol=1e-6)
 
 
 def test_a_pipeline_of_one_stage_or_of_trees() -> None:
@@ -464,5 +464,5 @@ def test_wrong_pipelines_are_refused() -> None:
         stages.pipeline(mesh, "data")
     to_half = jt.Stages([identity, lambda p, x, rng: x.astype("float16")], [jnp.ones(2), jnp.ones(3)])
     run = to_half.pipeline(mesh)
-    with pytest.raises(ValueError, match=r"stage 1 returned float16\[4, 3\] of a batch of 4 rows"):
+    with pytest.raises(ValueError, match=r"stage 1 returned float16\[4, 3\] of a batch of 4 examples"):
         run(to_half.pack([jnp.ones(2), jnp.ones(3)]), x)

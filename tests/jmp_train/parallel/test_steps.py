@@ -58,8 +58,8 @@ class Net(nn.Module):
 def batches(count: int) -> list[dict[str, np.ndarray]]:
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
-    rows = [order[np.arange(i * ROWS, (i + 1) * ROWS) % len(labels)] for i in range(count)]
-    return [{"x": (images[r] / 16).astype(np.float32), "y": labels[r].astype(np.int32)} for r in rows]
+    indices = [order[np.arange(i * ROWS, (i + 1) * ROWS) % len(labels)] for i in range(count)]
+    return [{"x": (images[r] / 16).astype(np.float32), "y": labels[r].astype(np.int32)} for r in indices]
 
 
 def make(optimizer: Any, policy: str, axis_name: str | None) -> tuple[jt.TrainStep, jt.TrainState]:
@@ -214,7 +214,7 @@ def test_gradients_neither_overflow_nor_vanish_when_they_are_reduced(
 def test_devices_draw_apart_and_aux_is_reduced(route: str) -> None:
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         draw = jax.random.uniform(rng)
-        aux = {"draw": draw, "square": draw**2, "rows": jnp.int32(len(batch))}
+        aux = {"draw": draw, "square": draw**2, "examples": jnp.int32(len(batch))}
         return (params * batch).sum(), (model_state, aux)
 
     step = jt.train_step(loss_fn, optax.sgd(0.1), accumulate_steps=2)
@@ -222,7 +222,7 @@ def test_devices_draw_apart_and_aux_is_reduced(route: str) -> None:
     _, metrics = ROUTES[route](step)(state, jnp.ones(4 * DEVICES))
     aux = metrics["aux"]
     assert (aux["square"] > aux["draw"] ** 2 + 1e-3).all()
-    assert set(np.asarray(aux["rows"]).ravel().tolist()) == {2}
+    assert set(np.asarray(aux["examples"]).ravel().tolist()) == {2}
 
 
 def test_a_mesh_may_be_explicit_and_have_other_axes() -> None:
@@ -335,7 +335,7 @@ def test_a_batch_without_rows_is_refused(form: str) -> None:
     )
     state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
     run = EAGER[form](step) if form in EAGER else jax.jit(step)
-    rate = jnp.float32(1) if form == "alone" else jnp.ones(0)  # a scalar is not a row
+    rate = jnp.float32(1) if form == "alone" else jnp.ones(0)  # a scalar is not an example
     with pytest.raises(ValueError, match=r"the batch has no examples: '\w+' has shape \(0"):
         run(state, {"x": jnp.ones((0, 3)), "rate": rate})
 
@@ -377,7 +377,7 @@ def test_what_was_split_or_replicated_for_pmap_is_named(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["shard_map", "pmap", "jit", "two axes"])
 def test_counts_that_devices_would_not_share_are_refused(form: str) -> None:
-    """Sixteen rows, half of them positive; what is added up over the devices, or is not a count, may stay."""
+    """Sixteen examples, half of them positive; what is added up over the devices, or is not a count, may stay."""
 
     def run(count: Callable[[Any], Any], **options: Any) -> Any:
         def loss_fn(w: Any, model_state: Any, x: Any, rng: Any) -> Any:
@@ -397,7 +397,7 @@ def test_counts_that_devices_would_not_share_are_refused(form: str) -> None:
         step = jt.train_step(loss_fn, optax.sgd(1.0), **options)
         return EAGER[form](step)(state, jnp.arange(16.0) % 2)[0].model_state
 
-    text = r"model_state 'hit' \(bool\), 'seen' \(int32\) depends on a device's own rows"
+    text = r"model_state 'hit' \(bool\), 'seen' \(int32\) depends on a device's own examples"
     for options in ({}, {"accumulate_steps": 2}):
         with pytest.raises(ValueError, match=text):
             run(lambda count: count, **options)

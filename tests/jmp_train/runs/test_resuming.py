@@ -30,8 +30,8 @@ pytestmark = pytest.mark.quick
 def fixture_task() -> Task:
     """Returns digits, with dropout and BatchNorm, of five steps an epoch."""
     task = load_task("digits")
-    rows = {name: array[:160] for name, array in task.train.items()}
-    return dataclasses.replace(task, train=rows, batch_size=32)
+    examples = {name: array[:160] for name, array in task.train.items()}
+    return dataclasses.replace(task, train=examples, batch_size=32)
 
 
 # What is not the same in two runs: times, memory, and the time of writing.

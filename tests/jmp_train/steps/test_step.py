@@ -56,13 +56,13 @@ def net_state(optimizer: Any) -> jt.TrainState:
     )
 
 
-def net_batch(seed: int, poison: float = 1.0, rows: int = 16) -> dict[str, jax.Array]:
+def net_batch(seed: int, poison: float = 1.0, examples: int = 16) -> dict[str, jax.Array]:
     rng = np.random.default_rng(seed)
-    x = rng.normal(size=(rows, 4)).astype(np.float32)
+    x = rng.normal(size=(examples, 4)).astype(np.float32)
     return {
         "x": jnp.asarray(x),
         "y": jnp.asarray(x.sum(-1, keepdims=True)),
-        "poison": jnp.full((rows,), poison),
+        "poison": jnp.full((examples,), poison),
     }
 
 
@@ -78,8 +78,8 @@ def line_state(optimizer: Any, **kwargs: Any) -> jt.TrainState:
     return jt.TrainState.create({"w": jnp.array([1.0, 2.0])}, optimizer, **kwargs)
 
 
-def line_batch(seed: int, rows: int = 8) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, 2)), jnp.float32)
+def line_batch(seed: int, examples: int = 8) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(examples, 2)), jnp.float32)
 
 
 # --- skipping ---------------------------------------------------------------------------------
@@ -501,7 +501,7 @@ def test_eight_devices_equal_one(way: str, accumulate_steps: int) -> None:
     on_eight, on_one = parallel(step, way), jax.jit(step)
     a, b = line_state(optimizer), line_state(optimizer)
     for seed in range(5):
-        batch = line_batch(seed, rows=32)
+        batch = line_batch(seed, examples=32)
         a, many = on_eight(a, sharded(batch, way))
         b, one = on_one(b, batch)
         np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
@@ -514,7 +514,7 @@ def test_an_overflow_on_one_device_skips_on_all(way: str) -> None:
     optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(2.0**8))
     step = parallel(jt.train_step(jt.stateless(line_loss), optimizer, policy="mixed_float16"), way)
     state = line_state(optimizer)
-    batch = line_batch(0, rows=16).at[5].set(1e5)  # inf in float16, in the third device's rows
+    batch = line_batch(0, examples=16).at[5].set(1e5)  # inf in float16, in the third device's examples
     after, metrics = step(state, sharded(batch, way))
     assert_bitwise_equal(jax.device_get(after.params), jax.device_get(state.params))
     assert (int(metrics["skipped_steps"]), float(metrics["loss_scale"])) == (1, 2.0**7)
@@ -528,7 +528,7 @@ def test_batch_statistics_are_averaged_and_devices_draw_apart(way: str) -> None:
 
     step = parallel(jt.train_step(loss_fn, optax.sgd(0.1)), way)
     state = line_state(optax.sgd(0.1), model_state=jnp.float32(0), rng=jax.random.key(0))
-    batch = line_batch(0, rows=16)
+    batch = line_batch(0, examples=16)
     state, metrics = step(state, sharded(batch, way))
     np.testing.assert_allclose(state.model_state, np.mean(batch), rtol=1e-5)
     # Equal draws everywhere would have no variance.

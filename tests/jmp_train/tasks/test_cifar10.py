@@ -20,9 +20,9 @@ from jmp_train.tasks.models.resnet import ResNet
 pytestmark = pytest.mark.quick
 
 
-def small_task(rows: int, features: tuple[int, ...], devices: int = 1) -> Task:
+def small_task(examples: int, features: tuple[int, ...], devices: int = 1) -> Task:
     """Returns the task with one block a stage and images of 8 x 8, which compiles in seconds."""
-    train, test = cifar10.synthetic_data(rows, seed=0), cifar10.synthetic_data(96, seed=1)
+    train, test = cifar10.synthetic_data(examples, seed=0), cifar10.synthetic_data(96, seed=1)
     train, test = ({**data, "image": data["image"][:, :8, :8]} for data in (train, test))
     options = TaskOptions(devices=devices)
     model = ResNet(stages=(1,) * len(features), features=features, axis_name=options.axis_name)

@@ -66,7 +66,7 @@ def test_files_gzipped_or_not(folder: Path) -> None:
     assert batch["image"][0, 0, 0, 0] == np.float32(75 / 255)
 
 
-def test_train_size_takes_the_first_rows(folder: Path) -> None:
+def test_train_size_takes_the_first_examples(folder: Path) -> None:
     task = load_task("mnist", TaskOptions(data_dir=folder, train_size=7))
     assert task.train["label"].tolist() == list(range(7))
     assert len(task.test["label"]) == 10

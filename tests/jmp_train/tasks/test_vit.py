@@ -11,7 +11,7 @@ import optax
 import pytest
 from helpers import promoting, relaxed, write_image_folder
 
-from jmp_train.data.batches import row_seeds
+from jmp_train.data.batches import example_seeds
 from jmp_train.data.image_folder import center_crops, random_crops
 from jmp_train.policies.amp_modes.mode import amp_mode
 from jmp_train.runs.loop import train
@@ -54,8 +54,8 @@ def fixture_params() -> Any:
     return jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), shapes)
 
 
-def batch_of(rows: int) -> dict[str, np.ndarray]:
-    return vit.synthetic_data(rows, SIZE, seed=5)
+def batch_of(examples: int) -> dict[str, np.ndarray]:
+    return vit.synthetic_data(examples, SIZE, seed=5)
 
 
 def reference(params: Any, images: np.ndarray, model: VisionTransformer) -> np.ndarray:
@@ -251,10 +251,10 @@ def test_a_folder_is_cropped_by_chance_for_training_and_from_the_center_for_eval
     np.testing.assert_array_equal(batch["image"], center_crops(task.test["path"][:3], SIZE))
     assert batch["label"].tolist() == [0, 0, 1]
 
-    # All rows are a batch, so its labels and images tell the epoch's order.
+    # All examples are a batch, so its labels and images tell the epoch's order.
     batches = list(train_batches(task, 12, seed=3, epochs=2))
     for epoch, batch in enumerate(batches):
-        crops = random_crops(task.train["path"], list(row_seeds(3, epoch, np.arange(12))), SIZE)
+        crops = random_crops(task.train["path"], list(example_seeds(3, epoch, np.arange(12))), SIZE)
         wanted = {(label, crop.tobytes()) for label, crop in zip(task.train["label"].tolist(), crops, strict=True)}
         images = np.asarray(batch["image"])
         assert {(int(y), x.tobytes()) for x, y in zip(images, batch["label"], strict=True)} == wanted
