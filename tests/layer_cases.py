@@ -23,16 +23,16 @@ Params = dict[str, Any]
 class Edges:
     """Edges as dense matrices [edges, nodes]: where each begins, and where it ends."""
 
-    sources: np.ndarray
-    targets: np.ndarray
+    senders: np.ndarray
+    receivers: np.ndarray
 
     @property
     def out_degrees(self) -> np.ndarray:
-        return self.sources.sum(0)
+        return self.senders.sum(0)
 
     @property
     def in_degrees(self) -> np.ndarray:
-        return self.targets.sum(0)
+        return self.receivers.sum(0)
 
 
 def small_graph() -> tuple[graphs.Graph, Edges, int]:
@@ -60,7 +60,7 @@ def _graph(senders: np.ndarray, receivers: np.ndarray, count: int) -> Any:
 
 
 def total(edges: Edges, messages: Any) -> Any:
-    return (edges.targets.T @ messages.reshape(len(messages), -1)).reshape(-1, *messages.shape[1:])
+    return (edges.receivers.T @ messages.reshape(len(messages), -1)).reshape(-1, *messages.shape[1:])
 
 
 def mean(edges: Edges, messages: Any) -> Any:
@@ -68,15 +68,15 @@ def mean(edges: Edges, messages: Any) -> Any:
 
 
 def largest(xp: Any, edges: Edges, messages: Any) -> Any:
-    is_mine = edges.targets.T[:, :, None] > 0
+    is_mine = edges.receivers.T[:, :, None] > 0
     found = xp.where(is_mine, messages[None], -np.inf).max(1)
     return xp.where(edges.in_degrees[:, None] > 0, found, 0)
 
 
 def edge_softmax(xp: Any, edges: Edges, logits: Any) -> Any:
     tops = largest(xp, edges, logits)
-    weights = xp.exp(logits - edges.targets @ tops)
-    return weights / (edges.targets @ total(edges, weights))
+    weights = xp.exp(logits - edges.receivers @ tops)
+    return weights / (edges.receivers @ total(edges, weights))
 
 
 def leaky(xp: Any, x: Any) -> Any:
@@ -91,13 +91,13 @@ def graph_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, norm: str, **_:
     out, into = np.maximum(edges.out_degrees, 1), np.maximum(edges.in_degrees, 1)
     before = {"both": out**-0.5, "left": 1 / out}.get(norm, np.ones_like(out))
     after = {"both": into**-0.5, "right": 1 / into}.get(norm, np.ones_like(into))
-    sent = (edges.sources @ (x * before[:, None])) * w[:, None]
+    sent = (edges.senders @ (x * before[:, None])) * w[:, None]
     result = total(edges, sent) * after[:, None]
     return result @ p["weight"] + p["bias"] if "weight" in p else result
 
 
 def sage_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, kind: str, is_size: bool = False, **_: Any) -> Any:
-    sent = (edges.sources @ x) * w[:, None]
+    sent = (edges.senders @ x) * w[:, None]
     if kind == "gcn":
         own = (total(edges, sent) + x) / (edges.in_degrees + 1)[:, None]
         return own @ p["weight"] + p["bias"]
@@ -105,12 +105,12 @@ def sage_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, kind: str, is_si
         found = mean(edges, sent)
     elif kind == "pool":
         inner = relu(xp, x @ p["aggregator_weights/0"] + p["aggregator_weights/1"])
-        found = largest(xp, edges, (edges.sources @ inner) * w[:, None])
+        found = largest(xp, edges, (edges.senders @ inner) * w[:, None])
     elif is_size:
         found = np.ones_like(x)
     else:
         weights = [p[f"aggregator_weights/{i}"] for i in range(4)]
-        found = xp.stack([_lstm(xp, sent[column > 0], *weights) for column in edges.targets.T])
+        found = xp.stack([_lstm(xp, sent[column > 0], *weights) for column in edges.receivers.T])
     return x @ p["self_weight"] + p["bias"] + found @ p["weight"]
 
 
@@ -127,12 +127,12 @@ def _lstm(xp: Any, rows: Any, of_input: Any, of_hidden: Any, b: Any, c: Any) -> 
 def gat_attention_of(xp: Any, p: Params, edges: Edges, x: Any) -> Any:
     z = (x @ p["weight"]).reshape(len(x), *p["left"].shape[1:])
     left, right = (z * p["left"]).sum(-1), (z * p["right"]).sum(-1)
-    return edge_softmax(xp, edges, leaky(xp, edges.sources @ left + edges.targets @ right))
+    return edge_softmax(xp, edges, leaky(xp, edges.senders @ left + edges.receivers @ right))
 
 
 def gat_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, attention: Any, residual: bool = False) -> Any:
     z = (x @ p["weight"]).reshape(len(x), *p["left"].shape[1:])
-    sent = xp.einsum("en,nhd->ehd", edges.sources, z) * attention[..., None] * w[:, None, None]
+    sent = xp.einsum("en,nhd->ehd", edges.senders, z) * attention[..., None] * w[:, None, None]
     result = total(edges, sent).reshape(len(x), -1) + p["bias"]
     if residual:
         result = result + (x @ p["residual_weight"] if "residual_weight" in p else x)
@@ -141,8 +141,8 @@ def gat_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, attention: Any, r
 
 def gatv2_attention_of(xp: Any, p: Params, edges: Edges, x: Any) -> Any:
     left, right = _gatv2_ends(p, x)
-    both = xp.einsum("en,nhd->ehd", edges.sources, left)
-    both = both + xp.einsum("en,nhd->ehd", edges.targets, right)
+    both = xp.einsum("en,nhd->ehd", edges.senders, left)
+    both = both + xp.einsum("en,nhd->ehd", edges.receivers, right)
     return edge_softmax(xp, edges, (leaky(xp, both) * p["attention"]).sum(-1))
 
 
@@ -156,7 +156,7 @@ def _gatv2_ends(p: Params, x: Any) -> list[Any]:
 
 def gatv2_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, attention: Any, residual: bool = False) -> Any:
     left, _ = _gatv2_ends(p, x)
-    sent = xp.einsum("en,nhd->ehd", edges.sources, left) * attention[..., None] * w[:, None, None]
+    sent = xp.einsum("en,nhd->ehd", edges.senders, left) * attention[..., None] * w[:, None, None]
     result = total(edges, sent)
     if residual:
         own = x
@@ -167,7 +167,7 @@ def gatv2_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, attention: Any,
 
 
 def gin_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, kind: str, **_: Any) -> Any:
-    sent = (edges.sources @ x) * w[:, None]
+    sent = (edges.senders @ x) * w[:, None]
     found = largest(xp, edges, sent) if kind == "max" else total(edges, sent)
     found = mean(edges, sent) if kind == "mean" else found
     result = (1 + p.get("eps", 0.5)) * x + found
@@ -298,10 +298,10 @@ def draw_inputs(case: Case, count: int, edges: Edges, dtype: Any) -> tuple[jax.A
     """Returns features and edge weights that the dtype can hold."""
     random = np.random.default_rng(5)
     x = jnp.asarray(random.normal(size=(count, case.width)), dtype)
-    w = jnp.asarray(random.uniform(0.2, 1, len(edges.sources)), dtype)
+    w = jnp.asarray(random.uniform(0.2, 1, len(edges.senders)), dtype)
     return x, w if case.is_weighted else None
 
 
 def weights_of(w: Any, edges: Edges) -> np.ndarray:
     """Returns edge weights in float64, 1 where there are none."""
-    return np.ones(len(edges.sources)) if w is None else np.asarray(w, np.float64)
+    return np.ones(len(edges.senders)) if w is None else np.asarray(w, np.float64)

@@ -25,7 +25,7 @@ def _by_chunks(
 ) -> jax.Array:
     sent = inputs.sent
     if sent.size == 0:
-        return jnp.zeros((adjacency.num_targets, *sent.shape[1:]), sent.dtype)
+        return jnp.zeros((adjacency.num_receivers, *sent.shape[1:]), sent.dtype)
     return run_chunked(functools.partial(kernel, negative_slope), adjacency.neighbors, dropout, inputs)
 
 

@@ -42,15 +42,15 @@ def _attend(
 
 def gat_logits(negative_slope: float, adjacency: Adjacency, inputs: GATInputs) -> tuple[jax.Array, jax.Array]:
     """Returns the logits [edges, heads] and the messages [edges, heads, width] of GAT."""
-    left = adjacency.sources.read(upcast(inputs.left))
-    logits = jax.nn.leaky_relu(left + adjacency.targets.read(upcast(inputs.right)), negative_slope)
-    return logits, adjacency.sources.read(upcast(inputs.features))
+    left = adjacency.senders.read(upcast(inputs.left))
+    logits = jax.nn.leaky_relu(left + adjacency.receivers.read(upcast(inputs.right)), negative_slope)
+    return logits, adjacency.senders.read(upcast(inputs.features))
 
 
 def gatv2_logits(negative_slope: float, adjacency: Adjacency, inputs: GATv2Inputs) -> tuple[jax.Array, jax.Array]:
     """Returns the logits [edges, heads] and the messages [edges, heads, width] of GATv2."""
-    messages = adjacency.sources.read(upcast(inputs.left))
-    both = messages + adjacency.targets.read(upcast(inputs.right))
+    messages = adjacency.senders.read(upcast(inputs.left))
+    both = messages + adjacency.receivers.read(upcast(inputs.right))
     both = jax.nn.leaky_relu(both, negative_slope)
     return (inputs.attention.astype(both.dtype) * both).sum(-1), messages
 
@@ -62,9 +62,9 @@ def _weighted_sum(
     edge_weight: jax.Array | None,
     dropout: EdgeDropout | None,
 ) -> jax.Array:
-    weights = adjacency.targets.softmax(logits)
+    weights = adjacency.receivers.softmax(logits)
     if dropout is not None:
         weights = weights * dropout.of_edges(jnp.arange(len(weights))).astype(weights.dtype)
     if edge_weight is not None:
         weights = weights * edge_weight.astype(weights.dtype)[:, None]
-    return adjacency.targets.sum(weights[..., None] * messages)
+    return adjacency.receivers.sum(weights[..., None] * messages)

@@ -40,7 +40,7 @@ class EdgeDropout:
         is_kept = draw(self.words) >= jnp.uint32(int(self.rate * 2**32))
         return jnp.where(is_kept, jnp.float32(1 / (1 - self.rate)), jnp.float32(0))
 
-    def of_chunk(self, neighbors: CSR, chunk: Chunk, *, nodes_are_targets: bool) -> jax.Array:
+    def of_chunk(self, neighbors: CSR, chunk: Chunk, *, nodes_are_receivers: bool) -> jax.Array:
         """Returns 0 or 1 / (1 - rate) for each edge [blocks, width, heads].
 
         Edges are told apart by their places or, where they have none, by their two ends: then edges
@@ -49,12 +49,12 @@ class EdgeDropout:
         Args:
           neighbors: the edges.
           chunk: a chunk of them.
-          nodes_are_targets: whether they enter the nodes that they are sorted by.
+          nodes_are_receivers: whether they enter the nodes that they are sorted by.
         """
         if neighbors.edges is not None:
             return self.of_edges(at(neighbors.edges, chunk.positions))
         nodes = jnp.broadcast_to(chunk.nodes[:, None], chunk.others.shape)
-        ends = (chunk.others, nodes) if nodes_are_targets else (nodes, chunk.others)
+        ends = (chunk.others, nodes) if nodes_are_receivers else (nodes, chunk.others)
         return self.of_edges(*ends)
 
 
@@ -77,7 +77,7 @@ def dropout_and_weight(
     dropout: EdgeDropout | None,
     edge_weight: jax.Array | None,
     *,
-    nodes_are_targets: bool,
+    nodes_are_receivers: bool,
 ) -> jax.Array | None:
     """Returns what a chunk's weights are multiplied by [blocks, width, heads or 1]; None for 1.
 
@@ -86,11 +86,11 @@ def dropout_and_weight(
       chunk: a chunk of them.
       dropout: which are dropped.
       edge_weight: floating [edges].
-      nodes_are_targets: see `EdgeDropout.of_chunk`.
+      nodes_are_receivers: see `EdgeDropout.of_chunk`.
     """
     factor = None
     if dropout is not None:
-        factor = dropout.of_chunk(neighbors, chunk, nodes_are_targets=nodes_are_targets)
+        factor = dropout.of_chunk(neighbors, chunk, nodes_are_receivers=nodes_are_receivers)
     if edge_weight is None:
         return factor
     return times(edge_rows(neighbors, chunk, edge_weight)[..., None], factor)

@@ -99,24 +99,24 @@ def _backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> tupl
         sums = chunk.of_others(left) + chunk.of_nodes(right)
         return weights(chunk, sums, chunk.of_nodes(most), chunk.of_nodes(inverse))
 
-    def of_targets(chunk: Chunk) -> list[jax.Array]:
+    def of_receivers(chunk: Chunk) -> list[jax.Array]:
         of_softmax, slopes = into_node(chunk)
-        factor = dropout_and_weight(into, chunk, dropout, edge_weight, nodes_are_targets=True)
+        factor = dropout_and_weight(into, chunk, dropout, edge_weight, nodes_are_receivers=True)
         here = chunk.of_nodes(gradient)[:, 0]
         # A product of sums is cheaper than the sum of the edges' products, which XLA stores on CPUs.
         rows = [chunk.sum_of_others(features, times(x, factor)) for x in (of_softmax, slopes)]
         return [*(sum_of_rows(x * here) for x in rows), slopes.sum(1)]
 
     elements = heads * (2 * width + 3 * into.width)
-    mean, of_products, of_slopes = add_up(into, of_targets, [of_head] * 3, elements, gradient)
+    mean, of_products, of_slopes = add_up(into, of_receivers, [of_head] * 3, elements, gradient)
     of_right = of_products - mean * of_slopes
 
     out = edges.by_source
 
-    def of_sources(chunk: Chunk) -> list[jax.Array]:
+    def of_senders(chunk: Chunk) -> list[jax.Array]:
         sums = chunk.of_others(right) + chunk.of_nodes(left)
         of_softmax, slopes = weights(chunk, sums, chunk.of_others(most), chunk.of_others(inverse))
-        factor = dropout_and_weight(out, chunk, dropout, edge_weight, nodes_are_targets=False)
+        factor = dropout_and_weight(out, chunk, dropout, edge_weight, nodes_are_receivers=False)
         rows = chunk.sum_of_others(gradient, times(slopes, factor))
         of_logits = sum_of_rows(rows * chunk.of_nodes(features)[:, 0])
         of_means = (slopes * chunk.of_others(mean)).sum(1)
@@ -127,7 +127,7 @@ def _backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> tupl
 
     like = [jax.ShapeDtypeStruct((heads, width), dtype), of_head]
     elements = heads * (2 * width + 3 * out.width)
-    of_features, of_left = add_up(out, of_sources, like, elements, mean)
+    of_features, of_left = add_up(out, of_senders, like, elements, mean)
 
     def weights_and_products(chunk: Chunk) -> tuple[jax.Array, jax.Array]:
         return into_node(chunk)[0], chunk.dot_with_others(features, gradient)

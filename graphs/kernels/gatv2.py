@@ -98,27 +98,27 @@ def _backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> tupl
 
     def of_means(chunk: Chunk) -> list[jax.Array]:
         weights, products = into_node(chunk)
-        factor = dropout_and_weight(into, chunk, dropout, edge_weight, nodes_are_targets=True)
+        factor = dropout_and_weight(into, chunk, dropout, edge_weight, nodes_are_receivers=True)
         return [(weights * times(products, factor)).sum(1)]
 
     elements = into.width * heads * width // 2
     (mean,) = add_up(into, of_means, [of_head], elements, gradient)
 
-    def of_targets(chunk: Chunk) -> list[jax.Array]:
+    def of_receivers(chunk: Chunk) -> list[jax.Array]:
         weights, products = into_node(chunk)
-        factor = dropout_and_weight(into, chunk, dropout, edge_weight, nodes_are_targets=True)
+        factor = dropout_and_weight(into, chunk, dropout, edge_weight, nodes_are_receivers=True)
         of_logits = weights * (times(products, factor) - chunk.of_nodes(mean))
         here = chunk.of_nodes(right)[:, 0]
         return [chunk.sum_of_others(left, of_logits, lambda x: _slopes(x + here, negative_slope))]
 
-    (into_slopes,) = add_up(into, of_targets, [of_row], elements, mean)
+    (into_slopes,) = add_up(into, of_receivers, [of_row], elements, mean)
 
     out = edges.by_source
 
-    def of_sources(chunk: Chunk) -> list[jax.Array]:
+    def of_senders(chunk: Chunk) -> list[jax.Array]:
         sums = chunk.of_others(right) + chunk.of_nodes(left)
         weights = softmax(chunk, sums, chunk.of_others(most), chunk.of_others(inverse))
-        factor = dropout_and_weight(out, chunk, dropout, edge_weight, nodes_are_targets=False)
+        factor = dropout_and_weight(out, chunk, dropout, edge_weight, nodes_are_receivers=False)
         products = times(chunk.where_edge(chunk.dot_with_others(gradient, left)), factor)
         of_logits = weights * (products - chunk.of_others(mean))
         here = chunk.of_nodes(left)[:, 0]
@@ -127,7 +127,7 @@ def _backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> tupl
             chunk.sum_of_others(right, of_logits, lambda x: _slopes(x + here, negative_slope)),
         ]
 
-    of_messages, out_slopes = add_up(out, of_sources, [of_row] * 2, elements, into_slopes)
+    of_messages, out_slopes = add_up(out, of_senders, [of_row] * 2, elements, into_slopes)
     attention = upcast(inputs.attention)
     of_attention = _total(upcast(left) * out_slopes) + _total(upcast(right) * into_slopes)
 

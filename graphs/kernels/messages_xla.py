@@ -63,7 +63,7 @@ def _computed(message: Message, operands: Operands, adjacency: Adjacency) -> jax
     for (end, _), operand in zip(message.operands, operands, strict=True):
         rows = upcast(operand)
         if end != "e":
-            rows = (adjacency.sources if end == "u" else adjacency.targets).read(rows)
+            rows = (adjacency.senders if end == "u" else adjacency.receivers).read(rows)
         reads.append(rows)
     if len(reads) == 1:
         return reads[0]
@@ -81,29 +81,29 @@ def _combined(operation: Operation, left: jax.Array, right: jax.Array, adjacency
     if operation == "dot":
         return left * right if left.ndim == 1 else (left * right).sum(-1, keepdims=True)
     if operation == "div":  # by 1 for padding edges, or their gradients were NaN
-        is_counted = rows_like(adjacency.targets.is_counted, right)
+        is_counted = rows_like(adjacency.receivers.is_counted, right)
         right = jnp.where(is_counted, right, jnp.ones_like(right))
     return {"add": jnp.add, "sub": jnp.subtract, "mul": jnp.multiply, "div": jnp.divide}[operation](left, right)
 
 
 def _sum(adjacency: Adjacency, messages: jax.Array) -> jax.Array:
-    return adjacency.targets.sum(upcast_integers(messages))
+    return adjacency.receivers.sum(upcast_integers(messages))
 
 
 def _mean(adjacency: Adjacency, messages: jax.Array) -> jax.Array:
-    return adjacency.targets.mean(as_inexact(messages))
+    return adjacency.receivers.mean(as_inexact(messages))
 
 
 def _max(adjacency: Adjacency, messages: jax.Array) -> jax.Array:
-    return _zero_without_edges(adjacency, adjacency.targets.max(messages))
+    return _zero_without_edges(adjacency, adjacency.receivers.max(messages))
 
 
 def _min(adjacency: Adjacency, messages: jax.Array) -> jax.Array:
-    return _zero_without_edges(adjacency, adjacency.targets.min(messages))
+    return _zero_without_edges(adjacency, adjacency.receivers.min(messages))
 
 
 def _zero_without_edges(adjacency: Adjacency, result: jax.Array) -> jax.Array:
-    is_reached = rows_like(adjacency.targets.degrees > 0, result)
+    is_reached = rows_like(adjacency.receivers.degrees > 0, result)
     return jnp.where(is_reached, result, jnp.zeros_like(result))
 
 

@@ -55,7 +55,7 @@ def softmax_sum(
 
     def parts(chunk: Chunk) -> list[jax.Array]:
         terms = chunk.where_edge(jnp.exp(logits(chunk) - chunk.of_nodes(most)).astype(dtype))
-        factor = dropout_and_weight(neighbors, chunk, dropout, edge_weight, nodes_are_targets=True)
+        factor = dropout_and_weight(neighbors, chunk, dropout, edge_weight, nodes_are_receivers=True)
         return [chunk.sum_of_others(features, times(terms, factor)), terms.sum(1)]
 
     like = [jax.ShapeDtypeStruct((heads, width), dtype), of_head]
@@ -88,7 +88,7 @@ def gradient_of_edge_weight(
 
     def of_each(chunk: Chunk) -> jax.Array:
         weights, products = weights_and_products(chunk)
-        factor = dropout_and_weight(neighbors, chunk, dropout, None, nodes_are_targets=True)
+        factor = dropout_and_weight(neighbors, chunk, dropout, None, nodes_are_receivers=True)
         return (times(weights, factor) * products).sum(-1)
 
     of_one = jax.ShapeDtypeStruct((), dtype)

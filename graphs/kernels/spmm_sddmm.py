@@ -22,12 +22,12 @@ class Scales:
     """What rows are multiplied by, without gradients of their own.
 
     Attributes:
-      sources: floating [sources], before the rows are sent; None for 1.
-      targets: floating [targets], after they were added; None for 1.
+      senders: floating [senders], before the rows are sent; None for 1.
+      receivers: floating [receivers], after they were added; None for 1.
     """
 
-    sources: jax.Array | None = None
-    targets: jax.Array | None = None
+    senders: jax.Array | None = None
+    receivers: jax.Array | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -38,13 +38,13 @@ def weighted_sum(
     data: jax.Array,
     weights: jax.Array | None,
 ) -> jax.Array:
-    """Returns the sums [targets, heads, width] of weights times the sources' rows, computed in float32.
+    """Returns the sums [receivers, heads, width] of weights times the senders' rows, computed in float32.
 
     Args:
       dtype: the result's; None for that which data and weights promote to.
       edges: who sends to whom.
       scales: of the rows and sums.
-      data: floating [sources, heads, width].
+      data: floating [senders, heads, width].
       weights: floating [edges, heads] or [edges, 1]; None for 1.
     """
     common = data.dtype if weights is None else common_dtype(data.dtype, weights.dtype)
@@ -52,45 +52,45 @@ def weighted_sum(
 
     def compute(chunk: Chunk) -> list[jax.Array]:
         factors = None if weights is None else edge_rows(neighbors, chunk, weights)
-        if scales.sources is not None:
-            scale = chunk.where_edge(chunk.of_others(scales.sources))[..., None]
+        if scales.senders is not None:
+            scale = chunk.where_edge(chunk.of_others(scales.senders))[..., None]
             factors = scale if factors is None else factors * scale
         return [chunk.sum_of_others(data, factors)]
 
     like = [jax.ShapeDtypeStruct(shape, accumulation_dtype(common))]
     (sums,) = add_up(neighbors, compute, like, max(1, math.prod(shape)), data)
-    if scales.targets is not None:
-        sums = sums * scales.targets.astype(sums.dtype)[:, None, None]
+    if scales.receivers is not None:
+        sums = sums * scales.receivers.astype(sums.dtype)[:, None, None]
     return sums.astype(common if dtype is None else dtype)
 
 
 @jax.custom_vjp
-def edge_dot(edges: CSRAndCSC, scales: Scales, sources: jax.Array, targets: jax.Array) -> jax.Array:
+def edge_dot(edges: CSRAndCSC, scales: Scales, senders: jax.Array, receivers: jax.Array) -> jax.Array:
     """Returns the products [edges, heads] of the rows at both ends, summed over the width.
 
     Args:
       edges: who sends to whom.
       scales: of the rows at either end.
-      sources: floating [sources, heads, width].
-      targets: floating [targets, heads, width].
+      senders: floating [senders, heads, width].
+      receivers: floating [receivers, heads, width].
 
     Returns:
       The products, in the dtype that both promote to; 0 for edges that count nowhere.
     """
-    dtype = common_dtype(sources.dtype, targets.dtype)
+    dtype = common_dtype(senders.dtype, receivers.dtype)
     neighbors = edges.by_target
 
     def compute(chunk: Chunk) -> jax.Array:
-        products = chunk.dot_with_others(sources, targets)
-        if scales.sources is not None:
-            products = products * chunk.of_others(scales.sources)[..., None]
-        if scales.targets is not None:
-            products = products * chunk.of_nodes(scales.targets)[..., None]
+        products = chunk.dot_with_others(senders, receivers)
+        if scales.senders is not None:
+            products = products * chunk.of_others(scales.senders)[..., None]
+        if scales.receivers is not None:
+            products = products * chunk.of_nodes(scales.receivers)[..., None]
         return products
 
     # XLA would copy all of a loop's bfloat16 array in each iteration on CPUs: it is rounded in the end.
-    like = jax.ShapeDtypeStruct(sources.shape[1:2], accumulation_dtype(dtype))
-    elements = max(1, neighbors.width * math.prod(sources.shape[1:]) // 2)
+    like = jax.ShapeDtypeStruct(senders.shape[1:2], accumulation_dtype(dtype))
+    elements = max(1, neighbors.width * math.prod(senders.shape[1:]) // 2)
     return of_edges(neighbors, compute, like, elements).astype(dtype)
 
 
@@ -114,8 +114,8 @@ class _OfDot(NamedTuple):
 
     edges: CSRAndCSC
     scales: Scales
-    sources: jax.Array
-    targets: jax.Array
+    senders: jax.Array
+    receivers: jax.Array
 
 
 def _sum_forward(
@@ -132,7 +132,7 @@ def _sum_forward(
 def _sum_backward(dtype: DTypeLike | None, saved: _OfSum, gradient: jax.Array) -> tuple[None, None, Any, Any]:
     del dtype
     edges, scales, data, weights = saved
-    reversed_scales = Scales(scales.targets, scales.sources)
+    reversed_scales = Scales(scales.receivers, scales.senders)
     of_data = weighted_sum(data.dtype, edges.reversed(), reversed_scales, gradient, weights)
     if weights is None:
         return None, None, of_data, None
@@ -143,17 +143,17 @@ def _sum_backward(dtype: DTypeLike | None, saved: _OfSum, gradient: jax.Array) -
     return None, None, of_data, of_weights
 
 
-def _dot_forward(edges: CSRAndCSC, scales: Scales, sources: jax.Array, targets: jax.Array) -> tuple[Any, _OfDot]:
-    result = edge_dot(edges, scales, sources, targets)
-    return result, _OfDot(edges, scales, sources, targets)
+def _dot_forward(edges: CSRAndCSC, scales: Scales, senders: jax.Array, receivers: jax.Array) -> tuple[Any, _OfDot]:
+    result = edge_dot(edges, scales, senders, receivers)
+    return result, _OfDot(edges, scales, senders, receivers)
 
 
 def _dot_backward(saved: _OfDot, gradient: jax.Array) -> tuple[None, None, Any, Any]:
-    edges, scales, sources, targets = saved
-    reversed_scales = Scales(scales.targets, scales.sources)
-    of_sources = weighted_sum(sources.dtype, edges.reversed(), reversed_scales, targets, gradient)
-    of_targets = weighted_sum(targets.dtype, edges, scales, sources, gradient)
-    return None, None, of_sources, of_targets
+    edges, scales, senders, receivers = saved
+    reversed_scales = Scales(scales.receivers, scales.senders)
+    of_senders = weighted_sum(senders.dtype, edges.reversed(), reversed_scales, receivers, gradient)
+    of_receivers = weighted_sum(receivers.dtype, edges, scales, senders, gradient)
+    return None, None, of_senders, of_receivers
 
 
 weighted_sum.defvjp(_sum_forward, _sum_backward)

@@ -30,8 +30,8 @@ class _Inputs(NamedTuple):
 
     features: jax.Array
     edge_weight: jax.Array | None
-    source_scale: jax.Array | None
-    targets: jax.Array | None
+    sender_scale: jax.Array | None
+    receivers: jax.Array | None
     reduction: Reduction
     after: After | None
 
@@ -42,25 +42,25 @@ def aggregate(
     edge_weight: jax.Array | None = None,
     *,
     reduction: Reduction = "sum",
-    source_scale: jax.Array | None = None,
+    sender_scale: jax.Array | None = None,
     after: After | None = None,
-    targets: jax.Array | None = None,
+    receivers: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns what nodes make of the nodes that send to them, [targets, ...] in the features' dtype.
+    """Returns what nodes make of the nodes that send to them, [receivers, ...] in the features' dtype.
 
     Nothing is rounded, and so nothing overflows, before the end; the gradient recomputes all.
 
     Args:
       adjacency: who sends to whom.
-      features: floating [sources, ...].
+      features: floating [senders, ...].
       edge_weight: floating [edges], which multiplies the messages.
       reduction: "sum", "mean", "max" or "min".
-      source_scale: at least float32 [sources], by which features are multiplied before they are sent.
-      after: a function of the adjacency, the targets' upcast features and the reduced messages to the
+      sender_scale: at least float32 [senders], by which features are multiplied before they are sent.
+      after: a function of the adjacency, the receivers' upcast features and the reduced messages to the
         result.
-      targets: floating [targets, ...], their features; None for the first of the sources'.
+      receivers: floating [receivers, ...], their features; None for the first of the senders'.
     """
-    inputs = _Inputs(features, edge_weight, source_scale, targets, reduction, after)
+    inputs = _Inputs(features, edge_weight, sender_scale, receivers, reduction, after)
     return AGGREGATION(None, adjacency, inputs)
 
 
@@ -68,30 +68,30 @@ def _by_xla(adjacency: Adjacency, inputs: _Inputs) -> jax.Array:
     @jax.checkpoint
     def compute(
         adjacency: Adjacency,
-        source_scale: jax.Array | None,
+        sender_scale: jax.Array | None,
         features: jax.Array,
         edge_weight: jax.Array | None,
-        targets: jax.Array | None,
+        receivers: jax.Array | None,
     ) -> jax.Array:
         rows = upcast(features)
         sent = rows
-        if source_scale is not None:
-            sent = rows * rows_like(source_scale.astype(rows.dtype), rows)
-        messages = adjacency.sources.read(sent)
+        if sender_scale is not None:
+            sent = rows * rows_like(sender_scale.astype(rows.dtype), rows)
+        messages = adjacency.senders.read(sent)
         if edge_weight is not None:
             messages = messages * rows_like(edge_weight.astype(messages.dtype), messages)
         reduced = REDUCTIONS[inputs.reduction](adjacency, messages)
         if inputs.after is None:
             return reduced
-        own = first_rows(rows, adjacency.num_targets) if targets is None else upcast(targets)
+        own = first_rows(rows, adjacency.num_receivers) if receivers is None else upcast(receivers)
         return inputs.after(adjacency, own, reduced)
 
     result = autocast_as("float32")(compute)(
         adjacency,
-        inputs.source_scale,
+        inputs.sender_scale,
         graph_storage(inputs.features),
         inputs.edge_weight,
-        None if inputs.targets is None else graph_storage(inputs.targets),
+        None if inputs.receivers is None else graph_storage(inputs.receivers),
     )
     return graph_storage(result.astype(inputs.features.dtype))
 
@@ -103,10 +103,10 @@ def _by_chunks(adjacency: Adjacency, inputs: _Inputs) -> jax.Array:
         dtype = data.dtype if after is None else accumulation_dtype(data.dtype)
         return weighted_sum(dtype, edges, scales, data, weights)
 
-    target_scale = None
+    receiver_scale = None
     if inputs.reduction == "mean":
-        target_scale = inverse_degrees(adjacency.in_degrees, features)
-    scales = Scales(inputs.source_scale, target_scale)
+        receiver_scale = inverse_degrees(adjacency.in_degrees, features)
+    scales = Scales(inputs.sender_scale, receiver_scale)
     stored = graph_storage(features)
     if stored.size:
         rows = stored.reshape(stored.shape[0], 1, -1)
@@ -115,9 +115,11 @@ def _by_chunks(adjacency: Adjacency, inputs: _Inputs) -> jax.Array:
         result = result.reshape(-1, *features.shape[1:])
     else:
         dtype = features.dtype if after is None else accumulation_dtype(features.dtype)
-        result = jnp.zeros((adjacency.num_targets, *features.shape[1:]), dtype)
+        result = jnp.zeros((adjacency.num_receivers, *features.shape[1:]), dtype)
     if after is not None:
-        own = first_rows(stored, adjacency.num_targets) if inputs.targets is None else graph_storage(inputs.targets)
+        own = (
+            first_rows(stored, adjacency.num_receivers) if inputs.receivers is None else graph_storage(inputs.receivers)
+        )
         finish = autocast_as("float32")(lambda rows, sums: after(adjacency, upcast(rows), sums))
         result = finish(own, result).astype(features.dtype)
     return graph_storage(result)

@@ -60,8 +60,8 @@ def edge_softmax(
     graph = graph.graph() if isinstance(graph, Block) else graph
     frame = frame_of(graph, etype)
     if edges is not None:
-        frame = some_edges(frame, checked_ids("edges", edges, frame.adjacency.targets.num_edges))
-    end = frame.adjacency.targets if norm_by == "dst" else frame.adjacency.sources
+        frame = some_edges(frame, checked_ids("edges", edges, frame.adjacency.receivers.num_edges))
+    end = frame.adjacency.receivers if norm_by == "dst" else frame.adjacency.senders
     logits = _floats("logits", logits, end.num_edges, "edges")
     softmax = jax.checkpoint(lambda end, logits: end.softmax(upcast(logits)))
     return in_float32(lambda logits: softmax(end, logits), logits)
@@ -118,7 +118,7 @@ def gat_attention(
     graph = as_graph(graph, features)
     check_dropout("dropout_rate", dropout_rate, dropout_key)
     adjacency = graph.connections
-    features = _floats("features", features, adjacency.num_sources, "nodes")
+    features = _floats("features", features, adjacency.num_senders, "nodes")
     ends = _ends(adjacency, left, right)
     for name, end in zip(("left", "right"), ends, strict=True):
         if features.ndim != 3 or end.shape[1:] != features.shape[1:2]:
@@ -197,8 +197,8 @@ def gatv2_attention(
 
 def _ends(adjacency: Adjacency, left: Floats, right: Floats) -> list[jax.Array]:
     return [
-        _floats("left", left, adjacency.num_sources, "nodes"),
-        _floats("right", right, adjacency.num_targets, "nodes"),
+        _floats("left", left, adjacency.num_senders, "nodes"),
+        _floats("right", right, adjacency.num_receivers, "nodes"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The features at both ends of a layer's edges: of a graph the same, of a block the first rows of the sources'."""
+"""Features at both ends of a layer's edges; a block's targets are the first of its sources."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,34 +20,34 @@ class EndRows:
     """Rows of the nodes that send, and of those that receive.
 
     Attributes:
-      sources: floating [sources, ...].
-      own_targets: floating [targets, ...]; None where they are the first of the sources'.
-      num_targets: how many nodes there are to receive.
+      senders: floating [senders, ...].
+      own_receivers: floating [receivers, ...]; None where they are the first of the senders'.
+      num_receivers: how many nodes there are to receive.
     """
 
-    sources: jax.Array
-    own_targets: jax.Array | None
-    num_targets: int
+    senders: jax.Array
+    own_receivers: jax.Array | None
+    num_receivers: int
 
     @property
-    def targets(self) -> jax.Array:
-        """The rows [targets, ...] of the nodes that receive."""
-        if self.own_targets is not None:
-            return self.own_targets
-        return first_rows(self.sources, self.num_targets)
+    def receivers(self) -> jax.Array:
+        """The rows [receivers, ...] of the nodes that receive."""
+        if self.own_receivers is not None:
+            return self.own_receivers
+        return first_rows(self.senders, self.num_receivers)
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "EndRows":
         """Returns what a function makes of the rows at either end, computed once where they are shared."""
-        own = None if self.own_targets is None else function(self.own_targets)
-        return EndRows(function(self.sources), own, self.num_targets)
+        own = None if self.own_receivers is None else function(self.own_receivers)
+        return EndRows(function(self.senders), own, self.num_receivers)
 
     def dropped(self, rate: float, key: jax.Array | None) -> "EndRows":
         """Returns the rows with entries dropped; shared rows lose the same ones at both ends."""
-        if self.own_targets is None or key is None:
+        if self.own_receivers is None or key is None:
             return self.map(lambda rows: drop(rows, rate, key))
         first, second = jax.random.split(key)
-        sources, targets = drop(self.sources, rate, first), drop(self.own_targets, rate, second)
-        return EndRows(sources, targets, self.num_targets)
+        senders, receivers = drop(self.senders, rate, first), drop(self.own_receivers, rate, second)
+        return EndRows(senders, receivers, self.num_receivers)
 
 
 def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis) -> EndRows:
@@ -55,7 +55,7 @@ def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis) -> EndRo
 
     Args:
       graph: a graph or a block.
-      features: floating [sources, *shape], or a pair, of the sources and of the targets.
+      features: floating [senders, *shape], or a pair, of the senders and of the receivers.
       *shape: see `as_floats`.
 
     Raises:
@@ -63,20 +63,20 @@ def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis) -> EndRo
       ValueError: a shape does not fit.
     """
     adjacency = graph.connections
-    num_sources, num_targets = adjacency.num_sources, adjacency.num_targets
+    num_senders, num_receivers = adjacency.num_senders, adjacency.num_receivers
     if not isinstance(features, tuple):
-        return EndRows(as_floats("features", features, num_sources, *shape), None, num_targets)
+        return EndRows(as_floats("features", features, num_senders, *shape), None, num_receivers)
     if len(features) != 2:
-        raise ValueError(f"features must be one array or a pair, of sources and of targets, got {len(features)}")
-    sources = as_floats("features[0]", features[0], num_sources, *shape)
+        raise ValueError(f"features must be one array or a pair, of senders and of receivers, got {len(features)}")
+    senders = as_floats("features[0]", features[0], num_senders, *shape)
     return EndRows(
-        sources,
-        as_floats("features[1]", features[1], num_targets, *sources.shape[1:]),
-        num_targets,
+        senders,
+        as_floats("features[1]", features[1], num_receivers, *senders.shape[1:]),
+        num_receivers,
     )
 
 
 def promoted_with(rows: EndRows, *arrays: jax.Array | None) -> tuple[EndRows, list[Any]]:
     """Returns rows and arrays in the dtype that theirs promote to; None stays None."""
-    sources, targets, *others = promoted(rows.sources, rows.own_targets, *arrays)
-    return EndRows(sources, targets, rows.num_targets), others
+    senders, receivers, *others = promoted(rows.senders, rows.own_receivers, *arrays)
+    return EndRows(senders, receivers, rows.num_receivers), others

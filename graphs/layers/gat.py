@@ -102,16 +102,16 @@ def gat_conv(
     tables = rows.map(lambda features: product(features, kernel).reshape(-1, heads, out))
     result = gat_attention(
         graph,
-        tables.sources,
-        _logits(tables.sources, left),
-        _logits(tables.targets, right),
+        tables.senders,
+        _logits(tables.senders, left),
+        _logits(tables.receivers, right),
         edge_weight=edge_weight,
         negative_slope=negative_slope,
         dropout_rate=attention_dropout,
         dropout_key=attention_key,
     ).reshape(-1, heads * out)
     if residual:
-        own = rows.targets
+        own = rows.receivers
         result = result + (own if residual_kernel is None else product(own, residual_kernel))
     if offset is not None:
         result = add_bias(result, offset)

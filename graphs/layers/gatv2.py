@@ -106,12 +106,12 @@ def gatv2_conv(
     rows = rows.dropped(feature_dropout, feature_key)
 
     tables = rows.map(lambda features: dense(features, *arrays[:2]).reshape(-1, heads, out))
-    right = tables.targets
+    right = tables.receivers
     if right_weight is not None:
-        right = dense(rows.targets, *arrays[2:4]).reshape(-1, heads, out)
+        right = dense(rows.receivers, *arrays[2:4]).reshape(-1, heads, out)
     result = gatv2_attention(
         graph,
-        tables.sources,
+        tables.senders,
         right,
         attention.reshape(heads, out),
         edge_weight=edge_weight,
@@ -120,7 +120,7 @@ def gatv2_conv(
         dropout_key=attention_key,
     )
     if residual:
-        own = rows.targets if residual_weight is None else dense(rows.targets, *arrays[4:])
+        own = rows.receivers if residual_weight is None else dense(rows.receivers, *arrays[4:])
         result = result + own.reshape(-1, heads, out)
     return activated(result, activation)
 

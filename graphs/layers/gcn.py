@@ -78,26 +78,26 @@ def graph_conv(
     check_in_degrees(graph, allow_zero_in_degree)
     kernel = as_optional("weight", weight, "in", "out")
     width = "in" if kernel is None else kernel.shape[0]
-    rows = end_rows(graph, features, width).sources
+    rows = end_rows(graph, features, width).senders
     out = rows.shape[1] if kernel is None else kernel.shape[1]
     offset = as_optional("bias", bias, out)
     rows, kernel, offset = promoted(rows, kernel, offset)
     is_product_first = kernel is not None and kernel.shape[0] > kernel.shape[1]
     if is_product_first:
         rows = product(rows, kernel)
-    source_scale, target_scale = _degree_scales(graph, norm, rows)
+    sender_scale, receiver_scale = _degree_scales(graph, norm, rows)
 
     def after(adjacency: Adjacency, rows: jax.Array, total: jax.Array) -> jax.Array:
         del adjacency, rows
-        if target_scale is None:
+        if receiver_scale is None:
             return total
-        return total * rows_like(target_scale.astype(total.dtype), total)
+        return total * rows_like(receiver_scale.astype(total.dtype), total)
 
     result = aggregate(
         graph.connections,
         rows,
         as_edge_weight(graph, edge_weight),
-        source_scale=source_scale,
+        sender_scale=sender_scale,
         after=after,
     )
     if kernel is not None and not is_product_first:
@@ -109,14 +109,14 @@ def _degree_scales(graph: Graph | Block, norm: str, features: jax.Array) -> tupl
     """Returns what features are multiplied by before and after the sum, float32 [nodes]; None for 1."""
     of_senders, of_receivers = NORMS[norm]
     if not isinstance(graph, Block) or graph.whole_degrees is None:
-        source_scale = degree_scale(graph.out_degrees, of_senders, features)
-        return source_scale, degree_scale(graph.in_degrees, of_receivers, features)
+        sender_scale = degree_scale(graph.out_degrees, of_senders, features)
+        return sender_scale, degree_scale(graph.in_degrees, of_receivers, features)
     out_degrees, in_degrees = graph.whole_degrees
     # The edges that were drawn stand for those that were not.
     of_drawn = inverse_degrees(graph.in_degrees, features) / inverse_degrees(in_degrees, features)
     of_whole = degree_scale(in_degrees, of_receivers, features)
-    target_scale = of_drawn if of_whole is None else of_drawn * of_whole
-    return degree_scale(out_degrees, of_senders, features), target_scale
+    receiver_scale = of_drawn if of_whole is None else of_drawn * of_whole
+    return degree_scale(out_degrees, of_senders, features), receiver_scale
 
 
 class GraphConv(nnx.Module):

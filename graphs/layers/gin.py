@@ -78,11 +78,11 @@ def gin_conv(
     edge_weight = as_edge_weight(graph, edge_weight)
     result = aggregate(
         graph.connections,
-        rows.sources,
+        rows.senders,
         edge_weight,
         reduction=reduction,
         after=with_self,
-        targets=rows.own_targets,
+        receivers=rows.own_receivers,
     )
     return activated(result, apply, activation)
 

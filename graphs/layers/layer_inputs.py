@@ -68,7 +68,7 @@ def as_edge_weight(graph: Graph | Block, edge_weight: Floats | None) -> jax.Arra
     """
     if edge_weight is None:
         return None
-    return as_floats("edge_weight", edge_weight, graph.connections.targets.num_edges)
+    return as_floats("edge_weight", edge_weight, graph.connections.receivers.num_edges)
 
 
 def as_optional(name: str, array: Floats | None, *shape: int | str | EllipsisType) -> jax.Array | None:

@@ -104,7 +104,7 @@ def sage_conv(
     else:
         result = product(_collect(graph, rows, aggregator, inner, edge_weight), kernel)
     if self_kernel is not None:
-        result = dense(rows.targets, self_kernel, offset) + result
+        result = dense(rows.receivers, self_kernel, offset) + result
     elif offset is not None:
         result = add_bias(result, offset)
     return activated(result, activation, norm)
@@ -133,7 +133,7 @@ def _collect(
     inner: Sequence[jax.Array],
     edge_weight: jax.Array | None,
 ) -> jax.Array:
-    features = rows.sources
+    features = rows.senders
     if aggregator == "lstm":
         if isinstance(graph, Block):
             raise TypeError('aggregator="lstm" needs a Graph: blocks have no mailboxes')
@@ -143,7 +143,7 @@ def _collect(
         return aggregate(graph.connections, features, edge_weight, reduction="max")
     if aggregator == "mean":
         return aggregate(graph.connections, features, edge_weight, reduction="mean")
-    return aggregate(graph.connections, features, edge_weight, after=_mean_with_self, targets=rows.own_targets)
+    return aggregate(graph.connections, features, edge_weight, after=_mean_with_self, receivers=rows.own_receivers)
 
 
 def _mean_with_self(adjacency: Adjacency, rows: jax.Array, total: jax.Array) -> jax.Array:

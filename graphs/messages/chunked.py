@@ -66,10 +66,10 @@ def chunked_sum(
     heads = _heads(message, operands)
     by_end = {end: graph_storage(x) for (end, _), x in zip(message.operands, operands, strict=True)}
     rows, weights = by_end["u"], by_end.get("e")
-    scales = Scales(targets=inverse_degrees(adjacency.in_degrees, rows) if reduction == "mean" else None)
+    scales = Scales(receivers=inverse_degrees(adjacency.in_degrees, rows) if reduction == "mean" else None)
     if rows.size == 0:
         dtype = common_dtype(*(operand.dtype for operand in operands))
-        return jnp.zeros((adjacency.num_targets, *rows.shape[1:]), dtype)
+        return jnp.zeros((adjacency.num_receivers, *rows.shape[1:]), dtype)
     result = run_chunked(
         functools.partial(weighted_sum, None),
         adjacency.neighbors,

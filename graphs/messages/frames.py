@@ -32,14 +32,14 @@ class Frame:
       src: features [senders, ...] by name.
       dst: features [receivers, ...] by name.
       data: features [edges, ...] by name.
-      target_type: the type of the nodes that the edges enter; None where the graph has one only.
+      receiver_type: the type of the nodes that the edges enter; None where the graph has one only.
     """
 
     adjacency: Adjacency
     src: Mapping[str, jax.Array]
     dst: Mapping[str, jax.Array]
     data: Mapping[str, jax.Array]
-    target_type: str | None = None
+    receiver_type: str | None = None
 
 
 class Nodes(NamedTuple):
@@ -69,8 +69,9 @@ def frame_of(graph: Graph | HeteroGraph, etype: str | EdgeType | None) -> Frame:
             raise ValueError(f"etype={etype!r}, but the graph has one type of edges, without a name")
         return Frame(graph.connections, graph.nodes, graph.nodes, graph.edges)
     kind = graph.edge_type(etype)
-    source, _, target = kind
-    return Frame(graph.connections[kind], graph.nodes[source], graph.nodes[target], graph.edges[kind], target)
+    sender_type, _, receiver_type = kind
+    nodes = graph.nodes
+    return Frame(graph.connections[kind], nodes[sender_type], nodes[receiver_type], graph.edges[kind], receiver_type)
 
 
 def nodes_of(graph: Graph | HeteroGraph, ntype: str | None) -> Nodes:
@@ -100,7 +101,7 @@ def some_edges(frame: Frame, edges: jax.Array) -> Frame:
       frame: the edges to choose from.
       edges: int [some edges], which.
     """
-    ends = (frame.adjacency.sources, frame.adjacency.targets)
+    ends = (frame.adjacency.senders, frame.adjacency.receivers)
     ids = [end.ids[edges] for end in ends]
     data = {name: gather(feature, edges) for name, feature in frame.data.items()}
     senders, receivers = ids
@@ -114,8 +115,8 @@ def some_edges(frame: Frame, edges: jax.Array) -> Frame:
 
 def where_edges(frame: Frame, is_kept: jax.Array) -> Frame:
     """Returns the frame in which only the edges of a mask, bool [edges], send."""
-    sources, targets = frame.adjacency.sources, frame.adjacency.targets.where(is_kept)
-    return dataclasses.replace(frame, adjacency=Adjacency((sources, targets)))
+    senders, receivers = frame.adjacency.senders, frame.adjacency.receivers.where(is_kept)
+    return dataclasses.replace(frame, adjacency=Adjacency((senders, receivers)))
 
 
 def checked_ids(name: str, ids: Ids, count: int) -> jax.Array:
@@ -156,20 +157,19 @@ def edge_ids(adjacency: Adjacency, edges: Edges) -> jax.Array:
       ValueError: an edge does not exist.
     """
     if not isinstance(edges, tuple):
-        return checked_ids("edges", edges, adjacency.targets.num_edges)
+        return checked_ids("edges", edges, adjacency.receivers.num_edges)
     if len(edges) != 2:
         raise ValueError(f"edges must be places or (senders, receivers), got {len(edges)} arrays")
-    sources, targets = adjacency.sources, adjacency.targets
-    senders, receivers = edges
+    senders, receivers = adjacency.senders, adjacency.receivers
     ends = [
-        checked_ids("edges", senders, sources.num_segments),
-        checked_ids("edges", receivers, targets.num_segments),
+        checked_ids("edges", edges[0], senders.num_segments),
+        checked_ids("edges", edges[1], receivers.num_segments),
     ]
-    if is_traced(*ends, sources.ids):
+    if is_traced(*ends, senders.ids):
         raise TypeError("edges are looked up by their ends outside of jit only: pass their places")
     wanted, all_edges = (
-        np.asarray(end[0], np.int64) * targets.num_segments + np.asarray(end[1])
-        for end in (ends, (sources.ids, targets.ids))
+        np.asarray(end[0], np.int64) * receivers.num_segments + np.asarray(end[1])
+        for end in (ends, (senders.ids, receivers.ids))
     )
     missing = ~np.isin(wanted, all_edges)
     if missing.any():

@@ -63,7 +63,7 @@ def update_all(
         return update_over_types(graph, message, reduce, apply)
     frame = frame_of(graph, etype)
     results = receive(frame, message, reduce, implementation)
-    return with_node_features(graph, frame.target_type, results, apply)
+    return with_node_features(graph, frame.receiver_type, results, apply)
 
 
 @accepts_jraph
@@ -104,7 +104,7 @@ def apply_edges(
         return with_edge_features(graph, etype, results)
     ids = edge_ids(frame.adjacency, edges)
     results = send(some_edges(frame, ids), message, ids)
-    count = frame.adjacency.targets.num_edges
+    count = frame.adjacency.receivers.num_edges
     return with_edge_features(graph, etype, placed(frame.data, results, ids, count))
 
 

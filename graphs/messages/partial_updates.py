@@ -100,7 +100,7 @@ def pull(
       [2.0, 0.0, 2.0]
     """
     frame = frame_of(graph, etype)
-    count = frame.adjacency.targets.num_segments
+    count = frame.adjacency.receivers.num_segments
     ids = checked_ids("nodes", nodes, count)
     if ids.shape[0] == 0:
         return graph
@@ -142,11 +142,11 @@ def push(
       [2.0, 1.0, 2.0]
     """
     frame = frame_of(graph, etype)
-    sources = frame.adjacency.sources
-    ids = checked_ids("nodes", nodes, sources.num_segments)
+    senders = frame.adjacency.senders
+    ids = checked_ids("nodes", nodes, senders.num_segments)
     if ids.shape[0] == 0:
         return graph
-    part = where_edges(frame, sources.read(_mask(ids, sources.num_segments)))
+    part = where_edges(frame, senders.read(_mask(ids, senders.num_segments)))
     return _sent(graph, part, message, reduce, apply)
 
 
@@ -234,7 +234,7 @@ def _sent(
     apply: NodeFunction | None,
 ) -> OurGraph:
     """Returns the graph after some of its edges have sent, and those have received whom they reach."""
-    is_reached = part.adjacency.targets.degrees > 0
+    is_reached = part.adjacency.receivers.degrees > 0
     return _updated(graph, part, receive(part, message, reduce), is_reached, apply)
 
 
@@ -246,12 +246,12 @@ def _updated(
     apply: NodeFunction | None,
 ) -> OurGraph:
     """Returns the graph with results, and what is applied to them, in the rows of a mask."""
-    old, count = nodes_of(graph, frame.target_type)
+    old, count = nodes_of(graph, frame.receiver_type)
     new = merged(old, results, is_written)
     if apply is not None:
         seen = {**old, **new}
         new |= merged(seen, call_node_function(apply, seen, count), is_written)
-    return with_node_features(graph, frame.target_type, new)
+    return with_node_features(graph, frame.receiver_type, new)
 
 
 def _mask(ids: jax.Array, count: int) -> jax.Array:

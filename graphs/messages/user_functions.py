@@ -130,14 +130,14 @@ def call_message_function(function: EdgeFunction, frame: Frame, ids: jax.Array |
       frame: which edges, with their features.
       ids: int [edges], the places of these edges in the graph; None if they are all.
     """
-    sources, targets = frame.adjacency.sources, frame.adjacency.targets
-    count = targets.num_edges
+    senders, receivers = frame.adjacency.senders, frame.adjacency.receivers
+    count = receivers.num_edges
     batch = EdgeBatch(
-        _Fields("sender feature", frame.src, sources),
-        _Fields("receiver feature", frame.dst, targets),
+        _Fields("sender feature", frame.src, senders),
+        _Fields("receiver feature", frame.dst, receivers),
         _Fields("edge feature", frame.data),
-        sources.ids,
-        targets.ids,
+        senders.ids,
+        receivers.ids,
         jnp.arange(count, dtype=jnp.int32) if ids is None else ids,
     )
     return _checked_results("message", function(batch), count)
@@ -156,16 +156,15 @@ def call_reduce_function(
     Raises:
       TypeError: the graph has no mailboxes, and in-degrees are not known under jit.
     """
-    targets, mailboxes = frame.adjacency.targets, frame.adjacency.mailboxes
-    count = targets.num_segments
+    receivers, mailboxes = frame.adjacency.receivers, frame.adjacency.mailboxes
+    count = receivers.num_segments
     if mailboxes is None:
-        receivers = targets.ids
-        if is_traced(receivers):
+        if is_traced(receivers.ids):
             raise TypeError(
                 "a user-defined reduction groups nodes by in-degree, which jit does not know: "
                 'make the graph with formats=("mailbox",), or reduce outside of jit'
             )
-        mailboxes = make_mailboxes(np.asarray(receivers), count)
+        mailboxes = make_mailboxes(np.asarray(receivers.ids), count)
     results: dict[str, jax.Array] = {}
     for box in mailboxes:
         data = {name: feature[box.nodes] for name, feature in frame.dst.items()}

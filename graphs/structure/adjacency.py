@@ -59,12 +59,12 @@ class Adjacency:
     has_zero_in_degree: bool | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
-    def sources(self) -> Incidence:
+    def senders(self) -> Incidence:
         """The node that each edge leaves."""
         return self._ends[0]
 
     @property
-    def targets(self) -> Incidence:
+    def receivers(self) -> Incidence:
         """The node that each edge enters."""
         return self._ends[1]
 
@@ -82,15 +82,15 @@ class Adjacency:
         """How many edges there are, those that count nowhere included."""
         if self.neighbors is not None:
             return self.neighbors.by_target.num_edges
-        return self.targets.num_edges
+        return self.receivers.num_edges
 
     @property
-    def num_sources(self) -> int:
+    def num_senders(self) -> int:
         """How many nodes there are to send."""
         return self.out_degrees.shape[0]
 
     @property
-    def num_targets(self) -> int:
+    def num_receivers(self) -> int:
         """How many nodes there are to receive."""
         return self.in_degrees.shape[0]
 
@@ -99,14 +99,14 @@ class Adjacency:
         """Int32 [senders], how many edges leave each node."""
         if self.neighbors is not None:
             return self.neighbors.by_source.degrees
-        return self.sources.degrees
+        return self.senders.degrees
 
     @property
     def in_degrees(self) -> jax.Array:
         """Int32 [receivers], how many edges enter each node."""
         if self.neighbors is not None:
             return self.neighbors.by_target.degrees
-        return self.targets.degrees
+        return self.receivers.degrees
 
 
 def make_adjacency(

@@ -44,12 +44,12 @@ class Block:
     @property
     def num_sources(self) -> int:
         """How many nodes there are to send, padding included."""
-        return self.connections.num_sources
+        return self.connections.num_senders
 
     @property
     def num_targets(self) -> int:
         """How many nodes there are to receive, padding included."""
-        return self.connections.num_targets
+        return self.connections.num_receivers
 
     @property
     def num_edges(self) -> int:

@@ -68,12 +68,12 @@ class Graph:
     @property
     def senders(self) -> jax.Array:
         """Int32 [edges], the node that each edge leaves; the number of nodes for padding edges."""
-        return self.connections.sources.ids
+        return self.connections.senders.ids
 
     @property
     def receivers(self) -> jax.Array:
         """Int32 [edges], the node that each edge enters; the number of nodes for padding edges."""
-        return self.connections.targets.ids
+        return self.connections.receivers.ids
 
     @property
     def in_degrees(self) -> jax.Array:
@@ -100,7 +100,7 @@ class Graph:
         Args:
           **features: arrays by name.
         """
-        new = checked_features("edges", features, self.connections.targets.num_edges)
+        new = checked_features("edges", features, self.connections.receivers.num_edges)
         return dataclasses.replace(self, edges=FrozenDict({**self.edges, **new}))
 
 
@@ -142,7 +142,7 @@ def from_edges(
     """
     count = as_count("n_node", n_node)
     adjacency = make_adjacency(senders, receivers, count, count, formats=formats)
-    num_edges = adjacency.targets.num_edges if edges else adjacency.num_edges
+    num_edges = adjacency.receivers.num_edges if edges else adjacency.num_edges
     return Graph(
         nodes=checked_features("nodes", {} if nodes is None else nodes, count),
         edges=checked_features("edges", edges or {}, num_edges),

@@ -74,7 +74,7 @@ class HeteroGraph:
           **features: arrays [edges of that type, ...] by name.
         """
         kind = self.edge_type(etype)
-        rows = self.connections[kind].targets.num_edges
+        rows = self.connections[kind].receivers.num_edges
         new = checked_features(f"edges[{kind!r}]", features, rows)
         edges = {**self.edges, kind: {**self.edges[kind], **new}}
         return dataclasses.replace(self, edges=FrozenDict(edges))

@@ -101,7 +101,7 @@ def with_edge_list(graph: Graph, edges: EdgeList, formats: Sequence[str] | None)
     adjacency = make_adjacency_checked(
         edges.senders, edges.receivers, graph.num_nodes, graph.num_nodes, formats=formats
     )
-    rows = adjacency.targets.num_edges if edges.features else adjacency.num_edges
+    rows = adjacency.receivers.num_edges if edges.features else adjacency.num_edges
     return dataclasses.replace(
         graph,
         edges=checked_features("edges", edges.features, rows),
@@ -120,7 +120,7 @@ def owning_graphs(graph: Graph) -> np.ndarray:
 
 def _ends(adjacency: Adjacency) -> tuple[np.ndarray, np.ndarray]:
     if adjacency.ends is not None:
-        return np.asarray(adjacency.sources.ids), np.asarray(adjacency.targets.ids)
+        return np.asarray(adjacency.senders.ids), np.asarray(adjacency.receivers.ids)
     assert adjacency.neighbors is not None  # no format is without both
     by_target = adjacency.neighbors.by_target
     nodes = np.arange(by_target.num_nodes, dtype=np.int32)

@@ -40,7 +40,7 @@ def check_layer(block: graphs.Block, ends: Any, sources: np.ndarray, targets: np
     assert block.edge_ids is not None
     is_edge = np.asarray(block.edge_ids) >= 0
     ids = np.asarray(block.edge_ids)[is_edge]
-    incidences = block.connections.sources, block.connections.targets
+    incidences = block.connections.senders, block.connections.receivers
     places = [np.asarray(jax.tree.map(jnp.asarray, x).ids) for x in incidences]
     np.testing.assert_array_equal(sources[places[0][is_edge]], ends[0][ids])
     np.testing.assert_array_equal(targets[places[1][is_edge]], ends[1][ids])

@@ -127,7 +127,7 @@ def test_what_does_not_fit_a_block_is_refused() -> None:
     with pytest.raises(ValueError, match=rf"features\[1\] must be \[{block.num_targets}, 4\]"):
         graphs.SAGEConv(4, 3, rngs=nnx.Rngs(0))(block, (rows, rows))
     three: Any = (rows, rows, rows)
-    with pytest.raises(ValueError, match="a pair, of sources and of targets, got 3"):
+    with pytest.raises(ValueError, match="a pair, of senders and of receivers, got 3"):
         graphs.gin_conv(block, three)
     with pytest.raises(TypeError, match='"lstm" needs a Graph: blocks have no mailboxes'):
         graphs.SAGEConv(4, 3, aggregator="lstm", rngs=nnx.Rngs(0))(block, rows)

@@ -50,7 +50,7 @@ def claiming(num_nodes: int, num_edges: int) -> graphs.Graph:
     graph = small_graph()
     zero = np.int32(0)
     targets: Any = dataclasses.replace(
-        graph.connections.targets,
+        graph.connections.receivers,
         rows=np.broadcast_to(zero, num_edges),
         degrees=np.broadcast_to(zero, num_nodes),
     )
