@@ -2,7 +2,7 @@
 
 The graph takes long to make, so a process of its own makes it once a run, on the host, and all others load
 it. PyTorch Geometric stores messages and may need more memory than there is: then its process halves the
-edges until they fit, keeping the first nodes and what joins them, and says how many were left.
+edges until they fit, keeping the first nodes and the edges between them, and says how many were left.
 """
 
 import gc

@@ -76,7 +76,7 @@ class Progress:
       accuracy: of the validation nodes, in that epoch.
       best_accuracy: of the validation nodes, in all epochs.
       best_loss: likewise.
-      idle: how many epochs there were since one of these two was reached.
+      stale: how many epochs there were since one of these two was reached.
     """
 
     state: jt.TrainState
@@ -85,7 +85,7 @@ class Progress:
     accuracy: jax.Array
     best_accuracy: jax.Array
     best_loss: jax.Array
-    idle: jax.Array
+    stale: jax.Array
 
 
 def make_trainer(task: Task, policy: jt.Policy, paper: Paper) -> Callable[..., dict[str, Any]]:
@@ -120,12 +120,12 @@ def make_trainer(task: Task, policy: jt.Policy, paper: Paper) -> Callable[..., d
             *jax.tree.map(lambda new, old: jnp.where(is_selected, new, old), selected, before),
             best_accuracy=jnp.maximum(accuracy, progress.best_accuracy),
             best_loss=jnp.minimum(loss, progress.best_loss),
-            idle=jnp.where(is_accurate | is_likely, 0, progress.idle + 1),
+            stale=jnp.where(is_accurate | is_likely, 0, progress.stale + 1),
         )
 
     def goes_on(progress: Progress) -> jax.Array:
         has_time = progress.state.step < paper.epochs
-        return has_time if paper.patience is None else has_time & (progress.idle < paper.patience)
+        return has_time if paper.patience is None else has_time & (progress.stale < paper.patience)
 
     @jax.jit
     def train(key: jax.Array, batches: dict[str, Any]) -> dict[str, Any]:

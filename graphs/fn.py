@@ -1,6 +1,6 @@
 """Built-in messages and reductions, under DGL's names.
 
-A message joins two features: of the edge's sender `u`, of its receiver `v`, of the edge `e` itself.
+A message combines two features: of the edge's sender `u`, of its receiver `v`, of the edge `e` itself.
 `u_mul_e("h", "w", "m")` is the sender's `h` times the edge's `w`, and is called `m`; `sum("m", "x")` adds
 the messages `m` that reach a node, and is called `x`. `dot` multiplies along the last axis and keeps it
 with size 1. Axes that one feature lacks are inserted after its first, and then numpy's rules hold.

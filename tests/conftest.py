@@ -108,7 +108,7 @@ def plan_python(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def pids(tmp_path: Path) -> Iterator[Path]:
-    """Yields the folder in which processes note their numbers; what is left of them is killed."""
+    """Yields the folder in which processes note their ids; what is left of them is killed."""
     from process_helpers import kill_all
 
     folder = tmp_path / "pids"

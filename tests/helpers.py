@@ -157,14 +157,14 @@ def cifar_bytes(images: np.ndarray, labels: np.ndarray) -> bytes:
     return b"".join(rows)
 
 
-def write_cifar(directory: Path, rows: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Writes CIFAR-10's six files with that many rows each; returns (images, labels) by the files' names."""
+def write_cifar(directory: Path, examples: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Writes CIFAR-10's six files with that many examples each; returns (images, labels) by the files' names."""
     random = np.random.default_rng(0)
     names = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]
     contents = {}
     for name in names:
-        images = random.integers(0, 256, (rows, 32, 32, 3), np.uint8)
-        labels = random.integers(0, 10, rows, np.uint8)
+        images = random.integers(0, 256, (examples, 32, 32, 3), np.uint8)
+        labels = random.integers(0, 10, examples, np.uint8)
         (directory / name).write_bytes(cifar_bytes(images, labels))
         contents[name] = images, labels
     return contents

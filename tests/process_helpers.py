@@ -48,7 +48,7 @@ def lives(pid: int) -> bool:
 
 
 def noted(folder: Path, count: int = 3) -> dict[str, int]:
-    """Returns the numbers of processes by their names when so many have noted them in a folder."""
+    """Returns the ids of processes by their names when so many have noted them in a folder."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         found = [file for file in folder.iterdir() if file.suffix != ".new"]

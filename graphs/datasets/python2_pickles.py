@@ -266,7 +266,7 @@ def _is_name(value: Any, name: str) -> bool:
 def _check_shape(shape: Any) -> None:
     is_tuple = isinstance(shape, tuple) and len(shape) <= 2
     if not is_tuple or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError("the shape of an array is not of one or two numbers")
+        raise ValueError("the shape of an array is not one or two integers from 0")
 
 
 def _matrix(note: _Note) -> SparseRows:

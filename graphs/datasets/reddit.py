@@ -22,7 +22,7 @@ _TRAIN, _VALIDATION, _TEST = 1, 2, 3  # what `node_types` says of a node
 
 
 def read_reddit(data_dir: Path | str, *, max_bytes: int | None = None) -> NodeData:
-    """Reads Reddit's graph: posts, joined where a user commented on both, whose class is their community.
+    """Reads Reddit's graph: posts, connected where a user commented on both, whose class is their community.
 
     Args:
       data_dir: the folder of `reddit_graph.npz`, or `reddit_self_loop_graph.npz`, and `reddit_data.npz`.

@@ -30,7 +30,7 @@ def product(features: jax.Array, weight: jax.Array) -> jax.Array:
 def add_bias(features: jax.Array, bias: jax.Array) -> jax.Array:
     """Returns features [nodes, out] plus a bias [out], whose gradient is added in float32.
 
-    In half, a sum over the nodes stagnates; the sum of two numbers is the same in both.
+    In half, a sum over the nodes stagnates; the sum of two terms is the same in both.
     """
     return (upcast(features) + upcast(bias)).astype(features.dtype)
 

@@ -40,7 +40,7 @@ def multi_update_all(
     Args:
       graph: a graph with several edge types.
       functions: by edge type, the message, the reduction and perhaps a function to apply to its result.
-      cross: how results of one name are joined: "sum", "mean", "max" or "min", in float32 and rounded once;
+      cross: how results of one name are combined: "sum", "mean", "max" or "min", in float32 and rounded once;
         "stack" along axis 1 by the sorted edge types; or a function of the list of results. A
         result that is alone stays as it is.
       apply: a function of `NodeBatch`, called with all nodes of each type that edges of these types enter.
@@ -75,8 +75,8 @@ def multi_update_all(
         for name, part in _results(graph, kind, by_type[kind]).items():
             parts.setdefault(kind[2], {}).setdefault(name, []).append(part)
     for node_type, features in parts.items():
-        joined = {name: _joined(cross, results) for name, results in features.items()}
-        graph = with_node_features(graph, node_type, joined, apply)
+        combined = {name: _combined(cross, results) for name, results in features.items()}
+        graph = with_node_features(graph, node_type, combined, apply)
     return graph
 
 
@@ -121,7 +121,7 @@ def _results(graph: HeteroGraph, kind: EdgeType, functions: Functions) -> dict[s
     return {name: _Part(rows, counts) for name, rows in results.items()}
 
 
-def _joined(cross: Cross, parts: Sequence[_Part]) -> jax.Array:
+def _combined(cross: Cross, parts: Sequence[_Part]) -> jax.Array:
     rows = [part.rows for part in parts]
     if callable(cross):
         return cross(rows)

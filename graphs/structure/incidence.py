@@ -2,7 +2,7 @@
 
 The rows of a segment are added in blocks of at most 32, the blocks again in blocks, and so on, so that
 rounding errors stay near 1e-6 of the terms' magnitudes however many there are: in float32 a running sum
-of 100,000 equal numbers errs by 1e-4 of it, and one of 1,024 small ones beside a large one by 3e-5. A read
+of 100,000 equal terms errs by 1e-4 of it, and one of 1,024 small ones beside a large one by 3e-5. A read
 goes the same way backward, first to the blocks and then to the rows, so that the gradient, which jax
 derives, is added in blocks as well, in every order and under every transform.
 """

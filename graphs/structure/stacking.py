@@ -109,8 +109,8 @@ def _with_one_rule_on_zero_in_degree(graphs: Sequence[Any]) -> list[Any]:
     known = {node.has_zero_in_degree for nodes in adjacencies for node in nodes}
     if len(known) < 2:
         return list(graphs)
-    joined = True if True in known else None
-    change = functools.partial(dataclasses.replace, has_zero_in_degree=joined)
+    common = True if True in known else None
+    change = functools.partial(dataclasses.replace, has_zero_in_degree=common)
     return [change_nodes(graph, Adjacency, change) for graph in graphs]
 
 

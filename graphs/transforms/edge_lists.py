@@ -85,7 +85,7 @@ def with_edge_list(graph: Graph, edges: EdgeList, formats: Sequence[str] | None)
 
     Raises:
       TypeError: `formats` is not a sequence.
-      ValueError: a format is unknown, or has no places for edge features; or an edge joins two graphs of
+      ValueError: a format is unknown, or has no places for edge features; or an edge connects two graphs of
         the batch, or `n_node` does not add up, as may be in a graph made under jit.
     """
     formats = _formats(graph.connections) if formats is None else formats
@@ -141,4 +141,6 @@ def _check_apart(of_senders: np.ndarray, of_receivers: np.ndarray) -> None:
     differ = of_senders != of_receivers
     if differ.any():
         edge = int(differ.argmax())
-        raise ValueError(f"graph: an edge joins two graphs of the batch, {of_senders[edge]} and {of_receivers[edge]}")
+        raise ValueError(
+            f"graph: an edge connects two graphs of the batch, {of_senders[edge]} and {of_receivers[edge]}"
+        )

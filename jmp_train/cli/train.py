@@ -115,21 +115,21 @@ def _log(args: argparse.Namespace, name: str) -> "RunLog":
 @contextmanager
 def _signals_noted(wanted: bool) -> Iterator[list[int]]:
     """Notes SIGTERM, SIGINT and SIGHUP, so that the run can save; a second one interrupts."""
-    numbers: list[int] = []
+    received: list[int] = []
     hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
 
     def note(number: int, frame: Any) -> None:
         # When a terminal is closed, both it and its shell may say so.
-        if numbers and number != hang_up:
+        if received and number != hang_up:
             raise KeyboardInterrupt
-        numbers.append(number)
+        received.append(number)
 
     kinds = [signal.SIGTERM, signal.SIGINT] if wanted else []
     if wanted and hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:  # nohup's
         kinds.append(hang_up)
     previous = {kind: signal.signal(kind, note) for kind in kinds}
     try:
-        yield numbers
+        yield received
     finally:
         for kind, handler in previous.items():
             signal.signal(kind, handler)

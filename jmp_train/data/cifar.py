@@ -46,8 +46,8 @@ def read_cifar10(data_dir: Path | str) -> tuple[Images, Images]:
     """
     paths = find_files(Path(data_dir), _NAMES, _PUBLIC, _FACTS)
     train = [read_cifar10_batch(paths[name]) for name in TRAIN_FILES]
-    joined = {name: np.concatenate([part[name] for part in train]) for name in ("image", "label")}
-    return joined, read_cifar10_batch(paths[TEST_FILE])
+    train_arrays = {name: np.concatenate([part[name] for part in train]) for name in ("image", "label")}
+    return train_arrays, read_cifar10_batch(paths[TEST_FILE])
 
 
 def read_cifar10_batch(path: Path, *, max_bytes: int = MAX_BYTES) -> Images:
@@ -58,7 +58,7 @@ def read_cifar10_batch(path: Path, *, max_bytes: int = MAX_BYTES) -> Images:
       max_bytes: the largest file to take memory for.
 
     Returns:
-      `image`, uint8 [rows, 32, 32, 3], and `label`, uint8 [rows].
+      `image`, uint8 [examples, 32, 32, 3], and `label`, uint8 [examples].
 
     Raises:
       ValueError: see `read_cifar10`; or the file is larger than `max_bytes`.

@@ -43,7 +43,7 @@ def read_image(path: str, *, max_pixels: int = MAX_PIXELS) -> "Image":
     Raises:
       ValueError: the file is not a JPEG, PNG, WebP, BMP, PPM or TIFF, is damaged, missing or not a regular file, has
         more than `max_pixels` by its header, has more than 2**34 pixels in all scans of a progressive JPEG, or
-        numbers of no known range: of 32 bits, signed, or not whole. The message names it.
+        pixel values of no known range: of 32 bits, signed, or not whole. The message names it.
       MemoryError: the message names the file.
 
     Example:
@@ -156,7 +156,7 @@ def _with_8_bits(image: "ImageFile") -> "Image":
     # Of PNG and PPM pillow's 32-bit integers are of 16 bits; of TIFF they are what they say.
     tiff = isinstance(image, TiffImageFile)
     if not image.mode.startswith("I;16") and (tiff or image.mode != "I"):
-        raise ValueError(f"its numbers ({image.mode} in pillow) have no known range, as bytes have")
+        raise ValueError(f"its pixel values ({image.mode} in pillow) have no known range, as bytes have")
     bits = image.tag_v2[BITSPERSAMPLE][0] if tiff else 16  # or 12
     return Image.fromarray(_scaled_to_8_bits(bits)[np.asarray(image)])
 

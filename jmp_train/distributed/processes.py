@@ -363,8 +363,8 @@ def _differences(facts: list[dict[str, str]]) -> list[str]:
     return lines
 
 
-def _processes(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return f"process {numbers[0]} has"
-    *first, last = map(str, numbers)
+def _processes(indices: list[int]) -> str:
+    if len(indices) == 1:
+        return f"process {indices[0]} has"
+    *first, last = map(str, indices)
     return f"processes {', '.join(first)} and {last} have"

@@ -29,7 +29,7 @@ class ChildProcess:
       stdout: where its standard output goes, as for `subprocess.Popen`.
       stderr: where its standard error goes, as for `subprocess.Popen`.
       grace: seconds between SIGTERM and SIGKILL.
-      pass_files: numbers of open files that the command gets too, under the same numbers (not on Windows).
+      pass_files: file descriptors that the command inherits, under the same numbers (not on Windows).
 
     Attributes:
       stdout: its standard output, as bytes, if `stdout` was `subprocess.PIPE`.

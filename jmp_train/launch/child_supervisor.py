@@ -169,7 +169,7 @@ def _group_has_members(leader: int) -> bool:
 def _signal_all(leader: int, kill: bool, asked: set[int]) -> None:
     """Kills the group and the orphans, or asks each once to end.
 
-    Only children of this process and their group are signaled: their numbers cannot have become another's.
+    Only children of this process and their group are signaled: their process ids cannot have become another's.
     What is below a child that has left the group comes here when that child has ended.
     """
     with suppress(ProcessLookupError, PermissionError):

@@ -28,7 +28,7 @@ def launch(
     grace: float = 5.0,
     exit_timeout: float | None = None,
 ) -> None:
-    """Runs a Python script as several processes that `jmp_train.distributed.initialize` joins.
+    """Runs a Python script as several processes that `jmp_train.distributed.initialize` connects.
 
     Each line that they print is printed with the number of its process in front; lines of more than 65,536
     characters are truncated there. When one fails, the others are stopped, and if there are restarts left, all are
@@ -155,7 +155,7 @@ def threads_for(devices: int) -> int:
 
 @contextmanager
 def _pipe() -> Iterator[tuple[int, int]]:
-    """Gives a pipe, whose reading does not block; on Windows, which passes none on, numbers of no files."""
+    """Gives a pipe, whose reading does not block; on Windows, which passes none on, -1 for both ends."""
     if sys.platform == "win32":
         yield -1, -1
         return

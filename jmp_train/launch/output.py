@@ -167,8 +167,8 @@ def warn_of_loss(error: IO[str] | Output, why: Exception) -> None:
 def _prepare_descriptors() -> None:
     """Opens those of 0, 1 and 2 that are closed to nowhere, and has writes wait for a slow reader.
 
-    Else a run's next file would have one of these numbers, and what a library prints from C would land in a checkpoint;
-    and a pipe that some other program has set not to block would look like a full disk.
+    Else a run's next file would get one of these descriptors, and what a library prints from C would land in a
+    checkpoint; and a pipe that some other program has set not to block would look like a full disk.
     """
     for number in range(3):
         try:

@@ -32,7 +32,7 @@ class Stages:
       params: the parameters of each stage, trees of arrays of one floating dtype; their shapes are kept.
 
     Raises:
-      ValueError: numbers of functions and parameters differ, or a parameter has another dtype than the first one;
+      ValueError: functions and parameters differ in number, or a parameter has another dtype than the first one;
         the message names it.
 
     Example:

@@ -130,7 +130,7 @@ def _rate(number: float) -> str:
 
 
 def explain_failure(name: str, reason: str) -> str:
-    """Returns why a run failed; where numbers did, and its mode is known for that, with what the mode lacks.
+    """Returns why a run failed; where values overflowed, and its mode is known for that, with what the mode lacks.
 
     Args:
       name: of the policy or mode.

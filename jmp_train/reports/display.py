@@ -150,7 +150,7 @@ class LiveDisplay:
                 row.steps = f"{last.step}/{total}"
             case Epoch():
                 row.seconds = f"{event.seconds:.2f}"
-                row.status = "testing" if event.epoch == self.epochs else "training"
+                row.status = "evaluating" if event.epoch == self.epochs else "training"
                 self._print(epoch_line(policy, event, self.epochs, row.memory_of))
             case Run():
                 row.status = f"{event.test_accuracy:.2%} right"

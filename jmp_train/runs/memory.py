@@ -17,7 +17,7 @@ def peak_memory() -> tuple[float, str]:
       True
     """
     statistics = [device.memory_stats() or {} for device in jax.local_devices()]
-    peak = max(numbers.get("peak_bytes_in_use", 0) for numbers in statistics)
+    peak = max(device.get("peak_bytes_in_use", 0) for device in statistics)
     if peak:
         return peak / 1e6, "device"
     return _peak_resident_bytes() / 1e6, "process"

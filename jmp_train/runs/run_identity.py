@@ -30,7 +30,7 @@ def run_metadata(
 ) -> dict[str, Any]:
     """Returns what a run's checkpoints say of it, as JSON has it.
 
-    `run` has all that its numbers depend on, by the names of the command line's options, of which None is the default,
+    `run` has all that its results depend on, by the names of the command line's options, of which None is the default,
     and a digest of the data. The rest is for people: the folder of the data, which may be moved, the device and the
     versions.
 
@@ -63,7 +63,7 @@ def run_metadata(
 
 
 def _deciding(options: TaskOptions) -> dict[str, Any]:
-    """Returns the options that the numbers of a run depend on, as JSON has them."""
+    """Returns the options that a run's results depend on, as JSON has them."""
     values = {
         name: getattr(options, name) for name, option in options_of(TaskOptions).items() if option.decides is not None
     }

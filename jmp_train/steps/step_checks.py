@@ -109,7 +109,7 @@ def check_same_optimizer(optimizer: optax.GradientTransformation, opt_state: Opt
     """
     try:
         wanted = jax.eval_shape(optimizer.init, params)
-    except jax.errors.JAXTypeError:  # looks at numbers, and so cannot be asked
+    except jax.errors.JAXTypeError:  # looks at values, and so cannot be traced
         return
     for text, kind in _WRAPPERS.items():
         has, wants = bool(find_nodes(opt_state, kind)), bool(find_nodes(wanted, kind))

@@ -104,9 +104,9 @@ def amp_mode(mode: str, *, dtype: DTypeLike = jnp.float16, **options: object) ->
     half = check_half(dtype, "dtype")
     chosen = amp_options(mode, options)
     amp = Amp(chosen, chosen.half_dtype(half))
-    idle = [name for name in chosen.scaling if name in options]
-    if idle and amp.enabled and isinstance(amp.loss_scale, NoOpLossScale):
-        raise ValueError(f"{idle[0]}: {amp.dtype} has float32's range and takes no loss scale")
+    unused = [name for name in chosen.scaling if name in options]
+    if unused and amp.enabled and isinstance(amp.loss_scale, NoOpLossScale):
+        raise ValueError(f"{unused[0]}: {amp.dtype} has float32's range and takes no loss scale")
     return amp
 
 
@@ -378,10 +378,10 @@ class Amp:
         if not self.precision.keep_batchnorm_fp32:
             return
         paths = [path for path, x in named_leaves(params) if is_float_array(x)]
-        idle = [norm for norm in self.batch_norms or () if not any(_is_under(norm, path) for path in paths)]
-        if idle:
+        unmatched = [norm for norm in self.batch_norms or () if not any(_is_under(norm, path) for path in paths)]
+        if unmatched:
             raise ValueError(
-                f"batch_norms: {', '.join(map(repr, idle))} found no floating parameter; set them by "
+                f"batch_norms: {', '.join(map(repr, unmatched))} found no floating parameter; set them by "
                 "dataclasses.replace(amp, batch_norms=(...)), the paths are:\n  " + "\n  ".join(paths)
             )
 

@@ -179,10 +179,10 @@ def flops_of(equation: Any) -> int:
 
 
 def _ragged_contraction(equation: Any) -> int:
-    numbers = equation.params.get("ragged_dot_dimension_numbers")
-    if numbers is None:
+    dimensions = equation.params.get("ragged_dot_dimension_numbers")
+    if dimensions is None:
         return equation.invars[0].aval.shape[-1]
-    (contracted, _), _ = numbers.dot_dimension_numbers
+    (contracted, _), _ = dimensions.dot_dimension_numbers
     return math.prod(equation.invars[0].aval.shape[i] for i in contracted)
 
 

@@ -61,7 +61,7 @@ class PerLossScale:
 
     @property
     def loss_scale(self) -> jax.Array:
-        """The numbers, float32 [losses]."""
+        """The scales, float32 [losses]."""
         return jnp.stack([jnp.asarray(s.loss_scale, jnp.float32) for s in self.loss_scales])
 
     def scale(self, losses: Sequence[Any]) -> tuple[Any, ...]:

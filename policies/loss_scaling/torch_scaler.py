@@ -1,6 +1,6 @@
 """The state of `torch.amp.GradScaler` as a loss scale, and back: runs move without a new search.
 
-torch's `state_dict` holds five numbers, and so does a loss scale made like `torch_loss_scale()`::
+torch's `state_dict` holds five values, and so does a loss scale made like `torch_loss_scale()`::
 
     scale                loss_scale       a leaf
     _growth_tracker      counter          a leaf: non-overflow steps since the last change

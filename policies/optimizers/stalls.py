@@ -69,8 +69,8 @@ def _last_fall(loss_scale: LossScale) -> int:
         return scale.adjust(jnp.array(False)), jnp.asarray(scale.loss_scale, jnp.float32)
 
     start = jax.tree_util.tree_map(lambda x: jnp.array(x, jnp.result_type(x)), loss_scale)
-    _, numbers = jax.lax.scan(overflow, start, None, 1025)
-    falls = np.flatnonzero(np.diff(np.asarray(numbers)) < 0)
+    _, scales = jax.lax.scan(overflow, start, None, 1025)
+    falls = np.flatnonzero(np.diff(np.asarray(scales)) < 0)
     return int(falls[-1]) + 1 if falls.size else 0
 
 
@@ -109,7 +109,7 @@ def check_progress(opt_state: PyTree, *, stop_after: int, warn_after: int | None
         raise ValueError("opt_state has no loss scale; wrap the optimizer in with_loss_scale")
     for path, state in found:
         if isinstance(state.consecutive_skips, Tracer):
-            raise ValueError("check_progress reads numbers on the host; call it outside of jit")
+            raise ValueError("check_progress reads values on the host; call it outside of jit")
         skips = int(np.max(state.consecutive_skips))
         if skips >= stop_after:
             raise StalledTrainingError(_describe(path, state))
@@ -125,10 +125,10 @@ def _describe(path: str, state: LossScaledState) -> str:
     steps = "step was" if skips == 1 else f"{skips} steps were"
     where = f" of opt_state {path!r}" if path else ""
     scales = scales_in(state.loss_scale)
-    numbers = " and ".join(_number(scale, all_skips.shape, worst) for scale in scales)
+    values = " and ".join(_number(scale, all_skips.shape, worst) for scale in scales)
     return (
         f"the last {steps} skipped for non-finite gradients; the loss scale{where} is now "
-        f"{numbers}. NaN or inf in the data or the model does not go away with a lower "
+        f"{values}. NaN or inf in the data or the model does not go away with a lower "
         "scale: look at nonfinite_report(gradients)"
     )
 

@@ -48,9 +48,9 @@ def check_rules(rules: Iterable[str], paths: Sequence[str], message: str) -> Non
       paths: of the leaves.
       message: of the error, with "{}" where the rules go that find nothing; the paths follow it.
     """
-    idle = [regex for regex in rules if not any(re.search(regex, path) for path in paths)]
-    if idle:
-        found_nothing = message.format(", ".join(map(repr, idle)))
+    unmatched = [regex for regex in rules if not any(re.search(regex, path) for path in paths)]
+    if unmatched:
+        found_nothing = message.format(", ".join(map(repr, unmatched)))
         raise ValueError(f"{found_nothing}; the paths are:\n  " + "\n  ".join(paths or ["(none)"]))
 
 

@@ -99,7 +99,7 @@ def generator_loss(generator: Any, states: Any, discriminator: Any, noise: jax.A
     return binary_cross_entropy(output, 1), (generator_state, discriminator_state)
 
 
-def numbers(*tree: Any) -> list[jax.Array]:
+def arrays(*tree: Any) -> list[jax.Array]:
     return [x for x in jax.tree.leaves(tree) if eqx.is_array(x)]
 
 
@@ -185,4 +185,4 @@ def test_an_overflow_of_the_discriminator_alone_does_not_stop_the_generator() ->
     half = script(True)
     (models, states, opt_states, _), _ = half.step(half.state, half.batch.at[0].set(jnp.inf))
     assert [bool(opt_state.last_finite) for opt_state in opt_states] == [True, False]
-    assert all(bool(jnp.isfinite(x).all()) for x in numbers(models, states))
+    assert all(bool(jnp.isfinite(x).all()) for x in arrays(models, states))

@@ -347,7 +347,7 @@ def test_validation_selects_the_epoch(
         name="counter",
         train={},
         test={},
-        prepare=lambda rows: rows,
+        prepare=lambda examples: examples,
         init=lambda key: (jnp.float32(0), None),
         loss_fn=lambda count, model_state, batch, rng: (-count, (model_state, None)),
         predict=predict,

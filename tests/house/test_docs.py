@@ -261,7 +261,7 @@ def test_the_mnist_example_is_float32s_but_for_three_lines(tmp_path: Path) -> No
 @pytest.mark.timeout(600)
 def test_the_resnet_example_trains_in_a_mode_and_by_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[fp16]\nmode = "naive"\ninitial_scale = 1024.0\n')
-    write_cifar(tmp_path, rows=8)
+    write_cifar(tmp_path, examples=8)
     example = str(ROOT / "examples" / "resnet34_cifar10.py")
     sizes = ("--data-dir", ".", "--epochs", "1", "--batch-size", "8", "--train-size", "16")
     losses = []

@@ -45,14 +45,14 @@ class ImageClassifier(NamedTuple):
 
 
 def image_classifier(make: Callable[[str | None], nn.Module], shape: tuple[int, ...]) -> ImageClassifier:
-    """Returns what a task takes of a model that is trained and tested on images as they are.
+    """Returns what a task takes of a model that is trained and evaluated on images as they are.
 
     Args:
       make: returns the model, given the mesh axis over which its BatchNorms are synchronized where a batch is sharded,
         or None.
       shape: of one image, with a batch axis of 1.
     """
-    model = make(None)  # there is no axis where it is initialized and tested
+    model = make(None)  # there is no axis where it is initialized and evaluated
 
     def init(key: jax.Array) -> tuple[Any, Any]:
         variables = model.init(key, jnp.zeros(shape), train=False)

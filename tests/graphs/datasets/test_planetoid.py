@@ -277,7 +277,7 @@ FLOATS = [1.0, 2.0]
         ((3, 5), [0, 1, 1, 2], [-1, 1], FLOATS, "a column of a sparse matrix is not among its 5"),
         ((3, 5), [0, 1, 1, 2], [0.0, 1.0], FLOATS, "the indices of a sparse matrix are not integers"),
         ((3, 5), [0, 1, 1, 2], [0, 1], [1.0, np.nan], "a number of an array is not finite"),
-        ((3, -5), [0, 1, 1, 2], [0, 1], FLOATS, "the shape of an array is not of one or two numbers"),
+        ((3, -5), [0, 1, 1, 2], [0, 1], FLOATS, "the shape of an array is not one or two integers from 0"),
     ],
 )  # fmt: skip
 def test_matrices_that_are_none(folder: Path, shape: Any, indptr: Any, indices: Any, data: Any, message: str) -> None:

@@ -49,12 +49,12 @@ def claiming(num_nodes: int, num_edges: int) -> graphs.Graph:
     """Returns a graph that has so many nodes and edges, in arrays that take no memory."""
     graph = small_graph()
     zero = np.int32(0)
-    targets: Any = dataclasses.replace(
+    receivers: Any = dataclasses.replace(
         graph.connections.receivers,
         rows=np.broadcast_to(zero, num_edges),
         degrees=np.broadcast_to(zero, num_nodes),
     )
-    adjacency = dataclasses.replace(graph.connections, ends=(targets, targets))
+    adjacency = dataclasses.replace(graph.connections, ends=(receivers, receivers))
     return dataclasses.replace(graph, connections=adjacency)
 
 

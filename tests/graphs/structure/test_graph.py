@@ -191,7 +191,7 @@ def test_other_wrong_arguments_are_named() -> None:
         graphs.from_edges([0], [1], 2, formats=("csc",))
     with pytest.raises(TypeError, match="senders is traced: graphs are made outside of jit"):
         jax.jit(lambda ids: graphs.from_edges(ids, ids, 2).senders)(jnp.array([0]))
-    with pytest.raises(ValueError, match="num_nodes=0 leaves nothing to join by num_edges=3"):
+    with pytest.raises(ValueError, match="num_nodes=0 leaves nothing to connect by num_edges=3"):
         graphs.rand_graph(0, 3)
     tuple_ = graphs.to_jraph(small_graph())
     with pytest.raises(ValueError, match="senders and receivers must be arrays, got None"):

@@ -200,7 +200,7 @@ def test_parallel_edges_are_joined(seed: int, reduce: str) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=seeds, reduce=reductions)
-def test_every_edge_goes_both_ways(seed: int, reduce: str) -> None:
+def test_every_edge_goes_in_both_directions(seed: int, reduce: str) -> None:
     graph = draw_batch(seed)
     new = graphs.to_bidirected(graph, reduce)
     assert_in_step(new, graph)
@@ -346,10 +346,10 @@ def test_what_is_no_graph_on_the_host_is_refused(name: str) -> None:
     uneven = graphs.to_jraph(graph)._replace(n_node=graph.n_node.at[0].add(1))
     with pytest.raises(ValueError, match=f"n_node adds up to {graph.num_nodes + 1}, but there are"):
         transform(jax.jit(graphs.from_jraph)(uneven))
-    joining = graphs.from_edges([0, 0], [1, 2], 3)
-    joining = graphs.to_jraph(joining)._replace(n_node=np.array([2, 1]), n_edge=np.array([1, 1]))
-    with pytest.raises(ValueError, match="an edge joins two graphs of the batch, "):
-        transform(joining)
+    connecting = graphs.from_edges([0, 0], [1, 2], 3)
+    connecting = graphs.to_jraph(connecting)._replace(n_node=np.array([2, 1]), n_edge=np.array([1, 1]))
+    with pytest.raises(ValueError, match="an edge connects two graphs of the batch, "):
+        transform(connecting)
 
 
 def test_other_wrong_arguments_are_named() -> None:

@@ -16,7 +16,7 @@ GOOD = cifar_bytes(IMAGES, np.array([9, 0]))
 @pytest.mark.parametrize("folder", [".", "cifar-10-batches-bin"])
 def test_what_was_written_is_read(tmp_path: Path, folder: str) -> None:
     (tmp_path / folder).mkdir(exist_ok=True)
-    written = write_cifar(tmp_path / folder, rows=7)
+    written = write_cifar(tmp_path / folder, examples=7)
     train, test = read_cifar10(tmp_path)
     for read, names in ((train, NAMES), (test, ["test_batch.bin"])):
         assert (read["image"].dtype, read["label"].dtype) == (np.uint8, np.uint8)
@@ -37,7 +37,7 @@ def test_rows_are_a_label_and_then_a_plane_a_color(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_named_with_size_and_source(tmp_path: Path) -> None:
-    write_cifar(tmp_path, rows=1)
+    write_cifar(tmp_path, examples=1)
     (tmp_path / "data_batch_3.bin").unlink()
     (tmp_path / "test_batch.bin").unlink()
     with pytest.raises(FileNotFoundError) as caught:
@@ -65,7 +65,7 @@ def test_missing_files_are_named_with_size_and_source(tmp_path: Path) -> None:
     ],
 )
 def test_damage_is_named_with_file_and_row(tmp_path: Path, content: bytes, message: str) -> None:
-    write_cifar(tmp_path, rows=1)
+    write_cifar(tmp_path, examples=1)
     path = tmp_path / "data_batch_2.bin"
     path.write_bytes(content)
     with pytest.raises(ValueError) as caught:

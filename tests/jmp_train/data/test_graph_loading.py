@@ -25,7 +25,7 @@ def sampler_of(seeds: np.ndarray, fanouts: Any = (4, 3), batch_size: int = 32) -
     random = np.random.default_rng(0)
     labels = np.arange(COUNT) % CLASSES
     senders = random.integers(0, COUNT, 4_000)
-    # Three of four edges join nodes of one class.
+    # Three of four edges connect nodes of one class.
     same = senders + CLASSES * random.integers(0, 50, 4_000)
     receivers = np.where(random.random(4_000) < 0.75, same, random.integers(0, COUNT, 4_000)) % COUNT
     edges = graphs.host_edges(senders, receivers, COUNT)

@@ -110,16 +110,16 @@ def test_postscript_starts_no_ghostscript(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def ramp(bits: int) -> np.ndarray:
-    """Returns numbers of all sizes, the ends included, [32, 64]."""
+    """Returns values of all sizes, the ends included, [32, 64]."""
     return np.linspace(0, 2**bits - 1, 32 * 64).astype(np.uint16).reshape(32, 64)
 
 
-def rows_of(numbers: np.ndarray, order: str) -> bytes:
-    return numbers.astype(f"{order}u2").tobytes()
+def rows_of(samples: np.ndarray, order: str) -> bytes:
+    return samples.astype(f"{order}u2").tobytes()
 
 
-def pairs_of_12_bits(numbers: np.ndarray) -> bytes:
-    first, second = (numbers.reshape(-1, 2).T).astype(np.uint16)
+def pairs_of_12_bits(samples: np.ndarray) -> bytes:
+    first, second = (samples.reshape(-1, 2).T).astype(np.uint16)
     parts = (first >> 4, (first & 15) << 4 | second >> 8, second & 255)
     return np.stack(parts, axis=1).astype(np.uint8).tobytes()
 
@@ -152,10 +152,10 @@ def test_gray_of_more_than_8_bits_is_scaled(tmp_path: Path, bits: int, content: 
 
 @pytest.mark.parametrize(("color", "channels"), [(2, 3), (4, 2), (6, 4)])
 def test_channels_of_16_bits_keep_their_upper_ones(tmp_path: Path, color: int, channels: int) -> None:
-    numbers = np.random.default_rng(0).integers(0, 2**16, (16, 16, channels))
-    rows = b"".join(b"\0" + rows_of(row, ">") for row in numbers)
+    samples = np.random.default_rng(0).integers(0, 2**16, (16, 16, channels))
+    rows = b"".join(b"\0" + rows_of(row, ">") for row in samples)
     result = read(tmp_path / "0.png", png(16, 16, 16, color, rows))
-    exact = numbers[..., :3] / 257 if channels > 2 else numbers[..., :1] / 257
+    exact = samples[..., :3] / 257 if channels > 2 else samples[..., :1] / 257
     assert np.abs(result - exact).max() < 1
 
 
@@ -198,7 +198,7 @@ def test_cyan_magenta_yellow_and_black_become_colors(tmp_path: Path) -> None:
     assert np.abs(read(tmp_path / "0.jpg", saved(even, "JPEG", quality=100)) - exact).max() <= 3
 
 
-def test_a_turned_image_is_read_as_it_is_stored(tmp_path: Path) -> None:
+def test_a_rotated_image_is_read_as_it_is_stored(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter, which torchvision does not
     content = saved(Image.fromarray(RGB), "PNG", exif=exif)
@@ -206,9 +206,9 @@ def test_a_turned_image_is_read_as_it_is_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_numbers_of_no_known_range_are_refused(tmp_path: Path, mode: str) -> None:
+def test_pixel_values_of_no_known_range_are_refused(tmp_path: Path, mode: str) -> None:
     content = saved(Image.new(mode, (8, 8), 300), "TIFF")
-    expected = f"its numbers ({mode} in pillow) have no known range, as bytes have"
+    expected = f"its pixel values ({mode} in pillow) have no known range, as bytes have"
     assert fault(tmp_path / "0.tif", content) == expected
 
 

@@ -166,7 +166,7 @@ def test_random_crops_are_the_box_resized_and_half_of_them_flipped(tmp_path: Pat
         box = random_box(np.random.default_rng(seed), 200, 150)
         part = Image.open(path).crop(box).resize((16, 16), Image.Resampling.BILINEAR)
         expected = np.asarray(part)
-        flipped = bool(crop[0, 0, 0] > crop[0, -1, 0])  # the columns count backwards
+        flipped = bool(crop[0, 0, 0] > crop[0, -1, 0])  # the columns count backward
         np.testing.assert_array_equal(crop[:, ::-1] if flipped else crop, expected)
         flips.append(flipped)
     assert 70 < sum(flips) < 130  # 100 +- 4 standard deviations

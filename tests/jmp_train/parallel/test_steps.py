@@ -1,4 +1,4 @@
-"""The three routes to many devices: the numbers of one device, and one decision for all."""
+"""The three routes to many devices: the results of one device, and one decision for all."""
 
 import contextlib
 import dataclasses

@@ -85,7 +85,7 @@ def test_the_last_epoch_is_followed_by_the_test() -> None:
     text = plain(stream.getvalue())
     assert re.search(r"a [━╺╸ ]+0/100 steps", text)  # before the first step, too
     assert re.search(r"a +compiling", text)
-    assert re.search(r"a +testing", text)
+    assert re.search(r"a +evaluating", text)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")

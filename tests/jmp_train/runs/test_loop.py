@@ -99,7 +99,7 @@ def test_the_same_seed_gives_the_same_run(digits: Task) -> None:
 
 
 @pytest.mark.full
-def test_eight_devices_give_the_numbers_of_one(digits: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_devices_give_the_results_of_one(digits: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     # Each device draws a dropout of its own; all else, BatchNorm included, is the whole batch's.
     monkeypatch.setattr("flax.linen.Dropout", lambda rate, deterministic: lambda x: x)
     one, eight = (train(task, "float32", epochs=1) for task in (digits, load_digits_task(devices=8)))
@@ -168,7 +168,7 @@ def test_a_step_that_overflows_once_in_a_while_does_not_stop_the_run(digits: Tas
     assert np.isfinite([epoch.loss for epoch in run.epochs]).all()  # of the steps taken
 
 
-def test_bad_numbers_are_named(digits: Task) -> None:
+def test_bad_arguments_are_named(digits: Task) -> None:
     with pytest.raises(ValueError, match="epochs=0 must be at least 1"):
         train(digits, "float32", epochs=0)
     with pytest.raises(ValueError, match="batch_size=1438 must be between 1 and the 1437"):

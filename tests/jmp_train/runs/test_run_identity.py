@@ -1,4 +1,4 @@
-"""What a run's checkpoints say of it: every option that its numbers depend on, and the data."""
+"""What a run's checkpoints say of it: every option that its results depend on, and the data."""
 
 import dataclasses
 from pathlib import Path

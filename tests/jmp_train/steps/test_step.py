@@ -136,7 +136,7 @@ def test_overflow_of_the_scaled_gradient_alone_is_found() -> None:
     assert bool(metrics["grads_finite"][-1])
 
 
-# --- the same numbers as without us -----------------------------------------------------------
+# --- the same results as without jmp_train -----------------------------------------------------------
 
 
 def test_float32_equals_the_plain_optax_loop_bitwise() -> None:

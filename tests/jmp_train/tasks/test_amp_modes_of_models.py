@@ -152,7 +152,7 @@ def equinox(amp: jt.Amp) -> Made:
 
 
 def outputs(y: jax.Array, hidden: jax.Array) -> dict[str, Any]:
-    """What the loss hands out: the model's outputs, an activation, and how many bytes its numbers have."""
+    """What the loss returns: the model's outputs, an activation, and how many bytes its elements have."""
     return {"y": y, "hidden": hidden, "bytes": jnp.int32(hidden.dtype.itemsize)}
 
 

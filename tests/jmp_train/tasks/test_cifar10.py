@@ -122,7 +122,7 @@ def test_the_task_is_the_tutorials() -> None:
 
 
 def test_files_are_found_and_options_checked(tmp_path: Any) -> None:
-    write_cifar(tmp_path, rows=3)
+    write_cifar(tmp_path, examples=3)
     task = load_task("cifar10", TaskOptions(data_dir=tmp_path, train_size=14, devices=2))
     assert (len(task.train["label"]), len(task.test["label"]), task.devices) == (14, 3, 2)
     with pytest.raises(ValueError, match="--data-dir and --synthetic exclude each other"):
@@ -206,7 +206,7 @@ def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
-def test_two_devices_give_the_numbers_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_devices_give_the_results_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar10, "augment", lambda images, key: images)
     one, two = (train(small_task(64, (4,), count), "float32", epochs=1, batch_size=16) for count in (1, 2))
     assert two.device == "2 x cpu"

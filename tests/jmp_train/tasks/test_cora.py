@@ -128,16 +128,16 @@ def test_parameters_are_the_papers(model: str, shapes: dict[str, tuple[int, ...]
 
 def dense_logits(model: str, data: NodeData, params: dict[str, np.ndarray]) -> np.ndarray:
     """Returns the logits of all nodes by the papers' formulas, with matrices, in float64."""
-    joined = np.eye(data.num_nodes)
-    joined[data.receivers, data.senders] = 1
+    adjacency = np.eye(data.num_nodes)
+    adjacency[data.receivers, data.senders] = 1
     sums = data.features.sum(axis=1, keepdims=True, dtype=np.float64)
     x = np.divide(data.features, sums, out=np.zeros_like(data.features, np.float64), where=sums > 0)
-    degrees = joined.sum(axis=1)
+    degrees = adjacency.sum(axis=1)
     if model == "gcn":
-        norm = joined / np.sqrt(np.outer(degrees, degrees))
+        norm = adjacency / np.sqrt(np.outer(degrees, degrees))
         return norm @ np.maximum(norm @ x @ params["first/weight"], 0) @ params["second/weight"]
     if model == "sage":
-        mean = (joined + np.eye(len(joined))) / (degrees + 1)[:, None]
+        mean = (adjacency + np.eye(len(adjacency))) / (degrees + 1)[:, None]
         x = np.maximum(mean @ x @ params["first/weight"] + params["first/bias"], 0)
         return mean @ x @ params["second/weight"] + params["second/bias"]
     for layer, heads in (("layers/0", 8), ("layers/1", 1)):
@@ -145,7 +145,7 @@ def dense_logits(model: str, data: NodeData, params: dict[str, np.ndarray]) -> n
         left, right = ((z * params[f"{layer}/{end}"]).sum(-1) for end in ("left", "right"))
         logits = right[:, None] + left[None]  # receiver, sender, head
         logits = np.where(logits > 0, logits, 0.2 * logits)
-        weights = np.exp(logits) * joined[:, :, None]
+        weights = np.exp(logits) * adjacency[:, :, None]
         weights /= weights.sum(axis=1, keepdims=True)
         x = np.einsum("vuh,uhd->vhd", weights, z).reshape(len(x), -1) + params[f"{layer}/bias"]
         x = np.where(x > 0, x, np.expm1(x)) if layer == "layers/0" else x

@@ -263,7 +263,7 @@ def test_heads_are_one_number_a_layer() -> None:
         ("--heads 1 1", "argument --heads: expected 3 arguments"),
     ],
 )
-def test_wrong_numbers_are_one_line(args: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_one_line(args: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "reddit", *args.split()]) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -97,11 +97,11 @@ def test_eager_steps_and_functions_say_it_once_and_traced_ones_cannot() -> None:
     assert len(told(lambda: value_and_grad(jt.NoOpLossScale(), jnp.ones(()), batch))) == 1
 
 
-def test_the_loader_looks_at_rows_from_all_over_the_data() -> None:
+def test_the_loader_looks_at_examples_from_all_over_the_data() -> None:
     data = {"t": np.arange(64, dtype=np.int32), "x": RNG.standard_normal(64).astype(np.float32)}
 
-    def prepare(rows: Any) -> Any:
-        return {**rows, "t": rows["t"].astype(np.float32) * 101}
+    def prepare(examples: Any) -> Any:
+        return {**examples, "t": examples["t"].astype(np.float32) * 101}
 
     def batches(**options: Any) -> Callable[[], Any]:
         return lambda: array_batches(data, 16, **options)

@@ -243,7 +243,7 @@ def test_inside_of_jit_it_says_where_it_belongs() -> None:
         jt.check_progress(state, stop_after=1)
         return state
 
-    with pytest.raises(ValueError, match=r"check_progress reads numbers on the host; call it out"):
+    with pytest.raises(ValueError, match=r"check_progress reads values on the host; call it out"):
         checked(run_steps(scaled(), ""))
 
 
