@@ -33,7 +33,7 @@ from jmp_train.graphs.datasets import NodeData, read_planetoid, synthetic_cora
 from jmp_train.runs import loss_scale_for
 from jmp_train.tasks import Task
 from jmp_train.tasks.cora import make_task
-from jmp_train.tasks.models import rows
+from jmp_train.tasks.models import node_examples
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/planetoid"
 POLICIES = ("float32", "mixed_float16", "autocast_float16")
@@ -147,7 +147,7 @@ def run_seeds(data: NodeData, model: str, policy_name: str, seeds: int, paper: P
     task, policy = make_task(data, model), jt.get_policy(policy_name)
     shared = jax.device_put(policy.cast_to_compute(task.shared()))
     nodes = {"train": data.train, "validation": data.validation, "test": data.test}
-    batches = {name: rows(data, chosen) | shared for name, chosen in nodes.items()}
+    batches = {name: node_examples(data, chosen) | shared for name, chosen in nodes.items()}
     train = make_trainer(task, policy, paper)
     results = []
     for seed in range(seeds):
