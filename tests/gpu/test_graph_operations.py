@@ -84,7 +84,7 @@ def exact_results(arrays: tuple[Any, ...]) -> dict[str, tuple[np.ndarray, ...]]:
 
 
 def terms() -> tuple[int, int]:
-    """Returns how many numbers a sum has at most, over a node's edges and over a row; two more for the products."""
+    """Returns how many terms a sum has at most, over a node's edges and over a row; two more for the products."""
     return max(np.bincount(ends).max() for ends in draw_edges()) + 2, WIDTH + 2
 
 

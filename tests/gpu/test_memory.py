@@ -56,7 +56,7 @@ def nearest_gpu(device_kind: str) -> str:
 
 
 def test_memory_is_what_the_compiler_says(is_gpu: bool) -> None:
-    """A GPU: a tenth and 64 MB for what libraries work in. A CPU, which widens half: no more than a quarter more."""
+    """A GPU: a tenth and 64 MB for what libraries work in. A CPU, which upcasts half: no more than a quarter more."""
     if is_gpu:
         gpu = nearest_gpu(jax.devices()[0].device_kind)
         found = {policy: measured_bytes(policy) for policy in POLICIES}

@@ -26,7 +26,7 @@ def test_cublas_and_cudnn_get_autocasts_dtype(plan_python: str, dtype: str, name
 
 
 def test_products_within_fusions_are_read_too() -> None:
-    """As XLA has them where it generates their code, with operands' types or without, in each computation anew."""
+    """As XLA has them where it generates their code, with operands' types or without, in each computation again."""
     hlo = """
 %fused (p: bf16[8,8], q: bf16[8,8]) -> f32[8,8] {
   %p = bf16[8,8]{1,0} parameter(0)
