@@ -12,12 +12,13 @@ ALLOWED := --allowed-skips tests/allowed_skips.txt
 QUICK := -m "quick and not full"
 REST := -m "full and not gpu"
 
-.PHONY: help demo test test-all test-share test-newest test-gpu lint format bench bench-gpu clean
+.PHONY: help demo test test-all test-share test-mutations test-newest test-gpu lint format bench bench-gpu clean
 
 help:
 	@echo "make demo         train on digits in float32, float16 and bfloat16, side by side"
 	@echo "make test         run the quick tests, in five minutes"
 	@echo "make test-all     run all tests, with coverage"
+	@echo "make test-mutations  plant twenty faults, one at a time, and look whether the quick tests catch them"
 	@echo "make test-newest  run the quick ones near jax on the newest Python and jax, where there is one"
 	@echo "make test-gpu     run those in tests/gpu, on a GPU where there is one and else on the CPU"
 	@echo "make lint         ruff and pyright"
@@ -40,6 +41,10 @@ test-all: .venv/.dev .venv-plan/.plan
 # Every tenth test of those that `make test` leaves out: `make test-share SHARE=3/10`.
 test-share: .venv/.dev .venv-plan/.plan
 	$(BIN)/python -m pytest $(PARALLEL) $(REST) $(ALLOWED) --share $(SHARE)
+
+# Plants a fault at a time in a copy, where a quick test has to fail.
+test-mutations: .venv/.dev
+	$(BIN)/python tests/mutations.py
 
 test-newest:
 	@python=$$(.ci/newest-python); \

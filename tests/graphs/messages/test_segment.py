@@ -118,6 +118,15 @@ def test_softmax_is_exact(half: str, degree: int, kind: str, seed: int) -> None:
     assert_within(actual_grads, products - exact * totals, half, magnitudes, 2)
 
 
+@pytest.mark.parametrize("rows", [8, 80], ids=["one block", "three blocks"])
+@pytest.mark.parametrize("center", [-1000, 1000])
+def test_softmax_of_logits_whose_powers_are_beyond_float32(rows: int, center: int) -> None:
+    logits = np.float32(np.random.default_rng(0).normal(center, 1, rows))
+    powers = np.exp(logits.astype(np.float64) - center)
+    weights = graphs.segment_softmax(logits, np.zeros(rows, np.int32), 1)
+    np.testing.assert_allclose(weights, powers / powers.sum(), rtol=1e-5)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("half", HALVES)
 @checks(4)

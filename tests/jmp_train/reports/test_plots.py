@@ -53,6 +53,7 @@ def test_losses_are_averaged_and_skipped_steps_left_out() -> None:
     axes = Figure().subplots()
     draw_losses(axes, RUNS)
     full, half = axes.lines
+    assert [line.get_label() for line in axes.lines] == ["float32", "mixed_float16"]
     steps, losses = map(np.asarray, full.get_data())
     assert len(steps) == 50
     assert steps[0] == 1.5

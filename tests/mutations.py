@@ -1,0 +1,295 @@
+"""Plants faults, one at a time, and looks whether the tests notice: `python tests/mutations.py --ring quick`.
+
+A fault is planted in a copy of the tracked files, in which pytest then runs, so that the checkout never changes. First
+run the tests that mirror the module, then the others of the ring; what fails counts if it passes without the fault.
+"""
+
+import argparse
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RINGS = {"quick": "quick and not full", "all": "not gpu"}  # as the Makefile selects them, by pytest's -m
+NOTHING_RAN = 5  # pytest's exit code
+# It holds that faults can be planted, which is so no more in the copy that has one.
+CHECK_OF_THE_LIST = "tests/house/test_mutations.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """A fault: what takes the place of a text that is in a file exactly once, and the tests that mirror the file."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    mirror: str
+
+    def source(self, root: Path = ROOT) -> str:
+        """Returns the file's text with the fault; raises ValueError if `old` is not there exactly once."""
+        text = (root / self.file).read_text()
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"mutation {self.name!r}: its old text is {count} times in {self.file}, not once")
+        return text.replace(self.old, self.new)
+
+    @property
+    def change(self) -> str:
+        """The file, and the words that differ, old and new."""
+        old, new = self.old.split(), self.new.split()
+        while old and new and old[0] == new[0]:
+            old, new = old[1:], new[1:]
+        while old and new and old[-1] == new[-1]:
+            old, new = old[:-1], new[:-1]
+        before, after = (" ".join(words) or "nothing" for words in (old, new))
+        return f"{self.file}: {_shortened(before)} -> {_shortened(after)}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+MUTATIONS = (
+    Mutation(
+        "scale-rules",
+        "policies/loss_scaling/loss_scale.py",
+        "full = counter >= last - 1",
+        "full = counter > last - 1",
+        "tests/policies/loss_scaling/test_presets.py",
+    ),
+    Mutation(  # the count of a schedule goes on, the moments do not
+        "skip",
+        "policies/optimizers/loss_scaled.py",
+        "inner_state=select_tree(finite, new_inner_state, state.inner_state),",
+        "inner_state=jax.tree_util.tree_map(\n"
+        "                lambda new, old: jnp.where(finite | (jnp.result_type(new) == jnp.int32), new, old),\n"
+        "                new_inner_state, state.inner_state,\n"
+        "            ),",
+        "tests/policies/optimizers/test_loss_scaled.py",
+    ),
+    Mutation(
+        "cast",
+        "policies/pytrees/casting.py",
+        "if not is_float_array(x):\n        return x\n",
+        "if not isinstance(x, jax.Array | np.ndarray) or not jnp.issubdtype(x.dtype, jnp.number):\n        return x\n",
+        "tests/policies/pytrees/test_casting.py",
+    ),
+    Mutation(
+        "autocast-rule",
+        "policies/autocasting/rules.py",
+        '"exp exp2 expm1 log',
+        '"exp2 expm1 log',
+        "tests/policies/autocasting/test_attention_logits.py",
+    ),
+    Mutation(  # some reader wants float32, instead of every one
+        "reader-analysis",
+        "policies/autocasting/operand_dtypes.py",
+        "if out in read and out not in refused)",
+        "if out in read)",
+        "tests/policies/autocasting/test_losses.py",
+    ),
+    Mutation(
+        "segment-sum",
+        "graphs/messages/segment.py",
+        "return segments.sum(upcast(data)).astype(data.dtype)",
+        "return segments.sum(data)",
+        "tests/graphs/messages/test_segment.py",
+    ),
+    Mutation(  # powers are taken of the logits, not of their differences to the largest
+        "softmax",
+        "graphs/structure/incidence.py",
+        "largest = _largest(fixed, self.rows, self.num_rows)",
+        "largest = jnp.zeros_like(_largest(fixed, self.rows, self.num_rows))",
+        "tests/graphs/messages/test_segment.py",
+    ),
+    Mutation(  # the sum of a k t that every edge of a softmax shares
+        "streaming-gradient",
+        "graphs/kernels/gat.py",
+        "            of_logits - of_means,\n",
+        "            of_logits,\n",
+        "tests/graphs/layers/test_attention.py",
+    ),
+    Mutation(
+        "gat",
+        "graphs/layers/gat.py",
+        "        negative_slope: float = 0.2,\n        residual",
+        "        negative_slope: float = 0.01,\n        residual",
+        "tests/graphs/layers/test_gat.py",
+    ),
+    Mutation(
+        "sampler",
+        "graphs/sampling/host_edge_index.py",
+        "drawn[i] = np.where(is_taken, last, place)",
+        "drawn[i] = place",
+        "tests/graphs/sampling/test_host_edge_index.py",
+    ),
+    Mutation(  # receivers keep the numbers that they have in their own graph
+        "batching",
+        "graphs/structure/batching.py",
+        "return from_jraph(jraph.batch_np([_on_host(graph) for graph in graphs]), formats=formats)",
+        "parts = [_on_host(graph) for graph in graphs]\n"
+        "    receivers = np.concatenate([part.receivers for part in parts])\n"
+        "    return from_jraph(jraph.batch_np(parts)._replace(receivers=receivers), formats=formats)",
+        "tests/graphs/structure/test_batching.py",
+    ),
+    Mutation(
+        "reduce-dtype",
+        "policies/pytrees/collectives.py",
+        "upcast = upcast_to_float32(pvary(x, axis_names))\n",
+        "upcast = pvary(x, axis_names)\n",
+        "tests/policies/pytrees/test_collectives.py",
+    ),
+    Mutation(
+        "agreement",
+        "policies/pytrees/finite.py",
+        "bad_devices = sum_over_axes((~finite).astype(jnp.int32), axis_names)",
+        "bad_devices = (~finite).astype(jnp.int32)",
+        "tests/policies/pytrees/test_finite.py",
+    ),
+    Mutation(  # a file of the same length counts as intact
+        "checkpoint-digest",
+        "jmp_train/checkpoints/manifest.py",
+        "if any(facts[key] != value for key, value in found.items()):",
+        'if facts["bytes"] != found["bytes"]:',
+        "tests/jmp_train/checkpoints/test_damages.py",
+    ),
+    Mutation(
+        "restore-order",
+        "jmp_train/checkpoints/reading.py",
+        "in reversed(saved_folders(directory).items()):",
+        "in saved_folders(directory).items():",
+        "tests/jmp_train/checkpoints/test_store.py",
+    ),
+    Mutation(
+        "loader-shuffle",
+        "jmp_train/data/batches.py",
+        ".repeat(epochs)\n",
+        ".repeat(epochs, reseed_each_epoch=False)\n",
+        "tests/jmp_train/data/test_batches.py",
+    ),
+    Mutation(
+        "report",
+        "jmp_train/reports/plots.py",
+        "axes.plot(*zip(*means, strict=True), label=run.policy,",
+        "axes.plot(*zip(*means, strict=True), label=runs[-1 - index].policy,",
+        "tests/jmp_train/reports/test_plots.py",
+    ),
+    Mutation(  # a comparison of which one run has failed ends as if all were well
+        "exit-code",
+        "jmp_train/cli/compare.py",
+        "    if problems:\n",
+        "    if problems and not runs:\n",
+        "tests/jmp_train/cli/test_entry.py",
+    ),
+    Mutation(  # bfloat16, whose name is the only one with two letters before the number
+        "hlo-parser",
+        "jmp_train/aot/hlo.py",
+        r'r"\b([a-z]\w*)\[',
+        r'r"\b(pred|[a-z]\d+\w*)\[',
+        "tests/jmp_train/aot/test_hlo.py",
+    ),
+    Mutation(
+        "master-weights",
+        "policies/optimizers/master_weights.py",
+        "upcast_to_float32(updates), state.inner_state, state.master_weights, **extra_args",
+        "upcast_to_float32(updates), state.inner_state, upcast_to_float32(params), **extra_args",
+        "tests/policies/optimizers/test_master_weights.py",
+    ),
+)
+
+
+@contextmanager
+def copied_tree() -> Iterator[Path]:
+    """Yields a temporary copy of the tracked files as they are in the checkout, links as links."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    with tempfile.TemporaryDirectory(prefix="mutation-", ignore_cleanup_errors=True) as folder:
+        for name in filter(None, listed.split("\0")):
+            if os.path.lexists(ROOT / name):  # not what is deleted, and not committed yet
+                target = Path(folder, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, target, follow_symlinks=False)
+        yield Path(folder)
+
+
+def failures(tree: Path, *arguments: str) -> list[str]:
+    """Returns the tests that fail when pytest runs with these arguments in a copy of the tree."""
+    options = ["-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", f"--ignore={CHECK_OF_THE_LIST}"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
+    # Before the editable install: the processes that tests start import the copy, too.
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    found = [line.split(" - ")[0].split(" ", 1)[1] for line in done.stdout.splitlines() if _names_failure(line)]
+    if not found and done.returncode not in (0, NOTHING_RAN):
+        raise SystemExit(f"pytest ended with {done.returncode} and named no test:\n{done.stdout}{done.stderr}")
+    return found
+
+
+def _names_failure(line: str) -> bool:
+    return line.startswith(("FAILED ", "ERROR "))
+
+
+def first_failure(mutation: Mutation, ring: str, mirror_only: bool) -> str | None:
+    """Returns the first test of a ring that a fault makes fail, those of the mirror first; None if there is none."""
+    options = ["-x", "-m", RINGS[ring]]
+    with copied_tree() as tree:
+        (tree / mutation.file).write_text(mutation.source(tree))
+        found = failures(tree, *options, mutation.mirror)
+        if not found and not mirror_only:
+            found = failures(tree, *options, f"--deselect={mutation.mirror}")
+    return found[0] if found else None
+
+
+def failing_without_faults(tests: Sequence[str]) -> set[str]:
+    """Returns those of the tests that fail in a copy without any fault."""
+    if not tests:
+        return set()
+    with copied_tree() as tree:
+        return set(failures(tree, *tests))
+
+
+def check(mutations: Sequence[Mutation], ring: str, mirror_only: bool) -> int:
+    """Prints a line a fault, and returns how many of them no test has caught."""
+    caught: dict[str, str] = {}
+    for mutation in mutations:
+        begin = time.monotonic()
+        test = first_failure(mutation, ring, mirror_only)
+        if test is not None:
+            caught[mutation.name] = test
+        seconds = time.monotonic() - begin
+        print(f"{mutation.name:<19} {seconds:>5.0f} s  {test or 'NOT CAUGHT'}\n{'':28}{mutation.change}", flush=True)
+    false = failing_without_faults(list(dict.fromkeys(caught.values())))
+    for name, test in caught.items():
+        if test in false:
+            print(f"{name}: does not count, {test} fails without the fault, too")
+    missed = [mutation.name for mutation in mutations if caught.get(mutation.name) in (None, *false)]
+    print(f"{len(mutations) - len(missed)} of {len(mutations)} caught; not caught: {', '.join(missed) or 'none'}")
+    return len(missed)
+
+
+def main() -> int:
+    """Checks the faults that the command line names, and returns 1 if too many are not caught."""
+    parser = argparse.ArgumentParser(description="Plants faults and looks whether the tests notice.")
+    names = [mutation.name for mutation in MUTATIONS]
+    parser.add_argument("--ring", choices=RINGS, default="quick", help="which tests run; default: quick")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help=", ".join(names))
+    parser.add_argument("--mirror-only", action="store_true", help="run no more than the tests that mirror the module")
+    options = parser.parse_args()
+    chosen = [mutation for mutation in MUTATIONS if mutation.name in options.only]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copy is deleted, as it is after Ctrl-C
+    with tempfile.TemporaryDirectory(prefix="mutation-cache-") as cache:
+        # What one fault leaves as it is need not be compiled again for the next.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
+        missed = check(chosen, options.ring, options.mirror_only)
+    return int(missed > (len(chosen) // 10 if options.ring == "quick" else 0))  # two of twenty
+
+
+if __name__ == "__main__":
+    sys.exit(main())
