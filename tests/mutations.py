@@ -18,7 +18,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-RINGS = {"quick": "quick and not full", "all": "not gpu"}  # as the Makefile selects them, by pytest's -m
+RINGS = {"quick": "quick and not full", "all": "not gpu"}  # as the Makefile has them, for pytest's -m
+# pytest, but that hypothesis does not look for the smallest example that fails, which may take minutes.
+PYTEST = """
+import sys, pytest
+class WithoutShrinking:
+    def pytest_configure(self):
+        from hypothesis import Phase, settings
+        settings.register_profile("mutations", phases=(Phase.explicit, Phase.generate))
+        settings.load_profile("mutations")
+sys.exit(pytest.main(sys.argv[1:], plugins=[WithoutShrinking()]))
+"""
 NOTHING_RAN = 5  # pytest's exit code
 # It holds that faults can be planted, which is so no more in the copy that has one.
 CHECK_OF_THE_LIST = "tests/house/test_mutations.py"
@@ -222,7 +232,7 @@ def copied_tree() -> Iterator[Path]:
 def failures(tree: Path, *arguments: str) -> list[str]:
     """Returns the tests that fail when pytest runs with these arguments in a copy of the tree."""
     options = ["-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", f"--ignore={CHECK_OF_THE_LIST}"]
-    command = [sys.executable, "-m", "pytest", *options, *arguments]
+    command = [sys.executable, "-c", PYTEST, *options, *arguments]
     # Before the editable install: the processes that tests start import the copy, too.
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)

@@ -115,6 +115,8 @@ def test_the_slope_and_the_activation(make: Any) -> None:
     layer = make(4, 3, 2, rngs=nnx.Rngs(0))
     active = make(4, 3, 2, activation=nnx.elu, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(active(graph, x), nnx.elu(layer(graph, x)), rtol=1e-6)
+    published = make(4, 3, 2, negative_slope=0.2, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(published(graph, x), layer(graph, x))
     steep = make(4, 3, 2, negative_slope=1.0, rngs=nnx.Rngs(0))
     assert (jnp.abs(steep(graph, x)[0] - layer(graph, x)[0]) > 1e-4).any()
     np.testing.assert_allclose(steep(graph, x)[1:], layer(graph, x)[1:], rtol=1e-6)

@@ -127,6 +127,16 @@ def test_softmax_of_logits_whose_powers_are_beyond_float32(rows: int, center: in
     np.testing.assert_allclose(weights, powers / powers.sum(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("half", HALVES)
+def test_sums_and_gradients_of_gathers_are_rounded_once(half: str) -> None:
+    large = [1024, *31 * [0.3]]  # a block, whose sum in half loses what the next one's leaves
+    rows, ids = jnp.asarray([*large, -1024, *large[1:]], half), np.zeros(64, np.int32)
+    exact = np.asarray(rows, np.float64).sum()
+    assert float(graphs.segment_sum(rows, ids, 1)[0]) == float(jnp.asarray(exact, half))
+    _, (grads,) = compiled_vjp(lambda x: graphs.gather(x, ids), rows, jnp.ones(1, half))
+    assert float(grads[0]) == float(jnp.asarray(exact, half))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("half", HALVES)
 @checks(4)
