@@ -5,6 +5,7 @@ import contextlib
 import os
 import pickle
 import random
+import re
 import shutil
 import tempfile
 import warnings
@@ -164,6 +165,20 @@ def fixture_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
+
+
+def test_a_flipped_bit_in_any_file_is_found_and_the_file_named(tmp_path: Path) -> None:
+    with jt.CheckpointStore(tmp_path) as store:
+        store.save(1, {"w": np.arange(3.0), "none": np.zeros((0, 2))})
+        store.wait()
+        files = [path for path in tmp_path.glob("step_*/**/*") if path.is_file()]
+        assert {"manifest.json", "manifest.sha256", ".zarray", "_METADATA"} <= {path.name for path in files}
+        for path in files:
+            whole = path.read_bytes()
+            path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+            with pytest.raises(ValueError, match=f"step 1 is damaged: .*{re.escape(path.name)}.* is not as it was"):
+                store.restore({"w": np.zeros(3), "none": np.zeros((0, 2))})
+            path.write_bytes(whole)
 
 
 @pytest.mark.full
