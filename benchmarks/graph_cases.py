@@ -1,4 +1,4 @@
-"""What `graphs.py` measures: a power-law graph, the rows, the right numbers, and ours and jraph's forms."""
+"""The cases of `graphs.py`: a power-law graph, the operations, reference results, jmp_train's and jraph's forms."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -71,7 +71,7 @@ class Form(NamedTuple):
 class Case:
     """A graph whose degrees follow a power law, with a self-loop at each node, and what it carries.
 
-    Edges are drawn between nodes with chances by rank, none twice, and sorted by receiver, as all
+    Edges are drawn between nodes with probabilities by rank, none twice, and sorted by receiver, as all
     libraries like it.
 
     Args:
@@ -82,13 +82,13 @@ class Case:
     def __init__(self, num_nodes: int, num_edges: int) -> None:
         self.num_nodes, self.num_edges = num_nodes, num_edges
         random = np.random.default_rng(0)
-        chances = np.arange(1, num_nodes + 1) ** (-1 / (EXPONENT - 1))
-        chances /= chances.sum()
+        probabilities = np.arange(1, num_nodes + 1) ** (-1 / (EXPONENT - 1))
+        probabilities /= probabilities.sum()
         names = random.permutation(num_nodes)
         self_loops = np.arange(num_nodes) * (num_nodes + 1)
         keys = np.empty(0, np.int64)
         while len(keys) < num_edges - num_nodes:
-            ends = names[random.choice(num_nodes, (2, num_edges), p=chances)]
+            ends = names[random.choice(num_nodes, (2, num_edges), p=probabilities)]
             keys = np.union1d(keys, np.setdiff1d(ends[0] * num_nodes + ends[1], self_loops))
         keys = random.choice(keys, num_edges - num_nodes, replace=False)
         keys = np.sort(np.concatenate([keys, self_loops]))

@@ -71,7 +71,7 @@ def _names_in(directory: Path) -> set[str]:
 
 
 def writer_name() -> str:
-    """Returns a name for what this process is about to write: of its host, its number, and chance."""
+    """Returns a name for what this process is about to write: the host's name, the process id and random digits."""
     host = re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:40]
     return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
 

@@ -1,4 +1,4 @@
-"""In which dtype a parameter can be sent: casting it there and back changes nothing of what is computed."""
+"""The all-gather dtype of a parameter: a cast to it and back does not change what is computed."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the names of policies and modes come to, and tasks that train by them."""
+"""Training setups of policies and AMP modes by name, and tasks that train with them."""
 
 import dataclasses
 from collections import Counter
