@@ -60,8 +60,9 @@ run-test-newest:
 test-gpu:
 	@.ci/gpu-python -m pytest --durations 5 -m gpu tests/gpu
 
+bench-gpu: MINUTES ?= 9
 bench-gpu:
-	@.ci/gpu-python benchmarks/gpu.py
+	@.ci/gpu-python benchmarks/gpu.py --minutes $(MINUTES)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -1,9 +1,13 @@
-"""Step time and peak memory on whatever accelerator is there, beside torch.
+"""Step time and peak memory on whatever accelerator is there, beside torch, in parts that resume.
 
-    python benchmarks/gpu.py [--workloads mnist] [--minutes 8] [--json FILE]
-    python benchmarks/gpu.py --workloads resnet34 vit-b16 --minutes 40
-    python benchmarks/gpu.py --workloads gat graph-ops
-    python benchmarks/gpu.py --tiny     # in a small size, for a machine that has a CPU only
+    make bench-gpu                       # parts that fit into 9 minutes; again, until none is left
+    make bench-gpu MINUTES=120
+    python benchmarks/gpu.py --parts mnist gat --again
+    python benchmarks/gpu.py --tiny      # in a small size, for a machine that has a CPU only
+
+A part is some variants of a workload, and takes less than 9 minutes; `gpu_parts.py` lists them. When one has ended, its
+figures go to a file in `results/`, one for each kind of device, and it is not run again with the same driver and
+versions, unless by `--again`. The last lines say which goals the figures meet.
 
 Each variant (who steps, and in which precision) lives in a process of its own, so that its peak memory
 is its own, and compiles there. Then all step in turn, round after round, so that what slows the machine
@@ -16,7 +20,7 @@ in-place ReLU, scaled_dot_product_attention; eager and with torch.compile. No da
 trains the same networks by autocast. `gat` is the step of the task `reddit`, on a synthetic graph of 114.8
 million edges, beside PyTorch Geometric's layers on as many edges as fit, and ours on these too.
 `graph-ops` are sums, softmax, dot and attention on a power-law graph. The variants of all but `mnist` and
-`resnet34`, which may fill the device, take turns as a whole; making the graph counts among the minutes.
+`resnet34`, which may fill the device, take turns as a whole; making the graph counts among a part's minutes.
 """
 
 import argparse
@@ -28,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,7 +41,8 @@ from gpu_amp import RESNET34, VIT_B16
 from gpu_gat import GAT_STEP
 from gpu_mnist import MNIST
 from gpu_operations import GRAPH_OPERATIONS
-from gpu_workloads import MODES, OURS, PRECISIONS, Variant, part_text
+from gpu_parts import PARTS, Machine, Part, Report, goals_of, read_report, results_file, this_machine, write_report
+from gpu_workloads import MODES, OURS, PRECISIONS, PREPARED, Variant, Workload, part_text
 
 WORKLOADS = {
     "mnist": MNIST,
@@ -141,7 +147,7 @@ def work(workload: str, way: str, precision: str, part: str, size: str, folder: 
 
 def prepare(name: str, size: float, folder: str, deadline: float) -> str | None:
     """Makes a workload's data, in a process of its own and on the host; returns why it failed, or None."""
-    if WORKLOADS[name].prepare is None:
+    if WORKLOADS[name].prepare is None or Path(folder, PREPARED).exists():
         return None
     start = time.monotonic()
     command = [sys.executable, __file__, "--prepare", name, str(size), folder]
@@ -163,44 +169,50 @@ def prepare(name: str, size: float, folder: str, deadline: float) -> str | None:
     return None
 
 
-def available(variants: tuple[Variant, ...]) -> list[Variant]:
-    """Returns the variants for which all is installed, and says what is not."""
-    missing = {
-        module: way
-        for way in dict.fromkeys(variant.way.split()[0] for variant in variants)
-        for module in NEEDS.get(way, ())
-        if find_spec(module) is None
-    }
-    for module, way in missing.items():
-        print(f"{module} is not installed here: {OURS} runs without {way}")
-    return [x for x in variants if x.way.split()[0] not in missing.values()]
-
-
-def measure(name: str, precisions: list[str], size: float, rounds: int, deadline: float) -> Results:
-    """Returns the facts and step times of all variants of a workload, or why they failed.
+def variants_of_part(part: Part, precisions: Sequence[str]) -> tuple[list[Variant], list[str]]:
+    """Returns a part's variants for which all is installed, and the packages that are missing for the others.
 
     Args:
-      name: of the workload.
+      part: which.
       precisions: of the variants.
+    """
+    wanted = [
+        x
+        for x in WORKLOADS[part.workload].variants
+        if x.way.startswith(part.ways) and x.precision in part.precisions and x.precision in precisions
+    ]
+    missing = {
+        way: [module for module in NEEDS.get(way, ()) if find_spec(module) is None]
+        for way in dict.fromkeys(variant.way.split()[0] for variant in wanted)
+    }
+    absent = list(dict.fromkeys(module for modules in missing.values() for module in modules))
+    return [x for x in wanted if not missing[x.way.split()[0]]], absent
+
+
+def measure(workload: str, variants: list[Variant], size: float, rounds: int, deadline: float, folder: str) -> Results:
+    """Returns the facts and step times of some variants of a workload, or why they failed.
+
+    Args:
+      workload: its name.
+      variants: which of it.
       size: of the workload.
       rounds: how often each variant is measured.
       deadline: in the time of `time.monotonic`; what does not fit is left out, and said so.
+      folder: of what the workload prepares, which may be there.
     """
-    workload, results = WORKLOADS[name], {}
-    variants = [x for x in available(workload.variants) if x.precision in precisions]
-    groups = [variants] if workload.is_together else [[variant] for variant in variants]
-    with tempfile.TemporaryDirectory() as folder:
-        failure = prepare(name, size, folder, deadline)
-        if failure is not None:
-            print(f"{name}: {failure}", flush=True)
-            return {variant.label: {"failed": failure} for variant in variants}
-        while groups:
-            group = groups.pop(0)
-            results |= measure_group(name, group, size, folder, rounds, deadline)
-            for variant in group:  # what fitted a part only is measured beside ours on that part
-                twin = Variant(OURS, variant.precision, results[variant.label].get("part", 1.0))
-                if twin.part < 1 and twin.label not in results:
-                    groups.insert(0, [twin])
+    results: Results = {}
+    groups = [variants] if WORKLOADS[workload].is_together else [[variant] for variant in variants]
+    failure = prepare(workload, size, folder, deadline)
+    if failure is not None:
+        print(f"{workload}: {failure}", flush=True)
+        return {variant.label: {"failed": failure} for variant in variants}
+    while groups:
+        group = groups.pop(0)
+        results |= measure_group(workload, group, size, folder, rounds, deadline)
+        for variant in group:  # what fitted a part only is measured beside ours on that part
+            twin = Variant(OURS, variant.precision, results[variant.label].get("part", 1.0))
+            if twin.part < 1 and twin.label not in results:
+                groups.insert(0, [twin])
     return results
 
 
@@ -271,9 +283,8 @@ def add_ratios(results: Results) -> None:
             result["of_the_memory"] = result["memory_mb"] / first["memory_mb"]
 
 
-def print_results(name: str, size: float, results: Results) -> None:
-    """Prints a table of a workload's variants."""
-    workload = WORKLOADS[name]
+def print_results(name: str, workload: Workload, size: float, results: Results) -> None:
+    """Prints a table of the variants of a part of a workload."""
     done = {name: result for name, result in results.items() if "median_ms" in result}
     facts = next(iter(done.values()), {"device": "nothing", "memory_of": "device"})
     versions = dict.fromkeys(result["version"] for result in done.values())
@@ -325,39 +336,103 @@ def table_of_rows(results: Results) -> list[str]:
     return lines
 
 
+def run_part(name: str, args: argparse.Namespace, minutes: float, folder: Path) -> dict[str, Any]:
+    """Returns a part's results, which are printed too.
+
+    Args:
+      name: of the part.
+      args: of the command line.
+      minutes: it may take.
+      folder: where workloads prepare their data.
+    """
+    part = PARTS[name]
+    workload = WORKLOADS[part.workload]
+    size = workload.tiny_size if args.tiny else workload.size
+    begin = time.monotonic()
+    variants, absent = variants_of_part(part, args.precisions)
+    own = folder / part.workload
+    own.mkdir(exist_ok=True)
+    results = measure(part.workload, variants, size, args.rounds, begin + 60 * minutes, str(own)) if variants else {}
+    add_ratios(results)
+    if results:
+        print_results(name, workload, size, results)
+    if absent:
+        print(f"{name}: not installed here: {', '.join(absent)}", flush=True)
+    seconds = round(time.monotonic() - begin, 1)
+    about = {"workload": part.workload, workload.unit: size, "note": workload.note}
+    return about | {"seconds": seconds, "absent": absent, "variants": results}
+
+
+def run_parts(names: Sequence[str], args: argparse.Namespace, machine: Machine, file: Path | None) -> Report:
+    """Runs the parts that fit into the minutes, one at least, and returns the report with them.
+
+    Args:
+      names: of the parts.
+      args: of the command line.
+      machine: that runs them.
+      file: of results, which is written after each part; None for none.
+    """
+    report = read_report(file)
+    settings = {"tiny": args.tiny, "precisions": list(args.precisions), "rounds": args.rounds}
+    parts, here = report["parts"], {"machine": machine, "settings": settings}
+    begin, ran, left = time.monotonic(), 0, []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            if not args.again and here.items() <= parts.get(name, {}).items():
+                print(f"{name}: is there already", flush=True)
+                continue
+            minutes = PARTS[name].minutes
+            if ran and time.monotonic() - begin + 60 * minutes > 60 * args.minutes:
+                left.append(name)
+                continue
+            parts[name] = here | run_part(name, args, min(minutes, args.minutes), Path(folder))
+            ran += 1
+            goals = [goal.as_json() for goal in goals_of(report)]
+            report = {**machine, "goals": goals, "parts": parts}
+            write_report(file, report)
+    if left:
+        print(f"left for another run, which goes on from here: {' '.join(left)}")
+    return report
+
+
+def machine_of_workers() -> Machine:
+    """Returns `this_machine`, by a process of its own: this one leaves the device to the workers."""
+    command = [sys.executable, __file__, "--machine"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mnist"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument("--again", action="store_true", help="also parts that are there already")
     parser.add_argument("--precisions", nargs="+", choices=ALL_PRECISIONS, default=ALL_PRECISIONS)
-    parser.add_argument("--minutes", type=float, default=8.0, help="in all; default: 8")
+    parser.add_argument("--minutes", type=float, default=9.0, help="in all, for one part at least; default: 9")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
-    parser.add_argument("--tiny", action="store_true", help="small sizes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, whose figures are kept by --json only")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="of results; default: results/gpu_<device>.json")
     parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
     parser.add_argument("--prepare", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--machine", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:
         return work(*args.worker)
+    if args.machine:
+        return print(json.dumps(this_machine()))
     if args.prepare is not None:
         name, size, folder = args.prepare
         make = WORKLOADS[name].prepare
         assert make is not None
         return make(float(size), Path(folder))
 
-    deadline = time.monotonic() + 60 * args.minutes
-    report = {}
-    for name in args.workloads:
-        workload = WORKLOADS[name]
-        size = workload.tiny_size if args.tiny else workload.size
-        results = measure(name, args.precisions, size, args.rounds, deadline)
-        add_ratios(results)
-        print_results(name, size, results)
-        report[name] = {workload.unit: size, "note": workload.note, "variants": results}
-        if args.json is not None:
-            part = args.json.with_suffix(".part")
-            part.write_text(json.dumps({"workloads": report}, indent=2) + "\n")
-            part.replace(args.json)
+    machine = machine_of_workers()
+    file = args.json or (None if args.tiny else results_file(machine["device"]))
+    report = run_parts(args.parts, args, machine, file)
+    for goal in goals_of(report):
+        print(goal.line())
+    if file is not None:
+        print(f"results: {file}")
     return None
 
 

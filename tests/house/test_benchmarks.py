@@ -115,8 +115,8 @@ def test_the_graph_benchmark_checks_what_it_times(
 @pytest.mark.timeout(600)
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    output = run("gpu.py", "--tiny", "--rounds", "1", "--json", str(file))
-    report = json.loads(file.read_text())["workloads"]["mnist"]
+    output = run("gpu.py", "--tiny", "--parts", "mnist", "--rounds", "1", "--json", str(file))
+    report = json.loads(file.read_text())["parts"]["mnist"]
     assert report["batch"] == 8
     ours = {name: x for name, x in report["variants"].items() if name.startswith("jmp_train")}
     assert list(ours) == [f"jmp_train {p}" for p in ("float32", "tf32", "float16", "bfloat16")]
@@ -137,9 +137,10 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("workload", "batch"), [("resnet34", 4), ("vit-b16", 2)])
 def test_the_gpu_benchmark_makes_steps_in_amp_modes(tmp_path: Path, workload: str, batch: int) -> None:
     file = tmp_path / "gpu.json"
-    options = ("--workloads", workload, "--rounds", "1", "--precisions", "float32", "apex-O2")
+    part = f"{workload}-apex"
+    options = ("--parts", part, "--rounds", "1", "--precisions", "float32", "apex-O2")
     output = run("gpu.py", "--tiny", *options, "--json", str(file))
-    report = json.loads(file.read_text())["workloads"][workload]
+    report = json.loads(file.read_text())["parts"][part]
     assert report["batch"] == batch
     ours = {name: x for name, x in report["variants"].items() if name.startswith("jmp_train")}
     assert list(ours) == ["jmp_train float32", "jmp_train apex-O2"]
@@ -231,10 +232,10 @@ def test_torchs_networks_have_as_many_parameters_as_ours(
 @pytest.mark.timeout(300)
 def test_the_gpu_benchmark_makes_gat_steps_on_a_graph_made_once(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    options = ("--workloads", "gat", "--precisions", "float32", "--rounds", "1")
+    options = ("--parts", "gat", "gat-pyg", "--precisions", "float32", "--rounds", "1", "--minutes", "60")
     output = run("gpu.py", "--tiny", *options, "--json", str(file))
     assert output.count("gat: made its data in") == 1
-    report = json.loads(file.read_text())["workloads"]["gat"]
+    report = json.loads(file.read_text())["parts"]["gat"]
     assert report["scale"] == 0.0005
     ours = report["variants"]["jmp_train float32"]
     assert (ours["nodes"], ours["edges"], ours["part"]) == (116, 1784, 1)  # self-loops included
@@ -248,12 +249,14 @@ def test_the_gpu_benchmark_makes_gat_steps_on_a_graph_made_once(tmp_path: Path) 
 @pytest.mark.timeout(600)
 def test_the_gpu_benchmark_times_each_graph_operation(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    output = run("gpu.py", "--tiny", "--workloads", "graph-ops", "--rounds", "1", "--json", str(file))
-    report = json.loads(file.read_text())["workloads"]["graph-ops"]
-    assert report["edges"] == 4000
+    options = ("--parts", "graph-ops", "graph-ops-peers", "--rounds", "1", "--minutes", "60")
+    output = run("gpu.py", "--tiny", *options, "--json", str(file))
+    parts = json.loads(file.read_text())["parts"]
+    assert [part["edges"] for part in parts.values()] == [4000, 4000]
+    variants = parts["graph-ops"]["variants"] | parts["graph-ops-peers"]["variants"]
     for way in ("jmp_train chunked", "jmp_train xla", "jraph"):
         for precision in ("float32", "float16", "bfloat16"):
-            rows = report["variants"][f"{way} {precision}"]["rows"]
+            rows = variants[f"{way} {precision}"]["rows"]
             assert len(rows) == 5
             for title, row in rows.items():
                 assert f"\n{title} " in output
