@@ -47,6 +47,7 @@ def our_step(state: Any, x: jax.Array) -> Any:
     return state, state.loss_scale.loss_scale
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("overflows", [0.0, 0.1, 0.5])
 def test_scales_and_parameters_are_flaxs(overflows: float) -> None:
     bad = np.random.default_rng(0).random(200) < overflows

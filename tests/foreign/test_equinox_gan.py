@@ -162,6 +162,7 @@ def script(half: bool) -> Script:
     return Script(state, train_step, real_images())
 
 
+@pytest.mark.full
 def test_products_in_half() -> None:
     (generator, g_state), (discriminator, d_state) = models()
     noise = jnp.ones((8, LATENTS, 1, 1))
@@ -170,6 +171,7 @@ def test_products_in_half() -> None:
     assert share_by_policy(generator_loss, *args) == 1
 
 
+@pytest.mark.full
 def test_it_learns_as_in_float32() -> None:
     assert_learns_alike(script(True), script(False), tolerance=2e-2)
 

@@ -124,6 +124,7 @@ def script(half: bool) -> Script:
     return Script(state, compiled, sequences())
 
 
+@pytest.mark.full
 def test_products_in_half() -> None:
     args = script(True).state["params"], jax.random.PRNGKey(0), sequences()
     assert share_by_policy(loss_fn, *args) == 1

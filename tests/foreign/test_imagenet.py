@@ -135,6 +135,7 @@ def test_products_in_half() -> None:
     assert share_by_autocast(loss_fn, *args) == 1
 
 
+@pytest.mark.full
 def test_it_learns_as_in_float32() -> None:
     assert_learns_alike(script(True), script(False), tolerance=1e-2)
 

@@ -26,7 +26,7 @@ from scripts import (
 
 import jmp_train as jt
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 MESH = Mesh(np.array(jax.devices()), ("data",))
 
@@ -168,7 +168,6 @@ def test_products_in_half() -> None:
     assert share_by_autocast(loss_fn, *args) == 1
 
 
-@pytest.mark.full
 def test_it_learns_as_in_float32() -> None:
     assert_learns_alike(script(True), script(False), tolerance=5e-3)
 

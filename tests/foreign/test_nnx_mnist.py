@@ -100,12 +100,14 @@ def is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
+@pytest.mark.full
 def test_products_in_half() -> None:
     args = CNN(rngs=nnx.Rngs(0)), digits()
     assert share_by_policy(loss_fn, *args) < 0.5
     assert share_by_autocast(loss_fn, *args) == 1
 
 
+@pytest.mark.full
 def test_it_learns_as_in_float32() -> None:
     assert_learns_alike(script(True), script(False), tolerance=1e-2)
 

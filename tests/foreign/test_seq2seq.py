@@ -21,7 +21,7 @@ from scripts import (
 
 import jmp_train as jt
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 VOCAB, HIDDEN, EOS = 14, 32, 1
 

@@ -22,7 +22,7 @@ from scripts import (
 
 import jmp_train as jt
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 
 @struct.dataclass

@@ -29,6 +29,7 @@ def close(half: str, exact: float) -> object:
     return pytest.approx(exact, rel=float(jnp.finfo(half).eps))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("half", "stagnant"), [("float16", 2048), ("bfloat16", 256)])
 def test_the_table_of_one_node_with_13161_edges(half: str, stagnant: float) -> None:
     graph, h = star(EDGES, half)
@@ -57,6 +58,7 @@ def test_dgls_own_star_of_900_in_a_fraction_of_its_tolerance(half: str, toleranc
     assert abs(total - h[1:].sum()) <= tolerance / 2
 
 
+@pytest.mark.full
 def test_what_is_too_large_for_float16_in_between() -> None:
     graph, _ = star(10, "float16")
     large = graph.with_nodes(h=jnp.full(11, 1e4, "float16"))
@@ -72,6 +74,7 @@ def test_what_is_too_large_for_float16_in_between() -> None:
     assert float(summed[0]) == close("float16", 6e4)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("half", HALVES)
 def test_the_order_of_edges_and_the_run_change_next_to_nothing(half: str) -> None:
     random = np.random.default_rng(0)

@@ -310,7 +310,7 @@ def fixture_planetoid() -> Any:
     return module
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("options", "selected", "epochs", "accuracy"),
     [

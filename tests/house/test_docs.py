@@ -84,7 +84,7 @@ def test_the_readme_example_is_short() -> None:
     assert blocks("README.md")[0].count("\n") <= 15
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def command_line_words(source: str) -> list[str]:
     return [word for text in texts for word in COMMAND_LINE.findall(text)]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("floor", ["policies", "graphs", "jmp_train"])
 def test_the_library_does_not_speak_of_the_command_line(floor: str) -> None:
     paths = [path for path in library() if path.relative_to(ROOT).parts[0] == floor]

@@ -62,6 +62,7 @@ def wheel_names(folder: Path) -> set[str]:
     return {name for name in names if ".dist-info/" not in name}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_wheel_holds_the_tree(built: Path) -> None:
     expected = expected_in_wheel()

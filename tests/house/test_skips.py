@@ -23,6 +23,7 @@ def test_passes(): ...
 """
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("reason", "code"), [("listed: too", 0), ("not listed", 1), ("not listed: too", 1)])
 def test_a_skip_for_an_unlisted_reason_fails_the_session(tmp_path: Path, reason: str, code: int) -> None:

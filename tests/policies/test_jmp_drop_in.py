@@ -22,6 +22,7 @@ pytestmark = pytest.mark.quick
 MANY = settings(max_examples=40, deadline=None)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # of the tests
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # in one of those tests
 @pytest.mark.parametrize(("module", "count"), [("loss_scale", 25), ("policy", 60)])
@@ -225,6 +226,7 @@ def test_placeholders_for_leaves_are_kept() -> None:
 # --- the same numbers -------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("factor", [1.1, 1.001, 1.7])
 def test_a_factor_that_is_not_a_float32_number_gives_jmps_scales(factor: float) -> None:
     args: Any = (jnp.float32(1000.0), jnp.int32(0), 1, factor)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.quick
 PROGRAM = Path(__file__).resolve().parents[2] / "fuzzed_graph_files.py"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process takes is read from /proc")
 @pytest.mark.parametrize("count", [300, pytest.param(15_000, marks=pytest.mark.full)])
 def test_mutated_files(count: int, tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def test_planetoids_matrices_larger_than_their_file(folders: dict[str, Path]) ->
     assert refused(folder, max_bytes=10**9).startswith(f"{takes}1000000000 allowed")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("suffix", "content", "message"),
     [

@@ -220,7 +220,7 @@ def test_changed_bytes_never_make_data_of_another_shape(tmp_path_factory: Any, d
     assert (read.labels[ids] >= 0).all()
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("dtype", [np.int32, np.float32, np.float64])
 def test_tables_are_read_as_numpy_writes_them(

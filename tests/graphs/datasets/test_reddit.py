@@ -93,6 +93,7 @@ def test_damaged_files_are_named(folder: Path, name: str) -> None:
     assert fault(folder).startswith(f"{name}: '{wrong[:-4]}' cannot be read: ")
 
 
+@pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_changed_bytes_never_make_data_of_another_shape(tmp_path_factory: Any, data: Any) -> None:

@@ -103,7 +103,7 @@ def test_chunked_equals_xla_in_float64(name: str) -> None:
             np.testing.assert_allclose(found, wanted, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [
@@ -183,6 +183,7 @@ def test_no_receivers() -> None:
     assert [x.shape for x in pullback(result)] == [(3, 2), (0, 1)]
 
 
+@pytest.mark.full
 def test_attention_saves_inputs_and_two_values_for_each_node_and_head() -> None:
     graph = graph_with_hub()
     z, end = (normal(i, *s) for i, s in enumerate([(NODES, HEADS, WIDTH), (NODES, HEADS)]))
@@ -201,6 +202,7 @@ def test_attention_saves_inputs_and_two_values_for_each_node_and_head() -> None:
     assert [x for x in saved(by_autocast) if x[1] == z.shape] == wanted[:1]
 
 
+@pytest.mark.full
 def test_autocast_gives_what_half_features_give() -> None:
     graph = graph_with_hub()
     z, end = (normal(i, *s) for i, s in enumerate([(NODES, HEADS, WIDTH), (NODES, HEADS)]))

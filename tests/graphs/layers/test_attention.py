@@ -51,6 +51,7 @@ kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
 checks = settings(max_examples=4, deadline=None, derandomize=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("half", ONE_HALF)
 @pytest.mark.parametrize("norm_by", [pytest.param("dst", marks=pytest.mark.full), "src"])
 @checks
@@ -74,6 +75,7 @@ def test_edge_softmax_is_exact_and_so_is_its_gradient(
     assert_within(grad, exact_grad, half, sizes, 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("half", ONE_HALF)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @checks
@@ -131,6 +133,7 @@ def test_masked_edges_have_weight_zero_and_a_gradient_of_zero() -> None:
     assert pullback(jnp.ones(3, jnp.float16))[0].tolist() == [0, 0, 0]
 
 
+@pytest.mark.full
 def test_dropout_of_attention() -> None:
     graph = graphs.rand_graph(50, 20_000)
     features, zeros = jnp.ones((50, 2, 1)), jnp.zeros((50, 2))
@@ -149,6 +152,7 @@ def test_dropout_of_attention() -> None:
     np.testing.assert_allclose(jax.grad(total)(features).sum(), dropped.sum(), rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("half", HALVES)
 def test_autocast_stores_in_half_and_adds_in_float32(half: str) -> None:
     edges = 13_161
@@ -182,6 +186,7 @@ def test_autocast_stores_in_half_and_adds_in_float32(half: str) -> None:
     assert {x.dtype for x in jt.autocast(run, jnp.dtype(half), rules=exact)(*ones)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.full
 def test_wrong_arguments_are_named() -> None:
     graph = graphs.from_edges([0, 1], [1, 0], 2)
     z, end = jnp.ones((2, 1, 3)), jnp.ones((2, 1))

@@ -11,6 +11,7 @@ from jmp_train import graphs
 pytestmark = pytest.mark.quick
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"])
 def test_a_hub_is_rounded_once(half: str, is_cast: bool) -> None:

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.newest]
 PROGRAMS = Path(__file__).parents[2] / "gpu_programs.py"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("dtype", "hub"), [("float16", 5_000), ("float32", 1)])
 def test_fused_pairs_store_no_array_of_edges_by_features(dtype: str, hub: int, plan_python: str) -> None:
@@ -24,6 +25,7 @@ def test_fused_pairs_store_no_array_of_edges_by_features(dtype: str, hub: int, p
     assert not elements, elements  # not even in 8 bits
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "dtype"),

@@ -85,7 +85,7 @@ def checks(examples: int) -> Any:
     return settings(max_examples=examples, deadline=None, derandomize=True)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
 @checks(4)
@@ -175,6 +175,7 @@ def test_where_plain_half_fails() -> None:
     assert graphs.segment_mean(large, np.zeros(10, np.int32), 1).tolist() == [1e4]
 
 
+@pytest.mark.full
 def test_ties_share_the_gradient() -> None:
     ties = jnp.zeros((13_161,), jnp.bfloat16)
     for op in (graphs.segment_max, graphs.segment_min):
@@ -227,7 +228,7 @@ def test_other_types_keep_theirs(dtype: str) -> None:
     assert graphs.gather(x, jnp.array([3])).dtype == dtype
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_under_every_transform(name: str) -> None:
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 3, 1_500), jnp.int32)
@@ -245,7 +246,7 @@ def test_under_every_transform(name: str) -> None:
     assert (again == jax.jit(fn)(x[0])).all()
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_no_rows_and_no_segments(name: str) -> None:
     none = OPERATIONS[name](jnp.zeros((0, 2), jnp.float16), jnp.zeros(0, jnp.int32), 3)

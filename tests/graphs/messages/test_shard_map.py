@@ -98,6 +98,7 @@ def on_devices(run: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma
     return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_results_and_gradients_are_those_of_one_device(implementation: str) -> None:
     stacked, arrays = two_graphs(), inputs()
@@ -130,6 +131,7 @@ def test_results_and_gradients_are_those_of_one_device(implementation: str) -> N
             np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_what_is_the_same_everywhere_stays_so(check_vma: bool) -> None:
     graph = two_graphs()[0]
@@ -161,6 +163,7 @@ def every_operation(graph: graphs.Graph, h: jax.Array) -> list[jax.Array]:
     return [*sums, *kinds, *segments, pulled, pushed, graphs.edge_softmax(graph, w)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_every_operation_goes_through_shard_map(check_vma: bool) -> None:
     def on_each(stacked: graphs.GraphStack, rows: jax.Array) -> jax.Array:

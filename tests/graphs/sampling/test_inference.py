@@ -54,6 +54,7 @@ def flat(layer: Any) -> Callable[[Any, Any], jax.Array]:
     return run
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["gcn", "sage", "gat"])
 def test_it_equals_the_whole_graphs_result(name: str) -> None:
     with jax.enable_x64(True):

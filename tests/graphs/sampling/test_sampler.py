@@ -123,7 +123,7 @@ def test_a_batch_that_is_larger_than_those_on_trial_loses_nothing() -> None:
     assert int(np.asarray(batch.blocks[-1].in_degrees).sum()) == 3_000
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("norm", ["both", "left", "right", "none"])
 def test_sampled_convolutions_estimate_the_whole_graphs(norm: str) -> None:
     ends = heavy_tailed()

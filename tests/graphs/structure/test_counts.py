@@ -81,6 +81,7 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
 LIMITS = ("batch_size", "max_edges")  # of inference: more than there are is all of them
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("name", TAKERS)
 def test_counts_beyond_int32_and_what_is_no_count(name: str) -> None:
     take, argument = TAKERS[name], name.rstrip(" =")

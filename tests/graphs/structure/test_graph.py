@@ -28,6 +28,7 @@ def test_without_features_there_are_few_edge_long_arrays_even_with_hubs(formats:
         assert all(len(shape) == 1 and shape[0] <= 7 + 5_000 // 8 for shape in others)
 
 
+@pytest.mark.full
 def test_sorted_edges_alone_know_no_edge_apart() -> None:
     graph = small_graph(formats=("csr",))
     assert (graph.num_nodes, graph.num_edges) == (3, 4)

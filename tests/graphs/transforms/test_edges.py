@@ -132,6 +132,7 @@ def test_a_batch_by_hand() -> None:
     assert parts(new) == [([(0, 0), (1, 0), (1, 0)], [2, 1, 4]), ([(1, 0)], [8])]
 
 
+@pytest.mark.full
 @settings(max_examples=20, deadline=None)
 @given(seed=seeds, fill=st.sampled_from([1.0, -0.5, "sum", "mean", "max", "min"]), keep=st.booleans())
 def test_each_node_gets_a_self_loop(seed: int, fill: Any, keep: bool) -> None:
@@ -161,6 +162,7 @@ def test_each_node_gets_a_self_loop(seed: int, fill: Any, keep: bool) -> None:
         assert_bitwise_equal(graphs.add_self_loop(new, fill), new)
 
 
+@pytest.mark.full
 @settings(max_examples=10, deadline=None)
 @given(seed=seeds)
 def test_self_loops_are_removed_and_edges_reversed(seed: int) -> None:
@@ -220,6 +222,7 @@ def test_every_edge_goes_in_both_directions(seed: int, reduce: str) -> None:
     assert_bitwise_equal(graphs.to_simple(new, reduce), new)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_features_are_upcast_added_and_rounded_once(dtype: str) -> None:
     """5,000 parallel edges; and a sum just above the middle of two bfloat16s, which float32 lacks."""
@@ -289,7 +292,7 @@ def test_many_features_are_coalesced_in_chunks() -> None:
     assert new.edges["none"].shape == (len(ids), 0, 8)
 
 
-@pytest.mark.quick_cases(17)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("formats", [("coo",), ("coo", "csr"), ("csr",), ("coo", "mailbox")])
 def test_formats_stay_or_are_chosen(name: str, formats: tuple[str, ...]) -> None:
@@ -323,6 +326,7 @@ def test_of_jraphs_tuples_and_of_nothing(name: str) -> None:
         assert transform(empty).num_edges == (nodes if name == "add_self_loop" else 0)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_what_is_no_graph_on_the_host_is_refused(name: str) -> None:
     transform, graph = TRANSFORMS[name], draw_batch(5)

@@ -27,6 +27,7 @@ def shuffled(graph: Any, seed: int) -> graphs.Graph:
     return graphs.from_edges(ends[:, 0], ends[:, 1], len(graph), formats=("coo",))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("make", "least"),
     [
@@ -52,6 +53,7 @@ def test_by_degree_the_first_nodes_have_most_edges_and_equals_keep_their_order()
     assert new.in_degrees.tolist() == sorted(degrees.tolist(), reverse=True)
 
 
+@pytest.mark.full
 @settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

@@ -21,7 +21,7 @@ def compiled(plan_python: str, name: str, *arguments: str, **options: Any) -> An
     return compile_for_gpu(f"{PROGRAMS}:{name}", *arguments, python=plan_python, timeout=150, **options)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("returned", "stored"), [("sum", 0), ("both", 1)])
 def test_messages_that_are_only_summed_are_not_stored(plan_python: str, returned: str, stored: int) -> None:
     program = compiled(plan_python, "messages", returned)
@@ -35,6 +35,7 @@ def test_messages_that_are_only_summed_are_not_stored(plan_python: str, returned
     assert program.argument_bytes == sum(arguments)
 
 
+@pytest.mark.full
 def test_dtypes_of_collectives_can_be_read(plan_python: str) -> None:
     program = compiled(plan_python, "half_gradient", gpu="A100-40GB", devices=8)
     reduced = [a for a in program.arrays if a.opcode == "all-reduce"]
@@ -43,7 +44,7 @@ def test_dtypes_of_collectives_can_be_read(plan_python: str) -> None:
     assert program.alias_bytes == 0
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_gpu_can_be_compiled_for(plan_python: str, gpu: str) -> None:
     program = compiled(plan_python, "loop", "256", gpu=gpu)
@@ -56,6 +57,7 @@ def test_every_gpu_can_be_compiled_for(plan_python: str, gpu: str) -> None:
     assert len(repr(program)) < 200
 
 
+@pytest.mark.full
 def test_a_module_is_found_on_the_python_path(plan_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(PROGRAMS.parent))
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
@@ -75,6 +77,7 @@ def test_the_traceback_of_a_builder_is_passed_on(plan_python: str) -> None:
         compiled(plan_python, "environment", "NOT_SET")
 
 
+@pytest.mark.full
 def test_a_builder_without_a_program_is_told_what_to_return(plan_python: str) -> None:
     wanted = r"must return \(function, arguments tuple\) or .*, got NoneType: None"
     with pytest.raises(RuntimeError, match=wanted):

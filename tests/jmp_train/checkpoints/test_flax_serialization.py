@@ -36,6 +36,7 @@ SCALES: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", SCALES)
 def test_an_optimizers_state_goes_to_bytes_and_back(name: str) -> None:
     optimizer = jt.with_master_weights(jt.with_loss_scale(adam(), SCALES[name]))

@@ -55,6 +55,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 def test_another_process_is_named_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]

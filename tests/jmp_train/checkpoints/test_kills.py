@@ -108,6 +108,7 @@ def noted(log: Path) -> float:
     return float(log.read_text()) if log.exists() else 1.0
 
 
+@pytest.mark.full
 def test_a_version_is_intact_wherever_a_writer_stops_or_is_killed(
     writers: Writers, one_step: Path, tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_version_is_intact_wherever_a_writer_stops_or_is_killed(
     assert found == {(5, 1.0), (5, 2.0), (6, 3.0)}
 
 
+@pytest.mark.full
 def test_readers_beside_a_writer_that_keeps_one_step_always_find_one(tmp_path: Path) -> None:
     stop = threading.Event()
 
@@ -329,6 +331,7 @@ def test_what_earlier_versions_left_is_recovered_or_cleared(one_step: Path, tmp_
     assert read(directory) == (5, 1.0)
 
 
+@pytest.mark.full
 def test_an_intact_leftover_replaces_a_damaged_step(one_step: Path, tmp_path: Path) -> None:
     directory = tmp_path / "copy"
     shutil.copytree(one_step, directory)

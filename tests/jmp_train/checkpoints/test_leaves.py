@@ -48,6 +48,7 @@ def assert_same(found: Any, wanted: Any) -> None:
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
 
 
+@pytest.mark.full
 def test_every_dtype_comes_back_to_the_last_bit_and_orbax_reads_it(tmp_path: Path) -> None:
     arrays = every_dtype()
     assert set(arrays) == STORED

@@ -39,6 +39,7 @@ def restored(saved: Path, name: str) -> tuple[int, Any]:
         return store.restore(new_state(name))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", STEP_OF)
 def test_a_state_has_the_values_that_were_saved(name: str, saved: Path) -> None:
     step, state = restored(saved, name)

@@ -155,6 +155,7 @@ def haiku_params() -> Any:
     return jax.eval_shape(promoting(net.init), jax.random.key(0), jnp.ones((1, 2)))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("make", "name"),

@@ -68,6 +68,7 @@ def test_the_processes_run_this_very_package(tmp_path: Path) -> None:
     assert (code, out, error) == (0, f"jmp-train {jmp_train.__version__}\n", "")
 
 
+@pytest.mark.full
 def test_a_full_disk_costs_what_does_not_fit_and_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/report.png").write_text("earlier")
@@ -90,6 +91,7 @@ def test_a_full_disk_costs_what_does_not_fit_and_is_named(tmp_path: Path) -> Non
     assert len(list((tmp_path / "out").iterdir())) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("command", "code", "warnings"),
     [
@@ -132,6 +134,7 @@ def wait_until(condition: object, seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("signals", "code"),
     [

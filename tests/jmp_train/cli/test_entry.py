@@ -238,6 +238,7 @@ def test_wrong_calls_are_one_line_and_exit_with_2(
     assert error.count("\n") == 1
 
 
+@pytest.mark.full
 def test_a_batch_too_large_is_found_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["compare", "--batch-size", "1438", "--out", str(out)]) == 2
@@ -247,6 +248,7 @@ def test_a_batch_too_large_is_found_before_anything_runs(capsys: pytest.CaptureF
     assert not out.exists()
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -272,6 +274,7 @@ def test_errors_of_the_data_are_one_line(args: list[str], message: str, capsys: 
     assert error.count("\n") == 1
 
 
+@pytest.mark.full
 def test_compare_says_why_a_mode_fell_behind_or_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -345,6 +348,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("jmp-train 0.")
 
 
+@pytest.mark.full
 def test_who_names_no_policy_trains_under_autocast(capsys: pytest.CaptureFixture[str]) -> None:
     with jax.numpy_dtype_promotion("standard"):  # as in a user's process
         assert main(["train", "karate", "--epochs", "1", "--json"]) == 0

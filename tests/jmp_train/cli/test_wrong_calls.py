@@ -145,7 +145,7 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "calls",
     [NO_COMMAND, ARGUMENTS, VALUES, REPEATED, NAMES, COMBINATIONS, PATHS, LAUNCHES],

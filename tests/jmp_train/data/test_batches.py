@@ -64,6 +64,7 @@ def test_the_test_data_comes_in_order_and_once(task: Task, size: int, counts: li
     np.testing.assert_array_equal(labels, np.arange(50))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_processes_share_the_same_global_batches(processes: int) -> None:
     arrays = {"x": np.arange(50), "y": np.arange(50) ** 2}

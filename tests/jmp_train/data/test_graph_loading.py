@@ -164,6 +164,7 @@ class Net(nnx.Module):
         return flat(self.second)(blocks[1], flat(self.first)(blocks[0], rows))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "policy_name"), [("sage", "mixed_float16"), ("gat", "mixed_bfloat16")])
 def test_models_learn_from_mini_batches_in_half(kind: str, policy_name: str) -> None:
     train, test = np.arange(0, COUNT, 2), np.arange(1, COUNT, 2)

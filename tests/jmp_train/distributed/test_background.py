@@ -56,6 +56,7 @@ def saved(directory: Path) -> tuple[int, int]:
     return step, state["step"]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_a_script_that_ends_without_close_has_its_last_checkpoint(tmp_path: Path) -> None:
     other = "other = jt.CheckpointStore(sys.argv[1] + '_other'); other.save(7, state); del other\n"
@@ -65,6 +66,7 @@ def test_a_script_that_ends_without_close_has_its_last_checkpoint(tmp_path: Path
     assert saved(tmp_path / "end_other") == (7, 7)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("launched", [False, True], ids=["python", "launched"])
 def test_so_has_a_script_that_ends_by_an_error(tmp_path: Path, launched: bool) -> None:
@@ -77,6 +79,7 @@ def test_so_has_a_script_that_ends_by_an_error(tmp_path: Path, launched: bool) -
     assert saved(tmp_path / "error") == (7, 7)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("launched", [False, True], ids=["python", "launched"])
 def test_a_last_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, launched: bool) -> None:
@@ -92,6 +95,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, launch
         assert store.restore({"step": 0}) == (6, {"step": 6})
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_one_of_two_processes_whose_checkpoint_is_lost_ends_when_the_other_does(
     tmp_path: Path,
@@ -125,6 +129,7 @@ def test_one_of_two_processes_whose_checkpoint_is_lost_ends_when_the_other_does(
     assert texts[1] == ""
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 def test_a_failure_that_was_told_is_not_told_again(tmp_path: Path) -> None:
     script = (
@@ -140,6 +145,7 @@ def test_a_failure_that_was_told_is_not_told_again(tmp_path: Path) -> None:
     assert done.stdout == f"{errno.EFBIG}\n"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 def test_it_saves_after_the_end_of_the_main_thread_and_at_the_exit_of_python(
     tmp_path: Path,

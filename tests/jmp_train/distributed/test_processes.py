@@ -175,7 +175,7 @@ def test_a_state_that_was_sent_is_one_s_own() -> None:
     assert jnp.issubdtype(sent["rng"].dtype, jax.dtypes.prng_key)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [

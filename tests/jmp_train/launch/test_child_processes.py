@@ -40,7 +40,7 @@ def start_parent(pids: Path, *arguments: str, grace: float = 0.3) -> subprocess.
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGHUP", "SIGUSR1", "SIGTERM", "SIGINT", "SIGQUIT", "SIGSEGV"])
 def test_nothing_outlives_a_parent_that_is_ended(name: str, pids: Path) -> None:
     number = getattr(signal, name)

@@ -94,6 +94,7 @@ def test_a_process_that_has_died_leaves_nothing(script: Path, pids: Path) -> Non
     assert survivors(noted(pids, 6), 0) == []
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("signals", "code"),
@@ -148,7 +149,7 @@ def test_all_are_restarted_after_a_failure(script: Path, tmp_path: Path, capfd: 
         launch(command, 2, restarts=1)
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "how",
@@ -251,6 +252,7 @@ def check_trained(folder: Path) -> None:
     assert [(folder / rank).read_text() for rank in "01"] == ["999", "999"]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("shell", "said"),
@@ -339,6 +341,7 @@ def test_what_an_encoding_lacks_is_replaced(
     check_trained(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_a_line_without_an_end_takes_no_memory(script: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ print(json.dumps(lines))
 """
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("safe", [False, True])
 @pytest.mark.parametrize(
     "command",
@@ -89,6 +90,7 @@ HOSTILE = (
 )
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("command", [["folder/script.py"], ["-m", "script"]], ids=["script", "module"])
 @pytest.mark.parametrize("text", ["pass", "raise SystemExit(3)", "raise LookupError"])
 def test_nothing_of_the_folder_runs_that_python_would_not_run(
@@ -141,6 +143,7 @@ def test_a_file_in_the_place_of_the_launcher_s_pipe_is_left_alone(tmp_path: Path
     assert (tmp_path / "data").read_bytes() == b""
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     ("text", "code", "lines"),
     [
@@ -171,6 +174,7 @@ def test_a_failing_script_ends_as_python_ends_it(text: str, code: int, lines: li
     assert lines is None or plain.stdout.split("Traceback")[0].splitlines() == lines
 
 
+@pytest.mark.full
 def test_the_command_runs_nothing_of_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "script.py").write_text("print('trained')")

@@ -84,6 +84,7 @@ def kill(pid: int) -> None:
         time.sleep(0)  # it was ready before
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_two_processes_checkpoint_goes_on_in_one(tmp_path: Path) -> None:
     for count, steps, start in ((2, 40, 0), (1, 60, 40)):

@@ -66,7 +66,7 @@ USES: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", USES)
 def test_the_dtype_that_all_uses_cast_to(name: str) -> None:
     fn, dtype = USES[name]

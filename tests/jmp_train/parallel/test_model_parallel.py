@@ -174,7 +174,7 @@ def assert_replicas_are_equal(tree: Any) -> None:
             assert parts.setdefault(str(shard.index), data) == data
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_steps_are_those_of_one_device(form: str) -> None:
     """With clipping, whose norm has to be that of all parts."""

@@ -144,6 +144,7 @@ def in_columns(shardings: Any) -> Any:
     return shardings.params["params"]["DenseGeneral_0"]["kernel"]
 
 
+@pytest.mark.full
 def test_linen_boxes_train_as_under_plain_jit() -> None:
     """In every form, and `shardings` of any shape: flax's own, one for all, specs, made of the boxes."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32)

@@ -91,7 +91,7 @@ def assert_replicas_are_equal(tree: Any) -> None:
             np.testing.assert_array_equal(other, first)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("route", ROUTES)
 def test_fifty_steps_are_those_of_one_device(route: str) -> None:
     sgd = optax.sgd(0.05, momentum=0.9)
@@ -122,7 +122,7 @@ def by_fsdp(step: jt.TrainStep) -> Any:
     return jax.jit(run)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("reduce_dtype", ["float32", "float16"])
 @pytest.mark.parametrize("route", [*ROUTES, "fsdp"])
 def test_complex_parameters_state_and_aux_are_those_of_one_device(route: str, reduce_dtype: str) -> None:
@@ -159,7 +159,7 @@ def test_complex_parameters_state_and_aux_are_those_of_one_device(route: str, re
         assert_replicas_are_equal((state.params, state.model_state))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("route", ROUTES)
 def test_an_overflow_on_one_replica_is_skipped_by_all(route: str) -> None:
     step, state = make(optax.adam(1e-2), "mixed_float16", None)
@@ -195,6 +195,7 @@ def test_the_routes_lose_the_same_with_adam() -> None:
         np.testing.assert_allclose(losses[route], losses["shard_map"], rtol=2e-2)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     ("size", "reduce_dtype", "expected"),
@@ -210,6 +211,7 @@ def test_gradients_neither_overflow_nor_vanish_when_they_are_reduced(
     np.testing.assert_allclose(after.params, -expected, rtol=1e-2 if size < 1 else 1e-3)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("route", ROUTES)
 def test_devices_draw_apart_and_aux_is_reduced(route: str) -> None:
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
@@ -262,7 +264,7 @@ EAGER: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", [*EAGER, "fsdp"])
 def test_without_jit_many_steps_are_one_compiled_program(form: str) -> None:
     """The first state comes from one device, batches from the host; states are donated."""
@@ -297,6 +299,7 @@ def test_without_jit_many_steps_are_one_compiled_program(form: str) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("form", EAGER)
 def test_within_a_transformation_a_form_is_a_part_of_its_program(form: str) -> None:
     step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optax.sgd(1.0))
@@ -312,6 +315,7 @@ def test_within_a_transformation_a_form_is_a_part_of_its_program(form: str) -> N
         assert equation.primitive.name == "shard_map"
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("form", EAGER)
 def test_an_axis_that_the_model_names_otherwise_is_named(form: str) -> None:
     loss = jt.stateless(lambda w, x: (w * x - jax.lax.pmean(x, "batch")).mean())
@@ -375,6 +379,7 @@ def test_what_was_split_or_replicated_for_pmap_is_named(form: str) -> None:
     assert any(re.match(text, note) for note in raised.value.__notes__)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", ["shard_map", "pmap", "jit", "two axes"])
 def test_counts_that_devices_would_not_share_are_refused(form: str) -> None:
     """Sixteen examples, half of them positive; what is added up over the devices, or is not a count, may stay."""
@@ -433,7 +438,7 @@ def test_a_mesh_of_other_devices_that_is_set_is_refused() -> None:
         jt.data_parallel(step, ONE)(state, jnp.ones(4))
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", ["shard_map", "pmap", "jit", "two axes", "sharded"])
 @pytest.mark.parametrize("within", ["no mesh", "explicit", "automatic"])
 def test_any_mesh_may_be_set_and_arrays_lie_on_explicit_axes(within: str, form: str) -> None:
@@ -519,6 +524,7 @@ def test_eight_gpus_reduce_once_and_never_in_half(route: str, accumulate_steps: 
     assert 4 <= floating - gradients_and_statistics <= 1024  # the metrics
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("route", ROUTES)
 def test_eight_gpus_reduce_gradients_while_they_compute_others(route: str, plan_python: str) -> None:
@@ -546,6 +552,7 @@ def test_pmap_takes_what_was_put_on_one_device_and_donates_the_state() -> None:
     assert states[0].params.is_deleted()
 
 
+@pytest.mark.full
 def test_an_optimizer_state_may_be_sharded_where_jit_places_the_step() -> None:
     """ZeRO's first stage: each device keeps its part of the momentum, and updates that."""
     step, state = make(optax.sgd(0.05, momentum=0.9), "mixed_float16", "data")

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.quick
 RUNS = [make_run("float32"), make_run("mixed_float16", scale=8.0, skips=(3, 60))]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", PANELS)
 def test_a_panel_is_well_formed_and_in_the_color_of_the_page(name: str) -> None:
     text = svg(name, RUNS)
@@ -115,6 +115,7 @@ def test_png_has_all_six_panels_at_a_readable_size() -> None:
     assert struct.unpack(">II", content[16:24]) == (1800, 900)
 
 
+@pytest.mark.full
 def test_a_run_whose_losses_are_all_lost_can_be_drawn() -> None:
     run = make_run(skips=tuple(range(1, 101)))
     assert svg("losses", [run])

@@ -51,7 +51,7 @@ def test_digits_are_the_real_ones_and_split_without_overlap(digits: Task) -> Non
     assert np.bincount(digits.test["label"]).min() >= 34
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("policy", "scale"),
     [

@@ -88,6 +88,7 @@ def test_a_run_that_is_ready_is_tested_again(task: Task, tmp_path: Path) -> None
     assert not any(isinstance(event, Progress) for event in events)
 
 
+@pytest.mark.full
 def test_what_is_not_the_same_run_is_refused(task: Task, tmp_path: Path) -> None:
     run(task, tmp_path, every=7)
     assert sorted(x.name for x in tmp_path.iterdir()) == [

@@ -23,6 +23,7 @@ def fixture_cora() -> Task:
     return load_task("cora", TaskOptions(synthetic=True))
 
 
+@pytest.mark.full
 def test_each_option_is_told(cora: Task) -> None:
     run = run_of(cora)
     gat = load_task("cora", TaskOptions(synthetic=True, model="gat"))

@@ -69,6 +69,7 @@ def test_an_unknown_name_is_told_the_choices(name: str) -> None:
         precision_of(name)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", ["autocast_float16", "mixed_float16", "torch", "apex-O1", "apex-O2", "naive"])
 def test_a_growth_interval_is_that_of_the_dynamic_scale_and_of_nothing_else(digits: Task, name: str) -> None:
     schedule = digits.schedule(100)
@@ -171,7 +172,7 @@ def test_a_run_in_a_mode_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert again.test_accuracy == whole.test_accuracy
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mixed_float16", *MODES])
 def test_a_step_on_two_devices_and_the_test_keep_to_the_setup(name: str) -> None:
     """Traces them, which is cheap, on a model with BatchNorm and dropout."""

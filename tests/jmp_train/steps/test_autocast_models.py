@@ -242,6 +242,7 @@ def made(make: Callable[[], Model]) -> tuple[Model, Any]:
     return model, jax.jit(plain)(model.params, *model.batch)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("half", HALVES, ids=lambda half: half.__name__)
 @pytest.mark.parametrize("make", MODELS)
 def test_a_model_runs_unchanged(make: Callable[[], Model], half: Any) -> None:
@@ -318,6 +319,7 @@ def instructions(loss: Callable[..., jax.Array], *args: Any) -> tuple[int, int]:
     return len(re.findall(r"^\s+(?:ROOT )?%?\S+ = ", text, re.MULTILINE)), text.count(" convert(")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("half", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.full)], ids=["f16", "bf16"])
 def test_a_step_has_as_few_instructions_as_one_cast_by_hand(half: Any) -> None:
     args = vit_shapes(small_vit(), 8, 32)
@@ -345,6 +347,7 @@ def test_the_mnist_network_keeps_half_as_much_for_its_gradient() -> None:
     assert residual_bytes(autocast(loss), *args) <= 0.6 * residual_bytes(loss, *args)
 
 
+@pytest.mark.full
 def test_a_large_vit_keeps_half_as_much_for_its_gradient() -> None:
     args = vit_shapes(ViT(), 8, 224)
     loss = vit_loss(ViT())

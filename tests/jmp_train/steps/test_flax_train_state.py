@@ -51,6 +51,7 @@ def step(state: Any, x: jax.Array) -> Any:
     return state.apply_gradients(grads=grads, batch_stats=batch_stats, ema=ema, key=key)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("key", [jax.random.key(2), jax.random.PRNGKey(2)], ids=["typed", "raw"])
 def test_an_overflow_changes_the_step_and_the_key_alone(key: jax.Array) -> None:
     compiled = jax.jit(promoting(step))

@@ -59,6 +59,7 @@ def test_steps_are_those_of_flax() -> None:
     assert len(jax.tree.leaves(state.opt_state)) == 1 + 2 * len(jax.tree.leaves(VARIABLES["params"]))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_no_loss_scale_and_no_policy_touches_them(policy: str) -> None:
     plain, _ = run(optax.sgd(0.1), steps=1)
@@ -74,6 +75,7 @@ def test_no_loss_scale_and_no_policy_touches_them(policy: str) -> None:
     assert scaled == pytest.approx(1024 * bare, rel=1e-2)
 
 
+@pytest.mark.full
 def test_a_skip_keeps_them() -> None:
     optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(2.0**10))
     step = promoting(jt.train_step(jt.stateless(loss_fn), optimizer))
@@ -83,6 +85,7 @@ def test_a_skip_keeps_them() -> None:
     assert_bitwise_equal(after.params, before.params)
 
 
+@pytest.mark.full
 def test_an_overflow_that_reaches_the_scales_alone_is_a_skip_of_everything() -> None:
     class Two(nn.Module):
         @nn.compact
@@ -114,6 +117,7 @@ def test_an_overflow_that_reaches_the_scales_alone_is_a_skip_of_everything() -> 
         assert float(jt.get_loss_scale(state.opt_state).loss_scale) == 2
 
 
+@pytest.mark.full
 def test_of_micro_batches_and_devices_the_largest_counts() -> None:
     optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
     whole, _ = run(optimizer, steps=1)
@@ -127,6 +131,7 @@ def test_of_micro_batches_and_devices_the_largest_counts() -> None:
             np.testing.assert_allclose(*values, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_the_collection_is_found_in_other_containers() -> None:
     def pair_loss(params: Any, batch: jax.Array) -> jax.Array:
         return loss_fn(params["models"][0], batch) + loss_fn(params["models"][1], batch)

@@ -23,6 +23,7 @@ def float64_gradient(w: np.ndarray, x: np.ndarray) -> np.ndarray:
     return 2 * x.T @ (x @ w) / len(x)
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16", "float16"])
 @pytest.mark.parametrize("scale", [jt.NoOpLossScale(), jt.StaticLossScale(64.0)])
 def test_gradients_are_float32_and_still_scaled(policy: str, scale: jt.LossScale) -> None:
@@ -98,6 +99,7 @@ def test_wrong_scale_and_wrong_loss_are_named() -> None:
         jt.scaled_value_and_grad(lambda w: jnp.int32(1))(jt.NoOpLossScale(), jnp.float32(1))
 
 
+@pytest.mark.full
 def test_gradient_penalty_in_half_precision() -> None:
     """The recipe of docs/recipes.md against float64."""
     rng = np.random.default_rng(1)

@@ -115,7 +115,7 @@ def haiku() -> Made:
     return params, stats, loss_fn
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", [plain, linen, flax_nnx, equinox, haiku])
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16", "by path"])
 def test_it_trains(make: Callable[[], Made], policy: str) -> None:

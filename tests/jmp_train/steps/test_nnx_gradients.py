@@ -69,6 +69,7 @@ def assert_close(found: Any, expected: Any, tolerance: float) -> None:
         np.testing.assert_allclose(found[path], x, rtol=tolerance, atol=tolerance, err_msg=path)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("policy", "tolerance"), [(None, 1e-6), ("mixed_float16", 0.02), ("autocast_float16", 0.02)])
 def test_gradients_are_those_of_nnx_times_the_scale(policy: str | None, tolerance: float) -> None:
     ours, theirs = net(), net()
@@ -108,6 +109,7 @@ def test_argnums_are_those_of_nnx() -> None:
         assert_close(SCALE.unscale(grads), expected, 0.01)
 
 
+@pytest.mark.full
 def test_tree_mode() -> None:
     def run(kernel: nnx.Param, norm: nnx.BatchNorm, x: jax.Array) -> jax.Array:
         return jnp.mean(norm(x @ kernel[...]).astype(jnp.float32) ** 2)
@@ -121,6 +123,7 @@ def test_tree_mode() -> None:
     assert_close(norms[0], norms[1], 0.01)
 
 
+@pytest.mark.full
 def test_each_of_several_losses_has_a_scale_and_gradients_of_its_own() -> None:
     scales = jt.PerLossScale((jt.StaticLossScale(2.0), jt.StaticLossScale(8.0)))
 
@@ -138,6 +141,7 @@ def test_each_of_several_losses_has_a_scale_and_gradients_of_its_own() -> None:
     assert_close(nnx.state(ours), nnx.state(theirs), 1e-5)  # as after one call
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("policy", ["mixed_float16", "autocast_float16"])
 def test_a_skipped_step_leaves_all_state_and_training_goes_on(policy: str) -> None:
     model = net()

@@ -101,7 +101,7 @@ def by_hand(optimizer: Any, name: str) -> Any:
     return step
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", HERE)
 def test_steps_are_those_by_hand_and_a_skip_leaves_no_trace(name: str) -> None:
     with jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():

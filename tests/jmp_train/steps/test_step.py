@@ -85,7 +85,7 @@ def line_batch(seed: int, examples: int = 8) -> jax.Array:
 # --- skipping ---------------------------------------------------------------------------------
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.full
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
 def test_a_planted_inf_changes_nothing_but_the_counters(policy: str, poison: float) -> None:
@@ -159,6 +159,7 @@ def test_float32_equals_the_plain_optax_loop_bitwise() -> None:
     assert_bitwise_equal(state.opt_state.inner_state, opt_state)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float16", "bfloat16"])
 def test_half_precision_learns_what_float32_learns(policy: str) -> None:
     losses = {}
@@ -263,6 +264,7 @@ NESTINGS = {
 }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", NESTINGS)
 def test_the_scale_works_in_any_nesting(name: str) -> None:
     optimizer = NESTINGS[name]()
@@ -492,7 +494,7 @@ def sharded(batch: Any, way: str) -> Any:
 WAYS = ("shard_map with vma", "shard_map without vma", "pmap")
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_eight_devices_equal_one(way: str, accumulate_steps: int) -> None:
@@ -520,6 +522,7 @@ def test_an_overflow_on_one_device_skips_on_all(way: str) -> None:
     assert (int(metrics["skipped_steps"]), float(metrics["loss_scale"])) == (1, 2.0**7)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_batch_statistics_are_averaged_and_devices_draw_apart(way: str) -> None:
     def loss_fn(params: Any, stats: Any, batch: Any, rng: Any) -> Any:
@@ -535,6 +538,7 @@ def test_batch_statistics_are_averaged_and_devices_draw_apart(way: str) -> None:
     assert float(metrics["aux"]["square"]) > float(metrics["aux"]["draw"]) ** 2 + 1e-3
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_reduced_in_the_dtype_of_the_policy(way: str) -> None:
     """Eight local gradients of 30,000: their float16 sum overflows unless it is divided first."""

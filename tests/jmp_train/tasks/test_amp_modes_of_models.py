@@ -194,7 +194,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "library", "route"), CASES)
 def test_the_dtypes_are_those_of_the_table(name: str, library: str, route: str) -> None:
     wanted = TABLE[name]
@@ -231,6 +231,7 @@ def test_the_dtypes_are_those_of_the_table(name: str, library: str, route: str) 
     assert float(jnp.ravel(amp_named(name).loss_scale.loss_scale)[0]) == wanted.scale
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", ["O2", "O3", "naive"])
 def test_running_and_frozen_norms_of_equinox_pass_on_half(name: str) -> None:
     norm = eqx.nn.BatchNorm(4, axis_name="rows", mode="ema", momentum=0.5)
@@ -253,7 +254,7 @@ def test_running_and_frozen_norms_of_equinox_pass_on_half(name: str) -> None:
     assert float_dtypes(new) == {TABLE[name].statistics}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("mode", ["torch", "apex"])
 def test_disabled_computes_what_float32_computes(mode: str, route: str) -> None:

@@ -208,6 +208,7 @@ def test_all_axes_of_a_mesh_decide_as_one(name: str) -> None:
     assert int(metrics["skipped_steps"]) == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["O2", "naive"])
 def test_master_weights_round_to_the_parameters_on_every_route(name: str) -> None:
     amp = with_small_scale(MODES[name])

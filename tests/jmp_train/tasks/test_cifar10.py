@@ -93,6 +93,7 @@ def test_sgd_with_decay_is_torchs() -> None:
             np.testing.assert_allclose(params[name], w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("total", [16, 78_000])
 def test_the_rate_falls_by_a_cosine_and_rises_over_the_first_epoch(total: int) -> None:
     schedule = jax.vmap(promoting(cifar10.schedule(total)))
@@ -153,7 +154,7 @@ def convolution_dtypes(fn: Any, *args: Any) -> set[str]:
     return dtypes
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["torch", "apex-O1", "apex-O2", "apex-O3", "naive"])
 def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
     task = small_task(8, (4, 8))

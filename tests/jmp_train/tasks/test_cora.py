@@ -77,6 +77,7 @@ def test_the_seed_makes_the_data() -> None:
         assert not np.array_equal(arrays[0], arrays[2])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("model", "shapes"),
     [
@@ -214,7 +215,7 @@ def test_gat_drops_features_and_attention() -> None:
     assert kept.var() == pytest.approx((1 + 1.5 / 8) * (1 + 1.5 / 64) - 1, rel=0.4)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("model", MODELS)
 def test_the_loss_has_an_l2_term(model: str, small: NodeData) -> None:
     """Compares three steps with Adam's of gradients that have it; in GCN, the first layer's only."""
@@ -286,6 +287,7 @@ def test_graph_and_features_are_arguments_of_the_step(small: NodeData) -> None:
     assert ("float32", small.features.shape) not in shapes
 
 
+@pytest.mark.full
 def test_loading_starts_no_device() -> None:
     """Where it did, `compare` would take the memory of the GPU that its processes need."""
     code = """

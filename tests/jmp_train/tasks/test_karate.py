@@ -35,6 +35,7 @@ def test_the_club_is_zacharys() -> None:
     assert np.bincount(clubs).tolist() == [17, 17]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "least"), [("gcn", 0.9), pytest.param("gat", 0.8, marks=pytest.mark.full)])
 def test_every_policy_is_as_accurate(model: str, least: float) -> None:
     runs = [train(load(model), policy) for policy in POLICIES]
@@ -46,6 +47,7 @@ def test_every_policy_is_as_accurate(model: str, least: float) -> None:
         assert run.epochs[-1].loss < 0.1 < run.epochs[0].loss
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", ["gcn", "gat"])
 @pytest.mark.parametrize("policy", POLICIES[1:])
 def test_the_model_computes_in_half(model: str, policy: str) -> None:

@@ -40,6 +40,7 @@ def fixture_synthetic() -> Task:
     )
 
 
+@pytest.mark.full
 def test_the_real_files() -> None:
     if not REAL.is_dir():
         pytest.skip("../shared/data is not there: MNIST's files are not in the project")
@@ -139,6 +140,7 @@ def test_initial_values_are_pytorchs() -> None:
     assert float(values.std()) == pytest.approx(bound / 3**0.5, rel=0.01)
 
 
+@pytest.mark.full
 def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnist, "BLOCKS", BLOCKS[:1])
     monkeypatch.setattr(mnist, "DENSE", ())

@@ -179,6 +179,7 @@ def test_the_optimizer_clips_then_decays_then_steps_at_the_rate_of_the_schedule(
         np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("steps", "first", "last"), [(1, 1e-2, 1e-2), (5, 1e-2, 2e-3), (600, 1e-2 / 101, 2e-5)])
 def test_the_schedule_of_any_length_never_stops_before_the_end(steps: int, first: float, last: float) -> None:
     with jax.numpy_dtype_promotion("standard"):
@@ -210,6 +211,7 @@ def test_gradients_are_finite_in_every_mode_and_all_parameters_move(tiny: Task, 
         assert (np.asarray(new) != np.asarray(old)).any()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_kept_of_a_block_is_half(tiny: Task, params: Any, mode: str) -> None:
     amp: Any = dataclasses.replace(precision_of(mode), batch_norms=())
@@ -261,6 +263,7 @@ def test_a_folder_is_cropped_by_chance_for_training_and_from_the_center_for_eval
         assert len(wanted) == 12
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("threads", [1, 4])
 def test_crops_are_the_same_with_any_number_of_threads_and_from_any_start(folder: Path, threads: int) -> None:
     task = load_task("vit-b16", TaskOptions(data_dir=folder, image_size=SIZE))

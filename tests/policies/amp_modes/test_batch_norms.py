@@ -226,6 +226,7 @@ def normalized() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return (x - mean) / np.sqrt(variance + 1e-5), mean, variance
 
 
+@pytest.mark.quick_cases(1)
 @each_class
 def test_it_finds_batch_norms_by_type_where_their_parameters_are(make: Any, norm: Any) -> None:
     case = make(norm)
@@ -242,7 +243,7 @@ def test_arguments_that_are_not_arrays_are_passed_on() -> None:
         assert batch_norm_paths(case.model, train=True, x=x) == (case.path,)
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(1)
 @each_class
 def test_half_goes_in_and_out_and_float32_is_between(make: Any, norm: Any) -> None:
     case = make(norm)
@@ -289,6 +290,7 @@ def test_without_it_what_follows_is_promoted(make: Any, norm: Any) -> None:
     assert y.dtype == jnp.float32
 
 
+@pytest.mark.quick_cases(2)
 @each_library
 def test_float32_stays_as_it_is(make: Any, norm: Any) -> None:
     case = make(norm)
@@ -298,6 +300,7 @@ def test_float32_stays_as_it_is(make: Any, norm: Any) -> None:
     assert_bitwise_equal(before, run(True, case.params, case.stats, x))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", [linen, equinox, haiku])
 def test_float64_stays(make: Any) -> None:
     with jax.enable_x64(True):
@@ -309,6 +312,7 @@ def test_float64_stays(make: Any) -> None:
         assert y.dtype == jnp.float64
 
 
+@pytest.mark.full
 def test_linen_lifted_transforms_and_containers() -> None:
     class Block(nn.Module):
         @nn.compact
@@ -408,6 +412,7 @@ def test_nnx_containers_and_shared_modules() -> None:
     assert y.dtype == jnp.bfloat16 and np.isfinite(np.asarray(y, np.float32)).all()
 
 
+@pytest.mark.full
 def test_equinox_states_fit_before_and_after() -> None:
     net, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
     new = float32_batch_norms({"norm": net, "other": 3}, jnp.float16)
@@ -441,6 +446,7 @@ def test_equinox_pytrees_and_norms_without_parameters() -> None:
     assert batch_norm_paths(tree["a"][0]) == ("",)
 
 
+@pytest.mark.full
 def test_haiku_transforms_within_and_running_averages() -> None:
     def forward(x: jax.Array, train: bool = True) -> jax.Array:
         norm = hk.BatchNorm(True, True, 0.9, name="odd")

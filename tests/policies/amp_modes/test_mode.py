@@ -49,6 +49,7 @@ def apex(level: str, **options: Any) -> jt.Amp:
     return dataclasses.replace(amp, batch_norms=("bn",))
 
 
+@pytest.mark.full
 def test_keep_batchnorm_fp32() -> None:
     kept, _ = train(apex("O2"))
     cast, _ = train(apex("O2", keep_batchnorm_fp32=False))
@@ -115,7 +116,7 @@ def test_master_weights() -> None:
         jt.get_master_weights(without.opt_state)
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("amp", "outputs"),
     [
@@ -257,6 +258,7 @@ def test_statistics_are_stored_as_the_mode_says_and_come_back_so() -> None:
         assert float(new["mean"]) == 2 * float(stored["mean"])
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("amp", "lines"),
     [
@@ -321,6 +323,7 @@ def test_for_model_asks_only_where_norms_are_kept() -> None:
     assert jt.amp_mode("torch").for_model(model) == (jt.amp_mode("torch"), model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", ["O2", "O3", "naive"])
 def test_products_that_a_mode_leaves_in_float32_are_told_once(mode: str) -> None:
     amp = jt.amp_mode("naive") if mode == "naive" else jt.amp_mode("apex", opt_level=mode)

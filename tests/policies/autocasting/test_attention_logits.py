@@ -46,7 +46,7 @@ def inputs(size: float) -> tuple[Any, Any, Any]:
     return size * q, size * k, v
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @HALVES
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_logits_beyond_the_range_of_float16(name: str, half: Any) -> None:
@@ -67,7 +67,7 @@ def test_logits_beyond_the_range_of_float16(name: str, half: Any) -> None:
     assert products[0].reason == "primitive 'dot_general', logits of a softmax"
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @HALVES
 def test_gradients_and_tangents_of_logits(half: Any) -> None:
     def loss(q: Any, k: Any, v: Any) -> jax.Array:

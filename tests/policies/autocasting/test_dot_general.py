@@ -17,6 +17,7 @@ import jmp_train as jt
 pytestmark = pytest.mark.quick
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=12)
 @given(data=st.data(), dtype=st.sampled_from([jnp.float16, jnp.bfloat16, jnp.float32]))
 def test_values_and_gradients_are_dot_generals(data: Any, dtype: Any) -> None:

@@ -71,7 +71,7 @@ def sines(angles: Any) -> Callable[..., jax.Array]:
     return lambda *args: jnp.concatenate([jnp.sin(angles(*args)), jnp.cos(angles(*args))], -1)
 
 
-@pytest.mark.quick_cases(20)
+@pytest.mark.quick_cases(6)
 @HALVES
 @pytest.mark.parametrize("name", ANGLES)
 def test_the_angle_of_position_100_000_is_exact(name: str, half: Any) -> None:
@@ -111,7 +111,7 @@ IN_HALF: dict[str, tuple[Callable[..., jax.Array], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(3)
 @HALVES
 @pytest.mark.parametrize("name", IN_HALF)
 def test_what_half_holds_stays_in_half(name: str, half: Any) -> None:
@@ -145,6 +145,7 @@ IN_FLOAT32: dict[str, tuple[Callable[..., jax.Array], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(6)
 @HALVES
 @pytest.mark.parametrize("name", IN_FLOAT32)
 def test_what_half_does_not_hold_stays_in_float32(name: str, half: Any) -> None:
@@ -220,6 +221,7 @@ def test_in_shard_map() -> None:
     np.testing.assert_allclose(ours, POSITIONS[:, None] * FREQUENCIES, rtol=1e-6)
 
 
+@pytest.mark.quick_cases(1)
 @HALVES
 def test_gradients_of_frequencies_and_slopes(half: Any) -> None:
     def alibi(slopes: Any, x: Any, /) -> Any:

@@ -55,7 +55,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick_cases(17)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_half_in_what_is_exact(name: str) -> None:
     fn, args = FUNCTIONS[name]

@@ -63,7 +63,7 @@ def bounds_of(fn: Callable[..., Any], *arrays: Any) -> tuple[float, float]:
     return known[opened.outvars[0]]
 
 
-@pytest.mark.quick_cases(10)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(arrays, arrays)

@@ -225,7 +225,7 @@ def with_derivative(place: str, function: Callable[[Array], Array]) -> Any:
     return run
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("place", PLACES)
 def test_what_a_program_holds_is_what_it_was(place: str) -> None:
     run = PLACES[place]
@@ -269,12 +269,14 @@ def test_float64_within_float32() -> None:
     np.testing.assert_array_equal(autocast(f)(X), f(jnp.asarray(X)))
 
 
+@pytest.mark.full
 def test_eager_values() -> None:
     """Without `jax.jit`, every value is an array instead of a tracer."""
     np.testing.assert_allclose(autocast(body)(X, EVERY), body(jnp.asarray(X), EVERY), rtol=4e-3)
     assert float(autocast(number)(np.float64(1))) == 1 / 32
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["bounded", "checkpointed"])
 def test_loops_of_equinox_have_gradients(kind: str) -> None:
     """They hold bools and counts in their carries, and keep values of half in buffers."""

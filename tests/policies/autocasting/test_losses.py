@@ -57,7 +57,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.full
 @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_half_logits_are_as_exact_as_float32(name: str, half: Any) -> None:
@@ -109,6 +109,7 @@ def test_a_rounding_that_is_asked_for_stays() -> None:
     np.testing.assert_allclose(autocast(fn, jnp.bfloat16)(x), np.exp(rounded).sum(), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_symbolic_shapes() -> None:
     def fn(table: jax.Array, words: jax.Array, labels: jax.Array) -> jax.Array:
         logits = (2 * table)[words] @ table.T

@@ -294,7 +294,7 @@ CASES = [
 PRESETS = {TORCH_CUDA: "cuda", TORCH_CPU: "cpu", APEX_O1: "apex"}
 
 
-@pytest.mark.quick_cases(15)
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(
     ("rules", "half", "name", "row", "given"),
     CASES,
@@ -404,7 +404,7 @@ def through_scan(seven: Any) -> Any:
     return fn
 
 
-@pytest.mark.quick_cases(14)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("seven", [seven_vjp, seven_jvp])
 @pytest.mark.parametrize(
     "wrap",
@@ -482,6 +482,7 @@ def tanh_of_product() -> tuple[Any, jax.Array]:
     return function, w
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     "grad",
     [
@@ -989,6 +990,7 @@ def test_a_second_call_does_not_trace_again() -> None:
     assert len(traces) == 1
 
 
+@pytest.mark.full
 def test_donation_goes_through() -> None:
     step = jax.jit(autocast(lambda w, x: w - 0.1 * (x.T @ x).astype(w.dtype)), donate_argnums=0)
     w = jnp.ones((6, 6))

@@ -1,5 +1,6 @@
 """A half policy that does not reach the products says so, once, and names lines and reasons."""
 
+import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +67,8 @@ def test_a_dtype_of_linen_layers_is_named_with_its_lines_and_what_mends_it() -> 
     (text,) = messages(traced(Mlp().apply), variables, X)
     head, first, second, advice = text.splitlines()
     assert head.startswith("100% of the flops of products stay in float32 under the policy p=full")
-    assert f"{Path(__file__).name}:51: dot_general of float32[8,4] and float32[4,16]" in first
+    line = inspect.getsourcelines(Mlp.__call__)[1] + 2  # of the first nn.Dense, below the decorator
+    assert f"{Path(__file__).name}:{line}: dot_general of float32[8,4] and float32[4,16]" in first
     assert "in Mlp/Dense_0: cast from float16 to float32 there" in first
     assert "Mlp/Dense_1" in second
     assert 'policy="autocast_float16"' in advice and "dtype=float16" in advice

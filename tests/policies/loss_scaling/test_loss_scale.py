@@ -102,7 +102,7 @@ def test_building_touches_no_device(name: str) -> None:
     assert not [x for x in jax.tree.leaves(SCALES[name]()) if isinstance(x, jax.Array)]
 
 
-@pytest.mark.quick_cases(10)
+@pytest.mark.quick_cases(1)
 @every_scale
 @pytest.mark.parametrize("finite", [True, False])
 def test_adjusting_keeps_the_state_for_scan_cond_and_vmap(name: str, finite: bool) -> None:
@@ -118,6 +118,7 @@ def test_adjusting_keeps_the_state_for_scan_cond_and_vmap(name: str, finite: boo
             assert_bitwise_equal(jax.tree.map(lambda x, i=i: x[i], both), scale.adjust(flag))
 
 
+@pytest.mark.quick_cases(7)
 @every_scale
 def test_one_trace_for_all_steps(name: str) -> None:
     traces = []
@@ -311,6 +312,7 @@ def test_a_lowered_period_takes_effect_after_a_resume() -> None:
     assert float(resumed.adjust(True).loss_scale) == 16.0
 
 
+@pytest.mark.full
 def test_building_scales_starts_no_backend() -> None:
     program = """
 import numpy as np

@@ -186,7 +186,7 @@ def test_gradients_are_scaled_by_its_number(name: str) -> None:
         np.testing.assert_allclose(scale.unscale(grad), np.cos(1.0), rtol=1e-6)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @every_scale
 @pytest.mark.parametrize("route", ["jit", "data_parallel"])
 def test_a_train_step_follows_its_rule(name: str, route: str) -> None:
@@ -225,7 +225,7 @@ def test_a_user_scale_of_another_setting_is_refused(name: str) -> None:
         jt.set_loss_scale(state, other)
 
 
-@pytest.mark.quick_cases(11)
+@pytest.mark.quick_cases(6)
 @every_scale
 def test_a_checkpoint_keeps_it(name: str, tmp_path: Path) -> None:
     state, _ = run(name, "jit")

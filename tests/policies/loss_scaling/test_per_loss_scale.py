@@ -44,7 +44,7 @@ def params() -> dict[str, jax.Array]:
     return {"w": jnp.linspace(-0.5, 0.5, 8).reshape(4, 2)}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @pytest.mark.parametrize("route", ["jit", "data_parallel"])
 def test_the_step_follows_the_gradients_of_all(route: str, accumulate_steps: int) -> None:

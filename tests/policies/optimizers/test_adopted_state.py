@@ -37,6 +37,7 @@ def trained(optimizer: Any, steps: int = 3, scale: float = 1.0) -> Any:
     return params, state
 
 
+@pytest.mark.full
 def test_the_next_step_is_that_of_the_old_optimizer() -> None:
     params, old = trained(adam())
     expected, _ = adam().update(GRADS, old, params)

@@ -65,7 +65,7 @@ def test_no_optimizer_of_optax_is_forgotten() -> None:
     assert there <= set(ALIASES)
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("grad_dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("name", ALIASES)
@@ -86,7 +86,7 @@ def test_every_optimizer_sees_unscaled_float32_gradients(name: str, grad_dtype: 
         assert_bitwise_equal(*(jax.tree.map(jnp.asarray, s) for s in (state.inner_state, bare_state)))
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ALIASES)
 def test_every_optimizer_skips_without_a_trace(name: str) -> None:
     optimizer: Any = jt.with_loss_scale(make(name), jt.torch_loss_scale(SCALE))
@@ -113,6 +113,7 @@ def test_every_optimizer_skips_without_a_trace(name: str) -> None:
     assert len(traces) == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, jt.with_master_weights])
 def test_a_skip_keeps_both_signs_of_a_complex_zero(wrap: Any) -> None:
     optimizer = wrap(jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(SCALE)))
@@ -187,6 +188,7 @@ def test_a_scale_that_is_none_skips_all_the_same() -> None:
     assert int(state.skipped_steps) == 1
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_return_params_gives_the_state_of_update_and_parameters_that_are_not_selected(
     dtype: str,
@@ -267,6 +269,7 @@ def test_wrong_arguments_are_named() -> None:
 # --- transformations and devices --------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_vmap_scan_and_donation() -> None:
     optimizer = scaled()
     grads = jnp.array([[128.0, 128.0], [jnp.inf, 1.0]])
@@ -287,6 +290,7 @@ def test_vmap_scan_and_donation() -> None:
     assert int(state.consecutive_skips) == 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("way", ["vma", "no vma", "pmap"])
 def test_all_devices_skip_when_one_overflows(way: str) -> None:
     optimizer = scaled()

@@ -42,7 +42,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_master_weights_are_float32_training_to_the_last_bit(optimizer: str, dtype: str) -> None:

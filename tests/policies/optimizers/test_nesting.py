@@ -51,6 +51,7 @@ NOT_LINEAR: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("name", NOT_LINEAR)
 def test_what_is_not_linear_before_the_loss_scale_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=BEFORE):
@@ -75,6 +76,7 @@ def test_it_is_found_in_any_combinator(nest: Any) -> None:
         one_step(nest(optax.clip_by_global_norm(0.1)))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("optimizer", "factor"),
     [
@@ -143,6 +145,7 @@ def test_multi_steps_that_skip_nothing_stay() -> None:
 AFTER = "what comes after with_master_weights or with_stochastic_rounding in the chain"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "store",
     [jt.with_master_weights, lambda x: jt.with_stochastic_rounding(x, jax.random.key(0))],

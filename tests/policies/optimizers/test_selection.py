@@ -143,6 +143,7 @@ def test_what_does_not_fit_is_named() -> None:
         jt.select_step((state, state), 1, 2)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [

@@ -207,6 +207,7 @@ def test_a_stall_is_found_behind_a_warning() -> None:
         jt.check_progress(state, stop_after=3, warn_after=2)
 
 
+@pytest.mark.full
 def test_vmapped_states_stop_for_their_worst_member() -> None:
     optimizer = scaled(jt.DynamicLossScale(64.0))
 

@@ -36,6 +36,7 @@ def on_eight(fn: Callable[[Any, jax.Array], Any], way: str) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.quick_cases(5)
 @every_way
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_the_mean_gradient_of_replicated_parameters(way: str, dtype: Any) -> None:
@@ -50,6 +51,7 @@ def test_the_mean_gradient_of_replicated_parameters(way: str, dtype: Any) -> Non
     assert float(on_eight(step, way)(jnp.float32(2), jnp.arange(8.0))) == 3.5
 
 
+@pytest.mark.quick_cases(4)
 @every_way
 @pytest.mark.parametrize(
     ("value", "dtype", "expected"),
@@ -69,7 +71,7 @@ def test_reductions_of_half_gradients(way: str, value: float, dtype: Any, expect
     np.testing.assert_allclose(result, expected, rtol=1e-2)
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(2)
 @every_way
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_complex_gradients_are_averaged_whole_and_what_has_no_mean_stays(way: str, dtype: Any) -> None:
@@ -108,6 +110,7 @@ def test_a_wrong_dtype_is_named() -> None:
         jt.reduce_gradients(jnp.ones(2), (), jnp.int32)
 
 
+@pytest.mark.quick_cases(2)
 @every_way
 def test_means_keep_dtypes_and_leave_whole_numbers(way: str) -> None:
     def step(w: jax.Array, x: jax.Array) -> Any:

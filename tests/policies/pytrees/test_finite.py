@@ -30,6 +30,7 @@ def test_it_agrees_with_numpy(leaves: list[np.ndarray]) -> None:
     assert bool(jt.all_finite([jnp.asarray(x) for x in leaves])) == expected
 
 
+@pytest.mark.quick_cases(13)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_every_dtype_is_looked_at(dtype: Any, bad: float) -> None:
@@ -76,6 +77,7 @@ def over_devices(way: str, axes: dict[str, int]) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("way", ["vma", "no vma", "pmap", "vmap"])
 @pytest.mark.parametrize("bad", [None, 0, 7])
 def test_all_devices_get_the_same_answer(way: str, bad: int | None) -> None:

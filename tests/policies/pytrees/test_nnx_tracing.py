@@ -242,7 +242,7 @@ CASES = (
 WRAPS = (jt.autocast, mixed, autocast_policy)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::jmp_train.Float32ProductsWarning")  # of what is closed over
 @pytest.mark.parametrize("case", CASES)
 def test_state_is_that_of_the_plain_function(case: Callable[[Transform], Any]) -> None:
@@ -271,6 +271,7 @@ def test_masks_are_those_of_the_plain_function() -> None:
     assert not np.array_equal(masks[0], masks[1])
 
 
+@pytest.mark.full
 def test_objects_are_as_they_were_after_an_error() -> None:
     model = net()
     before = state_of(model)
@@ -289,6 +290,7 @@ def test_objects_are_as_they_were_after_an_error() -> None:
     assert not any(isinstance(x, Tracer) for x in jax.tree.leaves(nnx.state(model)))
 
 
+@pytest.mark.full
 def test_results_are_the_callers_objects_and_new_ones_can_change() -> None:
     model = net()
 
@@ -364,6 +366,7 @@ def test_policies_cast_the_parameters_alone() -> None:
     assert {x.dtype.name for x in jax.tree.leaves(nnx.state(model))} == {"float32"}
 
 
+@pytest.mark.full
 def test_nothing_is_traced_again_and_explaining_changes_nothing() -> None:
     model, traced = net(), []
 
@@ -385,6 +388,7 @@ def test_nothing_is_traced_again_and_explaining_changes_nothing() -> None:
     jax.tree.map(np.testing.assert_array_equal, state_of(model), before)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 def test_references_of_jax_are_written_in_their_dtype(dtype: Any) -> None:
     def run(ref: Any, x: jax.Array) -> jax.Array:

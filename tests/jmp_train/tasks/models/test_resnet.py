@@ -27,6 +27,7 @@ def batch_norm(x: np.ndarray, params: Any) -> np.ndarray:
     return (x - mean) / np.sqrt(var + 1e-5) * np.asarray(params["scale"]) + np.asarray(params["bias"])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("size", "stride"), [(3, 1), (3, 2), (1, 2)])
 def test_a_convolution_is_torchs(size: int, stride: int) -> None:
     random = np.random.default_rng(0)
@@ -50,6 +51,7 @@ def test_kernels_are_kaiming_normal_by_what_goes_out() -> None:
     assert beyond == pytest.approx(0.0455, abs=0.002)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_block_is_torchvisions(stride: int) -> None:
     random = np.random.default_rng(0)
