@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from graph_helpers import assert_within, draw
 from helpers import compiled_vjp
-from layer_cases import CASES, draw_inputs, edge_softmax, in_float64, parameters, small_graph, weights_of
+from layer_cases import CASES, Edges, draw_inputs, edge_softmax, in_float64, parameters, small_graph, weights_of
 
 import jmp_train as jt
 from jmp_train import graphs
@@ -40,30 +40,19 @@ def draw_edges() -> tuple[np.ndarray, np.ndarray]:
     return senders, receivers
 
 
-class Dense:
-    """Edges as `layer_cases` has them, for jax and numpy."""
-
-    def __init__(self) -> None:
-        self.sources, self.targets = (np.eye(NODES)[ends] for ends in draw_edges())
-
-    @property
-    def in_degrees(self) -> np.ndarray:
-        return self.targets.sum(0)
-
-
 def exact_attention(name: str, *arrays: Any) -> Any:
     """Returns the attention of these arrays, by its papers' formulas."""
-    edges: Any = Dense()
+    edges = Edges(*(np.eye(NODES)[ends] for ends in draw_edges()))
     if name == "gat":
         features, left, right = arrays
-        logits = jax.nn.leaky_relu(edges.sources @ left + edges.targets @ right, 0.2)
+        logits = jax.nn.leaky_relu(edges.senders @ left + edges.receivers @ right, 0.2)
     else:
         features, right, vector = arrays
-        ends = jnp.einsum("en,nhd->ehd", edges.sources, features) + jnp.einsum("en,nhd->ehd", edges.targets, right)
+        ends = jnp.einsum("en,nhd->ehd", edges.senders, features) + jnp.einsum("en,nhd->ehd", edges.receivers, right)
         logits = (jax.nn.leaky_relu(ends, 0.2) * vector).sum(-1)
     weights = edge_softmax(jnp, edges, logits)
-    messages = jnp.einsum("en,nhd->ehd", edges.sources, features) * weights[..., None]
-    return jnp.einsum("en,ehd->nhd", edges.targets, messages)
+    messages = jnp.einsum("en,nhd->ehd", edges.senders, features) * weights[..., None]
+    return jnp.einsum("en,ehd->nhd", edges.receivers, messages)
 
 
 def draw_attention(name: str, dtype: str) -> list[jax.Array]:

@@ -26,8 +26,6 @@ def test_products_and_convolutions_are_in_half(dtype: str, is_gpu: bool) -> None
     found = products(hlo or "")
     assert {product.operands for product in found} == {(NAMES[dtype], NAMES[dtype])}
     assert Counter(product.kind for product in found) == {"dot": 9, "convolution": 3}
-    if is_gpu:
-        assert {product.library for product in found if product.kind == "convolution"} == {"cudnn"}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

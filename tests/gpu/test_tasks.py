@@ -20,7 +20,7 @@ TASKS = {
 }
 # Losses are means of float32 numbers, which rounded logits and parameters move by some eps of the dtype; gradients,
 # which have gone back through all layers, by more of them.
-TOLERANCES = {"float32": (1e-5, 1e-3), "mixed_float16": (2e-3, 1e-2), "autocast_bfloat16": (1e-2, 5e-2)}
+TOLERANCES = {"float32": (1e-4, 1e-3), "mixed_float16": (2e-3, 1e-2), "autocast_bfloat16": (1e-2, 5e-2)}
 
 
 @functools.cache
