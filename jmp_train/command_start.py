@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
+from types import FrameType
 
 from jmp_train.current_folder import runs_as_module
 
@@ -20,7 +20,7 @@ def _is_command() -> bool:
     return runs_as_module() or name in ("jmp-train", "jmp-train.exe", "jmp-train-script.py")
 
 
-def _leave(number: int, frame: Any) -> None:
+def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(130)
 
 

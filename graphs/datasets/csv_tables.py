@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmp_train.graphs.datasets.file_limits import check_bytes, most_bytes, one_line
 
@@ -20,7 +21,9 @@ _GZIP = b"\x1f\x8b"  # how such files begin
 _ZIPPED = 2**17  # bytes that are unzipped at once
 
 
-def read_csv_table(path: Path, dtype: Any, *, rows: int | None = None, max_bytes: int | None = None) -> np.ndarray:
+def read_csv_table(
+    path: Path, dtype: DTypeLike, *, rows: int | None = None, max_bytes: int | None = None
+) -> np.ndarray:
     r"""Reads a csv file of numbers, at the speed of `numpy.loadtxt`; empty lines are passed over.
 
     Args:

@@ -3,9 +3,9 @@
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmp_train.graphs.datasets.csv_tables import read_csv_table
 from jmp_train.graphs.datasets.data_files import find_file, find_files
@@ -95,7 +95,7 @@ def read_ogb(
     return NodeData(senders, receivers, features, labels, classes, train, validation, test, nodes, edges)
 
 
-def _read_table(path: Path, dtype: Any, rows: int | None = None, *, max_bytes: int | None) -> np.ndarray:
+def _read_table(path: Path, dtype: DTypeLike, rows: int | None = None, *, max_bytes: int | None) -> np.ndarray:
     with faults_named(path):
         return read_csv_table(path, dtype, rows=rows, max_bytes=max_bytes)
 

@@ -158,7 +158,7 @@ def _read_labels(path: Path, max_bytes: int | None) -> np.ndarray:
         return _one_hot(path, one_hot)
 
 
-def _one_hot(path: Path, one_hot: Any) -> np.ndarray:
+def _one_hot(path: Path, one_hot: object) -> np.ndarray:
     if not isinstance(one_hot, np.ndarray) or one_hot.ndim != 2:
         raise ValueError(f"{path} holds no array of labels [rows, classes]")
     is_one_hot = ((one_hot == 0) | (one_hot == 1)).all(axis=1) & ((one_hot == 1).sum(axis=1) == 1)

@@ -1,13 +1,11 @@
 """Dropout of layers: checks of the rate, keys from flax's streams, inverted scaling."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 
-def check_dropout(name: str, rate: float, key: Any) -> None:
+def check_dropout(name: str, rate: float, key: jax.Array | nnx.Rngs | None) -> None:
     """Raises ValueError where a rate is not in [0, 1), or has no key."""
     if not 0 <= rate < 1:
         raise ValueError(f"{name}={rate} must be in [0, 1)")

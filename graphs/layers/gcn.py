@@ -1,7 +1,5 @@
 """Graph convolution: neighbors' features, scaled by the degrees and added."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import jraph
@@ -181,7 +179,9 @@ class GraphConv(nnx.Module):
         if use_bias:
             self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
 
-    def __call__(self, graph: Graph | Block | jraph.GraphsTuple, features: Any, edge_weight: Any = None) -> jax.Array:
+    def __call__(
+        self, graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures, edge_weight: Floats | None = None
+    ) -> jax.Array:
         """Returns the convolution [nodes, out].
 
         Args:

@@ -1,7 +1,6 @@
 """The layer of graph isomorphism networks (GIN): an MLP of a node's features plus its neighbors'."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +131,9 @@ class GINConv(nnx.Module):
             nnx.Param(jnp.full(1, init_eps, param_dtype)) if learn_eps else init_eps
         )
 
-    def __call__(self, graph: Graph | jraph.GraphsTuple, features: Any, edge_weight: Any = None) -> jax.Array:
+    def __call__(
+        self, graph: Graph | jraph.GraphsTuple, features: Floats, edge_weight: Floats | None = None
+    ) -> jax.Array:
         """Returns the layer's result [nodes, ...].
 
         Args:

@@ -259,7 +259,7 @@ class SAGEConv(nnx.Module):
 
 
 def _between(bound: float) -> nnx.Initializer:
-    def init(key: jax.Array, shape: Any, dtype: Any = jnp.float32, *_: Any) -> jax.Array:
+    def init(key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32, *_: Any) -> jax.Array:
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
     return init

@@ -1,7 +1,6 @@
 """Batches of graphs, and padding to fixed shapes, in jraph's conventions; all of it on the host."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -216,7 +215,7 @@ def _check_on_host(name: str, graph: Graph) -> None:
         raise TypeError(f"{name} is traced: graphs are batched and padded outside of jit")
 
 
-def _check_graph(name: str, graph: Any) -> None:
+def _check_graph(name: str, graph: Graph) -> None:
     if not isinstance(graph, Graph):
         kind = type(graph).__name__
         raise TypeError(f"{name} must be a Graph, got {kind}; from_jraph makes one of jraph's")

@@ -2,7 +2,7 @@
 
 import operator
 import reprlib
-from typing import Any
+from typing import SupportsIndex
 
 import numpy as np
 from jax.typing import ArrayLike
@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 LARGEST_COUNT = 2**31 - 1  # ids, degrees and places are int32 on the device
 
 
-def as_count(name: str, count: Any, most: int = LARGEST_COUNT) -> int:
+def as_count(name: str, count: SupportsIndex, most: int = LARGEST_COUNT) -> int:
     """Returns a number of nodes or edges as an int.
 
     Args:

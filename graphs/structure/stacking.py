@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.graphs.structure.adjacency import Adjacency
+from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import change_nodes, find_nodes, named_leaves
 
 
@@ -119,7 +120,7 @@ def _stacked(arrays: Sequence[Any]) -> Any:
     return (np if on_host else jnp).stack(arrays)
 
 
-def _check_alike(first: Any, other: Any, name: str) -> None:
+def _check_alike(first: PyTree, other: PyTree, name: str) -> None:
     shapes, others = (
         {path: (jnp.shape(x), jnp.result_type(x)) for path, x in named_leaves(tree)} for tree in (first, other)
     )

@@ -95,7 +95,7 @@ def groups_of(ids: np.ndarray) -> Groups:
     return Groups(rows, np.flatnonzero(is_bound))
 
 
-def rounded(what: str, values: np.ndarray, dtype: Any) -> np.ndarray:
+def rounded(what: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Returns upcast values in a dtype: floats rounded once, and perhaps infinite; integers as they are.
 
     Args:
@@ -141,7 +141,7 @@ def _upcast(dtype: Any) -> Any:
     return next((upcast for kind, upcast in kinds if jnp.issubdtype(dtype, kind)), dtype)
 
 
-def _check_can_reduce(name: str, dtype: Any, reduction: str) -> None:
+def _check_can_reduce(name: str, dtype: np.dtype, reduction: str) -> None:
     if reduction == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(f"edges[{name!r}] must be floating to have a mean, got {dtype}")
     if reduction == "sum" and dtype == np.bool_:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +52,7 @@ class EdgeList:
         return EdgeList(self.senders[places], self.receivers[places], features)
 
 
-def edges_on_host(graph: Any) -> EdgeList:
+def edges_on_host(graph: Graph) -> EdgeList:
     """Returns the edges of a graph, in its order; sorted by receiver where it keeps no order.
 
     Args:

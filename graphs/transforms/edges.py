@@ -1,7 +1,6 @@
 """Transforms of a graph's edges: self-loops, both directions, parallel edges; on the host, as pure functions."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -214,7 +213,7 @@ def _self_loop_features(
     return np.full(shape, filled, rows.dtype)
 
 
-def _check_fill_value(fill_value: Any) -> None:
+def _check_fill_value(fill_value: float | str) -> None:
     known = ", ".join(REDUCTIONS)
     if isinstance(fill_value, str):
         if fill_value not in REDUCTIONS:
@@ -227,12 +226,12 @@ def _check_fill_value(fill_value: Any) -> None:
         raise TypeError(f"fill_value must be a number or one of {known}, got {kind}")
 
 
-def _check_reduce(reduce: Any) -> None:
+def _check_reduce(reduce: str) -> None:
     if reduce not in ("first", *REDUCTIONS):
         raise ValueError(f"reduce={reduce!r} must be one of first, {', '.join(REDUCTIONS)}")
 
 
-def _check_count(count: Any, edges: EdgeList) -> None:
+def _check_count(count: str | None, edges: EdgeList) -> None:
     if count is None:
         return
     if not isinstance(count, str):

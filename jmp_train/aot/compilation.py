@@ -23,6 +23,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from jmp_train.aot.gpus import GPUS
 from jmp_train.aot.hlo import StoredArray, stored_arrays
@@ -195,13 +196,13 @@ def compile_here(
     )
 
 
-def _is_placed(leaf: Any) -> bool:
+def _is_placed(leaf: object) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(leaf.sharding, NamedSharding)
 
 
-def _on(mesh: Mesh, leaf: Any) -> jax.ShapeDtypeStruct:
+def _on(mesh: Mesh, leaf: ArrayLike | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns what compiling needs to know of a leaf, on the mesh if it is not on one."""
-    if _is_placed(leaf):
+    if isinstance(leaf, jax.ShapeDtypeStruct) and _is_placed(leaf):
         return leaf
     struct = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.eval_shape(lambda: leaf)
     replicated = NamedSharding(mesh, PartitionSpec())

@@ -12,6 +12,7 @@ from flax import serialization
 
 from jmp_train.policies.loss_scaling import (
     DynamicLossScale,
+    LossScales,
     NoOpLossScale,
     PerLossScale,
     StaticLossScale,
@@ -20,11 +21,11 @@ from jmp_train.policies.pytrees import is_key, named_leaves
 from jmp_train.steps import TrainState
 
 
-def _scale_to_dict(scale: Any) -> dict[str, Any]:
+def _scale_to_dict(scale: LossScales) -> dict[str, Any]:
     return dict(named_leaves(scale))
 
 
-def _scale_from_dict(scale: Any, state: Any) -> Any:
+def _scale_from_dict(scale: LossScales, state: dict[str, Any]) -> Any:
     names = [name for name, _ in named_leaves(scale)]
     if not isinstance(state, dict) or set(state) != set(names):
         came = sorted(state) if isinstance(state, dict) else type(state).__name__
@@ -52,7 +53,7 @@ def _state_from_dict(state: TrainState, given: dict[str, Any]) -> TrainState:
     return jax.tree.map(_like, plain, state)
 
 
-def _like(x: Any, old: Any) -> Any:
+def _like(x: jax.Array, old: jax.Array) -> Any:
     return jax.random.wrap_key_data(x, impl=jax.random.key_impl(old)) if is_key(old) else x
 
 

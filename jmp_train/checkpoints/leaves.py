@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import keystr
+from jax.tree_util import KeyPath, keystr
+from jax.typing import ArrayLike
 
 from jmp_train.distributed import as_bytes, is_divided, local_data
+from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import is_key, path_name
 
 # The dtypes that a checkpoint holds, by numpy's names; all of jax's, but random keys, of which it holds the data.
@@ -73,7 +75,7 @@ class Leaf(NamedTuple):
         return f"{kind}{self.dtype}{list(self.shape)}"
 
 
-def leaves_of(state: Any) -> list[tuple[Leaf, Any]]:
+def leaves_of(state: PyTree) -> list[tuple[Leaf, Any]]:
     """Returns what there is to say of each leaf, and the leaf, in the order of the tree.
 
     Raises:
@@ -88,7 +90,7 @@ def leaves_of(state: Any) -> list[tuple[Leaf, Any]]:
     return described
 
 
-def check_values(state: Any) -> None:
+def check_values(state: PyTree) -> None:
     """Raises an error that names the leaf unless all of a state's leaves have values that can be saved.
 
     Raises:
@@ -108,7 +110,7 @@ def check_values(state: Any) -> None:
             raise ValueError(f"state {name!r} was deleted, as a rule by donation: save what the step returned")
 
 
-def to_host(x: Any) -> np.ndarray:
+def to_host(x: ArrayLike) -> np.ndarray:
     """Returns a leaf as a numpy array of its own; one that is divided between processes is gathered by all."""
     if is_divided(x):
         from jax.experimental import multihost_utils
@@ -144,13 +146,13 @@ def file_name(number: int, path: str) -> str:
     return f"{number:04d}" + re.sub(r"[^A-Za-z0-9_]+", ".", path).rstrip(".")[-100:]
 
 
-def shown(x: Any) -> str:
+def shown(x: object) -> str:
     """Returns a value of unknown length and contents as errors repeat it: on one line, and truncated."""
     text = ascii(x)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _describe(path: Any, x: Any) -> Leaf:
+def _describe(path: KeyPath, x: Any) -> Leaf:
     name = keystr(path)
     if isinstance(x, bool | int | float) or type(x) is complex:
         dtype = np.asarray(x).dtype.name

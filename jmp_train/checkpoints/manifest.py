@@ -70,7 +70,7 @@ def file_facts(path: Path) -> dict[str, Any]:
         return _facts(file)
 
 
-def _what_is_wrong(manifest: Any, folder_name: str) -> str:
+def _what_is_wrong(manifest: object, folder_name: str) -> str:
     """Returns in a few words what is not as this version writes it; nothing if all is."""
     if not isinstance(manifest, dict):
         return "is not a JSON object"
@@ -99,7 +99,7 @@ def _what_is_wrong(manifest: Any, folder_name: str) -> str:
     return ""
 
 
-def _what_is_wrong_with_leaf(leaf: Any, files: dict[str, Any]) -> str:
+def _what_is_wrong_with_leaf(leaf: object, files: dict[str, Any]) -> str:
     if not isinstance(leaf, dict):
         return f"{shown(leaf)}"
     for key in ("path", "kind", "folder"):
@@ -174,9 +174,9 @@ def _mode(path: Path) -> int:
         raise DamagedError(f"{path}: {error.strerror}") from None
 
 
-def _is_count(x: Any) -> bool:
+def _is_count(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and x >= 0
 
 
-def _is_sha256(x: Any) -> bool:
+def _is_sha256(x: object) -> bool:
     return isinstance(x, str) and _SHA256.fullmatch(x) is not None

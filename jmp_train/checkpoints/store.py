@@ -35,6 +35,7 @@ from jmp_train.distributed import (
     to_leaf,
 )
 from jmp_train.extras import extra_packages
+from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import is_key
 
 State = TypeVar("State")
@@ -125,7 +126,7 @@ class CheckpointStore:
             if lock:
                 clear_leftovers(self.directory)
 
-    def save(self, step: SupportsIndex, state: Any, *, metadata: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: SupportsIndex, state: PyTree, *, metadata: Mapping[str, Any] | None = None) -> None:
         """Copies the state, and has it written in the background; waits for the step before, if need be.
 
         What is being written when the script ends is still written. If that fails, and nobody asks by `wait` or
@@ -296,7 +297,7 @@ class CheckpointStore:
             raise ValueError(f"the store of {self.directory} was opened with read_only=True")
 
 
-def _leaves(state: Any) -> list[Leaf]:
+def _leaves(state: PyTree) -> list[Leaf]:
     return [leaf for leaf, _ in leaves_of(state)]
 
 
@@ -309,7 +310,7 @@ def _restored(state: State, arrays: list[np.ndarray], damages: list[str]) -> Sta
     return structure.unflatten(placed)
 
 
-def _checked_step(step: Any) -> int:
+def _checked_step(step: SupportsIndex) -> int:
     try:
         number = None if isinstance(step, bool | np.bool_) else operator.index(step)
     except TypeError:

@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr
+from jax.typing import DTypeLike
 
 from jmp_train.checkpoints.atomic_files import write_atomically
 from jmp_train.distributed import is_divided, placement, to_leaf
 from jmp_train.extras import extra_packages
+from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import is_key, path_name
 
 _FORMAT, _VERSION = "jmp_train.weights", "1"
@@ -44,7 +46,7 @@ _STORED = {
 _NAMES = {stored: name for name, stored in _STORED.items()}
 
 
-def save_weights(path: str | os.PathLike[str], params: Any, *, dtype: Any = None) -> None:
+def save_weights(path: str | os.PathLike[str], params: PyTree, *, dtype: DTypeLike | None = None) -> None:
     """Writes the arrays of a pytree to a safetensors file.
 
     The file is written atomically: under its name there is never half a file. With several
@@ -97,7 +99,7 @@ def save_weights(path: str | os.PathLike[str], params: Any, *, dtype: Any = None
     write_atomically(Path(path), save(arrays, metadata))
 
 
-def load_weights(path: str | os.PathLike[str], like: Any) -> Any:
+def load_weights(path: str | os.PathLike[str], like: PyTree) -> Any:
     """Returns the arrays of a safetensors file as a pytree.
 
     Floating leaves are cast to the dtypes of `like`: of a file in half precision and a `like` in
@@ -152,7 +154,7 @@ def load_weights(path: str | os.PathLike[str], like: Any) -> Any:
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), arrays)
 
 
-def _target(dtype: Any) -> np.dtype:
+def _target(dtype: DTypeLike) -> np.dtype:
     for target in (jnp.float16, jnp.bfloat16, jnp.float32):
         with contextlib.suppress(TypeError):  # which NumPy raises for what is not a dtype
             if jnp.dtype(dtype) == target:
@@ -160,7 +162,7 @@ def _target(dtype: Any) -> np.dtype:
     raise ValueError(f"dtype={dtype!r} must be float16, bfloat16, float32 or None")
 
 
-def _named(argument: str, tree: Any) -> dict[str, Any]:
+def _named(argument: str, tree: PyTree) -> dict[str, Any]:
     """Returns the leaves by their names in a file, in tree order; raises for what is not an array."""
     leaves, paths = {}, {}
     wrong, collisions = [], []
@@ -190,9 +192,8 @@ def _is_unicode(name: str) -> bool:
     return True
 
 
-def _why_not_stored(x: Any) -> str | None:
-    arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-    if not isinstance(x, arrays) or isinstance(x, Tracer):
+def _why_not_stored(x: object) -> str | None:
+    if not isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or isinstance(x, Tracer):
         return f"{x!r} is not an array"
     if is_key(x):
         return "a random key; keep jax.random.key_data(key), or leave it out"
@@ -254,7 +255,7 @@ def _check_fit(path: Path, slices: Mapping[str, Any], leaves: Mapping[str, Any])
         raise ValueError(_listing(f"{path} does not fit like", problems))
 
 
-def _is_floating(dtype: Any) -> bool:
+def _is_floating(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 

@@ -14,7 +14,7 @@ import jax
 from jmp_train.cli.arguments import READERS
 from jmp_train.cli.errors import WrongCall
 from jmp_train.policies.autocasting import FUSION_FLAG
-from jmp_train.tasks import model_choices, option, options_of
+from jmp_train.tasks import TaskOptions, model_choices, option, options_of
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ def read_options(kind: type[T], args: argparse.Namespace) -> T:
     return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()})
 
 
-def as_arguments(options: Any) -> list[str]:
+def as_arguments(options: TaskOptions | RunOptions) -> list[str]:
     """Returns the arguments from which a parser reads these options, without those that are as by default.
 
     Args:

@@ -6,7 +6,8 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from jmp_train.cli.errors import WrongCall, checking_the_call
 from jmp_train.cli.options import (
@@ -118,7 +119,7 @@ def _signals_noted(wanted: bool) -> Iterator[list[int]]:
     received: list[int] = []
     hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
 
-    def note(number: int, frame: Any) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         # When a terminal is closed, both it and its shell may say so.
         if received and number != hang_up:
             raise KeyboardInterrupt

@@ -8,13 +8,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jmp_train.extras import extra_packages
+from jmp_train.policies import PyTree
 from jmp_train.policies.dtype_policies import PathPolicy, Policy, get_policy, warn_of_collapse
 from jmp_train.policies.pytrees import named_leaves
 from jmp_train.steps import check_no_graph
+from jmp_train.types import Batch
 
 
 def array_batches(
-    arrays: Any,
+    arrays: PyTree,
     batch_size: int,
     *,
     seed: int = 0,
@@ -103,7 +105,7 @@ def array_batches(
         first = prepare(examples) if augment is None else augment(examples, example_seeds(seed, 0, spread))
         warn_of_collapse(first, get_policy(policy) if isinstance(policy, str) else policy)
 
-    def place(batch: Any) -> Any:
+    def place(batch: Batch) -> Any:
         if sharding is None:
             return jax.device_put(batch, jax.local_devices()[0])
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
@@ -166,7 +168,7 @@ def check_order(seed: int, epochs: int | None, process_index: int, process_count
         raise ValueError(f"process_index={process_index} must be in [0, {process_count})")
 
 
-def _count_examples(arrays: Any) -> int:
+def _count_examples(arrays: PyTree) -> int:
     """Returns how many examples all leaves have."""
     check_no_graph(arrays, "array_batches")
     counts = {path: len(array) if np.ndim(array) else 0 for path, array in named_leaves(arrays)}

@@ -1,23 +1,25 @@
 """Mini-batches of graphs for the training loop: shuffled, sampled, and on the device before they are wanted."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
+from jax.typing import ArrayLike
 
 from jmp_train.data.batches import check_order
 from jmp_train.extras import extra_packages
 from jmp_train.graphs.sampling import MiniBatch, NeighborSampler
 from jmp_train.graphs.structure import as_count
 from jmp_train.graphs.structure import stack as graph_stack
+from jmp_train.types import Batch
 
 
 def neighbor_batches(
     sampler: NeighborSampler,
-    seeds: Any,
+    seeds: ArrayLike | Sequence[int],
     fetch: Callable[[MiniBatch], Any],
     *,
     seed: int = 0,
@@ -98,7 +100,7 @@ def neighbor_batches(
         parts = np.split(seeds[places], stack)
         return graph_stack([fetch(batch) for batch in sampler.sample_several(parts, random)])
 
-    def place(batch: Any) -> Any:
+    def place(batch: Batch) -> Any:
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(device, x), batch)
 
     places = grain.MapDataset.range(len(seeds))

@@ -4,7 +4,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.typing import ArrayLike
 
 from jmp_train.policies.pytrees import is_key
 
@@ -15,12 +16,12 @@ _IMPLEMENTATIONS = {
 }
 
 
-def is_divided(x: Any) -> bool:
+def is_divided(x: object) -> bool:
     """Returns whether no process has all of a leaf."""
     return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
 
 
-def local_data(x: Any) -> np.ndarray:
+def local_data(x: ArrayLike) -> np.ndarray:
     """Returns a leaf that is not divided between processes, of a key its data, as numpy has it."""
     if is_key(x):
         x = jax.random.key_data(x)
@@ -34,7 +35,7 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def placement(like: Any) -> Any:
+def placement(like: object) -> Sharding | None:
     """Returns the sharding of a leaf, None if it is on no particular device."""
     fixed = isinstance(like, jax.ShapeDtypeStruct) or getattr(like, "committed", False)
     sharding = getattr(like, "sharding", None) if fixed else None
@@ -43,7 +44,7 @@ def placement(like: Any) -> Any:
     return sharding
 
 
-def to_leaf(array: np.ndarray, like: Any, sharding: Any) -> Any:
+def to_leaf(array: np.ndarray, like: Any, sharding: Sharding | None) -> Any:
     """Returns an array as what another leaf is: an array on devices, a key, numpy's or a number.
 
     Args:
@@ -62,7 +63,7 @@ def to_leaf(array: np.ndarray, like: Any, sharding: Any) -> Any:
     return _placed(array, sharding)
 
 
-def _placed(array: np.ndarray, sharding: Any) -> jax.Array:
+def _placed(array: np.ndarray, sharding: Sharding | None) -> jax.Array:
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -24,10 +24,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from jmp_train.distributed.background import tell_lost_steps
 from jmp_train.distributed.host_arrays import as_bytes, is_divided, local_data, to_leaf
+from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import named_leaves
+from jmp_train.types import Batch
 
 # What a launcher leaves in the environment of each process: how many there are, and who says so.
 _LAUNCHERS = {
@@ -141,7 +144,7 @@ def is_main_process() -> bool:
     return jax.process_index() == 0
 
 
-def check_agreement(state: Any = None, batch: Any = None, **values: Any) -> None:
+def check_agreement(state: PyTree = None, batch: Batch = None, **values: object) -> None:
     """Raises an error in all processes if they do not start from the same; all have to call it.
 
     Args:
@@ -169,7 +172,7 @@ def check_agreement(state: Any = None, batch: Any = None, **values: Any) -> None
     _check_same(_gather(facts))
 
 
-def broadcast_state(state: Any, mesh: Mesh | None = None, *, shardings: Any = None) -> Any:
+def broadcast_state(state: PyTree, mesh: Mesh | None = None, *, shardings: PyTree = None) -> Any:
     """Returns the state of process 0, bit by bit, in all processes; all have to call it.
 
     Args:
@@ -205,7 +208,7 @@ def broadcast_state(state: Any, mesh: Mesh | None = None, *, shardings: Any = No
     return jax.tree.map(lambda x, data: to_leaf(data, x, sharding), state, host)
 
 
-def broadcast_arrays(arrays: Any) -> Any:
+def broadcast_arrays(arrays: PyTree) -> Any:
     """Returns process 0's numpy arrays, of the same shapes and dtypes everywhere, in all processes.
 
     Args:
@@ -312,17 +315,17 @@ def _check_device_counts() -> None:
     _check_same([{"number of devices": str(count)} for _, count in sorted(counts.items())])
 
 
-def _printed(value: Any) -> str:
+def _printed(value: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))  # of functions, which differs
 
 
-def _kind(x: Any) -> str:
+def _kind(x: object) -> str:
     if isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
         return f"{x.dtype.name}{list(x.shape)}"
     return type(x).__name__
 
 
-def _digest(x: Any) -> str:
+def _digest(x: ArrayLike) -> str:
     if is_divided(x):
         return "divided"  # of which each process has another part
     return hashlib.blake2b(as_bytes(local_data(x)).data, digest_size=8).hexdigest()

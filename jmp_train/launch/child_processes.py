@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any, Self
 
 _SUPERVISOR = Path(__file__).with_name("child_supervisor.py")
@@ -171,7 +172,7 @@ def signals_as_exceptions() -> Iterator[None]:
     thread nothing changes: signals cannot be handled there.
     """
 
-    def leave(number: int, frame: Any) -> None:
+    def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
     previous: dict[int, Any] = {}

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jmp_train.policies.autocasting import scan_counts
 
@@ -33,7 +34,7 @@ _MOVE = frozenset(
 _CALLS = frozenset(["jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "shard_map"])
 
 
-def all_gather_dtypes(jaxpr: Any, variables: Sequence[Any]) -> list[Any]:
+def all_gather_dtypes(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Any]:
     """Returns the dtype that all of a program's uses of each input cast it to; without such a dtype, the input's own.
 
     Args:
@@ -53,7 +54,7 @@ def all_gather_dtypes(jaxpr: Any, variables: Sequence[Any]) -> list[Any]:
     return [_lowest_precision(variable.aval.dtype, set(_uses(jaxpr, variable))) for variable in variables]
 
 
-def _lowest_precision(own: Any, used: set[Any]) -> Any:
+def _lowest_precision(own: np.dtype, used: set[Any]) -> Any:
     if len(used) != 1 or not jnp.issubdtype(own, jnp.floating):
         return own
     (only,) = used
@@ -61,7 +62,7 @@ def _lowest_precision(own: Any, used: set[Any]) -> Any:
     return only if is_lower else own
 
 
-def _uses(jaxpr: Any, variable: Any) -> Iterator[Any]:
+def _uses(jaxpr: Jaxpr, variable: Any) -> Iterator[Any]:
     """Yields the dtype of each use of a variable, its own where that is not a cast."""
     if any(x is variable for x in jaxpr.outvars):
         yield variable.aval.dtype
@@ -71,7 +72,7 @@ def _uses(jaxpr: Any, variable: Any) -> Iterator[Any]:
                 yield from _use(jaxpr, equation, position)
 
 
-def _use(program: Any, equation: Any, position: int) -> Iterator[Any]:
+def _use(program: Jaxpr, equation: Any, position: int) -> Iterator[Any]:
     name, own = equation.primitive.name, equation.invars[position].aval.dtype
     if name == "convert_element_type":
         yield jnp.dtype(equation.params["new_dtype"])
@@ -86,7 +87,7 @@ def _use(program: Any, equation: Any, position: int) -> Iterator[Any]:
         yield own
 
 
-def _bodies(equation: Any, position: int) -> list[tuple[Any, int]]:
+def _bodies(equation: JaxprEqn, position: int) -> list[tuple[Any, int]]:
     """Returns the programs in an equation that take one of its operands as it is, each with the input's number."""
     params, name = equation.params, equation.primitive.name
     if name == "cond":
@@ -100,5 +101,5 @@ def _bodies(equation: Any, position: int) -> list[tuple[Any, int]]:
     return []
 
 
-def _open(jaxpr: Any) -> Any:
+def _open(jaxpr: Jaxpr | ClosedJaxpr) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)

@@ -1,25 +1,26 @@
 """Checks that integers and flags of the model state are the same on all devices: they have no mean."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from jmp_train.parallel.mesh_axes import automatic
 from jmp_train.policies.optimizers import loss_scale_of
 from jmp_train.policies.pytrees import named_leaves
 from jmp_train.steps import TrainState, TrainStep
+from jmp_train.types import Batch, ModelState
 
 
-def has_integers(model_state: Any) -> bool:
+def has_integers(model_state: ModelState) -> bool:
     """Says whether a model state has whole numbers or flags, random keys aside."""
     return any(_is_whole(x) for x in jax.tree.leaves(model_state))
 
 
-def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: Any) -> None:
+def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: Batch) -> None:
     """Raises ValueError if whole numbers or flags of the next model state depend on a device's examples; names them.
 
     jax finds out in a trace of its own, where it can follow all of the loss function; where it cannot, nothing is
@@ -36,7 +37,7 @@ def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: 
     (axis,) = parallel.axis_names
     alone, differing = dataclasses.replace(parallel, accumulate_steps=1), []
 
-    def look(state: TrainState, batch: Any) -> None:
+    def look(state: TrainState, batch: Batch) -> None:
         _, model_state, *_ = alone.local_gradients(
             loss_scale_of(state.opt_state), state.params, state.model_state, batch, state.rng
         )
@@ -57,7 +58,7 @@ def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: 
         )
 
 
-def _is_whole(x: Any) -> bool:
+def _is_whole(x: ArrayLike) -> bool:
     dtype = getattr(x, "dtype", jnp.float32)
     is_raw_key = dtype == jnp.uint32 and jnp.shape(x)[-1:] == (2,)
     return not is_raw_key and any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.bool_))

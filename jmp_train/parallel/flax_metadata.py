@@ -2,23 +2,26 @@
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from flax.core.meta import AxisMetadata, Partitioned
 from flax.linen.spmd import logical_to_mesh_axes
+from flax.typing import LogicalRules
 from jax.sharding import PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
 from jmp_train.parallel.mesh_axes import without_axis
+from jmp_train.policies import Params, PyTree
 from jmp_train.steps import TrainStep
 
 
-def is_box(x: Any) -> bool:
+def is_box(x: object) -> bool:
     """Says whether `x` is a linen module's array with metadata, as `nn.with_partitioning` makes them."""
     return isinstance(x, AxisMetadata)
 
 
-def specs_of_metadata(params: Any) -> Any:
+def specs_of_metadata(params: Params) -> Any:
     """Returns a `PartitionSpec` for each parameter, those of its metadata; a prefix of the parameters' tree.
 
     Logical names are translated by flax's rules, those of the box or of `nn.logical_axis_rules`.
@@ -36,18 +39,18 @@ def specs_of_metadata(params: Any) -> Any:
             return nnx.get_partition_spec(x)
         return PartitionSpec()
 
-    def is_end(x: Any) -> bool:
+    def is_end(x: object) -> bool:
         return is_box(x) or (nnx is not None and isinstance(x, nnx.Variable))
 
     return jax.tree.map(spec_of, params, is_leaf=is_end)
 
 
-def _of_logical(names: Any, rules: Any) -> PartitionSpec:
+def _of_logical(names: Sequence[str | None] | None, rules: LogicalRules | None) -> PartitionSpec:
     spec = logical_to_mesh_axes(names, rules)
     return PartitionSpec() if spec is None else spec
 
 
-def with_inert_boxes(step: TrainStep, params: Any, axis: str) -> TrainStep:
+def with_inert_boxes(step: TrainStep, params: Params, axis: str) -> TrainStep:
     """Returns a step whose boxed parameters may be unboxed within a `shard_map` over an axis.
 
     There jax has a mesh in mind, and flax constrains what it unboxes: by names that are not axes of this mesh, by
@@ -59,12 +62,12 @@ def with_inert_boxes(step: TrainStep, params: Any, axis: str) -> TrainStep:
         return step
     outside = get_abstract_mesh()
 
-    def with_whole(x: Any) -> Any:
+    def with_whole(x: object) -> Any:
         if not isinstance(x, Partitioned):
             return x
         return dataclasses.replace(x, names=tuple(without_axis(axis, name) for name in x.names))
 
-    def loss_fn(params: Any, *rest: Any) -> Any:
+    def loss_fn(params: Params, *rest: PyTree) -> Any:
         if not outside.empty:
             return step.loss_fn(jax.tree.map(with_whole, params, is_leaf=is_box), *rest)
         with use_abstract_mesh(outside):

@@ -16,6 +16,8 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
+from jmp_train.policies import PyTree
+
 
 def automatic(mesh: Mesh) -> Mesh:
     """Returns the mesh with axes that jax shards over by itself; explicit ones want inputs to be placed."""
@@ -55,8 +57,8 @@ def on_same_devices(sharding: Sharding, wanted: NamedSharding) -> bool:
 
 
 def placed(
-    tree: Any,
-    shardings: Any,
+    tree: PyTree,
+    shardings: PyTree,
     suffices: Callable[[Sharding, NamedSharding], bool] = operator.eq,
 ) -> Any:
     """Returns a tree with its arrays on a mesh, so that one compiled program takes what comes from elsewhere, too.
@@ -74,7 +76,7 @@ def placed(
     if any(sharding.mesh.is_multi_process for sharding in where[:1]):
         return tree
 
-    def is_there(x: Any, wanted: NamedSharding) -> bool:
+    def is_there(x: object, wanted: NamedSharding) -> bool:
         if isinstance(x, jax.Array):
             return suffices(x.sharding, wanted)
         return not isinstance(x, np.ndarray)
@@ -86,7 +88,7 @@ def placed(
     return jax.tree.unflatten(structure, leaves)
 
 
-def without_axis(axis: str, entry: Any) -> Any:
+def without_axis(axis: str, entry: str | tuple[str, ...] | None) -> Any:
     """Returns an entry of a `PartitionSpec`, or of names like it, without one mesh axis."""
     if isinstance(entry, tuple):
         return tuple(name for name in entry if name != axis) or None
@@ -115,7 +117,7 @@ def over(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def on_automatic_axes(tree: Any, mesh: Mesh) -> Any:
+def on_automatic_axes(tree: PyTree, mesh: Mesh) -> Any:
     """Returns traced arrays whose types name explicit axes as ones whose sharding is jax's; nothing is moved.
 
     Args:
@@ -124,7 +126,7 @@ def on_automatic_axes(tree: Any, mesh: Mesh) -> Any:
     """
     mesh = automatic(mesh)
 
-    def on_automatic(x: Any) -> Any:
+    def on_automatic(x: object) -> Any:
         if not isinstance(x, jax.Array):
             return x
         sharding = jax.typeof(x).sharding

@@ -16,8 +16,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.parallel.mesh_axes import automatic, axis_size
+from jmp_train.policies import Params
 from jmp_train.policies.pytrees import named_leaves
 from jmp_train.steps import check_divides, in_parts
+from jmp_train.types import Batch
 
 Stage = Callable[[Any, Any, Any], Any]
 
@@ -80,7 +82,7 @@ def pipeline_of_indexed(
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r} must be an integer of at least 1")
 
-    def run(params: Any, x: Any, rng: Any = None) -> Any:
+    def run(params: Params, x: Batch, rng: jax.Array | None = None) -> Any:
         for path, leaf in named_leaves(params):
             if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != count:
                 raise ValueError(
@@ -98,7 +100,7 @@ def pipeline_of_indexed(
     return jax.jit(run)
 
 
-def _over_devices(in_ticks: Any, mesh: Mesh, axis: str) -> Any:
+def _over_devices(in_ticks: Callable[..., Any], mesh: Mesh, axis: str) -> Any:
     if mesh.shape[axis] == 1:  # nothing to shard, and XLA does not reduce over one device
         return in_ticks
     return jax.shard_map(
@@ -111,14 +113,16 @@ def _over_devices(in_ticks: Any, mesh: Mesh, axis: str) -> Any:
     )
 
 
-def _in_ticks(stage: Callable[..., Any], axis: str, count: int, params: Any, parts: Any, rng: Any) -> Any:
+def _in_ticks(
+    stage: Callable[..., Any], axis: str, count: int, params: Params, parts: Batch, rng: jax.Array | None
+) -> Any:
     """Returns what one device's stage makes of each micro-batch, one tick after another."""
     params = jax.tree.map(lambda x: x[0], params)
     index = lax.axis_index(axis) if count > 1 else jnp.int32(0)
     micro_batches = len(jax.tree.leaves(parts)[0])
     to_next = [(i, i + 1) for i in range(count - 1)]
 
-    def tick(received: Any, number: jax.Array) -> tuple[Any, Any]:
+    def tick(received: Batch, number: jax.Array) -> tuple[Any, Any]:
         own = jnp.clip(number - index, 0, micro_batches - 1)  # of the tick's micro-batches
         first = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, own, keepdims=False), parts)
         x = jax.tree.map(lambda a, b: jnp.where(index == 0, a, b), first, received)
@@ -133,7 +137,7 @@ def _in_ticks(stage: Callable[..., Any], axis: str, count: int, params: Any, par
     return jax.tree.map(lambda y: y[count - 1 :], outputs)
 
 
-def _check_stage(stage: Stage, params: Any, parts: Any, rng: Any) -> None:
+def _check_stage(stage: Stage, params: Params, parts: Batch, rng: jax.Array | None) -> None:
     one, x = (jax.tree.map(lambda leaf: leaf[0], tree) for tree in (params, parts))
     y = jax.eval_shape(stage, one, x, rng)
     wanted, came = (

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -72,7 +72,7 @@ def _as_spec(regex: str, spec: object) -> PartitionSpec:
     return P(*entries)
 
 
-def state_shardings(state: TrainState, mesh: Mesh, *, params: Any = None) -> TrainState:
+def state_shardings(state: TrainState, mesh: Mesh, *, params: PyTree = None) -> TrainState:
     """Returns the shardings of a state whose parameters are sharded by given specs, as for tensor parallelism.
 
     Args:
@@ -109,7 +109,7 @@ def zero1_shardings(
     mesh: Mesh,
     axis: str = "data",
     *,
-    params: Any = None,
+    params: PyTree = None,
     min_size: int = MIN_SIZE,
 ) -> TrainState:
     """Returns the shardings of a state whose optimizer state is sharded over the devices that share a batch.
@@ -153,7 +153,7 @@ def fsdp_shardings(
     mesh: Mesh,
     axis: str = "data",
     *,
-    params: Any = None,
+    params: PyTree = None,
     min_size: int = MIN_SIZE,
 ) -> TrainState:
     """Returns the shardings of a state whose parameters are sharded, too, over the devices that share a batch.
@@ -202,7 +202,7 @@ def full_shardings(state: TrainState, shardings: object, mesh: Mesh) -> TrainSta
     """
     specs = _broadcast(shardings, state, "shardings must have a sharding for each array of the state")
 
-    def named(path: KeyPath, spec: PartitionSpec, x: object) -> NamedSharding:
+    def named(path: KeyPath, spec: PartitionSpec, x: jax.Array) -> NamedSharding:
         spec = _checked_spec(f"shardings {path_name(path)!r}", x, spec, mesh)
         return NamedSharding(automatic(mesh), spec)
 
@@ -257,7 +257,7 @@ class _ShapeRule:
 def _placed(
     state: TrainState,
     mesh: Mesh,
-    params: Params,
+    params: PyTree,
     optimizer_rule: _ShapeRule | None,
     params_rule: _ShapeRule | None,
 ) -> TrainState:
@@ -320,7 +320,7 @@ def _broadcast(prefix: object, tree: PyTree, message: str) -> Any:
         raise ValueError(f"{message}:\n  {wanted}\ngot:\n  {came}") from error
 
 
-def _checked_spec(what: str, x: Any, spec: Any, mesh: Mesh) -> PartitionSpec:
+def _checked_spec(what: str, x: jax.Array, spec: object, mesh: Mesh) -> PartitionSpec:
     """Returns a spec, or that of a sharding, if it fits an array; else raises ValueError."""
     if isinstance(spec, NamedSharding):
         spec = spec.spec
@@ -342,5 +342,5 @@ def _check_rank(what: str, x: jax.Array, spec: PartitionSpec) -> None:
         raise ValueError(f"{what} of shape {x.shape} has fewer dimensions than {spec}")
 
 
-def _is_spec(x: object) -> bool:
+def _is_spec(x: object) -> TypeGuard[PartitionSpec]:
     return isinstance(x, PartitionSpec)

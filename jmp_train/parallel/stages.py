@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jmp_train.parallel.mesh_axes import axis_size
 from jmp_train.parallel.pipelining import Stage, pipeline_of_indexed
+from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import is_float_array, named_leaves
 
 
@@ -120,13 +121,13 @@ class Stages:
         if count != len(self.functions):
             raise ValueError(f"mesh axis {axis!r} has {count} devices for {len(self.functions)} stages")
 
-        def run(packed: jax.Array, x: jax.Array, rng: Any = None) -> jax.Array:
+        def run(packed: jax.Array, x: jax.Array, rng: jax.Array | None = None) -> jax.Array:
             shapes = self._activations(packed, x, rng)
             largest = max(math.prod(shape) for shape in shapes)
 
-            def stage(index: jax.Array, row: jax.Array, flat: jax.Array, rng: Any) -> jax.Array:
+            def stage(index: jax.Array, row: jax.Array, flat: jax.Array, rng: jax.Array | None) -> jax.Array:
                 def branch(number: int) -> Callable[..., jax.Array]:
-                    def on_flat(row: jax.Array, flat: jax.Array, rng: Any) -> jax.Array:
+                    def on_flat(row: jax.Array, flat: jax.Array, rng: jax.Array | None) -> jax.Array:
                         x = _unpadded(flat, shapes[number])
                         y = self.functions[number](self._unpack_row(number, row), x, rng)
                         return _padded(y, largest)
@@ -140,7 +141,7 @@ class Stages:
 
         return jax.jit(run)
 
-    def _activations(self, packed: Any, x: Any, rng: Any) -> list[tuple[int, ...]]:
+    def _activations(self, packed: jax.Array, x: jax.Array, rng: jax.Array | None) -> list[tuple[int, ...]]:
         """Returns the shape of an example of what each stage takes, and of what the last returns."""
         shapes = [x.shape[1:]]
         value: Any = x
@@ -156,11 +157,11 @@ class Stages:
         return shapes
 
 
-def _size(shapes: Any) -> int:
+def _size(shapes: PyTree) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-def _row(tree: Any, length: int) -> jax.Array:
+def _row(tree: PyTree, length: int) -> jax.Array:
     flat = jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(tree)])
     return jnp.pad(flat, (0, length - flat.size))
 

@@ -187,7 +187,7 @@ def sharded_step(
     mesh: Mesh,
     axis: str = "data",
     *,
-    shardings: Any = None,
+    shardings: PyTree = None,
     donate_argnums: int | Sequence[int] = (),
 ) -> Step:
     """Returns a step by plain `jit`, with arrays that are sharded over a mesh; it is compiled already.

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from jmp_train.steps import StepCosts
@@ -186,7 +187,7 @@ def finite_or_none(value: Any) -> Any:
     return value
 
 
-def _revive(kind: Any, fields: dict[str, Any]) -> Any:
+def _revive(kind: Callable[..., Any], fields: dict[str, Any]) -> Any:
     values: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, list):

@@ -137,7 +137,7 @@ class Saver:
             raise ResumeError("\n  ".join([f"{directory} is of another run:", *lines]))
 
 
-def _everything(state: TrainState, steps: Any, epochs: Any) -> dict[str, Any]:
+def _everything(state: TrainState, steps: dict[str, np.ndarray], epochs: dict[str, np.ndarray]) -> dict[str, Any]:
     return {"train": state, "steps": steps, "epochs": epochs}
 
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jmp_train.distributed import as_bytes
+from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import named_leaves
 from jmp_train.runs.task_batches import count_examples
 from jmp_train.tasks import Arrays, Task, TaskOptions, options_of
@@ -25,7 +26,7 @@ def run_metadata(
     epochs: int,
     batch_size: int,
     seed: int,
-    shared: Any,
+    shared: PyTree,
     growth_interval: int | None = None,
 ) -> dict[str, Any]:
     """Returns what a run's checkpoints say of it, as JSON has it.
@@ -92,7 +93,7 @@ def _said(options: Mapping[str, Any], name: str) -> str:
     return "the default" if value is None else str(value)
 
 
-def data_digest(train: Arrays, test: Arrays, shared: Any = None) -> str:
+def data_digest(train: Arrays, test: Arrays, shared: PyTree = None) -> str:
     """Returns 16 hexadecimal digits of the sha256 of the data: its arrays' bytes, shapes and dtypes.
 
     Of files that the data names, it is their names below the folder that they share, and the sizes of up to 1,000 of

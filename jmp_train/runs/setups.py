@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmp_train.policies import Params, PyTree
 from jmp_train.policies.amp_modes import Amp, ApexOptions, amp_mode
 from jmp_train.policies.dtype_policies import AutocastPolicy, Policy, apply_policy, get_policy
 from jmp_train.policies.loss_scaling import DynamicLossScale, LossScale, LossScales, NoOpLossScale
@@ -19,6 +20,7 @@ from jmp_train.policies.optimizers import with_loss_scale
 from jmp_train.policies.pytrees import cast_floating
 from jmp_train.steps import TrainState, TrainStep, train_step
 from jmp_train.tasks import Task
+from jmp_train.types import Batch, ModelState
 
 _MODES: dict[str, dict[str, Any]] = {
     "torch": {"mode": "torch"},
@@ -106,7 +108,7 @@ def _of_mode(task: Task, amp: Amp, schedule: optax.Schedule) -> Setup:
     model_dtype = amp.precision.model_dtype
     loss_fn, optimizer = amp.transform(task.loss_fn, task.optimizer(schedule))
 
-    def create_state(params: Any, model_state: Any, rng: jax.Array) -> TrainState:
+    def create_state(params: Params, model_state: ModelState, rng: jax.Array) -> TrainState:
         return TrainState.create(
             params,
             optimizer,
@@ -115,7 +117,7 @@ def _of_mode(task: Task, amp: Amp, schedule: optax.Schedule) -> Setup:
             cast_params=amp.cast_params,
         )
 
-    def cast_shared(shared: Any) -> Any:
+    def cast_shared(shared: PyTree) -> Any:
         return shared if model_dtype is None else cast_floating(shared, model_dtype)
 
     return Setup(
@@ -131,11 +133,11 @@ def _of_policy(task: Task, policy: Policy, schedule: optax.Schedule, growth_inte
     loss_scale = loss_scale_for(policy, growth_interval)
     optimizer = with_loss_scale(task.optimizer(schedule), loss_scale)
 
-    def create_state(params: Any, model_state: Any, rng: jax.Array) -> TrainState:
+    def create_state(params: Params, model_state: ModelState, rng: jax.Array) -> TrainState:
         params = policy.cast_to_param(params)
         return TrainState.create(params, optimizer, model_state=model_state, rng=rng)
 
-    def predict(params: Any, model_state: Any, batch: Any) -> jax.Array:
+    def predict(params: Params, model_state: ModelState, batch: Batch) -> jax.Array:
         apply = apply_policy(lambda params, batch: task.predict(params, model_state, batch), policy)
         return apply(params, batch)
 

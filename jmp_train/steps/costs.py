@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax.extend.core import Jaxpr, JaxprEqn
 
+from jmp_train.policies import PyTree
 from jmp_train.policies.autocasting import half_share, held_jaxprs, variables_read
 from jmp_train.policies.dtype_policies import traced_operations
 from jmp_train.steps.train_state import TrainState
@@ -91,11 +93,11 @@ def step_costs(traced: jax.stages.Traced, state: TrainState) -> StepCosts:
     )
 
 
-def _bytes_of(tree: Any) -> int:
+def _bytes_of(tree: PyTree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
 
 
-def _residual_bytes(jaxpr: Any) -> int | None:
+def _residual_bytes(jaxpr: Jaxpr) -> int | None:
     """Returns the bytes that pass from forward to backward equations; None if there are no backward ones."""
     equations = _needed(jaxpr)
     forward = [equation for equation in equations if not _is_backward(equation)]
@@ -109,7 +111,7 @@ def _residual_bytes(jaxpr: Any) -> int | None:
     return sum(v.aval.size * v.aval.dtype.itemsize for v in kept) + (most or 0)
 
 
-def _needed(jaxpr: Any) -> list[Any]:
+def _needed(jaxpr: Jaxpr) -> list[Any]:
     """Returns the equations that its results depend on, as a compiler drops the others."""
     wanted = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
     needed = []
@@ -141,7 +143,7 @@ def _constants(equations: Sequence[Any], known: set[Any]) -> set[Any]:
     return constants
 
 
-def _is_backward(equation: Any) -> bool:
+def _is_backward(equation: JaxprEqn) -> bool:
     """Whether it belongs to the backward pass of the outermost gradient that it is in."""
     outermost = _TRANSFORMATION.search(str(equation.source_info.name_stack))
     return outermost is not None and outermost[1] == "transpose"

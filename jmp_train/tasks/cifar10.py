@@ -18,7 +18,7 @@ from jmp_train.data import CIFAR10_CLASSES, CIFAR10_FILES, CIFAR10_SIZE, read_ci
 from jmp_train.policies.amp_modes import batch_norm_paths
 from jmp_train.tasks.models import ResNet, image_loss
 from jmp_train.tasks.options import TaskOptions
-from jmp_train.tasks.task import Arrays, Task
+from jmp_train.tasks.task import Arrays, Examples, Task, Variables
 
 LEARNING_RATE = 0.1
 WARM_UP = 390  # steps: an epoch of 50,000 images in batches of 128
@@ -75,7 +75,9 @@ def init(model: ResNet, key: jax.Array) -> tuple[Any, Any]:
     return variables["params"], variables["batch_stats"]
 
 
-def loss_fn(model: ResNet, params: Any, batch_stats: Any, batch: Any, rng: jax.Array) -> tuple[jax.Array, Any]:
+def loss_fn(
+    model: ResNet, params: Variables, batch_stats: Variables, batch: Examples, rng: jax.Array
+) -> tuple[jax.Array, Any]:
     """Returns the mean cross-entropy, the next batch statistics and the accuracy.
 
     Args:
@@ -89,7 +91,7 @@ def loss_fn(model: ResNet, params: Any, batch_stats: Any, batch: Any, rng: jax.A
     return image_loss(model, params, batch_stats, {**batch, "image": images})
 
 
-def predict(model: ResNet, params: Any, batch_stats: Any, batch: Any) -> Any:
+def predict(model: ResNet, params: Variables, batch_stats: Variables, batch: Examples) -> Any:
     """Returns the logits [batch, 10] of `batch["image"]`, uint8 [batch, 32, 32, 3].
 
     Args:
@@ -102,7 +104,7 @@ def predict(model: ResNet, params: Any, batch_stats: Any, batch: Any) -> Any:
     return model.apply(variables, _model_input(params, batch["image"]), train=False)
 
 
-def _model_input(params: Any, images: jax.Array) -> jax.Array:
+def _model_input(params: Variables, images: jax.Array) -> jax.Array:
     """Returns normalized images in the kernels' dtype: what casts a batch leaves bytes as they are."""
     return normalize(images).astype(params["stem"]["kernel"].dtype)
 
@@ -124,7 +126,7 @@ def schedule(steps: int) -> optax.Schedule:
     return lambda count: cosine(count) * jnp.minimum((count + 1) / WARM_UP, 1.0)
 
 
-def sgd(learning_rate: Any) -> optax.GradientTransformation:
+def sgd(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     """Returns torch's SGD with momentum 0.9 and L2, which it adds to the gradient of all parameters.
 
     Args:

@@ -4,8 +4,8 @@ The data comes with scikit-learn, so this job runs anywhere; BatchNorm and dropo
 state and the random key that larger jobs have.
 """
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -72,5 +72,5 @@ def load(options: TaskOptions) -> Task:
     )
 
 
-def _examples(data: Arrays, indices: Any) -> Arrays:
+def _examples(data: Arrays, indices: Sequence[int] | np.ndarray) -> Arrays:
     return {name: array[indices] for name, array in data.items()}

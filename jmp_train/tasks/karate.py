@@ -15,9 +15,11 @@ from flax import nnx
 
 from jmp_train.extras import extra_packages
 from jmp_train.graphs.structure import Graph, from_edges
+from jmp_train.policies import Params
 from jmp_train.tasks.models import GAT, GCN, cross_entropy
 from jmp_train.tasks.options import TaskOptions
-from jmp_train.tasks.task import Arrays, Task
+from jmp_train.tasks.task import Arrays, Examples, Task
+from jmp_train.types import ModelState
 
 CLASSES = 2
 LABELED = (0, 33)  # the instructor and the president
@@ -41,7 +43,7 @@ def load(options: TaskOptions) -> Task:
     def init(key: jax.Array) -> tuple[Any, None]:
         return nnx.split(make(key))[1], None
 
-    def predict(params: Any, model_state: Any, batch: Any, rng: Any = None) -> jax.Array:
+    def predict(params: Params, model_state: ModelState, batch: Examples, rng: jax.Array | None = None) -> jax.Array:
         del model_state, rng
         # A policy has cast the parameters, and the features, which are not part of the batch, follow.
         dtype = jax.tree.leaves(params)[0].dtype

@@ -36,7 +36,7 @@ class Option:
     decides: Literal["data", "training"] | None = "training"
     refusal: str = _NONE_OF_ITS_OWN
 
-    def refuse(self, option: str, value: Any, task: str, having: str) -> ValueError:
+    def refuse(self, option: str, value: object, task: str, having: str) -> ValueError:
         """Returns the error of a task that does not have the option.
 
         Args:

@@ -1,8 +1,8 @@
 """`Task`: data, model, loss and optimizer of a training job."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -12,6 +12,8 @@ from jmp_train.steps import LossFn
 from jmp_train.tasks.options import TaskOptions
 
 Arrays = dict[str, np.ndarray]
+Examples: TypeAlias = Mapping[str, jax.Array]  # of a batch, as they are in the step
+Variables: TypeAlias = Mapping[str, Any]  # of a linen module, by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Task:
     prepare: Callable[[Arrays], Arrays]
     init: Callable[[jax.Array], tuple[Any, Any]]
     loss_fn: LossFn
-    predict: Callable[[Any, Any, Arrays], jax.Array]
+    predict: Callable[[Any, Any, Any], jax.Array]
     schedule: Callable[[int], optax.Schedule]
     optimizer: Callable[[Any], optax.GradientTransformation]
     batch_size: int

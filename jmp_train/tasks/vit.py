@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from jmp_train.data import center_crops, random_crops, read_image_folder
 from jmp_train.tasks.models import VisionTransformer, image_loss
 from jmp_train.tasks.options import TaskOptions
-from jmp_train.tasks.task import Arrays, Task
+from jmp_train.tasks.task import Arrays, Examples, Task, Variables
+from jmp_train.types import ModelState
 
 LEARNING_RATE, WEIGHT_DECAY, LARGEST_NORM = 1e-2, 0.1, 1.0
 EPOCHS, WARM_UP_SHARE = 300, 6
@@ -31,7 +33,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SYNTHETIC_CLASSES, SYNTHETIC_EXAMPLES, SYNTHETIC_TEST_EXAMPLES, SYNTHETIC_EPOCHS = 10, 1024, 128, 1
 
 
-def normalized(images: jax.Array | np.ndarray, dtype: Any) -> jax.Array:
+def normalized(images: jax.Array | np.ndarray, dtype: DTypeLike) -> jax.Array:
     """Returns images with ImageNet's mean and standard deviation taken out, computed in float32.
 
     Args:
@@ -54,7 +56,9 @@ def init(key: jax.Array, model: VisionTransformer, image_size: int) -> tuple[Any
     return jax.jit(partial(model.init, train=False))(key, images)["params"], {}
 
 
-def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any, model: VisionTransformer) -> tuple[jax.Array, Any]:
+def loss_fn(
+    params: Variables, model_state: Variables, batch: Examples, rng: jax.Array, model: VisionTransformer
+) -> tuple[jax.Array, Any]:
     """Returns the mean cross-entropy, the model state, which is empty, and the accuracy.
 
     Args:
@@ -68,7 +72,7 @@ def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any, model: VisionTr
     return image_loss(model, params, model_state, examples, {"dropout": rng})
 
 
-def predict(params: Any, model_state: Any, batch: Any, model: VisionTransformer) -> Any:
+def predict(params: Variables, model_state: ModelState, batch: Examples, model: VisionTransformer) -> Any:
     """Returns the logits [batch, classes] of `batch["image"]`, without dropout.
 
     Args:
@@ -81,7 +85,7 @@ def predict(params: Any, model_state: Any, batch: Any, model: VisionTransformer)
     return model.apply({"params": params}, normalized(batch["image"], _dtype_of(params)), train=False)
 
 
-def _dtype_of(params: Any) -> Any:
+def _dtype_of(params: Variables) -> np.dtype:
     return params["head"]["kernel"].dtype
 
 
@@ -101,7 +105,7 @@ def schedule(steps: int) -> optax.Schedule:
     return optax.join_schedules([up, down], [warm_up])
 
 
-def optimizer(learning_rate: Any) -> optax.GradientTransformation:
+def optimizer(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     """Returns torch's SGD with L2 weight decay, which takes gradients that are clipped before.
 
     Args:

@@ -217,7 +217,7 @@ def _nodes(tree: PyTree, kind: type) -> list[str]:
 
 
 def _find_linen(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
-    def init(*args: Any, **kwargs: Any) -> Any:
+    def init(*args: object, **kwargs: object) -> Any:
         rngs = {"params": jax.random.key(0), "dropout": jax.random.key(0)}  # others use "params"
         return model.init(rngs, *args, **kwargs).get("params", {})
 
@@ -226,7 +226,7 @@ def _find_linen(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fo
 
 
 def _find_haiku(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
-    def init(*args: Any, **kwargs: Any) -> Any:
+    def init(*args: object, **kwargs: object) -> Any:
         made = model.init(jax.random.key(0), *args, **kwargs)
         return made[0] if isinstance(made, tuple) else made  # with a state, or without
 
@@ -256,7 +256,7 @@ def _trace(
     """Returns the batch norms that `init` calls, and the shapes that it returns."""
     called: list[Any] = []
 
-    def record(call: Call, args: Any, kwargs: Any, module: object) -> Any:
+    def record(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], module: object) -> Any:
         called.append(module)
         return call(*args, **kwargs)
 
@@ -290,7 +290,7 @@ def _batch_norms_called(library: ModuleType, run: Call) -> contextlib.AbstractCo
     are seen, one within the other.
     """
 
-    def intercept(call: Call, args: Any, kwargs: Any, context: Any) -> Any:
+    def intercept(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
         if isinstance(context.module, library.BatchNorm) and context.method_name == "__call__":
             return run(call, args, kwargs, context.module)
         return call(*args, **kwargs)
@@ -298,7 +298,7 @@ def _batch_norms_called(library: ModuleType, run: Call) -> contextlib.AbstractCo
     return library.intercept_methods(intercept)
 
 
-def _call_in_float32(call: Call, args: tuple[Any, ...], kwargs: Any, module: object = None) -> Any:
+def _call_in_float32(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], module: object = None) -> Any:
     del module
     named = [kwargs[name] for name in ("x", "inputs") if name in kwargs]  # linen's and haiku's
     floats = [x for x in (*args, *named, *kwargs.values()) if is_float_array(x)]
@@ -310,7 +310,7 @@ def _call_in_float32(call: Call, args: tuple[Any, ...], kwargs: Any, module: obj
     return cast_leaf(result, floats[0].dtype)
 
 
-def _call_as_torch(call: Call, args: tuple[Any, ...], kwargs: Any, module: object = None) -> Any:
+def _call_as_torch(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], module: object = None) -> Any:
     del module
     x = next((x for x in (*args, *kwargs.values()) if is_float_array(x)), None)
     result = call(*args, **kwargs)

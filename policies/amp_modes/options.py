@@ -386,7 +386,7 @@ def _dtype_option(name: str, value: object) -> Any:
     return dtype
 
 
-def _scale_option(value: Any) -> float | str | None:
+def _scale_option(value: float | str | None) -> float | str | None:
     if value is None or (isinstance(value, str) and value == "dynamic"):
         return value
     number = value

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
+from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.operations import held_jaxprs
 from jmp_train.policies.autocasting.region import traced_dtype
@@ -56,7 +57,7 @@ def is_at_risk() -> bool:
     return faulty and jax.default_backend() == "cpu"  # which starts the devices, if tracing has not
 
 
-def warn_of_convolutions(equations: Iterable[Any], dtype: Any = None) -> None:
+def warn_of_convolutions(equations: Iterable[Any], dtype: DTypeLike | None = None) -> None:
     """Warns if there are bfloat16 convolutions for CPUs, and this jaxlib has the fault.
 
     Args:

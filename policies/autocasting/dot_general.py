@@ -18,7 +18,7 @@ _Contract = tuple[tuple[int, ...], tuple[int, ...]]  # dimensions of lhs and of 
 def float32_dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
-    dimension_numbers: Any,
+    dimension_numbers: lax.DotDimensionNumbers,
     precision: object = None,
     preferred_element_type: object = None,
     **unused: object,

@@ -23,7 +23,7 @@ def cast_arguments(
     if not args and policy is not policy.default:
         raise TypeError("a policy_by_path needs the parameters as first positional argument")
 
-    def cast(call: Any) -> Any:
+    def cast(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = call
         inputs, kwargs = policy.default.cast_to_compute((args[1:], kwargs))
         params = [with_overwritten(policy.cast_to_compute(x), x) for x in args[:1]]

@@ -46,7 +46,7 @@ _HALF_TYPE, _FLOAT32_TYPE = re.compile(r"\bb?f(loat)?16\b"), re.compile(r"\bf(lo
 
 
 @contextlib.contextmanager
-def mixed_dtypes_explained(policy: Any) -> Iterator[None]:
+def mixed_dtypes_explained(policy: Policy | PathPolicy | None) -> Iterator[None]:
     """Adds to errors within it that are about half mixed with float32 arrays what to do under a half policy."""
     try:
         yield
@@ -76,9 +76,9 @@ class FirstTrace:
     seen: bool = False
     values_seen: bool = False
 
-    def look_at_values(self, inputs: Mapping[str, PyTree], policy: Any) -> None:
+    def look_at_values(self, inputs: Mapping[str, PyTree], policy: Policy | PathPolicy | None) -> None:
         """Warns if values of inputs collapse; those of traced arrays are not known."""
-        if self.values_seen or not computes_in_half(policy) or has_tracers(inputs):
+        if policy is None or self.values_seen or not computes_in_half(policy) or has_tracers(inputs):
             return
         self.values_seen = True
         warn_of_collapse(inputs, policy)
@@ -86,7 +86,7 @@ class FirstTrace:
     def look(
         self,
         fn: Callable[..., Any],
-        policy: Any,
+        policy: Policy | PathPolicy | None,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         *,
@@ -108,7 +108,7 @@ class FirstTrace:
         except Exception:  # noqa: BLE001  # the call itself comes after this, and raises what is an error
             return
         warn_of_convolutions(operation.equation for operation in operations)
-        if computes_in_half(policy):
+        if policy is not None and computes_in_half(policy):
             warn_of_float32(operations, policy, mode)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax.tree_util import KeyPath
@@ -122,7 +122,7 @@ def policy_by_path(rules: Mapping[str, Policy | str], default: Policy | str = "m
     return PathPolicy(tuple(pairs), default_policy)
 
 
-def _policy_of(what: str, policy: Any) -> Policy:
+def _policy_of(what: str, policy: Policy | str) -> Policy:
     if isinstance(policy, str):
         return get_policy(policy)
     if not isinstance(policy, Policy):

@@ -21,7 +21,7 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def check_number(name: str, value: Any) -> None:
+def check_number(name: str, value: float) -> None:
     """Raises unless a value is a finite number, Python's or a scalar of NumPy's or jax's, and no bool."""
     value = _plain(value)
     number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
@@ -29,7 +29,7 @@ def check_number(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be a finite number")
 
 
-def check_range(name: str, value: Any) -> None:
+def check_range(name: str, value: float) -> None:
     """Raises unless a value is a scale that has an inverse."""
     check_number(name, value)
     value = _plain(value)
@@ -43,14 +43,14 @@ def check_scale(name: str, value: Any) -> None:
     _warn_if_inexact(name, value)
 
 
-def check_floor(name: str, value: Any, start: float) -> None:
+def check_floor(name: str, value: float, start: float) -> None:
     """Raises unless a value is a scale of at most `start`."""
     check_range(name, value)
     if value > start:
         raise ValueError(f"{name}={value!r} must not exceed the scale to begin with, {start}")
 
 
-def check_growth(name: str, value: Any) -> None:
+def check_growth(name: str, value: float) -> None:
     """Raises unless a value is a factor above 1; warns if it makes scaling round."""
     check_range(name, value)
     if value <= 1:
@@ -58,7 +58,7 @@ def check_growth(name: str, value: Any) -> None:
     _warn_if_inexact(name, value)
 
 
-def check_backoff(name: str, value: Any) -> None:
+def check_backoff(name: str, value: float) -> None:
     """Raises unless a value is a factor between 0 and 1; warns if it makes scaling round."""
     check_range(name, value)
     if value >= 1:
@@ -66,7 +66,7 @@ def check_backoff(name: str, value: Any) -> None:
     _warn_if_inexact(name, value)
 
 
-def check_count(name: str, value: Any) -> None:
+def check_count(name: str, value: int) -> None:
     """Raises unless a value is an integer of at least 1."""
     if not is_integer(value) or value < 1:
         raise ValueError(f"{name}={value!r} must be an integer of at least 1")

@@ -437,7 +437,7 @@ def _warn_of_questionable_fields(scale: DynamicLossScale) -> None:
     _warn_of_zero_inverse(scale)
 
 
-def _warn_of_zero_inverse(scale: Any) -> None:
+def _warn_of_zero_inverse(scale: StaticLossScale | DynamicLossScale) -> None:
     start = scale.loss_scale
     known = isinstance(start, int | float | np.ndarray | np.generic)
     if known and np.any(np.asarray(start) > LARGEST_SCALE):

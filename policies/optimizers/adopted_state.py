@@ -15,7 +15,7 @@ from jmp_train.policies.types import PyTree
 _WRAPPERS = (LossScaledState, MasterWeightsState, StochasticRoundingState, ZeroGradientsState)
 
 
-def adopt_opt_state(new: PyTree, old: Any) -> Any:
+def adopt_opt_state(new: PyTree, old: PyTree) -> Any:
     """Returns an optimizer's fresh state with the moments, counts and hyperparameters of an old one.
 
     For a run that began without a loss scale or master weights, and goes on with them: the old state has the

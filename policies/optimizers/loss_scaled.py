@@ -26,7 +26,7 @@ from jmp_train.policies.optimizers.stored_parameters import (
     as_transformation,
 )
 from jmp_train.policies.pytrees import Reached, find_nodes, select_tree, upcast_to_float32
-from jmp_train.policies.types import Params
+from jmp_train.policies.types import Grads, Params
 
 
 def with_loss_scale(
@@ -100,7 +100,7 @@ def with_loss_scale(
         )
 
     def update(
-        updates: Any,
+        updates: Grads,
         state: Any,
         params: Any = None,
         *,

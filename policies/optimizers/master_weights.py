@@ -168,7 +168,7 @@ def set_master_weights(opt_state: PyTree, params: Params) -> Any:
     if structures[0] != structures[1]:
         raise ValueError(f"params has another structure, {structures[0]}, than the master weights, {structures[1]}")
 
-    def like(path: KeyPath, x: jax.Array, weight: Any) -> Any:
+    def like(path: KeyPath, x: jax.Array, weight: jax.Array) -> Any:
         if jnp.shape(x) != jnp.shape(weight):
             raise ValueError(
                 f"params {path_name(path)!r} has the shape {jnp.shape(x)}, its master weight {jnp.shape(weight)}"

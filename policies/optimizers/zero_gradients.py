@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp_train.policies.optimizers.stored_parameters import as_transformation
-from jmp_train.policies.types import Params
+from jmp_train.policies.types import Grads, Params
 
 
 class ZeroGradientsState(NamedTuple):
@@ -61,7 +61,7 @@ def count_zero_gradients(
         return ZeroGradientsState(jnp.zeros((), jnp.int32), inner.init(params))
 
     def update(
-        updates: Any, state: Any, params: Params | None = None, **extra_args: Any
+        updates: Grads, state: Any, params: Params | None = None, **extra_args: object
     ) -> tuple[Any, ZeroGradientsState]:
         counts = [(g == 0).sum(dtype=jnp.int32) for g in jax.tree_util.tree_leaves(updates)]
         zeros = functools.reduce(jnp.add, counts, jnp.int32(0))

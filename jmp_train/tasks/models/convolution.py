@@ -1,13 +1,13 @@
 """Convolutions with kernels in the layout that GPUs read, and torch's initializer."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from jax import lax
+from jax.typing import DTypeLike
 
 Initializer = Callable[..., jax.Array]
 
@@ -56,7 +56,7 @@ def torch_uniform(fan_in: int) -> Initializer:
     """Returns PyTorch's default initializer of kernels and biases: uniform in +-1/sqrt(fan_in)."""
     bound = fan_in**-0.5
 
-    def init(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
+    def init(key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> jax.Array:
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
     return init

@@ -5,7 +5,7 @@ where it has a rate and its call brings random streams, `rngs=`, and else nothin
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,11 @@ from flax import nnx
 from jmp_train.graphs.datasets import NodeData
 from jmp_train.graphs.layers import GATConv, GraphConv, SAGEConv
 from jmp_train.graphs.structure import Graph
+from jmp_train.policies import Params
 from jmp_train.policies.pytrees import path_name
 from jmp_train.steps import LossFn
 from jmp_train.tasks.task import Arrays
+from jmp_train.types import ModelState
 
 WEIGHT_DECAY = 5e-4
 
@@ -43,7 +45,9 @@ def node_classifier(make: Callable[[jax.Array], nnx.Module]) -> tuple[Init, Pred
     def init(key: jax.Array) -> tuple[Any, None]:
         return nnx.state(make(key), nnx.Param), None
 
-    def predict(params: Any, model_state: Any, batch: Any, rng: Any = None) -> jax.Array:
+    def predict(
+        params: Params, model_state: ModelState, batch: Mapping[str, Any], rng: jax.Array | None = None
+    ) -> jax.Array:
         del model_state
         # The layers' own random streams stay mere shapes: they are drawn from nowhere.
         graphdef, _, streams = structure()
@@ -62,7 +66,9 @@ def cross_entropy(predict: Predict) -> LossFn:
         there is any, from that key.
     """
 
-    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
+    def loss_fn(
+        params: Params, model_state: ModelState, batch: Mapping[str, Any], rng: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
         logits = predict(params, model_state, batch, rng).astype(jnp.float32)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
         return loss, (model_state, None)
@@ -70,7 +76,7 @@ def cross_entropy(predict: Predict) -> LossFn:
     return loss_fn
 
 
-def adam_with_l2(learning_rate: Any, decayed: str | None = None) -> optax.GradientTransformation:
+def adam_with_l2(learning_rate: optax.ScalarOrSchedule, decayed: str | None = None) -> optax.GradientTransformation:
     """Returns torch's Adam with `weight_decay=5e-4`, which is added to the gradient, not to the step.
 
     That is Adam of a loss plus half the parameters' squares times 5e-4.
@@ -88,7 +94,7 @@ def adam_with_l2(learning_rate: Any, decayed: str | None = None) -> optax.Gradie
       [-0.5, 0.5]
     """
 
-    def is_decayed(params: Any) -> Any:
+    def is_decayed(params: Params) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) == decayed, params)
 
     mask = None if decayed is None else is_decayed

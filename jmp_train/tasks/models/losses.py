@@ -9,9 +9,16 @@ import jax.numpy as jnp
 import optax
 
 from jmp_train.policies.amp_modes import batch_norm_paths
+from jmp_train.tasks.task import Examples, Variables
 
 
-def image_loss(model: nn.Module, params: Any, batch_stats: Any, batch: Any, rngs: Any = None) -> tuple[jax.Array, Any]:
+def image_loss(
+    model: nn.Module,
+    params: Variables,
+    batch_stats: Variables,
+    batch: Examples,
+    rngs: dict[str, jax.Array] | None = None,
+) -> tuple[jax.Array, Any]:
     """Returns the mean cross-entropy, the next batch statistics and the accuracy.
 
     Args:
@@ -59,12 +66,12 @@ def image_classifier(make: Callable[[str | None], nn.Module], shape: tuple[int, 
         return variables["params"], variables["batch_stats"]
 
     def loss_fn(
-        params: Any, batch_stats: Any, batch: Any, rng: Any, axis_name: str | None = None
+        params: Variables, batch_stats: Variables, batch: Examples, rng: jax.Array | None, axis_name: str | None = None
     ) -> tuple[jax.Array, Any]:
         rngs = None if rng is None else {"dropout": rng}
         return image_loss(make(axis_name), params, batch_stats, batch, rngs)
 
-    def predict(params: Any, batch_stats: Any, batch: Any) -> Any:
+    def predict(params: Variables, batch_stats: Variables, batch: Examples) -> Any:
         variables = {"params": params, "batch_stats": batch_stats}
         return model.apply(variables, batch["image"], train=False)
 
