@@ -32,9 +32,11 @@ def draw_edges() -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw_arrays(dtype: str) -> tuple[jax.Array, ...]:
-    """Returns features of nodes, weights of edges, and cotangents of nodes and of edges."""
+    """Returns features of nodes and weights of edges, all positive, and cotangents of nodes and of edges."""
     shapes = ((NODES, WIDTH), (EDGES, 1), (NODES, WIDTH), (EDGES, 1))
-    return tuple(jnp.asarray(draw("signed", shape, seed), dtype) for seed, shape in enumerate(shapes))
+    kinds = ("uniform", "uniform", "signed", "signed")
+    drawn = [draw(kind, shape, seed) for seed, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))]
+    return tuple(jnp.asarray(x, dtype) for x in drawn)
 
 
 @functools.cache
