@@ -64,11 +64,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Gives each item its ring: doctests are quick, and of `quick_cases(n)` all but n cases are full."""
+    """Gives items their rings: doctests are quick, what wants `.venv-plan` is full; see also `quick_cases`."""
     cases = collections.defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.add_marker(pytest.mark.quick)
+        if "plan_python" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.full)
         if item.get_closest_marker("quick_cases") is not None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for group in cases.values():
