@@ -155,24 +155,31 @@ def test_gradients_of_sums_and_gathers_are_exact(half: str, degree: int, kind: s
     assert (grads == 3).all()
 
 
-@pytest.mark.full
-def test_where_plain_half_fails() -> None:
+@pytest.mark.parametrize(("half", "stagnant"), [("float16", 2048), ("bfloat16", 256)])
+def test_where_plain_half_fails(half: str, stagnant: int) -> None:
     """The table of 13,161 edges into one node, and DGL's 6,608 that became 2,048."""
     edges = 13_161
-    ids, features = np.zeros(edges, np.int32), np.random.default_rng(0).uniform(size=edges)
-    for half, stagnant in (("float16", 2048), ("bfloat16", 256)):
-        x = jnp.asarray(features, half)
-        exact = np.asarray(x, np.float64)
-        assert float(jax.ops.segment_sum(jnp.ones(edges, half), ids, 1)[0]) == stagnant
-        eps = float(jnp.finfo(half).eps)
-        assert float(graphs.segment_sum(x, ids, 1)[0]) == pytest.approx(exact.sum(), rel=eps)
-        assert float(graphs.segment_mean(x, ids, 1)[0]) == pytest.approx(exact.mean(), rel=eps)
-        weights = graphs.segment_softmax(jnp.zeros(edges, half), ids, 1)
-        assert np.asarray(weights, np.float64).sum() == pytest.approx(1, rel=eps)
-        grad = jax.grad(lambda x: jnp.sum(graphs.gather(x, ids), dtype=jnp.float32))
-        assert float(grad(jnp.ones(1, half))[0]) == pytest.approx(edges, rel=eps)
-    large = jnp.full(10, 1e4, jnp.float16)
-    assert graphs.segment_mean(large, np.zeros(10, np.int32), 1).tolist() == [1e4]
+    ids, x = np.zeros(edges, np.int32), np.random.default_rng(0).uniform(size=edges).astype(half)
+
+    def results(x: jax.Array) -> dict[str, jax.Array]:
+        gathered = lambda y: jnp.sum(graphs.gather(y, ids), dtype=jnp.float32)
+        return {
+            "plain": jax.ops.segment_sum(jnp.ones(edges, half), ids, 1)[0],
+            "sum": graphs.segment_sum(x, ids, 1)[0],
+            "mean": graphs.segment_mean(x, ids, 1)[0],
+            "softmax": graphs.segment_softmax(jnp.zeros(edges, half), ids, 1),
+            "gradient": jax.grad(gathered)(jnp.ones(1, half))[0],
+            "large": graphs.segment_mean(jnp.full(10, 6e4, half), np.zeros(10, np.int32), 1)[0],
+        }
+
+    exact, eps = x.astype(np.float64), float(jnp.finfo(half).eps)
+    found = {name: np.asarray(value, np.float64) for name, value in jax.jit(results)(x).items()}
+    assert found["plain"] == stagnant
+    assert found["sum"] == pytest.approx(exact.sum(), rel=eps)
+    assert found["mean"] == pytest.approx(exact.mean(), rel=eps)
+    assert found["softmax"].sum() == pytest.approx(1, rel=eps)
+    assert found["gradient"] == pytest.approx(edges, rel=eps)
+    assert found["large"] == float(jnp.asarray(6e4, half))  # ten of them add up to more than float16 has
 
 
 @pytest.mark.full
@@ -197,18 +204,29 @@ def test_equal_to_jraph_in_float32(name: str, rows: int) -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("rows", [6, 2_006])
 def test_rows_out_of_range_count_nowhere(rows: int) -> None:
-    ids = jnp.concatenate([jnp.array([-1, 4, 0, 1, 1, 99]), jnp.full(rows - 6, 2)])
-    x = jnp.full(rows, 2.0, jnp.float16)
-    assert graphs.segment_sum(x, ids, 4).tolist() == [2, 4, 2 * (rows - 6), 0]
-    assert graphs.segment_mean(x, ids, 4).tolist() == [2, 2, 2 * (rows > 6), 0]
-    assert graphs.segment_max(x, ids, 4).tolist()[3] == -np.inf
-    assert graphs.segment_softmax(x, ids, 4)[:6].tolist() == [0, 0, 1, 0.5, 0.5, 0]
-    assert graphs.gather(jnp.ones(4, jnp.float16), ids)[:6].tolist() == [0, 0, 1, 1, 1, 0]
-    grad = jax.grad(lambda y: graphs.gather(y, ids).sum())(jnp.ones(4, jnp.float16))
-    assert grad.tolist() == [1, 2, rows - 6, 0]
+    ids = np.concatenate([[-1, 4, 0, 1, 1, 99], np.full(rows - 6, 2)]).astype(np.int32)
+
+    def results(x: jax.Array, nodes: jax.Array) -> dict[str, jax.Array]:
+        return {
+            "sum": graphs.segment_sum(x, ids, 4),
+            "mean": graphs.segment_mean(x, ids, 4),
+            "max": graphs.segment_max(x, ids, 4)[3],
+            "softmax": graphs.segment_softmax(x, ids, 4)[:6],
+            "gather": graphs.gather(nodes, ids)[:6],
+            "gradient": jax.grad(lambda y: graphs.gather(y, ids).sum())(nodes),
+        }
+
+    found = jax.jit(results)(np.full(rows, 2.0, np.float16), np.ones(4, np.float16))
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "sum": [2, 4, 2 * (rows - 6), 0],
+        "mean": [2, 2, 2 * (rows > 6), 0],
+        "max": -np.inf,
+        "softmax": [0, 0, 1, 0.5, 0.5, 0],
+        "gather": [0, 0, 1, 1, 1, 0],
+        "gradient": [1, 2, rows - 6, 0],
+    }
 
 
 def test_a_masked_segment_is_zero_and_so_is_its_gradient() -> None:
@@ -284,24 +302,23 @@ def test_wrong_arguments_are_named() -> None:
         graphs.gather(jnp.float32(1), jnp.zeros(3, jnp.int32))
 
 
-@pytest.mark.full
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int16", "int32"])
 def test_integers_do_not_overflow_and_their_means_are_floats(dtype: str) -> None:
     random = np.random.default_rng(0)
     rows = random.integers(0, 2 if dtype == "bool" else 100, (600, 2)).astype(dtype)
     ids = random.integers(0, 2, 600)
     parts = [rows[ids == segment].astype(np.float64) for segment in (0, 1)]
-    total = graphs.segment_sum(rows, ids, 2)
-    assert total.dtype == jnp.sum(jnp.asarray(rows)).dtype
+    operations = (*OPERATIONS.values(), lambda rows, *_: jnp.sum(rows))
+    found = jax.jit(lambda rows: [operation(rows, ids, 2) for operation in operations])(rows)
+    total, mean, largest, _, weights, scaled, plain = found
+    assert total.dtype == plain.dtype
     np.testing.assert_array_equal(total, [part.sum(0) for part in parts])
-    mean = graphs.segment_mean(rows, ids, 2)
     np.testing.assert_allclose(mean, [part.mean(0) for part in parts], rtol=1e-6)
     powers = np.exp(rows - rows.max(0).astype(np.float64))
     sizes = np.stack([powers[ids == segment].sum(0) for segment in (0, 1)])
-    weights = graphs.segment_softmax(rows, ids, 2)
     np.testing.assert_allclose(weights, powers / sizes[ids], rtol=1e-5, atol=1e-7)
-    scaled = graphs.segment_normalize(rows, ids, 2)
     wanted = np.concatenate([(part - part.mean(0)) / part.std(0) for part in parts])
     np.testing.assert_allclose(scaled[np.argsort(ids, kind="stable")], wanted, rtol=1e-3, atol=1e-5)
     assert {x.dtype.name for x in (mean, weights, scaled)} == {"float32"}
-    assert graphs.segment_max(rows, ids, 2).dtype == dtype
+    assert largest.dtype == dtype
