@@ -75,7 +75,7 @@ def test_edge_softmax_is_exact_and_so_is_its_gradient(
     assert_within(grad, exact_grad, half, sizes, 2)
 
 
-@pytest.mark.full
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("half", ONE_HALF)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @checks

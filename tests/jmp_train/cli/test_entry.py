@@ -274,7 +274,6 @@ def test_errors_of_the_data_are_one_line(args: list[str], message: str, capsys: 
     assert error.count("\n") == 1
 
 
-@pytest.mark.full
 def test_compare_says_why_a_mode_fell_behind_or_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
