@@ -19,6 +19,7 @@ from graph_helpers import (
     make_message,
     reduce_in_jax,
 )
+from helpers import compiled_vjp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,18 +123,40 @@ def _by_hand(message: fn.Message, reads: list[jax.Array]) -> jax.Array:
 
 
 def test_mixed_dtypes_have_a_result_that_holds_both() -> None:
-    message, reduce = fn.u_mul_e("l", "r", "m"), fn.sum("m", "x")
-    for left, right, wanted in (
-        ("float16", "float32", "float32"),
-        ("float16", "bfloat16", "float32"),
-        ("float16", "int32", "float16"),
-        ("int32", "int32", "int32"),
-    ):
-        graph = graphs.from_edges([0, 1, 1], [1, 0, 0], 2, {"l": jnp.full(2, 3, left)}, {"r": jnp.full(3, 2, right)})
-        found = graphs.update_all(graph, message, reduce).nodes["x"]
-        assert (found.dtype, found.tolist()) == (wanted, [12, 6])
-    mean = graphs.update_all(graph, message, fn.mean("m", "x")).nodes["x"]
+    pairs = [("float16", "float32"), ("float16", "bfloat16"), ("float16", "int32"), ("int32", "int32")]
+    message = fn.u_mul_e("l", "r", "m")
+    features = [(np.full(2, 3, jnp.dtype(left)), np.full(3, 2, jnp.dtype(right))) for left, right in pairs]
+
+    def passed(left: jax.Array, right: jax.Array, reduce: fn.Reduce) -> jax.Array:
+        graph = graphs.from_edges([0, 1, 1], [1, 0, 0], 2, {"l": left}, {"r": right})
+        return graphs.update_all(graph, message, reduce).nodes["x"]
+
+    def results(features: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+        return [*(passed(*pair, fn.sum("m", "x")) for pair in features), passed(*features[-1], fn.mean("m", "x"))]
+
+    *sums, mean = jax.jit(results)(features)
+    for found, dtype in zip(sums, ("float32", "float32", "float16", "int32"), strict=True):
+        assert (found.dtype, found.tolist()) == (dtype, [12, 6])
     assert (mean.dtype, mean.tolist()) == ("float32", [6, 6])
+
+
+@functools.cache
+def exact_vjp(message: fn.Message, reduction: str) -> Any:
+    """Returns a program that returns the result and the gradients, and these of magnitudes, of 20 nodes."""
+
+    def run_vjp(message: fn.Message, ends: jax.Array, cotangent: jax.Array, *operands: jax.Array) -> Any:
+        def run(*operands: jax.Array) -> jax.Array:
+            fields = dict(zip(message.operands, operands, strict=True))
+            messages = exact_messages(message, {"u": ends[0], "v": ends[1]}, fields, xp=jnp)
+            return reduce_in_jax(messages, ends[1], 20, reduction)
+
+        result, pullback = jax.vjp(run, *operands)
+        return result, pullback(cotangent)
+
+    def run_both(ends: jax.Array, *inputs: jax.Array) -> Any:
+        return run_vjp(message, ends, *inputs), run_vjp(magnitude_message(message), ends, *map(jnp.abs, inputs))
+
+    return jax.jit(run_both)
 
 
 degrees = st.sampled_from([1, 2, 300, 1_024, 1_025, 2_049, 13_161, 100_000])
@@ -176,7 +199,7 @@ def test_exact_at_every_degree_and_so_is_the_gradient(
     order = random.permutation(degree + 60)
     senders, receivers = (others[order], hub[order])[:: -1 if is_reversed else 1]
     operands = [
-        jnp.asarray(draw(kind, (len(hub) if end == "e" else 20, 2), seed + i), half)
+        draw(kind, (len(hub) if end == "e" else 20, 2), seed + i).astype(half)
         for i, (end, _) in enumerate(message.operands)
     ]
     graph = graphs.from_edges(senders, receivers, 20)
@@ -188,26 +211,13 @@ def test_exact_at_every_degree_and_so_is_the_gradient(
         whole = dataclasses.replace(graph, nodes=nodes, edges=edges)
         return graphs.update_all(whole, message, reduce, implementation=implementation).nodes["x"]
 
-    def exactly(message: fn.Message, reduction: str, *operands: jax.Array) -> jax.Array:
-        fields = dict(zip(message.operands, operands, strict=True))
-        ends = {"u": senders, "v": receivers}
-        messages = exact_messages(message, ends, fields, xp=jnp)
-        return reduce_in_jax(messages, receivers, 20, reduction)
-
-    result, pullback = jax.vjp(jax.jit(ours), *operands)
-    cotangent = jnp.asarray(draw("signed", result.shape, seed + 7), half)
-    grads = pullback(cotangent)
+    cotangent = draw("signed", (20, 1 if message.operation == "dot" else 2), seed + 7).astype(half)
+    result, grads = compiled_vjp(ours, cotangent, *operands)
     assert result.dtype == half and all(grad.dtype == half for grad in grads)
+    inputs = [x.astype(np.float64) for x in (cotangent, *operands)]
     with jax.enable_x64(True):
-        exact_inputs = [jnp.asarray(np.asarray(x, np.float64)) for x in operands]
-        exact, exact_pullback = jax.vjp(functools.partial(exactly, message, reduce.reduction), *exact_inputs)
-        g = jnp.asarray(np.asarray(cotangent, np.float64))
-        exact_grads = exact_pullback(g)
-        sizes, size_pullback = jax.vjp(
-            functools.partial(exactly, magnitude_message(message), reduce.reduction),
-            *map(jnp.abs, exact_inputs),
-        )
-        size_grads = size_pullback(jnp.abs(g))
+        run = exact_vjp(message, reduce.reduction)
+        (exact, exact_grads), (sizes, size_grads) = run(jnp.array([senders, receivers], jnp.int64), *inputs)
     assert_within(result, exact, half, sizes, 1)
     if reduce.reduction in ("sum", "mean") or exact_ties:
         for grad, wanted, size in zip(grads, exact_grads, size_grads, strict=True):
@@ -216,18 +226,17 @@ def test_exact_at_every_degree_and_so_is_the_gradient(
             assert_within(grad, wanted, half, size, 1)
 
 
-@pytest.mark.full
 def test_integers_are_added_and_multiplied_in_32_bits() -> None:
     star = graphs.from_edges(np.arange(1, 301), np.zeros(300, int), 301)
+    copied, squares = fn.copy_u("h", "m"), fn.u_mul_v("h", "h", "m")
+    passes = [(copied, fn.sum), (copied, fn.mean), (squares, fn.sum), (squares, fn.max), (copied, fn.max)]
+
+    def results(h: jax.Array) -> list[jax.Array]:
+        whole = star.with_nodes(h=h)
+        return [graphs.update_all(whole, message, reducer("m", "x")).nodes["x"][0] for message, reducer in passes]
+
+    run = jax.jit(results)
     for dtype, value in (("int8", 100), ("uint8", 200), ("bool", 1)):
-        graph = star.with_nodes(h=jnp.full(301, value, dtype))
-        squares = fn.u_mul_v("h", "h", "m")
-        for message, reducer, wanted in (
-            (fn.copy_u("h", "m"), fn.sum, 300 * value),
-            (fn.copy_u("h", "m"), fn.mean, value),
-            (squares, fn.sum, 300 * value**2),
-            (squares, fn.max, value**2),
-        ):
-            assert graphs.update_all(graph, message, reducer("m", "x")).nodes["x"][0].item() == wanted
-        copied = graphs.update_all(graph, fn.copy_u("h", "m"), fn.max("m", "x")).nodes["x"]
-        assert copied.dtype == dtype and copied[0].item() == value
+        found = run(np.full(301, value, dtype))
+        assert [x.item() for x in found] == [300 * value, value, 300 * value**2, value**2, value]
+        assert found[-1].dtype == dtype
