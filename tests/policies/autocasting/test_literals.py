@@ -61,9 +61,10 @@ def number(y: Any) -> Array:
     y = jnp.asarray(y)
     if jnp.issubdtype(y.dtype, jax.dtypes.prng_key) or (y.dtype, y.shape) == (jnp.uint32, (2,)):
         return jax.random.uniform(y)
-    y = jnp.real(y) + jnp.imag(y) if jnp.iscomplexobj(y) else y
-    y = jnp.sum(y.astype(jnp.float32))
-    return jnp.where(y > 1e3, y / 1e9, y) / 32
+    y = lax.real(y) + lax.imag(y) if jnp.iscomplexobj(y) else y
+    y = y.astype(jnp.float32)
+    y = jnp.sum(y) if y.ndim else y
+    return lax.select(y > 1e3, y / 1e9, y) / 32
 
 
 def body(x: Array, given: Given) -> Array:

@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 X, Y, W, V = normal(4, 6), normal(4, 6), normal(6, 3), normal(6)
 IMAGE, KERNEL = normal(2, 8, 8, 3), normal(3, 3, 3, 4)
-LABELS = np.array([0, 1, 2, 0])
+LABELS = np.array([0, 1, 2, 0], np.int32)
 
 
 def lower(fn: Any, *args: Any) -> Row:
@@ -193,6 +193,12 @@ def value_and_grads(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(run)
 
 
+@functools.cache
+def exact_value_and_grads(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the same of the function without autocast: for float64, one program for all cases of a row."""
+    return value_and_grads(promoting(fn))
+
+
 def close(actual: Any, expected: Any, dtype: str) -> None:
     """Within some roundings of the half type, beside the size of the whole."""
     expected = np.asarray(expected, np.float64)
@@ -294,7 +300,7 @@ CASES = [
 PRESETS = {TORCH_CUDA: "cuda", TORCH_CPU: "cpu", APEX_O1: "apex"}
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize(
     ("rules", "half", "name", "row", "given"),
     CASES,
@@ -307,9 +313,8 @@ def test_a_row_of_a_preset(rules: AutocastRules, half: str, name: str, row: Row,
     assert out.dtype == (half if wanted == F16 else wanted)
     assert {grad.dtype.name for grad in grads} == {given}
     with jax.enable_x64(True):
-        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in args]
-        exact_out, exact_grads = value_and_grads(promoting(row.fn))(*exact)
-        close(out, exact_out, half)
+        exact_out, exact_grads = exact_value_and_grads(row.fn)(*(np.asarray(x, np.float64) for x in args))
+    close(out, exact_out, half)
     for grad, exact_grad in zip(grads, exact_grads, strict=True):
         close(grad, exact_grad, half)
 
@@ -908,20 +913,26 @@ READ_OFTEN: dict[str, tuple[Callable[[jax.Array, jax.Array], Any], tuple[int, in
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("half", [F16, jnp.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("name", READ_OFTEN)
 def test_gradients_of_what_is_read_often_are_added_in_float32(name: str, half: Any) -> None:
+    grad = gradient_of_what_is_read(name, lambda f: autocast(f, half))
+    np.testing.assert_allclose(grad, plain_gradient_of_what_is_read(name), rtol=float(jnp.finfo(half).eps))
+
+
+def gradient_of_what_is_read(name: str, transform: Callable[[Any], Any]) -> jax.Array:
     fn, shape = READ_OFTEN[name]
 
-    def loss(w: jax.Array, transform: Any = lambda f: f) -> jax.Array:
-        out = transform(fn)(jnp.ones(shape), w)
-        return jnp.sum(out, dtype=jnp.float32)
+    def loss(w: jax.Array) -> jax.Array:
+        return jnp.sum(transform(fn)(jnp.ones(shape), w), dtype=jnp.float32)
 
-    w = jnp.ones((1, 1))
-    expected = jax.jit(jax.grad(loss))(w)
-    grad = jax.jit(jax.grad(functools.partial(loss, transform=lambda f: autocast(f, half))))(w)
-    np.testing.assert_allclose(grad, expected, rtol=float(jnp.finfo(half).eps))
+    return jax.jit(jax.grad(loss))(np.ones((1, 1), np.float32))
+
+
+@functools.cache
+def plain_gradient_of_what_is_read(name: str) -> jax.Array:
+    return gradient_of_what_is_read(name, lambda f: f)
 
 
 def saved(fn: Any, *args: Any) -> list[str]:
