@@ -40,7 +40,7 @@ def digits_accuracy(amp: jt.Amp, steps: int) -> tuple[float, int]:
     params, stats = task.init(init_key)
     loss_fn, tx = amp.transform(task.loss_fn, optax.adam(task.schedule(steps)))
     # It runs for so long that good machine code is worth its time.
-    options = {"xla_backend_optimization_level": 3}
+    options = {"xla_backend_optimization_level": 1}
     step = jax.jit(jt.train_step(loss_fn, tx), donate_argnums=0, compiler_options=options)
     state = jt.TrainState.create(
         params,

@@ -251,7 +251,7 @@ def test_the_loss_has_an_l2_term(model: str, small: NodeData) -> None:
     ],
 )
 def test_it_learns(model: str, policy: str) -> None:
-    data = oldest(synthetic_cora(), 800)
+    data = oldest(synthetic_cora(), 400)
     run = train(trainable(make_task(data, model)), policy, epochs=60)
     assert run.test_accuracy > 0.7  # chance level: 0.14
     assert run.epochs[-1].loss < run.epochs[0].loss - 0.1

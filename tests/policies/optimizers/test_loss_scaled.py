@@ -68,7 +68,7 @@ def test_no_optimizer_of_optax_is_forgotten() -> None:
 
 @functools.cache
 def bare_steps(name: str) -> list[tuple[Any, Any]]:
-    """Returns updates and states of three steps without a loss scale; all dtypes hold these gradients and parameters."""
+    """Returns updates and states of three steps without a loss scale; every dtype here holds all values exactly."""
     optimizer: Any = make(name)
     state, steps = optimizer.init(PARAMS), []
     for seed in range(3):
