@@ -101,7 +101,6 @@ def test_the_padding_nodes_false_degree_poisons_nothing() -> None:
     np.testing.assert_allclose(found[:12], wanted, rtol=1e-3)
 
 
-@pytest.mark.full
 def test_padding_edges_divide_by_one_and_their_logits_are_masked() -> None:
     padded = graphs.pad(some_graphs()[0], 6, 12)
 
@@ -113,12 +112,15 @@ def test_padding_edges_divide_by_one_and_their_logits_are_masked() -> None:
         ]
         return sum(quotients)  # pyright: ignore[reportReturnType]
 
-    assert np.isfinite(jax.grad(total)(jnp.float16(1)))
-    is_real = graphs.edge_mask(padded)
-    logits = jnp.where(is_real, 0, jnp.nan).astype(jnp.float16)
-    weights, pullback = jax.vjp(lambda x: graphs.edge_softmax(padded, x), logits)
+    def results(scale: jax.Array) -> Any:
+        logits = jnp.where(graphs.edge_mask(padded), 0, jnp.nan).astype(jnp.float16)
+        weights, pullback = jax.vjp(lambda x: graphs.edge_softmax(padded, x), logits)
+        return jax.grad(total)(scale), weights, pullback(jnp.ones_like(weights))[0]
+
+    slope, weights, grad = map(np.asarray, jax.jit(results)(np.float16(1)))
+    assert np.isfinite(slope)
     assert (weights[9:] == 0).all() and np.isfinite(weights).all()
-    assert np.isfinite(pullback(jnp.ones_like(weights))[0]).all()
+    assert np.isfinite(grad).all()
 
 
 def test_graphs_of_different_sizes_compile_once() -> None:
@@ -210,18 +212,19 @@ def test_padding_leaves_hubs_their_sums_and_gradients(formats: tuple[str, ...]) 
 def test_masks() -> None:
     batch = graphs.batch(some_graphs())
     padded = graphs.pad(batch, 16, 30, 6)
-    for mask, count in (
-        (graphs.node_mask, [12, 4]),
-        (graphs.edge_mask, [20, 10]),
-        (graphs.graph_mask, [3, 3]),
-    ):
-        assert mask(batch).all()
-        for found in (mask(padded), jax.jit(mask)(padded)):
-            assert found.tolist() == [True] * count[0] + [False] * count[1]
     tuple_ = graphs.to_jraph(padded)
-    np.testing.assert_array_equal(graphs.node_mask(padded), np.asarray(jraph.get_node_padding_mask(tuple_)))
-    np.testing.assert_array_equal(graphs.edge_mask(padded), np.asarray(jraph.get_edge_padding_mask(tuple_)))
-    np.testing.assert_array_equal(graphs.graph_mask(padded), np.asarray(jraph.get_graph_padding_mask(tuple_)))
+
+    def masks(graph: graphs.Graph) -> list[jax.Array]:
+        return [mask(graph) for mask in (graphs.node_mask, graphs.edge_mask, graphs.graph_mask)]
+
+    def of_jraph(tuple_: Any) -> list[Any]:
+        kinds = (jraph.get_node_padding_mask, jraph.get_edge_padding_mask, jraph.get_graph_padding_mask)
+        return [mask(tuple_) for mask in kinds]
+
+    assert all(np.asarray(mask).all() for mask in masks(batch))
+    wanted = [[True] * real + [False] * padding for real, padding in ([12, 4], [20, 10], [3, 3])]
+    for found in (masks(padded), jax.jit(masks)(padded), jax.jit(of_jraph)(tuple_)):
+        assert [mask.tolist() for mask in found] == wanted
 
 
 def test_wrong_arguments_are_named() -> None:
