@@ -67,7 +67,7 @@ def pairs(graph: Any) -> list[Edge]:
 
 def adjacency(graph: graphs.Graph) -> np.ndarray:
     """Returns how many edges lead from each node to each."""
-    entries = np.ones(graph.num_edges, int), (graph.senders, graph.receivers)
+    entries = np.ones(graph.num_edges, int), (np.asarray(graph.senders), np.asarray(graph.receivers))
     return scipy.sparse.coo_array(entries, shape=(graph.num_nodes,) * 2).toarray()
 
 
@@ -162,17 +162,16 @@ def test_each_node_gets_a_self_loop(seed: int, fill: Any, keep: bool) -> None:
         assert_bitwise_equal(graphs.add_self_loop(new, fill), new)
 
 
-@pytest.mark.full
 @settings(max_examples=10, deadline=None)
 @given(seed=seeds)
 def test_self_loops_are_removed_and_edges_reversed(seed: int) -> None:
     graph = draw_batch(seed)
-    graph = graph.with_edges(id=jnp.arange(graph.num_edges))
+    graph = graph.with_edges(id=np.arange(graph.num_edges, dtype=np.int32))
     bare = graphs.remove_self_loop(graph)
     assert_in_step(bare, graph)
     wanted = [row for row in zip(pairs(graph), range(99), strict=False) if row[0][0] != row[0][1]]
     assert list(zip(pairs(bare), bare.edges["id"].tolist(), strict=True)) == wanted
-    np.testing.assert_array_equal(bare.edges["w"], graph.edges["w"][bare.edges["id"]])
+    np.testing.assert_array_equal(bare.edges["w"], np.asarray(graph.edges["w"])[np.asarray(bare.edges["id"])])
     assert_bitwise_equal(graphs.remove_self_loop(bare), bare)
     reversed_ = graphs.reverse(graph)
     assert_in_step(reversed_, graph)
@@ -226,8 +225,8 @@ def test_every_edge_goes_in_both_directions(seed: int, reduce: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_features_are_upcast_added_and_rounded_once(dtype: str) -> None:
     """5,000 parallel edges; and a sum just above the middle of two bfloat16s, which float32 lacks."""
-    ones = graphs.from_edges([0] * 5_000, [1] * 5_000, 2, edges={"w": jnp.ones((5_000, 3), dtype)})
-    wanted = jnp.full(3, 5_000, dtype).tolist()  # bfloat16: 4992
+    ones = graphs.from_edges([0] * 5_000, [1] * 5_000, 2, edges={"w": np.ones((5_000, 3), jnp.dtype(dtype))})
+    wanted = np.full(3, 5_000, jnp.dtype(dtype)).tolist()  # bfloat16: 4992
     for new in (
         graphs.to_simple(ones, "sum"),
         graphs.to_bidirected(ones, "sum"),
@@ -236,12 +235,12 @@ def test_half_features_are_upcast_added_and_rounded_once(dtype: str) -> None:
         assert new.edges["w"].dtype == dtype
     assert graphs.to_simple(ones, "sum").edges["w"].tolist() == [wanted]
     assert graphs.to_bidirected(ones, "sum").edges["w"].tolist() == [wanted] * 2
-    assert graphs.add_self_loop(ones, "sum").edges["w"][-2:].tolist() == [[0] * 3, wanted]
+    assert np.asarray(graphs.add_self_loop(ones, "sum").edges["w"])[-2:].tolist() == [[0] * 3, wanted]
     assert graphs.to_simple(ones, "mean").edges["w"].tolist() == [[1] * 3]
     bits = 7 if dtype == "bfloat16" else 10
     terms = [1, 2.0 ** -(bits + 1), 2.0**-24]
     for sign, least in ((1, 2.0**-24), (-1, 2.0**-24), (1, -(2.0**-24)), (-1, -(2.0**-24))):
-        rows = sign * jnp.array([*terms[:2], least], dtype)
+        rows = np.array([sign * term for term in (*terms[:2], least)]).astype(dtype)
         above = graphs.from_edges([0] * 3, [1] * 3, 2, edges={"w": rows})
         found = graphs.to_simple(above, "sum").edges["w"].tolist()
         assert found == [sign * (1 + (least > 0) * 2.0**-bits)]
