@@ -55,15 +55,26 @@ class Net(nn.Module):
         return nn.Dense(10)(nn.relu(x))
 
 
-def batches(count: int) -> list[dict[str, np.ndarray]]:
+@functools.cache
+def digits() -> tuple[np.ndarray, np.ndarray]:
     images, labels = load_digits(return_X_y=True)
+    return np.asarray(images), np.asarray(labels)
+
+
+def batches(count: int) -> list[dict[str, np.ndarray]]:
+    images, labels = digits()
     order = np.random.default_rng(0).permutation(len(labels))
     indices = [order[np.arange(i * ROWS, (i + 1) * ROWS) % len(labels)] for i in range(count)]
     return [{"x": (images[r] / 16).astype(np.float32), "y": labels[r].astype(np.int32)} for r in indices]
 
 
+@functools.cache
+def first_variables() -> Any:
+    return jax.jit(Net().init)(jax.random.key(0), np.zeros((1, 64), np.float32))
+
+
 def make(optimizer: Any, policy: str, axis_name: str | None) -> tuple[jt.TrainStep, jt.TrainState]:
-    variables = Net().init(jax.random.key(0), jnp.zeros((1, 64)))
+    variables = first_variables()
 
     def loss_fn(params: Any, stats: Any, batch: Any, rng: Any) -> Any:
         del rng
@@ -91,19 +102,27 @@ def assert_replicas_are_equal(tree: Any) -> None:
             np.testing.assert_array_equal(other, first)
 
 
+@functools.cache
+def fifty_steps_of_one_device() -> tuple[jt.TrainState, list[float]]:
+    """Returns the state at their end, and the loss of each."""
+    step, state = make(optax.sgd(0.05, momentum=0.9), "float32", None)
+    run, losses = jax.jit(step), []
+    for batch in batches(50):
+        state, metrics = run(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("route", ROUTES)
 def test_fifty_steps_are_those_of_one_device(route: str) -> None:
-    sgd = optax.sgd(0.05, momentum=0.9)
-    step, state = make(sgd, "float32", "data")
-    alone, single = make(sgd, "float32", None)
-    many, one = ROUTES[route](step), jax.jit(alone)
-    losses = []
-    for batch in batches(50):
+    step, state = make(optax.sgd(0.05, momentum=0.9), "float32", "data")
+    many, losses = ROUTES[route](step), []
+    single, wanted = fifty_steps_of_one_device()
+    for batch, loss in zip(batches(50), wanted, strict=True):
         state, metrics = many(state, batch)
-        single, wanted = one(single, batch)
-        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-5)
         losses.append(float(metrics["loss"]))
+        np.testing.assert_allclose(losses[-1], loss, rtol=1e-5)
     assert losses[-1] < 0.5 * losses[0]
     assert_replicas_are_equal((state.params, state.model_state, state.opt_state))
     for tree in ("params", "model_state"):
@@ -344,7 +363,7 @@ def test_a_batch_without_rows_is_refused(form: str) -> None:
         run(state, {"x": jnp.ones((0, 3)), "rate": rate})
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("form", EAGER)
 def test_what_was_split_or_replicated_for_pmap_is_named(form: str) -> None:
     """The first loss broadcasts and would be another number, the second fails, and the third is a sequence's."""
@@ -363,11 +382,11 @@ def test_what_was_split_or_replicated_for_pmap_is_named(form: str) -> None:
 
     state = jt.TrainState.create(jnp.ones((3, 1)), optax.sgd(1.0))
     count = {"two axes": 4, "one device": 1}.get(form, DEVICES)
-    split = {"x": jnp.ones((count, 5, 3)), "y": jnp.ones((count, 5))}
-    copies = jax.tree.map(lambda x: jnp.stack([x] * count), state)
+    split = {"x": jnp.asarray(np.ones((count, 5, 3), np.float32)), "y": jnp.asarray(np.ones((count, 5), np.float32))}
+    copies = jax.tree.map(lambda x: jnp.asarray(np.stack([x] * count)), state)
     with pytest.raises(ValueError, match=rf"state.step has the shape \({count},\): .*unreplicate"):
         run(broadcasting, copies, split)
-    run(of_sequences, state, {**split, "y": jnp.ones((count, 5, 1))})
+    run(of_sequences, state, {**split, "y": split["y"][..., None]})
     if form == "one device":
         return
     text = rf"all arrays of the batch are \[{count}, 5, \.\.\.\], as if split over the {count} devices"
@@ -438,15 +457,21 @@ def test_a_mesh_of_other_devices_that_is_set_is_refused() -> None:
         jt.data_parallel(step, ONE)(state, jnp.ones(4))
 
 
-@pytest.mark.quick_cases(1)
+@functools.cache
+def squares_step() -> tuple[jt.TrainStep, jt.TrainState, jax.Array, jax.Array]:
+    """Returns a step, its state and batch, and the parameters after it on one device."""
+    step = jt.train_step(jt.stateless(lambda w, x: ((x @ w) ** 2).mean()), optax.sgd(0.1))
+    state = jt.TrainState.create(jnp.ones((4, 2)), optax.sgd(0.1))
+    x = jnp.asarray(np.arange(64, dtype=np.float32).reshape(16, 4) / 64)
+    return step, state, x, jax.jit(step)(state, x)[0].params
+
+
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("form", ["shard_map", "pmap", "jit", "two axes", "sharded"])
 @pytest.mark.parametrize("within", ["no mesh", "explicit", "automatic"])
 def test_any_mesh_may_be_set_and_arrays_lie_on_explicit_axes(within: str, form: str) -> None:
     explicit = Mesh(DATA_MODEL.devices, DATA_MODEL.axis_names, axis_types=(AxisType.Explicit,) * 2)
-    step = jt.train_step(jt.stateless(lambda w, x: ((x @ w) ** 2).mean()), optax.sgd(0.1))
-    state = jt.TrainState.create(jnp.ones((4, 2)), optax.sgd(0.1))
-    x = jnp.arange(64.0).reshape(16, 4) / 64
-    wanted, _ = jax.jit(step)(state, x)
+    step, state, x, wanted = squares_step()
     mesh = {"explicit": explicit, "automatic": DATA_MODEL}.get(within)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         if form == "sharded":
@@ -462,7 +487,7 @@ def test_any_mesh_may_be_set_and_arrays_lie_on_explicit_axes(within: str, form: 
             placed = jax.device_put((state, x), tuple(on_explicit))
             results += [run(*placed), *([jax.jit(run)(*placed)] if within != "automatic" else [])]
     for after, _ in results:
-        np.testing.assert_allclose(jax.device_get(after.params), wanted.params, rtol=1e-5)
+        np.testing.assert_allclose(jax.device_get(after.params), wanted, rtol=1e-5)
 
 
 def test_wrong_calls_are_refused() -> None:

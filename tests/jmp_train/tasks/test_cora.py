@@ -312,7 +312,7 @@ def test_the_real_papers() -> None:
     shared = task.shared()
     assert (shared["graph"].num_nodes, shared["graph"].num_edges) == (2708, 10556 + 2708)
     np.testing.assert_allclose(shared["features"].sum(axis=1), 1, rtol=1e-5)
-    run = train(trainable(task), "mixed_float16", epochs=25)
+    run = train(trainable(task), "mixed_float16", epochs=10)
     assert run.test_accuracy > 0.5
 
 
