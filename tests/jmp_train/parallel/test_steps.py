@@ -363,7 +363,7 @@ def test_a_batch_without_rows_is_refused(form: str) -> None:
         run(state, {"x": jnp.ones((0, 3)), "rate": rate})
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", EAGER)
 def test_what_was_split_or_replicated_for_pmap_is_named(form: str) -> None:
     """The first loss broadcasts and would be another number, the second fails, and the third is a sequence's."""
@@ -466,7 +466,7 @@ def squares_step() -> tuple[jt.TrainStep, jt.TrainState, jax.Array, jax.Array]:
     return step, state, x, jax.jit(step)(state, x)[0].params
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", ["shard_map", "pmap", "jit", "two axes", "sharded"])
 @pytest.mark.parametrize("within", ["no mesh", "explicit", "automatic"])
 def test_any_mesh_may_be_set_and_arrays_lie_on_explicit_axes(within: str, form: str) -> None:

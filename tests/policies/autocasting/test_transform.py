@@ -300,7 +300,7 @@ CASES = [
 PRESETS = {TORCH_CUDA: "cuda", TORCH_CPU: "cpu", APEX_O1: "apex"}
 
 
-@pytest.mark.quick_cases(11)
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(
     ("rules", "half", "name", "row", "given"),
     CASES,
