@@ -11,7 +11,7 @@ import pytest
 from jmp_train.graphs import fn
 
 HALVES = ("float16", "bfloat16")
-# Of the tests that take longest CI runs one dtype; `make test-slow` runs the other.
+# Of the tests that take longest `make test` runs one dtype, `make test-all` the other, too.
 ONE_HALF = ("float16", pytest.param("bfloat16", marks=pytest.mark.full))
 MESSAGES = [fn.copy_u, fn.copy_e] + [
     getattr(fn, f"{left}_{op}_{right}")
