@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from gpu_workloads import MODES, OURS, PRECISIONS
 
+from jmp_train.checkpoints import write_atomically
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "jmp_train", "torch", "torch_geometric")
 HALVES = ("float16", "bfloat16")
@@ -113,9 +115,7 @@ def write_report(file: Path | None, report: Report) -> None:
     if file is None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_suffix(".new")
-    new.write_text(json.dumps(report, indent=2) + "\n")
-    new.replace(file)
+    write_atomically(file, f"{json.dumps(report, indent=2)}\n".encode())
 
 
 class Goal(NamedTuple):

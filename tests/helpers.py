@@ -1,5 +1,6 @@
 """What several test modules share."""
 
+import dataclasses
 import gzip
 import math
 import resource
@@ -18,6 +19,7 @@ import pytest
 
 from jmp_train.runs.events import Epoch, Run, Step
 from jmp_train.steps.costs import StepCosts
+from jmp_train.tasks import Task
 
 COSTS = StepCosts(
     half_flops_share=0.0,
@@ -51,6 +53,17 @@ def promoting(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args)
 
     return relaxed_fn
+
+
+def promoting_task(task: Task) -> Task:
+    """Returns the task with dtypes promoted within flax and optax, ours stay strict."""
+    return dataclasses.replace(
+        task,
+        loss_fn=promoting(task.loss_fn),
+        predict=promoting(task.predict),
+        init=promoting(task.init),
+        optimizer=lambda rate: relaxed(task.optimizer(rate)),
+    )
 
 
 def compiled_vjp(fn: Callable[..., Any], cotangent: Any, *args: Any) -> tuple[Any, Any]:

@@ -10,7 +10,8 @@ import jraph
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import EndFeatures, Floats
-from jmp_train.graphs.structure import Block, Graph, common_dtype, from_jraph, is_traced, node_mask
+from jmp_train.graphs.structure import Block, Graph, common_dtype, from_jraph, node_mask
+from jmp_train.policies.pytrees import has_tracers
 
 Word = TypeVar("Word", bound=str)
 
@@ -26,7 +27,7 @@ def as_graph(graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures) ->
       TypeError: it is not one of them.
     """
     if isinstance(graph, jraph.GraphsTuple):
-        nodes = jnp.asarray(features) if is_traced(graph.n_node) else None
+        nodes = jnp.asarray(features) if has_tracers(graph.n_node) else None
         return from_jraph(graph._replace(nodes=nodes, edges=None, globals=None))
     if not isinstance(graph, Graph | Block):
         kind = type(graph).__name__
@@ -99,7 +100,7 @@ def _has_zero_in_degree(graph: Graph | Block) -> bool | None:
     known = graph.connections.has_zero_in_degree
     if known is not None or isinstance(graph, Block) or not graph.is_padded:
         return known
-    if is_traced(graph.in_degrees, graph.n_node):
+    if has_tracers((graph.in_degrees, graph.n_node)):
         return None
     return bool((node_mask(graph) & (graph.in_degrees == 0)).any())
 

@@ -15,10 +15,10 @@ from jmp_train.graphs.structure import (
     EdgeType,
     Graph,
     HeteroGraph,
-    is_traced,
     make_adjacency_checked,
     make_adjacency_traced,
 )
+from jmp_train.policies.pytrees import has_tracers
 
 Edges = Ids | tuple[Ids, Ids]
 
@@ -106,7 +106,7 @@ def some_edges(frame: Frame, edges: jax.Array) -> Frame:
     data = {name: gather(feature, edges) for name, feature in frame.data.items()}
     senders, receivers = ids
     counts = (ends[0].num_segments, ends[1].num_segments)
-    if is_traced(*ids):
+    if has_tracers(ids):
         adjacency = make_adjacency_traced(senders, receivers, *counts)
     else:
         adjacency = make_adjacency_checked(np.asarray(senders), np.asarray(receivers), *counts)
@@ -136,7 +136,7 @@ def checked_ids(name: str, ids: Ids, count: int) -> jax.Array:
         raise TypeError(f"{name} must be integers, got {array.dtype}")
     if array.ndim != 1:
         raise ValueError(f"{name} must have one axis, got shape {array.shape}")
-    if not is_traced(array) and array.size:
+    if not has_tracers(array) and array.size:
         known = np.atleast_1d(np.asarray(ids))
         wrong = (known < 0) | (known >= count)
         if wrong.any():
@@ -165,7 +165,7 @@ def edge_ids(adjacency: Adjacency, edges: Edges) -> jax.Array:
         checked_ids("edges", edges[0], senders.num_segments),
         checked_ids("edges", edges[1], receivers.num_segments),
     ]
-    if is_traced(*ends, senders.ids):
+    if has_tracers((ends, senders.ids)):
         raise TypeError("edges are looked up by their ends outside of jit only: pass their places")
     wanted, all_edges = (
         np.asarray(end[0], np.int64) * receivers.num_segments + np.asarray(end[1])

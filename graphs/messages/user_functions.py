@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.graphs.messages.frames import Frame
-from jmp_train.graphs.structure import Incidence, is_traced, make_mailboxes, upcast
+from jmp_train.graphs.structure import Incidence, make_mailboxes, upcast
+from jmp_train.policies.pytrees import has_tracers
 
 
 class _Fields(Mapping[str, jax.Array]):
@@ -159,7 +160,7 @@ def call_reduce_function(
     receivers, mailboxes = frame.adjacency.receivers, frame.adjacency.mailboxes
     count = receivers.num_segments
     if mailboxes is None:
-        if is_traced(receivers.ids):
+        if has_tracers(receivers.ids):
             raise TypeError(
                 "a user-defined reduction groups nodes by in-degree, which jit does not know: "
                 'make the graph with formats=("mailbox",), or reduce outside of jit'

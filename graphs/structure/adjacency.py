@@ -236,13 +236,8 @@ def make_mailboxes(receivers: np.ndarray, num_receivers: int) -> tuple[Mailbox, 
     return tuple(boxes)
 
 
-def is_traced(*arrays: object) -> bool:
-    """Whether one of them has no value on the host."""
-    return any(isinstance(array, Tracer) for array in arrays)
-
-
 def _host_ids(name: str, ids: Ids, where: str) -> np.ndarray:
-    if is_traced(ids):
+    if isinstance(ids, Tracer):
         raise TypeError(f"{name}{where} is traced: graphs are made outside of jit, and passed to it")
     array = np.asarray(ids)
     if array.size == 0 and not isinstance(ids, np.ndarray | jax.Array):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 
-from jmp_train.graphs.structure.adjacency import is_traced
 from jmp_train.graphs.structure.counts import as_count, check_int32
 from jmp_train.graphs.structure.graph import Graph
 from jmp_train.graphs.structure.jraph_conversion import first_padding, from_jraph, to_jraph
+from jmp_train.policies.pytrees import has_tracers
 
 
 def batch(graphs: Sequence[Graph], *, formats: Sequence[str] = ("coo",)) -> Graph:
@@ -211,7 +211,7 @@ def _mask(graph: Graph, count: int, counts: jax.Array) -> jax.Array:
 
 def _check_on_host(name: str, graph: Graph) -> None:
     _check_graph(name, graph)
-    if is_traced(*jax.tree.leaves(graph)):
+    if has_tracers(graph):
         raise TypeError(f"{name} is traced: graphs are batched and padded outside of jit")
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from jmp_train.graphs.structure.adjacency import (
     check_formats,
     checked_ends,
-    is_traced,
     make_adjacency_checked,
     make_adjacency_traced,
 )
@@ -20,7 +19,7 @@ from jmp_train.graphs.structure.block import Block
 from jmp_train.graphs.structure.counts import as_counts, check_int32
 from jmp_train.graphs.structure.graph import Graph, checked_features
 from jmp_train.graphs.structure.hetero_graph import HeteroGraph
-from jmp_train.policies.pytrees import named_leaves, path_name
+from jmp_train.policies.pytrees import has_tracers, named_leaves, path_name
 
 Params = ParamSpec("Params")
 AnyGraph = TypeVar("AnyGraph", Graph, HeteroGraph, jraph.GraphsTuple)
@@ -54,14 +53,14 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
     if graphs.senders is None or graphs.receivers is None:
         raise ValueError("senders and receivers must be arrays, got None: a graph has edges")
     nodes, edges = _as_features("nodes", graphs.nodes), _as_features("edges", graphs.edges)
-    traced = is_traced(graphs.senders, graphs.receivers, graphs.n_node, graphs.n_edge)
+    traced = has_tracers((graphs.senders, graphs.receivers, graphs.n_node, graphs.n_edge))
     totals = {} if traced else _totals(graphs)
     n_node, n_edge = jnp.asarray(graphs.n_node), jnp.asarray(graphs.n_edge)
     if traced and "mailbox" in formats:
         raise TypeError('formats=("mailbox",) needs a graph that is made outside of jit')
     if nodes:
         count = next(iter(nodes.values())).shape[0]
-    elif is_traced(n_node):
+    elif has_tracers(n_node):
         raise TypeError("n_node is traced: under jit the graph needs a node feature to count nodes by")
     else:
         count = int(np.sum(graphs.n_node)) if traced else totals["n_node"]

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,9 +12,9 @@ from jmp_train.graphs.structure import (
     check_formats,
     checked_ends,
     checked_features,
-    is_traced,
     make_adjacency_checked,
 )
+from jmp_train.policies.pytrees import has_tracers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +64,7 @@ def edges_on_host(graph: Graph) -> EdgeList:
     if not isinstance(graph, Graph):
         kind = type(graph).__name__
         raise TypeError(f"graph must be a Graph or a GraphsTuple, got {kind}")
-    if is_traced(*jax.tree.leaves(graph)):
+    if has_tracers(graph):
         raise TypeError("graph is traced: transforms run outside of jit")
     if graph.is_padded:
         raise ValueError("graph is padded: unpad it first")

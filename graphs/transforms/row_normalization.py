@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.graphs.structure import is_traced
+from jmp_train.policies.pytrees import has_tracers
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
 
@@ -37,7 +37,7 @@ def normalize_rows(features: Array) -> Array:
     """
     if not isinstance(features, np.ndarray | jax.Array):
         raise TypeError(f"features must be an array, got {type(features).__name__}")
-    if is_traced(features):
+    if has_tracers(features):
         raise TypeError("features is traced: rows are normalized outside of jit")
     if not jnp.issubdtype(features.dtype, jnp.floating):
         raise TypeError(f"features must be floating, got {features.dtype}")

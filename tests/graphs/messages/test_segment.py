@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 import pytest
+from graph_helpers import HALVES, assert_within
 from helpers import compiled_vjp, promoting
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,6 @@ from jmp_train import graphs
 
 pytestmark = pytest.mark.quick
 
-HALVES = ("float16", "bfloat16")
 OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "sum": graphs.segment_sum,
     "mean": graphs.segment_mean,
@@ -62,18 +62,6 @@ def in_float64(op: str, rows: Any, ids: np.ndarray) -> np.ndarray:
             std = np.sqrt(np.maximum(part.var(0), 1e-8))
             out[ids == i] = (part - part.mean(0)) / std
     return out
-
-
-def assert_within(actual: Any, exact: np.ndarray, half: str, magnitudes: np.ndarray, ulps: int) -> None:
-    """Asserts the rule of the numbers: units in the last place, and 1e-6 of the magnitudes' sum."""
-    info = jnp.finfo(half)
-    wanted, found = (np.asarray(jnp.asarray(x, half), np.float64) for x in (exact, actual))
-    finite = np.isfinite(wanted)
-    np.testing.assert_array_equal(found[~finite], wanted[~finite])
-    wanted, found = wanted[finite], found[finite]
-    sizes = np.maximum(np.abs(wanted), float(info.smallest_normal))
-    bound = ulps * 2.0 ** np.floor(np.log2(sizes)) * float(info.eps)
-    assert (np.abs(found - wanted) <= bound + 1e-6 * magnitudes[finite]).all()
 
 
 kinds = st.sampled_from(["uniform", "normal", "equal", "of many sizes"])

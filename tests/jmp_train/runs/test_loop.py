@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from helpers import promoting, relaxed
+from helpers import promoting_task
 
 import jmp_train as jt
 from jmp_train.runs.events import Compiled, Epoch, Event, Progress
@@ -18,14 +18,7 @@ def fixture_digits() -> Task:
 
 
 def load_digits_task(devices: int = 1) -> Task:
-    task = load_task("digits", TaskOptions(devices=devices))
-    return dataclasses.replace(
-        task,
-        loss_fn=promoting(task.loss_fn),
-        predict=promoting(task.predict),
-        init=promoting(task.init),
-        optimizer=lambda rate: relaxed(task.optimizer(rate)),
-    )
+    return promoting_task(load_task("digits", TaskOptions(devices=devices)))
 
 
 @pytest.mark.full

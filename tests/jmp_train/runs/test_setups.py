@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import promoting, relaxed
+from helpers import promoting, promoting_task
 from jax.sharding import Mesh
 
 import jmp_train as jt
@@ -29,14 +29,7 @@ MODES = ("torch", "apex-O0", "apex-O1", "apex-O2", "apex-O3", "naive")
 
 def load(name: str, devices: int = 1) -> Task:
     task = load_task(name, TaskOptions(train_size=128 if devices > 1 else None, devices=devices))
-    return dataclasses.replace(
-        task,
-        loss_fn=promoting(task.loss_fn),
-        predict=promoting(task.predict),
-        init=promoting(task.init),
-        batch_norms=promoting(task.batch_norms),
-        optimizer=lambda rate: relaxed(task.optimizer(rate)),
-    )
+    return dataclasses.replace(promoting_task(task), batch_norms=promoting(task.batch_norms))
 
 
 @pytest.fixture(name="digits", scope="module")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import promoting, relaxed, write_cifar
+from helpers import promoting, promoting_task, relaxed, write_cifar
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
@@ -27,14 +27,7 @@ def small_task(examples: int, features: tuple[int, ...], devices: int = 1) -> Ta
     options = TaskOptions(devices=devices)
     model = ResNet(stages=(1,) * len(features), features=features, axis_name=options.axis_name)
     task = cifar10.make_task(model, train, test)
-    return dataclasses.replace(
-        task,
-        options=options,
-        loss_fn=promoting(task.loss_fn),
-        predict=promoting(task.predict),
-        init=promoting(task.init),
-        optimizer=lambda rate: relaxed(task.optimizer(rate)),
-    )
+    return dataclasses.replace(promoting_task(task), options=options)
 
 
 @pytest.mark.full

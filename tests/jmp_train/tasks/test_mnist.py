@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import idx_bytes, promoting, relaxed, write_mnist
+from helpers import idx_bytes, promoting, promoting_task, write_mnist
 
 from jmp_train.data.mnist import read_mnist
 from jmp_train.runs.loop import train
@@ -30,14 +30,7 @@ def fixture_folder(tmp_path: Path) -> Path:
 @pytest.fixture(name="synthetic", scope="module")
 def fixture_synthetic() -> Task:
     task = load_task("mnist", TaskOptions(synthetic=True, train_size=96))
-    return dataclasses.replace(
-        task,
-        test={name: array[:40] for name, array in task.test.items()},
-        loss_fn=promoting(task.loss_fn),
-        predict=promoting(task.predict),
-        init=promoting(task.init),
-        optimizer=lambda rate: relaxed(task.optimizer(rate)),
-    )
+    return dataclasses.replace(promoting_task(task), test={name: array[:40] for name, array in task.test.items()})
 
 
 @pytest.mark.full
