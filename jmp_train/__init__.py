@@ -17,6 +17,8 @@ from jmp_train import distributed as distributed
 from jmp_train import parallel as parallel
 from jmp_train import policies as policies
 from jmp_train import steps as steps
+from jmp_train.capsules import SkipRecorder as SkipRecorder
+from jmp_train.capsules import load_capsule as load_capsule
 from jmp_train.checkpoints import CheckpointStore as CheckpointStore
 from jmp_train.checkpoints import load_weights as load_weights
 from jmp_train.checkpoints import save_weights as save_weights

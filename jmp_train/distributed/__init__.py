@@ -3,6 +3,7 @@
 from jmp_train.distributed.background import BackgroundWriter as BackgroundWriter
 from jmp_train.distributed.host_arrays import as_bytes as as_bytes
 from jmp_train.distributed.host_arrays import is_divided as is_divided
+from jmp_train.distributed.host_arrays import key_implementation as key_implementation
 from jmp_train.distributed.host_arrays import local_data as local_data
 from jmp_train.distributed.host_arrays import placement as placement
 from jmp_train.distributed.host_arrays import to_leaf as to_leaf

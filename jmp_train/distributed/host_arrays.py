@@ -44,6 +44,11 @@ def placement(like: object) -> Sharding | None:
     return sharding
 
 
+def key_implementation(key: Any) -> str:
+    """Returns the name under which jax makes keys of the kind of `key`, or of the shape of one."""
+    return _IMPLEMENTATIONS.get(str(key.dtype)) or str(jax.random.key_impl(key))
+
+
 def to_leaf(array: np.ndarray, like: Any, sharding: Sharding | None) -> Any:
     """Returns an array as what another leaf is: an array on devices, a key, numpy's or a number.
 
@@ -58,8 +63,7 @@ def to_leaf(array: np.ndarray, like: Any, sharding: Sharding | None) -> Any:
         array = array.astype(like.dtype, copy=False)  # in its order of bytes
         return array if isinstance(like, np.ndarray) else array[()]
     if is_key(like):
-        implementation = _IMPLEMENTATIONS.get(str(like.dtype)) or str(jax.random.key_impl(like))
-        return jax.random.wrap_key_data(_placed(array, sharding), impl=implementation)
+        return jax.random.wrap_key_data(_placed(array, sharding), impl=key_implementation(like))
     return _placed(array, sharding)
 
 

@@ -1,0 +1,103 @@
+"""A capsule's file: a JSON header, the bytes of arrays, and a sha256 of both at the end.
+
+It is called `step_00000042.capsule`; each of several processes writes its own, `step_00000042.process_0_of_2.capsule`.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jmp_train.checkpoints import DamagedError
+from jmp_train.distributed import as_bytes
+
+_MAGIC = b"jmp_train capsule 1\n"
+_SUM = hashlib.sha256().digest_size
+_LENGTH = 8  # bytes that say how long the header is
+_NAME = re.compile(r"step_(?P<step>\d{8,})(\.process_(?P<process>\d+)_of_(?P<processes>\d+))?\.capsule")
+
+
+def capsule_path(directory: Path, step: int, process: int, processes: int) -> Path:
+    """Returns where a process writes the capsule of a step."""
+    own = f".process_{process}_of_{processes}" if processes > 1 else ""
+    return directory / f"step_{step:08d}{own}.capsule"
+
+
+def capsules_in(directory: Path, process: int, processes: int) -> list[Path]:
+    """Returns the capsules that a process has written into a folder, in the order of their steps."""
+    found = {}
+    for path in directory.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match and path == capsule_path(directory, int(match["step"]), process, processes):
+            found[int(match["step"])] = path
+    return [found[step] for step in sorted(found)]
+
+
+def capsule_files(path: Path) -> list[Path]:
+    """Returns the files of all processes that belong to a capsule, in the order of the processes.
+
+    Args:
+      path: the file of any of them, or `step_00000042.capsule` for those of all.
+
+    Raises:
+      FileNotFoundError: the capsule, or the file of a process, is not there.
+      ValueError: it does not have a capsule's name.
+    """
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} does not have the name of a capsule, such as step_00000042.capsule")
+    step, processes = int(match["step"]), int(match["processes"] or 1)
+    if match["processes"] is None and not path.exists():
+        firsts = path.parent.glob(f"step_{step:08d}.process_0_of_*.capsule")
+        counts = [int(found["processes"]) for first in firsts if (found := _NAME.fullmatch(first.name))]
+        processes = max(counts, default=1)
+    files = [capsule_path(path.parent, step, process, processes) for process in range(processes)]
+    for file in files:
+        if not file.exists():
+            raise FileNotFoundError(f"there is no capsule {file}")
+    return files
+
+
+def pack(header: dict[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
+    """Returns the content of a file.
+
+    Args:
+      header: what JSON has.
+      arrays: of any dtypes of numpy and jax.
+    """
+    native = [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in arrays]
+    about = [{"dtype": x.dtype.name, "shape": list(x.shape)} for x in native]
+    text = json.dumps({**header, "arrays": about}).encode()
+    parts = [_MAGIC, len(text).to_bytes(_LENGTH, "little"), text, *(as_bytes(x).data for x in native)]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return b"".join([*parts, digest.digest()])
+
+
+def unpack(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Returns the header and the arrays of a file.
+
+    Raises:
+      DamagedError: the file is not as it was written; the message names it.
+    """
+    content = path.read_bytes()
+    body, digest = memoryview(content)[:-_SUM], content[-_SUM:]
+    if not content.startswith(_MAGIC):
+        raise DamagedError(f"{path} is not a capsule that this version of jmp_train reads, or its beginning is lost")
+    if hashlib.sha256(body).digest() != digest:
+        raise DamagedError(f"{path} is not as it was written: its {len(content)} bytes have another sha256")
+    start = len(_MAGIC) + _LENGTH
+    end = start + int.from_bytes(body[len(_MAGIC) : start], "little")
+    header = json.loads(bytes(body[start:end]))
+    arrays = []
+    for about in header["arrays"]:
+        dtype, shape = np.dtype(about["dtype"]), tuple(about["shape"])
+        start, end = end, end + dtype.itemsize * math.prod(shape)
+        arrays.append(np.frombuffer(body[start:end], np.uint8).copy().view(dtype).reshape(shape))
+    return header, arrays

@@ -1,0 +1,181 @@
+"""`load_capsule`: the state and the batch with which a skipped step's gradients come out again."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp_train.capsules.capsule_content import FORMAT, Group, groups_in, leaf_paths
+from jmp_train.capsules.capsule_files import capsule_files, unpack
+from jmp_train.capsules.state_parts import StateParts, parts_of, snapshot
+from jmp_train.capsules.stored_leaves import restored, short_type, whole
+from jmp_train.capsules.tree_structures import structure_from_json
+from jmp_train.checkpoints import DamagedError
+from jmp_train.distributed import local_data, placement, to_leaf
+from jmp_train.policies import PyTree
+from jmp_train.steps import TrainState, check_is_train_state
+from jmp_train.types import Batch
+
+
+def load_capsule(
+    path: str | os.PathLike[str], state: TrainState, *, like: Batch | None = None
+) -> tuple[TrainState, Any]:
+    """Returns the state and the batch of a skipped step, as they were before it.
+
+    `step(*load_capsule(path, state))` makes the very gradients that were skipped, bit for bit, if the step is compiled
+    as it was and runs on as many devices of the same kind. Of the optimizer's moments the gradients do not depend; they
+    are those of `state`.
+
+    Args:
+      path: a capsule's file; of several processes' any one, or `step_00000042.capsule` for those of all.
+      state: has the parameters and the model state that the step had: the state before the skip, the one after it, or
+        a checkpoint of either. If the capsule holds the state, any of the run's. It is not changed.
+      like: a batch, or the shapes of one, with the structure that the capsule's is to have. It is wanted where this
+        has containers that are known by neither jax nor this program.
+
+    Returns:
+      `state` with key, step number, loss scale and counters of before the step, and the batch. Arrays that were on a
+      mesh are so again if the same devices are there, others are on the default device.
+
+    Raises:
+      DamagedError: a file is not as it was written; the message names it. It is a ValueError.
+      FileNotFoundError: there is no such capsule, or not that of each process.
+      ValueError: the state has other parameters or another model state, or other leaves: the message names both steps
+        and the leaves. Or `like` has another structure, or is wanted.
+      TypeError: `state` is no `TrainState`.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
+      >>> run = jax.jit(jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optimizer, policy="mixed_float16"))
+      >>> state = jt.TrainState.create(jnp.ones(2), optimizer)
+      >>> with jt.SkipRecorder(tempfile.mkdtemp()) as recorder:
+      ...     state, metrics = recorder.watch(run)(state, jnp.array([1.0, jnp.nan]))
+      >>> before, batch = jt.load_capsule(recorder.last_capsule(), state)
+      >>> again, metrics = run(before, batch)
+      >>> bool(metrics["grads_finite"]), int(again.step) == int(state.step)
+      (False, True)
+    """
+    check_is_train_state(state)
+    parts = parts_of(state)
+    headers, groups = _read(Path(path))
+    header, own = headers[0], _own(len(headers))
+    arrays = {name: _arrays(path, name, [found[name] for found in groups], own) for name in groups[0]}
+    leaves, structure = jax.tree.flatten(state)
+    _put(path, leaves, parts, parts.changed, groups[0]["changed"], arrays["changed"])
+    if groups[0]["kept"] is None:
+        _check_fingerprints(path, header, jax.tree.leaves(state), parts, state)
+    else:
+        _put(path, leaves, parts, parts.kept, groups[0]["kept"], arrays["kept"])
+    batch = _batch(path, header, groups[0]["batch"], arrays["batch"], like)
+    return jax.tree.unflatten(structure, leaves), batch
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Group | None]]]:
+    """Returns headers and groups of the files of all processes."""
+    headers, groups = [], []
+    for file in capsule_files(path):
+        header, arrays = unpack(file)
+        if header["format"] != FORMAT:
+            raise DamagedError(f"{file} has format {header['format']}, this version of jmp_train reads {FORMAT}")
+        headers.append(header)
+        groups.append(groups_in(header, arrays))
+    for name, wanted in (("fingerprints", headers[0]["fingerprints"]), ("structure", headers[0]["structure"])):
+        if any(header[name] != wanted for header in headers):
+            raise DamagedError(f"{path}: the files of {len(headers)} processes are not of one run")
+    return headers, groups
+
+
+def _own(processes: int) -> int | None:
+    """Returns which of the files is this process's, if there are as many processes as there were."""
+    return jax.process_index() if jax.process_count() == processes else None
+
+
+def _arrays(path: object, name: str, groups: Sequence[Group | None], own: int | None) -> list[np.ndarray]:
+    found = [group for group in groups if group is not None]
+    arrays = []
+    for number, leaf_path in enumerate(found[0].paths if found else ()):
+        try:
+            arrays.append(whole([g.leaves[number] for g in found], [g.parts[number] for g in found], own))
+        except ValueError as error:
+            raise ValueError(f"{path}: {name} {leaf_path}: {error}") from None
+    return arrays
+
+
+def _put(
+    path: object,
+    leaves: list[Any],
+    parts: StateParts,
+    positions: Sequence[int],
+    group: Group | None,
+    arrays: Sequence[np.ndarray],
+) -> None:
+    """Replaces leaves of a state by those of a capsule; raises ValueError if they are others."""
+    assert group is not None
+    stored_arrays = dict(zip(group.paths, arrays, strict=True))
+    types = [f"{leaf.key or leaf.dtype}{leaf.shape}" for leaf in group.leaves]
+    found = dict(zip(group.paths, types, strict=True))
+    wanted = {parts.paths[i]: short_type(leaves[i]) for i in positions}
+    lines = [
+        f"{name}: the capsule has {found.get(name, 'nothing')}, the state {wanted.get(name, 'nothing')}"
+        for name in dict.fromkeys([*found, *wanted])
+        if found.get(name) != wanted.get(name)
+    ]
+    if lines:
+        raise ValueError("\n  ".join([f"{path} does not fit the state:", *lines]))
+    for i in positions:
+        leaves[i] = to_leaf(stored_arrays[parts.paths[i]], leaves[i], placement(leaves[i]))
+
+
+def _check_fingerprints(
+    path: object, header: dict[str, Any], leaves: Sequence[Any], parts: StateParts, state: TrainState
+) -> None:
+    """Raises ValueError if a state has not the parameters and model state that the step had."""
+    prints = snapshot(leaves, parts).fingerprints
+    found = {parts.paths[i]: local_data(x).tolist() for i, x in zip(parts.kept, prints, strict=True)}
+    wanted = header["fingerprints"]
+    if found == wanted:
+        return
+    others = [name for name in dict.fromkeys([*wanted, *found]) if wanted.get(name) != found.get(name)]
+    later = header["later_steps"]
+    hint = f"; the run was {later} steps further when the skip was seen" if later else ""
+    raise ValueError(
+        f"{path} is of step {header['step']} and wants the parameters and model state of it, those before or after its "
+        f"skip; the state given is of step {int(np.max(local_data(state.step)))}, and other in {len(others)} of "
+        f"{len(wanted)} leaves: {', '.join(others[:5])}{' ...' if len(others) > 5 else ''}{hint}. A checkpoint of that "
+        "step fits; SkipRecorder(..., wait=True) returns the state that fits, save_state=True puts it into the capsule"
+    )
+
+
+def _batch(
+    path: object, header: dict[str, Any], group: Group | None, arrays: Sequence[np.ndarray], like: Batch | None
+) -> Any:
+    assert group is not None
+    leaves = []
+    for name, leaf, array in zip(group.paths, group.leaves, arrays, strict=True):
+        try:
+            leaves.append(restored(leaf, array))
+        except ValueError as error:
+            raise ValueError(f"{path}: batch {name}: {error}") from None
+    return jax.tree.unflatten(_structure(path, header, group.paths, like), leaves)
+
+
+def _structure(path: object, header: dict[str, Any], paths: Sequence[str], like: PyTree) -> Any:
+    if like is not None:
+        found = leaf_paths(like)
+        if found != list(paths):
+            raise ValueError(f"{path} has a batch of other leaves than like: {list(paths)}, not {found}")
+        return jax.tree.structure(like)
+    if header["structure"] is None:
+        raise ValueError(
+            f"{path} has a batch with containers whose fields no file holds, {header['shown_structure']}: pass like=a "
+            "batch of that structure"
+        )
+    try:
+        return structure_from_json(header["structure"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

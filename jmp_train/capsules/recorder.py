@@ -1,0 +1,197 @@
+"""`SkipRecorder`: watches a train step from outside, and writes a capsule for each step that was skipped."""
+
+import functools
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import jax
+
+from jmp_train.capsules.capsule_content import capsule_content
+from jmp_train.capsules.capsule_files import capsule_path, capsules_in
+from jmp_train.capsules.state_parts import Snapshot, StateParts, parts_of, snapshot
+from jmp_train.checkpoints import write_atomically
+from jmp_train.distributed import local_data
+from jmp_train.policies.pytrees import has_tracers
+from jmp_train.steps import TrainState, check_not_replicated
+from jmp_train.types import Batch, Metrics
+
+Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+
+_MOST_PENDING = 4  # steps whose batches are held on to until it is known whether they were skipped
+
+
+class _Pending(NamedTuple):
+    """A step of which it is not known yet whether it was skipped."""
+
+    finite: jax.Array
+    batch: Batch
+    parts: StateParts
+    before: Snapshot
+
+
+class SkipRecorder:
+    """Writes a capsule for each step that was skipped, from which `load_capsule` rebuilds its gradients.
+
+    A skipped step changes neither parameters nor model state, so a capsule holds the batch and what the step did
+    change, as it was before: the random key, the step's number, loss scales and their counters. Of parameters and
+    model state it holds fingerprints, so that another state is refused. The recorder is outside of the compiled step,
+    which stays the program that it was.
+
+    A good step leaves a reference to its batch and small arrays on the device for a while: at most four steps wait
+    until the device has told whether they were skipped, and then the oldest one is waited for. So a skip is seen a few
+    steps late, and if one of these was taken, the capsule fits the state of before it alone: that of a checkpoint, for
+    example. `load_capsule` says so. `wait` and `save_state` are for those who have no such state. A batch of NumPy
+    arrays must not be overwritten in place meanwhile, unless `wait` is set.
+
+    Args:
+      directory: is made if it is not there. Each of several processes writes files of its own there.
+      keep: how many capsules stay, at least 1; older ones are deleted, those of earlier runs first.
+      wait: whether each step is waited for. The state that the step returned then fits its capsule.
+      save_state: whether a capsule holds parameters and model state, too, so that it fits any state of the run. It
+        waits for each step, too.
+
+    Raises:
+      ValueError: `keep` is below 1.
+      OSError: the directory cannot be made.
+
+    Warns:
+      RuntimeWarning: a capsule could not be written; training goes on.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(1024.0))
+      >>> step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optimizer, policy="mixed_float16")
+      >>> run = jax.jit(step, donate_argnums=0)
+      >>> state = jt.TrainState.create(jnp.ones(2), optimizer)
+      >>> with SkipRecorder(tempfile.mkdtemp()) as recorder:
+      ...     watched = recorder.watch(run)
+      ...     for x in (0.5, 1.0, jnp.inf):
+      ...         state, metrics = watched(state, jnp.full(2, x))
+      >>> recorder.last_capsule().name  # of the step before which two were made
+      'step_00000002.capsule'
+      >>> before, batch = jt.load_capsule(recorder.last_capsule(), state)
+      >>> float(jt.get_loss_scale(before.opt_state).loss_scale), int(before.step), batch[0].item()
+      (1024.0, 2, inf)
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        wait: bool = False,
+        save_state: bool = False,
+    ) -> None:
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep={keep!r} must be an integer of at least 1")
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._keep = keep
+        self._wait = wait or save_state
+        self._save_state = save_state
+        self._pending: deque[_Pending] = deque()
+        self._written: list[Path] = []
+
+    def watch(self, step: Step) -> Step:
+        """Returns the step with its skips recorded, to be called in its place, outside of `jax.jit`.
+
+        Args:
+          step: `(state, batch) -> (state, metrics)` of a `TrainState`, compiled: `jax.jit(step, donate_argnums=0)`,
+            or what `data_parallel`, `sharded_step` or `pmap_step` returned. The optimizer has a loss scale.
+
+        Returns:
+          A function of the same arguments and results.
+
+        Raises:
+          TypeError: when called, it is traced, the state is no `TrainState`, or `metrics["grads_finite"]` is not one
+            flag.
+          ValueError: when called, the optimizer has no loss scale, or the state is replicated along a first axis.
+        """
+        parts: dict[Any, StateParts] = {}
+
+        @functools.wraps(step, updated=())
+        def watched(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            check_not_replicated(state)
+            if has_tracers((state, batch)):
+                raise TypeError("a watched step is called outside of jit: recorder.watch(jax.jit(step))")
+            leaves, structure = jax.tree.flatten(state)
+            if structure not in parts:
+                parts[structure] = parts_of(state)
+            before = snapshot(leaves, parts[structure])
+            new_state, metrics = step(state, batch)
+            self._pending.append(_Pending(_flag(metrics), batch, parts[structure], before))
+            while self._pending and (self._wait or self._is_known() or len(self._pending) > _MOST_PENDING):
+                self._finish(new_state)
+            return new_state, metrics
+
+        return watched
+
+    def flush(self) -> None:
+        """Waits for the steps that were made, and writes the capsules of those that were skipped."""
+        while self._pending:
+            self._finish(None)
+
+    def close(self) -> None:
+        """Does what `flush` does; the end of a `with` does so, too."""
+        self.flush()
+
+    def last_capsule(self) -> Path | None:
+        """Returns the file of the newest capsule that this recorder has written, after a `flush`; None without any."""
+        self.flush()
+        return self._written[-1] if self._written else None
+
+    def __enter__(self) -> Self:
+        """Returns the recorder."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Writes what is to be written."""
+        self.close()
+
+    def _is_known(self) -> bool:
+        return self._pending[0].finite.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _finish(self, state: TrainState | None) -> None:
+        """Waits for the oldest step, and writes its capsule if it was skipped; `state` is that after the newest."""
+        made = self._pending.popleft()
+        if local_data(made.finite):
+            return
+        kept = None
+        if self._save_state and state is not None:
+            leaves = jax.tree.leaves(state)
+            kept = [leaves[i] for i in made.parts.kept]
+        try:
+            number, content = capsule_content(made.batch, made.parts, made.before, kept, len(self._pending))
+            self._write(number, content)
+        except (OSError, TypeError, ValueError) as error:
+            warnings.warn(
+                f"no capsule of a skipped step was written to {self.directory}: {error}", RuntimeWarning, stacklevel=3
+            )
+
+    def _write(self, number: int, content: bytes) -> None:
+        process, processes = jax.process_index(), jax.process_count()
+        path = write_atomically(capsule_path(self.directory, number, process, processes), content)
+        self._written = [*(old for old in self._written if old != path), path]
+        earlier = [old for old in capsules_in(self.directory, process, processes) if old not in self._written]
+        for old in [*earlier, *self._written][: -self._keep]:
+            old.unlink(missing_ok=True)
+        self._written = self._written[-self._keep :]
+
+
+def _flag(metrics: Metrics) -> jax.Array:
+    """Returns this process's copy of the flag that says whether gradients were finite, on its way to the host."""
+    finite = metrics.get("grads_finite") if isinstance(metrics, dict) else None
+    if not isinstance(finite, jax.Array) or finite.ndim:
+        raise TypeError('metrics["grads_finite"] must be one flag, that of a step that is called once a batch')
+    if not finite.is_fully_addressable:
+        finite = finite.addressable_data(0)
+    finite.copy_to_host_async()
+    return finite

@@ -1,0 +1,142 @@
+"""Which parts of a state a skipped step changes, their copies, and fingerprints of the parts that it does not change.
+
+A skip changes the random key, the step, the loss scales and their counters. Parameters and model state stay, and are
+too large to keep: a fingerprint tells whether a state has the same ones.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+from jax.tree_util import keystr
+from jax.typing import ArrayLike
+
+from jmp_train.policies import LossScaledState, PyTree
+from jmp_train.policies.optimizers import scaled_states
+from jmp_train.policies.pytrees import is_key
+from jmp_train.steps import TrainState
+
+_CHANGED, _KEPT, _OTHER = "changed", "kept", "other"
+
+
+class StateParts(NamedTuple):
+    """Positions of a state's leaves, and the paths of all leaves.
+
+    Attributes:
+      changed: what a skip changes, or may change: key, step, loss scales, counters.
+      kept: parameters and model state.
+      paths: of all leaves, as `keystr` writes them.
+    """
+
+    changed: list[int]
+    kept: list[int]
+    paths: list[str]
+
+
+class Snapshot(NamedTuple):
+    """What is kept of a state before a step: on its devices, and nobody waits for it.
+
+    Attributes:
+      changed: copies of the leaves that a skip changes.
+      fingerprints: of each leaf that it does not change, uint32 [2].
+    """
+
+    changed: list[jax.Array]
+    fingerprints: list[jax.Array]
+
+
+def parts_of(state: TrainState) -> StateParts:
+    """Returns which of a state's leaves a skipped step changes.
+
+    Raises:
+      ValueError: the optimizer has no loss scale, so that no step is skipped.
+    """
+    if not scaled_states(state.opt_state):
+        raise ValueError(
+            "the optimizer has no loss scale, so no step is skipped; with_loss_scale(optimizer, NoOpLossScale()) skips "
+            "non-finite steps"
+        )
+
+    def of_node(node: Any) -> Any:
+        if not isinstance(node, LossScaledState):
+            return _CHANGED if jnp.ndim(node) == 0 or is_key(node) else _OTHER
+        inner = _all(_OTHER, node.inner_state)
+        return _all(_CHANGED, node._replace(inner_state=None))._replace(inner_state=inner)
+
+    labels = TrainState(
+        params=_all(_KEPT, state.params),
+        opt_state=jax.tree.map(of_node, state.opt_state, is_leaf=lambda x: isinstance(x, LossScaledState)),
+        model_state=_all(_KEPT, state.model_state),
+        rng=_all(_CHANGED, state.rng),
+        step=_CHANGED,
+    )
+    found = jax.tree.leaves(labels)
+    changed, kept = ([i for i, label in enumerate(found) if label == wanted] for wanted in (_CHANGED, _KEPT))
+    return StateParts(changed, kept, [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)])
+
+
+def snapshot(leaves: Sequence[Any], parts: StateParts) -> Snapshot:
+    """Returns copies and fingerprints of a state's leaves; computed before a step is donated the state."""
+    changed, kept = [leaves[i] for i in parts.changed], [leaves[i] for i in parts.kept]
+    try:
+        return _snapshot(changed, kept)
+    except ValueError:  # a state that is not on its mesh yet may be on several devices, which jit does not take
+        each = [_snapshot([x], []).changed[0] for x in changed]
+        return Snapshot(each, [_snapshot([], [x]).fingerprints[0] for x in kept])
+
+
+@jax.jit
+def _snapshot(changed: list[jax.Array], kept: list[jax.Array]) -> Snapshot:
+    return Snapshot([jnp.copy(x) for x in changed], [_fingerprint(x) for x in kept])
+
+
+def _all(label: str, tree: PyTree) -> Any:
+    return jax.tree.map(lambda x: label, tree)
+
+
+def _fingerprint(x: ArrayLike) -> jax.Array:
+    """Returns two sums of mixed bits and positions, uint32 [2]: the same on any number of devices, in any order."""
+    sums = jnp.zeros(2, jnp.uint32)
+    for number, word in enumerate(_words(x)):
+        mixed = _mix(word ^ _mix(_positions(word) + jnp.uint32(0x9E3779B9 * (number + 1) % 2**32)))
+        again = _mix(mixed + jnp.uint32(0x85EBCA6B))
+        sums = sums + jnp.stack([jnp.sum(mixed, dtype=jnp.uint32), jnp.sum(again, dtype=jnp.uint32)])
+    return sums
+
+
+def _words(x: ArrayLike) -> list[jax.Array]:
+    """Returns the bits of an array as arrays of uint32 of its shape, or of one more axis."""
+    x = jax.random.key_data(x) if is_key(x) else jnp.asarray(x)
+    if jnp.iscomplexobj(x):
+        return [*_words(x.real), *_words(x.imag)]
+    if x.dtype == jnp.bool_:
+        return [x.astype(jnp.uint32)]
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    bits = (jnp.finfo(x.dtype) if is_float else jnp.iinfo(x.dtype)).bits
+    if bits < 8:  # exact, and NaN stays NaN
+        x, bits = x.astype(jnp.float32 if is_float else jnp.int32), 32
+    if bits == 64:
+        return [lax.bitcast_convert_type(x, jnp.uint32)]
+    return [lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)]
+
+
+def _positions(x: jax.Array) -> jax.Array:
+    """Returns the number of each element, uint32 like `x`, without a reshape, which would gather what is sharded."""
+    where = jax.typeof(x).sharding
+    explicit = where if AxisType.Explicit in where.mesh.axis_types else None
+    position, stride = jnp.zeros_like(x), 1
+    for axis in reversed(range(x.ndim)):
+        along = lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=explicit)
+        position = position + along * jnp.uint32(stride % 2**32)
+        stride *= x.shape[axis]
+    return position
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """Returns uint32 numbers whose every bit depends on every bit of `x`: the end of MurmurHash3, a bijection."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
+    return x ^ (x >> jnp.uint32(16))

@@ -1,0 +1,155 @@
+"""Leaves of batches and states as bytes and back: their kinds, their shardings, and a process's parts of them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from jmp_train.distributed import is_divided, key_implementation, local_data, to_leaf
+from jmp_train.policies.pytrees import is_key
+
+_NUMBERS = {kind.__name__: kind for kind in (bool, int, float, complex)}
+
+
+class StoredLeaf(NamedTuple):
+    """What a capsule says of a leaf beside its values.
+
+    Attributes:
+      kind: "array" of jax, "weak" for one of a weak type, "numpy", "key", or the Python type of a number.
+      key: the implementation of a random key; of others "".
+      dtype: numpy's name, of the key's data if it is a key.
+      shape: likewise, of the whole array.
+      sharding: over which mesh it is sharded and how; None if that is not known.
+      parts: for each stored part its [start, stop] along each axis.
+    """
+
+    kind: str
+    key: str
+    dtype: str
+    shape: list[int]
+    sharding: dict[str, Any] | None
+    parts: list[list[list[int]]]
+
+
+def stored(x: Any) -> tuple[StoredLeaf, list[np.ndarray]]:
+    """Returns what a capsule says of a leaf, and its parts that this process has.
+
+    Raises:
+      TypeError: it is neither an array nor a number.
+      ValueError: it was deleted.
+    """
+    if isinstance(x, jax.Array):
+        return _stored_array(x)
+    if not isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
+        raise TypeError(f"a leaf must be an array or a number, got {type(x).__name__}")
+    array = np.asarray(x)
+    kind = "numpy" if isinstance(x, np.ndarray | np.generic) else type(x).__name__
+    return StoredLeaf(kind, "", array.dtype.name, list(array.shape), None, [_all_of(array)]), [array]
+
+
+def _stored_array(x: jax.Array) -> tuple[StoredLeaf, list[np.ndarray]]:
+    if x.is_deleted():
+        raise ValueError("an array was deleted, as a rule by donation")
+    sharding, kind, key = _described(x.sharding), "weak" if jax.typeof(x).weak_type else "array", ""
+    if is_key(x):
+        x, kind, key = jax.random.key_data(x), "key", key_implementation(x)
+    parts = {}
+    if is_divided(x):
+        for shard in x.addressable_shards:
+            bounds = tuple(part.indices(size)[:2] for part, size in zip(shard.index, x.shape, strict=True))
+            parts[bounds] = np.asarray(shard.data)
+    else:
+        array = local_data(x)
+        parts[tuple(map(tuple, _all_of(array)))] = array
+    indices = [[list(pair) for pair in bounds] for bounds in parts]
+    return StoredLeaf(kind, key, x.dtype.name, list(x.shape), sharding, indices), list(parts.values())
+
+
+def _all_of(array: np.ndarray) -> list[list[int]]:
+    return [[0, size] for size in array.shape]
+
+
+def restored(leaf: StoredLeaf, array: np.ndarray) -> Any:
+    """Returns a leaf of the kind that was stored, on the devices of its mesh if these are there.
+
+    Raises:
+      ValueError: it has 64 bits, and jax has not been told to.
+    """
+    if leaf.kind in _NUMBERS:
+        return _NUMBERS[leaf.kind](array.item())
+    if leaf.kind == "numpy":
+        return array
+    like = jax.random.key(0, impl=leaf.key) if leaf.key else jax.ShapeDtypeStruct(array.shape, array.dtype)
+    x = to_leaf(array, like, _sharding(leaf.sharding))
+    if not leaf.key and x.dtype.name != leaf.dtype:
+        raise ValueError(f"a leaf is {leaf.dtype}, which needs JAX_ENABLE_X64=1")
+    if leaf.kind == "weak":  # an update of a weak array is weak
+        return jnp.broadcast_to(jnp.asarray(x.dtype.type(0).item()), x.shape).at[...].set(x)
+    return x
+
+
+def short_type(x: Any) -> str:
+    """Returns for example "float32[3, 4]", of a key with its implementation and the shape of its data."""
+    if is_key(x):
+        shape = jax.eval_shape(jax.random.key_data, x).shape
+        return f"{key_implementation(x)}{list(shape)}"
+    return f"{jnp.result_type(x).name}{list(jnp.shape(x))}"
+
+
+def whole(leaves: Sequence[StoredLeaf], parts: Sequence[Sequence[np.ndarray]], own: int | None) -> np.ndarray:
+    """Returns all of a leaf, put together from what each process has stored.
+
+    Args:
+      leaves: of each process.
+      parts: likewise.
+      own: which process this one is, if it is one of as many; else None.
+
+    Raises:
+      ValueError: parts are missing, or each process had a leaf of its own.
+    """
+    first = leaves[0]
+    if all(math.prod(stop - start for start, stop in leaf.parts[0]) == math.prod(leaf.shape) for leaf in leaves):
+        mine = parts[own or 0][0]
+        if own is None and any(part[0].tobytes() != mine.tobytes() for part in parts):
+            raise ValueError(f"each of {len(leaves)} processes had one of its own; load it with as many")
+        return mine
+    bounds = {
+        tuple(map(tuple, index)): part
+        for leaf, arrays in zip(leaves, parts, strict=True)
+        for index, part in zip(leaf.parts, arrays, strict=True)
+    }
+    if sum(part.size for part in bounds.values()) != math.prod(first.shape):
+        raise ValueError("parts of it are missing")
+    array = np.empty(first.shape, first.dtype)
+    for index, part in bounds.items():
+        array[tuple(slice(*pair) for pair in index)] = part
+    return array
+
+
+def _described(sharding: Sharding) -> dict[str, Any] | None:
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    mesh = sharding.mesh
+    return {
+        "axes": dict(zip(mesh.axis_names, mesh.devices.shape, strict=True)),
+        "types": [kind.name for kind in mesh.axis_types],
+        "devices": [device.id for device in mesh.devices.flat],
+        "spec": [list(entry) if isinstance(entry, tuple) else entry for entry in sharding.spec],
+    }
+
+
+def _sharding(described: dict[str, Any] | None) -> Sharding | None:
+    """Returns the sharding over the devices of the same ids; None if one of them is not there."""
+    devices = {device.id: device for device in jax.devices()}
+    if described is None or not devices.keys() >= set(described["devices"]):
+        return None
+    axes = described["axes"]
+    placed = np.array([devices[number] for number in described["devices"]]).reshape(tuple(axes.values()))
+    mesh = Mesh(placed, tuple(axes), axis_types=tuple(AxisType[name] for name in described["types"]))
+    spec = P(*(tuple(entry) if isinstance(entry, list) else entry for entry in described["spec"]))
+    return NamedSharding(mesh, spec)
