@@ -14,7 +14,7 @@ from jmp_train.capsules.state_parts import StateParts, parts_of, snapshot
 from jmp_train.capsules.stored_leaves import restored, short_type, whole
 from jmp_train.capsules.tree_structures import structure_from_json
 from jmp_train.checkpoints import DamagedError
-from jmp_train.distributed import local_data, placement, to_leaf
+from jmp_train.distributed import gather_texts, local_data, placement, to_leaf
 from jmp_train.policies import PyTree
 from jmp_train.steps import TrainState, check_is_train_state
 from jmp_train.types import Batch
@@ -30,15 +30,17 @@ def load_capsule(
     are those of `state`.
 
     Args:
-      path: a capsule's file; of several processes' any one, or `step_00000042.capsule` for those of all.
+      path: a capsule's file; of several processes' any one, or `step_00000042.capsule` for those of all. They are in
+        one folder, and if several processes load them, all do.
       state: has the parameters and the model state that the step had: the state before the skip, the one after it, or
         a checkpoint of either. If the capsule holds the state, any of the run's. It is not changed.
       like: a batch, or the shapes of one, with the structure that the capsule's is to have. It is wanted where this
         has containers that are known by neither jax nor this program.
 
     Returns:
-      `state` with key, step number, loss scale and counters of before the step, and the batch. Arrays that were on a
-      mesh are so again if the same devices are there, others are on the default device.
+      `state` with key, step number, loss scale and counters of before the step, and the batch. All else are the arrays
+      of the given state, which a step that is donated the returned one takes. The batch's arrays that were on a mesh
+      are so again if the same devices are there, others are on the default device.
 
     Raises:
       DamagedError: a file is not as it was written; the message names it. It is a ValueError.
@@ -61,6 +63,7 @@ def load_capsule(
       (False, True)
     """
     check_is_train_state(state)
+    gather_texts("")  # when each process is here, each has written
     parts = parts_of(state)
     headers, groups = _read(Path(path))
     header, own = headers[0], _own(len(headers))

@@ -320,6 +320,79 @@ def damage(directory: str) -> None:
     print("cases", cases)
 
 
+def capsules(directory: str) -> None:
+    """Skips steps by three routes, and replays each from the capsules of all processes."""
+    jt.distributed.initialize(shutdown_timeout=20)
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    step, state = make_step("mixed_float16")
+    fsdp = jt.fsdp_shardings(state, mesh, min_size=64)
+    routes: dict[str, tuple[Any, Any, Any]] = {
+        "shard_map": (jax.jit(jt.data_parallel(step, mesh)), mesh, sharding),
+        "jit": (jt.sharded_step(step, mesh, shardings=fsdp), mesh, sharding),
+        "pmap": (jt.pmap_step(step), None, None),
+    }
+    for route, (run, where, how) in routes.items():
+        for save_state in (False, True) if route == "jit" else (False,):
+            folder = Path(directory, f"{route}_{save_state}")
+            state = jt.broadcast_state(make_step("mixed_float16")[1], where)
+            if route == "jit":
+                state = jax.device_put(state, fsdp)
+            count = replay_skips(folder, run, state, how, save_state)
+            print(f"{route} {save_state}: replayed {count}")
+
+
+def replay_skips(folder: Path, run: Any, state: jt.TrainState, sharding: Any, save_state: bool) -> int:
+    """Trains with skips, and returns how many steps came out of their capsules to the last bit."""
+    found, first = 0, state
+    with jt.SkipRecorder(folder, wait=True, save_state=save_state) as recorder:
+        watched = recorder.watch(run)
+        for number in range(5):
+            bad = number in (0, 1, 3)
+            batch = batch_of_capsules(number, bad)
+            if sharding is None:
+                start, count = BATCH // jax.process_count() * jax.process_index(), BATCH // jax.process_count()
+                batch = jax.tree.map(lambda x, at=start, count=count: x[at : at + count], batch)
+            else:
+                batch = placed_whole(batch, sharding)
+            state, metrics = watched(state, batch)
+            assert bool(metrics["grads_finite"].addressable_data(0)) is not bad
+            if not bad:
+                continue
+            path = recorder.last_capsule()
+            assert path is not None
+            before, again = jt.load_capsule(path, first if save_state else state)
+            assert local_bytes(again) == local_bytes(batch)
+            replayed, replayed_metrics = run(before, again)
+            assert local_bytes(replayed_metrics) == local_bytes(metrics)
+            assert save_state or local_bytes(replayed) == local_bytes(state)
+            found += 1
+    return found
+
+
+def batch_of_capsules(number: int, bad: bool) -> dict[str, np.ndarray]:
+    """Returns the whole batch of a step; if it is bad, its last example overflows."""
+    batch = {name: x[BATCH * number : BATCH * (number + 1)].copy() for name, x in digits().items()}
+    if bad:
+        batch["x"][-1] = 7e4
+    return batch
+
+
+def placed_whole(batch: Any, sharding: Any) -> Any:
+    """Returns the same batch of all processes as one over their devices."""
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), batch)
+
+
+def local_bytes(tree: Any) -> list[list[bytes]]:
+    """Returns what this process has of each leaf."""
+    return [
+        [np.asarray(part.data).tobytes() for part in x.addressable_shards]
+        if isinstance(x, jax.Array)
+        else [np.asarray(x).tobytes()]
+        for x in jax.tree.leaves(tree)
+    ]
+
+
 def check_restored(found: tuple[int, Any], step: int, mesh: Mesh) -> None:
     assert found[0] == step
     wanted = divided_state(float(step), mesh)
