@@ -78,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--checkpoint-dir", type=path, metavar="DIR", help="save the run in DIR")
     train.add_argument("--checkpoint-every", type=positive, metavar="STEPS", help="default: once an epoch")
     train.add_argument("--resume", action="store_true", help="go on from DIR's last checkpoint, if it has one")
+    train.add_argument(
+        "--capsules", type=path, metavar="DIR", help="write the last skipped steps in DIR, to replay them"
+    )
     train.set_defaults(run=train_command)
 
     compare = commands.add_parser("compare", help="train a task in several policies or AMP modes")

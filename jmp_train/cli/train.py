@@ -19,6 +19,7 @@ from jmp_train.cli.options import (
 from jmp_train.tasks import TaskOptions, load_task
 
 if TYPE_CHECKING:
+    from jmp_train.capsules import SkipRecorder
     from jmp_train.runs import RunLog, Saving
 
 DEFAULT_POLICY = "autocast_float16"
@@ -42,6 +43,7 @@ def train_command(args: argparse.Namespace) -> int:
             signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None))
             saving = _saving(args, stack, signals)
             _check_logdir(args, name)
+            recorder = _recorder(args, stack)
         log = None
         display = None
         if not args.json:
@@ -69,6 +71,7 @@ def train_command(args: argparse.Namespace) -> int:
                 seed=args.seed,
                 growth_interval=args.growth_interval,
                 saving=saving,
+                recorder=recorder,
                 on_event=on_event,
             )
         except ResumeError as error:
@@ -97,6 +100,15 @@ def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> "
     if args.resume and not store.steps():
         print(f"jmp-train: {args.checkpoint_dir} has no checkpoint: a new run", file=sys.stderr)
     return Saving(store, args.checkpoint_every, args.resume, lambda: bool(signals))
+
+
+def _recorder(args: argparse.Namespace, stack: ExitStack) -> "SkipRecorder | None":
+    if args.capsules is None:
+        return None
+    from jmp_train.capsules import SkipRecorder
+
+    make_writable("--capsules", args.capsules)
+    return stack.enter_context(SkipRecorder(args.capsules))
 
 
 def _check_logdir(args: argparse.Namespace, name: str) -> None:

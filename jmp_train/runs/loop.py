@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jmp_train.capsules import SkipRecorder
 from jmp_train.data import check_seed
 from jmp_train.parallel import data_parallel
 from jmp_train.policies.optimizers import check_progress, skips_to_floor
@@ -40,6 +41,7 @@ def train(
     seed: int = 0,
     growth_interval: int | None = None,
     saving: Saving | None = None,
+    recorder: SkipRecorder | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Run:
     """Trains a task in one policy or AMP mode and evaluates it.
@@ -56,6 +58,7 @@ def train(
       growth_interval: steps without overflow after which a dynamic loss scale grows; None for the policy's own.
         Those that have none, such as float32, take no notice.
       saving: where to save checkpoints, and whether to go on from the last; None for nowhere.
+      recorder: writes capsules of steps that are skipped; who made it closes it. None for none.
       on_event: called with a `Compiled`, with a `Progress` now and then, with each `Epoch` and with
         the `Run`.
 
@@ -110,7 +113,9 @@ def train(
     on_event(compiled)
 
     batches = itertools.chain([first_batch], batches)
-    watch = _Watch(total, skips_to_floor(setup.loss_scale) + PATIENCE, steps, on_event)
+    if recorder is not None:
+        step = recorder.watch(step)
+    watch = _Watch(total, skips_to_floor(setup.loss_scale) + PATIENCE, steps, on_event, recorder)
     for epoch in range(done // steps_per_epoch + 1, epochs + 1):
         start = time.perf_counter()
         for batch in itertools.islice(batches, epoch * steps_per_epoch - watch.count):
@@ -147,10 +152,18 @@ def train(
 class _Watch:
     """Fetches the steps' metrics now and then, because each time waits for the device."""
 
-    def __init__(self, total: int, stop_after: int, steps: list[Step], on_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        total: int,
+        stop_after: int,
+        steps: list[Step],
+        on_event: Callable[[Event], None],
+        recorder: SkipRecorder | None = None,
+    ) -> None:
         self.total = total
         self.stop_after = stop_after
         self.on_event = on_event
+        self.recorder = recorder
         self.steps = steps  # those of before, if the run goes on
         self.skipped_steps = sum(not step.finite for step in steps)
         self._waiting: list[Metrics] = []
@@ -180,7 +193,7 @@ class _Watch:
             self.steps += recent
             self.skipped_steps += sum(not step.finite for step in recent)
             self.on_event(Progress(self.total, self.skipped_steps, tuple(recent)))
-        check_progress(state.opt_state, stop_after=self.stop_after)
+        check_progress(state.opt_state, stop_after=self.stop_after, recorder=self.recorder)
         self._waiting = []
         self._looked = time.perf_counter()
 

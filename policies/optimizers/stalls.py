@@ -1,6 +1,8 @@
 """`check_progress`: detects on the host that a run skips every step and cannot recover."""
 
 import warnings
+from pathlib import Path
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,14 @@ class StalledTrainingError(FloatingPointError):
       >>> issubclass(StalledTrainingError, FloatingPointError)
       True
     """
+
+
+class CapsuleRecorder(Protocol):
+    """What `check_progress` wants of a `SkipRecorder`: it knows the file of the last skipped step."""
+
+    def last_capsule(self) -> Path | None:
+        """Returns the newest capsule, None without any."""
+        ...
 
 
 def skips_to_floor(loss_scale: LossScales) -> int:
@@ -74,7 +84,9 @@ def _last_fall(loss_scale: LossScale) -> int:
     return int(falls[-1]) + 1 if falls.size else 0
 
 
-def check_progress(opt_state: PyTree, *, stop_after: int, warn_after: int | None = None) -> None:
+def check_progress(
+    opt_state: PyTree, *, stop_after: int, warn_after: int | None = None, recorder: CapsuleRecorder | None = None
+) -> None:
     """Warns or stops when the last steps were all skipped; call it now and then, outside of jit.
 
     It waits for the state to be computed, so every fifty steps or so is often enough. A scale that
@@ -85,6 +97,7 @@ def check_progress(opt_state: PyTree, *, stop_after: int, warn_after: int | None
       opt_state: an optimizer's state with any number of loss scales in any nesting.
       stop_after: raise when this many steps in a row were skipped; at least 1.
       warn_after: warn when this many were; at least 1, None for never.
+      recorder: a `SkipRecorder`, whose last capsule the error and the warning name.
 
     Raises:
       StalledTrainingError: `stop_after` was reached.
@@ -112,9 +125,9 @@ def check_progress(opt_state: PyTree, *, stop_after: int, warn_after: int | None
             raise ValueError("check_progress reads values on the host; call it outside of jit")
         skips = int(np.max(state.consecutive_skips))
         if skips >= stop_after:
-            raise StalledTrainingError(_describe(path, state))
+            raise StalledTrainingError(_describe(path, state) + _capsule_of(recorder))
         if warn_after is not None and skips >= warn_after:
-            warnings.warn(_describe(path, state), RuntimeWarning, stacklevel=2)
+            warnings.warn(_describe(path, state) + _capsule_of(recorder), RuntimeWarning, stacklevel=2)
 
 
 def _describe(path: str, state: LossScaledState) -> str:
@@ -131,6 +144,11 @@ def _describe(path: str, state: LossScaledState) -> str:
         f"{values}. NaN or inf in the data or the model does not go away with a lower "
         "scale: look at nonfinite_report(gradients)"
     )
+
+
+def _capsule_of(recorder: CapsuleRecorder | None) -> str:
+    capsule = None if recorder is None else recorder.last_capsule()
+    return "" if capsule is None else f"; load_capsule({str(capsule)!r}, state) gives the step that was skipped last"
 
 
 def _number(scale: LossScale, shape: tuple[int, ...], index: int) -> str:

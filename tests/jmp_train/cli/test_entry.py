@@ -128,6 +128,19 @@ def test_train_json_is_a_line_an_event(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+def test_the_last_skipped_steps_are_written_as_capsules(tmp_path: Path) -> None:
+    result = run("train", "--mode", "naive", "--epochs", "2", "--json", "--capsules", "made/capsules", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    final = event_from_json(json.loads(result.stdout.splitlines()[-1]))
+    assert isinstance(final, Run)
+    skipped = [step.step - 1 for step in final.steps if not step.finite]
+    assert len(skipped) > 3
+    names = [path.name for path in sorted((tmp_path / "made/capsules").iterdir())]
+    assert names == [f"step_{number:08d}.capsule" for number in skipped[-3:]]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_logs_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "log/float32").mkdir(parents=True)
     (tmp_path / "log/float32/metrics.jsonl").write_text("earlier")

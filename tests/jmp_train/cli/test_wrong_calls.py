@@ -115,7 +115,8 @@ PATHS = [
     *[
         (*call, option, folder)
         for call, option in (
-            (KARATE, "--checkpoint-dir"), (KARATE, "--logdir"), (COMPARE, "--out"), (COMPARE, "--logdir"),
+            (KARATE, "--checkpoint-dir"), (KARATE, "--capsules"), (KARATE, "--logdir"), (COMPARE, "--out"),
+            (COMPARE, "--logdir"),
         )
         for folder in FOLDERS
     ],

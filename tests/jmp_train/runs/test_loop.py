@@ -1,5 +1,7 @@
 import dataclasses
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from helpers import promoting_task
@@ -7,6 +9,7 @@ from helpers import promoting_task
 import jmp_train as jt
 from jmp_train.runs.events import Compiled, Epoch, Event, Progress
 from jmp_train.runs.loop import train
+from jmp_train.runs.setups import make_setup
 from jmp_train.tasks import TASK_NAMES, Task, TaskOptions, load_task
 
 pytestmark = pytest.mark.quick
@@ -121,11 +124,25 @@ def test_a_whole_graph_is_not_sharded_over_devices(name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("float32", marks=pytest.mark.full), "mixed_bfloat16"])
-def test_nan_for_ever_ends_in_an_error(digits: Task, policy: str) -> None:
+def test_nan_for_ever_ends_in_an_error(digits: Task, policy: str, tmp_path: Path) -> None:
     images = np.full_like(digits.train["image"], np.nan)
     broken = dataclasses.replace(digits, train={**digits.train, "image": images})
-    with pytest.raises(jt.StalledTrainingError, match="steps were skipped for non-finite gradients"):
-        train(broken, policy, epochs=50)
+    recorder = jt.SkipRecorder(tmp_path)
+    with pytest.raises(jt.StalledTrainingError, match="steps were skipped for non-finite gradients") as stall:
+        train(broken, policy, epochs=50, recorder=recorder)
+    capsules = sorted(tmp_path.iterdir())
+    assert f"load_capsule('{capsules[-1]}', state)" in str(stall.value)
+    setup = make_setup(broken, policy, broken.schedule(100))
+    params, model_state = broken.init(jax.random.key(7))
+    step_key = jax.random.split(jax.random.key(0))[1]
+    first = setup.create_state(params, model_state, step_key)
+    with pytest.raises(ValueError, match="the state given is of step 0"):
+        jt.load_capsule(capsules[0], first)
+    params, model_state = broken.init(jax.random.split(jax.random.key(0))[0])
+    state, batch = jt.load_capsule(capsules[0], setup.create_state(params, model_state, step_key))
+    assert int(state.step) == int(capsules[0].stem.removeprefix("step_"))
+    assert np.isnan(batch["image"]).all()
+    assert not jax.jit(setup.step)(state, batch)[1]["grads_finite"]
 
 
 def test_outputs_that_are_not_finite_are_no_accuracy(digits: Task) -> None:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -171,6 +172,27 @@ def test_the_message_has_the_numbers() -> None:
     assert issubclass(jt.StalledTrainingError, FloatingPointError)
 
 
+class Recorder:
+    """Stands for a `SkipRecorder` that has written one capsule, or none."""
+
+    def __init__(self, capsule: Path | None) -> None:
+        self.capsule = capsule
+
+    def last_capsule(self) -> Path | None:
+        return self.capsule
+
+
+def test_the_last_capsule_is_named() -> None:
+    state = run_steps(scaled(), "-")
+    named = r"load_capsule\('capsules/step_00000000.capsule', state\) gives the step that was skipped last$"
+    with pytest.raises(jt.StalledTrainingError, match=named):
+        jt.check_progress(state, stop_after=1, recorder=Recorder(Path("capsules", "step_00000000.capsule")))
+    with pytest.warns(RuntimeWarning, match=named):
+        jt.check_progress(state, stop_after=2, warn_after=1, recorder=Recorder(Path("capsules/step_00000000.capsule")))
+    with pytest.raises(jt.StalledTrainingError, match=r"nonfinite_report\(gradients\)$"):
+        jt.check_progress(state, stop_after=1, recorder=Recorder(None))
+
+
 def test_a_warning_comes_first() -> None:
     state = run_steps(scaled(), "--")
     with pytest.warns(RuntimeWarning, match="the last 2 steps were skipped") as record:
@@ -227,7 +249,7 @@ def test_vmapped_states_stop_for_their_worst_member() -> None:
 
 
 @pytest.mark.parametrize("options", [{"stop_after": 0}, {"stop_after": -2}, {"stop_after": 5, "warn_after": 0}])
-def test_numbers_below_one_are_refused(options: dict[str, int]) -> None:
+def test_numbers_below_one_are_refused(options: Any) -> None:
     name, number = list(options.items())[-1]
     with pytest.raises(ValueError, match=f"^{name}={number} must be at least 1"):
         jt.check_progress(run_steps(scaled(), ""), **options)
