@@ -1,6 +1,6 @@
 """What a mixed-precision step costs beside the same step written by hand.
 
-    python benchmarks/step_overhead.py [--rounds 60] [--steps 20] [--json FILE]
+    python benchmarks/step_overhead.py [--rounds 60] [--steps 20] [--json FILE] [--watch]
 
 One model (the digits CNN: BatchNorm, dropout, Adam, float16 computation) is stepped four ways, in one
 process and in turn: by `jmp_train.train_step`, by hand with jmp, by hand with flax's `DynamicScale`, and
@@ -8,9 +8,14 @@ without any scaling. The first three skip non-finite steps without a trace in pa
 batch statistics, and all return the same metrics and counters. Printed are the median time of a step,
 the median of its ratio to the fastest scaled way of the same round, and the number of instructions in
 the compiled HLO.
+
+With `--watch` it prints instead what `train_step(..., watch=...)` costs: MNIST's network and a small vision
+transformer (width 128, four blocks), with float32 parameters in mixed_float16 and mixed_bfloat16, without watches,
+with each and with both, in turn; beside each median the median of its ratio to the step without in the same round.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -21,13 +26,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jmp
+import numpy as np
 import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import jmp_train as jt
-from jmp_train.tasks import Task, load_task
+from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.tasks.models import VisionTransformer
+from jmp_train.tasks.vit import init, loss_fn
 
 LEARNING_RATE = 1e-3
+WATCHES = ((), ("lost_updates",), ("underflow",), ("lost_updates", "underflow"))
+WATCHED_EXAMPLES = 32
 
 
 class Contender(NamedTuple):
@@ -204,13 +214,73 @@ def measure(contenders: dict[str, Contender], batch: Any, rounds: int, steps: in
     return seconds
 
 
+class Watched(NamedTuple):
+    """A model whose watched step is measured: its loss function, parameters, model state and batch."""
+
+    loss_fn: Callable[..., Any]
+    params: Any
+    model_state: Any
+    batch: Any
+
+
+def watched_models() -> dict[str, Watched]:
+    """Returns MNIST's network and a small transformer, each with a batch."""
+    rng = np.random.default_rng(0)
+    label = jnp.asarray(rng.integers(10, size=WATCHED_EXAMPLES))
+    mnist = load_task("mnist", TaskOptions(synthetic=True))
+    images = [jnp.asarray(rng.random((WATCHED_EXAMPLES, *shape), np.float32)) for shape in ((28, 28, 1), (32, 32, 3))]
+    transformer = VisionTransformer(classes=10, patch=4, width=128, depth=4, heads=4, mlp=512)
+    return {
+        "mnist": Watched(mnist.loss_fn, *mnist.init(jax.random.key(0)), {"image": images[0], "label": label}),
+        "transformer": Watched(
+            functools.partial(loss_fn, model=transformer),
+            *init(jax.random.key(0), transformer, 32),
+            {"image": images[1], "label": label},
+        ),
+    }
+
+
+def measure_watches(rounds: int, steps: int) -> dict[str, Any]:
+    """Prints and returns milliseconds a step and ratios of each model, policy and choice of watches."""
+    print(f"{'':<28}  {'watch':<24}  ms/step  /no watch of its round  HLO instructions")
+    results = {}
+    for name, model in watched_models().items():
+        for policy in ("mixed_float16", "mixed_bfloat16"):
+            contenders, instructions = {}, {}
+            for watch in WATCHES:
+                optimizer = jt.with_loss_scale(optax.adamw(LEARNING_RATE), jt.torch_loss_scale(2.0**10))
+                step = jt.train_step(model.loss_fn, optimizer, policy=policy, watch=watch)
+                params = jax.tree.map(jnp.copy, model.params)
+                state = jt.TrainState.create(params, optimizer, model_state=model.model_state, rng=jax.random.key(0))
+                state = jax.tree.map(jnp.copy, state)
+                compiled = jax.jit(step, donate_argnums=0).lower(state, model.batch).compile()
+                key = " ".join(watch) or "none"
+                contenders[key], instructions[key] = Contender(compiled, state), count_instructions(compiled)
+            seconds = measure(contenders, model.batch, rounds, steps)
+            for key, times in seconds.items():
+                ratio = statistics.median(t / f for t, f in zip(times, seconds["none"], strict=True))
+                milliseconds = statistics.median(times) * 1e3
+                row = {"ms": milliseconds, "ratio": ratio, "instructions": instructions[key]}
+                results[f"{name} {policy} {key}"] = row
+                print(
+                    f"{name + ' ' + policy:<28}  {key:<24}  {milliseconds:7.2f}  {ratio:22.3f}  {instructions[key]:16d}"
+                )
+    return results
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--watch", action="store_true", help="what the watches of train_step cost")
     args = parser.parse_args()
+    if args.watch:
+        results = measure_watches(args.rounds, args.steps)
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=2))
+        return
 
     task = load_task("digits")
     batch = {name: jnp.asarray(x[: task.batch_size]) for name, x in task.train.items()}

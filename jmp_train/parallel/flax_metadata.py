@@ -1,6 +1,7 @@
 """Sharding metadata of flax parameters: linen's boxes and nnx's variables."""
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -67,6 +68,7 @@ def with_inert_boxes(step: TrainStep, params: Params, axis: str) -> TrainStep:
             return x
         return dataclasses.replace(x, names=tuple(without_axis(axis, name) for name in x.names))
 
+    @functools.wraps(step.loss_fn)  # with what an AMP mode says of it
     def loss_fn(params: Params, *rest: PyTree) -> Any:
         if not outside.empty:
             return step.loss_fn(jax.tree.map(with_whole, params, is_leaf=is_box), *rest)

@@ -24,6 +24,7 @@ from jmp_train.policies.loss_scaling import (
     unscale_and_check,
 )
 from jmp_train.policies.optimizers import (
+    Addition,
     LossScaledState,
     ParamsOptimizer,
     ZeroGradientsState,
@@ -61,6 +62,7 @@ from jmp_train.steps.step_checks import (
     names_of_axes,
 )
 from jmp_train.steps.train_state import TrainState
+from jmp_train.steps.watches import checked_watches, watch_metrics
 from jmp_train.types import Batch, Metrics, ModelState
 
 # loss_fn(params, model_state, batch, rng) -> (loss, (model_state, aux)); users write more specific types
@@ -107,6 +109,7 @@ def train_step(
     *,
     policy: Policy | PathPolicy | str | None = None,
     accumulate_steps: int = 1,
+    watch: Sequence[str] = (),
 ) -> "TrainStep":
     """Returns a pure training step `(state, batch) -> (state, metrics)` in mixed precision.
 
@@ -130,6 +133,7 @@ def train_step(
       accumulate_steps: into how many micro-batches the batch is split along its first axis. They
         share one scale, one overflow check and one update. Of a `jmp_train.graphs.stack` in the batch each
         has one graph; a graph that is in no stack is refused.
+      watch: what to count in every step, of "lost_updates" and "underflow"; see the metrics.
 
     Returns:
       A `TrainStep`: call it, jit it, or pass it to a parallel transform. Its metrics:
@@ -140,7 +144,11 @@ def train_step(
         * loss_scale: float32 scalar, the scale that the next step will use; of several losses an
           array [losses];
         * skipped_steps: int32 scalar, how many steps were skipped so far, this one included;
-        * num_zeros_in_grad: int32 scalar, if the optimizer has a `count_zero_gradients`.
+        * num_zeros_in_grad: int32 scalar, if the optimizer has a `count_zero_gradients`;
+        * watch: what `watch` names, as `{name: {group: float32 scalar}}`; a group is a module right under the root of
+          the parameters. "lost_updates" is the share of the updates that are not zero and leave the parameter what it
+          was in the dtype that it is kept in, "underflow" that of the scaled gradients that are not zero and below the
+          smallest normal number of the half type.
 
     Raises:
       ValueError: `accumulate_steps` is below 1 or, when called, does not divide the batch; the batch has no examples;
@@ -175,7 +183,7 @@ def train_step(
         raise TypeError(f"policy must be a Policy, a PathPolicy, a name or None, got {policy!r}")
     check_takes_state(loss_fn)
     refuse_second_cast(loss_fn, policy)
-    return TrainStep(loss_fn, as_transformation(optimizer), policy, accumulate_steps)
+    return TrainStep(loss_fn, as_transformation(optimizer), policy, accumulate_steps, watch=checked_watches(watch))
 
 
 class StepGradients(NamedTuple):
@@ -205,6 +213,7 @@ class TrainStep:
       accumulate_steps: see `train_step`.
       axis_names: mesh axes over which the batch is split.
       model_axis_names: mesh axes over which the parameters are split.
+      watch: see `train_step`.
       first_trace: warns when the step is first traced; copies share it.
 
     Example:
@@ -220,6 +229,7 @@ class TrainStep:
     accumulate_steps: int = 1
     axis_names: tuple[str, ...] = ()
     model_axis_names: tuple[str, ...] = ()
+    watch: tuple[str, ...] = ()
     first_trace: FirstTrace = dataclasses.field(default_factory=FirstTrace, repr=False)
 
     def with_axes(self, *names: str, model: Sequence[str] = ()) -> "TrainStep":
@@ -321,7 +331,7 @@ class TrainStep:
 
         extra = extra_arguments(state.opt_state, loss, trained(unscaled), evaluate)
         seen = _finite_or_nan(finite, trained_gradients(grads), state.opt_state)
-        new_params, opt_state = self._update(seen, state, extra)
+        new_params, opt_state, additions = self._update(seen, state, extra)
         new_params = with_overwritten(new_params, unscaled)
         if scaled_states(opt_state):
             new_params = select_tree(finite, new_params, state.params)
@@ -332,6 +342,7 @@ class TrainStep:
             "grad_norm": optax.tree.norm(trained(unscaled)),
             "grads_finite": finite,
             **_state_metrics(opt_state),
+            **watch_metrics(self, state, grads, additions, finite),
         }
         return TrainState(new_params, opt_state, model_state, rng, state.step + 1), metrics
 
@@ -425,8 +436,8 @@ class TrainStep:
 
         return evaluate
 
-    def _update(self, grads: Grads, state: TrainState, extra: dict[str, Any]) -> tuple[Any, Any]:
-        """Returns the parameters and optimizer state after the optimizer's step, taken or not."""
+    def _update(self, grads: Grads, state: TrainState, extra: dict[str, Any]) -> tuple[Any, Any, list[Addition]]:
+        """Returns parameters and optimizer state after the optimizer's step, taken or not, and what it added."""
         optimizer = self.optimizer
         if self._all_axes:
             extra = {**extra, "axis_names": self._all_axes}
@@ -435,8 +446,10 @@ class TrainStep:
         if not (isinstance(optimizer, ParamsOptimizer) or scaled_states(state.opt_state)):
             # bare optax wants gradients like parameters
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        params, opt_state = proposed_params(optimizer, grads, state.opt_state, params, **extra)
-        return params, _clear_emitted(opt_state)
+        additions: list[Addition] = []
+        on_addition = additions.append if "lost_updates" in self.watch else None
+        params, opt_state = proposed_params(optimizer, grads, state.opt_state, params, on_addition, **extra)
+        return params, _clear_emitted(opt_state), additions
 
 
 def _finite_or_nan(finite: jax.Array, grads: Grads, opt_state: OptState) -> Any:

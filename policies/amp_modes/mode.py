@@ -36,6 +36,7 @@ from jmp_train.policies.amp_modes.options import (
 from jmp_train.policies.autocasting import autocast
 from jmp_train.policies.dtype_policies import FirstTrace, Policy
 from jmp_train.policies.loss_scaling import (
+    AUTOCASTS_BY_AMP,
     CASTS_BY_AMP,
     LossScales,
     NoOpLossScale,
@@ -275,6 +276,7 @@ class Amp:
             return loss, (cast_like(new_state, model_state), self.cast_outputs(aux))
 
         setattr(with_amp, CASTS_BY_AMP, self.precision.model_dtype is not None)
+        setattr(with_amp, AUTOCASTS_BY_AMP, self.dtype if self.precision.autocast_rules else None)
         return with_amp, self._optimizer(optimizer)
 
     def forward(self, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ from jmp_train.policies.loss_scaling.argument_checks import check_flag as check_
 from jmp_train.policies.loss_scaling.argument_checks import check_range as check_range
 from jmp_train.policies.loss_scaling.argument_checks import check_scale as check_scale
 from jmp_train.policies.loss_scaling.argument_checks import is_integer as is_integer
+from jmp_train.policies.loss_scaling.loss_functions import AUTOCASTS_BY_AMP as AUTOCASTS_BY_AMP
 from jmp_train.policies.loss_scaling.loss_functions import CASTS_BY_AMP as CASTS_BY_AMP
 from jmp_train.policies.loss_scaling.loss_functions import check_takes_state as check_takes_state
 from jmp_train.policies.loss_scaling.loss_functions import only_losses as only_losses

@@ -14,6 +14,8 @@ _EXPECTED = (
 
 # An attribute of loss functions that an AMP mode has made, whether the mode casts parameters and batch.
 CASTS_BY_AMP = "_jmp_train_casts_by_amp"
+# Another: in which half type the mode autocasts; None where it does not.
+AUTOCASTS_BY_AMP = "_jmp_train_autocasts_by_amp"
 
 
 class Pair(NamedTuple):

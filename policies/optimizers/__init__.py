@@ -25,6 +25,7 @@ from jmp_train.policies.optimizers.stochastic_rounding import stochastic_round a
 from jmp_train.policies.optimizers.stochastic_rounding import (
     with_stochastic_rounding as with_stochastic_rounding,
 )
+from jmp_train.policies.optimizers.stored_parameters import Addition as Addition
 from jmp_train.policies.optimizers.stored_parameters import ParamsOptimizer as ParamsOptimizer
 from jmp_train.policies.optimizers.stored_parameters import as_transformation as as_transformation
 from jmp_train.policies.optimizers.zero_gradients import ZeroGradientsState as ZeroGradientsState

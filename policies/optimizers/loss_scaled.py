@@ -5,7 +5,7 @@ moments neither overflow nor stagnate. What it sees is unscaled and finite: clip
 and schedules belong inside, and `with_loss_scale` belongs outermost.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jmp_train.policies.loss_scaling import (
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
 from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_train.policies.optimizers.stored_parameters import (
+    Addition,
     ParamsOptimizer,
     StoringOptimizer,
     add_updates,
@@ -106,6 +107,7 @@ def with_loss_scale(
         *,
         axis_names: Sequence[str] = (),
         return_params: bool = False,
+        on_addition: Callable[[Addition], None] | None = None,
         **extra_args: Any,
     ) -> tuple[Any, Any]:
         if isinstance(state, Reached):
@@ -123,7 +125,7 @@ def with_loss_scale(
             consecutive_skips=(state.consecutive_skips + 1) * skipped,
         )
         if return_params:
-            return add_updates(params, new_updates), new_state
+            return add_updates(params, new_updates, on_addition), new_state
         return jax.tree_util.tree_map(lambda u: _or_nothing(finite, u), new_updates), new_state
 
     return ParamsOptimizer(init, update)

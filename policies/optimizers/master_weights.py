@@ -4,6 +4,7 @@ An update of less than 1/2048 of a float16 parameter (1/256 of a bfloat16 one) i
 The optimizer therefore steps on a float32 copy, of which the stored parameters are the rounded value.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from jax.tree_util import KeyPath
 
 from jmp_train.policies.optimizers.params_step import next_params
 from jmp_train.policies.optimizers.stored_parameters import (
+    Addition,
     StoringOptimizer,
     StoringState,
     as_transformation,
@@ -101,10 +103,14 @@ def with_master_weights(
         return MasterWeightsState(master_weights, inner_state)
 
     def step(
-        updates: Grads, state: MasterWeightsState, params: Params, **extra_args: object
+        updates: Grads,
+        state: MasterWeightsState,
+        params: Params,
+        on_addition: Callable[[Addition], None] | None = None,
+        **extra_args: object,
     ) -> tuple[Any, MasterWeightsState]:
         master_weights, inner_state = next_params(
-            inner, upcast_to_float32(updates), state.inner_state, state.master_weights, **extra_args
+            inner, upcast_to_float32(updates), state.inner_state, state.master_weights, on_addition, **extra_args
         )
         new_params = jax.tree_util.tree_map(
             lambda weight, x: _apart_from(weight.astype(x.dtype), weight), master_weights, params

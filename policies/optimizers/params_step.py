@@ -1,11 +1,12 @@
 """The next parameters of one step of any optimizer: as proposed, and as taken or skipped."""
 
+from collections.abc import Callable
 from typing import Any
 
 import optax
 
 from jmp_train.policies.optimizers.loss_scaled_state import scaled_states
-from jmp_train.policies.optimizers.stored_parameters import ParamsOptimizer, add_updates
+from jmp_train.policies.optimizers.stored_parameters import Addition, ParamsOptimizer, add_updates
 from jmp_train.policies.pytrees import select_tree
 from jmp_train.policies.types import Grads, OptState, Params
 
@@ -15,6 +16,7 @@ def proposed_params(
     grads: Grads,
     opt_state: OptState,
     params: Params,
+    on_addition: Callable[[Addition], None] | None = None,
     **extra_args: object,
 ) -> tuple[Any, Any]:
     """Returns the parameters after an optimizer's step, also of one that is skipped, and its next state.
@@ -24,6 +26,7 @@ def proposed_params(
       grads: as `optimizer.update` takes them, and so are the others.
       opt_state: the optimizer's.
       params: arrays; they keep their dtypes.
+      on_addition: called once with what the optimizer adds to what, if given.
       **extra_args: for `optimizer.update`.
 
     Example:
@@ -33,9 +36,11 @@ def proposed_params(
       Array([0.5, 0.5], dtype=float32)
     """
     if isinstance(optimizer, ParamsOptimizer):
+        if on_addition is not None:
+            extra_args["on_addition"] = on_addition
         return optimizer.update(grads, opt_state, params, return_params=True, **extra_args)
     updates, opt_state = optimizer.update(grads, opt_state, params, **extra_args)
-    return add_updates(params, updates), opt_state
+    return add_updates(params, updates, on_addition), opt_state
 
 
 def next_params(
@@ -43,6 +48,7 @@ def next_params(
     grads: Grads,
     opt_state: OptState,
     params: Params,
+    on_addition: Callable[[Addition], None] | None = None,
     **extra_args: object,
 ) -> tuple[Any, Any]:
     """Returns what `proposed_params` does, with the parameters as they were where the step is skipped.
@@ -52,6 +58,7 @@ def next_params(
       grads: scaled, where there is a loss scale.
       opt_state: where it has a loss scale, that decides.
       params: arrays.
+      on_addition: see `proposed_params`.
       **extra_args: for `optimizer.update`.
 
     Example:
@@ -62,7 +69,7 @@ def next_params(
       >>> next_params(optimizer, jnp.array([1.0, jnp.inf]), state, params)[0]
       Array([1., 1.], dtype=float32)
     """
-    new_params, opt_state = proposed_params(optimizer, grads, opt_state, params, **extra_args)
+    new_params, opt_state = proposed_params(optimizer, grads, opt_state, params, on_addition, **extra_args)
     # What is nested made zeros of its updates already, but others may have changed them since.
     for _, scaled in scaled_states(opt_state):
         new_params = select_tree(scaled.last_finite, new_params, params)

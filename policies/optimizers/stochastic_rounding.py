@@ -4,6 +4,7 @@ Rounding to the nearest loses an update of less than 1/512 of the parameter ever
 probability that the lost part has of a step, the value is right on average, and half the bytes are saved.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from jax import lax
 
 from jmp_train.policies.optimizers.params_step import next_params
 from jmp_train.policies.optimizers.stored_parameters import (
+    Addition,
     StoringOptimizer,
     StoringState,
     as_transformation,
@@ -92,10 +94,16 @@ def with_stochastic_rounding(
         return StochasticRoundingState(jnp.copy(key), inner_state)
 
     def step(
-        updates: Grads, state: StochasticRoundingState, params: Params, **extra_args: object
+        updates: Grads,
+        state: StochasticRoundingState,
+        params: Params,
+        on_addition: Callable[[Addition], None] | None = None,
+        **extra_args: object,
     ) -> tuple[Any, StochasticRoundingState]:
         grads, float32_params = upcast_to_float32((updates, params))
-        float32_params, inner_state = next_params(inner, grads, state.inner_state, float32_params, **extra_args)
+        float32_params, inner_state = next_params(
+            inner, grads, state.inner_state, float32_params, on_addition, **extra_args
+        )
         next_key, step_key = jax.random.split(state.key)
         leaves, tree = jax.tree_util.tree_flatten(params)
         stored = [

@@ -6,7 +6,7 @@ their next value is known, and the way over a difference can lose its last bits.
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,29 @@ from jmp_train.policies.pytrees import Reached, upcast_to_float32
 from jmp_train.policies.types import Grads, Params
 
 
+class Addition(NamedTuple):
+    """The addition by which an optimizer steps, for those who look at what it loses.
+
+    Attributes:
+      params: the parameters before it, in the dtypes in which they are kept: master weights where there are some, and
+        float32 where the sum is rounded stochastically.
+      updates: what is added; of a step that is skipped they may be NaN.
+      new_params: the sum, in the parameters' dtypes.
+    """
+
+    params: Any
+    updates: Any
+    new_params: Any
+
+
 class ParamsOptimizer(optax.GradientTransformationExtraArgs):
     """An optax optimizer whose `update` can return the next parameters instead of updates.
 
     `with_loss_scale`, `with_master_weights` and `with_stochastic_rounding` return one. Its `update` takes the
     extra argument `return_params=False`; True makes it return `(new_params, state)`, the parameters in the
     dtypes that they came in. An outermost loss scale leaves the selection to the caller then, who has more to
-    select: of a step that it skips, of which `state.last_finite` tells, they may be NaN.
+    select: of a step that it skips, of which `state.last_finite` tells, they may be NaN. With it goes the extra
+    argument `on_addition`, a function that is called once with the `Addition`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -89,10 +105,19 @@ def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(new == old, -jnp.zeros_like(new_float32), new_float32 - old_float32)
 
 
-def add_updates(params: Params, updates: Grads) -> Any:
-    """Returns parameters in their own dtypes after updates, which are added in float32 or higher precision."""
+def add_updates(params: Params, updates: Grads, on_addition: Callable[[Addition], None] | None = None) -> Any:
+    """Returns parameters in their own dtypes after updates, which are added in float32 or higher precision.
+
+    Args:
+      params: arrays.
+      updates: of an optimizer.
+      on_addition: called with the addition, if given.
+    """
     updated = optax.apply_updates(*upcast_to_float32((params, updates)))
-    return jax.tree_util.tree_map(lambda new, old: new.astype(old.dtype), updated, params)
+    new_params = jax.tree_util.tree_map(lambda new, old: new.astype(old.dtype), updated, params)
+    if on_addition is not None:
+        on_addition(Addition(params, updates, new_params))
+    return new_params
 
 
 def as_transformation(optimizer: object) -> optax.GradientTransformationExtraArgs:

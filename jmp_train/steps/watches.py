@@ -1,0 +1,285 @@
+"""Numeric watches of a train step: shares of lost updates and of vanishing gradients, for groups of parameters."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import GetAttrKey, KeyPath
+from jax.typing import ArrayLike, DTypeLike
+
+from jmp_train.policies import Grads, Params
+from jmp_train.policies.dtype_policies import AutocastPolicy, PathPolicy, Policy
+from jmp_train.policies.loss_scaling import AUTOCASTS_BY_AMP, PerLossScale
+from jmp_train.policies.optimizers import Addition, loss_scale_of, scaled_states
+from jmp_train.policies.pytrees import is_float_array, is_half, is_inexact_array, path_name, sum_over_axes, trained
+from jmp_train.steps.train_state import TrainState
+from jmp_train.types import Metrics
+
+WATCHES = ("lost_updates", "underflow")
+_MOST_GROUPS = 8
+_ROOT, _OTHERS = "params", "others"
+
+
+class Watching(Protocol):
+    """What has to be known of a `TrainStep`; see there."""
+
+    @property
+    def watch(self) -> tuple[str, ...]:
+        """What to watch."""
+        ...
+
+    @property
+    def loss_fn(self) -> Callable[..., Any]:
+        """The loss function."""
+        ...
+
+    @property
+    def policy(self) -> Policy | PathPolicy | None:
+        """The dtypes."""
+        ...
+
+    @property
+    def accumulate_steps(self) -> int:
+        """How many micro-batches there are."""
+        ...
+
+    @property
+    def model_axis_names(self) -> tuple[str, ...]:
+        """Mesh axes over which the parameters are split."""
+        ...
+
+
+class Count(NamedTuple):
+    """How many elements of one array are lost, of those that count; whole-number scalars.
+
+    Attributes:
+      lost: how many of `whole`.
+      whole: how many elements are not zero.
+    """
+
+    lost: jax.Array
+    whole: jax.Array
+
+
+def checked_watches(watch: object) -> tuple[str, ...]:
+    """Returns the names of watches as a tuple without repetitions.
+
+    Args:
+      watch: the argument of `train_step`.
+
+    Raises:
+      TypeError: it is a string or not iterable.
+      ValueError: there is no such watch.
+
+    Example:
+      >>> checked_watches(["underflow"])
+      ('underflow',)
+    """
+    if isinstance(watch, str):
+        raise TypeError(f"watch={watch!r} must be a tuple of names: watch=({watch!r},)")
+    if not isinstance(watch, Sequence):
+        raise TypeError(f"watch={watch!r} must be a tuple of names, of {', '.join(map(repr, WATCHES))}")
+    for name in watch:
+        if name not in WATCHES:
+            raise ValueError(f"watch: there is no {name!r}, the choices are {', '.join(map(repr, WATCHES))}")
+    return tuple(dict.fromkeys(watch))
+
+
+def group_names(params: Params) -> list[str]:
+    """Returns the group of each leaf, in tree order: the module right under the root that it is in.
+
+    One wrapper around all modules, as linen's "params", is left out. The groups of more than eight modules are their
+    names without the number at the end, and if there are still more, the first seven and "others".
+
+    Args:
+      params: pytree of arrays; of a single array the group is "params".
+
+    Example:
+      >>> group_names({"params": {"Dense_0": {"bias": 0, "kernel": 0}, "Dense_1": {"kernel": 0}}})
+      ['Dense_0', 'Dense_0', 'Dense_1']
+      >>> group_names({"embed": 0, **{f"layer_{i}": 0 for i in range(12)}})[-2:]
+      ['layer', 'layer']
+    """
+    paths = [_without_value(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    if len({path[:1] for path in paths}) == 1 and all(len(path) > 1 for path in paths):
+        paths = [path[1:] for path in paths]
+    names = [path_name(path[:1]) or _ROOT for path in paths]
+    if len(set(names)) > _MOST_GROUPS:
+        names = [re.sub(r"[\W_]*\d+$", "", name) or _ROOT for name in names]
+    if len(set(names)) > _MOST_GROUPS:
+        kept = list(dict.fromkeys(names))[: _MOST_GROUPS - 1]
+        names = [name if name in kept else _OTHERS for name in names]
+    return names
+
+
+def _without_value(path: KeyPath) -> KeyPath:
+    return path[:-1] if len(path) > 1 and path[-1] == GetAttrKey("value") else path
+
+
+def half_type_of(policy: Policy | PathPolicy | None, loss_fn: object) -> Callable[[str, DTypeLike], np.dtype]:
+    """Returns a function that says in which dtype the gradient of a parameter was computed.
+
+    Args:
+      policy: the step's. Without one it is what an AMP mode autocasts to, or else the parameter's own dtype; casts
+        within a loss function are not seen.
+      loss_fn: the step's.
+
+    Returns:
+      A function of a parameter's path and stored dtype.
+
+    Example:
+      >>> from jmp_train.policies import get_policy
+      >>> half_type_of(get_policy("autocast_float16"), None)("w", jnp.float32).name
+      'float16'
+    """
+    default = None if policy is None else policy.default
+    if isinstance(default, AutocastPolicy):
+        autocast_dtype: DTypeLike | None = default.autocast_dtype
+    else:
+        autocast_dtype = getattr(loss_fn, AUTOCASTS_BY_AMP, None)
+
+    def dtype_of(path: str, stored: DTypeLike) -> np.dtype:
+        if autocast_dtype is not None:
+            return jnp.dtype(autocast_dtype)
+        return jnp.dtype(stored if policy is None else policy.policy_of(path).compute_dtype)
+
+    return dtype_of
+
+
+def count_lost_updates(addition: Addition) -> list[Count]:
+    """Returns for each array how many of its updates that are not zero leave the parameter what it was.
+
+    Args:
+      addition: what the optimizer adds to what.
+
+    Example:
+      >>> ones = jnp.ones(2, jnp.bfloat16)  # the next lower number is 2**-8 away
+      >>> counts = count_lost_updates(Addition(ones, jnp.array([2.0**-13, 0.0]), ones))
+      >>> int(counts[0].lost), int(counts[0].whole)
+      (1, 1)
+    """
+
+    def count(old: jax.Array, update: jax.Array, new: jax.Array) -> Count:
+        if not is_inexact_array(old):
+            return Count(jnp.uint32(0), jnp.uint32(0))
+        changes = _is_nonzero(update)
+        return _counted(changes & _is_same(old, new), changes)
+
+    return [count(*leaves) for leaves in zip(*map(jax.tree.leaves, addition), strict=True)]
+
+
+def count_underflows(
+    grads: Grads, params: Params, dtype_of: Callable[[str, DTypeLike], np.dtype], parts: int = 1
+) -> list[Count]:
+    """Returns for each array how many of its gradients that are not zero are subnormal numbers of a half type.
+
+    Args:
+      grads: scaled, in float32 or higher precision.
+      params: arrays in the same tree.
+      dtype_of: see `half_type_of`. Where it says no half type nothing is counted.
+      parts: of how many micro-batches the gradients are the sum; their mean is what counts.
+
+    Example:
+      >>> w = jnp.ones(3)
+      >>> counts = count_underflows(jnp.array([0.0, 2.0**-20, 1.0]), w, lambda path, dtype: jnp.dtype("float16"))
+      >>> int(counts[0].lost), int(counts[0].whole)
+      (1, 2)
+    """
+
+    def count(path: KeyPath, grad: jax.Array, param: jax.Array) -> Count:
+        if not is_float_array(grad) or not is_half(half := dtype_of(path_name(path), param.dtype)):
+            return Count(jnp.uint32(0), jnp.uint32(0))
+        # Whole numbers are compared: as floats a device may take subnormal ones for zeros.
+        magnitude = _magnitude_bits(grad)
+        bound = np.asarray(float(jnp.finfo(half).smallest_normal) * parts, grad.dtype).view(magnitude.dtype)
+        is_some = magnitude != 0
+        return _counted(is_some & (magnitude < bound), is_some)
+
+    counts = jax.tree_util.tree_map_with_path(count, grads, params)
+    return jax.tree.leaves(counts, is_leaf=lambda x: isinstance(x, Count))
+
+
+def watch_metrics(
+    step: Watching, state: TrainState, grads: Any, additions: Sequence[Addition], finite: jax.Array
+) -> Metrics:
+    """Returns the metric "watch" of a step; nothing if nothing is watched.
+
+    Args:
+      step: which says what to watch, and where.
+      state: from which the step is made.
+      grads: scaled, averaged over the devices that share a batch; of a `PerLossScale` a tuple of them.
+      additions: what the optimizer added to what: one if lost updates are watched, or none.
+      finite: whether the gradients are. A step that is skipped for them loses no updates.
+    """
+    if not step.watch:
+        return {}
+    params = trained(state.params)
+    names, counts = group_names(params), {}
+    for addition in additions:
+        taken = finite if scaled_states(state.opt_state) else True
+        counts["lost_updates"] = _by_group(names, [_if_taken(taken, x) for x in count_lost_updates(addition)])
+    if "underflow" in step.watch:
+        dtype_of = half_type_of(step.policy, step.loss_fn)
+        losses = grads if isinstance(loss_scale_of(state.opt_state), PerLossScale) else (grads,)
+        found = [x for one in losses for x in count_underflows(trained(one), params, dtype_of, step.accumulate_steps)]
+        counts["underflow"] = _by_group(names * len(losses), found)
+    if step.model_axis_names:
+        leaves, structure = jax.tree.flatten(counts)
+        counts = jax.tree.unflatten(structure, list(sum_over_axes(jnp.stack(leaves), step.model_axis_names)))
+    return {"watch": {name: {group: _share(x) for group, x in counts[name].items()} for name in step.watch}}
+
+
+def _by_group(names: Sequence[str], counts: Sequence[Count]) -> dict[str, Count]:
+    """Returns the sums of counts by group, in float32, in which they do not overflow."""
+    totals = {name: Count(jnp.float32(0), jnp.float32(0)) for name in names}
+    for name, count in zip(names, counts, strict=True):
+        totals[name] = Count(*(total + x.astype(jnp.float32) for total, x in zip(totals[name], count, strict=True)))
+    return totals
+
+
+def _if_taken(taken: ArrayLike, count: Count) -> Count:
+    return count._replace(lost=jnp.where(taken, count.lost, jnp.uint32(0)))
+
+
+def _share(count: Count) -> jax.Array:
+    return count.lost / jnp.maximum(count.whole, 1)  # 0 where nothing counts
+
+
+def _counted(lost: jax.Array, whole: jax.Array) -> Count:
+    """Returns how many flags are set in two arrays.
+
+    One reduction counts in both: on CPUs XLA computes that many times as fast as two sums.
+    """
+    zero = jnp.uint32(0)
+
+    def add(x: Sequence[jax.Array], y: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        return x[0] + y[0], x[1] + y[1]
+
+    flags = lost.astype(jnp.uint32), whole.astype(jnp.uint32)
+    return Count(*lax.reduce(flags, (zero, zero), add, tuple(range(lost.ndim))))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    # Bits, because XLA may compare what was not rounded to half yet, and take subnormal numbers for zeros.
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def _magnitude_bits(x: jax.Array) -> jax.Array:
+    bits = _bits(x)
+    return bits & jnp.iinfo(bits.dtype).max >> 1
+
+
+def _is_nonzero(x: jax.Array) -> jax.Array:
+    return x != 0 if jnp.iscomplexobj(x) else _magnitude_bits(x) != 0
+
+
+def _is_same(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Says of which elements the values are the same; zeros may differ in their signs."""
+    if jnp.iscomplexobj(x):
+        return x == y
+    bits = _bits(x), _bits(y)
+    return (bits[0] == bits[1]) | ((bits[0] | bits[1]) << 1 == 0)
