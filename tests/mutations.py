@@ -209,8 +209,8 @@ MUTATIONS = (
     Mutation(
         "master-weights",
         "policies/optimizers/master_weights.py",
-        "upcast_to_float32(updates), state.inner_state, state.master_weights, **extra_args",
-        "upcast_to_float32(updates), state.inner_state, upcast_to_float32(params), **extra_args",
+        "upcast_to_float32(updates), state.inner_state, state.master_weights, on_addition, **extra_args",
+        "upcast_to_float32(updates), state.inner_state, upcast_to_float32(params), on_addition, **extra_args",
         "tests/policies/optimizers/test_master_weights.py",
     ),
 )
