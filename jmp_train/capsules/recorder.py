@@ -15,7 +15,6 @@ from jmp_train.capsules.capsule_content import capsule_content
 from jmp_train.capsules.capsule_files import capsule_path, capsules_in
 from jmp_train.capsules.state_parts import Snapshot, StateParts, parts_of, snapshot
 from jmp_train.checkpoints import write_atomically
-from jmp_train.distributed import local_data
 from jmp_train.policies.pytrees import has_tracers
 from jmp_train.steps import TrainState, check_not_replicated
 from jmp_train.types import Batch, Metrics
@@ -46,7 +45,8 @@ class SkipRecorder:
     until the device has told whether they were skipped, and then the oldest one is waited for. So a skip is seen a few
     steps late, and if one of these was taken, the capsule fits the state of before it alone: that of a checkpoint, for
     example. `load_capsule` says so. `wait` and `save_state` are for those who have no such state. A batch of NumPy
-    arrays must not be overwritten in place meanwhile, unless `wait` is set.
+    arrays must not be overwritten in place meanwhile, unless `wait` is set. `close`, or the end of a `with`, writes
+    what the last steps leave.
 
     Args:
       directory: is made if it is not there. Each of several processes writes files of its own there.
@@ -162,16 +162,17 @@ class SkipRecorder:
     def _finish(self, state: TrainState | None) -> None:
         """Waits for the oldest step, and writes its capsule if it was skipped; `state` is that after the newest."""
         made = self._pending.popleft()
-        if local_data(made.finite):
+        if jax.device_get(made.finite):
             return
         kept = None
         if self._save_state and state is not None:
             leaves = jax.tree.leaves(state)
             kept = [leaves[i] for i in made.parts.kept]
         try:
-            number, content = capsule_content(made.batch, made.parts, made.before, kept, len(self._pending))
+            with jax.transfer_guard("allow"):  # a skip may be slow
+                number, content = capsule_content(made.batch, made.parts, made.before, kept, len(self._pending))
             self._write(number, content)
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, TypeError, ValueError, RuntimeError) as error:
             warnings.warn(
                 f"no capsule of a skipped step was written to {self.directory}: {error}", RuntimeWarning, stacklevel=3
             )

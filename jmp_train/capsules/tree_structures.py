@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.tree_util import PyTreeDef, default_registry
 
-_IMPORTED = ("jmp_train", "jraph", "flax", "optax", "collections")
+_IMPORTED = ("jmp_train.graphs.", "jraph.", "flax.core.")
 _LEAF = "*"
 
 
@@ -62,7 +62,7 @@ def _class_of(name: str) -> type[Any]:
     module, _, path = name.partition(":")
     if name == "builtins:NoneType":
         return type(None)
-    if module not in sys.modules and module.partition(".")[0] in _IMPORTED:
+    if module not in sys.modules and f"{module}.".startswith(_IMPORTED):
         importlib.import_module(module)
     found: Any = sys.modules.get(module)
     for part in path.split("."):

@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +114,23 @@ def test_a_container_of_other_fields_wants_like(tmp_path: Path) -> None:
     assert_bitwise_equal(jt.load_capsule(path, state, like=like)[1], batch)
     with pytest.raises(ValueError, match=rf"{path} has a batch of other leaves than like"):
         jt.load_capsule(path, state, like={"y": 1})
+
+
+@pytest.mark.full
+@pytest.mark.timeout(100)
+def test_a_graph_is_loaded_where_graphs_are_not_imported_yet(tmp_path: Path) -> None:
+    graph = jt.graphs.rand_graph(5, 9)
+    path, _ = recorded(tmp_path, (graph, jt.graphs.to_jraph(graph)))
+    code = """
+import sys, jax, jax.numpy as jnp, optax, jmp_train as jt
+assert "jmp_train.graphs" not in sys.modules
+optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(256.0))
+state = jt.TrainState.create({"w": jnp.ones(3)}, optimizer, rng=jax.random.key(0))
+_, batch = jt.load_capsule(sys.argv[1], state)
+print(*(type(x).__name__ for x in batch), batch[0].num_edges)
+"""
+    done = subprocess.run((sys.executable, "-c", code, str(path)), capture_output=True, text=True, check=False)
+    assert done.stdout == "Graph GraphsTuple 9\n", done.stderr
 
 
 def test_a_class_that_is_not_loaded_is_named_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

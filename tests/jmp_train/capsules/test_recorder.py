@@ -12,7 +12,8 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_bitwise_equal, poison_gradient, relaxed
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
 from jmp_train.capsules import recorder as recorder_module
@@ -172,11 +173,56 @@ def test_fifty_of_fifty_are_replayed(mode: str, options: dict[str, Any], route: 
 def small_step() -> tuple[jt.TrainStep, jt.TrainState]:
     """Returns a step of little to compile, whose batches are skipped if they have an inf."""
     optimizer = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.torch_loss_scale(256.0))
-    step = jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), optimizer)
+    step = jt.train_step(jt.stateless(lambda w, x: (w.sum() * x).mean()), optimizer)
     return step, jt.TrainState.create(jnp.ones(4), optimizer, rng=jax.random.key(0))
 
 
 GOOD, BAD = np.ones(4, np.float32), np.full(4, np.inf, np.float32)
+
+
+def test_a_state_that_is_not_on_its_mesh_yet_is_taken(tmp_path: Path) -> None:
+    step, state = small_step()
+    devices = jax.devices()
+    state = dataclasses.replace(
+        state,
+        params=np.ones(4, np.float32),
+        rng=jax.device_put(state.rng, devices[1]),
+        step=jax.device_put(state.step, devices[2]),
+    )
+    run = jt.data_parallel(step, mesh_of(2))
+    with jt.SkipRecorder(tmp_path, wait=True) as recorder:
+        after, metrics = recorder.watch(run)(state, BAD)
+    for given in (state, after):
+        before, batch = jt.load_capsule(tmp_path / "step_00000000.capsule", given)
+        assert_bitwise_equal(run(before, batch), (after, metrics))
+
+
+@pytest.mark.full
+def test_sharded_states_are_replayed(tmp_path: Path) -> None:
+    mesh = mesh_of(8)
+    step, state = make_step("naive", initial_scale=256.0)
+    shardings = jt.fsdp_shardings(state, mesh, min_size=8)
+    run = jt.sharded_step(step, mesh, shardings=shardings, donate_argnums=0)
+    assert check_replays(run, jax.device_put(state, shardings), tmp_path / "fsdp", 8, {0, 2, 3, 7}) == 4
+
+    pipe = Mesh(np.array(jax.devices()[:4]), ("pipe",))
+    stages = jt.pipeline(lambda w, x, rng: x * w, pipe, micro_batches=2)
+    optimizer = jt.with_loss_scale(relaxed(optax.adam(0.1)), jt.torch_loss_scale(256.0))
+    fn = jt.stateless(lambda params, batch: (stages(params, batch["x"]) * batch["poison"][:, None]).mean())
+    step = telling(jt.train_step(fn, optimizer, policy="mixed_float16"))
+    state = jt.TrainState.create(jax.device_put(jnp.ones(4), NamedSharding(pipe, P("pipe"))), optimizer)
+    run = jax.jit(step, donate_argnums=0)
+    assert check_replays(run, state, tmp_path / "pipe", 8, {0, 2, 3, 7}, save_state=True) == 4
+
+
+@pytest.mark.full
+def test_keys_outside_of_the_loss_scale_are_put_back(tmp_path: Path) -> None:
+    optimizer = jt.with_loss_scale(relaxed(optax.adam(0.1)), jt.megatron_loss_scale(256.0, hysteresis=2))
+    optimizer = jt.with_stochastic_rounding(optimizer, jax.random.key(3))
+    fn = jt.stateless(lambda w, x: (w * x["x"][:, :4].astype(w.dtype)).astype(jnp.float32).mean() * x["poison"].max())
+    step = telling(jt.train_step(fn, optimizer))
+    state = jt.TrainState.create(jnp.ones(4, jnp.bfloat16), optimizer)
+    assert check_replays(jax.jit(step), state, tmp_path, 8, {0, 2, 3, 7}) == 4
 
 
 def test_the_program_is_the_same_and_compiled_once(tmp_path: Path) -> None:
@@ -198,7 +244,7 @@ class LateFlags:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ready, self.reads = False, 0
         monkeypatch.setattr(type(jnp.array(True)), "is_ready", lambda x: self.ready)
-        monkeypatch.setattr(recorder_module, "local_data", self._read)
+        monkeypatch.setattr(recorder_module.jax, "device_get", self._read)
 
     def _read(self, x: jax.Array) -> np.ndarray:
         self.reads += 1
