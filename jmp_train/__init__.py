@@ -50,6 +50,8 @@ from jmp_train.policies import LossScale as LossScale
 from jmp_train.policies import LossScaledState as LossScaledState
 from jmp_train.policies import NoOpLossScale as NoOpLossScale
 from jmp_train.policies import OperationReport as OperationReport
+from jmp_train.policies import NumericsReport as NumericsReport
+from jmp_train.policies import OperationNumerics as OperationNumerics
 from jmp_train.policies import PathPolicy as PathPolicy
 from jmp_train.policies import PerLossScale as PerLossScale
 from jmp_train.policies import Grads as Grads
@@ -60,6 +62,8 @@ from jmp_train.types import Metrics as Metrics
 from jmp_train.types import ModelState as ModelState
 from jmp_train.policies import Policy as Policy
 from jmp_train.policies import PolicyReport as PolicyReport
+from jmp_train.policies import Problem as Problem
+from jmp_train.policies import Remedy as Remedy
 from jmp_train.policies import StalledTrainingError as StalledTrainingError
 from jmp_train.policies import StaticLossScale as StaticLossScale
 from jmp_train.policies import adopt_opt_state as adopt_opt_state
@@ -78,6 +82,7 @@ from jmp_train.policies import check_progress as check_progress
 from jmp_train.policies import collapse_report as collapse_report
 from jmp_train.policies import count_zero_gradients as count_zero_gradients
 from jmp_train.policies import deepspeed_loss_scale as deepspeed_loss_scale
+from jmp_train.policies import diagnose as diagnose
 from jmp_train.policies import explain_autocast as explain_autocast
 from jmp_train.policies import explain_policy as explain_policy
 from jmp_train.policies import get_loss_scale as get_loss_scale

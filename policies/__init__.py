@@ -24,6 +24,11 @@ from jmp_train.policies.autocasting import autocast as autocast
 from jmp_train.policies.autocasting import autocast_as as autocast_as
 from jmp_train.policies.autocasting import explain_autocast as explain_autocast
 from jmp_train.policies.autocasting import float32_dot_general as float32_dot_general
+from jmp_train.policies.diagnosing import NumericsReport as NumericsReport
+from jmp_train.policies.diagnosing import OperationNumerics as OperationNumerics
+from jmp_train.policies.diagnosing import Problem as Problem
+from jmp_train.policies.diagnosing import Remedy as Remedy
+from jmp_train.policies.diagnosing import diagnose as diagnose
 from jmp_train.policies.dtype_policies import AutocastPolicy as AutocastPolicy
 from jmp_train.policies.dtype_policies import CollapsedValuesWarning as CollapsedValuesWarning
 from jmp_train.policies.dtype_policies import Float32ProductsWarning as Float32ProductsWarning

@@ -18,7 +18,6 @@ _HOLD_PROGRAMS = frozenset(ENTERED) | {"core_call", "custom_vmap_call", "xla_pma
 _HALVES = ("float16", "bfloat16")
 _OURS = os.path.dirname(os.path.dirname(__file__))  # the floor, whose rooms these are
 _JAX = os.path.dirname(jax.__file__)
-_JIT = os.path.join(_JAX, "_src", "pjit.py")
 _LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 
 
@@ -139,18 +138,24 @@ def user_line_of(equations: Sequence[Any]) -> str:
     Args:
       equations: see `source_of`.
     """
-    outside = (frame for frame in _frames(equations) if not frame.startswith(_LIBRARIES))
+    outside = (line for line, is_installed in lines_of(equations) if not is_installed)
     return next(outside, source_of(equations))
+
+
+def lines_of(equations: Sequence[Any]) -> Iterator[tuple[str, bool]]:
+    """Yields the lines of code that made an equation, the innermost first, and whether each is of an installed package.
+
+    Args:
+      equations: see `source_of`.
+    """
+    return ((line, line.startswith(_LIBRARIES)) for line in _frames(equations))
 
 
 def _frames(equations: Sequence[Any]) -> Iterator[str]:
     """Yields the lines of equations, each within the one before it, the innermost line first."""
-    for depth in reversed(range(len(equations))):
-        traceback = equations[depth].source_info.traceback
-        within_jit = any(e.primitive.name in ("jit", "pjit") for e in equations[:depth])
-        for frame in () if traceback is None else traceback.frames:
-            if within_jit and frame.file_name == _JIT:
-                break  # jit traced the function once, perhaps for another line than this one
+    for equation in reversed(equations):
+        traceback = equation.source_info.traceback
+        for frame in () if traceback is None else traceback.frames:  # of what jit traces none of its callers
             if not frame.file_name.startswith((_JAX, _OURS, "<")):
                 yield f"{frame.file_name}:{frame.line_num}"
 

@@ -1,0 +1,132 @@
+"""How one equation is bound: as it is, in float32, and as it is on the shadow's operands."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from jmp_train.policies.diagnosing.measures import is_float, is_low, widened
+
+SUMS = frozenset(
+    ("add", "sub", "add_any", "reduce_sum", "cumsum", "scatter-add", "scatter_add", "reduce_window_sum", "psum")
+)
+_DTYPES = ("new_dtype", "dtype", "preferred_element_type", "accum_dtype")  # parameters that name a result's dtype
+# Their results say what bits there are, or the next number: float32 has others.
+_OF_BITS = frozenset(("bitcast_convert_type", "nextafter"))
+
+
+def bound(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """Returns an equation's results for operands in its own dtypes."""
+    primitive = equation.primitive
+    results = primitive.bind(*operands, **equation.params)
+    return list(results) if primitive.multiple_results else [results]
+
+
+def in_float32(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
+    """Returns an equation's results in float32 for operands in float32; None where there is no such operation.
+
+    Args:
+      equation: of a traced program.
+      operands: those in lower precision are float32 here, all others as they are.
+    """
+    name, params = equation.primitive.name, equation.params
+    if name == "reduce_precision" and params["mantissa_bits"] < jnp.finfo(jnp.float32).nmant:
+        return [operands[0]]
+    if name in _OF_BITS:
+        return None
+    wide = {
+        key: widened(value) if key in _DTYPES and value is not None and is_float(np.dtype(value)) else value
+        for key, value in params.items()
+    }
+    try:
+        if _holds_program(params) and any(is_low(getattr(v.aval, "dtype", None)) for v in equation.outvars):
+            return _by_its_program(equation, operands)
+        results = equation.primitive.bind(*operands, **wide)
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def magnitude_of_terms(equation: Any, operands: Sequence[Any]) -> Any:
+    """Returns the sum of the magnitudes of what an equation adds up, None where it is no sum.
+
+    Args:
+      equation: of a traced program.
+      operands: in float32.
+    """
+    name = equation.primitive.name
+    if name not in SUMS:
+        return None
+    magnitudes = [jnp.abs(x) if is_float(jnp.asarray(x).dtype) else x for x in operands]
+    if name == "sub":
+        return magnitudes[0] + magnitudes[1]
+    results = in_float32(equation, magnitudes)
+    return None if results is None else results[0]
+
+
+def _holds_program(params: dict[str, Any]) -> bool:
+    return "update_jaxpr" in params or "jaxpr" in params
+
+
+def _by_its_program(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
+    """Binds a scatter or a reduction, one of whose parameters is a program for two numbers in lower precision."""
+    params = equation.params
+    if scatter := _SCATTERS.get(equation.primitive.name.replace("_", "-")):
+        kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+        return [scatter(*operands, **{key: params[key] for key in kept})]
+    count = len(operands) // 2
+    values, starts = operands[:count], operands[count:]
+    if equation.primitive.name == "reduce":
+        return list(lax.reduce(values, starts, _of_scalars(params["jaxpr"]), params["dimensions"]))
+    if equation.primitive.name == "reduce_window":
+        kept = ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
+        program = _of_scalars(params["jaxpr"])
+        return list(lax.reduce_window(values, starts, program, **{key: params[key] for key in kept}))
+    return None
+
+
+def _of_scalars(jaxpr: Any) -> Callable[[Any, Any], Any]:
+    """Returns a program of few scalars in float32, as a function of the sums so far and the numbers to be added."""
+    opened = getattr(jaxpr, "jaxpr", jaxpr)
+
+    def run(first: Any, second: Any) -> Any:
+        operands = [*jax.tree.leaves(first), *jax.tree.leaves(second)]
+        environment = dict(zip(opened.invars, operands, strict=True))
+        for equation in opened.eqns:
+            inputs = [_scalar(x) if isinstance(x, Literal) else environment[x] for x in equation.invars]
+            results = in_float32(equation, inputs)
+            if results is None:
+                raise NotImplementedError(equation.primitive.name)
+            environment.update(zip(equation.outvars, results, strict=True))
+        results = [_scalar(x) if isinstance(x, Literal) else environment[x] for x in opened.outvars]
+        return jax.tree.unflatten(jax.tree.structure(first), results)
+
+    return run
+
+
+def _scalar(literal: Literal) -> jax.Array:
+    dtype = literal.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    return jnp.asarray(literal.val, widened(dtype))
+
+
+_SCATTERS: dict[str, Callable[..., Any]] = {
+    "scatter": lax.scatter,
+    "scatter-add": lax.scatter_add,
+    "scatter-sub": lax.scatter_sub,
+    "scatter-mul": lax.scatter_mul,
+    "scatter-min": lax.scatter_min,
+    "scatter-max": lax.scatter_max,
+}
+
+
+def rounded(shadow: jax.Array, dtype: Any) -> jax.Array:
+    """Returns finite numbers rounded to a dtype, those beyond its range as its largest: that they overflow was said."""
+    if shadow.dtype == dtype:
+        return shadow
+    largest = float(jnp.finfo(dtype).max)
+    clipped = jnp.where(jnp.isfinite(shadow), jnp.clip(shadow, -largest, largest), shadow)
+    return lax.convert_element_type(clipped, dtype)

@@ -1,0 +1,88 @@
+"""`diagnose`: what half precision does to every operation of a function or a training step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp_train.policies.autocasting import FlatCall
+from jmp_train.policies.diagnosing.evidence import Evidence
+from jmp_train.policies.diagnosing.findings import problems_of
+from jmp_train.policies.diagnosing.report import NumericsReport
+from jmp_train.policies.diagnosing.rows import row_of
+from jmp_train.policies.diagnosing.tracing import run_beside_shadow
+from jmp_train.policies.loss_scaling import DynamicLossScale, is_loss_scale, scales_in
+from jmp_train.policies.optimizers import scaled_states
+from jmp_train.policies.pytrees import is_float_array, path_name
+
+
+def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsReport:
+    """Runs a function beside a float32 shadow of itself, and says which operations half precision harms.
+
+    The function is traced once, as `jax.jit` does: forward pass, backward pass and update of a training step are one
+    program, with what is within `jit`, `scan`, `while`, `cond`, `remat`, custom derivatives and `shard_map`. Each of
+    its equations is evaluated in its own dtypes, in float32 beside it, and in its own dtypes on the float32 operands,
+    which parts the error of the operation itself from what it inherits.
+
+    Args:
+      fn: a pure function, with or without `jax.jit`, such as a `train_step` with its policy, in whatever parallel
+        transform.
+      *args: its arguments, pytrees of arrays with values.
+      steps: how often it is run, each time with its first result (the state) as the first argument.
+
+    Returns:
+      A report: print it, or look at its `problems`, `rules` and `rows`.
+
+    Raises:
+      TypeError: an argument has no values, or it is called within a transform of jax; `steps` is above 1 and the
+        first result is unlike the first argument.
+      ValueError: `steps` is no positive integer.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jmp_train as jt
+      >>> def norm(x):
+      ...     return x / jnp.sqrt(jnp.sum(x * x))
+      >>> report = jt.diagnose(norm, jnp.full(4, 300.0, jnp.float16))
+      >>> [(problem.kind, problem.primitive) for problem in report.problems]
+      [('overflow', 'mul')]
+      >>> safe = jt.autocast(norm, jnp.float16, rules=report.rules)
+      >>> jt.diagnose(safe, jnp.full(4, 300.0, jnp.float16)).problems
+      ()
+
+    Reference: the split of the error is that of CHEF-FP (Vassiliev and others, 2023) and of shadow evaluation, as
+    FpDebug and Herbgrind do it for compiled programs.
+    """
+    run = run_beside_shadow(fn, args, steps)
+    rows = tuple(row_of(site, measures) for site, measures in zip(run.sites, run.measures, strict=True))
+    scale, dynamic = _loss_scale(args)
+    evidence = Evidence(
+        rows=rows,
+        sites=run.sites,
+        measures=run.measures,
+        results=frozenset().union(*run.results),
+        state=run.state,
+        nonfinite_arguments=_nonfinite(args),
+        loss_scale=scale,
+        dynamic=dynamic,
+    )
+    return NumericsReport(problems_of(evidence), rows, {}, steps)
+
+
+def _loss_scale(args: object) -> tuple[float, bool]:
+    """Returns the largest loss scale among the arguments, 1 where there is none, and whether it adapts."""
+    states = [state for _, state in scaled_states(args)]
+    scales = [scale for state in states for scale in scales_in(state.loss_scale)]
+    numbers = [float(np.max(np.asarray(scale.loss_scale))) for scale in scales if is_loss_scale(scale)]
+    return max(numbers, default=1.0), any(isinstance(scale, DynamicLossScale) for scale in scales)
+
+
+def _nonfinite(args: tuple[object, ...]) -> dict[int, str]:
+    """Returns which arrays among the arguments are not finite: their numbers and paths."""
+    is_array = FlatCall(args, {}).are_arrays
+    named = [item for item, keep in zip(jax.tree_util.tree_leaves_with_path(args), is_array, strict=True) if keep]
+    return {
+        number: path_name(path)
+        for number, (path, leaf) in enumerate(named)
+        if is_float_array(leaf) and not np.isfinite(np.asarray(leaf, np.float32)).all()
+    }

@@ -1,0 +1,188 @@
+"""The rows of a diagnosis before anything is run: which equation, in which direction, path and line, from which rows.
+
+A row's sources are the rows whose results it reads, perhaps moved about; in loops those of the iteration before too.
+"""
+
+import dataclasses
+import os
+import sysconfig
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.extend.core as jex
+import numpy as np
+
+from jmp_train.policies.autocasting import join, lines_of, scan_counts, source_of
+from jmp_train.policies.diagnosing.measures import is_float
+from jmp_train.policies.diagnosing.programs import BODIES, bodies_of, is_measured
+
+Direction = Literal["forward", "backward", "update"]
+
+_HOUSE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+# What runs a user's loss function: lines further out are of the script that calls the step.
+_STEPS = tuple(os.path.join(_HOUSE, room) for room in ("steps", "parallel"))
+_STANDARD = sysconfig.get_path("stdlib")
+_LAYERS = os.path.join(_HOUSE, "graphs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """An equation that has a row.
+
+    Attributes:
+      equation: of the traced program.
+      callers: the equations in whose bodies it is, the outermost first.
+      path: of modules and scopes.
+      direction: of the pass that it is in.
+      sources: the numbers of the rows whose results it reads; of the function's argument number i, -1 - i.
+      infinite: the sites of constants that are infinite, among what it reads.
+      turn: the number of the equation among those that run one after the other, loops as one.
+    """
+
+    equation: Any
+    callers: tuple[Any, ...]
+    path: str
+    direction: Direction
+    sources: frozenset[int]
+    infinite: tuple[Any, ...]
+    turn: int
+
+    @property
+    def line(self) -> str:
+        """The file and line of the user's code, or of the library that the user called."""
+        return user_line((*self.callers, self.equation))
+
+    @property
+    def function(self) -> str:
+        """The name of the innermost jitted function that it is in; empty where that is none of jax's own."""
+        names = [e.params["name"] for e in self.callers if e.primitive.name in ("jit", "pjit")]
+        return names[-1] if names else ""
+
+
+def user_line(equations: Sequence[Any]) -> str:
+    """Returns the file and line of the innermost user's code between an equation and the step that runs it.
+
+    Args:
+      equations: one within the other, the outermost first.
+    """
+    fallback = ""
+    for line, is_installed in lines_of(equations):
+        if line.startswith(_STEPS):
+            break
+        if not line.startswith(_STANDARD):
+            fallback = fallback or line
+        if not is_installed and not line.startswith((_LAYERS, _STANDARD)):
+            return line
+    return fallback or source_of(equations)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Origin:
+    """Where a value comes from: rows, and infinite constants as (callers, equation)."""
+
+    rows: frozenset[int] = frozenset()
+    infinite: tuple[Any, ...] = ()
+    backward: bool = False
+
+    def __or__(self, other: "_Origin") -> "_Origin":
+        known = {id(equations[-1]) for equations in self.infinite}
+        new = tuple(equations for equations in other.infinite if id(equations[-1]) not in known)
+        return _Origin(self.rows | other.rows, self.infinite + new, self.backward or other.backward)
+
+
+_NOWHERE = _Origin()
+
+
+def sites_of(program: Any) -> tuple[list[Site], list[frozenset[int]]]:
+    """Returns the equations of a program that have rows, in their order, and from which rows its results come.
+
+    Args:
+      program: a traced one.
+    """
+    sites: list[Site] = []
+    arguments = [_Origin(frozenset((-1 - i,))) for i in range(len(program.jaxpr.invars))]
+    results = _walk(program, arguments, sites, (), "", False, [0])
+    return sites, [origin.rows for origin in results]
+
+
+def _walk(
+    program: Any,
+    operands: Sequence[_Origin],
+    sites: list[Site],
+    callers: tuple[Any, ...],
+    path: str,
+    backward: bool,
+    turn: list[int],
+) -> list[_Origin]:
+    """Adds the sites of a program, and returns where its results come from."""
+    jaxpr = getattr(program, "jaxpr", program)
+    origins: dict[Any, _Origin] = dict.fromkeys(jaxpr.constvars, _NOWHERE)
+    origins.update(zip(jaxpr.invars, operands, strict=True))
+
+    def read(atom: Any) -> _Origin:
+        return _NOWHERE if isinstance(atom, jex.Literal) else origins[atom]
+
+    for equation in jaxpr.eqns:
+        scope = str(equation.source_info.name_stack)
+        inputs = [read(atom) for atom in equation.invars]
+        together = _union(inputs)
+        is_backward = backward or "transpose(" in scope
+        is_looped = any(e.primitive.name in ("scan", "while") for e in callers)
+        if bodies := bodies_of(equation):
+            turn[0] += not is_looped
+            within = (*callers, equation)
+            results = _of_bodies(equation, bodies, inputs, sites, (within, join(path, scope), is_backward, turn))
+        else:
+            turn[0] += not is_looped
+            if any(_is_infinite(atom) for atom in equation.invars):
+                together |= _Origin(infinite=((*callers, equation),))
+            if is_measured(equation):
+                direction = _direction(scope, is_backward, together.backward)
+                sites.append(
+                    Site(equation, callers, join(path, scope), direction, together.rows, together.infinite, turn[0])
+                )
+                of_row = frozenset((len(sites) - 1,))
+                together = _Origin(of_row, together.infinite, together.backward or direction != "forward")
+            results = [together] * len(equation.outvars)
+        origins.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _of_bodies(
+    equation: Any, bodies: Sequence[Any], inputs: list[_Origin], sites: list[Site], around: tuple[Any, ...]
+) -> list[_Origin]:
+    name, params = equation.primitive.name, equation.params
+    if name in BODIES or name == "shard_map":
+        return _walk(bodies[0], inputs, sites, *around)
+    if name == "cond":
+        results = [_walk(body, inputs[1:], sites, *around) for body in bodies]
+        return [_union(found) | inputs[0] for found in zip(*results, strict=True)]
+    if name == "scan":
+        n_consts, n_carry = scan_counts(params)
+        consts, carry, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
+    else:
+        n_cond, n_consts = params["cond_nconsts"], params["body_nconsts"]
+        consts, carry, xs = inputs[n_cond:][:n_consts], inputs[n_cond + n_consts :], []
+    first = _walk(bodies[0], [*consts, *carry, *xs], list(sites), *around)
+    carry = [a | b for a, b in zip(carry, first[: len(carry)], strict=True)]
+    results = _walk(bodies[0], [*consts, *carry, *xs], sites, *around)
+    return [a | b for a, b in zip(results, [*carry, *results[len(carry) :]], strict=True)]
+
+
+def _union(origins: Sequence[_Origin]) -> _Origin:
+    together = _NOWHERE
+    for origin in origins:
+        together |= origin
+    return together
+
+
+def _direction(scope: str, backward: bool, after_backward: bool) -> Direction:
+    if backward:
+        return "backward"
+    return "update" if after_backward and "jvp(" not in scope else "forward"
+
+
+def _is_infinite(atom: Any) -> bool:
+    if not isinstance(atom, jex.Literal) or not is_float(getattr(atom.aval, "dtype", None)):
+        return False
+    return bool(np.isinf(np.asarray(atom.val, np.float64)).any())

@@ -1,0 +1,109 @@
+"""What a diagnosis has measured, and how it hangs together: what reads a row, what came first, what it reaches."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jmp_train.policies.diagnosing.equations import Site
+from jmp_train.policies.diagnosing.measures import COLUMNS
+from jmp_train.policies.diagnosing.rows import OperationNumerics
+
+WRONG = 0.5  # relative error of a number that is another one
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLeaf:
+    """A leaf of the state that a step is given and returns, in lower precision.
+
+    Attributes:
+      path: of the leaf.
+      rows: those that its new value comes from.
+      changing: how many of its elements change in the shadow.
+      unchanged: how many of these are the same number as before in the state as it is.
+      dtype: its name.
+    """
+
+    path: str
+    rows: frozenset[int]
+    changing: int
+    unchanged: int
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What the findings are made of.
+
+    Attributes:
+      rows: of the diagnosis.
+      sites: of the rows.
+      measures: [rows, columns].
+      results: the numbers of the rows from which the function's results come.
+      state: leaves in lower precision that the function is given and returns.
+      nonfinite_arguments: the numbers of arguments that hold NaN or infinities, with their paths.
+      loss_scale: the largest in the arguments; 1 where there is none.
+      dynamic: whether it adapts.
+    """
+
+    rows: Sequence[OperationNumerics]
+    sites: Sequence[Site]
+    measures: np.ndarray
+    results: frozenset[int]
+    state: Sequence[StateLeaf]
+    nonfinite_arguments: dict[int, str]
+    loss_scale: float
+    dynamic: bool
+
+    def column(self, name: str) -> np.ndarray:
+        """Returns a column of the measures, [rows]."""
+        return self.measures[:, COLUMNS.index(name)]
+
+    def sources(self, row: int) -> list[int]:
+        """Returns the rows whose results a row reads."""
+        return [i for i in self.sites[row].sources if i >= 0]
+
+    def first_to_be(self, name: str) -> Iterator[int]:
+        """Yields the rows whose results were `nan` or `infinite` before any of their operands was."""
+        for row, site in enumerate(self.sites):
+            when = self._first(row, name)
+            if when is None or any(-1 - source in self.nonfinite_arguments for source in site.sources):
+                continue
+            before = [self._first(i, name) for i in self.sources(row)]
+            if all(other is None or other >= when for other in before):
+                yield row
+
+    def spreads(self, row: int) -> bool:
+        """Whether infinities of a row reach the results, make NaN, or leave numbers that are wrong."""
+        after = self.after(row)
+        if any(self.rows[i].nan or self.rows[i].inherited_error > WRONG for i in after):
+            return True
+        return any(i in self.results and self.rows[i].infinite for i in (row, *after))
+
+    def reaches(self, row: int, error: float, direction: str = "backward") -> bool:
+        """Whether a result, or what is in that direction, comes from a row and is off by more than an error."""
+        ends = [i for i in (row, *self.after(row)) if i in self.results or self.rows[i].direction == direction]
+        return any(self.rows[i].inherited_error > error or self.rows[i].nan for i in ends)
+
+    def after(self, row: int) -> list[int]:
+        """Returns the rows that read a row's result, and those that read theirs, without the row itself."""
+        reached, new = {row}, [row]
+        while new:
+            new = [i for source in new for i in self._readers[source] if i not in reached]
+            reached.update(new)
+        return sorted(reached - {row})
+
+    @functools.cached_property
+    def _readers(self) -> list[list[int]]:
+        readers: list[list[int]] = [[] for _ in self.sites]
+        for row in range(len(self.sites)):
+            for source in self.sources(row):
+                readers[source].append(row)
+        return readers
+
+    def _first(self, row: int, name: str) -> tuple[int, float, int] | None:
+        """Returns when a row's result first was `nan` or `infinite`, as numbers that compare; None if never."""
+        iteration = -self.column(f"first_{name}")[row]
+        return None if math.isinf(iteration) else (self.sites[row].turn, iteration, row)

@@ -1,0 +1,70 @@
+"""Which equations of a traced program can lose something, and which hold programs that are entered."""
+
+from typing import Any
+
+from jmp_train.policies.diagnosing.measures import is_float, is_low
+
+# What holds a program that runs once, by the name of the parameter.
+BODIES = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+# What moves numbers, picks among them or says where they are, and so has no error of its own.
+_MOVES = frozenset(
+    (
+        *("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "slice", "copy", "copy_p"),
+        *("stop_gradient", "pvary", "pcast", "name", "sharding_constraint", "reshard", "layout_constraint", "relayout"),
+        *("with_memory_space_constraint", "device_put", "optimization_barrier", "concatenate", "pad", "gather"),
+        *("dynamic_slice", "dynamic_update_slice", "select_n", "split", "sort", "max", "min", "neg", "abs", "sign"),
+        *("clamp", "reduce_max", "reduce_min", "argmax", "argmin", "cummax", "cummin", "reduce_window_max"),
+        *("reduce_window_min", "all_gather", "all_to_all", "ppermute", "pmax", "pmin", "top_k", "tile", "scatter"),
+        *("scatter-min", "scatter-max", "scatter_min", "scatter_max", "select_and_scatter", "select_and_gather_add"),
+        *("reduce_precision", "bitcast_convert_type", "random_bits", "random_wrap", "random_unwrap"),
+    )
+)
+
+
+def bodies_of(equation: Any) -> list[Any]:
+    """Returns the programs within an equation that are entered, each a jaxpr with or without its constants."""
+    name, params = equation.primitive.name, equation.params
+    if name in BODIES:
+        return [params[BODIES[name]]]
+    match name:
+        case "scan" | "shard_map":
+            return [params["jaxpr"]]
+        case "while":
+            return [params["body_jaxpr"]]
+        case "cond":
+            return list(params["branches"])
+    return []
+
+
+def is_measured(equation: Any) -> bool:
+    """Whether an equation can lose something, and so has a row; those that hold programs have none themselves."""
+    name = equation.primitive.name
+    if name in _MOVES or bodies_of(equation) or not all(hasattr(v.aval, "dtype") for v in equation.outvars):
+        return False
+    if name == "convert_element_type":
+        return is_low(equation.params["new_dtype"]) and dtype_of(equation.invars[0]) != equation.params["new_dtype"]
+    return any(is_float(dtype_of(variable)) for variable in equation.outvars)
+
+
+def count_rows(program: Any) -> int:
+    """Returns how many rows the equations of a program have, with those of the programs within."""
+    jaxpr = getattr(program, "jaxpr", program)
+    return sum(
+        sum(map(count_rows, bodies)) if (bodies := bodies_of(equation)) else is_measured(equation)
+        for equation in jaxpr.eqns
+    )
+
+
+def dtype_of(value: Any) -> Any:
+    """Returns the dtype of an array or of a program's variable; None where it has none."""
+    return getattr(getattr(value, "aval", value), "dtype", None)

@@ -1,0 +1,123 @@
+"""What mends a problem: entries of autocast's rules, a loss scale, an epsilon, a mask, another state."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import jax.numpy as jnp
+
+from jmp_train.policies.autocasting import PRODUCTS, TORCH_CUDA, AutocastRules, Rule
+from jmp_train.policies.diagnosing.evidence import Evidence
+from jmp_train.policies.diagnosing.measures import is_low
+
+Action = Literal["rules", "loss scale", "epsilon", "mask", "state", "mathematics"]
+
+_NO_RULES = AutocastRules()
+_OF_NOBODY = ("_where", "clip", "where")  # jitted functions of jax's that do not say what a line is about
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedy:
+    """What mends a problem.
+
+    Attributes:
+      action: "rules": entries of `AutocastRules`; "loss scale": another one; "epsilon": a larger one; "mask": a smaller
+        fill value; "state": master weights, stochastic rounding or float32; "mathematics": float32 has it too.
+      text: what to do, in words.
+      rules: the entries, on which `AutocastRules` are to be built; empty where none mend it.
+      value: the loss scale, epsilon or fill value to be taken; None where there is none.
+
+    Example:
+      >>> print(Remedy("loss scale", "a loss scale of 1024", value=1024.0))
+      a loss scale of 1024
+    """
+
+    action: Action
+    text: str
+    rules: AutocastRules = _NO_RULES
+    value: float | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def in_float32(evidence: Evidence, row: int, advice: str = "float32 here") -> Remedy:
+    """Returns the entries that put a row's operation, and what is with it, into float32.
+
+    Args:
+      evidence: of a diagnosis.
+      row: number of the row.
+      advice: what to do, in words.
+    """
+    table, names = _entry(evidence, row)
+    entries = ", ".join(f'"{name}": "float32"' for name in names)
+    rules: dict[str, Rule] = dict.fromkeys(names, "float32")
+    return Remedy("rules", f"{advice}: rules.replace({table}={{{entries}}})", _NO_RULES.replace(**{table: rules}))
+
+
+def larger_epsilon(evidence: Evidence, row: int) -> Remedy:
+    """Returns the least epsilon that a row's dtype has among its normal numbers."""
+    least = float(jnp.finfo(evidence.rows[row].dtype).tiny)
+    rest = in_float32(evidence, row, f"an epsilon of at least {least:.2g}, or float32 here")
+    return dataclasses.replace(rest, action="epsilon", value=least)
+
+
+def smaller_fill(dtype: str) -> Remedy:
+    """Returns a fill value for masks of a dtype that leaves room for what is added to it."""
+    fill = float(jnp.finfo(dtype).min) / 2
+    return Remedy(
+        "mask", f"fill with {fill:.5g}, half of the least {dtype}: a row of masks alone is finite", value=fill
+    )
+
+
+def smaller_scale(evidence: Evidence) -> Remedy:
+    """Returns the power of two at which the largest gradient is at most half as large as its dtype allows."""
+    scale = evidence.loss_scale * 2.0 ** math.floor(math.log2(_room_for_gradients(evidence)) - 1)
+    rest = ", to which the dynamic one falls by itself" if evidence.dynamic else ""
+    return Remedy("loss scale", f"a loss scale of {scale:g}{rest}", value=scale)
+
+
+def larger_scale(evidence: Evidence) -> Remedy | None:
+    """Returns a loss scale at which the largest gradient is a sixteenth of what its dtype allows; None if it is now."""
+    room = _room_for_gradients(evidence) / 16
+    if room < 2:
+        return None
+    scale = evidence.loss_scale * 2.0 ** min(math.floor(math.log2(room)), 24)
+    return Remedy("loss scale", f"a loss scale of {scale:g} (it is {evidence.loss_scale:g})", value=scale)
+
+
+def _room_for_gradients(evidence: Evidence) -> float:
+    """Returns the factor by which gradients in lower precision can grow before one of them overflows."""
+    in_low = (row for row in evidence.rows if row.direction == "backward" and is_low(row.dtype) and row.largest)
+    return min((float(jnp.finfo(row.dtype).max) / row.largest for row in in_low), default=1.0)
+
+
+def merged_rules(remedies: Sequence[Remedy]) -> AutocastRules:
+    """Returns torch's rules with the entries of all remedies.
+
+    Args:
+      remedies: of problems.
+    """
+    rules = TORCH_CUDA
+    for remedy in remedies:
+        own = remedy.rules
+        rules = rules.replace(primitives=dict(own.primitives), functions=dict(own.functions), paths=dict(own.paths))
+    return rules
+
+
+def _entry(evidence: Evidence, row: int) -> tuple[Literal["paths", "functions", "primitives"], tuple[str, ...]]:
+    """Returns which table of the rules names an operation best: by its path, its function or its primitive."""
+    site, found = evidence.sites[row], evidence.rows[row]
+    if site.path:
+        return "paths", (re.escape(site.path) + "$",)
+    if site.function and site.function not in _OF_NOBODY:
+        return "functions", (site.function,)
+    same_line = {
+        other.primitive
+        for other in evidence.rows
+        if (other.file, other.line, other.direction) == (found.file, found.line, "forward")
+    }
+    apart = {*PRODUCTS, "convert_element_type"} - {found.primitive}
+    return "primitives", tuple(sorted((same_line | {found.primitive}) - apart - {"add_any"}))

@@ -1,0 +1,117 @@
+"""`OperationNumerics`: what half precision did to one operation, as numbers between 0 and 1 where they are shares."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_train.policies.diagnosing.equations import Direction, Site
+from jmp_train.policies.diagnosing.measures import COLUMNS, is_low
+from jmp_train.policies.diagnosing.programs import dtype_of
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationNumerics:
+    """One operation of a diagnosed function, over all of its runs, loop iterations and devices.
+
+    Attributes:
+      primitive: the name of its jax primitive.
+      direction: "forward", "backward" or "update".
+      path: of the modules and scopes that it is in.
+      file: of the user's line, or of the library that the user called.
+      line: number of that line; 0 where it is not known.
+      dtypes_in: of its operands.
+      dtype: of its result.
+      shape: of its result, on one device.
+      runs: how often it ran.
+      overflowed: share of elements that became infinite or NaN here, and are finite in the shadow.
+      flushed: share of elements that became zero here, and are not in the shadow.
+      subnormal: share of elements below the smallest normal number of the dtype, that are not zero.
+      nan: share of elements that are NaN in the function as it is.
+      infinite: share of elements that are infinite in the function as it is.
+      absorbed: of additions in lower precision the share of elements where an operand changed nothing.
+      whole_rounded: of casts the share of elements that are whole numbers and were rounded.
+      merged: of casts the share of whole numbers that differ from the one before, and no more after the cast.
+      largest: magnitude in the shadow.
+      smallest: magnitude in the shadow that is not zero; 0 where there is none.
+      local_error: of this operation alone, as |half - float32| / |float32|, each summed over the elements; the
+        operands are those of the shadow, rounded.
+      inherited_error: the same of the function as it is, with the errors of all operations before.
+      lost_terms: of sums in lower precision the share of what was to be added that is lost here, as |half - float32|
+        / sum of |terms|; cancellation, which loses nothing more than the terms had lost, does not count.
+
+    Example:
+      >>> import jax.numpy as jnp, jmp_train as jt
+      >>> row, = jt.diagnose(lambda x: x * x, jnp.full(3, 300.0, jnp.float16)).rows
+      >>> row.primitive, row.overflowed, row.largest
+      ('mul', 1.0, 90000.0)
+    """
+
+    primitive: str
+    direction: Direction
+    path: str
+    file: str
+    line: int
+    dtypes_in: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    runs: int
+    overflowed: float
+    flushed: float
+    subnormal: float
+    nan: float
+    infinite: float
+    absorbed: float
+    whole_rounded: float
+    merged: float
+    largest: float
+    smallest: float
+    local_error: float
+    inherited_error: float
+    lost_terms: float
+
+
+_SHARES = ("overflowed", "flushed", "subnormal", "nan", "infinite", "absorbed", "whole_rounded", "merged")
+
+
+def row_of(site: Site, measures: np.ndarray) -> OperationNumerics:
+    """Returns the row of an equation.
+
+    Args:
+      site: the equation.
+      measures: [columns].
+    """
+    values = dict(zip(COLUMNS, map(float, measures), strict=True))
+    equation = site.equation
+    result = next(v for v in equation.outvars if jnp.issubdtype(dtype_of(v), jnp.floating))
+    file, _, line = site.line.rpartition(":")
+    elements = max(values["elements"], 1.0)
+    return OperationNumerics(
+        primitive=equation.primitive.name,
+        direction=site.direction,
+        path=site.path,
+        file=file,
+        line=int(line or 0),
+        dtypes_in=tuple(str(dtype_of(atom)) for atom in equation.invars),
+        dtype=str(result.aval.dtype),
+        shape=tuple(result.aval.shape),
+        runs=int(values["runs"]),
+        largest=max(values["largest"], 0.0),
+        smallest=max(-values["smallest"], 0.0) if np.isfinite(values["smallest"]) else 0.0,
+        local_error=_ratio(values["local_error"], values["shadow_magnitude"]),
+        inherited_error=_ratio(values["inherited_error"], values["shadow_magnitude"]),
+        lost_terms=_ratio(values["local_error"], values["shadow_terms"]) if values["shadow_terms"] else 0.0,
+        **{name: values[name] / elements for name in _SHARES},
+    )
+
+
+def _ratio(error: float, whole: float) -> float:
+    if error == 0:
+        return 0.0
+    return error / whole if whole else float("inf")
+
+
+def loses(equation: Any) -> bool:
+    """Whether an equation computes in lower precision than float32."""
+    return any(is_low(dtype_of(atom)) for atom in (*equation.invars, *equation.outvars))

@@ -1,0 +1,123 @@
+"""Traces a function for a diagnosis and runs it beside its shadow, for one step or several."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_train.policies.autocasting import FlatCall
+from jmp_train.policies.diagnosing.equations import Site, sites_of
+from jmp_train.policies.diagnosing.evidence import StateLeaf
+from jmp_train.policies.diagnosing.measures import combine, is_low, nothing
+from jmp_train.policies.diagnosing.shadow import Pair, Shadowing
+from jmp_train.policies.pytrees import has_tracers, path_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A function that was run beside its shadow.
+
+    Attributes:
+      program: as it was traced.
+      sites: of the rows.
+      measures: [rows, columns], of all steps together.
+      results: from which rows each result comes.
+      state: the leaves in lower precision of the first argument, where the first result is like it.
+    """
+
+    program: Any
+    sites: list[Site]
+    measures: np.ndarray
+    results: list[frozenset[int]]
+    state: list[StateLeaf]
+
+
+def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int) -> Run:
+    """Runs a function beside its shadow.
+
+    Args:
+      fn: a pure function.
+      args: its arguments, arrays with values.
+      steps: how often; its first result is its next first argument.
+
+    Raises:
+      TypeError: an argument is traced or has no values; with several steps the first result is unlike the first
+        argument.
+      ValueError: `steps` is no positive integer.
+    """
+    _check(args, steps)
+    structures: list[Any] = []
+
+    def noted(*args: object) -> Any:
+        result = fn(*args)
+        leaves = jax.tree_util.tree_leaves_with_path(result)
+        names = [path_name(path) for path, leaf in leaves if isinstance(leaf, jax.Array)]
+        structures[:] = [names, _types(result[0] if isinstance(result, tuple) and result else result)]
+        return result
+
+    call = FlatCall(args, {})
+    leaves = [leaf for leaf, is_array in zip(jax.tree.leaves(args), call.are_arrays, strict=True) if is_array]
+    program = jax.make_jaxpr(call.of_arrays(noted))(*leaves)
+    (names, first) = structures
+    carried = len(jax.tree.leaves(args[0])) if args and first == _types(args[0]) else 0
+    if steps > 1 and not carried:
+        raise TypeError("steps above 1 need a fn whose first result is like its first argument, as a train step's is")
+    sites, results = sites_of(program)
+    shadowing, measures = Shadowing(), np.asarray(nothing(len(sites)))
+    values, counts = leaves, np.zeros((carried, 2), np.int64)
+    for _ in range(steps):
+        outputs, blocks = shadowing.run(program, [Pair(x) for x in values])
+        found = np.concatenate([np.asarray(block) for block in blocks] or [np.asarray(nothing(0))])
+        measures = np.asarray(combine(jnp.asarray(measures), jnp.asarray(found)))
+        counts += _changes(values[:carried], outputs[:carried])
+        values = [*(pair.actual for pair in outputs[:carried]), *values[carried:]]
+    state = [
+        StateLeaf(names[i], results[i], int(counts[i, 0]), int(counts[i, 1]), str(values[i].dtype))
+        for i in range(carried)
+        if is_low(values[i].dtype) and not _is_copy(values[i], values[:carried])
+    ]
+    return Run(program, sites, measures, results, state)
+
+
+def _changes(before: Sequence[Any], after: Sequence[Pair]) -> np.ndarray:
+    """Returns of each leaf in lower precision how many elements change in the shadow, and how many of these stay."""
+    return np.array(
+        [
+            _count_changes(old, new.actual, new.shadow) if is_low(old.dtype) and new.shadow is not None else (0, 0)
+            for old, new in zip(before, after, strict=True)
+        ],
+        np.int64,
+    ).reshape(-1, 2)
+
+
+@jax.jit
+def _count_changes(old: jax.Array, new: jax.Array, shadow: jax.Array) -> tuple[jax.Array, jax.Array]:
+    changing = old.astype(shadow.dtype) != shadow
+    return jnp.sum(changing), jnp.sum(changing & (new == old))
+
+
+def _is_copy(leaf: Any, leaves: Sequence[Any]) -> bool:
+    """Whether a leaf is what another one in float32, such as its master weights, is if it is rounded."""
+    masters = (x for x in leaves if x.shape == leaf.shape and x.dtype == jnp.float32)
+    return any(bool((x.astype(leaf.dtype) == leaf).all()) for x in masters)
+
+
+def _types(tree: Any) -> Any:
+    """Returns the structure, shapes and dtypes of a tree of arrays; what is like nothing else where one is no array."""
+    leaves, structure = jax.tree.flatten(tree)
+    if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+        return object()
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def _check(args: tuple[Any, ...], steps: int) -> None:
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r} must be an integer of at least 1")
+    if has_tracers(args):
+        raise TypeError("diagnose runs the function on values, and cannot be called within a transform such as jax.jit")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(f"args {path_name(path)!r} is a ShapeDtypeStruct: diagnose wants arrays with values")

@@ -1,0 +1,199 @@
+"""What `diagnose` finds in small functions, in each direction and within each primitive that holds programs."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import promoting
+from jax import lax
+
+import jmp_train as jt
+
+pytestmark = pytest.mark.quick
+
+F16, BF16 = jnp.float16, jnp.bfloat16
+
+
+def squares(x: jax.Array) -> jax.Array:
+    return jnp.sum(x * x)  # overflows
+
+
+def line_of(problem: jt.Problem) -> str:
+    return problem.code.partition("#")[0].strip()
+
+
+def jitted(x: jax.Array) -> jax.Array:
+    return jax.jit(squares)(x)
+
+
+def scanned(x: jax.Array) -> jax.Array:
+    return lax.scan(lambda total, row: (total + squares(row), None), F16(0), x[None])[0]
+
+
+def looped(x: jax.Array) -> jax.Array:
+    return lax.fori_loop(0, x.size - 2, lambda i, total: total + squares(x), F16(0))
+
+
+def branched(x: jax.Array) -> jax.Array:
+    return lax.cond(x[0] > 0, squares, lambda x: x[0], x)
+
+
+def rematerialized(x: jax.Array) -> jax.Array:
+    return jax.checkpoint(squares)(x)
+
+
+def vmapped(x: jax.Array) -> jax.Array:
+    return jax.vmap(squares)(x[None]).sum()
+
+
+@jax.custom_jvp
+def custom(x: jax.Array) -> jax.Array:
+    return squares(x)
+
+
+custom.defjvps(lambda tangent, out, x: tangent.sum())
+
+
+@jax.custom_vjp
+def custom_back(x: jax.Array) -> jax.Array:
+    return squares(x)
+
+
+custom_back.defvjp(lambda x: (squares(x), x), lambda x, g: (g * x,))
+
+ROUTES = (squares, jitted, scanned, looped, branched, rematerialized, vmapped, custom, custom_back)
+
+
+@pytest.mark.parametrize("fn", ROUTES, ids=lambda fn: fn.__name__)
+def test_an_overflow_is_found_within_whatever_holds_it(fn: Callable[[jax.Array], jax.Array]) -> None:
+    report = jt.diagnose(fn, jnp.full(3, 300.0, F16))
+    problem = report.problems[0]
+    assert (problem.severity, problem.kind, problem.direction) == ("problem", "overflow", "forward")
+    assert line_of(problem) == "return jnp.sum(x * x)"
+    assert problem.primitive in ("mul", "square")
+    assert problem.file.endswith("test_diagnose.py")
+
+
+def test_the_measures_of_a_row() -> None:
+    x = jnp.array([300.0, 1e-4, 1e-3, 2.0], F16)
+    (row,) = jt.diagnose(lambda x: x * x, x).rows
+    assert (row.primitive, row.dtype, row.shape, row.runs) == ("mul", "float16", (4,), 1)
+    assert (row.overflowed, row.flushed, row.subnormal, row.infinite, row.nan) == (0.25, 0.25, 0.25, 0.25, 0.0)
+    exact = np.asarray(x, np.float64) ** 2
+    assert row.largest == pytest.approx(exact.max())
+    assert row.smallest == pytest.approx(exact.min())
+    # Elements that overflow have no error that could be added.
+    error = np.abs(np.asarray(x * x, np.float64) - exact)[1:].sum() / exact.sum()
+    assert row.local_error == pytest.approx(error, rel=0.01) == row.inherited_error
+
+
+def test_iterations_of_a_loop_are_counted_together() -> None:
+    def run(x: jax.Array) -> jax.Array:
+        return lax.scan(lambda total, y: (total * y, None), x, jnp.array([2.0, 300.0, 300.0, 1.0], F16))[0]
+
+    (row,) = jt.diagnose(run, F16(1)).rows
+    assert (row.runs, row.overflowed) == (4, 0.25)  # in the third; what the fourth is given counts as its largest
+
+
+def test_the_local_error_is_apart_from_the_inherited_one() -> None:
+    def run(x: jax.Array) -> jax.Array:
+        return ((x + 2048) - 2048) * 3
+
+    add, sub, mul = jt.diagnose(run, jnp.linspace(0, 1, 64, dtype=F16)).rows
+    assert add.local_error < 1e-3
+    assert mul.local_error < 1e-3  # which is not guilty of what it inherits
+    assert mul.inherited_error > 0.1
+    assert sub.local_error > 0.1
+
+
+def test_directions_of_a_training_step() -> None:
+    optimizer = jt.with_loss_scale(optax.adam(1e-2), jt.torch_loss_scale())
+    loss_fn = jt.stateless(lambda w, x: (jnp.tanh(x @ w).astype(jnp.float32) ** 2).mean())
+    step = jt.train_step(loss_fn, optimizer, policy="mixed_float16")
+    state = jt.TrainState.create(jnp.full((4, 2), 0.25), optimizer)
+    report = jt.diagnose(promoting(step), state, jnp.ones((3, 4)), steps=2)
+    products = [row.direction for row in report.rows if row.primitive == "dot_general"]
+    assert products == ["forward", "backward"]
+    assert {row.direction for row in report.rows} == {"forward", "backward", "update"}
+    assert all(row.runs == 2 for row in report.rows)
+    assert report.problems == ()
+    assert str(report).startswith("no problems in ")
+
+
+def test_infinities_of_a_loss_scale_are_told_apart() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum((w * x).astype(jnp.float32))
+
+    for scale, severity in ((jt.torch_loss_scale(2.0**16), "note"), (jt.StaticLossScale(2.0**16), "problem")):
+        optimizer = jt.with_loss_scale(optax.sgd(0.1), scale)
+        step = jt.train_step(jt.stateless(loss), optimizer, policy="mixed_float16")
+        state = jt.TrainState.create(jnp.ones(3), optimizer)
+        problem, *_ = jt.diagnose(step, state, jnp.full(3, 8.0)).problems
+        assert (problem.severity, problem.kind, problem.direction) == (severity, "overflow", "backward")
+        assert problem.remedy.action == "loss scale"
+        value = problem.remedy.value
+        assert value is not None
+        optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.StaticLossScale(value))
+        step = jt.train_step(jt.stateless(loss), optimizer, policy="mixed_float16")
+        state = jt.TrainState.create(jnp.ones(3), optimizer)
+        assert jt.diagnose(step, state, jnp.full(3, 8.0)).problems == ()
+
+
+def test_nothing_is_left_of_parameters_in_half() -> None:
+    optimizer = optax.sgd(2.0**-13)
+    step = jt.train_step(jt.stateless(lambda w, x: jnp.sum(w * x)), optimizer)
+    state = jt.TrainState.create(jnp.ones(3, BF16), optimizer)
+    problem, *_ = jt.diagnose(step, state, jnp.ones(3, BF16)).problems
+    assert (problem.kind, problem.direction, problem.remedy.action) == ("stagnation", "update", "state")
+    masters = jt.with_master_weights(optimizer)
+    step = jt.train_step(jt.stateless(lambda w, x: jnp.sum(w * x)), masters)
+    state = jt.TrainState.create(jnp.ones(3, BF16), masters)
+    assert jt.diagnose(step, state, jnp.ones(3, BF16)).problems == ()
+
+
+def test_a_nan_in_the_arguments_is_named_and_not_blamed_on_what_reads_it() -> None:
+    report = jt.diagnose(lambda batch: jnp.tanh(batch["x"]) * 2, {"x": jnp.array([jnp.nan, 1.0], F16)})
+    assert [(p.severity, p.evidence) for p in report.problems] == [("note", "the argument '0/x' is not finite")]
+
+
+def test_a_nan_that_float32_makes_too() -> None:
+    problem, *_ = jt.diagnose(lambda x: jnp.sqrt(x) * 2, jnp.array([-1.0, 1.0], F16)).problems
+    assert (problem.kind, problem.primitive, problem.remedy.action) == ("NaN made", "sqrt", "mathematics")
+
+
+def test_the_report_fits_the_screen_and_is_json() -> None:
+    import json
+
+    report = jt.diagnose(squares, jnp.full(3, 300.0, F16))
+    assert max(map(len, str(report).splitlines())) <= 100
+    found = json.loads(report.to_json())
+    assert found["problems"][0]["remedy"]["rules"]["primitives"] == {"mul": "float32", "reduce_sum": "float32"}
+    assert "return jnp.sum(x * x)" in report._repr_html_()
+    assert dict(report.rules.primitives)["mul"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: jt.diagnose(jnp.sin, 1.0, steps=0), ValueError, "steps=0 must be an integer of at least 1"),
+        (lambda: jt.diagnose(jnp.sum, jnp.ones(2), steps=2), TypeError, "steps above 1 need a fn whose first result"),
+        (
+            lambda: jt.diagnose(jnp.sin, jax.ShapeDtypeStruct((2,), F16)),
+            TypeError,
+            "args '0' is a ShapeDtypeStruct: diagnose wants arrays with values",
+        ),
+        (
+            lambda: jax.jit(lambda x: jt.diagnose(jnp.sin, x))(jnp.ones(2)),
+            TypeError,
+            "cannot be called within a transform such as jax.jit",
+        ),
+    ],
+)
+def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        call()
