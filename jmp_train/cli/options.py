@@ -29,6 +29,7 @@ class RunOptions:
       seed: of parameters, dropout and the order of the data.
       growth_interval: steps without overflow after which a dynamic loss scale grows; None for the policy's own.
       logdir: the folder of the runs' logs; None for none.
+      watch: whether to count lost updates and vanishing gradients in every step.
     """
 
     epochs: int | None = field(default=None, metadata=option("count", "default: the task's"))
@@ -45,6 +46,9 @@ class RunOptions:
     logdir: Path | None = field(
         default=None,
         metadata=option("path", "write DIR/NAME for TensorBoard, and lines", metavar="DIR"),
+    )
+    watch: bool = field(
+        default=False, metadata=option("flag", "count lost updates and vanishing gradients in every step")
     )
 
 

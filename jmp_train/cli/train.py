@@ -30,6 +30,7 @@ def train_command(args: argparse.Namespace) -> int:
     from jmp_train.launch import own_output
     from jmp_train.reports import display_on, note_outputs, print_table
     from jmp_train.runs import Event, Planned, ResumeError, Stopped, check_run, event_to_json, train
+    from jmp_train.steps import WATCHES
 
     turn_ynn_fusion_off()
     provide_cpu_devices(args.devices)
@@ -70,6 +71,7 @@ def train_command(args: argparse.Namespace) -> int:
                 batch_size=args.batch_size,
                 seed=args.seed,
                 growth_interval=args.growth_interval,
+                watch=WATCHES if args.watch else (),
                 saving=saving,
                 recorder=recorder,
                 on_event=on_event,

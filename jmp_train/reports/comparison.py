@@ -1,13 +1,20 @@
 """Comparison of runs: speed, memory and costs beside the first run's, and why one failed or fell behind."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jmp_train.runs import Run
+from jmp_train.steps import WATCHES
 
 COST_TITLES = ("policy", "flops in half", "saved", "ratio", "parameters", "state", "ratio")
 COST_NOTE = (
     "saved: what the forward pass of a step leaves for its backward pass; state: parameters, optimizer's and model's"
+)
+
+WATCH_TITLES = ("policy", "lost updates", "underflow")
+WATCH_NOTE = (
+    "the mean share of the worst group of parameters; lost updates: updates that leave a parameter what it was; "
+    "underflow: scaled gradients below the half type's smallest normal number"
 )
 
 # Modes that are known to fail where others do not, and what they lack.
@@ -42,6 +49,21 @@ def cost_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
         )
         for run in runs
     ]
+
+
+def watch_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Returns a row under `WATCH_TITLES` for each run that watched.
+
+    Args:
+      runs: any number.
+    """
+    return [(run.policy, *(_worst(run.watch.get(name, {})) for name in WATCHES)) for run in runs if run.watch]
+
+
+def _worst(groups: Mapping[str, float]) -> str:
+    """Returns "12.3% (Dense_0)" for the group with the largest share, "0" if all are 0."""
+    share, group = max(((share, group) for group, share in groups.items()), default=(0.0, ""))
+    return f"{share:.1%} ({group})" if share else "0"
 
 
 def speed_table(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -9,6 +9,8 @@ import jax
 from jmp_train.reports.comparison import (
     COST_NOTE,
     COST_TITLES,
+    WATCH_NOTE,
+    WATCH_TITLES,
     cost_rows,
     explanations,
     in_bytes,
@@ -16,6 +18,7 @@ from jmp_train.reports.comparison import (
     ratio,
     short_scale,
     speed_table,
+    watch_rows,
 )
 from jmp_train.reports.plots import PANELS, color, svg
 from jmp_train.runs import Run
@@ -83,6 +86,7 @@ $speed_rows
 </tbody>
 </table>
 </div>
+$watches
 <div class="panels">
 $panels
 </div>
@@ -120,6 +124,7 @@ def page(task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = (
         first=escape(runs[0].policy),
         speed_titles=_titles(speed_titles),
         speed_rows=_named_rows(speed_rows),
+        watches=_watches(runs),
         panels="\n".join(f'<div class="panel">{svg(name, runs)}</div>' for name in PANELS),
         epochs="\n".join(_epochs(run) for run in runs),
         devices=escape(" and ".join(dict.fromkeys(run.device for run in runs))),
@@ -176,6 +181,22 @@ def _row(index: int, run: Run) -> str:
         f"{last.skipped_steps}",
     )
     return _named_row(index, run.policy, cells)
+
+
+def _watches(runs: Sequence[Run]) -> str:
+    """Returns the table of what runs watched, with its note; "" if none did."""
+    rows = [
+        _named_row(index, run.policy, [escape(cell) for cell in cells])
+        for index, run in enumerate(runs)
+        for _, *cells in watch_rows([run])
+    ]
+    if not rows:
+        return ""
+    body = "\n".join(rows)
+    return (
+        f'<div class="scroll">\n<table id="watches">\n<thead><tr>{_titles(WATCH_TITLES)}</tr></thead>\n'
+        f"<tbody>\n{body}\n</tbody>\n</table>\n</div>\n<p>{escape(WATCH_NOTE.capitalize())}.</p>"
+    )
 
 
 def _titles(titles: Sequence[str]) -> str:

@@ -11,11 +11,14 @@ from jmp_train.checkpoints import write_atomically
 from jmp_train.reports.comparison import (
     COST_NOTE,
     COST_TITLES,
+    WATCH_NOTE,
+    WATCH_TITLES,
     cost_rows,
     process_memory,
     reports_memory,
     short_scale,
     speed_table,
+    watch_rows,
 )
 from jmp_train.reports.terminal import Sheet, console_on
 from jmp_train.runs import Epoch, Run, event_to_json, finite_or_none
@@ -59,6 +62,7 @@ def _run_report(run: Run) -> dict[str, Any]:
         "iterations_per_second": run.iterations_per_second,
         "samples_per_second": run.samples_per_second,
         "costs": dataclasses.asdict(run.costs),
+        **({"watch": run.watch} if run.watch else {}),
         "epochs": [{name: epoch[name] for name in _REPORTED} for epoch in epochs],
     }
 
@@ -105,7 +109,8 @@ def _json_report(task: str, runs: Sequence[Run]) -> bytes:
 def print_table(runs: Sequence[Run]) -> None:
     """Prints the runs side by side, or one below the other where the screen has no room for that.
 
-    A second table has what a step costs on any device; its footnote the memory of processes.
+    A second table has what a step costs on any device, a third what was watched; the footnote is the memory of
+    processes.
 
     Args:
       runs: at least one.
@@ -129,6 +134,8 @@ def print_table(runs: Sequence[Run]) -> None:
     console = console_on(sys.stdout)
     console.print(Sheet(titles, rows))
     console.print(Sheet(COST_TITLES, cost_rows(runs), f"1.00x: {runs[0].policy}; {COST_NOTE}"))
+    if watched := watch_rows(runs):
+        console.print(Sheet(WATCH_TITLES, watched, WATCH_NOTE))
     if footnote := process_memory(runs):
         console.print(footnote, style="dim", highlight=False, markup=False)
 

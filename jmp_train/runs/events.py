@@ -29,6 +29,19 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
+class Watched:
+    """What `train_step(watch=...)` found in one step.
+
+    Attributes:
+      step: from 1.
+      shares: `{watch: {group: share}}`, as the step's metric "watch".
+    """
+
+    step: int
+    shares: dict[str, dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Planned:
     """The data is there and the call fits it.
 
@@ -64,11 +77,13 @@ class Progress:
       total: how many steps there will be.
       skipped_steps: since the start of the run.
       recent: the steps since the last look; at least one.
+      watched: the shares of the same steps, if the run watches.
     """
 
     total: int
     skipped_steps: int
     recent: tuple[Step, ...]
+    watched: tuple[Watched, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +124,7 @@ class Run:
       steps: all of them.
       costs: what a step costs on any device.
       nonfinite_outputs: for how many of the test data the model's output is not finite.
+      watch: `{watch: {group: share}}`, the mean over the steps that this process took; empty if it watched nothing.
     """
 
     policy: str
@@ -121,6 +137,7 @@ class Run:
     steps: tuple[Step, ...]
     costs: StepCosts
     nonfinite_outputs: int = 0
+    watch: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def epoch_seconds(self) -> float:
@@ -158,7 +175,8 @@ _KINDS: dict[str, type[Event]] = {
     "run": Run,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-_PARTS = {"epochs": Epoch, "recent": Step, "steps": Step}
+_PARTS = {"epochs": Epoch, "recent": Step, "steps": Step, "watched": Watched}
+_LEFT_OUT = ("watch", "watched")  # of runs that watch nothing
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
@@ -168,7 +186,8 @@ def event_to_json(event: Event) -> dict[str, Any]:
       >>> event_to_json(Progress(total=330, skipped_steps=0, recent=()))
       {'event': 'progress', 'total': 330, 'skipped_steps': 0, 'recent': []}
     """
-    return {"event": _NAMES[type(event)], **finite_or_none(dataclasses.asdict(event))}
+    fields = {k: v for k, v in dataclasses.asdict(event).items() if v or k not in _LEFT_OUT}
+    return {"event": _NAMES[type(event)], **finite_or_none(fields)}
 
 
 def event_from_json(fields: dict[str, Any]) -> Event:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +15,13 @@ from jmp_train.capsules import SkipRecorder
 from jmp_train.data import check_seed
 from jmp_train.parallel import data_parallel
 from jmp_train.policies.optimizers import check_progress, skips_to_floor
-from jmp_train.runs.events import Compiled, Epoch, Event, Progress, Run, Step
+from jmp_train.runs.events import Compiled, Epoch, Event, Progress, Run, Step, Watched
 from jmp_train.runs.memory import peak_memory
 from jmp_train.runs.resuming import Saver, Saving
 from jmp_train.runs.run_identity import run_metadata
 from jmp_train.runs.setups import Setup, make_setup
 from jmp_train.runs.task_batches import count_examples, evaluation_batches, train_batches
+from jmp_train.runs.watched_shares import ShareTotals
 from jmp_train.steps import TrainState, step_costs
 from jmp_train.tasks import DATA_AXIS, Task
 from jmp_train.types import Metrics
@@ -29,7 +30,7 @@ LOOK_EVERY = 20  # steps between two looks at the skips, each of which waits for
 LOOK_SECONDS = 0.5  # and the time after which a slow job is looked at all the same
 PATIENCE = 20  # skips in a row at the loss scale's floor until the run is given up
 
-_KEPT = ("loss", "grad_norm", "loss_scale", "grads_finite")  # of the metrics of each step
+_KEPT = ("loss", "grad_norm", "loss_scale", "grads_finite")  # of the metrics of each step, and "watch"
 
 
 def train(
@@ -40,6 +41,7 @@ def train(
     batch_size: int | None = None,
     seed: int = 0,
     growth_interval: int | None = None,
+    watch: Sequence[str] = (),
     saving: Saving | None = None,
     recorder: SkipRecorder | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
@@ -57,6 +59,7 @@ def train(
       seed: of parameters, dropout and the order of the data; below 2**32.
       growth_interval: steps without overflow after which a dynamic loss scale grows; None for the policy's own.
         Those that have none, such as float32, take no notice.
+      watch: see `train_step`.
       saving: where to save checkpoints, and whether to go on from the last; None for nowhere.
       recorder: writes capsules of steps that are skipped; who made it closes it. None for none.
       on_event: called with a `Compiled`, with a `Progress` now and then, with each `Epoch` and with
@@ -81,7 +84,7 @@ def train(
     total = epochs * steps_per_epoch
     saver = None if saving is None else Saver(saving, total, steps_per_epoch)
     schedule = task.schedule(total)
-    setup = make_setup(task, name, schedule, growth_interval)
+    setup = make_setup(task, name, schedule, growth_interval, watch)
 
     init_key, step_key = jax.random.split(jax.random.key(seed))
     params, model_state = task.init(init_key)
@@ -115,22 +118,22 @@ def train(
     batches = itertools.chain([first_batch], batches)
     if recorder is not None:
         step = recorder.watch(step)
-    watch = _Watch(total, skips_to_floor(setup.loss_scale) + PATIENCE, steps, on_event, recorder)
+    looks = _Looks(total, skips_to_floor(setup.loss_scale) + PATIENCE, steps, on_event, recorder)
     for epoch in range(done // steps_per_epoch + 1, epochs + 1):
         start = time.perf_counter()
-        for batch in itertools.islice(batches, epoch * steps_per_epoch - watch.count):
+        for batch in itertools.islice(batches, epoch * steps_per_epoch - looks.count):
             state, metrics = step(state, batch)
-            watch.after_step(state, metrics)
-            if saver and watch.count % steps_per_epoch and saver.is_due(watch.count):
-                watch.look(state)
-                saver.save(state, watch.steps, records)
-        watch.look(state)
+            looks.after_step(state, metrics)
+            if saver and looks.count % steps_per_epoch and saver.is_due(looks.count):
+                looks.look(state)
+                saver.save(state, looks.steps, records)
+        looks.look(state)
         seconds = time.perf_counter() - start
-        learning_rate = float(np.asarray(schedule(len(watch.steps) - watch.skipped_steps)))
-        records.append(_epoch(epoch, watch, steps_per_epoch, learning_rate, seconds))
+        learning_rate = float(np.asarray(schedule(len(looks.steps) - looks.skipped_steps)))
+        records.append(_epoch(epoch, looks, steps_per_epoch, learning_rate, seconds))
         on_event(records[-1])
-        if saver and saver.is_due(watch.count):
-            saver.save(state, watch.steps, records)
+        if saver and saver.is_due(looks.count):
+            saver.save(state, looks.steps, records)
     kind = devices[0].device_kind
     test_accuracy, nonfinite_outputs = _test(task, setup, state, batch_size, shared)
     run = Run(
@@ -141,15 +144,16 @@ def train(
         memory_of=peak_memory()[1],
         batch_size=batch_size,
         epochs=tuple(records),
-        steps=tuple(watch.steps),
+        steps=tuple(looks.steps),
         costs=compiled.costs,
         nonfinite_outputs=nonfinite_outputs,
+        watch=looks.shares.means(),
     )
     on_event(run)
     return run
 
 
-class _Watch:
+class _Looks:
     """Fetches the steps' metrics now and then, because each time waits for the device."""
 
     def __init__(
@@ -166,6 +170,7 @@ class _Watch:
         self.recorder = recorder
         self.steps = steps  # those of before, if the run goes on
         self.skipped_steps = sum(not step.finite for step in steps)
+        self.shares = ShareTotals()
         self._waiting: list[Metrics] = []
         self._looked = time.perf_counter()
 
@@ -176,38 +181,41 @@ class _Watch:
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:
         """Takes note of a step, and looks if it is time."""
-        self._waiting.append({name: metrics[name] for name in _KEPT})
+        self._waiting.append({name: metrics[name] for name in (*_KEPT, "watch") if name in metrics})
         late = time.perf_counter() - self._looked > LOOK_SECONDS
         if late or len(self._waiting) == LOOK_EVERY:
             self.look(state)
 
     def look(self, state: TrainState) -> None:
         """Reports the steps since the last look; raises StalledTrainingError if all are skipped."""
-        recent = []
+        recent, watched = [], []
         for metrics in jax.device_get(self._waiting):
             loss, grad_norm, loss_scale = (float(metrics[name]) for name in _KEPT[:3])
             finite = bool(metrics["grads_finite"])
             number = len(self.steps) + len(recent) + 1
             recent.append(Step(number, loss, grad_norm, loss_scale, finite))
+            if "watch" in metrics:
+                watched.append(Watched(number, jax.tree.map(float, metrics["watch"])))
+                self.shares.add(watched[-1].shares, finite)
         if recent:
             self.steps += recent
             self.skipped_steps += sum(not step.finite for step in recent)
-            self.on_event(Progress(self.total, self.skipped_steps, tuple(recent)))
+            self.on_event(Progress(self.total, self.skipped_steps, tuple(recent), tuple(watched)))
         check_progress(state.opt_state, stop_after=self.stop_after, recorder=self.recorder)
         self._waiting = []
         self._looked = time.perf_counter()
 
 
-def _epoch(epoch: int, watch: _Watch, steps_per_epoch: int, learning_rate: float, seconds: float) -> Epoch:
-    losses = [step.loss for step in watch.steps[-steps_per_epoch:] if step.finite]
+def _epoch(epoch: int, looks: _Looks, steps_per_epoch: int, learning_rate: float, seconds: float) -> Epoch:
+    losses = [step.loss for step in looks.steps[-steps_per_epoch:] if step.finite]
     return Epoch(
         epoch=epoch,
         loss=float(np.mean(losses)) if losses else math.nan,
         learning_rate=learning_rate,
         seconds=seconds,
         memory_mb=peak_memory()[0],
-        loss_scale=watch.steps[-1].loss_scale,
-        skipped_steps=watch.skipped_steps,
+        loss_scale=looks.steps[-1].loss_scale,
+        skipped_steps=looks.skipped_steps,
     )
 
 

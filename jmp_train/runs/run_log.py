@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,8 +22,8 @@ JSON_LINES = "metrics.jsonl"
 class RunLog:
     """Writes a run's events to a folder, as a context manager.
 
-    TensorBoard gets the scalars `step/loss`, `step/grad_norm`, `step/loss_scale`, `step/finite`,
-    those of `Epoch` as `epoch/...`, and `test_accuracy`; metrics.jsonl has them too, a line a step,
+    TensorBoard gets the scalars `step/loss`, `step/grad_norm`, `step/loss_scale`, `step/finite`, of a run that watches
+    `step/WATCH/GROUP`, those of `Epoch` as `epoch/...`, and `test_accuracy`; metrics.jsonl has them too, a line a step,
     an epoch and the end. A killed run leaves its log.
 
     On a full disk, or where the files are removed, the log lacks some of the run: one line on standard
@@ -78,7 +79,8 @@ class RunLog:
         """Writes an event."""
         match event:
             case Progress():
-                self._record("step", [dataclasses.asdict(step) for step in event.recent])
+                shares = {watched.step: _flat(watched.shares) for watched in event.watched}
+                self._record("step", [dataclasses.asdict(step) | shares.get(step.step, {}) for step in event.recent])
             case Epoch():
                 self._record("epoch", [dataclasses.asdict(event)])
             case Run():
@@ -142,6 +144,10 @@ class _GrowingFile:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def _flat(shares: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {f"{watch}/{group}": share for watch, groups in shares.items() for group, share in groups.items()}
 
 
 def _line(fields: dict[str, float]) -> bytes:

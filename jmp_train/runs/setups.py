@@ -5,7 +5,7 @@ loop puts together, the same for both.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -75,7 +75,13 @@ class Setup:
     cast_shared: Callable[[Any], Any]
 
 
-def make_setup(task: Task, name: str, schedule: optax.Schedule, growth_interval: int | None = None) -> Setup:
+def make_setup(
+    task: Task,
+    name: str,
+    schedule: optax.Schedule,
+    growth_interval: int | None = None,
+    watch: Sequence[str] = (),
+) -> Setup:
     """Returns the pieces with which a task is trained under a name.
 
     Args:
@@ -83,15 +89,16 @@ def make_setup(task: Task, name: str, schedule: optax.Schedule, growth_interval:
       name: see `precision_of`.
       schedule: the learning rate.
       growth_interval: steps without overflow after which a dynamic loss scale grows; None for its own.
+      watch: see `train_step`.
 
     Raises:
       ValueError: there is no such name, or jax has no float64 and the policy has.
     """
     precision = precision_of(name)
     if isinstance(precision, Amp):
-        return _of_mode(task, _growing_after(precision, growth_interval), schedule)
+        return _of_mode(task, _growing_after(precision, growth_interval), schedule, watch)
     check_float64(precision, name)
-    return _of_policy(task, precision, schedule, growth_interval)
+    return _of_policy(task, precision, schedule, growth_interval, watch)
 
 
 def _growing_after(amp: Amp, steps: int | None) -> Amp:
@@ -102,7 +109,7 @@ def _growing_after(amp: Amp, steps: int | None) -> Amp:
     return dataclasses.replace(amp, options=dataclasses.replace(amp.options, **{name: steps}))
 
 
-def _of_mode(task: Task, amp: Amp, schedule: optax.Schedule) -> Setup:
+def _of_mode(task: Task, amp: Amp, schedule: optax.Schedule, watch: Sequence[str]) -> Setup:
     if amp.precision.keep_batchnorm_fp32:
         amp = dataclasses.replace(amp, batch_norms=task.batch_norms())
     model_dtype = amp.precision.model_dtype
@@ -121,7 +128,7 @@ def _of_mode(task: Task, amp: Amp, schedule: optax.Schedule) -> Setup:
         return shared if model_dtype is None else cast_floating(shared, model_dtype)
 
     return Setup(
-        step=train_step(loss_fn, optimizer),
+        step=train_step(loss_fn, optimizer, watch=watch),
         loss_scale=amp.loss_scale,
         create_state=create_state,
         predict=amp.forward(task.predict),
@@ -129,7 +136,9 @@ def _of_mode(task: Task, amp: Amp, schedule: optax.Schedule) -> Setup:
     )
 
 
-def _of_policy(task: Task, policy: Policy, schedule: optax.Schedule, growth_interval: int | None) -> Setup:
+def _of_policy(
+    task: Task, policy: Policy, schedule: optax.Schedule, growth_interval: int | None, watch: Sequence[str]
+) -> Setup:
     loss_scale = loss_scale_for(policy, growth_interval)
     optimizer = with_loss_scale(task.optimizer(schedule), loss_scale)
 
@@ -142,7 +151,7 @@ def _of_policy(task: Task, policy: Policy, schedule: optax.Schedule, growth_inte
         return apply(params, batch)
 
     return Setup(
-        step=train_step(task.loss_fn, optimizer, policy=policy),
+        step=train_step(task.loss_fn, optimizer, policy=policy, watch=watch),
         loss_scale=loss_scale,
         create_state=create_state,
         predict=predict,

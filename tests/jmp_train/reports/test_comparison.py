@@ -10,6 +10,7 @@ from jmp_train.reports.comparison import (
     explain_failure,
     explanations,
     note_outputs,
+    watch_rows,
 )
 
 pytestmark = pytest.mark.quick
@@ -36,6 +37,12 @@ def test_more_than_a_point_of_accuracy_is_explained(points: float, said: bool) -
         "apex-O3-bfloat16 is 1.01 points of test accuracy below float32. apex-O3-bfloat16 has no float32 "
         "master weights: updates below 1/256 of a parameter are lost; apex-O2-bfloat16 has them"
     )
+
+
+def test_the_worst_group_of_what_was_watched_is_named() -> None:
+    shares = {"lost_updates": {"Conv_0": 0.25, "Dense_0": 0.5}, "underflow": {"Conv_0": 0.0, "Dense_0": 0.0}}
+    runs = [make_run("float32"), dataclasses.replace(make_run("float16"), watch=shares)]
+    assert watch_rows(runs) == [("float16", "50.0% (Dense_0)", "0")]
 
 
 def test_what_is_not_known_is_not_explained() -> None:

@@ -34,6 +34,20 @@ def test_numbers_that_are_not_finite_become_null() -> None:
     json.dumps(content, allow_nan=False)
 
 
+def test_what_was_watched_has_a_table_and_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    shares = {"lost_updates": {"Conv_0": 0.25, "<b>": 0.5}}
+    runs = [make_run("float32"), dataclasses.replace(make_run("float16"), watch=shares)]
+    print_table(runs)
+    assert "50.0% (<b>)" in capsys.readouterr().out
+    first, second = report("digits", runs)["runs"]
+    assert "watch" not in first
+    assert second["watch"] == shares
+    page = html_report.page("digits", runs)
+    assert page.count('<table id="watches">') == 1
+    assert "50.0% (&lt;b&gt;)" in page
+    assert "watches" not in html_report.page("digits", runs[:1])
+
+
 def test_the_line_of_an_epoch() -> None:
     line = "float16         epoch  1/10  loss 0.5000  learning rate 1.00e-03  2.00 s  "
     rest = "loss scale 65536  skipped steps 3"

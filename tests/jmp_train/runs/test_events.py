@@ -12,6 +12,7 @@ from jmp_train.runs.events import (
     Planned,
     Progress,
     Step,
+    Watched,
     event_from_json,
     event_to_json,
 )
@@ -23,8 +24,10 @@ EVENTS = [
     Compiled(2.5, "device", COSTS),
     Compiled(2.5, "process", dataclasses.replace(COSTS, residual_bytes=None)),
     Progress(total=10, skipped_steps=1, recent=(Step(1, 0.5, 2.0, 8.0, True),)),
+    Progress(10, 1, (Step(1, 0.5, 2.0, 8.0, True),), (Watched(1, {"underflow": {"Dense_0": 0.25}}),)),
     Epoch(1, 0.5, 1e-3, 2.0, 300.0, 65536.0, 3),
     dataclasses.replace(make_run(), nonfinite_outputs=7),
+    dataclasses.replace(make_run(), watch={"lost_updates": {"Dense_0": 0.25, "Dense_1": 0.0}}),
 ]
 
 

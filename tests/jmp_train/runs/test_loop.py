@@ -81,6 +81,24 @@ def test_digits_learn_in_every_policy(digits: Task, policy: str, scale: float) -
     assert all(epoch.seconds > 0 and epoch.memory_mb > 0 for epoch in run.epochs)
 
 
+def test_a_run_that_watches_reports_shares_of_each_step_and_their_means(digits: Task) -> None:
+    small = dataclasses.replace(digits, train={name: x[:128] for name, x in digits.train.items()})
+    seen: list[Event] = []
+    run = train(small, "float16", epochs=2, watch=("lost_updates", "underflow"), on_event=seen.append)
+    watched = [one for event in seen if isinstance(event, Progress) for one in event.watched]
+    assert [one.step for one in watched] == [1, 2, 3, 4]
+    taken = [one.shares for one, step in zip(watched, run.steps, strict=True) if step.finite]
+    assert taken
+    for name, groups in run.watch.items():
+        assert set(groups) == {
+            "Dense_0",
+            *(f"{kind}_{number}" for kind in ("BatchNorm", "Conv") for number in range(3)),
+        }
+        for group, share in groups.items():
+            assert share == pytest.approx(np.mean([shares[name][group] for shares in taken]))
+    assert 0 < run.watch["lost_updates"]["Dense_0"] < 1
+
+
 @pytest.mark.full
 def test_a_short_growth_interval_makes_the_scale_grow(digits: Task) -> None:
     run = train(digits, "autocast_float16", epochs=1, growth_interval=10)

@@ -8,7 +8,7 @@ import pytest
 from helpers import make_run, mounted_tmpfs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jmp_train.runs.events import Compiled, Progress
+from jmp_train.runs.events import Compiled, Progress, Watched
 from jmp_train.runs.run_log import RunLog
 
 pytestmark = pytest.mark.quick
@@ -52,6 +52,16 @@ def test_json_lines_have_the_same(tmp_path: Path) -> None:
     }  # fmt: skip
     assert lines[51]["epoch"] == 1
     assert lines[-1] == {"test_accuracy": 0.987}
+
+
+def test_what_a_run_watches_is_logged_with_its_steps(tmp_path: Path) -> None:
+    watched = tuple(Watched(n, {"underflow": {"Dense_0": n / 4, "norm": 0.0}}) for n in (1, 2))
+    with RunLog(tmp_path) as log:
+        log.write(Progress(100, 1, RUN.steps[:2], watched))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(x.step, x.value) for x in events.Scalars("step/underflow/Dense_0")] == [(1, 0.25), (2, 0.5)]
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (first["loss"], first["underflow/Dense_0"], second["underflow/Dense_0"]) == (1.0, 0.25, 0.5)
 
 
 def test_a_run_that_is_killed_leaves_what_it_logged(tmp_path: Path) -> None:
