@@ -51,7 +51,7 @@ def leaf_paths(tree: PyTree) -> list[str]:
 def capsule_content(
     batch: Batch,
     parts: StateParts,
-    snapshot: Snapshot,
+    before: Snapshot,
     kept: Sequence[Any] | None,
     later: int,
 ) -> tuple[int, bytes]:
@@ -60,17 +60,17 @@ def capsule_content(
     Args:
       batch: the step's.
       parts: of the state.
-      snapshot: of the state before the step.
+      before: of the state before the step.
       kept: the leaves that the skip has not changed, if the capsule is to hold them.
       later: how many steps were dispatched after this one before it was seen to be skipped.
     """
     changed_paths, kept_paths = ([parts.paths[i] for i in positions] for positions in (parts.changed, parts.kept))
     groups = {
         "batch": group_of(leaf_paths(batch), jax.tree.leaves(batch)),
-        "changed": group_of(changed_paths, snapshot.changed),
+        "changed": group_of(changed_paths, before.changed),
         "kept": group_of(kept_paths, kept) if kept is not None else None,
     }
-    step = int(np.max(local_data(snapshot.changed[changed_paths.index(".step")])))
+    step = int(np.max(local_data(before.changed[changed_paths.index(".step")])))
     structure = jax.tree.structure(batch)
     header = {
         "format": FORMAT,
@@ -81,9 +81,7 @@ def capsule_content(
         "later_steps": later,
         "structure": structure_to_json(structure),
         "shown_structure": str(structure),
-        "fingerprints": {
-            path: local_data(x).tolist() for path, x in zip(kept_paths, snapshot.fingerprints, strict=True)
-        },
+        "fingerprints": dict(zip(kept_paths, local_data(before.fingerprints).tolist(), strict=True)),
         "groups": {
             name: group and {"paths": group.paths, "leaves": [leaf._asdict() for leaf in group.leaves]}
             for name, group in groups.items()

@@ -138,8 +138,8 @@ def _check_fingerprints(
     path: object, header: dict[str, Any], leaves: Sequence[Any], parts: StateParts, state: TrainState
 ) -> None:
     """Raises ValueError if a state has not the parameters and model state that the step had."""
-    prints = snapshot(leaves, parts).fingerprints
-    found = {parts.paths[i]: local_data(x).tolist() for i, x in zip(parts.kept, prints, strict=True)}
+    prints = local_data(snapshot(leaves, kept=parts.kept).fingerprints).tolist()
+    found = {parts.paths[i]: number for i, number in zip(parts.kept, prints, strict=True)}
     wanted = header["fingerprints"]
     if found == wanted:
         return

@@ -31,6 +31,7 @@ class _Pending(NamedTuple):
     batch: Batch
     parts: StateParts
     before: Snapshot
+    after: TrainState | None  # of a step that is waited for
 
 
 class SkipRecorder:
@@ -123,11 +124,13 @@ class SkipRecorder:
             leaves, structure = jax.tree.flatten(state)
             if structure not in parts:
                 parts[structure] = parts_of(state)
-            before = snapshot(leaves, parts[structure])
+            now = parts[structure]
+            before = snapshot(leaves, now.changed, () if self._wait else now.kept)
             new_state, metrics = step(state, batch)
-            self._pending.append(_Pending(_flag(metrics), batch, parts[structure], before))
+            after = new_state if self._wait else None
+            self._pending.append(_Pending(_flag(metrics), batch, now, before, after))
             while self._pending and (self._wait or self._is_known() or len(self._pending) > _MOST_PENDING):
-                self._finish(new_state)
+                self._finish()
             return new_state, metrics
 
         return watched
@@ -135,7 +138,7 @@ class SkipRecorder:
     def flush(self) -> None:
         """Waits for the steps that were made, and writes the capsules of those that were skipped."""
         while self._pending:
-            self._finish(None)
+            self._finish()
 
     def close(self) -> None:
         """Does what `flush` does; the end of a `with` does so, too."""
@@ -159,23 +162,27 @@ class SkipRecorder:
     def _is_known(self) -> bool:
         return self._pending[0].finite.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _finish(self, state: TrainState | None) -> None:
-        """Waits for the oldest step, and writes its capsule if it was skipped; `state` is that after the newest."""
+    def _finish(self) -> None:
+        """Waits for the oldest step, and writes its capsule if it was skipped."""
         made = self._pending.popleft()
         if jax.device_get(made.finite):
             return
-        kept = None
-        if self._save_state and state is not None:
-            leaves = jax.tree.leaves(state)
-            kept = [leaves[i] for i in made.parts.kept]
         try:
             with jax.transfer_guard("allow"):  # a skip may be slow
-                number, content = capsule_content(made.batch, made.parts, made.before, kept, len(self._pending))
+                number, content = self._content(made)
             self._write(number, content)
         except (OSError, TypeError, ValueError, RuntimeError) as error:
             warnings.warn(
                 f"no capsule of a skipped step was written to {self.directory}: {error}", RuntimeWarning, stacklevel=3
             )
+
+    def _content(self, made: _Pending) -> tuple[int, bytes]:
+        before, kept = made.before, None
+        if made.after is not None:  # its parameters and model state are those of before
+            leaves = jax.tree.leaves(made.after)
+            before = before._replace(fingerprints=snapshot(leaves, kept=made.parts.kept).fingerprints)
+            kept = [leaves[i] for i in made.parts.kept] if self._save_state else None
+        return capsule_content(made.batch, made.parts, before, kept, len(self._pending))
 
     def _write(self, number: int, content: bytes) -> None:
         process, processes = jax.process_index(), jax.process_count()

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 from jax.tree_util import keystr
 from jax.typing import ArrayLike
 
+from jmp_train.distributed import local_data
 from jmp_train.policies import LossScaledState, PyTree
 from jmp_train.policies.optimizers import scaled_states
 from jmp_train.policies.pytrees import is_key
@@ -41,11 +43,11 @@ class Snapshot(NamedTuple):
 
     Attributes:
       changed: copies of the leaves that a skip changes.
-      fingerprints: of each leaf that it does not change, uint32 [2].
+      fingerprints: of the leaves that it does not change, uint32 [leaves].
     """
 
     changed: list[jax.Array]
-    fingerprints: list[jax.Array]
+    fingerprints: jax.Array
 
 
 def parts_of(state: TrainState) -> StateParts:
@@ -78,19 +80,27 @@ def parts_of(state: TrainState) -> StateParts:
     return StateParts(changed, kept, [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)])
 
 
-def snapshot(leaves: Sequence[Any], parts: StateParts) -> Snapshot:
-    """Returns copies and fingerprints of a state's leaves; computed before a step is donated the state."""
-    changed, kept = [leaves[i] for i in parts.changed], [leaves[i] for i in parts.kept]
+def snapshot(leaves: Sequence[Any], changed: Sequence[int] = (), kept: Sequence[int] = ()) -> Snapshot:
+    """Returns copies and fingerprints of a state's leaves, which are computed before a step is donated the state.
+
+    Args:
+      leaves: of the state.
+      changed: positions of those to copy.
+      kept: positions of those to take fingerprints of.
+    """
+    copied, printed = [leaves[i] for i in changed], [leaves[i] for i in kept]
     try:
-        return _snapshot(changed, kept)
+        return _snapshot(copied, printed)
     except ValueError:  # a state that is not on its mesh yet may be on several devices, which jit does not take
-        each = [_snapshot([x], []).changed[0] for x in changed]
-        return Snapshot(each, [_snapshot([], [x]).fingerprints[0] for x in kept])
+        copies = [_snapshot([x], []).changed[0] for x in copied]
+        prints = [local_data(_snapshot([], [x]).fingerprints) for x in printed]
+        return Snapshot(copies, jnp.concatenate([np.zeros(0, np.uint32), *prints]))
 
 
 @jax.jit
 def _snapshot(changed: list[jax.Array], kept: list[jax.Array]) -> Snapshot:
-    return Snapshot([jnp.copy(x) for x in changed], [_fingerprint(x) for x in kept])
+    prints = [_fingerprint(x) for x in kept]
+    return Snapshot([jnp.copy(x) for x in changed], jnp.stack(prints) if prints else jnp.zeros(0, jnp.uint32))
 
 
 def _all(label: str, tree: PyTree) -> Any:
@@ -98,13 +108,12 @@ def _all(label: str, tree: PyTree) -> Any:
 
 
 def _fingerprint(x: ArrayLike) -> jax.Array:
-    """Returns two sums of mixed bits and positions, uint32 [2]: the same on any number of devices, in any order."""
-    sums = jnp.zeros(2, jnp.uint32)
+    """Returns the sum of an array's bits mixed with their positions, uint32: the same on any devices, in any order."""
+    total = jnp.zeros((), jnp.uint32)
     for number, word in enumerate(_words(x)):
-        mixed = _mix(word ^ _mix(_positions(word) + jnp.uint32(0x9E3779B9 * (number + 1) % 2**32)))
-        again = _mix(mixed + jnp.uint32(0x85EBCA6B))
-        sums = sums + jnp.stack([jnp.sum(mixed, dtype=jnp.uint32), jnp.sum(again, dtype=jnp.uint32)])
-    return sums
+        place = (_positions(word) + jnp.uint32(number + 1)) * jnp.uint32(0x9E3779B9)
+        total = total + jnp.sum(_mix(word ^ place), dtype=jnp.uint32)
+    return total
 
 
 def _words(x: ArrayLike) -> list[jax.Array]:
