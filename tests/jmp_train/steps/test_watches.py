@@ -192,6 +192,18 @@ def test_underflow_of_several_losses_counts_all_of_them() -> None:
     assert float(metrics["watch"]["underflow"]["params"]) == pytest.approx(2 / 10)
 
 
+@pytest.mark.parametrize("shape", [(), (0, 3), (65_535,), (70_000,), (3, 40_000), (70_000, 2), (2, 300, 300)])
+def test_more_elements_than_16_bits_count_are_counted(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(2)
+    factors = rng.choice(np.array([0.0, TINY / 2, 1.0], np.float32), shape, p=[0.01, 0.5, 0.49])
+    factors = np.asarray(factors, np.float32)
+    shares, _ = shares_of(
+        jnp.ones(shape), factors, unscaled(optax.sgd(0.1)), policy="mixed_float16", watch=("underflow",)
+    )
+    wanted = (factors == TINY / 2).sum() / max((factors != 0).sum(), 1)
+    assert shares["underflow"]["params"] == pytest.approx(wanted, rel=1e-7)
+
+
 # --- groups, devices, programs -----------------------------------------------------------------
 
 
