@@ -1,6 +1,6 @@
 """What a mixed-precision step costs beside the same step written by hand.
 
-    python benchmarks/step_overhead.py [--rounds 60] [--steps 20] [--json FILE] [--watch]
+    python benchmarks/step_overhead.py [--rounds 60] [--steps 20] [--json FILE] [--watch [--examples 32]]
 
 One model (the digits CNN: BatchNorm, dropout, Adam, float16 computation) is stepped four ways, in one
 process and in turn: by `jmp_train.train_step`, by hand with jmp, by hand with flax's `DynamicScale`, and
@@ -37,7 +37,6 @@ from jmp_train.tasks.vit import init, loss_fn
 
 LEARNING_RATE = 1e-3
 WATCHES = ((), ("lost_updates",), ("underflow",), ("lost_updates", "underflow"))
-WATCHED_EXAMPLES = 32
 
 
 class Contender(NamedTuple):
@@ -223,12 +222,12 @@ class Watched(NamedTuple):
     batch: Any
 
 
-def watched_models() -> dict[str, Watched]:
-    """Returns MNIST's network and a small transformer, each with a batch."""
+def watched_models(examples: int) -> dict[str, Watched]:
+    """Returns MNIST's network and a small transformer, each with a batch of so many examples."""
     rng = np.random.default_rng(0)
-    label = jnp.asarray(rng.integers(10, size=WATCHED_EXAMPLES))
+    label = jnp.asarray(rng.integers(10, size=examples))
     mnist = load_task("mnist", TaskOptions(synthetic=True))
-    images = [jnp.asarray(rng.random((WATCHED_EXAMPLES, *shape), np.float32)) for shape in ((28, 28, 1), (32, 32, 3))]
+    images = [jnp.asarray(rng.random((examples, *shape), np.float32)) for shape in ((28, 28, 1), (32, 32, 3))]
     transformer = VisionTransformer(classes=10, patch=4, width=128, depth=4, heads=4, mlp=512)
     return {
         "mnist": Watched(mnist.loss_fn, *mnist.init(jax.random.key(0)), {"image": images[0], "label": label}),
@@ -240,11 +239,11 @@ def watched_models() -> dict[str, Watched]:
     }
 
 
-def measure_watches(rounds: int, steps: int) -> dict[str, Any]:
+def measure_watches(rounds: int, steps: int, examples: int) -> dict[str, Any]:
     """Prints and returns milliseconds a step and ratios of each model, policy and choice of watches."""
     print(f"{'':<28}  {'watch':<24}  ms/step  /no watch of its round  HLO instructions")
     results = {}
-    for name, model in watched_models().items():
+    for name, model in watched_models(examples).items():
         for policy in ("mixed_float16", "mixed_bfloat16"):
             contenders, instructions = {}, {}
             for watch in WATCHES:
@@ -274,10 +273,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--examples", type=int, default=32, help="with --watch, a batch's; the cost does not grow with them"
+    )
     parser.add_argument("--watch", action="store_true", help="what the watches of train_step cost")
     args = parser.parse_args()
     if args.watch:
-        results = measure_watches(args.rounds, args.steps)
+        results = measure_watches(args.rounds, args.steps, args.examples)
         if args.json:
             args.json.write_text(json.dumps(results, indent=2))
         return
