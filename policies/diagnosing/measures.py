@@ -73,91 +73,154 @@ def combined(stack: jax.Array) -> jax.Array:
     return jnp.concatenate([stack[..., : len(SUMS)].sum(0), stack[..., len(SUMS) :].max(0)], -1)
 
 
+Elementwise = dict[str, Any]  # column -> array of numbers that are to be added up, or of which the largest counts
+
+
 def measured(
-    actual: jax.Array, shadow: jax.Array | None, local: jax.Array | None, terms: jax.Array | None, iteration: jax.Array
-) -> jax.Array:
-    """Returns the measures [columns] of a result.
+    actual: jax.Array, shadow: jax.Array | None, local: jax.Array | None, terms: jax.Array | None
+) -> Elementwise:
+    """Returns what is measured of each element of a result.
 
     Args:
       actual: the result as it is.
       shadow: in float32, of float32 operands; None where it is the same.
       local: in the dtypes as they are, of the shadow's operands; None where nothing is lost.
       terms: of a sum in lower precision, that of its terms' magnitudes in the shadow; else None.
-      iteration: number of the loop iteration, float32 scalar.
     """
     exact = actual if shadow is None else shadow
-    as_float32 = actual.astype(exact.dtype)
-    magnitude, finite = jnp.abs(exact), jnp.isfinite(exact)
-    found: dict[str, Any] = {
-        "nan": jnp.isnan(as_float32),
-        "infinite": jnp.isinf(as_float32),
-        "largest": jnp.where(finite, magnitude, -np.inf),
-    }
+    as_float32 = lax.convert_element_type(actual, exact.dtype)
+    magnitude, finite = lax.abs(exact), lax.is_finite(exact)
+    largest = _where(finite, magnitude, -np.inf)
+    found: Elementwise = {"nan": _is_nan(as_float32), "infinite": _is_infinite(as_float32), "largest": largest}
     if shadow is not None:
-        found["shadow_nan"] = jnp.isnan(shadow)
-        found["shadow_infinite"] = jnp.isinf(shadow)
-        found["inherited_error"] = jnp.where(finite & jnp.isfinite(as_float32), jnp.abs(as_float32 - shadow), 0)
-        found["shadow_magnitude"] = jnp.where(finite, magnitude, 0)
+        error = lax.abs(as_float32 - shadow)
+        found["shadow_nan"], found["shadow_infinite"] = _is_nan(shadow), _is_infinite(shadow)
+        found["inherited_error"] = _where(finite & lax.is_finite(as_float32), error, 0)
+        found["shadow_magnitude"] = _where(finite, magnitude, 0)
     if terms is not None:
-        found["shadow_terms"] = jnp.where(finite, terms, 0)
+        found["shadow_terms"] = _where(finite, terms, 0)
     if local is not None:
-        rounded = local.astype(exact.dtype)
-        found["local_error"] = jnp.where(finite & jnp.isfinite(rounded), jnp.abs(rounded - exact), 0)
-        found["overflowed"] = finite & ~jnp.isfinite(rounded)
-        found["smallest"] = jnp.where(finite & (magnitude > 0), -magnitude, -np.inf)
+        rounded = lax.convert_element_type(local, exact.dtype)
+        kept, positive = lax.is_finite(rounded), lax.gt(magnitude, lax.full_like(magnitude, 0))
+        found["local_error"] = _where(finite & kept, lax.abs(rounded - exact), 0)
+        found["overflowed"] = finite & ~kept
+        found["smallest"] = _where(finite & positive, -magnitude, -np.inf)
         if is_low(actual.dtype):
-            smallest = float(jnp.finfo(actual.dtype).tiny)
-            found["flushed"] = (rounded == 0) & (magnitude > 0)
-            found["subnormal"] = (jnp.abs(rounded) > 0) & (jnp.abs(rounded) < smallest)
-    totals = dict(zip(COLUMNS, _NOTHING, strict=True)) | _reduced(found)
-    if shadow is None:
-        totals |= {"shadow_nan": totals["nan"], "shadow_infinite": totals["infinite"]}
-    for column in ("nan", "infinite"):
-        totals[f"first_{column}"] = jnp.where(totals[column] > 0, -iteration, -np.inf)
-    totals |= {"runs": 1, "elements": actual.size}
-    return jnp.stack([jnp.asarray(totals[column], jnp.float32) for column in COLUMNS])
+            zero = lax.eq(rounded, lax.full_like(rounded, 0))
+            found["flushed"] = zero & positive
+            found["subnormal"] = ~zero & _less(lax.abs(rounded), float(jnp.finfo(actual.dtype).tiny))
+    return found
 
 
-def measured_absorbed(actual: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-    """Returns the measures [columns] that only additions have.
+def measured_absorbed(actual: jax.Array, first: jax.Array, second: jax.Array) -> Elementwise:
+    """Returns what is measured of additions alone.
 
     Args:
       actual: the sum.
       first: an operand, of the same shape or a scalar.
       second: the other one.
     """
-    absorbed = ((actual == first) & (second != 0)) | ((actual == second) & (first != 0))
-    return _only(absorbed=jnp.sum(absorbed, dtype=jnp.float32))
+    first, second = (jnp.broadcast_to(x, actual.shape) for x in (first, second))
+    nothing_added = lax.eq(actual, first) & lax.ne(second, lax.full_like(second, 0))
+    return {"absorbed": nothing_added | (lax.eq(actual, second) & lax.ne(first, lax.full_like(first, 0)))}
 
 
-def measured_whole(local: jax.Array, shadow: jax.Array) -> jax.Array:
-    """Returns the measures [columns] that only casts have, of whole numbers.
+def measured_whole(local: jax.Array, shadow: jax.Array) -> Elementwise:
+    """Returns what is measured of casts alone, of whole numbers.
 
     Args:
       local: the numbers in the lower precision.
       shadow: the numbers.
     """
-    rounded, exact = jnp.ravel(local).astype(shadow.dtype), jnp.ravel(shadow)
-    whole = jnp.isfinite(exact) & (exact == jnp.round(exact))
-    merged = (rounded[1:] == rounded[:-1]) & (exact[1:] != exact[:-1]) & whole[1:]
-    found = {"whole": whole, "whole_rounded": whole & (rounded != exact), "merged": jnp.append(merged, False)}
-    return _only(**_reduced(found))
+    rounded = lax.convert_element_type(local, shadow.dtype)
+    whole = lax.is_finite(shadow) & lax.eq(shadow, lax.round(shadow))
+    found = {"whole": whole, "whole_rounded": whole & lax.ne(rounded, shadow)}
+    if shadow.size > 1:
+        merged = _neighbors(lax.eq, rounded) & _neighbors(lax.ne, shadow)
+        found["merged"] = lax.reshape(merged, shadow.shape) & whole
+    return found
 
 
-def _only(**totals: jax.Array) -> jax.Array:
-    values = dict(zip(COLUMNS, _NOTHING, strict=True)) | totals
-    return jnp.stack([jnp.asarray(values[column], jnp.float32) for column in COLUMNS])
+def _neighbors(compare: Any, x: jax.Array) -> jax.Array:
+    """Compares each element with the one before it, the first with itself."""
+    flat = lax.reshape(x, (x.size,))
+    before = lax.concatenate([lax.slice(flat, (0,), (1,)), lax.slice(flat, (0,), (x.size - 1,))], 0)
+    return compare(flat, before)
 
 
-def _reduced(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the sums or maxima of arrays of one shape, made in a single pass over them."""
-    columns = list(found)
-    arrays = tuple(jnp.asarray(found[column]).astype(jnp.float32) for column in columns)
-    starts = tuple(np.float32(0 if column in SUMS else -np.inf) for column in columns)
+def _where(condition: jax.Array, x: jax.Array, other: float) -> jax.Array:
+    return lax.select(condition, x, lax.full_like(x, other))
+
+
+def _less(x: jax.Array, bound: float) -> jax.Array:
+    return lax.lt(x, lax.full_like(x, bound))
+
+
+def _is_nan(x: jax.Array) -> jax.Array:
+    return lax.ne(x, x)
+
+
+def _is_infinite(x: jax.Array) -> jax.Array:
+    return lax.eq(lax.abs(x), lax.full_like(x, np.inf))
+
+
+def totals_of(rows: Sequence[Sequence[Elementwise]], iteration: jax.Array) -> jax.Array:
+    """Returns the measures [rows, columns] of equations that ran once.
+
+    What has the same shape is added up in a single pass.
+
+    Args:
+      rows: of each equation what was measured of the elements of its results.
+      iteration: number of the loop iteration, float32 scalar.
+    """
+    by_shape: dict[tuple[int, ...], dict[Any, Any]] = {}
+    for number, row in enumerate(rows):
+        for result, found in enumerate(row):
+            for column, values in found.items():
+                by_shape.setdefault(jnp.shape(values), {})[number, result, column] = values
+    totals: dict[tuple[int, str], Any] = {}
+    for found in by_shape.values():
+        for (number, _, column), total in _reduced(found).items():
+            old = totals.get((number, column))
+            add = lax.add if column in SUMS else lax.max
+            totals[number, column] = total if old is None else add(old, total)
+    matrix = _arranged(totals, len(rows)) + _sizes(rows)
+    first = [jnp.where(matrix[:, COLUMNS.index(name)] > 0, -iteration, -np.inf) for name in ("nan", "infinite")]
+    return jnp.concatenate([matrix[:, : -len(first)], jnp.stack(first, -1)], -1)
+
+
+def _arranged(totals: dict[tuple[int, str], jax.Array], rows: int) -> jax.Array:
+    """Returns totals, by row and column, as an array [rows, columns]; those that are missing are those of nothing."""
+    places = {key: place for place, key in enumerate(totals)}
+    index = np.full((rows, len(COLUMNS)), len(places))
+    index[:, len(SUMS) :] += 1
+    for number in range(rows):
+        for i, column in enumerate(COLUMNS):
+            # What has no shadow is its own.
+            own = places.get((number, column), places.get((number, column.removeprefix("shadow_"))))
+            if own is not None:
+                index[number, i] = own
+    missing = np.array([0.0, -np.inf], np.float32)
+    return jnp.concatenate([jnp.stack(list(totals.values())), missing])[index]
+
+
+def _sizes(rows: Sequence[Sequence[Elementwise]]) -> np.ndarray:
+    """Returns how often each equation ran, and how many elements it has, as an array [rows, columns] to be added."""
+    sizes = np.zeros((len(rows), len(COLUMNS)), np.float32)
+    sizes[:, COLUMNS.index("runs")] = 1
+    elements = [sum(found["nan"].size for found in row if "nan" in found) for row in rows]
+    sizes[:, COLUMNS.index("elements")] = elements
+    return sizes
+
+
+def _reduced(found: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns the sums, or the maxima, of arrays of one shape."""
+    keys = list(found)
+    arrays = tuple(lax.convert_element_type(found[key], jnp.float32) for key in keys)
+    combines = [lax.add if column in SUMS else lax.max for *_, column in keys]
+    starts = tuple(np.float32(0 if column in SUMS else -np.inf) for *_, column in keys)
 
     def add(first: Sequence[jax.Array], second: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        pairs = zip(columns, first, second, strict=True)
-        return tuple(a + b if column in SUMS else lax.max(a, b) for column, a, b in pairs)
+        return tuple(combine(a, b) for combine, a, b in zip(combines, first, second, strict=True))
 
-    results = lax.reduce(arrays, starts, add, tuple(range(arrays[0].ndim)))
-    return dict(zip(columns, results, strict=True))
+    return dict(zip(keys, lax.reduce(arrays, starts, add, tuple(range(arrays[0].ndim))), strict=True))

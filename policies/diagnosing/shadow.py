@@ -5,7 +5,7 @@ float32, from float32 operands, and is left out as long as it is the same number
 shadow: what was compared, picked or counted decides for both, so that both go the same way. Each equation that can
 lose something is run a third time, as it is on the shadow's operands, which parts its own error from what it inherits.
 
-Equations are compiled one by one, those that are alike once, so that all that is rounded in the program is rounded
+Equations are compiled one by one, those that are part_ once, so that all that is rounded in the program is rounded
 here; so are those within a `shard_map`. Bodies of loops and branches are compiled as one program.
 """
 
@@ -23,7 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.autocasting import scan_counts
 from jmp_train.policies.diagnosing.arithmetic import bound, in_float32, magnitude_of_terms, rounded
+from jmp_train.policies.diagnosing.compiling import compiler_options
+from jmp_train.policies.diagnosing.flattening import Operation, Part, flattened, is_plain, parts_of
 from jmp_train.policies.diagnosing.measures import (
+    Elementwise,
     combine,
     combined,
     is_float,
@@ -32,9 +35,10 @@ from jmp_train.policies.diagnosing.measures import (
     measured_absorbed,
     measured_whole,
     nothing,
+    totals_of,
     widened,
 )
-from jmp_train.policies.diagnosing.programs import BODIES, count_rows, dtype_of, is_measured
+from jmp_train.policies.diagnosing.programs import count_rows, dtype_of, is_measured
 from jmp_train.policies.pytrees import has_tracers, is_key
 
 _FIRST = np.float32(0)  # the number of the iteration outside of all loops
@@ -59,12 +63,13 @@ Results = tuple[list[Pair], list[jax.Array]]
 
 
 class Shadowing:
-    """Runs programs beside their shadows; compiles equations that are alike once.
+    """Runs programs beside their shadows; compiles equations that are part_ once.
 
     Args:
       mesh: the devices of the `shard_map` that it runs in, whose values are stacked along a first axis; or None.
       axes: of the mesh, that are mapped.
       iteration: number of the loop iteration that it runs in, counted over all loops around it; float32 scalar.
+        None outside of all loops.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -74,10 +79,11 @@ class Shadowing:
       (1.099609375, 1.099976, [(1, 21)])
     """
 
-    def __init__(self, mesh: Any = None, axes: frozenset[str] = frozenset(), iteration: Any = _FIRST) -> None:
+    def __init__(self, mesh: Any = None, axes: frozenset[str] = frozenset(), iteration: Any = None) -> None:
         self.mesh = mesh
         self.axes = axes
-        self.iteration = iteration
+        self.within = iteration is not None
+        self.iteration = iteration if self.within else _FIRST
 
     def run(self, program: Any, operands: Sequence[Pair]) -> Results:
         """Returns the results, and the measures of the program's equations as blocks [rows, columns].
@@ -86,59 +92,55 @@ class Shadowing:
           program: a jaxpr, with its constants if it has any.
           operands: its arguments.
         """
-        jaxpr, constants = getattr(program, "jaxpr", program), getattr(program, "consts", ())
-        values = dict(zip(jaxpr.constvars, map(self._constant, constants), strict=True))
-        values.update(zip(jaxpr.invars, operands, strict=True))
-        last_use = {atom: i for i, equation in enumerate(jaxpr.eqns) for atom in _variables(equation.invars)}
-        wanted = set(_variables(jaxpr.outvars))
-
-        def read(atom: Any) -> Pair:
-            return _of_literal(atom) if isinstance(atom, jex.Literal) else values[atom]
-
+        flat = flattened(program)
+        values = dict(zip(flat.operands, operands, strict=True))
+        values |= {number: self._constant(array) for number, array in flat.constants.items()}
+        last_use = {number: i for i, op in enumerate(flat.operations) for number in op.reads}
+        last_use |= dict.fromkeys((x for x in flat.results if isinstance(x, int)), len(flat.operations))
         blocks: list[jax.Array] = []
-        for i, equation in enumerate(jaxpr.eqns):
-            results, found = self._equation(equation, [read(atom) for atom in equation.invars])
+        start = 0
+        for part in parts_of(flat.operations):
+            end = start + len(part)
+            needed = frozenset(x for op in part for x in op.writes if last_use.get(x, -1) >= end)
+            results, found = self._part(part, values, needed)
             blocks += found
-            values.update(zip(equation.outvars, results, strict=True))
-            for atom in {*_variables(equation.invars), *equation.outvars}:
-                if atom not in wanted and last_use.get(atom, -1) <= i:
-                    values.pop(atom, None)  # arrays that nothing reads any more are freed
-        return [read(atom) for atom in jaxpr.outvars], blocks
+            values |= results
+            for number in {x for op in part for x in (*op.reads, *op.writes)}:
+                if last_use.get(number, -1) < end:
+                    values.pop(number, None)  # arrays that nothing reads any more are freed
+            start = end
+        return [_read(x, values) for x in flat.results], blocks
 
-    def _equation(self, equation: Any, inputs: list[Pair]) -> Results:
+    def _part(
+        self, part: list[Operation], values: dict[int, Pair], needed: frozenset[int]
+    ) -> tuple[dict[int, Pair], list[jax.Array]]:
+        if is_plain(part[0].equation):
+            return self._plain(part, values, needed)
+        ((equation, inputs),) = ((op.equation, [_read(x, values) for x in op.inputs]) for op in part)
+        results, blocks = self._program(equation, inputs)
+        return dict(zip(part[0].writes, results, strict=True)), blocks
+
+    def _program(self, equation: Any, inputs: list[Pair]) -> Results:
+        """Runs an equation that holds a program, or one whose values are no arrays."""
         name = equation.primitive.name
-        if name in BODIES:
-            return self.run(equation.params[BODIES[name]], inputs)
         if name == "shard_map" and self.mesh is None and not has_tracers(inputs):
             return self._on_devices(equation, inputs)
         if name in _PROGRAMS:
             results, block, self.iteration = self._jit(_PROGRAMS[name](equation))(inputs, self.iteration)
             return results, [block]
-        if not all(_is_array_type(atom) for atom in (*equation.invars, *equation.outvars)):
-            return [Pair(result) for result in bound(equation, [pair.actual for pair in inputs])], []
-        results, local, terms = self._jit(_once(_Alike(equation)))(inputs)
-        if not is_measured(equation):
-            return results, []
-        return results, [self._measures(equation, inputs, results, local, terms)]
+        return [Pair(result) for result in bound(equation, [pair.actual for pair in inputs])], []
 
-    def _measures(
-        self, equation: Any, inputs: list[Pair], results: list[Pair], local: list[Any], terms: Any
-    ) -> jax.Array:
-        """Returns the measures [1, columns] of an equation's results that are floats, together."""
-        floats = [(pair, x) for pair, x in zip(results, local, strict=True) if is_float(dtype_of(pair.actual))]
-        measure = self._jit(measured)
-        vectors = [measure(pair.actual, pair.shadow, x, terms, self.iteration) for pair, x in floats]
-        (first, of_shadow), name = floats[0], equation.primitive.name
-        if is_low(dtype_of(first.actual)):
-            if name in ("add", "sub", "add_any") and len(inputs) == 2:
-                absorbed = self._jit(measured_absorbed)
-                vectors.append(absorbed(first.actual, *(pair.actual for pair in inputs)))
-            if name in ("convert_element_type", "iota") and of_shadow is not None:
-                vectors.append(self._jit(measured_whole)(of_shadow, first.shadow))
-        return functools.reduce(combine, vectors)[..., None, :]
+    def _plain(
+        self, part: list[Operation], values: dict[int, Pair], needed: frozenset[int]
+    ) -> tuple[dict[int, Pair], list[jax.Array]]:
+        """Runs equations, one after the other, as one program."""
+        together = Part(part, needed)
+        given = [_read(x, values) for x in together.given]
+        results, matrix = self._jit(_together(together))(given, self.iteration)
+        return dict(zip(together.wanted, results, strict=True)), [] if matrix is None else [matrix]
 
     def _jit(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        return _compiled(run, self.mesh, self.axes)
+        return jax.jit(run) if self.within else _compiled(run, self.mesh, self.axes)
 
     def _constant(self, array: Any) -> Pair:
         return Pair(array if self.mesh is None or is_key(array) else np.asarray(array))
@@ -163,15 +165,16 @@ class Shadowing:
 @functools.lru_cache(maxsize=4096)
 def _compiled(run: Callable[..., Any], mesh: Any, axes: frozenset[str]) -> Callable[..., Any]:
     """Compiles a function; of values that are stacked over the devices of a mesh each device is given its own."""
+    options = compiler_options(jax.default_backend())
     if mesh is None:
-        return jax.jit(run)
+        return jax.jit(run, compiler_options=options)
 
     def unstacked(stacked: Any, same: Any) -> Any:
         own = jax.tree.map(lambda x, y: y if x is None else x[0], stacked, same, is_leaf=lambda x: x is None)
         return jax.tree.map(lambda x: jnp.asarray(x)[None], run(*own))
 
     each = _each_device(mesh, axes)
-    compiled = jax.jit(_mapped(unstacked, mesh, axes, (each, P()), each))
+    compiled = jax.jit(_mapped(unstacked, mesh, axes, (each, P()), each), compiler_options=options)
     return lambda *args: compiled(*_parted(args))
 
 
@@ -307,64 +310,61 @@ def _manual_axes(params: dict[str, Any]) -> frozenset[str]:
     return frozenset(params.get("manual_axes") or params["newly_manual_axes"])
 
 
-class _Alike:
-    """An equation that is the same as others with the same operation, parameters and types.
-
-    Args:
-      equation: of a traced program.
-    """
-
-    def __init__(self, equation: Any) -> None:
-        self.equation = equation
-        params: Any = tuple(equation.params.items())
-        try:
-            hash(params)
-        except TypeError:  # a parameter that cannot be hashed
-            params = id(equation)
-        atoms = (*equation.invars, *equation.outvars)
-        types = tuple((dtype_of(atom), getattr(atom.aval, "shape", ())) for atom in atoms)
-        self._key = equation.primitive, params, types
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Alike) and self._key == other._key
-
-
 @functools.lru_cache(maxsize=4096)
-def _once(alike: _Alike) -> Callable[..., Any]:
-    """Returns an equation as a function of pairs.
+def _together(part: Part) -> Callable[..., Any]:
+    """Returns operations as a function of what they are given, to what is wanted of their results and the measures."""
 
-    It returns its results, what each would be of the shadow's operands (None where nothing is lost), and of sums in
-    lower precision the magnitude of the terms.
-    """
-    equation = alike.equation
-    low = any(is_low(dtype_of(atom)) for atom in (*equation.invars, *equation.outvars))
-    loses = low and is_measured(equation)
-
-    def run(inputs: list[Pair]) -> tuple[list[Pair], list[Any], Any]:
-        actual = bound(equation, [pair.actual for pair in inputs])
-        exact = all(pair.shadow is None for pair in inputs)
-        nowhere = [None] * len(actual)
-        if exact and not loses:
-            return [Pair(x) for x in actual], nowhere, None
-        wide = [_shadow_of(pair) for pair in inputs]
-        shadows = in_float32(equation, wide)
-        if shadows is None:
-            return [Pair(x) for x in actual], nowhere, None
-        results = [Pair(x, y if is_float(dtype_of(x)) else None) for x, y in zip(actual, shadows, strict=True)]
-        if not loses:
-            return results, nowhere, None
-        local = actual if exact else bound(equation, [_rounded_shadow(pair) for pair in inputs])
-        # Behind the barrier, or a compiler may leave the rounding out.
-        return results, lax.optimization_barrier(local), magnitude_of_terms(equation, wide)
+    def run(given: list[Pair], iteration: Any) -> tuple[list[Pair], jax.Array | None]:
+        values, rows = list(given), []
+        for op, places in zip(part.operations, part.wiring, strict=True):
+            results, row = _once(op.equation, [values[place] for place in places])
+            values += results
+            rows += [row] if row else []
+        return [values[place] for place in part.returned], totals_of(rows, iteration) if rows else None
 
     return run
 
 
-def _of_literal(atom: Any) -> Pair:
-    return Pair(np.asarray(atom.val, atom.aval.dtype))
+def _once(equation: Any, inputs: list[Pair]) -> tuple[list[Pair], list[Elementwise]]:
+    """Runs an equation: its results, and what is measured of their elements, which is nothing if it has no row."""
+    has_row = is_measured(equation)
+    loses = has_row and any(is_low(dtype_of(atom)) for atom in (*equation.invars, *equation.outvars))
+    actual = bound(equation, [pair.actual for pair in inputs])
+    exact = all(pair.shadow is None for pair in inputs)
+    wide = [_shadow_of(pair) for pair in inputs]
+    shadows = None if exact and not loses else in_float32(equation, wide)
+    if shadows is None:
+        results = [Pair(x) for x in actual]
+        return results, _measures(equation, inputs, results, None, None) if has_row else []
+    results = [Pair(x, y if is_float(dtype_of(x)) else None) for x, y in zip(actual, shadows, strict=True)]
+    if not has_row:
+        return results, []
+    if not loses:
+        return results, _measures(equation, inputs, results, None, None)
+    local = actual if exact else bound(equation, [_rounded_shadow(pair) for pair in inputs])
+    local = lax.optimization_barrier(local)  # or a compiler may leave the rounding out
+    return results, _measures(equation, inputs, results, local, magnitude_of_terms(equation, wide))
+
+
+def _measures(
+    equation: Any, inputs: list[Pair], results: list[Pair], local: list[Any] | None, terms: Any
+) -> list[Elementwise]:
+    """Returns what is measured of the elements of an equation's results that are floats."""
+    floats = [i for i, pair in enumerate(results) if is_float(dtype_of(pair.actual))]
+    own = [None] * len(results) if local is None else local
+    found = [measured(results[i].actual, results[i].shadow, own[i], terms) for i in floats]
+    first, name = results[floats[0]], equation.primitive.name
+    if not is_low(dtype_of(first.actual)) or first.shadow is None:
+        return found
+    if name in ("add", "sub", "add_any") and len(inputs) == 2:
+        found.append(measured_absorbed(first.actual, *(pair.actual for pair in inputs)))
+    if name in ("convert_element_type", "iota") and local is not None:
+        found.append(measured_whole(local[floats[0]], first.shadow))
+    return found
+
+
+def _read(value: int | np.ndarray, values: dict[int, Pair]) -> Pair:
+    return values[value] if isinstance(value, int) else Pair(value)
 
 
 def _with_shadow(pair: Pair) -> Pair:
@@ -385,11 +385,3 @@ def _rounded_shadow(pair: Pair) -> Any:
     if pair.shadow is None:
         return pair.actual
     return rounded(pair.shadow, dtype_of(pair.actual))
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, jex.Literal)]
-
-
-def _is_array_type(atom: Any) -> bool:
-    return hasattr(atom.aval, "dtype") and hasattr(atom.aval, "shape")

@@ -1,0 +1,179 @@
+"""A traced program as one list of operations, cut into parts that are compiled together.
+
+Parts that are alike, as those of a network's layers are, are compiled once.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+import numpy as np
+
+from jmp_train.policies.diagnosing.programs import BODIES, bodies_of, dtype_of
+
+_LONGEST = 24  # operations of a part: of fewer there are more programs to compile, of more fewer are alike
+_ANCHORS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general"))  # with which a layer begins
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An equation that runs, with the numbers of the values that it reads and writes.
+
+    Attributes:
+      equation: of a traced program.
+      inputs: of each operand the number of the value, or the literal.
+      writes: the numbers of its results.
+    """
+
+    equation: Any
+    inputs: tuple[int | np.ndarray, ...]
+    writes: tuple[int, ...]
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The numbers of the values that it reads."""
+        return tuple(x for x in self.inputs if isinstance(x, int))
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A program whose calls are inlined.
+
+    Attributes:
+      operands: the numbers of its arguments.
+      constants: by number.
+      operations: in the order in which they run.
+      results: the numbers of its results, or literals.
+    """
+
+    operands: tuple[int, ...]
+    constants: dict[int, Any]
+    operations: list[Operation]
+    results: tuple[int | np.ndarray, ...]
+
+
+def flattened(program: Any) -> Flat:
+    """Returns a program with the bodies of `jit`, `remat` and custom derivatives inlined.
+
+    Args:
+      program: a jaxpr, with its constants if it has any.
+    """
+    jaxpr = getattr(program, "jaxpr", program)
+    constants: dict[int, Any] = {}
+    operations: list[Operation] = []
+    operands = tuple(range(len(jaxpr.invars)))
+    results = _inline(program, operands, constants, operations, [len(operands)])
+    return Flat(operands, constants, operations, tuple(results))
+
+
+def _inline(
+    program: Any,
+    operands: Sequence[int | np.ndarray],
+    constants: dict[int, Any],
+    operations: list[Operation],
+    count: list[int],
+) -> list[int | np.ndarray]:
+    jaxpr = getattr(program, "jaxpr", program)
+    values: dict[Any, int | np.ndarray] = dict(zip(jaxpr.invars, operands, strict=True))
+
+    def new(variables: Sequence[Any]) -> tuple[int, ...]:
+        numbers = tuple(range(count[0], count[0] + len(variables)))
+        count[0] += len(variables)
+        values.update(zip(variables, numbers, strict=True))
+        return numbers
+
+    constants.update(zip(new(jaxpr.constvars), getattr(program, "consts", ()), strict=True))
+
+    def read(atom: Any) -> int | np.ndarray:
+        return np.asarray(atom.val, dtype_of(atom)) if isinstance(atom, jex.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = tuple(read(atom) for atom in equation.invars)
+        body = BODIES.get(equation.primitive.name)
+        if body is not None:
+            results = _inline(equation.params[body], inputs, constants, operations, count)
+            values.update(zip(equation.outvars, results, strict=True))
+        else:
+            operations.append(Operation(equation, inputs, new(equation.outvars)))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def is_plain(equation: Any) -> bool:
+    """Whether an equation holds no program and its values are arrays, so that it is compiled with others."""
+    atoms = (*equation.invars, *equation.outvars)
+    return not bodies_of(equation) and all(hasattr(x.aval, "dtype") and hasattr(x.aval, "shape") for x in atoms)
+
+
+def parts_of(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
+    """Yields operations that run together: each that holds a program alone, the others from product to product.
+
+    Args:
+      operations: in the order in which they run.
+    """
+    part: list[Operation] = []
+    for op in operations:
+        alone = not is_plain(op.equation)
+        if part and (alone or len(part) == _LONGEST or op.equation.primitive.name in _ANCHORS):
+            yield part
+            part = []
+        part.append(op)
+        if alone:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+class Part:
+    """Operations that run together; equal to others with the same operations on values of the same types.
+
+    Args:
+      operations: in the order in which they run.
+      wanted: the numbers of the values that are read later.
+
+    Attributes:
+      operations: in the order in which they run.
+      given: what they read that they do not make, each once: numbers, then literals.
+      wiring: of each operation where its operands are, in what is given and then made.
+      wanted: the numbers of the results that are read later.
+      returned: where these are.
+    """
+
+    def __init__(self, operations: Sequence[Operation], wanted: frozenset[int]) -> None:
+        self.operations = tuple(operations)
+        made = {number for op in operations for number in op.writes}
+        numbers = dict.fromkeys(x for op in operations for x in op.reads if x not in made)
+        literals = [x for op in operations for x in op.inputs if not isinstance(x, int)]
+        self.given: tuple[int | np.ndarray, ...] = (*numbers, *literals)
+        places: dict[int, int] = {number: place for place, number in enumerate(numbers)}
+        literal, result = len(numbers), len(self.given)
+        wiring = []
+        for op in operations:
+            own = []
+            for x in op.inputs:
+                own.append(places[x] if isinstance(x, int) else literal)
+                literal += not isinstance(x, int)
+            wiring.append(tuple(own))
+            places.update(zip(op.writes, range(result, result + len(op.writes)), strict=True))
+            result += len(op.writes)
+        self.wiring = tuple(wiring)
+        self.wanted = tuple(number for op in operations for number in op.writes if number in wanted)
+        self.returned = tuple(places[number] for number in self.wanted)
+        self._key = tuple(_key(op.equation) for op in operations), self.wiring, self.returned
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Part) and self._key == other._key
+
+
+def _key(equation: Any) -> Any:
+    params: Any = tuple(equation.params.items())
+    try:
+        hash(params)
+    except TypeError:  # a parameter that cannot be hashed
+        params = id(equation)
+    atoms = (*equation.invars, *equation.outvars)
+    return equation.primitive, params, tuple((dtype_of(x), getattr(x.aval, "shape", ())) for x in atoms)
