@@ -41,6 +41,7 @@ from jmp_train.policies import AutocastPolicy as AutocastPolicy
 from jmp_train.policies import AutocastReport as AutocastReport
 from jmp_train.policies import AutocastRules as AutocastRules
 from jmp_train.policies import BannedOperationError as BannedOperationError
+from jmp_train.policies import CastLoss as CastLoss
 from jmp_train.policies import CollapsedValuesWarning as CollapsedValuesWarning
 from jmp_train.policies import CpuConvolutionWarning as CpuConvolutionWarning
 from jmp_train.policies import DynamicLossScale as DynamicLossScale
@@ -78,6 +79,7 @@ from jmp_train.policies import autocasting as autocasting
 from jmp_train.policies import batch_norm_paths as batch_norm_paths
 from jmp_train.policies import cast_to_full as cast_to_full
 from jmp_train.policies import cast_to_half as cast_to_half
+from jmp_train.policies import check_casts as check_casts
 from jmp_train.policies import check_progress as check_progress
 from jmp_train.policies import collapse_report as collapse_report
 from jmp_train.policies import count_zero_gradients as count_zero_gradients

@@ -30,12 +30,14 @@ from jmp_train.policies.diagnosing import Problem as Problem
 from jmp_train.policies.diagnosing import Remedy as Remedy
 from jmp_train.policies.diagnosing import diagnose as diagnose
 from jmp_train.policies.dtype_policies import AutocastPolicy as AutocastPolicy
+from jmp_train.policies.dtype_policies import CastLoss as CastLoss
 from jmp_train.policies.dtype_policies import CollapsedValuesWarning as CollapsedValuesWarning
 from jmp_train.policies.dtype_policies import Float32ProductsWarning as Float32ProductsWarning
 from jmp_train.policies.dtype_policies import PathPolicy as PathPolicy
 from jmp_train.policies.dtype_policies import Policy as Policy
 from jmp_train.policies.dtype_policies import PolicyReport as PolicyReport
 from jmp_train.policies.dtype_policies import apply_policy as apply_policy
+from jmp_train.policies.dtype_policies import check_casts as check_casts
 from jmp_train.policies.dtype_policies import collapse_report as collapse_report
 from jmp_train.policies.dtype_policies import explain_policy as explain_policy
 from jmp_train.policies.dtype_policies import get_policy as get_policy

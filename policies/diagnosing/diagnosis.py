@@ -1,17 +1,19 @@
 """`diagnose`: what half precision does to every operation of a function or a training step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jmp_train.policies.autocasting import FlatCall
+from jmp_train.policies.diagnosing.equations import Site
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.findings import problems_of
 from jmp_train.policies.diagnosing.report import NumericsReport
 from jmp_train.policies.diagnosing.rows import row_of
 from jmp_train.policies.diagnosing.tracing import run_beside_shadow
+from jmp_train.policies.dtype_policies import lost_in_cast
 from jmp_train.policies.loss_scaling import DynamicLossScale, is_loss_scale, scales_in
 from jmp_train.policies.optimizers import scaled_states
 from jmp_train.policies.pytrees import is_float_array, path_name
@@ -66,7 +68,26 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
         loss_scale=scale,
         dynamic=dynamic,
     )
-    return NumericsReport(problems_of(evidence), rows, {}, steps)
+    return NumericsReport(problems_of(evidence), rows, _lost_in_casts(run.sites, args), steps)
+
+
+def _lost_in_casts(sites: Sequence[Site], args: tuple[object, ...]) -> dict[str, str]:
+    """Returns which arguments' values collapse where the function casts them to lower precision, by path."""
+    leaves = _arrays(args)
+    casts = [
+        (-1 - source, site.equation.params["new_dtype"])
+        for site in sites
+        for source in site.sources
+        if site.equation.primitive.name == "convert_element_type" and source < 0
+    ]
+    found = {path_name(leaves[i][0]): lost_in_cast(leaves[i][1], np.dtype(dtype)) for i, dtype in casts}
+    return {path: text for path, text in found.items() if text}
+
+
+def _arrays(args: tuple[object, ...]) -> list[tuple[Any, Any]]:
+    """Returns the arrays among the arguments, with their paths."""
+    is_array = FlatCall(args, {}).are_arrays
+    return [item for item, keep in zip(jax.tree_util.tree_leaves_with_path(args), is_array, strict=True) if keep]
 
 
 def _loss_scale(args: object) -> tuple[float, bool]:
@@ -79,10 +100,8 @@ def _loss_scale(args: object) -> tuple[float, bool]:
 
 def _nonfinite(args: tuple[object, ...]) -> dict[int, str]:
     """Returns which arrays among the arguments are not finite: their numbers and paths."""
-    is_array = FlatCall(args, {}).are_arrays
-    named = [item for item, keep in zip(jax.tree_util.tree_leaves_with_path(args), is_array, strict=True) if keep]
     return {
         number: path_name(path)
-        for number, (path, leaf) in enumerate(named)
+        for number, (path, leaf) in enumerate(_arrays(args))
         if is_float_array(leaf) and not np.isfinite(np.asarray(leaf, np.float32)).all()
     }

@@ -2,10 +2,13 @@
 
 from jmp_train.policies.dtype_policies.apply import apply_policy as apply_policy
 from jmp_train.policies.dtype_policies.arguments import cast_arguments as cast_arguments
+from jmp_train.policies.dtype_policies.collapsed_values import CastLoss as CastLoss
 from jmp_train.policies.dtype_policies.collapsed_values import (
     CollapsedValuesWarning as CollapsedValuesWarning,
 )
+from jmp_train.policies.dtype_policies.collapsed_values import check_casts as check_casts
 from jmp_train.policies.dtype_policies.collapsed_values import collapse_report as collapse_report
+from jmp_train.policies.dtype_policies.collapsed_values import lost_in_cast as lost_in_cast
 from jmp_train.policies.dtype_policies.collapsed_values import warn_of_collapse as warn_of_collapse
 from jmp_train.policies.dtype_policies.explain import PolicyReport as PolicyReport
 from jmp_train.policies.dtype_policies.explain import explain_policy as explain_policy

@@ -1,12 +1,15 @@
 """Reports distinct values of a batch that become one in a policy's half compute dtype."""
 
+import dataclasses
+from typing import TypeGuard
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy
-from jmp_train.policies.dtype_policies.policy import Policy, get_policy
+from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy, get_policy
 from jmp_train.policies.pytrees import is_float_array, named_leaves
 from jmp_train.policies.types import PyTree
 from jmp_train.policies.user_warnings import warn_user
@@ -53,14 +56,78 @@ def collapse_report(batch: PyTree, policy: Policy | PathPolicy | str) -> dict[st
       >>> collapse_report(batch, "autocast_bfloat16")  # casts nothing before it is used
       {}
     """
+    return {loss.path: loss.evidence for loss in check_casts(policy, batch) if loss.is_cast}
+
+
+@dataclasses.dataclass(frozen=True)
+class CastLoss:
+    """A leaf of a batch whose values half precision cannot tell apart.
+
+    Attributes:
+      path: of the leaf.
+      dtype: its own.
+      is_cast: whether the policy casts it; if not, it is lost only where the model makes half floats of it.
+      evidence: what happens to its values.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss, = check_casts("mixed_float16", {"ids": jnp.arange(2040, 2060)})
+      >>> print(loss)
+      'ids' (int32): 20 distinct numbers from 2040 to 2059 become 15 in float16, if the model casts it
+    """
+
+    path: str
+    dtype: str
+    is_cast: bool
+    evidence: str
+
+    def __str__(self) -> str:
+        rest = "" if self.is_cast else ", if the model casts it"
+        return f"{self.path!r} ({self.dtype}): {self.evidence}{rest}"
+
+
+def check_casts(policy: Policy | PathPolicy | str, batch: PyTree) -> tuple[CastLoss, ...]:
+    """Returns the leaves of a batch whose values collapse in a policy's half type: positions, timesteps, ids, targets.
+
+    Which values those are is said at `collapse_report`. Floats are cast by a policy whose compute dtype is half;
+    under autocast, and for integers, it depends on what the model does with them, which `diagnose` sees.
+
+    Args:
+      policy: the policy, or its name.
+      batch: pytree of arrays; those that are traced or half already are passed over.
+
+    Returns:
+      The losses; none if the policy has no half type.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> batch = {"t": jnp.arange(5000.0, 5008.0), "x": jnp.linspace(0, 1, 8), "label": jnp.arange(8)}
+      >>> for loss in check_casts("mixed_bfloat16", batch):
+      ...     print(loss)
+      't' (float32): 8 distinct numbers from 5000 to 5007 become 1 in bfloat16
+    """
     if isinstance(policy, str):
         policy = get_policy(policy)
-    dtype = np.dtype(policy.default.compute_dtype)
-    if dtype.itemsize != 2:
-        return {}
-    return {
-        path: text for path, leaf in named_leaves(batch) if _is_known(leaf) and (text := _of_leaf(_sample(leaf), dtype))
-    }
+    default = policy.default
+    is_half = np.dtype(default.compute_dtype).itemsize == 2
+    if not is_half and not isinstance(default, AutocastPolicy):
+        return ()
+    dtype = np.dtype(default.compute_dtype if is_half else default.autocast_dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    return tuple(
+        CastLoss(path, str(leaf.dtype), is_half and is_float_array(leaf), text)
+        for path, leaf in named_leaves(batch)
+        if (text := lost_in_cast(leaf, dtype))
+    )
+
+
+def lost_in_cast(leaf: object, dtype: np.dtype) -> str | None:
+    """Returns what happens to an array's values if it is cast; None if little does, or its values are not known.
+
+    Args:
+      leaf: floats of more than 16 bits, or integers; anything else is passed over.
+      dtype: a half type.
+    """
+    return _of_leaf(_sample(leaf), dtype) if _is_known(leaf) else None
 
 
 def warn_of_collapse(batch: PyTree, policy: Policy | PathPolicy) -> None:
@@ -83,14 +150,16 @@ def warn_of_collapse(batch: PyTree, policy: Policy | PathPolicy) -> None:
         )
 
 
-def _is_known(leaf: jax.Array) -> bool:
-    if not is_float_array(leaf) or isinstance(leaf, Tracer):
+def _is_known(leaf: object) -> TypeGuard[jax.Array | np.ndarray]:
+    if not isinstance(leaf, jax.Array | np.ndarray) or isinstance(leaf, Tracer) or leaf.size < 2 or not leaf.ndim:
         return False
-    here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
-    return here and leaf.size > 1 and jnp.finfo(leaf.dtype).bits > 16
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return False
+    is_wide = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits > 16
+    return is_wide or jnp.issubdtype(leaf.dtype, jnp.integer)
 
 
-def _sample(leaf: jax.Array) -> np.ndarray:
+def _sample(leaf: jax.Array | np.ndarray) -> np.ndarray:
     return np.asarray(leaf[:: -(-len(leaf) // _ROWS)], np.float64)
 
 

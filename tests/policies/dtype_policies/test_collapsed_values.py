@@ -113,3 +113,25 @@ def test_the_loader_looks_at_examples_from_all_over_the_data() -> None:
     assert not told(batches(policy="mixed_bfloat16"))
     augment = batches(augment=lambda rows, seeds: prepare(rows), policy="mixed_bfloat16")
     assert len(told(augment)) == 1
+
+
+def test_integers_are_named_apart_and_so_is_what_autocast_does_not_cast() -> None:
+    batch = {"t": STEPS, "position": np.arange(65536, 65600), "pixel": np.arange(256), "half": STEPS.astype(np.float16)}
+    cast = jt.check_casts("mixed_bfloat16", batch)
+    assert [(loss.path, loss.is_cast) for loss in cast] == [("position", False), ("t", True)]
+    assert cast[0].evidence == "64 distinct numbers from 65536 to 65599 become 1 in bfloat16"
+    assert str(cast[0]).endswith("become 1 in bfloat16, if the model casts it")
+    assert [loss.is_cast for loss in jt.check_casts("autocast_bfloat16", batch)] == [False, False]
+    assert jt.check_casts("float32", batch) == ()
+    assert (
+        jt.check_casts("mixed_float16", {"label": np.arange(10), "mask": np.ones(4, bool), "n": np.int32(70000)}) == ()
+    )
+
+
+def test_a_diagnosis_names_the_argument_that_collapses() -> None:
+    def embedded(t: jax.Array) -> jax.Array:
+        return jnp.sin(t.astype(jnp.bfloat16) / 100)
+
+    report = jt.diagnose(embedded, jnp.arange(65536, 65600))
+    assert report.collapsed == {"0": "64 distinct numbers from 65536 to 65599 become 1 in bfloat16"}
+    assert "argument 0: 64 distinct numbers from 65536 to 65599 become 1 in bfloat16" in str(report)
