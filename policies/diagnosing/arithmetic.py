@@ -12,7 +12,10 @@ from jax.extend.core import Literal
 from jmp_train.policies.diagnosing.measures import is_float, is_low, widened
 
 SUMS = frozenset(
-    ("add", "sub", "add_any", "reduce_sum", "cumsum", "scatter-add", "scatter_add", "reduce_window_sum", "psum")
+    (
+        *("add", "sub", "add_any", "reduce_sum", "cumsum", "scatter-add", "scatter_add", "reduce_window_sum"),
+        *("psum", "psum_invariant"),
+    )
 )
 _DTYPES = ("new_dtype", "dtype", "preferred_element_type", "accum_dtype")  # parameters that name a result's dtype
 # Their results say what bits there are, or the next number: float32 has others.
@@ -21,9 +24,7 @@ _OF_BITS = frozenset(("bitcast_convert_type", "nextafter"))
 
 def bound(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """Returns an equation's results for operands in its own dtypes."""
-    primitive = equation.primitive
-    results = primitive.bind(*operands, **equation.params)
-    return list(results) if primitive.multiple_results else [results]
+    return _bind(equation.primitive, operands, equation.params)
 
 
 def in_float32(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
@@ -45,10 +46,16 @@ def in_float32(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
     try:
         if _holds_program(params) and any(is_low(getattr(v.aval, "dtype", None)) for v in equation.outvars):
             return _by_its_program(equation, operands)
-        results = equation.primitive.bind(*operands, **wide)
+        return _bind(equation.primitive, operands, wide)
     except (TypeError, ValueError, NotImplementedError):
         return None
-    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def _bind(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    if primitive.name == "psum_invariant":  # which wants to know what varies over the mesh, as only whole programs do
+        return [lax.psum(x, params["axes"]) for x in operands]
+    results = primitive.bind(*operands, **params)
+    return list(results) if primitive.multiple_results else [results]
 
 
 def magnitude_of_terms(equation: Any, operands: Sequence[Any]) -> Any:

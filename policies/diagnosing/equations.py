@@ -13,8 +13,9 @@ import jax.extend.core as jex
 import numpy as np
 
 from jmp_train.policies.autocasting import join, lines_of, scan_counts, source_of
-from jmp_train.policies.diagnosing.measures import is_float
-from jmp_train.policies.diagnosing.programs import BODIES, bodies_of, is_measured
+from jmp_train.policies.diagnosing.constants import epsilon_in_code
+from jmp_train.policies.diagnosing.measures import is_float, is_low
+from jmp_train.policies.diagnosing.programs import BODIES, bodies_of, dtype_of, is_measured
 
 Direction = Literal["forward", "backward", "update"]
 
@@ -36,6 +37,7 @@ class Site:
       direction: of the pass that it is in.
       sources: the numbers of the rows whose results it reads; of the function's argument number i, -1 - i.
       infinite: the sites of constants that are infinite, among what it reads.
+      zeros: the sites of epsilons that are 0 in lower precision, among what it reads.
       turn: the number of the equation among those that run one after the other, loops as one.
     """
 
@@ -45,6 +47,7 @@ class Site:
     direction: Direction
     sources: frozenset[int]
     infinite: tuple[Any, ...]
+    zeros: tuple[Any, ...]
     turn: int
 
     @property
@@ -78,16 +81,21 @@ def user_line(equations: Sequence[Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """Where a value comes from: rows, and infinite constants as (callers, equation)."""
+    """Where a value comes from: rows, and constants that are infinite or vanish as (callers, equation)."""
 
     rows: frozenset[int] = frozenset()
     infinite: tuple[Any, ...] = ()
+    zeros: tuple[Any, ...] = ()
     backward: bool = False
 
     def __or__(self, other: "_Origin") -> "_Origin":
-        known = {id(equations[-1]) for equations in self.infinite}
-        new = tuple(equations for equations in other.infinite if id(equations[-1]) not in known)
-        return _Origin(self.rows | other.rows, self.infinite + new, self.backward or other.backward)
+        infinite, zeros = _merged(self.infinite, other.infinite), _merged(self.zeros, other.zeros)
+        return _Origin(self.rows | other.rows, infinite, zeros, self.backward or other.backward)
+
+
+def _merged(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
+    known = {id(equations[-1]) for equations in first}
+    return first + tuple(equations for equations in second if id(equations[-1]) not in known)
 
 
 _NOWHERE = _Origin()
@@ -136,13 +144,17 @@ def _walk(
             turn[0] += not is_looped
             if any(_is_infinite(atom) for atom in equation.invars):
                 together |= _Origin(infinite=((*callers, equation),))
+            if _vanishes((*callers, equation)):
+                together |= _Origin(zeros=((*callers, equation),))
             if is_measured(equation):
                 direction = _direction(scope, is_backward, together.backward)
-                sites.append(
-                    Site(equation, callers, join(path, scope), direction, together.rows, together.infinite, turn[0])
+                origins_of_it = together.rows, together.infinite, together.zeros
+                sites.append(Site(equation, callers, join(path, scope), direction, *origins_of_it, turn[0]))
+                together = dataclasses.replace(
+                    together,
+                    rows=frozenset((len(sites) - 1,)),
+                    backward=together.backward or direction != "forward",
                 )
-                of_row = frozenset((len(sites) - 1,))
-                together = _Origin(of_row, together.infinite, together.backward or direction != "forward")
             results = [together] * len(equation.outvars)
         origins.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
@@ -186,3 +198,12 @@ def _is_infinite(atom: Any) -> bool:
     if not isinstance(atom, jex.Literal) or not is_float(getattr(atom.aval, "dtype", None)):
         return False
     return bool(np.isinf(np.asarray(atom.val, np.float64)).any())
+
+
+def _vanishes(equations: tuple[Any, ...]) -> bool:
+    """Whether the last of some equations adds an epsilon, or takes the larger of it, that is 0 in lower precision."""
+    equation = equations[-1]
+    if equation.primitive.name not in ("add", "max", "clamp"):
+        return False
+    zeros = [x for x in equation.invars if isinstance(x, jex.Literal) and is_low(dtype_of(x)) and not np.any(x.val)]
+    return bool(zeros) and epsilon_in_code(user_line(equations), str(dtype_of(zeros[0]))) is not None

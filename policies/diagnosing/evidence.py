@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jmp_train.policies.diagnosing.equations import Site
+from jmp_train.policies.diagnosing.equations import Direction, Site
 from jmp_train.policies.diagnosing.measures import COLUMNS
 from jmp_train.policies.diagnosing.rows import OperationNumerics
 
+_NEGLIGIBLE = 1e-3  # magnitude of a gradient relative to the largest one
 WRONG = 0.5  # relative error of a number that is another one
 
 
@@ -75,6 +76,15 @@ class Evidence:
             if all(other is None or other >= when for other in before):
                 yield row
 
+    def direction(self, row: int) -> Direction:
+        """Returns the pass that a row is in; what makes the next state, and no gradient, is an update."""
+        direction = self.rows[row].direction
+        if direction != "forward" or not any(site.direction == "backward" for site in self.sites):
+            return direction
+        after = {row, *self.after(row)}
+        is_state = any(after & leaf.rows for leaf in self.state)
+        return "update" if is_state and not any(self.rows[i].direction == "backward" for i in after) else direction
+
     def spreads(self, row: int) -> bool:
         """Whether infinities of a row reach the results, make NaN, or leave numbers that are wrong."""
         after = self.after(row)
@@ -82,10 +92,42 @@ class Evidence:
             return True
         return any(i in self.results and self.rows[i].infinite for i in (row, *after))
 
-    def reaches(self, row: int, error: float, direction: str = "backward") -> bool:
-        """Whether a result, or what is in that direction, comes from a row and is off by more than an error."""
-        ends = [i for i in (row, *self.after(row)) if i in self.results or self.rows[i].direction == direction]
-        return any(self.rows[i].inherited_error > error or self.rows[i].nan for i in ends)
+    def reaches(self, row: int, error: float) -> bool:
+        """Whether a result or a gradient comes from a row and is off by more than an error."""
+        after = {row, *self.after(row)}
+        return any(i in after and (self._is_ruined(i) or self._error(i) > error) for i in self._ends)
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        """The rows of results, and of gradients: what the backward pass leaves to the update."""
+        gradients = (i for i, site in enumerate(self.sites) if site.direction == "backward" and self._is_last(i))
+        return sorted({*self.results, *gradients})
+
+    def _is_last(self, row: int) -> bool:
+        return any(self.sites[reader].direction == "update" for reader in self._readers[row])
+
+    def _error(self, row: int) -> float:
+        """Returns the error of a row, of a gradient relative to no less than a thousandth of the largest gradient.
+
+        Some gradients are zero, such as those of what a softmax does not depend on, but for roundings.
+        """
+        if self.sites[row].direction != "backward":
+            return self.rows[row].inherited_error
+        elements = np.maximum(self.column("elements"), 1)
+        error, magnitude = self.column("inherited_error") / elements, self.column("shadow_magnitude") / elements
+        ends = [i for i in self._ends if self.sites[i].direction == "backward"]
+        whole = max(magnitude[row], _NEGLIGIBLE * magnitude[ends].max())
+        return float(error[row] / whole) if whole else 0.0
+
+    def _is_ruined(self, row: int) -> bool:
+        """Whether a row is not finite, as infinite as a loss scale may make it that adapts aside."""
+        found = self.rows[row]
+        is_infinite = found.infinite > 0 and not self.column("shadow_infinite")[row]
+        return found.nan > 0 or (is_infinite and not (self.dynamic and found.direction != "forward"))
+
+    def feeds_itself(self, row: int) -> bool:
+        """Whether a row's result is among what it is computed from in the next iteration of a loop."""
+        return any(row in self.before(source) for source in self.sources(row))
 
     def after(self, row: int) -> list[int]:
         """Returns the rows that read a row's result, and those that read theirs, without the row itself."""
@@ -94,6 +136,18 @@ class Evidence:
             new = [i for source in new for i in self._readers[source] if i not in reached]
             reached.update(new)
         return sorted(reached - {row})
+
+    def before(self, row: int) -> set[int]:
+        """Returns the rows that a row's result comes from, and the row itself."""
+        reached, new = {row}, [row]
+        while new:
+            new = [i for reader in new for i in self.sources(reader) if i not in reached]
+            reached.update(new)
+        return reached
+
+    def readers(self, row: int) -> list[int]:
+        """Returns the rows that read a row's result."""
+        return self._readers[row]
 
     @functools.cached_property
     def _readers(self) -> list[list[int]]:

@@ -3,8 +3,6 @@
 Each finder yields (row, problem). A problem is where an error begins: what inherits it is not named again.
 """
 
-import linecache
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,27 +12,31 @@ import numpy as np
 
 from jmp_train.policies.autocasting import PRODUCTS
 from jmp_train.policies.diagnosing.arithmetic import SUMS
-from jmp_train.policies.diagnosing.equations import user_line
+from jmp_train.policies.diagnosing.constants import epsilon_in_code, number_in_code
+from jmp_train.policies.diagnosing.equations import Site, user_line
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_low
 from jmp_train.policies.diagnosing.problems import Kind, Problem, Severity
 from jmp_train.policies.diagnosing.programs import dtype_of
 from jmp_train.policies.diagnosing.remedies import (
     Remedy,
+    full_state,
     in_float32,
     larger_epsilon,
     larger_scale,
+    operands_in_float32,
     smaller_fill,
     smaller_scale,
 )
+from jmp_train.policies.diagnosing.rows import OperationNumerics
 
 _LOST_DIGITS = 0.1  # relative error of one operation of the forward pass
 _LOST_TERMS = 0.02  # share of a sum's terms
+_ABSORBED = 0.1  # share of the additions of a loop
 _FLUSHED = 0.5  # relative error of one operation some of whose elements become zero
 _REACHED = 0.05  # relative error of a result, or of the backward pass, that a problem has to make
 _REACHED_GRADIENT = 0.3  # and of a parameter's gradient
 _UNCHANGED = 0.5  # share of a state leaf's elements that should change
-_NUMBER = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.])")
 _BECOMES_NOTHING = (("add", 0.0), ("max", 0.0), ("mul", 1.0))  # of a constant: what it does to a value
 
 Found = Iterator[tuple[int, Problem]]
@@ -50,10 +52,14 @@ def problems_of(evidence: Evidence) -> tuple[Problem, ...]:
     for find in _FINDERS:
         for row, problem in find(evidence):
             key = problem.file, problem.line, problem.path if not problem.line else ""
-            if key not in found or (problem.severity, found[key][1].severity) == ("problem", "note"):
+            if key not in found or _order((row, problem)) < _order(found[key]):
                 found[key] = row, problem
-    order = sorted(found.values(), key=lambda item: (item[1].severity != "problem", item[0]))
-    return tuple(problem for _, problem in order)
+    return tuple(problem for _, problem in sorted(found.values(), key=_order))
+
+
+def _order(item: tuple[int, Problem]) -> tuple[bool, int]:
+    row, problem = item
+    return problem.severity != "problem", row
 
 
 def _problem(
@@ -62,7 +68,10 @@ def _problem(
     site = evidence.sites[row]
     file, _, number = (line or site.line).rpartition(":")
     severity: Severity = "problem" if harmful else "note"
-    where = site.direction, site.path, file, int(number or 0), site.equation.primitive.name
+    direction = evidence.direction(row)
+    if direction == "update" and remedy.action == "rules":
+        remedy = full_state()
+    where = direction, site.path, file, int(number or 0), site.equation.primitive.name
     return row, Problem(severity, kind, *where, text, remedy)
 
 
@@ -83,7 +92,7 @@ def _constants(evidence: Evidence) -> Found:
             value, dtype = float(literal.val), str(dtype_of(literal))
             if (site.equation.primitive.name, value) not in _BECOMES_NOTHING:
                 continue
-            number = _number_in_code(site.line, value, dtype)
+            number = epsilon_in_code(site.line, dtype) if value == 0 else number_in_code(site.line, value, dtype)
             if number and value == 0:
                 text = f"the constant {number} is 0 in {dtype}"
                 yield _problem(evidence, i, "underflow", text, larger_epsilon(evidence, i))
@@ -92,14 +101,10 @@ def _constants(evidence: Evidence) -> Found:
                 yield _problem(evidence, i, "stagnation", text, in_float32(evidence, i))
 
 
-def _number_in_code(line: str, value: float, dtype: str) -> str | None:
-    """Returns the number in a line of code that is that value in a dtype, but not in float32; None if there is none."""
-    file, _, number = line.rpartition(":")
-    for text in _NUMBER.findall(linecache.getline(file, int(number or 0))):
-        with np.errstate(over="ignore"):
-            if float(text) != value and float(np.asarray(float(text), jnp.dtype(dtype))) == value:
-                return text
-    return None
+def _is_constant(site: Site) -> bool:
+    """Whether an equation makes a number of the code one in lower precision."""
+    is_cast = site.equation.primitive.name == "convert_element_type"
+    return is_cast and not site.sources and not site.equation.outvars[0].aval.shape
 
 
 def _masks(evidence: Evidence) -> Found:
@@ -135,10 +140,14 @@ def _overflows(evidence: Evidence) -> Found:
             continue
         largest = float(jnp.finfo(row.dtype).max)
         share = f"{row.overflowed:.2%} of {_named(evidence, i)}"
-        if row.largest <= largest:
+        if _makes_infinities_of_zeros(row):
             text = f"{share} are infinite or NaN, of operands that are 0 in {row.dtype}"
         else:
             text = f"{share} overflow: up to {row.largest:.3g}, and {row.dtype} ends at {largest:.5g}"
+        if _is_constant(evidence.sites[i]):
+            harmful = evidence.spreads(i)
+            yield _problem(evidence, i, "invalid mask", text, smaller_fill(row.dtype), harmful=harmful)
+            continue
         unscaled = row.largest / evidence.loss_scale
         if row.direction == "backward" and evidence.loss_scale > 1 and unscaled < largest < row.largest:
             text += f"; without the loss scale of {evidence.loss_scale:g} they reach {unscaled:.3g}"
@@ -148,13 +157,27 @@ def _overflows(evidence: Evidence) -> Found:
         yield _problem(evidence, i, "overflow", text, in_float32(evidence, i), harmful=evidence.spreads(i))
 
 
+def _makes_infinities_of_zeros(row: OperationNumerics) -> bool:
+    return row.overflowed > 0 and row.largest <= float(jnp.finfo(row.dtype).max)
+
+
+def _divides_by_zero(evidence: Evidence, row: int) -> bool:
+    """Whether a row makes infinities of zeros, against which there is no epsilon that has become 0."""
+    epsilons = [i for i in evidence.sources(row) if _is_constant(evidence.sites[i]) and evidence.rows[i].flushed]
+    return _makes_infinities_of_zeros(evidence.rows[row]) and not epsilons and not evidence.sites[row].zeros
+
+
 def _nans(evidence: Evidence) -> Found:
     """Finds NaN that no infinity made which was found already."""
     overflowed, infinite = evidence.column("overflowed"), evidence.column("infinite")
     for i in evidence.first_to_be("nan"):
         sources = evidence.sources(i)
         text = f"{evidence.rows[i].nan:.2%} of {_named(evidence, i)} are NaN"
-        if evidence.column("shadow_nan")[i]:
+        if zeros := evidence.sites[i].zeros:
+            line, dtype = user_line(zeros[0]), str(dtype_of(zeros[0][-1].outvars[0]))
+            text = f"the constant {epsilon_in_code(line, dtype)} is 0 in {dtype}, and {text}"
+            yield _problem(evidence, i, "underflow", text, larger_epsilon(evidence, i), line=line)
+        elif evidence.column("shadow_nan")[i]:
             remedy = Remedy("mathematics", "mend the mathematics: the operands are where it is not defined")
             yield _problem(evidence, i, "NaN made", f"{text}, in float32 too", remedy)
         elif not overflowed[i] and not overflowed[sources].any() and not infinite[sources].any():
@@ -163,19 +186,25 @@ def _nans(evidence: Evidence) -> Found:
 
 def _underflows(evidence: Evidence) -> Found:
     for i, row in enumerate(evidence.rows):
-        if not row.flushed or row.overflowed or row.local_error < _FLUSHED or row.primitive in ("add", "sub"):
+        if not row.flushed or row.overflowed or row.primitive in ("add", "sub"):
             continue
         least = float(jnp.finfo(row.dtype).smallest_subnormal)
+        if row.smallest > least:  # the operands are rounded to where the result is 0
+            continue
+        is_divisor = any(_divides_by_zero(evidence, reader) for reader in evidence.readers(i))
+        if row.worst_error < _FLUSHED and not is_divisor:
+            continue
         text = (
             f"{row.flushed:.2%} of {_named(evidence, i)} become 0: {row.smallest:.2g} to {row.largest:.2g}, "
             f"and {row.dtype} begins at {least:.2g}"
         )
         if row.direction != "backward":
-            harmful = evidence.reaches(i, _REACHED)
-            yield _problem(evidence, i, "underflow", text, in_float32(evidence, i), harmful=harmful)
+            remedy = (larger_epsilon if _is_constant(evidence.sites[i]) else in_float32)(evidence, i)
+            harmful = is_divisor or evidence.reaches(i, _REACHED)
+            yield _problem(evidence, i, "underflow", text, remedy, harmful=harmful)
             continue
         remedy = larger_scale(evidence) or in_float32(evidence, i)
-        harmful = evidence.reaches(i, _REACHED_GRADIENT, "update")
+        harmful = evidence.reaches(i, _REACHED_GRADIENT)
         yield _problem(evidence, i, "underflow", text, remedy, harmful=harmful)
 
 
@@ -188,16 +217,26 @@ def _stagnating_sums(evidence: Evidence) -> Found:
         yield _problem(evidence, i, "stagnation", text, in_float32(evidence, i), harmful=harmful)
 
 
+def _accumulations(evidence: Evidence) -> Found:
+    """Finds what a loop adds up and where most terms change nothing any more."""
+    for i, row in enumerate(evidence.rows):
+        if row.absorbed < _ABSORBED or row.primitive not in ("add", "sub") or not evidence.feeds_itself(i):
+            continue
+        text = f"{row.absorbed:.1%} of what {_named(evidence, i)} adds in {row.runs} iterations changes nothing"
+        harmful = evidence.reaches(i, _LOST_TERMS / 2)
+        yield _problem(evidence, i, "stagnation", text, in_float32(evidence, i), harmful=harmful)
+
+
 def _cancellations(evidence: Evidence) -> Found:
     not_looked_at = (SUMS - {"add", "sub"}) | PRODUCTS  # of small results and large terms, as gradients have them
     for i, row in enumerate(evidence.rows):
         if row.overflowed or row.direction != "forward" or row.primitive in not_looked_at:
             continue
-        if row.local_error < _LOST_DIGITS:
+        if row.worst_error < _LOST_DIGITS:
             continue
-        text = f"{_named(evidence, i)} is off by {row.local_error:.1%} if its operands are rounded, by that alone"
+        text = f"{_named(evidence, i)} is off by {row.worst_error:.1%} if its operands are rounded, by that alone"
         harmful = evidence.reaches(i, _REACHED)
-        yield _problem(evidence, i, "cancellation", text, in_float32(evidence, i), harmful=harmful)
+        yield _problem(evidence, i, "cancellation", text, operands_in_float32(evidence, i), harmful=harmful)
 
 
 def _state(evidence: Evidence) -> Found:
@@ -206,8 +245,7 @@ def _state(evidence: Evidence) -> Found:
             continue
         share = leaf.unchanged / leaf.changing
         text = f"{share:.1%} of {leaf.path!r} stay the same {leaf.dtype} though they should change"
-        advice = "float32 for it, with_master_weights or with_stochastic_rounding"
-        yield _problem(evidence, max(leaf.rows), "stagnation", text, Remedy("state", advice))
+        yield _problem(evidence, max(leaf.rows), "stagnation", text, full_state())
 
 
 _FINDERS: tuple[Callable[[Evidence], Found], ...] = (
@@ -219,6 +257,7 @@ _FINDERS: tuple[Callable[[Evidence], Found], ...] = (
     _nans,
     _underflows,
     _stagnating_sums,
+    _accumulations,
     _cancellations,
     _state,
 )

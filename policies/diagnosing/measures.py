@@ -34,6 +34,7 @@ SUMS = (
 MAXIMA = (
     "largest",  # magnitude in the shadow
     "smallest",  # that is not zero; negated
+    "worst_error",  # local error of one run, relative to what it is an error of
     "first_nan",  # number of the loop iteration; negated
     "first_infinite",
 )
@@ -185,6 +186,8 @@ def totals_of(rows: Sequence[Sequence[Elementwise]], iteration: jax.Array) -> ja
             add = lax.add if column in SUMS else lax.max
             totals[number, column] = total if old is None else add(old, total)
     matrix = _arranged(totals, len(rows)) + _sizes(rows)
+    error, whole = (matrix[:, COLUMNS.index(name)] for name in ("local_error", "shadow_magnitude"))
+    matrix = matrix.at[:, COLUMNS.index("worst_error")].set(jnp.where(error > 0, error / whole, 0))
     first = [jnp.where(matrix[:, COLUMNS.index(name)] > 0, -iteration, -np.inf) for name in ("nan", "infinite")]
     return jnp.concatenate([matrix[:, : -len(first)], jnp.stack(first, -1)], -1)
 

@@ -1,5 +1,6 @@
 """What mends a problem: entries of autocast's rules, a loss scale, an epsilon, a mask, another state."""
 
+import collections
 import dataclasses
 import math
 import re
@@ -9,12 +10,15 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jmp_train.policies.autocasting import PRODUCTS, TORCH_CUDA, AutocastRules, Rule
+from jmp_train.policies.diagnosing.arithmetic import SUMS
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_low
 
 Action = Literal["rules", "loss scale", "epsilon", "mask", "state", "mathematics"]
 
 _NO_RULES = AutocastRules()
+# What passes the errors of its operands on as they are.
+_LINEAR = SUMS | {"mul", "div", "neg", "integer_pow", "square", "convert_element_type"}
 _OF_NOBODY = ("_where", "clip", "where")  # jitted functions of jax's that do not say what a line is about
 
 
@@ -51,10 +55,48 @@ def in_float32(evidence: Evidence, row: int, advice: str = "float32 here") -> Re
       row: number of the row.
       advice: what to do, in words.
     """
-    table, names = _entry(evidence, row)
-    entries = ", ".join(f'"{name}": "float32"' for name in names)
-    rules: dict[str, Rule] = dict.fromkeys(names, "float32")
-    return Remedy("rules", f"{advice}: rules.replace({table}={{{entries}}})", _NO_RULES.replace(**{table: rules}))
+    return _together(evidence, [row], advice)
+
+
+def operands_in_float32(evidence: Evidence, row: int) -> Remedy:
+    """Returns the entries that put a row's operation into float32, with those that its operands come from.
+
+    What makes more of its operands' errors needs operands without errors. They come from linear operations and from
+    the first others before these; but not from what several operands come from, whose error is the same in all.
+
+    Args:
+      evidence: of a diagnosis.
+      row: number of the row.
+    """
+    together, new = {row}, [row]
+    while new:
+        new = [i for reader in new for i in _own_sources(evidence, reader) if i not in together]
+        together.update(new)
+        new = [i for i in new if evidence.rows[i].primitive in _LINEAR]
+    return _together(evidence, sorted(together), "float32 here, and for what it is computed from")
+
+
+def _own_sources(evidence: Evidence, row: int) -> list[int]:
+    """Returns those of a row's sources in lower precision that no two of them come from."""
+    sources = [i for i in evidence.sources(row) if is_low(evidence.rows[i].dtype)]
+    counts = collections.Counter(i for source in sources for i in evidence.before(source))
+    return [i for i in sources if counts[i] == 1]
+
+
+def _together(evidence: Evidence, rows: Sequence[int], advice: str) -> Remedy:
+    """Returns the entries for several operations."""
+    rules = _NO_RULES
+    for row in rows:
+        table, names = _entry(evidence, row)
+        entries: dict[str, Rule] = dict.fromkeys(names, "float32")
+        rules = rules.replace(**{table: entries})
+    tables = [(table, dict(getattr(rules, table))) for table in ("paths", "functions", "primitives")]
+    text = ", ".join(f"{table}={_written(entries)}" for table, entries in tables if entries)
+    return Remedy("rules", f"{advice}: rules.replace({text})", rules)
+
+
+def _written(entries: dict[str, Rule]) -> str:
+    return "{" + ", ".join(f'"{name}": "{rule}"' for name, rule in entries.items()) + "}"
 
 
 def larger_epsilon(evidence: Evidence, row: int) -> Remedy:
@@ -62,6 +104,11 @@ def larger_epsilon(evidence: Evidence, row: int) -> Remedy:
     least = float(jnp.finfo(evidence.rows[row].dtype).tiny)
     rest = in_float32(evidence, row, f"an epsilon of at least {least:.2g}, or float32 here")
     return dataclasses.replace(rest, action="epsilon", value=least)
+
+
+def full_state() -> Remedy:
+    """Returns what mends an update: rules of autocast are for what is differentiated, and do not reach it."""
+    return Remedy("state", "float32 for it, with_master_weights or with_stochastic_rounding")
 
 
 def smaller_fill(dtype: str) -> Remedy:

@@ -37,6 +37,7 @@ class OperationNumerics:
       smallest: magnitude in the shadow that is not zero; 0 where there is none.
       local_error: of this operation alone, as |half - float32| / |float32|, each summed over the elements; the
         operands are those of the shadow, rounded.
+      worst_error: the local error of the run, the loop iteration or device, where it is largest.
       inherited_error: the same of the function as it is, with the errors of all operations before.
       lost_terms: of sums in lower precision the share of what was to be added that is lost here, as |half - float32|
         / sum of |terms|; cancellation, which loses nothing more than the terms had lost, does not count.
@@ -68,6 +69,7 @@ class OperationNumerics:
     largest: float
     smallest: float
     local_error: float
+    worst_error: float
     inherited_error: float
     lost_terms: float
 
@@ -100,6 +102,7 @@ def row_of(site: Site, measures: np.ndarray) -> OperationNumerics:
         largest=max(values["largest"], 0.0),
         smallest=max(-values["smallest"], 0.0) if np.isfinite(values["smallest"]) else 0.0,
         local_error=_ratio(values["local_error"], values["shadow_magnitude"]),
+        worst_error=max(values["worst_error"], 0.0),
         inherited_error=_ratio(values["inherited_error"], values["shadow_magnitude"]),
         lost_terms=_ratio(values["local_error"], values["shadow_terms"]) if values["shadow_terms"] else 0.0,
         **{name: values[name] / elements for name in _SHARES},

@@ -1,0 +1,45 @@
+"""Numbers in a line of code that are other ones in lower precision: an epsilon that is 0, a decay that is 1."""
+
+import functools
+import linecache
+import re
+
+import jax.numpy as jnp
+import numpy as np
+
+_NUMBER = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.])")
+_EPSILON = re.compile(r"(?:self\.)?\b\w*(?:eps|tiny)\w*\b", re.IGNORECASE)
+_WITH_NUMBER = re.compile(r"\w+ *= *[\d.]+(?:[eE][-+]?\d+)?")
+
+
+@functools.lru_cache(maxsize=4096)
+def number_in_code(line: str, value: float, dtype: str) -> str | None:
+    """Returns the number in a line of code that is that value in a dtype, but not in float32; None if there is none.
+
+    Args:
+      line: file and number, with a colon between them.
+      value: in the dtype.
+      dtype: its name.
+    """
+    for text in _NUMBER.findall(_code(line)):
+        with np.errstate(over="ignore"):
+            if float(text) != value and float(np.asarray(float(text), jnp.dtype(dtype))) == value:
+                return text
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def epsilon_in_code(line: str, dtype: str) -> str | None:
+    """Returns the number that is 0 in a dtype, or else the name of an epsilon without a number, in a line of code.
+
+    Args:
+      line: file and number, with a colon between them.
+      dtype: its name.
+    """
+    names = _EPSILON.findall(_WITH_NUMBER.sub("", _code(line)))
+    return number_in_code(line, 0.0, dtype) or (names[0] if names else None)
+
+
+def _code(line: str) -> str:
+    file, _, number = line.rpartition(":")
+    return linecache.getline(file, int(number or 0)).partition("#")[0]

@@ -1,0 +1,8 @@
+"""The table of planted faults."""
+
+from planted_numbers import NUMBERS
+from planted_range import RANGE
+from planted_sums import SUMS
+from planted_updates import UPDATES
+
+FAULTS = NUMBERS + RANGE + SUMS + UPDATES

@@ -1,0 +1,53 @@
+"""Each planted fault is what a diagnosis names first, and the remedy that it proposes mends it."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import promoting
+from planted_faults import FAULTS
+from planting import Fault, Way
+
+import jmp_train as jt
+
+pytestmark = pytest.mark.quick
+
+
+def harmful(report: jt.NumericsReport) -> list[jt.Problem]:
+    return [problem for problem in report.problems if problem.severity == "problem"]
+
+
+def result_of(fn: Any, args: Any) -> np.ndarray:
+    """Returns the floats of a function's result, of a train step's the loss and the gradients, as one array."""
+    result: Any = eqx.filter_jit(promoting(fn))(*args)
+    if isinstance(result, tuple) and isinstance(result[0], jt.TrainState):
+        state, metrics = result
+        result = metrics["loss"], optax.tree.get(state.opt_state, "trace")
+    floats = eqx.filter(result, eqx.is_inexact_array)
+    return np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(floats)])
+
+
+def difference(mended: np.ndarray, exact: np.ndarray) -> float:
+    """Returns how far results are apart, relative to those in float32."""
+    assert np.isfinite(exact).all()
+    return float(np.linalg.norm(mended - exact) / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, id=str(f), marks=[] if f.quick else pytest.mark.full) for f in FAULTS]
+)
+def test_it_is_named_first_and_mended(fault: Fault) -> None:
+    fn, args = fault.build(Way(fault.dtype))
+    report = jt.diagnose(promoting(fn), *args, steps=fault.steps)
+    first = report.problems[0]
+    found = first.severity, first.code.partition("# fault: ")[2], first.kind, first.direction, first.remedy.action
+    assert found == ("problem", fault.name, fault.kind, fault.direction, fault.action), report
+    way = fault.mended(report)
+    fn, args = fault.build(way)
+    again = jt.diagnose(promoting(fn), *args, steps=fault.steps)
+    assert not harmful(again), again
+    exact, exact_args = fault.build(Way(fault.dtype, value=way.value, exact=True))
+    assert difference(result_of(fn, args), result_of(exact, exact_args)) <= fault.tolerance
