@@ -3,10 +3,13 @@
 import dataclasses
 import html
 import json
-import os
+import math
 import textwrap
+from typing import Any
 
 from jmp_train.policies.autocasting import AutocastRules
+from jmp_train.policies.diagnosing.page import page
+from jmp_train.policies.diagnosing.places import place_of
 from jmp_train.policies.diagnosing.problems import Problem
 from jmp_train.policies.diagnosing.remedies import merged_rules
 from jmp_train.policies.diagnosing.rows import OperationNumerics
@@ -39,25 +42,59 @@ class NumericsReport:
     @property
     def rules(self) -> AutocastRules:
         """Torch's autocast rules with the entries that mend the problems."""
-        return merged_rules([problem.remedy for problem in self.problems if problem.severity == "problem"])
+        return merged_rules([problem.remedy for problem in self._harmful])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all of it as JSON has it: numbers that are not finite are None."""
+        found = {
+            "problems": [problem.as_dict() for problem in self.problems],
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "collapsed": self.collapsed,
+            "steps": self.steps,
+        }
+        return _finite_or_none(found)
 
     def to_json(self) -> str:
-        """Returns all of it as JSON."""
-        return json.dumps(
-            {
-                "problems": [problem.as_dict() for problem in self.problems],
-                "rows": [dataclasses.asdict(row) for row in self.rows],
-                "collapsed": self.collapsed,
-                "steps": self.steps,
-            },
-            default=str,
+        """Returns all of it as JSON; numbers that are not finite are null."""
+        return json.dumps(self.as_dict(), allow_nan=False)
+
+    def to_html(self, title: str = "Diagnosis") -> str:
+        """Returns all of it as an HTML page that needs no network: problems, a picture of the errors, all operations.
+
+        Args:
+          title: of the page, such as what was diagnosed.
+
+        Example:
+          >>> import pathlib, tempfile
+          >>> import jax.numpy as jnp, jmp_train as jt
+          >>> report = jt.diagnose(lambda x: x * x, jnp.full(3, 300.0, jnp.float16))
+          >>> file = pathlib.Path(tempfile.mkdtemp()) / "diagnosis.html"
+          >>> file.write_text(report.to_html("squares"), encoding="utf-8") > 1000
+          True
+        """
+        entries = AutocastRules()
+        for problem in self._harmful:
+            own = problem.remedy.rules
+            entries = entries.replace(
+                primitives=dict(own.primitives), functions=dict(own.functions), paths=dict(own.paths)
+            )
+        return page(
+            title, self._summary, self.problems, self.rows, collapsed=self.collapsed, rules=entries, steps=self.steps
         )
 
-    def __str__(self) -> str:
+    @property
+    def _harmful(self) -> list[Problem]:
+        return [problem for problem in self.problems if problem.severity == "problem"]
+
+    @property
+    def _summary(self) -> str:
         half = sum(row.dtype in ("float16", "bfloat16") for row in self.rows)
         count = f"{len(self.rows)} operation{'s' * (len(self.rows) != 1)}, {half} of them in half precision"
-        harmful = sum(problem.severity == "problem" for problem in self.problems)
-        lines = [f"{harmful or 'no'} problem{'s' * (harmful != 1)} in {count}"]
+        harmful = len(self._harmful)
+        return f"{harmful or 'no'} problem{'s' * (harmful != 1)} in {count}"
+
+    def __str__(self) -> str:
+        lines = [self._summary]
         for path, text in self.collapsed.items():
             lines += _wrapped(f"argument {path}: {text}", "  ")
         for problem in self.problems:
@@ -68,25 +105,16 @@ class NumericsReport:
         head = ("", "what", "pass", "where", "code", "evidence", "what mends it")
         cells = "".join(f"<th>{name}</th>" for name in head)
         body = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in _cells(p))}</tr>" for p in self.problems)
-        first = html.escape(str(self).splitlines()[0])
-        return f"<p>{first}</p><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<p>{html.escape(self._summary)}</p><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _cells(problem: Problem) -> tuple[str, ...]:
-    where = f"{place_of(problem)} {problem.path}".strip()
+    where = f"{place_of(problem.file, problem.line)} {problem.path}".strip()
     return problem.severity, problem.kind, problem.direction, where, problem.code, problem.evidence, str(problem.remedy)
 
 
-def place_of(problem: Problem) -> str:
-    """Returns file and line of a problem, from the current folder if it is below that."""
-    if not problem.line:
-        return "?"
-    path = os.path.relpath(problem.file)
-    return f"{problem.file if path.startswith('..') else path}:{problem.line}"
-
-
 def _lines(problem: Problem) -> list[str]:
-    where = place_of(problem) + (f" ({problem.path})" if problem.path else "")
+    where = place_of(problem.file, problem.line) + (f" ({problem.path})" if problem.path else "")
     head = f"{problem.severity}: {problem.kind}, {problem.direction} pass, {where}"
     code = [f"    {problem.code}"[:_WIDTH]] if problem.code else []
     return [
@@ -99,3 +127,12 @@ def _lines(problem: Problem) -> list[str]:
 
 def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
+
+
+def _finite_or_none(value: Any) -> Any:
+    """Returns what JSON has: tuples as lists, numbers that are not finite as None."""
+    if isinstance(value, dict):
+        return {name: _finite_or_none(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite_or_none(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,201 @@
+"""A diagnosis as one HTML page without scripts or network access: problems, a picture, and all operations."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from string import Template
+
+from jmp_train.policies.autocasting import AutocastRules, Rule
+from jmp_train.policies.diagnosing.picture import picture
+from jmp_train.policies.diagnosing.places import place_of
+from jmp_train.policies.diagnosing.problems import Problem
+from jmp_train.policies.diagnosing.rows import OperationNumerics
+
+_PAGE = Template("""\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; }
+body { margin: 0 auto; max-width: 72rem; padding: 1rem; background: $paper;
+  color: $ink; font: 1rem/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0.5rem 0; }
+h2 { font-size: 1.15rem; margin: 1.5rem 0 0.5rem; }
+h3 { font-size: 1rem; margin: 0; }
+p { margin: 0.25rem 0; }
+footer, .soft { color: $soft; }
+pre { background: $shade; padding: 0.5rem 0.75rem; margin: 0.4rem 0; overflow-x: auto; }
+li { margin: 0 0 1.2rem; overflow-wrap: anywhere; }
+li:target { outline: 2px solid $bad; outline-offset: 0.4rem; }
+.problem h3 { color: $bad; }
+svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; }
+svg text { fill: $soft; }
+.pass { fill: $shade; }
+.grid { stroke: $rule; }
+.inherited { stroke: $inherited; }
+.local { stroke: $local; }
+.nonfinite { stroke: $bad; }
+.mark { fill: $paper; stroke: $soft; }
+.mark.problem { stroke: $bad; }
+.scroll { overflow: auto; max-height: 40rem; }
+table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th { position: sticky; top: 0; background: $paper; }
+th, td { padding: 0.25rem 0.8rem 0.25rem 0; text-align: right; border-bottom: 1px solid $rule; }
+td:nth-child(-n + 7), th:nth-child(-n + 7) { text-align: left; }
+footer { font-size: 0.85rem; margin-top: 2rem; }
+</style>
+</head>
+<body>
+<h1>$title</h1>
+<p id="summary">$summary</p>
+$collapsed
+$picture
+$problems
+$rules
+<h2>Operations</h2>
+<p class="soft">The largest error of an operation alone comes first; # is the order in which they run.</p>
+<div class="scroll">
+<table id="operations">
+<thead><tr>$titles</tr></thead>
+<tbody>
+$rows
+</tbody>
+</table>
+</div>
+<footer>Errors are |half - float32| / |float32|, each summed over the elements. The local error is that of an operation
+alone, on operands without errors; the inherited error has those of all operations before. Shares are of
+elements, over $steps.</footer>
+</body>
+</html>
+""")
+
+# In light and in dark surroundings.
+_COLORS = {
+    "ink": "light-dark(#202124, #e8eaed)",
+    "soft": "light-dark(#5f6368, #9aa0a6)",
+    "paper": "light-dark(#fff, #18191b)",
+    "rule": "light-dark(#dadce0, #3c4043)",
+    "shade": "light-dark(#f1f3f4, #26282b)",
+    "bad": "light-dark(#d93025, #f28b82)",
+    "inherited": "light-dark(#1a73e8, #8ab4f8)",
+    "local": "light-dark(#e8710a, #fcad70)",
+}
+_TITLES = (
+    "#", "operation", "pass", "module", "code", "dtypes", "shape", "runs", "local error", "inherited error",
+    "largest", "smallest", "overflow", "become 0", "subnormal", "NaN", "infinite", "lost terms",
+)  # fmt: skip
+
+
+def page(
+    title: str,
+    summary: str,
+    problems: Sequence[Problem],
+    rows: Sequence[OperationNumerics],
+    *,
+    collapsed: Mapping[str, str],
+    rules: AutocastRules,
+    steps: int,
+) -> str:
+    """Returns the page.
+
+    Args:
+      title: what was diagnosed.
+      summary: a line.
+      problems: worst first.
+      rows: in the order in which they run.
+      collapsed: path of an argument's leaf -> what its values lose when they are cast.
+      rules: no more than the entries that mend the problems.
+      steps: how often the function was run.
+    """
+    return _PAGE.substitute(
+        _COLORS,
+        title=escape(title),
+        summary=escape(summary),
+        collapsed="".join(f"<p>Argument {escape(path)}: {escape(text)}.</p>" for path, text in collapsed.items()),
+        picture=picture(rows, problems),
+        problems=_problems(problems),
+        rules=_rules(rules),
+        titles="".join(f"<th>{escape(title)}</th>" for title in _TITLES),
+        rows="\n".join(_row(number, row) for number, row in _largest_first(rows)),
+        steps="one run" if steps == 1 else f"{steps} runs",
+    )
+
+
+def rules_code(rules: AutocastRules) -> str:
+    """Returns entries of autocast's rules as Python, to be copied; empty where there are none.
+
+    Args:
+      rules: no more than the entries.
+
+    Example:
+      >>> print(rules_code(AutocastRules(primitives=(("exp", "float32"),))))
+      rules = jt.TORCH_CUDA.replace(
+          primitives={"exp": "float32"},
+      )
+    """
+    tables = {"primitives": rules.primitives, "functions": rules.functions, "paths": rules.paths}
+    lines = [f"    {table}={{{_written(entries)}}},\n" for table, entries in tables.items() if entries]
+    return f"rules = jt.TORCH_CUDA.replace(\n{''.join(lines)})" if lines else ""
+
+
+def _written(entries: Sequence[tuple[str, Rule]]) -> str:
+    return ", ".join(f'{_quoted(name)}: "{rule}"' for name, rule in entries)
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"' if name.isprintable() and not set(name) & {'"', "\\"} else repr(name)
+
+
+def _problems(problems: Sequence[Problem]) -> str:
+    if not problems:
+        return ""
+    items = "\n".join(_problem(number, problem) for number, problem in enumerate(problems, 1))
+    return f'<h2>Problems</h2>\n<ol id="problems">\n{items}\n</ol>'
+
+
+def _problem(number: int, problem: Problem) -> str:
+    where = f"{place_of(problem.file, problem.line)} {problem.path}".strip()
+    code = f"<pre><code>{escape(problem.code)}</code></pre>" if problem.code else ""
+    rules = rules_code(problem.remedy.rules)
+    copied = f"<pre><code>{escape(rules)}</code></pre>" if rules else ""
+    return (
+        f'<li id="problem-{number}" class="{escape(problem.severity)}">'
+        f"<h3>{escape(problem.severity)}: {escape(problem.kind)}, {escape(problem.direction)} pass</h3>"
+        f'<p class="soft">{escape(where)}</p>{code}<p>{escape(problem.evidence)}</p>'
+        f"<p>What mends it: {escape(problem.remedy.text)}</p>{copied}</li>"
+    )
+
+
+def _rules(rules: AutocastRules) -> str:
+    code = rules_code(rules)
+    if not code:
+        return ""
+    use = 'policy = dataclasses.replace(jt.get_policy("autocast_float16"), rules=rules)'
+    return f'<h2>Rules that mend the problems</h2>\n<pre><code id="rules">{escape(code)}\n{escape(use)}</code></pre>'
+
+
+def _largest_first(rows: Sequence[OperationNumerics]) -> list[tuple[int, OperationNumerics]]:
+    return sorted(enumerate(rows, 1), key=lambda item: -item[1].local_error)
+
+
+def _row(number: int, row: OperationNumerics) -> str:
+    dtypes = f"{', '.join(dict.fromkeys(row.dtypes_in))} → {row.dtype}"
+    shares = (row.overflowed, row.flushed, row.subnormal, row.nan, row.infinite, row.lost_terms)
+    texts = (row.primitive, row.direction, row.path, place_of(row.file, row.line), dtypes)
+    cells = (
+        str(number),
+        *map(escape, texts),
+        ",".join(map(str, row.shape)),
+        str(row.runs),
+        *(_number(x) for x in (row.local_error, row.inherited_error, row.largest, row.smallest)),
+        *(f"{share:.2%}" if share else "" for share in shares),
+    )
+    return f"<tr><td>{'<td>'.join(cells)}</tr>"  # HTML ends cells by itself, which saves a third of a large page
+
+
+def _number(x: float) -> str:
+    return f"{x:.2g}" if x else ""

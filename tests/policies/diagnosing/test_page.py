@@ -1,0 +1,125 @@
+"""The page of a diagnosis: complete, escaped, without anything from elsewhere, and its picture."""
+
+import dataclasses
+import html.parser
+import json
+import math
+import re
+
+import pytest
+
+import jmp_train as jt
+from jmp_train.policies.diagnosing.page import rules_code
+from jmp_train.policies.diagnosing.picture import picture, row_of_problem
+
+pytestmark = pytest.mark.quick
+
+ROW = jt.OperationNumerics(
+    primitive="mul", direction="forward", path="net/<script>alert(1)</script>", file="net&co.py", line=7,
+    dtypes_in=("float16", "float16"), dtype="float16", shape=(4, 3), runs=2, overflowed=0.25, flushed=0.0,
+    subnormal=0.0, nan=0.0, infinite=0.25, absorbed=0.0, whole_rounded=0.0, merged=0.0, largest=9e4, smallest=2.0,
+    local_error=1e-3, worst_error=1e-3, inherited_error=0.1, lost_terms=0.0,
+)  # fmt: skip
+ROWS = (
+    ROW,
+    dataclasses.replace(ROW, primitive="exp", line=8, local_error=0.5, infinite=0.0, direction="backward"),
+    dataclasses.replace(ROW, primitive="add", line=9, local_error=0.0, inherited_error=math.inf, direction="update"),
+)
+RULES = jt.AutocastRules(primitives=(("mul", "float32"),), paths=(('a"\\.b$', "float32"),))
+PROBLEM = jt.Problem(
+    "problem", "overflow", "forward", ROW.path, ROW.file, ROW.line, "mul", "25% > all & <b>",
+    jt.Remedy("rules", "float32 <here>", RULES),
+)  # fmt: skip
+NOTE = dataclasses.replace(PROBLEM, severity="note", line=8, primitive="exp", remedy=jt.Remedy("mathematics", "mend"))
+REPORT = jt.NumericsReport((PROBLEM, NOTE), ROWS, {"0/<x>": "collapses"}, steps=2)
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser would see: tags, attributes, and the texts of cells."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.rows: list[list[str]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data.strip()
+
+
+def test_the_page_is_whole_and_needs_nothing_else() -> None:
+    text = REPORT.to_html("digits <1>")
+    page = Page(text)
+    assert not {"script", "iframe", "img", "object"} & set(page.tags)
+    links = [value for name, value in page.attributes if name in ("href", "src")]
+    assert sorted(links) == ["#problem-1", "#problem-2", "data:,"]
+    assert not re.search(r"https?:|url\(|@import", text)
+    for said in (
+        "digits <1>", "1 problem in 3 operations, 3 of them in half precision", "Argument 0/<x>: collapses.",
+        "problem: overflow, forward pass", f"net&co.py:7 {ROW.path}", "25% > all & <b>", "float32 <here>",
+        'primitives={"mul": "float32"}', "over 2 runs",
+    ):  # fmt: skip
+        assert said in page.text
+    assert len(page.rows) == 1 + len(ROWS)
+    assert {len(row) for row in page.rows} == {len(page.rows[0])}
+    assert [row[:2] for row in page.rows[1:]] == [["2", "exp"], ["1", "mul"], ["3", "add"]]  # largest error first
+    first = dict(zip(page.rows[0], page.rows[2], strict=True))
+    assert (first["module"], first["code"], first["dtypes"]) == (ROW.path, "net&co.py:7", "float16 → float16")
+    assert (first["shape"], first["runs"], first["overflow"], first["NaN"]) == ("4,3", "2", "25.00%", "")
+    assert (first["local error"], first["inherited error"], first["largest"]) == ("0.001", "0.1", "9e+04")
+
+
+def test_the_rules_can_be_copied() -> None:
+    scope: dict[str, object] = {"jt": jt}
+    exec(rules_code(RULES), scope)  # noqa: S102 - what users do with it
+    assert scope["rules"] == jt.TORCH_CUDA.replace(primitives=dict(RULES.primitives), paths=dict(RULES.paths))
+    assert rules_code(jt.AutocastRules()) == ""
+    assert "TORCH_CUDA" not in jt.NumericsReport((NOTE,), ROWS, {}, 1).to_html()
+
+
+def test_the_picture_has_both_errors_the_passes_and_the_problems() -> None:
+    svg = picture(ROWS, (PROBLEM, NOTE))
+    paths = re.findall(r'<path class="(nonfinite|inherited|local)".*? d="([^"]*)"/>\n', svg)
+    drawn = {name: path.count("M") for name, path in paths}
+    assert drawn == {"nonfinite": 2, "inherited": 3, "local": 2}  # an error of 0 is not drawn
+    assert svg.count('class="pass"') == 1
+    assert re.findall(r">(forward|backward|update)<", svg) == ["forward", "backward", "update"]
+    assert re.findall(r'class="mark (\w+)"', svg) == ["note", "problem"]
+    assert picture((), ()) == ""
+
+
+def test_a_problem_is_marked_at_the_likeliest_row_of_its_line() -> None:
+    rows = (dataclasses.replace(ROW, primitive="add"), dataclasses.replace(ROW, path=""), ROW, ROW)
+    assert row_of_problem(rows, PROBLEM) == 2
+    assert row_of_problem(rows, dataclasses.replace(PROBLEM, primitive="add", path="")) == 0
+    assert row_of_problem(rows, dataclasses.replace(PROBLEM, line=99)) is None
+
+
+def test_a_page_of_five_thousand_operations_is_small() -> None:
+    report = dataclasses.replace(REPORT, rows=(ROWS * 1667)[:5000])
+    assert len(report.to_html().encode()) < 3e6
+
+
+def test_a_function_without_operations_has_a_page() -> None:
+    text = jt.NumericsReport((), (), {}, 1).to_html()
+    assert "no problems in 0 operations" in text
+    assert "<svg" not in text
+
+
+def test_json_has_no_numbers_that_are_not_finite() -> None:
+    found = json.loads(REPORT.to_json(), parse_constant=pytest.fail)
+    assert found == REPORT.as_dict()
+    assert found["rows"][2]["inherited_error"] is None
+    assert found["rows"][0]["shape"] == [4, 3]
