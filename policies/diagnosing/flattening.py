@@ -160,7 +160,7 @@ class Part:
         self.wiring = tuple(wiring)
         self.wanted = tuple(number for op in operations for number in op.writes if number in wanted)
         self.returned = tuple(places[number] for number in self.wanted)
-        self._key = tuple(_key(op.equation) for op in operations), self.wiring, self.returned
+        self._key = tuple(key_of(op.equation) for op in operations), self.wiring, self.returned
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -169,7 +169,8 @@ class Part:
         return isinstance(other, Part) and self._key == other._key
 
 
-def _key(equation: Any) -> Any:
+def key_of(equation: Any) -> Any:
+    """Returns what is equal for equations with the same operation, parameters and types; programs are equal if same."""
     params: Any = tuple(equation.params.items())
     try:
         hash(params)

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jmp_train.policies.autocasting import scan_counts
 from jmp_train.policies.diagnosing.arithmetic import bound, in_float32, magnitude_of_terms, rounded
 from jmp_train.policies.diagnosing.compiling import compiler_options
-from jmp_train.policies.diagnosing.flattening import Operation, Part, flattened, is_plain, parts_of
+from jmp_train.policies.diagnosing.flattening import Operation, Part, flattened, is_plain, key_of, parts_of
 from jmp_train.policies.diagnosing.measures import (
     Elementwise,
     combine,
@@ -126,7 +126,8 @@ class Shadowing:
         if name == "shard_map" and self.mesh is None and not has_tracers(inputs):
             return self._on_devices(equation, inputs)
         if name in _PROGRAMS:
-            results, block, self.iteration = self._jit(_PROGRAMS[name](equation))(inputs, self.iteration)
+            run = self._jit(_holding_program(_Holding(equation)))
+            results, block, self.iteration = run(inputs, self.iteration)
             return results, [block]
         return [Pair(result) for result in bound(equation, [pair.actual for pair in inputs])], []
 
@@ -301,6 +302,25 @@ def _shard_map(equation: Any) -> Callable[..., Any]:
         return results, combined(matrices), iterations.max()
 
     return run
+
+
+class _Holding:
+    """An equation that holds a program; equal to others that hold the very same."""
+
+    def __init__(self, equation: Any) -> None:
+        self.equation = equation
+        self._key = key_of(equation)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Holding) and self._key == other._key
+
+
+@functools.lru_cache(maxsize=1024)
+def _holding_program(holding: _Holding) -> Callable[..., Any]:
+    return _PROGRAMS[holding.equation.primitive.name](holding.equation)
 
 
 _PROGRAMS = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}

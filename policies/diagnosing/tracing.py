@@ -67,7 +67,7 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
         raise TypeError("steps above 1 need a fn whose first result is like its first argument, as a train step's is")
     sites, results = sites_of(program)
     shadowing, measures = Shadowing(), np.asarray(nothing(len(sites)))
-    values, counts = leaves, np.zeros((carried, 2), np.int64)
+    values, counts = _on_one_device(leaves), np.zeros((carried, 2), np.int64)
     for _ in range(steps):
         outputs, blocks = shadowing.run(program, [Pair(x) for x in values])
         found = np.concatenate([np.asarray(block) for block in blocks] or [np.asarray(nothing(0))])
@@ -103,6 +103,12 @@ def _is_copy(leaf: Any, leaves: Sequence[Any]) -> bool:
     """Whether a leaf is what another one in float32, such as its master weights, is if it is rounded."""
     masters = (x for x in leaves if x.shape == leaf.shape and x.dtype == jnp.float32)
     return any(bool((x.astype(leaf.dtype) == leaf).all()) for x in masters)
+
+
+def _on_one_device(leaves: list[Any]) -> list[Any]:
+    """Returns arrays that are on one device as bound to it, as results are, or the second step is compiled again."""
+    devices = {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices()}
+    return jax.device_put(leaves, devices.pop()) if len(devices) == 1 else leaves
 
 
 def _types(tree: Any) -> Any:

@@ -48,6 +48,19 @@ def test_a_step_has_no_more_instructions_than_one_by_hand_with_jmp(tmp_path: Pat
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+def test_what_a_diagnosis_costs_is_measured_beside_the_step(tmp_path: Path) -> None:
+    file = tmp_path / "diagnose.json"
+    output = run("diagnose.py", "--tiny", "--rounds", "1", "--json", str(file))
+    report = json.loads(file.read_text())
+    for name in ("mnist", "vit-tiny", "gat"):
+        assert report[name]["operations"] > 500
+        # No times: the most that its arrays took.
+        assert report[name]["diagnosis"]["megabytes"] < 5 * report[name]["step"]["megabytes"]
+        assert re.search(rf"^{name} +\d+ ", output, re.MULTILINE)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_what_saving_costs_is_measured_beside_orbax(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.json"
     run("checkpoint.py", "--every", "2", "--batch-size", "4", "--rounds", "1", "--json", str(file))

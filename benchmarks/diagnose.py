@@ -1,0 +1,173 @@
+"""What `jmp_train.diagnose` costs beside the step that it looks at: compile time, run time and memory.
+
+    python benchmarks/diagnose.py [--rounds 3] [--policy mixed_float16] [--json FILE]
+    python benchmarks/diagnose.py --tiny --rounds 1     # in a small size, to see that it runs
+
+Three steps with a loss scale, each in a process of its own: the task `mnist`'s network, a small vision
+transformer (ViT-tiny's width, depth and heads, on images of 32 pixels), and a graph attention network on a synthetic
+graph like Reddit's. Compile time is that of tracing and compiling, in seconds of CPU as well: of the diagnosis its
+first call less one run. The run of a diagnosis is what each further step of it takes. Memory of the step is what XLA
+plans for arguments, results and temporaries; of the diagnosis the most that its arrays took at any time, looked at
+every two milliseconds, without what is within one of its programs.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+import jmp_train as jt
+from jmp_train.runs.setups import make_setup
+from jmp_train.runs.task_batches import train_batches
+from jmp_train.tasks import Task, TaskOptions, load_task, vit
+from jmp_train.tasks.models import VisionTransformer
+
+GOAL = 5.0
+CASES = ("mnist", "vit-tiny", "gat")
+COLUMNS = (
+    ("compile_seconds", 1, "s"),
+    ("compile_cpu_seconds", 1, "s"),
+    ("run_seconds", 2, "s"),
+    ("megabytes", 0, "MB"),
+)
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def main() -> None:
+    """Prints a table of the cases."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--policy", default="mixed_float16")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--case", choices=CASES, help="measure this one here, and print it as JSON")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(measured(*case(args.case, args.policy, args.tiny), args.rounds)))
+        return
+    results = {name: in_a_process(name, args) for name in CASES}
+    print(f"{'':<10}{'operations':>11}{'':>4}{'compile':>18}{'compile, CPU':>20}{'run':>22}{'memory':>24}")
+    for name, found in results.items():
+        step, diagnosis = found["step"], found["diagnosis"]
+        cells = [
+            f"{diagnosis[key]:.{digits}f} / {step[key]:.{digits}f} {unit} = {diagnosis[key] / step[key]:.1f}"
+            for key, digits, unit in (
+                ("compile_seconds", 1, "s"),
+                ("compile_cpu_seconds", 1, "s"),
+                ("run_seconds", 2, "s"),
+                ("megabytes", 0, "MB"),
+            )
+        ]
+        print(f"{name:<10}{found['operations']:>11}    " + "  ".join(f"{cell:>20}" for cell in cells))
+    print(f"diagnosis / step; goal at most {GOAL:g} in compile time and memory")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+def in_a_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what a fresh process measures, so that no case has another's programs."""
+    command = [sys.executable, __file__, "--case", name, "--rounds", str(args.rounds), "--policy", args.policy]
+    result = subprocess.run(
+        [*command, *(["--tiny"] if args.tiny else [])], check=True, stdout=subprocess.PIPE, text=True
+    )
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def case(name: str, policy: str, tiny: bool) -> Call:
+    """Returns a training step with its arguments."""
+    if name == "gat":
+        options = TaskOptions(synthetic=True, scale=0.001 if tiny else 0.02)
+        return of_task(load_task("reddit", options), policy, None)
+    if name == "mnist":
+        return of_task(load_task("mnist", TaskOptions(synthetic=True)), policy, 8 if tiny else 128)
+    model = VisionTransformer(classes=10, patch=4, width=192, depth=12, mlp=768, heads=3)
+    if tiny:
+        model = VisionTransformer(classes=10, patch=4, width=32, depth=2, mlp=64, heads=2)
+    params, model_state = vit.init(jax.random.key(0), model, 32)
+    optimizer = jt.with_loss_scale(optax.adamw(1e-3), jt.torch_loss_scale())
+    step = jt.train_step(partial(vit.loss_fn, model=model), optimizer, policy=policy)
+    state = jt.TrainState.create(params, optimizer, model_state=model_state, rng=jax.random.key(1))
+    return step, (state, vit.synthetic_data(4 if tiny else 64, 32, 0))
+
+
+def of_task(task: Task, policy: str, batch_size: int | None) -> Call:
+    """Returns a task's step in a policy with its first state and batch."""
+    setup = make_setup(task, policy, task.schedule(100), None)
+    params, model_state = task.init(jax.random.key(0))
+    state = setup.create_state(params, model_state, jax.random.key(1))
+    batch = next(iter(train_batches(task, batch_size or task.batch_size, 0, 1)))
+    return setup.step, (state, jax.device_put(batch | setup.cast_shared(task.shared())))
+
+
+def measured(step: Callable[..., Any], args: tuple[Any, ...], rounds: int) -> dict[str, Any]:
+    """Returns seconds and megabytes of a step and of its diagnosis."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    compiled = jax.jit(step).trace(*args).lower().compile()
+    compile_times = time.perf_counter() - wall, time.process_time() - cpu
+    planned = planned_bytes(compiled)
+    first = timed(lambda: jt.diagnose(step, *args))
+    report, peak = watched(lambda: jt.diagnose(step, *args))
+    # Loops are compiled anew in each call, but not in each of its steps.
+    once, more = (timed(partial(jt.diagnose, step, *args, steps=steps)) for steps in (1, 1 + rounds))
+    run_wall, run_cpu = ((after - before) / rounds for before, after in zip(once, more, strict=True))
+    plain = [timed(lambda: jax.block_until_ready(compiled(*args))) for _ in range(rounds + 1)][1:]
+    return {
+        "operations": len(report.rows),
+        "step": {
+            "compile_seconds": compile_times[0],
+            "compile_cpu_seconds": compile_times[1],
+            "run_seconds": statistics.median(wall for wall, _ in plain),
+            "megabytes": planned / 1e6,
+        },
+        "diagnosis": {
+            "compile_seconds": first[0] - run_wall,
+            "compile_cpu_seconds": first[1] - run_cpu,
+            "run_seconds": run_wall,
+            "megabytes": peak / 1e6,
+        },
+    }
+
+
+def planned_bytes(compiled: Any) -> int:
+    """Returns the bytes of a program's arguments, results and temporaries."""
+    memory = compiled.memory_analysis()
+    return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, float]:
+    """Returns the seconds that a call takes, and those of CPU."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def watched(run: Callable[[], Any]) -> tuple[Any, int]:
+    """Returns a call's result and the most bytes that arrays took while it ran."""
+    peak, done = 0, threading.Event()
+
+    def look() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, sum(array.nbytes for array in jax.live_arrays()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        return run(), peak
+    finally:
+        done.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()
