@@ -27,8 +27,7 @@ import jax
 import optax
 
 import jmp_train as jt
-from jmp_train.runs.setups import make_setup
-from jmp_train.runs.task_batches import train_batches
+from jmp_train.runs import make_setup, train_batches
 from jmp_train.tasks import Task, TaskOptions, load_task, vit
 from jmp_train.tasks.models import VisionTransformer
 

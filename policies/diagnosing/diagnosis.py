@@ -68,17 +68,17 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
         loss_scale=scale,
         dynamic=dynamic,
     )
-    return NumericsReport(problems_of(evidence), rows, _lost_in_casts(run.sites, args), steps)
+    return NumericsReport(problems_of(evidence), rows, _lost_in_casts(run.sites, args, run.carried), steps)
 
 
-def _lost_in_casts(sites: Sequence[Site], args: tuple[object, ...]) -> dict[str, str]:
-    """Returns which arguments' values collapse where the function casts them to lower precision, by path."""
+def _lost_in_casts(sites: Sequence[Site], args: tuple[object, ...], carried: int) -> dict[str, str]:
+    """Returns which arguments' values, but for the state's, collapse where the function casts them, by path."""
     leaves = _arrays(args)
     casts = [
         (-1 - source, site.equation.params["new_dtype"])
         for site in sites
         for source in site.sources
-        if site.equation.primitive.name == "convert_element_type" and source < 0
+        if site.equation.primitive.name == "convert_element_type" and source < -carried
     ]
     found = {path_name(leaves[i][0]): lost_in_cast(leaves[i][1], np.dtype(dtype)) for i, dtype in casts}
     return {path: text for path, text in found.items() if text}

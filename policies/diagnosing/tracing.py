@@ -25,13 +25,15 @@ class Run:
       sites: of the rows.
       measures: [rows, columns], of all steps together.
       results: from which rows each result comes.
-      state: the leaves in lower precision of the first argument, where the first result is like it.
+      carried: how many of the arguments' arrays are a state, which the first result is like.
+      state: those of them in lower precision.
     """
 
     program: Any
     sites: list[Site]
     measures: np.ndarray
     results: list[frozenset[int]]
+    carried: int
     state: list[StateLeaf]
 
 
@@ -79,7 +81,7 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
         for i in range(carried)
         if is_low(values[i].dtype) and not _is_copy(values[i], values[:carried])
     ]
-    return Run(program, sites, measures, results, state)
+    return Run(program, sites, measures, results, carried, state)
 
 
 def _changes(before: Sequence[Any], after: Sequence[Pair]) -> np.ndarray:
