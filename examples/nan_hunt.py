@@ -62,7 +62,7 @@ model = Transformer()
 
 def loss_fn(params: Any, words: jax.Array) -> jax.Array:
     """Returns the mean cross-entropy of each next word."""
-    logits = model.apply({"params": params}, words)
+    logits = jnp.asarray(model.apply({"params": params}, words))
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1].astype(jnp.float32), words[:, 1:])
     return losses.mean()
 

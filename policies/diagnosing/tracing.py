@@ -69,7 +69,7 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
         raise TypeError("steps above 1 need a fn whose first result is like its first argument, as a train step's is")
     sites, results = sites_of(program)
     shadowing, measures = Shadowing(), np.asarray(nothing(len(sites)))
-    values, counts = _on_one_device(leaves), np.zeros((carried, 2), np.int64)
+    values, counts = _bound_to_device(leaves), np.zeros((carried, 2), np.int64)
     for _ in range(steps):
         outputs, blocks = shadowing.run(program, [Pair(x) for x in values])
         found = np.concatenate([np.asarray(block) for block in blocks] or [np.asarray(nothing(0))])
@@ -107,10 +107,11 @@ def _is_copy(leaf: Any, leaves: Sequence[Any]) -> bool:
     return any(bool((x.astype(leaf.dtype) == leaf).all()) for x in masters)
 
 
-def _on_one_device(leaves: list[Any]) -> list[Any]:
-    """Returns arrays that are on one device as bound to it, as results are, or the second step is compiled again."""
-    devices = {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices()}
-    return jax.device_put(leaves, devices.pop()) if len(devices) == 1 else leaves
+def _bound_to_device(leaves: list[Any]) -> list[Any]:
+    """Returns arrays as all bound to a device if one is, as the results will be, or a second step is compiled anew."""
+    bound = {x.device for x in leaves if isinstance(x, jax.Array) and x.committed and len(x.devices()) == 1}
+    spread = any(len(x.devices()) > 1 for x in leaves if isinstance(x, jax.Array))
+    return jax.device_put(leaves, bound.pop()) if len(bound) == 1 and not spread else leaves
 
 
 def _types(tree: Any) -> Any:
