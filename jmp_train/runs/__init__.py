@@ -9,12 +9,15 @@ from jmp_train.runs.events import Run as Run
 from jmp_train.runs.events import event_from_json as event_from_json
 from jmp_train.runs.events import event_to_json as event_to_json
 from jmp_train.runs.events import finite_or_none as finite_or_none
-from jmp_train.runs.loop import check_run as check_run
 from jmp_train.runs.loop import train as train
 from jmp_train.runs.memory import peak_memory as peak_memory
+from jmp_train.runs.preparing import PreparedRun as PreparedRun
+from jmp_train.runs.preparing import check_run as check_run
+from jmp_train.runs.preparing import prepare_run as prepare_run
 from jmp_train.runs.resuming import ResumeError as ResumeError
 from jmp_train.runs.resuming import Saving as Saving
 from jmp_train.runs.resuming import Stopped as Stopped
+from jmp_train.runs.resuming import newest_saved as newest_saved
 from jmp_train.runs.run_log import RunLog as RunLog
 from jmp_train.runs.run_log import check_unused as check_unused
 from jmp_train.runs.setups import MODE_CHOICES as MODE_CHOICES

@@ -8,22 +8,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jmp_train.capsules import SkipRecorder
-from jmp_train.data import check_seed
-from jmp_train.parallel import data_parallel
 from jmp_train.policies.optimizers import check_progress, skips_to_floor
 from jmp_train.runs.events import Compiled, Epoch, Event, Progress, Run, Step, Watched
 from jmp_train.runs.memory import peak_memory
+from jmp_train.runs.preparing import check_run, prepare_run
 from jmp_train.runs.resuming import Saver, Saving
-from jmp_train.runs.run_identity import run_metadata
-from jmp_train.runs.setups import Setup, make_setup
-from jmp_train.runs.task_batches import count_examples, evaluation_batches, train_batches
+from jmp_train.runs.setups import Setup
+from jmp_train.runs.task_batches import count_examples, evaluation_batches
 from jmp_train.runs.watched_shares import ShareTotals
 from jmp_train.steps import TrainState, step_costs
-from jmp_train.tasks import DATA_AXIS, Task
+from jmp_train.tasks import Task
 from jmp_train.types import Metrics
 
 LOOK_EVERY = 20  # steps between two looks at the skips, each of which waits for the device
@@ -80,35 +76,26 @@ def train(
     epochs = task.epochs if epochs is None else epochs
     batch_size = task.batch_size if batch_size is None else batch_size
     steps_per_epoch = check_run(task, epochs, batch_size, seed)
-    devices = _first_devices(task.devices)
     total = epochs * steps_per_epoch
     saver = None if saving is None else Saver(saving, total, steps_per_epoch)
-    schedule = task.schedule(total)
-    setup = make_setup(task, name, schedule, growth_interval, watch)
-
-    init_key, step_key = jax.random.split(jax.random.key(seed))
-    params, model_state = task.init(init_key)
-    state = setup.create_state(params, model_state, step_key)
-    step = setup.step
-    sharding = None
-    if len(devices) > 1:
-        mesh = Mesh(devices, (DATA_AXIS,))
-        step = data_parallel(step, mesh, DATA_AXIS)
-        sharding = NamedSharding(mesh, P(DATA_AXIS))
-        state = jax.device_put(state, NamedSharding(mesh, P()))
+    prepared, state = prepare_run(
+        task,
+        name,
+        epochs=epochs,
+        batch_size=batch_size,
+        seed=seed,
+        growth_interval=growth_interval,
+        watch=watch,
+        with_metadata=saver is not None,
+    )
+    setup, devices = prepared.setup, prepared.devices
     done, steps, records = 0, [], []
-    shared = task.shared()
     if saver:
-        metadata = run_metadata(task, name, epochs, batch_size, seed, shared, growth_interval)
-        done, state, steps, records = saver.begin(state, metadata)
-    shared = _placed(shared, setup)
-    # Of a run that is ready, a batch is wanted to compile all the same.
-    start_at = min(done, total - 1)
-    batches = train_batches(task, batch_size, seed, epochs, sharding, start_at)
-    batches = (batch | shared for batch in batches)
+        done, state, steps, records = saver.begin(state, prepared.metadata)
+    batches = prepared.batches(done)
     first_batch = next(batches)
     start = time.perf_counter()
-    traced = jax.jit(step, donate_argnums=0).trace(state, first_batch)
+    traced = jax.jit(prepared.step, donate_argnums=0).trace(state, first_batch)
     step = traced.lower().compile()  # so that the first epoch times training only
     seconds = time.perf_counter() - start
     compiled = Compiled(seconds, peak_memory()[1], step_costs(traced, state))
@@ -129,13 +116,13 @@ def train(
                 saver.save(state, looks.steps, records)
         looks.look(state)
         seconds = time.perf_counter() - start
-        learning_rate = float(np.asarray(schedule(len(looks.steps) - looks.skipped_steps)))
+        learning_rate = float(np.asarray(prepared.schedule(len(looks.steps) - looks.skipped_steps)))
         records.append(_epoch(epoch, looks, steps_per_epoch, learning_rate, seconds))
         on_event(records[-1])
         if saver and saver.is_due(looks.count):
             saver.save(state, looks.steps, records)
     kind = devices[0].device_kind
-    test_accuracy, nonfinite_outputs = _test(task, setup, state, batch_size, shared)
+    test_accuracy, nonfinite_outputs = _test(task, setup, state, batch_size, prepared.shared)
     run = Run(
         policy=name,
         device=kind if len(devices) == 1 else f"{len(devices)} x {kind}",
@@ -217,43 +204,6 @@ def _epoch(epoch: int, looks: _Looks, steps_per_epoch: int, learning_rate: float
         loss_scale=looks.steps[-1].loss_scale,
         skipped_steps=looks.skipped_steps,
     )
-
-
-def check_run(task: Task, epochs: int, batch_size: int, seed: int) -> int:
-    """Returns the number of steps an epoch; raises ValueError if a number does not fit the data or the devices.
-
-    Args:
-      task: what to train.
-      epochs: passes over the data.
-      batch_size: examples a step.
-      seed: of the run.
-    """
-    count = count_examples(task.train)
-    if epochs < 1:
-        raise ValueError(f"epochs={epochs} must be at least 1")
-    if not 1 <= batch_size <= count:
-        raise ValueError(f"batch_size={batch_size} must be between 1 and the {count} training examples")
-    if task.devices < 1 or batch_size % task.devices:
-        raise ValueError(f"devices={task.devices} must divide batch_size={batch_size}")
-    if (total := epochs * (count // batch_size)) >= 2**31:
-        raise ValueError(f"epochs={epochs} makes {total} steps; they are counted up to 2**31 - 1")
-    check_seed(seed)
-    _first_devices(task.devices)
-    return count // batch_size
-
-
-def _first_devices(count: int) -> list[Any]:
-    """Returns that many of this process' devices; raises ValueError if there are fewer."""
-    devices = jax.local_devices()
-    if len(devices) < count:
-        there = f"{len(devices)} x {devices[0].device_kind}"
-        raise ValueError(f"devices={count}: there is no more than {there}")
-    return devices[:count]
-
-
-def _placed(shared: dict[str, Any], setup: Setup) -> dict[str, Any]:
-    """Returns what all batches share, on the device; cast on the host, so that it is there once only."""
-    return jax.device_put(setup.cast_shared(shared), jax.local_devices()[0])
 
 
 def _test(task: Task, setup: Setup, state: TrainState, batch_size: int, shared: dict[str, Any]) -> tuple[float, int]:

@@ -89,7 +89,7 @@ class Saver:
           ResumeError: the checkpoints are of a run with other options, or do not say of which, or none is intact.
         """
         self._metadata = metadata
-        found = self._newest(state)
+        found = newest_saved(self._store, state, metadata, self._steps_per_epoch)
         run_file = self._store.directory / _RUN_FILE
         if found[0]:
             _check_run_file(run_file, metadata)
@@ -109,32 +109,44 @@ class Saver:
             self._store.wait()
             raise Stopped(step)
 
-    def _newest(self, state: TrainState) -> tuple[int, TrainState, list[Step], list[Epoch]]:
-        if not self._store.steps():
-            return 0, state, [], []
 
-        def state_for(step: int, metadata: dict[str, Any]) -> dict[str, Any]:
-            self._check_run(step, metadata)
-            # As many records as there were then.
-            epochs = _blank(Epoch, step // self._steps_per_epoch)
-            return _everything(state, _blank(Step, step), epochs)
+def newest_saved(
+    store: CheckpointStore, state: TrainState, metadata: dict[str, Any], steps_per_epoch: int
+) -> tuple[int, TrainState, list[Step], list[Epoch]]:
+    """Returns how many steps of a run are done, the state after them, and their records, of the newest intact step.
 
-        try:
-            step, found = self._store.restore_as(state_for)
-        except DamagedError as error:
-            raise ResumeError(str(error)) from error
-        steps, epochs = _records(Step, found["steps"]), _records(Epoch, found["epochs"])
-        return step, found["train"], steps, epochs
+    Args:
+      store: the run's.
+      state: its first, which is returned where nothing is saved.
+      metadata: what `run_metadata` returns.
+      steps_per_epoch: how many an epoch has.
 
-    def _check_run(self, step: int, metadata: dict[str, Any]) -> None:
-        saved, directory = metadata.get("run"), self._store.directory
-        if not isinstance(saved, dict):
-            raise ResumeError(
-                f"{directory} cannot be gone on from: step {step} does not say of which run it is, as those of "
-                "earlier versions, or of a script; take another --checkpoint-dir"
-            )
-        if lines := differences(saved, self._metadata["run"]):
-            raise ResumeError("\n  ".join([f"{directory} is of another run:", *lines]))
+    Raises:
+      ResumeError: the checkpoints are of a run with other options, or do not say of which, or none is intact.
+    """
+    if not store.steps():
+        return 0, state, [], []
+
+    def state_for(step: int, saved: dict[str, Any]) -> dict[str, Any]:
+        _check_run(store.directory, step, saved.get("run"), metadata["run"])
+        # As many records as there were then.
+        return _everything(state, _blank(Step, step), _blank(Epoch, step // steps_per_epoch))
+
+    try:
+        step, found = store.restore_as(state_for)
+    except DamagedError as error:
+        raise ResumeError(str(error)) from error
+    return step, found["train"], _records(Step, found["steps"]), _records(Epoch, found["epochs"])
+
+
+def _check_run(directory: Path, step: int, saved: Any, this: dict[str, Any]) -> None:
+    if not isinstance(saved, dict):
+        raise ResumeError(
+            f"{directory} cannot be gone on from: step {step} does not say of which run it is, as those of "
+            "earlier versions, or of a script; take another --checkpoint-dir"
+        )
+    if lines := differences(saved, this):
+        raise ResumeError("\n  ".join([f"{directory} is of another run:", *lines]))
 
 
 def _everything(state: TrainState, steps: dict[str, np.ndarray], epochs: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -1,0 +1,182 @@
+"""A run that is ready to train: its step, its batches and its first state, on its devices."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jmp_train.data import check_seed
+from jmp_train.parallel import data_parallel
+from jmp_train.runs.run_identity import run_metadata
+from jmp_train.runs.setups import Setup, make_setup
+from jmp_train.runs.task_batches import count_examples, train_batches
+from jmp_train.steps import TrainState
+from jmp_train.tasks import DATA_AXIS, Task
+from jmp_train.types import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedRun:
+    """A run before its first step, whose state is apart, as steps take it over.
+
+    Attributes:
+      task: what is trained.
+      epochs: passes over the data.
+      batch_size: examples a step.
+      seed: of parameters, dropout and the order of the data.
+      steps_per_epoch: how many steps an epoch has.
+      devices: those it runs on.
+      schedule: the learning rate.
+      setup: its pieces.
+      step: the train step, on all devices.
+      shared: what all batches share, on the device.
+      sharding: of a batch; None on one device.
+      metadata: what its checkpoints say of it, see `run_metadata`; empty where it has none.
+    """
+
+    task: Task
+    epochs: int
+    batch_size: int
+    seed: int
+    steps_per_epoch: int
+    devices: list[Any]
+    schedule: optax.Schedule
+    setup: Setup
+    step: Callable[..., Any]
+    shared: dict[str, Any]
+    sharding: NamedSharding | None
+    metadata: dict[str, Any]
+
+    @property
+    def total(self) -> int:
+        """How many steps it has."""
+        return self.epochs * self.steps_per_epoch
+
+    def batches(self, done: int) -> Iterator[Batch]:
+        """Yields the batches of the steps that are left, of a run that is ready the last one.
+
+        Args:
+          done: how many steps are done.
+        """
+        start = min(done, self.total - 1)
+        batches = train_batches(self.task, self.batch_size, self.seed, self.epochs, self.sharding, start)
+        return (batch | self.shared for batch in batches)
+
+    def advance(self, state: TrainState, done: int, steps: int) -> tuple[TrainState, Batch]:
+        """Trains some steps, and returns the state after them and the next batch; at a run's end that is the last one.
+
+        Args:
+          state: is taken over.
+          done: how many steps are done.
+          steps: how many to train, no more than are left.
+        """
+        batches = self.batches(done)
+        batch = next(batches)
+        step = jax.jit(self.step, donate_argnums=0)
+        for _ in range(steps):
+            state, _ = step(state, batch)
+            batch = next(batches, batch)
+        return state, batch
+
+
+def prepare_run(
+    task: Task,
+    name: str,
+    *,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+    growth_interval: int | None = None,
+    watch: Sequence[str] = (),
+    with_metadata: bool = False,
+) -> tuple[PreparedRun, TrainState]:
+    """Returns a run before its first step, and its first state.
+
+    Args:
+      task: what to train.
+      name: of the policy or mode, see `precision_of`.
+      epochs: see `train`.
+      batch_size: see `train`.
+      seed: see `train`.
+      growth_interval: see `train`.
+      watch: see `train_step`.
+      with_metadata: whether it has checkpoints, which say whose they are.
+
+    Raises:
+      ValueError: see `train`.
+    """
+    epochs = task.epochs if epochs is None else epochs
+    batch_size = task.batch_size if batch_size is None else batch_size
+    steps_per_epoch = check_run(task, epochs, batch_size, seed)
+    devices = _first_devices(task.devices)
+    schedule = task.schedule(epochs * steps_per_epoch)
+    setup = make_setup(task, name, schedule, growth_interval, watch)
+
+    init_key, step_key = jax.random.split(jax.random.key(seed))
+    params, model_state = task.init(init_key)
+    state = setup.create_state(params, model_state, step_key)
+    step: Callable[..., Any] = setup.step
+    sharding = None
+    if len(devices) > 1:
+        mesh = Mesh(devices, (DATA_AXIS,))
+        step = data_parallel(step, mesh, DATA_AXIS)
+        sharding = NamedSharding(mesh, P(DATA_AXIS))
+        state = jax.device_put(state, NamedSharding(mesh, P()))
+    shared = task.shared()
+    metadata = run_metadata(task, name, epochs, batch_size, seed, shared, growth_interval) if with_metadata else {}
+    prepared = PreparedRun(
+        task=task,
+        epochs=epochs,
+        batch_size=batch_size,
+        seed=seed,
+        steps_per_epoch=steps_per_epoch,
+        devices=devices,
+        schedule=schedule,
+        setup=setup,
+        step=step,
+        shared=_placed(shared, setup),
+        sharding=sharding,
+        metadata=metadata,
+    )
+    return prepared, state
+
+
+def check_run(task: Task, epochs: int, batch_size: int, seed: int) -> int:
+    """Returns the number of steps an epoch; raises ValueError if a number does not fit the data or the devices.
+
+    Args:
+      task: what to train.
+      epochs: passes over the data.
+      batch_size: examples a step.
+      seed: of the run.
+    """
+    count = count_examples(task.train)
+    if epochs < 1:
+        raise ValueError(f"epochs={epochs} must be at least 1")
+    if not 1 <= batch_size <= count:
+        raise ValueError(f"batch_size={batch_size} must be between 1 and the {count} training examples")
+    if task.devices < 1 or batch_size % task.devices:
+        raise ValueError(f"devices={task.devices} must divide batch_size={batch_size}")
+    if (total := epochs * (count // batch_size)) >= 2**31:
+        raise ValueError(f"epochs={epochs} makes {total} steps; they are counted up to 2**31 - 1")
+    check_seed(seed)
+    _first_devices(task.devices)
+    return count // batch_size
+
+
+def _first_devices(count: int) -> list[Any]:
+    """Returns that many of this process' devices; raises ValueError if there are fewer."""
+    devices = jax.local_devices()
+    if len(devices) < count:
+        there = f"{len(devices)} x {devices[0].device_kind}"
+        raise ValueError(f"devices={count}: there is no more than {there}")
+    return devices[:count]
+
+
+def _placed(shared: dict[str, Any], setup: Setup) -> dict[str, Any]:
+    """Returns what all batches share, on the device; cast on the host, so that it is there once only."""
+    return jax.device_put(setup.cast_shared(shared), jax.local_devices()[0])
