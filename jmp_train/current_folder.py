@@ -1,17 +1,20 @@
 """Removes the current folder from `sys.path` under `python -m jmp_train`, so that no `jax.py` there is imported.
 
-`-m` puts it first; `jmp-train` does not have it. The package imports this before all else, and this imports only what
-Python itself has loaded by then. Where the process is not the command it does nothing.
+Under `python -m jmp_train.diagnose` too. `-m` puts it first; `jmp-train` does not have it. The package imports this
+before all else, and this imports only what Python itself has loaded by then. Where the process is not the command it
+does nothing.
 """
 
 import os
 import sys
 
+_COMMANDS = ("jmp_train", "jmp_train.diagnose")
+
 
 def runs_as_module() -> bool:
-    """Returns whether this process is `python -m jmp_train`, and Python has not found the module yet."""
+    """Returns whether this process is `python -m` with one of the commands, and Python has not found it yet."""
     arguments: list[str] = getattr(sys, "argv", None) or [""]
-    return arguments[0] == "-m" and sys.orig_argv[-len(arguments)] in ("jmp_train", "-mjmp_train")
+    return arguments[0] == "-m" and sys.orig_argv[-len(arguments)].removeprefix("-m") in _COMMANDS
 
 
 def _leave() -> None:

@@ -54,6 +54,19 @@ def _note(action: argparse.Action, namespace: argparse.Namespace) -> None:
     given.add(name)
 
 
+def add_diagnosis_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what diagnoses of tasks and of scripts have in common.
+
+    Args:
+      parser: of a command.
+    """
+    parser.add_argument(
+        "--steps", type=positive, default=1, metavar="N", help="run so many steps on the batch; default: 1"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON on standard output")
+    parser.add_argument("--out", type=path, metavar="DIR", help="write diagnosis.html and .json")
+
+
 def precision_name(text: str) -> str:
     """Returns the name of a policy or AMP mode."""
     if not text.isprintable():

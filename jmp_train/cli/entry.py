@@ -1,4 +1,4 @@
-"""`jmp-train`: train a task in one policy or AMP mode, compare several, or launch several processes.
+"""`jmp-train`: train a task in one policy or AMP mode, compare several, diagnose a step, launch several processes.
 
 Exit codes and errors are those of `jmp_train.cli.errors`.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from jmp_train import __version__
 from jmp_train.cli.arguments import (
     Parser,
+    add_diagnosis_options,
     count,
     few,
     path,
@@ -17,16 +18,11 @@ from jmp_train.cli.arguments import (
     precision_name,
 )
 from jmp_train.cli.compare import DEFAULT_POLICIES, compare_command
-from jmp_train.cli.errors import (
-    INTERRUPTED,
-    WrongCall,
-    checking_the_call,
-    is_of_interrupt,
-    report_error,
-)
-from jmp_train.cli.options import RunOptions, add_options
-from jmp_train.cli.train import DEFAULT_POLICY, train_command
-from jmp_train.command_start import interrupts_raised
+from jmp_train.cli.diagnose import diagnose_command
+from jmp_train.cli.errors import WrongCall, checking_the_call
+from jmp_train.cli.options import DEFAULT_POLICY, RunOptions, SetupOptions, add_options
+from jmp_train.cli.running import run_command
+from jmp_train.cli.train import train_command
 from jmp_train.launch import lasting_output
 from jmp_train.runs import MODE_CHOICES
 from jmp_train.tasks import TASK_NAMES, TaskOptions
@@ -42,15 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit code, see `jmp_train.cli.errors.EXIT_CODES`. `--help` and `--version` exit with 0.
     """
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    try:
-        with interrupts_raised():
-            args = _parser().parse_args(arguments)
-            return args.run(args)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - whatever it is, its user gets a line
-        return INTERRUPTED if is_of_interrupt(error) else report_error(error, arguments)
+    return run_command(_parser, sys.argv[1:] if argv is None else list(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,21 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 
     train = commands.add_parser("train", help="train a task in one policy or AMP mode")
-    one = train.add_mutually_exclusive_group()
-    one.add_argument(
-        "--policy",
-        type=precision_name,
-        dest="name",
-        metavar="NAME",
-        help=f"such as float32, or a mode; default: {DEFAULT_POLICY}",
-    )
-    one.add_argument(
-        "--mode",
-        type=precision_name,
-        dest="name",
-        metavar="NAME",
-        help=f"{MODE_CHOICES}; or a policy",
-    )
+    _add_name(train)
     train.add_argument("--checkpoint-dir", type=path, metavar="DIR", help="save the run in DIR")
     train.add_argument("--checkpoint-every", type=positive, metavar="STEPS", help="default: once an epoch")
     train.add_argument("--resume", action="store_true", help="go on from DIR's last checkpoint, if it has one")
@@ -102,6 +76,17 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--out", type=path, metavar="DIR", help="write report.json, .png, .html")
     compare.set_defaults(run=compare_command)
 
+    diagnose = commands.add_parser("diagnose", help="say what half precision does to each operation of a step")
+    _add_name(diagnose)
+    diagnose.add_argument("--checkpoint-dir", type=path, metavar="DIR", help="the state of the run's last checkpoint")
+    diagnose.add_argument(
+        "--after", type=count, default=0, metavar="STEPS", help="train so many steps before; default: 0"
+    )
+    diagnose.add_argument(
+        "--capsule", type=path, metavar="FILE", help="the batch of a skipped step, and its state, see train --capsules"
+    )
+    diagnose.set_defaults(run=diagnose_command)
+
     launch = commands.add_parser("launch", help="run a script as several processes on this machine")
     launch.add_argument("-n", "--processes", type=few, required=True, metavar="N", help="how many")
     launch.add_argument("--devices-per-process", type=few, default=1, metavar="N", help="default: 1")
@@ -122,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="and its arguments")
     launch.set_defaults(run=_launch)
 
-    for command in (train, compare):
+    for command in (train, compare, diagnose):
         command.add_argument(
             "task",
             nargs="?",
@@ -131,14 +116,35 @@ def _parser() -> argparse.ArgumentParser:
             metavar="TASK",
             help=f"{', '.join(TASK_NAMES)}; default: digits",
         )
-        add_options(command, RunOptions)
+        add_options(command, SetupOptions if command is diagnose else RunOptions)
         add_options(command, TaskOptions)
+    add_diagnosis_options(diagnose)
+    for command in (train, compare):
         command.add_argument("--json", action="store_true", help="print JSON on standard output")
     return parser
 
 
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    """Adds the policy or mode, either of which names one precision."""
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument(
+        "--policy",
+        type=precision_name,
+        dest="name",
+        metavar="NAME",
+        help=f"such as float32, or a mode; default: {DEFAULT_POLICY}",
+    )
+    one.add_argument(
+        "--mode",
+        type=precision_name,
+        dest="name",
+        metavar="NAME",
+        help=f"{MODE_CHOICES}; or a policy",
+    )
+
+
 def _no_command(args: argparse.Namespace) -> int:
-    raise WrongCall("a command is wanted: train, compare or launch; --help says more")
+    raise WrongCall("a command is wanted: train, compare, diagnose or launch; --help says more")
 
 
 def _launch(args: argparse.Namespace) -> int:

@@ -18,18 +18,18 @@ from jmp_train.tasks import TaskOptions, model_choices, option, options_of
 
 T = TypeVar("T")
 
+DEFAULT_POLICY = "autocast_float16"
+
 
 @dataclasses.dataclass(frozen=True)
-class RunOptions:
-    """What a command says of each run, beside the task's options and the precision.
+class SetupOptions:
+    """What a command says of a run before its first step, beside the task's options and the precision.
 
     Attributes:
       epochs: passes over the data; None for the task's own number.
       batch_size: examples a step; None for the task's own number.
       seed: of parameters, dropout and the order of the data.
       growth_interval: steps without overflow after which a dynamic loss scale grows; None for the policy's own.
-      logdir: the folder of the runs' logs; None for none.
-      watch: whether to count lost updates and vanishing gradients in every step.
     """
 
     epochs: int | None = field(default=None, metadata=option("count", "default: the task's"))
@@ -43,6 +43,17 @@ class RunOptions:
             metavar="STEPS",
         ),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions(SetupOptions):
+    """What a command says of each run, beside the task's options and the precision.
+
+    Attributes:
+      logdir: the folder of the runs' logs; None for none.
+      watch: whether to count lost updates and vanishing gradients in every step.
+    """
+
     logdir: Path | None = field(
         default=None,
         metadata=option("path", "write DIR/NAME for TensorBoard, and lines", metavar="DIR"),

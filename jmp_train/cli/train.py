@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from jmp_train.cli.errors import WrongCall, checking_the_call
 from jmp_train.cli.options import (
+    DEFAULT_POLICY,
     make_writable,
     provide_cpu_devices,
     read_options,
@@ -21,8 +22,6 @@ from jmp_train.tasks import TaskOptions, load_task
 if TYPE_CHECKING:
     from jmp_train.capsules import SkipRecorder
     from jmp_train.runs import RunLog, Saving
-
-DEFAULT_POLICY = "autocast_float16"
 
 
 def train_command(args: argparse.Namespace) -> int:

@@ -3,6 +3,8 @@
 from jmp_train.reports.comparison import explain_failure as explain_failure
 from jmp_train.reports.comparison import explanations as explanations
 from jmp_train.reports.comparison import note_outputs as note_outputs
+from jmp_train.reports.diagnosis import diagnosis_json as diagnosis_json
+from jmp_train.reports.diagnosis import write_diagnosis as write_diagnosis
 from jmp_train.reports.display import Display as Display
 from jmp_train.reports.display import display_on as display_on
 from jmp_train.reports.tables import print_speed_table as print_speed_table

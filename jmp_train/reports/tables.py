@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,19 @@ def write_report(
         "report.png": lambda: png(task, runs),
         "report.html": lambda: page(task, runs, failures).encode(),
     }
+    return write_all(directory, contents)
+
+
+def write_all(directory: Path, contents: Mapping[str, Callable[[], bytes]]) -> tuple[list[Path], list[str]]:
+    """Writes files, each whole or not at all.
+
+    Args:
+      directory: where to; it exists.
+      contents: what makes the content of a file, by its name.
+
+    Returns:
+      The paths of the files that are written, and of each other one a line with its path and why it is not.
+    """
     written, problems = [], []
     for name, content in contents.items():
         path = directory / name

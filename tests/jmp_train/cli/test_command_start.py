@@ -34,6 +34,7 @@ COMMANDS = {
     "script": (str(Path(sys.executable).with_name("jmp-train")),),
     "module": (sys.executable, "-m", "jmp_train"),
     "attached": (sys.executable, "-P", "-mjmp_train"),
+    "diagnose": (sys.executable, "-m", "jmp_train.diagnose"),
 }
 
 
@@ -60,6 +61,7 @@ def run(command: tuple[str, ...], when: str, folder: Path) -> subprocess.Complet
         ("script", "jax"),
         ("module", "jax"),
         ("attached", "jax"),
+        ("diagnose", "jax"),
         ("module", "jmp_train.cli.entry"),
         ("script", "jmp_train.cli.train"),
     ],

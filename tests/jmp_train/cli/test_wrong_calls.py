@@ -121,6 +121,23 @@ PATHS = [
         for folder in FOLDERS
     ],
 ]  # fmt: skip
+DIAGNOSE = ("diagnose", "karate", "--epochs", "3")
+DIAGNOSES = [
+    ("diagnose", "nosuch"),
+    (*DIAGNOSE, "--steps", "0"),
+    (*DIAGNOSE, "--after", "-1"),
+    (*DIAGNOSE, "--after", "4", "--out", "made/out"),
+    (*DIAGNOSE, "--watch"),
+    (*DIAGNOSE, "--logdir", "x"),
+    *[(*DIAGNOSE, "--policy", name) for name in ("float31", "", CONTROL)],
+    *[
+        (*DIAGNOSE, option, folder)
+        for option in ("--capsule", "--checkpoint-dir", "--out")
+        for folder in ("file/x", "nul\0byte", LONG)
+    ],
+    *[(*DIAGNOSE, "--checkpoint-dir", folder, "--out", "made") for folder in ("file", "empty", "nowhere", CONTROL)],
+    *[(*DIAGNOSE, "--capsule", file, "--out", "made") for file in ("file", "empty", "nowhere", CONTROL)],
+]
 LAUNCHES = [
     ("launch",),
     ("launch", "script.py"),
@@ -149,7 +166,7 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "calls",
-    [NO_COMMAND, ARGUMENTS, VALUES, REPEATED, NAMES, COMBINATIONS, PATHS, LAUNCHES],
+    [NO_COMMAND, ARGUMENTS, VALUES, REPEATED, NAMES, COMBINATIONS, PATHS, DIAGNOSES, LAUNCHES],
     ids=(
         "command",
         "arguments",
@@ -158,6 +175,7 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "names",
         "combinations",
         "paths",
+        "diagnoses",
         "launches",
     ),
 )
@@ -180,7 +198,7 @@ def test_a_wrong_call_is_exit_code_2_and_one_line(calls: list[tuple[str, ...]], 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ((), "a command is wanted: train, compare or launch; --help says more"),
+        ((), "a command is wanted: train, compare, diagnose or launch; --help says more"),
         ((*KARATE, "--epochs", "2"), "argument --epochs: given more than once"),
         ((*KARATE, "--policy", "c=f16,c=f16"), "'c=f16,c=f16' gives compute_dtype more than once"),
         ((*KARATE, "--policy", "float64"), "policy 'float64' has float64, which needs JAX_ENABLE_X64=1"),
@@ -278,7 +296,7 @@ def test_a_text_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("columns", ["80", "40"])
-@pytest.mark.parametrize("command", [(), ("train",), ("compare",), ("launch",)])
+@pytest.mark.parametrize("command", [(), ("train",), ("compare",), ("diagnose",), ("launch",)])
 def test_help_fits_and_says_what_exit_codes_mean(
     columns: str,
     command: tuple[str, ...],

@@ -1,0 +1,223 @@
+"""`jmp-train diagnose` of tasks and `python -m jmp_train.diagnose` of scripts: what they print, write and return."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+import jmp_train as jt
+from jmp_train.cli.diagnose_script import diagnose_script_main
+from jmp_train.cli.entry import main
+
+pytestmark = pytest.mark.quick
+
+SCRIPT = """
+import jax.numpy as jnp
+from numbers_of_the_user import LARGE
+
+def squares(x):
+    return jnp.sum(x * x)
+
+def make_step():
+    print("made")
+    return squares, jnp.full(3, LARGE, jnp.float16)
+
+def harmless():
+    return squares, jnp.ones(3, jnp.float16)
+
+def number():
+    return 3
+
+def nothing():
+    return ()
+
+def arrays():
+    return jnp.ones(3), squares
+
+def fails():
+    return {}["no key"]
+
+def wrong_arguments():
+    return squares, jnp.ones(3), 4
+
+constant = 3
+
+if __name__ == "__main__":
+    raise SystemExit("was run")
+"""
+
+
+@pytest.fixture(name="folder")
+def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/numbers_of_the_user.py").write_text("LARGE = 300.0")
+    (tmp_path / "scripts/model.py").write_text(SCRIPT)
+    (tmp_path / "scripts/ends.py").write_text("import sys\nsys.exit(5)")
+    (tmp_path / "scripts/broken.py").write_text("def")
+    before = set(sys.modules)
+    yield tmp_path
+    for name in {"numbers_of_the_user", "model", "ends", "broken"} & (set(sys.modules) - before):
+        del sys.modules[name]
+
+
+def check_schema(found: dict[str, object], subject: dict[str, object]) -> None:
+    assert list(found) == [*subject, "problems", "rows", "collapsed", "steps"]
+    assert {name: found[name] for name in subject} == subject
+
+
+def test_a_script_is_diagnosed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diagnose_script_main(["scripts/model.py:make_step", "--out", "made/out"]) == 3
+    out, error = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[:3] == [
+        "made", "scripts/model.py:make_step:", "1 problem in 3 operations, 2 of them in half precision",
+    ]  # fmt: skip
+    assert lines[3] == "problem: overflow, forward pass, scripts/model.py:6"
+    assert lines[-2:] == ["wrote made/out/diagnosis.html", "wrote made/out/diagnosis.json"]
+    assert max(map(len, lines)) <= 100
+    assert error == ""
+    page = Path("made/out/diagnosis.html").read_text()
+    assert "<title>scripts/model.py:make_step</title>" in page
+    assert "return jnp.sum(x * x)" in page
+    check_schema(json.loads(Path("made/out/diagnosis.json").read_text()), {"function": "scripts/model.py:make_step"})
+
+
+def test_json_is_all_that_standard_output_gets(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert diagnose_script_main([f"{folder}/scripts/model.py:make_step", "--json", "--steps", "1"]) == 3
+    out, error = capfd.readouterr()
+    found = json.loads(out)
+    check_schema(found, {"function": f"{folder}/scripts/model.py:make_step"})
+    assert [problem["kind"] for problem in found["problems"]] == ["overflow"]
+    assert "made" in error
+
+
+def test_a_script_without_problems(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diagnose_script_main(["scripts/model.py:harmless"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("no problems in ")
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "message"),
+    [
+        ("scripts/model.py", 2, "argument SCRIPT:FUNCTION: 'scripts/model.py' is not SCRIPT:FUNCTION, such as"),
+        ("scripts/model.py:", 2, "'scripts/model.py:' is not SCRIPT:FUNCTION"),
+        ("scripts/model.py:1x", 2, "'scripts/model.py:1x' is not SCRIPT:FUNCTION"),
+        ("nowhere.py:make_step", 2, "nowhere.py is not a file"),
+        ("scripts:make_step", 2, "scripts is not a file"),
+        (
+            "scripts/model.py:make_stop",
+            2,
+            "scripts/model.py has no function 'make_stop': it has squares, make_step, harmless, number, nothing",
+        ),
+        ("scripts/model.py:constant", 2, "scripts/model.py has no function 'constant'"),
+        ("scripts/model.py:number", 2, "scripts/model.py:number returned a value of type int: wanted is a tuple of"),
+        ("scripts/model.py:nothing", 2, "scripts/model.py:nothing returned an empty tuple: wanted is"),
+        ("scripts/model.py:arrays", 2, "arrays returned a tuple whose first item is of type ArrayImpl: wanted is"),
+        ("scripts/model.py:fails", 1, "scripts/model.py: KeyError: 'no key'"),
+        ("scripts/model.py:wrong_arguments", 1, "scripts/model.py: TypeError: squares() takes 1 positional argument"),
+        ("scripts/ends.py:make_step", 2, "scripts/ends.py ends the process (exit code 5); what it does as a command"),
+        ("scripts/broken.py:make_step", 1, "scripts/broken.py: SyntaxError: "),
+    ],
+)
+def test_what_is_wrong_with_a_script(
+    function: str, code: int, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert diagnose_script_main([function, "--out", "made/out"]) == code
+    *others, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("jmp-train: error: ")
+    assert message in line
+    assert bool(others) == (code == 1)  # where the script failed
+    assert not Path("made").exists()
+
+
+def test_a_script_may_have_the_name_of_a_module_that_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("scripts/json.py").write_text(SCRIPT)
+    assert diagnose_script_main(["scripts/json.py:number"]) == 2
+    assert "returned a value of type int" in capsys.readouterr().err
+    assert sys.modules["json"] is json
+
+
+def test_the_command_does_not_hide_the_function() -> None:
+    function = jt.diagnose
+    with pytest.raises(ImportError, match=r"jmp_train\.diagnose is a function: `from jmp_train import diagnose`"):
+        importlib.import_module("jmp_train.diagnose")
+    assert jt.diagnose is function
+    assert "jmp_train.diagnose" not in sys.modules
+
+
+@pytest.mark.full
+@pytest.mark.timeout(200)
+def test_the_module_is_a_command_that_leaves_the_current_folder_alone(folder: Path) -> None:
+    (folder / "jax.py").write_text("raise SystemExit('the jax of the current folder')")
+    (folder / "scripts/model.py").write_text(f"import jmp_train as jt\nassert callable(jt.diagnose)\n{SCRIPT}")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = (sys.executable, "-m", "jmp_train.diagnose", "scripts/model.py:make_step", "--json")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
+    assert result.returncode == 3, result.stderr
+    check_schema(json.loads(result.stdout), {"function": "scripts/model.py:make_step"})
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_task_is_diagnosed_from_the_start_later_and_from_a_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ("karate", "--policy", "mixed_float16", "--epochs", "3")
+    with jax.numpy_dtype_promotion("standard"):  # as in a user's process
+        assert main(["diagnose", *run, "--out", "out"]) == 0
+        title, first, *lines = capsys.readouterr().out.splitlines()
+        assert title == "karate, mixed_float16, step 0:"
+        assert first.startswith("no problems in ")
+        assert lines == ["wrote out/diagnosis.html", "wrote out/diagnosis.json"]
+        found = json.loads(Path("out/diagnosis.json").read_text())
+        check_schema(found, {"task": "karate", "policy": "mixed_float16", "step": 0})
+        assert {row["direction"] for row in found["rows"]} == {"forward", "backward", "update"}
+
+        assert main(["train", *run, "--checkpoint-dir", "saved", "--json"]) == 0
+        capsys.readouterr()
+        assert main(["diagnose", *run, "--checkpoint-dir", "saved", "--json"]) == 0
+        saved = json.loads(capsys.readouterr().out)
+        assert main(["diagnose", *run, "--after", "3", "--json"]) == 0
+        trained = json.loads(capsys.readouterr().out)
+        check_schema(saved, {"task": "karate", "policy": "mixed_float16", "step": 3})
+        assert saved == trained
+        assert saved["rows"] != found["rows"]
+
+        assert main(["diagnose", *run, "--checkpoint-dir", "saved", "--after", "1"]) == 2
+        assert "--after 1: the run has 3 steps, 3 of them are done" in capsys.readouterr().err
+        assert main(["diagnose", *run, "--seed", "1", "--checkpoint-dir", "saved"]) == 2
+        assert "saved is of another run:\n  seed: the run has 0, this call 1" in capsys.readouterr().err
+    assert sorted(os.listdir("out")) == ["diagnosis.html", "diagnosis.json"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_skipped_step_is_diagnosed_from_its_capsule(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("digits", "--mode", "naive", "--epochs", "1", "--train-size", "640")
+    with jax.numpy_dtype_promotion("standard"):
+        assert main(["train", *run, "--capsules", "capsules", "--json"]) == 0
+        capsys.readouterr()
+        last = max(os.listdir("capsules"))
+        code = main(["diagnose", *run, "--capsule", f"capsules/{last}", "--json"])
+        found = json.loads(capsys.readouterr().out)
+        check_schema(found, {"task": "digits", "policy": "naive", "step": int(last[5:13])})
+        overflows = [problem for problem in found["problems"] if problem["kind"] == "overflow"]
+        scale = 2.0 ** (33 - found["step"])  # halved by each skip but the first
+        assert any(f"without the loss scale of {scale:g} they reach" in problem["evidence"] for problem in overflows)
+        assert all(problem["direction"] == "backward" for problem in overflows)
+        assert all(problem["code"] for problem in overflows)
+        assert code == (3 if any(problem["severity"] == "problem" for problem in found["problems"]) else 0)
+
+        assert main(["diagnose", *run, "--seed", "1", "--capsule", f"capsules/{last}"]) == 2
+        error = capsys.readouterr().err
+    assert f"capsules/{last} is of step {found['step']} and wants the parameters and model state of it" in error
