@@ -11,8 +11,8 @@ from jmp_train.policies.diagnosing.equations import Direction, Site
 from jmp_train.policies.diagnosing.measures import COLUMNS
 from jmp_train.policies.diagnosing.rows import OperationNumerics
 
-_NEGLIGIBLE = 1e-3  # magnitude of a gradient relative to the largest one
-WRONG = 0.5  # relative error of a number that is another one
+_NEGLIGIBLE = 1e-4  # magnitude of a gradient relative to the largest one
+WRONG = 0.1  # relative error of a result or gradient that infinities have gone into
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +86,16 @@ class Evidence:
         return "update" if is_state and not any(self.rows[i].direction == "backward" for i in after) else direction
 
     def spreads(self, row: int) -> bool:
-        """Whether infinities of a row reach the results, make NaN, or leave numbers that are wrong."""
-        after = self.after(row)
-        if any(self.rows[i].nan or self.rows[i].inherited_error > WRONG for i in after):
-            return True
-        return any(i in self.results and self.rows[i].infinite for i in (row, *after))
+        """Whether infinities of a row reach the results, make NaN, or leave results or gradients that are wrong."""
+        return any(self.rows[i].nan for i in self.after(row)) or self.reaches(row, WRONG)
 
     def reaches(self, row: int, error: float) -> bool:
         """Whether a result or a gradient comes from a row and is off by more than an error."""
         after = {row, *self.after(row)}
-        return any(i in after and (self._is_ruined(i) or self._error(i) > error) for i in self._ends)
+        # An update makes much of gradients that are zero but for roundings.
+        is_update = self.direction(row) == "update"
+        ends = (i for i in self._ends if i in after and is_update == (self.sites[i].direction == "update"))
+        return any(self._is_ruined(i) or self._error(i) > error for i in ends)
 
     @functools.cached_property
     def _ends(self) -> list[int]:
@@ -107,16 +107,17 @@ class Evidence:
         return any(self.sites[reader].direction == "update" for reader in self._readers[row])
 
     def _error(self, row: int) -> float:
-        """Returns the error of a row, of a gradient relative to no less than a thousandth of the largest gradient.
+        """Returns the error of a row, of a gradient relative to what it adds up.
 
-        Some gradients are zero, such as those of what a softmax does not depend on, but for roundings.
+        Some gradients are zero but for roundings, such as those of what a softmax or a norm does not depend on.
         """
         if self.sites[row].direction != "backward":
             return self.rows[row].inherited_error
         elements = np.maximum(self.column("elements"), 1)
         error, magnitude = self.column("inherited_error") / elements, self.column("shadow_magnitude") / elements
+        terms = self.column("shadow_terms") / elements
         ends = [i for i in self._ends if self.sites[i].direction == "backward"]
-        whole = max(magnitude[row], _NEGLIGIBLE * magnitude[ends].max())
+        whole = max(magnitude[row], terms[row], _NEGLIGIBLE * magnitude[ends].max())
         return float(error[row] / whole) if whole else 0.0
 
     def _is_ruined(self, row: int) -> bool:

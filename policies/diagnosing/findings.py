@@ -124,7 +124,7 @@ def _whole_numbers(evidence: Evidence) -> Found:
     for i, row in enumerate(evidence.rows):
         if not row.whole_rounded or row.overflowed or row.direction == "backward":
             continue
-        if whole[i] < evidence.column("elements")[i]:
+        if whole[i] < evidence.column("elements")[i] or _is_constant(evidence.sites[i]):
             continue
         text = f"{row.whole_rounded:.1%} of whole numbers up to {row.largest:.9g} are rounded in {row.dtype}"
         if merged[i]:

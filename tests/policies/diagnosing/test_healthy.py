@@ -1,0 +1,66 @@
+"""Models that half precision does not harm have no problem, at the start nor after some steps."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import pytest
+from healthy_models import MODELS, gru, language_model, perceptron
+from helpers import promoting
+
+import jmp_train as jt
+
+pytestmark = pytest.mark.quick
+
+POLICIES = ("mixed_float16", "autocast_float16", "mixed_bfloat16", "autocast_bfloat16")
+QUICK = ((perceptron, "autocast_float16"), (gru, "mixed_float16"), (gru, "mixed_bfloat16"))
+
+
+@pytest.fixture(autouse=True)
+def few_programs() -> Iterator[None]:
+    """Each model has hundreds of equations, and a process no room for the compiled programs of all models."""
+    yield
+    jax.clear_caches()
+
+
+def harmful(report: jt.NumericsReport) -> list[jt.Problem]:
+    return [problem for problem in report.problems if problem.severity == "problem"]
+
+
+def training(make: Callable[[], Any], policy: str) -> Any:
+    """Returns a train step, its state and a batch; with a loss scale for float16."""
+    model = make()
+    scale = jt.torch_loss_scale(2.0**12) if policy.endswith("_float16") else None
+    step, state = model.training(policy, scale)
+    return promoting(step), state, model.batch
+
+
+@pytest.mark.parametrize(
+    ("make", "policy"),
+    [
+        pytest.param(
+            make, policy, id=f"{make.__name__}-{policy}", marks=[] if (make, policy) in QUICK else pytest.mark.full
+        )
+        for make in MODELS
+        for policy in POLICIES
+    ],
+)
+def test_a_healthy_model_has_no_problem(make: Callable[[], Any], policy: str) -> None:
+    report = jt.diagnose(*training(make, policy))
+    assert not harmful(report), report
+    assert {row.direction for row in report.rows} == {"forward", "backward", "update"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [language_model, gru, perceptron], ids=lambda make: make.__name__)
+def test_nothing_is_wrong_after_training(make: Callable[[], Any]) -> None:
+    step, state, batch = training(make, "autocast_float16")
+    run = eqx.filter_jit(step)
+    losses = []
+    for _ in range(200):
+        state, metrics = run(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.5 * losses[0]
+    report = jt.diagnose(step, state, batch, steps=2)
+    assert not harmful(report), report
