@@ -34,7 +34,8 @@ li:target { outline: 2px solid $bad; outline-offset: 0.4rem; }
 .problem h3 { color: $bad; }
 svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; }
 svg text { fill: $soft; }
-.pass { fill: $shade; }
+.backward { fill: $shade; }
+.update { fill: $tint; }
 .grid { stroke: $rule; }
 .inherited { stroke: $inherited; }
 .local { stroke: $local; }
@@ -80,6 +81,7 @@ _COLORS = {
     "paper": "light-dark(#fff, #18191b)",
     "rule": "light-dark(#dadce0, #3c4043)",
     "shade": "light-dark(#f1f3f4, #26282b)",
+    "tint": "light-dark(#e8f0fe, #1f2a3d)",
     "bad": "light-dark(#d93025, #f28b82)",
     "inherited": "light-dark(#1a73e8, #8ab4f8)",
     "local": "light-dark(#e8710a, #fcad70)",

@@ -10,6 +10,7 @@ from jmp_train.policies.diagnosing.rows import OperationNumerics
 
 _WIDTH, _HEIGHT = 1000, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 42, 990, 40, 290
+_RADIUS = 8  # of a mark
 _LEAST, _MOST = -8, 1  # exponents of ten between which errors are drawn; what is beyond is at the edge
 
 
@@ -60,16 +61,18 @@ def _dashes(name: str, places: Iterator[tuple[int, float]], width: float, stroke
 
 
 def _passes(rows: Sequence[OperationNumerics], width: float) -> Iterator[str]:
-    """Yields the names of the passes, and a shade behind every second one."""
+    """Yields a shade behind the operations of each pass, and its name below the longest part of it."""
+    longest: dict[str, tuple[float, float]] = {}
     start = 0
-    for number, (direction, group) in enumerate(groupby(row.direction for row in rows)):
+    for direction, group in groupby(row.direction for row in rows):
         count = len(list(group))
         x, wide = _LEFT + start * width, count * width
-        if number % 2:
-            yield f'<rect class="pass" x="{x:.1f}" y="{_TOP}" width="{wide:.1f}" height="{_BOTTOM - _TOP}"/>'
-        if wide > 8 * len(direction):
-            yield f'<text x="{x + 4:.1f}" y="{_BOTTOM + 15}">{direction}</text>'
+        if direction != "forward":
+            yield f'<rect class="{direction}" x="{x:.1f}" y="{_TOP}" width="{wide:.1f}" height="{_BOTTOM - _TOP}"/>'
+        longest[direction] = max(longest.get(direction, (0.0, 0.0)), (wide, x))
         start += count
+    for direction, (_, x) in longest.items():
+        yield f'<text x="{x + 4:.1f}" y="{_BOTTOM + 15}">{direction}</text>'
 
 
 def _grid() -> Iterator[str]:
@@ -88,8 +91,9 @@ def _legend() -> Iterator[str]:
 
 
 def _marks(rows: Sequence[OperationNumerics], problems: Sequence[Problem], width: float) -> Iterator[str]:
-    """Yields a mark for each problem, which leads to what is said of it; the worst is drawn last, on top."""
-    for number, problem in reversed(list(enumerate(problems, 1))):
+    """Yields a mark for each problem, which leads to what is said of it; where there is one already, it is below."""
+    placed: list[tuple[float, float]] = []
+    for number, problem in enumerate(problems, 1):
         row = row_of_problem(rows, problem)
         if row is None:
             continue
@@ -97,10 +101,13 @@ def _marks(rows: Sequence[OperationNumerics], problems: Sequence[Problem], width
         error = max(found.local_error, found.inherited_error)
         y = _TOP if found.nan or found.infinite or not error > 0 else _y(error)
         x = _LEFT + (row + 0.5) * width
+        while any(abs(x - left) < 2 * _RADIUS and abs(y - top) < 2 * _RADIUS for left, top in placed) and y < _BOTTOM:
+            y += 2 * _RADIUS
+        placed.append((x, y))
         yield (
             f'<a href="#problem-{number}"><title>{escape(f"{problem.kind}: {problem.evidence}")}</title>'
-            f'<circle class="mark {escape(problem.severity)}" cx="{x:.1f}" cy="{y:.1f}" r="8" stroke-width="2"/>'
-            f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle">{number}</text></a>'
+            f'<circle class="mark {escape(problem.severity)}" cx="{x:.1f}" cy="{y:.1f}" r="{_RADIUS}" '
+            f'stroke-width="2"/><text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle">{number}</text></a>'
         )
 
 

@@ -94,10 +94,17 @@ def test_the_picture_has_both_errors_the_passes_and_the_problems() -> None:
     paths = re.findall(r'<path class="(nonfinite|inherited|local)".*? d="([^"]*)"/>\n', svg)
     drawn = {name: path.count("M") for name, path in paths}
     assert drawn == {"nonfinite": 2, "inherited": 3, "local": 2}  # an error of 0 is not drawn
-    assert svg.count('class="pass"') == 1
+    assert re.findall(r'<rect class="(\w+)" x="([^"]*)"', svg) == [("backward", "358.0"), ("update", "674.0")]
     assert re.findall(r">(forward|backward|update)<", svg) == ["forward", "backward", "update"]
-    assert re.findall(r'class="mark (\w+)"', svg) == ["note", "problem"]
+    assert re.findall(r'class="mark (\w+)"', svg) == ["problem", "note"]
     assert picture((), ()) == ""
+
+
+def test_marks_do_not_cover_each_other() -> None:
+    svg = picture(ROWS, (PROBLEM,) * 20)
+    places = re.findall(r'cx="([^"]*)" cy="([^"]*)"', svg)
+    assert len(set(places[:15])) == 15
+    assert all(float(y) < 310 for _, y in places)  # in the picture; below it all are at one place
 
 
 def test_a_problem_is_marked_at_the_likeliest_row_of_its_line() -> None:
