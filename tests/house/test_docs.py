@@ -141,6 +141,19 @@ def test_the_digits_examples_reach_their_accuracy(name: str, option: str, tmp_pa
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_nan_hunt_finds_the_line_and_its_rule_mends_it(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "nan_hunt.py"
+    output = run_script(str(example), cwd=tmp_path)
+    before, after = (float(loss) for loss in re.findall(r"^loss ([\d.]+),", output, re.MULTILINE))
+    assert before > 3.4
+    assert after < 0.1
+    line = next(i for i, code in enumerate(example.read_text().splitlines(), 1) if "jnp.mean(x * x" in code)
+    assert re.search(rf"^problem: overflow, forward pass,\s+.*nan_hunt.py:{line}\b", output, re.MULTILINE)
+    assert max(map(len, output.splitlines())) <= 100
+
+
+@pytest.mark.full
 def test_the_message_passing_example_agrees_with_itself_and_the_hub_is_right(
     tmp_path: Path,
 ) -> None:
