@@ -38,6 +38,21 @@ def capsules_in(directory: Path, process: int, processes: int) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
+def capsule_step(path: Path) -> int:
+    """Returns how many steps a run had done before the one that a capsule is of.
+
+    Args:
+      path: see `capsule_files`.
+
+    Raises:
+      FileNotFoundError: see `capsule_files`.
+      ValueError: see `capsule_files`.
+    """
+    match = _NAME.fullmatch(capsule_files(path)[0].name)
+    assert match is not None
+    return int(match["step"])
+
+
 def capsule_files(path: Path) -> list[Path]:
     """Returns the files of all processes that belong to a capsule, in the order of the processes.
 

@@ -32,15 +32,17 @@ def diagnose_command(args: argparse.Namespace) -> int:
 
 def _moment(args: argparse.Namespace, name: str) -> "tuple[PreparedRun, TrainState, Any]":
     """Returns the run, and the state and the batch to be diagnosed."""
-    from jmp_train.capsules import load_capsule
+    from jmp_train.capsules import capsule_step, load_capsule
     from jmp_train.runs import check_run, prepare_run
 
     with checking_the_call():
         task = load_task(args.task, read_options(TaskOptions, args))
         total = check_run(task, args.epochs or task.epochs, args.batch_size or task.batch_size, args.seed)
         total *= args.epochs or task.epochs
-        if args.after > total:
-            raise WrongCall(f"--after {args.after}: the run has {total} steps")
+        skipped = None if args.capsule is None else capsule_step(args.capsule)
+        after = args.after or 0
+        if after > total:
+            raise WrongCall(f"--after {after}: the run has {total} steps")
     prepared, state = prepare_run(
         task,
         name,
@@ -51,9 +53,11 @@ def _moment(args: argparse.Namespace, name: str) -> "tuple[PreparedRun, TrainSta
         with_metadata=args.checkpoint_dir is not None,
     )
     done, state = _saved(args, prepared, state)
-    if done + args.after > total:
-        raise WrongCall(f"--after {args.after}: the run has {total} steps, {done} of them are done")
-    state, batch = prepared.advance(state, done, args.after)
+    if done + after > total:
+        raise WrongCall(f"--after {after}: the run has {total} steps, {done} of them are done")
+    if skipped is not None and args.after is None:
+        after = min(max(skipped - done, 0), total - done)
+    state, batch = prepared.advance(state, done, after)
     if args.capsule is not None:
         with checking_the_call():
             state, batch = load_capsule(args.capsule, state)

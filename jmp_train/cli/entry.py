@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_name(diagnose)
     diagnose.add_argument("--checkpoint-dir", type=path, metavar="DIR", help="the state of the run's last checkpoint")
     diagnose.add_argument(
-        "--after", type=count, default=0, metavar="STEPS", help="train so many steps before; default: 0"
+        "--after", type=count, metavar="STEPS", help="train so many steps before; default: 0, or up to the capsule's"
     )
     diagnose.add_argument(
         "--capsule", type=path, metavar="FILE", help="the batch of a skipped step, and its state, see train --capsules"

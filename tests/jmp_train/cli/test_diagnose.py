@@ -14,6 +14,7 @@ import pytest
 import jmp_train as jt
 from jmp_train.cli.diagnose_script import diagnose_script_main
 from jmp_train.cli.entry import main
+from jmp_train.runs.events import Run, event_from_json
 
 pytestmark = pytest.mark.quick
 
@@ -203,21 +204,24 @@ def test_a_task_is_diagnosed_from_the_start_later_and_from_a_checkpoint(
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_skipped_step_is_diagnosed_from_its_capsule(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ("digits", "--mode", "naive", "--epochs", "1", "--train-size", "640")
+    run = ("digits", "--mode", "naive", "--epochs", "2", "--train-size", "640", "--growth-interval", "2")
     with jax.numpy_dtype_promotion("standard"):
         assert main(["train", *run, "--capsules", "capsules", "--json"]) == 0
-        capsys.readouterr()
+        final = event_from_json(json.loads(capsys.readouterr().out.splitlines()[-1]))
+        assert isinstance(final, Run)
         last = max(os.listdir("capsules"))
+        before = final.steps[: int(last[5:13])]
+        assert any(step.finite for step in before)  # so that parameters are no more the first
         code = main(["diagnose", *run, "--capsule", f"capsules/{last}", "--json"])
         found = json.loads(capsys.readouterr().out)
-        check_schema(found, {"task": "digits", "policy": "naive", "step": int(last[5:13])})
+        check_schema(found, {"task": "digits", "policy": "naive", "step": len(before)})
         overflows = [problem for problem in found["problems"] if problem["kind"] == "overflow"]
-        scale = 2.0 ** (33 - found["step"])  # halved by each skip but the first
+        scale = before[-1].loss_scale  # the one that the next step uses
         assert any(f"without the loss scale of {scale:g} they reach" in problem["evidence"] for problem in overflows)
         assert all(problem["direction"] == "backward" for problem in overflows)
         assert all(problem["code"] for problem in overflows)
         assert code == (3 if any(problem["severity"] == "problem" for problem in found["problems"]) else 0)
 
-        assert main(["diagnose", *run, "--seed", "1", "--capsule", f"capsules/{last}"]) == 2
+        assert main(["diagnose", *run, "--after", "0", "--capsule", f"capsules/{last}"]) == 2
         error = capsys.readouterr().err
     assert f"capsules/{last} is of step {found['step']} and wants the parameters and model state of it" in error
