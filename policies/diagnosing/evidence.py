@@ -12,6 +12,7 @@ from jmp_train.policies.diagnosing.measures import COLUMNS
 from jmp_train.policies.diagnosing.rows import OperationNumerics
 
 _NEGLIGIBLE = 1e-4  # magnitude of a gradient relative to the largest one
+_CARRIED = ("add", "sub", "mul", "convert_element_type")  # through which a sum is carried on
 WRONG = 0.1  # relative error of a result or gradient that infinities have gone into
 
 
@@ -127,8 +128,13 @@ class Evidence:
         return found.nan > 0 or (is_infinite and not (self.dynamic and found.direction != "forward"))
 
     def feeds_itself(self, row: int) -> bool:
-        """Whether a row's result is among what it is computed from in the next iteration of a loop."""
-        return any(row in self.before(source) for source in self.sources(row))
+        """Whether a row adds to its own result of the iteration of a loop before, perhaps times a decay."""
+        reached, new = set[int](), [row]
+        while new:
+            new = [i for reader in new for i in self.sources(reader) if i not in reached]
+            reached.update(new)
+            new = [i for i in new if self.rows[i].primitive in _CARRIED]
+        return row in reached
 
     def after(self, row: int) -> list[int]:
         """Returns the rows that read a row's result, and those that read theirs, without the row itself."""

@@ -33,6 +33,7 @@ from jmp_train.policies.diagnosing.rows import OperationNumerics
 _LOST_DIGITS = 0.1  # relative error of one operation of the forward pass
 _LOST_TERMS = 0.02  # share of a sum's terms
 _ABSORBED = 0.1  # share of the additions of a loop
+_AMPLIFIED = 10  # relative error of a result, in those of its operands
 _FLUSHED = 0.5  # relative error of one operation some of whose elements become zero
 _REACHED = 0.05  # relative error of a result, or of the backward pass, that a problem has to make
 _REACHED_GRADIENT = 0.3  # and of a parameter's gradient
@@ -232,11 +233,24 @@ def _cancellations(evidence: Evidence) -> Found:
     for i, row in enumerate(evidence.rows):
         if row.overflowed or row.direction != "forward" or row.primitive in not_looked_at:
             continue
-        if row.worst_error < _LOST_DIGITS:
+        if row.worst_error >= _LOST_DIGITS:
+            text = f"{_named(evidence, i)} is off by {row.worst_error:.1%} if its operands are rounded, by that alone"
+        elif _amplifies(evidence, i):
+            text = (
+                f"{_named(evidence, i)} is off by {row.inherited_error:.1%}, more than {_AMPLIFIED} times its operands"
+            )
+        else:
             continue
-        text = f"{_named(evidence, i)} is off by {row.worst_error:.1%} if its operands are rounded, by that alone"
         harmful = evidence.reaches(i, _REACHED)
         yield _problem(evidence, i, "cancellation", text, operands_in_float32(evidence, i), harmful=harmful)
+
+
+def _amplifies(evidence: Evidence, row: int) -> bool:
+    """Whether a function makes much of small errors, as an exponential does of those of large numbers' differences."""
+    found = evidence.rows[row]
+    errors = [evidence.rows[i].inherited_error for i in evidence.sources(row)]
+    is_sum = found.primitive in ("add", "sub") or found.dtype == "float32"
+    return not is_sum and bool(errors) and found.inherited_error > max(_LOST_DIGITS, _AMPLIFIED * max(errors))
 
 
 def _state(evidence: Evidence) -> Found:

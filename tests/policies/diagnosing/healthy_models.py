@@ -37,8 +37,8 @@ class Model(NamedTuple):
     batch: Any
 
     def training(self, policy: Any, scale: jt.LossScale | None) -> tuple[Any, jt.TrainState]:
-        """Returns a train step with Adam, and its first state."""
-        optimizer: Any = relaxed(optax.adam(1e-3))
+        """Returns a train step, with Adam under autocast to float16, and its first state."""
+        optimizer: Any = relaxed(optax.adam(1e-3)) if policy == "autocast_float16" else optax.sgd(0.1, momentum=0.9)
         if scale is not None:
             optimizer = jt.with_loss_scale(optimizer, scale)
         state = jt.TrainState.create(self.params, optimizer, model_state=self.model_state, rng=jr.key(1))

@@ -1,8 +1,9 @@
 """The table of planted faults."""
 
 from planted_numbers import NUMBERS
+from planted_places import PLACES
 from planted_range import RANGE
 from planted_sums import SUMS
 from planted_updates import UPDATES
 
-FAULTS = NUMBERS + RANGE + SUMS + UPDATES
+FAULTS = NUMBERS + RANGE + SUMS + UPDATES + PLACES

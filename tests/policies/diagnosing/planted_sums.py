@@ -10,6 +10,7 @@ import jax.random as jr
 import jraph
 import optax
 from flax import linen as nn
+from flax import nnx
 from jax import lax
 from planting import Case, Fault, Way, mean_square, values
 
@@ -235,6 +236,24 @@ def advantages(way: Way) -> Case:
     return way.run(loss_fn), ({"w": values(WIDTH, 1, scale=0.1)}, batch)
 
 
+class StateSpace(nnx.Module):
+    """Decays between positions, as differences of a cumulative sum."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.rates = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        total = jnp.cumsum(nnx.softplus(self.rates(x))[:, 0])
+        past = jnp.tril(jnp.ones((len(x), len(x)), bool))
+        decay = jnp.exp(jnp.where(past, total - total[:, None], -jnp.inf))  # fault: differences of a cumulative sum
+        return decay @ x
+
+
+def cumulative(way: Way) -> Case:
+    graph, params = nnx.split(StateSpace(nnx.Rngs(0)))
+    return way.run(lambda params, x: nnx.merge(graph, params)(x)), (params, values(256, WIDTH))
+
+
 def gradient_of_root(way: Way) -> Case:
     """Distances to a center, of which one is small: the gradient of a root near 0."""
 
@@ -281,6 +300,7 @@ SUMS = (
     Fault("logarithm near 1", "cancellation", "jax", small_logarithm),
     Fault("softmax of an offset", "cancellation", "equinox", offset_logits),
     Fault("advantages", "cancellation", "jax", advantages, BF16),
+    Fault("differences of a cumulative sum", "cancellation", "nnx", cumulative, BF16),
     Fault("root near 0", "underflow", "jax", gradient_of_root),
     Fault("target network", "stagnation", "optax", averaged_weights, BF16, where="scan"),
 )
