@@ -19,6 +19,7 @@ from jmp_train.policies.diagnosing.measures import is_low
 from jmp_train.policies.diagnosing.problems import Kind, Problem, Severity
 from jmp_train.policies.diagnosing.programs import dtype_of
 from jmp_train.policies.diagnosing.remedies import (
+    LINEAR,
     Remedy,
     full_state,
     in_float32,
@@ -249,8 +250,8 @@ def _amplifies(evidence: Evidence, row: int) -> bool:
     """Whether a function makes much of small errors, as an exponential does of those of large numbers' differences."""
     found = evidence.rows[row]
     errors = [evidence.rows[i].inherited_error for i in evidence.sources(row)]
-    is_sum = found.primitive in ("add", "sub") or found.dtype == "float32"
-    return not is_sum and bool(errors) and found.inherited_error > max(_LOST_DIGITS, _AMPLIFIED * max(errors))
+    is_candidate = found.primitive not in LINEAR and is_low(found.dtype)
+    return is_candidate and bool(errors) and found.inherited_error > max(_LOST_DIGITS, _AMPLIFIED * max(errors))
 
 
 def _state(evidence: Evidence) -> Found:

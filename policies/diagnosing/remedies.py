@@ -18,7 +18,7 @@ Action = Literal["rules", "loss scale", "epsilon", "mask", "state", "mathematics
 
 _NO_RULES = AutocastRules()
 # What passes the errors of its operands on as they are.
-_LINEAR = SUMS | {"mul", "div", "neg", "integer_pow", "square", "convert_element_type"}
+LINEAR = SUMS | {"mul", "div", "neg", "integer_pow", "square", "convert_element_type"}
 _OF_NOBODY = ("_where", "clip", "where")  # jitted functions of jax's that do not say what a line is about
 
 
@@ -72,7 +72,7 @@ def operands_in_float32(evidence: Evidence, row: int) -> Remedy:
     while new:
         new = [i for reader in new for i in _own_sources(evidence, reader) if i not in together]
         together.update(new)
-        new = [i for i in new if evidence.rows[i].primitive in _LINEAR]
+        new = [i for i in new if evidence.rows[i].primitive in LINEAR]
     return _together(evidence, sorted(together), "float32 here, and for what it is computed from")
 
 
