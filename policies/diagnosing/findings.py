@@ -113,7 +113,10 @@ def _masks(evidence: Evidence) -> Found:
     """Finds NaN that infinite constants make, as a mask that leaves nothing over does."""
     for i in evidence.first_to_be("nan"):
         site, sources = evidence.sites[i], evidence.sources(i)
-        if not site.infinite or (sources and not evidence.column("infinite")[sources].any()):
+        # In the shadow too: else an overflow made the infinity, and the constant is only what a maximum starts from.
+        if not site.infinite or not evidence.column("shadow_nan")[i]:
+            continue
+        if sources and not evidence.column("shadow_infinite")[sources].any():
             continue
         mask = site.infinite[0]
         dtype = str(dtype_of(mask[-1].outvars[0]))
@@ -145,7 +148,7 @@ def _overflows(evidence: Evidence) -> Found:
         if _makes_infinities_of_zeros(row):
             text = f"{share} are infinite or NaN, of operands that are 0 in {row.dtype}"
         else:
-            text = f"{share} overflow: up to {row.largest:.3g}, and {row.dtype} ends at {largest:.5g}"
+            text = f"{share} overflow: up to {row.largest:.6g}, and {row.dtype} ends at {largest:.5g}"
         if _is_constant(evidence.sites[i]):
             harmful = evidence.spreads(i)
             yield _problem(evidence, i, "invalid mask", text, smaller_fill(row.dtype), harmful=harmful)
