@@ -163,7 +163,7 @@ class Shadowing:
         return whole, [combined(block) if block.ndim == 3 else block for block in blocks]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)  # each is a part of a process' memory maps, of which there is a limit
 def _compiled(run: Callable[..., Any], mesh: Any, axes: frozenset[str]) -> Callable[..., Any]:
     """Compiles a function; of values that are stacked over the devices of a mesh each device is given its own."""
     options = compiler_options(jax.default_backend())

@@ -239,9 +239,9 @@ def fourier(way: Way) -> Case:
 
 
 NUMBERS = (
-    Fault("rotary positions", "integer precision lost", "equinox", rotary, BF16, quick=True),
+    Fault("rotary positions", "integer precision lost", "equinox", rotary, BF16),
     Fault("rotary positions", "integer precision lost", "equinox", lambda way: rotary(way, True), BF16, where="scan"),
-    Fault("timesteps", "integer precision lost", "nnx", diffusion, BF16, where="train_step", quick=True),
+    Fault("timesteps", "integer precision lost", "nnx", diffusion, BF16, where="train_step"),
     Fault("sinusoidal positions", "integer precision lost", "haiku", sinusoidal, BF16),
     Fault("linear biases", "integer precision lost", "linen", linear_biases, BF16),
     Fault("epsilon of a norm", "underflow", "linen", norm_epsilon, action="epsilon", applied="value", quick=True),

@@ -183,7 +183,7 @@ PLACES = (
     _scaled("steep layer", "linen", steep_layer, "remat", quick=True),
     _scaled("steep stage", "jax", steep_stages, "pipeline"),
     _scaled("loss scale of a classifier", "linen", digits, "train_step"),
-    Fault("norms of nodes", "overflow", "jt.graphs", squared_features, quick=True),
+    Fault("norms of nodes", "overflow", "jt.graphs", squared_features),
     Fault(
         "gradients of a graph network",
         "underflow",

@@ -293,7 +293,7 @@ SUMS = (
     Fault("sum of thousands of terms", "stagnation", "jax", accumulated_loss, where="scan", quick=True),
     Fault("small steps of a solver", "stagnation", "equinox", integrated, BF16, where="while"),
     Fault("count beyond 2048", "stagnation", "jax", running_mean, where="scan"),
-    Fault("variance by squares", "cancellation", "linen", fast_variance, BF16, quick=True),
+    Fault("variance by squares", "cancellation", "linen", fast_variance, BF16),
     Fault("variance by squares", "cancellation", "linen", in_remat(fast_variance), BF16, where="remat"),
     Fault("distances by products", "cancellation", "jax", distances),
     Fault("logarithm of a complement", "cancellation", "haiku", complement, quick=True),

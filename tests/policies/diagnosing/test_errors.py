@@ -71,14 +71,14 @@ def relative(values: np.ndarray, exact: np.ndarray) -> float:
     return float(error.sum() / np.abs(exact).sum())
 
 
-@pytest.mark.quick_cases(8)
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=12, deadline=None)
 @hypothesis.given(program=programs(), seed=st.integers(0, 2**16))
 def test_errors_are_those_against_float64(program: Program, seed: int) -> None:
     dtype = jnp.dtype(program.dtype)
     rng = np.random.default_rng(seed)
     given = [jnp.asarray(rng.uniform(0.25, 2.0, SIZE), dtype) for _ in range(2)]
-    exact = program.values(*(np.asarray(x, np.float64) for x in given), side=1)
+    with np.errstate(all="ignore"):  # such programs are left out
+        exact = program.values(*(np.asarray(x, np.float64) for x in given), side=1)
     hypothesis.assume(all(np.isfinite(x).all() and np.abs(x).max() < 1e4 and np.abs(x).min() > 1e-3 for x in exact))
 
     rows = jt.diagnose(lambda x, y: program.values(x, y, side=0), *given).rows
