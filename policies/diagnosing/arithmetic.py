@@ -18,6 +18,8 @@ SUMS = frozenset(
     )
 )
 _DTYPES = ("new_dtype", "dtype", "preferred_element_type", "accum_dtype")  # parameters that name a result's dtype
+# Code that is not jax's, which has the dtypes that it has, and may have effects.
+_FOREIGN = ("callback", "ffi_call", "pallas_call", "custom_call", "kernel_call")
 # Their results say what bits there are, or the next number: float32 has others.
 _OF_BITS = frozenset(("bitcast_convert_type", "nextafter"))
 
@@ -37,7 +39,7 @@ def in_float32(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
     name, params = equation.primitive.name, equation.params
     if name == "reduce_precision" and params["mantissa_bits"] < jnp.finfo(jnp.float32).nmant:
         return [operands[0]]
-    if name in _OF_BITS:
+    if name in _OF_BITS or name.endswith(_FOREIGN):
         return None
     wide = {
         key: widened(value) if key in _DTYPES and value is not None and is_float(np.dtype(value)) else value

@@ -39,7 +39,7 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
     Raises:
       TypeError: an argument has no values, or it is called within a transform of jax; `steps` is above 1 and the
         first result is unlike the first argument.
-      ValueError: `steps` is no positive integer.
+      ValueError: `steps` is no positive integer; an argument is spread over the devices of several processes.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_train as jt
@@ -52,8 +52,8 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
       >>> jt.diagnose(safe, jnp.full(4, 300.0, jnp.float16)).problems
       ()
 
-    Reference: the split of the error is that of CHEF-FP (Vassiliev and others, 2023) and of shadow evaluation, as
-    FpDebug and Herbgrind do it for compiled programs.
+    Reference: the shadow is that of FpDebug (Benz, Hildebrandt and Hack, PLDI 2012), the local error of an operation
+    that of Herbgrind (Sanchez-Stern and others, PLDI 2018).
     """
     run = run_beside_shadow(fn, args, steps)
     rows = tuple(row_of(site, measures) for site, measures in zip(run.sites, run.measures, strict=True))

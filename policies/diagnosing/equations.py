@@ -22,6 +22,7 @@ Direction = Literal["forward", "backward", "update"]
 _HOUSE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 # What runs a user's loss function: lines further out are of the script that calls the step.
 _STEPS = tuple(os.path.join(_HOUSE, room) for room in ("steps", "parallel"))
+_LARGE = 40  # equations of a function that is more than one operation
 _STANDARD = sysconfig.get_path("stdlib")
 _LAYERS = os.path.join(_HOUSE, "graphs")
 
@@ -57,9 +58,11 @@ class Site:
 
     @property
     def function(self) -> str:
-        """The name of the innermost jitted function that it is in; empty where that is none of jax's own."""
-        names = [e.params["name"] for e in self.callers if e.primitive.name in ("jit", "pjit")]
-        return names[-1] if names else ""
+        """The name of the innermost jitted function that it is in; empty if there is none, or that is large."""
+        jitted = [e.params for e in self.callers if e.primitive.name in ("jit", "pjit")]
+        if not jitted or len(jitted[-1]["jaxpr"].jaxpr.eqns) > _LARGE:
+            return ""
+        return jitted[-1]["name"]
 
 
 def user_line(equations: Sequence[Any]) -> str:

@@ -130,3 +130,8 @@ def _check(args: tuple[Any, ...], steps: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(f"args {path_name(path)!r} is a ShapeDtypeStruct: diagnose wants arrays with values")
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise ValueError(
+                f"args {path_name(path)!r} is spread over several processes: diagnose runs in one, on its part of the "
+                "batch and a state of its own"
+            )

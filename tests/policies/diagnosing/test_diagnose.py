@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import promoting
 from jax import lax
 
@@ -197,3 +198,60 @@ def test_the_report_fits_the_screen_and_is_json() -> None:
 def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_foreign_code_runs_once_and_is_taken_as_exact() -> None:
+    calls = []
+
+    def double(x: np.ndarray) -> np.ndarray:
+        calls.append(x)
+        return x * np.float16(2)
+
+    def run(x: jax.Array) -> jax.Array:
+        return jax.pure_callback(double, jax.ShapeDtypeStruct((2,), F16), x * 300) * 300
+
+    report = jt.diagnose(run, jnp.full(2, 3.0, F16))
+    assert len(calls) == 1
+    assert [(row.primitive, row.local_error > 0) for row in report.rows[:2]] == [
+        ("mul", False),
+        ("pure_callback", False),
+    ]
+    assert [problem.primitive for problem in report.problems] == ["mul"]
+
+
+def test_a_module_that_its_step_changes_is_as_before() -> None:
+    model = nnx.Linear(4, 2, dtype=F16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: nnx.Linear, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda model: jnp.sum(model(x)).astype(jnp.float32))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    before = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
+    report = jt.diagnose(step, model, optimizer, jnp.ones((3, 4), F16))
+    assert {row.direction for row in report.rows} >= {"forward", "backward"}
+    after = nnx.state((model, optimizer))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (lambda key: jax.random.normal(key, (4,), BF16) * 2, (jax.random.key(0),)),
+        (lambda x: jnp.fft.fft(x).real.astype(F16), (jnp.ones(8),)),
+        (lambda x: x + 1, (jnp.ones(0, F16),)),
+        (lambda x, n: x[:n] * 2, (jnp.ones(9, F16), 4)),
+        (lambda x: jnp.sort(x)[jnp.argsort(-x)], (jnp.arange(4, dtype=BF16),)),
+    ],
+)
+def test_unusual_values_have_no_problem(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    assert jt.diagnose(fn, *args).problems == ()
+
+
+def test_float8_is_lower_precision_too() -> None:
+    problem, *_ = jt.diagnose(
+        lambda x: x.astype(jnp.float8_e4m3fn).astype(jnp.float32) * 2, jnp.full(3, 1000.0)
+    ).problems
+    assert (problem.kind, problem.primitive) == ("overflow", "convert_element_type")
