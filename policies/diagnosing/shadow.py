@@ -5,11 +5,10 @@ float32, from float32 operands, and is left out as long as it is the same number
 shadow: what was compared, picked or counted decides for both, so that both go the same way. Each equation that can
 lose something is run a third time, as it is on the shadow's operands, which parts its own error from what it inherits.
 
-Equations are compiled one by one, those that are part_ once, so that all that is rounded in the program is rounded
-here; so are those within a `shard_map`. Bodies of loops and branches are compiled as one program.
+A few equations at a time are compiled together, and those that are alike once; so are those within a `shard_map`.
+Bodies of loops and branches are compiled as one program.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,48 +21,22 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.autocasting import scan_counts
-from jmp_train.policies.diagnosing.arithmetic import bound, in_float32, magnitude_of_terms, rounded
-from jmp_train.policies.diagnosing.compiling import compiler_options
+from jmp_train.policies.diagnosing.arithmetic import bound
+from jmp_train.policies.diagnosing.devices import compiled, each_device, mapped, stacking
 from jmp_train.policies.diagnosing.flattening import Operation, Part, flattened, is_plain, key_of, parts_of
-from jmp_train.policies.diagnosing.measures import (
-    Elementwise,
-    combine,
-    combined,
-    is_float,
-    is_low,
-    measured,
-    measured_absorbed,
-    measured_whole,
-    nothing,
-    totals_of,
-    widened,
-)
-from jmp_train.policies.diagnosing.programs import count_rows, dtype_of, is_measured
+from jmp_train.policies.diagnosing.measures import combine, combined, is_float, nothing, totals_of
+from jmp_train.policies.diagnosing.pairs import Pair, run_once, with_shadow
+from jmp_train.policies.diagnosing.programs import count_rows, dtype_of
 from jmp_train.policies.pytrees import has_tracers, is_key
 
 _FIRST = np.float32(0)  # the number of the iteration outside of all loops
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A value of the program.
-
-    Attributes:
-      actual: as the program computes it.
-      shadow: in float32; None where it is the same number, or no float.
-    """
-
-    actual: Any
-    shadow: Any = None
-
-
-jax.tree_util.register_dataclass(Pair, ("actual", "shadow"), ())
-
 Results = tuple[list[Pair], list[jax.Array]]
 
 
 class Shadowing:
-    """Runs programs beside their shadows; compiles equations that are part_ once.
+    """Runs programs beside their shadows; compiles equations that are alike once.
 
     Args:
       mesh: the devices of the `shard_map` that it runs in, whose values are stacked along a first axis; or None.
@@ -141,7 +114,7 @@ class Shadowing:
         return dict(zip(together.wanted, results, strict=True)), [] if matrix is None else [matrix]
 
     def _jit(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.jit(run) if self.within else _compiled(run, self.mesh, self.axes)
+        return jax.jit(run) if self.within else compiled(run, self.mesh, self.axes)
 
     def _constant(self, array: Any) -> Pair:
         return Pair(array if self.mesh is None or is_key(array) else np.asarray(array))
@@ -151,54 +124,16 @@ class Shadowing:
         params = equation.params
         mesh, axes = params["mesh"], _manual_axes(params)
         stacked = [
-            jax.tree.map(_stacking(mesh, axes, spec)[0], pair)
+            jax.tree.map(stacking(mesh, axes, spec)[0], pair)
             for pair, spec in zip(inputs, params["in_specs"], strict=True)
         ]
         results, blocks = Shadowing(mesh, axes).run(params["jaxpr"], stacked)
         whole = [
             # What is no jax.Array is a constant, the same on all devices.
-            jax.tree.map(_stacking(mesh, axes, spec)[1], pair) if isinstance(pair.actual, jax.Array) else pair
+            jax.tree.map(stacking(mesh, axes, spec)[1], pair) if isinstance(pair.actual, jax.Array) else pair
             for pair, spec in zip(results, params["out_specs"], strict=True)
         ]
         return whole, [combined(block) if block.ndim == 3 else block for block in blocks]
-
-
-@functools.lru_cache(maxsize=512)  # each is a part of a process' memory maps, of which there is a limit
-def _compiled(run: Callable[..., Any], mesh: Any, axes: frozenset[str]) -> Callable[..., Any]:
-    """Compiles a function; of values that are stacked over the devices of a mesh each device is given its own."""
-    options = compiler_options(jax.default_backend())
-    if mesh is None:
-        return jax.jit(run, compiler_options=options)
-
-    def unstacked(stacked: Any, same: Any) -> Any:
-        own = jax.tree.map(lambda x, y: y if x is None else x[0], stacked, same, is_leaf=lambda x: x is None)
-        return jax.tree.map(lambda x: jnp.asarray(x)[None], run(*own))
-
-    each = _each_device(mesh, axes)
-    compiled = jax.jit(_mapped(unstacked, mesh, axes, (each, P()), each), compiler_options=options)
-    return lambda *args: compiled(*_parted(args))
-
-
-@functools.lru_cache(maxsize=256)
-def _stacking(mesh: Any, axes: frozenset[str], spec: P) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns what stacks values that are split over devices along a first axis, and what takes them apart again."""
-    each = _each_device(mesh, axes)
-    stack = jax.jit(_mapped(lambda x: x[None], mesh, axes, spec, each))
-    return stack, jax.jit(_mapped(lambda x: x[0], mesh, axes, each, spec))
-
-
-def _each_device(mesh: Any, axes: frozenset[str]) -> P:
-    return P(tuple(name for name in mesh.axis_names if name in axes))
-
-
-def _mapped(run: Callable[..., Any], mesh: Any, axes: frozenset[str], in_specs: Any, out_specs: Any) -> Any:
-    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
-
-
-def _parted(tree: Any) -> tuple[Any, Any]:
-    """Returns the arrays of a tree that are stacked over devices, and what is the same on all of them."""
-    stacked = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, tree)
-    return stacked, jax.tree.map(lambda x: None if isinstance(x, jax.Array) else x, tree)
 
 
 def _in_body(program: Any, operands: Sequence[Pair], iteration: Any) -> tuple[list[Pair], jax.Array, Any]:
@@ -209,7 +144,7 @@ def _in_body(program: Any, operands: Sequence[Pair], iteration: Any) -> tuple[li
     """
     inside = Shadowing(iteration=iteration)
     results, blocks = inside.run(program, operands)
-    return [_with_shadow(pair) for pair in results], jnp.concatenate([*blocks, nothing(0)]), inside.iteration
+    return [with_shadow(pair) for pair in results], jnp.concatenate([*blocks, nothing(0)]), inside.iteration
 
 
 def _scan(equation: Any) -> Callable[..., Any]:
@@ -225,7 +160,7 @@ def _scan(equation: Any) -> Callable[..., Any]:
             outputs, found, iteration = _in_body(program, [*consts, *values, *x], iteration)
             return (outputs[:n_carry], combine(matrix, found), iteration + 1), outputs[n_carry:]
 
-        first = [_with_shadow(pair) for pair in start], nothing(rows), jnp.asarray(iteration)
+        first = [with_shadow(pair) for pair in start], nothing(rows), jnp.asarray(iteration)
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
         (values, matrix, iteration), ys = lax.scan(body, first, xs, **options)
         return [*values, *ys], matrix, iteration
@@ -251,7 +186,7 @@ def _while(equation: Any) -> Callable[..., Any]:
             outputs, found, iteration = _in_body(program, [*body_consts, *values], iteration)
             return outputs, combine(matrix, found), iteration + 1
 
-        first = [_with_shadow(pair) for pair in start], nothing(rows), jnp.asarray(iteration)
+        first = [with_shadow(pair) for pair in start], nothing(rows), jnp.asarray(iteration)
         return lax.while_loop(go_on, body, first)
 
     return run
@@ -282,7 +217,7 @@ def _shard_map(equation: Any) -> Callable[..., Any]:
     """Returns a `shard_map` that is in a program compiled as a whole."""
     params = equation.params
     mesh, axes = params["mesh"], _manual_axes(params)
-    each = _each_device(mesh, axes)
+    each = each_device(mesh, axes)
 
     def run(inputs: list[Pair], iteration: Any) -> Any:
         def body(inputs: list[Pair], iteration: jax.Array) -> Any:
@@ -297,8 +232,8 @@ def _shard_map(equation: Any) -> Callable[..., Any]:
             Pair(spec, spec if is_float(dtype_of(variable)) else None)
             for variable, spec in zip(equation.outvars, params["out_specs"], strict=True)
         ]
-        mapped = _mapped(body, mesh, axes, (specs, P()), (out_specs, each, each))
-        results, matrices, iterations = mapped(inputs, jnp.asarray(iteration))
+        on_devices = mapped(body, mesh, axes, (specs, P()), (out_specs, each, each))
+        results, matrices, iterations = on_devices(inputs, jnp.asarray(iteration))
         return results, combined(matrices), iterations.max()
 
     return run
@@ -337,7 +272,7 @@ def _together(part: Part) -> Callable[..., Any]:
     def run(given: list[Pair], iteration: Any) -> tuple[list[Pair], jax.Array | None]:
         values, rows = list(given), []
         for op, places in zip(part.operations, part.wiring, strict=True):
-            results, row = _once(op.equation, [values[place] for place in places])
+            results, row = run_once(op.equation, [values[place] for place in places])
             values += results
             rows += [row] if row else []
         return [values[place] for place in part.returned], totals_of(rows, iteration) if rows else None
@@ -345,63 +280,5 @@ def _together(part: Part) -> Callable[..., Any]:
     return run
 
 
-def _once(equation: Any, inputs: list[Pair]) -> tuple[list[Pair], list[Elementwise]]:
-    """Runs an equation: its results, and what is measured of their elements, which is nothing if it has no row."""
-    has_row = is_measured(equation)
-    loses = has_row and any(is_low(dtype_of(atom)) for atom in (*equation.invars, *equation.outvars))
-    actual = bound(equation, [pair.actual for pair in inputs])
-    exact = all(pair.shadow is None for pair in inputs)
-    wide = [_shadow_of(pair) for pair in inputs]
-    shadows = None if exact and not loses else in_float32(equation, wide)
-    if shadows is None:
-        results = [Pair(x) for x in actual]
-        return results, _measures(equation, inputs, results, None, None) if has_row else []
-    results = [Pair(x, y if is_float(dtype_of(x)) else None) for x, y in zip(actual, shadows, strict=True)]
-    if not has_row:
-        return results, []
-    if not loses:
-        return results, _measures(equation, inputs, results, None, None)
-    local = actual if exact else bound(equation, [_rounded_shadow(pair) for pair in inputs])
-    local = lax.optimization_barrier(local)  # or a compiler may leave the rounding out
-    return results, _measures(equation, inputs, results, local, magnitude_of_terms(equation, wide))
-
-
-def _measures(
-    equation: Any, inputs: list[Pair], results: list[Pair], local: list[Any] | None, terms: Any
-) -> list[Elementwise]:
-    """Returns what is measured of the elements of an equation's results that are floats."""
-    floats = [i for i, pair in enumerate(results) if is_float(dtype_of(pair.actual))]
-    own = [None] * len(results) if local is None else local
-    found = [measured(results[i].actual, results[i].shadow, own[i], terms) for i in floats]
-    first, name = results[floats[0]], equation.primitive.name
-    if not is_low(dtype_of(first.actual)) or first.shadow is None:
-        return found
-    if name in ("add", "sub", "add_any") and len(inputs) == 2:
-        found.append(measured_absorbed(first.actual, *(pair.actual for pair in inputs)))
-    if name in ("convert_element_type", "iota") and local is not None:
-        found.append(measured_whole(local[floats[0]], first.shadow))
-    return found
-
-
 def _read(value: int | np.ndarray, values: dict[int, Pair]) -> Pair:
     return values[value] if isinstance(value, int) else Pair(value)
-
-
-def _with_shadow(pair: Pair) -> Pair:
-    """Returns a pair of arrays whose shadow is there if it is a float, as loops carry it."""
-    if pair.shadow is not None or not is_float(dtype_of(pair.actual)):
-        return pair
-    return Pair(pair.actual, _shadow_of(pair))
-
-
-def _shadow_of(pair: Pair) -> Any:
-    if pair.shadow is not None:
-        return pair.shadow
-    dtype = dtype_of(pair.actual)
-    return lax.convert_element_type(pair.actual, widened(dtype)) if is_low(dtype) else pair.actual
-
-
-def _rounded_shadow(pair: Pair) -> Any:
-    if pair.shadow is None:
-        return pair.actual
-    return rounded(pair.shadow, dtype_of(pair.actual))

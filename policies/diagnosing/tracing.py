@@ -12,7 +12,8 @@ from jmp_train.policies.autocasting import FlatCall
 from jmp_train.policies.diagnosing.equations import Site, sites_of
 from jmp_train.policies.diagnosing.evidence import StateLeaf
 from jmp_train.policies.diagnosing.measures import combine, is_low, nothing
-from jmp_train.policies.diagnosing.shadow import Pair, Shadowing
+from jmp_train.policies.diagnosing.pairs import Pair
+from jmp_train.policies.diagnosing.shadow import Shadowing
 from jmp_train.policies.pytrees import has_tracers, path_name
 
 

@@ -1,0 +1,54 @@
+"""Compiles the parts of a diagnosis, on one device or on those of a `shard_map`, of which each has values of its own.
+
+Such values are stacked along a first axis, which is spread over the devices.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jmp_train.policies.diagnosing.compiling import compiler_options
+
+
+@functools.lru_cache(maxsize=512)  # each is a part of a process' memory maps, of which there is a limit
+def compiled(run: Callable[..., Any], mesh: Any, axes: frozenset[str]) -> Callable[..., Any]:
+    """Compiles a function; of values that are stacked over the devices of a mesh each device is given its own."""
+    options = compiler_options(jax.default_backend())
+    if mesh is None:
+        return jax.jit(run, compiler_options=options)
+
+    def unstacked(stacked: Any, same: Any) -> Any:
+        own = jax.tree.map(lambda x, y: y if x is None else x[0], stacked, same, is_leaf=lambda x: x is None)
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], run(*own))
+
+    each = each_device(mesh, axes)
+    run_stacked = jax.jit(mapped(unstacked, mesh, axes, (each, P()), each), compiler_options=options)
+    return lambda *args: run_stacked(*_parted(args))
+
+
+@functools.lru_cache(maxsize=256)
+def stacking(mesh: Any, axes: frozenset[str], spec: P) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns what stacks values that are split over devices along a first axis, and what takes them apart again."""
+    each = each_device(mesh, axes)
+    stack = jax.jit(mapped(lambda x: x[None], mesh, axes, spec, each))
+    return stack, jax.jit(mapped(lambda x: x[0], mesh, axes, each, spec))
+
+
+def each_device(mesh: Any, axes: frozenset[str]) -> P:
+    """Returns the spec of what is stacked over the devices."""
+    return P(tuple(name for name in mesh.axis_names if name in axes))
+
+
+def mapped(run: Callable[..., Any], mesh: Any, axes: frozenset[str], in_specs: Any, out_specs: Any) -> Any:
+    """Returns a function as each device runs it, in a `shard_map` that does not check what varies."""
+    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+
+
+def _parted(tree: Any) -> tuple[Any, Any]:
+    """Returns the arrays of a tree that are stacked over devices, and what is the same on all of them."""
+    stacked = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, tree)
+    return stacked, jax.tree.map(lambda x: None if isinstance(x, jax.Array) else x, tree)

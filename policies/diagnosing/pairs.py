@@ -1,0 +1,93 @@
+"""A value beside its shadow, and one operation on such: as it is, in float32, and as it is on the shadow's operands."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+
+from jmp_train.policies.diagnosing.arithmetic import bound, in_float32, magnitude_of_terms, rounded
+from jmp_train.policies.diagnosing.measures import (
+    Elementwise,
+    is_float,
+    is_low,
+    measured,
+    measured_absorbed,
+    measured_whole,
+    widened,
+)
+from jmp_train.policies.diagnosing.programs import dtype_of, is_measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A value of the program.
+
+    Attributes:
+      actual: as the program computes it.
+      shadow: in float32; None where it is the same number, or no float.
+    """
+
+    actual: Any
+    shadow: Any = None
+
+
+jax.tree_util.register_dataclass(Pair, ("actual", "shadow"), ())
+
+
+def run_once(equation: Any, inputs: list[Pair]) -> tuple[list[Pair], list[Elementwise]]:
+    """Runs an equation: its results, and what is measured of their elements, which is nothing if it has no row."""
+    has_row = is_measured(equation)
+    loses = has_row and any(is_low(dtype_of(atom)) for atom in (*equation.invars, *equation.outvars))
+    actual = bound(equation, [pair.actual for pair in inputs])
+    exact = all(pair.shadow is None for pair in inputs)
+    wide = [_shadow_of(pair) for pair in inputs]
+    shadows = None if exact and not loses else in_float32(equation, wide)
+    if shadows is None:
+        results = [Pair(x) for x in actual]
+        return results, _measures(equation, inputs, results, None, None) if has_row else []
+    results = [Pair(x, y if is_float(dtype_of(x)) else None) for x, y in zip(actual, shadows, strict=True)]
+    if not has_row:
+        return results, []
+    if not loses:
+        return results, _measures(equation, inputs, results, None, None)
+    local = actual if exact else bound(equation, [_rounded_shadow(pair) for pair in inputs])
+    local = lax.optimization_barrier(local)  # or a compiler may leave the rounding out
+    return results, _measures(equation, inputs, results, local, magnitude_of_terms(equation, wide))
+
+
+def _measures(
+    equation: Any, inputs: list[Pair], results: list[Pair], local: list[Any] | None, terms: Any
+) -> list[Elementwise]:
+    """Returns what is measured of the elements of an equation's results that are floats."""
+    floats = [i for i, pair in enumerate(results) if is_float(dtype_of(pair.actual))]
+    own = [None] * len(results) if local is None else local
+    found = [measured(results[i].actual, results[i].shadow, own[i], terms) for i in floats]
+    first, name = results[floats[0]], equation.primitive.name
+    if not is_low(dtype_of(first.actual)) or first.shadow is None:
+        return found
+    if name in ("add", "sub", "add_any") and len(inputs) == 2:
+        found.append(measured_absorbed(first.actual, *(pair.actual for pair in inputs)))
+    if name in ("convert_element_type", "iota") and local is not None:
+        found.append(measured_whole(local[floats[0]], first.shadow))
+    return found
+
+
+def with_shadow(pair: Pair) -> Pair:
+    """Returns a pair of arrays whose shadow is there if it is a float, as loops carry it."""
+    if pair.shadow is not None or not is_float(dtype_of(pair.actual)):
+        return pair
+    return Pair(pair.actual, _shadow_of(pair))
+
+
+def _shadow_of(pair: Pair) -> Any:
+    if pair.shadow is not None:
+        return pair.shadow
+    dtype = dtype_of(pair.actual)
+    return lax.convert_element_type(pair.actual, widened(dtype)) if is_low(dtype) else pair.actual
+
+
+def _rounded_shadow(pair: Pair) -> Any:
+    if pair.shadow is None:
+        return pair.actual
+    return rounded(pair.shadow, dtype_of(pair.actual))
