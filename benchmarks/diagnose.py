@@ -1,6 +1,6 @@
 """What `jmp_train.diagnose` costs beside the step that it looks at: compile time, run time and memory.
 
-    python benchmarks/diagnose.py [--rounds 3] [--policy mixed_float16] [--json FILE]
+    python benchmarks/diagnose.py [--rounds 1] [--policy mixed_float16] [--json FILE]
     python benchmarks/diagnose.py --tiny --rounds 1     # in a small size, to see that it runs
 
 Three steps with a loss scale, each in a process of its own: the task `mnist`'s network, a small vision
@@ -45,7 +45,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 def main() -> None:
     """Prints a table of the cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--policy", default="mixed_float16")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--case", choices=CASES, help="measure this one here, and print it as JSON")
@@ -88,7 +88,7 @@ def case(name: str, policy: str, tiny: bool) -> Call:
         options = TaskOptions(synthetic=True, scale=0.001 if tiny else 0.02)
         return of_task(load_task("reddit", options), policy, None)
     if name == "mnist":
-        return of_task(load_task("mnist", TaskOptions(synthetic=True)), policy, 8 if tiny else 128)
+        return of_task(load_task("mnist", TaskOptions(synthetic=True)), policy, 8 if tiny else 32)
     model = VisionTransformer(classes=10, patch=4, width=192, depth=12, mlp=768, heads=3)
     if tiny:
         model = VisionTransformer(classes=10, patch=4, width=32, depth=2, mlp=64, heads=2)
