@@ -27,6 +27,7 @@ from jmp_train.policies.autocasting.operations import table as table
 from jmp_train.policies.autocasting.operations import user_line_of as user_line_of
 from jmp_train.policies.autocasting.region import DECIDED as DECIDED
 from jmp_train.policies.autocasting.region import HALVES as HALVES
+from jmp_train.policies.autocasting.region import LAYOUT as LAYOUT
 from jmp_train.policies.autocasting.region import PRODUCTS as PRODUCTS
 from jmp_train.policies.autocasting.region import BannedOperationError as BannedOperationError
 from jmp_train.policies.autocasting.region import chosen as chosen

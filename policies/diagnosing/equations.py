@@ -133,18 +133,17 @@ def _walk(
     def read(atom: Any) -> _Origin:
         return _NOWHERE if isinstance(atom, jex.Literal) else origins[atom]
 
+    is_looped = any(e.primitive.name in ("scan", "while") for e in callers)
     for equation in jaxpr.eqns:
         scope = str(equation.source_info.name_stack)
         inputs = [read(atom) for atom in equation.invars]
         together = _union(inputs)
         is_backward = backward or "transpose(" in scope
-        is_looped = any(e.primitive.name in ("scan", "while") for e in callers)
+        turn[0] += not is_looped
         if bodies := bodies_of(equation):
-            turn[0] += not is_looped
             within = (*callers, equation)
             results = _of_bodies(equation, bodies, inputs, sites, (within, join(path, scope), is_backward, turn))
         else:
-            turn[0] += not is_looped
             if any(_is_infinite(atom) for atom in equation.invars):
                 together |= _Origin(infinite=((*callers, equation),))
             if _vanishes((*callers, equation)):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -138,19 +138,11 @@ class Evidence:
 
     def after(self, row: int) -> list[int]:
         """Returns the rows that read a row's result, and those that read theirs, without the row itself."""
-        reached, new = {row}, [row]
-        while new:
-            new = [i for source in new for i in self._readers[source] if i not in reached]
-            reached.update(new)
-        return sorted(reached - {row})
+        return sorted(_reached(row, self.readers) - {row})
 
     def before(self, row: int) -> set[int]:
         """Returns the rows that a row's result comes from, and the row itself."""
-        reached, new = {row}, [row]
-        while new:
-            new = [i for reader in new for i in self.sources(reader) if i not in reached]
-            reached.update(new)
-        return reached
+        return _reached(row, self.sources)
 
     def readers(self, row: int) -> list[int]:
         """Returns the rows that read a row's result."""
@@ -168,3 +160,12 @@ class Evidence:
         """Returns when a row's result first was `nan` or `infinite`, as numbers that compare; None if never."""
         iteration = -self.column(f"first_{name}")[row]
         return None if math.isinf(iteration) else (self.sites[row].turn, iteration, row)
+
+
+def _reached(row: int, following: Callable[[int], list[int]]) -> set[int]:
+    """Returns a row, those that follow it, and those that follow these."""
+    reached, new = {row}, [row]
+    while new:
+        new = [i for last in new for i in following(last) if i not in reached]
+        reached.update(new)
+    return reached

@@ -10,10 +10,10 @@ from typing import Any
 import jax.extend.core as jex
 import numpy as np
 
+from jmp_train.policies.autocasting import PRODUCTS
 from jmp_train.policies.diagnosing.programs import BODIES, bodies_of, dtype_of
 
 _LONGEST = 24  # operations of a part: of fewer there are more programs to compile, of more fewer are alike
-_ANCHORS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general"))  # with which a layer begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def parts_of(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
     part: list[Operation] = []
     for op in operations:
         alone = not is_plain(op.equation)
-        if part and (alone or len(part) == _LONGEST or op.equation.primitive.name in _ANCHORS):
+        if part and (alone or len(part) == _LONGEST or op.equation.primitive.name in PRODUCTS):  # which begins a layer
             yield part
             part = []
         part.append(op)
@@ -160,7 +160,7 @@ class Part:
         self.wiring = tuple(wiring)
         self.wanted = tuple(number for op in operations for number in op.writes if number in wanted)
         self.returned = tuple(places[number] for number in self.wanted)
-        self._key = tuple(key_of(op.equation) for op in operations), self.wiring, self.returned
+        self._key = tuple(_key(op.equation) for op in operations), self.wiring, self.returned
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -169,7 +169,7 @@ class Part:
         return isinstance(other, Part) and self._key == other._key
 
 
-def key_of(equation: Any) -> Any:
+def _key(equation: Any) -> Any:
     """Returns what is equal for equations with the same operation, parameters and types; programs are equal if same."""
     params: Any = tuple(equation.params.items())
     try:

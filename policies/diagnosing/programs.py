@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jmp_train.policies.autocasting import LAYOUT
 from jmp_train.policies.diagnosing.measures import is_float, is_low
 
 # What holds a program that runs once, by the name of the parameter.
@@ -19,9 +20,8 @@ BODIES = {
 # What moves numbers, picks among them or says where they are, and so has no error of its own.
 _MOVES = frozenset(
     (
-        *("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "slice", "copy", "copy_p"),
-        *("stop_gradient", "pvary", "pcast", "name", "sharding_constraint", "reshard", "layout_constraint", "relayout"),
-        *("with_memory_space_constraint", "device_put", "optimization_barrier", "concatenate", "pad", "gather"),
+        *LAYOUT,
+        *("concatenate", "pad", "gather"),
         *("dynamic_slice", "dynamic_update_slice", "select_n", "split", "sort", "max", "min", "neg", "abs", "sign"),
         *("clamp", "reduce_max", "reduce_min", "argmax", "argmin", "cummax", "cummin", "reduce_window_max"),
         *("reduce_window_min", "all_gather", "all_to_all", "ppermute", "pmax", "pmin", "top_k", "tile", "scatter"),

@@ -141,13 +141,13 @@ def _room_for_gradients(evidence: Evidence) -> float:
     return min((float(jnp.finfo(row.dtype).max) / row.largest for row in in_low), default=1.0)
 
 
-def merged_rules(remedies: Sequence[Remedy]) -> AutocastRules:
-    """Returns torch's rules with the entries of all remedies.
+def merged_rules(remedies: Sequence[Remedy], rules: AutocastRules = TORCH_CUDA) -> AutocastRules:
+    """Returns rules, torch's by default, with the entries of all remedies.
 
     Args:
       remedies: of problems.
+      rules: to which they are added.
     """
-    rules = TORCH_CUDA
     for remedy in remedies:
         own = remedy.rules
         rules = rules.replace(primitives=dict(own.primitives), functions=dict(own.functions), paths=dict(own.paths))

@@ -72,12 +72,7 @@ class NumericsReport:
           >>> file.write_text(report.to_html("squares"), encoding="utf-8") > 1000
           True
         """
-        entries = AutocastRules()
-        for problem in self._harmful:
-            own = problem.remedy.rules
-            entries = entries.replace(
-                primitives=dict(own.primitives), functions=dict(own.functions), paths=dict(own.paths)
-            )
+        entries = merged_rules([problem.remedy for problem in self._harmful], AutocastRules())
         return page(
             title, self._summary, self.problems, self.rows, collapsed=self.collapsed, rules=entries, steps=self.steps
         )

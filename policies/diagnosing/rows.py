@@ -1,13 +1,12 @@
 """`OperationNumerics`: what half precision did to one operation, as numbers between 0 and 1 where they are shares."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.diagnosing.equations import Direction, Site
-from jmp_train.policies.diagnosing.measures import COLUMNS, is_low
+from jmp_train.policies.diagnosing.measures import COLUMNS
 from jmp_train.policies.diagnosing.programs import dtype_of
 
 
@@ -113,8 +112,3 @@ def _ratio(error: float, whole: float) -> float:
     if error == 0:
         return 0.0
     return error / whole if whole else float("inf")
-
-
-def loses(equation: Any) -> bool:
-    """Whether an equation computes in lower precision than float32."""
-    return any(is_low(dtype_of(atom)) for atom in (*equation.invars, *equation.outvars))

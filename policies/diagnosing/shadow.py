@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jmp_train.policies.autocasting import scan_counts
 from jmp_train.policies.diagnosing.arithmetic import bound
 from jmp_train.policies.diagnosing.devices import compiled, each_device, mapped, stacking
-from jmp_train.policies.diagnosing.flattening import Operation, Part, flattened, is_plain, key_of, parts_of
+from jmp_train.policies.diagnosing.flattening import Operation, Part, flattened, is_plain, parts_of
 from jmp_train.policies.diagnosing.measures import combine, combined, is_float, nothing, totals_of
 from jmp_train.policies.diagnosing.pairs import Pair, run_once, with_shadow
 from jmp_train.policies.diagnosing.programs import count_rows, dtype_of
@@ -89,17 +89,17 @@ class Shadowing:
     ) -> tuple[dict[int, Pair], list[jax.Array]]:
         if is_plain(part[0].equation):
             return self._plain(part, values, needed)
-        ((equation, inputs),) = ((op.equation, [_read(x, values) for x in op.inputs]) for op in part)
-        results, blocks = self._program(equation, inputs)
-        return dict(zip(part[0].writes, results, strict=True)), blocks
+        (op,) = part
+        results, blocks = self._program(op, [_read(x, values) for x in op.inputs])
+        return dict(zip(op.writes, results, strict=True)), blocks
 
-    def _program(self, equation: Any, inputs: list[Pair]) -> Results:
-        """Runs an equation that holds a program, or one whose values are no arrays."""
-        name = equation.primitive.name
+    def _program(self, op: Operation, inputs: list[Pair]) -> Results:
+        """Runs an operation that holds a program, or one whose values are no arrays."""
+        equation, name = op.equation, op.equation.primitive.name
         if name == "shard_map" and self.mesh is None and not has_tracers(inputs):
             return self._on_devices(equation, inputs)
         if name in _PROGRAMS:
-            run = self._jit(_holding_program(_Holding(equation)))
+            run = self._jit(_holding_program(Part([op], frozenset())))
             results, block, self.iteration = run(inputs, self.iteration)
             return results, [block]
         return [Pair(result) for result in bound(equation, [pair.actual for pair in inputs])], []
@@ -239,23 +239,9 @@ def _shard_map(equation: Any) -> Callable[..., Any]:
     return run
 
 
-class _Holding:
-    """An equation that holds a program; equal to others that hold the very same."""
-
-    def __init__(self, equation: Any) -> None:
-        self.equation = equation
-        self._key = key_of(equation)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Holding) and self._key == other._key
-
-
 @functools.lru_cache(maxsize=1024)
-def _holding_program(holding: _Holding) -> Callable[..., Any]:
-    return _PROGRAMS[holding.equation.primitive.name](holding.equation)
+def _holding_program(part: Part) -> Callable[..., Any]:
+    return _PROGRAMS[part.operations[0].equation.primitive.name](part.operations[0].equation)
 
 
 _PROGRAMS = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}

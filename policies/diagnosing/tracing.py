@@ -22,7 +22,6 @@ class Run:
     """A function that was run beside its shadow.
 
     Attributes:
-      program: as it was traced.
       sites: of the rows.
       measures: [rows, columns], of all steps together.
       results: from which rows each result comes.
@@ -30,7 +29,6 @@ class Run:
       state: those of them in lower precision.
     """
 
-    program: Any
     sites: list[Site]
     measures: np.ndarray
     results: list[frozenset[int]]
@@ -82,7 +80,7 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
         for i in range(carried)
         if is_low(values[i].dtype) and not _is_copy(values[i], values[:carried])
     ]
-    return Run(program, sites, measures, results, carried, state)
+    return Run(sites, measures, results, carried, state)
 
 
 def _changes(before: Sequence[Any], after: Sequence[Pair]) -> np.ndarray:
