@@ -33,6 +33,7 @@ from jmp_train.parallel import specs_by_path as specs_by_path
 from jmp_train.parallel import state_shardings as state_shardings
 from jmp_train.parallel import zero1_shardings as zero1_shardings
 from jmp_train.policies import APEX_O1 as APEX_O1
+from jmp_train.policies import MOSTLY_HALF as MOSTLY_HALF
 from jmp_train.policies import TORCH_CPU as TORCH_CPU
 from jmp_train.policies import TORCH_CUDA as TORCH_CUDA
 from jmp_train.policies import Amp as Amp

@@ -13,6 +13,7 @@ from jmp_train.policies.amp_modes import amp_from_config as amp_from_config
 from jmp_train.policies.amp_modes import amp_mode as amp_mode
 from jmp_train.policies.amp_modes import batch_norm_paths as batch_norm_paths
 from jmp_train.policies.autocasting import APEX_O1 as APEX_O1
+from jmp_train.policies.autocasting import MOSTLY_HALF as MOSTLY_HALF
 from jmp_train.policies.autocasting import TORCH_CPU as TORCH_CPU
 from jmp_train.policies.autocasting import TORCH_CUDA as TORCH_CUDA
 from jmp_train.policies.autocasting import AutocastReport as AutocastReport

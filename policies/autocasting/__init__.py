@@ -21,10 +21,7 @@ from jmp_train.policies.autocasting.operations import flops_of as flops_of
 from jmp_train.policies.autocasting.operations import half_share as half_share
 from jmp_train.policies.autocasting.operations import held_jaxprs as held_jaxprs
 from jmp_train.policies.autocasting.operations import is_float32 as is_float32
-from jmp_train.policies.autocasting.operations import lines_of as lines_of
-from jmp_train.policies.autocasting.operations import source_of as source_of
 from jmp_train.policies.autocasting.operations import table as table
-from jmp_train.policies.autocasting.operations import user_line_of as user_line_of
 from jmp_train.policies.autocasting.region import DECIDED as DECIDED
 from jmp_train.policies.autocasting.region import HALVES as HALVES
 from jmp_train.policies.autocasting.region import LAYOUT as LAYOUT
@@ -35,10 +32,15 @@ from jmp_train.policies.autocasting.region import join as join
 from jmp_train.policies.autocasting.region import traced_dtype as traced_dtype
 from jmp_train.policies.autocasting.region import variables_read as variables_read
 from jmp_train.policies.autocasting.rules import APEX_O1 as APEX_O1
+from jmp_train.policies.autocasting.rules import MOSTLY_HALF as MOSTLY_HALF
 from jmp_train.policies.autocasting.rules import TORCH_CPU as TORCH_CPU
 from jmp_train.policies.autocasting.rules import TORCH_CUDA as TORCH_CUDA
 from jmp_train.policies.autocasting.rules import AutocastRules as AutocastRules
 from jmp_train.policies.autocasting.rules import Rule as Rule
+from jmp_train.policies.autocasting.source_lines import address_of as address_of
+from jmp_train.policies.autocasting.source_lines import lines_of as lines_of
+from jmp_train.policies.autocasting.source_lines import source_of as source_of
+from jmp_train.policies.autocasting.source_lines import user_line_of as user_line_of
 from jmp_train.policies.autocasting.transform import autocast as autocast
 from jmp_train.policies.autocasting.transform import autocast_as as autocast_as
 from jmp_train.policies.autocasting.transform import mark_of as mark_of

@@ -13,10 +13,10 @@ from jmp_train.policies.autocasting.operations import (
     OperationReport,
     OperationsReport,
     flops_of,
-    source_of,
     table,
 )
 from jmp_train.policies.autocasting.region import Decision, Region, chosen, replaced
+from jmp_train.policies.autocasting.source_lines import source_of
 from jmp_train.policies.autocasting.transform import autocast, float32_aval, mark_of, run_region
 
 

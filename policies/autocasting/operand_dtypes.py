@@ -82,9 +82,9 @@ def settle(
         return as_traced, rule, reason
 
     target = FLOAT32 if rule == "float32" else region.half
-    if rule == "promote":
+    if rule in ("promote", "demote"):
         floats = [value for value, touch in zip(inputs, touched, strict=True) if touch]
-        target = _common(region, equation, floats, in_float32)
+        target = _common(region, equation, floats, in_float32, demote=rule == "demote")
     dtypes = [target if touch else None for touch in touched]
     if _holds_typed_body(equation) and dtypes != as_traced:
         return as_traced, "keep", "its body is typed"
@@ -119,17 +119,21 @@ def _holds_typed_body(equation: JaxprEqn) -> bool:
     return any(getattr(jaxpr, "jaxpr", jaxpr).eqns for jaxpr in held)
 
 
-def _common(region: Region, equation: JaxprEqn, floats: list[Value], in_float32: frozenset[Any]) -> Any:
+def _common(
+    region: Region, equation: JaxprEqn, floats: list[Value], in_float32: frozenset[Any], *, demote: bool
+) -> Any:
     """Returns the dtype in which operands meet."""
     name = equation.primitive.name
     if name in TRANSCENDENTAL | ARITHMETIC and all(out in in_float32 for out in equation.outvars):
         return FLOAT32  # all that reads the result would cast it up
     if name == "add" and (bias := _bias_dtype(equation, floats)) is not None:
         return bias
-    if not literals_fit(region, equation, floats):
+    if not literals_fit(region, equation, floats) or (demote and not integers_fit(region, floats)):
         return FLOAT32
     strong = {value.dtype for value in floats if not value.weak}
     strong = strong or {value.dtype for value in floats}
+    if demote and region.half in strong:
+        return region.half
     return strong.pop() if len(strong) == 1 else FLOAT32
 
 

@@ -1,10 +1,8 @@
-"""The operations of a traced program: what each costs, which line of whose code it is from, a table of all."""
+"""The operations of a traced program: what each costs, a table of all."""
 
 import dataclasses
 import math
-import os
-import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -16,9 +14,6 @@ from jmp_train.policies.autocasting.higher_order import ENTERED
 
 _HOLD_PROGRAMS = frozenset(ENTERED) | {"core_call", "custom_vmap_call", "xla_pmap"}
 _HALVES = ("float16", "bfloat16")
-_OURS = os.path.dirname(os.path.dirname(__file__))  # the floor, whose rooms these are
-_JAX = os.path.dirname(jax.__file__)
-_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +26,7 @@ class OperationReport:
       source: file and line of the innermost code that is not jax's own.
       dtypes_in: of its operands.
       dtypes_out: of its results.
-      rule: "lower", "float32", "promote" or "keep".
+      rule: "lower", "float32", "promote", "demote" or "keep".
       reason: what decided that.
       flops: floating-point operations, of all iterations of a `scan` together.
 
@@ -121,43 +116,6 @@ def table(operations: Sequence[OperationReport]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in (head, *lines)
     ]
-
-
-def source_of(equations: Sequence[Any]) -> str:
-    """Returns the line of the innermost equation that has one in code that is not jax's own.
-
-    Args:
-      equations: one within the other, the outermost first.
-    """
-    return next(_frames(equations), "")
-
-
-def user_line_of(equations: Sequence[Any]) -> str:
-    """Returns the user's line: the innermost one outside of all installed packages, else of any but jax.
-
-    Args:
-      equations: see `source_of`.
-    """
-    outside = (line for line, is_installed in lines_of(equations) if not is_installed)
-    return next(outside, source_of(equations))
-
-
-def lines_of(equations: Sequence[Any]) -> Iterator[tuple[str, bool]]:
-    """Yields the lines of code that made an equation, the innermost first, and whether each is of an installed package.
-
-    Args:
-      equations: see `source_of`.
-    """
-    return ((line, line.startswith(_LIBRARIES)) for line in _frames(equations))
-
-
-def _frames(equations: Sequence[Any]) -> Iterator[str]:
-    """Yields the lines of equations, each within the one before it, the innermost line first."""
-    for equation in reversed(equations):
-        traceback = equation.source_info.traceback
-        for frame in () if traceback is None else traceback.frames:  # of what jit traces none of its callers
-            if not frame.file_name.startswith((_JAX, _OURS, "<")):
-                yield f"{frame.file_name}:{frame.line_num}"
 
 
 def flops_of(equation: Any) -> int:

@@ -21,6 +21,7 @@ from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, Bounds, liter
 from jmp_train.policies.autocasting.rules import PRODUCTS as _PRODUCTS
 from jmp_train.policies.autocasting.rules import TRANSCENDENTAL as _TRANSCENDENTAL
 from jmp_train.policies.autocasting.rules import AutocastRules, Rule
+from jmp_train.policies.autocasting.source_lines import address_of
 
 Found = TypeVar("Found")
 
@@ -167,6 +168,8 @@ class Region:
     @property
     def settings(self) -> tuple[Any, ...]:
         """What decisions within a program depend on beside the program itself."""
+        if self.rules.operations:  # which know the lines of callers too
+            return self.forced, self.path, tuple(map(id, self.callers))
         return self.forced, self.path if self.rules.paths else ""
 
     def remembered(self, key: object, program: object, find: Callable[[], Found]) -> Found:
@@ -202,6 +205,11 @@ class Region:
         for banned in (name, function):
             if banned in tables.banned:
                 raise BannedOperationError(f"autocast bans {banned}: {tables.banned[banned]}")
+        if tables.operations and name not in self.handlers:
+            address = address_of((*self.callers, equation), join(self.path, scope))
+            for expression, rule in tables.operations:
+                if expression.search(address):
+                    return rule, f"operation {expression.pattern!r}"
         if tables.paths:
             path = join(self.path, scope)
             for expression, rule in tables.paths:
@@ -234,6 +242,7 @@ class Tables:
     functions: dict[Any, Rule]
     paths: tuple[tuple[re.Pattern[str], Rule], ...]
     banned: dict[Any, str]
+    operations: tuple[tuple[re.Pattern[str], Rule], ...]
 
 
 @functools.lru_cache(maxsize=64)
@@ -242,9 +251,14 @@ def tables_of(rules: AutocastRules) -> Tables:
     return Tables(
         dict(rules.primitives),
         dict(rules.functions),
-        tuple((re.compile(expression), rule) for expression, rule in rules.paths),
+        _compiled(rules.paths),
         dict(rules.banned),
+        _compiled(rules.operations),
     )
+
+
+def _compiled(pairs: tuple[tuple[str, Rule], ...]) -> tuple[tuple[re.Pattern[str], Rule], ...]:
+    return tuple((re.compile(expression), rule) for expression, rule in pairs)
 
 
 def jax_modules(equation: Any) -> tuple[str, ...]:

@@ -1,10 +1,12 @@
 """Rules of autocast: immutable tables of operations and precisions, and torch's and Apex's own.
 
-A rule is one of four words:
+A rule is one of five words:
 
 * `lower`: floating inputs become the half type, and so does the result;
 * `float32`: floating inputs become float32, and the result stays so;
 * `promote`: floating inputs become the highest-precision type among them;
+* `demote`: floating inputs become the half type if one of them is of that type, and stay as they are otherwise;
+  literals and integers that half cannot hold keep them in float32;
 * `keep`: the traced dtypes, that is those of the plain function for float32 inputs.
 
 What no table names is promoted if it is an elementwise or data-moving operation, and kept otherwise.
@@ -15,12 +17,12 @@ import re
 from collections.abc import Mapping
 from typing import Literal, TypeVar, get_args
 
-Rule = Literal["lower", "float32", "promote", "keep"]
+Rule = Literal["lower", "float32", "promote", "demote", "keep"]
 
 
 @dataclasses.dataclass(frozen=True)
 class AutocastRules:
-    """An immutable, hashable table of rules. Paths come before functions, functions before primitives.
+    """An immutable, hashable table of rules. Operations come before paths, these before functions, then primitives.
 
     Args:
       primitives: (name of a jax primitive, rule) pairs, such as ("dot_general", "lower").
@@ -30,9 +32,12 @@ class AutocastRules:
       paths: (regular expression, rule) pairs, searched in the path that modules and
         `jax.named_scope` make, such as ("decoder/attention", "float32"); the first that matches.
       banned: (name of a primitive or a jitted function, what to do instead) pairs.
+      operations: (regular expression, rule) pairs, searched in the address of a single operation,
+        `path:primitive@file.py:line`; where that line is an installed package's, the user's line follows,
+        `<file.py:line`. Jitted functions, loops and branches are none; what they do is.
 
     Raises:
-      ValueError: a rule is not one of the four words, or an expression cannot be compiled.
+      ValueError: a rule is not one of the five words, or an expression cannot be compiled.
 
     Example:
       >>> rules = TORCH_CUDA.replace(primitives={"tanh": "float32"}, paths={"head$": "float32"})
@@ -46,19 +51,21 @@ class AutocastRules:
     functions: tuple[tuple[str, Rule], ...] = ()
     paths: tuple[tuple[str, Rule], ...] = ()
     banned: tuple[tuple[str, str], ...] = ()
+    operations: tuple[tuple[str, Rule], ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("primitives", "functions", "paths"):
+        for field in ("primitives", "functions", "paths", "operations"):
             for name, rule in getattr(self, field):
                 if rule not in get_args(Rule):
                     raise ValueError(
                         f"{field}: the rule of {name!r} must be one of {', '.join(get_args(Rule))}, got {rule!r}"
                     )
-        for expression, _ in self.paths:
-            try:
-                re.compile(expression)
-            except re.error as error:
-                raise ValueError(f"paths: {expression!r} is not a regular expression: {error}") from None
+        for field in ("paths", "operations"):
+            for expression, _ in getattr(self, field):
+                try:
+                    re.compile(expression)
+                except re.error as error:
+                    raise ValueError(f"{field}: {expression!r} is not a regular expression: {error}") from None
 
     def replace(
         self,
@@ -67,6 +74,7 @@ class AutocastRules:
         functions: Mapping[str, Rule] | None = None,
         paths: Mapping[str, Rule] | None = None,
         banned: Mapping[str, str] | None = None,
+        operations: Mapping[str, Rule] | None = None,
     ) -> "AutocastRules":
         """Returns a table with these entries in place of, or added to, its own.
 
@@ -75,13 +83,14 @@ class AutocastRules:
           functions: by name of the jitted function.
           paths: by regular expression; they come before the table's own.
           banned: by name, with the advice.
+          operations: by regular expression; they come before the table's own.
         """
-        own_paths = tuple(pair for pair in self.paths if pair[0] not in (paths or {}))
         return AutocastRules(
             primitives=_merged(self.primitives, primitives),
             functions=_merged(self.functions, functions),
-            paths=tuple((paths or {}).items()) + own_paths,
+            paths=_before(self.paths, paths),
             banned=_merged(self.banned, banned),
+            operations=_before(self.operations, operations),
         )
 
 
@@ -92,6 +101,12 @@ def _merged(old: tuple[tuple[str, Word], ...], new: Mapping[str, Word] | None) -
     merged = dict(old)
     merged.update(new or {})
     return tuple(merged.items())
+
+
+def _before(old: tuple[tuple[str, Rule], ...], new: Mapping[str, Rule] | None) -> tuple[tuple[str, Rule], ...]:
+    """Returns pairs of which the first that matches counts, the new ones first."""
+    new = new or {}
+    return (*new.items(), *(pair for pair in old if pair[0] not in new))
 
 
 def _table(**rules: str) -> tuple[tuple[str, Rule], ...]:
@@ -143,4 +158,17 @@ TORCH_CPU = AutocastRules(
 APEX_O1 = TORCH_CUDA.replace(
     functions={"gelu": "float32", "_var": "float32", "var": "float32", "std": "float32"},
     primitives={"erf": "float32", "erfc": "float32"},
+)
+
+# As much in half as there can be: sums and solvers alone are float32, and what is computed of float32 only. It has
+# float32 where a model's numbers need none, and none where they do: `tune` finds what has to be added.
+MOSTLY_HALF = AutocastRules(
+    primitives=_table(
+        lower=PRODUCTS,
+        demote=f"add sub mul div add_any max min select_n clamp concatenate tanh logistic erf erfc sqrt sin cos atan "
+        f"atan2 {TRANSCENDENTAL}",
+        float32=f"{_SPECIAL} {_SUMS} {_SOLVERS}",
+    ),
+    functions=TORCH_CUDA.functions,
+    banned=TORCH_CUDA.banned,
 )
