@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from string import Template
 
-from jmp_train.policies.autocasting import AutocastRules, Rule
+from jmp_train.policies.autocasting import AutocastRules, rules_code
 from jmp_train.policies.diagnosing.picture import picture
 from jmp_train.policies.diagnosing.places import place_of
 from jmp_train.policies.diagnosing.problems import Problem
@@ -125,31 +125,6 @@ def page(
         rows="\n".join(_row(number, row) for number, row in _largest_first(rows)),
         steps="one run" if steps == 1 else f"{steps} runs",
     )
-
-
-def rules_code(rules: AutocastRules) -> str:
-    """Returns entries of autocast's rules as Python, to be copied; empty where there are none.
-
-    Args:
-      rules: no more than the entries.
-
-    Example:
-      >>> print(rules_code(AutocastRules(primitives=(("exp", "float32"),))))
-      rules = jt.TORCH_CUDA.replace(
-          primitives={"exp": "float32"},
-      )
-    """
-    tables = {"primitives": rules.primitives, "functions": rules.functions, "paths": rules.paths}
-    lines = [f"    {table}={{{_written(entries)}}},\n" for table, entries in tables.items() if entries]
-    return f"rules = jt.TORCH_CUDA.replace(\n{''.join(lines)})" if lines else ""
-
-
-def _written(entries: Sequence[tuple[str, Rule]]) -> str:
-    return ", ".join(f'{_quoted(name)}: "{rule}"' for name, rule in entries)
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"' if name.isprintable() and not set(name) & {'"', "\\"} else repr(name)
 
 
 def _problems(problems: Sequence[Problem]) -> str:

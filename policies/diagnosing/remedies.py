@@ -9,7 +9,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jmp_train.policies.autocasting import PRODUCTS, TORCH_CUDA, AutocastRules, Rule
+from jmp_train.policies.autocasting import PRODUCTS, TORCH_CUDA, AutocastRules, Rule, replace_arguments
 from jmp_train.policies.diagnosing.arithmetic import SUMS
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_low
@@ -90,13 +90,7 @@ def _together(evidence: Evidence, rows: Sequence[int], advice: str) -> Remedy:
         table, names = _entry(evidence, row)
         entries: dict[str, Rule] = dict.fromkeys(names, "float32")
         rules = rules.replace(**{table: entries})
-    tables = [(table, dict(getattr(rules, table))) for table in ("paths", "functions", "primitives")]
-    text = ", ".join(f"{table}={_written(entries)}" for table, entries in tables if entries)
-    return Remedy("rules", f"{advice}: rules.replace({text})", rules)
-
-
-def _written(entries: dict[str, Rule]) -> str:
-    return "{" + ", ".join(f'"{name}": "{rule}"' for name, rule in entries.items()) + "}"
+    return Remedy("rules", f"{advice}: rules.replace({replace_arguments(rules)})", rules)
 
 
 def larger_epsilon(evidence: Evidence, row: int) -> Remedy:

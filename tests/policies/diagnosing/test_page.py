@@ -9,7 +9,7 @@ import re
 import pytest
 
 import jmp_train as jt
-from jmp_train.policies.diagnosing.page import rules_code
+from jmp_train.policies.autocasting import rules_code
 from jmp_train.policies.diagnosing.picture import picture, row_of_problem
 
 pytestmark = pytest.mark.quick
