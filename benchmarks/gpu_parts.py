@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from gpu_workloads import MODES, OURS, PRECISIONS
 
-from jmp_train.checkpoints import write_atomically
+from jmp_train.policies.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "jmp_train", "torch", "torch_geometric")

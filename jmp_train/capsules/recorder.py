@@ -14,7 +14,7 @@ import jax
 from jmp_train.capsules.capsule_content import capsule_content
 from jmp_train.capsules.capsule_files import capsule_path, capsules_in
 from jmp_train.capsules.state_parts import Snapshot, StateParts, parts_of, snapshot
-from jmp_train.checkpoints import write_atomically
+from jmp_train.policies.files import write_atomically
 from jmp_train.policies.pytrees import has_tracers
 from jmp_train.steps import TrainState, check_not_replicated
 from jmp_train.types import Batch, Metrics

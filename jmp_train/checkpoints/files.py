@@ -19,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jmp_train.checkpoints.atomic_files import sync
 from jmp_train.checkpoints.file_locks import is_read
 from jmp_train.checkpoints.manifest import (
     LONGEST,
@@ -28,6 +27,7 @@ from jmp_train.checkpoints.manifest import (
     file_facts,
     verified_manifest,
 )
+from jmp_train.policies.files import sync
 
 COMPLETE, BEING_WRITTEN, BEING_DELETED = "whole", "tmp", "deleted"
 STEP = r"step_(?P<step>[0-9]{8}|[1-9][0-9]{8,})"

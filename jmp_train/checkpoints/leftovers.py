@@ -5,7 +5,6 @@ import re
 import shutil
 from pathlib import Path
 
-from jmp_train.checkpoints.atomic_files import sync
 from jmp_train.checkpoints.files import (
     BEING_DELETED,
     BEING_WRITTEN,
@@ -16,6 +15,7 @@ from jmp_train.checkpoints.files import (
     step_folder,
 )
 from jmp_train.checkpoints.manifest import DamagedError, read_manifest
+from jmp_train.policies.files import sync
 
 _LEFTOVER = re.compile(  # without a writer's name, those of earlier versions
     rf"{STEP}(\.{WRITER})?\.({BEING_WRITTEN}|{COMPLETE}|{BEING_DELETED})"

@@ -19,10 +19,10 @@ from jax.core import Tracer
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
-from jmp_train.checkpoints.atomic_files import write_atomically
 from jmp_train.distributed import is_divided, placement, to_leaf
 from jmp_train.extras import extra_packages
 from jmp_train.policies import PyTree
+from jmp_train.policies.files import write_atomically
 from jmp_train.policies.pytrees import is_key, path_name
 
 _FORMAT, _VERSION = "jmp_train.weights", "1"

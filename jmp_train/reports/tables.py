@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jmp_train.checkpoints import write_atomically
+from jmp_train.policies.files import write_atomically
 from jmp_train.reports.comparison import (
     COST_NOTE,
     COST_TITLES,

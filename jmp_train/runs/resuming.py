@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jmp_train.checkpoints import CheckpointStore, DamagedError, write_atomically
+from jmp_train.checkpoints import CheckpointStore, DamagedError
+from jmp_train.policies.files import write_atomically
 from jmp_train.runs.events import Epoch, Step
 from jmp_train.runs.run_identity import differences
 from jmp_train.steps import TrainState

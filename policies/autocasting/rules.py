@@ -15,7 +15,10 @@ What no table names is promoted if it is an elementwise or data-moving operation
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Literal, TypeVar, get_args
+from pathlib import Path
+from typing import Literal, Self, TypeVar, get_args
+
+from jmp_train.policies.autocasting.rules_file import read_tables, write_tables
 
 Rule = Literal["lower", "float32", "promote", "demote", "keep"]
 
@@ -64,7 +67,7 @@ class AutocastRules:
             for expression, _ in getattr(self, field):
                 try:
                     re.compile(expression)
-                except re.error as error:
+                except (re.error, OverflowError, RecursionError) as error:
                     raise ValueError(f"{field}: {expression!r} is not a regular expression: {error}") from None
 
     def replace(
@@ -92,6 +95,53 @@ class AutocastRules:
             banned=_merged(self.banned, banned),
             operations=_before(self.operations, operations),
         )
+
+    def save(self, path: str | Path) -> None:
+        r"""Writes all entries to a TOML file that people can read and edit, by an atomic write.
+
+        Args:
+          path: of the file, which is replaced if it is there; its folder exists.
+
+        Raises:
+          ValueError: a name has half of a surrogate pair, which no file in UTF-8 can hold.
+          OSError: the file cannot be written.
+
+        Example:
+          >>> import tempfile
+          >>> file = Path(tempfile.mkdtemp()) / "rules.toml"
+          >>> AutocastRules(paths=((r"head\.0$", "float32"), ("head", "lower"))).save(file)
+          >>> print(file.read_text().partition("version = 1")[2].strip())
+          paths = [
+            ['head\.0$', "float32"],
+            ["head", "lower"],
+          ]
+        """
+        write_tables(path, {field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Returns the rules of a file, as `save` or a person wrote it.
+
+        Args:
+          path: of the file.
+
+        Raises:
+          ValueError: the file is not TOML or not of rules, or a table or an entry is wrong; the message names them and
+            says what is wanted.
+          OSError: the file is missing or cannot be read.
+
+        Example:
+          >>> import tempfile
+          >>> file = Path(tempfile.mkdtemp()) / "rules.toml"
+          >>> TORCH_CUDA.save(file)
+          >>> AutocastRules.load(file) == TORCH_CUDA
+          True
+        """
+        tables = read_tables(path, [field.name for field in dataclasses.fields(cls)])
+        try:
+            return cls(**tables)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
 Word = TypeVar("Word", bound=str)

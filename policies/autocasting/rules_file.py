@@ -1,0 +1,108 @@
+"""Tables of rules as TOML files that people can read and edit: arrays of [name, rule] pairs, in their order."""
+
+import reprlib
+import stat
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jmp_train.policies.files import write_atomically
+
+_FORMAT, _VERSION = "jmp_train autocast rules", 1
+_HEADER = """\
+# Rules of jmp_train's autocast, which AutocastRules.load(FILE) reads.
+# Of paths and operations, which are regular expressions, the first entry that matches counts.
+"""
+_SHORT_ESCAPES = {"\b": r"\b", "\t": r"\t", "\n": r"\n", "\f": r"\f", "\r": r"\r", '"': r"\"", "\\": r"\\"}
+
+Pairs = Sequence[tuple[str, str]]
+
+
+def write_tables(path: str | Path, tables: Mapping[str, Pairs]) -> None:
+    """Writes tables to a file by an atomic write, those without entries left out.
+
+    Args:
+      path: of the file, which is replaced if it is there; its folder exists.
+      tables: (name, rule) pairs by the name of the table.
+
+    Raises:
+      ValueError: a name has a character that no file in UTF-8 can hold.
+      OSError: the file cannot be written.
+    """
+    content = [f"{_HEADER}format = {_quoted(_FORMAT)}\nversion = {_VERSION}\n"]
+    for table, pairs in tables.items():
+        if pairs:
+            entries = "".join(f"  [{_quoted(name)}, {_quoted(rule)}],\n" for name, rule in pairs)
+            content.append(f"\n{table} = [\n{entries}]\n")
+    write_atomically(Path(path), "".join(content).encode())
+
+
+def read_tables(path: str | Path, tables: Iterable[str]) -> dict[str, tuple[tuple[str, Any], ...]]:
+    """Returns the tables that a file has, as (name, rule) pairs of strings.
+
+    Args:
+      path: of the file.
+      tables: the names of those that there are.
+
+    Raises:
+      ValueError: the file is no TOML, is of another kind or version, or has another table or something else than pairs
+        of strings; the message names the file, the table and the entry.
+      OSError: the file is missing or cannot be read.
+    """
+    content = _read(Path(path))
+    kind, version = content.pop("format", None), content.pop("version", None)
+    if kind != _FORMAT:
+        found = "none" if kind is None else reprlib.repr(kind)
+        raise ValueError(f"{path} is not a file of autocast rules: format must be {_FORMAT!r}, got {found}")
+    if version != _VERSION:
+        found = "none" if version is None else reprlib.repr(version)
+        raise ValueError(f"{path}: version must be {_VERSION}, got {found}")
+    tables = tuple(tables)
+    for table in content:
+        if table not in tables:
+            raise ValueError(f"{path}: there is no table {reprlib.repr(table)}; choose from {', '.join(tables)}")
+    return {table: _pairs(f"{path}: {table}", entries) for table, entries in content.items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never have a writer
+        raise ValueError(f"{path} is not a regular file")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not a TOML file: {error}") from error
+
+
+def _pairs(where: str, entries: object) -> tuple[tuple[str, Any], ...]:
+    wanted = 'such as ["exp", "float32"]'
+    if not isinstance(entries, list):
+        raise ValueError(f"{where} must be a list of pairs {wanted}, got {reprlib.repr(entries)}")
+    for number, entry in enumerate(entries, 1):
+        is_pair = isinstance(entry, list) and len(entry) == 2 and all(isinstance(text, str) for text in entry)
+        if not is_pair:
+            raise ValueError(f"{where}: entry {number} must be a pair of strings, {wanted}, got {reprlib.repr(entry)}")
+    return tuple((name, rule) for name, rule in entries)
+
+
+def _quoted(text: str) -> str:
+    r"""Returns a TOML string; one with backslashes, as in regular expressions, is as it is between single quotes.
+
+    Example:
+      >>> print(_quoted("exp"), _quoted(r"head\.0$"), _quoted("\\ '\n"))
+      "exp" 'head\.0$' "\\ '\n"
+    """
+    if "\\" in text and "'" not in text and text.isprintable():
+        return f"'{text}'"
+    return f'"{"".join(map(_escaped, text))}"'
+
+
+def _escaped(character: str) -> str:
+    if character in _SHORT_ESCAPES:
+        return _SHORT_ESCAPES[character]
+    if character.isprintable():
+        return character
+    code = ord(character)
+    if 0xD800 <= code <= 0xDFFF:
+        raise ValueError(f"{character!r} is half of a surrogate pair, which no file can hold")
+    return f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"

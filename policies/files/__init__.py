@@ -1,0 +1,4 @@
+"""How files are written."""
+
+from jmp_train.policies.files.atomic_files import sync as sync
+from jmp_train.policies.files.atomic_files import write_atomically as write_atomically

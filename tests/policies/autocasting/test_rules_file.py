@@ -1,0 +1,108 @@
+"""Rules as files: what is written is read again, bit by bit, and what is wrong with a file is named."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from any_rules import any_rules
+from hypothesis import given, settings
+
+import jmp_train as jt
+from jmp_train.policies.autocasting import APEX_O1, MOSTLY_HALF, TORCH_CPU, TORCH_CUDA
+
+pytestmark = pytest.mark.quick
+
+HEAD = 'format = "jmp_train autocast rules"\nversion = 1\n'
+
+
+@settings(deadline=None)
+@given(any_rules())
+def test_any_rules_come_back(tmp_path_factory: pytest.TempPathFactory, rules: jt.AutocastRules) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.toml"
+    rules.save(file)
+    assert jt.AutocastRules.load(file) == rules
+    text = file.read_text()
+    assert text.replace("\n", "").isprintable()  # so that nothing that a person does not see is lost in an editor
+
+
+@pytest.mark.parametrize("rules", [jt.AutocastRules(), TORCH_CUDA, TORCH_CPU, APEX_O1, MOSTLY_HALF])
+def test_the_presets_come_back(tmp_path: Path, rules: jt.AutocastRules) -> None:
+    rules.save(tmp_path / "rules.toml")
+    assert jt.AutocastRules.load(tmp_path / "rules.toml") == rules
+    assert jt.AutocastRules.load(str(tmp_path / "rules.toml")) == rules
+    assert os.listdir(tmp_path) == ["rules.toml"]
+
+
+def test_two_entries_for_one_name_stay_in_their_order(tmp_path: Path) -> None:
+    rules = jt.AutocastRules(paths=(("b", "lower"), ("a", "float32"), ("b", "keep")))
+    rules.save(tmp_path / "rules.toml")
+    assert jt.AutocastRules.load(tmp_path / "rules.toml") == rules
+
+
+def test_a_file_that_a_person_wrote(tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    lines = (
+        '\ufeff# mine\r\nversion = 1\r\nformat = "jmp_train autocast rules"\r\npaths = [["head", "float32"]] # why',
+        "operations = [",
+        r"  ['decoder/.*:exp@model\.py:\d+$', 'float32'],  # overflows",
+        "]",
+    )
+    file.write_bytes("\n".join(lines).encode())
+    assert jt.AutocastRules.load(file) == jt.AutocastRules(
+        paths=(("head", "float32"),), operations=((r"decoder/.*:exp@model\.py:\d+$", "float32"),)
+    )
+
+
+def test_what_was_there_stays_where_writing_fails(tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    TORCH_CPU.save(file)
+    with pytest.raises(ValueError, match=r"'\\ud800' is half of a surrogate pair"):
+        jt.AutocastRules(functions=(("a\ud800", "lower"),)).save(file)
+    with pytest.raises(OSError, match="nowhere"):
+        TORCH_CUDA.save(tmp_path / "nowhere" / "rules.toml")
+    assert jt.AutocastRules.load(file) == TORCH_CPU
+    assert os.listdir(tmp_path) == ["rules.toml"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[paths", "rules.toml is not a TOML file: "),
+        (b"\xff\xfe", "rules.toml is not a TOML file: 'utf-8' codec can't decode"),
+        (b"a = " + b"[" * 100_000, "rules.toml is not a TOML file: "),
+        (b"", "is not a file of autocast rules: format must be 'jmp_train autocast rules', got none"),
+        (b'[fp16]\nmode = "torch"', "is not a file of autocast rules: format must be"),
+        (b"format = 3", "is not a file of autocast rules: format must be 'jmp_train autocast rules', got 3"),
+        (b'format = "jmp_train autocast rules"', "rules.toml: version must be 1, got none"),
+        (HEAD.replace("1", "2").encode(), "rules.toml: version must be 1, got 2"),
+        ('path = [["a", "lower"]]', "rules.toml: there is no table 'path'; choose from primitives, functions, paths"),
+        ('paths = "a"', "rules.toml: paths must be a list of pairs such as [\"exp\", \"float32\"], got 'a'"),
+        ('[paths]\na = "lower"', "paths must be a list of pairs such as [\"exp\", \"float32\"], got {'a': 'lower'}"),
+        ('paths = [["a", "lower"], ["b"]]', "rules.toml: paths: entry 2 must be a pair of strings, such as"),
+        ('paths = [["a", 16]]', """entry 1 must be a pair of strings, such as ["exp", "float32"], got ['a', 16]"""),
+        ('paths = ["ab"]', "rules.toml: paths: entry 1 must be a pair of strings"),
+        (
+            'primitives = [["exp", "half"]]',
+            "toml: primitives: the rule of 'exp' must be one of lower, float32, promote, demote, keep, got 'half'",
+        ),
+        ('paths = [["(", "lower"]]', "rules.toml: paths: '(' is not a regular expression: "),
+        ('operations = [["a{9999999999}", "lower"]]', "operations: 'a{9999999999}' is not a regular expression: "),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, content: bytes | str, message: str) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_bytes(content if isinstance(content, bytes) else f"{HEAD}{content}".encode())
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        jt.AutocastRules.load(file)
+    assert str(file) in str(caught.value)
+    assert len(str(caught.value)) < len(str(file)) + 300
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=re.escape(f"'{tmp_path / 'none.toml'}'")):
+        jt.AutocastRules.load(tmp_path / "none.toml")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ValueError, match=re.escape(f"{path} is not a regular file")):
+            jt.AutocastRules.load(path)
