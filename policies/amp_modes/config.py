@@ -18,7 +18,7 @@ def amp_from_config(config: Mapping[str, Any] | str | Path, *, dtype: DTypeLike 
     Args:
       config: a dictionary such as `{"fp16": {"mode": "torch", "init_scale": 2.0**10}}`, or the path of a TOML
         file with a table `[fp16]`. What else is in it is the script's; without `fp16`, or where it is None,
-        the mode is one that is not enabled.
+        the mode is one that is not enabled. The path of a file of `rules` begins, in a TOML file, at its folder.
       dtype: see `amp_mode`; a `dtype` in `fp16` comes before it.
 
     Returns:
@@ -27,7 +27,7 @@ def amp_from_config(config: Mapping[str, Any] | str | Path, *, dtype: DTypeLike 
     Raises:
       TypeError: `config` or `fp16` is of another type.
       ValueError: the file is not TOML, or a key of `fp16` is wrong; the message names it and the choices.
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: there is no such file, or none of `rules`.
 
     Example:
       >>> config = {"batch_size": 128, "fp16": {"mode": AmpType.APEX, "opt_level": "O2"}}
@@ -37,9 +37,9 @@ def amp_from_config(config: Mapping[str, Any] | str | Path, *, dtype: DTypeLike 
 
     Reference: ColossalAI's configuration files, https://colossalai.org/docs/features/mixed_precision_training.
     """
-    where = "config"
+    where, folder = "config", Path()
     if isinstance(config, str | Path):
-        where, config = str(config), _read(Path(config))
+        where, folder, config = str(config), Path(config).parent, _read(Path(config))
     if not isinstance(config, Mapping):
         raise TypeError(f"config must be a dictionary or a TOML file's path, got {config!r}")
     options = config.get("fp16")
@@ -55,6 +55,8 @@ def amp_from_config(config: Mapping[str, Any] | str | Path, *, dtype: DTypeLike 
         if "mode" not in options:
             choices = ", ".join(repr(kind.value) for kind in AmpType)
             raise ValueError(f"mode is missing; choose from {choices}")
+        if isinstance(options.get("rules"), str | Path):
+            options["rules"] = folder / options["rules"]
         return amp_mode(**{"dtype": dtype, **options})
     except ValueError as error:
         raise ValueError(f"{where}: fp16: {error}") from error

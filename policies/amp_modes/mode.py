@@ -87,6 +87,7 @@ def amp_mode(mode: str, *, dtype: DTypeLike = jnp.float16, **options: object) ->
     Raises:
       ValueError: there is no such mode or option, an option breaks its rule, or two exclude each other; the
         message names them and the choices.
+      OSError: a file of rules is missing or cannot be read.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -160,8 +161,9 @@ class Amp:
         precision = self.precision
         model = f"model {precision.model_dtype or 'as it is'}"
         scales = ", ".join(f"{scale:g}" for scale in np.ravel(self.loss_scale.loss_scale))
+        by = " by the rules given" if self.options.rules else ""
         parts = (
-            f"autocast {self.dtype}" if precision.autocast_rules else model,
+            f"autocast {self.dtype}{by}" if precision.autocast_rules else model,
             "BatchNorm float32" if precision.keep_batchnorm_fp32 else "",
             "master weights float32" if precision.master_weights else "",
             f"outputs {precision.output_dtype or 'as they come'}",

@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import jax.numpy as jnp
@@ -76,6 +77,7 @@ class _Options:
     enabled: bool = True
     verbosity: int = 0  # 0 logs nothing
     counts_zeros: bool = False
+    rules: AutocastRules | None = None  # None: the mode's own
 
     def half_dtype(self, dtype: np.dtype) -> np.dtype:
         """Returns the half type, given the one that was asked for."""
@@ -106,6 +108,7 @@ class TorchOptions(_Options):
       backoff_factor: see there.
       growth_interval: see there.
       enabled: False computes what float32 computes.
+      rules: of autocast, or the path of a file of them; None for torch's, whose originals have no such option.
 
     Example:
       >>> TorchOptions().growth_interval
@@ -127,15 +130,16 @@ class TorchOptions(_Options):
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     enabled: bool = True
+    rules: AutocastRules | None = dataclasses.field(default=None, repr=False)  # hundreds of entries
 
     def __post_init__(self) -> None:
         check_flag("enabled", self.enabled)
         self._dynamic_scale()
 
     def precision(self, half: np.dtype) -> Precision:
-        """Returns autocast by torch's rules."""
+        """Returns autocast by torch's rules, or those that were given."""
         del half
-        return Precision(autocast_rules=TORCH_CUDA)
+        return Precision(autocast_rules=self.rules or TORCH_CUDA)
 
     def _dynamic_scale(self) -> LossScale:
         return torch_loss_scale(**self._scaling_options())
@@ -248,6 +252,8 @@ class ApexOptions(_Options):
       max_loss_scale: its ceiling.
       scale_window: after how many steps without overflow it grows, as Apex's `LossScaler` has it; its `initialize`
         has no such option.
+      rules: of autocast, or the path of a file of them; None for Apex's, whose original has no such option.
+        O1 only.
 
     Example:
       >>> ApexOptions(opt_level="O2").max_loss_scale == 2.0**24
@@ -272,6 +278,7 @@ class ApexOptions(_Options):
     min_loss_scale: float | None = None
     max_loss_scale: float = 2.0**24
     scale_window: int = 2000
+    rules: AutocastRules | None = dataclasses.field(default=None, repr=False)  # hundreds of entries
 
     def __post_init__(self) -> None:
         check_flag("enabled", self.enabled)
@@ -298,6 +305,11 @@ class ApexOptions(_Options):
             )
 
     def _check_combinations(self) -> None:
+        if self.rules is not None and not self._level_or("patch_torch_functions"):
+            given = "" if self.patch_torch_functions is None else " with patch_torch_functions=False"
+            raise ValueError(
+                f"rules: opt_level={self.opt_level!r}{given} does not autocast; leave them out, or take opt_level='O1'"
+            )
         if self.opt_level != "O1":
             if self.patch_torch_functions:
                 raise ValueError(
@@ -330,7 +342,7 @@ class ApexOptions(_Options):
     def precision(self, half: np.dtype) -> Precision:
         """Returns the dtypes that the level and the options give."""
         if self._level_or("patch_torch_functions"):
-            return Precision(autocast_rules=APEX_O1, output_dtype=self.cast_model_outputs)
+            return Precision(autocast_rules=self.rules or APEX_O1, output_dtype=self.cast_model_outputs)
         cast = self._level_or("cast_model_type")
         if not cast:
             return Precision(output_dtype=self.cast_model_outputs)
@@ -417,4 +429,18 @@ def amp_options(mode: str, options: Mapping[str, Any]) -> AmpOptions:
     for name in options:
         if name not in names:
             raise ValueError(f"{name!r} is not an option of mode {str(mode)!r}; choose from mode, {', '.join(names)}")
+    if "rules" in options:
+        options = {**options, "rules": _rules_option(options["rules"])}
     return kind(**options)
+
+
+def _rules_option(value: object) -> AutocastRules | None:
+    """Returns rules, read from the file if a path is given."""
+    if value is None or isinstance(value, AutocastRules):
+        return value
+    if not isinstance(value, str | Path):
+        raise ValueError(f"rules={value!r} must be AutocastRules, or the path of a file of them")
+    try:
+        return AutocastRules.load(value)
+    except ValueError as error:
+        raise ValueError(f"rules: {error}") from error

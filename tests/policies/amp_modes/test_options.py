@@ -12,6 +12,8 @@ import jmp_train as jt
 
 pytestmark = pytest.mark.quick
 
+RULES = jt.AutocastRules(primitives=(("dot_general", "float32"), ("exp", "lower")))
+
 # As documented by torch, Apex (frontend.py) and ColossalAI; see the reference in each options class.
 DEFAULTS = {
     "torch": {
@@ -20,6 +22,7 @@ DEFAULTS = {
         "backoff_factor": 0.5,
         "growth_interval": 2000,
         "enabled": True,
+        "rules": None,  # ours
     },
     "apex": {
         "enabled": True,
@@ -35,6 +38,7 @@ DEFAULTS = {
         "min_loss_scale": None,
         "max_loss_scale": 2.0**24,
         "scale_window": 2000,  # of its LossScaler; `initialize` does not take it
+        "rules": None,  # ours
     },
     "naive": {
         "log_num_zeros_in_grad": False,
@@ -216,6 +220,15 @@ WRONG = [
     ("apex", {"loss_scale": "static"}, "loss_scale='static' must be 'dynamic', a number, or a num"),
     ("apex", {"loss_scale": 0.0}, r"loss_scale=0.0 must be between 2\*\*-126 and 2\*\*126"),
     ("apex", {"loss_scale": float("inf")}, "loss_scale=inf must be a finite number"),
+    ("torch", {"rules": 3}, "rules=3 must be AutocastRules, or the path of a file of them"),
+    ("torch", {"rules": "/"}, "rules: / is not a regular file"),
+    ("apex", {"opt_level": "O2", "rules": RULES}, "rules: opt_level='O2' does not autocast; .* opt_level='O1'"),
+    (
+        "apex",
+        {"patch_torch_functions": False, "rules": RULES},
+        "rules: opt_level='O1' with patch_torch_functions=False does not autocast; leave",
+    ),
+    ("naive", {"rules": RULES}, "'rules' is not an option of mode 'naive'; choose from mode, "),
     ("apex", {"num_losses": 0}, "num_losses=0 must be an integer of at least 1"),
     ("apex", {"verbosity": -1}, "verbosity=-1 must be a whole number of at least 0"),
     ("apex", {"min_loss_scale": 2.0**30}, "min_loss_scale=1073741824.0 must not exceed"),
@@ -288,6 +301,33 @@ def test_toml_files(tmp_path: Path) -> None:
         jt.amp_from_config(file)
     with pytest.raises(FileNotFoundError, match=r"none\.toml"):
         jt.amp_from_config(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("mode", ["torch", "apex"])
+def test_rules_of_autocast_or_a_file_of_them(mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    RULES.save(tmp_path / "folder" / "rules.toml")
+    amp = jt.amp_mode(mode, rules=RULES)
+    assert amp.precision.autocast_rules == RULES
+    assert amp != jt.amp_mode(mode)
+    assert jt.amp_mode(mode).precision.autocast_rules == (jt.TORCH_CUDA if mode == "torch" else jt.APEX_O1)
+    assert str(amp).startswith(f"{mode}: autocast float16 by the rules given, outputs")
+    assert len(repr(amp)) < 500  # it is logged
+    x = jnp.ones((2, 2))
+    run = amp.forward(lambda params, state, batch: (params @ batch, jnp.exp(batch)))
+    assert [y.dtype.name for y in run(x, None, x)] == ["float32", "float16"]
+
+    config = tmp_path / "folder" / "config.toml"
+    config.write_text(f'[fp16]\nmode = "{mode}"\nrules = "rules.toml"\n')
+    assert jt.amp_from_config(config) == amp  # relative to the configuration
+    monkeypatch.chdir(tmp_path / "folder")
+    for rules in (RULES, "rules.toml", Path("rules.toml"), tmp_path / "folder" / "rules.toml"):
+        assert jt.amp_from_config({"fp16": {"mode": mode, "rules": rules}}) == amp
+    with pytest.raises(FileNotFoundError, match=r"none\.toml"):
+        jt.amp_mode(mode, rules="none.toml")
+    (tmp_path / "folder" / "rules.toml").write_text("[")
+    with pytest.raises(ValueError, match=r"config.toml: fp16: rules: .*rules.toml is not a TOML file: "):
+        jt.amp_from_config(config)
 
 
 def test_configurations_of_another_type() -> None:
