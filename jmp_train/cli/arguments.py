@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jmp_train.cli.errors import EXIT_CODES, WrongCall
+from jmp_train.policies import Amp, Policy
 from jmp_train.runs import check_float64, precision_of
 
 _LARGEST = 2**31 - 1
@@ -73,12 +74,19 @@ def precision_name(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r} has control characters")
     name = re.sub(" *([,=]|^|$) *", r"\1", text)
     try:
-        # "half" would ask the device, which belongs to the training process.
-        precision = precision_of(re.sub(r"\bhalf\b", "float16", name))
-        check_float64(precision, name)
+        check_float64(precision_without_device(name), name)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return name
+
+
+def precision_without_device(name: str) -> Policy | Amp:
+    """Returns what `precision_of` does, and does not ask which device there is: that belongs to the training process.
+
+    Args:
+      name: of a policy or AMP mode, in which "half" counts as float16.
+    """
+    return precision_of(re.sub(r"\bhalf\b", "float16", name))
 
 
 def path(text: str) -> Path:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from typing import IO, TYPE_CHECKING
 
 from jmp_train.cli.errors import CALL_IS_WRONG, TRACEBACK, Failure, WrongCall, checking_the_call
 from jmp_train.cli.options import RunOptions, as_arguments, make_writable, read_options
+from jmp_train.cli.rules import read_rules, takes_rules
 from jmp_train.extras import extra_packages
 from jmp_train.launch import ChildProcess, Output, own_output, signals_as_exceptions
 from jmp_train.runs import Event, Run, event_from_json
@@ -51,6 +53,7 @@ def _compare(args: argparse.Namespace, log: IO[str], output: Output | None) -> N
     from jmp_train.reports import explanations, print_speed_table, print_table, report, write_report
 
     names = args.modes or args.policies or DEFAULT_POLICIES
+    read_rules(args.rules, names)  # as each process will
     with checking_the_call():
         check_options(args.task, read_options(TaskOptions, args))
         made = _check_outputs(args, names)
@@ -164,9 +167,10 @@ def _command(args: argparse.Namespace, name: str) -> list[str]:
     command = [sys.executable, "-P"]
     command += ["-E"] * sys.flags.ignore_environment + ["-s"] * sys.flags.no_user_site
     command += [str(_PROCESS), "train", args.task, "--policy", name, "--json"]
-    for kind in (RunOptions, TaskOptions):
-        command += as_arguments(read_options(kind, args))
-    return command
+    options = read_options(RunOptions, args)
+    if not takes_rules(name):
+        options = dataclasses.replace(options, rules=None)
+    return command + as_arguments(options) + as_arguments(read_options(TaskOptions, args))
 
 
 def _event(line: bytes) -> Event | None:

@@ -8,12 +8,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 from jmp_train.cli.errors import PROBLEMS_FOUND, RUN_FAILED, Failure, WrongCall, checking_the_call
 from jmp_train.cli.options import DEFAULT_POLICY, make_writable, provide_cpu_devices, read_options, turn_ynn_fusion_off
+from jmp_train.cli.rules import read_rules
 from jmp_train.launch import Output, own_output
 from jmp_train.policies import NumericsReport, diagnose
 from jmp_train.tasks import TaskOptions, load_task
 
 if TYPE_CHECKING:
-    from jmp_train.runs import PreparedRun
+    from jmp_train.runs import PreparedRun, RulesFile
     from jmp_train.steps import TrainState
 
 
@@ -22,15 +23,17 @@ def diagnose_command(args: argparse.Namespace) -> int:
     turn_ynn_fusion_off()
     provide_cpu_devices(args.devices)
     name = args.name or DEFAULT_POLICY
+    rules = read_rules(args.rules, [name])
     with outputs_of(args) as output:
-        prepared, state, batch = _moment(args, name)
+        prepared, state, batch = _moment(args, name, rules)
         step = int(state.step)
         report = diagnose(prepared.step, state, batch, steps=args.steps)
-        title = f"{args.task}, {name}, step {step}"
-        return show(report, title, {"task": args.task, "policy": name, "step": step}, args, output)
+        subject = {"task": args.task, "policy": name, **({"rules": rules.name} if rules else {}), "step": step}
+        title = f"{args.task}, {name}, {f'rules of {rules.name}, ' if rules else ''}step {step}"
+        return show(report, title, subject, args, output)
 
 
-def _moment(args: argparse.Namespace, name: str) -> "tuple[PreparedRun, TrainState, Any]":
+def _moment(args: argparse.Namespace, name: str, rules: "RulesFile | None") -> "tuple[PreparedRun, TrainState, Any]":
     """Returns the run, and the state and the batch to be diagnosed."""
     from jmp_train.capsules import capsule_step, load_capsule
     from jmp_train.runs import check_run, prepare_run
@@ -50,6 +53,7 @@ def _moment(args: argparse.Namespace, name: str) -> "tuple[PreparedRun, TrainSta
         batch_size=args.batch_size,
         seed=args.seed,
         growth_interval=args.growth_interval,
+        rules=rules,
         with_metadata=args.checkpoint_dir is not None,
     )
     done, state = _saved(args, prepared, state)

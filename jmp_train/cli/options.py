@@ -30,6 +30,7 @@ class SetupOptions:
       batch_size: examples a step; None for the task's own number.
       seed: of parameters, dropout and the order of the data.
       growth_interval: steps without overflow after which a dynamic loss scale grows; None for the policy's own.
+      rules: the file of the rules by which policies and modes autocast; None for their own.
     """
 
     epochs: int | None = field(default=None, metadata=option("count", "default: the task's"))
@@ -42,6 +43,10 @@ class SetupOptions:
             "steps without overflow until a dynamic loss scale grows; default: 2000, naive 1000",
             metavar="STEPS",
         ),
+    )
+    rules: Path | None = field(
+        default=None,
+        metadata=option("path", "autocast by the rules in FILE; default: those of the policy or mode", metavar="FILE"),
     )
 
 

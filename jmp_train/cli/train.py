@@ -17,6 +17,7 @@ from jmp_train.cli.options import (
     read_options,
     turn_ynn_fusion_off,
 )
+from jmp_train.cli.rules import read_rules
 from jmp_train.tasks import TaskOptions, load_task
 
 if TYPE_CHECKING:
@@ -27,13 +28,14 @@ if TYPE_CHECKING:
 def train_command(args: argparse.Namespace) -> int:
     """Trains a task under one name, prints what it reports, and returns the exit code."""
     from jmp_train.launch import own_output
-    from jmp_train.reports import display_on, note_outputs, print_table
+    from jmp_train.reports import display_on, note_outputs, note_rules, print_table
     from jmp_train.runs import Event, Planned, ResumeError, Stopped, check_run, event_to_json, train
     from jmp_train.steps import WATCHES
 
     turn_ynn_fusion_off()
     provide_cpu_devices(args.devices)
     name = args.name or DEFAULT_POLICY
+    rules = read_rules(args.rules, [name])
     with ExitStack() as stack:
         events = stack.enter_context(own_output()) if args.json else None
         with checking_the_call():
@@ -71,6 +73,7 @@ def train_command(args: argparse.Namespace) -> int:
                 seed=args.seed,
                 growth_interval=args.growth_interval,
                 watch=WATCHES if args.watch else (),
+                rules=rules,
                 saving=saving,
                 recorder=recorder,
                 on_event=on_event,
@@ -82,7 +85,7 @@ def train_command(args: argparse.Namespace) -> int:
             return 128 + signals[0]
     if not args.json:
         print_table([run])
-        if note := note_outputs(run):
+        for note in filter(None, (note_rules(run), note_outputs(run))):
             print(note)
     return 0 if events is None or events.lost is None else 1
 

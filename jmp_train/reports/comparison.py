@@ -181,7 +181,7 @@ def explain_accuracy(name: str, points: float, first: str) -> str | None:
 
 
 def explanations(runs: Sequence[Run]) -> list[str]:
-    """Returns a sentence for each run with outputs that are not finite, or less accurate for a known reason.
+    """Returns what is to be said of runs: rules from a file, outputs that are not finite, why one is less accurate.
 
     Args:
       runs: any number; the first one's accuracy is what the others are beside.
@@ -189,8 +189,17 @@ def explanations(runs: Sequence[Run]) -> list[str]:
     texts = []
     for run in runs:
         points = 100 * (runs[0].test_accuracy - run.test_accuracy)
-        texts += [note_outputs(run), explain_accuracy(run.policy, points, runs[0].policy)]
+        texts += [note_rules(run), note_outputs(run), explain_accuracy(run.policy, points, runs[0].policy)]
     return [text for text in texts if text is not None]
+
+
+def note_rules(run: Run) -> str | None:
+    """Returns which file a run's rules of autocast are of; None if they are its policy's or mode's own.
+
+    Args:
+      run: the run.
+    """
+    return f"{run.policy}: autocast by the rules of {run.rules}" if run.rules else None
 
 
 def note_outputs(run: Run) -> str | None:

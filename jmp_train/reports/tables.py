@@ -54,6 +54,7 @@ def _run_report(run: Run) -> dict[str, Any]:
     epochs = [event_to_json(epoch) for epoch in run.epochs]
     return {
         "policy": run.policy,
+        **({"rules": run.rules} if run.rules else {}),
         "device": run.device,
         "test_accuracy": run.test_accuracy,
         "nonfinite_outputs": run.nonfinite_outputs,

@@ -18,9 +18,12 @@ from jmp_train.runs.resuming import ResumeError as ResumeError
 from jmp_train.runs.resuming import Saving as Saving
 from jmp_train.runs.resuming import Stopped as Stopped
 from jmp_train.runs.resuming import newest_saved as newest_saved
+from jmp_train.runs.rules_files import RulesFile as RulesFile
 from jmp_train.runs.run_log import RunLog as RunLog
 from jmp_train.runs.run_log import check_unused as check_unused
+from jmp_train.runs.setups import AUTOCAST_CHOICES as AUTOCAST_CHOICES
 from jmp_train.runs.setups import MODE_CHOICES as MODE_CHOICES
+from jmp_train.runs.setups import autocasts as autocasts
 from jmp_train.runs.setups import check_float64 as check_float64
 from jmp_train.runs.setups import loss_scale_for as loss_scale_for
 from jmp_train.runs.setups import make_setup as make_setup

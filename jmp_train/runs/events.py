@@ -125,6 +125,7 @@ class Run:
       costs: what a step costs on any device.
       nonfinite_outputs: for how many of the test data the model's output is not finite.
       watch: `{watch: {group: share}}`, the mean over the steps that this process took; empty if it watched nothing.
+      rules: the file of the rules by which it autocast; None for its policy's or mode's own.
     """
 
     policy: str
@@ -138,6 +139,7 @@ class Run:
     costs: StepCosts
     nonfinite_outputs: int = 0
     watch: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict, hash=False)
+    rules: str | None = None
 
     @property
     def epoch_seconds(self) -> float:
@@ -176,7 +178,7 @@ _KINDS: dict[str, type[Event]] = {
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _PARTS = {"epochs": Epoch, "recent": Step, "steps": Step, "watched": Watched}
-_LEFT_OUT = ("watch", "watched")  # of runs that watch nothing
+_LEFT_OUT = ("watch", "watched", "rules")  # of runs that watch nothing, and have no rules of their own
 
 
 def event_to_json(event: Event) -> dict[str, Any]:

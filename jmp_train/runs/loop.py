@@ -15,6 +15,7 @@ from jmp_train.runs.events import Compiled, Epoch, Event, Progress, Run, Step, W
 from jmp_train.runs.memory import peak_memory
 from jmp_train.runs.preparing import check_run, prepare_run
 from jmp_train.runs.resuming import Saver, Saving
+from jmp_train.runs.rules_files import RulesFile
 from jmp_train.runs.setups import Setup
 from jmp_train.runs.task_batches import count_examples, evaluation_batches
 from jmp_train.runs.watched_shares import ShareTotals
@@ -38,6 +39,7 @@ def train(
     seed: int = 0,
     growth_interval: int | None = None,
     watch: Sequence[str] = (),
+    rules: RulesFile | None = None,
     saving: Saving | None = None,
     recorder: SkipRecorder | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
@@ -56,6 +58,7 @@ def train(
       growth_interval: steps without overflow after which a dynamic loss scale grows; None for the policy's own.
         Those that have none, such as float32, take no notice.
       watch: see `train_step`.
+      rules: by which the policy or mode autocasts, in place of its own; None for these.
       saving: where to save checkpoints, and whether to go on from the last; None for nowhere.
       recorder: writes capsules of steps that are skipped; who made it closes it. None for none.
       on_event: called with a `Compiled`, with a `Progress` now and then, with each `Epoch` and with
@@ -65,8 +68,9 @@ def train(
       The run.
 
     Raises:
-      ValueError: an unknown policy or mode, a seed out of range, fewer than one epoch, a batch larger
-        than the data or not to be sharded evenly, fewer devices than the task wants, or checkpoints of another run.
+      ValueError: an unknown policy or mode, rules for one that does not autocast, a seed out of range, fewer than one
+        epoch, a batch larger than the data or not to be sharded evenly, fewer devices than the task wants, or
+        checkpoints of another run.
       OSError: another run saves its checkpoints there.
       Stopped: `saving` said so.
       StalledTrainingError: non-finite gradients made the loop skip every step.
@@ -86,6 +90,7 @@ def train(
         seed=seed,
         growth_interval=growth_interval,
         watch=watch,
+        rules=rules,
         with_metadata=saver is not None,
     )
     setup, devices = prepared.setup, prepared.devices
@@ -135,6 +140,7 @@ def train(
         costs=compiled.costs,
         nonfinite_outputs=nonfinite_outputs,
         watch=looks.shares.means(),
+        rules=None if rules is None else rules.name,
     )
     on_event(run)
     return run

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_train.data import check_seed
 from jmp_train.parallel import data_parallel
+from jmp_train.runs.rules_files import RulesFile
 from jmp_train.runs.run_identity import run_metadata
 from jmp_train.runs.setups import Setup, make_setup
 from jmp_train.runs.task_batches import count_examples, train_batches
@@ -92,6 +93,7 @@ def prepare_run(
     seed: int = 0,
     growth_interval: int | None = None,
     watch: Sequence[str] = (),
+    rules: RulesFile | None = None,
     with_metadata: bool = False,
 ) -> tuple[PreparedRun, TrainState]:
     """Returns a run before its first step, and its first state.
@@ -104,6 +106,7 @@ def prepare_run(
       seed: see `train`.
       growth_interval: see `train`.
       watch: see `train_step`.
+      rules: see `train`.
       with_metadata: whether it has checkpoints, which say whose they are.
 
     Raises:
@@ -114,7 +117,7 @@ def prepare_run(
     steps_per_epoch = check_run(task, epochs, batch_size, seed)
     devices = _first_devices(task.devices)
     schedule = task.schedule(epochs * steps_per_epoch)
-    setup = make_setup(task, name, schedule, growth_interval, watch)
+    setup = make_setup(task, name, schedule, growth_interval, watch, None if rules is None else rules.rules)
 
     init_key, step_key = jax.random.split(jax.random.key(seed))
     params, model_state = task.init(init_key)
@@ -127,7 +130,9 @@ def prepare_run(
         sharding = NamedSharding(mesh, P(DATA_AXIS))
         state = jax.device_put(state, NamedSharding(mesh, P()))
     shared = task.shared()
-    metadata = run_metadata(task, name, epochs, batch_size, seed, shared, growth_interval) if with_metadata else {}
+    metadata: dict[str, Any] = {}
+    if with_metadata:
+        metadata = run_metadata(task, name, epochs, batch_size, seed, shared, growth_interval, rules)
     prepared = PreparedRun(
         task=task,
         epochs=epochs,

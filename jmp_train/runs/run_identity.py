@@ -12,6 +12,7 @@ import numpy as np
 from jmp_train.distributed import as_bytes
 from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import named_leaves
+from jmp_train.runs.rules_files import RulesFile
 from jmp_train.runs.task_batches import count_examples
 from jmp_train.tasks import Arrays, Task, TaskOptions, options_of
 
@@ -28,12 +29,13 @@ def run_metadata(
     seed: int,
     shared: PyTree,
     growth_interval: int | None = None,
+    rules: RulesFile | None = None,
 ) -> dict[str, Any]:
     """Returns what a run's checkpoints say of it, as JSON has it.
 
     `run` has all that its results depend on, by the names of the command line's options, of which None is the default,
-    and a digest of the data. The rest is for people: the folder of the data, which may be moved, the device and the
-    versions.
+    and digests of the data and of rules from a file. The rest is for people: where data and rules are (they may move),
+    the device and the versions.
 
     Args:
       task: what is trained.
@@ -43,6 +45,7 @@ def run_metadata(
       seed: of parameters, dropout and the order of the data.
       shared: what `task.shared` made, a tree of arrays.
       growth_interval: see `train`. Where it is None it is left out, as before there was such an option.
+      rules: see `train`; left out likewise.
     """
     data_dir = task.options.data_dir
     return {
@@ -52,12 +55,14 @@ def run_metadata(
             "train_size": count_examples(task.train),
             "policy": policy,
             **({} if growth_interval is None else {"growth_interval": growth_interval}),
+            **({} if rules is None else {"rules": rules.digest}),
             "epochs": epochs,
             "batch_size": batch_size,
             "seed": seed,
             "data": data_digest(task.train, task.test, shared),
         },
         "data_dir": None if data_dir is None else str(data_dir.absolute()),
+        **({} if rules is None else {"rules_file": str(rules.path.absolute())}),
         "device": jax.local_devices()[0].device_kind,
         "versions": {package: _version(package) for package in _PACKAGES},
     }

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_train.policies import Params, PyTree
+from jmp_train.policies import AutocastRules, Params, PyTree
 from jmp_train.policies.amp_modes import Amp, ApexOptions, amp_mode
 from jmp_train.policies.dtype_policies import AutocastPolicy, Policy, apply_policy, get_policy
 from jmp_train.policies.loss_scaling import DynamicLossScale, LossScale, LossScales, NoOpLossScale
@@ -28,23 +28,30 @@ _MODES: dict[str, dict[str, Any]] = {
     "naive": {"mode": "naive"},
 }
 _BFLOAT16 = "-bfloat16"
+AUTOCAST_CHOICES = "autocast_float16, autocast_bfloat16, torch and apex-O1"
 MODE_CHOICES = f"{', '.join(_MODES)}, each also with {_BFLOAT16}"
 
 
-def precision_of(name: str) -> Policy | Amp:
+def precision_of(name: str, rules: AutocastRules | None = None) -> Policy | Amp:
     """Returns the policy or the AMP mode of that name.
 
     Args:
       name: of a mode, "torch", "apex-O0" to "apex-O3" or "naive", in float16, or with "-bfloat16" after it; else
         what `get_policy` takes.
+      rules: by which it autocasts; None for its own.
 
     Raises:
-      ValueError: there is neither; the message lists the choices.
+      ValueError: there is neither, and the message lists the choices; or there are rules, and it does not autocast.
 
     Example:
       >>> precision_of("apex-O2-bfloat16").dtype.name, str(precision_of("mixed_float16"))
       ('bfloat16', 'p=full,c=f16,o=full')
     """
+    precision = _precision_named(name)
+    return precision if rules is None else _with_rules(precision, rules, name)
+
+
+def _precision_named(name: str) -> Policy | Amp:
     options = _MODES.get(name.removesuffix(_BFLOAT16))
     if options is not None:
         dtype = jnp.bfloat16 if name.endswith(_BFLOAT16) else jnp.float16
@@ -53,6 +60,29 @@ def precision_of(name: str) -> Policy | Amp:
         return get_policy(name)
     except ValueError as error:
         raise ValueError(f"{error}; or an AMP mode: {MODE_CHOICES}") from None
+
+
+def _with_rules(precision: Policy | Amp, rules: AutocastRules, name: str) -> Policy | Amp:
+    if not autocasts(precision):
+        raise ValueError(f"{name} does not autocast, so that it has no rules; {AUTOCAST_CHOICES} do")
+    if isinstance(precision, Amp):
+        return dataclasses.replace(precision, options=dataclasses.replace(precision.options, rules=rules))
+    return dataclasses.replace(precision, rules=rules)
+
+
+def autocasts(precision: Policy | Amp) -> bool:
+    """Returns whether each operation gets its precision by rules.
+
+    Args:
+      precision: see `precision_of`.
+
+    Example:
+      >>> [autocasts(precision_of(name)) for name in ("apex-O1", "apex-O2", "autocast_float16", "mixed_float16")]
+      [True, False, True, False]
+    """
+    if isinstance(precision, Amp):
+        return precision.precision.autocast_rules is not None
+    return isinstance(precision, AutocastPolicy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +111,7 @@ def make_setup(
     schedule: optax.Schedule,
     growth_interval: int | None = None,
     watch: Sequence[str] = (),
+    rules: AutocastRules | None = None,
 ) -> Setup:
     """Returns the pieces with which a task is trained under a name.
 
@@ -90,11 +121,13 @@ def make_setup(
       schedule: the learning rate.
       growth_interval: steps without overflow after which a dynamic loss scale grows; None for its own.
       watch: see `train_step`.
+      rules: see `precision_of`.
 
     Raises:
-      ValueError: there is no such name, or jax has no float64 and the policy has.
+      ValueError: there is no such name, or jax has no float64 and the policy has, or it has rules and does not
+        autocast.
     """
-    precision = precision_of(name)
+    precision = precision_of(name, rules)
     if isinstance(precision, Amp):
         return _of_mode(task, _growing_after(precision, growth_interval), schedule, watch)
     check_float64(precision, name)

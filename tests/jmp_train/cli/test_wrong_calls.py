@@ -116,7 +116,7 @@ PATHS = [
         (*call, option, folder)
         for call, option in (
             (KARATE, "--checkpoint-dir"), (KARATE, "--capsules"), (KARATE, "--logdir"), (COMPARE, "--out"),
-            (COMPARE, "--logdir"),
+            (COMPARE, "--logdir"), ((*KARATE, "--mode", "torch"), "--rules"), (("compare", "karate"), "--rules"),
         )
         for folder in FOLDERS
     ],
@@ -132,10 +132,11 @@ DIAGNOSES = [
     *[(*DIAGNOSE, "--policy", name) for name in ("float31", "", CONTROL)],
     *[
         (*DIAGNOSE, option, folder)
-        for option in ("--capsule", "--checkpoint-dir", "--out")
+        for option in ("--capsule", "--checkpoint-dir", "--out", "--rules")
         for folder in ("file/x", "nul\0byte", LONG)
     ],
     *[(*DIAGNOSE, "--checkpoint-dir", folder, "--out", "made") for folder in ("file", "empty", "nowhere", CONTROL)],
+    *[(*DIAGNOSE, "--rules", file, "--out", "made") for file in ("file", "empty", "nowhere", CONTROL)],
     *[(*DIAGNOSE, "--capsule", file, "--out", "made") for file in ("file", "empty", "nowhere", CONTROL)],
 ]
 LAUNCHES = [

@@ -10,6 +10,7 @@ from jmp_train.reports.comparison import (
     explain_failure,
     explanations,
     note_outputs,
+    note_rules,
     watch_rows,
 )
 
@@ -54,3 +55,10 @@ def test_outputs_that_are_not_finite_are_told() -> None:
     text = "naive: for 3 of the test data the model's output is not finite, which counts as wrong"
     assert note_outputs(bad) == text
     assert explanations([make_run(), bad]) == [text]
+
+
+def test_a_file_of_rules_is_told() -> None:
+    ruled = dataclasses.replace(make_run("torch"), rules="folder/rules.toml")
+    assert note_rules(ruled) == "torch: autocast by the rules of folder/rules.toml"
+    assert explanations([make_run(), ruled]) == [note_rules(ruled)]
+    assert note_rules(make_run()) is None

@@ -28,6 +28,7 @@ EVENTS = [
     Epoch(1, 0.5, 1e-3, 2.0, 300.0, 65536.0, 3),
     dataclasses.replace(make_run(), nonfinite_outputs=7),
     dataclasses.replace(make_run(), watch={"lost_updates": {"Dense_0": 0.25, "Dense_1": 0.0}}),
+    dataclasses.replace(make_run(), rules="rules.toml"),
 ]
 
 

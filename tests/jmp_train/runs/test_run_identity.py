@@ -2,11 +2,14 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmp_train.policies import TORCH_CUDA, AutocastRules
+from jmp_train.runs.rules_files import RulesFile
 from jmp_train.runs.run_identity import data_digest, differences, run_metadata
 from jmp_train.tasks import Arrays, Task, TaskOptions, load_task
 
@@ -15,7 +18,7 @@ pytestmark = pytest.mark.quick
 
 def run_of(task: Task, **numbers: int) -> dict[str, object]:
     numbers = {"epochs": 3, "batch_size": 2, "seed": 0, **numbers}
-    return run_metadata(task, "float32", **numbers, shared=task.shared())["run"]
+    return run_metadata(task, "float32", **numbers, shared=task.shared(), rules=None)["run"]
 
 
 @pytest.fixture(name="cora", scope="module")
@@ -41,6 +44,23 @@ def test_each_option_is_told(cora: Task) -> None:
     assert differences(run, short) == ["growth_interval: the run has the default, this call 20"]
     assert differences(short, run) == ["growth_interval: the run has 20, this call the default"]
     assert "growth_interval" not in run  # as in checkpoints of before there was the option
+
+
+def test_the_entries_of_rules_are_told_and_not_where_their_file_is(cora: Task) -> None:
+    def metadata(file: str, rules: AutocastRules) -> dict[str, Any]:
+        return run_metadata(cora, "torch", 3, 2, 0, None, rules=RulesFile(Path(file), rules))
+
+    run = metadata("a.toml", TORCH_CUDA)["run"]
+    assert differences(run, metadata("b.toml", AutocastRules(*dataclasses.astuple(TORCH_CUDA)))["run"]) == []
+    other = metadata("a.toml", TORCH_CUDA.replace(paths={"head": "float32"}))["run"]
+    assert differences(run, other) == [f"rules: the run has {run['rules']}, this call {other['rules']}"]
+    plain = run_metadata(cora, "torch", 3, 2, 0, None)
+    assert differences(plain["run"], run) == [f"rules: the run has the default, this call {run['rules']}"]
+    assert metadata("a.toml", TORCH_CUDA)["rules_file"] == str(Path("a.toml").absolute())
+    assert "rules" not in plain["run"]  # as in checkpoints of before there was the option
+    assert "rules_file" not in plain
+    # What is in checkpoints must not change.
+    assert RulesFile(Path("x"), AutocastRules(paths=(("head", "float32"),))).digest == "31f87287d71878b9"
 
 
 def test_other_data_of_the_same_shapes_is_told(cora: Task) -> None:

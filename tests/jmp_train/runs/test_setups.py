@@ -18,7 +18,7 @@ from jmp_train.parallel.steps import data_parallel
 from jmp_train.policies.pytrees.paths import named_leaves
 from jmp_train.runs.loop import train
 from jmp_train.runs.resuming import Saving, Stopped
-from jmp_train.runs.setups import loss_scale_for, make_setup, precision_of
+from jmp_train.runs.setups import autocasts, loss_scale_for, make_setup, precision_of
 from jmp_train.tasks import Task, TaskOptions, load_task
 
 pytestmark = pytest.mark.quick
@@ -60,6 +60,42 @@ def test_an_unknown_name_is_told_the_choices(name: str) -> None:
     )
     with pytest.raises(ValueError, match=text):
         precision_of(name)
+
+
+AUTOCAST = ("autocast_float16", "autocast_bfloat16", "p=f32,a=f16", "torch", "apex-O1", "torch-bfloat16")
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_rules_take_the_place_of_those_of_a_name_that_autocasts(name: str) -> None:
+    assert autocasts(precision_of(name))
+    rules = jt.AutocastRules(primitives=(("dot_general", "float32"),))
+    precision = precision_of(name, rules)
+    found = precision.precision.autocast_rules if isinstance(precision, jt.Amp) else getattr(precision, "rules", None)
+    assert found == rules
+    assert precision != precision_of(name)
+    assert precision_of(name, None) == precision_of(name)
+
+
+@pytest.mark.parametrize("name", ["float32", "mixed_float16", "apex-O0", "apex-O2-bfloat16", "naive"])
+def test_a_name_that_does_not_autocast_takes_no_rules(name: str) -> None:
+    assert not autocasts(precision_of(name))
+    text = f"{name} does not autocast, so that it has no rules; autocast_float16, autocast_bfloat16, torch and apex-O1"
+    with pytest.raises(ValueError, match=text):
+        precision_of(name, jt.TORCH_CUDA)
+
+
+@pytest.mark.parametrize("name", ["autocast_float16", pytest.param("apex-O1", marks=pytest.mark.full)])
+def test_a_setup_trains_and_predicts_by_the_rules(digits: Task, name: str) -> None:
+    schedule = digits.schedule(100)
+    rules = jt.AutocastRules(primitives=(("dot_general", "float32"), ("conv_general_dilated", "float32")))
+    own, other = (make_setup(digits, name, schedule, 30, rules=x) for x in (None, rules))
+    assert other.loss_scale == own.loss_scale
+    state = jax.eval_shape(lambda key: own.create_state(*digits.init(key), key), KEY)
+    batch = {key: x[:8] for key, x in digits.train.items()}
+    for setup, has_half in ((own, True), (other, False)):
+        step = jax.make_jaxpr(setup.step)(state, batch)
+        predict = jax.make_jaxpr(setup.predict)(state.params, state.model_state, batch)
+        assert ["f16[" in str(program) for program in (step, predict)] == [has_half] * 2
 
 
 @pytest.mark.quick_cases(3)
