@@ -8,6 +8,7 @@ from rescue_models import equinox_models, haiku_models, linen_models, nnx_models
 from rescue_models.model import Batch as Batch
 from rescue_models.model import Model as Model
 from rescue_models.model import Outcome as Outcome
+from rescue_models.model import moments as moments
 from rescue_models.model import train as train
 
 MODELS = linen_models.MODELS + nnx_models.MODELS + equinox_models.MODELS + haiku_models.MODELS + plain_models.MODELS

@@ -1,7 +1,7 @@
 """What a model is, and how it is trained."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -72,9 +72,31 @@ def train(make: Callable[[int], Model], rules: jt.AutocastRules | None, seeds: S
     def of_seed(seed: int) -> tuple[float, float, float]:
         params, finite = make(seed).params, []
         state = jt.TrainState.create(params, optimizer)
-        for index in np.random.default_rng(seed).integers(len(model.batches), size=model.steps):
-            state, metrics = step(state, model.batches[index])
+        for batch in _in_order(model, seed):
+            state, metrics = step(state, batch)
             finite.append(metrics["grads_finite"])
         return mean_loss(params), mean_loss(state.params), 1 - float(np.mean(finite[-model.steps // 4 :]))
 
     return Outcome(*np.array([of_seed(seed) for seed in seeds]).T)
+
+
+def moments(make: Callable[[int], Model], count: int = 4, seed: int = 0) -> list[tuple[Any, Batch]]:
+    """Returns arguments of the loss function, of moments of a training in float32 at equal distances.
+
+    Args:
+      make: see `train`.
+      count: how many; the first are those before the training, the last those after it.
+      seed: see `train`.
+    """
+    model = make(seed)
+    step = jax.jit(jt.train_step(jt.stateless(model.loss_fn), model.optimizer))
+    states = [jt.TrainState.create(model.params, model.optimizer)]
+    for batch in _in_order(model, seed):
+        states.append(step(states[-1], batch)[0])
+    chosen = np.linspace(0, model.steps, count).astype(int)
+    return [(states[i].params, model.batches[n % len(model.batches)]) for n, i in enumerate(chosen)]
+
+
+def _in_order(model: Model, seed: int) -> Iterator[Batch]:
+    order = np.random.default_rng(seed).integers(len(model.batches), size=model.steps)
+    return (model.batches[index] for index in order)

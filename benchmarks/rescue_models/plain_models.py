@@ -106,7 +106,7 @@ def hidden_markov(seed: int) -> Model:
 def gaussian_process(seed: int) -> Model:
     """A Gaussian process with a deep kernel (Wilson et al., 2016): the kernel of float16 is not positive definite."""
     random = np.random.default_rng(0)
-    points, noise = 64, 1e-4
+    points, noise = 64, 1e-3
 
     def batch() -> Batch:
         x = random.uniform(-2, 2, (points, 2))
