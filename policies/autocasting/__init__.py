@@ -17,6 +17,7 @@ from jmp_train.policies.autocasting.higher_order import scan_counts as scan_coun
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast as opaque_to_autocast
 from jmp_train.policies.autocasting.operations import OperationReport as OperationReport
 from jmp_train.policies.autocasting.operations import OperationsReport as OperationsReport
+from jmp_train.policies.autocasting.operations import elements_of as elements_of
 from jmp_train.policies.autocasting.operations import flops_of as flops_of
 from jmp_train.policies.autocasting.operations import half_share as half_share
 from jmp_train.policies.autocasting.operations import held_jaxprs as held_jaxprs

@@ -12,6 +12,7 @@ from jmp_train.policies.autocasting.flat_calls import FlatCall
 from jmp_train.policies.autocasting.operations import (
     OperationReport,
     OperationsReport,
+    elements_of,
     flops_of,
     table,
 )
@@ -128,4 +129,5 @@ def _operation(decision: Decision) -> OperationReport:
         rule=decision.rule,
         reason=decision.reason,
         flops=decision.repeats * flops_of(equation),
+        elements=decision.repeats * elements_of(equation),
     )

@@ -29,6 +29,7 @@ class OperationReport:
       rule: "lower", "float32", "promote", "demote" or "keep".
       reason: what decided that.
       flops: floating-point operations, of all iterations of a `scan` together.
+      elements: of its results, likewise.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -47,6 +48,7 @@ class OperationReport:
     rule: str
     reason: str
     flops: int
+    elements: int
 
     @property
     def in_half(self) -> bool:
@@ -83,6 +85,13 @@ class OperationsReport:
     def half_flops_share(self) -> float:
         """The share of floating-point operations that run in half precision, from 0 to 1."""
         return half_share(self.operations)
+
+    @property
+    def half_elements_share(self) -> float:
+        """The share of the floating results that are stored in half precision, from 0 to 1."""
+        floats = [row for row in self.operations if any("float" in dtype for dtype in row.dtypes_out)]
+        half = sum(row.elements for row in floats if all(dtype in _HALVES for dtype in row.dtypes_out))
+        return half / max(1, sum(row.elements for row in floats))
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the operations as dictionaries, for machines."""
@@ -123,7 +132,7 @@ def flops_of(equation: Any) -> int:
     if held := held_jaxprs(equation):  # a program that was run as it was traced
         inner = sum(flops_of(e) for jaxpr in held for e in jaxpr.eqns)
         return equation.params.get("length", 1) * inner
-    size = sum(math.prod(getattr(out.aval, "shape", ())) for out in equation.outvars)
+    size = elements_of(equation)
     match equation.primitive.name:
         case "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
@@ -139,6 +148,11 @@ def flops_of(equation: Any) -> int:
         case "reshape" | "transpose" | "broadcast_in_dim" | "convert_element_type" | "slice":
             return 0
     return size
+
+
+def elements_of(equation: Any) -> int:
+    """Returns how many elements the results of an equation have."""
+    return sum(math.prod(getattr(out.aval, "shape", ())) for out in equation.outvars)
 
 
 def _ragged_contraction(equation: Any) -> int:

@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.cpu_convolutions import all_equations, warn_of_convolutions
@@ -148,6 +149,29 @@ def autocast_as(rule: Rule) -> Callable[[Callable[Args, Result]], Callable[Args,
 
 def run_region(region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns what `fn(*args, **kwargs)` gives by the rules of a region."""
+
+    def run(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
+        warn_of_convolutions(all_equations(jaxpr.jaxpr), region.half)
+        fresh = dataclasses.replace(region, constants={}, memory={})
+        return [value.array for value in interpret(fresh, jaxpr, [argument(array) for array in arrays])]
+
+    return run_traced(run, fn, args, kwargs)
+
+
+def run_traced(
+    run: Callable[[ClosedJaxpr, list[Any]], list[Any]],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Returns what `fn(*args, **kwargs)` gives if it is traced in float32 and then run some other way.
+
+    Args:
+      run: runs the traced function on arrays.
+      fn: a pure function.
+      args: its arguments.
+      kwargs: likewise.
+    """
     args, kwargs = states_at_home((args, kwargs))
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_nnx)
     are_arrays = [is_array(leaf) for leaf in leaves]
@@ -166,10 +190,7 @@ def run_region(region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kw
         return [*filter(is_array, results), *changed]
 
     jaxpr = jax.make_jaxpr(flat)(*(float32_aval(jax.typeof(array)) for array in arrays))
-    warn_of_convolutions(all_equations(jaxpr.jaxpr), region.half)
-    region = dataclasses.replace(region, constants={}, memory={})
-    values = interpret(region, jaxpr, [argument(array) for array in arrays])
-    computed = (jnp.asarray(value.array) for value in values)
+    computed = map(jnp.asarray, run(jaxpr, arrays))
     out_tree, results = structure
     results = [next(computed) if x is _ARRAY else x for x in results]
     carried.write(computed)

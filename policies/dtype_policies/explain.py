@@ -10,6 +10,7 @@ from jmp_train.policies.autocasting import (
     OperationReport,
     OperationsReport,
     decided,
+    elements_of,
     half_share,
     mark_of,
     run_region,
@@ -117,6 +118,7 @@ def _row(operation: TracedOperation) -> OperationReport:
         rule="keep",
         reason="" if origin is None else str(origin),
         flops=operation.flops,
+        elements=operation.repeats * elements_of(equation),
     )
 
 

@@ -1,0 +1,60 @@
+"""Units as entries of autocast's rules: the shortest expressions that reach these operations and no others."""
+
+import dataclasses
+import re
+from collections.abc import Collection, Sequence
+
+from jmp_train.tuning.units import Unit, primitive_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An entry of the rules.
+
+    Attributes:
+      expressions: for `AutocastRules.operations`.
+      units: the numbers of those that it reaches.
+    """
+
+    expressions: tuple[str, ...]
+    units: frozenset[int]
+
+
+def entries_of(chosen: Collection[int], units: Sequence[Unit]) -> list[Entry]:
+    """Returns entries that reach chosen units and no others, in their order.
+
+    Args:
+      chosen: numbers of units.
+      units: all of them.
+    """
+    found: dict[tuple[str, ...], set[int]] = {}
+    for number in sorted(chosen):
+        expressions = tuple(dict.fromkeys(_expression(x, chosen, units) for x in units[number].addresses))
+        found.setdefault(expressions, set()).add(number)
+    return [Entry(expressions, frozenset(numbers)) for expressions, numbers in found.items()]
+
+
+def _expression(address: str, chosen: Collection[int], units: Sequence[Unit]) -> str:
+    """Returns the shortest expression that reaches an address, and none that was not chosen."""
+    head, _, lines = address.partition("@")
+    path = head.rpartition(":")[0]
+    inner, _, outer = lines.partition("<")
+    operation = f"^{re.escape(path)}:{re.escape(primitive_of(address))}@"
+    at_line = f"{operation}.*{_file(inner)}"
+    of_caller = f"{at_line}<.*{_file(outer)}$" if outer else f"{at_line}$"
+    shorter = [operation] if path else []
+    shorter += [f"{at_line}(<|$)", of_caller]
+    for expression in shorter:
+        if _reached(expression, units) <= set(chosen):
+            return expression.replace("(<|$)", "$") if not outer else expression
+    return f"^{re.escape(address)}$"
+
+
+def _file(line: str) -> str:
+    """Returns an expression for a line that holds on other machines too: the file, its folder and the line's number."""
+    return re.escape("/".join(line.replace("\\", "/").split("/")[-2:]))
+
+
+def _reached(expression: str, units: Sequence[Unit]) -> set[int]:
+    search = re.compile(expression).search
+    return {number for number, unit in enumerate(units) if any(map(search, unit.addresses))}

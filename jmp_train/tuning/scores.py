@@ -1,0 +1,101 @@
+"""Which operations matter: the adjoint of each times its local error, forward and backward, in one run.
+
+With x the value at an operand or a result, c its adjoint and d() what rounding takes away, an operation's score is
+the sum of |d(x) c| + |x d(c)|. What overflows counts as a thousand times what it was.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_train.policies.autocasting import AutocastRules
+from jmp_train.policies.autocasting.emulating import Bit, rounded
+from jmp_train.tuning.subjects import Example, Subject
+from jmp_train.tuning.units import flagged
+
+_OVERFLOW = 1e3
+SCALES = tuple(2.0**exponent for exponent in (15, 12, 9, 6, 3, 0))
+
+
+def scores_of(
+    subject: Subject, numbers: dict[str, int], dtype: Any, rules: AutocastRules
+) -> Callable[[jax.Array, Any, Example], jax.Array]:
+    """Returns a function of slots [units, 2] of zeros, a loss scale and an example to scores.
+
+    Its result [units, 2] is each operation's score, and what that would be if all of it were lost.
+
+    Args:
+      subject: what is tuned.
+      numbers: of the units, by address.
+      dtype: the half type.
+      rules: by which all that can be is half.
+
+    Reference: |adjoint x local error| ranks variables in CHEF-FP (Vassiliadis and others, SC 2021) and ADAPT (Menon and
+    others, SC 2018), forward.
+    """
+    noted = _noting(dtype)
+
+    def scores(slots: jax.Array, scale: Any, example: Example) -> jax.Array:
+        def of_slots(slots: jax.Array) -> jax.Array:
+            def run(
+                run: Callable[..., Any], arrays: Sequence[Any], active: Bit, addresses: tuple[str, ...], *, wide: bool
+            ) -> list[Any]:
+                del active, wide
+                slot = slots[numbers[addresses[0]]]
+                results = run(*(noted(x, slot) if _is_float32(x) else x for x in arrays))
+                results = list(results) if isinstance(results, list | tuple) else [results]
+                return [noted(x, slot) if _is_float32(x) else x for x in results]
+
+            everything = flagged(lambda *_: True, dtype, rules, run)
+            return subject.objective(everything, *example) * scale
+
+        return jax.grad(of_slots)(slots) / scale
+
+    return scores
+
+
+def best_scale(scores: dict[float, np.ndarray]) -> float:
+    """Returns the loss scale at which least is lost, the largest of several.
+
+    Args:
+      scores: by scale; see `scores_of`.
+    """
+
+    def lost(found: np.ndarray) -> float:
+        return float(np.minimum(found[:, 0] / np.maximum(found[:, 1], 1e-30), 1.0).sum())
+
+    least = min(map(lost, scores.values()))
+    return max(scale for scale, found in scores.items() if lost(found) <= 1.05 * least)
+
+
+def _is_float32(x: Any) -> bool:
+    return jnp.result_type(x) == jnp.float32
+
+
+def _noting(dtype: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns an identity that puts an operation's score into the gradient of its slot."""
+
+    def lost(x: jax.Array) -> jax.Array:
+        cast = rounded(x, dtype)
+        return jnp.where(jnp.isfinite(cast), jnp.abs(cast - x), _OVERFLOW * jnp.abs(x))
+
+    @jax.custom_vjp
+    def noted(x: jax.Array, slot: jax.Array) -> jax.Array:
+        del slot
+        return x
+
+    def forward(x: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+        del slot
+        return x, x
+
+    def backward(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        score = lost(x) * jnp.abs(cotangent) + lost(cotangent) * jnp.abs(x)
+        whole = jnp.abs(x * cotangent)
+        finite = jnp.isfinite(score) & jnp.isfinite(whole)
+        return cotangent, jnp.stack([jnp.sum(jnp.where(finite, y, 0)) for y in (score, whole)])
+
+    noted.defvjp(forward, backward)
+    return noted

@@ -1,0 +1,70 @@
+"""The search for a smallest list: the first items of a ranking that suffice, then delta debugging until each is needed.
+
+It knows nothing of precision: a test says of a set of items whether they suffice.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item", bound=Hashable)
+Suffices = Callable[[frozenset[Item]], bool]
+
+
+def smallest_list(ranking: Sequence[Item], group_of: Callable[[Item], Hashable], suffices: Suffices[Item]) -> list[Item]:
+    """Returns items that suffice, of which each is needed: without it the others do not suffice.
+
+    Args:
+      ranking: all items, those most likely to be needed first; together they have to suffice.
+      group_of: what goes together, which is tried as a whole first.
+      suffices: tests a set of items; deterministic.
+
+    Example:
+      >>> smallest_list(range(100), lambda i: i // 10, lambda items: {3, 72} <= items)
+      [3, 72]
+
+    Reference: delta debugging, of Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", IEEE
+    TSE 28(2), 2002.
+    """
+    if suffices(frozenset()):
+        return []
+    kept = _first_that_suffice(ranking, suffices)
+    groups: dict[Hashable, list[Item]] = {}
+    for item in kept:
+        groups.setdefault(group_of(item), []).append(item)
+
+    def groups_suffice(names: frozenset[Hashable]) -> bool:
+        return suffices(frozenset(item for name in names for item in groups[name]))
+
+    names = needed(list(groups), groups_suffice)
+    in_groups = {item for name in names for item in groups[name]}
+    return needed([item for item in kept if item in in_groups], suffices)
+
+
+def needed(items: Sequence[Item], suffices: Suffices[Item]) -> list[Item]:
+    """Returns some of the items that suffice, of which each is needed.
+
+    Args:
+      items: that suffice together; the last ones are tried without first.
+      suffices: see `smallest_list`.
+    """
+    kept, size = list(items), max(1, len(items) // 2)
+    while True:
+        before, end = len(kept), len(kept)
+        while end > 0:
+            rest = kept[: max(0, end - size)] + kept[end:]
+            if suffices(frozenset(rest)):
+                kept = rest
+            end = max(0, end - size)
+        if size > 1:
+            size = math.ceil(size / 2)
+        elif len(kept) == before:
+            return kept
+
+
+def _first_that_suffice(ranking: Sequence[Item], suffices: Suffices[Item]) -> list[Item]:
+    """Returns the first 1, 2, 4, ... items, so many as suffice."""
+    count = 1
+    while count < len(ranking) and not suffices(frozenset(ranking[:count])):
+        count *= 2
+    return list(ranking[:count])

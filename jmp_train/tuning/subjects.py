@@ -1,0 +1,182 @@
+"""What is tuned, as a pure function of examples and of how the function that autocast runs is transformed."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jmp_train.policies.autocasting import FlatCall
+from jmp_train.policies.dtype_policies import FirstTrace, Policy
+from jmp_train.policies.loss_scaling import StaticLossScale, unpack_loss
+from jmp_train.policies.pytrees import is_float_array, is_inexact_array, is_nnx_object, named_leaves
+from jmp_train.steps import TrainState, TrainStep, unwatched_value_and_grad
+from jmp_train.tuning.tolerance import Outcome
+
+Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
+Example = tuple[Any, ...]
+
+_F32 = jnp.float32
+
+
+def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function as it runs in float32."""
+    return fn
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TransformPolicy(Policy):
+    """A policy under which functions run as a transform has them run, on float32 arguments.
+
+    Args:
+      param_dtype: see `Policy`.
+      compute_dtype: see `Policy`.
+      output_dtype: see `Policy`.
+      reduce_dtype: see `Policy`.
+      run: returns a function as it runs.
+    """
+
+    run: Transform = as_it_is
+
+    def transform(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `run(fn)`."""
+        return self.run(fn)
+
+
+class Subject(Protocol):
+    """A function or a step of which precision is tuned."""
+
+    def outcome(self, transform: Transform, scale: Any, *example: Any) -> Outcome:
+        """Returns results and gradients.
+
+        Args:
+          transform: of the function that autocast runs.
+          scale: of the loss; gradients are divided by it again.
+          *example: arguments.
+        """
+        ...
+
+    def objective(self, transform: Transform, *example: Any) -> jax.Array:
+        """Returns a scalar whose derivative says what matters: the loss or, of other results, their squares.
+
+        Args:
+          transform: see `outcome`.
+          *example: arguments.
+        """
+        ...
+
+
+def subject_of(fn: Callable[..., Any], examples: Sequence[Example]) -> tuple[Subject, list[Example]]:
+    """Returns what is tuned, and the examples that it takes.
+
+    Args:
+      fn: a loss, another function, or a `TrainStep`.
+      examples: its arguments; an nnx module among the first ones is taken apart.
+
+    Raises:
+      TypeError: an example of a step is no state and batch.
+    """
+    if isinstance(fn, TrainStep):
+        for number, example in enumerate(examples):
+            if len(example) != 2 or not isinstance(example[0], TrainState):
+                raise TypeError(f"examples[{number}] must be a TrainState and a batch, as the step takes them")
+        return _Step(fn), list(examples)
+    if examples[0] and is_nnx_object(examples[0][0]):
+        fn, examples = _of_parts(fn, examples)
+    return _Function(fn, _kind(fn, examples[0])), list(examples)
+
+
+def _of_parts(fn: Callable[..., Any], examples: Sequence[Example]) -> tuple[Callable[..., Any], list[Example]]:
+    """Returns a function of an nnx module as one of its parameters and of all else in it."""
+    from flax import nnx
+
+    graph, *_ = nnx.split(examples[0][0], nnx.Param, ...)
+
+    def of_parts(params: Any, rest: Any, *args: Any) -> Any:
+        return fn(nnx.merge(graph, params, rest), *args)
+
+    taken = [(*nnx.split(example[0], nnx.Param, ...)[1:], *example[1:]) for example in examples]
+    return of_parts, taken
+
+
+def _kind(fn: Callable[..., Any], example: Example) -> str:
+    """Returns whether a function is a "loss", a loss with an "aux", or something else, "results"."""
+    found: list[str] = []
+
+    def noted(*args: Any) -> Any:
+        result = fn(*args)
+        first = result[0] if isinstance(result, tuple) and len(result) == 2 else None
+        found[:] = ["loss" if _is_scalar(result) else "aux" if _is_scalar(first) else "results"]
+        return result
+
+    call = FlatCall(example, {})
+    jax.eval_shape(call.of_arrays(noted), *call.avals)
+    differentiable = example and any(is_inexact_array(x) for x in jax.tree.leaves(example[0]))
+    return found[0] if differentiable else "results"
+
+
+def _is_scalar(x: object) -> bool:
+    return is_float_array(x) and jnp.shape(x) == ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Function:
+    """A loss, or any other function of arrays."""
+
+    fn: Callable[..., Any]
+    kind: str
+
+    def outcome(self, transform: Transform, scale: Any, *example: Any) -> Outcome:
+        """See `Subject`."""
+        if self.kind == "results":
+            return Outcome(_floats(transform(self.fn)(*example)), {})
+        policy = TransformPolicy(_F32, _F32, _F32, run=transform)
+        value_and_grad = unwatched_value_and_grad(self.fn, policy, has_aux=self.kind == "aux")
+        value, grads = value_and_grad(StaticLossScale(scale), *example)
+        return Outcome([value[0] if self.kind == "aux" else value], _unscaled(grads, scale))
+
+    def objective(self, transform: Transform, *example: Any) -> jax.Array:
+        """See `Subject`."""
+        result = transform(self.fn)(*example)
+        if self.kind == "results":
+            return jnp.asarray(sum(jnp.vdot(jax.lax.stop_gradient(x), x) for x in _floats(result)))
+        return jnp.asarray(result[0] if self.kind == "aux" else result, _F32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A training step: loss and gradients of a batch, with its micro-batches."""
+
+    step: TrainStep
+
+    def outcome(self, transform: Transform, scale: Any, *example: Any) -> Outcome:
+        """See `Subject`."""
+        state, batch = example
+        found = self._under(transform).gradients(
+            StaticLossScale(scale), state.params, state.model_state, batch, _key_of(state)
+        )
+        return Outcome([found.loss], _unscaled(found.grads, scale))
+
+    def objective(self, transform: Transform, *example: Any) -> jax.Array:
+        """See `Subject`."""
+        state, batch = example
+        loss, _ = unpack_loss(transform(self.step.loss_fn)(state.params, state.model_state, batch, _key_of(state)))
+        return jnp.asarray(sum(loss) if isinstance(loss, tuple | list) else loss, _F32)
+
+    def _under(self, transform: Transform) -> TrainStep:
+        policy = TransformPolicy(_F32, _F32, _F32, reduce_dtype=self.step.reduce_dtype, run=transform)
+        looked = FirstTrace(seen=True, values_seen=True)
+        return dataclasses.replace(self.step, policy=policy, first_trace=looked)
+
+
+def _key_of(state: TrainState) -> Any:
+    return None if state.rng is None else jax.random.split(state.rng)[1]
+
+
+def _floats(tree: Any) -> list[jax.Array]:
+    return [jnp.asarray(x, _F32) for x in jax.tree.leaves(tree) if is_float_array(x)]
+
+
+def _unscaled(grads: Any, scale: Any) -> dict[str, jax.Array]:
+    return {path: x / scale for path, x in named_leaves(grads) if is_float_array(x)}

@@ -1,0 +1,522 @@
+"""Runs a traced function in float32 as autocast would run it in half precision, with a run-time flag an operation.
+
+Which rule an operation has is what autocast decides. Where that lets it run in half precision, its flag decides at run
+time whether it does, and it then rounds as the half type would. So a program that is compiled once tries all choices.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from jmp_train.policies.autocasting.attention_logits import logits_of
+from jmp_train.policies.autocasting.emulating.rounding import Bit, both, either, rounded, rounded_operation
+from jmp_train.policies.autocasting.higher_order import ENTERED, scan_counts
+from jmp_train.policies.autocasting.integers import integers_in_result, operand
+from jmp_train.policies.autocasting.interpreter import as_traced, on_device
+from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, result_bounds
+from jmp_train.policies.autocasting.opaque import OpaqueCall
+from jmp_train.policies.autocasting.operand_dtypes import integers_fit, literals_fit, settle, wanted
+from jmp_train.policies.autocasting.region import (
+    ARITHMETIC,
+    DECIDED,
+    FLOAT32,
+    HALVES,
+    LAYOUT,
+    PLACEMENT,
+    PRODUCTS,
+    TRANSCENDENTAL,
+    Region,
+    Value,
+    argument,
+    eligible,
+    join,
+    literal,
+    traced_dtype,
+)
+from jmp_train.policies.autocasting.rules import MOSTLY_HALF, AutocastRules
+from jmp_train.policies.autocasting.source_lines import address_of
+from jmp_train.policies.autocasting.transform import run_traced
+from jmp_train.policies.pytrees import check_half
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+_PICKS = frozenset(("gather", "dynamic_slice"))
+_COMPUTE = ("lower", "demote")
+
+
+class Flags(Protocol):
+    """Tells which operations may run in half precision."""
+
+    def __call__(self, addresses: tuple[str, ...], equations: tuple[Any, ...]) -> Bit:
+        """Returns whether an operation may.
+
+        Args:
+          addresses: see `AutocastRules.operations`; of a function with a custom derivative those of all that it does.
+          equations: one within the other, the outermost first, the operation last.
+        """
+        ...
+
+
+class Run(Protocol):
+    """Runs an operation in half precision where a bit says so."""
+
+    def __call__(
+        self, run: Callable[..., Any], arrays: Sequence[Any], active: Bit, addresses: tuple[str, ...], *, wide: bool
+    ) -> list[Any]:
+        """Returns its results; see `rounded_operation`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Emulation:
+    """What holds throughout an emulated program.
+
+    Attributes:
+      region: of autocast, whose rules decide what may be half.
+      flags: tells which operations are.
+      run: runs one.
+    """
+
+    region: Region
+    flags: Flags
+    run: Run
+
+    def within(self, equation: JaxprEqn, scope: str, rule: str | None) -> "Emulation":
+        """Returns the emulation for the body of an equation in that scope."""
+        region = self.region.within(equation, scope)
+        forced = rule if rule in ("lower", "float32") else region.forced
+        return dataclasses.replace(self, region=dataclasses.replace(region, forced=forced, constants={}))  # pyright: ignore[reportArgumentType]
+
+
+@dataclasses.dataclass(slots=True)
+class Emulated:
+    """A value of the program.
+
+    Attributes:
+      value: whose array is float32 where autocast could make it half.
+      half: whether it would be half.
+    """
+
+    value: Value
+    half: Bit = False
+
+    @property
+    def array(self) -> Any:
+        """The array."""
+        return self.value.array
+
+
+def emulated(array: Any, half: Bit = False, **about: Any) -> Emulated:
+    """Returns an array that a program has computed as a value of it, in float32.
+
+    Args:
+      array: of any dtype; what is half is known to be half.
+      half: whether it would be half.
+      **about: see `Value`.
+    """
+    if getattr(array, "dtype", None) in HALVES and not isinstance(array, jax.Ref):
+        return Emulated(Value(lax.convert_element_type(array, FLOAT32), **about), True)
+    return Emulated(Value(array, **about), half)
+
+
+def _argument(array: Any) -> Emulated:
+    return emulated(array, origin=argument(array).origin)
+
+
+def emulate(emulation: Emulation, jaxpr: Any, inputs: Sequence[Emulated]) -> list[Emulated]:
+    """Runs a jaxpr.
+
+    Args:
+      emulation: of the program.
+      jaxpr: a jaxpr, with its constants if it has any.
+      inputs: its arguments.
+    """
+    region, opened = emulation.region, getattr(jaxpr, "jaxpr", jaxpr)
+    environment: dict[Any, Emulated] = {}
+    for variable, constant in zip(opened.constvars, getattr(jaxpr, "consts", ()), strict=True):
+        environment[variable] = Emulated(region.constant(constant))
+    environment.update(zip(opened.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Emulated:
+        return Emulated(literal(atom)) if isinstance(atom, jex.Literal) else environment[atom]
+
+    in_float32 = wanted(region, opened, "float32", ARITHMETIC | _PICKS | {"stop_gradient"})
+    logits = logits_of(region, opened)
+    for equation in opened.eqns:
+        outputs = _equation(emulation, equation, [read(atom) for atom in equation.invars], in_float32, logits)
+        environment.update(zip(equation.outvars, outputs, strict=True))
+    return [read(atom) for atom in opened.outvars]
+
+
+def _equation(
+    emulation: Emulation,
+    equation: JaxprEqn,
+    inputs: list[Emulated],
+    in_float32: frozenset[Any],
+    logits: frozenset[Any],
+) -> list[Emulated]:
+    region, name, scope = emulation.region, equation.primitive.name, str(equation.source_info.name_stack)
+    rule, reason = (
+        ("keep", "decided by an inner region")
+        if DECIDED in scope.replace(f"{DECIDED}:", "")
+        else region.decide(equation, scope)
+    )
+    if rule != "keep" and name in _PROGRAMS:
+        outputs = _PROGRAMS[name](emulation.within(equation, scope, rule), equation, inputs)
+        if outputs is not None:
+            return outputs
+    if name in ENTERED:
+        return _kept(equation, inputs)
+    values = [x.value for x in inputs]
+    dtypes, rule, _ = settle(region, equation, values, rule, reason, in_float32)
+    active = _active(emulation, equation, scope, inputs, rule, in_float32)
+    if rule == "keep" or name == "convert_element_type":
+        outputs = _kept(equation, inputs)
+    else:
+        touched = [d is not None or eligible(traced_dtype(a)) for d, a in zip(dtypes, equation.invars, strict=True)]
+        wide = rule == "lower" and equation.outvars[0] in logits
+        outputs = _computed(emulation, equation, scope, inputs, touched, active, wide)
+    _note_integers(equation, values, [x.value for x in outputs])
+    return outputs
+
+
+def _active(
+    emulation: Emulation,
+    equation: JaxprEqn,
+    scope: str,
+    inputs: list[Emulated],
+    rule: str,
+    in_float32: frozenset[Any],
+) -> Bit:
+    """Returns whether an operation runs in half precision, as far as its own flag goes."""
+    region, name = emulation.region, equation.primitive.name
+    floats = [x for x, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
+    strong = [x for x in floats if not x.value.weak]
+    if rule not in ("lower", "demote", "promote") or not strong:
+        return False
+    values = [x.value for x in floats]
+    if rule != "lower" and not literals_fit(region, equation, values):
+        return False
+    if rule == "promote":
+        together: Bit = True
+        for x in strong:
+            together = both(together, x.half)
+        return together
+    met: Bit = rule == "lower"
+    for x in strong:
+        met = either(met, x.half)
+    if rule == "demote":
+        if name in TRANSCENDENTAL | ARITHMETIC and all(out in in_float32 for out in equation.outvars):
+            return False
+        if not integers_fit(region, values):
+            return False
+    if met is False:
+        return False
+    addresses = (address_of((*region.callers, equation), join(region.path, scope)),)
+    return both(emulation.flags(addresses, (*region.callers, equation)), met)
+
+
+def _computed(
+    emulation: Emulation,
+    equation: Any,
+    scope: str,
+    inputs: list[Emulated],
+    touched: Sequence[bool],
+    active: Bit,
+    wide: bool,
+) -> list[Emulated]:
+    """Runs an operation on float32 operands, rounded where it is active."""
+    primitive = equation.primitive
+    arrays = [x.value.to(FLOAT32) if touch else x.array for x, touch in zip(inputs, touched, strict=True)]
+    params = _in_float32(equation)
+    if primitive.name in LAYOUT or active is False:
+        results = primitive.bind(*arrays, **params)
+        results = list(results) if primitive.multiple_results else [results]
+    else:
+        address = (address_of((*emulation.region.callers, equation), join(emulation.region.path, scope)),)
+        arrays = [on_device(x) for x in arrays]
+        results = emulation.run(lambda *x: primitive.bind(*x, **params), arrays, active, address, wide=wide)
+    about = [_about(equation, [x.value for x in inputs]) for _ in results]
+    if primitive.name in PLACEMENT:
+        pairs = zip(inputs, results, strict=True)
+        return [Emulated(dataclasses.replace(x.value, array=array, casts={}), x.half) for x, array in pairs]
+    half = False if wide else active
+    return [emulated(x, half, **more) for x, more in zip(results, about, strict=True)]
+
+
+def _in_float32(equation: Any) -> dict[str, Any]:
+    """Returns an operation's parameters with float32 in place of half types."""
+    return {
+        name: FLOAT32 if name == "preferred_element_type" and value is not None and eligible(value) else value
+        for name, value in equation.params.items()
+    }
+
+
+def _about(equation: JaxprEqn, inputs: list[Value]) -> dict[str, Any]:
+    floats = [v for v, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
+    weak = bool(inputs) and all(value.weak for value in floats or inputs)
+    layout, name = equation.primitive.name in LAYOUT, equation.primitive.name
+    return {
+        "weak": weak,
+        "bounds": result_bounds(equation, [v.bounds for v in inputs]) if weak else UNKNOWN,
+        "origin": inputs[0].origin if layout else None,
+        "product": inputs[0].product if layout else name in PRODUCTS,
+    }
+
+
+def _kept(equation: Any, inputs: list[Emulated]) -> list[Emulated]:
+    """Runs an equation as it was traced."""
+    name, primitive = equation.primitive.name, equation.primitive
+    if name == "convert_element_type":
+        return [_converted(equation, inputs[0])]
+    arrays = [
+        x.value.to(traced_dtype(a)) if eligible(traced_dtype(a)) and traced_dtype(a) is not None else x.array
+        for x, a in zip(inputs, equation.invars, strict=True)
+    ]
+    results = as_traced(equation, *arrays)
+    about = {} if name in ENTERED else _about(equation, [x.value for x in inputs])
+    results = list(results) if primitive.multiple_results else [results]
+    return [emulated(x, **about) for x in results]
+
+
+def _converted(equation: Any, x: Emulated) -> Emulated:
+    source, dtype = traced_dtype(equation.invars[0]), equation.params["new_dtype"]
+    if eligible(source) and eligible(dtype):
+        if dtype == FLOAT32:
+            return Emulated(dataclasses.replace(x.value, casts={}), False if source in HALVES else x.half)
+        return Emulated(dataclasses.replace(x.value, array=rounded(x.value.to(FLOAT32), dtype), casts={}), True)
+    (result,) = [lax.convert_element_type_p.bind(on_device(x.array), **equation.params)]
+    if source == jnp.bool_:
+        return emulated(result, weak=True, bounds=(0.0, 1.0))
+    return emulated(result, weak=x.value.weak, bounds=result_bounds(equation, [x.value.bounds]))
+
+
+def _note_integers(equation: JaxprEqn, inputs: list[Value], outputs: list[Value]) -> None:
+    if equation.primitive.name in PLACEMENT:
+        return
+    operands = [
+        operand(atom, x.integers, weak=x.weak, given=x.origin is not None)
+        for atom, x in zip(equation.invars, inputs, strict=True)
+    ]
+    found = integers_in_result(equation, operands)
+    for output in outputs if found is not None else ():
+        output.integers = found
+
+
+def _inlined(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated]:
+    params = equation.params
+    return emulate(emulation, params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"], inputs)
+
+
+def _with_custom_derivative(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated] | None:
+    """Runs a function with a derivative of its own as one operation, which is half where all that it does is."""
+    floats = [x for x, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
+    strong = [x for x in floats if not x.value.weak]
+    met: Bit = False
+    for x in strong:
+        met = either(met, x.half)
+    addresses = tuple(dict.fromkeys(_addresses(emulation, equation.params["call_jaxpr"])))
+    if met is False or not addresses or emulation.region.forced == "float32":
+        return None
+    active = both(emulation.flags(addresses, emulation.region.callers), met)
+    arrays = [
+        on_device(x.value.to(traced_dtype(a)) if eligible(traced_dtype(a)) else x.array)
+        for x, a in zip(inputs, equation.invars, strict=True)
+    ]
+    results = emulation.run(lambda *x: as_traced(equation, *x), arrays, active, addresses, wide=False)
+    return [emulated(x, active) for x in results]
+
+
+def _addresses(emulation: Emulation, jaxpr: Any) -> list[str]:
+    """Returns the addresses of a program's operations that may run in half precision."""
+    region, found = emulation.region, []
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        scope = str(equation.source_info.name_stack)
+        body = equation.params.get("call_jaxpr", equation.params.get("jaxpr"))
+        if equation.primitive.name in ENTERED and body is not None:
+            found += _addresses(emulation.within(equation, scope, None), body)
+        elif equation.primitive.name not in ENTERED and region.decide(equation, scope)[0] in _COMPUTE:
+            found.append(address_of((*region.callers, equation), join(region.path, scope)))
+    return found
+
+
+def _scan(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated]:
+    params, jaxpr = equation.params, equation.params["jaxpr"]
+    emulation = dataclasses.replace(
+        emulation, region=dataclasses.replace(emulation.region, repeats=emulation.region.repeats * params["length"])
+    )
+    n_consts, n_carry = scan_counts(params)
+    consts, init, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
+    start, bits = _carried(init, equation.invars[n_consts:][:n_carry])
+
+    def body(carry: Any, x: Any) -> Any:
+        arrays, bits = carry
+        values = [*map(_inside, consts), *map(emulated, arrays, bits)]
+        values += [Emulated(Value(a, integers=v.value.integers), v.half) for a, v in zip(x, xs, strict=True)]
+        outputs = emulate(emulation, jaxpr, values)
+        ys = [(y.array, jnp.asarray(y.half)) for y in outputs[n_carry:]]
+        return _next(arrays, bits, outputs[:n_carry]), ys
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    (arrays, bits), ys = lax.scan(body, (start, bits), [x.array for x in xs], **options)
+    return [*map(emulated, arrays, bits), *(emulated(y, jnp.all(bit)) for y, bit in ys)]
+
+
+def _carried(init: Sequence[Emulated], atoms: Sequence[Any]) -> tuple[list[Any], list[jax.Array]]:
+    """Returns what a loop begins with: arrays in float32, and whether each is half, which literals are not."""
+    arrays = [
+        jnp.asarray(x.value.to(FLOAT32)) if eligible(traced_dtype(a)) else on_device(x.array)
+        for x, a in zip(init, atoms, strict=True)
+    ]
+    return arrays, [jnp.asarray(False if x.value.weak else x.half) for x in init]
+
+
+def _next(arrays: Sequence[Any], bits: Sequence[Any], outputs: Sequence[Emulated]) -> tuple[list[Any], list[Any]]:
+    """Returns what a loop goes on with: what it carries is half only if it stays so."""
+    new = [x.value.to(a.dtype) if eligible(a.dtype) else x.array for x, a in zip(outputs, arrays, strict=True)]
+    return new, [jnp.asarray(both(bit, x.half)) for bit, x in zip(bits, outputs, strict=True)]
+
+
+def _inside(x: Emulated) -> Emulated:
+    return Emulated(x.value.inside(), x.half)
+
+
+def _while(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated] | None:
+    params = equation.params
+    if getattr(params["cond_jaxpr"], "jaxpr", params["cond_jaxpr"]).outvars[0].aval.shape:
+        return None
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts = inputs[:n_cond], inputs[n_cond:][:n_body]
+    init = inputs[n_cond + n_body :]
+    start, bits = _carried(init, equation.invars[n_cond + n_body :])
+
+    def go_on(carry: Any) -> Any:
+        values = [*map(_inside, cond_consts), *map(emulated, *carry)]
+        return emulate(emulation, params["cond_jaxpr"], values)[0].array
+
+    def body(carry: Any) -> Any:
+        arrays, bits = carry
+        values = [*map(_inside, body_consts), *map(emulated, arrays, bits)]
+        return _next(arrays, bits, emulate(emulation, params["body_jaxpr"], values))
+
+    arrays, bits = lax.while_loop(go_on, body, (start, bits))
+    return list(map(emulated, arrays, bits))
+
+
+def _cond(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated] | None:
+    if equation.params.get("branches_platforms") is not None:
+        return None
+    index, *operands = inputs
+    call, arrays = _on_arrays(emulation, operands)
+    branches = [lambda *arrays, branch=branch: call(branch, *arrays) for branch in equation.params["branches"]]
+    return [emulated(x, bit) for x, bit in lax.switch(index.array, branches, *arrays)]
+
+
+def _on_arrays(emulation: Emulation, inputs: Sequence[Emulated]) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns what runs a program as a function of arrays to pairs of array and bit, and the arrays of the inputs."""
+
+    def call(jaxpr: Any, *arrays: jax.Array) -> list[Any]:
+        values = [
+            emulated(a, x.half, origin=argument(a).origin, integers=x.value.integers)
+            for a, x in zip(arrays, inputs, strict=True)
+        ]
+        outputs = emulate(emulation, jaxpr, values)
+        return [(on_device(x.array), jnp.asarray(x.half)) for x in outputs]
+
+    return call, [on_device(x.array) for x in inputs]
+
+
+def _remat(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated]:
+    params = equation.params
+    call, arrays = _on_arrays(emulation, inputs)
+    if isinstance(params["policy"], OpaqueCall):
+        return _opaque(emulation, params["policy"], inputs, arrays)
+    body = jax.checkpoint(
+        lambda *arrays: call(params["jaxpr"], *arrays), prevent_cse=params["prevent_cse"], policy=params["policy"]
+    )
+    return [emulated(x, bit) for x, bit in body(*arrays)]
+
+
+def _opaque(
+    emulation: Emulation, policy: OpaqueCall, inputs: Sequence[Emulated], arrays: Sequence[Any]
+) -> list[Emulated]:
+    """Runs a function that stores by the dtypes of its arguments, and accumulates in float32."""
+    met: Bit = False
+    for x in inputs:
+        met = either(met, x.half)
+    results = jax.tree.leaves(policy.run(*arrays))
+    return [emulated(rounded(x, emulation.region.half, met), met) for x in results]
+
+
+def _shard_map(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated]:
+    params = equation.params
+    call, arrays = _on_arrays(emulation, inputs)
+    run = jax.shard_map(
+        functools.partial(call, params["jaxpr"]),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=[(spec, P()) for spec in params["out_specs"]],
+        axis_names=frozenset(params.get("manual_axes") or params["newly_manual_axes"]),
+        check_vma=False,
+    )
+    return [emulated(x, bit) for x, bit in run(*arrays)]
+
+
+_PROGRAMS: dict[str, Callable[[Emulation, Any, list[Emulated]], list[Emulated] | None]] = {
+    **dict.fromkeys(("jit", "pjit", "closed_call"), _inlined),
+    "remat2": _remat,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "custom_jvp_call": _with_custom_derivative,
+    "shard_map": _shard_map,
+}
+
+
+def emulated_autocast(
+    fn: Callable[Args, Result],
+    dtype: DTypeLike,
+    flags: Flags,
+    *,
+    rules: AutocastRules = MOSTLY_HALF,
+    run: Run | None = None,
+) -> Callable[Args, Result]:
+    """Returns `fn` in float32, rounded as `autocast(fn, dtype, rules=...)` would round it where flags say so.
+
+    Args:
+      fn: see `autocast`.
+      dtype: the half type.
+      flags: tells of each operation that the rules let run in half precision whether it does.
+      rules: see `autocast`.
+      run: runs such an operation; None rounds as the half type does.
+
+    Returns:
+      A function of the same signature, whose floating results are float32.
+    """
+    half = check_half(dtype, "dtype")
+
+    def rounding(
+        run: Callable[..., Any], arrays: Sequence[Any], active: Bit, addresses: tuple[str, ...], *, wide: bool
+    ) -> list[Any]:
+        del addresses
+        return rounded_operation(run, arrays, half, active, wide=wide)
+
+    @functools.wraps(fn)
+    def with_emulation(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        def by_flags(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
+            emulation = Emulation(Region(half, rules, ENTERED), flags, run or rounding)
+            return [on_device(x.array) for x in emulate(emulation, jaxpr, list(map(_argument, arrays)))]
+
+        return run_traced(by_flags, fn, args, kwargs)
+
+    return with_emulation

@@ -1,0 +1,145 @@
+"""Operations in float32 that round as half precision would, where a run-time flag says so; so do their derivatives.
+
+Rounding is the cast itself, to the half type and back, so it has the half type's range, its subnormal numbers and its
+ties. A compiler must not leave it out: programs are compiled with `COMPILER_OPTIONS`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jmp_train.policies.autocasting.region import FLOAT32, LAYOUT, chosen, names, replaced
+
+COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
+
+Bit = bool | jax.Array  # known when the program is traced, or a boolean scalar of the program
+
+# Programs within a program that runs once, by the name of the parameter.
+_BODIES = {
+    **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint"), "jaxpr"),
+    **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
+}
+# Sums stay in float32 until something reads them; all else here moves, picks or casts numbers that are rounded.
+_EXACT = LAYOUT | names(
+    "reduce_sum reduce_max reduce_min reduce_and reduce_or cumsum scatter-add scatter_add neg abs sign max min "
+    "select_n convert_element_type concatenate pad dynamic_slice gather"
+)
+
+
+def both(first: Bit, second: Bit) -> Bit:
+    """Returns whether both bits are set."""
+    if isinstance(first, bool):
+        return second if first else False
+    if isinstance(second, bool):
+        return first if second else False
+    return lax.bitwise_and(first, second)
+
+
+def either(first: Bit, second: Bit) -> Bit:
+    """Returns whether one of two bits is set."""
+    if isinstance(first, bool):
+        return True if first else second
+    if isinstance(second, bool):
+        return True if second else first
+    return lax.bitwise_or(first, second)
+
+
+def rounded(x: jax.Array, half: DTypeLike, active: Bit = True) -> jax.Array:
+    """Returns float32 numbers rounded to a half type; the derivative is that of the cast, which rounds as well.
+
+    Args:
+      x: any floating array.
+      half: float16 or bfloat16.
+      active: whether to round.
+    """
+    if active is False or jnp.result_type(x) != FLOAT32:
+        return x
+    cast = lax.convert_element_type(lax.convert_element_type(x, half), FLOAT32)
+    return cast if active is True else lax.select_n(active, x, cast)
+
+
+def rounded_operation(
+    run: Callable[..., Any], arrays: Sequence[jax.Array], half: DTypeLike, active: Bit, *, wide: bool = False
+) -> list[jax.Array]:
+    """Runs an operation as half precision does, which rounds operands, results and all that its derivative does.
+
+    Args:
+      run: the operation on float32 arrays, and others, to one array or a list of them.
+      arrays: its operands.
+      half: float16 or bfloat16.
+      active: whether to round.
+      wide: whether the result itself is not rounded, as that of a product with a float32 accumulator.
+    """
+    if active is False:
+        return _listed(run(*arrays))
+    operation = functools.partial(_evaluated, half=half)
+
+    def operands(active: Bit, arrays: Sequence[Any]) -> list[Any]:
+        return [rounded(x, half, active) for x in arrays]
+
+    @jax.custom_jvp
+    def emulated(active: jax.Array, *arrays: jax.Array) -> list[Any]:
+        program = jax.make_jaxpr(run)(*arrays)
+        return operation(program, operands(active, arrays), active=False if wide else active)
+
+    @functools.partial(emulated.defjvp, symbolic_zeros=True)
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        (active, *arrays), (_, *dots) = primals, tangents
+        moves = [not _is_zero(dot) for dot in dots]
+        results = emulated(active, *arrays)
+
+        def along(arrays: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
+            def of_moving(*moving: object) -> list[Any]:
+                return _listed(run(*replaced(arrays, moves, moving)))
+
+            return jax.jvp(of_moving, tuple(chosen(arrays, moves)), tuple(dots))[1]
+
+        inputs = operands(active, arrays), operands(active, chosen(dots, moves))
+        program = jax.make_jaxpr(along)(*inputs)
+        found = operation(program, jax.tree.leaves(inputs), active=active)
+        return results, [_like(result, dot) for result, dot in zip(results, found, strict=True)]
+
+    return emulated(jnp.asarray(active), *arrays)
+
+
+def _listed(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, list | tuple) else [results]
+
+
+def _is_zero(tangent: object) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero) or jnp.result_type(tangent) == jax.dtypes.float0
+
+
+def _like(result: jax.Array, dot: Any) -> Any:
+    """Returns a tangent of a result; of integers it is of a type of its own."""
+    if jnp.issubdtype(result.dtype, jnp.inexact):
+        return dot
+    return np.zeros(result.shape, jax.dtypes.float0)
+
+
+def _evaluated(program: Any, arrays: Sequence[Any], *, half: DTypeLike, active: Bit) -> list[Any]:
+    """Runs a program operation by operation, and rounds the results of those that compute."""
+    jaxpr = getattr(program, "jaxpr", program)
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
+    values.update(zip(jaxpr.invars, arrays, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if hasattr(atom, "val") else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = [read(atom) for atom in equation.invars]
+        name, params = equation.primitive.name, equation.params
+        if name in _BODIES:
+            results = _evaluated(params[_BODIES[name]], inputs, half=half, active=active)
+        else:
+            results = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(params))
+            results = results if equation.primitive.multiple_results else [results]
+            results = results if name in _EXACT else [rounded(x, half, active) for x in results]
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
