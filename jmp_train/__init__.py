@@ -122,6 +122,9 @@ from jmp_train.steps import scaled_value_and_grad as scaled_value_and_grad
 from jmp_train.steps import stateless as stateless
 from jmp_train.steps import step_costs as step_costs
 from jmp_train.steps import train_step as train_step
+from jmp_train.tuning import Tolerance as Tolerance
+from jmp_train.tuning import TunedRules as TunedRules
+from jmp_train.tuning import tune as tune
 
 if typing.TYPE_CHECKING:
     from jmp_train import aot as aot

@@ -9,6 +9,7 @@ from jmp_train.steps.costs import StepCosts as StepCosts
 from jmp_train.steps.costs import step_costs as step_costs
 from jmp_train.steps.flax_train_state import FlaxTrainState as FlaxTrainState
 from jmp_train.steps.gradients import scaled_value_and_grad as scaled_value_and_grad
+from jmp_train.steps.gradients import unwatched_value_and_grad as unwatched_value_and_grad
 from jmp_train.steps.nnx_gradients import nnx_value_and_grad as nnx_value_and_grad
 from jmp_train.steps.step import LossFn as LossFn
 from jmp_train.steps.step import StepGradients as StepGradients

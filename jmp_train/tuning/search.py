@@ -11,7 +11,9 @@ Item = TypeVar("Item", bound=Hashable)
 Suffices = Callable[[frozenset[Item]], bool]
 
 
-def smallest_list(ranking: Sequence[Item], group_of: Callable[[Item], Hashable], suffices: Suffices[Item]) -> list[Item]:
+def smallest_list(
+    ranking: Sequence[Item], group_of: Callable[[Item], Hashable], suffices: Suffices[Item]
+) -> list[Item]:
     """Returns items that suffice, of which each is needed: without it the others do not suffice.
 
     Args:

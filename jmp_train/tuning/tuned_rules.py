@@ -1,6 +1,7 @@
 """`TunedRules`: what tuning has found, and what speaks for it."""
 
 import dataclasses
+import math
 from typing import Any
 
 from jmp_train.policies.autocasting import AutocastRules, rules_code
@@ -136,12 +137,11 @@ class TunedRules:
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    """Returns dataclasses and tuples as dictionaries and lists, numbers that are not finite as None."""
+    if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if hasattr(value, "_asdict"):
+    if isinstance(value, Errors):
         return {name: _plain(item) for name, item in value._asdict().items()}
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
-    if isinstance(value, float) and value != value or value in (float("inf"), float("-inf")):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,153 @@
+"""The compiled programs of a tuning: float32, trials, scores, and autocast itself."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_train.policies.autocasting import AutocastRules, autocast
+from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS
+from jmp_train.policies.pytrees import Carried, is_array, path_name
+from jmp_train.tuning.scores import scores_of
+from jmp_train.tuning.subjects import Example, Subject, as_it_is
+from jmp_train.tuning.tolerance import Criterion, Errors, Outcome, errors_of
+from jmp_train.tuning.units import Unit, flagged, flags_from, index_of
+
+
+class Programs:
+    """Compiles the programs that a tuning runs on its examples, each once.
+
+    Args:
+      subject: what is tuned.
+      examples: its arguments, of the same structure, shapes and dtypes.
+      units: whose precision can be chosen.
+      dtype: the half type.
+      rules: by which all that can be is half.
+      criterion: of the user's own.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        examples: Sequence[Example],
+        units: Sequence[Unit],
+        dtype: Any,
+        rules: AutocastRules,
+        criterion: Criterion | None,
+    ) -> None:
+        self._subject = subject
+        self._dtype, self._rules, self._criterion = dtype, rules, criterion
+        self._numbers = index_of(units)
+        self._count = len(units)
+        leaves, self._tree = jax.tree.flatten(examples[0])
+        self._are_arrays = [is_array(leaf) for leaf in leaves]
+        self._rest = [None if keep else leaf for leaf, keep in zip(leaves, self._are_arrays, strict=True)]
+        self._arrays = [self._arrays_of(example) for example in examples]
+        self.compile_seconds = 0.0
+        outcome = self._compiled(lambda arrays: subject.outcome(as_it_is, 1.0, *self._example(arrays)))(self._arrays[0])
+        self.references: list[Outcome] = [outcome(arrays) for arrays in self._arrays]
+
+    def _arrays_of(self, example: Example) -> list[Any]:
+        return jax.device_put([x for x in jax.tree.leaves(example) if is_array(x)])
+
+    def _example(self, arrays: Sequence[Any]) -> Example:
+        rest = iter(arrays)
+        leaves = [next(rest) if keep else x for x, keep in zip(self._rest, self._are_arrays, strict=True)]
+        return jax.tree.unflatten(self._tree, leaves)
+
+    def _compiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what compiles a function for arguments."""
+        reachable = Carried((), self._subject.outcome)
+
+        @functools.wraps(run)
+        def at_home(*args: Any) -> Any:
+            with reachable.at_home():
+                return run(*args)
+
+        def compile_for(*args: Any) -> Callable[..., Any]:
+            began = time.perf_counter()
+            compiled = jax.jit(at_home, compiler_options=COMPILER_OPTIONS).lower(*args).compile()
+            self.compile_seconds += time.perf_counter() - began
+            return compiled
+
+        return compile_for
+
+    def trials(self, scale: float) -> Callable[[np.ndarray, int], Errors]:
+        """Returns `run(flags, example number)` -> errors of an emulation.
+
+        Args:
+          scale: of the loss.
+        """
+
+        def run(flags: jax.Array, scale: jax.Array, reference: Outcome, arrays: list[Any]) -> Errors:
+            emulate = flagged(flags_from(flags, self._numbers), self._dtype, self._rules)
+            return self._errors(emulate, scale, reference, arrays)
+
+        flags = np.ones(self._count, bool)
+        compiled = self._compiled(run)(flags, np.float32(scale), self.references[0], self._arrays[0])
+        return lambda flags, number: compiled(flags, np.float32(scale), self.references[number], self._arrays[number])
+
+    def verified(self, rules: AutocastRules, scale: float) -> Callable[[int], Errors]:
+        """Returns `run(example number)` -> errors of autocast itself, compiled as users compile it.
+
+        Args:
+          rules: of autocast.
+          scale: of the loss.
+        """
+
+        def run(scale: jax.Array, reference: Outcome, arrays: list[Any]) -> Errors:
+            return self._errors(lambda fn: autocast(fn, self._dtype, rules=rules), scale, reference, arrays)
+
+        began = time.perf_counter()
+        compiled = jax.jit(run).lower(np.float32(scale), self.references[0], self._arrays[0]).compile()
+        self.compile_seconds += time.perf_counter() - began
+        return lambda number: compiled(np.float32(scale), self.references[number], self._arrays[number])
+
+    def _errors(self, transform: Any, scale: jax.Array, reference: Outcome, arrays: list[Any]) -> Errors:
+        outcome = self._subject.outcome(transform, scale, *self._example(arrays))
+        return errors_of(outcome, reference, self._criterion)
+
+    def scores(self, scales: Sequence[float]) -> dict[float, np.ndarray]:
+        """Returns the scores [units, 2] of all examples together, by loss scale; see `scores_of`.
+
+        Args:
+          scales: of the loss.
+        """
+        found = scores_of(self._subject, self._numbers, self._dtype, self._rules)
+        slots = jnp.zeros((self._count, 2))
+
+        def run(scale: jax.Array, arrays: list[Any]) -> jax.Array:
+            return found(slots, scale, self._example(arrays))
+
+        compiled = self._compiled(run)(np.float32(1), self._arrays[0])
+        return {
+            scale: np.sum([np.asarray(compiled(np.float32(scale), arrays)) for arrays in self._arrays], 0)
+            for scale in scales
+        }
+
+
+def check_alike(examples: Sequence[Example]) -> None:
+    """Raises ValueError unless all examples have the structure, shapes and dtypes of the first one.
+
+    Args:
+      examples: tuples of arguments.
+    """
+    first = jax.tree_util.tree_leaves_with_path(examples[0])
+    for number, example in enumerate(examples[1:], 1):
+        leaves = jax.tree_util.tree_leaves_with_path(example)
+        if [path for path, _ in leaves] != [path for path, _ in first]:
+            raise ValueError(f"examples[{number}] has another structure than examples[0]")
+        for (path, x), (_, y) in zip(leaves, first, strict=True):
+            if not is_array(x) or not is_array(y):
+                same = is_array(x) == is_array(y) and (x is y or x == y)
+                if not same:
+                    raise ValueError(f"examples[{number}] {path_name(path)!r} is {x!r}, and {y!r} in examples[0]")
+            elif (x.shape, x.dtype) != (y.shape, y.dtype):
+                raise ValueError(
+                    f"examples[{number}] {path_name(path)!r} is {x.dtype}{list(x.shape)}, and {y.dtype}{list(y.shape)} "
+                    "in examples[0]: one program is compiled for all of them"
+                )

@@ -1,0 +1,294 @@
+"""`tune`: the smallest list of operations that have to stay in float32."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_train.policies.autocasting import (
+    MOSTLY_HALF,
+    TORCH_CUDA,
+    AutocastReport,
+    AutocastRules,
+    autocast,
+    explain_autocast,
+)
+from jmp_train.policies.dtype_policies import AutocastPolicy, FirstTrace
+from jmp_train.policies.pytrees import check_half
+from jmp_train.steps import TrainStep
+from jmp_train.tuning.entries import entries_of
+from jmp_train.tuning.programs import Programs, check_alike
+from jmp_train.tuning.scores import SCALES, best_scale
+from jmp_train.tuning.search import smallest_list
+from jmp_train.tuning.subjects import Example, Subject, subject_of
+from jmp_train.tuning.tolerance import Criterion, Errors, Outcome, Tolerance, tolerance_of
+from jmp_train.tuning.trials import BudgetSpent, Trials, front_of
+from jmp_train.tuning.tuned_rules import Float32Entry, FrontPoint, TunedRules, Verification
+from jmp_train.tuning.units import Unit, find_units
+
+_DEFAULT_BUDGET = 1000
+
+
+def tune(
+    fn: Callable[..., Any],
+    examples: Sequence[Example],
+    *,
+    dtype: DTypeLike = "float16",
+    tolerance: Tolerance | float | Criterion | None = None,
+    budget: int = _DEFAULT_BUDGET,
+    held_out: Sequence[Example] | None = None,
+    loss_scale: float | None = None,
+    steps: int = 0,
+    progress: Callable[[int, str], None] | None = None,
+) -> TunedRules:
+    """Finds a smallest list of operations that have to stay in float32 while all others run in half precision.
+
+    The function and its gradient are compiled once, in float32, with a flag for each operation that says at run time
+    whether it rounds as half precision does. Operations are ranked by adjoint times local error; as many as suffice
+    are kept in float32, and delta debugging leaves those of which each is needed. What is found is then run by
+    `autocast` itself, on examples that the search has not seen too.
+
+    Args:
+      fn: a loss, `fn(params, ...) -> loss` or `(loss, aux)`, whose gradient by the first argument counts too; any
+        other function of arrays; or a `TrainStep`.
+      examples: tuples of its arguments, of the same shapes; of a step tuples of state and batch. Batches as they are
+        in training: what is not in them is not tuned for.
+      dtype: the half type, float16 or bfloat16.
+      tolerance: how large errors may be, a `Tolerance`; a number, for the relative error of the loss and of the
+        gradient; or a function of two `Outcome`s, in half precision and in float32, to a boolean scalar, which runs
+        within `jax.jit`.
+      budget: how many choices may be tried.
+      held_out: further examples, for the verification alone; None holds out the last one of several.
+      loss_scale: with which the gradient is computed; None finds the one at which the fewest gradients leave the half
+        type's range, as a dynamic loss scale does.
+      steps: how many steps of training to compare with float32, of a `TrainStep`.
+      progress: called after each trial with how many there were, and what is found.
+
+    Returns:
+      A `TunedRules`; print it. Its `rules` are for `autocast`, `AutocastPolicy` and AMP modes. The same arguments give
+      the same rules. Interrupted by the keyboard, it is what was found so far.
+
+    Raises:
+      TypeError: an argument is of another type.
+      ValueError: there are no examples, or they differ in shapes; the function is not finite in float32; the
+        tolerance is exceeded even if all is float32.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jmp_train as jt
+      >>> def loss(w, x):
+      ...     h = x @ w
+      ...     return jnp.mean(h**3)
+      >>> w = jnp.full((8, 8), 10.0)
+      >>> tuned = jt.tune(loss, [(w, jnp.full((4, 8), x)) for x in (1.0, 0.5, 0.9)])
+      >>> [entry.primitives for entry in tuned.entries], tuned.verification.passed
+      ([('integer_pow',)], True)
+      >>> half_loss = jt.autocast(loss, jnp.float16, rules=tuned.rules)
+
+    Reference: ranking as in ADAPT (Menon and others, SC 2018), search as in Precimonious (Rubio-Gonzalez and others,
+    SC 2013), by the delta debugging of Zeller and Hildebrandt, IEEE TSE 28(2), 2002.
+    """
+    half = check_half(dtype, "dtype")
+    tolerance, criterion = tolerance_of(tolerance)
+    given = _checked(fn, examples, held_out, budget, steps)
+    subject, given = subject_of(fn, given)
+    seen = len(given) - (len(held_out) if held_out is not None else len(examples) > 1)
+    units = find_units(subject, given[0], half, MOSTLY_HALF)
+    programs = Programs(subject, given, units, half, MOSTLY_HALF, criterion)
+    _check_finite(programs.references)
+    scale, ranking = _ranked(programs, units, half, loss_scale)
+    flops = np.array([unit.flops for unit in units], np.float64)
+    trials = Trials(programs.trials(scale), seen, flops, tolerance, budget, progress)
+    kept, complete = _search(trials, units, ranking)
+    without = _without(trials, kept, units)
+    rules, verification, added = _verified(programs, kept, units, ranking, scale, tolerance, seen)
+    if steps:
+        verification = _trained(verification, fn, given, half, rules, steps)
+    reports = [_report(subject, given[0], half, table) for table in (TORCH_CUDA, rules)]
+    return TunedRules(
+        rules=rules,
+        dtype=half.name,
+        entries=tuple(_entries(kept | added, units, without, added)),
+        choices=len(units),
+        complete=complete,
+        trials=len(trials.made),
+        seconds=trials.seconds,
+        compile_seconds=programs.compile_seconds,
+        loss_scale=scale,
+        tolerance=tolerance,
+        half_flops=(reports[0].half_flops_share, reports[1].half_flops_share),
+        half_elements=(reports[0].half_elements_share, reports[1].half_elements_share),
+        front=tuple(
+            FrontPoint(trial.half_flops, trial.errors.gradient, sum(units[i].operations for i in trial.float32))
+            for trial in front_of(list(trials.made.values()))
+        ),
+        verification=verification,
+    )
+
+
+def _checked(
+    fn: Callable[..., Any],
+    examples: Sequence[Example],
+    held_out: Sequence[Example] | None,
+    budget: int,
+    steps: int,
+) -> list[Example]:
+    """Returns all examples, the held-out ones last."""
+    if not callable(fn):
+        raise TypeError(f"fn must be a function or a TrainStep, got {fn!r}")
+    if not examples:
+        raise ValueError("examples is empty: tune wants tuples of arguments, with values")
+    given = [*examples, *(held_out or ())]
+    for number, example in enumerate(given):
+        if not isinstance(example, tuple):
+            raise TypeError(f"examples[{number}] must be a tuple of arguments, got {type(example).__name__}")
+    if not isinstance(budget, int) or budget < 1:
+        raise ValueError(f"budget={budget!r} must be an integer of at least 1")
+    if not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"steps={steps!r} must be an integer of at least 0")
+    if steps and not isinstance(fn, TrainStep):
+        raise ValueError(f"steps={steps} needs a TrainStep, whose optimizer trains")
+    check_alike(given)
+    return given
+
+
+def _check_finite(references: Sequence[Outcome]) -> None:
+    for number, outcome in enumerate(references):
+        named = {f"result {i}": x for i, x in enumerate(outcome.results)} | {
+            f"the gradient of {path!r}": x for path, x in outcome.gradients.items()
+        }
+        for name, x in named.items():
+            if not bool(jnp.isfinite(x).all()):
+                raise ValueError(f"examples[{number}]: {name} is not finite in float32: there is nothing to tune")
+
+
+def _ranked(programs: Programs, units: Sequence[Unit], half: Any, loss_scale: float | None) -> tuple[float, list[int]]:
+    """Returns the loss scale, and the numbers of the units, those first that matter most."""
+    has_gradient = bool(programs.references[0].gradients)
+    scales = (1.0,) if half == jnp.bfloat16 or not has_gradient else SCALES
+    if loss_scale is not None:
+        scales = (float(loss_scale),)
+    try:
+        scores = programs.scores(scales)
+    except (ValueError, TypeError, NotImplementedError):  # a program without a derivative, such as a while loop
+        return scales[0], list(range(len(units)))
+    scale = best_scale(scores)
+    return scale, sorted(range(len(units)), key=lambda i: (-scores[scale][i, 0], i))
+
+
+def _search(trials: Trials, units: Sequence[Unit], ranking: list[int]) -> tuple[frozenset[int], bool]:
+    """Returns the units that stay in float32, and whether each of them is needed."""
+    everything = frozenset(ranking)
+    try:
+        if not trials.suffices(frozenset()) and not trials.suffices(everything):
+            raise ValueError(
+                f"even if all operations run in float32 the tolerance is exceeded: {trials(everything).errors}; "
+                "the function casts to half precision by itself, or tolerance is too small"
+            )
+        return frozenset(smallest_list(ranking, lambda i: units[i].group, trials.suffices)), True
+    except (BudgetSpent, KeyboardInterrupt):
+        best = trials.best
+        return everything if best is None else best.float32, False
+
+
+def _without(trials: Trials, kept: frozenset[int], units: Sequence[Unit]) -> dict[frozenset[int], Errors]:
+    """Returns the errors without each entry, by its units."""
+    found: dict[frozenset[int], Errors] = {}
+    for entry in entries_of(kept, units):
+        try:
+            found[entry.units] = trials(kept - entry.units).errors
+        except (BudgetSpent, KeyboardInterrupt):
+            return found
+    return found
+
+
+def _rules(kept: frozenset[int], units: Sequence[Unit]) -> AutocastRules:
+    expressions = [x for entry in entries_of(kept, units) for x in entry.expressions]
+    return MOSTLY_HALF.replace(operations=dict.fromkeys(expressions, "float32"))
+
+
+def _verified(
+    programs: Programs,
+    kept: frozenset[int],
+    units: Sequence[Unit],
+    ranking: list[int],
+    scale: float,
+    tolerance: Tolerance,
+    seen: int,
+) -> tuple[AutocastRules, Verification, frozenset[int]]:
+    """Returns the rules that autocast itself passes with, if there are, and which units they needed beside."""
+    rest = [i for i in ranking if i not in kept]
+    counts = [0, *(2**i for i in range(len(rest).bit_length()))]
+    first: tuple[AutocastRules, Verification, frozenset[int]] | None = None
+    for count in counts:
+        added = frozenset(rest[:count])
+        rules = _rules(kept | added, units)
+        run = programs.verified(rules, scale)
+        errors = [Errors(*map(_number, jax.device_get(run(i)))) for i in range(len(programs.references))]
+        passed = all(map(tolerance.passes, errors))
+        worst = max(errors, key=lambda e: (not tolerance.passes(e), not e.finite, e.gradient, e.loss))
+        found = rules, Verification(passed, worst, len(errors) - seen), added
+        if passed:
+            return found
+        first = first or found
+    assert first is not None
+    return first
+
+
+def _number(x: Any) -> Any:
+    return bool(x) if np.asarray(x).dtype == bool else float(x)
+
+
+def _entries(
+    kept: frozenset[int],
+    units: Sequence[Unit],
+    without: dict[frozenset[int], Errors],
+    added: frozenset[int],
+) -> list[Float32Entry]:
+    return [
+        Float32Entry(
+            expressions=entry.expressions,
+            primitives=tuple(sorted({name for i in entry.units for name in units[i].primitives})),
+            path=units[min(entry.units)].path,
+            line=units[min(entry.units)].addresses[0].partition("@")[2].rpartition("<")[2],
+            operations=sum(units[i].operations for i in entry.units),
+            without=without.get(entry.units),
+            repaired=bool(entry.units & added),
+        )
+        for entry in entries_of(kept, units)
+    ]
+
+
+def _report(subject: Subject, example: Example, half: Any, rules: AutocastRules) -> AutocastReport:
+    """Returns what autocast does with each operation by rules."""
+    reports: list[AutocastReport] = []
+
+    def explained(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            reports.append(explain_autocast(autocast(fn, half, rules=rules), *args, **kwargs))
+            return fn(*args, **kwargs)
+
+        return run
+
+    jax.eval_shape(lambda: subject.objective(explained, *example))
+    return reports[0]
+
+
+def _trained(
+    verification: Verification, fn: Any, examples: Sequence[Example], half: Any, rules: AutocastRules, steps: int
+) -> Verification:
+    """Returns the verification with the losses of training in float32 and by the rules."""
+    f32 = jnp.float32
+    policies = (None, AutocastPolicy(f32, f32, f32, fn.reduce_dtype, autocast_dtype=half, rules=rules))
+    losses = []
+    for policy in policies:
+        step = jax.jit(dataclasses.replace(fn, policy=policy, first_trace=FirstTrace(seen=True, values_seen=True)))
+        state, found = examples[0][0], []
+        for number in range(steps):
+            state, metrics = step(state, examples[number % len(examples)][1])
+            found.append(metrics["loss"])
+        losses.append(tuple(float(x) for x in found))
+    return dataclasses.replace(verification, float32_losses=losses[0], tuned_losses=losses[1])
