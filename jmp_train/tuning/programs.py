@@ -14,7 +14,7 @@ from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS
 from jmp_train.policies.pytrees import Carried, is_array, path_name
 from jmp_train.tuning.scores import scores_of
 from jmp_train.tuning.subjects import Example, Subject, as_it_is
-from jmp_train.tuning.tolerance import Criterion, Errors, Outcome, errors_of
+from jmp_train.tuning.tolerance import Criterion, Errors, Outcome, Reference, Tolerance, as_numbers, errors_of
 from jmp_train.tuning.units import Unit, flagged, flags_from, index_of
 
 
@@ -27,7 +27,13 @@ class Programs:
       units: whose precision can be chosen.
       dtype: the half type.
       rules: by which all that can be is half.
+      tolerance: of the errors.
       criterion: of the user's own.
+
+    Attributes:
+      references: of each example.
+      tolerance: as wide as the function is sensitive.
+      compile_seconds: of all programs so far.
     """
 
     def __init__(
@@ -37,6 +43,7 @@ class Programs:
         units: Sequence[Unit],
         dtype: Any,
         rules: AutocastRules,
+        tolerance: Tolerance,
         criterion: Criterion | None,
     ) -> None:
         self._subject = subject
@@ -49,7 +56,12 @@ class Programs:
         self._arrays = [self._arrays_of(example) for example in examples]
         self.compile_seconds = 0.0
         outcome = self._compiled(lambda arrays: subject.outcome(as_it_is, 1.0, *self._example(arrays)))(self._arrays[0])
-        self.references: list[Outcome] = [outcome(arrays) for arrays in self._arrays]
+        outcomes: list[Outcome] = [outcome(arrays) for arrays in self._arrays]
+        rounded: list[Outcome] = [outcome(_rounded(arrays, dtype)) for arrays in self._arrays]
+        slacks = [tolerance.slack(x, y) for x, y in zip(rounded, outcomes, strict=True)]
+        self.references = list(map(Reference, outcomes, slacks))
+        pairs = zip(rounded, self.references, strict=True)
+        self.tolerance = tolerance.widened([as_numbers(errors_of(x, reference)) for x, reference in pairs])
 
     def _arrays_of(self, example: Example) -> list[Any]:
         return jax.device_put([x for x in jax.tree.leaves(example) if is_array(x)])
@@ -83,7 +95,7 @@ class Programs:
           scale: of the loss.
         """
 
-        def run(flags: jax.Array, scale: jax.Array, reference: Outcome, arrays: list[Any]) -> Errors:
+        def run(flags: jax.Array, scale: jax.Array, reference: Reference, arrays: list[Any]) -> Errors:
             emulate = flagged(flags_from(flags, self._numbers), self._dtype, self._rules)
             return self._errors(emulate, scale, reference, arrays)
 
@@ -99,7 +111,7 @@ class Programs:
           scale: of the loss.
         """
 
-        def run(scale: jax.Array, reference: Outcome, arrays: list[Any]) -> Errors:
+        def run(scale: jax.Array, reference: Reference, arrays: list[Any]) -> Errors:
             return self._errors(lambda fn: autocast(fn, self._dtype, rules=rules), scale, reference, arrays)
 
         began = time.perf_counter()
@@ -107,7 +119,7 @@ class Programs:
         self.compile_seconds += time.perf_counter() - began
         return lambda number: compiled(np.float32(scale), self.references[number], self._arrays[number])
 
-    def _errors(self, transform: Any, scale: jax.Array, reference: Outcome, arrays: list[Any]) -> Errors:
+    def _errors(self, transform: Any, scale: jax.Array, reference: Reference, arrays: list[Any]) -> Errors:
         outcome = self._subject.outcome(transform, scale, *self._example(arrays))
         return errors_of(outcome, reference, self._criterion)
 
@@ -128,6 +140,18 @@ class Programs:
             scale: np.sum([np.asarray(compiled(np.float32(scale), arrays)) for arrays in self._arrays], 0)
             for scale in scales
         }
+
+
+def _rounded(arrays: Sequence[Any], dtype: Any) -> list[Any]:
+    """Returns arrays with float32 numbers rounded to a half type once, those beyond its range as they are."""
+
+    def once(x: Any) -> Any:
+        if x.dtype != jnp.float32:
+            return x
+        cast = jnp.asarray(x).astype(dtype).astype(x.dtype)
+        return jnp.where(jnp.isfinite(cast), cast, x)
+
+    return list(map(once, arrays))
 
 
 def check_alike(examples: Sequence[Example]) -> None:

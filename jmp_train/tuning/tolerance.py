@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _NEGLIGIBLE = 1e-3  # gradients of leaves that are smaller than this share of the whole count as if they were so large
+_NOISE = 0.5  # leaves whose gradients change by so much if arguments are rounded once say nothing
+_LARGEST = 0.7  # error of the gradient that is tolerated, however sensitive it is
 
 
 class Outcome(NamedTuple):
@@ -23,6 +26,18 @@ class Outcome(NamedTuple):
     gradients: dict[str, jax.Array]
 
 
+class Reference(NamedTuple):
+    """What outcomes are compared with.
+
+    Attributes:
+      outcome: in float32.
+      slack: by path of the parameter, by what the error of its gradient is divided; at least 1.
+    """
+
+    outcome: Outcome
+    slack: dict[str, Any]
+
+
 class Errors(NamedTuple):
     """How far an outcome is off, against float32: numbers, or arrays of them.
 
@@ -30,7 +45,7 @@ class Errors(NamedTuple):
       finite: whether all is.
       loss: |result - float32| / |float32|, the largest of all results.
       gradient: the same of all gradients together, as norms.
-      leaf: the same of each leaf's gradient, the largest; leaves whose gradient is negligible count as larger ones.
+      leaf: the same of each leaf's gradient, divided by its slack, the largest; negligible gradients count as larger.
       cosine: of the angle between the gradients; 1 where there are none.
       accepted: what a criterion of the user's own says; True where there is none.
     """
@@ -52,11 +67,16 @@ class Errors(NamedTuple):
 class Tolerance:
     """How large errors may be; all results and gradients have to be finite.
 
+    Gradients may be sensitive by themselves: those of a deep network with normalization can change by a tenth if its
+    parameters are rounded once. Errors up to `sensitivity` times what rounding the arguments does are tolerated, and
+    gradients of single parameters that this changes by half are left out.
+
     Args:
       loss: relative error of each result.
       gradient: relative error of all gradients together.
       leaf: relative error of the gradient of a single parameter.
       cosine: the least cosine between the gradient and float32's.
+      sensitivity: see above; 0 for errors as they are.
 
     Raises:
       ValueError: an error is not positive, or the cosine is none.
@@ -69,7 +89,8 @@ class Tolerance:
     loss: float = 0.01
     gradient: float = 0.05
     leaf: float = 0.25
-    cosine: float = 0.99
+    cosine: float = 0.8
+    sensitivity: float = 3.0
 
     def __post_init__(self) -> None:
         for name in ("loss", "gradient", "leaf"):
@@ -78,6 +99,37 @@ class Tolerance:
                 raise ValueError(f"{name}={value!r} must be a positive number")
         if not isinstance(self.cosine, int | float) or not -1 <= self.cosine <= 1:
             raise ValueError(f"cosine={self.cosine!r} must be a number from -1 to 1")
+        if not isinstance(self.sensitivity, int | float) or not 0 <= self.sensitivity < math.inf:
+            raise ValueError(f"sensitivity={self.sensitivity!r} must be a number that is not negative")
+
+    def widened(self, rounded: Sequence[Errors]) -> "Tolerance":
+        """Returns the tolerance of a function that is as sensitive as this.
+
+        Args:
+          rounded: errors if the arguments are rounded once, of each example.
+        """
+        gradient = max((x.gradient for x in rounded if x.finite), default=0.0)
+        loss = max((x.loss for x in rounded if x.finite), default=0.0)
+        return dataclasses.replace(
+            self,
+            loss=max(self.loss, min(self.sensitivity * loss, 10 * self.loss)),
+            gradient=max(self.gradient, min(self.sensitivity * gradient, _LARGEST)),
+        )
+
+    def slack(self, rounded: Outcome, outcome: Outcome) -> dict[str, Any]:
+        """Returns by what the error of each leaf's gradient is divided.
+
+        Args:
+          rounded: if the arguments are rounded once.
+          outcome: in float32.
+        """
+        found = {}
+        for path, x in outcome.gradients.items():
+            error = float(_relative(_norm(rounded.gradients[path] - x), _norm(x)))
+            is_known = self.sensitivity > 0 and math.isfinite(error)
+            wider = max(1.0, self.sensitivity * error / self.leaf) if is_known else 1.0
+            found[path] = math.inf if is_known and error > _NOISE else wider
+        return found
 
     def passes(self, errors: Errors) -> bool:
         """Whether errors are finite and within the tolerance.
@@ -106,41 +158,49 @@ def tolerance_of(tolerance: "Tolerance | float | Criterion | None") -> tuple[Tol
     if isinstance(tolerance, Tolerance):
         return tolerance, None
     if isinstance(tolerance, int | float) and not isinstance(tolerance, bool):
-        return Tolerance(tolerance, tolerance, 5 * tolerance, max(-1.0, 1 - tolerance)), None
+        return Tolerance(tolerance, tolerance, 5 * tolerance, max(-1.0, 1 - tolerance), sensitivity=0), None
     if callable(tolerance):
         return Tolerance(math.inf, math.inf, math.inf, -1.0), tolerance
     raise TypeError(f"tolerance must be a Tolerance, a number or a function, got {tolerance!r}")
 
 
-def errors_of(outcome: Outcome, reference: Outcome, criterion: Criterion | None = None) -> Errors:
+def errors_of(outcome: Outcome, reference: Reference, criterion: Criterion | None = None) -> Errors:
     """Returns the errors of an outcome, as scalars; runs within `jax.jit`.
 
     Args:
       outcome: in half precision.
-      reference: in float32.
-      criterion: of the user's own, `criterion(outcome, reference)` -> bool scalar.
+      reference: see there.
+      criterion: of the user's own, `criterion(outcome, float32 outcome)` -> bool scalar.
     """
-    pairs = [(outcome.gradients[name], x) for name, x in reference.gradients.items()]
-    everything = [*outcome.results, *(x for x, _ in pairs)]
+    exact, slack = reference
+    pairs = [(outcome.gradients[name], x, slack[name]) for name, x in exact.gradients.items()]
+    everything = [*outcome.results, *outcome.gradients.values()]
     finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in everything] or [True]))
-    results = zip(outcome.results, reference.results, strict=True)
+    results = zip(outcome.results, exact.results, strict=True)
     losses = [_relative(_norm(x - y), _norm(y)) for x, y in results]
-    accepted = True if criterion is None else jnp.all(jnp.asarray(criterion(outcome, reference)))
+    accepted = True if criterion is None else jnp.all(jnp.asarray(criterion(outcome, exact)))
     return Errors(finite, _largest(losses), *_of_gradients(pairs), accepted)
 
 
-def _of_gradients(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[Any, Any, Any]:
-    if not pairs:
+def as_numbers(errors: Errors) -> Errors:
+    """Returns errors that are arrays as Python's numbers."""
+    found = jax.device_get(errors)
+    return Errors(*(bool(x) if np.asarray(x).dtype == bool else float(x) for x in found))
+
+
+def _of_gradients(triples: Sequence[tuple[jax.Array, jax.Array, Any]]) -> tuple[Any, Any, Any]:
+    """Returns the errors of gradients, of which each is given with float32's and its slack."""
+    if not triples:
         return jnp.float32(0), jnp.float32(0), jnp.float32(1)
-    off = jnp.stack([_norm(x - y) for x, y in pairs])
-    norms = jnp.stack([_norm(y) for _, y in pairs])
+    off = jnp.stack([_norm(x - y) for x, y, _ in triples])
+    norms = jnp.stack([_norm(y) for _, y, _ in triples])
     whole = jnp.linalg.norm(norms)
-    own = jnp.linalg.norm(jnp.stack([_norm(x) for x, _ in pairs]))
-    products = sum(jnp.sum(_scaled(x, own) * _scaled(y, whole)) for x, y in pairs)
-    counts = jnp.array([y.size for _, y in pairs], jnp.float32)
+    own = jnp.linalg.norm(jnp.stack([_norm(x) for x, _, _ in triples]))
+    cosine = sum(jnp.sum(_scaled(x, own) * _scaled(y, whole)) for x, y, _ in triples)
+    counts = jnp.array([y.size for _, y, _ in triples], jnp.float32)
     least = _NEGLIGIBLE * whole * jnp.sqrt(counts / counts.sum())
-    leaves = _relative(off, jnp.maximum(norms, least))
-    return _relative(jnp.linalg.norm(off), whole), jnp.max(leaves), products
+    leaves = _relative(off, jnp.maximum(norms, least)) / jnp.stack([jnp.float32(z) for _, _, z in triples])
+    return _relative(jnp.linalg.norm(off), whole), jnp.max(leaves), jnp.where(whole > 0, cosine, 1.0)
 
 
 def _norm(x: jax.Array) -> jax.Array:

@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from jmp_train.tuning.tolerance import Errors, Tolerance
+from jmp_train.tuning.tolerance import Errors, Tolerance, as_numbers
 
 
 class Trial(NamedTuple):
@@ -92,7 +91,7 @@ class Trials:
         worst: Errors | None = None
         passed = True
         for place, number in enumerate(self._order):
-            errors = Errors(*map(_number, jax.device_get(self._run(flags, number))))
+            errors = as_numbers(self._run(flags, number))
             passed = self._tolerance.passes(errors)
             if worst is None or not passed or errors.gradient > worst.gradient:
                 worst = errors
@@ -102,10 +101,6 @@ class Trials:
         assert worst is not None
         share = float(self._flops[flags].sum() / max(1.0, self._flops.sum()))
         return Trial(float32, passed, worst, share)
-
-
-def _number(x: Any) -> Any:
-    return bool(x) if np.asarray(x).dtype == bool else float(x)
 
 
 def front_of(trials: Sequence[Trial]) -> tuple[Trial, ...]:

@@ -25,7 +25,7 @@ from jmp_train.tuning.programs import Programs, check_alike
 from jmp_train.tuning.scores import SCALES, best_scale
 from jmp_train.tuning.search import smallest_list
 from jmp_train.tuning.subjects import Example, Subject, subject_of
-from jmp_train.tuning.tolerance import Criterion, Errors, Outcome, Tolerance, tolerance_of
+from jmp_train.tuning.tolerance import Criterion, Errors, Reference, Tolerance, as_numbers, tolerance_of
 from jmp_train.tuning.trials import BudgetSpent, Trials, front_of
 from jmp_train.tuning.tuned_rules import Float32Entry, FrontPoint, TunedRules, Verification
 from jmp_train.tuning.units import Unit, find_units
@@ -97,7 +97,8 @@ def tune(
     subject, given = subject_of(fn, given)
     seen = len(given) - (len(held_out) if held_out is not None else len(examples) > 1)
     units = find_units(subject, given[0], half, MOSTLY_HALF)
-    programs = Programs(subject, given, units, half, MOSTLY_HALF, criterion)
+    programs = Programs(subject, given, units, half, MOSTLY_HALF, tolerance, criterion)
+    tolerance = programs.tolerance
     _check_finite(programs.references)
     scale, ranking = _ranked(programs, units, half, loss_scale)
     flops = np.array([unit.flops for unit in units], np.float64)
@@ -155,8 +156,8 @@ def _checked(
     return given
 
 
-def _check_finite(references: Sequence[Outcome]) -> None:
-    for number, outcome in enumerate(references):
+def _check_finite(references: Sequence[Reference]) -> None:
+    for number, (outcome, _) in enumerate(references):
         named = {f"result {i}": x for i, x in enumerate(outcome.results)} | {
             f"the gradient of {path!r}": x for path, x in outcome.gradients.items()
         }
@@ -167,7 +168,7 @@ def _check_finite(references: Sequence[Outcome]) -> None:
 
 def _ranked(programs: Programs, units: Sequence[Unit], half: Any, loss_scale: float | None) -> tuple[float, list[int]]:
     """Returns the loss scale, and the numbers of the units, those first that matter most."""
-    has_gradient = bool(programs.references[0].gradients)
+    has_gradient = bool(programs.references[0].outcome.gradients)
     scales = (1.0,) if half == jnp.bfloat16 or not has_gradient else SCALES
     if loss_scale is not None:
         scales = (float(loss_scale),)
@@ -227,7 +228,7 @@ def _verified(
         added = frozenset(rest[:count])
         rules = _rules(kept | added, units)
         run = programs.verified(rules, scale)
-        errors = [Errors(*map(_number, jax.device_get(run(i)))) for i in range(len(programs.references))]
+        errors = [as_numbers(run(i)) for i in range(len(programs.references))]
         passed = all(map(tolerance.passes, errors))
         worst = max(errors, key=lambda e: (not tolerance.passes(e), not e.finite, e.gradient, e.loss))
         found = rules, Verification(passed, worst, len(errors) - seen), added
@@ -236,10 +237,6 @@ def _verified(
         first = first or found
     assert first is not None
     return first
-
-
-def _number(x: Any) -> Any:
-    return bool(x) if np.asarray(x).dtype == bool else float(x)
 
 
 def _entries(

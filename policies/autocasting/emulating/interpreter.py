@@ -185,7 +185,7 @@ def _equation(
     else:
         touched = [d is not None or eligible(traced_dtype(a)) for d, a in zip(dtypes, equation.invars, strict=True)]
         wide = rule == "lower" and equation.outvars[0] in logits
-        outputs = _computed(emulation, equation, scope, inputs, touched, active, wide)
+        outputs = _computed(emulation, equation, scope, inputs, touched, active, rule in _COMPUTE, wide)
     _note_integers(equation, values, [x.value for x in outputs])
     return outputs
 
@@ -233,13 +233,14 @@ def _computed(
     inputs: list[Emulated],
     touched: Sequence[bool],
     active: Bit,
+    is_choice: bool,
     wide: bool,
 ) -> list[Emulated]:
-    """Runs an operation on float32 operands, rounded where it is active."""
+    """Runs an operation on float32 operands; one whose precision can be chosen rounds where it is active."""
     primitive = equation.primitive
     arrays = [x.value.to(FLOAT32) if touch else x.array for x, touch in zip(inputs, touched, strict=True)]
     params = _in_float32(equation)
-    if primitive.name in LAYOUT or active is False:
+    if not is_choice or active is False:  # what is promoted moves or picks numbers that are rounded
         results = primitive.bind(*arrays, **params)
         results = list(results) if primitive.multiple_results else [results]
     else:
