@@ -57,7 +57,7 @@ class Programs:
         self.compile_seconds = 0.0
         outcome = self._compiled(lambda arrays: subject.outcome(as_it_is, 1.0, *self._example(arrays)))(self._arrays[0])
         outcomes: list[Outcome] = [outcome(arrays) for arrays in self._arrays]
-        rounded: list[Outcome] = [outcome(_rounded(arrays, dtype)) for arrays in self._arrays]
+        rounded = [outcome(self._arrays_of(subject.rounded(example, dtype))) for example in examples]
         slacks = [tolerance.slack(x, y) for x, y in zip(rounded, outcomes, strict=True)]
         self.references = list(map(Reference, outcomes, slacks))
         pairs = zip(rounded, self.references, strict=True)
@@ -140,18 +140,6 @@ class Programs:
             scale: np.sum([np.asarray(compiled(np.float32(scale), arrays)) for arrays in self._arrays], 0)
             for scale in scales
         }
-
-
-def _rounded(arrays: Sequence[Any], dtype: Any) -> list[Any]:
-    """Returns arrays with float32 numbers rounded to a half type once, those beyond its range as they are."""
-
-    def once(x: Any) -> Any:
-        if x.dtype != jnp.float32:
-            return x
-        cast = jnp.asarray(x).astype(dtype).astype(x.dtype)
-        return jnp.where(jnp.isfinite(cast), cast, x)
-
-    return list(map(once, arrays))
 
 
 def check_alike(examples: Sequence[Example]) -> None:

@@ -57,6 +57,10 @@ class Subject(Protocol):
         """
         ...
 
+    def rounded(self, example: Example, dtype: Any) -> Example:
+        """Returns an example whose parameters were rounded to a half type once; what has none as it is."""
+        ...
+
     def objective(self, transform: Transform, *example: Any) -> jax.Array:
         """Returns a scalar whose derivative says what matters: the loss or, of other results, their squares.
 
@@ -136,6 +140,10 @@ class _Function:
         value, grads = value_and_grad(StaticLossScale(scale), *example)
         return Outcome([value[0] if self.kind == "aux" else value], _unscaled(grads, scale))
 
+    def rounded(self, example: Example, dtype: Any) -> Example:
+        """See `Subject`."""
+        return example if self.kind == "results" else (_rounded(example[0], dtype), *example[1:])
+
     def objective(self, transform: Transform, *example: Any) -> jax.Array:
         """See `Subject`."""
         result = transform(self.fn)(*example)
@@ -158,6 +166,11 @@ class _Step:
         )
         return Outcome([found.loss], _unscaled(found.grads, scale))
 
+    def rounded(self, example: Example, dtype: Any) -> Example:
+        """See `Subject`."""
+        state, batch = example
+        return dataclasses.replace(state, params=_rounded(state.params, dtype)), batch
+
     def objective(self, transform: Transform, *example: Any) -> jax.Array:
         """See `Subject`."""
         state, batch = example
@@ -168,6 +181,18 @@ class _Step:
         policy = TransformPolicy(_F32, _F32, _F32, reduce_dtype=self.step.reduce_dtype, run=transform)
         looked = FirstTrace(seen=True, values_seen=True)
         return dataclasses.replace(self.step, policy=policy, first_trace=looked)
+
+
+def _rounded(params: Any, dtype: Any) -> Any:
+    """Returns parameters with float32 numbers rounded to a half type, those beyond its range as they are."""
+
+    def once(x: Any) -> Any:
+        if not is_float_array(x) or x.dtype != _F32:
+            return x
+        cast = jnp.asarray(x).astype(dtype).astype(_F32)
+        return jnp.where(jnp.isfinite(cast), cast, x)
+
+    return jax.tree.map(once, params)
 
 
 def _key_of(state: TrainState) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _NEGLIGIBLE = 1e-3  # gradients of leaves that are smaller than this share of the whole count as if they were so large
-_NOISE = 0.5  # leaves whose gradients change by so much if arguments are rounded once say nothing
+_NOISE = 0.5  # leaves whose gradients change by so much if parameters are rounded once say nothing
 _LARGEST = 0.7  # error of the gradient that is tolerated, however sensitive it is
 
 
@@ -68,7 +68,7 @@ class Tolerance:
     """How large errors may be; all results and gradients have to be finite.
 
     Gradients may be sensitive by themselves: those of a deep network with normalization can change by a tenth if its
-    parameters are rounded once. Errors up to `sensitivity` times what rounding the arguments does are tolerated, and
+    parameters are rounded once. Errors up to `sensitivity` times what rounding the parameters does are tolerated, and
     gradients of single parameters that this changes by half are left out.
 
     Args:
@@ -106,7 +106,7 @@ class Tolerance:
         """Returns the tolerance of a function that is as sensitive as this.
 
         Args:
-          rounded: errors if the arguments are rounded once, of each example.
+          rounded: errors if the parameters are rounded once, of each example.
         """
         gradient = max((x.gradient for x in rounded if x.finite), default=0.0)
         loss = max((x.loss for x in rounded if x.finite), default=0.0)
@@ -120,7 +120,7 @@ class Tolerance:
         """Returns by what the error of each leaf's gradient is divided.
 
         Args:
-          rounded: if the arguments are rounded once.
+          rounded: if the parameters are rounded once.
           outcome: in float32.
         """
         found = {}

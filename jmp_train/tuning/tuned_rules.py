@@ -96,6 +96,12 @@ class TunedRules:
       half_elements: the same of the results' elements.
       front: choices that were tried, the best ones of their share of half precision, the largest share first.
       verification: by autocast itself.
+
+    Example:
+      >>> import jax.numpy as jnp, jmp_train as jt
+      >>> tuned = jt.tune(lambda w, x: jnp.sum((x @ w) ** 2), [(jnp.full((2, 2), 0.5), jnp.full((2, 2), 300.0))])
+      >>> tuned.entries[0].primitives, tuned.entries[0].why
+      (('integer_pow',), 'without it: not finite')
     """
 
     rules: AutocastRules
