@@ -17,7 +17,7 @@ from jmp_train.tuning.subjects import Example, Subject
 from jmp_train.tuning.units import flagged
 
 _OVERFLOW = 1e3
-SCALES = tuple(2.0**exponent for exponent in (15, 12, 9, 6, 3, 0))
+SCALES = tuple(2.0**exponent for exponent in (15, 12, 9, 6, 3, 0, -4, -8))
 
 
 def scores_of(

@@ -12,22 +12,38 @@ Suffices = Callable[[frozenset[Item]], bool]
 
 
 def smallest_list(
-    ranking: Sequence[Item], group_of: Callable[[Item], Hashable], suffices: Suffices[Item]
+    ranking: Sequence[Item],
+    is_costly: Callable[[Item], bool],
+    group_of: Callable[[Item], Hashable],
+    suffices: Suffices[Item],
 ) -> list[Item]:
     """Returns items that suffice, of which each is needed: without it the others do not suffice.
 
+    Costly items are taken only where all others together do not suffice.
+
     Args:
       ranking: all items, those most likely to be needed first; together they have to suffice.
+      is_costly: tells what to do without if that can be.
       group_of: what goes together, which is tried as a whole first.
       suffices: tests a set of items; deterministic.
 
     Example:
-      >>> smallest_list(range(100), lambda i: i // 10, lambda items: {3, 72} <= items)
-      [3, 72]
+      >>> smallest_list(range(100), lambda i: i < 50, lambda i: i // 10, lambda items: {3, 72} <= items)
+      [72, 3]
 
     Reference: delta debugging, of Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", IEEE
     TSE 28(2), 2002.
     """
+    if suffices(frozenset()):
+        return []
+    costly = [item for item in ranking if is_costly(item)]
+    cheap = [item for item in ranking if not is_costly(item)]
+    with_cheap = _smallest(costly, group_of, lambda items: suffices(items.union(cheap)))
+    with_costly = _smallest(cheap, group_of, lambda items: suffices(items.union(with_cheap)))
+    return needed([*with_costly, *with_cheap], suffices)
+
+
+def _smallest(ranking: Sequence[Item], group_of: Callable[[Item], Hashable], suffices: Suffices[Item]) -> list[Item]:
     if suffices(frozenset()):
         return []
     kept = _first_that_suffice(ranking, suffices)

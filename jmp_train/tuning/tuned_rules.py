@@ -99,7 +99,8 @@ class TunedRules:
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
-      >>> tuned = jt.tune(lambda w, x: jnp.sum((x @ w) ** 2), [(jnp.full((2, 2), 0.5), jnp.full((2, 2), 300.0))])
+      >>> w, x = jnp.full((2, 2), 0.5), jnp.full((2, 2), 300.0)
+      >>> tuned = jt.tune(lambda w, x: jnp.sqrt((x @ w) ** 2).mean(), [(w, x)])
       >>> tuned.entries[0].primitives, tuned.entries[0].why
       (('integer_pow',), 'without it: not finite')
     """

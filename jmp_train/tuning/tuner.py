@@ -31,6 +31,7 @@ from jmp_train.tuning.tuned_rules import Float32Entry, FrontPoint, TunedRules, V
 from jmp_train.tuning.units import Unit, find_units
 
 _DEFAULT_BUDGET = 1000
+_COSTLY = 0.01  # share of the flops from which on an operation stays in half precision if others can be float32 instead
 
 
 def tune(
@@ -189,7 +190,9 @@ def _search(trials: Trials, units: Sequence[Unit], ranking: list[int]) -> tuple[
                 f"even if all operations run in float32 the tolerance is exceeded: {trials(everything).errors}; "
                 "the function casts to half precision by itself, or tolerance is too small"
             )
-        return frozenset(smallest_list(ranking, lambda i: units[i].group, trials.suffices)), True
+        costly = _COSTLY * sum(unit.flops for unit in units)
+        found = smallest_list(ranking, lambda i: units[i].flops > costly, lambda i: units[i].group, trials.suffices)
+        return frozenset(found), True
     except (BudgetSpent, KeyboardInterrupt):
         best = trials.best
         return everything if best is None else best.float32, False
