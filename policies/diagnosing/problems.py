@@ -4,6 +4,7 @@ import dataclasses
 import linecache
 from typing import Any, Literal
 
+from jmp_train.policies.autocasting import AutocastRules
 from jmp_train.policies.diagnosing.equations import Direction
 from jmp_train.policies.diagnosing.remedies import Remedy
 
@@ -54,5 +55,6 @@ class Problem:
         """Returns it as a dictionary of what JSON has."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "remedy"}
         remedy = {"action": self.remedy.action, "text": self.remedy.text, "value": self.remedy.value}
-        rules = {name: dict(getattr(self.remedy.rules, name)) for name in ("primitives", "functions", "paths")}
+        tables = (f.name for f in dataclasses.fields(AutocastRules))
+        rules = {name: dict(getattr(self.remedy.rules, name)) for name in tables}
         return fields | {"code": self.code, "remedy": remedy | {"rules": rules}}

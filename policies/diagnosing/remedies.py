@@ -143,8 +143,7 @@ def merged_rules(remedies: Sequence[Remedy], rules: AutocastRules = TORCH_CUDA) 
       rules: to which they are added.
     """
     for remedy in remedies:
-        own = remedy.rules
-        rules = rules.replace(primitives=dict(own.primitives), functions=dict(own.functions), paths=dict(own.paths))
+        rules = rules.replace(**{f.name: dict(getattr(remedy.rules, f.name)) for f in dataclasses.fields(remedy.rules)})
     return rules
 
 

@@ -25,7 +25,9 @@ ROWS = (
     dataclasses.replace(ROW, primitive="exp", line=8, local_error=0.5, infinite=0.0, direction="backward"),
     dataclasses.replace(ROW, primitive="add", line=9, local_error=0.0, inherited_error=math.inf, direction="update"),
 )
-RULES = jt.AutocastRules(primitives=(("mul", "float32"),), paths=(('a"\\.b$', "float32"),))
+RULES = jt.AutocastRules(
+    primitives=(("mul", "float32"),), paths=(('a"\\.b$', "float32"),), operations=((r"^net:exp@", "float32"),)
+)
 PROBLEM = jt.Problem(
     "problem", "overflow", "forward", ROW.path, ROW.file, ROW.line, "mul", "25% > all & <b>",
     jt.Remedy("rules", "float32 <here>", RULES),
@@ -84,7 +86,10 @@ def test_the_page_is_whole_and_needs_nothing_else() -> None:
 def test_the_rules_can_be_copied() -> None:
     scope: dict[str, object] = {"jt": jt}
     exec(rules_code(RULES), scope)  # noqa: S102 - what users do with it
-    assert scope["rules"] == jt.TORCH_CUDA.replace(primitives=dict(RULES.primitives), paths=dict(RULES.paths))
+    assert scope["rules"] == REPORT.rules
+    assert REPORT.rules == jt.TORCH_CUDA.replace(
+        primitives=dict(RULES.primitives), paths=dict(RULES.paths), operations=dict(RULES.operations)
+    )
     assert rules_code(jt.AutocastRules()) == ""
     assert "TORCH_CUDA" not in jt.NumericsReport((NOTE,), ROWS, {}, 1).to_html()
 
@@ -130,3 +135,7 @@ def test_json_has_no_numbers_that_are_not_finite() -> None:
     assert found == REPORT.as_dict()
     assert found["rows"][2]["inherited_error"] is None
     assert found["rows"][0]["shape"] == [4, 3]
+    assert found["problems"][0]["remedy"]["rules"] == {
+        "primitives": {"mul": "float32"}, "functions": {}, "paths": {'a"\\.b$': "float32"}, "banned": {},
+        "operations": {"^net:exp@": "float32"},
+    }  # fmt: skip
