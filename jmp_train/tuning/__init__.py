@@ -1,11 +1,11 @@
 """Tuning: which operations of a function or a training step have to stay in float32, found by trials."""
 
+from jmp_train.tuning.evidence import Float32Entry as Float32Entry
+from jmp_train.tuning.evidence import FrontPoint as FrontPoint
+from jmp_train.tuning.evidence import Verification as Verification
 from jmp_train.tuning.tolerance import Criterion as Criterion
 from jmp_train.tuning.tolerance import Errors as Errors
 from jmp_train.tuning.tolerance import Outcome as Outcome
 from jmp_train.tuning.tolerance import Tolerance as Tolerance
-from jmp_train.tuning.tuned_rules import Float32Entry as Float32Entry
-from jmp_train.tuning.tuned_rules import FrontPoint as FrontPoint
 from jmp_train.tuning.tuned_rules import TunedRules as TunedRules
-from jmp_train.tuning.tuned_rules import Verification as Verification
 from jmp_train.tuning.tuner import tune as tune

@@ -2,79 +2,13 @@
 
 import dataclasses
 import math
+from html import escape
 from typing import Any
 
 from jmp_train.policies.autocasting import AutocastRules, rules_code
+from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
+from jmp_train.tuning.page import entries_table, page
 from jmp_train.tuning.tolerance import Errors, Tolerance
-
-
-@dataclasses.dataclass(frozen=True)
-class Float32Entry:
-    """What stays in float32, and why.
-
-    Attributes:
-      expressions: for `AutocastRules.operations`.
-      primitives: the names of jax's primitives.
-      path: of modules and scopes; empty where there are none.
-      line: file and number of the user's line.
-      operations: how many operations it reaches.
-      without: the errors if it were left out, and all else as it is; None if that was not tried.
-      repaired: whether the trials could do without it, and autocast itself could not.
-
-    Example:
-      >>> entry = Float32Entry(("^norm:mul@",), ("mul",), "norm", "model.py:3", 1, None)
-      >>> entry.why
-      ''
-    """
-
-    expressions: tuple[str, ...]
-    primitives: tuple[str, ...]
-    path: str
-    line: str
-    operations: int
-    without: Errors | None
-    repaired: bool = False
-
-    @property
-    def why(self) -> str:
-        """What goes wrong without it, in words."""
-        if self.repaired:
-            return "added when autocast itself was run"
-        return "" if self.without is None else f"without it: {self.without}"
-
-
-@dataclasses.dataclass(frozen=True)
-class FrontPoint:
-    """A choice of the Pareto front.
-
-    Attributes:
-      half_flops: the share of the flops of what can be chosen that runs in half precision.
-      gradient_error: relative to float32.
-      float32_operations: how many entries' worth of operations stay in float32.
-    """
-
-    half_flops: float
-    gradient_error: float
-    float32_operations: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Verification:
-    """What autocast itself does with the rules.
-
-    Attributes:
-      passed: whether the errors are tolerated on all examples, the held-out ones among them.
-      errors: of the worst example.
-      held_out: how many examples the search had not seen.
-      float32_losses: of training steps in float32; empty if none were asked for.
-      tuned_losses: of the same steps with the rules.
-    """
-
-    passed: bool
-    errors: Errors
-    held_out: int
-    float32_losses: tuple[float, ...] = ()
-    tuned_losses: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +29,7 @@ class TunedRules:
       half_flops: the shares of the flops in half precision, by torch's table and by these rules.
       half_elements: the same of the results' elements.
       front: choices that were tried, the best ones of their share of half precision, the largest share first.
+      chosen: what was found, as the trials saw it; None if the search was stopped before it tried anything that passes.
       verification: by autocast itself.
 
     Example:
@@ -118,11 +53,13 @@ class TunedRules:
     half_flops: tuple[float, float]
     half_elements: tuple[float, float]
     front: tuple[FrontPoint, ...]
+    chosen: FrontPoint | None
     verification: Verification
 
     def code(self) -> str:
         """Returns the rules as Python, to be copied."""
-        return rules_code(AutocastRules(operations=self.rules.operations), base="jt.MOSTLY_HALF")
+        added = AutocastRules(operations=self.rules.operations)
+        return rules_code(added, base="jt.MOSTLY_HALF") or "rules = jt.MOSTLY_HALF"
 
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as what JSON has; the rules as code."""
@@ -130,16 +67,52 @@ class TunedRules:
         plain = {name: _plain(value) for name, value in fields.items() if name != "rules"}
         return {**plain, "code": self.code()}
 
-    def __str__(self) -> str:
+    def to_html(self, title: str = "Tuned rules") -> str:
+        """Returns all of it as an HTML page that needs no network: what stays in float32, the rules as code, pictures.
+
+        Args:
+          title: of the page, such as what was tuned.
+
+        Example:
+          >>> import pathlib, tempfile
+          >>> import jax.numpy as jnp, jmp_train as jt
+          >>> tuned = jt.tune(lambda x: jnp.sqrt(x**2), [(jnp.full(3, 300.0),)])
+          >>> file = pathlib.Path(tempfile.mkdtemp()) / "tuned.html"
+          >>> file.write_text(tuned.to_html("a norm"), encoding="utf-8") > 1000
+          True
+        """
+        return page(
+            title,
+            self._summary,
+            entries=self.entries,
+            code=self.code(),
+            dtype=self.dtype,
+            half_flops=self.half_flops,
+            half_elements=self.half_elements,
+            front=self.front,
+            chosen=self.chosen,
+            tolerance=self.tolerance,
+            verification=self.verification,
+            made=f"Compiling took {self.compile_seconds:.1f} s. The loss scale of the trials was {self.loss_scale:g}.",
+        )
+
+    def _repr_html_(self) -> str:
+        verdict = escape(self.verification.verdict)
+        return f"<p>{escape(self._summary)}</p>{entries_table(self.entries)}<p>{verdict}</p>"
+
+    @property
+    def _summary(self) -> str:
         kept = f"{len(self.entries)} entr{'y' if len(self.entries) == 1 else 'ies'} in float32"
         head = f"{kept} of {self.choices} that could be {self.dtype}; {self.trials} trials in {self.seconds:.1f} s"
-        lines = [head if self.complete else f"{head}; not all of them may be needed: the search was stopped"]
+        return head if self.complete else f"{head}; not all of them may be needed: the search was stopped"
+
+    def __str__(self) -> str:
+        lines = [self._summary]
         lines += [f"  {' '.join(e.primitives)}  {e.path}  {e.line}  {e.why}" for e in self.entries]
         (table, tuned), (table_elements, tuned_elements) = self.half_flops, self.half_elements
         lines.append(f"in half precision: {tuned:.1%} of the flops (torch's table: {table:.1%}),")
         lines.append(f"  {tuned_elements:.1%} of the elements of results (torch's table: {table_elements:.1%})")
-        verdict = "holds" if self.verification.passed else "does not hold"
-        lines.append(f"under autocast itself it {verdict}: {self.verification.errors}")
+        lines.append(self.verification.verdict)
         return "\n".join(lines)
 
 

@@ -21,13 +21,14 @@ from jmp_train.policies.dtype_policies import AutocastPolicy, FirstTrace
 from jmp_train.policies.pytrees import check_half
 from jmp_train.steps import TrainStep
 from jmp_train.tuning.entries import entries_of
+from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
 from jmp_train.tuning.programs import Programs, check_alike
 from jmp_train.tuning.scores import SCALES, best_scale
 from jmp_train.tuning.search import smallest_list
 from jmp_train.tuning.subjects import Example, Subject, subject_of
 from jmp_train.tuning.tolerance import Criterion, Errors, Reference, Tolerance, as_numbers, tolerance_of
-from jmp_train.tuning.trials import BudgetSpent, Trials, front_of
-from jmp_train.tuning.tuned_rules import Float32Entry, FrontPoint, TunedRules, Verification
+from jmp_train.tuning.trials import BudgetSpent, Trial, Trials, front_of
+from jmp_train.tuning.tuned_rules import TunedRules
 from jmp_train.tuning.units import Unit, find_units
 
 _DEFAULT_BUDGET = 1000
@@ -123,10 +124,8 @@ def tune(
         tolerance=tolerance,
         half_flops=(reports[0].half_flops_share, reports[1].half_flops_share),
         half_elements=(reports[0].half_elements_share, reports[1].half_elements_share),
-        front=tuple(
-            FrontPoint(trial.half_flops, trial.errors.gradient, sum(units[i].operations for i in trial.float32))
-            for trial in front_of(list(trials.made.values()))
-        ),
+        front=tuple(_point(trial, units) for trial in front_of(list(trials.made.values()))),
+        chosen=_point(trials.made[kept], units) if kept in trials.made else None,
         verification=verification,
     )
 
@@ -260,6 +259,11 @@ def _entries(
         )
         for entry in entries_of(kept, units)
     ]
+
+
+def _point(trial: Trial, units: Sequence[Unit]) -> FrontPoint:
+    operations = sum(units[i].operations for i in trial.float32)
+    return FrontPoint(trial.half_flops, trial.errors.gradient, operations)
 
 
 def _report(subject: Subject, example: Example, half: Any, rules: AutocastRules) -> AutocastReport:

@@ -9,49 +9,21 @@ from jmp_train.policies.diagnosing.picture import picture
 from jmp_train.policies.diagnosing.places import place_of
 from jmp_train.policies.diagnosing.problems import Problem
 from jmp_train.policies.diagnosing.rows import OperationNumerics
+from jmp_train.policies.pages import code_block, document
 
-_PAGE = Template("""\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>$title</title>
-<style>
-:root { color-scheme: light dark; }
-body { margin: 0 auto; max-width: 72rem; padding: 1rem; background: $paper;
-  color: $ink; font: 1rem/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0.5rem 0; }
-h2 { font-size: 1.15rem; margin: 1.5rem 0 0.5rem; }
-h3 { font-size: 1rem; margin: 0; }
-p { margin: 0.25rem 0; }
-footer, .soft { color: $soft; }
-pre { background: $shade; padding: 0.5rem 0.75rem; margin: 0.4rem 0; overflow-x: auto; }
-li { margin: 0 0 1.2rem; overflow-wrap: anywhere; }
+_STYLE = """\
 li:target { outline: 2px solid $bad; outline-offset: 0.4rem; }
 .problem h3 { color: $bad; }
-svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; }
-svg text { fill: $soft; }
 .backward { fill: $shade; }
 .update { fill: $tint; }
-.grid { stroke: $rule; }
-.inherited { stroke: $inherited; }
-.local { stroke: $local; }
+.inherited { stroke: $first; }
+.local { stroke: $second; }
 .nonfinite { stroke: $bad; }
 .mark { fill: $paper; stroke: $soft; }
 .mark.problem { stroke: $bad; }
 .scroll { overflow: auto; max-height: 40rem; }
-table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
-th { position: sticky; top: 0; background: $paper; }
-th, td { padding: 0.25rem 0.8rem 0.25rem 0; text-align: right; border-bottom: 1px solid $rule; }
-td:nth-child(-n + 7), th:nth-child(-n + 7) { text-align: left; }
-footer { font-size: 0.85rem; margin-top: 2rem; }
-</style>
-</head>
-<body>
-<h1>$title</h1>
+td:nth-child(-n + 7), th:nth-child(-n + 7) { text-align: left; }"""
+_BODY = Template("""\
 <p id="summary">$summary</p>
 $collapsed
 $picture
@@ -69,23 +41,7 @@ $rows
 </div>
 <footer>Errors are |half - float32| / |float32|, each summed over the elements. The local error is that of an operation
 alone, on operands without errors; the inherited error has those of all operations before. Shares are of
-elements, over $steps.</footer>
-</body>
-</html>
-""")
-
-# In light and in dark surroundings.
-_COLORS = {
-    "ink": "light-dark(#202124, #e8eaed)",
-    "soft": "light-dark(#5f6368, #9aa0a6)",
-    "paper": "light-dark(#fff, #18191b)",
-    "rule": "light-dark(#dadce0, #3c4043)",
-    "shade": "light-dark(#f1f3f4, #26282b)",
-    "tint": "light-dark(#e8f0fe, #1f2a3d)",
-    "bad": "light-dark(#d93025, #f28b82)",
-    "inherited": "light-dark(#1a73e8, #8ab4f8)",
-    "local": "light-dark(#e8710a, #fcad70)",
-}
+elements, over $steps.</footer>""")
 _TITLES = (
     "#", "operation", "pass", "module", "code", "dtypes", "shape", "runs", "local error", "inherited error",
     "largest", "smallest", "overflow", "become 0", "subnormal", "NaN", "infinite", "lost terms",
@@ -113,9 +69,7 @@ def page(
       rules: no more than the entries that mend the problems.
       steps: how often the function was run.
     """
-    return _PAGE.substitute(
-        _COLORS,
-        title=escape(title),
+    body = _BODY.substitute(
         summary=escape(summary),
         collapsed="".join(f"<p>Argument {escape(path)}: {escape(text)}.</p>" for path, text in collapsed.items()),
         picture=picture(rows, problems),
@@ -125,6 +79,7 @@ def page(
         rows="\n".join(_row(number, row) for number, row in _largest_first(rows)),
         steps="one run" if steps == 1 else f"{steps} runs",
     )
+    return document(title, body, _STYLE)
 
 
 def _problems(problems: Sequence[Problem]) -> str:
@@ -136,13 +91,11 @@ def _problems(problems: Sequence[Problem]) -> str:
 
 def _problem(number: int, problem: Problem) -> str:
     where = f"{place_of(problem.file, problem.line)} {problem.path}".strip()
-    code = f"<pre><code>{escape(problem.code)}</code></pre>" if problem.code else ""
-    rules = rules_code(problem.remedy.rules)
-    copied = f"<pre><code>{escape(rules)}</code></pre>" if rules else ""
+    copied = code_block(rules_code(problem.remedy.rules))
     return (
         f'<li id="problem-{number}" class="{escape(problem.severity)}">'
         f"<h3>{escape(problem.severity)}: {escape(problem.kind)}, {escape(problem.direction)} pass</h3>"
-        f'<p class="soft">{escape(where)}</p>{code}<p>{escape(problem.evidence)}</p>'
+        f'<p class="soft">{escape(where)}</p>{code_block(problem.code)}<p>{escape(problem.evidence)}</p>'
         f"<p>What mends it: {escape(problem.remedy.text)}</p>{copied}</li>"
     )
 
@@ -152,7 +105,8 @@ def _rules(rules: AutocastRules) -> str:
     if not code:
         return ""
     use = 'policy = dataclasses.replace(jt.get_policy("autocast_float16"), rules=rules)'
-    return f'<h2>Rules that mend the problems</h2>\n<pre><code id="rules">{escape(code)}\n{escape(use)}</code></pre>'
+    copied = code_block(f"{code}\n{use}", "rules")
+    return f"<h2>Rules that mend the problems</h2>\n{copied}"
 
 
 def _largest_first(rows: Sequence[OperationNumerics]) -> list[tuple[int, OperationNumerics]]:

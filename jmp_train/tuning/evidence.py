@@ -1,0 +1,86 @@
+"""What tuning leaves in float32, what it tried, and what autocast itself makes of it."""
+
+import dataclasses
+import linecache
+
+from jmp_train.tuning.tolerance import Errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Float32Entry:
+    """What stays in float32, and why.
+
+    Attributes:
+      expressions: for `AutocastRules.operations`.
+      primitives: the names of jax's primitives.
+      path: of modules and scopes; empty where there are none.
+      line: file and number of the user's line.
+      operations: how many operations it reaches.
+      without: the errors if it were left out, and all else as it is; None if that was not tried.
+      repaired: whether the trials could do without it, and autocast itself could not.
+
+    Example:
+      >>> entry = Float32Entry(("^norm:mul@",), ("mul",), "norm", "model.py:3", 1, None)
+      >>> entry.why
+      ''
+    """
+
+    expressions: tuple[str, ...]
+    primitives: tuple[str, ...]
+    path: str
+    line: str
+    operations: int
+    without: Errors | None
+    repaired: bool = False
+
+    @property
+    def code(self) -> str:
+        """The line itself, where its file can be read."""
+        file, _, number = self.line.rpartition(":")
+        return linecache.getline(file, int(number)).strip() if number.isdecimal() else ""
+
+    @property
+    def why(self) -> str:
+        """What goes wrong without it, in words."""
+        if self.repaired:
+            return "added when autocast itself was run"
+        return "" if self.without is None else f"without it: {self.without}"
+
+
+@dataclasses.dataclass(frozen=True)
+class FrontPoint:
+    """A choice of the Pareto front.
+
+    Attributes:
+      half_flops: the share of the flops of what can be chosen that runs in half precision.
+      gradient_error: relative to float32.
+      float32_operations: how many entries' worth of operations stay in float32.
+    """
+
+    half_flops: float
+    gradient_error: float
+    float32_operations: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What autocast itself does with the rules.
+
+    Attributes:
+      passed: whether the errors are tolerated on all examples, the held-out ones among them.
+      errors: of the worst example.
+      held_out: how many examples the search had not seen.
+      float32_losses: of training steps in float32; empty if none were asked for.
+      tuned_losses: of the same steps with the rules.
+    """
+
+    passed: bool
+    errors: Errors
+    held_out: int
+    float32_losses: tuple[float, ...] = ()
+    tuned_losses: tuple[float, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """Whether it holds, and the errors, in words."""
+        return f"under autocast itself it {'holds' if self.passed else 'does not hold'}: {self.errors}"
