@@ -98,7 +98,7 @@ def _of_parts(fn: Callable[..., Any], examples: Sequence[Example]) -> tuple[Call
     graph, *_ = nnx.split(examples[0][0], nnx.Param, ...)
 
     def of_parts(params: Any, rest: Any, *args: Any) -> Any:
-        return fn(nnx.merge(graph, params, rest), *args)
+        return fn(nnx.merge(graph, params, rest, copy=True), *args)
 
     taken = [(*nnx.split(example[0], nnx.Param, ...)[1:], *example[1:]) for example in examples]
     return of_parts, taken

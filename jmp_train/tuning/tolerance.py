@@ -179,7 +179,9 @@ def errors_of(outcome: Outcome, reference: Reference, criterion: Criterion | Non
     results = zip(outcome.results, exact.results, strict=True)
     losses = [_relative(_norm(x - y), _norm(y)) for x, y in results]
     accepted = True if criterion is None else jnp.all(jnp.asarray(criterion(outcome, exact)))
-    return Errors(finite, _largest(losses), *_of_gradients(pairs), accepted)
+    gradient, leaf, cosine = _of_gradients(pairs)
+    loss, gradient, leaf = (jnp.where(finite, x, jnp.inf) for x in (_largest(losses), gradient, leaf))
+    return Errors(finite, loss, gradient, leaf, jnp.where(finite, cosine, -1.0), accepted)
 
 
 def as_numbers(errors: Errors) -> Errors:

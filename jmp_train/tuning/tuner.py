@@ -1,6 +1,7 @@
 """`tune`: the smallest list of operations that have to stay in float32."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +19,10 @@ from jmp_train.policies.autocasting import (
     explain_autocast,
 )
 from jmp_train.policies.dtype_policies import AutocastPolicy, FirstTrace
+from jmp_train.policies.loss_scaling import DynamicLossScale
+from jmp_train.policies.optimizers import get_loss_scale, scaled_states, set_loss_scale
 from jmp_train.policies.pytrees import check_half
-from jmp_train.steps import TrainStep
+from jmp_train.steps import TrainState, TrainStep
 from jmp_train.tuning.entries import entries_of
 from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
 from jmp_train.tuning.programs import Programs, check_alike
@@ -32,7 +35,6 @@ from jmp_train.tuning.tuned_rules import TunedRules
 from jmp_train.tuning.units import Unit, find_units
 
 _DEFAULT_BUDGET = 1000
-_COSTLY = 0.01  # share of the flops from which on an operation stays in half precision if others can be float32 instead
 
 
 def tune(
@@ -95,6 +97,8 @@ def tune(
     """
     half = check_half(dtype, "dtype")
     tolerance, criterion = tolerance_of(tolerance)
+    if loss_scale is not None and not 0 < loss_scale < math.inf:
+        raise ValueError(f"loss_scale={loss_scale!r} must be a positive number")
     given = _checked(fn, examples, held_out, budget, steps)
     subject, given = subject_of(fn, given)
     seen = len(given) - (len(held_out) if held_out is not None else len(examples) > 1)
@@ -106,10 +110,10 @@ def tune(
     flops = np.array([unit.flops for unit in units], np.float64)
     trials = Trials(programs.trials(scale), seen, flops, tolerance, budget, progress)
     kept, complete = _search(trials, units, ranking)
-    without = _without(trials, kept, units)
+    without = _without(trials, kept, units) if complete else {}
     rules, verification, added = _verified(programs, kept, units, ranking, scale, tolerance, seen)
     if steps:
-        verification = _trained(verification, fn, given, half, rules, steps)
+        verification = _trained(verification, fn, given, half, rules, scale, steps)
     reports = [_report(subject, given[0], half, table) for table in (TORCH_CUDA, rules)]
     return TunedRules(
         rules=rules,
@@ -175,7 +179,7 @@ def _ranked(programs: Programs, units: Sequence[Unit], half: Any, loss_scale: fl
     try:
         scores = programs.scores(scales)
     except (ValueError, TypeError, NotImplementedError):  # a program without a derivative, such as a while loop
-        return scales[0], list(range(len(units)))
+        return scales[0], sorted(range(len(units)), key=lambda i: units[i].flops)
     scale = best_scale(scores)
     return scale, sorted(range(len(units)), key=lambda i: (-scores[scale][i, 0], i))
 
@@ -186,11 +190,9 @@ def _search(trials: Trials, units: Sequence[Unit], ranking: list[int]) -> tuple[
     try:
         if not trials.suffices(frozenset()) and not trials.suffices(everything):
             raise ValueError(
-                f"even if all operations run in float32 the tolerance is exceeded: {trials(everything).errors}; "
-                "the function casts to half precision by itself, or tolerance is too small"
+                f"even if all operations run in float32 the tolerance is exceeded: {trials(everything).errors}"
             )
-        costly = _COSTLY * sum(unit.flops for unit in units)
-        found = smallest_list(ranking, lambda i: units[i].flops > costly, lambda i: units[i].group, trials.suffices)
+        found = smallest_list(ranking, lambda i: units[i].is_product, lambda i: units[i].group, trials.suffices)
         return frozenset(found), True
     except (BudgetSpent, KeyboardInterrupt):
         best = trials.best
@@ -282,17 +284,34 @@ def _report(subject: Subject, example: Example, half: Any, rules: AutocastRules)
 
 
 def _trained(
-    verification: Verification, fn: Any, examples: Sequence[Example], half: Any, rules: AutocastRules, steps: int
+    verification: Verification,
+    fn: Any,
+    examples: Sequence[Example],
+    half: Any,
+    rules: AutocastRules,
+    scale: float,
+    steps: int,
 ) -> Verification:
-    """Returns the verification with the losses of training in float32 and by the rules."""
+    """Returns the verification with the losses of training in float32 and by the rules, from the loss scale found."""
     f32 = jnp.float32
     policies = (None, AutocastPolicy(f32, f32, f32, fn.reduce_dtype, autocast_dtype=half, rules=rules))
     losses = []
     for policy in policies:
         step = jax.jit(dataclasses.replace(fn, policy=policy, first_trace=FirstTrace(seen=True, values_seen=True)))
-        state, found = examples[0][0], []
+        state, found = _with_loss_scale(examples[0][0], scale), []
         for number in range(steps):
             state, metrics = step(state, examples[number % len(examples)][1])
             found.append(metrics["loss"])
         losses.append(tuple(float(x) for x in found))
     return dataclasses.replace(verification, float32_losses=losses[0], tuned_losses=losses[1])
+
+
+def _with_loss_scale(state: TrainState, scale: float) -> TrainState:
+    """Returns a state whose dynamic loss scale, if it has one, is where it would get to by itself."""
+    if len(scaled_states(state.opt_state)) != 1:
+        return state
+    old = get_loss_scale(state.opt_state)
+    if not isinstance(old, DynamicLossScale):
+        return state
+    new = dataclasses.replace(old, loss_scale=jnp.full_like(old.loss_scale, scale))
+    return dataclasses.replace(state, opt_state=set_loss_scale(state.opt_state, new))

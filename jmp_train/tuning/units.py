@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jmp_train.policies.autocasting import AutocastRules, elements_of, flops_of
+from jmp_train.policies.autocasting import PRODUCTS, AutocastRules, elements_of, flops_of
 from jmp_train.policies.autocasting.emulating import Bit, both, emulated_autocast
 from jmp_train.tuning.subjects import Example, Subject, Transform
 
@@ -36,6 +36,11 @@ class Unit:
     def primitives(self) -> tuple[str, ...]:
         """The names of jax's primitives."""
         return tuple(sorted({primitive_of(address) for address in self.addresses}))
+
+    @property
+    def is_product(self) -> bool:
+        """Whether there is a matrix product or convolution among them, where half precision gains most."""
+        return not PRODUCTS.isdisjoint(self.primitives)
 
     @property
     def group(self) -> str:

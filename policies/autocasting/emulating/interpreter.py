@@ -54,17 +54,9 @@ _PICKS = frozenset(("gather", "dynamic_slice"))
 _COMPUTE = ("lower", "demote")
 
 
-class Flags(Protocol):
-    """Tells which operations may run in half precision."""
-
-    def __call__(self, addresses: tuple[str, ...], equations: tuple[Any, ...]) -> Bit:
-        """Returns whether an operation may.
-
-        Args:
-          addresses: see `AutocastRules.operations`; of a function with a custom derivative those of all that it does.
-          equations: one within the other, the outermost first, the operation last.
-        """
-        ...
+# Tells whether operations may run in half precision, by their addresses (a function with a custom derivative has
+# those of all that it does) and the equations that they are within, the outermost first and the operation last.
+Flags = Callable[[tuple[str, ...], tuple[Any, ...]], Bit]
 
 
 class Run(Protocol):

@@ -47,7 +47,7 @@ def test_rounding_is_the_cast_around_every_boundary(half: Any) -> None:
     values = np.unique(values[np.isfinite(values)].astype(np.float64))
     middle = ((values[1:] + values[:-1]) / 2).astype(np.float32)
     largest = float(jnp.finfo(half).max)
-    ends = np.float32([largest, largest * (1 + 2.0**-12), largest * (1 + 2.0**-8), 3e38, np.inf])
+    ends = np.array([largest, largest * (1 + 2.0**-12), largest * (1 + 2.0**-8), 3e38, np.inf], np.float32)
     around = [middle, *(np.nextafter(middle, np.float32(side * np.inf)) for side in (1, -1)), ends, -ends]
     x = np.concatenate(around)
     with np.errstate(over="ignore"):
@@ -59,7 +59,7 @@ def test_rounding_is_the_cast_around_every_boundary(half: Any) -> None:
 
 @pytest.mark.parametrize("half", HALVES)
 def test_the_gradient_is_rounded_too(half: Any) -> None:
-    values = np.float32([1.0, 1.001, 1e-7, 70000.0])
+    values = np.array([1.0, 1.001, 1e-7, 70000.0], np.float32)
     run = jax.jit(lambda x, g: jax.vjp(lambda x: rounded(x, half), x)[1](g)[0], compiler_options=COMPILER_OPTIONS)
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(run(np.ones(4, np.float32), values), values.astype(jnp.dtype(half)))

@@ -1,0 +1,291 @@
+"""What `tune` finds, in which cases it refuses, and that it says the same each time."""
+
+import json
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import promoting
+
+import jmp_train as jt
+
+pytestmark = pytest.mark.quick
+
+F32 = jnp.float32
+KEY = jax.random.key(0)
+
+
+def params_of(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    return [0.5 * jax.random.normal(jax.random.fold_in(KEY, i), shape) for i, shape in enumerate(shapes)]
+
+
+def loss_fn(params: Any, x: Any) -> Any:
+    first, second = params
+    h = jnp.tanh(x @ first)
+    with jax.named_scope("norm"):
+        h = h * 300
+        h = h / jnp.sqrt((h * h).mean(-1, keepdims=True) / 4)  # 300 ** 2 is beyond float16
+    return jnp.mean((h @ second) ** 2)
+
+
+def bad_loss_fn(params: Any, x: Any) -> Any:
+    first, second = params
+    h = jnp.tanh(x @ first)
+    with jax.named_scope("norm"):
+        h = h * 300
+        h = h / jnp.sqrt(jnp.sqrt(h**4).mean(-1, keepdims=True))
+    return jnp.mean((h @ second) ** 2)
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[tuple[Any, ...]]:
+    params = params_of((4, 8), (8, 2))
+    return [(params, jax.random.normal(jax.random.fold_in(KEY, 10 + i), (16, 4))) for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def tuned(examples: list[tuple[Any, ...]]) -> jt.TunedRules:
+    return jt.tune(bad_loss_fn, examples)
+
+
+def test_it_finds_the_operation(tuned: jt.TunedRules) -> None:
+    (entry,) = tuned.entries
+    assert (entry.path, entry.primitives, entry.operations) == ("norm", ("integer_pow",), 1)
+    assert entry.why == "without it: not finite"
+    assert entry.line.endswith(f"test_tuner.py:{bad_loss_fn.__code__.co_firstlineno + 5}")
+    assert tuned.complete
+    assert tuned.verification.passed
+    assert tuned.verification.held_out == 1
+
+
+def test_its_rules_are_for_autocast(tuned: jt.TunedRules, examples: list[tuple[Any, ...]]) -> None:
+    for rules, is_finite in ((tuned.rules, True), (jt.MOSTLY_HALF, False)):
+        grads = jax.grad(jt.autocast(bad_loss_fn, jnp.float16, rules=rules))(*examples[0])
+        assert all(bool(jnp.isfinite(x).all()) for x in grads) == is_finite
+    assert tuned.half_flops[1] >= tuned.half_flops[0] > 0.5
+    assert tuned.half_elements[1] > tuned.half_elements[0]
+
+
+def test_it_says_so(tuned: jt.TunedRules) -> None:
+    text = str(tuned)
+    assert "1 entry in float32" in text
+    assert "integer_pow  norm" in text
+    found = json.loads(json.dumps(tuned.to_json(), allow_nan=False))
+    assert found["entries"][0]["without"]["finite"] is False
+    assert eval(tuned.code().removeprefix("rules = "), {"jt": jt}) == tuned.rules
+
+
+def test_the_front_falls_from_more_half_to_less_error(tuned: jt.TunedRules) -> None:
+    shares = [point.half_flops for point in tuned.front]
+    errors = [point.gradient_error for point in tuned.front]
+    assert shares == sorted(shares, reverse=True)
+    assert errors == sorted(errors, reverse=True)
+    assert all(math.isfinite(error) for error in errors)
+
+
+def test_the_same_arguments_give_the_same_rules(tuned: jt.TunedRules, examples: list[tuple[Any, ...]]) -> None:
+    again = jt.tune(bad_loss_fn, examples)
+    assert (again.rules, again.trials, again.entries) == (tuned.rules, tuned.trials, tuned.entries)
+
+
+def test_a_model_that_can_be_half_has_no_entry(examples: list[tuple[Any, ...]]) -> None:
+    tuned = jt.tune(loss_fn, examples[:1])
+    assert tuned.entries == ()
+    assert tuned.trials == 1
+    assert tuned.rules == jt.MOSTLY_HALF
+    assert tuned.verification.held_out == 0
+    assert tuned.code() == "rules = jt.MOSTLY_HALF"
+
+
+def test_a_smaller_tolerance_keeps_more_in_float32(examples: list[tuple[Any, ...]]) -> None:
+    tuned = jt.tune(loss_fn, examples[:2], tolerance=1e-5)
+    assert tuned.entries
+    assert tuned.verification.errors.gradient <= 1e-5
+    kept = {name for entry in tuned.entries for name in entry.primitives}
+    assert "dot_general" in kept
+
+
+def test_bfloat16(examples: list[tuple[Any, ...]]) -> None:
+    tuned = jt.tune(bad_loss_fn, examples, dtype="bfloat16")
+    assert (tuned.entries, tuned.dtype, tuned.loss_scale) == ((), "bfloat16", 1.0)
+
+
+def test_a_criterion_of_the_users_own(examples: list[tuple[Any, ...]]) -> None:
+    def first_gradient_is_close(outcome: Any, exact: Any) -> Any:
+        return jnp.allclose(outcome.gradients["0"], exact.gradients["0"], rtol=1e-4, atol=1e-6)
+
+    found = jt.tune(loss_fn, examples[:1], tolerance=first_gradient_is_close)
+    assert found.entries
+    assert all(entry.without is None or not entry.without.accepted for entry in found.entries)
+
+
+def test_an_interrupt_returns_the_best_so_far(examples: list[tuple[Any, ...]]) -> None:
+    def interrupt(trials: int, text: str) -> None:
+        assert text
+        if trials == 4:
+            raise KeyboardInterrupt
+
+    stopped = jt.tune(loss_fn, examples[:1], tolerance=1e-5, progress=interrupt)
+    assert (stopped.complete, stopped.trials) == (False, 4)
+    assert stopped.verification.passed
+    assert "the search was stopped" in str(stopped)
+
+
+def test_a_budget_ends_the_search(examples: list[tuple[Any, ...]]) -> None:
+    stopped = jt.tune(loss_fn, examples[:1], tolerance=1e-5, budget=3)
+    assert (stopped.complete, stopped.trials) == (False, 3)
+    assert stopped.verification.passed
+
+
+def test_a_function_that_is_no_loss(examples: list[tuple[Any, ...]]) -> None:
+    def normalized(x: Any) -> Any:
+        h = x * 300 @ jnp.eye(4)
+        return h / jnp.sqrt(jnp.sqrt(h**4).sum(-1, keepdims=True)), jnp.argmax(h, -1)
+
+    tuned = jt.tune(normalized, [(x,) for _, x in examples])
+    assert [entry.primitives for entry in tuned.entries] == [("integer_pow",)]
+    assert tuned.verification.errors.gradient == 0
+
+
+def test_loops_and_branches(examples: list[tuple[Any, ...]]) -> None:
+    def fn(params: Any, x: Any) -> Any:
+        def body(h: Any, _: Any) -> Any:
+            return jnp.tanh(h @ params[0][:, :4]), jnp.sqrt((100 * h @ params[0]) ** 4)
+
+        h, squares = jax.lax.scan(jax.checkpoint(body), x, None, length=3)
+        return (
+            jax.lax.cond(x.sum() > 0, jnp.mean, jnp.max, squares)
+            + jax.lax.fori_loop(0, 2, lambda _, h: jnp.tanh(h), h).mean()
+        )
+
+    tuned = jt.tune(fn, examples)
+    assert [entry.primitives for entry in tuned.entries] == [("integer_pow",)]
+    assert tuned.verification.passed
+
+
+def test_a_loop_without_a_derivative(examples: list[tuple[Any, ...]]) -> None:
+    def fn(x: Any) -> Any:
+        def body(h: Any) -> Any:
+            return jnp.sqrt(jnp.sqrt((300 * h @ jnp.eye(4)) ** 4)) / 300
+
+        return jax.lax.while_loop(lambda h: h.max() > 0.1, lambda h: 0.5 * body(h), jnp.tanh(x))
+
+    tuned = jt.tune(fn, [(x,) for _, x in examples[:1]])
+    assert [entry.primitives for entry in tuned.entries] == [("integer_pow",)]
+
+
+def test_an_equinox_module(examples: list[tuple[Any, ...]]) -> None:
+    model = eqx.nn.MLP(4, 2, 8, 1, activation=jax.nn.gelu, key=KEY)
+
+    def fn(model: Any, x: Any) -> Any:
+        y = jax.vmap(model)(x)
+        return jnp.sqrt((300 * y) ** 4).mean(), y
+
+    tuned = jt.tune(promoting(fn), [(model, x) for _, x in examples])
+    assert [entry.primitives for entry in tuned.entries] == [("integer_pow",)]
+
+
+def test_an_nnx_module_stays_as_it_was(examples: list[tuple[Any, ...]]) -> None:
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(4, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.dropout(self.norm(self.linear(x)))
+
+    model = promoting(Model)(nnx.Rngs(0))
+    before = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat)))]
+
+    def fn(model: Any, x: Any) -> Any:
+        return jnp.sqrt((300 * model(x)) ** 4).mean()
+
+    tuned = jt.tune(promoting(fn), [(model, x) for _, x in examples])
+    assert [entry.primitives for entry in tuned.entries] == [("integer_pow",)]
+    after = jax.tree.leaves(nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat)))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def step_of(fn: Any, **options: Any) -> tuple[jt.TrainStep, jt.TrainState]:
+    optimizer = jt.with_loss_scale(optax.sgd(0.05), jt.torch_loss_scale())
+    step = jt.train_step(jt.stateless(fn), optimizer, policy="mixed_float16", **options)
+    return step, jt.TrainState.create(params_of((4, 8), (8, 2)), optimizer)
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_a_train_step(examples: list[tuple[Any, ...]], accumulate_steps: int) -> None:
+    step, state = step_of(bad_loss_fn, accumulate_steps=accumulate_steps)
+    tuned = jt.tune(step, [(state, x) for _, x in examples], steps=6)
+    assert [entry.primitives for entry in tuned.entries] == [("integer_pow",)]
+    losses = tuned.verification.float32_losses, tuned.verification.tuned_losses
+    assert len(losses[0]) == 6
+    np.testing.assert_allclose(*losses, rtol=2e-2)
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_a_policy_with_the_rules_trains(tuned: jt.TunedRules, examples: list[tuple[Any, ...]]) -> None:
+    optimizer = jt.with_loss_scale(optax.sgd(0.05), jt.torch_loss_scale(init_scale=tuned.loss_scale))
+    policy = jt.AutocastPolicy(F32, F32, F32, autocast_dtype=jnp.float16, rules=tuned.rules)
+    step = jt.train_step(jt.stateless(bad_loss_fn), optimizer, policy=policy)
+    state = jt.TrainState.create(params_of((4, 8), (8, 2)), optimizer)
+    for _ in range(3):
+        state, metrics = step(state, examples[0][1])
+        assert bool(metrics["grads_finite"])
+
+
+def refuse(error: type[Exception], message: str, *args: Any, **options: Any) -> None:
+    with pytest.raises(error, match=message):
+        jt.tune(*args, **options)
+
+
+def test_bad_arguments_are_named(examples: list[tuple[Any, ...]]) -> None:
+    params, x = examples[0]
+    refuse(TypeError, "fn must be a function or a TrainStep, got 3", 3, examples)
+    refuse(ValueError, "examples is empty", loss_fn, [])
+    refuse(TypeError, r"examples\[0\] must be a tuple of arguments, got list", loss_fn, [[params, x]])
+    refuse(
+        ValueError,
+        r"examples\[1\] '1' is float32\[8, 4\], and float32\[16, 4\]",
+        loss_fn,
+        [(params, x), (params, x[:8])],
+    )
+    refuse(ValueError, r"examples\[1\] has another structure", loss_fn, [(params, x), (params, {"x": x})])
+    refuse(ValueError, "budget=0 must be an integer of at least 1", loss_fn, examples, budget=0)
+    refuse(ValueError, "steps=2 needs a TrainStep", loss_fn, examples, steps=2)
+    refuse(ValueError, "dtype", loss_fn, examples, dtype="float32")
+    refuse(ValueError, "loss_scale=0 must be a positive number", loss_fn, examples, loss_scale=0)
+    refuse(
+        TypeError,
+        "tolerance must be a Tolerance, a number or a function, got 'low'",
+        loss_fn,
+        examples,
+        tolerance="low",
+    )
+    refuse(ValueError, "loss=0 must be a positive number", loss_fn, examples, tolerance=0)
+    step, _ = step_of(loss_fn)
+    refuse(TypeError, r"examples\[0\] must be a TrainState and a batch", step, examples)
+
+
+def test_what_is_not_finite_in_float32_is_refused(examples: list[tuple[Any, ...]]) -> None:
+    params, x = examples[0]
+    refuse(ValueError, r"examples\[0\]: result 0 is not finite in float32", loss_fn, [(params, x * jnp.inf)])
+    fn = lambda params, x: jnp.sqrt(jnp.sum(0 * params[0]))
+    refuse(ValueError, r"examples\[0\]: the gradient of '0' is not finite", fn, [(params, x)])
+
+
+def test_what_no_choice_mends_is_refused(examples: list[tuple[Any, ...]]) -> None:
+    message = "even if all operations run in float32 the tolerance is exceeded"
+    refuse(ValueError, message, loss_fn, examples, tolerance=lambda outcome, exact: False)
+
+
+@pytest.mark.parametrize("name", ["loss", "gradient", "leaf", "cosine", "sensitivity"])
+def test_a_tolerance_checks_its_numbers(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=-2 must be a"):
+        jt.Tolerance(**{name: -2})
