@@ -1,6 +1,7 @@
 """Command-line arguments: parsers of their values, and the check that none is given twice."""
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -130,14 +131,27 @@ def _whole_number(text: str, least: int, most: int, wanted: str) -> int:
 
 def scale(text: str) -> float:
     """Returns a number above 0 and up to 1."""
-    plain = re.fullmatch(r"[0-9.]+([eE][-+]?[0-9]+)?", text, re.ASCII) is not None
-    try:
-        number = float(text) if plain else 0.0
-    except ValueError:
-        number = 0.0
+    number = _number(text)
     if not 0 < number <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
     return number
+
+
+def above_zero(text: str) -> float:
+    """Returns a finite number above 0."""
+    number = _number(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def _number(text: str) -> float:
+    """Returns a number that is written in plain digits; 0 for what is none."""
+    plain = re.fullmatch(r"[0-9.]+([eE][-+]?[0-9]+)?", text, re.ASCII) is not None
+    try:
+        return float(text) if plain else 0.0
+    except ValueError:
+        return 0.0
 
 
 READERS: dict[str, Callable[[str], Any]] = {  # by what `Option.reads` says

@@ -3,11 +3,18 @@
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 from jmp_train.cli.errors import PROBLEMS_FOUND, RUN_FAILED, Failure, WrongCall, checking_the_call
-from jmp_train.cli.options import DEFAULT_POLICY, make_writable, provide_cpu_devices, read_options, turn_ynn_fusion_off
+from jmp_train.cli.options import (
+    DEFAULT_POLICY,
+    make_writable,
+    provide_cpu_devices,
+    read_options,
+    remove_folders,
+    turn_ynn_fusion_off,
+)
 from jmp_train.cli.rules import read_rules
 from jmp_train.launch import Output, own_output
 from jmp_train.policies import NumericsReport, diagnose
@@ -56,7 +63,7 @@ def _moment(args: argparse.Namespace, name: str, rules: "RulesFile | None") -> "
         rules=rules,
         with_metadata=args.checkpoint_dir is not None,
     )
-    done, state = _saved(args, prepared, state)
+    done, state = saved_state(args, prepared, state)
     if done + after > total:
         raise WrongCall(f"--after {after}: the run has {total} steps, {done} of them are done")
     if skipped is not None and args.after is None:
@@ -68,8 +75,17 @@ def _moment(args: argparse.Namespace, name: str, rules: "RulesFile | None") -> "
     return prepared, state, batch
 
 
-def _saved(args: argparse.Namespace, prepared: "PreparedRun", state: "TrainState") -> "tuple[int, TrainState]":
-    """Returns how many steps are done and the state after them: of the last checkpoint, if a folder is named."""
+def saved_state(args: argparse.Namespace, prepared: "PreparedRun", state: "TrainState") -> "tuple[int, TrainState]":
+    """Returns how many steps are done and the state after them: of the last checkpoint, if a folder is named.
+
+    Args:
+      args: what the parser read.
+      prepared: the run.
+      state: its first.
+
+    Raises:
+      WrongCall: there is no checkpoint, or it is of another run.
+    """
     if args.checkpoint_dir is None:
         return 0, state
     from jmp_train.checkpoints import CheckpointStore
@@ -92,9 +108,7 @@ def outputs_of(args: argparse.Namespace) -> Iterator[Output | None]:
         with ExitStack() as stack:
             yield stack.enter_context(own_output()) if args.json else None
     finally:
-        for folder in made:
-            with suppress(OSError):  # something is in it by now, if all went well
-                folder.rmdir()
+        remove_folders(made)
 
 
 def show(

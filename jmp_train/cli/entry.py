@@ -1,4 +1,4 @@
-"""`jmp-train`: train a task in one policy or AMP mode, compare several, diagnose a step, launch several processes.
+"""`jmp-train`: train a task in one policy or AMP mode, compare several, diagnose, tune, launch several processes.
 
 Exit codes and errors are those of `jmp_train.cli.errors`.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from jmp_train import __version__
 from jmp_train.cli.arguments import (
     Parser,
+    above_zero,
     add_diagnosis_options,
     count,
     few,
@@ -20,9 +21,10 @@ from jmp_train.cli.arguments import (
 from jmp_train.cli.compare import DEFAULT_POLICIES, compare_command
 from jmp_train.cli.diagnose import diagnose_command
 from jmp_train.cli.errors import WrongCall, checking_the_call
-from jmp_train.cli.options import DEFAULT_POLICY, RunOptions, SetupOptions, add_options
+from jmp_train.cli.options import DEFAULT_POLICY, BatchOptions, RunOptions, SetupOptions, add_options
 from jmp_train.cli.running import run_command
 from jmp_train.cli.train import train_command
+from jmp_train.cli.tune import tune_command
 from jmp_train.launch import lasting_output
 from jmp_train.runs import MODE_CHOICES
 from jmp_train.tasks import TASK_NAMES, TaskOptions
@@ -87,6 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     diagnose.set_defaults(run=diagnose_command)
 
+    tune = commands.add_parser("tune", help="find the operations of a task that have to stay in float32")
+    _add_tuning_options(tune)
+    tune.set_defaults(run=tune_command)
+
     launch = commands.add_parser("launch", help="run a script as several processes on this machine")
     launch.add_argument("-n", "--processes", type=few, required=True, metavar="N", help="how many")
     launch.add_argument("--devices-per-process", type=few, default=1, metavar="N", help="default: 1")
@@ -107,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="and its arguments")
     launch.set_defaults(run=_launch)
 
-    for command in (train, compare, diagnose):
+    options_before_steps = {train: RunOptions, compare: RunOptions, diagnose: SetupOptions, tune: BatchOptions}
+    for command, kind in options_before_steps.items():
         command.add_argument(
             "task",
             nargs="?",
@@ -116,10 +123,10 @@ def _parser() -> argparse.ArgumentParser:
             metavar="TASK",
             help=f"{', '.join(TASK_NAMES)}; default: digits",
         )
-        add_options(command, SetupOptions if command is diagnose else RunOptions)
+        add_options(command, kind)
         add_options(command, TaskOptions)
     add_diagnosis_options(diagnose)
-    for command in (train, compare):
+    for command in (train, compare, tune):
         command.add_argument("--json", action="store_true", help="print JSON on standard output")
     return parser
 
@@ -143,8 +150,33 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_tuning_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="default: float16")
+    parser.add_argument("--out", type=path, metavar="FILE", help="write the rules in FILE, for --rules")
+    parser.add_argument("--page", type=path, metavar="FILE", help="write the report in FILE, an HTML page")
+    parser.add_argument(
+        "--checkpoint-dir", type=path, metavar="DIR", help="the state of a float32 run's last checkpoint"
+    )
+    parser.add_argument(
+        "--after", type=count, default=0, metavar="STEPS", help="train so many steps in float32 before; default: 0"
+    )
+    parser.add_argument(
+        "--examples", type=positive, metavar="N", help="tune for N batches, of which the last is held out; default: 4"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=above_zero,
+        metavar="X",
+        help="relative error of loss and gradient; default: jt.Tolerance's",
+    )
+    parser.add_argument("--budget", type=positive, default=1000, metavar="N", help="try so many choices at most; 1000")
+    parser.add_argument(
+        "--steps", type=count, default=20, metavar="N", help="train N steps beside float32 in the end; default: 20"
+    )
+
+
 def _no_command(args: argparse.Namespace) -> int:
-    raise WrongCall("a command is wanted: train, compare, diagnose or launch; --help says more")
+    raise WrongCall("a command is wanted: train, compare, diagnose, tune or launch; --help says more")
 
 
 def _launch(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,20 +23,29 @@ DEFAULT_POLICY = "autocast_float16"
 
 
 @dataclasses.dataclass(frozen=True)
-class SetupOptions:
-    """What a command says of a run before its first step, beside the task's options and the precision.
+class BatchOptions:
+    """What a command says of the batches of a run, beside the task's options.
 
     Attributes:
       epochs: passes over the data; None for the task's own number.
       batch_size: examples a step; None for the task's own number.
       seed: of parameters, dropout and the order of the data.
-      growth_interval: steps without overflow after which a dynamic loss scale grows; None for the policy's own.
-      rules: the file of the rules by which policies and modes autocast; None for their own.
     """
 
     epochs: int | None = field(default=None, metadata=option("count", "default: the task's"))
     batch_size: int | None = field(default=None, metadata=option("count", "default: the task's"))
     seed: int = field(default=0, metadata=option("seed", "default: 0"))
+
+
+@dataclasses.dataclass(frozen=True)
+class SetupOptions(BatchOptions):
+    """What a command says of a run before its first step, beside the task's options and the precision.
+
+    Attributes:
+      growth_interval: steps without overflow after which a dynamic loss scale grows; None for the policy's own.
+      rules: the file of the rules by which policies and modes autocast; None for their own.
+    """
+
     growth_interval: int | None = field(
         default=None,
         metadata=option(
@@ -147,6 +157,39 @@ def provide_cpu_devices(count: int) -> None:
         with contextlib.suppress(RuntimeError):  # jax has started, and has the devices that it has
             jax.config.update("jax_num_cpu_devices", count)
     os.environ.setdefault("NPROC", str(threads_for(count)))
+
+
+def check_file(option: str, file: Path) -> list[Path]:
+    """Makes the folder of a file that will be written by an atomic write, and returns what `make_writable` does.
+
+    Args:
+      option: what a `WrongCall` names if the file cannot be written.
+      file: the file, which may be there and is not touched.
+    """
+    try:
+        if file.exists() and not file.is_file():
+            raise WrongCall(f"{option} {file} is not a regular file")
+    except OSError as error:
+        raise WrongCall(f"{option} {file}: {error.strerror}") from None
+    made = make_writable(option, file.parent)
+    try:
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}."):  # whose name may be too long
+            pass
+    except OSError as error:
+        remove_folders(made)
+        raise WrongCall(f"{option} {file}: {error.strerror}") from None
+    return made
+
+
+def remove_folders(made: Iterable[Path]) -> None:
+    """Removes folders that a command made and has left empty.
+
+    Args:
+      made: what `make_writable` returned.
+    """
+    for folder in made:
+        with contextlib.suppress(OSError):  # something is in it by now
+            folder.rmdir()
 
 
 def make_writable(option: str, directory: Path) -> list[Path]:

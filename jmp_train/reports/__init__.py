@@ -12,3 +12,6 @@ from jmp_train.reports.tables import print_speed_table as print_speed_table
 from jmp_train.reports.tables import print_table as print_table
 from jmp_train.reports.tables import report as report
 from jmp_train.reports.tables import write_report as write_report
+from jmp_train.reports.tuning import trials_shown as trials_shown
+from jmp_train.reports.tuning import tuning_json as tuning_json
+from jmp_train.reports.tuning import write_tuning as write_tuning

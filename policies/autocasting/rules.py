@@ -96,11 +96,12 @@ class AutocastRules:
             operations=_before(self.operations, operations),
         )
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, comment: str = "") -> None:
         r"""Writes all entries to a TOML file that people can read and edit, by an atomic write.
 
         Args:
           path: of the file, which is replaced if it is there; its folder exists.
+          comment: lines at its beginning, such as what the rules are for; `load` does not look at them.
 
         Raises:
           ValueError: a name has half of a surrogate pair, which no file in UTF-8 can hold.
@@ -116,7 +117,7 @@ class AutocastRules:
             ["head", "lower"],
           ]
         """
-        write_tables(path, {field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        write_tables(path, {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}, comment)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

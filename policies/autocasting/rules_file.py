@@ -19,18 +19,19 @@ _SHORT_ESCAPES = {"\b": r"\b", "\t": r"\t", "\n": r"\n", "\f": r"\f", "\r": r"\r
 Pairs = Sequence[tuple[str, str]]
 
 
-def write_tables(path: str | Path, tables: Mapping[str, Pairs]) -> None:
+def write_tables(path: str | Path, tables: Mapping[str, Pairs], comment: str = "") -> None:
     """Writes tables to a file by an atomic write, those without entries left out.
 
     Args:
       path: of the file, which is replaced if it is there; its folder exists.
       tables: (name, rule) pairs by the name of the table.
+      comment: lines that come first, as comments; characters that cannot be in one are escaped.
 
     Raises:
       ValueError: a name has a character that no file in UTF-8 can hold.
       OSError: the file cannot be written.
     """
-    content = [f"{_HEADER}format = {_quoted(_FORMAT)}\nversion = {_VERSION}\n"]
+    content = [f"{_comment(comment)}{_HEADER}format = {_quoted(_FORMAT)}\nversion = {_VERSION}\n"]
     for table, pairs in tables.items():
         if pairs:
             entries = "".join(f"  [{_quoted(name)}, {_quoted(rule)}],\n" for name, rule in pairs)
@@ -63,6 +64,11 @@ def read_tables(path: str | Path, tables: Iterable[str]) -> dict[str, tuple[tupl
         if table not in tables:
             raise ValueError(f"{path}: there is no table {reprlib.repr(table)}; choose from {', '.join(tables)}")
     return {table: _pairs(f"{path}: {table}", entries) for table, entries in content.items()}
+
+
+def _comment(text: str) -> str:
+    lines = ("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in text.splitlines())
+    return "".join(f"{f'# {line}'.rstrip()}\n" for line in lines)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -139,6 +139,20 @@ DIAGNOSES = [
     *[(*DIAGNOSE, "--rules", file, "--out", "made") for file in ("file", "empty", "nowhere", CONTROL)],
     *[(*DIAGNOSE, "--capsule", file, "--out", "made") for file in ("file", "empty", "nowhere", CONTROL)],
 ]
+TUNE = ("tune", "karate", "--epochs", "3")
+TUNES = [
+    ("tune", "nosuch"),
+    *[
+        (*TUNE, option, text)
+        for option in ("--examples", "--budget", "--tolerance")
+        for text in ("0", "-1", "", DIGITS, LONG)
+    ],
+    (*TUNE, "--after", "4", "--out", "made/rules.toml"),
+    (*TUNE, "--policy", "float32"),
+    (*TUNE, "--rules", "file"),
+    *[(*TUNE, option, file) for option in ("--out", "--page") for file in ("file/x", "empty", "nul\0byte", LONG, "")],
+    *[(*TUNE, "--checkpoint-dir", folder, "--out", "made/x") for folder in ("file", "empty", "nowhere", CONTROL)],
+]
 LAUNCHES = [
     ("launch",),
     ("launch", "script.py"),
@@ -167,7 +181,7 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "calls",
-    [NO_COMMAND, ARGUMENTS, VALUES, REPEATED, NAMES, COMBINATIONS, PATHS, DIAGNOSES, LAUNCHES],
+    [NO_COMMAND, ARGUMENTS, VALUES, REPEATED, NAMES, COMBINATIONS, PATHS, DIAGNOSES, TUNES, LAUNCHES],
     ids=(
         "command",
         "arguments",
@@ -177,6 +191,7 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "combinations",
         "paths",
         "diagnoses",
+        "tunes",
         "launches",
     ),
 )
@@ -199,7 +214,7 @@ def test_a_wrong_call_is_exit_code_2_and_one_line(calls: list[tuple[str, ...]], 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ((), "a command is wanted: train, compare, diagnose or launch; --help says more"),
+        ((), "a command is wanted: train, compare, diagnose, tune or launch; --help says more"),
         ((*KARATE, "--epochs", "2"), "argument --epochs: given more than once"),
         ((*KARATE, "--policy", "c=f16,c=f16"), "'c=f16,c=f16' gives compute_dtype more than once"),
         ((*KARATE, "--policy", "float64"), "policy 'float64' has float64, which needs JAX_ENABLE_X64=1"),
@@ -297,7 +312,7 @@ def test_a_text_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("columns", ["80", "40"])
-@pytest.mark.parametrize("command", [(), ("train",), ("compare",), ("diagnose",), ("launch",)])
+@pytest.mark.parametrize("command", [(), ("train",), ("compare",), ("diagnose",), ("tune",), ("launch",)])
 def test_help_fits_and_says_what_exit_codes_mean(
     columns: str,
     command: tuple[str, ...],

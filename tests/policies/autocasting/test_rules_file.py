@@ -65,6 +65,16 @@ def test_what_was_there_stays_where_writing_fails(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["rules.toml"]
 
 
+def test_a_comment_is_for_people_alone(tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    TORCH_CUDA.save(file, comment='format = 3\n\n  a\x00b\x1b[31m \udcff "quoted" é\n')
+    lines = file.read_text().splitlines()
+    assert lines[:3] == ["# format = 3", "#", r'#   a\x00b\x1b[31m \udcff "quoted" é']
+    assert jt.AutocastRules.load(file) == TORCH_CUDA
+    TORCH_CUDA.save(file)
+    assert file.read_text().splitlines() == lines[3:]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
