@@ -61,6 +61,22 @@ def test_what_a_diagnosis_costs_is_measured_beside_the_step(tmp_path: Path) -> N
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+def test_what_tuning_costs_is_measured_beside_compiling_each_trial(tmp_path: Path) -> None:
+    file = tmp_path / "tune.json"
+    cases = ("language_model", "terrain")
+    output = run("tune.py", "--tiny", "--rounds", "1", "--cases", *cases, "--json", str(file))
+    report = json.loads(file.read_text())["cases"]
+    assert tuple(report) == cases
+    for name, found in report.items():
+        assert found["holds"]
+        assert 1 <= found["trials"] <= 1000
+        assert 0 < found["half_flops"][1] <= 1
+        assert re.search(rf"^{name} +{found['choices']} ", output, re.MULTILINE)
+    assert report["terrain"]["entries"] > 0  # torch's table does not train it
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_what_saving_costs_is_measured_beside_orbax(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.json"
     run("checkpoint.py", "--every", "2", "--batch-size", "4", "--rounds", "1", "--json", str(file))

@@ -1,0 +1,132 @@
+"""What `jmp_train.tune` costs and finds, beside a search that compiles the model anew for each trial.
+
+    python benchmarks/tune.py [--cases mnist terrain ...] [--rounds 3] [--json FILE]
+    python benchmarks/tune.py --tiny --rounds 1     # in small sizes, to see that it runs
+
+A case is the loss of a model and its gradient, each in a process of its own: MNIST's network, ResNet-34, a vision
+transformer of ViT-tiny's sizes, a graph attention network, a language model whose blocks are a scan, and the models
+of `rescue_models`, which torch's table in float16 does not train. Compile time is that of all programs of a tuning,
+search that of its trials alone. The peer tries rules the plain way: `autocast` with them, `jax.jit`, run on all
+examples of the search; `--rounds` of its trials are timed, the first with nothing in float32, and each further one
+with one more of the entries that `tune` found. A search by it would take that time for each trial.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from rescue_models import MODELS, moments
+from tune_models import CASES, Case
+
+import jmp_train as jt
+
+RESCUED = {make.__name__: make for make in MODELS}
+COLUMNS = (
+    ("choices", "choices", "{:.0f}"),
+    ("compile_seconds", "compile", "{:.1f} s"),
+    ("trials", "trials", "{:.0f}"),
+    ("seconds", "search", "{:.2f} s"),
+    ("trials_a_second", "trials/s", "{:.1f}"),
+    ("peer_trials_a_second", "peer's", "{:.2f}"),
+    ("ratio", "ratio", "{:.0f}"),
+    ("entries", "entries", "{:.0f}"),
+)
+
+
+def main() -> None:
+    """Prints a table of the cases."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, *RESCUED], default=[*CASES, *RESCUED])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--case", choices=[*CASES, *RESCUED], help="measure this one here, and print it as JSON")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(measured(case_of(args.case, args.tiny), args.rounds)))
+        return
+    heads = [f"{title:>9}" for _, title, _ in COLUMNS]
+    print(f"{'':<17}{''.join(heads)}{'flops in half':>17}{'elements':>17}  holds")
+    results = {}
+    for name in args.cases:
+        found = results[name] = in_a_process(name, args)
+        cells = [f"{form.format(found[key]):>9}" for key, _, form in COLUMNS]
+        shares = [" to ".join(f"{x:.1%}" for x in found[key]) for key in ("half_flops", "half_elements")]
+        holds = "yes" if found["holds"] else "no"
+        print(f"{name:<17}{''.join(cells)}{shares[0]:>17}{shares[1]:>17}  {holds}", flush=True)
+    print("shares: by torch's table, and tuned; the peer compiles for each trial")
+    if args.json:
+        args.json.write_text(json.dumps({"device": jax.default_backend(), "cases": results}, indent=1))
+
+
+def in_a_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what a fresh process measures, so that no case has another's programs."""
+    command = [sys.executable, __file__, "--case", name, "--rounds", str(args.rounds)]
+    result = subprocess.run(
+        [*command, *(["--tiny"] if args.tiny else [])], check=True, stdout=subprocess.PIPE, text=True
+    )
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def case_of(name: str, tiny: bool) -> Case:
+    """Returns a case; of a model to be rescued moments of its training, since some fail only after a while."""
+    if name in CASES:
+        return CASES[name](tiny)
+    make = RESCUED[name]
+    return Case(make(0).loss_fn, moments(make))
+
+
+def measured(case: Case, rounds: int) -> dict[str, Any]:
+    """Returns what a tuning took and found, and what the peer takes for a trial."""
+    began = time.perf_counter()
+    tuned = jt.tune(case.loss_fn, case.examples, dtype="float16")
+    whole = time.perf_counter() - began
+    peer = statistics.median(peer_seconds(case, tuned, count) for count in range(rounds))
+    rate = tuned.trials / tuned.seconds
+    return {
+        "choices": tuned.choices,
+        "compile_seconds": tuned.compile_seconds,
+        "trials": tuned.trials,
+        "seconds": tuned.seconds,
+        "whole_seconds": whole,
+        "trials_a_second": rate,
+        "peer_trials_a_second": 1 / peer,
+        "peer_seconds": peer * tuned.trials,
+        "ratio": rate * peer,
+        "entries": len(tuned.entries),
+        "half_flops": tuned.half_flops,
+        "half_elements": tuned.half_elements,
+        "holds": tuned.verification.passed,
+    }
+
+
+def peer_seconds(case: Case, tuned: jt.TunedRules, count: int) -> float:
+    """Returns the seconds of a trial that compiles the model.
+
+    Args:
+      case: what is tuned.
+      tuned: what was found.
+      count: how many of the entries are in float32; more than there are is one that the rules have and nothing meets.
+    """
+    expressions = [x for entry in tuned.entries[:count] for x in entry.expressions]
+    rules = jt.MOSTLY_HALF.replace(operations=dict.fromkeys([*expressions, f"no operation {count}"], "float32"))
+    half_loss = jt.autocast(case.loss_fn, "float16", rules=rules)
+
+    def trial(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        return jax.value_and_grad(lambda params: tuned.loss_scale * half_loss(params, batch).astype("float32"))(params)
+
+    began = time.perf_counter()
+    compiled = jax.jit(trial).lower(*case.examples[0]).compile()
+    for example in case.examples[:-1]:
+        jax.block_until_ready(compiled(*example))
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
