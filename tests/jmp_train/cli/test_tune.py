@@ -170,7 +170,7 @@ def test_train_takes_the_rules_that_digits_need(
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     run = ("digits", "--train-size", "640", "--epochs", "2")
     with jax.numpy_dtype_promotion("standard"):  # as in a user's process
-        options = ("--tolerance", "0.02", "--steps", "3", "--after", "2", "--out", "rules.toml", "--page", "page.html")
+        options = ("--tolerance", "0.015", "--steps", "3", "--after", "2", "--out", "rules.toml", "--page", "page.html")
         assert main(["tune", *run, *options]) == 0
         out = capsys.readouterr().out
         count = re.search(r"^digits, float16, step 2:\n(\d+) entr\w+ in float32 of", out)
@@ -184,7 +184,7 @@ def test_train_takes_the_rules_that_digits_need(
         final = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert (final["event"], final["rules"]) == ("run", "rules.toml")
         assert final["steps"][-1]["finite"]
-        assert 0.1 < final["costs"]["half_flops_share"] < 0.9  # 0.98 by the rules of autocast_float16
+        assert 0.2 < final["costs"]["half_flops_share"] < 0.95  # 0.98 by the rules of autocast_float16
 
 
 @pytest.mark.full
