@@ -3,6 +3,7 @@
 import dataclasses
 import linecache
 
+from jmp_train.policies.diagnosing import place_of
 from jmp_train.tuning.tolerance import Errors
 
 
@@ -21,8 +22,8 @@ class Float32Entry:
 
     Example:
       >>> entry = Float32Entry(("^norm:mul@",), ("mul",), "norm", "model.py:3", 1, None)
-      >>> entry.why
-      ''
+      >>> print(entry)
+      mul  norm  model.py:3
     """
 
     expressions: tuple[str, ...]
@@ -34,10 +35,23 @@ class Float32Entry:
     repaired: bool = False
 
     @property
+    def place(self) -> str:
+        """The line as people are told: from the current folder, if it is below that."""
+        return place_of(*self._file_and_number)
+
+    @property
     def code(self) -> str:
         """The line itself, where its file can be read."""
+        file, number = self._file_and_number
+        return linecache.getline(file, number).strip() if number else ""
+
+    def __str__(self) -> str:
+        return "  ".join(part for part in (" ".join(self.primitives), self.path, self.place, self.why) if part)
+
+    @property
+    def _file_and_number(self) -> tuple[str, int]:
         file, _, number = self.line.rpartition(":")
-        return linecache.getline(file, int(number)).strip() if number.isdecimal() else ""
+        return file, int(number) if number.isdecimal() else 0
 
     @property
     def why(self) -> str:

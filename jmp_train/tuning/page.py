@@ -99,7 +99,7 @@ def entries_table(entries: Sequence[Float32Entry]) -> str:
     if not entries:
         return ""
     head = "".join(f"<th>{name}</th>" for name in ("in float32", "module", "where", "code", "why"))
-    cells = [(" ".join(e.primitives), e.path, e.line, e.code, e.why) for e in entries]
+    cells = [(" ".join(e.primitives), e.path, e.place, e.code, e.why) for e in entries]
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -117,7 +117,7 @@ def _entries(entries: Sequence[Float32Entry]) -> str:
 
 def _entry(entry: Float32Entry) -> str:
     count = f"{entry.operations} operation{'s' * (entry.operations != 1)}"
-    where = f"{entry.line} {entry.path}".strip()
+    where = f"{entry.place} {entry.path}".strip()
     return (
         f"<li><h3>{escape(' '.join(entry.primitives))}</h3>"
         f'<p class="soft">{escape(where)}, {count}</p>{code_block(entry.code)}<p>{escape(entry.why)}</p></li>'

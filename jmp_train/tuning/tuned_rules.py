@@ -108,7 +108,7 @@ class TunedRules:
 
     def __str__(self) -> str:
         lines = [self._summary]
-        lines += [f"  {' '.join(e.primitives)}  {e.path}  {e.line}  {e.why}" for e in self.entries]
+        lines += [f"  {entry}" for entry in self.entries]
         (table, tuned), (table_elements, tuned_elements) = self.half_flops, self.half_elements
         lines.append(f"in half precision: {tuned:.1%} of the flops (torch's table: {table:.1%}),")
         lines.append(f"  {tuned_elements:.1%} of the elements of results (torch's table: {table_elements:.1%})")
