@@ -108,6 +108,27 @@ def rounded_operation(
     return emulated(jnp.asarray(active), *arrays)
 
 
+def _logistic(x: jax.Array, params: dict[str, Any], step: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    del params
+    one = lax.full_like(x, 1)
+    return step(lax.div(one, step(lax.add(one, step(lax.exp(lax.neg(x)))))))
+
+
+def _integer_pow(x: jax.Array, params: dict[str, Any], step: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    power, left = None, abs(params["y"])
+    while left:
+        if left & 1:
+            power = x if power is None else step(lax.mul(power, x))
+        left >>= 1
+        x = step(lax.mul(x, x)) if left else x
+    power = lax.full_like(x, 1) if power is None else power
+    return step(lax.div(lax.full_like(x, 1), power)) if params["y"] < 0 else power
+
+
+# What XLA makes several operations of, each of which rounds.
+_EXPANDED = {"logistic": _logistic, "integer_pow": _integer_pow}
+
+
 def _listed(results: Any) -> list[Any]:
     return list(results) if isinstance(results, list | tuple) else [results]
 
@@ -137,6 +158,9 @@ def _evaluated(program: Any, arrays: Sequence[Any], *, half: DTypeLike, active: 
         name, params = equation.primitive.name, equation.params
         if name in _BODIES:
             results = _evaluated(params[_BODIES[name]], inputs, half=half, active=active)
+        elif name in _EXPANDED:
+            step = functools.partial(rounded, half=half, active=active)
+            results = [_EXPANDED[name](inputs[0], params, step)]
         else:
             results = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(params))
             results = results if equation.primitive.multiple_results else [results]
