@@ -1,9 +1,11 @@
 """Which operations matter: the adjoint of each times its local error, forward and backward, in one run.
 
 With x the value at an operand or a result, c its adjoint and d() what rounding takes away, an operation's score is
-the sum of |d(x) c| + |x d(c)|. What overflows counts as a thousand times what it was.
+the sum of |d(x) c| + |x d(c)|. What overflows counts as a thousand times what it was. What overflows and what becomes
+zero is counted too, of values and of their adjoints times the loss scale.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,15 +19,15 @@ from jmp_train.tuning.subjects import Example, Subject
 from jmp_train.tuning.units import flagged
 
 _OVERFLOW = 1e3
+# Score, and what that would be if all were lost; of elements: all, values that overflow or become 0, gradients likewise.
+_COLUMNS = 7
 SCALES = tuple(2.0**exponent for exponent in (15, 12, 9, 6, 3, 0, -4, -8))
 
 
 def scores_of(
     subject: Subject, numbers: dict[str, int], dtype: Any, rules: AutocastRules
 ) -> Callable[[jax.Array, Any, Example], jax.Array]:
-    """Returns a function of slots [units, 2] of zeros, a loss scale and an example to scores.
-
-    Its result [units, 2] is each operation's score, and what that would be if all of it were lost.
+    """Returns a function of slots [units, columns] of zeros, a loss scale and an example to scores of the same shape.
 
     Args:
       subject: what is tuned.
@@ -52,9 +54,55 @@ def scores_of(
             everything = flagged(lambda *_: True, dtype, rules, run)
             return subject.objective(everything, *example) * scale
 
-        return jax.grad(of_slots)(slots) / scale
+        found = jax.grad(of_slots)(slots)
+        return found.at[:, :2].divide(scale)
 
     return scores
+
+
+def no_scores(units: int) -> np.ndarray:
+    """Returns the slots [units, columns] before anything is noted."""
+    return np.zeros((units, _COLUMNS), np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """Which shares of what operations read and make half precision cannot hold.
+
+    Attributes:
+      overflowing: of values, beyond the range.
+      vanishing: of values, that become 0.
+      overflowing_gradients: of gradients times the loss scale, beyond the range.
+      vanishing_gradients: of gradients times the loss scale, that become 0.
+
+    Example:
+      >>> print(Lost(0.25, 0.0, 0.0, 0.001))
+      25% of its values overflow, 0.1% of its gradients become 0
+    """
+
+    overflowing: float
+    vanishing: float
+    overflowing_gradients: float
+    vanishing_gradients: float
+
+    def __str__(self) -> str:
+        texts = (
+            (self.overflowing, "values overflow"),
+            (self.vanishing, "values become 0"),
+            (self.overflowing_gradients, "gradients overflow"),
+            (self.vanishing_gradients, "gradients become 0"),
+        )
+        return ", ".join(f"{share:.2g}%" + f" of its {text}" for x, text in texts if (share := 100 * x) > 0)
+
+
+def lost_of(scores: np.ndarray) -> Lost:
+    """Returns what operations lose.
+
+    Args:
+      scores: [units, columns], of these operations.
+    """
+    elements, *counts = (float(x) for x in scores.sum(0)[2:])
+    return Lost(*(count / max(1.0, elements) for count in counts))
 
 
 def best_scale(scores: dict[float, np.ndarray]) -> float:
@@ -82,6 +130,11 @@ def _noting(dtype: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
         cast = rounded(x, dtype)
         return jnp.where(jnp.isfinite(cast), jnp.abs(cast - x), _OVERFLOW * jnp.abs(x))
 
+    def counts(x: jax.Array) -> list[jax.Array]:
+        cast = rounded(x, dtype)
+        overflowing = jnp.isfinite(x) & ~jnp.isfinite(cast)
+        return [jnp.sum(y, dtype=jnp.float32) for y in (overflowing, (x != 0) & (cast == 0))]
+
     @jax.custom_vjp
     def noted(x: jax.Array, slot: jax.Array) -> jax.Array:
         del slot
@@ -95,7 +148,8 @@ def _noting(dtype: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
         score = lost(x) * jnp.abs(cotangent) + lost(cotangent) * jnp.abs(x)
         whole = jnp.abs(x * cotangent)
         finite = jnp.isfinite(score) & jnp.isfinite(whole)
-        return cotangent, jnp.stack([jnp.sum(jnp.where(finite, y, 0)) for y in (score, whole)])
+        sums = [jnp.sum(jnp.where(finite, y, 0)) for y in (score, whole)]
+        return cotangent, jnp.stack([*sums, jnp.float32(x.size), *counts(x), *counts(cotangent)])
 
     noted.defvjp(forward, backward)
     return noted

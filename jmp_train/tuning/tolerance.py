@@ -125,7 +125,9 @@ class Tolerance:
         """
         found = {}
         for path, x in outcome.gradients.items():
-            error = float(_relative(_norm(rounded.gradients[path] - x), _norm(x)))
+            exact = np.asarray(x, np.float64)
+            norm = np.linalg.norm(exact)
+            error = float(np.linalg.norm(np.asarray(rounded.gradients[path], np.float64) - exact) / (norm or 1.0))
             is_known = self.sensitivity > 0 and math.isfinite(error)
             wider = max(1.0, self.sensitivity * error / self.leaf) if is_known else 1.0
             found[path] = math.inf if is_known and error > _NOISE else wider

@@ -26,8 +26,8 @@ from jmp_train.steps import TrainState, TrainStep
 from jmp_train.tuning.entries import entries_of
 from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
 from jmp_train.tuning.programs import Programs, check_alike
-from jmp_train.tuning.scores import SCALES, best_scale
-from jmp_train.tuning.search import smallest_list
+from jmp_train.tuning.scores import SCALES, best_scale, lost_of, no_scores
+from jmp_train.tuning.search import needed, smallest_list
 from jmp_train.tuning.subjects import Example, Subject, subject_of
 from jmp_train.tuning.tolerance import Criterion, Errors, Reference, Tolerance, as_numbers, tolerance_of
 from jmp_train.tuning.trials import BudgetSpent, Trial, Trials, front_of
@@ -35,6 +35,7 @@ from jmp_train.tuning.tuned_rules import TunedRules
 from jmp_train.tuning.units import Unit, find_units
 
 _DEFAULT_BUDGET = 1000
+_MOST_REPAIRS = 16  # units of which each is compiled without, to see whether it is needed
 
 
 def tune(
@@ -106,7 +107,7 @@ def tune(
     programs = Programs(subject, given, units, half, MOSTLY_HALF, tolerance, criterion)
     tolerance = programs.tolerance
     _check_finite(programs.references)
-    scale, ranking = _ranked(programs, units, half, loss_scale)
+    scale, ranking, scores = _ranked(programs, units, half, loss_scale)
     flops = np.array([unit.flops for unit in units], np.float64)
     trials = Trials(programs.trials(scale), seen, flops, tolerance, budget, progress)
     kept, complete = _search(trials, units, ranking)
@@ -118,7 +119,7 @@ def tune(
     return TunedRules(
         rules=rules,
         dtype=half.name,
-        entries=tuple(_entries(kept | added, units, without, added)),
+        entries=tuple(_entries(kept | added, units, without, added, scores)),
         choices=len(units),
         complete=complete,
         trials=len(trials.made),
@@ -170,18 +171,21 @@ def _check_finite(references: Sequence[Reference]) -> None:
                 raise ValueError(f"examples[{number}]: {name} is not finite in float32: there is nothing to tune")
 
 
-def _ranked(programs: Programs, units: Sequence[Unit], half: Any, loss_scale: float | None) -> tuple[float, list[int]]:
-    """Returns the loss scale, and the numbers of the units, those first that matter most."""
+def _ranked(
+    programs: Programs, units: Sequence[Unit], half: Any, loss_scale: float | None
+) -> tuple[float, list[int], np.ndarray]:
+    """Returns the loss scale, the numbers of the units, those first that matter most, and their scores."""
     has_gradient = bool(programs.references[0].outcome.gradients)
     scales = (1.0,) if half == jnp.bfloat16 or not has_gradient else SCALES
     if loss_scale is not None:
         scales = (float(loss_scale),)
     try:
-        scores = programs.scores(scales)
+        found = programs.scores(scales)
     except (ValueError, TypeError, NotImplementedError):  # a program without a derivative, such as a while loop
-        return scales[0], sorted(range(len(units)), key=lambda i: units[i].flops)
-    scale = best_scale(scores)
-    return scale, sorted(range(len(units)), key=lambda i: (-scores[scale][i, 0], i))
+        return scales[0], sorted(range(len(units)), key=lambda i: units[i].flops), no_scores(len(units))
+    scale = best_scale(found)
+    scores = found[scale]
+    return scale, sorted(range(len(units)), key=lambda i: (-scores[i, 0], i)), scores
 
 
 def _search(trials: Trials, units: Sequence[Unit], ranking: list[int]) -> tuple[frozenset[int], bool]:
@@ -226,21 +230,22 @@ def _verified(
 ) -> tuple[AutocastRules, Verification, frozenset[int]]:
     """Returns the rules that autocast itself passes with, if there are, and which units they needed beside."""
     rest = [i for i in ranking if i not in kept]
-    counts = [0, *(2**i for i in range(len(rest).bit_length()))]
-    first: tuple[AutocastRules, Verification, frozenset[int]] | None = None
-    for count in counts:
-        added = frozenset(rest[:count])
-        rules = _rules(kept | added, units)
-        run = programs.verified(rules, scale)
-        errors = [as_numbers(run(i)) for i in range(len(programs.references))]
-        passed = all(map(tolerance.passes, errors))
-        worst = max(errors, key=lambda e: (not tolerance.passes(e), not e.finite, e.gradient, e.loss))
-        found = rules, Verification(passed, worst, len(errors) - seen), added
-        if passed:
-            return found
-        first = first or found
-    assert first is not None
-    return first
+    found: dict[frozenset[int], tuple[AutocastRules, Verification]] = {}
+
+    def verify(added: frozenset[int]) -> bool:
+        if added not in found:
+            rules = _rules(kept | added, units)
+            run = programs.verified(rules, scale)
+            errors = [as_numbers(run(i)) for i in range(len(programs.references))]
+            worst = max(errors, key=lambda e: (not tolerance.passes(e), not e.finite, e.gradient, e.loss))
+            found[added] = rules, Verification(all(map(tolerance.passes, errors)), worst, len(errors) - seen)
+        return found[added][1].passed
+
+    counts = [0, *(2**i for i in range(len(rest).bit_length())), len(rest)]
+    passing = next((count for count in counts if verify(frozenset(rest[:count]))), 0)
+    added = needed(rest[:passing], verify) if 0 < passing <= _MOST_REPAIRS else rest[:passing]
+    rules, verification = found[frozenset(added)]
+    return rules, verification, frozenset(added)
 
 
 def _entries(
@@ -248,6 +253,7 @@ def _entries(
     units: Sequence[Unit],
     without: dict[frozenset[int], Errors],
     added: frozenset[int],
+    scores: np.ndarray,
 ) -> list[Float32Entry]:
     return [
         Float32Entry(
@@ -257,6 +263,7 @@ def _entries(
             line=units[min(entry.units)].addresses[0].partition("@")[2].rpartition("<")[2],
             operations=sum(units[i].operations for i in entry.units),
             without=without.get(entry.units),
+            lost=lost_of(scores[sorted(entry.units)]),
             repaired=bool(entry.units & added),
         )
         for entry in entries_of(kept, units)
