@@ -4,6 +4,7 @@ import dataclasses
 import linecache
 
 from jmp_train.policies.diagnosing import place_of
+from jmp_train.tuning.scores import Lost
 from jmp_train.tuning.tolerance import Errors
 
 
@@ -19,11 +20,12 @@ class Float32Entry:
       operations: how many operations it reaches.
       without: the errors if it were left out, and all else as it is; None if that was not tried.
       repaired: whether the trials could do without it, and autocast itself could not.
+      lost: what half precision cannot hold of what it reads and makes, in float32; None if that was not counted.
 
     Example:
-      >>> entry = Float32Entry(("^norm:mul@",), ("mul",), "norm", "model.py:3", 1, None)
+      >>> entry = Float32Entry(("^norm:mul@",), ("mul",), "norm", "model.py:3", 1, None, lost=Lost(0.5, 0, 0, 0))
       >>> print(entry)
-      mul  norm  model.py:3
+      mul  norm  model.py:3  50% of its values overflow
     """
 
     expressions: tuple[str, ...]
@@ -33,6 +35,7 @@ class Float32Entry:
     operations: int
     without: Errors | None
     repaired: bool = False
+    lost: Lost | None = None
 
     @property
     def place(self) -> str:
@@ -55,10 +58,11 @@ class Float32Entry:
 
     @property
     def why(self) -> str:
-        """What goes wrong without it, in words."""
-        if self.repaired:
-            return "added when autocast itself was run"
-        return "" if self.without is None else f"without it: {self.without}"
+        """What it would lose in half precision, and what goes wrong without it, in words."""
+        lost = "" if self.lost is None else str(self.lost)
+        without = "" if self.without is None else f"without it: {self.without}"
+        reasons = lost, "added when autocast itself was run" if self.repaired else without
+        return "; ".join(filter(None, reasons))
 
 
 @dataclasses.dataclass(frozen=True)

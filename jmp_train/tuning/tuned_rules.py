@@ -37,7 +37,7 @@ class TunedRules:
       >>> w, x = jnp.full((2, 2), 0.5), jnp.full((2, 2), 300.0)
       >>> tuned = jt.tune(lambda w, x: jnp.sqrt((x @ w) ** 2).mean(), [(w, x)])
       >>> tuned.entries[0].primitives, tuned.entries[0].why
-      (('integer_pow',), 'without it: not finite')
+      (('integer_pow',), '50% of its values overflow; without it: not finite')
     """
 
     rules: AutocastRules
