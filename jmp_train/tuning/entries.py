@@ -38,15 +38,15 @@ def _expression(address: str, chosen: Collection[int], units: Sequence[Unit]) ->
     """Returns the shortest expression that reaches an address, and none that was not chosen."""
     head, _, lines = address.partition("@")
     path = head.rpartition(":")[0]
-    inner, _, outer = lines.partition("<")
+    inner, _, outer = lines.partition(" from ")
     operation = f"^{re.escape(path)}:{re.escape(primitive_of(address))}@"
     at_line = f"{operation}.*{_file(inner)}"
-    of_caller = f"{at_line}<.*{_file(outer)}$" if outer else f"{at_line}$"
+    of_caller = f"{at_line} from .*{_file(outer)}$" if outer else f"{at_line}$"
     shorter = [operation] if path else []
-    shorter += [f"{at_line}(<|$)", of_caller]
+    shorter += [f"{at_line}( from |$)", of_caller]
     for expression in shorter:
-        if _reached(expression, units) <= set(chosen):
-            return expression.replace("(<|$)", "$") if not outer else expression
+        if re.search(expression, address) and _reached(expression, units) <= set(chosen):
+            return expression.replace("( from |$)", "$") if not outer else expression
     return f"^{re.escape(address)}$"
 
 

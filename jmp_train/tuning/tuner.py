@@ -175,10 +175,7 @@ def _ranked(
     programs: Programs, units: Sequence[Unit], half: Any, loss_scale: float | None
 ) -> tuple[float, list[int], np.ndarray]:
     """Returns the loss scale, the numbers of the units, those first that matter most, and their scores."""
-    has_gradient = bool(programs.references[0].outcome.gradients)
-    scales = (1.0,) if half == jnp.bfloat16 or not has_gradient else SCALES
-    if loss_scale is not None:
-        scales = (float(loss_scale),)
+    scales = _scales(programs.references, half) if loss_scale is None else (float(loss_scale),)
     try:
         found = programs.scores(scales)
     except (ValueError, TypeError, NotImplementedError):  # a program without a derivative, such as a while loop
@@ -186,6 +183,15 @@ def _ranked(
     scale = best_scale(found)
     scores = found[scale]
     return scale, sorted(range(len(units)), key=lambda i: (-scores[i, 0], i)), scores
+
+
+def _scales(references: Sequence[Reference], half: Any) -> tuple[float, ...]:
+    """Returns the loss scales to choose from; those below 1 are for gradients that the half type cannot hold."""
+    gradients = [x for reference in references for x in reference.outcome.gradients.values()]
+    if half == jnp.bfloat16 or not gradients:
+        return (1.0,)
+    largest = max(float(jnp.abs(x).max(initial=0)) for x in gradients)
+    return tuple(scale for scale in SCALES if scale >= 1 or largest > float(jnp.finfo(half).max))
 
 
 def _search(trials: Trials, units: Sequence[Unit], ranking: list[int]) -> tuple[frozenset[int], bool]:
@@ -260,7 +266,7 @@ def _entries(
             expressions=entry.expressions,
             primitives=tuple(sorted({name for i in entry.units for name in units[i].primitives})),
             path=units[min(entry.units)].path,
-            line=units[min(entry.units)].addresses[0].partition("@")[2].rpartition("<")[2],
+            line=units[min(entry.units)].addresses[0].partition("@")[2].rpartition(" from ")[2],
             operations=sum(units[i].operations for i in entry.units),
             without=without.get(entry.units),
             lost=lost_of(scores[sorted(entry.units)]),

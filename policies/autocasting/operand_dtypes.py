@@ -53,7 +53,7 @@ _SHAPES = frozenset(("reshape", "squeeze"))
 
 def settle(
     region: Region,
-    equation: JaxprEqn,
+    equation: Any,
     inputs: list[Value],
     rule: Rule | None,
     reason: str,
@@ -84,7 +84,8 @@ def settle(
     target = FLOAT32 if rule == "float32" else region.half
     if rule in ("promote", "demote"):
         floats = [value for value, touch in zip(inputs, touched, strict=True) if touch]
-        target = _common(region, equation, floats, in_float32, demote=rule == "demote")
+        demote = rule == "demote" and equation.outvars[0].aval.shape != ()
+        target = _common(region, equation, floats, in_float32, demote=demote)
     dtypes = [target if touch else None for touch in touched]
     if _holds_typed_body(equation) and dtypes != as_traced:
         return as_traced, "keep", "its body is typed"

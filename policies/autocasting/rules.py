@@ -6,7 +6,7 @@ A rule is one of five words:
 * `float32`: floating inputs become float32, and the result stays so;
 * `promote`: floating inputs become the highest-precision type among them;
 * `demote`: floating inputs become the half type if one of them is of that type, and stay as they are otherwise;
-  literals and integers that half cannot hold keep them in float32;
+  literals and integers that half cannot hold keep them in float32, and single numbers are promoted;
 * `keep`: the traced dtypes, that is those of the plain function for float32 inputs.
 
 What no table names is promoted if it is an elementwise or data-moving operation, and kept otherwise.
@@ -37,7 +37,7 @@ class AutocastRules:
       banned: (name of a primitive or a jitted function, what to do instead) pairs.
       operations: (regular expression, rule) pairs, searched in the address of a single operation,
         `path:primitive@file.py:line`; where that line is an installed package's, the user's line follows,
-        `<file.py:line`. Jitted functions, loops and branches are none; what they do is.
+        ` from file.py:line`. Jitted functions, loops and branches are none; what they do is.
 
     Raises:
       ValueError: a rule is not one of the five words, or an expression cannot be compiled.

@@ -45,18 +45,18 @@ def _frames(equations: Sequence[Any]) -> Iterator[str]:
     for equation in reversed(equations):
         traceback = equation.source_info.traceback
         for frame in () if traceback is None else traceback.frames:  # of what jit traces none of its callers
-            if not frame.file_name.startswith((_JAX, _OURS, "<")):
+            if not frame.file_name.startswith((_JAX, _OURS, "<frozen")):
                 yield f"{frame.file_name}:{frame.line_num}"
 
 
 def address_of(equations: Sequence[Any], path: str) -> str:
     """Returns by what `AutocastRules.operations` finds an operation: `path:primitive@file.py:line`.
 
-    Where the innermost line is one of an installed package, the user's line follows: `<file.py:line`.
+    Where the innermost line is one of an installed package, the user's line follows: ` from file.py:line`.
 
     Args:
       equations: see `source_of`; the operation itself is the last one.
       path: of modules and scopes.
     """
     inner, outer = source_of(equations), user_line_of(equations)
-    return f"{path}:{equations[-1].primitive.name}@{inner}" + (f"<{outer}" if outer != inner else "")
+    return f"{path}:{equations[-1].primitive.name}@{inner}" + (f" from {outer}" if outer != inner else "")

@@ -184,7 +184,7 @@ def _equation(
 
 def _active(
     emulation: Emulation,
-    equation: JaxprEqn,
+    equation: Any,
     scope: str,
     inputs: list[Emulated],
     rule: str,
@@ -199,14 +199,17 @@ def _active(
     values = [x.value for x in floats]
     if rule != "lower" and not literals_fit(region, equation, values):
         return False
-    if rule == "promote":
-        together: Bit = True
+    is_scalar = equation.outvars[0].aval.shape == ()
+    if rule == "promote" or (rule == "demote" and is_scalar):
+        met: Bit = True
         for x in strong:
-            together = both(together, x.half)
-        return together
-    met: Bit = rule == "lower"
-    for x in strong:
-        met = either(met, x.half)
+            met = both(met, x.half)
+    else:
+        met = rule == "lower"
+        for x in strong:
+            met = either(met, x.half)
+    if rule == "promote":
+        return met
     if rule == "demote":
         if name in TRANSCENDENTAL | ARITHMETIC and all(out in in_float32 for out in equation.outvars):
             return False

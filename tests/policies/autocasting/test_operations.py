@@ -57,7 +57,7 @@ def test_library_code_is_found_by_the_users_line_too():
         return first + optax.l2_loss(x @ x).mean()
 
     line = inspect.getsourcelines(losses)[1] + 2
-    rules = MOSTLY_HALF.replace(operations={rf"optax.*<.*test_operations\.py:{line}$": "float32"})
+    rules = MOSTLY_HALF.replace(operations={rf"optax.* from .*test_operations\.py:{line}$": "float32"})
     reasons = [row.reason for row in rows_of(losses, rules, X, X).operations]
     assert 0 < sum(reason.startswith("operation ") for reason in reasons) < len(reasons) / 2
 
