@@ -123,11 +123,12 @@ class Programs:
         outcome = self._subject.outcome(transform, scale, *self._example(arrays))
         return errors_of(outcome, reference, self._criterion)
 
-    def scores(self, scales: Sequence[float]) -> dict[float, np.ndarray]:
-        """Returns the scores [units, columns] of all examples together, by loss scale; see `scores_of`.
+    def scores(self, scales: Sequence[float], examples: int) -> dict[float, np.ndarray]:
+        """Returns the scores [units, columns] of the first examples together, by loss scale; see `scores_of`.
 
         Args:
           scales: of the loss.
+          examples: how many.
         """
         found = scores_of(self._subject, self._numbers, self._dtype, self._rules)
         slots = jnp.asarray(no_scores(self._count))
@@ -137,7 +138,7 @@ class Programs:
 
         compiled = self._compiled(run)(np.float32(1), self._arrays[0])
         return {
-            scale: np.sum([np.asarray(compiled(np.float32(scale), arrays)) for arrays in self._arrays], 0)
+            scale: np.sum([np.asarray(compiled(np.float32(scale), arrays)) for arrays in self._arrays[:examples]], 0)
             for scale in scales
         }
 

@@ -107,7 +107,7 @@ def tune(
     programs = Programs(subject, given, units, half, MOSTLY_HALF, tolerance, criterion)
     tolerance = programs.tolerance
     _check_finite(programs.references)
-    scale, ranking, scores = _ranked(programs, units, half, loss_scale)
+    scale, ranking, scores = _ranked(programs, units, half, loss_scale, seen)
     flops = np.array([unit.flops for unit in units], np.float64)
     trials = Trials(programs.trials(scale), seen, flops, tolerance, budget, progress)
     kept, complete = _search(trials, units, ranking)
@@ -172,12 +172,12 @@ def _check_finite(references: Sequence[Reference]) -> None:
 
 
 def _ranked(
-    programs: Programs, units: Sequence[Unit], half: Any, loss_scale: float | None
+    programs: Programs, units: Sequence[Unit], half: Any, loss_scale: float | None, seen: int
 ) -> tuple[float, list[int], np.ndarray]:
     """Returns the loss scale, the numbers of the units, those first that matter most, and their scores."""
     scales = _scales(programs.references, half) if loss_scale is None else (float(loss_scale),)
     try:
-        found = programs.scores(scales)
+        found = programs.scores(scales, seen)
     except (ValueError, TypeError, NotImplementedError):  # a program without a derivative, such as a while loop
         return scales[0], sorted(range(len(units)), key=lambda i: units[i].flops), no_scores(len(units))
     scale = best_scale(found)

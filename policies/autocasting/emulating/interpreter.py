@@ -463,7 +463,7 @@ def _shard_map(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> l
         in_specs=tuple(params["in_specs"]),
         out_specs=[(spec, P()) for spec in params["out_specs"]],
         axis_names=frozenset(params.get("manual_axes") or params["newly_manual_axes"]),
-        check_vma=False,
+        check_vma=params["check_vma"],
     )
     return [emulated(x, bit) for x, bit in run(*arrays)]
 
