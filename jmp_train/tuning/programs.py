@@ -14,7 +14,7 @@ from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS
 from jmp_train.policies.pytrees import Carried, is_array, path_name
 from jmp_train.tuning.scores import no_scores, scores_of
 from jmp_train.tuning.subjects import Example, Subject, as_it_is
-from jmp_train.tuning.tolerance import Criterion, Errors, Outcome, Reference, Tolerance, as_numbers, errors_of
+from jmp_train.tuning.tolerance import Criterion, Errors, Outcome, Reference, Tolerance, errors_of
 from jmp_train.tuning.units import Unit, flagged, flags_from, index_of
 
 
@@ -60,8 +60,7 @@ class Programs:
         rounded = [outcome(self._arrays_of(subject.rounded(example, dtype))) for example in examples]
         slacks = [tolerance.slack(x, y) for x, y in zip(rounded, outcomes, strict=True)]
         self.references = list(map(Reference, outcomes, slacks))
-        pairs = zip(rounded, self.references, strict=True)
-        self.tolerance = tolerance.widened([as_numbers(jax.jit(errors_of)(x, reference)) for x, reference in pairs])
+        self.tolerance = tolerance.widened(rounded, outcomes)
 
     def _arrays_of(self, example: Example) -> list[Any]:
         return jax.device_put([x for x in jax.tree.leaves(example) if is_array(x)])
@@ -88,20 +87,20 @@ class Programs:
 
         return compile_for
 
-    def trials(self, scale: float) -> Callable[[np.ndarray, int], Errors]:
-        """Returns `run(flags, example number)` -> errors of an emulation.
-
-        Args:
-          scale: of the loss.
-        """
+    def trials(self) -> Callable[[np.ndarray, float, int], Errors]:
+        """Returns `run(flags, loss scale, example number)` -> errors of an emulation."""
 
         def run(flags: jax.Array, scale: jax.Array, reference: Reference, arrays: list[Any]) -> Errors:
             emulate = flagged(flags_from(flags, self._numbers), self._dtype, self._rules)
             return self._errors(emulate, scale, reference, arrays)
 
         flags = np.ones(self._count, bool)
-        compiled = self._compiled(run)(flags, np.float32(scale), self.references[0], self._arrays[0])
-        return lambda flags, number: compiled(flags, np.float32(scale), self.references[number], self._arrays[number])
+        compiled = self._compiled(run)(flags, np.float32(1), self.references[0], self._arrays[0])
+
+        def errors(flags: np.ndarray, scale: float, number: int) -> Errors:
+            return compiled(flags, np.float32(scale), self.references[number], self._arrays[number])
+
+        return errors
 
     def verified(self, rules: AutocastRules, scale: float) -> Callable[[int], Errors]:
         """Returns `run(example number)` -> errors of autocast itself, compiled as users compile it.
@@ -123,13 +122,8 @@ class Programs:
         outcome = self._subject.outcome(transform, scale, *self._example(arrays))
         return errors_of(outcome, reference, self._criterion)
 
-    def scores(self, scales: Sequence[float], examples: int) -> dict[float, np.ndarray]:
-        """Returns the scores [units, columns] of the first examples together, by loss scale; see `scores_of`.
-
-        Args:
-          scales: of the loss.
-          examples: how many.
-        """
+    def scores(self) -> Callable[[float, int], np.ndarray]:
+        """Returns `run(loss scale, example number)` -> scores [units, columns]; see `scores_of`."""
         found = scores_of(self._subject, self._numbers, self._dtype, self._rules)
         slots = jnp.asarray(no_scores(self._count))
 
@@ -137,10 +131,7 @@ class Programs:
             return found(slots, scale, self._example(arrays))
 
         compiled = self._compiled(run)(np.float32(1), self._arrays[0])
-        return {
-            scale: np.sum([np.asarray(compiled(np.float32(scale), arrays)) for arrays in self._arrays[:examples]], 0)
-            for scale in scales
-        }
+        return lambda scale, number: np.asarray(compiled(np.float32(scale), self._arrays[number]))
 
 
 def _compiler_options() -> dict[str, Any]:

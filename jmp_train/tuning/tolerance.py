@@ -102,14 +102,16 @@ class Tolerance:
         if not isinstance(self.sensitivity, int | float) or not 0 <= self.sensitivity < math.inf:
             raise ValueError(f"sensitivity={self.sensitivity!r} must be a number that is not negative")
 
-    def widened(self, rounded: Sequence[Errors]) -> "Tolerance":
+    def widened(self, rounded: Sequence[Outcome], exact: Sequence[Outcome]) -> "Tolerance":
         """Returns the tolerance of a function that is as sensitive as this.
 
         Args:
-          rounded: errors if the parameters are rounded once, of each example.
+          rounded: if the parameters are rounded once, of each example.
+          exact: in float32.
         """
-        gradient = max((x.gradient for x in rounded if x.finite), default=0.0)
-        loss = max((x.loss for x in rounded if x.finite), default=0.0)
+        pairs = list(zip(rounded, exact, strict=True))
+        loss = max(_off(x.results, y.results) for x, y in pairs)
+        gradient = max(_off(list(x.gradients.values()), list(y.gradients.values())) for x, y in pairs)
         return dataclasses.replace(
             self,
             loss=max(self.loss, min(self.sensitivity * loss, 10 * self.loss)),
@@ -125,12 +127,9 @@ class Tolerance:
         """
         found = {}
         for path, x in outcome.gradients.items():
-            exact = np.asarray(x, np.float64)
-            norm = np.linalg.norm(exact)
-            error = float(np.linalg.norm(np.asarray(rounded.gradients[path], np.float64) - exact) / (norm or 1.0))
-            is_known = self.sensitivity > 0 and math.isfinite(error)
-            wider = max(1.0, self.sensitivity * error / self.leaf) if is_known else 1.0
-            found[path] = math.inf if is_known and error > _NOISE else wider
+            error = _off([rounded.gradients[path]], [x])
+            wider = max(1.0, self.sensitivity * error / self.leaf)
+            found[path] = math.inf if self.sensitivity > 0 and error > _NOISE else wider
         return found
 
     def passes(self, errors: Errors) -> bool:
@@ -141,6 +140,14 @@ class Tolerance:
         """
         small = errors.loss <= self.loss and errors.gradient <= self.gradient and errors.leaf <= self.leaf
         return bool(errors.finite and small and errors.cosine >= self.cosine and errors.accepted)
+
+
+def _off(arrays: Sequence[Any], exact: Sequence[Any]) -> float:
+    """Returns the relative error of some arrays together; 0 where that is no number."""
+    pairs = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(arrays, exact, strict=True)]
+    norm = math.hypot(*(float(np.linalg.norm(y)) for _, y in pairs))
+    error = math.hypot(*(float(np.linalg.norm(x - y)) for x, y in pairs))
+    return error / norm if norm and math.isfinite(error) and math.isfinite(norm) else 0.0
 
 
 Criterion = Callable[[Outcome, Outcome], Any]

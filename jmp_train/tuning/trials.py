@@ -33,7 +33,8 @@ class Trials:
     """Makes trials, each choice once, and remembers the best.
 
     Args:
-      run: `run(flags, example number)` -> errors.
+      run: `run(flags, loss scale, example number)` -> errors.
+      scale: of the loss, in the first trials.
       examples: how many there are.
       flops: [units], of each.
       tolerance: of the errors.
@@ -43,7 +44,8 @@ class Trials:
 
     def __init__(
         self,
-        run: Callable[[np.ndarray, int], Errors],
+        run: Callable[[np.ndarray, float, int], Errors],
+        scale: float,
         examples: int,
         flops: np.ndarray,
         tolerance: Tolerance,
@@ -51,13 +53,24 @@ class Trials:
         progress: Callable[[int, str], None] | None,
     ) -> None:
         self._run = run
+        self.scale = scale
         self._order = list(range(examples))
         self._flops = flops
         self._tolerance = tolerance
         self._budget = budget
         self._progress = progress
         self.seconds = 0.0
+        self.count = 0
         self.made: dict[frozenset[int], Trial] = {}
+
+    def rescale(self, scale: float) -> None:
+        """Goes on with another loss scale, of which nothing is known yet.
+
+        Args:
+          scale: of the loss.
+        """
+        if scale != self.scale:
+            self.scale, self.made = scale, {}
 
     @property
     def best(self) -> Trial | None:
@@ -69,16 +82,17 @@ class Trials:
         """Returns what comes of running units in float32 and all others in half precision."""
         if float32 in self.made:
             return self.made[float32]
-        if len(self.made) >= self._budget:
+        if self.count >= self._budget:
             raise BudgetSpent
         began = time.perf_counter()
         trial = self._try(float32)
         self.seconds += time.perf_counter() - began
         self.made[float32] = trial
+        self.count += 1
         if self._progress is not None:
             best = self.best
             kept = "none yet" if best is None else f"{len(best.float32)} of {len(self._flops)} in float32"
-            self._progress(len(self.made), kept)
+            self._progress(self.count, kept)
         return trial
 
     def suffices(self, float32: frozenset[int]) -> bool:
@@ -91,7 +105,7 @@ class Trials:
         worst: Errors | None = None
         passed = True
         for place, number in enumerate(self._order):
-            errors = as_numbers(self._run(flags, number))
+            errors = as_numbers(self._run(flags, self.scale, number))
             passed = self._tolerance.passes(errors)
             if worst is None or not passed or errors.gradient > worst.gradient:
                 worst = errors

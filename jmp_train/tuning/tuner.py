@@ -107,12 +107,21 @@ def tune(
     programs = Programs(subject, given, units, half, MOSTLY_HALF, tolerance, criterion)
     tolerance = programs.tolerance
     _check_finite(programs.references)
-    scale, ranking, scores = _ranked(programs, units, half, loss_scale, seen)
+    scales = _scales(programs.references, half) if loss_scale is None else (float(loss_scale),)
     flops = np.array([unit.flops for unit in units], np.float64)
-    trials = Trials(programs.trials(scale), seen, flops, tolerance, budget, progress)
-    kept, complete = _search(trials, units, ranking)
+    trials = Trials(programs.trials(), scales[0], seen, flops, tolerance, budget, progress)
+    ranking, scores = list(range(len(units))), no_scores(len(units))
+    healthy = trials.suffices(frozenset()) and _verified(
+        programs, frozenset(), units, [], trials.scale, tolerance, seen
+    )
+    if healthy and healthy[1].passed:
+        kept, complete, (rules, verification, added) = frozenset(), True, healthy
+    else:
+        ranking, scores = _ranked(programs, units, trials, scales, seen)
+        kept, complete = _search(trials, units, ranking)
+        rules, verification, added = _verified(programs, kept, units, ranking, trials.scale, tolerance, seen)
     without = _without(trials, kept, units) if complete else {}
-    rules, verification, added = _verified(programs, kept, units, ranking, scale, tolerance, seen)
+    scale = trials.scale
     if steps:
         verification = _trained(verification, fn, given, half, rules, scale, steps)
     reports = [_report(subject, given[0], half, table) for table in (TORCH_CUDA, rules)]
@@ -122,7 +131,7 @@ def tune(
         entries=tuple(_entries(kept | added, units, without, added, scores)),
         choices=len(units),
         complete=complete,
-        trials=len(trials.made),
+        trials=trials.count,
         seconds=trials.seconds,
         compile_seconds=programs.compile_seconds,
         loss_scale=scale,
@@ -172,17 +181,17 @@ def _check_finite(references: Sequence[Reference]) -> None:
 
 
 def _ranked(
-    programs: Programs, units: Sequence[Unit], half: Any, loss_scale: float | None, seen: int
-) -> tuple[float, list[int], np.ndarray]:
-    """Returns the loss scale, the numbers of the units, those first that matter most, and their scores."""
-    scales = _scales(programs.references, half) if loss_scale is None else (float(loss_scale),)
+    programs: Programs, units: Sequence[Unit], trials: Trials, scales: Sequence[float], seen: int
+) -> tuple[list[int], np.ndarray]:
+    """Returns the numbers of the units, those first that matter most, and their scores; sets the loss scale."""
     try:
-        found = programs.scores(scales, seen)
+        run = programs.scores()
     except (ValueError, TypeError, NotImplementedError):  # a program without a derivative, such as a while loop
-        return scales[0], sorted(range(len(units)), key=lambda i: units[i].flops), no_scores(len(units))
-    scale = best_scale(found)
-    scores = found[scale]
-    return scale, sorted(range(len(units)), key=lambda i: (-scores[i, 0], i)), scores
+        return sorted(range(len(units)), key=lambda i: units[i].flops), no_scores(len(units))
+    found = {scale: np.sum([run(scale, number) for number in range(seen)], 0) for scale in scales}
+    trials.rescale(best_scale(found))
+    scores = found[trials.scale]
+    return sorted(range(len(units)), key=lambda i: (-scores[i, 0], i)), scores
 
 
 def _scales(references: Sequence[Reference], half: Any) -> tuple[float, ...]:

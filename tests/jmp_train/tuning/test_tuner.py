@@ -98,7 +98,7 @@ def test_the_same_arguments_give_the_same_rules(tuned: jt.TunedRules, examples: 
 def test_a_model_that_can_be_half_has_no_entry(examples: list[tuple[Any, ...]]) -> None:
     tuned = jt.tune(loss_fn, examples[:1])
     assert tuned.entries == ()
-    assert tuned.trials == 1
+    assert tuned.trials <= 2  # with the loss scale that training begins with, and with that where it settles
     assert tuned.rules == jt.MOSTLY_HALF
     assert tuned.verification.held_out == 0
     assert tuned.code() == "rules = jt.MOSTLY_HALF"
