@@ -76,7 +76,7 @@ class TunedRules:
         Example:
           >>> import pathlib, tempfile
           >>> import jax.numpy as jnp, jmp_train as jt
-          >>> tuned = jt.tune(lambda x: jnp.sqrt(x**2), [(jnp.full(3, 300.0),)])
+          >>> tuned = jt.tune(lambda w, x: jnp.sqrt((x @ w) ** 2), [(jnp.eye(3), jnp.full((3, 3), 300.0))])
           >>> file = pathlib.Path(tempfile.mkdtemp()) / "tuned.html"
           >>> file.write_text(tuned.to_html("a norm"), encoding="utf-8") > 1000
           True

@@ -22,10 +22,11 @@ from jmp_train.policies.dtype_policies import AutocastPolicy, FirstTrace
 from jmp_train.policies.loss_scaling import DynamicLossScale
 from jmp_train.policies.optimizers import get_loss_scale, scaled_states, set_loss_scale
 from jmp_train.policies.pytrees import check_half
-from jmp_train.steps import TrainState, TrainStep
+from jmp_train.steps import TrainState
+from jmp_train.tuning.checks import check_finite, checked, why_no_choice
 from jmp_train.tuning.entries import entries_of
 from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
-from jmp_train.tuning.programs import Programs, check_alike
+from jmp_train.tuning.programs import Programs
 from jmp_train.tuning.scores import SCALES, best_scale, lost_of, no_scores
 from jmp_train.tuning.search import needed, smallest_list
 from jmp_train.tuning.subjects import Example, Subject, subject_of
@@ -79,8 +80,8 @@ def tune(
 
     Raises:
       TypeError: an argument is of another type.
-      ValueError: there are no examples, or they differ in shapes; the function is not finite in float32; the
-        tolerance is exceeded even if all is float32.
+      ValueError: there are no examples, or they differ in shapes; nothing could be half; the function is not finite
+        in float32; the tolerance is exceeded even if all is float32.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_train as jt
@@ -100,13 +101,15 @@ def tune(
     tolerance, criterion = tolerance_of(tolerance)
     if loss_scale is not None and not 0 < loss_scale < math.inf:
         raise ValueError(f"loss_scale={loss_scale!r} must be a positive number")
-    given = _checked(fn, examples, held_out, budget, steps)
+    given = checked(fn, examples, held_out, budget, steps)
     subject, given = subject_of(fn, given)
     seen = len(given) - (len(held_out) if held_out is not None else len(examples) > 1)
     units = find_units(subject, given[0], half, MOSTLY_HALF)
+    if not units:
+        raise ValueError(why_no_choice(_report(subject, given[0], half, MOSTLY_HALF).operations, half.name))
     programs = Programs(subject, given, units, half, MOSTLY_HALF, tolerance, criterion)
     tolerance = programs.tolerance
-    _check_finite(programs.references)
+    check_finite(programs.references)
     scales = _scales(programs.references, half) if loss_scale is None else (float(loss_scale),)
     flops = np.array([unit.flops for unit in units], np.float64)
     trials = Trials(programs.trials(), scales[0], seen, flops, tolerance, budget, progress)
@@ -142,42 +145,6 @@ def tune(
         chosen=_point(trials.made[kept], units) if kept in trials.made else None,
         verification=verification,
     )
-
-
-def _checked(
-    fn: Callable[..., Any],
-    examples: Sequence[Example],
-    held_out: Sequence[Example] | None,
-    budget: int,
-    steps: int,
-) -> list[Example]:
-    """Returns all examples, the held-out ones last."""
-    if not callable(fn):
-        raise TypeError(f"fn must be a function or a TrainStep, got {fn!r}")
-    if not examples:
-        raise ValueError("examples is empty: tune wants tuples of arguments, with values")
-    given = [*examples, *(held_out or ())]
-    for number, example in enumerate(given):
-        if not isinstance(example, tuple):
-            raise TypeError(f"examples[{number}] must be a tuple of arguments, got {type(example).__name__}")
-    if not isinstance(budget, int) or budget < 1:
-        raise ValueError(f"budget={budget!r} must be an integer of at least 1")
-    if not isinstance(steps, int) or steps < 0:
-        raise ValueError(f"steps={steps!r} must be an integer of at least 0")
-    if steps and not isinstance(fn, TrainStep):
-        raise ValueError(f"steps={steps} needs a TrainStep, whose optimizer trains")
-    check_alike(given)
-    return given
-
-
-def _check_finite(references: Sequence[Reference]) -> None:
-    for number, (outcome, _) in enumerate(references):
-        named = {f"result {i}": x for i, x in enumerate(outcome.results)} | {
-            f"the gradient of {path!r}": x for path, x in outcome.gradients.items()
-        }
-        for name, x in named.items():
-            if not bool(jnp.isfinite(x).all()):
-                raise ValueError(f"examples[{number}]: {name} is not finite in float32: there is nothing to tune")
 
 
 def _ranked(

@@ -25,6 +25,7 @@ from jmp_train.policies.autocasting.operations import is_float32 as is_float32
 from jmp_train.policies.autocasting.operations import table as table
 from jmp_train.policies.autocasting.region import DECIDED as DECIDED
 from jmp_train.policies.autocasting.region import HALVES as HALVES
+from jmp_train.policies.autocasting.region import INNER_REGION as INNER_REGION
 from jmp_train.policies.autocasting.region import LAYOUT as LAYOUT
 from jmp_train.policies.autocasting.region import PRODUCTS as PRODUCTS
 from jmp_train.policies.autocasting.region import BannedOperationError as BannedOperationError

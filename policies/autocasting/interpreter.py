@@ -38,6 +38,7 @@ from jmp_train.policies.autocasting.region import (
     DECIDED,
     FLOAT32,
     HALVES,
+    INNER_REGION,
     LAYOUT,
     PLACEMENT,
     PRODUCTS,
@@ -107,7 +108,7 @@ def _run(
 ) -> list[Value]:
     name = equation.primitive.name
     if DECIDED in scope.replace(f"{DECIDED}:", ""):
-        rule, reason = "keep", "decided by an inner region"
+        rule, reason = "keep", INNER_REGION
     else:
         rule, reason = region.decide(equation, scope)
     if name in region.handlers and _is_entered(rule, equation, inputs):

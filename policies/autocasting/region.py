@@ -27,6 +27,7 @@ Found = TypeVar("Found")
 
 # What runs under this name was decided by an inner region, and an outer one leaves it as it is.
 DECIDED = "jmp_train.autocast"
+INNER_REGION = "decided by an inner region"  # a reason
 _FIXED = re.compile(rf"{re.escape(DECIDED)}:(\w+)")  # by `autocast_as`
 
 _WIDTHS = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))

@@ -30,6 +30,7 @@ from jmp_train.policies.autocasting.region import (
     DECIDED,
     FLOAT32,
     HALVES,
+    INNER_REGION,
     LAYOUT,
     PLACEMENT,
     PRODUCTS,
@@ -159,9 +160,7 @@ def _equation(
 ) -> list[Emulated]:
     region, name, scope = emulation.region, equation.primitive.name, str(equation.source_info.name_stack)
     rule, reason = (
-        ("keep", "decided by an inner region")
-        if DECIDED in scope.replace(f"{DECIDED}:", "")
-        else region.decide(equation, scope)
+        ("keep", INNER_REGION) if DECIDED in scope.replace(f"{DECIDED}:", "") else region.decide(equation, scope)
     )
     if rule != "keep" and name in _PROGRAMS:
         outputs = _PROGRAMS[name](emulation.within(equation, scope, rule), equation, inputs)

@@ -277,8 +277,31 @@ def test_bad_arguments_are_named(examples: list[tuple[Any, ...]]) -> None:
 def test_what_is_not_finite_in_float32_is_refused(examples: list[tuple[Any, ...]]) -> None:
     params, x = examples[0]
     refuse(ValueError, r"examples\[0\]: result 0 is not finite in float32", loss_fn, [(params, x * jnp.inf)])
-    fn = lambda params, x: jnp.sqrt(jnp.sum(0 * params[0]))
+    fn = lambda params, x: jnp.sqrt(jnp.sum(0 * (x @ params[0])))
     refuse(ValueError, r"examples\[0\]: the gradient of '0' is not finite", fn, [(params, x)])
+
+
+def test_an_autocast_is_refused(examples: list[tuple[Any, ...]]) -> None:
+    half_loss = jt.autocast(loss_fn)
+    refuse(TypeError, r"fn is an autocast\(...\) already: pass the plain function", half_loss, examples)
+    _, state = step_of(loss_fn)
+    step = jt.train_step(jt.autocast(jt.stateless(loss_fn)), optax.sgd(0.1))
+    message = r"the loss_fn of the step is an autocast\(...\) already"
+    refuse(TypeError, message, step, [(state, x) for _, x in examples])
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: jax.jit(fn), lambda fn: lambda *args: fn(*args)], ids=["jit", "lambda"])
+def test_an_autocast_within_a_function_is_refused(wrap: Any, examples: list[tuple[Any, ...]]) -> None:
+    message = r"no operation of fn could be float16: .* An autocast\(...\) within it decides already"
+    refuse(ValueError, message, wrap(jt.autocast(loss_fn)), examples)
+    step, state = step_of(jt.autocast(loss_fn))
+    refuse(ValueError, message, step, [(state, x) for _, x in examples])
+
+
+def test_a_function_without_choices_is_refused(examples: list[tuple[Any, ...]]) -> None:
+    fn = lambda params, x: jnp.sum(jnp.exp(params[0])) + jnp.mean(x)
+    message = "no operation of fn could be bfloat16: .* It has reduce_sum, exp, div, .*, and no matrix product"
+    refuse(ValueError, message, fn, examples, dtype="bfloat16")
 
 
 def test_what_no_choice_mends_is_refused(examples: list[tuple[Any, ...]]) -> None:

@@ -1,0 +1,88 @@
+"""What `tune` refuses: arguments that are wrong, and functions in which there is nothing to tune."""
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jmp_train.policies.autocasting import INNER_REGION, OperationReport, mark_of
+from jmp_train.steps import TrainStep
+from jmp_train.tuning.programs import check_alike
+from jmp_train.tuning.subjects import Example
+from jmp_train.tuning.tolerance import Reference
+
+_MOST_NAMES = 8
+
+
+def checked(
+    fn: Callable[..., Any],
+    examples: Sequence[Example],
+    held_out: Sequence[Example] | None,
+    budget: int,
+    steps: int,
+) -> list[Example]:
+    """Returns all examples, the held-out ones last.
+
+    Args:
+      fn: see `tune`.
+      examples: likewise.
+      held_out: likewise.
+      budget: likewise.
+      steps: likewise.
+
+    Raises:
+      TypeError: an argument is of another type, or the function is an `autocast` already.
+      ValueError: there are no examples, or they differ in shapes; a number is too small.
+    """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function or a TrainStep, got {fn!r}")
+    is_step = isinstance(fn, TrainStep)
+    if mark_of(fn.loss_fn if is_step else fn) is not None:
+        name = "the loss_fn of the step" if is_step else "fn"
+        raise TypeError(f"{name} is an autocast(...) already: pass the plain function, for which rules are found")
+    if not examples:
+        raise ValueError("examples is empty: tune wants tuples of arguments, with values")
+    given = [*examples, *(held_out or ())]
+    for number, example in enumerate(given):
+        if not isinstance(example, tuple):
+            raise TypeError(f"examples[{number}] must be a tuple of arguments, got {type(example).__name__}")
+    if not isinstance(budget, int) or budget < 1:
+        raise ValueError(f"budget={budget!r} must be an integer of at least 1")
+    if not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"steps={steps!r} must be an integer of at least 0")
+    if steps and not is_step:
+        raise ValueError(f"steps={steps} needs a TrainStep, whose optimizer trains")
+    check_alike(given)
+    return given
+
+
+def check_finite(references: Sequence[Reference]) -> None:
+    """Raises ValueError unless all results and gradients are finite.
+
+    Args:
+      references: of all examples, in float32.
+    """
+    for number, (outcome, _) in enumerate(references):
+        named = {f"result {i}": x for i, x in enumerate(outcome.results)} | {
+            f"the gradient of {path!r}": x for path, x in outcome.gradients.items()
+        }
+        for name, x in named.items():
+            if not bool(jnp.isfinite(x).all()):
+                raise ValueError(f"examples[{number}]: {name} is not finite in float32: there is nothing to tune")
+
+
+def why_no_choice(operations: Sequence[OperationReport], dtype: str) -> str:
+    """Returns why nothing of a function could be half.
+
+    Args:
+      operations: what autocast does with each of its operations.
+      dtype: the half type's name.
+    """
+    said = f"no operation of fn could be {dtype}: there is nothing to tune"
+    if any(row.reason == INNER_REGION for row in operations):
+        return f"{said}. An autocast(...) within it decides already: pass the plain function"
+    found = collections.Counter(row.operation for row in operations)
+    names = [name for name, _ in found.most_common(_MOST_NAMES)]
+    more = ", ..." if len(found) > len(names) else ""
+    return f"{said}. It has {', '.join(names) + more if names else 'none'}, and no matrix product that may be half"
