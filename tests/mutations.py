@@ -201,10 +201,10 @@ MUTATIONS = (
     ),
     Mutation(  # bfloat16, whose name is the only one with two letters before the number
         "hlo-parser",
-        "jmp_train/aot/hlo.py",
+        "jmp_train/aot/array_types.py",
         r'r"\b([a-z]\w*)\[',
         r'r"\b(pred|[a-z]\d+\w*)\[',
-        "tests/jmp_train/aot/test_hlo.py",
+        "tests/jmp_train/aot/test_array_types.py",
     ),
     Mutation(
         "master-weights",

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jmp_train.aot.gpus import GPUS
-from jmp_train.aot.hlo import StoredArray, stored_arrays
+from jmp_train.aot.stored_arrays import StoredArray, stored_arrays
 
 
 class PluginError(RuntimeError):
@@ -55,7 +55,7 @@ class CompiledForGPU:
 
     @property
     def arrays(self) -> tuple[StoredArray, ...]:
-        """The arrays that the program stores, arguments included; see `hlo.stored_arrays`."""
+        """The arrays that the program stores, arguments included; see `stored_arrays`."""
         return stored_arrays(self.hlo)
 
     def arrays_of_at_least(self, n_bytes: int) -> tuple[StoredArray, ...]:

@@ -1,169 +1,224 @@
-"""Which arrays a compiled program stores, read from its optimized HLO.
+"""Reads the text of optimized HLO, in time that is linear in its length.
 
-A fusion computes what is inside it without storing it, so only the instructions outside of fusions
-have memory: those of the entry computation and of the loops, branches and calls that it runs.
+`read_hlo` gives what every analysis of a compiled program needs: computations, instructions with their types, operands
+and attributes, and the lines of Python that instructions come from.
 """
 
-import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+
+from jmp_train.aot.array_types import COMMENT, ArrayType, array_types, split_outside
+from jmp_train.aot.stack_frames import Frame, SourceLines, read_stack_frames
 
 
-@dataclass(frozen=True)
-class StoredArray:
-    """An array that an instruction of the optimized HLO leaves in memory.
+@dataclass(frozen=True, eq=False)
+class Instruction:
+    """One instruction. Equality is identity: names are unique in a program.
 
     Attributes:
-      name: the instruction's, as the HLO has it.
-      opcode: the instruction's: "fusion", "custom-call"; "parameter" for an argument; "all-reduce"
-        for the pair "all-reduce-start" and "all-reduce-done" too, and so on.
-      dtype: XLA's name: "f16", "bf16", "f32", "s32", "pred".
-      shape: the lengths of the axes, on one device.
-
-    Example:
-      >>> StoredArray("loop_add_fusion", "fusion", "f16", (1000, 64)).n_bytes
-      128000
+      name: without "%".
+      type: the text of the result's type: "f32[8]{0}", "(s32[], f32[8]{0})".
+      opcode: "fusion", "dot", "custom-call", "all-reduce-start", ...
+      operands: the names of the instructions of the same computation that it reads, in order.
+      literal: what is between the parentheses of a parameter (its number) or a constant (its value), else "".
+      called: the names of the computations that it calls, in the order of the text.
+      attributes: the text after the operands, without metadata.
+      op_name: where the operation comes from in terms of jax: "jit(f)/jvp(Dense_0)/dot_general"; "" if unknown.
+      stack_frame: the innermost line that it comes from, for `Program.frames`; None if unknown.
+      is_root: whether its result is that of its computation.
     """
 
-    name: str
-    opcode: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def n_bytes(self) -> int:
-        """How many bytes the array takes, padding not counted."""
-        return math.ceil(_bits(self.dtype) * math.prod(self.shape) / 8)
-
-
-def stored_arrays(hlo: str) -> tuple[StoredArray, ...]:
-    """Returns the arrays that a program stores, one for each array of each instruction's result.
-
-    Instructions that only pass arrays on (tuples, bitcasts, loops) are left out, and an asynchronous
-    operation is listed once. The sum of all says nothing: arrays that do not live at the same time
-    share memory.
-
-    Args:
-      hlo: the text of a compiled program, `jax.jit(f).lower(...).compile().as_text()`.
-
-    Raises:
-      ValueError: `hlo` is not the text of a whole HLO module.
-
-    Example:
-      >>> arrays = stored_arrays('''
-      ... %fused (p: f32[9]) -> f32[] {
-      ...   %p = f32[9]{0} parameter(0)
-      ...   %square = f32[9]{0} multiply(%p, %p)
-      ...   ROOT %first = f32[] slice(%square)
-      ... }
-      ... ENTRY %main (x: f32[9]) -> f32[] {
-      ...   %x = f32[9]{0} parameter(0)
-      ...   ROOT %out = f32[] fusion(%x), kind=kLoop, calls=%fused
-      ... }''')
-      >>> [(array.name, array.opcode, array.dtype, array.shape) for array in arrays]
-      [('x', 'parameter', 'f32', (9,)), ('out', 'fusion', 'f32', ())]
-    """
-    computations, entry = _computations(hlo)
-    return tuple(
-        StoredArray(instruction.name, instruction.opcode.removesuffix("-done"), dtype, shape)
-        for name in _unfused(computations, entry)
-        for instruction in computations[name]
-        if _stores(instruction.opcode, in_entry=name == entry)
-        for dtype, shape in _arrays(instruction.type)
-    )
-
-
-@dataclass(frozen=True)
-class _Instruction:
     name: str
     type: str
     opcode: str
-    called: tuple[str, ...]  # the computations that it runs and that store what they compute
+    operands: tuple[str, ...]
+    literal: str
+    called: tuple[str, ...]
+    attributes: str = field(repr=False)
+    op_name: str
+    stack_frame: int | None
+    is_root: bool
+
+    @property
+    def arrays(self) -> tuple[ArrayType, ...]:
+        """The arrays of the result: one, or the leaves of a tuple, in order."""
+        return array_types(self.type)
+
+    @cached_property
+    def _attributes(self) -> dict[str, str]:
+        pairs = (part.partition("=") for part in split_outside(self.attributes))
+        return {name: value for name, _, value in pairs}
+
+    def attribute(self, name: str) -> str:
+        """Returns the text of an attribute's value, without the quotes of a string; "" if there is none.
+
+        Args:
+          name: "window", "dim_labels", "replica_groups", "custom_call_target", "backend_config", ...
+        """
+        return self._attributes.get(name, "").strip('"')
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A compiled program. Equality is identity, so that results can be cached by it.
+
+    Attributes:
+      computations: the instructions of each computation by its name, in the order of the text, which is that of
+        execution.
+      entry: the name of the computation that the program starts with.
+      stack_frames: a line and the number of the line that called it, None for the outermost, by number.
+      header: the first line, which says what is aliased and the layouts of arguments and results.
+    """
+
+    computations: Mapping[str, tuple[Instruction, ...]] = field(repr=False)
+    entry: str
+    stack_frames: Mapping[int, tuple[Frame, int | None]] = field(repr=False)
+    header: str = field(repr=False)
+
+    @cached_property
+    def unfused(self) -> tuple[str, ...]:
+        """The names of the computations whose results are stored.
+
+        That is the entry, and what it runs as loops, branches or calls, but not fusions nor what reductions apply.
+        """
+        found = {self.entry: None}
+        to_read = [self.entry]
+        for name in to_read:  # which grows while it is read
+            for instruction in self.computations[name]:
+                if instruction.opcode in RUNS_OTHERS:
+                    new = [called for called in instruction.called if called not in found]
+                    found.update(dict.fromkeys(new))
+                    to_read += dict.fromkeys(new)
+        return tuple(found)
+
+    def frames(self, stack_frame: int | None) -> tuple[Frame, ...]:
+        """Returns the lines of Python that led to an instruction, innermost first.
+
+        Of equal ones in a row, which XLA makes where it inlines calls, only one is there.
+
+        Args:
+          stack_frame: the instruction's.
+        """
+        found: dict[int, Frame] = {}
+        while stack_frame is not None and stack_frame in self.stack_frames and stack_frame not in found:
+            found[stack_frame], stack_frame = self.stack_frames[stack_frame]
+        return tuple(frame for frame, _ in groupby(found.values()))
+
+
+RUNS_OTHERS = frozenset({"while", "call", "conditional", "async-start", "call-start"})
+"""The opcodes of instructions that run other computations whose results are stored."""
+
+
+def read_hlo(text: str) -> Program:
+    """Returns the program that the text of a compiled HLO module describes.
+
+    Args:
+      text: `jax.jit(f).lower(...).compile().as_text()`.
+
+    Raises:
+      ValueError: `text` is not that of a whole HLO module.
+
+    Example:
+      >>> program = read_hlo('''HloModule jit_f
+      ...
+      ... ENTRY %main (x: f32[9]) -> f32[9] {
+      ...   %x = f32[9]{0} parameter(0)
+      ...   ROOT %out = f32[9]{0} add(%x, %x), metadata={op_name="jit(f)/add"}
+      ... }''')
+      >>> out = program.computations["main"][-1]
+      >>> out.name, out.opcode, out.operands, out.arrays, out.op_name
+      ('out', 'add', ('x', 'x'), (ArrayType(dtype='f32', shape=(9,)),), 'jit(f)/add')
+    """
+    computations: dict[str, tuple[Instruction, ...]] = {}
+    before: list[str] = []
+    inside: list[Instruction] | None = None
+    entry, name, source_lines = "", "", SourceLines()
+    for line in text.splitlines():
+        if inside is None:
+            header = _HEADER.match(line)
+            if header is None:
+                before.append(line)
+                continue
+            inside, name = [], header[2]
+            entry = name if header[1] else entry
+        elif line == "}":
+            computations[name], inside = tuple(inside), None
+        else:
+            inside.append(_instruction(line, source_lines))
+    if not entry:
+        raise ValueError(f"hlo must be the text of an HLO module, with its ENTRY, got {text[:80]!r}")
+    return Program(
+        computations, entry, {**read_stack_frames(before), **source_lines.frames()}, before[0] if before else ""
+    )
 
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_START = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)")
-_OPCODE = re.compile(r" ([a-z][\w\-]*)\((.*)")
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_START = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
+_OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
+_PARENTHESIS = re.compile(r"[()]")
+_METADATA = re.compile(r', metadata=(\{(?:[^"{}]|"(?:[^"\\]|\\.)*"|\{[^{}]*\})*\})')
+_WORD = re.compile(r"[\w.\-]+")
+_NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
-    r"\b(?:body|condition|to_apply|calls|(?:true|false)_computation|branch_computations)="
-    r"(\{[^}]*\}|[%\w.\-]+)"
+    r"(?:^|, )(?:body|condition|to_apply|calls|(?:true|false)_computation|branch_computations|called_computations"
+    r"|select|scatter)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-_RUNS_OTHERS = {"while", "call", "conditional", "async-start", "call-start"}
-_HANDS_ON = {
-    *("tuple", "get-tuple-element", "bitcast", "optimization-barrier", "async-done", "call-done"),
-    *_RUNS_OTHERS,
-}
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """Returns the instructions of each computation and the entry's name."""
-    computations: dict[str, list[_Instruction]] = {}
-    entry = None
-    inside: list[_Instruction] | None = None
-    for line in hlo.splitlines():
-        header = _HEADER.match(line)
-        if line == "}":
-            inside = None
-        elif inside is not None:
-            inside.append(_instruction(line))
-        elif header:
-            inside = computations[header[2]] = []
-            entry = header[2] if header[1] else entry
-    if entry is None:
-        raise ValueError(f"hlo must be the text of an HLO module, with its ENTRY, got {hlo[:80]!r}")
-    return computations, entry
-
-
-def _instruction(line: str) -> _Instruction:
+def _instruction(line: str, source_lines: SourceLines) -> Instruction:
     start = _START.match(line)
-    rest = start[2] if start else ""
+    rest = start[3] if start else ""
     split = _type_length(rest)
-    operation = _OPCODE.match(rest[split:])
-    if start is None or operation is None:
+    operation = _OPCODE.match(rest, split)
+    end = _closing(rest, operation.end()) if operation else -1
+    if start is None or operation is None or end < 0:
         raise ValueError(f"hlo has a line that is not an instruction: {line[:200]!r}")
-    called = ()
-    if operation[1] in _RUNS_OTHERS:
-        attributes = operation[2].partition(", metadata={")[0]
-        found = _CALLED.findall(attributes)
-        called = tuple(name for names in found for name in re.findall(r"[\w.\-]+", names))
-    return _Instruction(start[1], rest[:split], operation[1], called)
+    opcode, between, attributes = operation[1], rest[operation.end() : end], rest[end + 1 :]
+    metadata = _METADATA.search(attributes)
+    origin = metadata[1] if metadata else ""
+    op_name = _OP_NAME.search(origin)
+    if metadata:
+        attributes = attributes[: metadata.start()] + attributes[metadata.end() :]
+    is_literal = opcode in ("parameter", "constant")
+    return Instruction(
+        name=start[2],
+        type=rest[:split],
+        opcode=opcode,
+        operands=() if is_literal else _operands(between),
+        literal=between if is_literal else "",
+        called=tuple(name for names in _CALLED.findall(attributes) for name in _WORD.findall(names)),
+        attributes=attributes.removeprefix(", "),
+        op_name=op_name[1] if op_name else "",
+        stack_frame=source_lines.stack_frame(origin),
+        is_root=start[1] is not None,
+    )
 
 
 def _type_length(text: str) -> int:
-    """Returns where the type that a text begins with ends: at a space outside of parentheses."""
-    depth = 0
-    for i, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if character == " " and depth == 0:
-            return i
-    return len(text)
+    """Returns where the type that a text begins with ends: at a space, or after the parentheses of a tuple."""
+    if text[:1] == "(":
+        return _closing(text, 1) + 1
+    end = text.find(" ")
+    return end if end >= 0 else len(text)
 
 
-def _unfused(computations: dict[str, list[_Instruction]], entry: str) -> list[str]:
-    """Returns the computations whose results are stored: the entry and what it runs, in order."""
-    found = [entry]
-    for name in found:  # which grows while it is read
-        for instruction in computations[name]:
-            found += [called for called in instruction.called if called not in found]
-    return found
+def _closing(text: str, start: int) -> int:
+    """Returns where the parenthesis closes that opens before `start`, -1 if it does not."""
+    depth = 1
+    for parenthesis in _PARENTHESIS.finditer(text, start):
+        depth += 1 if parenthesis[0] == "(" else -1
+        if depth == 0:
+            return parenthesis.start()
+    return -1
 
 
-def _stores(opcode: str, *, in_entry: bool) -> bool:
-    if opcode == "parameter":
-        return in_entry
-    # The type of a start names operands too, that of the end is the result's.
-    return opcode not in _HANDS_ON and not opcode.endswith(("-start", "-update"))
-
-
-def _arrays(type_: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for dtype, lengths in _ARRAY.findall(type_):
-        if _bits(dtype):
-            yield dtype, tuple(int(n.removeprefix("<=")) for n in lengths.split(",") if n)
-
-
-def _bits(dtype: str) -> int:
-    """Returns how many bits an element has, which XLA's names say; tokens and the like have 0."""
-    number = re.search(r"\d+", dtype)
-    return int(number[0]) if number else 8 * (dtype == "pred")
+def _operands(text: str) -> tuple[str, ...]:
+    """Returns the names of operands, of which some versions write the types too, or leave out "%"."""
+    if "%" in text:
+        return tuple(_NAME.findall(text))
+    parts = (_WORD.findall(COMMENT.sub("", part)) for part in split_outside(text))
+    return tuple(words[-1] for words in parts if words)

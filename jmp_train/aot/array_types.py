@@ -1,0 +1,103 @@
+"""Types of arrays and tuples as the text of HLO has them."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+COMMENT = re.compile(r"/\*.*?\*/")
+"""What the text counts long lists with: "/*index=5*/"."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayType:
+    """The dtype and shape of an array.
+
+    Attributes:
+      dtype: XLA's name: "f16", "bf16", "f32", "s32", "pred".
+      shape: the lengths of the axes, on one device.
+
+    Example:
+      >>> ArrayType("f16", (1000, 64)).n_bytes
+      128000
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many elements the array has."""
+        return math.prod(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        """How many bytes the array takes, padding not counted."""
+        return math.ceil(_bits(self.dtype) * self.size / 8)
+
+
+@lru_cache(maxsize=4096)
+def array_types(type_: str) -> tuple[ArrayType, ...]:
+    """Returns the arrays of a type, those of tuples in order; tokens and the like are left out.
+
+    Args:
+      type_: an instruction's.
+
+    Example:
+      >>> array_types("(s32[], f16[2,3]{1,0:T(8,128)}, token[])")
+      (ArrayType(dtype='s32', shape=()), ArrayType(dtype='f16', shape=(2, 3)))
+    """
+    return tuple(
+        ArrayType(dtype, tuple(int(n.removeprefix("<=")) for n in lengths.split(",") if n))
+        for dtype, lengths in _ARRAY.findall(type_)
+        if _bits(dtype)
+    )
+
+
+def tuple_types(type_: str) -> tuple[str, ...]:
+    """Returns the types of a tuple's elements, or of what is no tuple the type itself.
+
+    Args:
+      type_: an instruction's.
+
+    Example:
+      >>> tuple_types("(s32[], /*index=1*/(f16[2,3]{1,0}, f32[]))")
+      ('s32[]', '(f16[2,3]{1,0}, f32[])')
+    """
+    return tuple(COMMENT.sub("", part) for part in split_outside(type_[1:-1])) if type_[:1] == "(" else (type_,)
+
+
+def split_outside(text: str, separator: str = ", ") -> Iterator[str]:
+    """Yields the parts of a text between separators that are outside of brackets and strings.
+
+    Args:
+      text: with strings in double quotes.
+      separator: between the parts.
+
+    Example:
+      >>> list(split_outside('calls=%f, window={size=3, pad=1}, name="a, b"'))
+      ['calls=%f', 'window={size=3, pad=1}', 'name="a, b"']
+    """
+    depth = start = 0
+    for token in _STRING_OR_BRACKET.finditer(text):
+        if token[0] in "([{":
+            depth += 1
+        elif token[0] in ")]}":
+            depth -= 1
+        elif token[0] == "," and depth == 0 and text.startswith(separator, token.start()):
+            yield text[start : token.start()]
+            start = token.start() + len(separator)
+    if text[start:]:
+        yield text[start:]
+
+
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+
+
+@lru_cache
+def _bits(dtype: str) -> int:
+    """Returns how many bits an element has, which XLA's names say; tokens and the like have 0."""
+    number = re.search(r"\d+", dtype)
+    return int(number[0]) if number else 8 * (dtype == "pred")

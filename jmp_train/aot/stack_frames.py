@@ -1,0 +1,104 @@
+"""The lines of Python that instructions come from, as the text of HLO has them."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of Python that was executed while the program was traced.
+
+    Attributes:
+      file: its path.
+      line: its number, from 1.
+      function: the qualified name of the function that it is in, "" if the text does not say it.
+    """
+
+    file: str
+    line: int
+    function: str
+
+
+class SourceLines:
+    """Finds the stack frame in the metadata of instructions, and gives numbers to the lines that older HLO names."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, str], int] = {}
+
+    def stack_frame(self, metadata: str) -> int | None:
+        """Returns the number of the stack frame that an instruction's metadata names, None if it does not.
+
+        Args:
+          metadata: the text in braces.
+        """
+        number = _STACK_FRAME.search(metadata)
+        if number:
+            return int(number[1])
+        line = _SOURCE_LINE.search(metadata)
+        return self._numbers.setdefault((line[1], line[2]), -1 - len(self._numbers)) if line else None
+
+    def frames(self) -> dict[int, tuple[Frame, None]]:
+        """Returns the lines by the numbers that they have been given, which are negative."""
+        return {number: (Frame(file, int(line), ""), None) for (file, line), number in self._numbers.items()}
+
+
+def read_stack_frames(lines: Iterable[str]) -> dict[int, tuple[Frame, int | None]]:
+    """Returns the stack frames by number, each with the number of the one that called it.
+
+    Args:
+      lines: the text's before its computations.
+
+    Example:
+      >>> read_stack_frames('''FileNames
+      ... 1 "train.py"
+      ...
+      ... FunctionNames
+      ... 1 "loss"
+      ...
+      ... FileLocations
+      ... 1 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=4 end_column=9}
+      ...
+      ... StackFrames
+      ... 1 {file_location_id=1 parent_frame_id=1}'''.splitlines())
+      {1: (Frame(file='train.py', line=12, function='loss'), None)}
+    """
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    table: dict[int, str] | None = None
+    for line in lines:
+        number, _, value = line.partition(" ")
+        if line in tables:
+            table = tables[line]
+        elif table is not None and number.isdecimal():
+            table[int(number)] = value
+        else:
+            table = None
+    files, functions, locations, frames = tables.values()
+    parents = {number: _number("parent_frame_id", value) for number, value in frames.items()}
+    none = min(parents.values(), default=0)  # what an outermost frame has: 1, or where numbers are not one more, 0
+    return {
+        number: (
+            _frame(locations.get(_number("file_location_id", value), ""), files, functions),
+            None if parents[number] == none else parents[number] - none,
+        )
+        for number, value in frames.items()
+    }
+
+
+def _frame(location: str, files: Mapping[int, str], functions: Mapping[int, str]) -> Frame:
+    file, function = (
+        names.get(_number(key, location), "").strip('"')
+        for names, key in ((files, "file_name_id"), (functions, "function_name_id"))
+    )
+    return Frame(file, _number("line", location), function)
+
+
+def _number(key: str, text: str) -> int:
+    """Returns the number after `key=` in a text, 0 if there is none."""
+    found = re.search(rf"\b{key}=(\d+)", text)
+    return int(found[1]) if found else 0
+
+
+_STACK_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_SOURCE_LINE = re.compile(r'\bsource_file="((?:[^"\\]|\\.)*)".*? source_line=(\d+)')
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
