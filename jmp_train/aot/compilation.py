@@ -25,7 +25,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jmp_train.aot.gpus import GPUS
+from jmp_train.aot.gpus import GPU, GPUS
 from jmp_train.aot.stored_arrays import StoredArray, stored_arrays
 
 
@@ -70,7 +70,7 @@ class CompiledForGPU:
 def compile_for_gpu(
     target: str,
     *arguments: str,
-    gpu: str = "V100-16GB",
+    gpu: str | GPU = "V100-16GB",
     devices: int = 1,
     python: str | Path = sys.executable,
     timeout: float = 600,
@@ -94,7 +94,7 @@ def compile_for_gpu(
     Args:
       target: "module:function" or "path/to/file.py:function".
       *arguments: what the builder gets.
-      gpu: one of `GPUS`.
+      gpu: the name of one of `GPUS`, or a `GPU`, as `read_gpus` reads it from a file.
       devices: how many such GPUs, in one host.
       python: the interpreter of an environment with `jmp_train[plan]`. With the plugin, jax logs
         about missing CUDA in every process of that environment, so it is best one of its own.
@@ -107,50 +107,53 @@ def compile_for_gpu(
       TimeoutError: it took longer than `timeout`.
 
     Example:
-      >>> compile_for_gpu("bench.sums:build", gpu="T4")
+      >>> compile_for_gpu("bench.sums:build", gpu="V100")  # doctest: +ELLIPSIS
       Traceback (most recent call last):
       ...
-      ValueError: gpu='T4' must be one of V100-16GB, A100-40GB, H100-80GB
+      ValueError: gpu='V100' must be a GPU or one of P100-16GB, V100-16GB, V100-32GB, ...
     """
-    _check(target, gpu, devices)
+    target_gpu = _check(target, gpu, devices)
     with tempfile.TemporaryDirectory(prefix="jmp_train_") as directory:
         folder = Path(directory)
+        (folder / "target_config").write_text(target_gpu.target_config)
         command = (
             str(python),
             "-m",
             "jmp_train.aot.compilation",
             directory,
-            gpu,
             str(devices),
             target,
         )
         log = folder / "log"
         code = _run((*command, *arguments), log, timeout)
         if code is None:
-            raise TimeoutError(f"compiling {target} for {gpu} took more than timeout={timeout} s")
+            raise TimeoutError(f"compiling {target} for {target_gpu.name} took more than timeout={timeout} s")
         if (folder / "no_plugin").exists():
             raise PluginError((folder / "no_plugin").read_text())
         if code != 0:
             text = _from_traceback(log.read_text(errors="replace"))
-            raise RuntimeError(f"compiling {target} for {gpu} failed (exit code {code}):\n{text}")
+            raise RuntimeError(f"compiling {target} for {target_gpu.name} failed (exit code {code}):\n{text}")
         sizes = json.loads((folder / "sizes.json").read_text())
         return CompiledForGPU(**sizes, hlo=(folder / "hlo").read_text())
 
 
-def target_mesh(gpu: str = "V100-16GB", devices: int = 1) -> Mesh:
+def target_mesh(gpu: str | GPU = "V100-16GB", devices: int = 1) -> Mesh:
     """Returns a mesh of target GPUs, which need not exist; its one axis is "data".
 
     Args:
-      gpu: one of `GPUS`.
+      gpu: the name of one of `GPUS`, or a `GPU`.
       devices: how many, in one host.
 
     Raises:
       ValueError: no such GPU, or fewer than one device.
       PluginError: the environment lacks the compiler for CUDA, or it does not fit to jaxlib.
     """
-    _check_gpu(gpu, devices)
+    return _mesh(_check_gpu(gpu, devices).target_config, devices)
+
+
+def _mesh(target_config: str, devices: int) -> Mesh:
     _check_plugin()
-    description = topologies.get_topology_desc(platform="cuda", target_config=GPUS[gpu], topology=f"1x1x{devices}")
+    description = topologies.get_topology_desc(platform="cuda", target_config=target_config, topology=f"1x1x{devices}")
     return topologies.make_mesh(description, (devices,), ("data",))
 
 
@@ -209,18 +212,22 @@ def _on(mesh: Mesh, leaf: ArrayLike | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=replicated, weak_type=struct.weak_type)
 
 
-def _check(target: str, gpu: str, devices: int) -> None:
-    _check_gpu(gpu, devices)
+def _check(target: str, gpu: str | GPU, devices: int) -> GPU:
+    """Returns the GPU that is meant, if there is one and the rest can be right too."""
+    found = _check_gpu(gpu, devices)
     module, _, name = target.rpartition(":")
     if not module or not name.isidentifier():
         raise ValueError(f"target={target!r} must be 'module:function' or 'path/to/file.py:function'")
+    return found
 
 
-def _check_gpu(gpu: str, devices: int) -> None:
-    if gpu not in GPUS:
-        raise ValueError(f"gpu={gpu!r} must be one of {', '.join(GPUS)}")
+def _check_gpu(gpu: str | GPU, devices: int) -> GPU:
+    found = gpu if isinstance(gpu, GPU) else GPUS.get(gpu)
+    if found is None:
+        raise ValueError(f"gpu={gpu!r} must be a GPU or one of {', '.join(GPUS)}")
     if devices < 1:
         raise ValueError(f"devices={devices!r} must be at least 1")
+    return found
 
 
 def _check_plugin() -> None:
@@ -277,11 +284,11 @@ def _from_traceback(log: str) -> str:
     return log[start:] if start >= 0 else log[-4000:]
 
 
-def _main(directory: str, gpu: str, devices: str, target: str, *arguments: str) -> None:
+def _main(directory: str, devices: str, target: str, *arguments: str) -> None:
     """Compiles what a builder returns and leaves the result in a directory."""
     folder = Path(directory)
     try:
-        mesh = target_mesh(gpu, int(devices))
+        mesh = _mesh((folder / "target_config").read_text(), int(devices))
     except PluginError as error:
         (folder / "no_plugin").write_text(str(error))
         return

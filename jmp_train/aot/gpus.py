@@ -1,71 +1,252 @@
-"""NVIDIA GPUs by name, described as XLA's compiler wants it."""
+"""NVIDIA GPUs by name: what the compiler has to know of them, and how fast they are at most."""
 
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-def _target_config(description: str, capability: tuple[int, int], **fields: float) -> str:
-    """Returns XLA's text about a GPU: what all of them share and what is this one's."""
-    own = "\n".join(f"  {name}: {value}" for name, value in fields.items())
-    return f"""
+RATE_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "int8")
+"""The names that `GPU.rates` may have; "tfloat32" is NVIDIA's TF32: float32 rounded to 10 bits for matrix units."""
+
+# Rates of which dtypes XLA's products of a dtype run at: that of the first one that the GPU has.
+_PRODUCTS = {
+    "float64": ("float64",),
+    "float32": ("float32",),
+    "tfloat32": ("tfloat32", "float32"),
+    "bfloat16": ("bfloat16", "float32"),
+    "float16": ("float16", "float32"),
+    "float8": ("float8", "float16", "float32"),
+    "int8": ("int8", "float32"),
+}
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What is known of a GPU. Rates are peaks: no program is faster, and most are much slower.
+
+    Attributes:
+      name: as in `GPUS`: model and memory.
+      description: as CUDA names the device, and so jax: `jax.devices()[0].device_kind`.
+      memory_bytes: the whole memory, as CUDA reports it.
+      bandwidth: of the memory, in bytes a second.
+      rates: operations a second in products of matrices by dtype, without sparsity; a product and a sum are two. Names
+        are those of `RATE_DTYPES`; one that is missing, the hardware has not. "float32" is the rate of plain cores with
+        full precision, "tfloat32" that of matrix units for float32; see `matrix_rate`.
+      vector_rates: the same for everything but products of matrices, by plain cores.
+      link: what joins GPUs of one host: "NVLink 4", "PCIe 4.0 x16".
+      link_bandwidth: of one GPU to others in its host, in bytes a second, in one direction.
+      capability: CUDA's compute capability, major and minor.
+      core_count: streaming multiprocessors.
+      fpus_per_core: units for float32 in each of them.
+      clock_rate_ghz: the highest clock rate.
+      l2_cache_size: in bytes.
+      shared_memory_per_core: in bytes.
+      shared_memory_per_block_optin: the most that a kernel may ask for, in bytes.
+      threads_per_core_limit: that are resident at one time.
+      source: addresses of what says so.
+
+    Example:
+      >>> gpu = GPUS["V100-16GB"]
+      >>> gpu.memory_bytes, gpu.capability, gpu.rates["float16"]
+      (16914055168, (7, 0), 125000000000000.0)
+    """
+
+    name: str
+    description: str
+    memory_bytes: int
+    bandwidth: float
+    rates: Mapping[str, float] = field(hash=False)
+    vector_rates: Mapping[str, float] = field(hash=False)
+    link: str
+    link_bandwidth: float
+    capability: tuple[int, int]
+    core_count: int
+    fpus_per_core: int
+    clock_rate_ghz: float
+    l2_cache_size: int
+    shared_memory_per_core: int
+    shared_memory_per_block_optin: int
+    threads_per_core_limit: int
+    source: tuple[str, ...]
+
+    def matrix_rate(self, dtype: DTypeLike, *, allow_tf32: bool = True) -> float:
+        """Returns the most operations a second in products of matrices of a dtype, as XLA computes them.
+
+        Where the GPU lacks the dtype, XLA computes in another one, and that one's rate counts: bfloat16 in float32
+        before compute capability 8.0. Dtypes that no unit is made for, such as int32, have the rate of float32, which
+        is not exceeded.
+
+        Args:
+          dtype: of the operands, or the string "tfloat32".
+          allow_tf32: whether products of float32 may round their operands to TF32, where the GPU has it. XLA does so by
+            default; it does not where jax's precision is "highest": `jax_default_matmul_precision`, or `precision=`.
+
+        Example:
+          >>> gpu = GPUS["A100-80GB"]
+          >>> gpu.matrix_rate("float16"), gpu.matrix_rate("float32"), gpu.matrix_rate("float32", allow_tf32=False)
+          (312000000000000.0, 156000000000000.0, 19500000000000.0)
+        """
+        names = _PRODUCTS[_rate_dtype(dtype, allow_tf32)]
+        return next(self.rates[name] for name in names if name in self.rates)
+
+    @property
+    def target_config(self) -> str:
+        """XLA's description of the GPU: the text of a `GpuTargetConfigProto`."""
+        major, minor = self.capability
+        return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {self.threads_per_core_limit}
   shared_memory_per_block: 49152
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
-  cuda_compute_capability {{ major: {capability[0]} minor: {capability[1]} }}
-{own}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  core_count: {self.core_count}
+  fpus_per_core: {self.fpus_per_core}
+  shared_memory_per_core: {self.shared_memory_per_core}
+  shared_memory_per_block_optin: {self.shared_memory_per_block_optin}
+  memory_bandwidth: {int(self.bandwidth)}
+  l2_cache_size: {self.l2_cache_size}
+  clock_rate_ghz: {self.clock_rate_ghz}
+  device_memory_size: {self.memory_bytes}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 7 }}
 runtime_version {{ major: 12 minor: 9 }}
-device_description_str: "{description}"
+device_description_str: "{self.description}"
 """
 
 
-GPUS: Mapping[str, str] = MappingProxyType(
-    {
-        "V100-16GB": _target_config(
-            "Tesla V100-SXM2-16GB",
-            (7, 0),
-            core_count=80,
-            fpus_per_core=64,
-            shared_memory_per_core=98304,
-            shared_memory_per_block_optin=98304,
-            memory_bandwidth=898048000000,
-            l2_cache_size=6291456,
-            clock_rate_ghz=1.53,
-            device_memory_size=16914055168,
-        ),
-        "A100-40GB": _target_config(
-            "NVIDIA A100-SXM4-40GB",
-            (8, 0),
-            core_count=108,
-            fpus_per_core=64,
-            shared_memory_per_core=167936,
-            shared_memory_per_block_optin=166912,
-            memory_bandwidth=1555000000000,
-            l2_cache_size=41943040,
-            clock_rate_ghz=1.41,
-            device_memory_size=42505273344,
-        ),
-        "H100-80GB": _target_config(
-            "NVIDIA H100 80GB HBM3",
-            (9, 0),
-            core_count=132,
-            fpus_per_core=128,
-            shared_memory_per_core=233472,
-            shared_memory_per_block_optin=232448,
-            memory_bandwidth=3352320000000,
-            l2_cache_size=52428800,
-            clock_rate_ghz=1.98,
-            device_memory_size=84929347584,
-        ),
-    }
+def _rate_dtype(dtype: DTypeLike, allow_tf32: bool) -> str:
+    """Returns the name that `_PRODUCTS` has for a dtype."""
+    if dtype == "tfloat32":
+        return "tfloat32"
+    name = jnp.dtype(dtype).name
+    if name in ("float32", "complex64") and allow_tf32:
+        return "tfloat32"
+    if name.startswith("float8"):
+        return "float8"
+    return {"uint8": "int8", "complex128": "float64"}.get(name, name if name in RATE_DTYPES else "float32")
+
+
+def read_gpus(path: str | Path) -> dict[str, GPU]:
+    """Returns the GPUs that a TOML file describes, by name: one table each, whose keys are the attributes of `GPU`.
+
+    The name of a table is the GPU's. With `like`, the name of one of `GPUS` or of an earlier table, a table says only
+    what differs:
+
+        [A100-half]
+        like = "A100-40GB"
+        memory_bytes = 20_000_000_000
+
+    Args:
+      path: of the file.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: the file is no TOML, or a table has a key that is unknown, missing or of a wrong kind; the text names
+        the file, the table and the key.
+    """
+    return _read(Path(path), GPUS)
+
+
+def _read(path: Path, known: Mapping[str, GPU]) -> dict[str, GPU]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML file: {error}") from None
+    found: dict[str, GPU] = {}
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ValueError(f"{path}: {name} must be a table, such as [{name}], got {table!r}")
+        found[name] = _gpu(name, table, {**known, **found}, f"{path}: [{name}]")
+    return found
+
+
+def _gpu(name: str, table: dict[str, object], known: Mapping[str, GPU], where: str) -> GPU:
+    """Returns the GPU of a table; `where` is how errors begin."""
+    given = dict(table)
+    like = given.pop("like", None)
+    if like is not None and (not isinstance(like, str) or like not in known):
+        raise ValueError(f"{where} like = {like!r} must be one of {', '.join(known)}")
+    if unknown := [key for key in given if key not in _KINDS]:
+        raise ValueError(f"{where} has an unknown key {unknown[0]!r}; the keys are like, {', '.join(_KINDS)}")
+    values = {key: known[like].__dict__[key] for key in _KINDS} if isinstance(like, str) else {}
+    for key, value in given.items():
+        wanted, accepts, convert = _KINDS[key]
+        if not accepts(value):
+            raise ValueError(f"{where} {key} = {value!r} must be {wanted}")
+        values[key] = convert(value)
+    if missing := [key for key in _KINDS if key not in values]:
+        raise ValueError(f'{where} lacks {", ".join(missing)}; like = "..." takes them from another GPU')
+    return GPU(name=name, **values)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable() and bool(value) and not {'"', "\\"} & {*value}
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _is_positive_integer(value: object) -> bool:
+    return isinstance(value, int) and _is_positive(value)
+
+
+def _are_rates(value: object) -> bool:
+    if not isinstance(value, dict) or not {"float64", "float32"} <= {*value} <= {*RATE_DTYPES}:
+        return False
+    return all(_is_positive(rate) for rate in value.values())
+
+
+def _is_capability(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(part) is int and part >= 0 for part in value)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_text(text) for text in value)
+
+
+def _rates(value: Mapping[str, float]) -> Mapping[str, float]:
+    return {name: float(rate) for name, rate in value.items()}
+
+
+_TEXT = ("text without quotes or line breaks", _is_text, str)
+_POSITIVE = ("a number above 0", _is_positive, float)
+_POSITIVE_INTEGER = ("an integer above 0", _is_positive_integer, int)
+_RATES = (
+    "a table of numbers above 0 that has float64 and float32 and may have " + ", ".join(RATE_DTYPES[2:]),
+    _are_rates,
+    _rates,
 )
-"""What `jmp_train.aot.compilation` can compile for: texts of XLA's `GpuTargetConfigProto` by name."""
+# Of each key what it must be, in words and as a test, and what makes the attribute of it.
+_KINDS: Mapping[str, tuple[str, Callable[[object], bool], Callable]] = {
+    "description": _TEXT,
+    "memory_bytes": _POSITIVE_INTEGER,
+    "bandwidth": _POSITIVE,
+    "rates": _RATES,
+    "vector_rates": _RATES,
+    "link": _TEXT,
+    "link_bandwidth": _POSITIVE,
+    "capability": ("a list of two integers, major and minor", _is_capability, tuple),
+    "core_count": _POSITIVE_INTEGER,
+    "fpus_per_core": _POSITIVE_INTEGER,
+    "clock_rate_ghz": _POSITIVE,
+    "l2_cache_size": _POSITIVE_INTEGER,
+    "shared_memory_per_core": _POSITIVE_INTEGER,
+    "shared_memory_per_block_optin": _POSITIVE_INTEGER,
+    "threads_per_core_limit": _POSITIVE_INTEGER,
+    "source": ("a list of texts", _are_texts, tuple),
+}
+
+GPUS: Mapping[str, GPU] = MappingProxyType(_read(Path(__file__).with_name("gpus.toml"), {}))
+"""The GPUs that programs can be compiled for, by name; `read_gpus` reads further ones."""

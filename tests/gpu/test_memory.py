@@ -6,6 +6,7 @@ own, without autotuning, whose trials are counted too, as `compile_for_gpu` comp
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,9 +51,10 @@ def measured_bytes(policy: str) -> int:
 
 
 def nearest_gpu(device_kind: str) -> str:
-    """Returns the one of `GPUS` whose name begins as a device's does, or the newest: sizes hardly depend on it."""
-    found = [name for name in GPUS if name.split("-")[0] in device_kind]
-    return found[0] if found else list(GPUS)[-1]
+    """Returns the one of `GPUS` that a device is, or of its model, or an H100: sizes hardly depend on it."""
+    exact = [name for name, gpu in GPUS.items() if gpu.description == device_kind]
+    of_model = [name for name in GPUS if re.search(rf"\b{name.split('-')[0]}\b", device_kind)]
+    return [*exact, *of_model, "H100-80GB"][0]
 
 
 def test_memory_is_what_the_compiler_says(is_gpu: bool) -> None:

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp_train.aot.compilation import PluginError, compile_for_gpu, compile_here, target_mesh
-from jmp_train.aot.gpus import GPUS
 
 PROGRAMS = Path(__file__).parents[2] / "gpu_programs.py"
 EDGES, FEATURES = 20_000, 64  # as in PROGRAMS
@@ -45,8 +44,8 @@ def test_dtypes_of_collectives_can_be_read(plan_python: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("gpu", GPUS)
-def test_every_gpu_can_be_compiled_for(plan_python: str, gpu: str) -> None:
+@pytest.mark.parametrize("gpu", ["V100-16GB", "A100-40GB", "H100-80GB"])
+def test_donated_matrices_and_products_are_seen(plan_python: str, gpu: str) -> None:
     program = compiled(plan_python, "loop", "256", gpu=gpu)
     matrix = 2 * 256 * 256
     assert program.argument_bytes == 2 * matrix
@@ -87,7 +86,7 @@ def test_a_builder_without_a_program_is_told_what_to_return(plan_python: str) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpu": "T4"}, r"gpu='T4' must be one of V100-16GB, A100-40GB, H100-80GB"),
+        ({"gpu": "V100"}, r"gpu='V100' must be a GPU or one of P100-16GB, V100-16GB, "),
         ({"devices": 0}, r"devices=0 must be at least 1"),
         ({"target": "build"}, r"target='build' must be 'module:function' or 'path/to/file\.py:"),
         ({"target": "bench.py:"}, r"target='bench\.py:' must be 'module:function' or "),
@@ -98,9 +97,9 @@ def test_a_wrong_call_starts_nothing(options: dict[str, Any], message: str) -> N
         compile_for_gpu(**{"target": "module:build", "python": "/nowhere", **options})
 
 
-@pytest.mark.parametrize(("gpu", "devices"), [("T4", 1), ("H100-80GB", -1)])
+@pytest.mark.parametrize(("gpu", "devices"), [("V100", 1), ("H100-80GB", -1)])
 def test_a_mesh_of_no_gpu_is_refused(gpu: str, devices: int) -> None:
-    with pytest.raises(ValueError, match=r"^(gpu='T4'|devices=-1) must be "):
+    with pytest.raises(ValueError, match=r"^(gpu='V100'|devices=-1) must be "):
         target_mesh(gpu, devices)
 
 
