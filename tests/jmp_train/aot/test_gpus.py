@@ -74,7 +74,7 @@ def test_numbers_of_a_gpu_fit_each_other(gpu: GPU) -> None:
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
 def test_a_gpu_has_the_rates_of_its_generation(gpu: GPU) -> None:
-    since = {"tfloat32": (8, 0), "bfloat16": (8, 0), "float8": (8, 9), "int8": (7, 5)}
+    since = {"tfloat32": (8, 0), "bfloat16": (8, 0), "float8": (8, 9), "int8": (7, 0)}
     expected = {"float64", "float32", "float16"} | {name for name, first in since.items() if gpu.capability >= first}
     assert {*gpu.rates} == expected
     if gpu.capability >= (8, 0):
@@ -99,6 +99,7 @@ def test_names_are_those_of_the_entries() -> None:
         ("V100-16GB", "bfloat16", True, 15.7e12),
         ("V100-16GB", jnp.float16, True, 125e12),
         ("V100-16GB", jnp.float32, True, 15.7e12),
+        ("V100-16GB", "int8", True, 62.8e12),
         ("V100-16GB", jnp.dtype("float8_e5m2"), True, 125e12),
         ("A100-80GB", jnp.float32, True, 156e12),
         ("A100-80GB", "float32", False, 19.5e12),
