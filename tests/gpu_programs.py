@@ -229,3 +229,70 @@ def dense_step(policy: str) -> tuple[Any, ...]:
     params = [Struct((512, 512), jnp.float32) for _ in range(8)]
     state = jax.eval_shape(lambda params: jt.TrainState.create(params, optimizer), params)
     return step, (state, {"x": Struct((16_384, 512), jnp.float32)}), {"donate_argnums": 0}
+
+
+def counted_layers() -> tuple[Any, ...]:
+    """Makes the gradient of dense layers, convolutions, a loop and an embedding, each in a scope of its name.
+
+    Inputs get no gradients.
+    """
+
+    def dense(x: jax.Array, weights: jax.Array) -> jax.Array:
+        for weight in weights:
+            x = jnp.sin(x @ weight)
+        return x
+
+    def convolutions(image: jax.Array, strided: jax.Array, grouped: jax.Array) -> jax.Array:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(image, strided, (2, 2), ((1, 1), (1, 1)), dimension_numbers=numbers)
+        y = jnp.sin(y)
+        return jax.lax.conv_general_dilated(
+            y, grouped, (1, 1), "VALID", dimension_numbers=numbers, feature_group_count=4
+        )
+
+    def loop(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, weight: (jnp.sin(x @ weight), None), x, weights)[0]
+
+    def squares(x: jax.Array) -> jax.Array:
+        return (x.astype(jnp.float32) ** 2).sum()
+
+    def loss(p: dict[str, jax.Array], rows: jax.Array, image: jax.Array, tokens: jax.Array) -> jax.Array:
+        half = {name: value.astype(jnp.float16) for name, value in p.items()}
+        with jax.named_scope("dense"):
+            total = squares(dense(rows, half["dense"]))
+        with jax.named_scope("convolutions"):
+            total += squares(convolutions(image, half["strided"], half["grouped"]))
+        with jax.named_scope("loop"):
+            total += squares(loop(rows, half["loop"]))
+        with jax.named_scope("precise"):
+            total += squares(jnp.dot(p["precise"], p["precise"].T, precision="highest"))
+        with jax.named_scope("embedding"):
+            return total + squares(jnp.sin(p["table"][tokens]))
+
+    shapes = {
+        "dense": (3, 512, 512),
+        "strided": (3, 3, 32, 64),
+        "grouped": (3, 3, 16, 128),
+        "loop": (5, 512, 512),
+        "precise": (256, 128),
+        "table": (50_000, 64),
+    }
+    params = {name: Struct(shape, jnp.float32) for name, shape in shapes.items()}
+    rows, image = Struct((2048, 512), jnp.float16), Struct((16, 32, 32, 32), jnp.float16)
+    return jax.grad(loss), (params, rows, image, Struct((1000,), jnp.int32))
+
+
+def gathered_layers(mesh: Mesh) -> tuple[Any, ...]:
+    """Makes the gradient of layers whose weights are sharded: gathered in half, and reduced and scattered after."""
+
+    def loss(weights: list[jax.Array], rows: jax.Array) -> jax.Array:
+        for weight in weights:
+            whole = jax.lax.all_gather(weight.astype(jnp.bfloat16), "data", tiled=True)
+            rows = jnp.sin(rows @ whole)
+        return jax.lax.pmean((rows.astype(jnp.float32) ** 2).sum(), "data")
+
+    data = PartitionSpec("data")
+    step = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=([data] * LAYERS, data), out_specs=[data] * LAYERS)
+    placed = NamedSharding(mesh, data)
+    weights = [Struct((WIDTH, WIDTH), jnp.float32, sharding=placed) for _ in range(LAYERS)]
+    return step, (weights, Struct((1024, WIDTH), jnp.bfloat16, sharding=placed))

@@ -79,6 +79,11 @@ class Program:
     header: str = field(repr=False)
 
     @cached_property
+    def instructions(self) -> Mapping[str, Instruction]:
+        """All instructions by name."""
+        return {i.name: i for instructions in self.computations.values() for i in instructions}
+
+    @cached_property
     def unfused(self) -> tuple[str, ...]:
         """The names of the computations whose results are stored.
 

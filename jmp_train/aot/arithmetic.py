@@ -1,0 +1,236 @@
+"""How many operations the matrix products and convolutions of a compiled program take.
+
+A multiplication and an addition are two operations. In convolutions, multiplications with padding and with the zeros
+between dilated elements are not counted.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from jmp_train.aot.array_types import ArrayType
+from jmp_train.aot.hlo import Instruction, Program
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product or a convolution.
+
+    Attributes:
+      dtype: of the operands, XLA's name: "f16", "bf16", "f32"; the wider one if they differ.
+      operations: how many it takes, on one device.
+      allow_tf32: whether operands in float32 may be rounded to TF32, as XLA does where the precision is not "highest".
+      op_name: as the instruction's.
+      stack_frame: as the instruction's.
+    """
+
+    dtype: str
+    operations: int
+    allow_tf32: bool
+    op_name: str
+    stack_frame: int | None
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A spatial axis of a convolution.
+
+    Attributes:
+      length: the input's.
+      size: how many taps the filter has.
+      outputs: the output's length.
+      stride: between outputs.
+      padding: before the input; what is after it follows from the lengths.
+      lhs_dilate: the distance of input elements, whose gaps are zeros.
+      rhs_dilate: the distance of taps.
+    """
+
+    length: int
+    size: int
+    outputs: int
+    stride: int = 1
+    padding: int = 0
+    lhs_dilate: int = 1
+    rhs_dilate: int = 1
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The shapes of a convolution as the forward pass has it, whether this is it or one of its gradients.
+
+    Attributes:
+      spatial: input length, number of taps and output length of each spatial axis, and how the window moves over it.
+      batch: how many outputs, without their spatial axes and channels.
+      channels: of the output.
+      channels_in: of the input that an output channel depends on: of its group.
+    """
+
+    spatial: tuple[Axis, ...]
+    batch: int
+    channels: int
+    channels_in: int
+
+    @property
+    def operations(self) -> int:
+        """How many operations the convolution takes, and each of its two gradients."""
+        meetings = math.prod(_meetings(axis) for axis in self.spatial)
+        return 2 * self.batch * self.channels * self.channels_in * meetings
+
+    @property
+    def positions_read(self) -> int:
+        """How many positions of the input some output depends on."""
+        return math.prod(_positions_read(axis) for axis in self.spatial)
+
+
+def product(program: Program, instruction: Instruction) -> Product | None:
+    """Returns the product that an instruction computes, None if it is none; what fusions contain is not looked at.
+
+    Args:
+      program: that the instruction is in.
+      instruction: of any opcode.
+
+    Example:
+      >>> from jmp_train.aot.hlo import read_hlo
+      >>> program = read_hlo('''
+      ... ENTRY %main (x: f16[2,3], y: f16[3,5]) -> f16[2,5] {
+      ...   %x = f16[2,3]{1,0} parameter(0)
+      ...   %y = f16[3,5]{1,0} parameter(1)
+      ...   ROOT %z = f16[2,5]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+      ... }''')
+      >>> product(program, program.instructions["z"])
+      Product(dtype='f16', operations=60, allow_tf32=True, op_name='', stack_frame=None)
+    """
+    target = instruction.attribute("custom_call_target")
+    if instruction.opcode == "dot":
+        contracted = _numbers(instruction.attribute("lhs_contracting_dims"))
+        precision, algorithm = instruction.attribute("operand_precision"), instruction.attribute("algorithm")
+    elif target.startswith(CUBLAS):
+        config = backend_config(instruction).get("gemm_backend_config", {})
+        contracted = [int(n) for n in config["dot_dimension_numbers"].get("lhs_contracting_dimensions", ())]
+        precisions = config.get("precision_config", {})
+        precision, algorithm = str(precisions.get("operand_precision", "")), precisions.get("algorithm", "")
+    else:
+        return _convolution_product(program, instruction)
+    lhs, rhs = (program.instructions[name].arrays[0] for name in instruction.operands[:2])
+    operations = 2 * instruction.arrays[0].size * math.prod(lhs.shape[i] for i in contracted)
+    return _product(instruction, lhs, rhs, operations, precision, algorithm)
+
+
+def convolution(program: Program, instruction: Instruction) -> Convolution | None:
+    """Returns the shapes of the convolution that an instruction computes, None if it is none.
+
+    Args:
+      program: that the instruction is in.
+      instruction: of any opcode.
+    """
+    target = instruction.attribute("custom_call_target")
+    if instruction.opcode != "convolution" and not target.startswith(CUDNN_CONVOLUTION):
+        return None
+    lhs, rhs = (program.instructions[name].arrays[0].shape for name in instruction.operands[:2])
+    result = instruction.arrays[0].shape
+    if target.startswith(f"{CUDNN_CONVOLUTION}BackwardInput"):  # labels and window are the forward pass's
+        lhs, result = result, lhs
+    elif target.startswith(f"{CUDNN_CONVOLUTION}BackwardFilter"):
+        rhs, result = result, rhs
+    labels = re.split("_|->", instruction.attribute("dim_labels"))
+    inputs, filters, outputs = (dict(zip(*pair, strict=True)) for pair in zip(labels, (lhs, rhs, result), strict=True))
+    window = _window(instruction.attribute("window"))
+    spatial = tuple(
+        Axis(
+            inputs[label],
+            filters[label],
+            outputs[label],
+            **{name: values[int(label)] for name, values in window.items() if values},
+        )
+        for label in labels[0]
+        if label.isdecimal()
+    )
+    return Convolution(spatial, outputs["b"], outputs["f"], filters["i"])
+
+
+def backend_config(instruction: Instruction) -> dict[str, Any]:
+    """Returns what XLA's backend noted at an instruction; older versions write it as a string.
+
+    Args:
+      instruction: of any opcode.
+    """
+    text = instruction.attribute("backend_config")
+    return json.loads(text.replace('\\"', '"') if text.startswith('{\\"') else text or "{}")
+
+
+CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul")
+CUDNN_CONVOLUTION = "__cudnn$conv"
+
+_WIDTH = {"f64": 8, "c128": 8, "f32": 4, "c64": 4, "f16": 2, "bf16": 2}
+_ALGORITHM = re.compile(r"dot_(bf16|f16|f32|f64)_")
+
+
+def _convolution_product(program: Program, instruction: Instruction) -> Product | None:
+    shapes = convolution(program, instruction)
+    if shapes is None:
+        return None
+    lhs, rhs = (program.instructions[name].arrays[0] for name in instruction.operands[:2])
+    return _product(instruction, lhs, rhs, shapes.operations, instruction.attribute("operand_precision"), "")
+
+
+def _product(
+    instruction: Instruction, lhs: ArrayType, rhs: ArrayType, operations: int, precision: str, algorithm: str
+) -> Product:
+    dtype = max(lhs.dtype, rhs.dtype, key=lambda dtype: _WIDTH.get(dtype, 1))
+    named = _ALGORITHM.search(algorithm.lower())  # "dot_bf16_bf16_f32" of operands in float32 computes in bfloat16
+    allow_tf32 = "highest" not in precision.lower() and (named is None or named[1] != "f32")
+    factor = 4 if dtype.startswith("c") else 1
+    return Product(
+        named[1] if named else dtype, factor * operations, allow_tf32, instruction.op_name, instruction.stack_frame
+    )
+
+
+def _window(text: str) -> Mapping[str, list[int]]:
+    """Returns what moves over each spatial axis, as the names of `Axis` have it; what is not named is 1 or 0."""
+    found = dict(re.findall(r"(\w+)=([\w\-]+)", text))
+    return {
+        "stride": _numbers(found.get("stride", "")),
+        "padding": [int(pair.partition("_")[0]) for pair in found.get("pad", "").split("x") if pair],
+        "lhs_dilate": _numbers(found.get("lhs_dilate", "")),
+        "rhs_dilate": _numbers(found.get("rhs_dilate", "")),
+    }
+
+
+@lru_cache(maxsize=4096)
+def _meetings(axis: Axis) -> int:
+    """Returns how many pairs of an output and a tap meet an element of the input."""
+    if axis.size > axis.outputs:  # in the place output * stride + tap * rhs_dilate - padding, they can change roles
+        roles = {"size": axis.outputs, "outputs": axis.size, "stride": axis.rhs_dilate, "rhs_dilate": axis.stride}
+        axis = replace(axis, **roles)
+    return sum(_outputs_that_meet(axis, tap * axis.rhs_dilate - axis.padding) for tap in range(axis.size))
+
+
+def _outputs_that_meet(axis: Axis, offset: int) -> int:
+    """Returns for how many outputs there is an element of the input in the place output * stride + offset."""
+    last = (axis.length - 1) * axis.lhs_dilate
+    start = max(0, -(offset // axis.stride))
+    end = min(axis.outputs - 1, (last - offset) // axis.stride)
+    firsts = range(start, min(start + axis.lhs_dilate, end + 1))
+    first = next((i for i in firsts if (i * axis.stride + offset) % axis.lhs_dilate == 0), None)
+    if first is None:
+        return 0
+    return (end - first) // (axis.lhs_dilate // math.gcd(axis.stride, axis.lhs_dilate)) + 1
+
+
+@lru_cache(maxsize=4096)
+def _positions_read(axis: Axis) -> int:
+    """Returns how many elements of the input some output depends on."""
+    places = {
+        output * axis.stride + tap * axis.rhs_dilate - axis.padding
+        for tap in range(axis.size)
+        for output in range(axis.outputs)
+    }
+    return sum(0 <= x <= (axis.length - 1) * axis.lhs_dilate and x % axis.lhs_dilate == 0 for x in places)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)]

@@ -1,0 +1,105 @@
+"""What the devices of a compiled program send one another."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jmp_train.aot.hlo import Instruction, Program
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The arrays of one dtype that a collective operation works on.
+
+    Attributes:
+      name: the instruction's.
+      kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast" or
+        "ragged-all-to-all"; the same for synchronous and asynchronous ones.
+      dtype: of the arrays, XLA's name.
+      group_size: how many devices take part in a group, that of the largest one.
+      n_bytes: of the whole arrays: of all-gather those of the result, else those of the operands on one device.
+      sent_bytes: what each device has to send at least, if devices do the reduction: 2 (n - 1) / n of an all-reduce in
+        a group of n, (n - 1) / n of an all-gather, a reduce-scatter and an all-to-all, and all bytes of the others.
+        0 of a ragged-all-to-all, which sends as much as the data say.
+      times: how often it runs in one run of the program.
+      op_name: as the instruction's.
+      stack_frame: as the instruction's.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    group_size: int
+    n_bytes: int
+    sent_bytes: float
+    times: int
+    op_name: str
+    stack_frame: int | None
+
+
+KINDS = frozenset(
+    {
+        *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+        *("collective-permute", "collective-broadcast"),
+    }
+)
+
+
+def collectives(program: Program, instruction: Instruction, times: int = 1) -> Iterator[Collective]:
+    """Yields what a collective instruction sends, by dtype; nothing of other instructions and of "-done".
+
+    Args:
+      program: that the instruction is in.
+      instruction: of any opcode.
+      times: how often it runs.
+    """
+    kind = instruction.opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return
+    size = group_size(instruction, n_devices(program))
+    names = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands
+    by_dtype: dict[str, int] = {}
+    for array in (array for name in names for array in program.instructions[name].arrays):
+        n_bytes = array.n_bytes * (size if kind == "all-gather" else 1)
+        by_dtype[array.dtype] = by_dtype.get(array.dtype, 0) + n_bytes
+    for dtype, n_bytes in by_dtype.items():
+        sent = _share_sent(kind, size) * n_bytes
+        origin = (instruction.op_name, instruction.stack_frame)
+        yield Collective(instruction.name, kind, dtype, size, n_bytes, sent, times, *origin)
+
+
+def n_devices(program: Program) -> int:
+    """Returns how many devices run a program.
+
+    Args:
+      program: whose first line says it.
+    """
+    return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", program.header))
+
+
+def group_size(instruction: Instruction, devices: int) -> int:
+    """Returns how many devices are in a group of a collective operation, in the largest one if they differ.
+
+    Args:
+      instruction: a collective one.
+      devices: how many there are, all of which are in one group if the instruction names none.
+    """
+    pairs = instruction.attribute("source_target_pairs")
+    if pairs:
+        return len(set(re.findall(r"\d+", pairs)))
+    groups = instruction.attribute("replica_groups")
+    if groups.startswith("mesh"):  # mesh['x'=4,'y'=2] {'y'}, or of a part of an axis {'x':(2)2}
+        lengths = {name: int(n) for name, n in re.findall(r"'([^']*)'=(\d+)", groups)}
+        used = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", groups.rpartition("{")[2])
+        return math.prod(int(part) if part else lengths[name] for name, part in used)
+    if groups.startswith("["):  # [2,4]<=[8]: two groups of four
+        return int(re.findall(r"\d+", groups.partition("]")[0])[-1])
+    listed = [group.count(",") + 1 for group in re.findall(r"\{([\d, ]+)\}", groups)]
+    return max(listed, default=devices)
+
+
+def _share_sent(kind: str, n: int) -> float:
+    if n < 2 or kind == "ragged-all-to-all":
+        return 0
+    return {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1, "collective-broadcast": 1}.get(kind, (n - 1) / n)

@@ -1,0 +1,214 @@
+"""The kernels and collective operations that a run of a compiled program executes, and how often each one."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from jmp_train.aot.arithmetic import CUBLAS, CUDNN_CONVOLUTION, Product, backend_config, product
+from jmp_train.aot.collectives import Collective, collectives
+from jmp_train.aot.gpus import GPU
+from jmp_train.aot.hlo import RUNS_OTHERS, Instruction, Program
+from jmp_train.aot.traffic import Places, Traffic, is_kernel, traffic
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, and what one execution of it costs.
+
+    Attributes:
+      name: the instruction's.
+      opcode: the instruction's: "fusion", "custom-call", "copy", ...
+      op_name: as the instruction's; of a fusion, that of one of its operations.
+      stack_frame: as the instruction's.
+      times: how often it is executed in one run of the program.
+      products: the matrix products and convolutions in it.
+      traffic: what it reads and writes.
+      is_cast: whether it only converts between floating-point dtypes, and changes layouts.
+      uncounted: why its operations are not known: the target of a custom call that is not one of XLA's products, or
+        the opcode of what has products of another kind; "" if they are.
+      seconds: the least time of one execution; see `Costs.seconds`.
+      seconds_without_cache: the same if all bytes come from and go to the memory.
+    """
+
+    name: str
+    opcode: str
+    op_name: str
+    stack_frame: int | None
+    times: int
+    products: tuple[Product, ...]
+    traffic: Traffic = field(repr=False)
+    is_cast: bool
+    uncounted: str
+    seconds: float
+    seconds_without_cache: float
+
+    @property
+    def read_bytes(self) -> int:
+        """What it reads of its operands, without what it leaves out."""
+        return sum(access.n_bytes for access in self.traffic.reads.values())
+
+    @property
+    def written_bytes(self) -> int:
+        """What it writes of its results, without workspaces."""
+        return sum(access.n_bytes for access in self.traffic.writes.values())
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a computation executes.
+
+    Attributes:
+      kernels: in order, each once, with how often it is executed.
+      collectives: the same of collective operations.
+      unknown_loops: how many loops have an unknown trip count, and so are taken to run once.
+      conditionals: how many conditionals there are; the branch that can be the fastest is taken.
+    """
+
+    kernels: tuple[Kernel, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    unknown_loops: int = 0
+    conditionals: int = 0
+
+    def repeated(self, times: int) -> "Work":
+        """Returns the work of so many runs.
+
+        Args:
+          times: how many.
+        """
+        return replace(
+            self,
+            kernels=tuple(replace(kernel, times=kernel.times * times) for kernel in self.kernels),
+            collectives=tuple(replace(item, times=item.times * times) for item in self.collectives),
+        )
+
+
+def joined(works: list[Work]) -> Work:
+    """Returns works one after the other as one.
+
+    Args:
+      works: in order.
+    """
+    return Work(
+        tuple(kernel for work in works for kernel in work.kernels),
+        tuple(item for work in works for item in work.collectives),
+        sum(work.unknown_loops for work in works),
+        sum(work.conditionals for work in works),
+    )
+
+
+@dataclass(frozen=True)
+class Executed:
+    """Finds what computations execute.
+
+    Attributes:
+      places: of the program.
+      gpu: that it runs on.
+    """
+
+    places: Places
+    gpu: GPU
+
+    def work(self, computation: str) -> Work:
+        """Returns what a computation executes, with all that it runs.
+
+        Args:
+          computation: its name.
+        """
+        return joined([self._work(instruction) for instruction in self.places.program.computations[computation]])
+
+    def _work(self, instruction: Instruction) -> Work:
+        if instruction.opcode == "while":
+            return self._loop(instruction)
+        if instruction.opcode == "conditional":
+            branches = [self.work(name) for name in instruction.called]
+            fastest = min(branches, key=_least_seconds)
+            return replace(fastest, conditionals=1 + sum(branch.conditionals for branch in branches))
+        if instruction.opcode in RUNS_OTHERS:
+            return joined([self.work(name) for name in instruction.called])
+        if is_kernel(instruction):
+            return Work(kernels=(self._kernel(instruction),))
+        return Work(collectives=tuple(collectives(self.places.program, instruction)))
+
+    def _loop(self, instruction: Instruction) -> Work:
+        trips = backend_config(instruction).get("known_trip_count", {}).get("n")
+        body = joined([self.work(instruction.attribute(part).lstrip("%")) for part in ("condition", "body")])
+        if trips is None:
+            return replace(body, unknown_loops=body.unknown_loops + 1)
+        return body.repeated(int(trips))
+
+    def _kernel(self, instruction: Instruction) -> Kernel:
+        program = self.places.program
+        inside = tuple(_inside(program, instruction))
+        found = traffic(instruction, self.places)
+        products = tuple(p for p in (product(program, i) for i in inside) if p)
+        seconds_of_products = sum(p.operations / self._rate(p) for p in products)
+        n_bytes = sum(x.n_bytes for part in (found.reads, found.writes) for x in part.values())
+        return Kernel(
+            name=instruction.name,
+            opcode=instruction.opcode,
+            op_name=instruction.op_name,
+            stack_frame=instruction.stack_frame,
+            times=1,
+            products=products,
+            traffic=found,
+            is_cast=_is_cast(program, inside),
+            uncounted=next((name for name in map(_uncounted, inside) if name), ""),
+            seconds=max(seconds_of_products, self._uncached_bytes(found) / self.gpu.bandwidth),
+            seconds_without_cache=max(seconds_of_products, n_bytes / self.gpu.bandwidth),
+        )
+
+    def _rate(self, product: Product) -> float:
+        return self.gpu.matrix_rate(_JAX_NAMES.get(product.dtype, "float32"), allow_tf32=product.allow_tf32)
+
+    def _uncached_bytes(self, found: Traffic) -> int:
+        """Returns how many bytes go to and from the memory if the cache has kept and keeps what it can."""
+        least = (sum(access.least for access in part.values()) for part in (found.reads, found.writes))
+        return sum(max(0, n_bytes - self.gpu.l2_cache_size) for n_bytes in least)
+
+
+def _inside(program: Program, instruction: Instruction) -> Iterator[Instruction]:
+    """Yields an instruction, or instead of a fusion what it contains."""
+    if instruction.opcode.removesuffix("-start") != "fusion":
+        yield instruction
+        return
+    for inner in program.computations[instruction.called[0]]:
+        yield from _inside(program, inner)
+
+
+def _is_cast(program: Program, inside: tuple[Instruction, ...]) -> bool:
+    converts = [i for i in inside if i.opcode == "convert"]
+    dtypes = {a.dtype for i in converts for name in (i.name, *i.operands) for a in program.instructions[name].arrays}
+    return bool(converts) and dtypes <= _FLOATS and all(i.opcode in _LAYOUT or i.opcode == "convert" for i in inside)
+
+
+def _uncounted(instruction: Instruction) -> str:
+    target = instruction.attribute("custom_call_target")
+    if instruction.opcode == "custom-call":
+        return "" if target.startswith((*CUBLAS, CUDNN_CONVOLUTION)) else target
+    return instruction.opcode if instruction.opcode in _OTHER_PRODUCTS else ""
+
+
+def _least_seconds(work: Work) -> tuple[float, float]:
+    return (
+        sum(kernel.times * kernel.seconds for kernel in work.kernels),
+        sum(kernel.times * kernel.seconds_without_cache for kernel in work.kernels),
+    )
+
+
+_JAX_NAMES = {
+    "f64": "float64",
+    "c128": "complex128",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f8e4m3fn": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+    "s8": "int8",
+    "u8": "uint8",
+    "s4": "int8",
+    "u4": "uint8",
+}
+_FLOATS = {"f64", "f32", "bf16", "f16", "f8e4m3fn", "f8e5m2", "f8e4m3", "f8e3m4", "f8e4m3fnuz", "f8e5m2fnuz"}
+_LAYOUT = {
+    *("parameter", "constant", "bitcast", "copy", "transpose", "reshape", "pad", "slice", "concatenate", "broadcast"),
+    "tuple",
+}
+_OTHER_PRODUCTS = {"ragged-dot", "scaled-dot", "fft", "cholesky", "triangular-solve"}

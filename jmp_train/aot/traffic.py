@@ -1,0 +1,239 @@
+"""How many bytes the kernels of a compiled program read and write.
+
+A kernel is an instruction outside of fusions that computes something: a fusion, a call of a library, a copy, a
+reduction. It reads each array that it needs once, or only a part if all it does with it is to slice or to gather.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jmp_train.aot.arithmetic import CUBLAS, CUDNN_CONVOLUTION, convolution
+from jmp_train.aot.array_types import array_types, tuple_types
+from jmp_train.aot.collectives import KINDS
+from jmp_train.aot.hlo import RUNS_OTHERS, Instruction, Program
+
+Place = tuple[str, int]
+"""An array in memory: the instruction that stores it, and which of the arrays of its result it is."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """Bytes of one array that a kernel reads or writes.
+
+    Attributes:
+      n_bytes: how many. Rows that are gathered or scattered count as if no two were the same.
+      least: how many of them at least, whatever the indices say: 0 of what is gathered or scattered, and of what is
+        passed to a custom call that is not one of XLA's products and convolutions.
+    """
+
+    n_bytes: int
+    least: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a kernel reads and writes. Of an array that it updates in place, it writes only what it updates.
+
+    Attributes:
+      reads: by array.
+      writes: by array.
+    """
+
+    reads: Mapping[Place, Access]
+    writes: Mapping[Place, Access]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the results of instructions are; `tuple`, `bitcast` and the like only pass on where something is.
+
+    Attributes:
+      program: that the instructions are in.
+    """
+
+    program: Program
+    _known: dict[str, tuple[Place, ...]] = field(default_factory=dict, repr=False)
+    _offsets: dict[str, list[int]] = field(default_factory=dict, repr=False)
+
+    def of(self, name: str) -> tuple[Place, ...]:
+        """Returns where each array of an instruction's result is.
+
+        Args:
+          name: the instruction's.
+        """
+        if name not in self._known:
+            self._known[name] = self._find(self.program.instructions[name])
+        return self._known[name]
+
+    def _find(self, instruction: Instruction) -> tuple[Place, ...]:
+        if instruction.opcode in ("bitcast", "optimization-barrier"):
+            return self.of(instruction.operands[0])
+        if instruction.opcode == "tuple":
+            return tuple(place for operand in instruction.operands for place in self.of(operand))
+        if instruction.opcode == "get-tuple-element":
+            start = self._offset(instruction.operands[0], int(instruction.attribute("index")))
+            return self.of(instruction.operands[0])[start : start + len(instruction.arrays)]
+        return tuple((instruction.name, i) for i in range(len(instruction.arrays)))
+
+    def _offset(self, name: str, index: int) -> int:
+        """Returns the number of the first array of a tuple's element."""
+        if name not in self._offsets:
+            offsets = [0]
+            for part in tuple_types(self.program.instructions[name].type):
+                offsets.append(offsets[-1] + len(array_types(part)))
+            self._offsets[name] = offsets
+        return self._offsets[name][index]
+
+
+def is_kernel(instruction: Instruction) -> bool:
+    """Returns whether an instruction outside of fusions reads and writes memory, collective operations left out.
+
+    Args:
+      instruction: outside of fusions.
+    """
+    opcode = instruction.opcode
+    if opcode in _NO_KERNELS or opcode.endswith(("-done", "-update")):
+        return False
+    return opcode.removesuffix("-start") not in KINDS
+
+
+def traffic(kernel: Instruction, places: Places) -> Traffic:
+    """Returns what a kernel reads and writes.
+
+    Args:
+      kernel: see `is_kernel`.
+      places: of the program that it is in.
+    """
+    program = places.program
+    body = _body(program, kernel)
+    reads: dict[Place, Access] = {}
+    for operand, inner in zip(kernel.operands, body.inputs, strict=True):
+        for i, place in enumerate(places.of(operand)):
+            access, known = _read(program, body, inner, i), reads.get(place, _NOTHING)
+            reads[place] = Access(max(known.n_bytes, access.n_bytes), max(known.least, access.least))
+    writes = {
+        (kernel.name, i): _written(program, body, root, n_bytes) for i, (root, n_bytes) in enumerate(body.results)
+    }
+    return Traffic(reads, writes)
+
+
+@dataclass(frozen=True)
+class _Body:
+    """What a kernel does, whether it is a fusion or a single instruction.
+
+    Attributes:
+      inputs: the names of the parameters, or of the operands of a single instruction, in order.
+      uses: of each input: the instructions that use it, and as which operand, bitcasts being skipped.
+      results: what gives each array of the result, bitcasts being skipped, and the array's bytes, 0 of workspaces.
+      in_place: the names of those that update an input rather than make an array.
+      is_known: whether it is XLA's own or one of its products or convolutions, which read whatever they are passed.
+    """
+
+    inputs: tuple[str, ...]
+    uses: Mapping[str, Sequence[tuple[Instruction, int]]]
+    results: tuple[tuple[Instruction, int], ...]
+    in_place: frozenset[str]
+    is_known: bool
+
+
+def _body(program: Program, kernel: Instruction) -> _Body:
+    fused = kernel.opcode.removesuffix("-start") == "fusion"
+    inside = program.computations[kernel.called[0]] if fused else (kernel,)
+    parameters = {int(i.literal): i.name for i in inside if i.opcode == "parameter"} if fused else {}
+    inputs = tuple(parameters.get(i, name) for i, name in enumerate(kernel.operands))
+
+    def origin(name: str) -> str:
+        return _through_bitcasts(program, name) if fused else name
+
+    uses: dict[str, list[tuple[Instruction, int]]] = defaultdict(list)
+    for instruction in inside:
+        for i, operand in enumerate(instruction.operands):
+            if instruction.opcode != "bitcast":
+                uses[origin(operand)].append((instruction, i))
+    root = next(i for i in inside if i.is_root or not fused)
+    makers = [program.instructions[origin(n)] for n in (root.operands if root.opcode == "tuple" else (root.name,))]
+    targets = [i.attribute("custom_call_target") for i in inside if i.opcode == "custom-call"]
+    results = _results(kernel, has_workspace=any(target.startswith(_WITH_WORKSPACE) for target in targets))
+    makers = makers if len(makers) == len(results) else [root] * len(results)
+    in_place = frozenset(m.name for m in makers if m.opcode in _UPDATES and origin(m.operands[0]) in inputs)
+    is_known = all(target.startswith((*CUBLAS, CUDNN_CONVOLUTION)) for target in targets)
+    return _Body(inputs, uses, tuple(zip(makers, results, strict=True)), in_place, is_known)
+
+
+def _results(kernel: Instruction, *, has_workspace: bool) -> tuple[int, ...]:
+    """Returns the bytes of the arrays of a kernel's result, 0 of a library's workspace."""
+    type_ = kernel.type
+    if kernel.opcode.endswith("-start"):  # whose tuple has operands too
+        type_ = tuple_types(type_)[0 if kernel.opcode == "copy-start" else 1]
+    arrays = array_types(type_)
+    workspace = len(arrays) - 1 if has_workspace and arrays[-1].dtype in ("s8", "u8") else 0
+    return tuple(0 if i and i == workspace else array.n_bytes for i, array in enumerate(arrays))
+
+
+def _read(program: Program, body: _Body, name: str, i: int) -> Access:
+    """Returns how much a kernel reads of an input, or of the i-th array of one that is a tuple."""
+    arrays = program.instructions[name].arrays
+    whole = arrays[i].n_bytes
+    least = n_bytes = 0
+    for user, position in body.uses[name]:
+        if user.opcode in ("slice", "dynamic-slice", "gather") and position == 0:
+            part = sum(array.n_bytes for array in user.arrays)
+            n_bytes, least = n_bytes + part, least + (0 if user.opcode == "gather" else part)
+        elif user.name in body.in_place and position < _n_updated(user):
+            n_bytes += _updated_bytes(program, user) if user.opcode == "scatter" else 0  # which combines old and new
+        elif position == 0 and _reads_image(user):
+            part = _image_bytes(program, user, whole)
+            n_bytes, least = n_bytes + part, least + part
+        else:
+            n_bytes, least = n_bytes + whole, least + whole
+    return Access(min(n_bytes, whole), min(least, whole) if body.is_known else 0)
+
+
+def _written(program: Program, body: _Body, maker: Instruction, n_bytes: int) -> Access:
+    """Returns how much a kernel writes of a result of so many bytes."""
+    if maker.name in body.in_place:
+        n_bytes = min(n_bytes, _updated_bytes(program, maker))
+    is_certain = body.is_known and not (maker.name in body.in_place and maker.opcode == "scatter")
+    return Access(n_bytes, n_bytes if is_certain else 0)
+
+
+def _through_bitcasts(program: Program, name: str) -> str:
+    instruction = program.instructions[name]
+    while instruction.opcode == "bitcast":
+        instruction = program.instructions[instruction.operands[0]]
+    return instruction.name
+
+
+def _n_updated(instruction: Instruction) -> int:
+    """Returns how many operands, the first ones, an instruction updates: a scatter has as many updates, and indices."""
+    return (len(instruction.operands) - 1) // 2 if instruction.opcode == "scatter" else 1
+
+
+def _updated_bytes(program: Program, instruction: Instruction) -> int:
+    position = 1 if instruction.opcode == "dynamic-update-slice" else _n_updated(instruction) + 1
+    return program.instructions[instruction.operands[position]].arrays[0].n_bytes
+
+
+def _reads_image(instruction: Instruction) -> bool:
+    target = instruction.attribute("custom_call_target")
+    return target.startswith(CUDNN_CONVOLUTION) and "BackwardInput" not in target
+
+
+def _image_bytes(program: Program, instruction: Instruction, whole: int) -> int:
+    """Returns how many bytes of its image a convolution reads, which skips some where strides are large."""
+    shapes = convolution(program, instruction)
+    assert shapes is not None
+    positions = 1
+    for axis in shapes.spatial:
+        positions *= axis.length
+    return whole * shapes.positions_read // max(positions, 1)
+
+
+_NOTHING = Access(0, 0)
+_NO_KERNELS = RUNS_OTHERS | {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "after-all"),
+    *("add-dependency", "partition-id", "replica-id", "get-dimension-size", "domain"),
+}
+_UPDATES = ("dynamic-update-slice", "scatter")
+_WITH_WORKSPACE = ("__cublas", "__cudnn", "__cub$", "cusolver")
