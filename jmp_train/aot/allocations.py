@@ -1,0 +1,232 @@
+"""Which memory XLA gave to which value, and when each value is alive, as its dumps have it.
+
+`xla_dump_to` with `xla_dump_hlo_as_text` leaves two texts that this module reads: "...-buffer-assignment.txt" has the
+allocations, each with the values that live in it, at what offset; "...-live-range.txt" has the order in which
+instructions run, loops' bodies in their place, and from when to when each value is needed.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+Position = tuple[str, tuple[int, ...]]
+"""An instruction's name, and of what element of its result: () for a whole one."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What an instruction stores in an allocation.
+
+    Attributes:
+      position: the instruction and the element of its result.
+      type: the text of its type; that of a tuple is a table of pointers to the elements.
+      size: in bytes.
+      offset: in the allocation.
+    """
+
+    position: Position
+    type: str
+    size: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A piece of memory, allocated for as long as the program runs.
+
+    Attributes:
+      number: what the text calls it.
+      size: in bytes.
+      color: the kind of memory: 0 is that of the device, 5 is that of the host.
+      parameter: the number of the argument that it is, None if it is none.
+      flags: "constant", "thread-local", "maybe-live-out" (a result), "preallocated-temp".
+      values: what lives in it, not all at the same time.
+    """
+
+    number: int
+    size: int
+    color: int
+    parameter: int | None
+    flags: frozenset[str]
+    values: tuple[Value, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class LiveRanges:
+    """When instructions run and values are alive.
+
+    Attributes:
+      times: the time at which each instruction runs, by name; a loop's body runs before the loop's own time.
+      ranges: the first and the last time at which each value is needed, both inclusive.
+    """
+
+    times: Mapping[str, int]
+    ranges: Mapping[Position, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A value, and how many bytes are its own at a moment.
+
+    Attributes:
+      value: the value.
+      n_bytes: less than its size where an older value is still in a part of its place.
+    """
+
+    value: Value
+    n_bytes: int
+
+
+def read_allocations(text: str) -> tuple[Allocation, ...]:
+    """Returns the allocations of a program on its device; those in registers (thread-local) are left out.
+
+    Args:
+      text: that of "...-buffer-assignment.txt".
+
+    Raises:
+      ValueError: it is not such a text.
+
+    Example:
+      >>> allocation, = read_allocations('''BufferAssignment:
+      ... allocation 0: size 36, parameter 0, shape |f32[9]| at ShapeIndex {}:
+      ...  value: <1 x @0> (size=36,offset=0): f32[9]{0}''')
+      >>> allocation.parameter, allocation.values[0].position
+      (0, ('x', ()))
+    """
+    if not text.startswith("BufferAssignment:"):
+        raise ValueError(f"assignment must be the text of a buffer assignment, got {text[:80]!r}")
+    found: list[tuple[re.Match[str], list[Value]]] = []
+    for line in text.splitlines():
+        value = _VALUE.match(line)
+        if value and found:
+            found[-1][1].append(Value(_position(value[1]), value[4], int(value[2]), int(value[3])))
+        elif allocation := _ALLOCATION.match(line):
+            found.append((allocation, []))
+    allocations = (_allocation(head, values) for head, values in found)
+    return tuple(a for a in allocations if a.color != _HOST and "thread-local" not in a.flags)
+
+
+def _allocation(head: re.Match[str], values: Iterable[Value]) -> Allocation:
+    parameter, color = _PARAMETER.search(head[3]), _COLOR.match(head[3])
+    return Allocation(
+        number=int(head[1]),
+        size=int(head[2]),
+        color=int(color[1]) if color else 0,
+        parameter=int(parameter[1]) if parameter else None,
+        flags=frozenset(_FLAG.findall(_SHAPE.sub("", head[3]))),
+        values=tuple(values),
+    )
+
+
+def read_live_ranges(text: str) -> LiveRanges:
+    """Returns when instructions run and values are alive.
+
+    Args:
+      text: that of "...-live-range.txt".
+
+    Raises:
+      ValueError: it is not such a text.
+
+    Example:
+      >>> ranges = read_live_ranges('''HloLiveRange (max 2):
+      ...   InstructionSequence:
+      ...     0:x
+      ...     1:out
+      ...   BufferLiveRange:
+      ...     x{}:0-1
+      ...     out{0}:1-2''')
+      >>> ranges.times["out"], ranges.ranges["out", (0,)]
+      (1, (1, 2))
+    """
+    if not text.startswith("HloLiveRange"):
+        raise ValueError(f"live_range must be the text of live ranges, got {text[:80]!r}")
+    times: dict[str, int] = {}
+    ranges: dict[Position, tuple[int, int]] = {}
+    for line in text.splitlines():
+        if run := _RUN.fullmatch(line):
+            times[run[2]] = int(run[1])
+        elif live := _LIVE.fullmatch(line):
+            ranges[_position(live[1])] = int(live[2]), int(live[3])
+        elif line.startswith("  Live ranges at"):
+            break  # what follows repeats it
+    return LiveRanges(times, ranges)
+
+
+def fullest_moment(values: Iterable[Value], ranges: Mapping[Position, tuple[int, int]]) -> int:
+    """Returns the first time at which the values that are alive take the most memory.
+
+    At the time when an instruction writes its result over an operand, both are alive in the same place, which counts
+    once.
+
+    Args:
+      values: of one allocation, or of several whose values do not share memory.
+      ranges: when each is alive; those that are not in it never are.
+    """
+    starting, ending = defaultdict[int, list[Value]](list), defaultdict[int, list[Value]](list)
+    for value in values:
+        if value.position in ranges and value.size:
+            start, end = ranges[value.position]
+            starting[start].append(value)
+            ending[end].append(value)
+    best, moment, alive = -1, 0, 0
+    for time in sorted({*starting, *ending}):
+        alive += sum(value.size for value in starting[time])
+        shared = sum(_overlap(a, b) for a in starting[time] for b in ending[time] if ranges[b.position][0] < time)
+        if alive - shared > best:
+            best, moment = alive - shared, time
+        alive -= sum(value.size for value in ending[time])
+    return moment
+
+
+def shares_at(moment: int, values: Iterable[Value], ranges: Mapping[Position, tuple[int, int]]) -> tuple[Share, ...]:
+    """Returns the values of one allocation that are alive at a moment, with bytes that add up to what they take.
+
+    Where two are in the same place, since one is written over the other at that moment, the older one has it.
+
+    Args:
+      moment: a time of the live ranges.
+      values: of one allocation.
+      ranges: when each is alive; those that are not in it never are.
+    """
+    alive = [v for v in values if v.size and v.position in ranges and _contains(ranges[v.position], moment)]
+    alive.sort(key=lambda value: ranges[value.position])
+    order = {value: i for i, value in enumerate(alive)}
+    own = dict.fromkeys(alive, 0)
+    edges = defaultdict[int, list[tuple[bool, Value]]](list)
+    for value in alive:
+        edges[value.offset].append((True, value))
+        edges[value.offset + value.size].append((False, value))
+    inside: set[Value] = set()  # a handful
+    for here, after in pairwise(sorted(edges)):
+        for begins, value in edges[here]:
+            (inside.add if begins else inside.remove)(value)
+        if inside:
+            own[min(inside, key=order.__getitem__)] += after - here
+    return tuple(Share(value, n_bytes) for value, n_bytes in own.items() if n_bytes)
+
+
+def _contains(live: tuple[int, int], moment: int) -> bool:
+    return live[0] <= moment <= live[1]
+
+
+def _overlap(a: Value, b: Value) -> int:
+    return max(0, min(a.offset + a.size, b.offset + b.size) - max(a.offset, b.offset))
+
+
+def _position(text: str) -> Position:
+    """Returns the position that a text like "fusion.1", "fusion.1{}" or "fusion.1{0,2}" means."""
+    name, _, index = text.rstrip("}").partition("{")
+    return name, tuple(int(i) for i in index.split(",") if i)
+
+
+_HOST = 5
+_ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(.*):$")
+_VALUE = re.compile(r" value: <\d+ (\S+) @-?\d+> \(size=(\d+),offset=(\d+)\): (.*)")
+_SHAPE = re.compile(r"\|[^|]*\|")
+_FLAG = re.compile(r", (constant|thread-local|maybe-live-out|preallocated-temp)(?=,|$)")
+_COLOR = re.compile(r", color (\d+)")
+_PARAMETER = re.compile(r", parameter (\d+), shape")
+_RUN = re.compile(r"    (\d+):(.+)")
+_LIVE = re.compile(r"    (\S+\{[\d,]*\}):(\d+)-(\d+)")

@@ -1,0 +1,152 @@
+"""What fills a GPU's memory where a compiled train step needs the most of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from jmp_train.aot.allocations import (
+    Allocation,
+    LiveRanges,
+    Share,
+    Value,
+    fullest_moment,
+    read_allocations,
+    read_live_ranges,
+    shares_at,
+)
+from jmp_train.aot.array_types import array_types
+from jmp_train.aot.data_flow import data_flow
+from jmp_train.aot.hlo import Program
+from jmp_train.aot.origins import Origin, Origins
+from jmp_train.aot.uses import TEMPORARIES, Uses
+
+PARAMETERS = "parameters"
+OTHER_ARGUMENTS = "other arguments"
+RESULTS = "results"
+CONSTANTS = "constants"
+GAPS = "gaps between temporaries"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What is known of an argument of the compiled program.
+
+    Attributes:
+      path: "state.params['Dense_0']['kernel']".
+      group: "parameters", "optimizer state", "model state", "batch", or "other arguments".
+    """
+
+    path: str
+    group: str = OTHER_ARGUMENTS
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A part of a GPU's memory at the moment when a program needs the most of it.
+
+    Attributes:
+      n_bytes: its length on one device.
+      kind: the group of an argument; else "results", "constants", "activations saved for the backward pass", "copies
+        of parameters" (in another dtype or order, for the forward or backward pass), "gradients", "workspaces" (of
+        libraries such as cuBLAS), "temporaries", or "gaps between temporaries" (which only other moments need).
+      operation: the primitive of jax that makes it, "argument", or the opcode of what the compiler has added.
+      dtype: XLA's name: "f16", "bf16", "f32", "s32", "pred"; "" for tables of pointers and gaps.
+      shape: on one device.
+      source: "file.py:12 (function)", the line that it comes from, and where that is one of a package, after " from "
+        the user's line that led there; of an argument its path.
+      module: the path of modules: "Dense_0", or "Model.__call__ > Linear.__call__"; "" if unknown.
+    """
+
+    n_bytes: int
+    kind: str
+    operation: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: str
+    module: str
+
+
+def buffers_at_peak(
+    assignment: str, live_range: str, program: Program, arguments: Mapping[int, Argument] | None = None
+) -> tuple[Buffer, ...]:
+    """Returns what a program has in a GPU's memory when it needs the most, the largest first.
+
+    XLA allocates arguments, results, and one block for all temporary values, for as long as the program runs. The
+    moment is the one when most of that block is in use. All buffers add up to what is allocated, exactly.
+
+    Args:
+      assignment: the text of "...-buffer-assignment.txt", which XLA dumps.
+      live_range: the text of "...-live-range.txt", of the same module.
+      program: the same module, optimized.
+      arguments: what is known of the arguments, by the numbers that the program gives them.
+
+    Raises:
+      ValueError: a text is not of the kind that it should be.
+    """
+    allocations = read_allocations(assignment)
+    live = read_live_ranges(live_range)
+    temporaries = _one_block(allocations)
+    moment = fullest_moment(temporaries, live.ranges)
+    shares = shares_at(moment, temporaries, live.ranges)
+    describe = _Describer(program, live, arguments or {}, moment)
+    buffers = [describe.lasting(allocation) for allocation in allocations if _BLOCK not in allocation.flags]
+    buffers += [describe.temporary(share) for share in shares]
+    gaps = sum(a.size for a in allocations if _BLOCK in a.flags) - sum(share.n_bytes for share in shares)
+    buffers.append(Buffer(gaps, GAPS, "", "", (), "", ""))
+    return tuple(sorted((b for b in buffers if b.n_bytes), key=lambda buffer: -buffer.n_bytes))
+
+
+def _one_block(allocations: Sequence[Allocation]) -> tuple[Value, ...]:
+    """Returns the temporary values with offsets as if the blocks, one for each kind of memory, were one."""
+    blocks = [allocation for allocation in allocations if _BLOCK in allocation.flags]
+    starts = accumulate((block.size for block in blocks), initial=0)
+    pairs = zip(blocks, starts, strict=False)
+    return tuple(replace(value, offset=start + value.offset) for block, start in pairs for value in block.values)
+
+
+class _Describer:
+    """Says of each value what it is and where it comes from."""
+
+    def __init__(self, program: Program, live: LiveRanges, arguments: Mapping[int, Argument], moment: int) -> None:
+        self.flow = data_flow(program)
+        self.origins = Origins(program, self.flow)
+        self.uses = Uses(self.flow, self.origins, {n for n, a in arguments.items() if a.group == PARAMETERS})
+        self.live, self.arguments, self.moment = live, arguments, moment
+
+    def lasting(self, allocation: Allocation) -> Buffer:
+        """Returns what is allocated for as long as the program runs: an argument, a result or a constant."""
+        by_time = sorted(allocation.values, key=lambda value: self.live.ranges.get(value.position, (0, 0)))
+        if allocation.parameter is not None:
+            argument = self.arguments.get(allocation.parameter, Argument(f"argument {allocation.parameter}"))
+            values = [v for v in by_time if self._opcode(v) == "parameter"] or by_time  # others may overwrite it
+            return _buffer(allocation.size, argument.group, Origin("argument", "", argument.path, ""), values[0].type)
+        kind = CONSTANTS if "constant" in allocation.flags else RESULTS
+        return _buffer(allocation.size, kind, self._origin(by_time[-1]), by_time[-1].type)
+
+    def temporary(self, share: Share) -> Buffer:
+        array = self.flow.array_at(*share.value.position)
+        kind = TEMPORARIES if array is None else self.uses.kind(array)
+        return _buffer(share.n_bytes, kind, self._origin(share.value), share.value.type)
+
+    def _opcode(self, value: Value) -> str:
+        instruction = self.flow.instructions.get(value.position[0])
+        return instruction.opcode if instruction else ""
+
+    def _origin(self, value: Value) -> Origin:
+        """Returns where a value comes from: what last wrote it before the moment."""
+        array = self.flow.array_at(*value.position)
+        makers = () if array is None else self.uses.makers(array)
+        if not makers:
+            instruction = self.flow.instructions.get(value.position[0])
+            return self.origins.of(instruction) if instruction else Origin("", "", "", "")
+        before = [maker for maker in makers if self.live.times.get(maker[0].name, 0) <= self.moment]
+        return self.origins.of(*(before[-1] if before else makers[0]))
+
+
+def _buffer(n_bytes: int, kind: str, origin: Origin, type_: str) -> Buffer:
+    arrays = () if type_[:1] == "(" else array_types(type_)
+    dtype, shape = (arrays[0].dtype, arrays[0].shape) if arrays else ("", ())
+    return Buffer(n_bytes, kind, origin.operation, dtype, shape, origin.source, origin.module)
+
+
+_BLOCK = "preallocated-temp"
