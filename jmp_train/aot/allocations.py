@@ -7,8 +7,9 @@ instructions run, loops' bodies in their place, and from when to when each value
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import pairwise
 
 Position = tuple[str, tuple[int, ...]]
@@ -68,15 +69,17 @@ class LiveRanges:
 
 @dataclass(frozen=True)
 class Share:
-    """A value, and how many bytes are its own at a moment.
+    """A value, and how many bytes of an allocation are its own at a moment.
 
     Attributes:
       value: the value.
-      n_bytes: less than its size where an older value is still in a part of its place.
+      n_bytes: less than its size where others are in a part of its place.
+      is_alive: whether it is alive at that moment; if not, its bytes are kept for another one.
     """
 
     value: Value
     n_bytes: int
+    is_alive: bool
 
 
 def read_allocations(text: str) -> tuple[Allocation, ...]:
@@ -181,34 +184,43 @@ def fullest_moment(values: Iterable[Value], ranges: Mapping[Position, tuple[int,
 
 
 def shares_at(moment: int, values: Iterable[Value], ranges: Mapping[Position, tuple[int, int]]) -> tuple[Share, ...]:
-    """Returns the values of one allocation that are alive at a moment, with bytes that add up to what they take.
+    """Returns the values of one allocation that keep its bytes at a moment.
 
-    Where two are in the same place, since one is written over the other at that moment, the older one has it.
+    Those that are alive have what they take; where two are in the same place, since one is written over the other at
+    that moment, the older one has it. What is left has the largest value that needs it at another moment.
 
     Args:
       moment: a time of the live ranges.
       values: of one allocation.
       ranges: when each is alive; those that are not in it never are.
     """
-    alive = [v for v in values if v.size and v.position in ranges and _contains(ranges[v.position], moment)]
-    alive.sort(key=lambda value: ranges[value.position])
-    order = {value: i for i, value in enumerate(alive)}
-    own = dict.fromkeys(alive, 0)
-    edges = defaultdict[int, list[tuple[bool, Value]]](list)
-    for value in alive:
-        edges[value.offset].append((True, value))
-        edges[value.offset + value.size].append((False, value))
-    inside: set[Value] = set()  # a handful
-    for here, after in pairwise(sorted(edges)):
-        for begins, value in edges[here]:
-            (inside.add if begins else inside.remove)(value)
-        if inside:
-            own[min(inside, key=order.__getitem__)] += after - here
-    return tuple(Share(value, n_bytes) for value, n_bytes in own.items() if n_bytes)
+
+    def order(value: Value) -> tuple[bool, int, int]:
+        start, end = ranges[value.position]
+        is_alive = start <= moment <= end
+        return not is_alive, start if is_alive else -value.size, end
+
+    known = sorted((value for value in values if value.size and value.position in ranges), key=order)
+    own = _bytes_of_the_first(known)
+    return tuple(Share(v, n, is_alive=not order(v)[0]) for v, n in zip(known, own, strict=True) if n)
 
 
-def _contains(live: tuple[int, int], moment: int) -> bool:
-    return live[0] <= moment <= live[1]
+def _bytes_of_the_first(values: Sequence[Value]) -> list[int]:
+    """Returns of how many bytes each value is the first in the list that is there."""
+    own = [0] * len(values)
+    starting = defaultdict[int, list[int]](list)
+    for number, value in enumerate(values):
+        starting[value.offset].append(number)
+    edges = sorted({*starting, *(value.offset + value.size for value in values)})
+    here: list[int] = []  # a heap; those that have ended are in it until they are the first
+    for edge, after in pairwise(edges):
+        for number in starting[edge]:
+            heappush(here, number)
+        while here and values[here[0]].offset + values[here[0]].size <= edge:
+            heappop(here)
+        if here:
+            own[here[0]] += after - edge
+    return own
 
 
 def _overlap(a: Value, b: Value) -> int:
@@ -223,7 +235,7 @@ def _position(text: str) -> Position:
 
 _HOST = 5
 _ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(.*):$")
-_VALUE = re.compile(r" value: <\d+ (\S+) @-?\d+> \(size=(\d+),offset=(\d+)\): (.*)")
+_VALUE = re.compile(r" value: <\d+ (\S+)(?: \(phi\))? @-?\d+> \(size=(\d+),offset=(\d+)\): (.*)")
 _SHAPE = re.compile(r"\|[^|]*\|")
 _FLAG = re.compile(r", (constant|thread-local|maybe-live-out|preallocated-temp)(?=,|$)")
 _COLOR = re.compile(r", color (\d+)")

@@ -17,14 +17,15 @@ from jmp_train.aot.allocations import (
 from jmp_train.aot.array_types import array_types
 from jmp_train.aot.data_flow import data_flow
 from jmp_train.aot.hlo import Program
-from jmp_train.aot.origins import Origin, Origins
+from jmp_train.aot.origins import UNKNOWN, Origin, Origins
 from jmp_train.aot.uses import TEMPORARIES, Uses
 
 PARAMETERS = "parameters"
 OTHER_ARGUMENTS = "other arguments"
 RESULTS = "results"
 CONSTANTS = "constants"
-GAPS = "gaps between temporaries"
+KEPT = "kept for other moments"
+PADDING = "padding"
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,10 @@ class Buffer:
       n_bytes: its length on one device.
       kind: the group of an argument; else "results", "constants", "activations saved for the backward pass", "copies
         of parameters" (in another dtype or order, for the forward or backward pass), "gradients", "workspaces" (of
-        libraries such as cuBLAS), "temporaries", or "gaps between temporaries" (which only other moments need).
+        libraries such as cuBLAS), "temporaries", "kept for other moments" (what of the block for temporaries is free,
+        named by the largest one that has the place at another moment), or "padding" between temporaries.
       operation: the primitive of jax that makes it, "argument", or the opcode of what the compiler has added.
-      dtype: XLA's name: "f16", "bf16", "f32", "s32", "pred"; "" for tables of pointers and gaps.
+      dtype: XLA's name: "f16", "bf16", "f32", "s32", "pred"; "" for tables of pointers and padding.
       shape: on one device.
       source: "file.py:12 (function)", the line that it comes from, and where that is one of a package, after " from "
         the user's line that led there; of an argument its path.
@@ -91,8 +93,8 @@ def buffers_at_peak(
     describe = _Describer(program, live, arguments or {}, moment)
     buffers = [describe.lasting(allocation) for allocation in allocations if _BLOCK not in allocation.flags]
     buffers += [describe.temporary(share) for share in shares]
-    gaps = sum(a.size for a in allocations if _BLOCK in a.flags) - sum(share.n_bytes for share in shares)
-    buffers.append(Buffer(gaps, GAPS, "", "", (), "", ""))
+    unused = sum(a.size for a in allocations if _BLOCK in a.flags) - sum(share.n_bytes for share in shares)
+    buffers.append(Buffer(unused, PADDING, "", "", (), "", ""))
     return tuple(sorted((b for b in buffers if b.n_bytes), key=lambda buffer: -buffer.n_bytes))
 
 
@@ -125,7 +127,7 @@ class _Describer:
 
     def temporary(self, share: Share) -> Buffer:
         array = self.flow.array_at(*share.value.position)
-        kind = TEMPORARIES if array is None else self.uses.kind(array)
+        kind = KEPT if not share.is_alive else TEMPORARIES if array is None else self.uses.kind(array)
         return _buffer(share.n_bytes, kind, self._origin(share.value), share.value.type)
 
     def _opcode(self, value: Value) -> str:
@@ -138,7 +140,7 @@ class _Describer:
         makers = () if array is None else self.uses.makers(array)
         if not makers:
             instruction = self.flow.instructions.get(value.position[0])
-            return self.origins.of(instruction) if instruction else Origin("", "", "", "")
+            return self.origins.of(instruction) if instruction else UNKNOWN
         before = [maker for maker in makers if self.live.times.get(maker[0].name, 0) <= self.moment]
         return self.origins.of(*(before[-1] if before else makers[0]))
 

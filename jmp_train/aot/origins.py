@@ -2,14 +2,14 @@
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import jax
 
-from jmp_train.aot.data_flow import DataFlow, results_of_fusion
+from jmp_train.aot.data_flow import Array, DataFlow, results_of_fusion
 from jmp_train.aot.hlo import Instruction, Program
 from jmp_train.aot.stack_frames import Frame
 
@@ -31,6 +31,9 @@ class Origin:
     module: str
     source: str
     direction: str
+
+
+UNKNOWN = Origin("", "", "", "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +60,7 @@ class Origins:
         """
         key = instruction.name, place
         if key not in self._known:
+            self._known[key] = UNKNOWN  # for who asks in a circle
             self._known[key] = self._find(instruction, place)
         return self._known[key]
 
@@ -65,10 +69,33 @@ class Origins:
         return {}
 
     def _find(self, instruction: Instruction, place: int) -> Origin:
+        inside = {i.name: i for name in instruction.called for i in self.program.computations.get(name, ())}
+        results = [inside[name] for name in results_of_fusion(instruction, self.program)]
+        result = results[min(place, len(results) - 1)] if results else instruction
+        stored = _stored(result, inside or self.flow.instructions)
+        if stored.opcode == "parameter" and inside:  # what a loop stores for the backward pass is made elsewhere
+            stored = self.flow.instructions[instruction.operands[int(stored.literal)]]
+        if stored.name not in inside and stored is not instruction:
+            elsewhere = self._passed_on(stored)
+            if elsewhere != UNKNOWN:
+                return elsewhere
+            stored = result
+        near = self._near(instruction, stored, inside, is_named=len(results) < 2 and stored is result)
+        return self._origin(instruction, near)
+
+    def _passed_on(self, instruction: Instruction) -> Origin:
+        """Returns the origin of what an instruction passes on, of those in a loop that of the loop's body."""
+        array = self.flow.array_at(instruction.name, ())
+        makers = () if array is None else self.flow.makers.get(array, ())
+        made = [maker for maker in makers if maker[0].opcode != "parameter"]
+        return self.of(*made[0]) if made else UNKNOWN
+
+    def _origin(self, instruction: Instruction, near: Iterable[Instruction]) -> Origin:
+        """Returns the origin that the first of some instructions which know it have."""
         name, frames = "", ()
-        for near in self._near(instruction, place):
-            name = name or (near.op_name if _scopes(near.op_name)[1] else "")
-            frames = frames or tuple(f for f in self.program.frames(near.stack_frame) if not _is_internal(f.file))
+        for other in near:
+            name = name or (other.op_name if _scopes(other.op_name)[1] else "")
+            frames = frames or tuple(f for f in self.program.frames(other.stack_frame) if not _is_internal(f.file))
             if name and frames:
                 break
         scopes, primitive = _scopes(name)
@@ -76,21 +103,27 @@ class Origins:
         operation = "dot_general" if is_product else primitive or instruction.opcode
         return Origin(operation, scopes or _modules(frames), source_of(frames), direction(name))
 
-    def _near(self, instruction: Instruction, place: int) -> Iterator[Instruction]:
+    def _near(
+        self, instruction: Instruction, result: Instruction, inside: Mapping[str, Instruction], *, is_named: bool
+    ) -> Iterator[Instruction]:
         """Yields the instructions that may know where one comes from, the best first."""
-        inside = {i.name: i for name in instruction.called for i in self.program.computations.get(name, ())}
-        results = [inside[name] for name in results_of_fusion(instruction, self.program)]
-        if len(results) > 1:  # the fusion itself has the name of one of them
-            yield results[min(place, len(results) - 1)]
-        yield instruction
-        if results:
-            start = results[min(place, len(results) - 1)]
-            yield from _breadth_first(start, lambda i: [inside[name] for name in i.operands])
-        yield from _breadth_first(instruction, self._makers)
+
+        def inputs(near: Instruction) -> Iterable[Instruction]:
+            if near.name not in inside:
+                return self._makers(near)
+            if near.opcode == "parameter":
+                return self._makers_of(self.flow.arrays.get(instruction.operands[int(near.literal)], ()))
+            return [inside[name] for name in near.operands]
+
+        yield from (instruction, result) if is_named else (result, instruction)
+        yield from _breadth_first(result, inputs)
         yield from _breadth_first(instruction, self._readers)
 
     def _makers(self, instruction: Instruction) -> Iterable[Instruction]:
-        makers = (maker for array in self.flow.operands(instruction) for maker, _ in self.flow.makers.get(array, ()))
+        return self._makers_of(self.flow.operands(instruction))
+
+    def _makers_of(self, arrays: Iterable[Array]) -> Iterable[Instruction]:
+        makers = (maker for array in arrays for maker, _ in self.flow.makers.get(array, ()))
         return (maker for maker in makers if maker.opcode != "parameter")
 
     def _readers(self, instruction: Instruction) -> Iterable[Instruction]:
@@ -141,6 +174,22 @@ def _scopes(op_name: str) -> tuple[str, str]:
     *scopes, primitive = _TRANSFORMATION.sub("", _JITTED.sub("", op_name)).split("/")
     named = (scope for scope in scopes if scope and not _STRUCTURE.fullmatch(scope))
     return "/".join(named), "" if not scopes or _STRUCTURE.fullmatch(primitive) else primitive
+
+
+def _stored(result: Instruction, instructions: Mapping[str, Instruction]) -> Instruction:
+    """Returns what an update of a slice stores, up to its shape; of anything else the result itself."""
+    update = _through(result, instructions, ("bitcast",))
+    if update.opcode != "dynamic-update-slice":
+        return result
+    return _through(instructions[update.operands[1]], instructions, ("bitcast", "reshape", "broadcast", "copy"))
+
+
+def _through(
+    instruction: Instruction, instructions: Mapping[str, Instruction], opcodes: tuple[str, ...]
+) -> Instruction:
+    while instruction.opcode in opcodes:
+        instruction = instructions[instruction.operands[0]]
+    return instruction
 
 
 def _breadth_first(
