@@ -123,8 +123,10 @@ class Origins:
         return self._makers_of(self.flow.operands(instruction))
 
     def _makers_of(self, arrays: Iterable[Array]) -> Iterable[Instruction]:
+        """Returns the instructions that make arrays; what reads one of the backward pass is in that too."""
         makers = (maker for array in arrays for maker, _ in self.flow.makers.get(array, ()))
-        return (maker for maker in makers if maker.opcode != "parameter")
+        made = (maker for maker in makers if maker.opcode != "parameter")
+        return sorted(made, key=lambda maker: direction(maker.op_name) != "backward")
 
     def _readers(self, instruction: Instruction) -> Iterable[Instruction]:
         arrays = self.flow.arrays.get(instruction.name, ())
@@ -171,9 +173,19 @@ def _modules(frames: Sequence[Frame]) -> str:
 
 def _scopes(op_name: str) -> tuple[str, str]:
     """Returns the path of scopes and the primitive that a name of jax's has, "" for what it does not have."""
-    *scopes, primitive = _TRANSFORMATION.sub("", _JITTED.sub("", op_name)).split("/")
-    named = (scope for scope in scopes if scope and not _STRUCTURE.fullmatch(scope))
-    return "/".join(named), "" if not scopes or _STRUCTURE.fullmatch(primitive) else primitive
+    if "(" not in op_name.partition("/")[0]:  # what an argument is called
+        return "", ""
+    path, slash, primitive = _JITTED.sub("", op_name).rpartition("/")
+    outer, _, inner = path.rpartition("/jvp(")  # what is recomputed for the gradient repeats the scopes that it is in
+    before, scopes = _parts(outer), _parts(inner)
+    scopes = scopes if scopes[: len(before)] == before else before + scopes
+    primitive = _TRANSFORMATION.sub("", primitive)
+    return "/".join(scopes), "" if not slash or _STRUCTURE.fullmatch(primitive) else primitive
+
+
+def _parts(path: str) -> list[str]:
+    parts = _TRANSFORMATION.sub("", path).split("/")
+    return [part for part in parts if part and not _STRUCTURE.fullmatch(part)]
 
 
 def _stored(result: Instruction, instructions: Mapping[str, Instruction]) -> Instruction:
