@@ -1,7 +1,9 @@
 """How many operations the matrix products and convolutions of a compiled program take.
 
 A multiplication and an addition are two operations. In convolutions, multiplications with padding and with the zeros
-between dilated elements are not counted.
+between dilated elements are not counted. But where XLA itself stores zeros around or between the elements of an array,
+as it does if cuDNN or the matrix units take no such shape, those are counted as any other elements: 10 columns of
+float16 that are padded to 16 count as 16.
 """
 
 import json

@@ -175,19 +175,24 @@ def _read(program: Program, body: _Body, name: str, i: int) -> Access:
     """Returns how much a kernel reads of an input, or of the i-th array of one that is a tuple."""
     arrays = program.instructions[name].arrays
     whole = arrays[i].n_bytes
-    least = n_bytes = 0
-    for user, position in body.uses[name]:
-        if user.opcode in ("slice", "dynamic-slice", "gather") and position == 0:
-            part = sum(array.n_bytes for array in user.arrays)
-            n_bytes, least = n_bytes + part, least + (0 if user.opcode == "gather" else part)
-        elif user.name in body.in_place and position < _n_updated(user):
-            n_bytes += _updated_bytes(program, user) if user.opcode == "scatter" else 0  # which combines old and new
-        elif position == 0 and _reads_image(user):
-            part = _image_bytes(program, user, whole)
-            n_bytes, least = n_bytes + part, least + part
-        else:
-            n_bytes, least = n_bytes + whole, least + whole
-    return Access(min(n_bytes, whole), min(least, whole) if body.is_known else 0)
+    accesses = [_used(program, body, user, position, whole) for user, position in body.uses[name]]
+    n_bytes = min(whole, sum(access.n_bytes for access in accesses))
+    least = max((access.least for access in accesses), default=0)  # parts may overlap
+    return Access(n_bytes, least if body.is_known else 0)
+
+
+def _used(program: Program, body: _Body, user: Instruction, position: int, whole: int) -> Access:
+    """Returns how much one instruction reads of an operand that has so many bytes as a whole."""
+    if user.opcode in ("slice", "dynamic-slice") and position == 0:
+        part = user.arrays[0].n_bytes
+        return Access(part, part)
+    if user.opcode == "gather" and position == 0:
+        return Access(user.arrays[0].n_bytes, 0)
+    if user.name in body.in_place and position < _n_updated(user):
+        # A scatter combines what is there with the updates.
+        return Access(_updated_bytes(program, user) if user.opcode == "scatter" else 0, 0)
+    part = _image_bytes(program, user, whole) if position == 0 and _reads_image(user) else whole
+    return Access(part, part)
 
 
 def _written(program: Program, body: _Body, maker: Instruction, n_bytes: int) -> Access:

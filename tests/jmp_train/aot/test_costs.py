@@ -226,6 +226,7 @@ def test_of_a_conditional_the_fastest_branch_counts() -> None:
     assert found.conditionals == 1
 
 
+@pytest.mark.newest
 def test_a_program_compiled_here_is_counted() -> None:
     def f(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, 7, lambda _, z: jnp.tanh(z @ w), x)

@@ -132,6 +132,7 @@ def test_the_line_of_older_texts() -> None:
     assert program.frames(out.stack_frame) == (Frame("old.py", 5, ""),)
 
 
+@pytest.mark.newest
 def test_lines_of_a_program_compiled_here() -> None:
     def inner(x: jax.Array) -> jax.Array:
         return jnp.sort(x)  # here
