@@ -296,3 +296,20 @@ def gathered_layers(mesh: Mesh) -> tuple[Any, ...]:
     placed = NamedSharding(mesh, data)
     weights = [Struct((WIDTH, WIDTH), jnp.float32, sharding=placed) for _ in range(LAYERS)]
     return step, (weights, Struct((1024, WIDTH), jnp.bfloat16, sharding=placed))
+
+
+def collective_operations(mesh: Mesh) -> tuple[Any, ...]:
+    """Makes one collective operation of each kind, over one axis or both of four by two GPUs, on 1024 rows of each."""
+    mesh = Mesh(mesh.devices.reshape(4, 2), ("a", "b"))
+    both = PartitionSpec(("a", "b"))
+
+    def f(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = jax.lax.ppermute(x, "a", [(i, (i + 1) % 4) for i in range(4)])
+        x = jax.lax.all_to_all(x, "a", 0, 0, tiled=True)
+        x = jnp.sin(jax.lax.psum(jnp.sin(x), "b"))
+        x = jax.lax.psum_scatter(x, "a", tiled=True)
+        x = jax.lax.all_gather(jnp.sin(x), ("a", "b"), tiled=True)
+        return x, jax.lax.pmax(jnp.sin(x), ("a", "b"))
+
+    rows = Struct((8 * 1024, 512), jnp.bfloat16, sharding=NamedSharding(mesh, both))
+    return jax.shard_map(f, mesh=mesh, in_specs=both, out_specs=(both, both), check_vma=False), (rows,)

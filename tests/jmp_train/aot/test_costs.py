@@ -325,3 +325,18 @@ def test_sharded_weights_are_gathered(plan_python: str) -> None:
         assert item.sent_bytes == 7 / 8 * n_bytes
     product = 2 * 1024 // 8 * 2048 * 2048
     assert found.operations == {"bf16": (4 + 4 + 3) * product}  # forward, weights, inputs but for the first layer's
+
+
+def test_collective_operations_of_all_kinds(plan_python: str) -> None:
+    """Of `collective_operations`: 1024 x 512 numbers of a device, a quarter of them after they are scattered."""
+    _, found = compiled(plan_python, "collective_operations", devices=8)
+    mine = 2 * 1024 * 512
+    assert {(x.kind, x.group_size): (x.count, x.dtype, x.n_bytes, x.sent_bytes) for x in found.communication} == {
+        ("collective-permute", 8): (1, "bf16", mine, mine),
+        ("all-to-all", 4): (1, "bf16", mine, 3 / 4 * mine),
+        ("all-reduce", 2): (1, "bf16", mine, mine),
+        ("reduce-scatter", 4): (1, "bf16", mine, 3 / 4 * mine),
+        ("all-gather", 8): (1, "bf16", 2 * mine, 7 / 8 * 2 * mine),
+        ("all-reduce", 8): (1, "bf16", 2 * mine, 2 * 7 / 8 * 2 * mine),
+    }
+    assert found.communication_seconds == pytest.approx((1 + 0.75 + 1 + 0.75 + 1.75 + 3.5) * mine / H100.link_bandwidth)
