@@ -85,7 +85,7 @@ class Costs:
         passed to custom calls too; no bound, but nearer to the time that is measured.
       communication: collective operations by kind, dtype and size of group.
       unknown_loops: how many loops have an unknown trip count, and so are counted once.
-      conditionals: how many conditionals there are.
+      conditionals: how many conditionals there are, of which all figures have the branch that can be the fastest.
     """
 
     kernels: tuple[Kernel, ...] = field(repr=False)

@@ -165,9 +165,9 @@ def _results(kernel: Instruction, *, has_workspace: bool) -> tuple[int, ...]:
     """Returns the bytes of the arrays of a kernel's result, 0 of a library's workspace."""
     type_ = kernel.type
     if kernel.opcode.endswith("-start"):  # whose tuple has operands too
-        type_ = tuple_types(type_)[0 if kernel.opcode == "copy-start" else 1]
+        type_ = tuple_types(type_)[:2][0 if kernel.opcode == "copy-start" else -1]
     arrays = array_types(type_)
-    workspace = len(arrays) - 1 if has_workspace and arrays[-1].dtype in ("s8", "u8") else 0
+    workspace = len(arrays) - 1 if has_workspace and arrays and arrays[-1].dtype in ("s8", "u8") else 0
     return tuple(0 if i and i == workspace else array.n_bytes for i, array in enumerate(arrays))
 
 
@@ -239,6 +239,7 @@ _NOTHING = Access(0, 0)
 _NO_KERNELS = RUNS_OTHERS | {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "after-all"),
     *("add-dependency", "partition-id", "replica-id", "get-dimension-size", "domain"),
+    *("send", "recv", "infeed", "outfeed"),
 }
 _UPDATES = ("dynamic-update-slice", "scatter")
 _WITH_WORKSPACE = ("__cublas", "__cudnn", "__cub$", "cusolver")

@@ -165,11 +165,17 @@ pad={pad}_{pad}x{pad}_{pad}}}, dim_labels=b01f_o01i->b01f, custom_call_target="_
     assert bytes_of(text) == ({"x": (read, read), "w": (weights, weights)}, {0: (1600, 1600), 1: (0, 0)})
 
 
-def test_an_asynchronous_copy_writes_one_array() -> None:
+def test_asynchronous_kernels_write_their_results_only() -> None:
     assert single("  %out = (f32[10,8]{1,0}, f32[10,8]{1,0:S(5)}, u32[]) copy-start(%y)\n") == (
         {"y": (320, 320)},
         {0: (320, 320)},
     )
+    start = "  %out = ((f32[10,8]{1,0}), f32[8,10]{1,0}, u32[]) transpose-start(%y), dimensions={1,0}\n"
+    assert single(start) == ({"y": (320, 320)}, {0: (320, 320)})
+
+
+def test_a_library_call_without_a_result() -> None:
+    assert single('  ROOT %out = () custom-call(%y), custom_call_target="__cudnn$done"\n') == ({"y": (320, 0)}, {})
 
 
 @pytest.mark.parametrize(
@@ -182,6 +188,7 @@ def test_an_asynchronous_copy_writes_one_array() -> None:
         ("while(%x), body=%b, condition=%c", False),
         ("all-reduce(%x)", False),
         ("all-gather-start(%x)", False),
+        ("send(%x, %x), channel_id=1", False),
         ("reduce(%x, %x), to_apply=%add", True),
     ],
 )
