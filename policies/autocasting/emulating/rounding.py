@@ -125,8 +125,13 @@ def _integer_pow(x: jax.Array, params: dict[str, Any], step: Callable[[jax.Array
     return step(lax.div(lax.full_like(x, 1), power)) if params["y"] < 0 else power
 
 
-# What XLA makes several operations of, each of which rounds.
-_EXPANDED = {"logistic": _logistic, "integer_pow": _integer_pow}
+def _exp2(x: jax.Array, params: dict[str, Any], step: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    del params
+    return step(lax.exp(step(lax.mul(x, step(lax.full_like(x, np.log(2)))))))
+
+
+# What jax or XLA makes several operations of, each of which rounds.
+_EXPANDED = {"logistic": _logistic, "integer_pow": _integer_pow, "exp2": _exp2}
 
 
 def _listed(results: Any) -> list[Any]:

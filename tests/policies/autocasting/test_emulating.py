@@ -232,6 +232,17 @@ def test_a_flag_is_an_operation() -> None:
     assert not np.array_equal(rounded(found, F16), found)
 
 
+def test_powers_of_two_round_as_the_exponential_that_they_are_made_of() -> None:
+    def run(w: Any, x: Any) -> Any:
+        return jnp.exp2(x @ w)
+
+    w, x = jnp.ones((1, 1)), jnp.linspace(-100, 100, 64)[:, None]  # log(2) is off by 0.3 % in bfloat16
+    found = jax.jit(emulated_autocast(run, jnp.bfloat16, lambda *_: True), compiler_options=COMPILER_OPTIONS)(w, x)
+    wanted = autocast(run, jnp.bfloat16, rules=MOSTLY_HALF)(w, x).astype(F32)
+    np.testing.assert_allclose(found, wanted, rtol=0.01)
+    assert np.abs(wanted / np.exp2(x) - 1).max() > 0.1
+
+
 def test_within_shard_map() -> None:
     mesh = Mesh(jax.devices()[:2], ("data",))
     w, x = arrays((4, 4), (4, 4))
