@@ -61,16 +61,38 @@ class Trials:
         self._progress = progress
         self.seconds = 0.0
         self.count = 0
-        self.made: dict[frozenset[int], Trial] = {}
+        self._made: dict[float, dict[frozenset[int], Trial]] = {}
 
     def rescale(self, scale: float) -> None:
-        """Goes on with another loss scale, of which nothing is known yet.
+        """Goes on with another loss scale, and with what was tried with it.
 
         Args:
           scale: of the loss.
         """
-        if scale != self.scale:
-            self.scale, self.made = scale, {}
+        self.scale = scale
+
+    @property
+    def made(self) -> dict[frozenset[int], Trial]:
+        """The trials with the loss scale, by what was float32."""
+        return self._made.setdefault(self.scale, {})
+
+    def settle(self, scales: Sequence[float], float32: frozenset[int]) -> None:
+        """Goes on with the loss scale where a dynamic one settles: the largest with which all is finite.
+
+        If none is found, the loss scale stays as it is.
+
+        Args:
+          scales: to choose from, the largest first; those above the present one are left out.
+          float32: units that run in float32.
+        """
+        first = self.scale
+        try:
+            for self.scale in (scale for scale in scales if scale <= first):
+                if self(float32).errors.finite:
+                    return
+        except BudgetSpent:
+            pass
+        self.scale = first
 
     @property
     def best(self) -> Trial | None:

@@ -27,7 +27,7 @@ from jmp_train.tuning.checks import check_finite, checked, why_no_choice
 from jmp_train.tuning.entries import entries_of
 from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
 from jmp_train.tuning.programs import Programs
-from jmp_train.tuning.scores import SCALES, best_scale, lost_of, no_scores
+from jmp_train.tuning.scores import OVERFLOWING, SCALES, best_scale, lost_of, no_scores
 from jmp_train.tuning.search import needed, smallest_list
 from jmp_train.tuning.subjects import Example, Subject, subject_of
 from jmp_train.tuning.tolerance import Criterion, Errors, Reference, Tolerance, as_numbers, tolerance_of
@@ -114,6 +114,7 @@ def tune(
     flops = np.array([unit.flops for unit in units], np.float64)
     trials = Trials(programs.trials(), scales[0], seen, flops, tolerance, budget, progress)
     ranking, scores = list(range(len(units))), no_scores(len(units))
+    trials.settle(scales, frozenset())
     healthy = trials.suffices(frozenset()) and _verified(
         programs, frozenset(), units, [], trials.scale, tolerance, seen
     )
@@ -157,6 +158,8 @@ def _ranked(
         return sorted(range(len(units)), key=lambda i: units[i].flops), no_scores(len(units))
     found = {scale: np.sum([run(scale, number) for number in range(seen)], 0) for scale in scales}
     trials.rescale(best_scale(found))
+    overflowing = found[trials.scale][:, OVERFLOWING] > 0  # whatever the loss scale is
+    trials.settle(scales, frozenset(np.flatnonzero(overflowing).tolist()))
     scores = found[trials.scale]
     return sorted(range(len(units)), key=lambda i: (-scores[i, 0], i)), scores
 
