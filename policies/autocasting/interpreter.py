@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.source_info_util import user_context
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.attention_logits import logits_of
@@ -89,7 +90,8 @@ def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> li
                 inputs = [read(atom) for atom in equation.invars]
                 if added.isdisjoint(equation.outvars):  # the result itself is saved
                     inputs = [dataclasses.replace(x, addends=None) if x.addends else x for x in inputs]
-                outputs = _run(region, equation, scope, inputs, in_float32, logits)
+                with user_context(equation.source_info.traceback):  # compilers and profilers name the user's line
+                    outputs = _run(region, equation, scope, inputs, in_float32, logits)
                 if equation.primitive.name in ARITHMETIC:
                     (output,) = outputs
                     stored = equation.outvars[0] in in_half

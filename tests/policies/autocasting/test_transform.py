@@ -1,6 +1,6 @@
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -1008,3 +1008,23 @@ def test_donation_goes_through() -> None:
     out = step(w, jnp.asarray(X, F32))
     assert w.is_deleted()
     assert out.shape == (6, 6)
+
+
+def test_operations_keep_the_lines_that_they_are_from() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        y = jnp.tanh(x @ x)
+        y = jax.checkpoint(lambda y: jnp.tanh(y @ y))(y)
+        y, _ = jax.lax.scan(lambda y, _: (jnp.tanh(y @ y), None), y, None, length=2)
+        return jnp.sum(y)
+
+    def lines(jaxpr: Any) -> Iterator[int]:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                frames = equation.source_info.traceback.frames
+                yield next(frame.line_num for frame in frames if frame.file_name == __file__)
+            for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+                yield from lines(getattr(inner, "jaxpr", inner)) if hasattr(inner, "eqns") else ()
+
+    first = f.__code__.co_firstlineno
+    program = jax.make_jaxpr(jax.grad(autocast(f, jnp.float16)))(jnp.ones((4, 4)))
+    assert set(lines(program.jaxpr)) == {first + 1, first + 2, first + 3}
