@@ -17,7 +17,7 @@ allocation 3: size 8, constant:
 allocation 4: size 4096, color 5, preallocated-temp:
  value: <4 offloaded @5> (size=4096,offset=0): f32[1024]{0:S(5)}
 allocation 5: size 160, color 1, preallocated-temp:
- value: <5 gemm{0,2} @1> (size=32,offset=128): f16[16]{0}
+ value: <5 gemm{0,2} (phi) @1> (size=32,offset=128): f16[16]{0}
 """
 
 
@@ -63,18 +63,20 @@ RANGES = {("a", ()): (0, 3), ("b", ()): (3, 6), ("c", ()): (2, 2), ("d", ()): (5
 
 
 @pytest.mark.parametrize(
-    ("moment", "expected"),
+    ("moment", "alive", "kept"),
     [
-        (0, {"a": 100}),
-        (2, {"a": 100, "c": 30}),
-        (3, {"a": 100}),  # b has all of its bytes from a, the older one
-        (4, {"b": 60}),
-        (5, {"b": 60, "d": 50}),
-        (7, {}),
+        (0, {"a": 100}, {"d": 50}),
+        (2, {"a": 100, "c": 30}, {"d": 20}),
+        (3, {"a": 100}, {"d": 50}),  # b has all of its bytes from a, the older one
+        (4, {"b": 60}, {"a": 40, "d": 50}),
+        (5, {"b": 60, "d": 50}, {"a": 40}),
+        (7, {}, {"a": 100, "d": 50}),
     ],
 )
-def test_values_in_the_same_place_count_once(moment: int, expected: dict[str, int]) -> None:
-    assert {share.value.position[0]: share.n_bytes for share in shares_at(moment, VALUES, RANGES)} == expected
+def test_each_byte_has_one_value(moment: int, alive: dict[str, int], kept: dict[str, int]) -> None:
+    shares = shares_at(moment, VALUES, RANGES)
+    assert {share.value.position[0]: share.n_bytes for share in shares if share.is_alive} == alive
+    assert {share.value.position[0]: share.n_bytes for share in shares if not share.is_alive} == kept
 
 
 def test_a_value_that_outgrows_the_one_that_it_overwrites_has_the_rest() -> None:
