@@ -135,7 +135,7 @@ def compiled(plan_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={dump} --xla_dump_hlo_as_text")
         target = f"{gpu_steps.__file__}:{name}"
         program = compile_for_gpu(target, *arguments, gpu=gpu, devices=devices, python=plan_python, timeout=250)
-        texts = (_largest(dump, kind) for kind in ("buffer-assignment", "live-range"))
+        assignment, live_range = (_largest(dump, kind) for kind in ("buffer-assignment", "live-range"))
         build = gpu_steps.stack if name == "stack" else gpu_steps.mlp
         leaves = jax.tree_util.tree_leaves_with_path(build(*(arguments or ("mixed_float16",)))[1])
         known = {i: Argument(jax.tree_util.keystr(path), _group(path)) for i, (path, _) in enumerate(leaves)}
@@ -143,7 +143,7 @@ def compiled(plan_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         for path, leaf in leaves:
             is_shared = devices > 1 and _group(path) == "batch"
             expected[_group(path)] += leaf.size * leaf.dtype.itemsize // (devices if is_shared else 1)
-        buffers = buffers_at_peak(*texts, read_hlo(program.hlo), known)
+        buffers = buffers_at_peak(assignment, live_range, read_hlo(program.hlo), known)
         return Found(program, buffers, expected)
 
     return compile_step
