@@ -225,16 +225,19 @@ def _is_internal(file: str) -> bool:
 
 
 def _is_ours(file: str) -> bool:
-    return file.startswith(_OURS)
+    """Whether a file is this library's; the models that its tasks train are as a user's."""
+    return file.startswith(_OURS) and not file.startswith(_TASKS)
 
 
 def _is_installed(file: str) -> bool:
-    return _is_ours(file) or "/site-packages/" in file or "/dist-packages/" in file
+    packages = "/site-packages/" in file or "/dist-packages/" in file
+    return _is_ours(file) or (packages and not file.startswith(_TASKS))
 
 
 _MOST = 200  # instructions that are looked at; the nearest one that knows is a few steps away
 _HERE = f"{Path(__file__).parent}/"
 _OURS = f"{Path(__file__).parents[1]}/"
+_TASKS = f"{_OURS}tasks/"
 _JAX = f"{Path(jax.__file__).parent}/"
 _DIFFERENTIATION = re.compile(r"\b(jvp|transpose)\(")
 _JITTED = re.compile(r"\bp?jit\([^()]*\)")
