@@ -32,15 +32,24 @@ def mlp(policy: str) -> tuple[Any, ...]:
     return _step(lambda params, x: nnx.merge(graph, params)(x), params, INPUTS, policy)
 
 
-def mlp_on(mesh: Mesh) -> tuple[Any, ...]:
-    """The same with a shared batch; every device has all of the state."""
+def mlp_on(is_state_shared: str, mesh: Mesh) -> tuple[Any, ...]:
+    """The same with the batch split over the devices; each has all of the state, or a part of what can be split."""
     step, (state, batch), options = mlp("mixed_float16")
 
-    def placed(tree: Any, *axes: str) -> Any:
-        sharding = NamedSharding(mesh, PartitionSpec(*axes))
-        return jax.tree.map(lambda leaf: Struct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+    def placed(tree: Any, split: Callable[[Any], bool]) -> Any:
+        def place(leaf: Any) -> Any:
+            spec = PartitionSpec("data") if split(leaf) else PartitionSpec()
+            return Struct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    return step, (placed(state), placed(batch, "data")), options
+        return jax.tree.map(place, tree)
+
+    state = placed(state, is_split if is_state_shared == "True" else lambda _: False)
+    return step, (state, placed(batch, is_split)), options
+
+
+def is_split(leaf: Any) -> bool:
+    """Whether eight devices can have an eighth each."""
+    return bool(leaf.shape) and leaf.shape[0] % 8 == 0
 
 
 class Block(linen.Module):

@@ -111,6 +111,18 @@ def test_buffers_of_a_step_that_is_checked_by_hand() -> None:
     }
 
 
+def test_memory_for_collectives_is_a_block_of_its_own() -> None:
+    moved = " value: <6 dy @0> (size=128,offset=512): f16[8,8]{1,0}\n"
+    apart = "allocation 6: size 192, color 1, preallocated-temp:\n" + moved.replace("@0", "@1").replace("512", "0")
+    one, two = (
+        buffers_at_peak(text, LIVE_RANGE, read_hlo(PROGRAM), ARGUMENTS)
+        for text in (ASSIGNMENT, ASSIGNMENT.replace(moved, "") + apart)
+    )
+    assert sum(b.n_bytes for b in two) == sum(b.n_bytes for b in one) + 192
+    same = {b for b in one if b.kind != "padding"}
+    assert set(two) == same | {Buffer(112 + 128 + 64, "padding", "", "", (), "", "")}
+
+
 @dataclass(frozen=True)
 class Found:
     """A compiled step and its buffers."""
@@ -137,11 +149,11 @@ def compiled(plan_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         program = compile_for_gpu(target, *arguments, gpu=gpu, devices=devices, python=plan_python, timeout=250)
         assignment, live_range = (_largest(dump, kind) for kind in ("buffer-assignment", "live-range"))
         build = gpu_steps.stack if name == "stack" else gpu_steps.mlp
-        leaves = jax.tree_util.tree_leaves_with_path(build(*(arguments or ("mixed_float16",)))[1])
+        leaves = jax.tree_util.tree_leaves_with_path(build(*("mixed_float16",) if name == "mlp_on" else arguments)[1])
         known = {i: Argument(jax.tree_util.keystr(path), _group(path)) for i, (path, _) in enumerate(leaves)}
         expected = Counter[str]()
         for path, leaf in leaves:
-            is_shared = devices > 1 and _group(path) == "batch"
+            is_shared = devices > 1 and (_group(path) == "batch" or arguments == ("True",)) and gpu_steps.is_split(leaf)
             expected[_group(path)] += leaf.size * leaf.dtype.itemsize // (devices if is_shared else 1)
         buffers = buffers_at_peak(assignment, live_range, read_hlo(program.hlo), known)
         return Found(program, buffers, expected)
@@ -221,8 +233,11 @@ def test_recomputing_saves_only_what_goes_into_a_layer(compiled: Compile, gpu: s
 
 
 @pytest.mark.full
-def test_eight_gpus_share_the_batch_and_what_is_made_of_it(compiled: Compile) -> None:
-    found = compiled("mlp_on", gpu="H100-80GB", devices=8)
+@pytest.mark.parametrize("is_state_shared", [False, True])
+def test_eight_gpus_share_the_batch_and_what_is_made_of_it(compiled: Compile, is_state_shared: bool) -> None:
+    found = compiled("mlp_on", str(is_state_shared), gpu="H100-80GB", devices=8)
     holds(found)
     saved = [b for b in found.buffers if b.kind == "activations saved for the backward pass"]
     assert (gpu_steps.ROWS // 8, gpu_steps.WIDTH) in {b.shape for b in saved}
+    copies = {b.shape for b in found.buffers if b.kind == "copies of parameters"}
+    assert (gpu_steps.WIDTH, gpu_steps.WIDTH) in copies  # gathered, in half precision
