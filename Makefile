@@ -114,4 +114,5 @@ clean:
 	test -x .venv-plan/bin/pip || $(BIN)/python -m venv .venv-plan
 	@echo "installing jmp_train[plan] into .venv-plan"
 	@.venv-plan/bin/pip install -qq --editable '.[plan]'
+	@$(BIN)/jmp-train plan --install
 	@touch $@

@@ -109,6 +109,23 @@ def plan_python(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Lets `compile_program` find XLA's compiler for CUDA, and keep what it compiles for this test alone."""
+    from jmp_train.aot import PluginError
+    from jmp_train.aot.compiler_packages import compiler_path
+
+    jax.devices()  # this process has read its flags then, and GPUs are compiled for as users do
+    try:
+        packages = compiler_path()
+    except PluginError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("JMP_TRAIN_CACHE", str(tmp_path))
+    if packages is not None:
+        (tmp_path / packages.name).symlink_to(packages)
+
+
+@pytest.fixture
 def pids(tmp_path: Path) -> Iterator[Path]:
     """Yields the folder in which processes note their ids; what is left of them is killed."""
     from process_helpers import kill_all

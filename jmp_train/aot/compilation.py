@@ -1,22 +1,18 @@
 """Ahead-of-time (AOT) compilation for a target NVIDIA GPU, and what the program would need on it.
 
 XLA's compiler for CUDA needs no device, only its description, so memory, fusions and the dtypes of
-collectives can be read on any machine with Linux and the packages of `jmp_train[plan]`.
+collectives can be read on any machine with Linux and the packages that `install_compiler` installs.
 """
 
 import importlib
 import importlib.util
 import inspect
 import json
-import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from types import ModuleType
 from typing import Any
 
@@ -25,12 +21,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from jmp_train.aot.compiler_packages import PluginError, compiler_path
+from jmp_train.aot.compiling import compiling_environment, from_traceback, run_process
 from jmp_train.aot.gpus import GPU, GPUS
 from jmp_train.aot.stored_arrays import StoredArray, stored_arrays
-
-
-class PluginError(RuntimeError):
-    """JAX's compiler for CUDA is not installed, or is of another version than jaxlib."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +38,8 @@ class CompiledForGPU:
       alias_bytes: of the results that take the place of donated arguments.
       temp_bytes: of everything else, one common allocation.
       hlo: the text of the optimized HLO.
+      buffer_assignment: XLA's text about where it put what, of `compile_program` alone.
+      live_range: XLA's text about when it needs what, of `compile_program` alone.
     """
 
     peak_bytes: int
@@ -52,6 +48,16 @@ class CompiledForGPU:
     alias_bytes: int
     temp_bytes: int
     hlo: str = field(repr=False)
+    buffer_assignment: str = field(default="", repr=False)
+    live_range: str = field(default="", repr=False)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What a GPU allocates for a run: arguments, results that are not in their place, and the temporaries' block.
+
+        Where temporaries do not fit together without gaps, it is more than `peak_bytes`.
+        """
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
     @property
     def arrays(self) -> tuple[StoredArray, ...]:
@@ -96,8 +102,7 @@ def compile_for_gpu(
       *arguments: what the builder gets.
       gpu: the name of one of `GPUS`, or a `GPU`, as `read_gpus` reads it from a file.
       devices: how many such GPUs, in one host.
-      python: the interpreter of an environment with `jmp_train[plan]`. With the plugin, jax logs
-        about missing CUDA in every process of that environment, so it is best one of its own.
+      python: the interpreter, if not this one: of an environment in which the compiler is.
       timeout: seconds after which the compilation is killed.
 
     Raises:
@@ -113,6 +118,7 @@ def compile_for_gpu(
       ValueError: gpu='V100' must be a GPU or one of P100-16GB, V100-16GB, V100-32GB, ...
     """
     target_gpu = _check(target, gpu, devices)
+    packages = compiler_path() if str(python) == sys.executable else None
     with tempfile.TemporaryDirectory(prefix="jmp_train_") as directory:
         folder = Path(directory)
         (folder / "target_config").write_text(target_gpu.target_config)
@@ -125,13 +131,13 @@ def compile_for_gpu(
             target,
         )
         log = folder / "log"
-        code = _run((*command, *arguments), log, timeout)
+        code = run_process((*command, *arguments), log, compiling_environment(packages), timeout)
         if code is None:
             raise TimeoutError(f"compiling {target} for {target_gpu.name} took more than timeout={timeout} s")
         if (folder / "no_plugin").exists():
             raise PluginError((folder / "no_plugin").read_text())
         if code != 0:
-            text = _from_traceback(log.read_text(errors="replace"))
+            text = from_traceback(log.read_text(errors="replace"))
             raise RuntimeError(f"compiling {target} for {target_gpu.name} failed (exit code {code}):\n{text}")
         sizes = json.loads((folder / "sizes.json").read_text())
         return CompiledForGPU(**sizes, hlo=(folder / "hlo").read_text())
@@ -152,7 +158,7 @@ def target_mesh(gpu: str | GPU = "V100-16GB", devices: int = 1) -> Mesh:
 
 
 def _mesh(target_config: str, devices: int) -> Mesh:
-    _check_plugin()
+    compiler_path()
     description = topologies.get_topology_desc(platform="cuda", target_config=target_config, topology=f"1x1x{devices}")
     return topologies.make_mesh(description, (devices,), ("data",))
 
@@ -228,60 +234,6 @@ def _check_gpu(gpu: str | GPU, devices: int) -> GPU:
     if devices < 1:
         raise ValueError(f"devices={devices!r} must be at least 1")
     return found
-
-
-def _check_plugin() -> None:
-    jaxlib = metadata.version("jaxlib")
-    for cuda in ("12", "13"):
-        try:
-            version = metadata.version(f"jax-cuda{cuda}-plugin")
-        except metadata.PackageNotFoundError:
-            continue
-        if version == jaxlib:
-            return
-        raise PluginError(
-            f"jaxlib {jaxlib} needs jax-cuda{cuda}-plugin of the same version, not {version}: "
-            f"pip install 'jax-cuda{cuda}-plugin=={jaxlib}'"
-        )
-    raise PluginError(f"the environment of {sys.executable} has no compiler for CUDA: pip install 'jmp_train[plan]'")
-
-
-def _run(command: tuple[str, ...], log: Path, timeout: float) -> int | None:
-    """Runs a command and returns its exit code, None if it was killed; its output goes to `log`."""
-    with log.open("wb") as output:
-        process = Popen(
-            command,
-            stdin=DEVNULL,
-            stdout=output,
-            stderr=STDOUT,
-            env=_environment(),
-            start_new_session=True,  # XLA's compiler starts processes; they are killed with it
-        )
-        try:
-            return process.wait(timeout)
-        except TimeoutExpired:
-            return None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """Returns the environment of the process that compiles."""
-    flags = (
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_gpu_autotune_level=0",  # kernels cannot be timed
-        "--xla_gpu_enable_triton_gemm=false",  # its tiles come from timing
-    )
-    # With the CPU as jax's only platform, the plugin loads without CUDA's libraries.
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags).strip()}
-
-
-def _from_traceback(log: str) -> str:
-    """Returns the first traceback and what follows it, or the end of a log without one."""
-    start = log.find("Traceback (most recent call last)")
-    return log[start:] if start >= 0 else log[-4000:]
 
 
 def _main(directory: str, devices: str, target: str, *arguments: str) -> None:

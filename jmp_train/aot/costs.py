@@ -159,7 +159,7 @@ class Costs:
         return dict(counter.most_common())
 
 
-def costs(program: Program, gpu: GPU) -> Costs:
+def program_costs(program: Program, gpu: GPU) -> Costs:
     """Returns what one run of a compiled program costs.
 
     Args:
@@ -175,7 +175,7 @@ def costs(program: Program, gpu: GPU) -> Costs:
       ...   %y = f16[64,256]{1,0} parameter(1)
       ...   ROOT %z = f16[1024,256]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
       ... }''')
-      >>> found = costs(program, GPUS["A100-40GB"])
+      >>> found = program_costs(program, GPUS["A100-40GB"])
       >>> found.operations, found.read_bytes, found.written_bytes
       ({'f16': 33554432}, 163840, 524288)
     """

@@ -11,6 +11,8 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 APPLICATION = {"runs", "reports", "cli", "launch", "tasks"}
 STARTS_IT = {"__main__.py", "command_start.py"}
+# Options of pip, which install_compiler calls, and a variable of CSS.
+OTHERS = {"--no-deps", "--target", "--quiet", "--disable-pip-version-check", "--color"}
 COMMAND_LINE = re.compile(r"(?<![\w-])--(?!xla_)[a-z][a-z-]+|\bjmp-train [a-z]")
 
 
@@ -33,7 +35,7 @@ def command_line_words(source: str) -> list[str]:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    return [word for text in texts for word in COMMAND_LINE.findall(text)]
+    return [word for text in texts for word in COMMAND_LINE.findall(text) if word not in OTHERS]
 
 
 @pytest.mark.quick_cases(2)

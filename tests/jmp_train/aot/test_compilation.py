@@ -103,8 +103,11 @@ def test_a_mesh_of_no_gpu_is_refused(gpu: str, devices: int) -> None:
         target_mesh(gpu, devices)
 
 
-def test_an_environment_without_the_plugin_is_told_how_to_get_it() -> None:
-    with pytest.raises(PluginError, match=r"^the environment of .* has no compiler for CUDA: pip install 'jmp_t"):
+def test_an_environment_without_the_plugin_is_told_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JMP_TRAIN_CACHE", str(tmp_path))
+    with pytest.raises(PluginError, match=r"^XLA's compiler for CUDA is not here for jaxlib .*install_compiler\(\) in"):
         compile_for_gpu(f"{PROGRAMS}:nothing")
 
 
@@ -112,7 +115,8 @@ def test_a_plugin_of_another_version_is_refused(tmp_path: Path, monkeypatch: pyt
     folder = tmp_path / "jax_cuda12_plugin-0.0.1.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Name: jax-cuda12-plugin\nVersion: 0.0.1\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("JMP_TRAIN_CACHE", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PluginError, match=r"^jaxlib (.*) needs jax-cuda12-plugin of the same .* not 0\.0\.1: .*=\1"):
         compile_for_gpu(f"{PROGRAMS}:nothing")
 

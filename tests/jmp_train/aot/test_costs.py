@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jmp_train.aot.compilation import compile_for_gpu
-from jmp_train.aot.costs import Costs, costs
+from jmp_train.aot.costs import Costs, program_costs
 from jmp_train.aot.gpus import GPUS
 from jmp_train.aot.hlo import Program, read_hlo
 from jmp_train.aot.kernels import Kernel
@@ -101,7 +101,7 @@ def kernel(found: Costs, name: str) -> Kernel:
 
 
 def test_operations_by_dtype_and_by_operation() -> None:
-    found = costs(read_hlo(PROGRAM), GPU)
+    found = program_costs(read_hlo(PROGRAM), GPU)
     assert found.operations == {"f32": 6 * 2 * 20**3, "f16": 2 * 20 * 50 * 30}
     assert [(x.op_name, x.dtype, x.operations, x.stack_frame) for x in found.by_operation] == [
         ("loop", "f32", 96_000, 7),
@@ -112,7 +112,7 @@ def test_operations_by_dtype_and_by_operation() -> None:
 
 
 def test_bytes_and_those_of_casts() -> None:
-    found = costs(read_hlo(PROGRAM), GPU)
+    found = program_costs(read_hlo(PROGRAM), GPU)
     assert [(x.name, x.times, x.read_bytes, x.written_bytes, x.is_cast) for x in found.kernels] == [
         ("cast_fusion", 1, 4000, 3200, True),
         ("scaled_fusion", 1, 4000, 2000, False),
@@ -128,7 +128,7 @@ def test_bytes_and_those_of_casts() -> None:
 
 
 def test_the_least_time_of_each_kernel() -> None:
-    found = costs(read_hlo(PROGRAM), GPU)
+    found = program_costs(read_hlo(PROGRAM), GPU)
     seconds = {x.name: (x.seconds, x.seconds_without_cache) for x in found.kernels}
     assert seconds == {
         "cast_fusion": ((3000 + 2200) / 50, 7200 / 50),  # the cache may have 1,000 of the bytes, and keep 1,000
@@ -145,26 +145,26 @@ def test_the_least_time_of_each_kernel() -> None:
 
 def test_float32_that_must_be_exact_has_its_own_rate() -> None:
     precise = PROGRAM.replace("(%m, %m), ", "(%m, %m), operand_precision={highest,highest}, ")
-    assert kernel(costs(read_hlo(precise), GPU), "mm").seconds == 16_000 / 10
+    assert kernel(program_costs(read_hlo(precise), GPU), "mm").seconds == 16_000 / 10
 
 
 def test_communication() -> None:
     """Each of six times, a device sends 2 x 3/4 of 1,600 bytes."""
-    found = costs(read_hlo(PROGRAM), GPU)
+    found = program_costs(read_hlo(PROGRAM), GPU)
     (item,) = found.communication
     assert (item.kind, item.dtype, item.group_size, item.count) == ("all-reduce", "f32", 4, 6)
     assert (item.n_bytes, item.sent_bytes, item.seconds) == (9600, 14_400, 14_400 / 5)
     assert found.communication_seconds == found.seconds == found.seconds_without_cache == 14_400 / 5
-    fast = costs(read_hlo(PROGRAM), dataclasses.replace(GPU, link_bandwidth=1e9))
+    fast = program_costs(read_hlo(PROGRAM), dataclasses.replace(GPU, link_bandwidth=1e9))
     assert fast.seconds == fast.compute_seconds == found.compute_seconds
     assert fast.seconds_without_cache == fast.compute_seconds_without_cache
 
 
 def test_arguments_are_read_and_results_are_written() -> None:
     """With a cache for all of each kernel: x, y and p of 8,000 bytes, and a result of 1,200, less the cache's 5,000."""
-    found = costs(read_hlo(PROGRAM), dataclasses.replace(GPU, l2_cache_size=5000))
+    found = program_costs(read_hlo(PROGRAM), dataclasses.replace(GPU, l2_cache_size=5000))
     assert found.arguments_and_results_seconds == pytest.approx((4000 + 3000 + 1000 - 5000) / 50)
-    small = costs(read_hlo(PROGRAM), dataclasses.replace(GPU, l2_cache_size=100))
+    small = program_costs(read_hlo(PROGRAM), dataclasses.replace(GPU, l2_cache_size=100))
     assert small.arguments_and_results_seconds == pytest.approx((8000 - 100 + 1200 - 100) / 50)
     results = """ENTRY %main (x: f32[500], y: f32[500]) -> (f32[500], f32[500]) {
   %x = f32[500]{0} parameter(0)
@@ -174,14 +174,14 @@ def test_arguments_are_read_and_results_are_written() -> None:
   ROOT %r = (f32[500]{0}, f32[500]{0}) tuple(%s, %t)
 }
 """
-    found = costs(read_hlo(results), dataclasses.replace(GPU, l2_cache_size=2000))
+    found = program_costs(read_hlo(results), dataclasses.replace(GPU, l2_cache_size=2000))
     assert [x.seconds for x in found.kernels] == [0, 0]
     assert found.compute_seconds == found.arguments_and_results_seconds == (2000 + 2000) / 50
 
 
 def test_loops_whose_trip_count_is_unknown_run_once() -> None:
     text = PROGRAM.replace(', backend_config={"known_trip_count":{"n":"6"}}', "")
-    found = costs(read_hlo(text), GPU)
+    found = program_costs(read_hlo(text), GPU)
     assert found.unknown_loops == 1
     assert found.operations["f32"] == 16_000
     assert found.communication[0].count == 1
@@ -197,7 +197,7 @@ ENTRY """  # noqa: E501
     text = PROGRAM.replace("ENTRY ", outer).replace(
         "while(%start), condition=%condition, body=%body", "while(%start), condition=%condition, body=%outer"
     )
-    found = costs(read_hlo(text), GPU)
+    found = program_costs(read_hlo(text), GPU)
     assert kernel(found, "mm").times == found.communication[0].count == 36
 
 
@@ -221,7 +221,7 @@ ENTRY %main (x: f32[1000], i: s32[]) -> f32[1000] {
 
 
 def test_of_a_conditional_the_fastest_branch_counts() -> None:
-    found = costs(read_hlo(CONDITIONAL), GPU)
+    found = program_costs(read_hlo(CONDITIONAL), GPU)
     assert [x.name for x in found.kernels] == ["s", "b"]
     assert found.conditionals == 1
 
@@ -232,14 +232,14 @@ def test_a_program_compiled_here_is_counted() -> None:
         return jax.lax.fori_loop(0, 7, lambda _, z: jnp.tanh(z @ w), x)
 
     shapes = jax.ShapeDtypeStruct((24, 40), jnp.float32), jax.ShapeDtypeStruct((40, 40), jnp.float32)
-    found = costs(read_hlo(jax.jit(f).lower(*shapes).compile().as_text() or ""), H100)
+    found = program_costs(read_hlo(jax.jit(f).lower(*shapes).compile().as_text() or ""), H100)
     assert found.operations == {"f32": 7 * 2 * 24 * 40 * 40}
     assert [(x.dtype, x.operations) for x in found.by_operation] == [("f32", 7 * 2 * 24 * 40 * 40)]
 
 
 def compiled(plan_python: str, name: str, **options: object) -> tuple[Program, Costs]:
     program = read_hlo(compile_for_gpu(f"{PROGRAMS}:{name}", gpu="H100-80GB", python=plan_python, **options).hlo)  # pyright: ignore[reportArgumentType]
-    return program, costs(program, H100)
+    return program, program_costs(program, H100)
 
 
 def test_layers_on_one_gpu(plan_python: str) -> None:

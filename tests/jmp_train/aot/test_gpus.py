@@ -10,7 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jmp_train.aot import compilation
+from jmp_train.aot.compilation import compile_for_gpu
+from jmp_train.aot.compiling import compiling_environment
 from jmp_train.aot.gpus import GPU, GPUS, RATE_DTYPES, read_gpus
 
 TESTS = Path(__file__).parents[2]
@@ -237,7 +238,7 @@ def test_every_gpu_is_compiled_for(plan_python: str) -> None:
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         (plan_python, str(TESTS / "programs" / "every_gpu.py")),
-        env={**compilation._environment(), "PYTHONPATH": path},
+        env={**compiling_environment(None), "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=500,
@@ -257,7 +258,7 @@ def test_every_gpu_is_compiled_for(plan_python: str) -> None:
 def test_a_gpu_of_a_file_is_compiled_for(plan_python: str, tmp_path: Path) -> None:
     path = tmp_path / "gpus.toml"
     path.write_text('[mine]\nlike = "L4-24GB"\ncore_count = 29\n')
-    program = compilation.compile_for_gpu(
+    program = compile_for_gpu(
         f"{TESTS / 'gpu_programs.py'}:loop", "256", gpu=read_gpus(path)["mine"], python=plan_python, timeout=150
     )
     assert program.argument_bytes == 2 * 2 * 256 * 256

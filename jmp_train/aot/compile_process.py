@@ -1,0 +1,56 @@
+"""Compiles an exported program for GPUs that are not there: `python compile_process.py FOLDER`, with jax alone.
+
+The folder has `program`, what `jax.export` serialized, and `request.json`: XLA's description of the GPU, the number
+of devices, which arguments are donated. `sizes.json`, `hlo`, `buffer_assignment` and `live_range` come beside them.
+The process has been started with the environment that `compiling_environment` returns.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import export
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def main(folder: Path) -> None:
+    """Compiles the program in a folder.
+
+    Args:
+      folder: see the module.
+    """
+    request = json.loads((folder / "request.json").read_text())
+    devices = request["devices"]
+    description = topologies.get_topology_desc(
+        platform="cuda", target_config=request["target_config"], topology=f"1x1x{devices}"
+    )
+    mesh = topologies.make_mesh(description, (devices,), ("data",))
+    exported = export.deserialize(bytearray((folder / "program").read_bytes()))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    arguments = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding or replicated)
+        for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)
+    ]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas looks there for its target
+        lowered = jax.jit(exported.call, donate_argnums=request["donated"], keep_unused=True).lower(*arguments)
+    compiled = lowered.compile()
+    sizes: Any = compiled.memory_analysis()
+    attributes = {
+        "peak_bytes": sizes.peak_memory_in_bytes,
+        "argument_bytes": sizes.argument_size_in_bytes,
+        "output_bytes": sizes.output_size_in_bytes,
+        "alias_bytes": sizes.alias_size_in_bytes,
+        "temp_bytes": sizes.temp_size_in_bytes,
+    }
+    (folder / "hlo").write_text(compiled.as_text() or "")
+    for name in ("buffer-assignment", "live-range"):
+        dumped = sorted(folder.glob(f"dump/*gpu_after_optimizations-{name}.txt"), key=lambda file: file.stat().st_size)
+        (folder / name.replace("-", "_")).write_text(dumped[-1].read_text())
+    (folder / "sizes.json").write_text(json.dumps(attributes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

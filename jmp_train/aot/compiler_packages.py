@@ -1,0 +1,129 @@
+"""XLA's compiler for CUDA, in a folder of its own that only the processes that compile look into.
+
+In an environment where the compiler is and CUDA is not, every process that imports jax prints so. The packages are
+therefore not installed beside jax but into a private folder, one for each version of jaxlib.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from jmp_train.policies.files import sync
+
+CUDA_VERSIONS = ("12", "13")
+INSTALL = "jmp_train.aot.install_compiler()"
+_ON_LINUX = sys.platform == "linux"
+
+
+class PluginError(RuntimeError):
+    """JAX's compiler for CUDA is not installed, or is of another version than jaxlib."""
+
+
+def cache_folder() -> Path:
+    """Returns the folder of what can be made again: `$JMP_TRAIN_CACHE`, or jmp_train in `$XDG_CACHE_HOME` or ~/.cache.
+
+    Example:
+      >>> os.environ["JMP_TRAIN_CACHE"] = "/scratch/jmp_train"
+      >>> str(cache_folder())
+      '/scratch/jmp_train'
+      >>> del os.environ["JMP_TRAIN_CACHE"]
+    """
+    if own := os.environ.get("JMP_TRAIN_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jmp_train"
+
+
+def compiler_folder(cuda: str = "12") -> Path:
+    """Returns where `install_compiler` puts the compiler that fits to this jaxlib and this Python.
+
+    Args:
+      cuda: "12" or "13".
+    """
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return cache_folder() / f"compiler-jaxlib-{metadata.version('jaxlib')}-cuda{cuda}-python{python}"
+
+
+def install_compiler(cuda: str = "12") -> Path:
+    """Installs XLA's compiler for CUDA into its private folder by pip, about 600 MB, and returns the folder.
+
+    What is there already stays. CUDA 13's does not compile for a V100 and older GPUs.
+
+    Args:
+      cuda: "12" or "13".
+
+    Raises:
+      ValueError: no such `cuda`.
+      PluginError: not on Linux, there is no pip, or pip fails; the message has its output.
+    """
+    if cuda not in CUDA_VERSIONS:
+        raise ValueError(f"cuda={cuda!r} must be one of {', '.join(CUDA_VERSIONS)}")
+    if not _ON_LINUX:
+        raise PluginError(f"XLA's compiler for CUDA is there for Linux only, not for {sys.platform}")
+    folder = compiler_folder(cuda)
+    if folder.exists():
+        return folder
+    packages = _packages(cuda)
+    if importlib.util.find_spec("pip") is None:
+        by_hand = f"uv pip install --no-deps --target {folder} {' '.join(map(repr, packages))}"
+        raise PluginError(f"the environment of {sys.executable} has no pip; instead: {by_hand}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".installing-") as scratch:
+        target = Path(scratch) / "packages"
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check")
+        done = subprocess.run((*pip, "--target", str(target), *packages), capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise PluginError(f"pip could not install {' '.join(packages)}:\n{done.stdout}{done.stderr}".rstrip())
+        try:
+            target.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was quicker
+                raise
+    sync(folder.parent)
+    return folder
+
+
+def remove_compilers() -> list[Path]:
+    """Removes the folders of all versions that `install_compiler` made, and returns them."""
+    folders = sorted(cache_folder().glob("compiler-jaxlib-*"))
+    for folder in folders:
+        shutil.rmtree(folder)
+    return folders
+
+
+def compiler_path() -> Path | None:
+    """Returns the folder that a process has to look into to find the compiler; None if the environment has it.
+
+    Raises:
+      PluginError: it is in neither, or what the environment has does not fit to jaxlib; the message has the command.
+    """
+    wrong = None
+    jaxlib = metadata.version("jaxlib")
+    for cuda in CUDA_VERSIONS:
+        try:
+            version = metadata.version(f"jax-cuda{cuda}-plugin")
+        except metadata.PackageNotFoundError:
+            continue
+        if version == jaxlib:
+            return None
+        wrong = (
+            f"jaxlib {jaxlib} needs jax-cuda{cuda}-plugin of the same version, not {version}: "
+            f"pip install 'jax-cuda{cuda}-plugin=={jaxlib}'"
+        )
+    for cuda in CUDA_VERSIONS:
+        if compiler_folder(cuda).exists():
+            return compiler_folder(cuda)
+    raise PluginError(wrong or f"XLA's compiler for CUDA is not here for jaxlib {jaxlib}: {INSTALL} installs it")
+
+
+def _packages(cuda: str) -> tuple[str, ...]:
+    """Returns what compiling needs; cuDNN, cuBLAS and NCCL are for running."""
+    jaxlib = metadata.version("jaxlib")
+    own = (f"jax-cuda{cuda}-plugin=={jaxlib}", f"jax-cuda{cuda}-pjrt=={jaxlib}")
+    if cuda == "12":
+        return (*own, "nvidia-cuda-nvcc-cu12>=12.9")  # older ones do not know all of Blackwell
+    return (*own, "nvidia-cuda-nvcc>=13", "nvidia-nvvm>=13", "nvidia-cuda-crt>=13")

@@ -1,0 +1,55 @@
+"""Processes that compile for GPUs that are not there: their environment, how they end, what they say."""
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
+
+_FLAGS = (
+    "--xla_gpu_autotune_level=0",  # kernels cannot be timed
+    "--xla_gpu_enable_triton_gemm=false",  # its tiles come from timing
+)
+
+
+def compiling_environment(packages: Path | None) -> dict[str, str]:
+    """Returns the environment of a process that compiles.
+
+    Args:
+      packages: the folder of the compiler, see `compiler_path`.
+    """
+    path = [*filter(None, [packages and str(packages), os.environ.get("PYTHONPATH")])]
+    # With the CPU as jax's only platform, the plugin loads without CUDA's libraries.
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join(filter(None, (os.environ.get("XLA_FLAGS"), *_FLAGS))),
+    }
+
+
+def run_process(command: Sequence[str], log: Path, environment: dict[str, str], timeout: float) -> int | None:
+    """Runs a command and returns its exit code, None if it was killed; its output goes to `log`."""
+    with log.open("wb") as output:
+        process = Popen(
+            command,
+            stdin=DEVNULL,
+            stdout=output,
+            stderr=STDOUT,
+            env=environment,
+            start_new_session=True,  # XLA's compiler starts processes; they are killed with it
+        )
+        try:
+            return process.wait(timeout)
+        except TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def from_traceback(log: str) -> str:
+    """Returns the first traceback and what follows it, or the end of a log without one."""
+    start = log.find("Traceback (most recent call last)")
+    return log[start:] if start >= 0 else log[-4000:]
