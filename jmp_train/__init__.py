@@ -130,14 +130,21 @@ if typing.TYPE_CHECKING:
     from jmp_train import aot as aot
     from jmp_train import data as data
     from jmp_train import graphs as graphs
+    from jmp_train.planning import Allowances as Allowances
+    from jmp_train.planning import Plan as Plan
+    from jmp_train.planning import PlanRow as PlanRow
+    from jmp_train.planning import plan as plan
 
 __version__ = "0.1.0"
 
 # What takes long to import, for which who does not use it should not wait.
 _LAZY = ("aot", "data", "graphs")
+_LAZY_OF_PLANNING = ("Allowances", "Plan", "PlanRow", "plan")
 
 
 def __getattr__(name: str) -> typing.Any:
     if name in _LAZY:
         return importlib.import_module(f"jmp_train.{name}")
+    if name in _LAZY_OF_PLANNING:
+        return getattr(importlib.import_module("jmp_train.planning"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

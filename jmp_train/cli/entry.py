@@ -1,4 +1,4 @@
-"""`jmp-train`: train a task in one policy or AMP mode, compare several, diagnose, tune, launch several processes.
+"""`jmp-train`: train a task in one policy or AMP mode, compare several, diagnose, tune, plan, launch several processes.
 
 Exit codes and errors are those of `jmp_train.cli.errors`.
 """
@@ -18,14 +18,19 @@ from jmp_train.cli.arguments import (
     positive,
     precision_name,
 )
+from jmp_train.cli.arguments import (
+    scale as share,
+)
 from jmp_train.cli.compare import DEFAULT_POLICIES, compare_command
 from jmp_train.cli.diagnose import diagnose_command
 from jmp_train.cli.errors import WrongCall, checking_the_call
 from jmp_train.cli.options import DEFAULT_POLICY, BatchOptions, RunOptions, SetupOptions, add_options
+from jmp_train.cli.plan import PLANNED_POLICIES, plan_command, task_or_function
 from jmp_train.cli.running import run_command
 from jmp_train.cli.train import train_command
 from jmp_train.cli.tune import tune_command
 from jmp_train.launch import lasting_output
+from jmp_train.planning import DEFAULT_GPUS
 from jmp_train.runs import MODE_CHOICES
 from jmp_train.tasks import TASK_NAMES, TaskOptions
 
@@ -93,6 +98,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_tuning_options(tune)
     tune.set_defaults(run=tune_command)
 
+    plan = commands.add_parser("plan", help="say what a step would need on GPUs that need not be there")
+    _add_planning_options(plan)
+    plan.set_defaults(run=plan_command)
+
     launch = commands.add_parser("launch", help="run a script as several processes on this machine")
     launch.add_argument("-n", "--processes", type=few, required=True, metavar="N", help="how many")
     launch.add_argument("--devices-per-process", type=few, default=1, metavar="N", help="default: 1")
@@ -125,8 +134,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         add_options(command, kind)
         add_options(command, TaskOptions)
+    add_options(plan, TaskOptions)
     add_diagnosis_options(diagnose)
-    for command in (train, compare, tune):
+    for command in (train, compare, tune, plan):
         command.add_argument("--json", action="store_true", help="print JSON on standard output")
     return parser
 
@@ -175,8 +185,50 @@ def _add_tuning_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_planning_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "task",
+        nargs="?",
+        default="digits",
+        type=task_or_function,
+        metavar="TASK",
+        help=f"{', '.join(TASK_NAMES)}; default: digits; or SCRIPT:FUNCTION, which returns (step, state, batch)",
+    )
+    parser.add_argument("--gpus", nargs="+", metavar="NAME", help=f"default: {' '.join(DEFAULT_GPUS)}")
+    parser.add_argument("--gpu-file", type=path, metavar="FILE", help="GPUs of your own, a TOML file")
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument(
+        "--policies",
+        type=precision_name,
+        nargs="+",
+        metavar="NAME",
+        help=f"or modes; default: {' '.join(PLANNED_POLICIES)}",
+    )
+    several.add_argument(
+        "--modes", type=precision_name, dest="policies", nargs="+", metavar="NAME", help=f"{MODE_CHOICES}; or policies"
+    )
+    parser.add_argument(
+        "--shardings",
+        nargs="+",
+        choices=("replicated", "zero1", "fsdp"),
+        metavar="NAME",
+        help="how several devices hold the state: replicated, zero1 or fsdp; default: replicated",
+    )
+    parser.add_argument("--batch-size", type=positive, metavar="N", help="over all devices; default: the task's")
+    parser.add_argument(
+        "--memory-fraction", type=share, metavar="X", help="of a GPU's memory that jax takes; default: 0.75, as jax's"
+    )
+    parser.add_argument("--no-largest", action="store_true", help="do not search for the largest batch that fits")
+    parser.add_argument("--remedies", action="store_true", help="compile what could help, also where the step fits")
+    parser.add_argument("--buffers", type=positive, metavar="N", help="print the N largest buffers at the peak")
+    parser.add_argument("--page", type=path, metavar="FILE", help="write the report in FILE, an HTML page")
+    parser.add_argument("--measure", action="store_true", help="run the step on the GPU that is here, beside the plan")
+    parser.add_argument("--install", action="store_true", help="install XLA's compiler for CUDA, once, about 600 MB")
+    parser.add_argument("--cuda", choices=("12", "13"), default="12", help="of --install; 13 has no V100; default: 12")
+
+
 def _no_command(args: argparse.Namespace) -> int:
-    raise WrongCall("a command is wanted: train, compare, diagnose, tune or launch; --help says more")
+    raise WrongCall("a command is wanted: train, compare, diagnose, tune, plan or launch; --help says more")
 
 
 def _launch(args: argparse.Namespace) -> int:

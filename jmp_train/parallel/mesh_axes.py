@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import (
+    AbstractMesh,
     AxisType,
     Mesh,
     NamedSharding,
@@ -21,12 +22,15 @@ from jmp_train.policies import PyTree
 
 def automatic(mesh: Mesh) -> Mesh:
     """Returns the mesh with axes that jax shards over by itself; explicit ones want inputs to be placed."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, AbstractMesh):  # of devices that need not be there, see `jmp_train.planning`
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)  # pyright: ignore[reportReturnType]
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def axis_size(mesh: Mesh, axis: str) -> int:
     """Returns how many devices are along a mesh axis; raises TypeError or ValueError if there is no such."""
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if axis not in mesh.shape:
         known = ", ".join(map(repr, mesh.axis_names))

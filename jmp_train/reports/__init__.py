@@ -8,6 +8,9 @@ from jmp_train.reports.diagnosis import diagnosis_json as diagnosis_json
 from jmp_train.reports.diagnosis import write_diagnosis as write_diagnosis
 from jmp_train.reports.display import Display as Display
 from jmp_train.reports.display import display_on as display_on
+from jmp_train.reports.planning import compilations_shown as compilations_shown
+from jmp_train.reports.planning import plan_json as plan_json
+from jmp_train.reports.planning import write_plan as write_plan
 from jmp_train.reports.tables import print_speed_table as print_speed_table
 from jmp_train.reports.tables import print_table as print_table
 from jmp_train.reports.tables import report as report

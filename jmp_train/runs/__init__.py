@@ -11,6 +11,7 @@ from jmp_train.runs.events import event_to_json as event_to_json
 from jmp_train.runs.events import finite_or_none as finite_or_none
 from jmp_train.runs.loop import train as train
 from jmp_train.runs.memory import peak_memory as peak_memory
+from jmp_train.runs.planned import planned_step as planned_step
 from jmp_train.runs.preparing import PreparedRun as PreparedRun
 from jmp_train.runs.preparing import check_run as check_run
 from jmp_train.runs.preparing import prepare_run as prepare_run

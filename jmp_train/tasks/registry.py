@@ -78,6 +78,19 @@ def load_task(name: str, options: TaskOptions | None = None) -> Task:
     return dataclasses.replace(task, train=first)
 
 
+def has_files(name: str) -> bool:
+    """Returns whether a task's data are files, in place of which synthetic data will do.
+
+    Args:
+      name: one of `TASK_NAMES`.
+
+    Example:
+      >>> has_files("mnist"), has_files("digits")
+      (True, False)
+    """
+    return TASKS[name].has("synthetic")
+
+
 def model_choices() -> str:
     """Returns which models the tasks have that have several.
 

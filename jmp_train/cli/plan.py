@@ -1,0 +1,173 @@
+"""`jmp-train plan`: what a step would need on GPUs that need not be there."""
+
+import argparse
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jmp_train.cli.errors import PROBLEMS_FOUND, RUN_FAILED, Failure, WrongCall, checking_the_call
+from jmp_train.cli.options import check_file, read_options, remove_folders
+from jmp_train.cli.scripts import described, errors_of_the_script, function_of, script_and_function
+from jmp_train.launch import Output, own_output
+from jmp_train.tasks import TASK_NAMES, TaskOptions, has_files, load_task
+
+if TYPE_CHECKING:
+    from jmp_train.planning import Plan
+
+PLANNED_POLICIES = ("float32", "autocast_float16", "autocast_bfloat16")
+_WANTED = "wanted is (step, state, batch), or a parameter for the policy, with which it returns these"
+
+
+def plan_command(args: argparse.Namespace) -> int:
+    """Plans a task or a script's step, prints and writes what is found, and returns the exit code."""
+    if args.install:
+        return _install(args)
+    from jmp_train.aot import INSTALL, PluginError
+    from jmp_train.reports import compilations_shown
+
+    with _outputs(args) as output:
+        try:
+            with compilations_shown(sys.stderr) if output is None else _nothing_shown() as progress:
+                found = _plan(args, progress)
+        except PluginError as error:
+            raise Failure(str(error).replace(INSTALL, "jmp-train plan --install")) from error
+        return _show(found, args, output)
+
+
+def task_or_function(text: str) -> str | tuple[Path, str]:
+    """Parses a task's name or SCRIPT:FUNCTION.
+
+    Args:
+      text: the argument.
+    """
+    if ":" in text:
+        return script_and_function(text)
+    if text not in TASK_NAMES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not SCRIPT:FUNCTION, nor a task: {', '.join(TASK_NAMES)}")
+    return text
+
+
+def _install(args: argparse.Namespace) -> int:
+    from jmp_train.aot import PluginError, install_compiler
+
+    print("installing XLA's compiler for CUDA, about 600 MB", file=sys.stderr)
+    try:
+        print(f"XLA's compiler for CUDA is in {install_compiler(args.cuda)}")
+    except PluginError as error:
+        raise Failure(str(error)) from error
+    return 0
+
+
+@contextmanager
+def _nothing_shown() -> Iterator[None]:
+    yield None
+
+
+@contextmanager
+def _outputs(args: argparse.Namespace) -> Iterator[Output | None]:
+    """Makes the folder of the page, which stays if it is written, and provides what `--json` prints on."""
+    made = [] if args.page is None else check_file("--page", args.page)
+    try:
+        with ExitStack() as stack:
+            yield stack.enter_context(own_output()) if args.json else None
+    finally:
+        remove_folders(made)
+
+
+def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None) -> "Plan":
+    from jmp_train.planning import Allowances, plan
+
+    with checking_the_call():
+        options: dict[str, Any] = {
+            "gpus": _gpus(args),
+            "devices": args.devices,
+            "shardings": args.shardings or "replicated",
+            "find_largest": not args.no_largest,
+            "remedies": True if args.remedies else None,
+            "progress": progress,
+        }
+        if args.memory_fraction is not None:
+            options["allowances"] = Allowances(memory_fraction=args.memory_fraction)
+    if isinstance(args.task, str):
+        return _plan_of_task(args, options)
+    file, name = args.task
+    if args.batch_size is not None:
+        options["batch_size"] = args.batch_size
+    function = function_of(file, name)
+    with errors_of_the_script(file):
+        if inspect.signature(function).parameters:
+            return plan(function, policies=args.policies or PLANNED_POLICIES, **options)
+        made = function()
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise WrongCall(f"{file}:{name} returned {described(made)}: {_WANTED}")
+    with errors_of_the_script(file):
+        return plan(*made, policies=args.policies, **options)
+
+
+def _plan_of_task(args: argparse.Namespace, options: dict[str, Any]) -> "Plan":
+    from jmp_train.planning import plan
+    from jmp_train.runs import planned_step
+
+    with checking_the_call():
+        task = load_task(args.task, _task_options(args))
+    whole_graph = bool(task.shared())  # which no batch makes larger
+    if whole_graph and args.devices != 1:
+        raise WrongCall(f"--devices {args.devices}: task {args.task} trains on a whole graph, which is not sharded")
+
+    def make(policy: str) -> Any:
+        return planned_step(task, policy)
+
+    with checking_the_call():
+        return plan(
+            make,
+            policies=args.policies or PLANNED_POLICIES,
+            batch_size=args.batch_size or task.batch_size,
+            **{**options, "find_largest": options["find_largest"] and not whole_graph},
+        )
+
+
+def _task_options(args: argparse.Namespace) -> TaskOptions:
+    """Returns the options of the task, whose data need not be there: only its shapes count."""
+    options = read_options(TaskOptions, args)
+    if options.data_dir is None and has_files(args.task):
+        return dataclasses.replace(options, synthetic=True)
+    return options
+
+
+def _gpus(args: argparse.Namespace) -> list[Any]:
+    from jmp_train.aot import GPUS, read_gpus
+    from jmp_train.planning import DEFAULT_GPUS
+
+    own = {} if args.gpu_file is None else read_gpus(args.gpu_file)
+    names = args.gpus or (list(own) or list(DEFAULT_GPUS))
+    known = {**GPUS, **own}
+    for name in names:
+        if name not in known:
+            raise WrongCall(f"--gpus {name}: there is no such GPU; there are {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+def _show(found: "Plan", args: argparse.Namespace, output: Output | None) -> int:
+    """Prints what was found, writes the page, and returns the exit code."""
+    from jmp_train.reports import plan_json, write_plan
+
+    title = args.task if isinstance(args.task, str) else ":".join(map(str, args.task))
+    log = sys.stdout if output is None else sys.stderr
+    if output is None:
+        print(f"{title}:\n{found}")
+        if args.buffers:
+            print(found.largest_buffers(args.buffers))
+    else:
+        print(plan_json({"step": title}, found), end="", file=output, flush=True)
+    written, unwritten = write_plan(args.page, title, found)
+    for path in written:
+        print(f"wrote {path}", file=log)
+    if unwritten:
+        raise Failure("; ".join(unwritten))
+    if output is not None and output.lost is not None:
+        return RUN_FAILED
+    return 0 if all(row.fits for row in found.rows) else PROBLEMS_FOUND

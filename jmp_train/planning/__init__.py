@@ -1,0 +1,11 @@
+"""What a training step would need on GPUs that need not be there."""
+
+from jmp_train.planning.allowances import Allowances as Allowances
+from jmp_train.planning.batches import Batches as Batches
+from jmp_train.planning.largest_batch import LargestBatch as LargestBatch
+from jmp_train.planning.planner import DEFAULT_GPUS as DEFAULT_GPUS
+from jmp_train.planning.planner import plan as plan
+from jmp_train.planning.remedies import Remedy as Remedy
+from jmp_train.planning.report import Plan as Plan
+from jmp_train.planning.rows import PlanRow as PlanRow
+from jmp_train.planning.variants import Placement as Placement

@@ -1,0 +1,64 @@
+"""Batches of any size, as shapes."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jmp_train.policies.pytrees import named_leaves
+
+Batches = Callable[[int], Any]
+"""Returns the batch of a number of examples, as a tree of arrays or shapes."""
+
+
+def batches_of(batch: Any, batch_size: int | None) -> tuple[Batches, int]:
+    """Returns the batches by size, and the size to begin with.
+
+    Args:
+      batch: a tree whose arrays have the examples along their first axes, or a function of the number of examples.
+      batch_size: the size to begin with; None for that of the tree.
+
+    Raises:
+      TypeError: `batch` is a function, and there is no `batch_size`.
+      ValueError: `batch_size` is below 1, or first axes are of several lengths; the message names the leaf.
+    """
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise ValueError(f"batch_size={batch_size!r} must be an integer of at least 1")
+    if callable(batch):
+        if batch_size is None:
+            raise TypeError("batch is a function of the number of examples, and so batch_size must be given")
+        return batch, batch_size
+    shapes = shapes_of(batch)
+    size = _first_axis(shapes)
+
+    def of_size(count: int) -> Any:
+        def grown(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, weak_type=x.weak_type) if x.shape else x
+
+        return jax.tree.map(grown, shapes)
+
+    return of_size, batch_size or size
+
+
+def shapes_of(tree: Any) -> Any:
+    """Returns a tree with arrays as their shapes; what are shapes already stay."""
+    return jax.tree.map(lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jax.eval_shape(lambda: x), tree)
+
+
+def _first_axis(shapes: Any) -> int:
+    lengths = {name: x.shape[0] for name, x in _with_axes(shapes)}
+    if not lengths:
+        raise ValueError("batch has no array with a first axis: give a function of the number of examples")
+    common = Counter(lengths.values()).most_common(1)[0][0]
+    for name, length in lengths.items():
+        if length != common:
+            raise ValueError(
+                f"batch {name!r} has a first axis of {length}, others of {common}: where the examples are not along "
+                "all first axes, give a function of the number of examples and batch_size"
+            )
+    return common
+
+
+def _with_axes(shapes: Any) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+    return [(name, x) for name, x in named_leaves(shapes) if x.shape]

@@ -1,0 +1,139 @@
+"""What a page says of a single row of a plan, folded."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from jmp_train.aot import Buffer
+from jmp_train.planning import svg
+from jmp_train.planning.kernels import costliest_first
+from jmp_train.planning.rows import PlanRow, gigabytes
+
+_BUFFERS, _KERNELS = 20, 10
+
+
+def details(number: int, row: PlanRow) -> str:
+    """Returns a fold with a row's largest buffers, remedies, communication, batches and costliest kernels.
+
+    Args:
+      number: the row's, from 1.
+      row: of a plan.
+    """
+    fits = "fits" if row.fits else "does not fit"
+    where = f"{row.gpu.name}, {row.policy}, {row.placement}"
+    said = f"{gigabytes(row.peak_bytes)} of {gigabytes(row.usable_bytes)} with batch {row.batch_size}, {fits}"
+    parts = (_remedies(row), _buffers(row), _batches(row), _communication(row), _kernels(row))
+    inside = "\n".join(part for part in parts if part)
+    misfit = "" if row.fits else ' class="misfit"'
+    # A link to what is inside of a fold opens it.
+    return (
+        f"<details><summary><b>{escape(where)}</b>: <span{misfit}>{escape(said)}</span></summary>\n"
+        f'<div id="row-{number}">\n{inside}\n</div></details>'
+    )
+
+
+def _section(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], texts: int, note: str = "") -> str:
+    """Returns a titled table, whose last columns, `texts` of them, are text; nothing if it has no rows."""
+    body = "\n".join(f"<tr>{_cells('td', row, texts)}</tr>" for row in rows)
+    if not body:
+        return ""
+    noted = f'\n<p class="soft">{escape(note)}</p>' if note else ""
+    head = f"<thead><tr>{_cells('th', heads, texts)}</tr></thead>"
+    return (
+        f'<h3>{escape(title)}</h3>\n<div class="scroll"><table>{head}\n<tbody>\n{body}\n</tbody></table></div>{noted}'
+    )
+
+
+def _cells(tag: str, cells: Sequence[str], texts: int) -> str:
+    numbers = len(cells) - texts
+    classes = ("" if i < numbers else ' class="text"' for i in range(len(cells)))
+    return "".join(f"<{tag}{name}>{escape(cell)}</{tag}>" for name, cell in zip(classes, cells, strict=True))
+
+
+def _buffers(row: PlanRow) -> str:
+    heads = ("memory", "share", "kind", "operation", "dtype", "shape", "module", "source")
+    rest = row.buffers[_BUFFERS:]
+    further = f"{len(rest)} more {'has' if len(rest) == 1 else 'have'} {_size(sum(b.n_bytes for b in rest))}."
+    cells = (_buffer(buffer, row.peak_bytes) for buffer in row.buffers[:_BUFFERS])
+    return _section("Largest buffers at the peak", heads, cells, 6, further if rest else "")
+
+
+def _buffer(buffer: Buffer, peak: int) -> tuple[str, ...]:
+    share = f"{buffer.n_bytes / max(peak, 1):.1%}"
+    shape = ",".join(map(str, buffer.shape))
+    return (
+        _size(buffer.n_bytes), share, buffer.kind, buffer.operation, buffer.dtype, shape, buffer.module, buffer.source,
+    )  # fmt: skip
+
+
+def _remedies(row: PlanRow) -> str:
+    cells = ((gigabytes(r.peak_bytes), "yes" if r.fits else "no", r.name, r.code) for r in row.remedies)
+    return _section("What could help", ("memory", "fits", "change", "code"), cells, 2, "With the same batch.")
+
+
+def _batches(row: PlanRow) -> str:
+    if row.largest is None:
+        return ""
+    found = row.largest.size
+    cells = (
+        (str(size), gigabytes(n_bytes), "yes" if n_bytes <= row.usable_bytes else "no", "largest" * (size == found))
+        for size, n_bytes in sorted(row.largest.tried.items())
+    )
+    note = "" if row.largest.is_monotonic else "Larger batches did not always need more memory."
+    return _section("Batches that were compiled", ("batch", "memory", "fits", ""), cells, 1, note)
+
+
+def _communication(row: PlanRow) -> str:
+    heads = ("count", "of devices", "all bytes", "sent by each", "least time", "collective", "dtype")
+    cells = (
+        (
+            str(item.count), str(item.group_size), _size(item.n_bytes), _size(item.sent_bytes),
+            _time(item.seconds), item.kind, item.dtype,
+        )
+        for item in row.costs.communication
+    )  # fmt: skip
+    link = f"Over {row.gpu.link}, {svg.with_unit(row.gpu.link_bandwidth, 'B/s')} in one direction."
+    return _section("Communication", heads, cells, 2, link)
+
+
+def _kernels(row: PlanRow) -> str:
+    total = row.costs.compute_seconds_without_cache
+    cells = (
+        (
+            _time(found.all_seconds),
+            f"{found.all_seconds / total:.1%}" if total else "",
+            str(found.times),
+            svg.with_unit(found.operations, "flop") if found.operations else "",
+            _size(found.n_bytes),
+            ", ".join(found.dtypes),
+            found.operation,
+        )
+        for found in costliest_first(row.costs)[:_KERNELS]
+    )
+    heads = ("least time", "share", "times", "operations", "bytes", "products of", "operation")
+    return _section("Costliest kernels", heads, cells, 2, _kernel_note(row))
+
+
+def _kernel_note(row: PlanRow) -> str:
+    """Returns what the times leave out."""
+    costs = row.costs
+    said = ["Operations and bytes are of one execution, times and shares of all, without the L2 cache."]
+    said += [
+        f"Operations of {name} are not known: {_counted(count, 'kernel')}." for name, count in costs.uncounted.items()
+    ]
+    if costs.unknown_loops:
+        said.append(f"Counted once: {_counted(costs.unknown_loops, 'loop')} of unknown length.")
+    if costs.conditionals:
+        said.append(f"Of {_counted(costs.conditionals, 'conditional')} the fastest branch counts.")
+    return " ".join(said)
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}{'s' * (count != 1)}"
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
+
+
+def _size(n_bytes: float) -> str:
+    return svg.with_unit(n_bytes, "B")

@@ -1,0 +1,103 @@
+"""The search for the largest batch that fits, by as few compilations as possible."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+_MOST = 2**31 - 1  # examples: what grows no further by then does not grow
+_TILE = 8  # multiples of it need no padding where matrix units compute, and so less memory than their neighbors
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest batch that fits.
+
+    Attributes:
+      size: examples; 0 if not even the smallest batch fits.
+      bytes: what a step with it takes; None if `size` is 0.
+      next_bytes: what one with the next larger batch takes, which does not fit.
+      tried: bytes by size, of all that were compiled.
+    """
+
+    size: int
+    bytes: int | None
+    next_bytes: int
+    tried: Mapping[int, int]
+
+    @property
+    def is_monotonic(self) -> bool:
+        """Whether larger batches took at least as many bytes, of the multiples of 8 that were compiled."""
+        sizes = [size for size in sorted(self.tried) if size % _TILE == 0]
+        return all(self.tried[a] <= self.tried[b] for a, b in pairwise(sizes))
+
+
+def largest_batch(bytes_of: Callable[[int], int], limit: int, start: int, multiple: int = 1) -> LargestBatch | None:
+    """Finds the largest batch that fits into a limit, where the next larger one does not.
+
+    Memory is nearly linear in the batch, so what is tried is where the line through the two nearest sizes meets the
+    limit, and, in turns, their middle. At first only multiples of 8 are tried: where matrix units compute in half
+    precision, other sizes are padded, and take more memory.
+
+    Args:
+      bytes_of: what a step with a batch of some size takes.
+      limit: bytes that are there.
+      start: the size to begin with, a multiple of `multiple`.
+      multiple: sizes are multiples of this.
+
+    Returns:
+      The largest batch, or None if what the step takes does not grow with the batch.
+
+    Example:
+      >>> found = largest_batch(lambda size: 1000 + 7 * size, limit=2000, start=8)
+      >>> found.size, found.bytes, found.next_bytes, sorted(found.tried)
+      (142, 1994, 2001, [8, 16, 136, 140, 142, 143, 144])
+    """
+    tried: dict[int, int] = {}
+
+    def needed(size: int) -> int:
+        if size not in tried:
+            tried[size] = bytes_of(size)
+        return tried[size]
+
+    tile = math.lcm(_TILE, multiple)
+    low, high = _bracket(needed, limit, start, tile)
+    if high is None:
+        return None
+    low, high = _narrowed(needed, limit, low, high, tile)
+    if tile != multiple and (low == 0 or needed(low + multiple) <= limit):
+        low, high = _narrowed(needed, limit, low + multiple if low else 0, high, multiple)
+    else:
+        high = low + multiple
+    return LargestBatch(low, tried.get(low), needed(high), dict(sorted(tried.items())))
+
+
+def _bracket(needed: Callable[[int], int], limit: int, start: int, tile: int) -> tuple[int, int | None]:
+    """Returns a multiple of `tile` that fits, 0 if none was found, and one that does not; None if all do."""
+    low = -(-start // tile) * tile
+    if needed(low) > limit:
+        return 0, low
+    high = 2 * low
+    while needed(high) <= limit:
+        growth = needed(high) - needed(low)
+        if growth <= 0 and high > 1024 * start:
+            return high, None
+        guess = 2 * high if growth <= 0 else high + (limit - needed(high)) * (high - low) // growth
+        low, high = high, min(max(guess // tile, high // tile + 1), 64 * high // tile) * tile
+        if high > _MOST:
+            return low, None
+    return low, high
+
+
+def _narrowed(needed: Callable[[int], int], limit: int, low: int, high: int, unit: int) -> tuple[int, int]:
+    """Returns neighbors of which the first fits and the second does not, between such that are farther apart."""
+    by_line = True
+    while high - low > unit:
+        middle = (low + high) // 2
+        if by_line and low:
+            share = (limit - needed(low)) / (needed(high) - needed(low))
+            middle = low + int(share * (high - low))
+        middle = min(max(middle // unit * unit, low + unit), high - unit)
+        low, high = (middle, high) if needed(middle) <= limit else (low, middle)
+        by_line = not by_line
+    return low, high

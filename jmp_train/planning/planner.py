@@ -1,0 +1,223 @@
+"""`plan`: what a training step would need on GPUs that need not be there."""
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from jmp_train.aot import GPU, GPUS, CompiledForGPU, buffers_at_peak, compile_program, program_costs, read_hlo
+from jmp_train.planning.allowances import Allowances
+from jmp_train.planning.arguments import arguments_of
+from jmp_train.planning.largest_batch import LargestBatch, largest_batch
+from jmp_train.planning.remedies import Remedy, changes
+from jmp_train.planning.report import Plan
+from jmp_train.planning.rows import PlanRow
+from jmp_train.planning.variants import (
+    REPLICATED,
+    Placement,
+    Precision,
+    Shardings,
+    Variant,
+    checked_placements,
+    variants_of,
+)
+
+DEFAULT_GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
+_BYTES_A_COMPILATION = 4 * 2**30
+
+
+def plan(
+    step: Callable[..., Any],
+    state: Any = None,
+    batch: Any = None,
+    *,
+    gpus: str | GPU | Sequence[str | GPU] = DEFAULT_GPUS,
+    policies: Sequence[Precision] | None = None,
+    devices: int | Sequence[int] = 1,
+    shardings: Shardings | Sequence[Shardings] = REPLICATED,
+    batch_size: int | None = None,
+    find_largest: bool = True,
+    remedies: bool | None = None,
+    allowances: Allowances | None = None,
+    donate: bool = True,
+    jobs: int | None = None,
+    timeout: float = 1800,
+    progress: Callable[[int, str], None] | None = None,
+) -> Plan:
+    """Compiles a training step for GPUs that need not be there, and says what it needs of each.
+
+    Shapes suffice for state and batch. The step is traced here, and compiled by XLA's own compiler for CUDA in
+    processes of their own; `jt.aot.install_compiler()` installs it, once. What was compiled is kept in
+    `$JMP_TRAIN_CACHE` or ~/.cache/jmp_train.
+
+    Args:
+      step: a function `(state, batch) -> anything`, such as a `TrainStep`, not yet parallel. Without `state` and
+        `batch`, a function of a policy that returns `(step, state, batch)`.
+      state: pytree of arrays or `jax.ShapeDtypeStruct`.
+      batch: the same, with the examples along all first axes, which is what grows; or a function of the number of
+        examples, for batches that grow otherwise, such as graphs.
+      gpus: names of `jt.aot.GPUS`, or `GPU`s of your own.
+      policies: names, `Policy`s or AMP modes in which to plan a `TrainStep`; the state's parameters and optimizer state
+        are made anew for each. AMP modes want an optimizer without a loss scale. None for the step as it is.
+      devices: how many GPUs, in one host, share the batch; or several such numbers.
+      shardings: how several devices hold the state: "replicated", "zero1", "fsdp", or a function of the state's shapes
+        and a mesh that returns shardings; or several of these.
+      batch_size: examples of a step, over all devices; None for those of `batch`.
+      find_largest: whether to search for the largest batch that fits, which takes about five compilations.
+      remedies: whether to compile what could help; None for where the step does not fit.
+      allowances: what a GPU's memory has to hold beside the step; None for `Allowances()`, in which jax takes 75 % of
+        it.
+      donate: whether the next state takes the place of the last.
+      jobs: how many programs to compile at one time; None for as many as there are cores and memory for.
+      timeout: seconds after which a compilation is killed.
+      progress: called with the number of programs compiled so far and what comes next.
+
+    Returns:
+      A `Plan`; printed, it is a table.
+
+    Raises:
+      TypeError: an argument is of another type.
+      ValueError: there is no such GPU, policy or sharding, or the batch cannot be shared by the devices.
+      PluginError: the compiler is not there; the message has the command.
+      RuntimeError: a compilation failed.
+      TimeoutError: it took longer than `timeout`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> step = jt.train_step(jt.stateless(lambda w, x: ((x @ w) ** 2).mean()), optax.adam(1e-3))
+      >>> state = jax.eval_shape(lambda: jt.TrainState.create(jnp.zeros((1024, 1024)), optax.adam(1e-3)))
+      >>> batch = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+      >>> plan = jt.plan(step, state, batch, gpus="A100-40GB", policies=["float32", "mixed_float16"])  # doctest: +SKIP
+      >>> [row.fits for row in plan.rows]  # doctest: +SKIP
+      [True, True]
+    """
+    targets = _targets(gpus)
+    placements = checked_placements(devices, shardings)
+    variants = variants_of(step, state, batch, batch_size, policies)
+    for variant in variants:
+        for placement in placements:
+            _check_divides(variant, placement)
+    compiler = _Compiler(donate, timeout, progress)
+    room = Allowances() if allowances is None else allowances
+
+    def row(gpu: GPU, variant: Variant, placement: Placement) -> PlanRow:
+        return _row(compiler, room, gpu, variant, placement, find_largest, remedies)
+
+    todo = [(gpu, variant, placement) for gpu in targets for variant in variants for placement in placements]
+    with ThreadPoolExecutor(jobs or _jobs()) as pool:
+        futures = [pool.submit(row, *one) for one in todo]
+        try:
+            rows = tuple(future.result() for future in futures)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return Plan(rows, room)
+
+
+class _Compiler:
+    """Compiles variants, each program traced once for all GPUs."""
+
+    def __init__(self, donate: bool, timeout: float, progress: Callable[[int, str], None] | None) -> None:
+        self._donate, self._timeout, self._progress = donate, timeout, progress
+        self._lock = threading.Lock()  # of tracing, which is Python, and of the count
+        self._exported: dict[Any, Any] = {}
+        self._count = 0
+
+    def exported(self, variant: Variant, placement: Placement, size: int) -> Any:
+        key = (id(variant), placement, size)
+        with self._lock:
+            if key not in self._exported:
+                exported = variant.exported(placement, size, donate=self._donate)
+                self._exported[key] = (exported, variant)  # which keeps the id
+            return self._exported[key][0]
+
+    def __call__(self, gpu: GPU, variant: Variant, placement: Placement, size: int) -> CompiledForGPU:
+        program = self.exported(variant, placement, size)
+        if self._progress is not None:
+            with self._lock:
+                self._progress(self._count, f"{gpu.name}, {variant.policy}, {placement}, batch {size}")
+        compiled = compile_program(program, gpu, timeout=self._timeout)
+        with self._lock:
+            self._count += 1
+        return compiled
+
+
+def _row(
+    compiler: _Compiler,
+    allowances: Allowances,
+    gpu: GPU,
+    variant: Variant,
+    placement: Placement,
+    find_largest: bool,
+    remedies: bool | None,
+) -> PlanRow:
+    size = variant.batch_size
+    compiled = compiler(gpu, variant, placement, size)
+    usable = allowances.usable_bytes(gpu, placement.devices)
+    fits = compiled.allocated_bytes <= usable
+    hlo = read_hlo(compiled.hlo)
+    paths = compiler.exported(variant, placement, size).paths
+    helped = remedies or (remedies is None and not fits)
+    return PlanRow(
+        gpu=gpu,
+        policy=variant.policy,
+        placement=placement,
+        batch_size=size,
+        peak_bytes=compiled.allocated_bytes,
+        usable_bytes=usable,
+        largest=_largest(compiler, usable, gpu, variant, placement) if find_largest else None,
+        costs=program_costs(hlo, gpu),
+        buffers=buffers_at_peak(compiled.buffer_assignment, compiled.live_range, hlo, arguments_of(paths)),
+        remedies=_remedies(compiler, usable, gpu, variant, placement) if helped else (),
+    )
+
+
+def _largest(compiler: _Compiler, usable: int, gpu: GPU, variant: Variant, placement: Placement) -> LargestBatch | None:
+    def bytes_of(size: int) -> int:
+        return compiler(gpu, variant, placement, size).allocated_bytes
+
+    return largest_batch(bytes_of, usable, variant.batch_size, variant.multiple(placement))
+
+
+def _remedies(compiler: _Compiler, usable: int, gpu: GPU, variant: Variant, placement: Placement) -> tuple[Remedy, ...]:
+    found = []
+    for name, code, changed, where in changes(variant, placement):
+        needed = compiler(gpu, changed, where, variant.batch_size).allocated_bytes
+        found.append(Remedy(name, code, needed, needed <= usable))
+    return tuple(sorted(found, key=lambda remedy: remedy.peak_bytes))
+
+
+def _targets(gpus: str | GPU | Sequence[str | GPU]) -> list[GPU]:
+    several = [gpus] if isinstance(gpus, str | GPU) else list(gpus)
+    if not several:
+        raise ValueError("gpus is empty")
+    for gpu in several:
+        if not isinstance(gpu, GPU) and gpu not in GPUS:
+            raise ValueError(f"gpus has {gpu!r}, which must be one of {', '.join(GPUS)}, or a jt.aot.GPU")
+    return [gpu if isinstance(gpu, GPU) else GPUS[gpu] for gpu in several]
+
+
+def _check_divides(variant: Variant, placement: Placement) -> None:
+    multiple = variant.multiple(placement)
+    if variant.batch_size % multiple:
+        raise ValueError(
+            f"batch_size={variant.batch_size} must be a multiple of {multiple} for {placement} and its micro-batches"
+        )
+
+
+def _jobs() -> int:
+    """Returns how many compilations cores and memory allow at one time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _available_bytes() // _BYTES_A_COMPILATION))
+
+
+def _available_bytes() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return _BYTES_A_COMPILATION
+    sizes: Mapping[str, int] = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
+    return sizes.get("MemAvailable", _BYTES_A_COMPILATION)

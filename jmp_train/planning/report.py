@@ -1,0 +1,80 @@
+"""A plan: the rows as a table, as JSON, as a page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jmp_train.planning.allowances import Allowances
+from jmp_train.planning.page import page
+from jmp_train.planning.rows import PlanRow, gigabytes, table_cells
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `plan` returns; printed, it is a table.
+
+    Attributes:
+      rows: by GPU, precision and placement, in this order.
+      allowances: what a GPU's memory has to hold beside the step.
+    """
+
+    rows: tuple[PlanRow, ...]
+    allowances: Allowances
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all of it as what JSON has."""
+        return {"allowances": vars(self.allowances), "rows": [row.to_json() for row in self.rows]}
+
+    def to_html(self, title: str = "Plan") -> str:
+        """Returns all of it as one HTML page, without scripts or network access.
+
+        Args:
+          title: what was planned.
+        """
+        return page(title, self.rows, self.allowances)
+
+    def largest_buffers(self, count: int = 10) -> str:
+        """Returns a table of the largest buffers at the peak for each row: what they are and what line makes them.
+
+        Args:
+          count: how many.
+        """
+        return "\n".join(_buffers(row, count) for row in self.rows)
+
+    def __str__(self) -> str:
+        parts = [_table(table_cells(self.rows))]
+        for row in self.rows:
+            if row.remedies:
+                parts.append(_help(row))
+        parts.append(
+            f"memory: what a GPU allocates for a step, of what it can have where jax's pool is "
+            f"{self.allowances.memory_fraction:.0%} (XLA_PYTHON_CLIENT_MEM_FRACTION); least time: a roofline"
+        )
+        return "\n".join(parts)
+
+
+def _table(cells: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+    return "\n".join(lines)
+
+
+def _help(row: PlanRow) -> str:
+    lines = [f"{_title(row)}, {gigabytes(row.peak_bytes)}; what could help:"]
+    lines += [
+        f"  {gigabytes(r.peak_bytes):>9}  {'fits' if r.fits else 'does not fit'}  {r.name}: {r.code}"
+        for r in row.remedies
+    ]
+    return "\n".join(lines)
+
+
+def _buffers(row: PlanRow, count: int) -> str:
+    cells = [("bytes", "kind", "operation", "dtype", "shape", "from")]
+    for b in row.buffers[:count]:
+        shape = "x".join(map(str, b.shape))
+        cells.append((gigabytes(b.n_bytes), b.kind, b.operation, b.dtype, shape, f"{b.module} {b.source}".strip()))
+    return f"{_title(row)}, of {gigabytes(row.peak_bytes)}:\n{_table(cells)}"
+
+
+def _title(row: PlanRow) -> str:
+    return f"{row.gpu.name}, {row.policy}, {row.placement}, batch {row.batch_size}"

@@ -1,0 +1,152 @@
+"""What a plan says of each GPU, precision and placement."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jmp_train.aot import GPU, Buffer, Costs
+from jmp_train.planning.largest_batch import LargestBatch
+from jmp_train.planning.remedies import Remedy
+from jmp_train.planning.variants import Placement
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What a step needs of one kind of GPU, in one precision and placement. Numbers are of each device.
+
+    Attributes:
+      gpu: the GPU.
+      policy: the precision's name.
+      placement: how many GPUs, and how they hold the state.
+      batch_size: examples of a step, over all devices.
+      peak_bytes: what is allocated for a step: arguments (parameters, optimizer state, batch), results that take no
+        argument's place, constants, and the block of all temporaries.
+      usable_bytes: what of the GPU's memory the step can have, see `Allowances`.
+      largest: the largest batch that fits, over all devices; None if it was not searched for, or nothing grows.
+      costs: arithmetic, bytes, casts, communication, and lower bounds of the time.
+      buffers: what is in memory at the peak, the largest first; they add up to `peak_bytes`.
+      remedies: what could help, the least memory first.
+    """
+
+    gpu: GPU
+    policy: str
+    placement: Placement
+    batch_size: int
+    peak_bytes: int
+    usable_bytes: int
+    largest: LargestBatch | None
+    costs: Costs = field(repr=False)
+    buffers: tuple[Buffer, ...] = field(repr=False)
+    remedies: tuple[Remedy, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits."""
+        return self.peak_bytes <= self.usable_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What is left; negative if the step does not fit."""
+        return self.usable_bytes - self.peak_bytes
+
+    @property
+    def largest_batch(self) -> int | None:
+        """Examples of the largest batch that fits, over all devices; 0 if none does, None if it is not known."""
+        return None if self.largest is None else self.largest.size
+
+    @property
+    def step_seconds_bound(self) -> float:
+        """A lower bound of the step's time: a roofline, by the GPU's peak rates and bandwidth."""
+        return self.costs.seconds
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """What is in memory at the peak by kind, the most first."""
+        counter: Counter[str] = Counter()
+        for buffer in self.buffers:
+            counter[buffer.kind] += buffer.n_bytes
+        return dict(counter.most_common())
+
+    def to_json(self, buffers: int = 20) -> dict[str, Any]:
+        """Returns the row as what JSON has.
+
+        Args:
+          buffers: how many of them, the largest.
+        """
+        costs = self.costs
+        return {
+            "gpu": self.gpu.name,
+            "policy": self.policy,
+            "devices": self.placement.devices,
+            "placement": str(self.placement),
+            "batch_size": self.batch_size,
+            "peak_bytes": self.peak_bytes,
+            "usable_bytes": self.usable_bytes,
+            "memory_bytes": self.gpu.memory_bytes,
+            "fits": self.fits,
+            "headroom_bytes": self.headroom_bytes,
+            "largest_batch": self.largest_batch,
+            "tried_batches": {} if self.largest is None else {str(k): v for k, v in self.largest.tried.items()},
+            "step_seconds_bound": self.step_seconds_bound,
+            "step_seconds_without_cache": costs.seconds_without_cache,
+            "operations": costs.operations,
+            "read_bytes": costs.read_bytes,
+            "written_bytes": costs.written_bytes,
+            "cast_bytes": costs.cast_bytes,
+            "communication": [vars(item) for item in costs.communication],
+            "communication_seconds_bound": costs.communication_seconds,
+            "bytes_by_kind": self.bytes_by_kind,
+            "buffers": [vars(buffer) for buffer in self.buffers[:buffers]],
+            "remedies": [vars(remedy) for remedy in self.remedies],
+        }
+
+
+_HEADS = ("GPU", "policy", "placement", "batch", "memory", "of", "fits", "largest batch", "least time", "casts")
+
+
+def table_cells(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
+    """Returns a table of rows, the heads first; placements are left out where all are one device.
+
+    Args:
+      rows: of a plan.
+    """
+    cells = [_HEADS, *(_cells_of(row) for row in rows)]
+    if any(row.placement.devices > 1 for row in rows):
+        return cells
+    return [(*row[:2], *row[3:]) for row in cells]
+
+
+def _cells_of(row: PlanRow) -> tuple[str, ...]:
+    return (
+        row.gpu.name,
+        row.policy,
+        str(row.placement),
+        str(row.batch_size),
+        gigabytes(row.peak_bytes),
+        gigabytes(row.usable_bytes),
+        "yes" if row.fits else "no",
+        "" if row.largest_batch is None else str(row.largest_batch),
+        milliseconds(row.step_seconds_bound),
+        gigabytes(row.costs.cast_bytes),
+    )
+
+
+def gigabytes(n_bytes: float) -> str:
+    """Returns bytes as decimal gigabytes, with a digit that says something.
+
+    Example:
+      >>> gigabytes(12_345_678_900), gigabytes(67_800_000)
+      ('12.35 GB', '0.068 GB')
+    """
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e9:.3f} GB"
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns a time as milliseconds with three digits.
+
+    Example:
+      >>> milliseconds(0.01234)
+      '12.3 ms'
+    """
+    return f"{1e3 * seconds:.3g} ms"

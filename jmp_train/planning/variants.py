@@ -1,0 +1,205 @@
+"""The programs that a plan compares: a step in several precisions, on one device or sharded over several."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jmp_train.aot import ExportedProgram, export_program
+from jmp_train.parallel import data_parallel, fsdp_shardings, sharded_step, zero1_shardings
+from jmp_train.planning.batches import Batches, batches_of, shapes_of
+from jmp_train.policies import Amp, Policy, get_policy
+from jmp_train.policies.dtype_policies import PathPolicy
+from jmp_train.steps import TrainState, TrainStep
+
+Shardings = str | Callable[[Any, AbstractMesh], Any]
+Precision = str | Policy | PathPolicy | Amp
+
+REPLICATED, ZERO1, FSDP = "replicated", "zero1", "fsdp"
+_RULES: dict[str, Callable[..., Any]] = {ZERO1: zero1_shardings, FSDP: fsdp_shardings}
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How a step is spread over devices.
+
+    Attributes:
+      devices: how many, in one host.
+      shardings: "replicated", "zero1", "fsdp", or a function of the state's shapes and the mesh.
+    """
+
+    devices: int = 1
+    shardings: Shardings = REPLICATED
+
+    def __str__(self) -> str:
+        if self.devices == 1:
+            return "1 device"
+        name = self.shardings if isinstance(self.shardings, str) else getattr(self.shardings, "__name__", "own")
+        return f"{self.devices} devices, {name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A step in one precision.
+
+    Attributes:
+      policy: its name.
+      step: a function of state and batch.
+      state: its shapes.
+      batches: the shapes of a batch by its size.
+      batch_size: the size to begin with.
+    """
+
+    policy: str
+    step: Callable[[Any, Any], Any]
+    state: Any
+    batches: Batches
+    batch_size: int
+
+    def multiple(self, placement: Placement) -> int:
+        """Returns of what number batches have to be multiples."""
+        return placement.devices * (self.step.accumulate_steps if isinstance(self.step, TrainStep) else 1)
+
+    def exported(self, placement: Placement, size: int, *, donate: bool) -> ExportedProgram:
+        """Returns the step of a batch of some size, traced for some devices."""
+        arguments = (self.state, shapes_of(self.batches(size)))
+        donated = (0,) if donate else ()
+        names = ("state", "batch")
+        if placement.devices == 1:
+            return export_program(self.step, arguments, names=names, donated=donated)
+        mesh = AbstractMesh((placement.devices,), ("data",), axis_types=(AxisType.Auto,))
+        step, state_shardings = _spread(self.step, self.state, placement.shardings, mesh)
+        split, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+        batch_shardings = jax.tree.map(lambda x: split if x.shape else whole, arguments[1])
+        return export_program(
+            step,
+            arguments,
+            names=names,
+            donated=donated,
+            shardings=(state_shardings, batch_shardings),
+            devices=placement.devices,
+        )
+
+
+def variants_of(
+    step: Callable[..., Any],
+    state: Any,
+    batch: Any,
+    batch_size: int | None,
+    policies: Sequence[Precision] | None,
+) -> list[Variant]:
+    """Returns the step in each of the precisions.
+
+    Args:
+      step: see `plan`, as are the others.
+      state: its state.
+      batch: its batch, or a function of the number of examples.
+      batch_size: with how many to begin.
+      policies: None for the step as it is.
+
+    Raises:
+      TypeError: the step is not such that its precision could be replaced.
+      ValueError: there is no such policy.
+    """
+    if not callable(step):
+        raise TypeError(f"step must be a function of state and batch, got {type(step).__name__}")
+    if state is None:
+        if policies is None:
+            raise TypeError("step without a state must be a function of a policy, and so policies must be given")
+        return [_variant(_name(policy), *_made_by(step, policy), batch_size) for policy in policies]
+    if policies is None:
+        policy = getattr(step, "policy", None)
+        return [_variant("as it is" if policy is None else _name(policy), step, state, batch, batch_size)]
+    if not isinstance(step, TrainStep) or not isinstance(state, TrainState):
+        raise TypeError(
+            f"policies can be given for a TrainStep and its TrainState, not for {type(step).__name__} and "
+            f"{type(state).__name__}; or let step be a function of the policy that returns (step, state, batch)"
+        )
+    return [_variant(_name(policy), *in_precision(step, state, policy), batch, batch_size) for policy in policies]
+
+
+def checked_placements(devices: int | Sequence[int], shardings: Shardings | Sequence[Shardings]) -> list[Placement]:
+    """Returns the placements of some numbers of devices and shardings; on one device nothing is sharded.
+
+    Raises:
+      ValueError: a number is below 1, or there is no such sharding.
+    """
+    counts = [devices] if isinstance(devices, int) else list(devices)
+    several = [shardings] if isinstance(shardings, str) or callable(shardings) else list(shardings)
+    for count in counts:
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"devices={count!r} must be an integer of at least 1")
+    for one in several:
+        if not callable(one) and one not in (REPLICATED, *_RULES):
+            raise ValueError(f"shardings={one!r} must be 'replicated', 'zero1', 'fsdp', or a function")
+    return [Placement(n, s) for n in counts for s in (several if n > 1 else [REPLICATED])]
+
+
+def _variant(policy: str, step: Callable[..., Any], state: Any, batch: Any, batch_size: int | None) -> Variant:
+    batches, size = batches_of(batch, batch_size)
+    return Variant(policy, step, shapes_of(state), batches, size)
+
+
+def _made_by(make: Callable[..., Any], policy: Precision) -> tuple[Any, Any, Any]:
+    made = make(policy)
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise TypeError(f"step({policy!r}) must return (step, state, batch), got {type(made).__name__}")
+    return made
+
+
+def in_precision(step: TrainStep, state: TrainState, policy: Precision) -> tuple[TrainStep, TrainState]:
+    """Returns the step and the shapes of its state in another precision.
+
+    Args:
+      step: the step, whose optimizer has no loss scale where `policy` is an AMP mode.
+      state: the shapes of its state.
+      policy: the precision.
+    """
+    if isinstance(policy, Amp):
+        return _in_mode(step, state, policy)
+    policy = get_policy(policy) if isinstance(policy, str) else policy
+    step = dataclasses.replace(step, policy=policy)
+
+    def create(state: TrainState) -> TrainState:
+        params = policy.cast_to_param(state.params)
+        return TrainState.create(params, step.optimizer, model_state=state.model_state, rng=state.rng)
+
+    return step, jax.eval_shape(create, state)
+
+
+def _in_mode(step: TrainStep, state: TrainState, amp: Amp) -> tuple[TrainStep, TrainState]:
+    loss_fn, optimizer = amp.transform(step.loss_fn, step.optimizer)
+    step = dataclasses.replace(step, loss_fn=loss_fn, optimizer=optimizer, policy=None)
+
+    def create(state: TrainState) -> TrainState:
+        return TrainState.create(
+            state.params,
+            optimizer,
+            model_state=amp.cast_model_state(state.model_state),
+            rng=state.rng,
+            cast_params=amp.cast_params,
+        )
+
+    return step, jax.eval_shape(create, state)
+
+
+def _spread(step: Callable[..., Any], state: Any, shardings: Shardings, mesh: AbstractMesh) -> tuple[Any, Any]:
+    """Returns the step over a mesh, and the shardings of its state."""
+    whole = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec()), state)
+    if shardings == REPLICATED:
+        return (data_parallel(step, mesh) if isinstance(step, TrainStep) else step), whole  # pyright: ignore
+    if callable(shardings):
+        own = shardings(state, mesh)
+    elif isinstance(state, TrainState):
+        own = _RULES[shardings](state, mesh)
+    else:
+        raise TypeError(f"shardings={shardings!r} is for a TrainState, not for {type(state).__name__}: give a function")
+    return (sharded_step(step, mesh, shardings=own) if isinstance(step, TrainStep) else step), own  # pyright: ignore
+
+
+def _name(policy: object) -> str:
+    if isinstance(policy, Amp):
+        return policy.mode.value if hasattr(policy.mode, "value") else str(policy.mode)
+    return policy if isinstance(policy, str) else str(policy)
