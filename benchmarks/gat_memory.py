@@ -43,11 +43,11 @@ GOALS = {
 }
 
 
-def reddit_shapes() -> Graph:
-    """Returns a graph with Reddit's counts and synthetic degrees, of which only the shapes are real."""
-    degrees = heavy_tailed(NODES, EDGES / NODES, 21_657).astype(np.int64)
-    degrees[: EDGES - degrees.sum()] += 1  # the fractions that were cut off
-    total = EDGES + NODES
+def reddit_shapes(nodes: int = NODES, edges: int = EDGES) -> Graph:
+    """Returns a graph with Reddit's counts, or others, and synthetic degrees, of which only the shapes are real."""
+    degrees = heavy_tailed(nodes, edges / nodes, 21_657).astype(np.int64)
+    degrees[: edges - degrees.sum()] += 1  # the fractions that were cut off
+    total = edges + nodes
     small = from_degrees(degrees + 1, np.zeros(0, np.int32), None, total)
     others: Any = jax.ShapeDtypeStruct((total,), jnp.int32)
     neighbors = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), small)
@@ -83,14 +83,20 @@ def train_step(policy_name: str, *heads: str) -> tuple[Any, tuple[Any, ...], dic
         params = nnx.split(make(jax.random.key(0)))[1]
         return jt.TrainState.create(params, optimizer)
 
-    batch = {
-        "graph": reddit_shapes(),
-        "features": jax.ShapeDtypeStruct((NODES, REDDIT_FEATURES), jnp.float16 if has_half else jnp.float32),
-        "label": jax.ShapeDtypeStruct((NODES,), jnp.int32),
-        "train_mask": jax.ShapeDtypeStruct((NODES,), jnp.bool_),
-    }
+    batch = batch_of(reddit_shapes(), NODES, policy_name)
     step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy)
     return step, (jax.eval_shape(state), batch), {"donate_argnums": 0}
+
+
+def batch_of(graph: Graph, nodes: int, policy_name: str) -> dict[str, Any]:
+    """Returns the shapes of what a step takes of a graph."""
+    dtype = jnp.float32 if policy_name == "float32" else jnp.float16
+    return {
+        "graph": graph,
+        "features": jax.ShapeDtypeStruct((nodes, REDDIT_FEATURES), dtype),
+        "label": jax.ShapeDtypeStruct((nodes,), jnp.int32),
+        "train_mask": jax.ShapeDtypeStruct((nodes,), jnp.bool_),
+    }
 
 
 def compiled(policy: str, heads: str, gpu: str, python: str) -> CompiledForGPU:

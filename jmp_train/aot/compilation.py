@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -25,6 +26,8 @@ from jmp_train.aot.compiler_packages import PluginError, compiler_path
 from jmp_train.aot.compiling import compiling_environment, from_traceback, run_process
 from jmp_train.aot.gpus import GPU, GPUS
 from jmp_train.aot.stored_arrays import StoredArray, stored_arrays
+
+_CONSTANT = re.compile(r"^allocation \d+: size (\d+),.*\bconstant\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,13 @@ class CompiledForGPU:
 
     @property
     def allocated_bytes(self) -> int:
-        """What a GPU allocates for a run: arguments, results that are not in their place, and the temporaries' block.
+        """What a GPU allocates for a run: arguments, results that are not in their place, the temporaries' block.
 
-        Where temporaries do not fit together without gaps, it is more than `peak_bytes`.
+        Constants are counted where `buffer_assignment` has them. Where temporaries do not fit together without gaps, it
+        is more than `peak_bytes`.
         """
-        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+        constants = sum(map(int, _CONSTANT.findall(self.buffer_assignment)))
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + constants
 
     @property
     def arrays(self) -> tuple[StoredArray, ...]:

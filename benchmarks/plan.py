@@ -1,0 +1,159 @@
+"""What `jmp_train.plan` finds: the largest batches, what ZeRO-1 and FSDP save, and the tables of other benchmarks.
+
+    python benchmarks/plan.py [--parts largest shardings tables] [--cases mnist resnet34 vit-b16 gat] [--json FILE]
+    python benchmarks/plan.py --tiny                # one small case of each part, to see that it runs
+
+No GPU is needed: all steps are compiled ahead of time. `largest` searches for the largest batch of each model that
+fits on each GPU, and prints how much one more example takes; of the GAT it is the largest graph, with 50 edges a node.
+It takes an hour on two cores where nothing is compiled yet. `shardings` compiles the vision transformer's step for
+eight GPUs. `tables` compiles what `amp_memory.py` and `gat_memory.py` do, and prints both peaks: theirs are by XLA's
+count of live arrays, the plan's are what is allocated, with gaps.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gat_memory
+import jax
+
+import jmp_train as jt
+from jmp_train.runs import planned_step
+from jmp_train.tasks import TaskOptions, load_task
+
+PARTS = ("largest", "shardings", "tables")
+TASKS = {"mnist": "mnist", "resnet34": "cifar10", "vit-b16": "vit-b16"}
+GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
+RESULTS = Path(__file__).parent / "results"
+EDGES_A_NODE = 50
+
+Make = Callable[[Any], tuple[Any, Any, Any]]
+
+
+def main() -> None:
+    """Prints a table for each part."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--cases", nargs="+", choices=[*TASKS, "gat"], default=[*TASKS, "gat"])
+    parser.add_argument("--gpus", nargs="+", default=GPUS)
+    parser.add_argument("--policy", default="autocast_float16", help="of the largest batches and the shardings")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    if args.tiny:
+        args.cases, args.gpus = ["mnist"], ["V100-16GB"]
+
+    results: dict[str, Any] = {"jax": jax.__version__}
+    if "largest" in args.parts:
+        results["largest"] = largest(args)
+    if "shardings" in args.parts:
+        results["shardings"] = shardings(args)
+    if "tables" in args.parts:
+        results["tables"] = tables(args)
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def largest(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prints the largest batch of each case on each GPU."""
+    print(f"largest batch in {args.policy}; GB that it takes, of those there are, and those of one example more")
+    print(f"{'model':10}{'GPU':12}{'batch':>9}{'GB':>8}{'of':>8}{'next':>8}{'tried':>7}{'monotonic':>11}{'named':>8}")
+    results = []
+    for case in args.cases:
+        make, size = case_of(case)
+        for gpu in args.gpus:
+            plan = jt.plan(make, policies=[args.policy], gpus=gpu, batch_size=size, remedies=False, progress=note)
+            (row,) = plan.rows
+            found, named = row.largest, share_with_source(row)
+            if found is None or found.bytes is None:
+                print(f"{case:10}{gpu:12}{'none':>9}")
+                continue
+            gigabytes = [x / 1e9 for x in (found.bytes, row.usable_bytes, found.next_bytes)]
+            print(
+                f"{case:10}{gpu:12}{found.size:9}{''.join(f'{x:8.3f}' for x in gigabytes)}{len(found.tried):7}"
+                f"{'yes' if found.is_monotonic else 'no':>11}{named:8.1%}",
+                flush=True,
+            )
+            results.append({"case": case, **row.to_json(buffers=0), "next_bytes": found.next_bytes, "named": named})
+    return results
+
+
+def shardings(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prints the bytes of parameters and optimizer state on each of eight devices, beside those on one."""
+    case = "mnist" if args.tiny else "vit-b16"
+    make, size = case_of(case)
+    plan = jt.plan(
+        make,
+        policies=[args.policy],
+        gpus="A100-40GB",
+        devices=[1, 8],
+        shardings=["replicated", "zero1", "fsdp"],
+        batch_size=max(8, size),
+        find_largest=False,
+        remedies=False,
+        progress=note,
+    )
+    first = plan.rows[0].bytes_by_kind
+    print(f"\n{case}, A100-40GB: MB on each device, and the share of those on one")
+    for row in plan.rows:
+        kinds = [row.bytes_by_kind[kind] for kind in ("parameters", "optimizer state")]
+        shares = [n / first[kind] for n, kind in zip(kinds, ("parameters", "optimizer state"), strict=True)]
+        cells = "".join(f"{n / 1e6:10.2f}{share:8.4f}" for n, share in zip(kinds, shares, strict=True))
+        print(f"{row.placement!s:26}{cells}{row.peak_bytes / 1e6:12.2f}")
+    return [row.to_json(buffers=0) for row in plan.rows]
+
+
+def tables(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prints the peaks of other benchmarks' tables, and those that a plan has."""
+    print(f"\n{'':10}{'':20}{'table, GB':>11}{'plan, GB':>11}")
+    rows = []
+    for entry in json.loads((RESULTS / "amp_memory.json").read_text())["steps"]:
+        if args.tiny and (entry["task"], entry["mode"]) != ("mnist", "float32"):
+            continue
+        make, size = case_of(next(case for case, task in TASKS.items() if task == entry["task"]))
+        rows.append((entry["task"], entry["mode"], make, size, entry))
+    for entry in [] if args.tiny else json.loads((RESULTS / "gat_memory.json").read_text())["steps"]:
+        rows.append(("gat " + entry["heads"], entry["policy"], of_reddit(entry["heads"]), 1, entry))
+    results = []
+    for name, policy, make, size, entry in rows:
+        options = {"batch_size": size, "find_largest": False, "remedies": False, "progress": note}
+        (row,) = jt.plan(make, policies=[policy], gpus=entry["gpu"], **options).rows
+        print(f"{name:10}{policy:20}{entry['peak_bytes'] / 1e9:11.2f}{row.peak_bytes / 1e9:11.2f}", flush=True)
+        results.append({"name": name, "policy": policy, "table": entry["peak_bytes"], "plan": row.peak_bytes})
+    return results
+
+
+def case_of(case: str) -> tuple[Make, int]:
+    """Returns what makes the step of a case in a policy, and the size of a batch to begin with."""
+    if case == "gat":
+        return lambda policy: gat(policy, "1 1 1", lambda n: gat_memory.reddit_shapes(n, EDGES_A_NODE * n)), 100_000
+    task = load_task(TASKS[case], TaskOptions(synthetic=True))
+    return lambda policy: planned_step(task, policy), task.batch_size
+
+
+def of_reddit(heads: str) -> Make:
+    """Returns what makes the GAT's step on Reddit's graph, which is one example."""
+    return lambda policy: gat(policy, heads, lambda _: gat_memory.reddit_shapes(), gat_memory.NODES)
+
+
+def gat(policy: str, heads: str, graph_of: Callable[[int], Any], nodes: int | None = None) -> tuple[Any, Any, Any]:
+    """Returns the GAT's step, its state, and its graphs by the number of nodes."""
+    step, (state, _), _ = gat_memory.train_step(policy, *heads.split())
+    return step, state, lambda n: gat_memory.batch_of(graph_of(n), n if nodes is None else nodes, policy)
+
+
+def share_with_source(row: jt.PlanRow) -> float:
+    """Returns the share of the peak in buffers that name a line, or are an argument whose path is known."""
+    return sum(buffer.n_bytes for buffer in row.buffers if buffer.source) / row.peak_bytes
+
+
+def note(done: int, what: str) -> None:
+    """Says on standard error what is compiled next."""
+    print(f"  {done:3} {what}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
