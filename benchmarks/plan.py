@@ -1,13 +1,15 @@
-"""What `jmp_train.plan` finds: the largest batches, what ZeRO-1 and FSDP save, and the tables of other benchmarks.
+"""What `jmp_train.plan` finds: the largest batches, what ZeRO-1 and FSDP save, and how near it is to what is measured.
 
-    python benchmarks/plan.py [--parts largest shardings tables] [--cases mnist resnet34 vit-b16 gat] [--json FILE]
+    python benchmarks/plan.py [--parts largest shardings tables measured] [--cases mnist resnet34 vit-b16 gat]
     python benchmarks/plan.py --tiny                # one small case of each part, to see that it runs
 
 No GPU is needed: all steps are compiled ahead of time. `largest` searches for the largest batch of each model that
 fits on each GPU, and prints how much one more example takes; of the GAT it is the largest graph, with 50 edges a node.
 It takes an hour on two cores where nothing is compiled yet. `shardings` compiles the vision transformer's step for
 eight GPUs. `tables` compiles what `amp_memory.py` and `gat_memory.py` do, and prints both peaks: theirs are by XLA's
-count of live arrays, the plan's are what is allocated, with gaps.
+count of live arrays, the plan's are what is allocated, with gaps. `measured` runs the cases in float32 and in the
+policy on the GPU that is here, and prints peak and time beside the plan's; without a GPU it compares what a CPU's
+program has in common with a GPU's, the bytes of arguments, results, and results in the place of arguments.
 """
 
 import argparse
@@ -21,12 +23,14 @@ import gat_memory
 import jax
 
 import jmp_train as jt
+from jmp_train.aot import GPUS, Measured, devices_here, export_program, measure_program
 from jmp_train.runs import planned_step
 from jmp_train.tasks import TaskOptions, load_task
 
-PARTS = ("largest", "shardings", "tables")
+PARTS = ("largest", "shardings", "tables", "measured")
 TASKS = {"mnist": "mnist", "resnet34": "cifar10", "vit-b16": "vit-b16"}
-GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
+PLANNED = ("V100-16GB", "A100-40GB", "H100-80GB")
+ARGUMENTS = ("parameters", "optimizer state", "model state", "batch", "other arguments")
 RESULTS = Path(__file__).parent / "results"
 EDGES_A_NODE = 50
 
@@ -38,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--cases", nargs="+", choices=[*TASKS, "gat"], default=[*TASKS, "gat"])
-    parser.add_argument("--gpus", nargs="+", default=GPUS)
+    parser.add_argument("--gpus", nargs="+", default=PLANNED)
     parser.add_argument("--policy", default="autocast_float16", help="of the largest batches and the shardings")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -53,6 +57,8 @@ def main() -> None:
         results["shardings"] = shardings(args)
     if "tables" in args.parts:
         results["tables"] = tables(args)
+    if "measured" in args.parts:
+        results["measured"] = measured(args)
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
 
@@ -124,6 +130,46 @@ def tables(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"{name:10}{policy:20}{entry['peak_bytes'] / 1e9:11.2f}{row.peak_bytes / 1e9:11.2f}", flush=True)
         results.append({"name": name, "policy": policy, "table": entry["peak_bytes"], "plan": row.peak_bytes})
     return results
+
+
+def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prints what the plan says of the GPU that is here, beside what its steps take; of a CPU what can be compared."""
+    here = devices_here()
+    gpu = next((name for name, gpu in GPUS.items() if gpu.description == here.device), None)
+    print(f"\nplan and measurement on {here.device}")
+    results = []
+    for case in args.cases:
+        make, size = case_of(case)
+        for policy in ("float32", args.policy):
+            options = {"batch_size": size, "find_largest": False, "remedies": False, "progress": note}
+            (row,) = jt.plan(make, policies=[policy], gpus=gpu or "V100-16GB", measure=gpu is not None, **options).rows
+            found = on_cpu(make, policy, size) if gpu is None else row.measured
+            print(f"{case:10}{policy:20}{comparison(row, found)}", flush=True)
+            results.append({"case": case, **row.to_json(buffers=0), "measured": None if found is None else vars(found)})
+    return results
+
+
+def on_cpu(make: Make, policy: str, size: int) -> Measured:
+    """Returns what the step takes on the CPU that is here."""
+    step, state, batches = make(policy)
+    arguments = (jax.eval_shape(lambda: state), jax.eval_shape(lambda: batches(size)))
+    return measure_program(
+        export_program(step, arguments, names=("state", "batch"), donated=(0,), platform="cpu"), runs=1
+    )
+
+
+def comparison(row: jt.PlanRow, found: Measured | None) -> str:
+    """Returns a line of a plan's row beside what was measured."""
+    if found is None:
+        return "does not fit"
+    if found.peak_bytes is None:
+        planned = sum(row.bytes_by_kind.get(kind, 0) for kind in ARGUMENTS)
+        return f"arguments: plan {planned} bytes, measured {found.argument_bytes}"
+    off = row.peak_bytes / found.peak_bytes - 1
+    return (
+        f"peak {row.peak_bytes / 1e9:.3f} GB, measured {found.peak_bytes / 1e9:.3f} GB ({off:+.1%}); "
+        f"time at least {1e3 * row.step_seconds_bound:.2f} ms, measured {1e3 * found.seconds:.2f} ms"
+    )
 
 
 def case_of(case: str) -> tuple[Make, int]:

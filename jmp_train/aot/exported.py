@@ -28,6 +28,7 @@ from jmp_train.aot.compilation import CompiledForGPU
 from jmp_train.aot.compiler_packages import cache_folder, compiler_path
 from jmp_train.aot.compiling import compiling_environment, from_traceback, run_process
 from jmp_train.aot.gpus import GPU
+from jmp_train.extras import extra_packages
 from jmp_train.policies.files import write_atomically
 
 _TEXTS = ("hlo", "buffer_assignment", "live_range")
@@ -59,8 +60,9 @@ def export_program(
     donated: Sequence[int] = (),
     shardings: Sequence[Any] | None = None,
     devices: int = 1,
+    platform: str = "cuda",
 ) -> ExportedProgram:
-    """Traces a function for CUDA and serializes it; no device is needed, and no array is made.
+    """Traces a function for a platform and serializes it; no device is needed, and no array is made.
 
     Args:
       function: jitted or not; what an inner jit donates does not count.
@@ -69,10 +71,14 @@ def export_program(
       donated: the numbers of the arguments that are donated.
       shardings: for each argument a tree like it of `NamedSharding`s over an abstract mesh; None on one device.
       devices: the size of that mesh.
+      platform: "cuda" or "cpu".
 
     Raises:
+      ModuleNotFoundError: the package flatbuffers is missing.
       ValueError: jax cannot serialize the function, for example since it calls back to Python; the message says why.
     """
+    with extra_packages():
+        import flatbuffers  # noqa: F401 - jax.export wants it
     leaves, structure = jax.tree.flatten(tuple(arguments))
     counts = [len(jax.tree.leaves(argument)) for argument in arguments]
     starts = [sum(counts[:i]) for i in range(len(counts))]
@@ -86,7 +92,7 @@ def export_program(
         is_sharding = lambda x: isinstance(x, NamedSharding)
         options["in_shardings"] = tuple(jax.tree.leaves(tuple(shardings), is_leaf=is_sharding))
     jitted = jax.jit(flat, donate_argnums=numbers, **options)
-    exported = export.export(jitted, platforms=("cuda",))(*(_shape_of(leaf) for leaf in leaves))
+    exported = export.export(jitted, platforms=(platform,))(*(_shape_of(leaf) for leaf in leaves))
     paths = [_paths(name, argument) for name, argument in zip(names, arguments, strict=True)]
     return ExportedProgram(bytes(exported.serialize()), devices, numbers, tuple(p for some in paths for p in some))
 

@@ -16,8 +16,8 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 TRACEBACK = "JMP_TRAIN_TRACEBACK"
 EXIT_CODES = (
     "Exit codes: 0 all is well; 1 a run failed; 2 the call is wrong, that is an option, or a file or "
-    "folder that it names, and nothing was trained; 3 a diagnosis found problems, or tuned "
-    "rules do not hold; 128 + n stopped by signal n, as 130 by Ctrl-C. "
+    "folder that it names, and nothing was trained; 3 a diagnosis found problems, tuned "
+    "rules do not hold, or a planned step does not fit; 128 + n stopped by signal n, as 130 by Ctrl-C. "
     "Output that cannot be written does not stop a run; if it is that of --json, the code is 1. "
     f"An error is one line; {TRACEBACK}=1 in the environment shows where it was raised."
 )

@@ -79,8 +79,11 @@ def _outputs(args: argparse.Namespace) -> Iterator[Output | None]:
 
 
 def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None) -> "Plan":
+    import jax
+
     from jmp_train.planning import Allowances, plan
 
+    jax.config.update("jax_platforms", "cpu")  # so that a GPU is free for what is measured
     with checking_the_call():
         options: dict[str, Any] = {
             "gpus": _gpus(args),
@@ -88,6 +91,7 @@ def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None)
             "shardings": args.shardings or "replicated",
             "find_largest": not args.no_largest,
             "remedies": True if args.remedies else None,
+            "measure": args.measure,
             "progress": progress,
         }
         if args.memory_fraction is not None:

@@ -1,5 +1,6 @@
 """`plan`: what a training step would need on GPUs that need not be there."""
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jmp_train.aot import GPU, GPUS, CompiledForGPU, buffers_at_peak, compile_program, program_costs, read_hlo
+from jmp_train.aot import (
+    GPU,
+    GPUS,
+    CompiledForGPU,
+    Devices,
+    buffers_at_peak,
+    compile_program,
+    devices_here,
+    measure_program,
+    program_costs,
+    read_hlo,
+)
 from jmp_train.planning.allowances import Allowances
 from jmp_train.planning.arguments import arguments_of
 from jmp_train.planning.largest_batch import LargestBatch, largest_batch
@@ -42,6 +54,7 @@ def plan(
     remedies: bool | None = None,
     allowances: Allowances | None = None,
     donate: bool = True,
+    measure: bool = False,
     jobs: int | None = None,
     timeout: float = 1800,
     progress: Callable[[int, str], None] | None = None,
@@ -70,6 +83,8 @@ def plan(
       allowances: what a GPU's memory has to hold beside the step; None for `Allowances()`, in which jax takes 75 % of
         it.
       donate: whether the next state takes the place of the last.
+      measure: whether to run the step, too, for the rows whose GPUs are here, with zeros as arguments and each in a
+        process of its own; this process should have JAX_PLATFORMS=cpu, so that it does not hold the GPU.
       jobs: how many programs to compile at one time; None for as many as there are cores and memory for.
       timeout: seconds after which a compilation is killed.
       progress: called with the number of programs compiled so far and what comes next.
@@ -79,7 +94,8 @@ def plan(
 
     Raises:
       TypeError: an argument is of another type.
-      ValueError: there is no such GPU, policy or sharding, or the batch cannot be shared by the devices.
+      ValueError: there is no such GPU, policy or sharding, the batch cannot be shared by the devices, or there is
+        nothing to measure here.
       PluginError: the compiler is not there; the message has the command.
       RuntimeError: a compilation failed.
       TimeoutError: it took longer than `timeout`.
@@ -106,15 +122,34 @@ def plan(
     def row(gpu: GPU, variant: Variant, placement: Placement) -> PlanRow:
         return _row(compiler, room, gpu, variant, placement, find_largest, remedies)
 
+    here = _here(targets) if measure else None
     todo = [(gpu, variant, placement) for gpu in targets for variant in variants for placement in placements]
     with ThreadPoolExecutor(jobs or _jobs()) as pool:
         futures = [pool.submit(row, *one) for one in todo]
         try:
-            rows = tuple(future.result() for future in futures)
+            rows = [future.result() for future in futures]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return Plan(rows, room)
+    if here is not None:  # one at a time, when nothing is compiled any more
+        rows = [_measured(compiler, here, row, *one) for row, one in zip(rows, todo, strict=True)]
+    return Plan(tuple(rows), room)
+
+
+def _here(targets: Sequence[GPU]) -> Devices:
+    """Returns the devices that are here, of a GPU that is planned for."""
+    here = devices_here()
+    if all(gpu.description != here.device for gpu in targets):
+        raise ValueError(f"measure: here is {here.device}, which none of {', '.join(g.name for g in targets)} is")
+    return here
+
+
+def _measured(
+    compiler: "_Compiler", here: Devices, row: PlanRow, gpu: GPU, variant: Variant, placement: Placement
+) -> PlanRow:
+    if gpu.description != here.device or placement.devices > here.devices or not row.fits:
+        return row
+    return dataclasses.replace(row, measured=measure_program(compiler.exported(variant, placement, row.batch_size)))
 
 
 class _Compiler:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jmp_train.aot import GPU, Buffer, Costs
+from jmp_train.aot import GPU, Buffer, Costs, Measured
 from jmp_train.planning.largest_batch import LargestBatch
 from jmp_train.planning.remedies import Remedy
 from jmp_train.planning.variants import Placement
@@ -27,6 +27,7 @@ class PlanRow:
       costs: arithmetic, bytes, casts, communication, and lower bounds of the time.
       buffers: what is in memory at the peak, the largest first; they add up to `peak_bytes`.
       remedies: what could help, the least memory first.
+      measured: what the step took on such a GPU, if that was asked for and it is here.
     """
 
     gpu: GPU
@@ -39,6 +40,7 @@ class PlanRow:
     costs: Costs = field(repr=False)
     buffers: tuple[Buffer, ...] = field(repr=False)
     remedies: tuple[Remedy, ...]
+    measured: Measured | None = None
 
     @property
     def fits(self) -> bool:
@@ -98,23 +100,41 @@ class PlanRow:
             "communication_seconds_bound": costs.communication_seconds,
             "bytes_by_kind": self.bytes_by_kind,
             "buffers": [vars(buffer) for buffer in self.buffers[:buffers]],
+            "measured": None if self.measured is None else vars(self.measured),
             "remedies": [vars(remedy) for remedy in self.remedies],
         }
 
 
-_HEADS = ("GPU", "policy", "placement", "batch", "memory", "of", "fits", "largest batch", "least time", "casts")
+_HEADS = (
+    "GPU",
+    "policy",
+    "placement",
+    "batch",
+    "memory",
+    "of",
+    "fits",
+    "largest batch",
+    "least time",
+    "casts",
+    "measured memory",
+    "measured time",
+)
 
 
 def table_cells(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
-    """Returns a table of rows, the heads first; placements are left out where all are one device.
+    """Returns a table of rows, the heads first; columns in which there would be nothing are left out.
 
     Args:
       rows: of a plan.
     """
     cells = [_HEADS, *(_cells_of(row) for row in rows)]
-    if any(row.placement.devices > 1 for row in rows):
-        return cells
-    return [(*row[:2], *row[3:]) for row in cells]
+    unused = set()
+    if all(row.placement.devices == 1 for row in rows):
+        unused.add("placement")
+    if all(row.measured is None for row in rows):
+        unused |= {"measured memory", "measured time"}
+    kept = [i for i, head in enumerate(_HEADS) if head not in unused]
+    return [tuple(row[i] for i in kept) for row in cells]
 
 
 def _cells_of(row: PlanRow) -> tuple[str, ...]:
@@ -129,7 +149,14 @@ def _cells_of(row: PlanRow) -> tuple[str, ...]:
         "" if row.largest_batch is None else str(row.largest_batch),
         milliseconds(row.step_seconds_bound),
         gigabytes(row.costs.cast_bytes),
+        *_measured_cells(row.measured),
     )
+
+
+def _measured_cells(measured: Measured | None) -> tuple[str, str]:
+    if measured is None:
+        return "", ""
+    return "" if measured.peak_bytes is None else gigabytes(measured.peak_bytes), milliseconds(measured.seconds)
 
 
 def gigabytes(n_bytes: float) -> str:

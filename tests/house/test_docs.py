@@ -86,9 +86,14 @@ def test_the_readme_example_is_short() -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page != "docs/plan.md"])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     run_script("\n".join(blocks(page)), cwd=tmp_path)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_code_of_the_page_about_plans_runs(tmp_path: Path) -> None:
+    run_script("\n".join(blocks("docs/plan.md")), cwd=tmp_path)
 
 
 def test_the_index_names_every_page() -> None:
