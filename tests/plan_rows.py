@@ -86,8 +86,10 @@ def planned_row(
     target, place = GPUS[gpu], placement or Placement()
     total, usable = sum(kinds.values()), Allowances().usable_bytes(target, place.devices)
     remedies = (
-        Remedy(f"smaller {ODD}", f"jt.smaller({ODD})", total // 2, total // 2 <= usable),
-        Remedy("policy mixed_float16", 'jt.train_step(..., policy="mixed_float16")', 3 * total, 3 * total <= usable),
+        Remedy(f"smaller {ODD}", f"jt.smaller({ODD})", total // 2, total // 2 <= usable, 0.0123),
+        Remedy(
+            "policy mixed_float16", 'jt.train_step(..., policy="mixed_float16")', 3 * total, 3 * total <= usable, 0.2
+        ),
     )
     return PlanRow(
         gpu=target,

@@ -6,7 +6,7 @@ from html import escape
 from jmp_train.aot import Buffer
 from jmp_train.planning import svg
 from jmp_train.planning.kernels import costliest_first
-from jmp_train.planning.rows import PlanRow, gigabytes
+from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds
 
 _BUFFERS, _KERNELS = 20, 10
 
@@ -66,8 +66,12 @@ def _buffer(buffer: Buffer, peak: int) -> tuple[str, ...]:
 
 
 def _remedies(row: PlanRow) -> str:
-    cells = ((gigabytes(r.peak_bytes), "yes" if r.fits else "no", r.name, r.code) for r in row.remedies)
-    return _section("What could help", ("memory", "fits", "change", "code"), cells, 2, "With the same batch.")
+    cells = (
+        (gigabytes(r.peak_bytes), "yes" if r.fits else "no", milliseconds(r.step_seconds_bound), r.name, r.code)
+        for r in row.remedies
+    )
+    heads = ("memory", "fits", "least time", "change", "code")
+    return _section("What could help", heads, cells, 3, "With the same batch.")
 
 
 def _batches(row: PlanRow) -> str:

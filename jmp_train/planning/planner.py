@@ -220,8 +220,9 @@ def _largest(compiler: _Compiler, usable: int, gpu: GPU, variant: Variant, place
 def _remedies(compiler: _Compiler, usable: int, gpu: GPU, variant: Variant, placement: Placement) -> tuple[Remedy, ...]:
     found = []
     for name, code, changed, where in changes(variant, placement):
-        needed = compiler(gpu, changed, where, variant.batch_size).allocated_bytes
-        found.append(Remedy(name, code, needed, needed <= usable))
+        compiled = compiler(gpu, changed, where, variant.batch_size)
+        needed, seconds = compiled.allocated_bytes, program_costs(read_hlo(compiled.hlo), gpu).seconds
+        found.append(Remedy(name, code, needed, needed <= usable, seconds))
     return tuple(sorted(found, key=lambda remedy: remedy.peak_bytes))
 
 

@@ -21,12 +21,14 @@ class Remedy:
       code: how to change it.
       peak_bytes: what is allocated on each device.
       fits: whether that fits.
+      step_seconds_bound: a lower bound of the step's time.
     """
 
     name: str
     code: str
     peak_bytes: int
     fits: bool
+    step_seconds_bound: float
 
 
 def changes(variant: Variant, placement: Placement) -> Iterator[tuple[str, str, Variant, Placement]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jmp_train.planning.allowances import Allowances
 from jmp_train.planning.page import page
-from jmp_train.planning.rows import PlanRow, gigabytes, table_cells
+from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds, table_cells
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def _table(cells: Sequence[Sequence[str]]) -> str:
 def _help(row: PlanRow) -> str:
     lines = [f"{_title(row)}, {gigabytes(row.peak_bytes)}; what could help:"]
     lines += [
-        f"  {gigabytes(r.peak_bytes):>9}  {'fits' if r.fits else 'does not fit'}  {r.name}: {r.code}"
+        f"  {gigabytes(r.peak_bytes):>9}  {'fits' if r.fits else 'does not fit'}, at least "
+        f"{milliseconds(r.step_seconds_bound)}  {r.name}: {r.code}"
         for r in row.remedies
     ]
     return "\n".join(lines)

@@ -170,10 +170,10 @@ def gigabytes(n_bytes: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Returns a time as milliseconds with three digits.
+    """Returns a time with three digits, in milliseconds up to a second.
 
     Example:
-      >>> milliseconds(0.01234)
-      '12.3 ms'
+      >>> milliseconds(0.01234), milliseconds(1.0321)
+      ('12.3 ms', '1.03 s')
     """
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
