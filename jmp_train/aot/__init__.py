@@ -11,6 +11,7 @@ from jmp_train.aot.compiler_packages import install_compiler as install_compiler
 from jmp_train.aot.costs import Costs as Costs
 from jmp_train.aot.costs import program_costs as program_costs
 from jmp_train.aot.exported import ExportedProgram as ExportedProgram
+from jmp_train.aot.exported import ExportError as ExportError
 from jmp_train.aot.exported import compile_program as compile_program
 from jmp_train.aot.exported import export_program as export_program
 from jmp_train.aot.gpus import GPU as GPU
@@ -21,3 +22,5 @@ from jmp_train.aot.measuring import Devices as Devices
 from jmp_train.aot.measuring import Measured as Measured
 from jmp_train.aot.measuring import devices_here as devices_here
 from jmp_train.aot.measuring import measure_program as measure_program
+from jmp_train.aot.shapes import is_shape as is_shape
+from jmp_train.aot.shapes import shapes_of as shapes_of

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 from jax import export
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding
 
 from jmp_train.aot import compile_process
@@ -28,11 +29,18 @@ from jmp_train.aot.compilation import CompiledForGPU
 from jmp_train.aot.compiler_packages import cache_folder, compiler_path
 from jmp_train.aot.compiling import compiling_environment, from_traceback, run_process
 from jmp_train.aot.gpus import GPU
+from jmp_train.aot.shapes import is_shape, shapes_of
 from jmp_train.extras import extra_packages
+from jmp_train.policies.autocasting import user_line_of
 from jmp_train.policies.files import write_atomically
+from jmp_train.policies.pytrees import is_array, is_nnx
 
 _TEXTS = ("hlo", "buffer_assignment", "live_range")
 _MOST_CACHED = 2**30  # bytes
+
+
+class ExportError(ValueError):
+    """A program cannot be compiled elsewhere: it calls back to Python, for example."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +73,10 @@ def export_program(
     """Traces a function for a platform and serializes it; no device is needed, and no array is made.
 
     Args:
-      function: jitted or not; what an inner jit donates does not count.
-      arguments: pytrees of arrays or `jax.ShapeDtypeStruct`, of which only shape and dtype count.
+      function: jitted or not; what an inner jit donates does not count. It may return less than it computes where it
+        changes flax nnx objects in place: what is in these after the call is a result too.
+      arguments: pytrees of arrays or `jax.ShapeDtypeStruct`, of which only shape and dtype count. Other leaves are
+        constants, see `shapes_of`.
       names: of the arguments, with which `paths` begin.
       donated: the numbers of the arguments that are donated.
       shardings: for each argument a tree like it of `NamedSharding`s over an abstract mesh; None on one device.
@@ -75,26 +85,38 @@ def export_program(
 
     Raises:
       ModuleNotFoundError: the package flatbuffers is missing.
-      ValueError: jax cannot serialize the function, for example since it calls back to Python; the message says why.
+      ExportError: the function calls back to Python, returns no array, or is for other devices; or jax cannot serialize
+        it. The message says why.
+
+    Example:
+      >>> state, batch = {"w": jax.ShapeDtypeStruct((4,), "float32")}, jax.ShapeDtypeStruct((8, 4), "float32")
+      >>> def step(state, batch):
+      ...     return {"w": state["w"] - batch.sum(0)}
+      >>> program = export_program(step, (state, batch), names=("state", "batch"), donated=(0,))
+      >>> program.paths, program.donated, program.devices
+      (("state['w']", 'batch'), (0,), 1)
     """
     with extra_packages():
         import flatbuffers  # noqa: F401 - jax.export wants it
-    leaves, structure = jax.tree.flatten(tuple(arguments))
-    counts = [len(jax.tree.leaves(argument)) for argument in arguments]
-    starts = [sum(counts[:i]) for i in range(len(counts))]
-    numbers = tuple(j for i in donated for j in range(starts[i], starts[i] + counts[i]))
+    shapes = [shapes_of(argument) for argument in arguments]
+    leaves, structure = jax.tree.flatten(shapes)
+    given = [i for i, leaf in enumerate(leaves) if is_shape(leaf)]
+    owners = [i for i, argument in enumerate(shapes) for leaf in jax.tree.leaves(argument) if is_shape(leaf)]
+    numbers = tuple(number for number, owner in enumerate(owners) if owner in donated)
 
-    def flat(*leaves: Any) -> list[Any]:
-        return jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))
+    def flat(*values: Any) -> list[Any]:
+        called_with = jax.tree.unflatten(structure, _with(leaves, given, values))
+        return _results(function(*called_with), called_with, values)
 
     options: dict[str, Any] = {}
     if shardings is not None:
         is_sharding = lambda x: isinstance(x, NamedSharding)
-        options["in_shardings"] = tuple(jax.tree.leaves(tuple(shardings), is_leaf=is_sharding))
+        of_leaves = jax.tree.leaves(list(shardings), is_leaf=is_sharding)
+        options["in_shardings"] = tuple(of_leaves[i] for i in given)
     jitted = jax.jit(flat, donate_argnums=numbers, **options)
-    exported = export.export(jitted, platforms=(platform,))(*(_shape_of(leaf) for leaf in leaves))
-    paths = [_paths(name, argument) for name, argument in zip(names, arguments, strict=True)]
-    return ExportedProgram(bytes(exported.serialize()), devices, numbers, tuple(p for some in paths for p in some))
+    exported = _export(jitted, [leaves[i] for i in given], devices, platform)
+    paths = [path for name, argument in zip(names, shapes, strict=True) for path in _paths(name, argument)]
+    return ExportedProgram(bytes(exported.serialize()), devices, numbers, tuple(paths))
 
 
 def compile_program(program: ExportedProgram, gpu: GPU, *, timeout: float = 1800) -> CompiledForGPU:
@@ -136,13 +158,60 @@ def compile_program(program: ExportedProgram, gpu: GPU, *, timeout: float = 1800
     return CompiledForGPU(**content)
 
 
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    struct = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.eval_shape(lambda: leaf)
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, weak_type=struct.weak_type)
+def _with(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """Returns leaves with values in some places."""
+    changed = dict(zip(places, values, strict=True))
+    return [changed.get(i, leaf) for i, leaf in enumerate(leaves)]
+
+
+def _results(returned: Any, called_with: Any, values: Sequence[Any]) -> list[Any]:
+    """Returns the arrays that a function has returned, after those of nnx objects if it has changed these in place."""
+    objects = [x for x in jax.tree.leaves(called_with, is_leaf=is_nnx) if is_nnx(x)]
+    held = [x for x in jax.tree.leaves(objects) if is_array(x)]
+    given, is_held = {id(x) for x in values}, {id(x) for x in held}
+    arrays = [x for x in jax.tree.leaves(returned) if is_array(x) or isinstance(x, bool | int | float)]
+    if is_held <= given:
+        return arrays
+    return [*held, *(x for x in arrays if id(x) not in is_held)]
+
+
+def _export(jitted: Any, shapes: Sequence[jax.ShapeDtypeStruct], devices: int, platform: str) -> export.Exported:
+    traced = jitted.trace(*shapes)
+    if not traced.jaxpr.out_avals:
+        raise ExportError("the step returns no array, so there would be nothing to compute: return the next state")
+    if found := sorted(_callbacks(traced.jaxpr.jaxpr)):
+        raise ExportError(
+            f"the step calls back to Python, which cannot be compiled for a GPU that is not here: {', '.join(found)}. "
+            "Leave that out of the step that is planned; it takes next to no memory"
+        )
+    try:
+        exported = export.export(jitted, platforms=(platform,))(*shapes)
+    except (ValueError, NotImplementedError) as error:
+        raise ExportError(f"jax cannot serialize the step for {platform}: {error}") from error
+    if exported.nr_devices != devices:
+        raise ExportError(
+            f"the step runs on {exported.nr_devices} devices by itself (pmap, or arrays and meshes of these devices), "
+            f"where a program for {devices} is wanted: give the step of one device, and devices=... to the plan"
+        )
+    return exported
+
+
+def _callbacks(jaxpr: Any, callers: tuple[Any, ...] = ()) -> set[str]:
+    """Returns the primitives that call Python, and the lines of code that they are from."""
+    found = set()
+    for equation in jaxpr.eqns:
+        equations = (*callers, equation)
+        if "callback" in equation.primitive.name or equation.primitive.name == "debug_print":
+            found.add(f"{equation.primitive.name} at {user_line_of(equations)}")
+        for value in jax.tree.leaves(list(equation.params.values())):
+            if isinstance(value, Jaxpr | ClosedJaxpr):
+                found |= _callbacks(getattr(value, "jaxpr", value), equations)
+    return found
 
 
 def _paths(name: str, argument: Any) -> list[str]:
-    return [name + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(argument)[0]]
+    leaves = jax.tree_util.tree_flatten_with_path(argument)[0]
+    return [name + jax.tree_util.keystr(path) for path, leaf in leaves if is_shape(leaf)]
 
 
 def _key(program: ExportedProgram, request: str, environment: dict[str, str], packages: Path | None) -> str:

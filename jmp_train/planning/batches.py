@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jmp_train.aot import is_shape, shapes_of
 from jmp_train.policies.pytrees import named_leaves
 
 Batches = Callable[[int], Any]
@@ -33,17 +34,14 @@ def batches_of(batch: Any, batch_size: int | None) -> tuple[Batches, int]:
     size = _first_axis(shapes)
 
     def of_size(count: int) -> Any:
-        def grown(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, weak_type=x.weak_type) if x.shape else x
+        def grown(x: Any) -> Any:
+            if not is_shape(x) or not x.shape:
+                return x
+            return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, weak_type=x.weak_type)
 
         return jax.tree.map(grown, shapes)
 
     return of_size, batch_size or size
-
-
-def shapes_of(tree: Any) -> Any:
-    """Returns a tree with arrays as their shapes; what are shapes already stay."""
-    return jax.tree.map(lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jax.eval_shape(lambda: x), tree)
 
 
 def _first_axis(shapes: Any) -> int:
@@ -61,4 +59,4 @@ def _first_axis(shapes: Any) -> int:
 
 
 def _with_axes(shapes: Any) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-    return [(name, x) for name, x in named_leaves(shapes) if x.shape]
+    return [(name, x) for name, x in named_leaves(shapes) if is_shape(x) and x.shape]

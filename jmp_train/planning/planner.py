@@ -205,7 +205,9 @@ def _row(
         usable_bytes=usable,
         largest=_largest(compiler, usable, gpu, variant, placement) if find_largest else None,
         costs=program_costs(hlo, gpu),
-        buffers=buffers_at_peak(compiled.buffer_assignment, compiled.live_range, hlo, arguments_of(paths)),
+        buffers=buffers_at_peak(
+            compiled.buffer_assignment, compiled.live_range, hlo, arguments_of(paths, variant.state)
+        ),
         remedies=_remedies(compiler, usable, gpu, variant, placement) if helped else (),
     )
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jmp_train.aot import ExportedProgram, export_program
+from jmp_train.aot import ExportedProgram, ExportError, export_program, shapes_of
 from jmp_train.parallel import data_parallel, fsdp_shardings, sharded_step, zero1_shardings
-from jmp_train.planning.batches import Batches, batches_of, shapes_of
+from jmp_train.planning.batches import Batches, batches_of
 from jmp_train.policies import Amp, Policy, get_policy
 from jmp_train.policies.dtype_policies import PathPolicy
 from jmp_train.steps import TrainState, TrainStep
@@ -63,7 +63,17 @@ class Variant:
         return placement.devices * (self.step.accumulate_steps if isinstance(self.step, TrainStep) else 1)
 
     def exported(self, placement: Placement, size: int, *, donate: bool) -> ExportedProgram:
-        """Returns the step of a batch of some size, traced for some devices."""
+        """Returns the step of a batch of some size, traced for some devices.
+
+        Raises:
+          ExportError: the program cannot be compiled elsewhere; the message has the precision's name and what to do.
+        """
+        try:
+            return self._exported(placement, size, donate)
+        except ExportError as error:
+            raise ExportError(f"policy {self.policy}, {placement}: {error}") from error
+
+    def _exported(self, placement: Placement, size: int, donate: bool) -> ExportedProgram:
         arguments = (self.state, shapes_of(self.batches(size)))
         donated = (0,) if donate else ()
         names = ("state", "batch")
@@ -72,7 +82,7 @@ class Variant:
         mesh = AbstractMesh((placement.devices,), ("data",), axis_types=(AxisType.Auto,))
         step, state_shardings = _spread(self.step, self.state, placement.shardings, mesh)
         split, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
-        batch_shardings = jax.tree.map(lambda x: split if x.shape else whole, arguments[1])
+        batch_shardings = jax.tree.map(lambda x: split if getattr(x, "shape", ()) else whole, arguments[1])
         return export_program(
             step,
             arguments,
@@ -105,6 +115,8 @@ def variants_of(
     """
     if not callable(step):
         raise TypeError(f"step must be a function of state and batch, got {type(step).__name__}")
+    if isinstance(step, jax.stages.Compiled):
+        raise TypeError("step is compiled already, for this machine: give the function that was lowered")
     if state is None:
         if policies is None:
             raise TypeError("step without a state must be a function of a policy, and so policies must be given")

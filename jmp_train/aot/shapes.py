@@ -1,0 +1,48 @@
+"""Trees of arrays as shapes, and which of their leaves a program gets as arguments."""
+
+import sys
+from typing import Any, TypeGuard
+
+import jax
+
+_NUMBERS = bool | int | float | complex
+
+
+def shapes_of(tree: Any) -> Any:
+    """Returns a tree with its arrays and numbers as `jax.ShapeDtypeStruct`, all other leaves as they are.
+
+    What is neither an array nor a number is a constant for the program, such as the activation functions and names in
+    equinox's modules; and so are the numbers in these, as `eqx.filter_jit` has it.
+
+    Args:
+      tree: a pytree.
+
+    Example:
+      >>> import numpy as np
+      >>> shapes_of({"w": np.zeros((2, 3), np.float32), "activation": max})
+      {'activation': <built-in function max>, 'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
+    """
+    return jax.tree.map(_shapes_of_node, tree, is_leaf=_is_equinox)
+
+
+def is_shape(leaf: object) -> TypeGuard[jax.ShapeDtypeStruct]:
+    """Says whether a leaf of what `shapes_of` returns is an argument of the program."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _shapes_of_node(node: Any) -> Any:
+    if _is_equinox(node):
+        return jax.tree.map(lambda x: x if isinstance(x, _NUMBERS) else _shape_of(x), node)
+    return _shape_of(node)
+
+
+def _shape_of(leaf: Any) -> Any:
+    if not (is_shape(leaf) or isinstance(leaf, _NUMBERS) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
+        return leaf
+    struct: Any = leaf if is_shape(leaf) else jax.eval_shape(lambda: leaf)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, weak_type=struct.weak_type)  # wherever it is here
+
+
+def _is_equinox(node: object) -> bool:
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and isinstance(node, equinox.Module)
