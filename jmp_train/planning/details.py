@@ -71,7 +71,7 @@ def _remedies(row: PlanRow) -> str:
         for r in row.remedies
     )
     heads = ("memory", "fits", "least time", "change", "code")
-    return _section("What could help", heads, cells, 3, "With the same batch.")
+    return _section("What could help", heads, cells, 2, "With the same batch.")
 
 
 def _batches(row: PlanRow) -> str:
