@@ -167,8 +167,14 @@ def source_of(frames: Sequence[Frame]) -> str:
 
 def _modules(frames: Sequence[Frame]) -> str:
     """Returns the modules that were called, the outermost first."""
-    called = (f.function for f in reversed(frames) if f.function.endswith(".__call__") and not _is_ours(f.file))
-    return " > ".join(called)
+    return " > ".join(f.function for f in reversed(frames) if _is_module(f))
+
+
+def _is_module(frame: Frame) -> bool:
+    """Whether a line is in the call of a module, not in that of a transformation of flax or equinox."""
+    if not frame.function.endswith(".__call__") or frame.function.startswith("_") or _is_ours(frame.file):
+        return False
+    return "/nnx/transforms/" not in frame.file
 
 
 def _scopes(op_name: str) -> tuple[str, str]:

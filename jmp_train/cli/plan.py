@@ -13,7 +13,7 @@ from jmp_train.cli.errors import PROBLEMS_FOUND, RUN_FAILED, Failure, WrongCall,
 from jmp_train.cli.options import check_file, read_options, remove_folders
 from jmp_train.cli.scripts import described, errors_of_the_script, function_of, script_and_function
 from jmp_train.launch import Output, own_output
-from jmp_train.tasks import TASK_NAMES, TaskOptions, has_files, load_task
+from jmp_train.tasks import TASK_NAMES, TaskOptions, has_option, load_task
 
 if TYPE_CHECKING:
     from jmp_train.planning import Plan
@@ -118,9 +118,7 @@ def _plan_of_task(args: argparse.Namespace, options: dict[str, Any]) -> "Plan":
 
     with checking_the_call():
         task = load_task(args.task, _task_options(args))
-    whole_graph = bool(task.shared())  # which no batch makes larger
-    if whole_graph and args.devices != 1:
-        raise WrongCall(f"--devices {args.devices}: task {args.task} trains on a whole graph, which is not sharded")
+    whole_graph = not has_option(args.task, "devices")  # which no batch makes larger
 
     def make(policy: str) -> Any:
         return planned_step(task, policy)
@@ -137,7 +135,7 @@ def _plan_of_task(args: argparse.Namespace, options: dict[str, Any]) -> "Plan":
 def _task_options(args: argparse.Namespace) -> TaskOptions:
     """Returns the options of the task, whose data need not be there: only its shapes count."""
     options = read_options(TaskOptions, args)
-    if options.data_dir is None and has_files(args.task):
+    if options.data_dir is None and has_option(args.task, "synthetic"):
         return dataclasses.replace(options, synthetic=True)
     return options
 

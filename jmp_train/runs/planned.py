@@ -31,7 +31,7 @@ def planned_step(task: Task, name: str) -> tuple[TrainStep, Any, Callable[[int],
 
     some = min(2, count_examples(task.train))
     examples = task.prepare({name: array[:some] for name, array in task.train.items()})
-    shared = jax.eval_shape(lambda: setup.cast_shared(task.shared()))
+    shared = jax.eval_shape(setup.cast_shared, task.shared())
 
     def batches(size: int) -> Any:
         grown = {name: jax.ShapeDtypeStruct((size, *array.shape[1:]), array.dtype) for name, array in examples.items()}

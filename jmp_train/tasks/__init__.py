@@ -7,7 +7,7 @@ from jmp_train.tasks.options import option as option
 from jmp_train.tasks.options import options_of as options_of
 from jmp_train.tasks.registry import TASK_NAMES as TASK_NAMES
 from jmp_train.tasks.registry import check_options as check_options
-from jmp_train.tasks.registry import has_files as has_files
+from jmp_train.tasks.registry import has_option as has_option
 from jmp_train.tasks.registry import load_task as load_task
 from jmp_train.tasks.registry import model_choices as model_choices
 from jmp_train.tasks.task import Arrays as Arrays

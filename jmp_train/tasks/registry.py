@@ -78,17 +78,18 @@ def load_task(name: str, options: TaskOptions | None = None) -> Task:
     return dataclasses.replace(task, train=first)
 
 
-def has_files(name: str) -> bool:
-    """Returns whether a task's data are files, in place of which synthetic data will do.
+def has_option(name: str, option: str) -> bool:
+    """Returns whether a task has an option: "synthetic" if its data are files, "devices" unless it is a whole graph.
 
     Args:
       name: one of `TASK_NAMES`.
+      option: a field of `TaskOptions`.
 
     Example:
-      >>> has_files("mnist"), has_files("digits")
-      (True, False)
+      >>> has_option("mnist", "synthetic"), has_option("digits", "synthetic"), has_option("cora", "devices")
+      (True, False, False)
     """
-    return TASKS[name].has("synthetic")
+    return TASKS[name].has(option)
 
 
 def model_choices() -> str:
