@@ -1,10 +1,13 @@
 """Processes that compile for GPUs that are not there: their environment, how they end, what they say."""
 
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
+from threading import Event
 
 _FLAGS = (
     "--xla_gpu_autotune_level=0",  # kernels cannot be timed
@@ -28,8 +31,19 @@ def compiling_environment(packages: Path | None) -> dict[str, str]:
     }
 
 
-def run_process(command: Sequence[str], log: Path, environment: dict[str, str], timeout: float) -> int | None:
-    """Runs a command and returns its exit code, None if it was killed; its output goes to `log`."""
+def run_process(
+    command: Sequence[str], log: Path, environment: dict[str, str], timeout: float, stop: Event | None = None
+) -> int | None:
+    """Runs a command and returns its exit code, None if it was killed; its output goes to `log`.
+
+    Args:
+      command: and its arguments.
+      log: the file.
+      environment: the process's.
+      timeout: seconds after which it is killed.
+      stop: kills it too, when another thread sets it.
+    """
+    end = time.monotonic() + timeout
     with log.open("wb") as output:
         process = Popen(
             command,
@@ -40,8 +54,9 @@ def run_process(command: Sequence[str], log: Path, environment: dict[str, str], 
             start_new_session=True,  # XLA's compiler starts processes; they are killed with it
         )
         try:
-            return process.wait(timeout)
-        except TimeoutExpired:
+            while (left := end - time.monotonic()) > 0 and not (stop is not None and stop.is_set()):
+                with contextlib.suppress(TimeoutExpired):
+                    return process.wait(left if stop is None else min(left, 0.2))
             return None
         finally:
             if process.poll() is None:

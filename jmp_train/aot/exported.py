@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import jax
@@ -119,18 +120,22 @@ def export_program(
     return ExportedProgram(bytes(exported.serialize()), devices, numbers, tuple(paths))
 
 
-def compile_program(program: ExportedProgram, gpu: GPU, *, timeout: float = 1800) -> CompiledForGPU:
+def compile_program(
+    program: ExportedProgram, gpu: GPU, *, timeout: float = 1800, stop: Event | None = None
+) -> CompiledForGPU:
     """Compiles an exported program for a GPU that need not be there, in a process of its own.
 
     Args:
       program: what `export_program` returned.
       gpu: of which there are `program.devices`, in one host.
       timeout: seconds after which the compilation is killed.
+      stop: ends the compilation when another thread sets it.
 
     Raises:
       PluginError: the compiler is not there, see `compiler_packages`.
       RuntimeError: compiling failed; the text has the end of what it printed.
       TimeoutError: it took longer than `timeout`.
+      InterruptedError: `stop` was set.
     """
     packages = compiler_path()
     environment = compiling_environment(packages)
@@ -144,7 +149,9 @@ def compile_program(program: ExportedProgram, gpu: GPU, *, timeout: float = 1800
         (folder / "request.json").write_text(request)
         environment["XLA_FLAGS"] += f" --xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text"
         command = (sys.executable, compile_process.__file__, scratch)
-        code = run_process(command, folder / "log", environment, timeout)
+        code = run_process(command, folder / "log", environment, timeout, stop)
+        if code is None and stop is not None and stop.is_set():
+            raise InterruptedError(f"compiling for {gpu.name} was stopped")
         if code is None:
             raise TimeoutError(f"compiling for {gpu.name} took more than timeout={timeout} s")
         if code != 0:

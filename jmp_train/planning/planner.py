@@ -128,7 +128,8 @@ def plan(
         futures = [pool.submit(row, *one) for one in todo]
         try:
             rows = [future.result() for future in futures]
-        except BaseException:
+        except BaseException:  # Ctrl-C too
+            compiler.stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     if here is not None:  # one at a time, when nothing is compiled any more
@@ -159,6 +160,7 @@ class _Compiler:
         self._donate, self._timeout, self._progress = donate, timeout, progress
         self._lock = threading.Lock()  # of tracing, which is Python, and of the count
         self._exported: dict[Any, Any] = {}
+        self.stop = threading.Event()
         self._count = 0
 
     def exported(self, variant: Variant, placement: Placement, size: int) -> Any:
@@ -174,7 +176,7 @@ class _Compiler:
         if self._progress is not None:
             with self._lock:
                 self._progress(self._count, f"{gpu.name}, {variant.policy}, {placement}, batch {size}")
-        compiled = compile_program(program, gpu, timeout=self._timeout)
+        compiled = compile_program(program, gpu, timeout=self._timeout, stop=self.stop)
         with self._lock:
             self._count += 1
         return compiled

@@ -212,6 +212,9 @@ def _spread(step: Callable[..., Any], state: Any, shardings: Shardings, mesh: Ab
 
 
 def _name(policy: object) -> str:
-    if isinstance(policy, Amp):
-        return policy.mode.value if hasattr(policy.mode, "value") else str(policy.mode)
-    return policy if isinstance(policy, str) else str(policy)
+    """Returns what a row calls a precision, modes as the command line does: "apex-O2", "torch-bfloat16"."""
+    if not isinstance(policy, Amp):
+        return policy if isinstance(policy, str) else str(policy)
+    level = getattr(policy.options, "opt_level", None)
+    half = "" if policy.dtype == "float16" else f"-{policy.dtype}"
+    return policy.mode.value + (f"-{level}" if level else "") + half
