@@ -102,14 +102,39 @@ def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None)
     if args.batch_size is not None:
         options["batch_size"] = args.batch_size
     function = function_of(file, name)
-    with errors_of_the_script(file):
-        if inspect.signature(function).parameters:
+    if _takes_policy(function):
+        with _errors_while_planning(file):
             return plan(function, policies=args.policies or PLANNED_POLICIES, **options)
+    with errors_of_the_script(file):
         made = function()
     if not isinstance(made, tuple) or len(made) != 3:
         raise WrongCall(f"{file}:{name} returned {described(made)}: {_WANTED}")
-    with errors_of_the_script(file):
+    with _errors_while_planning(file):
         return plan(*made, policies=args.policies, **options)
+
+
+def _takes_policy(function: Callable[..., Any]) -> bool:
+    """Says whether a script's function wants to be called with a policy."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return any(p.default is p.empty or p.name == "policy" for p in positional[:1])
+
+
+@contextmanager
+def _errors_while_planning(file: Path) -> Iterator[None]:
+    """Lets errors that are not of the script's own code be a line, and prints where its own are."""
+    from jmp_train.aot import ExportError, PluginError
+
+    error = None
+    with errors_of_the_script(file):
+        try:
+            yield
+        except (PluginError, ExportError) as raised:
+            error = raised
+    if isinstance(error, ExportError):
+        raise Failure(f"{file}: {error}") from error
+    if error is not None:
+        raise error
 
 
 def _plan_of_task(args: argparse.Namespace, options: dict[str, Any]) -> "Plan":

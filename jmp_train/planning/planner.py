@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any
 from jmp_train.aot import (
     GPU,
     GPUS,
-    CompiledForGPU,
     Devices,
     buffers_at_peak,
-    compile_program,
     devices_here,
     measure_program,
     program_costs,
@@ -22,6 +19,7 @@ from jmp_train.aot import (
 )
 from jmp_train.planning.allowances import Allowances
 from jmp_train.planning.arguments import arguments_of
+from jmp_train.planning.compiler import Compiler
 from jmp_train.planning.largest_batch import LargestBatch, largest_batch
 from jmp_train.planning.remedies import Remedy, changes
 from jmp_train.planning.report import Plan
@@ -33,6 +31,7 @@ from jmp_train.planning.variants import (
     Shardings,
     Variant,
     checked_placements,
+    several,
     variants_of,
 )
 
@@ -46,7 +45,7 @@ def plan(
     batch: Any = None,
     *,
     gpus: str | GPU | Sequence[str | GPU] = DEFAULT_GPUS,
-    policies: Sequence[Precision] | None = None,
+    policies: Precision | Sequence[Precision] | None = None,
     devices: int | Sequence[int] = 1,
     shardings: Shardings | Sequence[Shardings] = REPLICATED,
     batch_size: int | None = None,
@@ -72,8 +71,9 @@ def plan(
       batch: the same, with the examples along all first axes, which is what grows; or a function of the number of
         examples, for batches that grow otherwise, such as graphs.
       gpus: names of `jt.aot.GPUS`, or `GPU`s of your own.
-      policies: names, `Policy`s or AMP modes in which to plan a `TrainStep`; the state's parameters and optimizer state
-        are made anew for each. AMP modes want an optimizer without a loss scale. None for the step as it is.
+      policies: one or several names, `Policy`s or AMP modes in which to plan a `TrainStep`; the state's parameters and
+        optimizer state are made anew for each. AMP modes want an optimizer without a loss scale. None for the step as
+        it is.
       devices: how many GPUs, in one host, share the batch; or several such numbers.
       shardings: how several devices hold the state: "replicated", "zero1", "fsdp", or a function of the state's shapes
         and a mesh that returns shardings; or several of these.
@@ -110,13 +110,17 @@ def plan(
       >>> [row.fits for row in plan.rows]  # doctest: +SKIP
       [True, True]
     """
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs={jobs!r} must be at least 1")
+    if not isinstance(allowances, Allowances | None):
+        raise TypeError(f"allowances must be jt.Allowances, got {type(allowances).__name__}")
     targets = _targets(gpus)
     placements = checked_placements(devices, shardings)
     variants = variants_of(step, state, batch, batch_size, policies)
     for variant in variants:
         for placement in placements:
             _check_divides(variant, placement)
-    compiler = _Compiler(donate, timeout, progress)
+    compiler = Compiler(donate, timeout, progress)
     room = Allowances() if allowances is None else allowances
 
     def row(gpu: GPU, variant: Variant, placement: Placement) -> PlanRow:
@@ -127,9 +131,9 @@ def plan(
     with ThreadPoolExecutor(jobs or _jobs()) as pool:
         futures = [pool.submit(row, *one) for one in todo]
         try:
+            compiler.trace_for(futures)
             rows = [future.result() for future in futures]
         except BaseException:  # Ctrl-C too
-            compiler.stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     if here is not None:  # one at a time, when nothing is compiled any more
@@ -146,44 +150,15 @@ def _here(targets: Sequence[GPU]) -> Devices:
 
 
 def _measured(
-    compiler: "_Compiler", here: Devices, row: PlanRow, gpu: GPU, variant: Variant, placement: Placement
+    compiler: Compiler, here: Devices, row: PlanRow, gpu: GPU, variant: Variant, placement: Placement
 ) -> PlanRow:
     if gpu.description != here.device or placement.devices > here.devices or not row.fits:
         return row
     return dataclasses.replace(row, measured=measure_program(compiler.exported(variant, placement, row.batch_size)))
 
 
-class _Compiler:
-    """Compiles variants, each program traced once for all GPUs."""
-
-    def __init__(self, donate: bool, timeout: float, progress: Callable[[int, str], None] | None) -> None:
-        self._donate, self._timeout, self._progress = donate, timeout, progress
-        self._lock = threading.Lock()  # of tracing, which is Python, and of the count
-        self._exported: dict[Any, Any] = {}
-        self.stop = threading.Event()
-        self._count = 0
-
-    def exported(self, variant: Variant, placement: Placement, size: int) -> Any:
-        key = (id(variant), placement, size)
-        with self._lock:
-            if key not in self._exported:
-                exported = variant.exported(placement, size, donate=self._donate)
-                self._exported[key] = (exported, variant)  # which keeps the id
-            return self._exported[key][0]
-
-    def __call__(self, gpu: GPU, variant: Variant, placement: Placement, size: int) -> CompiledForGPU:
-        program = self.exported(variant, placement, size)
-        if self._progress is not None:
-            with self._lock:
-                self._progress(self._count, f"{gpu.name}, {variant.policy}, {placement}, batch {size}")
-        compiled = compile_program(program, gpu, timeout=self._timeout, stop=self.stop)
-        with self._lock:
-            self._count += 1
-        return compiled
-
-
 def _row(
-    compiler: _Compiler,
+    compiler: Compiler,
     allowances: Allowances,
     gpu: GPU,
     variant: Variant,
@@ -214,14 +189,14 @@ def _row(
     )
 
 
-def _largest(compiler: _Compiler, usable: int, gpu: GPU, variant: Variant, placement: Placement) -> LargestBatch | None:
+def _largest(compiler: Compiler, usable: int, gpu: GPU, variant: Variant, placement: Placement) -> LargestBatch | None:
     def bytes_of(size: int) -> int:
         return compiler(gpu, variant, placement, size).allocated_bytes
 
     return largest_batch(bytes_of, usable, variant.batch_size, variant.multiple(placement))
 
 
-def _remedies(compiler: _Compiler, usable: int, gpu: GPU, variant: Variant, placement: Placement) -> tuple[Remedy, ...]:
+def _remedies(compiler: Compiler, usable: int, gpu: GPU, variant: Variant, placement: Placement) -> tuple[Remedy, ...]:
     found = []
     for name, code, changed, where in changes(variant, placement):
         compiled = compiler(gpu, changed, where, variant.batch_size)
@@ -231,13 +206,11 @@ def _remedies(compiler: _Compiler, usable: int, gpu: GPU, variant: Variant, plac
 
 
 def _targets(gpus: str | GPU | Sequence[str | GPU]) -> list[GPU]:
-    several = [gpus] if isinstance(gpus, str | GPU) else list(gpus)
-    if not several:
-        raise ValueError("gpus is empty")
-    for gpu in several:
+    found = several("gpus", gpus, (str, GPU))
+    for gpu in found:
         if not isinstance(gpu, GPU) and gpu not in GPUS:
             raise ValueError(f"gpus has {gpu!r}, which must be one of {', '.join(GPUS)}, or a jt.aot.GPU")
-    return [gpu if isinstance(gpu, GPU) else GPUS[gpu] for gpu in several]
+    return [gpu if isinstance(gpu, GPU) else GPUS[gpu] for gpu in found]
 
 
 def _check_divides(variant: Variant, placement: Placement) -> None:

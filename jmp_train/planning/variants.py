@@ -1,7 +1,7 @@
 """The programs that a plan compares: a step in several precisions, on one device or sharded over several."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -98,7 +98,7 @@ def variants_of(
     state: Any,
     batch: Any,
     batch_size: int | None,
-    policies: Sequence[Precision] | None,
+    policies: Precision | Sequence[Precision] | None,
 ) -> list[Variant]:
     """Returns the step in each of the precisions.
 
@@ -107,12 +107,14 @@ def variants_of(
       state: its state.
       batch: its batch, or a function of the number of examples.
       batch_size: with how many to begin.
-      policies: None for the step as it is.
+      policies: one or several; None for the step as it is.
 
     Raises:
       TypeError: the step is not such that its precision could be replaced.
-      ValueError: there is no such policy.
+      ValueError: there is no such policy, or none at all.
     """
+    if policies is not None:
+        policies = several("policies", policies, (str, Policy, PathPolicy, Amp))
     if not callable(step):
         raise TypeError(f"step must be a function of state and batch, got {type(step).__name__}")
     if isinstance(step, jax.stages.Compiled):
@@ -136,17 +138,40 @@ def checked_placements(devices: int | Sequence[int], shardings: Shardings | Sequ
     """Returns the placements of some numbers of devices and shardings; on one device nothing is sharded.
 
     Raises:
-      ValueError: a number is below 1, or there is no such sharding.
+      TypeError: an argument is neither one nor several.
+      ValueError: a number is below 1, there is no such sharding, or there are none.
     """
-    counts = [devices] if isinstance(devices, int) else list(devices)
-    several = [shardings] if isinstance(shardings, str) or callable(shardings) else list(shardings)
+    counts = several("devices", devices, (int,))
+    rules = several("shardings", shardings, (str, Callable))
     for count in counts:
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"devices={count!r} must be an integer of at least 1")
-    for one in several:
+    for one in rules:
         if not callable(one) and one not in (REPLICATED, *_RULES):
             raise ValueError(f"shardings={one!r} must be 'replicated', 'zero1', 'fsdp', or a function")
-    return [Placement(n, s) for n in counts for s in (several if n > 1 else [REPLICATED])]
+    return [Placement(n, s) for n in counts for s in (rules if n > 1 else [REPLICATED])]
+
+
+def several(name: str, given: Any, kinds: tuple[Any, ...]) -> list[Any]:
+    """Returns an argument that is one or several as a list.
+
+    Args:
+      name: of the argument, for errors.
+      given: the argument.
+      kinds: the types of one.
+
+    Raises:
+      TypeError: it is neither.
+      ValueError: it is empty.
+    """
+    if isinstance(given, kinds):
+        return [given]
+    if not isinstance(given, Iterable):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{name}={given!r} must be of type {names}, or several of these")
+    if not (found := list(given)):
+        raise ValueError(f"{name} is empty")
+    return found
 
 
 def _variant(policy: str, step: Callable[..., Any], state: Any, batch: Any, batch_size: int | None) -> Variant:
@@ -172,6 +197,8 @@ def in_precision(step: TrainStep, state: TrainState, policy: Precision) -> tuple
     if isinstance(policy, Amp):
         return _in_mode(step, state, policy)
     policy = get_policy(policy) if isinstance(policy, str) else policy
+    if not isinstance(policy, Policy | PathPolicy):
+        raise TypeError(f"policies has {policy!r}, which must be a name, a Policy or an AMP mode")
     step = dataclasses.replace(step, policy=policy)
 
     def create(state: TrainState) -> TrainState:
