@@ -66,6 +66,7 @@ from jmp_train.policies import Policy as Policy
 from jmp_train.policies import PolicyReport as PolicyReport
 from jmp_train.policies import Problem as Problem
 from jmp_train.policies import Remedy as Remedy
+from jmp_train.policies import SkipRule as SkipRule
 from jmp_train.policies import StalledTrainingError as StalledTrainingError
 from jmp_train.policies import StaticLossScale as StaticLossScale
 from jmp_train.policies import adopt_opt_state as adopt_opt_state
@@ -105,6 +106,7 @@ from jmp_train.policies import select_tree as select_tree
 from jmp_train.policies import set_loss_scale as set_loss_scale
 from jmp_train.policies import set_master_weights as set_master_weights
 from jmp_train.policies import skips_to_floor as skips_to_floor
+from jmp_train.policies import spikes as spikes
 from jmp_train.policies import stochastic_round as stochastic_round
 from jmp_train.policies import torch_loss_scale as torch_loss_scale
 from jmp_train.policies import unscale_tree as unscale_tree

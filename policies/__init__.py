@@ -59,6 +59,7 @@ from jmp_train.policies.loss_scaling import torch_loss_scale as torch_loss_scale
 from jmp_train.policies.loss_scaling import unscale_tree as unscale_tree
 from jmp_train.policies.optimizers import LossScaledState as LossScaledState
 from jmp_train.policies.optimizers import MasterWeightsState as MasterWeightsState
+from jmp_train.policies.optimizers import SkipRule as SkipRule
 from jmp_train.policies.optimizers import StalledTrainingError as StalledTrainingError
 from jmp_train.policies.optimizers import adopt_opt_state as adopt_opt_state
 from jmp_train.policies.optimizers import check_progress as check_progress
@@ -69,6 +70,7 @@ from jmp_train.policies.optimizers import select_step as select_step
 from jmp_train.policies.optimizers import set_loss_scale as set_loss_scale
 from jmp_train.policies.optimizers import set_master_weights as set_master_weights
 from jmp_train.policies.optimizers import skips_to_floor as skips_to_floor
+from jmp_train.policies.optimizers import spikes as spikes
 from jmp_train.policies.optimizers import stochastic_round as stochastic_round
 from jmp_train.policies.optimizers import with_loss_scale as with_loss_scale
 from jmp_train.policies.optimizers import with_master_weights as with_master_weights

@@ -78,11 +78,11 @@ MUTATIONS = (
     Mutation(  # the count of a schedule goes on, the moments do not
         "skip",
         "policies/optimizers/loss_scaled.py",
-        "inner_state=select_tree(finite, new_inner_state, state.inner_state),",
-        "inner_state=jax.tree_util.tree_map(\n"
-        "                lambda new, old: jnp.where(finite | (jnp.result_type(new) == jnp.int32), new, old),\n"
-        "                new_inner_state, state.inner_state,\n"
-        "            ),",
+        "inner_state = select_tree(taken, new_inner_state, old_inner_state)",
+        "inner_state = jax.tree_util.tree_map(\n"
+        "            lambda new, old: jnp.where(taken | (jnp.result_type(new) == jnp.int32), new, old),\n"
+        "            new_inner_state, old_inner_state,\n"
+        "        )",
         "tests/policies/optimizers/test_loss_scaled.py",
     ),
     Mutation(

@@ -27,7 +27,7 @@ _MOST_PENDING = 4  # steps whose batches are held on to until it is known whethe
 class _Pending(NamedTuple):
     """A step of which it is not known yet whether it was skipped."""
 
-    finite: jax.Array
+    flag: jax.Array  # whether its gradients were finite; of an optimizer with a skip rule the reason of the skip
     batch: Batch
     parts: StateParts
     before: Snapshot
@@ -38,9 +38,9 @@ class SkipRecorder:
     """Writes a capsule for each step that was skipped, from which `load_capsule` rebuilds its gradients.
 
     A skipped step changes neither parameters nor model state, so a capsule holds the batch and what the step did
-    change, as it was before: the random key, the step's number, loss scales and their counters. Of parameters and
-    model state it holds fingerprints, so that another state is refused. The recorder is outside of the compiled step,
-    which stays the program that it was.
+    change, as it was before: the random key, the step's number, loss scales, their counters, a skip rule's state. Of
+    parameters and model state it holds fingerprints, so that another state is refused. The recorder is outside of the
+    compiled step, which stays the program that it was.
 
     A good step leaves a reference to its batch and small arrays on the device for a while: at most four steps wait
     until the device has told whether they were skipped, and then the oldest one is waited for. So a skip is seen a few
@@ -160,12 +160,12 @@ class SkipRecorder:
         self.close()
 
     def _is_known(self) -> bool:
-        return self._pending[0].finite.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+        return self._pending[0].flag.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
     def _finish(self) -> None:
         """Waits for the oldest step, and writes its capsule if it was skipped."""
         made = self._pending.popleft()
-        if jax.device_get(made.finite):
+        if _was_taken(made.flag):
             return
         try:
             with jax.transfer_guard("allow"):  # a skip may be slow
@@ -195,11 +195,17 @@ class SkipRecorder:
 
 
 def _flag(metrics: Metrics) -> jax.Array:
-    """Returns this process's copy of the flag that says whether gradients were finite, on its way to the host."""
+    """Returns this process's copy of what says whether the step was taken, on its way to the host."""
     finite = metrics.get("grads_finite") if isinstance(metrics, dict) else None
     if not isinstance(finite, jax.Array) or finite.ndim:
         raise TypeError('metrics["grads_finite"] must be one flag, that of a step that is called once a batch')
-    if not finite.is_fully_addressable:
-        finite = finite.addressable_data(0)
-    finite.copy_to_host_async()
-    return finite
+    flag = metrics.get("skip_reason", finite)
+    if not flag.is_fully_addressable:
+        flag = flag.addressable_data(0)
+    flag.copy_to_host_async()
+    return flag
+
+
+def _was_taken(flag: jax.Array) -> bool:
+    value = jax.device_get(flag)
+    return bool(value) if value.dtype == bool else value == 0

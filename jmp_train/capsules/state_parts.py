@@ -1,7 +1,7 @@
 """Which parts of a state a skipped step changes, their copies, and fingerprints of the parts that it does not change.
 
-A skip changes the random key, the step, the loss scales and their counters. Parameters and model state stay, and are
-too large to keep: a fingerprint tells whether a state has the same ones.
+A skip changes the random key, the step, the loss scales, their counters, and the state of a skip rule. Parameters and
+model state stay, and are too large to keep: a fingerprint tells whether a state has the same ones.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from jmp_train.distributed import local_data
 from jmp_train.policies import LossScaledState, PyTree
-from jmp_train.policies.optimizers import scaled_states
+from jmp_train.policies.optimizers import SkipRuleState, scaled_states
 from jmp_train.policies.pytrees import is_key
 from jmp_train.steps import TrainState
 
@@ -28,7 +28,7 @@ class StateParts(NamedTuple):
     """Positions of a state's leaves, and the paths of all leaves.
 
     Attributes:
-      changed: what a skip changes, or may change: key, step, loss scales, counters.
+      changed: what a skip changes, or may change: key, step, loss scales, counters, a skip rule's state.
       kept: parameters and model state.
       paths: of all leaves, as `keystr` writes them.
     """
@@ -65,8 +65,9 @@ def parts_of(state: TrainState) -> StateParts:
     def of_node(node: Any) -> Any:
         if not isinstance(node, LossScaledState):
             return _CHANGED if jnp.ndim(node) == 0 or is_key(node) else _OTHER
-        inner = _all(_OTHER, node.inner_state)
-        return _all(_CHANGED, node._replace(inner_state=None))._replace(inner_state=inner)
+        inner = node.inner_state
+        labels = _of_rule(inner) if isinstance(inner, SkipRuleState) else _all(_OTHER, inner)
+        return _all(_CHANGED, node._replace(inner_state=None))._replace(inner_state=labels)
 
     labels = TrainState(
         params=_all(_KEPT, state.params),
@@ -78,6 +79,10 @@ def parts_of(state: TrainState) -> StateParts:
     found = jax.tree.leaves(labels)
     changed, kept = ([i for i, label in enumerate(found) if label == wanted] for wanted in (_CHANGED, _KEPT))
     return StateParts(changed, kept, [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)])
+
+
+def _of_rule(node: SkipRuleState) -> Any:
+    return _all(_CHANGED, node._replace(inner_state=None))._replace(inner_state=_all(_OTHER, node.inner_state))
 
 
 def snapshot(leaves: Sequence[Any], changed: Sequence[int] = (), kept: Sequence[int] = ()) -> Snapshot:

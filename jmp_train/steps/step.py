@@ -27,13 +27,16 @@ from jmp_train.policies.optimizers import (
     Addition,
     LossScaledState,
     ParamsOptimizer,
+    SkipRuleState,
     ZeroGradientsState,
     as_transformation,
     check_nesting,
     has_nested_scale,
     loss_scale_of,
     proposed_params,
+    reason_of_skip,
     scaled_states,
+    taken_by_rules,
 )
 from jmp_train.policies.pytrees import (
     cast_like,
@@ -115,7 +118,7 @@ def train_step(
 
     A step with non-finite gradients is skipped, if the optimizer is a `with_loss_scale`:
     parameters, inner optimizer state and model state stay as they were to the last bit, the scale
-    falls, the counters tell. `step` and `rng` go on.
+    falls, the counters tell. `step` and `rng` go on. So is a step that its rule `skip` skips, but the scale stays.
 
     Args:
       loss_fn: `loss_fn(params, model_state, batch, rng) -> (loss, (model_state, aux))`; see
@@ -144,6 +147,8 @@ def train_step(
         * loss_scale: float32 scalar, the scale that the next step will use; of several losses an
           array [losses];
         * skipped_steps: int32 scalar, how many steps were skipped so far, this one included;
+        * skip_reason: int32 scalar, if the optimizer has a skip rule: 0 if the step was taken, 1 if it was skipped for
+          non-finite gradients, 2 if the rule skipped it;
         * num_zeros_in_grad: int32 scalar, if the optimizer has a `count_zero_gradients`;
         * watch: what `watch` names, as `{name: {group: float32 scalar}}`; a group is a module right under the root of
           the parameters. "lost_updates" is the share of the updates that are not zero and leave the parameter what it
@@ -333,16 +338,18 @@ class TrainStep:
         seen = _finite_or_nan(finite, trained_gradients(grads), state.opt_state)
         new_params, opt_state, additions = self._update(seen, state, extra)
         new_params = with_overwritten(new_params, unscaled)
+        taken = taken_by_rules(finite, opt_state)
         if scaled_states(opt_state):
-            new_params = select_tree(finite, new_params, state.params)
-            model_state = select_tree(finite, model_state, state.model_state)
+            new_params = select_tree(taken, new_params, state.params)
+            model_state = select_tree(taken, model_state, state.model_state)
         metrics = {
             "loss": loss,
             "aux": aux,
             "grad_norm": optax.tree.norm(trained(unscaled)),
             "grads_finite": finite,
             **_state_metrics(opt_state),
-            **watch_metrics(self, state, grads, additions, finite),
+            **({"skip_reason": reason_of_skip(finite, taken)} if find_nodes(opt_state, SkipRuleState) else {}),
+            **watch_metrics(self, state, grads, additions, taken),
         }
         return TrainState(new_params, opt_state, model_state, rng, state.step + 1), metrics
 

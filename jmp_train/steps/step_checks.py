@@ -15,6 +15,7 @@ from jmp_train.policies.loss_scaling import PerLossScale, is_loss_scale
 from jmp_train.policies.optimizers import (
     LossScaledState,
     MasterWeightsState,
+    SkipRuleState,
     StochasticRoundingState,
 )
 from jmp_train.policies.pytrees import (
@@ -28,6 +29,7 @@ from jmp_train.policies.pytrees import (
 
 _WRAPPERS = {
     "a loss scale": LossScaledState,
+    "a skip rule": SkipRuleState,
     "master weights": MasterWeightsState,
     "stochastic rounding": StochasticRoundingState,
 }

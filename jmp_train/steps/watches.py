@@ -206,7 +206,7 @@ def count_underflows(
 
 
 def watch_metrics(
-    step: Watching, state: TrainState, grads: Any, additions: Sequence[Addition], finite: jax.Array
+    step: Watching, state: TrainState, grads: Any, additions: Sequence[Addition], taken: jax.Array
 ) -> Metrics:
     """Returns the metric "watch" of a step; nothing if nothing is watched.
 
@@ -215,15 +215,15 @@ def watch_metrics(
       state: from which the step is made.
       grads: scaled, averaged over the devices that share a batch; of a `PerLossScale` a tuple of them.
       additions: what the optimizer added to what: one if lost updates are watched, or none.
-      finite: whether the gradients are. A step that is skipped for them loses no updates.
+      taken: whether the step was. One that is skipped loses no updates.
     """
     if not step.watch:
         return {}
     params = trained(state.params)
     names, counts = group_names(params), {}
     for addition in additions:
-        taken = finite if scaled_states(state.opt_state) else True
-        counts["lost_updates"] = _by_group(names, [_if_taken(taken, x) for x in count_lost_updates(addition)])
+        counted = taken if scaled_states(state.opt_state) else True
+        counts["lost_updates"] = _by_group(names, [_if_taken(counted, x) for x in count_lost_updates(addition)])
     if "underflow" in step.watch:
         dtype_of = half_type_of(step.policy, step.loss_fn)
         losses = grads if isinstance(loss_scale_of(state.opt_state), PerLossScale) else (grads,)

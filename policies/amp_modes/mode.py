@@ -44,6 +44,7 @@ from jmp_train.policies.loss_scaling import (
     unpack_loss,
 )
 from jmp_train.policies.optimizers import (
+    SkipRule,
     as_transformation,
     count_zero_gradients,
     with_loss_scale,
@@ -240,6 +241,8 @@ class Amp:
         self,
         loss_fn: Callable[..., Any],
         optimizer: optax.GradientTransformation | optax.MultiSteps,
+        *,
+        skip: SkipRule[Any] | None = None,
     ) -> tuple[Callable[..., Any], Any]:
         """Returns a loss function and an optimizer that train in this mode.
 
@@ -248,6 +251,7 @@ class Amp:
             aux))`; of a plain `loss_fn(params, batch)` `stateless` makes one. The floats of the batch are cast
             with the model. With `num_losses` above 1, `loss` is a tuple.
           optimizer: any optax optimizer without a loss scale.
+          skip: a rule that skips steps with finite gradients, too; see `with_loss_scale`.
 
         Returns:
           Both, for `train_step` without a policy or for a user-defined train step. Where the mode is not enabled
@@ -279,7 +283,7 @@ class Amp:
 
         setattr(with_amp, CASTS_BY_AMP, self.precision.model_dtype is not None)
         setattr(with_amp, AUTOCASTS_BY_AMP, self.dtype if self.precision.autocast_rules else None)
-        return with_amp, self._optimizer(optimizer)
+        return with_amp, self._optimizer(optimizer, skip)
 
     def forward(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a model's function as it runs in this mode, for evaluation.
@@ -305,7 +309,11 @@ class Amp:
         Args:
           metrics: those of `train_step`, outside of jit.
         """
-        if self.enabled and self.options.verbosity and not np.all(metrics["grads_finite"]):
+        if not (self.enabled and self.options.verbosity):
+            return
+        if np.any(np.equal(metrics.get("skip_reason", 0), 2)):
+            _log(f"gradient spike: step skipped, {int(np.max(metrics['skipped_steps']))} so far")
+        if not np.all(metrics["grads_finite"]):
             scales = ", ".join(f"{scale:g}" for scale in np.ravel(metrics["loss_scale"]))
             count = int(np.max(metrics["skipped_steps"]))
             _log(f"gradient overflow: step skipped, {count} so far; the loss scale is now {scales}")
@@ -356,11 +364,11 @@ class Amp:
         dtype = self.precision.output_dtype
         return outputs if dtype is None else cast_floating(outputs, dtype)
 
-    def _optimizer(self, optimizer: object) -> Any:
+    def _optimizer(self, optimizer: object, skip: SkipRule[Any] | None) -> Any:
         optimizer = as_transformation(optimizer)
         if self.options.counts_zeros:
             optimizer = count_zero_gradients(optimizer)
-        optimizer = with_loss_scale(optimizer, self.loss_scale)
+        optimizer = with_loss_scale(optimizer, self.loss_scale, skip=skip)
         return with_master_weights(optimizer) if self.precision.master_weights else optimizer
 
     def _stored_dtype(self, path: str) -> np.dtype:

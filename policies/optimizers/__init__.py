@@ -15,6 +15,12 @@ from jmp_train.policies.optimizers.nesting import check_nesting as check_nesting
 from jmp_train.policies.optimizers.nesting import has_nested_scale as has_nested_scale
 from jmp_train.policies.optimizers.params_step import proposed_params as proposed_params
 from jmp_train.policies.optimizers.selection import select_step as select_step
+from jmp_train.policies.optimizers.skip_rules import SkipRule as SkipRule
+from jmp_train.policies.optimizers.skip_rules import SkipRuleState as SkipRuleState
+from jmp_train.policies.optimizers.skip_rules import reason_of_skip as reason_of_skip
+from jmp_train.policies.optimizers.skip_rules import taken_by_rules as taken_by_rules
+from jmp_train.policies.optimizers.spike_statistics import SpikeStatistics as SpikeStatistics
+from jmp_train.policies.optimizers.spike_statistics import spikes as spikes
 from jmp_train.policies.optimizers.stalls import StalledTrainingError as StalledTrainingError
 from jmp_train.policies.optimizers.stalls import check_progress as check_progress
 from jmp_train.policies.optimizers.stalls import skips_to_floor as skips_to_floor

@@ -18,6 +18,7 @@ from jmp_train.policies.loss_scaling import (
     unscale_and_check,
 )
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
+from jmp_train.policies.optimizers.skip_rules import SkipRule, judged, with_rule_state, wrapped_state
 from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_train.policies.optimizers.stored_parameters import (
     Addition,
@@ -33,6 +34,8 @@ from jmp_train.policies.types import Grads, Params
 def with_loss_scale(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     loss_scale: LossScales,
+    *,
+    skip: SkipRule[Any] | None = None,
 ) -> ParamsOptimizer:
     """Makes an optimizer take scaled gradients, skip non-finite ones and adapt the scale.
 
@@ -42,20 +45,24 @@ def with_loss_scale(
     adds without changing a bit, and leaves `inner_state` as it was. The extra arguments reach the
     optimizer as they are, but for `grad`, which line searches take: it gets the unscaled gradients.
     `return_params=True` gives the parameters instead of the updates, also of a step that is skipped, for a
-    step that selects by `state.last_finite` itself, along with what else it changes.
+    step that selects by `state.last_taken` itself, along with what else it changes.
 
     Args:
       optimizer: any optax optimizer. It sees float32 gradients and parameters.
       loss_scale: the scale to begin with. `NoOpLossScale()` skips without scaling, which is what
         bfloat16 wants. A `PerLossScale` has one for each loss, and `update` a tuple of gradients.
+      skip: a rule that skips steps with finite gradients, too, such as `spikes()`: by the norm of the unscaled
+        gradients before the optimizer clips them, the same on all devices of `axis_names` (if these hold parts of
+        the gradients, the root of the mean of their squared norms). The loss scale sees such a step as any other with
+        finite gradients: it does not fall, and the steps until it grows are one fewer. None has no rule.
 
     Returns:
-      An optimizer whose state is a `LossScaledState`.
+      An optimizer whose state is a `LossScaledState`; with `skip`, its `inner_state` is a `SkipRuleState`.
 
     Raises:
       TypeError: an argument is of another type; the message names it.
       ValueError: a static scale is not finite and above 0; at `init`, the optimizer has a loss scale already, or rounds
-        stochastically.
+        stochastically; when called, the state was made with a skip rule and there is none now, or the other way round.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -78,6 +85,8 @@ def with_loss_scale(
             "optimizer must not store the parameters: with_master_weights and with_stochastic_rounding go "
             "outside, with_master_weights(with_loss_scale(optimizer, loss_scale))"
         )
+    if not isinstance(skip, SkipRule | None):
+        raise TypeError(f"skip must be a SkipRule, such as spikes(), or None, got {skip!r}")
     check_loss_scales(
         loss_scale,
         "for a number pass StaticLossScale(number) or torch_loss_scale(init_scale=number)",
@@ -94,7 +103,7 @@ def with_loss_scale(
             )
         return LossScaledState(
             loss_scale=jax.tree_util.tree_map(jnp.array, loss_scale),
-            inner_state=inner_state,
+            inner_state=with_rule_state(skip, inner_state),
             last_finite=jnp.array(True),
             skipped_steps=jnp.zeros((), jnp.int32),
             consecutive_skips=jnp.zeros((), jnp.int32),
@@ -115,22 +124,26 @@ def with_loss_scale(
         grads, finite, next_scale = unscale_and_check(state.loss_scale, upcast_to_float32(updates), axis_names)
         if "grad" in extra_args:  # which a line search compares with the loss
             extra_args = {**extra_args, "grad": grads}
-        new_updates, new_inner_state = inner.update(grads, state.inner_state, upcast_to_float32(params), **extra_args)
-        skipped = (~finite).astype(jnp.int32)
+        old_inner_state = wrapped_state(skip, state.inner_state)
+        new_updates, new_inner_state = inner.update(grads, old_inner_state, upcast_to_float32(params), **extra_args)
+        rule_state = None if skip is None else judged(skip, grads, finite, state.inner_state, axis_names)
+        taken = finite if rule_state is None else finite & ~rule_state.last_skipped
+        skipped = (~taken).astype(jnp.int32)
+        inner_state = select_tree(taken, new_inner_state, old_inner_state)
         new_state = LossScaledState(
             loss_scale=next_scale,
-            inner_state=select_tree(finite, new_inner_state, state.inner_state),
+            inner_state=inner_state if rule_state is None else rule_state._replace(inner_state=inner_state),
             last_finite=finite,
             skipped_steps=state.skipped_steps + skipped,
             consecutive_skips=(state.consecutive_skips + 1) * skipped,
         )
         if return_params:
             return add_updates(params, new_updates, on_addition), new_state
-        return jax.tree_util.tree_map(lambda u: _or_nothing(finite, u), new_updates), new_state
+        return jax.tree_util.tree_map(lambda u: _or_nothing(taken, u), new_updates), new_state
 
     return ParamsOptimizer(init, update)
 
 
-def _or_nothing(finite: jax.Array, update: jax.Array) -> jax.Array:
+def _or_nothing(taken: jax.Array, update: jax.Array) -> jax.Array:
     # x + -0.0 is x for every x; 0.0 would turn a parameter of -0.0 into 0.0. Complex ones have two signs.
-    return jnp.where(finite, update, -jnp.zeros_like(update))
+    return jnp.where(taken, update, -jnp.zeros_like(update))

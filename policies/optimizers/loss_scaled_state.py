@@ -17,6 +17,7 @@ from jmp_train.policies.loss_scaling import (
     is_integer,
     scales_in,
 )
+from jmp_train.policies.optimizers.skip_rules import reason_of_skip, taken_by_rules
 from jmp_train.policies.pytrees import copy_like, find_nodes, named_leaves, only_state, path_name, with_states
 from jmp_train.policies.types import PyTree
 
@@ -26,9 +27,10 @@ class LossScaledState(NamedTuple):
 
     Attributes:
       loss_scale: the `LossScale` of the next forward pass, or the `PerLossScale`.
-      inner_state: the wrapped optimizer's state; unchanged by a skipped step.
-      last_finite: bool scalar, whether the last gradients were finite and so the step taken.
-      skipped_steps: int32 scalar, how many steps were skipped so far.
+      inner_state: the wrapped optimizer's state; unchanged by a skipped step. Where there is a skip rule, a
+        `SkipRuleState` with both.
+      last_finite: bool scalar, whether the last gradients were finite; without a skip rule, whether the step was taken.
+      skipped_steps: int32 scalar, how many steps were skipped so far, for whatever reason.
       consecutive_skips: int32 scalar, how many of them came last in a row.
 
     Example:
@@ -44,6 +46,16 @@ class LossScaledState(NamedTuple):
     last_finite: jax.Array
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
+
+    @property
+    def last_taken(self) -> jax.Array:
+        """Bool scalar, whether the last step was taken: its gradients were finite, and no rule skipped it."""
+        return taken_by_rules(self.last_finite, self.inner_state)
+
+    @property
+    def skip_reason(self) -> jax.Array:
+        """Int32 scalar: 0 if the last step was taken, 1 if its gradients were not finite, 2 if the rule skipped it."""
+        return reason_of_skip(self.last_finite, self.last_taken)
 
 
 def scaled_states(opt_state: PyTree) -> list[tuple[str, LossScaledState]]:

@@ -14,6 +14,7 @@ import optax
 from jax.extend.core import Jaxpr, Literal
 
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
+from jmp_train.policies.optimizers.skip_rules import SkipRuleState
 from jmp_train.policies.optimizers.stored_parameters import StoringOptimizer, StoringState
 from jmp_train.policies.pytrees import Reached, change_nodes, find_nodes, named_leaves
 from jmp_train.policies.types import Grads, OptState, Params
@@ -54,9 +55,9 @@ def check_nesting(
 
     Raises:
       ValueError: `apply_if_finite`, or a `MultiSteps` that skips, hides overflows from a `with_loss_scale`
-        within; what precedes `with_loss_scale` in a chain is not linear in the gradients; some parameters'
-        gradients reach none; or something follows `with_master_weights` or `with_stochastic_rounding`.
-        The message has the right order.
+        within; either is around one with a skip rule; what precedes `with_loss_scale` in a chain is not linear in
+        the gradients; some parameters' gradients reach none; or something follows `with_master_weights` or
+        `with_stochastic_rounding`. The message has the right order.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -133,6 +134,12 @@ def _check_skips_are_seen(opt_state: OptState) -> None:
         name = "MultiSteps(should_skip_update_fn=...)" if is_multi_steps else "apply_if_finite"
         skips = not is_multi_steps or bool(jax.tree_util.tree_leaves(node.skip_state))
         _check_skips_are_seen(tuple(node))
+        if find_nodes(tuple(node), SkipRuleState):
+            raise ValueError(
+                f"optimizer: {name.split('(')[0]}, at {path or 'the outermost place'!r} of its state, is around a "
+                "with_loss_scale with a skip rule, which does not see every step then; with_loss_scale goes outside: "
+                f"with_loss_scale(optax.{name.split('(')[0]}(optimizer, ...), loss_scale, skip=...)"
+            )
         if skips and scaled_states(tuple(node)):
             raise ValueError(
                 f"optimizer: {name}, at {path or 'the outermost place'!r} of its state, drops the gradients that "

@@ -72,5 +72,5 @@ def next_params(
     new_params, opt_state = proposed_params(optimizer, grads, opt_state, params, on_addition, **extra_args)
     # What is nested made zeros of its updates already, but others may have changed them since.
     for _, scaled in scaled_states(opt_state):
-        new_params = select_tree(scaled.last_finite, new_params, params)
+        new_params = select_tree(scaled.last_taken, new_params, params)
     return new_params, opt_state

@@ -49,7 +49,7 @@ def select_step(opt_state: PyTree, new: Tree, old: Tree) -> Tree:
     """
     _check_sees_every_step(opt_state)
     state = only_state(opt_state, LossScaledState, "loss_scale", "loss scales")
-    taken = state.last_finite
+    taken = state.last_taken
     trees = [jax.tree_util.tree_structure(tree) for tree in (new, old)]
     if trees[0] != trees[1]:
         raise ValueError(f"new has another structure:\n  {trees[0]}\nthan old:\n  {trees[1]}")

@@ -19,11 +19,13 @@ from jmp_train.policies.loss_scaling import (
     scales_in,
 )
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
+from jmp_train.policies.optimizers.skip_rules import SkipRuleState
+from jmp_train.policies.pytrees import find_nodes
 from jmp_train.policies.types import PyTree
 
 
 class StalledTrainingError(FloatingPointError):
-    """Raised by `check_progress` when too many steps in a row had non-finite gradients.
+    """Raised by `check_progress` when too many steps in a row were skipped.
 
     Example:
       >>> issubclass(StalledTrainingError, FloatingPointError)
@@ -138,9 +140,10 @@ def _describe(path: str, state: LossScaledState) -> str:
     steps = "step was" if skips == 1 else f"{skips} steps were"
     where = f" of opt_state {path!r}" if path else ""
     scales = scales_in(state.loss_scale)
+    or_rule = " or by the skip rule" if find_nodes(state, SkipRuleState) else ""
     values = " and ".join(_number(scale, all_skips.shape, worst) for scale in scales)
     return (
-        f"the last {steps} skipped for non-finite gradients; the loss scale{where} is now "
+        f"the last {steps} skipped for non-finite gradients{or_rule}; the loss scale{where} is now "
         f"{values}. NaN or inf in the data or the model does not go away with a lower "
         "scale: look at nonfinite_report(gradients)"
     )

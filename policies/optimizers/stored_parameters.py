@@ -37,7 +37,7 @@ class ParamsOptimizer(optax.GradientTransformationExtraArgs):
     `with_loss_scale`, `with_master_weights` and `with_stochastic_rounding` return one. Its `update` takes the
     extra argument `return_params=False`; True makes it return `(new_params, state)`, the parameters in the
     dtypes that they came in. An outermost loss scale leaves the selection to the caller then, who has more to
-    select: of a step that it skips, of which `state.last_finite` tells, they may be NaN. With it goes the extra
+    select: of a step that it skips, of which `state.last_taken` tells, they may be NaN. With it goes the extra
     argument `on_addition`, a function that is called once with the `Addition`.
 
     Example:

@@ -65,7 +65,7 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "GATConv", "GATv2Conv", "GINConv", "broadcast_state", "initialize",
         "CheckpointStore",
         "save_weights", "load_weights", "set_loss_scale", "loss_scale_from_torch",
-        "loss_scale_to_torch",
+        "loss_scale_to_torch", "spikes", "SkipRule",
     } <= set(PUBLIC)  # fmt: skip
 
 
