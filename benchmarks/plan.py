@@ -5,8 +5,7 @@
 
 No GPU is needed: all steps are compiled ahead of time. `largest` searches for the largest batch of each model that
 fits on each GPU, and prints how much one more example takes; of the GAT it is the largest graph, with 50 edges a node.
-It takes an hour on two cores where nothing is compiled yet. `shardings` compiles the vision transformer's step for
-eight GPUs. `tables` compiles what `amp_memory.py` and `gat_memory.py` do, and prints both peaks: theirs are by XLA's
+It takes an hour on two cores where nothing is compiled yet. `shardings` compiles the tasks' steps for eight GPUs. `tables` compiles what `amp_memory.py` and `gat_memory.py` do, and prints both peaks: theirs are by XLA's
 count of live arrays, the plan's are what is allocated, with gaps. `measured` runs the cases in float32 and in the
 policy on the GPU that is here, and prints peak and time beside the plan's; without a GPU it compares what a CPU's
 program has in common with a GPU's, the bytes of arguments, results, and results in the place of arguments.
@@ -89,27 +88,34 @@ def largest(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def shardings(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Prints the bytes of parameters and optimizer state on each of eight devices, beside those on one."""
-    case = "mnist" if args.tiny else "vit-b16"
-    make, size = case_of(case)
-    plan = jt.plan(
-        make,
-        policies=[args.policy],
-        gpus="A100-40GB",
-        devices=[1, 8],
-        shardings=["replicated", "zero1", "fsdp"],
-        batch_size=max(8, size),
-        find_largest=False,
-        remedies=False,
-        progress=note,
-    )
-    first = plan.rows[0].bytes_by_kind
-    print(f"\n{case}, A100-40GB: MB on each device, and the share of those on one")
-    for row in plan.rows:
-        kinds = [row.bytes_by_kind[kind] for kind in ("parameters", "optimizer state")]
-        shares = [n / first[kind] for n, kind in zip(kinds, ("parameters", "optimizer state"), strict=True)]
-        cells = "".join(f"{n / 1e6:10.2f}{share:8.4f}" for n, share in zip(kinds, shares, strict=True))
-        print(f"{row.placement!s:26}{cells}{row.peak_bytes / 1e6:12.2f}")
-    return [row.to_json(buffers=0) for row in plan.rows]
+    results = []
+    for case in args.cases:
+        if case == "gat":  # a whole graph, which is not sharded
+            continue
+        make, size = case_of(case)
+        plan = jt.plan(
+            make,
+            policies=[args.policy],
+            gpus="A100-40GB",
+            devices=[1, 8],
+            shardings=["replicated", "zero1", "fsdp"],
+            batch_size=size,
+            find_largest=False,
+            remedies=False,
+            progress=note,
+        )
+        print(f"\n{case}, A100-40GB: MB of parameters and optimizer state on each device, shares of those on one, peak")
+        first = plan.rows[0].bytes_by_kind
+        for row in plan.rows:
+            cells = "".join(cell_of(row.bytes_by_kind.get(kind, 0), first.get(kind, 0)) for kind in ARGUMENTS[:2])
+            print(f"{row.placement!s:26}{cells}{row.peak_bytes / 1e6:12.2f}", flush=True)
+            results.append({"case": case, **row.to_json(buffers=0)})
+    return results
+
+
+def cell_of(n_bytes: int, first: int) -> str:
+    """Returns megabytes, and their share of the first row's, of which there may be none."""
+    return f"{n_bytes / 1e6:10.2f}" + (f"{n_bytes / first:8.4f}" if first > 1e6 else f"{'':8}")
 
 
 def tables(args: argparse.Namespace) -> list[dict[str, Any]]:
