@@ -5,10 +5,11 @@
 
 No GPU is needed: all steps are compiled ahead of time. `largest` searches for the largest batch of each model that
 fits on each GPU, and prints how much one more example takes; of the GAT it is the largest graph, with 50 edges a node.
-It takes an hour on two cores where nothing is compiled yet. `shardings` compiles the tasks' steps for eight GPUs. `tables` compiles what `amp_memory.py` and `gat_memory.py` do, and prints both peaks: theirs are by XLA's
-count of live arrays, the plan's are what is allocated, with gaps. `measured` runs the cases in float32 and in the
-policy on the GPU that is here, and prints peak and time beside the plan's; without a GPU it compares what a CPU's
-program has in common with a GPU's, the bytes of arguments, results, and results in the place of arguments.
+It takes an hour on two cores where nothing is compiled yet. `shardings` compiles the tasks' steps for eight GPUs.
+`tables` compiles what `amp_memory.py` and `gat_memory.py` do, and prints both peaks: theirs are by XLA's count of live
+arrays, the plan's are what is allocated, with gaps. `measured` runs the cases in float32 and in the policy on the GPU
+that is here, and prints peak and time beside the plan's; without a GPU it compares what a CPU's program has in common
+with a GPU's, the bytes of arguments.
 """
 
 import argparse
