@@ -6,8 +6,8 @@
 No GPU is needed: all steps are compiled ahead of time. `largest` searches for the largest batch of each model that
 fits on each GPU, and prints how much one more example takes; of the GAT it is the largest graph, with 50 edges a node.
 It takes an hour on two cores where nothing is compiled yet. `shardings` compiles the tasks' steps for eight GPUs.
-`tables` compiles what `amp_memory.py` and `gat_memory.py` do, and prints both peaks: theirs are by XLA's count of live
-arrays, the plan's are what is allocated, with gaps. `measured` runs the cases in float32 and in the policy on the GPU
+`tables` compiles what `amp_memory.py` and `gat_memory.py` do: their peaks are by XLA's count of what is alive, which a
+plan has too, beside what is allocated, with gaps. `measured` runs the cases in float32 and in the policy on the GPU
 that is here, and prints peak and time beside the plan's; without a GPU it compares what a CPU's program has in common
 with a GPU's, the bytes of arguments.
 """
@@ -121,7 +121,7 @@ def cell_of(n_bytes: int, first: int) -> str:
 
 def tables(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Prints the peaks of other benchmarks' tables, and those that a plan has."""
-    print(f"\n{'':10}{'':20}{'table, GB':>11}{'plan, GB':>11}")
+    print(f"\n{'':10}{'':20}{'table, GB':>11}{'live, GB':>11}{'plan, GB':>11}")
     rows = []
     for entry in json.loads((RESULTS / "amp_memory.json").read_text())["steps"]:
         if args.tiny and (entry["task"], entry["mode"]) != ("mnist", "float32"):
@@ -134,8 +134,9 @@ def tables(args: argparse.Namespace) -> list[dict[str, Any]]:
     for name, policy, make, size, entry in rows:
         options = {"batch_size": size, "find_largest": False, "remedies": False, "progress": note}
         (row,) = jt.plan(make, policies=[policy], gpus=entry["gpu"], **options).rows
-        print(f"{name:10}{policy:20}{entry['peak_bytes'] / 1e9:11.2f}{row.peak_bytes / 1e9:11.2f}", flush=True)
-        results.append({"name": name, "policy": policy, "table": entry["peak_bytes"], "plan": row.peak_bytes})
+        found = {"table": entry["peak_bytes"], "live": row.live_bytes, "plan": row.peak_bytes}
+        print(f"{name:10}{policy:20}{''.join(f'{n / 1e9:11.2f}' for n in found.values())}", flush=True)
+        results.append({"name": name, "policy": policy, **found})
     return results
 
 

@@ -97,6 +97,7 @@ def planned_row(
         placement=place,
         batch_size=batch_size,
         peak_bytes=total,
+        live_bytes=total,
         usable_bytes=usable,
         largest=largest,
         costs=planned_costs(target, dtype, devices=place.devices),

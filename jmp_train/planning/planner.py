@@ -179,6 +179,7 @@ def _row(
         placement=placement,
         batch_size=size,
         peak_bytes=compiled.allocated_bytes,
+        live_bytes=compiled.peak_bytes,
         usable_bytes=usable,
         largest=_largest(compiler, usable, gpu, variant, placement) if find_largest else None,
         costs=program_costs(hlo, gpu),

@@ -22,6 +22,7 @@ class PlanRow:
       batch_size: examples of a step, over all devices.
       peak_bytes: what is allocated for a step: arguments (parameters, optimizer state, batch), results that take no
         argument's place, constants, and the block of all temporaries.
+      live_bytes: the most that is alive at one time, which XLA calls the peak: `peak_bytes` without the gaps of that block.
       usable_bytes: what of the GPU's memory the step can have, see `Allowances`.
       largest: the largest batch that fits, over all devices; None if it was not searched for, or nothing grows.
       costs: arithmetic, bytes, casts, communication, and lower bounds of the time.
@@ -35,6 +36,7 @@ class PlanRow:
     placement: Placement
     batch_size: int
     peak_bytes: int
+    live_bytes: int
     usable_bytes: int
     largest: LargestBatch | None
     costs: Costs = field(repr=False)
@@ -84,6 +86,7 @@ class PlanRow:
             "placement": str(self.placement),
             "batch_size": self.batch_size,
             "peak_bytes": self.peak_bytes,
+            "live_bytes": self.live_bytes,
             "usable_bytes": self.usable_bytes,
             "memory_bytes": self.gpu.memory_bytes,
             "fits": self.fits,
