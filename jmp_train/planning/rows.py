@@ -22,7 +22,7 @@ class PlanRow:
       batch_size: examples of a step, over all devices.
       peak_bytes: what is allocated for a step: arguments (parameters, optimizer state, batch), results that take no
         argument's place, constants, and the block of all temporaries.
-      live_bytes: the most that is alive at one time, which XLA calls the peak: `peak_bytes` without the gaps of that block.
+      live_bytes: the most that is alive at one time, which XLA calls the peak: without the gaps of that block.
       usable_bytes: what of the GPU's memory the step can have, see `Allowances`.
       largest: the largest batch that fits, over all devices; None if it was not searched for, or nothing grows.
       costs: arithmetic, bytes, casts, communication, and lower bounds of the time.
