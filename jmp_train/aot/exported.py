@@ -41,7 +41,14 @@ _MOST_CACHED = 2**30  # bytes
 
 
 class ExportError(ValueError):
-    """A program cannot be compiled elsewhere: it calls back to Python, for example."""
+    """A program cannot be compiled elsewhere: it calls back to Python, for example.
+
+    Example:
+      >>> export_program(lambda x: None, (jax.ShapeDtypeStruct((), "float32"),), names=("x",))  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+      ...
+      jmp_train.aot.exported.ExportError: the step returns no array, so there would be nothing to compute: ...
+    """
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,12 @@ def shapes_of(tree: Any) -> Any:
 
 
 def is_shape(leaf: object) -> TypeGuard[jax.ShapeDtypeStruct]:
-    """Says whether a leaf of what `shapes_of` returns is an argument of the program."""
+    """Says whether a leaf of what `shapes_of` returns is an argument of the program.
+
+    Example:
+      >>> is_shape(shapes_of(3.0)), is_shape(shapes_of("train"))
+      (True, False)
+    """
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 

@@ -18,6 +18,10 @@ class LargestBatch:
       bytes: what a step with it takes; None if `size` is 0.
       next_bytes: what one with the next larger batch takes, which does not fit.
       tried: bytes by size, of all that were compiled.
+
+    Example:
+      >>> LargestBatch(16, 160, 250, {8: 80, 16: 160, 17: 250, 24: 240}).is_monotonic  # 17 is padded
+      True
     """
 
     size: int

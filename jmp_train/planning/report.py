@@ -16,6 +16,13 @@ class Plan:
     Attributes:
       rows: by GPU, precision and placement, in this order.
       allowances: what a GPU's memory has to hold beside the step.
+
+    Example:
+      >>> import jmp_train as jt
+      >>> plan = jt.plan(step, state, batch, gpus=["V100-16GB", "A100-40GB"])  # doctest: +SKIP
+      >>> print(plan, plan.largest_buffers(5))  # doctest: +SKIP
+      >>> Plan(rows=(), allowances=Allowances(memory_fraction=0.9)).to_json()["allowances"]["memory_fraction"]
+      0.9
     """
 
     rows: tuple[PlanRow, ...]

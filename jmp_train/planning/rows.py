@@ -29,6 +29,12 @@ class PlanRow:
       buffers: what is in memory at the peak, the largest first; they add up to `peak_bytes`.
       remedies: what could help, the least memory first.
       measured: what the step took on such a GPU, if that was asked for and it is here.
+
+    Example:
+      >>> import jmp_train as jt
+      >>> (row,) = jt.plan(step, state, batch, gpus="V100-16GB").rows  # doctest: +SKIP
+      >>> row.fits, row.largest_batch, row.bytes_by_kind["optimizer state"]  # doctest: +SKIP
+      (True, 4216, 3162133)
     """
 
     gpu: GPU

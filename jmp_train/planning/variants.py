@@ -28,6 +28,10 @@ class Placement:
     Attributes:
       devices: how many, in one host.
       shardings: "replicated", "zero1", "fsdp", or a function of the state's shapes and the mesh.
+
+    Example:
+      >>> str(Placement()), str(Placement(8, "zero1"))
+      ('1 device', '8 devices, zero1')
     """
 
     devices: int = 1

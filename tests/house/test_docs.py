@@ -24,7 +24,8 @@ PUBLIC = {
     for module in (jt, jmp_train.policies, jmp_train.graphs)
     for name, thing in vars(module).items()
     if not name.startswith("_") and not inspect.ismodule(thing) and name not in ALIASES
-} | {name: getattr(jt.distributed, name) for name in ("initialize", "is_main_process", "check_agreement")}
+} | {name: getattr(jt, name) for name in ("Allowances", "Plan", "PlanRow", "plan")}
+PUBLIC |= {name: getattr(jt.distributed, name) for name in ("initialize", "is_main_process", "check_agreement")}
 # A logger, and what stability.md names as not offered.
 NOT_OFFERED = ("jmp_train.amp", "jmp_train.parallel.steps")
 PAGES = ("README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md"))))
