@@ -15,3 +15,4 @@ from jmp_train.data.image_folder import random_crops as random_crops
 from jmp_train.data.image_folder import read_image_folder as read_image_folder
 from jmp_train.data.mnist import MNIST_FILES as MNIST_FILES
 from jmp_train.data.mnist import read_mnist as read_mnist
+from jmp_train.data.regular_files import read_bytes as read_bytes

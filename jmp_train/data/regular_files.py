@@ -43,3 +43,21 @@ def open_regular(path: Path | str) -> Iterator[BufferedReader]:
             yield file
         except MemoryError as error:
             raise MemoryError(f"{path} needs more memory than there is") from error
+
+
+def read_bytes(path: Path, *, max_bytes: int = 2**30) -> bytes:
+    """Reads a regular file.
+
+    Args:
+      path: the file.
+      max_bytes: the largest file to take memory for.
+
+    Raises:
+      ValueError: it is larger; the message names it.
+      OSError: see `open_regular`.
+    """
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise ValueError(f"{path} is too large: it has more than max_bytes={max_bytes}")
+        return content

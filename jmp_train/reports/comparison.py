@@ -167,6 +167,15 @@ def explain_failure(name: str, reason: str) -> str:
     return f"{reason}. {_LACKS[name]}"
 
 
+def bits_note(run: Run) -> str:
+    """Returns ", 2.1234 bits/byte" of a run whose labels are bytes, else "".
+
+    Args:
+      run: the run.
+    """
+    return "" if run.bits_per_byte is None else f", {run.bits_per_byte:.4f} bits/byte"
+
+
 def explain_accuracy(name: str, points: float, first: str) -> str | None:
     """Returns why a run is less accurate than the first one; None if it is not, or if that is not known.
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Protocol, Self
 
 from jmp_train.extras import extra_packages
-from jmp_train.reports.comparison import in_bytes
+from jmp_train.reports.comparison import bits_note, in_bytes
 from jmp_train.reports.tables import epoch_line
 from jmp_train.reports.terminal import Sheet, console_on, is_screen, width_of, wrapped
 from jmp_train.runs import Compiled, Epoch, Event, Planned, Progress, Run
@@ -153,7 +153,7 @@ class LiveDisplay:
                 row.status = "evaluating" if event.epoch == self.epochs else "training"
                 self._print(epoch_line(policy, event, self.epochs, row.memory_of))
             case Run():
-                row.status = f"{event.test_accuracy:.2%} right"
+                row.status = f"{event.test_accuracy:.2%} right{bits_note(event)}"
 
     def fail(self, policy: str, reason: str) -> None:
         """Marks a run as failed."""

@@ -11,6 +11,7 @@ from jmp_train.reports.comparison import (
     COST_TITLES,
     WATCH_NOTE,
     WATCH_TITLES,
+    bits_note,
     cost_rows,
     explanations,
     in_bytes,
@@ -147,7 +148,7 @@ def sentences(runs: Sequence[Run]) -> list[str]:
     """
     first, *others = runs
     head = (
-        f"{first.policy}: {first.test_accuracy:.2%} of the test data right, "
+        f"{first.policy}: {first.test_accuracy:.2%} of the test data right{bits_note(first)}, "
         f"{first.epoch_seconds:.3g} s an epoch{_saved(first)}."
     )
     return [head, *(_sentence(run, first) for run in others)]
@@ -163,7 +164,7 @@ def _sentence(run: Run, first: Run) -> str:
     times = ratio(run.costs.residual_bytes, first.costs.residual_bytes)
     beside = f" ({times})" if times else ""
     return (
-        f"{run.policy}: {run.test_accuracy:.2%} right ({points:+.2f} points), "
+        f"{run.policy}: {run.test_accuracy:.2%} right ({points:+.2f} points){bits_note(run)}, "
         f"{first.epoch_seconds / run.epoch_seconds:.2f} times as fast as {first.policy}, "
         f"{run.costs.half_flops_share:.1%} of the flops in half precision{_saved(run)}{beside}; "
         f"{len(run.skipped)} of {len(run.steps)} steps skipped."
@@ -173,7 +174,7 @@ def _sentence(run: Run, first: Run) -> str:
 def _row(index: int, run: Run) -> str:
     last = run.epochs[-1]
     cells = (
-        f"{run.test_accuracy:.2%}",
+        f"{run.test_accuracy:.2%}{bits_note(run)}",
         f"{run.epoch_seconds:.2f}",
         f"{run.compile_seconds:.1f} s",
         f"{last.loss:.4f}",

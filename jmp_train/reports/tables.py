@@ -57,6 +57,7 @@ def _run_report(run: Run) -> dict[str, Any]:
         **({"rules": run.rules} if run.rules else {}),
         "device": run.device,
         "test_accuracy": run.test_accuracy,
+        **({} if run.bits_per_byte is None else {"bits_per_byte": run.bits_per_byte}),
         "nonfinite_outputs": run.nonfinite_outputs,
         "compile_seconds": run.compile_seconds,
         "memory_of": run.memory_of,
@@ -142,6 +143,9 @@ def print_table(runs: Sequence[Run]) -> None:
         for run in runs
     ]
     titles = _TITLES
+    if runs[0].bits_per_byte is not None:
+        titles = (*titles, "bits/byte")
+        rows = [(*row, f"{run.bits_per_byte:.4f}") for row, run in zip(rows, runs, strict=True)]
     if reports_memory(runs):
         titles = (*titles, "memory")
         rows = [(*row, f"{run.memory_mb:.0f} MB") for row, run in zip(rows, runs, strict=True)]

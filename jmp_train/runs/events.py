@@ -123,7 +123,9 @@ class Run:
       epochs: all of them.
       steps: all of them.
       costs: what a step costs on any device.
-      nonfinite_outputs: for how many of the test data the model's output is not finite.
+      nonfinite_outputs: for how many of the test data's labels the model's output is not finite.
+      bits_per_byte: the mean of -log2 of the test labels' probabilities, where the output is finite; None for tasks
+        whose labels are not bytes.
       watch: `{watch: {group: share}}`, the mean over the steps that this process took; empty if it watched nothing.
       rules: the file of the rules by which it autocast; None for its policy's or mode's own.
     """
@@ -140,6 +142,7 @@ class Run:
     nonfinite_outputs: int = 0
     watch: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict, hash=False)
     rules: str | None = None
+    bits_per_byte: float | None = None
 
     @property
     def epoch_seconds(self) -> float:
@@ -178,7 +181,7 @@ _KINDS: dict[str, type[Event]] = {
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _PARTS = {"epochs": Epoch, "recent": Step, "steps": Step, "watched": Watched}
-_LEFT_OUT = ("watch", "watched", "rules")  # of runs that watch nothing, and have no rules of their own
+_LEFT_OUT = ("watch", "watched", "rules", "bits_per_byte")  # of runs that have none
 
 
 def event_to_json(event: Event) -> dict[str, Any]:

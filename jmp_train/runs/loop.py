@@ -4,10 +4,13 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jmp_train.capsules import SkipRecorder
 from jmp_train.policies.optimizers import check_progress, skips_to_floor
@@ -17,7 +20,7 @@ from jmp_train.runs.preparing import check_run, prepare_run
 from jmp_train.runs.resuming import Saver, Saving
 from jmp_train.runs.rules_files import RulesFile
 from jmp_train.runs.setups import Setup
-from jmp_train.runs.task_batches import count_examples, evaluation_batches
+from jmp_train.runs.task_batches import evaluation_batches
 from jmp_train.runs.watched_shares import ShareTotals
 from jmp_train.steps import TrainState, step_costs
 from jmp_train.tasks import Task
@@ -127,20 +130,21 @@ def train(
         if saver and saver.is_due(looks.count):
             saver.save(state, looks.steps, records)
     kind = devices[0].device_kind
-    test_accuracy, nonfinite_outputs = _test(task, setup, state, batch_size, prepared.shared)
+    tested = _test(task, setup, state, batch_size, prepared.shared)
     run = Run(
         policy=name,
         device=kind if len(devices) == 1 else f"{len(devices)} x {kind}",
-        test_accuracy=test_accuracy,
+        test_accuracy=tested.accuracy,
         compile_seconds=compiled.seconds,
         memory_of=peak_memory()[1],
         batch_size=batch_size,
         epochs=tuple(records),
         steps=tuple(looks.steps),
         costs=compiled.costs,
-        nonfinite_outputs=nonfinite_outputs,
+        nonfinite_outputs=tested.nonfinite_outputs,
         watch=looks.shares.means(),
         rules=None if rules is None else rules.name,
+        bits_per_byte=tested.bits_per_byte,
     )
     on_event(run)
     return run
@@ -212,19 +216,43 @@ def _epoch(epoch: int, looks: _Looks, steps_per_epoch: int, learning_rate: float
     )
 
 
-def _test(task: Task, setup: Setup, state: TrainState, batch_size: int, shared: dict[str, Any]) -> tuple[float, int]:
-    """Returns the accuracy, and for how many examples the output is not finite; raises if it is for none."""
-    predict = jax.jit(setup.predict)
+class _Tested(NamedTuple):
+    """What the evaluation found; see `Run`."""
+
+    accuracy: float
+    nonfinite_outputs: int
+    bits_per_byte: float | None
+
+
+def _test(task: Task, setup: Setup, state: TrainState, batch_size: int, shared: dict[str, Any]) -> _Tested:
+    """Evaluates the model on the test data; raises if no output is finite."""
+    judge = jax.jit(partial(_judged, task=task, setup=setup))
     # Off the mesh, where several devices trained: else each of them would compute the same.
     params, model_state = jax.device_put((state.params, state.model_state), jax.local_devices()[0])
-    correct = nonfinite = 0
+    total = correct = finite = 0
+    bits = 0.0
     for batch, count in evaluation_batches(task, batch_size):
-        logits = np.asarray(predict(params, model_state, batch | shared))[:count]
-        finite = np.isfinite(logits.astype(np.float32)).all(-1)
-        right = np.argmax(logits, -1) == batch["label"][:count]
-        correct += int(np.sum(finite & right))
-        nonfinite += int(np.sum(~finite))
-    count = count_examples(task.test)
-    if nonfinite == count:
+        judged = jax.device_get(judge(params, model_state, batch | shared))
+        is_finite, is_right = judged["finite"][:count], judged["right"][:count]
+        total += is_finite.size
+        finite += int(is_finite.sum())
+        correct += int((is_finite & is_right).sum())
+        if task.bits_per_byte:
+            bits += float(judged["bits"][:count][is_finite].sum(dtype=np.float64))
+    if not finite:
         raise FloatingPointError("the model's output for the test data is not finite")
-    return correct / count, nonfinite
+    return _Tested(correct / total, total - finite, bits / finite if task.bits_per_byte else None)
+
+
+def _judged(params: Any, model_state: Any, batch: dict[str, Any], task: Task, setup: Setup) -> dict[str, jax.Array]:
+    """Returns of each label whether the output is finite, whether it is right, and in how many bits it is coded."""
+    logits = setup.predict(params, model_state, batch)
+    label = jnp.asarray(batch["label"])
+    judged = {
+        "finite": jnp.isfinite(logits).all(-1),
+        "right": logits.argmax(-1).astype(label.dtype) == label,
+    }
+    if task.bits_per_byte:
+        logits = logits.astype(jnp.float32)
+        judged["bits"] = optax.softmax_cross_entropy_with_integer_labels(logits, label) / np.float32(math.log(2))
+    return judged

@@ -47,7 +47,7 @@ def run_metadata(
       growth_interval: see `train`. Where it is None it is left out, as before there was such an option.
       rules: see `train`; left out likewise.
     """
-    data_dir = task.options.data_dir
+    data_dir, text_file = task.options.data_dir, task.options.text_file
     return {
         "run": {
             "task": task.name,
@@ -62,6 +62,7 @@ def run_metadata(
             "data": data_digest(task.train, task.test, shared),
         },
         "data_dir": None if data_dir is None else str(data_dir.absolute()),
+        **({} if text_file is None else {"text_file": str(text_file.absolute())}),
         **({} if rules is None else {"rules_file": str(rules.path.absolute())}),
         "device": jax.local_devices()[0].device_kind,
         "versions": {package: _version(package) for package in _PACKAGES},

@@ -23,8 +23,8 @@ class RunLog:
     """Writes a run's events to a folder, as a context manager.
 
     TensorBoard gets the scalars `step/loss`, `step/grad_norm`, `step/loss_scale`, `step/finite`, of a run that watches
-    `step/WATCH/GROUP`, those of `Epoch` as `epoch/...`, and `test_accuracy`; metrics.jsonl has them too, a line a step,
-    an epoch and the end. A killed run leaves its log.
+    `step/WATCH/GROUP`, those of `Epoch` as `epoch/...`, and `test_accuracy` and of texts `bits_per_byte`;
+    metrics.jsonl has them too, a line a step, an epoch and the end. A killed run leaves its log.
 
     On a full disk, or where the files are removed, the log lacks some of the run: one line on standard
     error says so, and nothing is raised. It has no half records, and goes on when there is space again.
@@ -84,9 +84,12 @@ class RunLog:
             case Epoch():
                 self._record("epoch", [dataclasses.asdict(event)])
             case Run():
-                self._append(self._lines, _line({"test_accuracy": event.test_accuracy}))
-                accuracy = _scalar_record("test_accuracy", event.test_accuracy, len(event.steps))
-                self._append(self._events, accuracy)
+                tested = {"test_accuracy": event.test_accuracy}
+                if event.bits_per_byte is not None:
+                    tested["bits_per_byte"] = event.bits_per_byte
+                self._append(self._lines, _line(tested))
+                scalars = [_scalar_record(name, value, len(event.steps)) for name, value in tested.items()]
+                self._append(self._events, b"".join(scalars))
             case Compiled():
                 costs = dataclasses.asdict(event.costs)
                 self._append(self._lines, _line({"compile_seconds": event.seconds, **costs}))

@@ -83,6 +83,8 @@ class TaskOptions:
       heads: the attention heads of each layer, for tasks that let choose; None for the task's own.
       scale: the size of the synthetic data, for tasks that let choose; None for the real data's.
       image_size: the side of an image in pixels, for tasks that let choose; None for the task's own.
+      text_file: the text, for tasks of text; None for the task's own.
+      remat: whether the gradient recomputes what is within a block, for tasks that let choose.
     """
 
     devices: int = field(
@@ -128,6 +130,16 @@ class TaskOptions:
             metavar="N",
             decides="data",
         ),
+    )
+    text_file: Path | None = field(
+        default=None,
+        metadata=option(
+            "path", "the text of lm, any file; default: Python's documentation", metavar="FILE", decides=None
+        ),
+    )
+    remat: bool = field(
+        default=False,
+        metadata=option("flag", "recompute lm's blocks for the gradient, which saves memory", decides=None),
     )
 
     def folder(self, files: str, public: str = "") -> Path:

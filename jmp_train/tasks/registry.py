@@ -42,6 +42,9 @@ _DECLARED = (
     TaskDeclaration("reddit", "jmp_train.tasks.reddit", (*_FILES, "heads", "scale")),
     TaskDeclaration("cifar10", "jmp_train.tasks.cifar10", (*_FILES, "devices")),
     TaskDeclaration("vit-b16", "jmp_train.tasks.vit", (*_FILES, "devices", "image_size")),
+    TaskDeclaration(
+        "lm", "jmp_train.tasks.lm", ("devices", "text_file", "remat"), models=("tiny", "small", "gpt2-small")
+    ),
 )
 
 TASKS = {task.name: task for task in _DECLARED}
@@ -97,7 +100,7 @@ def model_choices() -> str:
 
     Example:
       >>> model_choices()
-      'gcn or gat of karate; gcn, gat or sage of cora'
+      'gcn or gat of karate; gcn, gat or sage of cora; tiny, small or gpt2-small of lm'
     """
     return "; ".join(
         f"{', '.join(task.models[:-1])} or {task.models[-1]} of {task.name}" for task in TASKS.values() if task.several

@@ -22,11 +22,11 @@ class Task:
 
     Attributes:
       train: the training data, arrays of examples along the first axis, as they are stored.
-      test: the test data; `test["label"]` is int [examples].
+      test: the test data; `test["label"]` is int [examples], or [examples, ...] where each has several labels.
       prepare: makes what `loss_fn` and `predict` take of some examples of the data; on the host.
       init: `init(key) -> (params, model_state)`, in float32.
       loss_fn: what `train_step` takes; its batches are prepared examples of `train`.
-      predict: `predict(params, model_state, batch) -> logits [batch, classes]`.
+      predict: `predict(params, model_state, batch) -> logits [batch, classes]`, or [batch, ..., classes].
       schedule: the learning rate by the number of steps taken, given the total number of steps.
       optimizer: the optimizer, given its learning rate.
       batch_size: examples a step.
@@ -42,6 +42,7 @@ class Task:
       options: what was chosen of it; `load_task` says. If its `devices` are several, `loss_fn` may name `DATA_AXIS`.
       batch_norms: finds the paths of the model's BatchNorms in the parameters, for modes that keep them in
         float32; the loop calls it where it needs them.
+      bits_per_byte: whether the labels are bytes, and the evaluation says in how many bits the model codes one.
     """
 
     train: Arrays
@@ -60,6 +61,7 @@ class Task:
     name: str = ""
     options: TaskOptions = dataclasses.field(default_factory=TaskOptions)
     batch_norms: Callable[[], tuple[str, ...]] = tuple
+    bits_per_byte: bool = False
 
     @property
     def devices(self) -> int:

@@ -2,6 +2,9 @@
 
 from jmp_train.tasks.models.convolution import Conv as Conv
 from jmp_train.tasks.models.convolution import torch_uniform as torch_uniform
+from jmp_train.tasks.models.gpt import GPT as GPT
+from jmp_train.tasks.models.gpt import GPTConfig as GPTConfig
+from jmp_train.tasks.models.gpt import generate as generate
 from jmp_train.tasks.models.graph_models import GAT as GAT
 from jmp_train.tasks.models.graph_models import GCN as GCN
 from jmp_train.tasks.models.graph_models import SAGE as SAGE

@@ -94,6 +94,8 @@ COMBINATIONS = [
     (*KARATE, "--scale", "0.1"),
     (*KARATE, "--devices", "2"),
     (*KARATE, "--synthetic"),
+    (*KARATE, "--remat"),
+    (*KARATE, "--text-file", "file"),
     (*KARATE, "--data-dir", "mnist"),
     *[(*KARATE, "--model", name) for name in ("", "GCN", "sage", CONTROL, LONG)],
     ("train", "--model", "gcn"),
@@ -112,6 +114,7 @@ PATHS = [
         for task in ("mnist", "cora", "reddit", "cifar10", "vit-b16")
         for folder in ("nowhere", "empty", CONTROL, *FOLDERS)
     ],
+    *[("train", "lm", "--text-file", file) for file in ("nowhere", "empty", CONTROL, *FOLDERS)],
     *[
         (*call, option, folder)
         for call, option in (

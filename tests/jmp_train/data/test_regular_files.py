@@ -7,7 +7,7 @@ import pytest
 from jmp_train.data.cifar import read_cifar10_batch
 from jmp_train.data.idx import read_idx
 from jmp_train.data.image_files import read_image
-from jmp_train.data.regular_files import open_regular
+from jmp_train.data.regular_files import open_regular, read_bytes
 
 pytestmark = pytest.mark.quick
 
@@ -46,6 +46,16 @@ def test_what_is_no_regular_file_is_named_and_not_waited_for(
     }
     with pytest.raises((ValueError, OSError), match=faults.get(kind, r"/0\.png is not a regular file$")):
         READERS[reader](path)
+
+
+def test_bytes_are_read_up_to_a_size(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"abc")
+    assert read_bytes(path, max_bytes=3) == b"abc"
+    with pytest.raises(ValueError, match=r"/text is too large: it has more than max_bytes=2$"):
+        read_bytes(path, max_bytes=2)
+    with pytest.raises(OSError, match="is not a regular file"):
+        read_bytes(tmp_path)
 
 
 def test_too_little_memory_is_one_line_that_names_the_file(tmp_path: Path) -> None:

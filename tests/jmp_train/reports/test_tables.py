@@ -48,6 +48,23 @@ def test_what_was_watched_has_a_table_and_a_key(capsys: pytest.CaptureFixture[st
     assert "watches" not in html_report.page("digits", runs[:1])
 
 
+def test_bits_per_byte_have_a_column_and_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [dataclasses.replace(make_run(name), bits_per_byte=2.5 + i) for i, name in enumerate(("float32", "float16"))]
+    print_table([make_run()])
+    assert "bits" not in capsys.readouterr().out
+    print_table(runs)
+    out = capsys.readouterr().out
+    assert "bits/byte" in out
+    assert "2.5000" in out
+    assert "3.5000" in out
+    assert [entry["bits_per_byte"] for entry in report("lm", runs)["runs"]] == [2.5, 3.5]
+    assert "bits_per_byte" not in report("digits", [make_run()])["runs"][0]
+    page = html_report.page("lm", runs)
+    assert "float32: 98.70% of the test data right, 2.5000 bits/byte, " in page
+    assert "float16: 98.70% right (+0.00 points), 3.5000 bits/byte, " in page
+    assert "bits" not in html_report.page("digits", [make_run()])
+
+
 def test_the_line_of_an_epoch() -> None:
     line = "float16         epoch  1/10  loss 0.5000  learning rate 1.00e-03  2.00 s  "
     rest = "loss scale 65536  skipped steps 3"

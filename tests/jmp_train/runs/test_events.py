@@ -29,6 +29,7 @@ EVENTS = [
     dataclasses.replace(make_run(), nonfinite_outputs=7),
     dataclasses.replace(make_run(), watch={"lost_updates": {"Dense_0": 0.25, "Dense_1": 0.0}}),
     dataclasses.replace(make_run(), rules="rules.toml"),
+    dataclasses.replace(make_run(), bits_per_byte=2.5),
 ]
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import resource
 import shutil
@@ -52,6 +53,16 @@ def test_json_lines_have_the_same(tmp_path: Path) -> None:
     }  # fmt: skip
     assert lines[51]["epoch"] == 1
     assert lines[-1] == {"test_accuracy": 0.987}
+
+
+def test_bits_per_byte_are_logged_with_the_accuracy(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.write(dataclasses.replace(RUN, bits_per_byte=2.5))
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"test_accuracy": 0.987, "bits_per_byte": 2.5}
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(x.step, x.value) for x in events.Scalars("bits_per_byte")] == [(100, 2.5)]
+    assert events.Tags()["scalars"] == ["test_accuracy", "bits_per_byte"]
 
 
 def test_what_a_run_watches_is_logged_with_its_steps(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ GIVEN = TaskOptions(
     heads=(2, 1, 2),
     scale=1e-05,
     image_size=32,
+    text_file=Path("-text"),
+    remat=True,
 )
 
 
@@ -88,13 +90,16 @@ def test_the_first_model_is_the_default_and_each_has_a_recipe(name: str) -> None
             "devices",
             2,
             "karate",
-            "task karate trains on a whole graph, which is not sharded: --devices is for .*, mnist, cifar10, vit-b16",
+            "task karate trains on a whole graph, which is not sharded: --devices is for .*, cifar10, vit-b16, lm",
         ),
         ("synthetic", True, "digits", "task digits brings its data: it takes no --data-dir and no --synthetic"),
         ("data_dir", Path("x"), "karate", "task karate brings its data: it takes no --data-dir and no --synthetic"),
         ("model", "gat", "mnist", "model='gat': task mnist has one model only"),
         ("heads", (1, 1, 1), "cora", r"heads=\(1, 1, 1\): task cora has no such option, only reddit has"),
         ("image_size", 32, "digits", "image_size=32: task digits has no such option, only vit-b16 has"),
+        ("text_file", Path("x"), "digits", "text_file=x: task digits has no such option, only lm has"),
+        ("remat", True, "vit-b16", "remat=True: task vit-b16 has no such option, only lm has"),
+        ("data_dir", Path("x"), "lm", "task lm brings its data: it takes no --data-dir and no --synthetic"),
     ],
 )  # fmt: skip
 def test_a_task_refuses_an_option_that_it_does_not_have(option: str, value: object, task: str, message: str) -> None:
@@ -121,6 +126,9 @@ def test_what_a_checkpoint_says_of_its_run_has_the_keys_that_were_written_before
         ("cora --data-dir nowhere", "nowhere is not a folder; Planetoid's files are public in"),
         ("cora --data-dir .", "data_dir . lacks ind.cora.x, ind.cora.tx, ind.cora.allx, ind.cora."),
         ("cora --data-dir . --synthetic", "--data-dir and --synthetic exclude each other"),
+        ("lm --text-file nowhere", "nowhere: No such file or directory"),
+        ("lm --text-file /", "/ is not a regular file"),
+        ("lm --model gpt2", "model='gpt2' is not one of task lm's: tiny, small, gpt2-small"),
         ("cora --synthetic --model gin", "model='gin' is not one of task cora's: gcn, gat, sage"),
         ("cora --synthetic --heads 2 2 2", "heads=(2, 2, 2): task cora has no such option"),
         ("cora --synthetic --scale 0.5", "scale=0.5: task cora has no such option, only reddit"),

@@ -1,0 +1,207 @@
+"""Task `lm`: a GPT that tells the next byte of a text, by default of Python's own documentation.
+
+The text of `pydoc_data.topics` comes with Python, so this job runs anywhere; `--text-file FILE` takes any other. The
+last tenth of it is held out. It is cut into windows of a model's context, of which each byte but the first is told
+from those before it in its window.
+"""
+
+import dataclasses
+import functools
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jmp_train.data import read_bytes
+from jmp_train.tasks.models import GPT, GPTConfig
+from jmp_train.tasks.options import TaskOptions
+from jmp_train.tasks.task import Arrays, Examples, Task
+from jmp_train.types import ModelState
+
+BETAS, WEIGHT_DECAY, LARGEST_NORM = (0.9, 0.95), 0.1, 1.0
+WARM_UP_SHARE = 10  # of the steps a tenth
+FINAL_SHARE = 0.1  # of the learning rate
+TEST_SHARE = 10  # of the text the last tenth
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A model and how it is trained.
+
+    Attributes:
+      config: the model's sizes.
+      context: bytes of a window.
+      batch_size: windows a step.
+      learning_rate: the highest.
+      epochs: passes over the text.
+    """
+
+    config: GPTConfig
+    context: int
+    batch_size: int
+    learning_rate: float
+    epochs: int
+
+
+RECIPES = {
+    "tiny": Recipe(GPTConfig(width=128, depth=4, heads=4, kv_heads=2, mlp=384), 128, 8, 3e-3, 1),
+    "small": Recipe(GPTConfig(width=384, depth=6, heads=6, kv_heads=2, mlp=1024), 256, 16, 1e-3, 4),
+    "gpt2-small": Recipe(
+        GPTConfig(width=768, depth=12, heads=12, kv_heads=4, mlp=2432, vocabulary=50_257), 1024, 8, 6e-4, 8
+    ),
+}
+
+
+def init(key: jax.Array, config: GPTConfig) -> tuple[Any, Any]:
+    """Returns float32 parameters, and no model state.
+
+    Args:
+      key: of the random values.
+      config: the model's sizes.
+    """
+    return jax.jit(lambda key: nnx.state(GPT(config, nnx.Rngs(key)), nnx.Param))(key), {}
+
+
+def model_of(params: Any, config: GPTConfig) -> GPT:
+    """Returns the model with these parameters.
+
+    Args:
+      params: what `init` made, or trained ones.
+      config: the model's sizes.
+    """
+    return nnx.merge(_structure(config), params)
+
+
+@functools.lru_cache
+def _structure(config: GPTConfig) -> nnx.GraphDef[GPT]:
+    return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0))))
+
+
+def loss_fn(
+    params: Any, model_state: ModelState, batch: Examples, rng: jax.Array | None, config: GPTConfig
+) -> tuple[jax.Array, Any]:
+    """Returns the mean cross-entropy in nats, the model state, which is empty, and the accuracy.
+
+    Args:
+      params: what `init` made.
+      model_state: what `init` made.
+      batch: `token` and `label`, as `prepare` makes them.
+      rng: is not used.
+      config: the model's sizes.
+    """
+    del rng
+    logits = model_of(params, config)(batch["token"]).astype(jnp.float32)
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+    accuracy = (logits.argmax(-1) == batch["label"]).mean(dtype=jnp.float32)
+    return loss, (model_state, {"accuracy": accuracy})
+
+
+def predict(params: Any, model_state: ModelState, batch: Examples, config: GPTConfig) -> jax.Array:
+    """Returns the logits [batch, context, vocabulary] of `batch["token"]`; see `loss_fn`."""
+    del model_state
+    return model_of(params, config)(batch["token"])
+
+
+def prepare(examples: Arrays) -> Arrays:
+    """Returns bytes as int32."""
+    return {name: array.astype(np.int32) for name, array in examples.items()}
+
+
+def schedule(steps: int, highest: float) -> optax.Schedule:
+    """Returns the learning rate by the number of steps taken: up in a tenth of the run, then by a cosine to a tenth.
+
+    Args:
+      steps: of the run.
+      highest: the highest learning rate.
+    """
+    warm_up = steps // WARM_UP_SHARE
+    down = optax.cosine_decay_schedule(highest, steps - warm_up, FINAL_SHARE)
+    if not warm_up:
+        return down
+    up = optax.linear_schedule(highest / (warm_up + 1), highest, warm_up)
+    return optax.join_schedules([up, down], [warm_up])
+
+
+def optimizer(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """Returns AdamW, which takes gradients that are clipped before, and decays matrices only.
+
+    Args:
+      learning_rate: a number or a schedule.
+    """
+    first, second = BETAS
+    adamw = optax.adamw(learning_rate, first, second, weight_decay=WEIGHT_DECAY, mask=decays)
+    return optax.chain(optax.clip_by_global_norm(LARGEST_NORM), adamw)
+
+
+def decays(params: Any) -> Any:
+    """Returns of each parameter whether its weights decay: those of linear layers do, not norms and embedding.
+
+    Args:
+      params: of a `GPT`.
+    """
+
+    def decays_one(path: tuple[Any, ...], x: Any) -> bool:
+        return x.ndim > 1 and "embedding" not in jax.tree_util.keystr(path)
+
+    return jax.tree.map_with_path(decays_one, params)
+
+
+def load(options: TaskOptions) -> Task:
+    """Returns the task with the text of `options.text_file`, or with Python's documentation."""
+    recipe = RECIPES[options.model or next(iter(RECIPES))]
+    config = dataclasses.replace(recipe.config, remat=options.remat)
+    train, test = _data(options, recipe.context)
+    return Task(
+        train=train,
+        test=test,
+        prepare=prepare,
+        init=partial(init, config=config),
+        loss_fn=partial(loss_fn, config=config),
+        predict=partial(predict, config=config),
+        schedule=partial(schedule, highest=recipe.learning_rate),
+        optimizer=optimizer,
+        batch_size=recipe.batch_size,
+        epochs=recipe.epochs,
+        bits_per_byte=True,
+    )
+
+
+def _data(options: TaskOptions, context: int) -> tuple[Arrays, Arrays]:
+    text = documentation() if options.text_file is None else read_bytes(options.text_file)
+    held_out = len(text) // TEST_SHARE
+    if held_out <= context:
+        least = TEST_SHARE * (context + 1)
+        raise ValueError(f"{options.text_file} has {len(text)} bytes; windows of {context} want at least {least}")
+    return windows(text[:-held_out], context), windows(text[-held_out:], context)
+
+
+def documentation() -> bytes:
+    """Returns the text of `pydoc_data.topics`, which is Python's language reference; other Pythons have other text."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def windows(text: bytes, context: int) -> Arrays:
+    """Returns a text as windows that do not overlap, without the rest at its end.
+
+    Args:
+      text: longer than a window.
+      context: bytes of a window.
+
+    Returns:
+      `token`, uint8 [windows, context], and `label`, the byte after each, likewise.
+
+    Example:
+      >>> cut = windows(b"abcdefgh", 3)
+      >>> [x.tobytes() for x in cut["token"]], [x.tobytes() for x in cut["label"]]
+      ([b'abc', b'def'], [b'bcd', b'efg'])
+    """
+    array = np.frombuffer(text, np.uint8)
+    count = (len(array) - 1) // context
+    size = count * context
+    return {"token": array[:size].reshape(count, context), "label": array[1 : size + 1].reshape(count, context)}

@@ -1,0 +1,341 @@
+"""A decoder-only transformer of text in flax nnx, and generation with a cache of keys and values.
+
+RMSNorm before each part of a block, rotary positions, grouped-query attention, SwiGLU, no biases, and an embedding that
+is the output's matrix too.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jmp_train.policies.autocasting import autocast
+
+ROPE_BASE = 10_000.0
+_EPSILON = 1e-5  # of the norms
+_EMBEDDING_STD = 0.02  # GPT-2's
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """The sizes of a `GPT`.
+
+    Attributes:
+      width: features of a token.
+      depth: how many blocks there are.
+      heads: of the queries; they divide the width into an even number of features each.
+      kv_heads: of the keys and values; they divide the heads.
+      mlp: features within a block's SwiGLU.
+      vocabulary: how many tokens there are.
+      remat: whether the gradient recomputes what is within a block, which saves memory and costs time.
+    """
+
+    width: int
+    depth: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocabulary: int = 256
+    remat: bool = False
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head."""
+        return self.width // self.heads
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of the rotary angles, float32 [tokens, head_size // 2]."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens so far.
+
+    Attributes:
+      keys: of each block, floating [batch, size, kv_heads, head_size].
+      values: likewise.
+      length: how many tokens are there, int32 []; the rest of the arrays is to be filled.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    length: jax.Array
+
+
+class Generated(NamedTuple):
+    """What `generate` returns.
+
+    Attributes:
+      tokens: int32 [batch, n].
+      log_probs: of each token at its place, float32 [batch, n].
+    """
+
+    tokens: jax.Array
+    log_probs: jax.Array
+
+
+class RMSNorm(nnx.Module):
+    """Divides by the root of the mean square, computed in float32, and multiplies by a learned scale."""
+
+    def __init__(self, width: int) -> None:
+        self.scale = nnx.Param(jnp.ones(width))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns floating [..., width] of x's dtype."""
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + _EPSILON)
+        return (y * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
+        self.heads, self.kv_heads, self.head_size = config.heads, config.kv_heads, config.head_size
+        self.query = _linear(config.width, self.heads * self.head_size, rngs)
+        self.key = _linear(config.width, self.kv_heads * self.head_size, rngs)
+        self.value = _linear(config.width, self.kv_heads * self.head_size, rngs)
+        self.out = _linear(self.heads * self.head_size, config.width, rngs, 2 * config.depth)
+
+    def __call__(self, x: jax.Array, rotation: Rotation) -> jax.Array:
+        """Returns what each token gathers of those up to it, [batch, tokens, width].
+
+        Args:
+          x: floating [batch, tokens, width].
+          rotation: of the tokens' positions.
+        """
+        query, key, value = self._projected(x, rotation)
+        return self._joined(attention(query, key, value))
+
+    def extend(
+        self, x: jax.Array, rotation: Rotation, keys: jax.Array, values: jax.Array, length: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns what further tokens gather, and keys and values with theirs; see `Cache`.
+
+        Args:
+          x: floating [batch, tokens, width].
+          rotation: of the tokens' positions.
+          keys: of the cache.
+          values: of the cache.
+          length: of the cache.
+        """
+        query, key, value = self._projected(x, rotation)
+        keys = jax.lax.dynamic_update_slice_in_dim(keys, key.astype(keys.dtype), length, axis=1)
+        values = jax.lax.dynamic_update_slice_in_dim(values, value.astype(values.dtype), length, axis=1)
+        seen = jnp.arange(keys.shape[1]) <= length + jnp.arange(x.shape[1])[:, None]
+        return self._joined(attention(query, keys, values, seen)), keys, values
+
+    def _projected(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
+        query = self.query(x).reshape(*x.shape[:2], self.heads, self.head_size)
+        key = self.key(x).reshape(*x.shape[:2], self.kv_heads, self.head_size)
+        value = self.value(x).reshape(*x.shape[:2], self.kv_heads, self.head_size)
+        return rotated(query, rotation), rotated(key, rotation), value
+
+    def _joined(self, attended: jax.Array) -> jax.Array:
+        return self.out(attended.reshape(*attended.shape[:2], -1))
+
+
+class SwiGLU(nnx.Module):
+    """The product of a linear layer and of another behind SiLU, and a linear layer behind it."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
+        self.gate = _linear(config.width, config.mlp, rngs)
+        self.up = _linear(config.width, config.mlp, rngs)
+        self.down = _linear(config.mlp, config.width, rngs, 2 * config.depth)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns floating [..., width]."""
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """Attention and SwiGLU, each behind a norm and added to what came."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
+        self.attention_norm = RMSNorm(config.width)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(config.width)
+        self.mlp = SwiGLU(config, rngs)
+
+    def __call__(self, x: jax.Array, rotation: Rotation) -> jax.Array:
+        """Returns tokens [batch, tokens, width]; see `Attention`."""
+        with jax.named_scope("attention"):
+            x = x + self.attention(self.attention_norm(x), rotation)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x))
+
+    def extend(
+        self, x: jax.Array, rotation: Rotation, keys: jax.Array, values: jax.Array, length: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns further tokens, and keys and values with theirs; see `Attention.extend`."""
+        attended, keys, values = self.attention.extend(self.attention_norm(x), rotation, keys, values, length)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), keys, values
+
+
+class GPT(nnx.Module):
+    """The transformer; it names no dtype: its parameters bring theirs, and so a policy decides.
+
+    Args:
+      config: its sizes.
+      rngs: of the initial values.
+    """
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
+        self.config = config
+        embedding = jax.random.normal(rngs.params(), (config.vocabulary, config.width))
+        self.embedding = nnx.Param(_EMBEDDING_STD * embedding)
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.depth)])
+        self.norm = RMSNorm(config.width)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Returns the logits of the token after each [batch, tokens, vocabulary].
+
+        Args:
+          tokens: int32 [batch, tokens], at the positions from 0.
+        """
+        x = self.embedding[...][tokens]
+        rotation = rotations(jnp.arange(tokens.shape[1]), self.config.head_size)
+        call = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
+        for number, block in enumerate(self.blocks):
+            with jax.named_scope(f"block_{number}"):
+                x = call(block, x, rotation)
+        return self._logits(x)
+
+    def extend(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Returns the logits [batch, tokens, vocabulary] of further tokens, and the cache with them.
+
+        Args:
+          tokens: int32 [batch, tokens], no more than the cache has room for.
+          cache: of the tokens before, see `empty_cache`.
+        """
+        x = self.embedding[...][tokens]
+        rotation = rotations(cache.length + jnp.arange(tokens.shape[1]), self.config.head_size)
+        all_keys, all_values = [], []
+        for number, block in enumerate(self.blocks):
+            with jax.named_scope(f"block_{number}"):
+                x, keys, values = block.extend(x, rotation, cache.keys[number], cache.values[number], cache.length)
+            all_keys.append(keys)
+            all_values.append(values)
+        return self._logits(x), Cache(tuple(all_keys), tuple(all_values), cache.length + tokens.shape[1])
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        with jax.named_scope("head"):
+            return self.norm(x) @ self.embedding[...].T
+
+
+def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, divisor: int = 1) -> nnx.Linear:
+    """Returns a linear layer whose initial variance is one over inputs * divisor."""
+    init = nnx.initializers.normal(1 / math.sqrt(inputs * divisor))
+    return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=init, rngs=rngs)
+
+
+def attention(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array | None = None) -> jax.Array:
+    """Returns what each token gathers, [batch, tokens, heads, head_size], by `jax.nn.dot_product_attention`.
+
+    Args:
+      query: floating [batch, tokens, heads, head_size].
+      key: floating [batch, others, kv_heads, head_size].
+      value: likewise.
+      seen: of which others a token gathers, bool [tokens, others]; None for those up to it.
+    """
+    mask = None if seen is None else seen[None, None]
+    attend = partial(jax.nn.dot_product_attention, mask=mask, is_causal=seen is None)
+    if query.dtype != jnp.float16:
+        return attend(query, key, value)
+    # For float16 it asks for a precision that CPUs do not have. Traced in float32 it does not, and autocast makes the
+    # products half.
+    full = [x.astype(jnp.float32) for x in (query, key, value)]
+    return autocast(attend, jnp.float16)(*full)
+
+
+def rotations(positions: jax.Array, head_size: int) -> Rotation:
+    """Returns the rotations of rotary position embedding, float32 under every policy and autocast.
+
+    Angles are counted in units of 2**-32 turns, so that integers hold them and whole turns wrap around: up to position
+    100,000 they are within 1e-4 of the exact ones, where a product of float32 numbers is off by up to 7e-3.
+
+    Args:
+      positions: int32 [tokens], from 0.
+      head_size: features of a head, an even number.
+    """
+    return Rotation(*autocast(_cos_sin, enabled=False)(positions, _units_per_position(head_size)))
+
+
+def _cos_sin(positions: jax.Array, units_per_position: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    units = positions.astype(jnp.uint32)[:, None] * units_per_position
+    signed = jax.lax.bitcast_convert_type(units, jnp.int32)  # from minus half a turn to half a turn
+    angles = signed.astype(jnp.float32) * np.float32(2 * math.pi / 2**32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _units_per_position(head_size: int) -> np.ndarray:
+    """Returns the angle from one position to the next in units of 2**-32 turns, uint32 [head_size // 2]."""
+    frequencies = ROPE_BASE ** -(np.arange(0, head_size, 2) / head_size)
+    return np.round(frequencies * 2**32 / (2 * math.pi)).astype(np.uint32)
+
+
+def rotated(x: jax.Array, rotation: Rotation) -> jax.Array:
+    """Returns heads whose features i and i + head_size // 2 are rotated as a pair, computed in float32.
+
+    Args:
+      x: floating [batch, tokens, heads, head_size].
+      rotation: of the tokens' positions.
+    """
+    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def empty_cache(model: GPT, batch: int, size: int) -> Cache:
+    """Returns a cache without tokens, in the dtype of the model's embedding.
+
+    Args:
+      model: the transformer.
+      batch: how many texts.
+      size: for how many tokens of each there is to be room.
+    """
+    config = model.config
+    shape = (batch, size, config.kv_heads, config.head_size)
+    zeros = tuple(jnp.zeros(shape, model.embedding[...].dtype) for _ in range(config.depth))
+    return Cache(zeros, zeros, jnp.int32(0))
+
+
+def generate(model: GPT, prompt: jax.Array, n: int, rng: jax.Array | None = None) -> Generated:
+    """Returns n further tokens of each text, and their log-probabilities.
+
+    It is a pure function, for `jax.jit`, `apply_policy` and `autocast`.
+
+    Args:
+      model: the transformer.
+      prompt: int32 [batch, tokens], at least one token.
+      n: how many, at least 1.
+      rng: by which tokens are drawn; None for the most likely ones.
+
+    Example:
+      >>> model = GPT(GPTConfig(width=8, depth=1, heads=2, kv_heads=1, mlp=16), nnx.Rngs(0))
+      >>> generate(model, jnp.array([[104, 105]]), 3, jax.random.key(0)).tokens.shape
+      (1, 3)
+    """
+    logits, cache = model.extend(prompt, empty_cache(model, len(prompt), prompt.shape[1] + n))
+    keys = jax.random.split(jax.random.key(0) if rng is None else rng, n)
+
+    def step(carry: tuple[jax.Array, Cache], key: jax.Array) -> tuple[tuple[jax.Array, Cache], Generated]:
+        logits, cache = carry
+        log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        token = log_probs.argmax(-1) if rng is None else jax.random.categorical(key, log_probs)
+        chosen = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
+        logits, cache = model.extend(token[:, None], cache)
+        return (logits[:, -1], cache), Generated(token, chosen)
+
+    _, (tokens, log_probs) = jax.lax.scan(step, (logits[:, -1], cache), keys)
+    return Generated(tokens.T, log_probs.T)
