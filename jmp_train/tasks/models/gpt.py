@@ -249,12 +249,13 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Arra
     """
     mask = None if seen is None else seen[None, None]
     attend = partial(jax.nn.dot_product_attention, mask=mask, is_causal=seen is None)
-    if query.dtype != jnp.float16:
+    dtype = query.dtype
+    if dtype not in (jnp.float16, jnp.bfloat16):
         return attend(query, key, value)
-    # For float16 it asks for a precision that CPUs do not have. Traced in float32 it does not, and autocast makes the
-    # products half.
+    # For halves it spells out precisions, which CPUs lack for float16. Traced in float32 it does not, and autocast
+    # makes the products half.
     full = [x.astype(jnp.float32) for x in (query, key, value)]
-    return autocast(attend, jnp.float16)(*full)
+    return autocast(attend, dtype)(*full)
 
 
 def rotations(positions: jax.Array, head_size: int) -> Rotation:

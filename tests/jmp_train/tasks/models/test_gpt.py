@@ -147,7 +147,7 @@ def test_rotations_within_autocast_are_float32_and_their_products_exact(dtype: A
 
 def test_scores_of_rotated_heads_depend_on_the_distance_alone() -> None:
     random = np.random.default_rng(0)
-    query, key = (random.normal(size=(1, 1, 1, 32)).astype(np.float32) for _ in range(2))
+    query, key = (jnp.asarray(random.normal(size=(1, 1, 1, 32)), jnp.float32) for _ in range(2))
 
     def score(position: int) -> float:
         turns = [rotations(jnp.array([place]), 32) for place in (position, position - 3)]
@@ -183,7 +183,7 @@ def test_cached_logits_in_half_differ_by_less_than_rounding_does(params: Any, dt
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("drawn", [False, True])
 def test_generated_tokens_are_those_of_the_full_forward_pass(params: Any, drawn: bool) -> None:
-    n, prompt = 6, TOKENS[:, :3]
+    n, prompt = 6, jnp.asarray(TOKENS[:, :3])
     rng = jax.random.key(7) if drawn else None
     found = jax.jit(promoting(lambda params: generate(nnx.merge(GRAPHDEF, params), prompt, n, rng)))(params)
     assert (found.tokens.shape, found.tokens.dtype, found.log_probs.dtype) == ((3, n), jnp.int32, jnp.float32)
@@ -198,7 +198,7 @@ def test_generated_tokens_are_those_of_the_full_forward_pass(params: Any, drawn:
 @pytest.mark.full
 def test_tokens_are_drawn_by_their_probabilities(params: Any) -> None:
     texts = 4000
-    prompt = np.tile(TOKENS[:1, :3], (texts, 1))
+    prompt = jnp.tile(jnp.asarray(TOKENS[:1, :3]), (texts, 1))
 
     def drawn(params: Any, rng: jax.Array) -> jax.Array:
         return generate(nnx.merge(GRAPHDEF, params), prompt, 1, rng).tokens[:, 0]
@@ -215,7 +215,7 @@ def test_tokens_are_drawn_by_their_probabilities(params: Any) -> None:
 @pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16", "autocast_float16", "autocast_bfloat16"])
 def test_generation_under_a_policy_is_near_float32s(params: Any, name: str) -> None:
     policy = jt.get_policy(name)
-    prompt = TOKENS[:, :3]
+    prompt = jnp.asarray(TOKENS[:, :3])
 
     def generated(params: Any) -> Any:
         return generate(nnx.merge(GRAPHDEF, params), prompt, 4)
