@@ -143,7 +143,7 @@ def print_table(runs: Sequence[Run]) -> None:
         for run in runs
     ]
     titles = _TITLES
-    if runs[0].bits_per_byte is not None:
+    if any(run.bits_per_byte is not None for run in runs):
         titles = (*titles, "bits/byte")
         rows = [(*row, f"{run.bits_per_byte:.4f}") for row, run in zip(rows, runs, strict=True)]
     if reports_memory(runs):

@@ -213,7 +213,7 @@ def test_interrupting_compare_stops_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "error: a command is wanted: train, compare, diagnose, tune or launch; --help says more"),
+        ([], "error: a command is wanted: train, compare, diagnose, tune, plan or launch; --help says more"),
         (["train", "nosuch"], "argument TASK: invalid choice: 'nosuch'"),
         (["train", "--policy", "float31"], "argument --policy: Unknown dtype 'float31'"),
         (["compare", "--policies", "float32", "c=x"], "argument --policies: Unknown dtype 'x'"),
