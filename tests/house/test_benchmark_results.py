@@ -46,6 +46,24 @@ def test_memory_of_the_gat() -> None:
         assert row(heads)[:3] == [gigabytes(of[policy]["peak_bytes"]) for policy in POLICIES]
 
 
+def test_the_largest_batches() -> None:
+    found = results("plan")["largest"]
+    for case in {entry["case"] for entry in found}:
+        of = {entry["gpu"]: entry for entry in found if entry["case"] == case}
+        cells = row(f"{case}, {'nodes' if case == 'gat' else 'images'}")
+        assert cells == [f"{of[gpu]['largest_batch']:,}" for gpu in ("V100-16GB", "A100-40GB", "H100-80GB")]
+        for entry in of.values():
+            assert entry["tried_batches"][str(entry["largest_batch"])] <= entry["usable_bytes"] < entry["next_bytes"]
+
+
+def test_rules_found_by_trials() -> None:
+    for name, found in results("tune")["cases"].items():
+        seconds = [f"{found['compile_seconds']:.1f} s", f"{found['seconds']:.2f} s"]
+        rates = [f"{found['trials_a_second']:.1f}", f"{found['peer_trials_a_second']:.2f}", str(found["entries"])]
+        shares = [" to ".join(f"{x:.1%}" for x in found[key]) for key in ("half_flops", "half_elements")]
+        assert row(f"{name}, tuned") == [*seconds, *rates, *shares]
+
+
 def test_accuracies_on_cora() -> None:
     report = results("planetoid")
     assert report["device"] == "cpu"
