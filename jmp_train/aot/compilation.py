@@ -18,12 +18,12 @@ from types import ModuleType
 from typing import Any
 
 import jax
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from jmp_train.aot.compile_process import mesh_of, sizes_of
 from jmp_train.aot.compiler_packages import PluginError, compiler_path
-from jmp_train.aot.compiling import compiling_environment, from_traceback, run_process
+from jmp_train.aot.compiling import compiling_environment, run_process
 from jmp_train.aot.gpus import GPU, GPUS
 from jmp_train.aot.stored_arrays import StoredArray, stored_arrays
 
@@ -135,15 +135,10 @@ def compile_for_gpu(
             str(devices),
             target,
         )
-        log = folder / "log"
-        code = run_process((*command, *arguments), log, compiling_environment(packages), timeout)
-        if code is None:
-            raise TimeoutError(f"compiling {target} for {target_gpu.name} took more than timeout={timeout} s")
+        what = f"compiling {target} for {target_gpu.name}"
+        run_process(what, (*command, *arguments), folder / "log", compiling_environment(packages), timeout)
         if (folder / "no_plugin").exists():
             raise PluginError((folder / "no_plugin").read_text())
-        if code != 0:
-            text = from_traceback(log.read_text(errors="replace"))
-            raise RuntimeError(f"compiling {target} for {target_gpu.name} failed (exit code {code}):\n{text}")
         sizes = json.loads((folder / "sizes.json").read_text())
         return CompiledForGPU(**sizes, hlo=(folder / "hlo").read_text())
 
@@ -164,8 +159,7 @@ def target_mesh(gpu: str | GPU = "V100-16GB", devices: int = 1) -> Mesh:
 
 def _mesh(target_config: str, devices: int) -> Mesh:
     compiler_path()
-    description = topologies.get_topology_desc(platform="cuda", target_config=target_config, topology=f"1x1x{devices}")
-    return topologies.make_mesh(description, (devices,), ("data",))
+    return mesh_of(target_config, devices)
 
 
 def compile_here(
@@ -199,15 +193,7 @@ def compile_here(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas looks there for its target
         lowered = jax.jit(function, **(jit_kwargs or {})).lower(*structs)
     compiled = lowered.compile()
-    sizes: Any = compiled.memory_analysis()
-    return CompiledForGPU(
-        peak_bytes=sizes.peak_memory_in_bytes,
-        argument_bytes=sizes.argument_size_in_bytes,
-        output_bytes=sizes.output_size_in_bytes,
-        alias_bytes=sizes.alias_size_in_bytes,
-        temp_bytes=sizes.temp_size_in_bytes,
-        hlo=compiled.as_text() or "",
-    )
+    return CompiledForGPU(**sizes_of(compiled), hlo=compiled.as_text() or "")
 
 
 def _is_placed(leaf: object) -> bool:

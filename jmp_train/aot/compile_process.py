@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax import export
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def main(folder: Path) -> None:
@@ -23,11 +23,7 @@ def main(folder: Path) -> None:
       folder: see the module.
     """
     request = json.loads((folder / "request.json").read_text())
-    devices = request["devices"]
-    description = topologies.get_topology_desc(
-        platform="cuda", target_config=request["target_config"], topology=f"1x1x{devices}"
-    )
-    mesh = topologies.make_mesh(description, (devices,), ("data",))
+    mesh = mesh_of(request["target_config"], request["devices"])
     exported = export.deserialize(bytearray((folder / "program").read_bytes()))
     replicated = NamedSharding(mesh, PartitionSpec())
     arguments = [
@@ -37,19 +33,38 @@ def main(folder: Path) -> None:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas looks there for its target
         lowered = jax.jit(exported.call, donate_argnums=request["donated"], keep_unused=True).lower(*arguments)
     compiled = lowered.compile()
-    sizes: Any = compiled.memory_analysis()
-    attributes = {
+    (folder / "hlo").write_text(compiled.as_text() or "")
+    for name in ("buffer-assignment", "live-range"):
+        dumped = sorted(folder.glob(f"dump/*gpu_after_optimizations-{name}.txt"), key=lambda file: file.stat().st_size)
+        (folder / name.replace("-", "_")).write_text(dumped[-1].read_text())
+    (folder / "sizes.json").write_text(json.dumps(sizes_of(compiled)))
+
+
+def mesh_of(target_config: str, devices: int) -> Mesh:
+    """Returns a mesh of GPUs that need not be there; its one axis is "data".
+
+    Args:
+      target_config: XLA's description of the GPU.
+      devices: how many, in one host.
+    """
+    description = topologies.get_topology_desc(platform="cuda", target_config=target_config, topology=f"1x1x{devices}")
+    return topologies.make_mesh(description, (devices,), ("data",))
+
+
+def sizes_of(compiled: Any) -> dict[str, Any]:
+    """Returns the bytes that a compiled program needs, by the names that `CompiledForGPU` has.
+
+    Args:
+      compiled: what jax compiled.
+    """
+    sizes = compiled.memory_analysis()
+    return {
         "peak_bytes": sizes.peak_memory_in_bytes,
         "argument_bytes": sizes.argument_size_in_bytes,
         "output_bytes": sizes.output_size_in_bytes,
         "alias_bytes": sizes.alias_size_in_bytes,
         "temp_bytes": sizes.temp_size_in_bytes,
     }
-    (folder / "hlo").write_text(compiled.as_text() or "")
-    for name in ("buffer-assignment", "live-range"):
-        dumped = sorted(folder.glob(f"dump/*gpu_after_optimizations-{name}.txt"), key=lambda file: file.stat().st_size)
-        (folder / name.replace("-", "_")).write_text(dumped[-1].read_text())
-    (folder / "sizes.json").write_text(json.dumps(attributes))
 
 
 if __name__ == "__main__":

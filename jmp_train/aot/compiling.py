@@ -32,17 +32,41 @@ def compiling_environment(packages: Path | None) -> dict[str, str]:
 
 
 def run_process(
-    command: Sequence[str], log: Path, environment: dict[str, str], timeout: float, stop: Event | None = None
-) -> int | None:
-    """Runs a command and returns its exit code, None if it was killed; its output goes to `log`.
+    what: str,
+    command: Sequence[str],
+    log: Path,
+    environment: dict[str, str],
+    timeout: float,
+    stop: Event | None = None,
+) -> None:
+    """Runs a command; its output goes to `log`.
 
     Args:
+      what: it does, for errors: "compiling for T4-16GB".
       command: and its arguments.
       log: the file.
       environment: the process's.
       timeout: seconds after which it is killed.
       stop: kills it too, when another thread sets it.
+
+    Raises:
+      RuntimeError: it failed; the text has the traceback, or the end of what it printed.
+      TimeoutError: it took longer than `timeout`.
+      InterruptedError: `stop` was set.
     """
+    code = _exit_code(command, log, environment, timeout, stop)
+    if code is None and stop is not None and stop.is_set():
+        raise InterruptedError(f"{what} was stopped")
+    if code is None:
+        raise TimeoutError(f"{what} took more than timeout={timeout} s")
+    if code != 0:
+        raise RuntimeError(f"{what} failed (exit code {code}):\n{_from_traceback(log.read_text(errors='replace'))}")
+
+
+def _exit_code(
+    command: Sequence[str], log: Path, environment: dict[str, str], timeout: float, stop: Event | None
+) -> int | None:
+    """Runs a command and returns its exit code, None if it was killed."""
     end = time.monotonic() + timeout
     with log.open("wb") as output:
         process = Popen(
@@ -64,7 +88,7 @@ def run_process(
                 process.wait()
 
 
-def from_traceback(log: str) -> str:
+def _from_traceback(log: str) -> str:
     """Returns the first traceback and what follows it, or the end of a log without one."""
     start = log.find("Traceback (most recent call last)")
     return log[start:] if start >= 0 else log[-4000:]

@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 from jmp_train.aot import compile_process
 from jmp_train.aot.compilation import CompiledForGPU
 from jmp_train.aot.compiler_packages import cache_folder, compiler_path
-from jmp_train.aot.compiling import compiling_environment, from_traceback, run_process
+from jmp_train.aot.compiling import compiling_environment, run_process
 from jmp_train.aot.gpus import GPU
 from jmp_train.aot.shapes import is_shape, shapes_of
 from jmp_train.extras import extra_packages
@@ -156,14 +156,7 @@ def compile_program(
         (folder / "request.json").write_text(request)
         environment["XLA_FLAGS"] += f" --xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text"
         command = (sys.executable, compile_process.__file__, scratch)
-        code = run_process(command, folder / "log", environment, timeout, stop)
-        if code is None and stop is not None and stop.is_set():
-            raise InterruptedError(f"compiling for {gpu.name} was stopped")
-        if code is None:
-            raise TimeoutError(f"compiling for {gpu.name} took more than timeout={timeout} s")
-        if code != 0:
-            text = from_traceback((folder / "log").read_text(errors="replace"))
-            raise RuntimeError(f"compiling for {gpu.name} failed (exit code {code}):\n{text}")
+        run_process(f"compiling for {gpu.name}", command, folder / "log", environment, timeout, stop)
         content = json.loads((folder / "sizes.json").read_text())
         content |= {name: (folder / name).read_text() for name in _TEXTS}
     cached.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jmp_train.aot import measure_process
-from jmp_train.aot.compiling import from_traceback, run_process
+from jmp_train.aot.compiling import run_process
 from jmp_train.aot.exported import ExportedProgram
 
 
@@ -87,10 +87,6 @@ def _run(program: ExportedProgram | None, runs: int, timeout: float) -> dict[str
             (folder / "program").write_bytes(program.serialized)
             request = {"donated": program.donated, "devices": program.devices, "runs": runs}
             (folder / "request.json").write_text(json.dumps(request))
-        code = run_process((sys.executable, measure_process.__file__, scratch), folder / "log", environment, timeout)
-        if code is None:
-            raise TimeoutError(f"measuring took more than timeout={timeout} s")
-        if code != 0:
-            text = from_traceback((folder / "log").read_text(errors="replace"))
-            raise RuntimeError(f"measuring failed (exit code {code}):\n{text}")
+        command = (sys.executable, measure_process.__file__, scratch)
+        run_process("measuring", command, folder / "log", environment, timeout)
         return json.loads((folder / "measured.json").read_text())
