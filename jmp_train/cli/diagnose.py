@@ -2,21 +2,20 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import IO, TYPE_CHECKING, Any
 
 from jmp_train.cli.errors import PROBLEMS_FOUND, RUN_FAILED, Failure, WrongCall, checking_the_call
 from jmp_train.cli.options import (
     DEFAULT_POLICY,
     make_writable,
+    output_with_folders,
     provide_cpu_devices,
     read_options,
-    remove_folders,
     turn_ynn_fusion_off,
 )
 from jmp_train.cli.rules import read_rules
-from jmp_train.launch import Output, own_output
+from jmp_train.launch import Output
 from jmp_train.policies import NumericsReport, diagnose
 from jmp_train.tasks import TaskOptions, load_task
 
@@ -100,15 +99,10 @@ def saved_state(args: argparse.Namespace, prepared: "PreparedRun", state: "Train
     return done, state
 
 
-@contextmanager
-def outputs_of(args: argparse.Namespace) -> Iterator[Output | None]:
+def outputs_of(args: argparse.Namespace) -> AbstractContextManager[Output | None]:
     """Makes the folder of `--out`, which stays if something is in it, and provides what `--json` prints on."""
     made = [] if args.out is None else make_writable("--out", args.out)
-    try:
-        with ExitStack() as stack:
-            yield stack.enter_context(own_output()) if args.json else None
-    finally:
-        remove_folders(made)
+    return output_with_folders(made, as_json=args.json)
 
 
 def show(

@@ -25,12 +25,11 @@ from jmp_train.cli.compare import DEFAULT_POLICIES, compare_command
 from jmp_train.cli.diagnose import diagnose_command
 from jmp_train.cli.errors import WrongCall, checking_the_call
 from jmp_train.cli.options import DEFAULT_POLICY, BatchOptions, RunOptions, SetupOptions, add_options
-from jmp_train.cli.plan import PLANNED_POLICIES, plan_command, task_or_function
+from jmp_train.cli.plan import PLANNED_GPUS, PLANNED_POLICIES, plan_command, task_or_function
 from jmp_train.cli.running import run_command
 from jmp_train.cli.train import train_command
 from jmp_train.cli.tune import tune_command
 from jmp_train.launch import lasting_output
-from jmp_train.planning import DEFAULT_GPUS
 from jmp_train.runs import MODE_CHOICES
 from jmp_train.tasks import TASK_NAMES, TaskOptions
 
@@ -194,7 +193,7 @@ def _add_planning_options(parser: argparse.ArgumentParser) -> None:
         metavar="TASK",
         help=f"{', '.join(TASK_NAMES)}; default: digits; or SCRIPT:FUNCTION, which returns (step, state, batch)",
     )
-    parser.add_argument("--gpus", nargs="+", metavar="NAME", help=f"default: {' '.join(DEFAULT_GPUS)}")
+    parser.add_argument("--gpus", nargs="+", metavar="NAME", help=f"default: {' '.join(PLANNED_GPUS)}")
     parser.add_argument("--gpu-file", type=path, metavar="FILE", help="GPUs of your own, a TOML file")
     several = parser.add_mutually_exclusive_group()
     several.add_argument(

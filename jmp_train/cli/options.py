@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ import jax
 
 from jmp_train.cli.arguments import READERS
 from jmp_train.cli.errors import WrongCall
+from jmp_train.launch import Output, own_output, threads_for
 from jmp_train.policies.autocasting import FUSION_FLAG
 from jmp_train.tasks import TaskOptions, model_choices, option, options_of
 
@@ -150,8 +151,6 @@ def provide_cpu_devices(count: int) -> None:
     """Lets jax, which has not started yet, split a CPU into that many devices; accelerators stay as they are."""
     if count == 1:
         return
-    from jmp_train.launch import threads_for
-
     given = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     if given < count:
         with contextlib.suppress(RuntimeError):  # jax has started, and has the devices that it has
@@ -190,6 +189,21 @@ def remove_folders(made: Iterable[Path]) -> None:
     for folder in made:
         with contextlib.suppress(OSError):  # something is in it by now
             folder.rmdir()
+
+
+@contextlib.contextmanager
+def output_with_folders(made: Iterable[Path], *, as_json: bool) -> Iterator[Output | None]:
+    """Provides what `--json` prints on, None without it, and removes the folders that are empty in the end.
+
+    Args:
+      made: what `make_writable` or `check_file` returned.
+      as_json: whether `--json` is given.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            yield stack.enter_context(own_output()) if as_json else None
+    finally:
+        remove_folders(made)
 
 
 def make_writable(option: str, directory: Path) -> list[Path]:

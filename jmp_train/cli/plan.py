@@ -5,19 +5,20 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jmp_train.cli.errors import PROBLEMS_FOUND, RUN_FAILED, Failure, WrongCall, checking_the_call
-from jmp_train.cli.options import check_file, read_options, remove_folders
+from jmp_train.cli.options import check_file, output_with_folders, read_options
 from jmp_train.cli.scripts import described, errors_of_the_script, function_of, script_and_function
-from jmp_train.launch import Output, own_output
+from jmp_train.launch import Output
 from jmp_train.tasks import TASK_NAMES, TaskOptions, has_option, load_task
 
 if TYPE_CHECKING:
     from jmp_train.planning import Plan
 
+PLANNED_GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
 PLANNED_POLICIES = ("float32", "autocast_float16", "autocast_bfloat16")
 _WANTED = "wanted is (step, state, batch), or a parameter for the policy, with which it returns these"
 
@@ -29,9 +30,10 @@ def plan_command(args: argparse.Namespace) -> int:
     from jmp_train.aot import INSTALL, PluginError
     from jmp_train.reports import compilations_shown
 
-    with _outputs(args) as output:
+    made = [] if args.page is None else check_file("--page", args.page)
+    with output_with_folders(made, as_json=args.json) as output:
         try:
-            with compilations_shown(sys.stderr) if output is None else _nothing_shown() as progress:
+            with compilations_shown(sys.stderr) if output is None else nullcontext() as progress:
                 found = _plan(args, progress)
         except PluginError as error:
             raise Failure(str(error).replace(INSTALL, "jmp-train plan --install")) from error
@@ -60,22 +62,6 @@ def _install(args: argparse.Namespace) -> int:
     except PluginError as error:
         raise Failure(str(error)) from error
     return 0
-
-
-@contextmanager
-def _nothing_shown() -> Iterator[None]:
-    yield None
-
-
-@contextmanager
-def _outputs(args: argparse.Namespace) -> Iterator[Output | None]:
-    """Makes the folder of the page, which stays if it is written, and provides what `--json` prints on."""
-    made = [] if args.page is None else check_file("--page", args.page)
-    try:
-        with ExitStack() as stack:
-            yield stack.enter_context(own_output()) if args.json else None
-    finally:
-        remove_folders(made)
 
 
 def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None) -> "Plan":
@@ -167,10 +153,9 @@ def _task_options(args: argparse.Namespace) -> TaskOptions:
 
 def _gpus(args: argparse.Namespace) -> list[Any]:
     from jmp_train.aot import GPUS, read_gpus
-    from jmp_train.planning import DEFAULT_GPUS
 
     own = {} if args.gpu_file is None else read_gpus(args.gpu_file)
-    names = args.gpus or (list(own) or list(DEFAULT_GPUS))
+    names = args.gpus or (list(own) or list(PLANNED_GPUS))
     known = {**GPUS, **own}
     for name in names:
         if name not in known:

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ def tune_command(args: argparse.Namespace) -> int:
     with _outputs(args) as output:
         step, examples = _examples(args)
         done = int(examples[0][0].step)
-        with trials_shown(sys.stderr) if output is None else _nothing_shown() as progress:
+        with trials_shown(sys.stderr) if output is None else nullcontext() as progress:
             tuned = tune(
                 step,
                 examples,
@@ -41,11 +41,6 @@ def tune_command(args: argparse.Namespace) -> int:
             )
         subject = {"task": args.task, "step": done, "examples": len(examples)}
         return _show(tuned, f"{args.task}, {args.dtype}, step {done}", subject, args, output)
-
-
-@contextmanager
-def _nothing_shown() -> Iterator[None]:
-    yield None
 
 
 @contextmanager

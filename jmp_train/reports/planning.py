@@ -4,12 +4,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from jmp_train.extras import extra_packages
-from jmp_train.planning import Plan
 from jmp_train.policies.files import write_atomically
 from jmp_train.reports.terminal import console_on, is_screen
+
+if TYPE_CHECKING:
+    from jmp_train.planning import Plan
 
 
 @contextmanager
@@ -38,7 +40,7 @@ def compilations_shown(stream: IO[str]) -> Iterator[Callable[[int, str], None] |
         yield show
 
 
-def write_plan(page: Path | None, title: str, plan: Plan) -> tuple[list[Path], list[str]]:
+def write_plan(page: Path | None, title: str, plan: "Plan") -> tuple[list[Path], list[str]]:
     """Writes the page, whole or not at all.
 
     Args:
@@ -57,7 +59,7 @@ def write_plan(page: Path | None, title: str, plan: Plan) -> tuple[list[Path], l
         return [], [f"{page}: {error.strerror or error}"]
 
 
-def plan_json(subject: Mapping[str, Any], plan: Plan) -> str:
+def plan_json(subject: Mapping[str, Any], plan: "Plan") -> str:
     """Returns a plan as a line of JSON.
 
     Args:

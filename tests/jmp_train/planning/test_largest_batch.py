@@ -48,7 +48,14 @@ def test_along_a_line_it_is_found_with_few_compilations(
     assert found.is_monotonic
 
 
-@given(fixed=COUNTS, a_example=st.integers(1, 10**6), padding=st.integers(0, 3), limit=LIMITS, start=STARTS)
+@given(
+    fixed=COUNTS,
+    a_example=st.integers(1, 10**6),
+    padding=st.integers(0, 3),
+    limit=st.integers(0, 10**9),  # reached by a batch of less than 2**31 examples, beyond which none is tried
+    start=STARTS,
+)
+@example(fixed=0, a_example=1, padding=0, limit=10**9, start=1)
 def test_padding_off_the_multiples_of_8_does_not_mislead(
     fixed: int, a_example: int, padding: int, limit: int, start: int
 ) -> None:
