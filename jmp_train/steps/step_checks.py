@@ -25,6 +25,8 @@ from jmp_train.policies.pytrees import (
     is_nnx_variable,
     named_leaves,
     path_name,
+    refuse_overwritten,
+    trained,
 )
 
 _WRAPPERS = {
@@ -162,6 +164,7 @@ def check_params(params: PyTree) -> None:
                 f"params {path_name(path)!r} is an nnx.{type(variable).__name__} and no parameter; "
                 "nnx.split(model, nnx.Param, ...) parts them, the rest is the model_state"
             )
+    refuse_overwritten(trained(params))
     for name, x in named_leaves(params):
         if not isinstance(x, jax.Array | np.ndarray | np.generic):
             raise TypeError(f"params {name!r} must be an array, got {x!r}; partition the model")

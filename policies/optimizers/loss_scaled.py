@@ -27,7 +27,7 @@ from jmp_train.policies.optimizers.stored_parameters import (
     add_updates,
     as_transformation,
 )
-from jmp_train.policies.pytrees import Reached, find_nodes, select_tree, upcast_to_float32
+from jmp_train.policies.pytrees import Reached, find_nodes, refuse_overwritten, select_tree, upcast_to_float32
 from jmp_train.policies.types import Grads, Params
 
 
@@ -60,7 +60,8 @@ def with_loss_scale(
       An optimizer whose state is a `LossScaledState`; with `skip`, its `inner_state` is a `SkipRuleState`.
 
     Raises:
-      TypeError: an argument is of another type; the message names it.
+      TypeError: an argument is of another type; at `init`, parameters have flax's fp8 scales among them, which are no
+        parameters; the message names it.
       ValueError: a static scale is not finite and above 0; at `init`, the optimizer has a loss scale already, or rounds
         stochastically; when called, the state was made with a skip rule and there is none now, or the other way round.
 
@@ -93,6 +94,7 @@ def with_loss_scale(
     )
 
     def init(params: Params) -> Any:
+        refuse_overwritten(params)
         inner_state = inner.init(upcast_to_float32(params))
         if scaled_states(inner_state):
             raise ValueError("optimizer has a loss scale already: gradients would be divided twice")

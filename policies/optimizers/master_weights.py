@@ -24,6 +24,7 @@ from jmp_train.policies.pytrees import (
     find_nodes,
     only_state,
     path_name,
+    refuse_overwritten,
     upcast_to_float32,
     with_states,
 )
@@ -90,6 +91,7 @@ def with_master_weights(
     inner = as_transformation(optimizer)
 
     def init(params: Params) -> MasterWeightsState:
+        refuse_overwritten(params)
         # Copies, so that parameters and state can be donated together.
         master_weights = jax.tree_util.tree_map(_apart_from, upcast_to_float32(params), params)
         inner_state = inner.init(master_weights)

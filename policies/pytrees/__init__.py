@@ -46,6 +46,7 @@ from jmp_train.policies.pytrees.nnx_tracing import is_at_home as is_at_home
 from jmp_train.policies.pytrees.nnx_tracing import is_boxed as is_boxed
 from jmp_train.policies.pytrees.nnx_tracing import states_at_home as states_at_home
 from jmp_train.policies.pytrees.overwritten import map_overwritten as map_overwritten
+from jmp_train.policies.pytrees.overwritten import refuse_overwritten as refuse_overwritten
 from jmp_train.policies.pytrees.overwritten import trained as trained
 from jmp_train.policies.pytrees.overwritten import trained_gradients as trained_gradients
 from jmp_train.policies.pytrees.overwritten import with_overwritten as with_overwritten

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
+from jmp_train.policies.pytrees.nnx_objects import is_nnx_variable
 from jmp_train.policies.pytrees.paths import path_name
 from jmp_train.policies.types import Grads, PyTree
 
@@ -25,6 +26,24 @@ COLLECTION = "_overwrite_with_gradient"
 def is_overwritten(path: KeyPath) -> bool:
     """Says whether a leaf of parameters or gradients is in flax's collection."""
     return COLLECTION in path_name(path).split("/")
+
+
+def refuse_overwritten(params: PyTree) -> None:
+    """Raises TypeError if an optimizer would train what is to be overwritten with its gradient; names the leaf.
+
+    Args:
+      params: as an optimizer's `init` is given them. Variables of flax nnx are told by their type, since nnx keeps a
+        linen layer's collections in one tree.
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_nnx_variable):
+        if is_overwritten(path) or (is_nnx_variable(x) and type(x).__name__ == COLLECTION):
+            raise TypeError(
+                f"params {path_name(path)!r} is of flax's collection {COLLECTION!r} of fp8 scales and histories, which "
+                "an optimizer must not train: their gradients are their next values. jt.train_step and "
+                "jt.FlaxTrainState do that with linen's variables; elsewhere the optimizer's init and update take "
+                "the other collections alone. Of flax nnx they cannot be trained along: autocast's rule 'fp8' "
+                "keeps such state itself"
+            )
 
 
 def trained(params: PyTree) -> Any:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.core import freeze
 from flax.linen import fp8_ops
 from flax.training.train_state import TrainState
@@ -146,3 +147,20 @@ def test_the_collection_is_found_in_other_containers() -> None:
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), one, alone.params)
     frozen, _ = run(optimizer, freeze(VARIABLES), steps=1)
     assert jax.tree.structure(frozen.params) == jax.tree.structure(freeze(VARIABLES))
+
+
+@pytest.mark.parametrize("wrap", [jt.with_master_weights, lambda adam: jt.with_loss_scale(adam, jt.NoOpLossScale())])
+def test_an_optimizer_that_would_train_them_says_what_to_do(wrap: Any) -> None:
+    optimizer = wrap(optax.adam(1e-2))
+    with pytest.raises(TypeError, match=f"params '{COLLECTION}/.*amax_history.*jt.train_step and jt.FlaxTrainState"):
+        optimizer.init(VARIABLES)
+    optimizer.init(VARIABLES["params"])
+
+
+def test_variables_of_nnx_among_the_parameters_are_refused() -> None:
+    model: Any = nnx.bridge.ToNNX(MODEL, rngs=nnx.Rngs(0))
+    promoting(model.lazy_init)(BATCH)
+    params = nnx.split(model, nnx.Any(nnx.Param, nnx.variable_type_from_name(COLLECTION)), ...)[1]
+    with pytest.raises(TypeError, match="params 'Fp8D.*/input_amax_history' is of flax's collection .* rule 'fp8'"):
+        jt.TrainState.create(params, optax.adam(1e-2))
+    jt.TrainState.create(nnx.split(model, nnx.Param, ...)[1], optax.adam(1e-2))
