@@ -161,6 +161,6 @@ def test_variables_of_nnx_among_the_parameters_are_refused() -> None:
     model: Any = nnx.bridge.ToNNX(MODEL, rngs=nnx.Rngs(0))
     promoting(model.lazy_init)(BATCH)
     params = nnx.split(model, nnx.Any(nnx.Param, nnx.variable_type_from_name(COLLECTION)), ...)[1]
-    with pytest.raises(TypeError, match="params 'Fp8D.*/input_amax_history' is of flax's collection .* rule 'fp8'"):
+    with pytest.raises(TypeError, match=r"params 'Fp8D.*/input_amax_history' is of flax's collection .* rule 'fp8'"):
         jt.TrainState.create(params, optax.adam(1e-2))
     jt.TrainState.create(nnx.split(model, nnx.Param, ...)[1], optax.adam(1e-2))
