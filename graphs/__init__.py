@@ -1,10 +1,12 @@
 """Floor 2: message passing on graphs that accumulates half precision in float32."""
 
 from jmp_train.graphs import fn as fn
+from jmp_train.graphs.datasets import GraphData as GraphData
 from jmp_train.graphs.datasets import NodeData as NodeData
 from jmp_train.graphs.datasets import read_ogb as read_ogb
 from jmp_train.graphs.datasets import read_planetoid as read_planetoid
 from jmp_train.graphs.datasets import read_reddit as read_reddit
+from jmp_train.graphs.datasets import read_tu as read_tu
 from jmp_train.graphs.layers import GATConv as GATConv
 from jmp_train.graphs.layers import GATv2Conv as GATv2Conv
 from jmp_train.graphs.layers import GINConv as GINConv

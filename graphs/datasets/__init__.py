@@ -2,6 +2,7 @@
 
 from jmp_train.graphs.datasets.data_files import describe_files as describe_files
 from jmp_train.graphs.datasets.data_files import find_files as find_files
+from jmp_train.graphs.datasets.graph_data import GraphData as GraphData
 from jmp_train.graphs.datasets.node_data import NodeData as NodeData
 from jmp_train.graphs.datasets.ogb import read_ogb as read_ogb
 from jmp_train.graphs.datasets.planetoid import PLANETOID_ADDRESS as PLANETOID_ADDRESS
@@ -16,3 +17,5 @@ from jmp_train.graphs.datasets.reddit import sorted_ends as sorted_ends
 from jmp_train.graphs.datasets.synthetic_papers import synthetic_cora as synthetic_cora
 from jmp_train.graphs.datasets.synthetic_posts import heavy_tailed as heavy_tailed
 from jmp_train.graphs.datasets.synthetic_posts import synthetic_reddit as synthetic_reddit
+from jmp_train.graphs.datasets.tu import TU_ADDRESS as TU_ADDRESS
+from jmp_train.graphs.datasets.tu import read_tu as read_tu

@@ -1,24 +1,27 @@
 """Data sets of node classification in the csv files of the Open Graph Benchmark (OGB)."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from jax.typing import DTypeLike
 
-from jmp_train.graphs.datasets.csv_tables import read_csv_table
+from jmp_train.graphs.datasets.checked_tables import (
+    MOST_CLASSES,
+    Table,
+    check_columns,
+    check_rows,
+    read_features,
+    read_ids,
+    read_table,
+    whole,
+)
 from jmp_train.graphs.datasets.data_files import find_file, find_files
-from jmp_train.graphs.datasets.file_limits import faults_named
 from jmp_train.graphs.datasets.node_data import NodeData
-from jmp_train.graphs.structure import LARGEST_COUNT
 
 PUBLIC = "OGB's data sets are public in https://ogb.stanford.edu/docs/nodeprop"
 
 _NEEDED = ("edge", "num-node-list", "num-edge-list", "node-feat", "node-label")
-_MOST_CLASSES = 2**16  # or as many as there are nodes: a label in a damaged file sizes no model
-
-Table = Callable[..., np.ndarray]
 
 
 def read_ogb(
@@ -73,12 +76,12 @@ def read_ogb(
         raise ValueError(f"{raw / 'data.npz'} is of OGB's binary layout (ogbn-papers100M), which is not supported")
     paths = _find_tables(raw, _NEEDED)
     split_paths = _find_split(Path(data_dir) / "split", split)
-    read = functools.partial(_read_table, max_bytes=max_bytes)
+    read = functools.partial(read_table, max_bytes=max_bytes)
     num_nodes = _read_count(read, paths["num-node-list"])
     num_edges = _read_count(read, paths["num-edge-list"])
-    ends = _read_ids(read, paths["edge"], 2, num_nodes, num_edges)
-    _check_rows(paths["edge"], ends, num_edges, paths["num-edge-list"])
-    features = _read_features(read, paths["node-feat"], num_nodes, paths["num-node-list"])
+    ends = read_ids(read, paths["edge"], 2, num_nodes, num_edges)
+    check_rows(paths["edge"], ends, num_edges, paths["num-edge-list"])
+    features = read_features(read, paths["node-feat"], num_nodes, paths["num-node-list"])
     labels = _read_labels(read, paths["node-label"], num_nodes, paths["num-node-list"])
     train, validation, test = _read_split(read, split_paths, labels)
 
@@ -86,18 +89,13 @@ def read_ogb(
     if year := find_file(raw, _choices("node_year")):
         nodes["year"] = _read_year(read, year, num_nodes, paths["num-node-list"])
     if feat := find_file(raw, _choices("edge-feat")):
-        edges["feat"] = _read_features(read, feat, num_edges, paths["num-edge-list"])
+        edges["feat"] = read_features(read, feat, num_edges, paths["num-edge-list"])
     if add_inverse_edge:
         ends = np.stack([ends, ends[:, ::-1]], axis=1).reshape(-1, 2)
         edges = {name: np.repeat(array, 2, axis=0) for name, array in edges.items()}
     senders, receivers = (np.ascontiguousarray(ids) for ids in ends.T)
     classes = int(labels.max()) + 1
     return NodeData(senders, receivers, features, labels, classes, train, validation, test, nodes, edges)
-
-
-def _read_table(path: Path, dtype: DTypeLike, rows: int | None = None, *, max_bytes: int | None) -> np.ndarray:
-    with faults_named(path):
-        return read_csv_table(path, dtype, rows=rows, max_bytes=max_bytes)
 
 
 def _choices(name: str) -> tuple[str, str]:
@@ -128,67 +126,31 @@ def _read_count(read: Table, path: Path) -> int:
     return int(counts[0, 0])
 
 
-def _read_ids(read: Table, path: Path, columns: int, num_nodes: int, rows: int | None = None) -> np.ndarray:
-    """Returns int32 [rows, columns]."""
-    ids = read(path, np.int32, rows)
-    if not ids.size:
-        return np.zeros((0, columns), np.int32)
-    _check_columns(path, ids, columns)
-    if not 0 <= ids.min() <= ids.max() < num_nodes:
-        row, column = np.argwhere((ids < 0) | (ids >= num_nodes))[0]
-        raise ValueError(
-            f"{path}: row {row}, column {column} is {ids[row, column]}, where the graph has {num_nodes} nodes"
-        )
-    return ids
-
-
-def _read_features(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarray:
-    """Returns float32 [rows, width], finite."""
-    features = read(path, np.float32, rows)
-    _check_rows(path, features, rows, counted_by)
-    is_finite = np.isfinite(features).all(axis=1)
-    if not is_finite.all():
-        raise ValueError(f"{path}: row {is_finite.argmin()} is not finite")
-    return features
-
-
 def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarray:
     """Returns int32 [rows], -1 where the file has NaN."""
     labels = read(path, np.float64, rows)
     if labels.shape[1] > 1:
         raise ValueError(f"{path} has {labels.shape[1]} columns: several labels a node are not supported, one is")
-    _check_rows(path, labels, rows, counted_by)
+    check_rows(path, labels, rows, counted_by)
     if np.isnan(labels).all():
         raise ValueError(f"{path} has no label")
-    most = max(_MOST_CLASSES, rows) - 1
-    return _whole(path, np.where(np.isnan(labels), -1, labels), ~np.isnan(labels), most)
+    most = max(MOST_CLASSES, rows) - 1
+    return whole(path, np.where(np.isnan(labels), -1, labels), ~np.isnan(labels), most)
 
 
 def _read_year(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarray:
     """Returns int32 [rows]."""
     years = read(path, np.float64, rows)
-    _check_rows(path, years, rows, counted_by)
-    _check_columns(path, years, 1)
-    return _whole(path, years, np.full(years.shape, True), LARGEST_COUNT)
-
-
-def _whole(path: Path, numbers: np.ndarray, is_given: np.ndarray, most: int) -> np.ndarray:
-    """Returns int32 [rows] of float64 [rows, 1]; those that are given must be whole, from 0 to `most`."""
-    is_right = (numbers >= 0) & (numbers <= most) & (numbers == np.floor(numbers))
-    is_wrong = is_given & ~is_right
-    if is_wrong.any():
-        row = int(is_wrong[:, 0].argmax())
-        raise ValueError(
-            f"{path}: row {row} is {numbers[row, 0]:g}, where whole numbers from 0 are right, up to {most}"
-        )
-    return numbers[:, 0].astype(np.int32)
+    check_rows(path, years, rows, counted_by)
+    check_columns(path, years, 1)
+    return whole(path, years, np.full(years.shape, True))
 
 
 def _read_split(read: Table, paths: dict[str, Path], labels: np.ndarray) -> list[np.ndarray]:
     """Returns the ids of training, validation and test nodes, int32 [nodes of that part]."""
     parts, is_taken = [], np.full(len(labels), False)
     for name, path in paths.items():
-        ids = _read_ids(read, path, 1, len(labels))[:, 0]
+        ids = read_ids(read, path, 1, len(labels))[:, 0]
         if not len(ids) and name != "valid":
             raise ValueError(f"{path} names no node")
         is_first = np.full(len(ids), False)
@@ -204,15 +166,3 @@ def _read_split(read: Table, paths: dict[str, Path], labels: np.ndarray) -> list
         is_taken[ids] = True
         parts.append(np.ascontiguousarray(ids))
     return parts
-
-
-def _check_columns(path: Path, table: np.ndarray, columns: int) -> None:
-    if table.shape[1] != columns:
-        raise ValueError(f"{path} has {table.shape[1]} columns, where {columns} are wanted")
-
-
-def _check_rows(path: Path, table: np.ndarray, rows: int, counted_by: Path) -> None:
-    if len(table) > rows:
-        raise ValueError(f"{path} has more rows than the {rows} that {counted_by.name} says")
-    if len(table) != rows:
-        raise ValueError(f"{path} has {len(table)} rows, where {counted_by.name} says {rows}")

@@ -1,0 +1,97 @@
+"""Tables of csv files that are checked: as many rows as others say, ids in range, whole numbers, finite features."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.datasets.csv_tables import read_csv_table
+from jmp_train.graphs.datasets.file_limits import faults_named
+from jmp_train.graphs.structure import LARGEST_COUNT
+
+MOST_CLASSES = 2**16  # or as many as there are rows: a label in a damaged file sizes no model
+
+Table = Callable[..., np.ndarray]
+
+
+def read_table(path: Path, dtype: DTypeLike, rows: int | None = None, *, max_bytes: int | None) -> np.ndarray:
+    """Returns what `read_csv_table` does; errors of the system name the file."""
+    with faults_named(path):
+        return read_csv_table(path, dtype, rows=rows, max_bytes=max_bytes)
+
+
+def read_ids(
+    read: Table,
+    path: Path,
+    columns: int,
+    count: int,
+    rows: int | None = None,
+    *,
+    first: int = 0,
+    known: str = "the graph has {} nodes",
+) -> np.ndarray:
+    """Returns ids from 0, int32 [rows, columns].
+
+    Args:
+      read: reads a table.
+      path: of the file.
+      columns: how many columns it has.
+      count: how many nodes there are.
+      rows: how many rows are expected.
+      first: the id that the file gives to the first node.
+      known: for messages, what there are so many of.
+    """
+    ids = read(path, np.int32, rows)
+    if not ids.size:
+        return np.zeros((0, columns), np.int32)
+    check_columns(path, ids, columns)
+    last = count - 1 + first
+    if not first <= ids.min() <= ids.max() <= last:
+        row, column = np.argwhere((ids < first) | (ids > last))[0]
+        raise ValueError(
+            f"{path}: row {row}, column {column} is {ids[row, column]}, where {known.format(count)}"
+            + (f", numbered from {first}" if first else "")
+        )
+    return ids - np.int32(first) if first else ids
+
+
+def read_features(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarray:
+    """Returns float32 [rows, width], finite."""
+    features = read(path, np.float32, rows)
+    check_rows(path, features, rows, counted_by)
+    check_finite(path, features)
+    return features
+
+
+def whole(path: Path, numbers: np.ndarray, is_given: np.ndarray, most: int = LARGEST_COUNT) -> np.ndarray:
+    """Returns int32 [rows] of float64 [rows, 1]; those that are given must be whole, from 0 to `most`."""
+    is_right = (numbers >= 0) & (numbers <= most) & (numbers == np.floor(numbers))
+    is_wrong = is_given & ~is_right
+    if is_wrong.any():
+        row = int(is_wrong[:, 0].argmax())
+        raise ValueError(
+            f"{path}: row {row} is {numbers[row, 0]:g}, where whole numbers from 0 are right, up to {most}"
+        )
+    return numbers[:, 0].astype(np.int32)
+
+
+def check_finite(path: Path, table: np.ndarray) -> None:
+    """Raises ValueError where a number is infinite or NaN."""
+    is_finite = np.isfinite(table).all(axis=1)
+    if not is_finite.all():
+        raise ValueError(f"{path}: row {is_finite.argmin()} is not finite")
+
+
+def check_columns(path: Path, table: np.ndarray, columns: int) -> None:
+    """Raises ValueError where a table has another number of columns."""
+    if table.shape[1] != columns:
+        raise ValueError(f"{path} has {table.shape[1]} columns, where {columns} are wanted")
+
+
+def check_rows(path: Path, table: np.ndarray, rows: int, counted_by: Path) -> None:
+    """Raises ValueError where a table has another number of rows than another file says."""
+    if len(table) > rows:
+        raise ValueError(f"{path} has more rows than the {rows} that {counted_by.name} says")
+    if len(table) != rows:
+        raise ValueError(f"{path} has {len(table)} rows, where {counted_by.name} says {rows}")
