@@ -64,6 +64,7 @@ from jmp_train.types import Metrics as Metrics
 from jmp_train.types import ModelState as ModelState
 from jmp_train.policies import Policy as Policy
 from jmp_train.policies import PolicyReport as PolicyReport
+from jmp_train.policies import PolicySchedule as PolicySchedule
 from jmp_train.policies import Problem as Problem
 from jmp_train.policies import Remedy as Remedy
 from jmp_train.policies import SkipRule as SkipRule

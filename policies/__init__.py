@@ -37,6 +37,7 @@ from jmp_train.policies.dtype_policies import Float32ProductsWarning as Float32P
 from jmp_train.policies.dtype_policies import PathPolicy as PathPolicy
 from jmp_train.policies.dtype_policies import Policy as Policy
 from jmp_train.policies.dtype_policies import PolicyReport as PolicyReport
+from jmp_train.policies.dtype_policies import PolicySchedule as PolicySchedule
 from jmp_train.policies.dtype_policies import apply_policy as apply_policy
 from jmp_train.policies.dtype_policies import check_casts as check_casts
 from jmp_train.policies.dtype_policies import collapse_report as collapse_report

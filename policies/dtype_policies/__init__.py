@@ -25,3 +25,7 @@ from jmp_train.policies.dtype_policies.path_policy import policy_by_path as poli
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy as AutocastPolicy
 from jmp_train.policies.dtype_policies.policy import Policy as Policy
 from jmp_train.policies.dtype_policies.policy import get_policy as get_policy
+from jmp_train.policies.dtype_policies.policy_schedule import Phase as Phase
+from jmp_train.policies.dtype_policies.policy_schedule import PolicySchedule as PolicySchedule
+from jmp_train.policies.dtype_policies.policy_schedule import check_shares as check_shares
+from jmp_train.policies.dtype_policies.policy_schedule import first_steps as first_steps

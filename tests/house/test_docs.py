@@ -148,6 +148,22 @@ def test_the_digits_examples_reach_their_accuracy(name: str, option: str, tmp_pa
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+def test_the_precision_schedule_that_is_stopped_in_both_phases_ends_with_the_same_bits(tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "precision_schedule.py")
+    whole = run_script(example, "whole", cwd=tmp_path)
+    for stop, compiled in (("130", 1), ("370", 2)):  # the switch is after step 360
+        output = run_script(example, "parts", stop, cwd=tmp_path)
+        assert output.count("compiling") == compiled
+        assert output.splitlines()[-1].startswith(f"step {stop}  loss ")
+    last = run_script(example, "parts", cwd=tmp_path).splitlines()[-1]
+    assert last == whole.splitlines()[-1]
+    accuracy = re.match(r"test accuracy ([\d.]+)%  parameters \w{16}$", last)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 95
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_the_nan_hunt_finds_the_line_and_its_rule_mends_it(tmp_path: Path) -> None:
     example = ROOT / "examples" / "nan_hunt.py"
     output = run_script(str(example), cwd=tmp_path)

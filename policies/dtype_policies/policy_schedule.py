@@ -1,0 +1,228 @@
+"""`PolicySchedule`: which policy each step of a run has, such as half precision and in the end float32.
+
+Each phase is a compiled program of its own, and all of them take and return the same state, so that a run goes from
+one to the next as it goes from step to step: nothing is converted, and a checkpoint fits on either side.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_train.policies.dtype_policies.path_policy import PathPolicy
+from jmp_train.policies.dtype_policies.policy import Policy, get_policy
+
+Step = TypeVar("Step")
+
+
+class Phase(NamedTuple):
+    """Steps of a run that have the same policy.
+
+    Attributes:
+      start: the first of them, counted from 0: how many steps are done before it.
+      stop: the one after the last of them.
+      policy: theirs.
+    """
+
+    start: int
+    stop: int
+    policy: Policy | PathPolicy
+
+
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class PolicySchedule:
+    """Policies by the share of a run that is done when they begin; a frozen, hashable value.
+
+    A float32 end is the usual one: half precision for most of the steps, and float32 for the last of them, in which
+    the learning rate is low and the rounding of half precision is no longer small beside the updates.
+
+    All phases share one optimizer and one state, of which nothing may depend on the policy: not the dtype in which
+    parameters are stored, nor whether there is a loss scale. The scale stays in the optimizer in a float32 phase, too,
+    where it multiplies and divides by a power of two, which is exact; it goes on by its own rules, and so grows.
+
+    Args:
+      policies: share -> policy, or the name of one. Shares are from 0 to below 1, in rising order, the first is 0. A
+        share that is no whole number of steps begins at the nearest.
+
+    Raises:
+      TypeError: `policies` is no mapping, or has something else in it than numbers and policies.
+      ValueError: the shares are not as above, or a policy stores parameters in another dtype than the one before;
+        the message names both.
+
+    Example:
+      >>> schedule = PolicySchedule({0.0: "mixed_float16", 0.9: "float32"})
+      >>> [(start, stop, str(policy)) for start, stop, policy in schedule.phases(1000)]
+      [(0, 900, 'p=full,c=f16,o=full'), (900, 1000, 'p=full,c=full,o=full')]
+
+    Reference: NVIDIA/TransformerEngine#2569 and AMD-AGI/Primus#1010, the last steps of a run in higher precision.
+    """
+
+    starts: tuple[tuple[float, Policy | PathPolicy], ...]
+
+    def __init__(self, policies: Mapping[float, Policy | PathPolicy | str]) -> None:
+        if not isinstance(policies, Mapping):
+            raise TypeError(f"policies must be a mapping of shares of the run to policies, got {policies!r}")
+        check_shares(list(policies))
+        starts = tuple((float(share), _policy_at(share, policy)) for share, policy in policies.items())
+        for (share, first), (other_share, second) in itertools.pairwise(starts):
+            if _stored(first) != _stored(second):
+                raise ValueError(
+                    "policies must store parameters alike, as one state goes through all phases: "
+                    f"{_described(first)} from {share:g} on, {_described(second)} from {other_share:g} on. "
+                    "'params=float16,compute=float32,output=float32' computes in float32 what 'float16' stores"
+                )
+        object.__setattr__(self, "starts", starts)
+
+    def __repr__(self) -> str:
+        """Returns the call that makes it, if no policy has rules."""
+        named = (repr(str(policy) if isinstance(policy, Policy) else policy) for _, policy in self.starts)
+        pairs = zip((share for share, _ in self.starts), named, strict=True)
+        return f"PolicySchedule({{{', '.join(f'{share}: {name}' for share, name in pairs)}}})"
+
+    def phases(self, total_steps: int, start: int = 0) -> tuple[Phase, ...]:
+        """Returns the phases of a run, or what is left of them.
+
+        Args:
+          total_steps: of the whole run, as its learning rate's schedule counts them.
+          start: how many steps are done; phases that are over are left out.
+
+        Raises:
+          ValueError: a phase has no step in so short a run, or `start` is not from 0 to `total_steps`.
+
+        Example:
+          >>> schedule = PolicySchedule({0.0: "mixed_bfloat16", 0.9: "float32"})
+          >>> [(phase.start, phase.stop) for phase in schedule.phases(100, start=40)]
+          [(40, 90), (90, 100)]
+        """
+        if not 0 <= start <= total_steps:
+            raise ValueError(f"start={start} must be from 0 to total_steps={total_steps}")
+        firsts = first_steps([share for share, _ in self.starts], total_steps)
+        bounds = itertools.pairwise((*firsts, total_steps))
+        found = zip(bounds, self.starts, strict=True)
+        return tuple(Phase(max(first, start), stop, policy) for (first, stop), (_, policy) in found if stop > start)
+
+    def policy_at(self, step: int, total_steps: int) -> Policy | PathPolicy:
+        """Returns the policy of a step.
+
+        Args:
+          step: how many are done before it; after the last step the last policy holds, as for an evaluation.
+          total_steps: see `phases`.
+
+        Raises:
+          ValueError: see `phases`.
+
+        Example:
+          >>> schedule = PolicySchedule({0.0: "mixed_bfloat16", 0.9: "float32"})
+          >>> [str(schedule.policy_at(step, 100)) for step in (0, 89, 90, 100)][1:]
+          ['p=full,c=bf16,o=full', 'p=full,c=full,o=full', 'p=full,c=full,o=full']
+        """
+        left = self.phases(total_steps, step)
+        return left[0].policy if left else self.starts[-1][1]
+
+    def steps(
+        self, make_step: Callable[[Policy | PathPolicy], Step], total_steps: int, start: int = 0
+    ) -> Iterator[Step]:
+        """Yields the train step of each step of a run, in order.
+
+        A phase's step is made when it is first wanted, and once for each policy. Nothing is read from the device: the
+        host counts.
+
+        Args:
+          make_step: makes the step of a policy; it is to compile it, with the same optimizer for all.
+          total_steps: see `phases`.
+          start: how many steps are done, for a run that goes on from a checkpoint.
+
+        Raises:
+          ValueError: see `phases`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optax
+          >>> import jmp_train as jt
+          >>> optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
+          >>> loss_fn = jt.stateless(lambda w, x: ((x @ w).astype(jnp.float32) ** 2).mean())
+          >>> schedule = jt.PolicySchedule({0.0: "mixed_float16", 0.5: "float32"})
+          >>> state = jt.TrainState.create(jnp.ones((2, 1)), optimizer)
+          >>> make_step = lambda policy: jax.jit(jt.train_step(loss_fn, optimizer, policy=policy), donate_argnums=0)
+          >>> for step in schedule.steps(make_step, 10):
+          ...     state, metrics = step(state, jnp.full((4, 2), 0.25))
+          >>> int(state.step)
+          10
+        """
+        phases = self.phases(total_steps, start)
+        return self._steps(functools.cache(make_step), phases)
+
+    @staticmethod
+    def _steps(make_step: Callable[[Policy | PathPolicy], Step], phases: Sequence[Phase]) -> Iterator[Step]:
+        for phase in phases:
+            yield from itertools.repeat(make_step(phase.policy), phase.stop - phase.start)
+
+
+def check_shares(shares: Sequence[object]) -> None:
+    """Raises TypeError or ValueError if these are not the shares of a run at which its phases begin.
+
+    Args:
+      shares: in the order in which they were given.
+
+    Example:
+      >>> check_shares([0.0, 0.9])
+    """
+    numbers = []
+    for share in shares:
+        if isinstance(share, bool) or not isinstance(share, int | float | np.integer | np.floating):
+            raise TypeError(f"shares of the run must be numbers, got {share!r}")
+        if not 0 <= share < 1:
+            raise ValueError(f"share {share!r} must be from 0 to below 1: of the run, not a number of steps")
+        numbers.append(share)
+    if numbers[:1] != [0]:
+        raise ValueError(f"the first share must be 0, where the run begins, got {numbers}")
+    if any(first >= second for first, second in itertools.pairwise(numbers)):
+        raise ValueError(f"shares must rise, got {numbers}")
+
+
+def first_steps(shares: Sequence[float], total_steps: int) -> tuple[int, ...]:
+    """Returns the first step of each phase, counted from 0; raises ValueError if one has no step.
+
+    Args:
+      shares: see `check_shares`.
+      total_steps: of the run.
+
+    Example:
+      >>> first_steps([0.0, 0.5, 0.9], 1000)
+      (0, 500, 900)
+    """
+    # round, because 0.29 * 100 is a little less than 29.
+    firsts = tuple(round(float(share) * total_steps) for share in shares)
+    for number, (first, stop) in enumerate(itertools.pairwise((*firsts, total_steps))):
+        if first >= stop:
+            raise ValueError(
+                f"a run of {total_steps} steps has none for the phase from {shares[number]:g} on; take more steps, or "
+                "other shares"
+            )
+    return firsts
+
+
+def _policy_at(share: float, policy: object) -> Policy | PathPolicy:
+    if isinstance(policy, str):
+        return get_policy(policy)
+    if not isinstance(policy, Policy | PathPolicy):
+        raise TypeError(f"policies[{share}] must be a Policy, a PathPolicy or the name of one, got {policy!r}")
+    return policy
+
+
+def _stored(policy: Policy | PathPolicy) -> object:
+    """Returns what decides in which dtypes a policy's parameters are stored: one for all, or the rules."""
+    if isinstance(policy, Policy):
+        return policy.param_dtype
+    default: DTypeLike = policy.default.param_dtype
+    rules = tuple((regex, rule.param_dtype) for regex, rule in policy.rules)
+    return default if all(dtype == default for _, dtype in rules) else (rules, default)
+
+
+def _described(policy: Policy | PathPolicy) -> str:
+    if isinstance(policy, Policy):
+        return f"{str(policy)!r} in {np.dtype(policy.param_dtype)}"
+    return f"a policy by path with the default {str(policy.default)!r}"
