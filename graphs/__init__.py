@@ -63,8 +63,16 @@ from jmp_train.graphs.structure import to_jraph as to_jraph
 from jmp_train.graphs.structure import unbatch as unbatch
 from jmp_train.graphs.structure import unpad as unpad
 from jmp_train.graphs.structure import unstack as unstack
+from jmp_train.graphs.transforms import add_edges as add_edges
 from jmp_train.graphs.transforms import add_self_loop as add_self_loop
+from jmp_train.graphs.transforms import edge_subgraph as edge_subgraph
+from jmp_train.graphs.transforms import in_subgraph as in_subgraph
+from jmp_train.graphs.transforms import khop_in_subgraph as khop_in_subgraph
+from jmp_train.graphs.transforms import khop_out_subgraph as khop_out_subgraph
+from jmp_train.graphs.transforms import node_subgraph as node_subgraph
 from jmp_train.graphs.transforms import normalize_rows as normalize_rows
+from jmp_train.graphs.transforms import out_subgraph as out_subgraph
+from jmp_train.graphs.transforms import remove_edges as remove_edges
 from jmp_train.graphs.transforms import remove_self_loop as remove_self_loop
 from jmp_train.graphs.transforms import reorder as reorder
 from jmp_train.graphs.transforms import reverse as reverse

@@ -5,5 +5,13 @@ from jmp_train.graphs.transforms.edges import remove_self_loop as remove_self_lo
 from jmp_train.graphs.transforms.edges import reverse as reverse
 from jmp_train.graphs.transforms.edges import to_bidirected as to_bidirected
 from jmp_train.graphs.transforms.edges import to_simple as to_simple
+from jmp_train.graphs.transforms.editing import add_edges as add_edges
+from jmp_train.graphs.transforms.editing import remove_edges as remove_edges
 from jmp_train.graphs.transforms.reordering import reorder as reorder
 from jmp_train.graphs.transforms.row_normalization import normalize_rows as normalize_rows
+from jmp_train.graphs.transforms.subgraphs import edge_subgraph as edge_subgraph
+from jmp_train.graphs.transforms.subgraphs import in_subgraph as in_subgraph
+from jmp_train.graphs.transforms.subgraphs import khop_in_subgraph as khop_in_subgraph
+from jmp_train.graphs.transforms.subgraphs import khop_out_subgraph as khop_out_subgraph
+from jmp_train.graphs.transforms.subgraphs import node_subgraph as node_subgraph
+from jmp_train.graphs.transforms.subgraphs import out_subgraph as out_subgraph

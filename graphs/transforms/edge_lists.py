@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jmp_train.graphs.structure import (
     Adjacency,
@@ -86,9 +87,27 @@ def with_edge_list(graph: Graph, edges: EdgeList, formats: Sequence[str] | None)
       ValueError: a format is unknown, or has no places for edge features; or an edge connects two graphs of
         the batch, or `n_node` does not add up, as may be in a graph made under jit.
     """
-    formats = _formats(graph.connections) if formats is None else formats
+    return with_parts(graph, graph.nodes, owning_graphs(graph), edges, formats)
+
+
+def with_parts(
+    graph: Graph,
+    nodes: Mapping[str, ArrayLike],
+    owners: np.ndarray,
+    edges: EdgeList,
+    formats: Sequence[str] | None,
+) -> Graph:
+    """Returns the graph with these nodes and edges for its own; see `with_edge_list`.
+
+    Args:
+      graph: a graph.
+      nodes: features of the nodes that it is to have, by name.
+      owners: int [nodes], ascending, the graph of the batch that each of them belongs to.
+      edges: what edges it is to have, between these nodes.
+      formats: see `from_edges`; None for those of the graph.
+    """
+    formats = formats_of(graph, formats)
     check_formats(formats)
-    owners = owning_graphs(graph)
     n_edge = np.array([len(edges.senders)])
     if len(graph.n_node) != 1:
         owner = owners[edges.receivers]
@@ -96,16 +115,28 @@ def with_edge_list(graph: Graph, edges: EdgeList, formats: Sequence[str] | None)
         n_edge = np.bincount(owner, minlength=len(graph.n_node))
         if (owner[1:] < owner[:-1]).any():
             edges = edges.take(np.argsort(owner, kind="stable"))
-    adjacency = make_adjacency_checked(
-        edges.senders, edges.receivers, graph.num_nodes, graph.num_nodes, formats=formats
-    )
+    count = len(owners)
+    adjacency = make_adjacency_checked(edges.senders, edges.receivers, count, count, formats=formats)
     rows = adjacency.receivers.num_edges if edges.features else adjacency.num_edges
     return dataclasses.replace(
         graph,
+        nodes=checked_features("nodes", nodes, count),
         edges=checked_features("edges", edges.features, rows),
         connections=adjacency,
+        n_node=jnp.asarray(np.bincount(owners, minlength=len(graph.n_node)), jnp.int32),
         n_edge=jnp.asarray(n_edge, jnp.int32),
     )
+
+
+def check_keeps_edges(graph: Graph) -> None:
+    """Raises ValueError where a graph keeps no edge apart, so that none can be named."""
+    if graph.connections.ends is None:
+        raise ValueError('graph was made with formats=("csr",), which keeps no edge apart: this needs "coo" too')
+
+
+def formats_of(graph: Graph, formats: Sequence[str] | None) -> Sequence[str]:
+    """Returns the formats that are asked for, those of the graph where none are."""
+    return _formats(graph.connections) if formats is None else formats
 
 
 def owning_graphs(graph: Graph) -> np.ndarray:

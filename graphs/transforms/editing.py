@@ -1,0 +1,121 @@
+"""Edges added to a graph and removed from it; on the host, as pure functions."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jmp_train.graphs.array_types import Ids
+from jmp_train.graphs.structure import Graph, accepts_jraph, checked_ends
+from jmp_train.graphs.transforms.chosen_ids import ID, chosen_ids
+from jmp_train.graphs.transforms.edge_groups import rounded
+from jmp_train.graphs.transforms.edge_lists import EdgeList, check_keeps_edges, edges_on_host, with_edge_list
+
+
+@accepts_jraph
+def add_edges(
+    graph: Graph,
+    senders: Ids,
+    receivers: Ids,
+    edges: Mapping[str, ArrayLike | Sequence[float]] | None = None,
+    *,
+    formats: Sequence[str] | None = None,
+) -> Graph:
+    """Returns the graph with further edges, after those that it has; runs on the host.
+
+    Args:
+      graph: a graph of ours or jraph's, or a batch, without padding.
+      senders: int [new edges], the node that each new edge leaves; no nodes are added.
+      receivers: int [new edges], the node that each new edge enters.
+      edges: features of the new edges, arrays [new edges, ...] by name. A feature that is missing, here or on
+        the edges that are there, is 0. One that is there already keeps its dtype.
+      formats: see `from_edges`; None for those of the graph.
+
+    Returns:
+      The graph; in a batch, edges of each graph stand together.
+
+    Raises:
+      TypeError: the graph or ids are traced, or ids are not integers.
+      ValueError: the graph is padded; an id is out of range; a feature has another shape than that of the edges
+        which are there, or values that their dtype does not hold; or an edge connects two graphs of a batch.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = add_edges(from_edges([0], [1], 3, edges={"w": [0.5]}), [1, 2], [2, 0], {"w": [2.0, 4.0]})
+      >>> graph.senders.tolist(), graph.receivers.tolist(), graph.edges["w"].tolist()
+      ([0, 1, 2], [1, 2, 0], [0.5, 2.0, 4.0])
+
+    Reference: add_edges of Deep Graph Library, https://www.dgl.ai.
+    """
+    old = edges_on_host(graph)
+    new = checked_ends(senders, receivers, graph.num_nodes, graph.num_nodes)
+    given = {name: np.asarray(rows) for name, rows in (edges or {}).items()}
+    features = {}
+    for name in [*old.features, *(name for name in given if name not in old.features)]:
+        rows = old.features.get(name)
+        features[name] = _joined(name, rows, len(old.senders), given.get(name), len(new[0]))
+    senders, receivers = np.append(old.senders, new[0]), np.append(old.receivers, new[1])
+    return with_edge_list(graph, EdgeList(senders, receivers, features), formats)
+
+
+@accepts_jraph
+def remove_edges(graph: Graph, edges: Ids, store_ids: bool = False, *, formats: Sequence[str] | None = None) -> Graph:
+    """Returns the graph without some of its edges; runs on the host.
+
+    Args:
+      graph: a graph of ours or jraph's, or a batch, without padding.
+      edges: int [removed], which edges, or bool [edges].
+      store_ids: whether the other edges' places in `graph` become the feature "_ID", int32.
+      formats: see `from_edges`; None for those of the graph.
+
+    Returns:
+      The graph, its other edges in their order, with all of its nodes.
+
+    Raises:
+      TypeError: the graph or ids are traced, or ids are neither integers nor booleans.
+      ValueError: the graph is padded, or keeps no edge apart; or an id is out of range.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = remove_edges(from_edges([0, 1, 2], [1, 2, 0], 3), [1], store_ids=True)
+      >>> graph.senders.tolist(), graph.edges["_ID"].tolist()
+      ([0, 2], [0, 2])
+
+    Reference: remove_edges of Deep Graph Library, https://www.dgl.ai.
+    """
+    old = edges_on_host(graph)
+    check_keeps_edges(graph)
+    is_kept = np.full(len(old.senders), True)
+    is_kept[chosen_ids("edges", edges, len(is_kept), distinct=False)] = False
+    kept = old.take(is_kept)
+    if store_ids:
+        ids = np.flatnonzero(is_kept).astype(np.int32)
+        kept = dataclasses.replace(kept, features={**kept.features, ID: ids})
+    return with_edge_list(graph, kept, formats)
+
+
+def _joined(name: str, old: np.ndarray | None, num_old: int, new: np.ndarray | None, num_new: int) -> np.ndarray:
+    """Returns the rows of old edges and then of new ones; 0 where one has none."""
+    if new is not None and (new.ndim == 0 or len(new) != num_new):
+        raise ValueError(f"edges[{name!r}] must have {num_new} rows, one for each of the new edges, got {new.shape}")
+    if old is None:
+        assert new is not None  # a name is of old edges or of new ones
+        return np.concatenate([np.zeros((num_old, *new.shape[1:]), new.dtype), new])
+    if new is None:
+        return np.concatenate([old, np.zeros((num_new, *old.shape[1:]), old.dtype)])
+    if new.shape[1:] != old.shape[1:]:
+        raise ValueError(f"edges[{name!r}] must have rows of shape {old.shape[1:]}, got {new.shape[1:]}")
+    return np.concatenate([old, _cast(name, new, old.dtype)])
+
+
+def _cast(name: str, rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Returns the rows in the dtype of those that are there; raises ValueError where it does not hold them."""
+    if rows.dtype == dtype:
+        return rows
+    what = f"edges[{name!r}]"
+    cast = rounded(what, rows, dtype)
+    if jnp.issubdtype(dtype, jnp.inexact) and (lost := np.isinf(cast) & ~np.isinf(rows)).any():
+        raise ValueError(f"{what} is {np.extract(lost, rows)[0]}, which {dtype} does not hold")
+    return cast

@@ -1,0 +1,335 @@
+"""Parts of a graph: of some nodes, some edges, the edges that enter some nodes, and all within some hops; on the host.
+
+Nodes and edges keep the order that they have, or the one in which the caller names them, and what they were called
+in the whole graph, as the feature "_ID".
+
+Reference: dgl.subgraph of Deep Graph Library, https://www.dgl.ai.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import jraph
+import numpy as np
+
+from jmp_train.graphs.array_types import Ids
+from jmp_train.graphs.structure import AnyGraph, Graph, accepts_jraph, as_count
+from jmp_train.graphs.transforms.chosen_ids import ID, chosen_ids
+from jmp_train.graphs.transforms.edge_lists import (
+    EdgeList,
+    check_keeps_edges,
+    edges_on_host,
+    formats_of,
+    owning_graphs,
+    with_parts,
+)
+
+
+@accepts_jraph
+def node_subgraph(
+    graph: Graph,
+    nodes: Ids,
+    relabel_nodes: bool = True,
+    store_ids: bool = True,
+    *,
+    formats: Sequence[str] | None = None,
+) -> Graph:
+    """Returns the graph of some nodes and of all edges between them; runs on the host.
+
+    Args:
+      graph: a graph of ours or jraph's, or a batch, without padding.
+      nodes: int [kept nodes], which nodes, or bool [nodes].
+      relabel_nodes: whether only these nodes stay, numbered in the order of `nodes`; else all nodes stay.
+      store_ids: whether the ids of nodes and edges in `graph` become the feature "_ID" of both, int32; that of
+        edges only if the graph has the format "coo".
+      formats: see `from_edges`; None for those of the graph.
+
+    Returns:
+      The graph, its edges in their order, with the features of both. In a batch, the nodes of each graph stand
+      together.
+
+    Raises:
+      TypeError: the graph or ids are traced, or ids are neither integers nor booleans.
+      ValueError: the graph is padded; or an id is out of range, or is there twice.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> part = node_subgraph(from_edges([0, 1, 2, 3, 4], [1, 2, 3, 4, 0], 5), [0, 1, 4])
+      >>> part.senders.tolist(), part.receivers.tolist(), part.edges["_ID"].tolist(), part.nodes["_ID"].tolist()
+      ([0, 2], [1, 0], [0, 4], [0, 1, 4])
+    """
+    edges = edges_on_host(graph)
+    ids = chosen_ids("nodes", nodes, graph.num_nodes)
+    is_kept = np.full(graph.num_nodes, False)
+    is_kept[ids] = True
+    kept = np.flatnonzero(is_kept[edges.senders] & is_kept[edges.receivers])
+    return _part(graph, edges, kept, ids if relabel_nodes else None, store_ids, formats)
+
+
+@accepts_jraph
+def edge_subgraph(
+    graph: Graph,
+    edges: Ids,
+    relabel_nodes: bool = True,
+    store_ids: bool = True,
+    *,
+    formats: Sequence[str] | None = None,
+) -> Graph:
+    """Returns the graph of some edges and of the nodes at their ends; runs on the host.
+
+    Args:
+      graph: a graph of ours or jraph's, or a batch, without padding.
+      edges: int [kept edges], which edges, or bool [edges].
+      relabel_nodes: whether only the nodes at their ends stay, numbered as they come, the senders' first; else
+        all nodes stay.
+      store_ids: see `node_subgraph`.
+      formats: see `from_edges`; None for those of the graph.
+
+    Returns:
+      The graph, its edges in the order of `edges`, with the features of both. In a batch, the nodes and edges of
+      each graph stand together.
+
+    Raises:
+      TypeError: the graph or ids are traced, or ids are neither integers nor booleans.
+      ValueError: the graph is padded, or keeps no edge apart; or an id is out of range, or is there twice.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> part = edge_subgraph(from_edges([0, 1, 2, 3, 4], [1, 2, 3, 4, 0], 5), [0, 4])
+      >>> part.senders.tolist(), part.receivers.tolist(), part.edges["_ID"].tolist(), part.nodes["_ID"].tolist()
+      ([0, 1], [2, 0], [0, 4], [0, 4, 1])
+    """
+    whole = edges_on_host(graph)
+    check_keeps_edges(graph)
+    kept = chosen_ids("edges", edges, len(whole.senders))
+    nodes = _as_they_come(np.concatenate([whole.senders[kept], whole.receivers[kept]]))
+    return _part(graph, whole, kept, nodes if relabel_nodes else None, store_ids, formats)
+
+
+@accepts_jraph
+def in_subgraph(
+    graph: Graph,
+    nodes: Ids,
+    relabel_nodes: bool = False,
+    store_ids: bool = True,
+    *,
+    formats: Sequence[str] | None = None,
+) -> Graph:
+    """Returns the graph of all edges that enter some nodes; runs on the host.
+
+    Args:
+      graph: a graph of ours or jraph's, or a batch, without padding.
+      nodes: int [entered nodes], which nodes, or bool [nodes].
+      relabel_nodes: whether only the nodes at the edges' ends stay, see `edge_subgraph`; else all nodes stay.
+      store_ids: see `node_subgraph`.
+      formats: see `from_edges`; None for those of the graph.
+
+    Returns:
+      The graph, its edges in their order, with the features of both.
+
+    Raises:
+      TypeError: see `node_subgraph`.
+      ValueError: see `node_subgraph`.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> part = in_subgraph(from_edges([0, 1, 2, 3, 4], [1, 2, 3, 4, 0], 5), [2, 0])
+      >>> part.senders.tolist(), part.receivers.tolist(), part.num_nodes
+      ([1, 4], [2, 0], 5)
+    """
+    edges = edges_on_host(graph)
+    return _touching(graph, edges, edges.receivers, nodes, relabel_nodes, store_ids, formats)
+
+
+@accepts_jraph
+def out_subgraph(
+    graph: Graph,
+    nodes: Ids,
+    relabel_nodes: bool = False,
+    store_ids: bool = True,
+    *,
+    formats: Sequence[str] | None = None,
+) -> Graph:
+    """Returns the graph of all edges that leave some nodes; runs on the host.
+
+    Args:
+      graph: a graph of ours or jraph's, or a batch, without padding.
+      nodes: int [left nodes], which nodes, or bool [nodes].
+      relabel_nodes: see `in_subgraph`.
+      store_ids: see `node_subgraph`.
+      formats: see `from_edges`; None for those of the graph.
+
+    Returns:
+      The graph, its edges in their order, with the features of both.
+
+    Raises:
+      TypeError: see `node_subgraph`.
+      ValueError: see `node_subgraph`.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> out_subgraph(from_edges([0, 1, 2], [1, 2, 0], 3), [2], relabel_nodes=True).nodes["_ID"].tolist()
+      [2, 0]
+    """
+    edges = edges_on_host(graph)
+    return _touching(graph, edges, edges.senders, nodes, relabel_nodes, store_ids, formats)
+
+
+def khop_in_subgraph(
+    graph: AnyGraph,
+    nodes: Ids,
+    k: int,
+    relabel_nodes: bool = True,
+    store_ids: bool = True,
+    *,
+    formats: Sequence[str] | None = None,
+) -> tuple[AnyGraph, np.ndarray]:
+    """Returns the graph of all nodes from which some nodes are reached in `k` hops, and their new names.
+
+    It has all edges between these nodes. Runs on the host.
+
+    Args:
+      graph: a graph of ours or jraph's, or a batch, without padding.
+      nodes: int [seeds], which nodes are reached, or bool [nodes].
+      k: how many hops at most.
+      relabel_nodes: whether only the nodes that were found stay, numbered in the order that they have; else all
+        nodes stay.
+      store_ids: see `node_subgraph`.
+      formats: see `from_edges`; None for those of the graph.
+
+    Returns:
+      The graph, and what `nodes` are called in it, int64 [seeds].
+
+    Raises:
+      TypeError: see `node_subgraph`; or `k` is not an integer.
+      ValueError: see `node_subgraph`; or `k` is negative.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> part, seeds = khop_in_subgraph(from_edges([0, 1, 2, 3], [1, 2, 3, 4], 5), [3], 2)
+      >>> part.nodes["_ID"].tolist(), part.senders.tolist(), part.receivers.tolist(), seeds.tolist()
+      ([1, 2, 3], [0, 1], [1, 2], [2])
+    """
+    return _within_hops(graph, nodes, k, relabel_nodes, store_ids, formats, is_in=True)
+
+
+def khop_out_subgraph(
+    graph: AnyGraph,
+    nodes: Ids,
+    k: int,
+    relabel_nodes: bool = True,
+    store_ids: bool = True,
+    *,
+    formats: Sequence[str] | None = None,
+) -> tuple[AnyGraph, np.ndarray]:
+    """Returns the graph of all nodes that are reached from some nodes in `k` hops, and their new names.
+
+    It has all edges between these nodes. Runs on the host.
+
+    Args:
+      graph: a graph of ours or jraph's, or a batch, without padding.
+      nodes: int [seeds], from which nodes, or bool [nodes].
+      k: how many hops at most.
+      relabel_nodes: see `khop_in_subgraph`.
+      store_ids: see `node_subgraph`.
+      formats: see `from_edges`; None for those of the graph.
+
+    Returns:
+      The graph, and what `nodes` are called in it, int64 [seeds].
+
+    Raises:
+      TypeError: see `khop_in_subgraph`.
+      ValueError: see `khop_in_subgraph`.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> part, seeds = khop_out_subgraph(from_edges([0, 1, 2, 3], [1, 2, 3, 4], 5), [3], 2)
+      >>> part.nodes["_ID"].tolist(), seeds.tolist()
+      ([3, 4], [0])
+    """
+    return _within_hops(graph, nodes, k, relabel_nodes, store_ids, formats, is_in=False)
+
+
+def _touching(
+    graph: Graph,
+    edges: EdgeList,
+    ends: np.ndarray,
+    nodes: Ids,
+    relabel_nodes: bool,
+    store_ids: bool,
+    formats: Sequence[str] | None,
+) -> Graph:
+    is_touched = np.full(graph.num_nodes, False)
+    is_touched[chosen_ids("nodes", nodes, graph.num_nodes)] = True
+    kept = np.flatnonzero(is_touched[ends])
+    found = _as_they_come(np.concatenate([edges.senders[kept], edges.receivers[kept]]))
+    return _part(graph, edges, kept, found if relabel_nodes else None, store_ids, formats)
+
+
+def _within_hops(
+    graph: AnyGraph,
+    nodes: Ids,
+    k: int,
+    relabel_nodes: bool,
+    store_ids: bool,
+    formats: Sequence[str] | None,
+    *,
+    is_in: bool,
+) -> tuple[AnyGraph, np.ndarray]:
+    as_count("k", k)
+    found = np.empty(0, np.int64)
+    seeds = np.empty(0, np.int64)
+
+    @accepts_jraph
+    def part(graph: Graph) -> Graph:
+        nonlocal found, seeds
+        edges = edges_on_host(graph)
+        seeds = chosen_ids("nodes", nodes, graph.num_nodes, distinct=False)
+        ends = (edges.receivers, edges.senders) if is_in else (edges.senders, edges.receivers)
+        found = np.flatnonzero(_reached(*ends, seeds, k, graph.num_nodes))
+        is_found = np.full(graph.num_nodes, False)
+        is_found[found] = True
+        kept = np.flatnonzero(is_found[edges.senders] & is_found[edges.receivers])
+        return _part(graph, edges, kept, found if relabel_nodes else None, store_ids, formats)
+
+    made = cast(AnyGraph, part(cast(jraph.GraphsTuple, graph)))
+    return made, np.searchsorted(found, seeds) if relabel_nodes else seeds
+
+
+def _reached(near: np.ndarray, far: np.ndarray, seeds: np.ndarray, k: int, num_nodes: int) -> np.ndarray:
+    """Returns bool [nodes], which are reached in at most k steps from an edge's near end to its far one."""
+    is_reached = np.full(num_nodes, False)
+    is_reached[seeds] = True
+    for _ in range(k):
+        more = far[is_reached[near]]
+        if is_reached[more].all():
+            break
+        is_reached[more] = True
+    return is_reached
+
+
+def _as_they_come(ids: np.ndarray) -> np.ndarray:
+    """Returns each id once, where it is first."""
+    return ids[np.sort(np.unique(ids, return_index=True)[1])]
+
+
+def _part(
+    graph: Graph,
+    edges: EdgeList,
+    kept: np.ndarray,
+    nodes: np.ndarray | None,
+    store_ids: bool,
+    formats: Sequence[str] | None,
+) -> Graph:
+    """Returns the graph of some edges, and of some nodes or, of None, all."""
+    taken, owners = edges.take(kept), owning_graphs(graph)
+    ids = np.arange(graph.num_nodes) if nodes is None else nodes[np.argsort(owners[nodes], kind="stable")]
+    names = np.zeros(graph.num_nodes, np.int32)
+    names[ids] = np.arange(len(ids))
+    features, rows = dict(taken.features), {name: np.asarray(array)[ids] for name, array in graph.nodes.items()}
+    if store_ids:
+        rows[ID] = ids.astype(np.int32)
+        if set(formats_of(graph, formats)) != {"csr"}:
+            features[ID] = kept.astype(np.int32)
+    taken = EdgeList(names[taken.senders], names[taken.receivers], features)
+    return with_parts(graph, rows, owners[ids], taken, formats)
