@@ -47,9 +47,11 @@ from jmp_train.policies import CollapsedValuesWarning as CollapsedValuesWarning
 from jmp_train.policies import CpuConvolutionWarning as CpuConvolutionWarning
 from jmp_train.policies import DynamicLossScale as DynamicLossScale
 from jmp_train.policies import Float32ProductsWarning as Float32ProductsWarning
+from jmp_train.policies import Float8CurrentScaling as Float8CurrentScaling
 from jmp_train.policies import LeafReport as LeafReport
 from jmp_train.policies import LossScale as LossScale
 from jmp_train.policies import LossScaledState as LossScaledState
+from jmp_train.policies import MXFP8BlockScaling as MXFP8BlockScaling
 from jmp_train.policies import NoOpLossScale as NoOpLossScale
 from jmp_train.policies import OperationReport as OperationReport
 from jmp_train.policies import NumericsReport as NumericsReport

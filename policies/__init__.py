@@ -20,6 +20,8 @@ from jmp_train.policies.autocasting import AutocastReport as AutocastReport
 from jmp_train.policies.autocasting import AutocastRules as AutocastRules
 from jmp_train.policies.autocasting import BannedOperationError as BannedOperationError
 from jmp_train.policies.autocasting import CpuConvolutionWarning as CpuConvolutionWarning
+from jmp_train.policies.autocasting import Float8CurrentScaling as Float8CurrentScaling
+from jmp_train.policies.autocasting import MXFP8BlockScaling as MXFP8BlockScaling
 from jmp_train.policies.autocasting import OperationReport as OperationReport
 from jmp_train.policies.autocasting import autocast as autocast
 from jmp_train.policies.autocasting import autocast_as as autocast_as

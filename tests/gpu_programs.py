@@ -185,6 +185,25 @@ def _dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jt.float32_dot_general(x, kernel, (((1,), (0,)), ((), ())))
 
 
+def fp8_layer(recipe: str, *, batch: int = 4) -> tuple[Any, ...]:
+    """Makes two dense layers with bias and relu in 8 bits, with the gradients of all: 6 products.
+
+    Args:
+      recipe: the name of a recipe's class.
+      batch: sequences.
+    """
+
+    def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        hidden = jax.nn.relu(x @ params["w"] + params["b"])
+        return ((hidden @ params["v"]).astype(jnp.float32) ** 2).mean()
+
+    rules = jt.TORCH_CUDA.replace(primitives={"dot_general": "fp8"})
+    fp8 = jt.autocast(loss, jnp.bfloat16, rules=rules, fp8=getattr(jt, recipe)())
+    shapes = {"w": (512, 1024), "b": (1024,), "v": (1024, 256)}
+    params = {name: Struct(shape, jnp.float32) for name, shape in shapes.items()}
+    return jax.grad(fp8, (0, 1)), (params, Struct((batch, 256, 512), jnp.float32))
+
+
 def autocast_products(dtype: str) -> tuple[Any, ...]:
     """Makes a convolution, a dense layer and attention under autocast, with gradients: 3 convolutions, 9 products.
 

@@ -13,6 +13,10 @@ from jmp_train.policies.autocasting.explain import AutocastReport as AutocastRep
 from jmp_train.policies.autocasting.explain import decided as decided
 from jmp_train.policies.autocasting.explain import explain_autocast as explain_autocast
 from jmp_train.policies.autocasting.flat_calls import FlatCall as FlatCall
+from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE as DEFAULT_RECIPE
+from jmp_train.policies.autocasting.fp8 import Float8CurrentScaling as Float8CurrentScaling
+from jmp_train.policies.autocasting.fp8 import MXFP8BlockScaling as MXFP8BlockScaling
+from jmp_train.policies.autocasting.fp8 import Recipe as Recipe
 from jmp_train.policies.autocasting.higher_order import scan_counts as scan_counts
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast as opaque_to_autocast
 from jmp_train.policies.autocasting.operations import OperationReport as OperationReport

@@ -81,7 +81,7 @@ def custom_vjp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[
     """Keeps the rule: the equation as it was or, where its dtype is forced, its two halves in it."""
     n_consts = equation.params.get("num_consts", 0)
     atoms = equation.invars[n_consts:]
-    if region.forced is None or not all(eligible(traced_dtype(atom)) for atom in atoms):
+    if region.forced not in ("lower", "float32") or not all(eligible(traced_dtype(atom)) for atom in atoms):
         return None
     region = dataclasses.replace(region, constants={})  # the rule runs when their casts are gone
     consts = [value.array for value in inputs[:n_consts]]

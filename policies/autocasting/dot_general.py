@@ -5,14 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast
+from jmp_train.policies.autocasting.product_gradients import Contract, operand_gradients
 from jmp_train.policies.autocasting.transform import autocast_as
 from jmp_train.policies.pytrees import at_least_float32
-
-_Contract = tuple[tuple[int, ...], tuple[int, ...]]  # dimensions of lhs and of rhs, in pairs
 
 
 def float32_dot_general(
@@ -73,42 +71,29 @@ def _as_operand(x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(contract: _Contract, precision: Any, lhs: jax.Array, rhs: jax.Array) -> Any:
+def _product(contract: Contract, precision: Any, lhs: jax.Array, rhs: jax.Array) -> Any:
     sum_dtype = at_least_float32(lhs.dtype)
     product = lax.dot_general(lhs, rhs, (contract, ((), ())), precision, preferred_element_type=sum_dtype)
     return product.astype(lhs.dtype)
 
 
-def _forward(contract: _Contract, precision: object, lhs: jax.Array, rhs: jax.Array) -> Any:
+def _forward(contract: Contract, precision: object, lhs: jax.Array, rhs: jax.Array) -> Any:
     return _product(contract, precision, lhs, rhs), (lhs, rhs)
 
 
 def _backward(
-    contract: _Contract,
+    contract: Contract,
     precision: object,
     inputs: tuple[jax.Array, jax.Array],
     cotangent: jax.Array,
 ) -> Any:
-    (lhs, rhs), (lhs_contract, rhs_contract) = inputs, contract
-    lhs_free, rhs_free = _others(lhs, lhs_contract), _others(rhs, rhs_contract)
-    of_lhs = tuple(range(len(lhs_free)))  # dimensions of the cotangent
-    of_rhs = tuple(range(len(lhs_free), cotangent.ndim))
-    for_lhs = _product((of_rhs, rhs_free), precision, cotangent, rhs)
-    for_rhs = _product((of_lhs, lhs_free), precision, cotangent, lhs)
-    return (
-        _like(for_lhs, lhs_free, lhs_contract, rhs_contract),
-        _like(for_rhs, rhs_free, rhs_contract, lhs_contract),
+    lhs, rhs = inputs
+    return operand_gradients(
+        contract,
+        (lhs.shape, rhs.shape),
+        lambda dimensions: _product(dimensions, precision, cotangent, rhs),
+        lambda dimensions: _product(dimensions, precision, cotangent, lhs),
     )
 
 
 _product.defvjp(_forward, _backward)
-
-
-def _others(x: jax.Array, dimensions: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(i for i in range(x.ndim) if i not in dimensions)
-
-
-def _like(grads: Any, free: tuple[int, ...], contract: tuple[int, ...], partners: tuple[int, ...]) -> jax.Array:
-    """Returns gradients in the order of an operand's dimensions; they come free first, then as the partner has them."""
-    order = [contract[partners.index(partner)] for partner in sorted(partners)]
-    return jnp.transpose(grads, np.argsort([*free, *order]).tolist())

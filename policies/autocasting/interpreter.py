@@ -22,6 +22,7 @@ from jax.extend.source_info_util import user_context
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.attention_logits import logits_of
+from jmp_train.policies.autocasting.fp8 import fp8_dot
 from jmp_train.policies.autocasting.integers import integers_in_result, operand
 from jmp_train.policies.autocasting.jitted_primitives import bind, cast, float32_product
 from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, result_bounds
@@ -114,7 +115,7 @@ def _run(
     else:
         rule, reason = region.decide(equation, scope)
     if name in region.handlers and _is_entered(rule, equation, inputs):
-        forced = rule if rule in ("lower", "float32") else region.forced
+        forced = rule if rule in ("lower", "float32", "fp8") else region.forced
         inner = dataclasses.replace(region.within(equation, scope), forced=forced)
         outputs = region.handlers[name](inner, equation, inputs)
         if outputs is not None:
@@ -125,11 +126,14 @@ def _run(
         reason = f"{reason}, logits of a softmax"
         arrays = [value.to(region.half) for value in inputs]
         outputs = [Value(float32_product(equation.primitive, arrays, equation.params), product=True)]
+    elif rule == "fp8":
+        outputs = [_in_8_bits(region, equation, inputs)]
     else:
         outputs = _execute(region, equation, inputs, dtypes, rule)
     _note_integers(equation, inputs, outputs)
     if region.log is not None:
         used = [x.dtype if d is None else d for x, d in zip(inputs, dtypes, strict=True)]
+        used = [region.recipe.forward_dtype for _ in inputs] if rule == "fp8" else used
         region.log.append(
             Decision(
                 path=join(region.path, scope),
@@ -200,6 +204,14 @@ def _execute(region: Region, equation: Any, inputs: list[Value], dtypes: Sequenc
         add = functools.partial(_in_float32, equation, params)
         outputs[0].addends = jax.tree_util.Partial(add, *(value.array for value in inputs))
     return outputs
+
+
+def _in_8_bits(region: Region, equation: JaxprEqn, inputs: Sequence[Value]) -> Value:
+    """Multiplies in 8 bits, of operands in the dtypes that they have."""
+    contract, _ = equation.params["dimension_numbers"]
+    dtype = _params(equation, region.half).get("preferred_element_type") or region.half
+    lhs, rhs = (on_device(value.array) for value in inputs)
+    return Value(fp8_dot(lhs, rhs, contract, region.recipe, dtype), product=True)
 
 
 def _is_smaller(inputs: Sequence[Value], shape: tuple[int, ...]) -> bool:

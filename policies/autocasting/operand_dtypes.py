@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from jmp_train.policies.autocasting.fp8 import E4M3
 from jmp_train.policies.autocasting.literal_bounds import fits
 from jmp_train.policies.autocasting.region import (
     ADDITIONS,
@@ -74,7 +75,9 @@ def settle(
         rule, reason = "float32", "a square"
     if rule is None:
         rule, reason = ("promote", "elementwise") if name in _PROMOTE else ("keep", f"{name} is not known")
-    if rule == "lower" and not _can_lower(equation):
+    if rule == "fp8" and not all(x.integers is None or x.integers.held_by(E4M3) for x in inputs):
+        rule, reason = "lower", f"primitive {name!r}"
+    if rule in ("lower", "fp8") and not _can_lower(equation):
         rule, reason = "keep", "its precision is spelled out"
     if reason == f"primitive {name!r}" and name in PRODUCTS and not integers_fit(region, inputs):
         rule, reason = "float32", "operand from integers"
@@ -211,7 +214,7 @@ def _wanted_by(
         return set()
     decided, _ = region.decide(reader, scope)
     if decided is not None:
-        return variables if decided == rule else set()
+        return variables if decided == rule or (decided, rule) == ("fp8", "lower") else set()
     if name in ("jit", "pjit", "custom_jvp_call"):
         body = reader.params["call_jaxpr" if name == "custom_jvp_call" else "jaxpr"]
         body = getattr(body, "jaxpr", body)

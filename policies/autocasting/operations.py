@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jmp_train.policies.autocasting.higher_order import ENTERED
 
 _HOLD_PROGRAMS = frozenset(ENTERED) | {"core_call", "custom_vmap_call", "xla_pmap"}
-_HALVES = ("float16", "bfloat16")
+_HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # and what has fewer bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class OperationReport:
       source: file and line of the innermost code that is not jax's own.
       dtypes_in: of its operands.
       dtypes_out: of its results.
-      rule: "lower", "float32", "promote", "demote" or "keep".
+      rule: "lower", "float32", "promote", "demote", "keep" or "fp8".
       reason: what decided that.
       flops: floating-point operations, of all iterations of a `scan` together.
       elements: of its results, likewise.
@@ -52,7 +52,7 @@ class OperationReport:
 
     @property
     def in_half(self) -> bool:
-        """Whether it computes in half precision."""
+        """Whether it computes in half precision, or in 8 bits."""
         floats = [dtype for dtype in self.dtypes_in if "float" in dtype]
         return bool(floats) and all(dtype in _HALVES for dtype in floats)
 

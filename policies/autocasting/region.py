@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.typing import DTypeLike
 
+from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, Recipe
 from jmp_train.policies.autocasting.integers import Integers
 from jmp_train.policies.autocasting.jitted_primitives import cast
 from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, Bounds, literal_bounds
@@ -147,12 +148,13 @@ class Region:
       rules: the table.
       handlers: by primitive, what enters those that hold programs; see `autocast_control`.
       path: of modules and scopes around what is interpreted now.
-      forced: "lower" or "float32", where a rule gave that to all of the function interpreted now.
+      forced: "lower", "float32" or "fp8", where a rule gave that to all of the function interpreted now.
       callers: the equations in whose bodies it is, the outermost first.
       repeats: how often the body of the loops around it runs, where that is known.
       log: where decisions are noted, or None.
       constants: those of the programs so far, by identity.
       memory: what was found out about programs; see `remembered`.
+      recipe: of products in 8 bits.
     """
 
     half: Any
@@ -165,6 +167,7 @@ class Region:
     log: list[Decision] | None = None
     constants: dict[int, Value] = dataclasses.field(default_factory=dict)
     memory: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    recipe: Recipe = DEFAULT_RECIPE
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -206,29 +209,39 @@ class Region:
         for banned in (name, function):
             if banned in tables.banned:
                 raise BannedOperationError(f"autocast bans {banned}: {tables.banned[banned]}")
+        takes_8_bits = name in self.handlers or in_8_bits(equation)
+        entries = (entry for entry in self._entries(tables, equation, scope) if takes_8_bits or entry[0] != "fp8")
+        return next(entries, (None, "no rule"))
+
+    def _entries(self, tables: "Tables", equation: JaxprEqn, scope: str) -> Iterator[tuple[Rule, str]]:
+        """Yields the rules that tables have for an equation, that which counts first, and where they are from."""
+        name = equation.primitive.name
+        function = equation.params.get("name") if name in ("jit", "pjit") else None
         if tables.operations and name not in self.handlers:
             address = address_of((*self.callers, equation), join(self.path, scope))
             for expression, rule in tables.operations:
                 if expression.search(address):
-                    return rule, f"operation {expression.pattern!r}"
+                    yield rule, f"operation {expression.pattern!r}"
         if tables.paths:
             path = join(self.path, scope)
             for expression, rule in tables.paths:
                 if expression.search(path):
-                    return rule, f"path {expression.pattern!r}"
+                    yield rule, f"path {expression.pattern!r}"
         if DECIDED in scope and (fixed := _FIXED.findall(scope)):
-            return fixed[-1], "autocast_as"
+            yield fixed[-1], "autocast_as"
         if function in tables.functions:
-            return tables.functions[function], f"function {function!r}"
+            yield tables.functions[function], f"function {function!r}"
         for module in jax_modules(equation):
             if module in tables.functions:
-                return tables.functions[module], f"function of {module}"
+                yield tables.functions[module], f"function of {module}"
         if self.forced is not None:
-            return self.forced, f"within a function of rule {self.forced!r}"
+            yield self.forced, f"within a function of rule {self.forced!r}"
         rule = tables.primitives.get(name)
-        if rule == "lower" and name in PRODUCTS and (other := _no_matrix_product(equation)):
-            return other
-        return rule, "no rule" if rule is None else f"primitive {name!r}"
+        if rule in ("lower", "fp8") and name in PRODUCTS:
+            rule = rule if in_8_bits(equation) else "lower"
+            yield _no_matrix_product(equation) or (rule, f"primitive {name!r}")
+        elif rule is not None:
+            yield rule, f"primitive {name!r}"
 
 
 # Returns an equation's results, or None where it has to be bound as it was traced.
@@ -278,6 +291,14 @@ def _modules_of(source: str) -> tuple[str, ...]:
     found = _FILE.search(source)
     parts = ["jax", *re.split(r"[\\/]", found.group(1))] if found else []
     return tuple(".".join(parts[:count]) for count in range(len(parts), 0, -1))
+
+
+def in_8_bits(equation: JaxprEqn) -> bool:
+    """Whether an equation is a matrix product that can multiply in 8 bits."""
+    if equation.primitive.name != "dot_general" or _no_matrix_product(equation) is not None:
+        return False
+    _, (batch, _) = equation.params["dimension_numbers"]
+    return not batch
 
 
 def _no_matrix_product(equation: Any) -> tuple[Rule, str] | None:

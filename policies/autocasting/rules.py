@@ -1,12 +1,15 @@
 """Rules of autocast: immutable tables of operations and precisions, and torch's and Apex's own.
 
-A rule is one of five words:
+A rule is one of six words:
 
 * `lower`: floating inputs become the half type, and so does the result;
 * `float32`: floating inputs become float32, and the result stays so;
 * `promote`: floating inputs become the highest-precision type among them;
 * `demote`: floating inputs become the half type if one of them is of that type, and stay as they are otherwise;
   literals and integers that half cannot hold keep them in float32, and single numbers are promoted;
+* `fp8`: matrix products without batch dimensions, as dense layers and their gradients are, multiply in 8 bits by
+  autocast's recipe; products with batch dimensions, as attention's, and convolutions are `lower`. All else in a path or
+  function has the rule that it would have without this one;
 * `keep`: the traced dtypes, that is those of the plain function for float32 inputs.
 
 What no table names is promoted if it is an elementwise or data-moving operation, and kept otherwise.
@@ -20,7 +23,7 @@ from typing import Literal, Self, TypeVar, get_args
 
 from jmp_train.policies.autocasting.rules_file import read_tables, write_tables
 
-Rule = Literal["lower", "float32", "promote", "demote", "keep"]
+Rule = Literal["lower", "float32", "promote", "demote", "keep", "fp8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,7 @@ class AutocastRules:
         ` from file.py:line`. Jitted functions, loops and branches are none; what they do is.
 
     Raises:
-      ValueError: a rule is not one of the five words, or an expression cannot be compiled.
+      ValueError: a rule is not one of the six words, or an expression cannot be compiled.
 
     Example:
       >>> rules = TORCH_CUDA.replace(primitives={"tanh": "float32"}, paths={"head$": "float32"})

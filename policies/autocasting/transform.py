@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.cpu_convolutions import all_equations, warn_of_convolutions
+from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, Recipe
 from jmp_train.policies.autocasting.higher_order import ENTERED
 from jmp_train.policies.autocasting.interpreter import interpret
 from jmp_train.policies.autocasting.region import (
@@ -37,6 +38,7 @@ def autocast(
     *,
     rules: AutocastRules = TORCH_CUDA,
     enabled: bool = True,
+    fp8: Recipe = DEFAULT_RECIPE,
 ) -> Callable[Args, Result]:
     """Returns `fn` with each of its operations in the precision that `rules` give it.
 
@@ -51,6 +53,8 @@ def autocast(
       dtype: the half type, float16 or bfloat16.
       rules: which operation runs in which precision.
       enabled: False runs `fn` as it is, also within another region.
+      fp8: the recipe of the products whose rule is "fp8": `Float8CurrentScaling` or `MXFP8BlockScaling`. Such products
+        have gradients, but no forward-mode derivatives.
 
     Returns:
       A function of the same signature. Regions nest; the innermost one decides.
@@ -77,10 +81,12 @@ def autocast(
     half = check_half(dtype, "dtype")
     if not isinstance(rules, AutocastRules):
         raise TypeError(f"rules must be an AutocastRules, got {rules!r}")
+    if not isinstance(fp8, Recipe):
+        raise TypeError(f"fp8 must be a recipe, such as Float8CurrentScaling(), got {fp8!r}")
     if mark_of(fn) is not None:
         return fn  # the innermost region decides
 
-    region = Region(half, rules, ENTERED)
+    region = Region(half, rules, ENTERED, recipe=fp8)
 
     @functools.wraps(fn)
     def with_autocast(*args: Args.args, **kwargs: Args.kwargs) -> Result:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, autocast
+from jmp_train.policies.autocasting import DEFAULT_RECIPE, TORCH_CUDA, AutocastRules, Recipe, autocast
 from jmp_train.policies.pytrees import (
     cast_floating,
     check_half,
@@ -109,6 +109,7 @@ class AutocastPolicy(Policy):
       reduce_dtype: see `Policy`.
       autocast_dtype: the half type, float16 or bfloat16.
       rules: see `autocast`.
+      fp8: see `autocast`.
 
     Raises:
       ValueError: a field is not a floating dtype, or `autocast_dtype` no half type.
@@ -126,6 +127,7 @@ class AutocastPolicy(Policy):
 
     autocast_dtype: DTypeLike = jnp.float16
     rules: AutocastRules = TORCH_CUDA
+    fp8: Recipe = DEFAULT_RECIPE
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,7 +138,7 @@ class AutocastPolicy(Policy):
 
     def transform(self, fn: Callable[Args, Result]) -> Callable[Args, Result]:
         """Returns `autocast(fn)`."""
-        return autocast(fn, self.autocast_dtype, rules=self.rules)
+        return autocast(fn, self.autocast_dtype, rules=self.rules, fp8=self.fp8)
 
 
 _F32, _F16, _BF16 = jnp.float32, jnp.float16, jnp.bfloat16

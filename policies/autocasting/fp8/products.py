@@ -1,0 +1,154 @@
+"""Matrix products in 8 bits, whose gradients are products in 8 bits too.
+
+Operands are quantized directly and multiplied as they are, float8 by float8, with sums in float32; the result is
+divided by both scales. There are no pairs of quantizing and dequantizing for a compiler to find. XLA makes one
+cuBLASLt product of it on GPUs that have them, and multiplies in float32 elsewhere, which gives the same: the product of
+two 8-bit numbers is exact there.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from jmp_train.policies.autocasting.fp8.quantizing import (
+    amax_of,
+    dequantize_blocks,
+    quantize,
+    quantize_blocks,
+    scale_of,
+)
+from jmp_train.policies.autocasting.fp8.recipes import MXFP8BlockScaling, Recipe
+from jmp_train.policies.autocasting.product_gradients import Contract, operand_gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What is known of a product before it runs.
+
+    Attributes:
+      recipe: how operands are quantized.
+      contract: the dimensions of lhs and of rhs that are contracted, in pairs; there are no batch dimensions.
+      dtype: of the result.
+    """
+
+    recipe: Recipe
+    contract: Contract
+    dtype: Any
+
+
+class Quantized(NamedTuple):
+    """An operand in 8 bits.
+
+    Attributes:
+      array: 8-bit, of the operand's shape.
+      inverse_scale: float32 scalar by which it is to be multiplied.
+    """
+
+    array: jax.Array
+    inverse_scale: jax.Array
+
+
+def fp8_dot(
+    lhs: jax.Array, rhs: jax.Array, contract: Contract, recipe: Recipe, dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+    """Returns a matrix product that runs in 8 bits, as do those of its gradients.
+
+    Args:
+      lhs: floating array.
+      rhs: floating array.
+      contract: the dimensions of lhs and of rhs that are contracted, in pairs.
+      recipe: how they are quantized.
+      dtype: of the result.
+
+    Returns:
+      The product. Gradients have the dtypes of the operands; their sums are float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.policies import Float8CurrentScaling
+      >>> x, w = jnp.array([[7.0, 3.4]]), jnp.array([[7.0], [7.0]])
+      >>> fp8_dot(x, w, ((1,), (0,)), Float8CurrentScaling())  # the scales are 64; 3.4 becomes 3.5
+      Array([[73.5]], dtype=float32)
+    """
+    product = Product(recipe, contract, jnp.dtype(dtype))
+    if isinstance(recipe, MXFP8BlockScaling):
+        return _of_blocks(product, lhs, rhs)
+    return _of_tensors(product, lhs, rhs)
+
+
+def _quantized(x: jax.Array, dtype: DTypeLike) -> Quantized:
+    scale = scale_of(amax_of(x), dtype)
+    return Quantized(quantize(x, dtype, scale), 1.0 / scale)
+
+
+def _multiply(lhs: Quantized, rhs: Quantized, contract: Contract, dtype: DTypeLike) -> jax.Array:
+    sums = lax.dot_general(lhs.array, rhs.array, (contract, ((), ())), preferred_element_type=jnp.float32)
+    return (sums * (lhs.inverse_scale * rhs.inverse_scale)).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _of_tensors(product: Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return _forward_of_tensors(product, lhs, rhs)[0]
+
+
+def _forward_of_tensors(product: Product, lhs: jax.Array, rhs: jax.Array) -> Any:
+    left, right = (_quantized(x, product.recipe.forward_dtype) for x in (lhs, rhs))
+    like = [jnp.zeros((0,), x.dtype) for x in (lhs, rhs)]
+    return _multiply(left, right, product.contract, product.dtype), (left, right, like)
+
+
+def _backward_of_tensors(product: Product, residuals: Any, cotangent: jax.Array) -> Any:
+    lhs, rhs, like = residuals
+    gradient = _quantized(cotangent, product.recipe.backward_dtype)
+    return operand_gradients(
+        product.contract,
+        (lhs.array.shape, rhs.array.shape),
+        lambda contract: _multiply(gradient, rhs, contract, like[0].dtype),
+        lambda contract: _multiply(gradient, lhs, contract, like[1].dtype),
+    )
+
+
+_of_tensors.defvjp(_forward_of_tensors, _backward_of_tensors)
+
+
+def _in_blocks(x: jax.Array, dimensions: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """Returns an array as it is after it was quantized along the last of the dimensions that a product contracts."""
+    last = dimensions[-1]
+    return dequantize_blocks(*quantize_blocks(x, last, dtype), last)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _of_blocks(product: Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return _forward_of_blocks(product, lhs, rhs)[0]
+
+
+def _multiply_blocks(
+    lhs: jax.Array, rhs: jax.Array, dtypes: tuple[Any, Any], contract: Contract, dtype: DTypeLike
+) -> jax.Array:
+    # Pairs of contracted dimensions are in the same order, so that blocks of both are of the same numbers.
+    left, right = (_in_blocks(x, dims, dtype) for x, dims, dtype in zip((lhs, rhs), contract, dtypes, strict=True))
+    return lax.dot_general(left, right, (contract, ((), ())), preferred_element_type=jnp.float32).astype(dtype)
+
+
+def _forward_of_blocks(product: Product, lhs: jax.Array, rhs: jax.Array) -> Any:
+    forward = product.recipe.forward_dtype
+    return _multiply_blocks(lhs, rhs, (forward, forward), product.contract, product.dtype), (lhs, rhs)
+
+
+def _backward_of_blocks(product: Product, operands: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> Any:
+    lhs, rhs = operands
+    dtypes = product.recipe.backward_dtype, product.recipe.forward_dtype
+    return operand_gradients(
+        product.contract,
+        (lhs.shape, rhs.shape),
+        lambda contract: _multiply_blocks(cotangent, rhs, dtypes, contract, lhs.dtype),
+        lambda contract: _multiply_blocks(cotangent, lhs, dtypes, contract, rhs.dtype),
+    )
+
+
+_of_blocks.defvjp(_forward_of_blocks, _backward_of_blocks)
