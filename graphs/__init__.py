@@ -21,6 +21,7 @@ from jmp_train.graphs.layers import gin_conv as gin_conv
 from jmp_train.graphs.layers import graph_conv as graph_conv
 from jmp_train.graphs.layers import sage_conv as sage_conv
 from jmp_train.graphs.messages import EdgeBatch as EdgeBatch
+from jmp_train.graphs.messages import Moments as Moments
 from jmp_train.graphs.messages import NodeBatch as NodeBatch
 from jmp_train.graphs.messages import apply_edges as apply_edges
 from jmp_train.graphs.messages import apply_nodes as apply_nodes
@@ -30,12 +31,19 @@ from jmp_train.graphs.messages import prop_edges as prop_edges
 from jmp_train.graphs.messages import prop_nodes as prop_nodes
 from jmp_train.graphs.messages import pull as pull
 from jmp_train.graphs.messages import push as push
+from jmp_train.graphs.messages import segment_argmax as segment_argmax
+from jmp_train.graphs.messages import segment_argmin as segment_argmin
+from jmp_train.graphs.messages import segment_cumsum as segment_cumsum
 from jmp_train.graphs.messages import segment_max as segment_max
 from jmp_train.graphs.messages import segment_mean as segment_mean
 from jmp_train.graphs.messages import segment_min as segment_min
+from jmp_train.graphs.messages import segment_moments as segment_moments
 from jmp_train.graphs.messages import segment_normalize as segment_normalize
 from jmp_train.graphs.messages import segment_softmax as segment_softmax
+from jmp_train.graphs.messages import segment_softmax_sum as segment_softmax_sum
+from jmp_train.graphs.messages import segment_std as segment_std
 from jmp_train.graphs.messages import segment_sum as segment_sum
+from jmp_train.graphs.messages import segment_var as segment_var
 from jmp_train.graphs.messages import send_and_recv as send_and_recv
 from jmp_train.graphs.messages import update_all as update_all
 from jmp_train.graphs.sampling import HostEdges as HostEdges

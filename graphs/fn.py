@@ -3,7 +3,8 @@
 A message combines two features: of the edge's sender `u`, of its receiver `v`, of the edge `e` itself.
 `u_mul_e("h", "w", "m")` is the sender's `h` times the edge's `w`, and is called `m`; `sum("m", "x")` adds
 the messages `m` that reach a node, and is called `x`. `dot` multiplies along the last axis and keeps it
-with size 1. Axes that one feature lacks are inserted after its first, and then numpy's rules hold.
+with size 1. Axes that one feature lacks are inserted after its first, and then numpy's rules hold. The
+reductions `var`, `std`, `softmax`, `argmax` and `argmin` are not DGL's, but PyTorch Geometric's and torch_scatter's.
 
 Source: https://docs.dgl.ai/api/python/dgl.function.html
 """
@@ -13,7 +14,7 @@ from typing import Literal
 
 End = Literal["u", "v", "e"]
 Operation = Literal["copy", "add", "sub", "mul", "div", "dot"]
-Reduction = Literal["sum", "mean", "max", "min"]
+Reduction = Literal["sum", "mean", "max", "min", "var", "std", "softmax", "argmax", "argmin"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +48,13 @@ class Reduce:
       reduction: what is done with the messages.
       message: what the messages are called.
       out: what the result is called.
+      temperature: of "softmax", by which messages are multiplied before powers are taken of them.
     """
 
     reduction: Reduction
     message: str
     out: str
+    temperature: float = 1.0
 
 
 class BuiltIn:
@@ -144,3 +147,43 @@ sum = _Reducer("sum")
 mean = _Reducer("mean")
 max = _Reducer("max")
 min = _Reducer("min")
+var = _Reducer("var")
+std = _Reducer("std")
+argmax = _Reducer("argmax")
+argmin = _Reducer("argmin")
+
+
+def softmax(msg: str, out: str, temperature: float = 1.0) -> Reduce:
+    """Returns the sum of a message, weighted elementwise by the softmax of temperature times the message.
+
+    The result lies between the mean, of temperature 0, and the maximum, of a large one.
+
+    Args:
+      msg: what the messages are called.
+      out: what the result is called.
+      temperature: a number.
+
+    Example:
+      >>> softmax("m", "x", temperature=0.5).temperature
+      0.5
+
+    Reference: Li et al., DeeperGCN, https://arxiv.org/abs/2006.07739; PyTorch Geometric's SoftmaxAggregation.
+    """
+    if not isinstance(temperature, int | float) or isinstance(temperature, bool):
+        raise TypeError(f"temperature must be a number, got {temperature!r}; segment_softmax_sum takes arrays")
+    return Reduce("softmax", msg, out, float(temperature))
+
+
+def moments(msg: str, mean_out: str, var_out: str) -> tuple[Reduce, Reduce]:
+    """Returns the reductions of a message to its mean and its variance, which share their passes over the edges.
+
+    Args:
+      msg: what the messages are called.
+      mean_out: what the mean is called.
+      var_out: what the variance is called.
+
+    Example:
+      >>> [reduce.reduction for reduce in moments("m", "mean", "var")]
+      ['mean', 'var']
+    """
+    return mean(msg, mean_out), var(msg, var_out)

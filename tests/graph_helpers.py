@@ -20,7 +20,7 @@ MESSAGES = [fn.copy_u, fn.copy_e] + [
     for right in "uve"
     if left != right
 ]
-REDUCERS = [fn.sum, fn.mean, fn.max, fn.min]
+REDUCERS = [fn.sum, fn.mean, fn.max, fn.min, fn.var, fn.std, fn.softmax]
 
 
 def make_message(function: Any, left: str = "l", right: str = "r") -> fn.Message:
@@ -91,8 +91,29 @@ def exact_reduction(messages: np.ndarray, receivers: np.ndarray, count: int, nam
     for node in range(count):
         mine = messages[receivers == node]
         if len(mine):
-            out[node] = getattr(mine, name)(0)
+            out[node] = softmax_sum(mine) if name == "softmax" else getattr(mine, name)(0)
     return out
+
+
+def softmax_sum(rows: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Returns the sum of rows, weighted elementwise by the softmax of temperature times themselves."""
+    powers = np.exp(temperature * (rows - rows.max(0)))
+    return (powers / powers.sum(0) * rows).sum(0)
+
+
+def reduction_magnitudes(sizes: np.ndarray, receivers: np.ndarray, count: int, name: str) -> Any:
+    """Returns of what a result of a reduction is to be exact to a millionth, from the messages' magnitudes.
+
+    A standard deviation changes by no more than the root of the mean square of what its numbers change by; softmax
+    aggregation by what the numbers change, and by the weights, which change with the logits.
+    """
+    if name in ("var", "std"):
+        square = exact_reduction(sizes * sizes, receivers, count, "mean")
+        return square if name == "var" else np.sqrt(square)
+    largest = exact_reduction(sizes, receivers, count, "max")
+    if name == "softmax":
+        return largest * (1 + 2 * largest)
+    return largest if name in ("max", "min") else exact_reduction(sizes, receivers, count, name)
 
 
 def magnitude_message(message: fn.Message) -> fn.Message:
@@ -108,8 +129,48 @@ def reduce_in_jax(messages: jax.Array, receivers: Any, count: int, name: str) ->
         segment = jax.ops.segment_max if name == "max" else jax.ops.segment_min
         out = segment(messages, receivers, count)
         return jnp.where(jnp.isfinite(out), out, 0)
+    if name == "softmax":
+        powers = jnp.exp(messages - jax.ops.segment_max(messages, receivers, count)[receivers])
+        weights = powers / jax.ops.segment_sum(powers, receivers, count)[receivers]
+        return jax.ops.segment_sum(weights * messages, receivers, count)
     total = jax.ops.segment_sum(messages, receivers, count)
     if name == "sum":
         return total
     sizes = jnp.maximum(jnp.bincount(receivers, length=count), 1).astype(messages.dtype)
-    return total / sizes.reshape(-1, *[1] * (messages.ndim - 1))
+    mean = total / sizes.reshape(-1, *[1] * (messages.ndim - 1))
+    if name == "mean":
+        return mean
+    variance = reduce_in_jax((messages - mean[receivers]) ** 2, receivers, count, "mean")
+    is_positive = variance > 0
+    return variance if name == "var" else jnp.where(is_positive, jnp.sqrt(jnp.where(is_positive, variance, 1)), 0)
+
+
+def gradient_magnitudes(
+    messages: jax.Array, sizes: jax.Array, receivers: Any, count: int, name: str, cotangent: jax.Array
+) -> jax.Array:
+    """Returns of what the gradients of messages are to be exact to a millionth, [edges, ...].
+
+    Args:
+      messages: [edges, ...] in float64.
+      sizes: the magnitudes of their terms.
+      receivers: int [edges].
+      count: how many nodes there are.
+      name: "var", "std" or "softmax".
+      cotangent: the magnitude of the result's gradient, [nodes, ...].
+    """
+
+    def of_edges(name: str, rows: jax.Array) -> jax.Array:
+        return reduce_in_jax(rows, receivers, count, name)[receivers]
+
+    size = of_edges("max", sizes)
+    if name == "softmax":
+        powers = jnp.exp(messages - of_edges("max", messages))
+        weights = powers / of_edges("sum", powers)
+        return cotangent[receivers] * weights * (1 + 2 * size) ** 2
+    degree = of_edges("sum", jnp.ones_like(sizes))
+    if name == "var":
+        return cotangent[receivers] * 4 * size / degree
+    std = of_edges("std", messages)
+    # Of numbers that are all alike, the gradient has any direction, and a length that is bounded.
+    direction = jnp.where(std > 1e-4 * size, size / jnp.where(std > 0, std, 1), 1e6)
+    return cotangent[receivers] * direction * (1 + jnp.minimum(direction, 1e3)) / degree

@@ -8,8 +8,12 @@ from jmp_train.graphs.kernels.gat import GATInputs as GATInputs
 from jmp_train.graphs.kernels.gatv2 import GATv2Inputs as GATv2Inputs
 from jmp_train.graphs.kernels.implementations import EdgeOperation as EdgeOperation
 from jmp_train.graphs.kernels.messages_xla import REDUCTIONS as REDUCTIONS
+from jmp_train.graphs.kernels.messages_xla import Reductions as Reductions
 from jmp_train.graphs.kernels.messages_xla import messages_by_xla as messages_by_xla
-from jmp_train.graphs.kernels.messages_xla import reduction_by_xla as reduction_by_xla
+from jmp_train.graphs.kernels.messages_xla import reduce_rows as reduce_rows
+from jmp_train.graphs.kernels.messages_xla import reductions_by_xla as reductions_by_xla
+from jmp_train.graphs.kernels.moments import chunked_moments as chunked_moments
+from jmp_train.graphs.kernels.moments import chunked_softmax_sum as chunked_softmax_sum
 from jmp_train.graphs.kernels.spmm_sddmm import Scales as Scales
 from jmp_train.graphs.kernels.spmm_sddmm import edge_dot as edge_dot
 from jmp_train.graphs.kernels.spmm_sddmm import weighted_sum as weighted_sum

@@ -94,7 +94,7 @@ def pvary_alike(tree: Tree) -> Tree:
     return pvary(tree, sorted(axes))
 
 
-def run_chunked(kernel: Callable[..., jax.Array], edges: CSRAndCSC | None, *arguments: Any) -> jax.Array:
+def run_chunked(kernel: Callable[..., Tree], edges: CSRAndCSC | None, *arguments: Any) -> Tree:
     """Returns what a chunked kernel makes of edges and arguments, by the dtypes that these have.
 
     Args:

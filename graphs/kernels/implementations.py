@@ -7,9 +7,7 @@ kernel of each operation that has one; the contract tests run over these names.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Concatenate, Generic, Literal, ParamSpec
-
-import jax
+from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from jmp_train.graphs.structure import Adjacency
 
@@ -18,10 +16,11 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "chunked")
 CHUNKED_ELEMENTS = 2**20  # messages of 4 MiB no longer fit into the caches
 
 Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
-class EdgeOperation(Generic[Arguments]):
+class EdgeOperation(Generic[Arguments, Result]):
     """An operation over edges with one kernel for each implementation.
 
     "xla" computes with arrays of all edges, which XLA may or may not fuse, takes all arguments, and goes
@@ -35,7 +34,7 @@ class EdgeOperation(Generic[Arguments]):
       chunked_takes: which arguments it does take, for messages.
     """
 
-    kernels: Mapping[Implementation, Callable[Concatenate[Adjacency, Arguments], jax.Array]]
+    kernels: Mapping[Implementation, Callable[Concatenate[Adjacency, Arguments], Result]]
     elements_per_edge: Callable[Arguments, int | None]
     chunked_takes: str = ""
 
@@ -45,7 +44,7 @@ class EdgeOperation(Generic[Arguments]):
         adjacency: Adjacency,
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
-    ) -> jax.Array:
+    ) -> Result:
         """Returns what the kernel of the implementation makes of the arguments.
 
         Args:

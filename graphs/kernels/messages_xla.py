@@ -10,18 +10,20 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.fn import Message, Operation, Reduction
+from jmp_train.graphs.fn import Message, Operation, Reduce, Reduction
 from jmp_train.graphs.structure import (
     Adjacency,
     as_inexact,
     common_dtype,
     in_float32,
+    root_or_zero,
     rows_like,
     upcast,
     upcast_integers,
 )
 
 Operands = Sequence[jax.Array]
+Reductions = tuple[Reduce, ...]
 
 
 def messages_by_xla(adjacency: Adjacency, message: Message, operands: Operands) -> jax.Array:
@@ -35,21 +37,41 @@ def messages_by_xla(adjacency: Adjacency, message: Message, operands: Operands) 
     return in_float32(lambda *operands: _messages(message, operands, adjacency), *operands)
 
 
-def reduction_by_xla(adjacency: Adjacency, message: Message, reduction: Reduction, operands: Operands) -> jax.Array:
-    """Returns what the receivers make of their messages, [receivers, ...] in the operands' common dtype.
+def reductions_by_xla(
+    adjacency: Adjacency, message: Message, reductions: Reductions, operands: Operands
+) -> dict[str, jax.Array]:
+    """Returns what the receivers make of their messages, [receivers, ...] by name in the operands' common dtype.
 
     Args:
       adjacency: who sends to whom.
       message: which.
-      reduction: "sum", "mean", "max" or "min".
+      reductions: which, all of this message.
       operands: the message's features.
     """
-    return in_float32(lambda *operands: _reduction(message, reduction, operands, adjacency), *operands)
+    return in_float32(lambda *operands: _reductions(message, reductions, operands, adjacency), *operands)
+
+
+def reduce_rows(adjacency: Adjacency, reductions: Reductions, messages: jax.Array) -> dict[str, jax.Array]:
+    """Returns what the receivers make of messages [edges, ...], upcast, [receivers, ...] by name.
+
+    Args:
+      adjacency: who sends to whom.
+      reductions: which.
+      messages: upcast.
+    """
+    return {
+        reduce.out: adjacency.receivers.softmax_sum(as_inexact(messages), reduce.temperature)
+        if reduce.reduction == "softmax"
+        else REDUCTIONS[reduce.reduction](adjacency, messages)
+        for reduce in reductions
+    }
 
 
 @functools.partial(jax.checkpoint, static_argnums=(0, 1))
-def _reduction(message: Message, reduction: Reduction, operands: Operands, adjacency: Adjacency) -> jax.Array:
-    return REDUCTIONS[reduction](adjacency, _computed(message, operands, adjacency))
+def _reductions(
+    message: Message, reductions: Reductions, operands: Operands, adjacency: Adjacency
+) -> dict[str, jax.Array]:
+    return reduce_rows(adjacency, reductions, _computed(message, operands, adjacency))
 
 
 @functools.partial(jax.checkpoint, static_argnums=0)
@@ -102,6 +124,22 @@ def _min(adjacency: Adjacency, messages: jax.Array) -> jax.Array:
     return _zero_without_edges(adjacency, adjacency.receivers.min(messages))
 
 
+def _var(adjacency: Adjacency, messages: jax.Array) -> jax.Array:
+    return adjacency.receivers.moments(as_inexact(messages))[1]
+
+
+def _std(adjacency: Adjacency, messages: jax.Array) -> jax.Array:
+    return root_or_zero(_var(adjacency, messages))
+
+
+def _argmax(adjacency: Adjacency, messages: jax.Array) -> jax.Array:
+    return adjacency.receivers.argmax(messages)
+
+
+def _argmin(adjacency: Adjacency, messages: jax.Array) -> jax.Array:
+    return adjacency.receivers.argmin(messages)
+
+
 def _zero_without_edges(adjacency: Adjacency, result: jax.Array) -> jax.Array:
     is_reached = rows_like(adjacency.receivers.degrees > 0, result)
     return jnp.where(is_reached, result, jnp.zeros_like(result))
@@ -112,4 +150,8 @@ REDUCTIONS: dict[Reduction, Callable[[Adjacency, jax.Array], jax.Array]] = {
     "mean": _mean,
     "max": _max,
     "min": _min,
+    "var": _var,
+    "std": _std,
+    "argmax": _argmax,
+    "argmin": _argmin,
 }

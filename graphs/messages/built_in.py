@@ -5,13 +5,19 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.fn import End, Message, Reduce, Reduction
-from jmp_train.graphs.kernels import REDUCTIONS, EdgeOperation, messages_by_xla, reduction_by_xla
+from jmp_train.graphs.fn import End, Message
+from jmp_train.graphs.kernels import (
+    EdgeOperation,
+    Reductions,
+    messages_by_xla,
+    reduce_rows,
+    reductions_by_xla,
+)
 from jmp_train.graphs.messages.chunked import (
     chunked_dot,
-    chunked_sum,
+    chunked_reductions,
     elements_of_dot,
-    elements_of_sum,
+    elements_of_reductions,
 )
 from jmp_train.graphs.messages.frames import Frame
 from jmp_train.graphs.structure import Adjacency, in_float32, upcast
@@ -24,10 +30,10 @@ MESSAGES = EdgeOperation(
     "makes u_dot_v of floats of one shape and precision; these are other messages",
 )
 REDUCED_MESSAGES = EdgeOperation(
-    {"xla": reduction_by_xla, "chunked": chunked_sum},
-    elements_of_sum,
-    "adds copy_u and u_mul_e of floats of one precision, with one weight for a head, by sum or mean; "
-    "these are other messages, or reduced in another way",
+    {"xla": reductions_by_xla, "chunked": chunked_reductions},
+    elements_of_reductions,
+    "reduces copy_u and u_mul_e of floats of one precision, with one weight for a head, by sum, mean, var, std or "
+    "softmax; these are other messages, or reduced in another way",
 )
 
 
@@ -37,19 +43,29 @@ def compute_messages(frame: Frame, message: Message, implementation: str | None 
     return MESSAGES(implementation, frame.adjacency, message, operands)
 
 
-def compute_reduction(frame: Frame, message: Message, reduce: Reduce, implementation: str | None = None) -> jax.Array:
-    """Returns what the receivers make of their messages, [receivers, ...] in the features' dtype."""
-    if reduce.message != message.out:
-        raise ValueError(
-            f"{message.name} makes the message {message.out!r}, but {reduce.reduction} wants {reduce.message!r}"
-        )
+def compute_reductions(
+    frame: Frame, message: Message, reductions: Reductions, implementation: str | None = None
+) -> dict[str, jax.Array]:
+    """Returns what the receivers make of their messages, [receivers, ...] by name in the features' dtype."""
+    for reduce in reductions:
+        if reduce.message != message.out:
+            raise ValueError(
+                f"{message.name} makes the message {message.out!r}, but {reduce.reduction} wants {reduce.message!r}"
+            )
     operands = _operands(frame, message)
-    return REDUCED_MESSAGES(implementation, frame.adjacency, message, reduce.reduction, operands)
+    by_implementation: dict[str, Reductions] = {}
+    for reduce in reductions:
+        chosen = REDUCED_MESSAGES.choose(implementation, frame.adjacency, message, (reduce,), operands)
+        by_implementation[chosen] = (*by_implementation.get(chosen, ()), reduce)
+    results = {}
+    for chosen, some in by_implementation.items():
+        results |= REDUCED_MESSAGES(chosen, frame.adjacency, message, some, operands)
+    return results
 
 
-def reduce_messages(adjacency: Adjacency, messages: jax.Array, reduction: Reduction) -> jax.Array:
-    """Returns what the receivers make of messages that are there, [receivers, ...] in their dtype."""
-    return in_float32(lambda x: REDUCTIONS[reduction](adjacency, upcast(x)), messages)
+def reduce_messages(adjacency: Adjacency, messages: jax.Array, reductions: Reductions) -> dict[str, jax.Array]:
+    """Returns what the receivers make of messages that are there, [receivers, ...] by name in their dtype."""
+    return in_float32(lambda x: reduce_rows(adjacency, reductions, upcast(x)), messages)
 
 
 def _operands(frame: Frame, message: Message) -> list[jax.Array]:

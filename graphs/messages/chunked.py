@@ -1,4 +1,4 @@
-"""Chunked kernels of built-in messages: weighted sums of senders, and products of both ends."""
+"""Chunked kernels of built-in messages: reductions of weighted senders, and products of both ends."""
 
 import functools
 import math
@@ -7,26 +7,40 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.fn import Message, Reduction
-from jmp_train.graphs.kernels import Scales, edge_dot, run_chunked, weighted_sum
+from jmp_train.graphs.fn import Message
+from jmp_train.graphs.kernels import (
+    Reductions,
+    Scales,
+    chunked_moments,
+    chunked_softmax_sum,
+    edge_dot,
+    run_chunked,
+    weighted_sum,
+)
 from jmp_train.graphs.structure import (
     Adjacency,
+    accumulation_dtype,
     common_dtype,
     graph_storage,
+    in_float32,
     inverse_degrees,
     is_one_precision,
+    root_or_zero,
 )
 
+CHUNKED_REDUCTIONS = ("sum", "mean", "var", "std", "softmax")
 
-def elements_of_sum(message: Message, reduction: Reduction, operands: Sequence[jax.Array]) -> int | None:
-    """Returns of how many elements a message of a weighted sum of senders is; None of other reductions.
+
+def elements_of_reductions(message: Message, reductions: Reductions, operands: Sequence[jax.Array]) -> int | None:
+    """Returns of how many elements a message of weighted senders is; None of other messages or reductions.
 
     Args:
       message: which.
-      reduction: "sum", "mean", "max" or "min".
-      operands: its features.
+      reductions: which.
+      operands: the message's features.
     """
-    if reduction not in ("sum", "mean") or _heads(message, operands) is None:
+    are_known = all(reduce.reduction in CHUNKED_REDUCTIONS for reduce in reductions)
+    if not are_known or _heads(message, operands) is None:
         return None
     return max([math.prod(x.shape[1:]) for x in operands])
 
@@ -49,35 +63,53 @@ def _heads(message: Message, operands: Sequence[jax.Array]) -> int | None:
     return math.prod(shape[:count]) if is_prefix else None
 
 
-def chunked_sum(
+def chunked_reductions(
     adjacency: Adjacency,
     message: Message,
-    reduction: Reduction,
+    reductions: Reductions,
     operands: Sequence[jax.Array],
-) -> jax.Array:
-    """Returns what the receivers make of their messages, [receivers, ...] in the operands' common dtype.
+) -> dict[str, jax.Array]:
+    """Returns what the receivers make of their messages, [receivers, ...] by name in the operands' common dtype.
 
     Args:
       adjacency: who sends to whom, with `neighbors`.
       message: which.
-      reduction: "sum" or "mean".
-      operands: its features.
+      reductions: which, of `CHUNKED_REDUCTIONS`.
+      operands: the message's features.
     """
     heads = _heads(message, operands)
-    by_end = {end: graph_storage(x) for (end, _), x in zip(message.operands, operands, strict=True)}
-    rows, weights = by_end["u"], by_end.get("e")
-    scales = Scales(receivers=inverse_degrees(adjacency.in_degrees, rows) if reduction == "mean" else None)
+    ends = [end for end, _ in message.operands]
+    rows = operands[ends.index("u")]
+    names = [reduce.reduction for reduce in reductions]
     if rows.size == 0:
         dtype = common_dtype(*(operand.dtype for operand in operands))
-        return jnp.zeros((adjacency.num_receivers, *rows.shape[1:]), dtype)
-    result = run_chunked(
-        functools.partial(weighted_sum, None),
-        adjacency.neighbors,
-        scales,
-        rows.reshape(rows.shape[0], heads, -1),
-        None if weights is None else weights.reshape(-1, heads),
-    )
-    return graph_storage(result).reshape(-1, *rows.shape[1:])
+        zeros = jnp.zeros((adjacency.num_receivers, *rows.shape[1:]), dtype)
+        return {reduce.out: zeros for reduce in reductions}
+
+    def compute(*operands: jax.Array) -> dict[str, jax.Array]:
+        by_end = dict(zip(ends, operands, strict=True))
+        data, weights = by_end["u"], by_end.get("e")
+        data = data.reshape(data.shape[0], heads, -1)
+        weights = None if weights is None else weights.reshape(-1, heads)
+        found = {}
+        if "var" in names or "std" in names:  # the mean is at hand then
+            found["mean"], found["var"] = chunked_moments(adjacency, data, weights)
+            found["std"] = root_or_zero(found["var"])
+        for name in {"sum", "mean"}.intersection(names).difference(found):
+            scales = Scales(receivers=inverse_degrees(adjacency.in_degrees, data) if name == "mean" else None)
+            dtype = accumulation_dtype(data.dtype)
+            add = functools.partial(weighted_sum, dtype)
+            found[name] = run_chunked(add, adjacency.neighbors, scales, data, weights)
+        results = {}
+        for reduce in reductions:
+            if reduce.reduction == "softmax":
+                result = chunked_softmax_sum(reduce.temperature, adjacency, data, weights)
+            else:
+                result = found[reduce.reduction]
+            results[reduce.out] = result.reshape(-1, *rows.shape[1:])
+        return results
+
+    return in_float32(compute, *operands)
 
 
 def elements_of_dot(message: Message, operands: Sequence[jax.Array]) -> int | None:

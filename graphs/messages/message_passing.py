@@ -1,7 +1,7 @@
 """DGL's message passing as pure functions: each takes a graph, and returns one with new features."""
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.fn import Message, Reduce
+from jmp_train.graphs.fn import Message
 from jmp_train.graphs.messages.frames import (
     Edges,
     checked_ids,
@@ -12,7 +12,7 @@ from jmp_train.graphs.messages.frames import (
 )
 from jmp_train.graphs.messages.multi_update import update_over_types
 from jmp_train.graphs.messages.segment import gather
-from jmp_train.graphs.messages.send_receive import receive, send
+from jmp_train.graphs.messages.send_receive import Reduction, receive, send
 from jmp_train.graphs.messages.user_functions import EdgeFunction, NodeFunction, call_node_function
 from jmp_train.graphs.messages.writing import placed, with_edge_features, with_node_features
 from jmp_train.graphs.structure import EdgeType, HeteroGraph, OurGraph, accepts_jraph
@@ -22,7 +22,7 @@ from jmp_train.graphs.structure import EdgeType, HeteroGraph, OurGraph, accepts_
 def update_all(
     graph: OurGraph,
     message: Message | EdgeFunction,
-    reduce: Reduce | NodeFunction,
+    reduce: Reduction,
     apply: NodeFunction | None = None,
     *,
     etype: str | EdgeType | None = None,
@@ -33,18 +33,21 @@ def update_all(
     Args:
       graph: a graph of ours or jraph's.
       message: a message of `fn`, or a function of `EdgeBatch` to a dictionary of messages.
-      reduce: a reduction of `fn`, or a function of `NodeBatch` to a dictionary of node features, which
-        is called once for each in-degree; under jit the graph needs `formats=("mailbox",)` for it.
+      reduce: a reduction of `fn`, or several of the same message, which is then computed once, or a function of
+        `NodeBatch` to a dictionary of node features, which is called once for each in-degree; under jit the graph
+        needs `formats=("mailbox",)` for it.
       apply: a function of `NodeBatch` to a dictionary of node features, called with all nodes in the end.
       etype: the edge type. Without it, a graph with several reduces over the edges of all.
       implementation: "chunked" goes over chunks of sorted edges, stores no message, and has reverse mode
-        only; it adds `copy_u`, and `u_mul_e` with one weight for an edge or for a head of it. "xla" computes
-        with arrays of all edges, which XLA may fuse, and goes through every transform. None for
-        "chunked" where the graph has `formats=("csr",)` and messages are large.
+        only; it reduces `copy_u`, and `u_mul_e` with one weight for an edge or for a head of it, by all but the
+        extremes and their places. "xla" computes with arrays of all edges, which XLA may fuse, and goes through
+        every transform. None for "chunked" where the graph has `formats=("csr",)` and messages are large.
 
     Returns:
       The graph with the result among its nodes' features, in the messages' features' dtype: computed in
-      float32 and rounded once. Nodes without messages get 0, of every reduction; true infinities stay.
+      float32 and rounded once. Nodes without messages get 0, of every reduction but `argmax` and `argmin`, the
+      places of edges as int32, of which they get -1; true infinities stay. Variances are those of all messages of
+      a node, divided by their number; where all are equal, the gradient of their standard deviation is 0.
 
     Raises:
       ValueError: a feature is missing, or shapes or names do not fit; the message names them.
@@ -56,6 +59,9 @@ def update_all(
       >>> graph = from_edges([0, 1, 2], [2, 2, 0], 3, nodes={"h": jnp.arange(3.0)})
       >>> update_all(graph, fn.copy_u("h", "m"), fn.sum("m", "x")).nodes["x"].tolist()
       [2.0, 0.0, 1.0]
+      >>> both = update_all(graph, fn.copy_u("h", "m"), [fn.std("m", "spread"), fn.argmax("m", "edge")])
+      >>> both.nodes["spread"].tolist(), both.nodes["edge"].tolist()
+      ([0.0, 0.0, 0.5], [2, -1, 1])
 
     Reference: Wang et al., Deep Graph Library, https://arxiv.org/abs/1909.01315.
     """

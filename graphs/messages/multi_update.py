@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jmp_train.graphs.fn import Message, Reduce
 from jmp_train.graphs.messages.frames import frame_of
-from jmp_train.graphs.messages.send_receive import receive
+from jmp_train.graphs.messages.send_receive import Reduction, receive
 from jmp_train.graphs.messages.user_functions import EdgeFunction, NodeFunction, call_node_function
 from jmp_train.graphs.messages.writing import with_node_features
 from jmp_train.graphs.structure import (
@@ -21,10 +21,7 @@ from jmp_train.graphs.structure import (
     upcast_integers,
 )
 
-Functions = (
-    tuple[Message | EdgeFunction, Reduce | NodeFunction]
-    | tuple[Message | EdgeFunction, Reduce | NodeFunction, NodeFunction]
-)
+Functions = tuple[Message | EdgeFunction, Reduction] | tuple[Message | EdgeFunction, Reduction, NodeFunction]
 Cross = str | Callable[[Sequence[jax.Array]], jax.Array]
 CROSS_REDUCERS = ("sum", "mean", "max", "min", "stack")
 
@@ -83,15 +80,18 @@ def multi_update_all(
 def update_over_types(
     graph: HeteroGraph,
     message: Message | EdgeFunction,
-    reduce: Reduce | NodeFunction,
+    reduce: Reduction,
     apply: NodeFunction | None,
 ) -> HeteroGraph:
     """Returns the graph after one reduction over the edges of all types.
 
     Raises:
-      ValueError: a function is user-defined, or the reduction is a mean: a mean of means is not the mean.
+      ValueError: a function is user-defined, or the reduction is none of sum, max and min: a mean of means is
+        not the mean.
     """
-    if not (isinstance(message, Message) and isinstance(reduce, Reduce)) or reduce.reduction == "mean":
+    if not (isinstance(message, Message) and isinstance(reduce, Reduce)) or (
+        reduce.reduction not in ("sum", "max", "min")
+    ):
         raise ValueError(
             "over several edge types, update_all takes built-in messages with sum, max or min; name "
             "one by etype, or use multi_update_all"
@@ -116,9 +116,11 @@ def _results(graph: HeteroGraph, kind: EdgeType, functions: Functions) -> dict[s
     degrees = frame.adjacency.in_degrees
     if rest:
         results |= call_node_function(rest[0], {**frame.dst, **results}, degrees.shape[0])
-    is_extreme = isinstance(reduce, Reduce) and reduce.reduction in ("max", "min")
-    counts = degrees > 0 if is_extreme else jnp.ones(degrees.shape, bool)
-    return {name: _Part(rows, counts) for name, rows in results.items()}
+    built_in = () if callable(reduce) else (reduce,) if isinstance(reduce, Reduce) else reduce
+    always = {one.out for one in built_in if one.reduction not in ("max", "min")}
+    has_extreme = len(built_in) > len(always)
+    counts = degrees > 0 if has_extreme else jnp.ones(degrees.shape, bool)
+    return {name: _Part(x, counts | (name in always)) for name, x in results.items()}
 
 
 def _combined(cross: Cross, parts: Sequence[_Part]) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.fn import Message, Reduce
+from jmp_train.graphs.fn import Message
 from jmp_train.graphs.messages.frames import (
     Edges,
     Frame,
@@ -17,7 +17,7 @@ from jmp_train.graphs.messages.frames import (
     some_edges,
     where_edges,
 )
-from jmp_train.graphs.messages.send_receive import receive
+from jmp_train.graphs.messages.send_receive import Reduction, receive
 from jmp_train.graphs.messages.user_functions import EdgeFunction, NodeFunction, call_node_function
 from jmp_train.graphs.messages.writing import merged, with_node_features
 from jmp_train.graphs.structure import AnyGraph, EdgeType, OurGraph, accepts_jraph
@@ -28,7 +28,7 @@ def send_and_recv(
     graph: OurGraph,
     edges: Edges,
     message: Message | EdgeFunction,
-    reduce: Reduce | NodeFunction,
+    reduce: Reduction,
     apply: NodeFunction | None = None,
     *,
     etype: str | EdgeType | None = None,
@@ -70,7 +70,7 @@ def pull(
     graph: OurGraph,
     nodes: Ids,
     message: Message | EdgeFunction,
-    reduce: Reduce | NodeFunction,
+    reduce: Reduction,
     apply: NodeFunction | None = None,
     *,
     etype: str | EdgeType | None = None,
@@ -112,7 +112,7 @@ def push(
     graph: OurGraph,
     nodes: Ids,
     message: Message | EdgeFunction,
-    reduce: Reduce | NodeFunction,
+    reduce: Reduction,
     apply: NodeFunction | None = None,
     *,
     etype: str | EdgeType | None = None,
@@ -154,7 +154,7 @@ def prop_nodes(
     graph: AnyGraph,
     frontiers: Iterable[Ids],
     message: Message | EdgeFunction,
-    reduce: Reduce | NodeFunction,
+    reduce: Reduction,
     apply: NodeFunction | None = None,
     *,
     etype: str | EdgeType | None = None,
@@ -192,7 +192,7 @@ def prop_edges(
     graph: AnyGraph,
     frontiers: Iterable[Edges],
     message: Message | EdgeFunction,
-    reduce: Reduce | NodeFunction,
+    reduce: Reduction,
     apply: NodeFunction | None = None,
     *,
     etype: str | EdgeType | None = None,
@@ -230,7 +230,7 @@ def _sent(
     graph: OurGraph,
     part: Frame,
     message: Message | EdgeFunction,
-    reduce: Reduce | NodeFunction,
+    reduce: Reduction,
     apply: NodeFunction | None,
 ) -> OurGraph:
     """Returns the graph after some of its edges have sent, and those have received whom they reach."""

@@ -9,14 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jmp_train.graphs.structure import (
-    Incidence,
-    as_count,
-    as_inexact,
-    incidence_of,
-    upcast,
-    upcast_integers,
-)
+from jmp_train.graphs.messages.segment_arguments import checked_ids_of_rows, checked_rows
+from jmp_train.graphs.structure import as_inexact, incidence_of, upcast, upcast_integers
 
 
 def segment_sum(
@@ -48,7 +42,7 @@ def segment_sum(
       >>> segment_sum(ones, zeros, 1).tolist()  # the nearest float16
       [13160.0]
     """
-    data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
+    data, segments = checked_rows(data, segment_ids, num_segments, indices_are_sorted)
     data = upcast_integers(data)
     return segments.sum(upcast(data)).astype(data.dtype)
 
@@ -81,7 +75,7 @@ def segment_mean(
       >>> segment_mean(jnp.full(10, 1e4, jnp.float16), jnp.zeros(10, jnp.int32), 2).tolist()
       [10000.0, 0.0]
     """
-    data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
+    data, segments = checked_rows(data, segment_ids, num_segments, indices_are_sorted)
     data = as_inexact(data)
     return segments.mean(upcast(data)).astype(data.dtype)
 
@@ -113,7 +107,7 @@ def segment_max(
       >>> segment_max(jnp.array([1.0, 3.0, 2.0]), jnp.array([0, 0, 1]), 3).tolist()
       [3.0, 2.0, -inf]
     """
-    data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
+    data, segments = checked_rows(data, segment_ids, num_segments, indices_are_sorted)
     return segments.max(upcast(data)).astype(data.dtype)
 
 
@@ -144,7 +138,7 @@ def segment_min(
       >>> segment_min(jnp.array([1.0, 3.0, 2.0]), jnp.array([0, 0, 1]), 3).tolist()
       [1.0, 2.0, inf]
     """
-    data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
+    data, segments = checked_rows(data, segment_ids, num_segments, indices_are_sorted)
     return segments.min(upcast(data)).astype(data.dtype)
 
 
@@ -176,7 +170,7 @@ def segment_softmax(
       >>> float(weights.sum(dtype=jnp.float32))
       1.0
     """
-    logits, segments = _checked(logits, segment_ids, num_segments, indices_are_sorted)
+    logits, segments = checked_rows(logits, segment_ids, num_segments, indices_are_sorted)
     logits = as_inexact(logits)
     return segments.softmax(upcast(logits)).astype(logits.dtype)
 
@@ -210,7 +204,7 @@ def segment_normalize(
       >>> segment_normalize(jnp.array([300, -300, 5], jnp.float16), jnp.array([0, 0, 1]), 2).tolist()
       [1.0, -1.0, 0.0]
     """
-    data, segments = _checked(data, segment_ids, num_segments, indices_are_sorted)
+    data, segments = checked_rows(data, segment_ids, num_segments, indices_are_sorted)
     data = as_inexact(data)
     rows = upcast(data)
     centered = rows - segments.read(segments.mean(rows))
@@ -240,27 +234,8 @@ def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = Fa
       >>> jax.grad(lambda x: gather(x, reads).sum().astype("float32"))(jnp.ones(1, "float16")).tolist()
       [13160.0]
     """
-    data, indices = jnp.asarray(data), _integers("indices", indices)
+    data, indices = jnp.asarray(data), checked_ids_of_rows("indices", indices)
     if data.ndim == 0:
         raise ValueError("data must have rows, got a scalar")
     rows = incidence_of(indices, data.shape[0], is_sorted=indices_are_sorted)
     return rows.read(upcast(data)).astype(data.dtype)
-
-
-def _checked(
-    data: ArrayLike, segment_ids: ArrayLike, num_segments: int, is_sorted: bool
-) -> tuple[jax.Array, Incidence]:
-    data, ids = jnp.asarray(data), _integers("segment_ids", segment_ids)
-    count = as_count("num_segments", num_segments)
-    if data.ndim == 0 or data.shape[0] != ids.shape[0]:
-        raise ValueError(f"data and segment_ids must have as many rows, got shapes {data.shape} and {ids.shape}")
-    return data, incidence_of(ids, count, is_sorted=is_sorted)
-
-
-def _integers(name: str, ids: ArrayLike) -> jax.Array:
-    ids = jnp.asarray(ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {ids.dtype}")
-    if ids.ndim != 1:
-        raise ValueError(f"{name} must have one axis, got shape {ids.shape}")
-    return ids if ids.dtype.itemsize == 8 else ids.astype(jnp.int32)

@@ -1,11 +1,13 @@
 """Messages of edges and their reduction at nodes, by built-in or user-defined functions."""
 
+from collections.abc import Sequence
+
 import jax
 
 from jmp_train.graphs.fn import BuiltIn, Message, Reduce
 from jmp_train.graphs.messages.built_in import (
     compute_messages,
-    compute_reduction,
+    compute_reductions,
     reduce_messages,
 )
 from jmp_train.graphs.messages.frames import Frame
@@ -15,6 +17,9 @@ from jmp_train.graphs.messages.user_functions import (
     call_message_function,
     call_reduce_function,
 )
+
+# What `update_all` and its kin take: one reduction, several of the same messages, or a function.
+Reduction = Reduce | Sequence[Reduce] | NodeFunction
 
 
 def send(
@@ -44,7 +49,7 @@ def send(
 def receive(
     frame: Frame,
     message: Message | EdgeFunction,
-    reduce: Reduce | NodeFunction,
+    reduce: Reduction,
     implementation: str | None = None,
 ) -> dict[str, jax.Array]:
     """Returns what receivers make of their messages, [receivers, ...] by name.
@@ -52,24 +57,44 @@ def receive(
     Args:
       frame: the edges.
       message: built in or not.
-      reduce: built in or not.
+      reduce: one built in or several, or a function.
       implementation: see `EdgeOperation`.
 
     Raises:
       ValueError: a feature or message is missing, or shapes do not fit.
       TypeError: a function does not return a dictionary of arrays, or there are no mailboxes under jit.
     """
-    if isinstance(message, Message) and isinstance(reduce, Reduce):
-        return {reduce.out: compute_reduction(frame, message, reduce, implementation)}
-    if not isinstance(reduce, Reduce):
-        _check_function("reduce", reduce, 'fn.sum("m", "x")')
+    reductions = _reductions(reduce)
+    if reductions is None:
+        assert callable(reduce)
         return call_reduce_function(reduce, frame, send(frame, message))
+    if isinstance(message, Message):
+        return compute_reductions(frame, message, reductions, implementation)
     messages = send(frame, message)
-    if reduce.message not in messages:
-        known = ", ".join(map(repr, messages))
-        raise ValueError(f"{reduce.reduction} wants the message {reduce.message!r}; there are: {known}")
-    result = reduce_messages(frame.adjacency, messages[reduce.message], reduce.reduction)
-    return {reduce.out: result}
+    results = {}
+    for name in dict.fromkeys(reduce.message for reduce in reductions):
+        some = tuple(reduce for reduce in reductions if reduce.message == name)
+        if name not in messages:
+            known = ", ".join(map(repr, messages))
+            raise ValueError(f"{some[0].reduction} wants the message {name!r}; there are: {known}")
+        results |= reduce_messages(frame.adjacency, messages[name], some)
+    return results
+
+
+def _reductions(reduce: Reduction) -> tuple[Reduce, ...] | None:
+    """Returns reductions that are built in; None of a function."""
+    if isinstance(reduce, Reduce):
+        return (reduce,)
+    if not isinstance(reduce, Sequence):
+        _check_function("reduce", reduce, 'fn.sum("m", "x")')
+        return None
+    for place, one in enumerate(reduce):
+        if not isinstance(one, Reduce):
+            raise TypeError(f'reduce[{place}] must be a reduction, such as fn.sum("m", "x"), got {one!r}')
+    names = [one.out for one in reduce]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"reduce must be reductions with results of different names, got {names}")
+    return tuple(reduce)
 
 
 def _check_function(name: str, function: object, example: str) -> None:

@@ -43,7 +43,9 @@ from jmp_train.graphs.structure.jraph_conversion import to_jraph as to_jraph
 from jmp_train.graphs.structure.row_arrays import finite_or_zero as finite_or_zero
 from jmp_train.graphs.structure.row_arrays import first_rows as first_rows
 from jmp_train.graphs.structure.row_arrays import inverse_degrees as inverse_degrees
+from jmp_train.graphs.structure.row_arrays import moments_about as moments_about
 from jmp_train.graphs.structure.row_arrays import reciprocal as reciprocal
+from jmp_train.graphs.structure.row_arrays import root_or_zero as root_or_zero
 from jmp_train.graphs.structure.row_arrays import rows_like as rows_like
 from jmp_train.graphs.structure.stacking import GraphStack as GraphStack
 from jmp_train.graphs.structure.stacking import stack as stack

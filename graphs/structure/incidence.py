@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import jraph
 
-from jmp_train.graphs.structure.row_arrays import finite_or_zero, reciprocal, rows_like
+from jmp_train.graphs.structure.row_arrays import finite_or_zero, moments_about, reciprocal, rows_like
 
 BLOCK = 32
 
@@ -89,6 +89,16 @@ class Incidence:
         sizes = jnp.maximum(self.degrees, 1).astype(data.dtype)
         return self.sum(data) / rows_like(sizes, data)
 
+    def moments(self, data: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the means and variances [segments, ...] of data [edges, ...], upcast; 0 without edges."""
+        shift = jax.lax.stop_gradient(self.mean(data))
+        rest = data - self.read(shift)
+        return moments_about(shift, self.mean(rest), self.mean(rest * rest))
+
+    def softmax_sum(self, data: jax.Array, temperature: jax.Array | float) -> jax.Array:
+        """Returns the sums [segments, ...] of data [edges, ...], upcast, weighted by its softmax."""
+        return self.sum(self.softmax(data * temperature) * data)
+
     def max(self, data: jax.Array) -> jax.Array:
         """Returns the largest [segments, ...] of data [edges, ...]; -inf of segments without edges."""
         return jraph.segment_max(data, self.ids, self.num_segments)
@@ -96,6 +106,45 @@ class Incidence:
     def min(self, data: jax.Array) -> jax.Array:
         """Returns the least [segments, ...] of data [edges, ...]; inf of segments without edges."""
         return jraph.segment_min(data, self.ids, self.num_segments)
+
+    def argmax(self, data: jax.Array) -> jax.Array:
+        """Returns the first edges, int32 [segments, ...], with the largest data [edges, ...]; -1 without edges."""
+        return self._first_equal(data, self.max(data))
+
+    def argmin(self, data: jax.Array) -> jax.Array:
+        """Returns the first edges, int32 [segments, ...], with the least data [edges, ...]; -1 without edges."""
+        return self._first_equal(data, self.min(data))
+
+    def _first_equal(self, data: jax.Array, extreme: jax.Array) -> jax.Array:
+        """Returns the first edge of each segment whose data, or NaN, are those of the segment."""
+        data, extreme = jax.lax.stop_gradient((data, extreme))
+        wanted = self.read(extreme)
+        is_found = (data == wanted) | (jnp.isnan(data) & jnp.isnan(wanted))
+        places = rows_like(jnp.arange(self.num_edges, dtype=jnp.int32), data)
+        first = jraph.segment_min(jnp.where(is_found, places, self.num_edges), self.ids, self.num_segments)
+        return jnp.where(first < self.num_edges, first, -1)
+
+    def cumsum(self, data: jax.Array, *, exclusive: bool = False, reverse: bool = False) -> jax.Array:
+        """Returns the sums [edges, ...] of data, upcast, up to each edge of its segment; 0 where it has none.
+
+        The sums are made in pairs, of pairs and so on, so that no number is the sum of many in turn.
+
+        Args:
+          data: [edges, ...].
+          exclusive: whether an edge's own data is left out.
+          reverse: whether sums go from the last edge to the first.
+        """
+        order = jnp.argsort(self.ids, stable=True)
+        ids, rows = self.ids[order], data.at[order].get(mode="promise_in_bounds", unique_indices=True)
+        is_first = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])[: self.num_edges]
+        is_last = jnp.concatenate([is_first[1:], jnp.ones(1, bool)])[: self.num_edges]
+        start = is_last if reverse else is_first
+        if exclusive:
+            before = jnp.roll(rows, -1 if reverse else 1, axis=0)
+            rows = jnp.where(rows_like(start, rows), jnp.zeros_like(rows), before)
+        sums = _segmented_sums(rows, start, reverse)
+        sums = jnp.where(rows_like(ids < self.num_segments, sums), sums, jnp.zeros_like(sums))
+        return jnp.zeros_like(sums).at[order].set(sums, unique_indices=True)
 
     def softmax(self, logits: jax.Array) -> jax.Array:
         """Returns the softmax [edges, ...] of float32 logits in each segment; 0 where all are -inf.
@@ -184,3 +233,13 @@ def _largest(data: jax.Array, ids: jax.Array, count: int) -> jax.Array:
 def _ordered(bits: jax.Array) -> jax.Array:
     """Returns the bits of float32 as integers of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _segmented_sums(rows: jax.Array, is_start: jax.Array, reverse: bool) -> jax.Array:
+    """Returns running sums of rows [edges, ...] that begin anew where a mask, bool [edges], says so."""
+
+    def join(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (has_start, total), (starts, more) = left, right
+        return has_start | starts, jnp.where(rows_like(starts, more), more, total + more)
+
+    return jax.lax.associative_scan(join, (is_start, rows), reverse=reverse)[1]

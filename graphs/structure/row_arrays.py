@@ -29,3 +29,26 @@ def reciprocal(data: jax.Array) -> jax.Array:
 def inverse_degrees(degrees: jax.Array, features: jax.Array) -> jax.Array:
     """Returns 1 over degrees, those of 0 counted as 1, in the dtype in which features are computed."""
     return 1 / jnp.maximum(degrees, 1).astype(accumulation_dtype(features.dtype))
+
+
+def root_or_zero(data: jax.Array) -> jax.Array:
+    """Returns the square roots of data, 0 of what is not positive, where the gradient is 0, and not infinite."""
+    has_no_root = data <= 0  # NaN stays
+    return jnp.where(has_no_root, jnp.zeros_like(data), jnp.sqrt(jnp.where(has_no_root, jnp.ones_like(data), data)))
+
+
+def moments_about(shift: jax.Array, rest: jax.Array, square: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean and the variance of numbers by their moments about a number near the mean.
+
+    The result does not depend on the number but for roundings, so that it needs no gradient. What it differs from the
+    mean by is subtracted again, which makes up for the mean's own rounding.
+
+    Args:
+      shift: the number.
+      rest: the mean of the differences to it.
+      square: the mean of their squares.
+
+    Reference: Chan, Golub and LeVeque, Algorithms for Computing the Sample Variance, 1983.
+    """
+    variance = square - rest * rest
+    return shift + rest, jnp.where(variance < 0, jnp.zeros_like(variance), variance)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting import autocast_as
+
+Result = TypeVar("Result")
 
 
 def upcast(data: jax.Array) -> jax.Array:
@@ -56,17 +59,22 @@ def graph_storage(data: jax.Array) -> jax.Array:
     return jnp.copy(data)
 
 
-def in_float32(compute: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
+def in_float32(compute: Callable[..., Result], *operands: jax.Array) -> Result:
     """Returns what is computed of stored operands, in float32, stored in their common dtype.
 
-    Of integers it is stored as it was computed: they become larger ones, or floats.
+    Of integers it is stored as it was computed: they become larger ones, or floats. Integers, such as places,
+    stay what they are.
 
     Args:
-      compute: a function of the operands, which it has to upcast.
+      compute: a function of the operands, which it has to upcast, to a tree of arrays.
       *operands: features in the dtypes that they are stored in.
     """
     common = common_dtype(*[operand.dtype for operand in operands])
     stored = [graph_storage(operand) for operand in operands]
     result = autocast_as("float32")(compute)(*stored)
     is_inexact = jnp.issubdtype(common, jnp.inexact)
-    return graph_storage(result.astype(common if is_inexact else result.dtype))
+
+    def store(x: jax.Array) -> jax.Array:
+        return graph_storage(x.astype(common if is_inexact and jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype))
+
+    return jax.tree.map(store, result)

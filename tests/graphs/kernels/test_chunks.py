@@ -82,6 +82,13 @@ def cases() -> dict[str, tuple[Any, list[tuple[int, ...] | None]]]:
         ),
         "mean, a weight for each head": (mean, [rows, (EDGES, HEADS, 1)]),
         "mean of numbers": (mean, [(NODES,), (EDGES,)]),
+        **{
+            f"{reducer('m', 'x').reduction}, a weight for each head": (
+                functools.partial(weighted, reduce=reducer),
+                [rows, (EDGES, HEADS, 1)],
+            )
+            for reducer in (fn.var, fn.std, fn.softmax)
+        },
         "dot": (dot, [rows, rows]),
     }
 
@@ -110,6 +117,7 @@ def test_chunked_equals_xla_in_float64(name: str) -> None:
         *(pytest.param(name, marks=pytest.mark.full) for name in ("gat", "gatv2")),
         "sum, a weight for each edge",
         "dot",
+        pytest.param("std, a weight for each head", marks=pytest.mark.full),
     ],
 )
 def test_chunked_under_vmap_and_differentiated_twice(name: str) -> None:
@@ -258,7 +266,7 @@ def test_which_implementation_is_chosen() -> None:
     whole = graph.with_nodes(h=z[:, 0])
     with pytest.raises(ValueError, match='"chunked" makes u_dot_v of floats of one shape'):
         graphs.apply_edges(whole, fn.u_sub_v("h", "h", "m"), implementation="chunked")
-    with pytest.raises(ValueError, match="by sum or mean; these are other messages, or reduced"):
+    with pytest.raises(ValueError, match="std or softmax; these are other messages, or reduced"):
         graphs.update_all(whole, fn.copy_u("h", "m"), fn.max("m", "x"), implementation="chunked")
 
 

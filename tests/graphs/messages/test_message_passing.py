@@ -15,9 +15,11 @@ from graph_helpers import (
     draw,
     exact_messages,
     exact_reduction,
+    gradient_magnitudes,
     magnitude_message,
     make_message,
     reduce_in_jax,
+    reduction_magnitudes,
 )
 from helpers import compiled_vjp
 from hypothesis import given, settings
@@ -29,6 +31,7 @@ from jmp_train.graphs import fn
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
 NODES, EDGES = 9, 40
+NONLINEAR = ("var", "std", "softmax")
 CHUNKED = (fn.copy_u, fn.u_mul_e, fn.e_mul_u)
 # After the node or edge axis: of the left feature, of the right one.
 SHAPES = [((), ()), ((), (8,)), ((4, 8), (4, 1)), ((8,), (4, 8))]
@@ -74,15 +77,13 @@ def test_equal_to_float64(message: fn.Message, dtype: str) -> None:
         found = graphs.apply_edges(graph, message).edges["m"]
         assert (found.dtype, found.shape) == (dtype, messages.shape)
         assert_within(found, messages, dtype, sizes, 1)
-        for reducer in REDUCERS:
-            reduce = reducer("m", "x")
-            found = graphs.update_all(graph, message, reduce).nodes["x"]
-            exact = exact_reduction(messages, receivers, NODES, reduce.reduction)
-            assert (found.dtype, found.shape) == (dtype, exact.shape)
-            magnitudes = exact_reduction(
-                sizes, receivers, NODES, "max" if reduce.reduction == "min" else reduce.reduction
-            )
-            assert_within(found, exact, dtype, magnitudes, 1)
+        reductions = [reducer("m", reducer("m", "x").reduction) for reducer in REDUCERS]
+        results = jax.jit(lambda graph: graphs.update_all(graph, message, reductions).nodes)(graph)  # noqa: B023
+        for name in (reduce.out for reduce in reductions):
+            exact = exact_reduction(messages, receivers, NODES, name)
+            assert (results[name].dtype, results[name].shape) == (dtype, exact.shape)
+            magnitudes = reduction_magnitudes(sizes, receivers, NODES, name)
+            assert_within(results[name], exact, dtype, magnitudes, 1)
 
 
 @pytest.mark.full
@@ -97,7 +98,10 @@ def test_user_defined_functions_equal_built_ins(place: int) -> None:
         return {"m": jnp.asarray(_by_hand(message, [features[e][f] for e, f in message.operands]))}
 
     def receive(nodes: graphs.NodeBatch) -> dict[str, jax.Array]:
-        return {"x": getattr(jnp, reduction)(nodes.mailbox["m"], axis=1)}
+        mailbox = nodes.mailbox["m"]
+        if reduction == "softmax":
+            return {"x": (jax.nn.softmax(mailbox, axis=1) * mailbox).sum(1)}
+        return {"x": getattr(jnp, reduction)(mailbox, axis=1)}
 
     wanted = graphs.update_all(graph, message, reducer("m", "x")).nodes["x"]
     for m in (message, send):
@@ -144,17 +148,25 @@ def test_mixed_dtypes_have_a_result_that_holds_both() -> None:
 def exact_vjp(message: fn.Message, reduction: str) -> Any:
     """Returns a program that returns the result and the gradients, and these of magnitudes, of 20 nodes."""
 
-    def run_vjp(message: fn.Message, ends: jax.Array, cotangent: jax.Array, *operands: jax.Array) -> Any:
-        def run(*operands: jax.Array) -> jax.Array:
-            fields = dict(zip(message.operands, operands, strict=True))
-            messages = exact_messages(message, {"u": ends[0], "v": ends[1]}, fields, xp=jnp)
+    def messages_of(message: fn.Message, ends: jax.Array, *operands: jax.Array) -> jax.Array:
+        fields = dict(zip(message.operands, operands, strict=True))
+        return exact_messages(message, {"u": ends[0], "v": ends[1]}, fields, xp=jnp)
+
+    def run_both(ends: jax.Array, cotangent: jax.Array, *operands: jax.Array) -> Any:
+        def reduce(messages: jax.Array) -> jax.Array:
             return reduce_in_jax(messages, ends[1], 20, reduction)
 
-        result, pullback = jax.vjp(run, *operands)
-        return result, pullback(cotangent)
-
-    def run_both(ends: jax.Array, *inputs: jax.Array) -> Any:
-        return run_vjp(message, ends, *inputs), run_vjp(magnitude_message(message), ends, *map(jnp.abs, inputs))
+        messages, to_operands = jax.vjp(functools.partial(messages_of, message, ends), *operands)
+        result, to_messages = jax.vjp(reduce, messages)
+        magnitudes = map(jnp.abs, operands)
+        sizes, to_sizes = jax.vjp(functools.partial(messages_of, magnitude_message(message), ends), *magnitudes)
+        if reduction in NONLINEAR:
+            size = jnp.zeros(())
+            of_sizes = gradient_magnitudes(messages, sizes, ends[1], 20, reduction, jnp.abs(cotangent))
+        else:
+            size, of_reduction = jax.vjp(reduce, sizes)
+            (of_sizes,) = of_reduction(jnp.abs(cotangent))
+        return (result, to_operands(*to_messages(cotangent))), (size, to_sizes(of_sizes)), sizes
 
     return jax.jit(run_both)
 
@@ -167,7 +179,10 @@ kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
 @pytest.mark.parametrize("half", ONE_HALF)
 @pytest.mark.parametrize(
     ("reducer", "implementation"),
-    [*((reducer, "xla") for reducer in REDUCERS), (fn.sum, "chunked"), (fn.mean, "chunked")],
+    [
+        *((reducer, "xla") for reducer in REDUCERS),
+        *((reducer, "chunked") for reducer in (fn.sum, fn.mean, fn.var, fn.std, fn.softmax)),
+    ],
     ids=lambda x: getattr(x, "reduction", x),
 )
 @settings(max_examples=4, deadline=None, derandomize=True)
@@ -217,9 +232,11 @@ def test_exact_at_every_degree_and_so_is_the_gradient(
     inputs = [x.astype(np.float64) for x in (cotangent, *operands)]
     with jax.enable_x64(True):
         run = exact_vjp(message, reduce.reduction)
-        (exact, exact_grads), (sizes, size_grads) = run(jnp.array([senders, receivers], jnp.int64), *inputs)
+        (exact, exact_grads), (sizes, size_grads), of_messages = run(jnp.array([senders, receivers]), *inputs)
+    if reduce.reduction in NONLINEAR:
+        sizes = reduction_magnitudes(np.asarray(of_messages), receivers, 20, reduce.reduction)
     assert_within(result, exact, half, sizes, 1)
-    if reduce.reduction in ("sum", "mean") or exact_ties:
+    if reduce.reduction not in ("max", "min") or exact_ties:
         for grad, wanted, size in zip(grads, exact_grads, size_grads, strict=True):
             if reduce.reduction in ("max", "min"):  # another edge is the largest of the magnitudes
                 size = np.abs(wanted).max()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 import pytest
-from graph_helpers import HALVES, assert_within
+from graph_helpers import HALVES, assert_within, reduction_magnitudes, softmax_sum
 from helpers import compiled_vjp, promoting
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +23,12 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "min": graphs.segment_min,
     "softmax": graphs.segment_softmax,
     "normalize": graphs.segment_normalize,
+    "var": graphs.segment_var,
+    "std": graphs.segment_std,
+    "softmax_sum": graphs.segment_softmax_sum,
+    "cumsum": graphs.segment_cumsum,
 }
+OF_ROWS = ("softmax", "normalize", "cumsum")  # the others are of segments
 SEGMENTS = 4  # the last of them without rows
 
 
@@ -53,9 +58,14 @@ def in_float64(op: str, rows: Any, ids: np.ndarray) -> np.ndarray:
     if op in ("max", "min"):
         empty = -np.inf if op == "max" else np.inf
         return np.stack([getattr(part, op)(0, initial=empty) for part in parts])
+    if op in ("var", "std", "softmax_sum"):
+        reduce = softmax_sum if op == "softmax_sum" else lambda part: getattr(part, op)(0)
+        return np.stack([reduce(part) if len(part) else np.zeros(rows.shape[1]) for part in parts])
     out = np.zeros_like(rows)
     for i, part in enumerate(parts):
-        if op == "softmax":
+        if op == "cumsum":
+            out[ids == i] = part.cumsum(0)
+        elif op == "softmax":
             part = np.exp(part - part.max(0, initial=-np.inf))
             out[ids == i] = part / part.sum(0)
         elif len(part):
@@ -75,14 +85,18 @@ def checks(examples: int) -> Any:
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "min", "var", "std", "softmax_sum", "cumsum"])
 @checks(4)
 @given(degree=degrees, kind=kinds, seed=seeds)
 def test_reductions_are_exact(op: str, half: str, degree: int, kind: str, seed: int) -> None:
     rows, ids = draw_rows(degree, kind, half, seed)
     actual = jax.jit(OPERATIONS[op], static_argnums=2)(rows, ids, SEGMENTS)
     assert actual.dtype == half
-    magnitudes = in_float64(op, np.abs(np.asarray(rows, np.float64)), ids)
+    sizes = np.abs(np.asarray(rows, np.float64))
+    if op in ("var", "std", "softmax_sum"):
+        magnitudes = reduction_magnitudes(sizes, ids, SEGMENTS, op.removesuffix("_sum"))
+    else:
+        magnitudes = in_float64(op, sizes, ids)
     magnitudes = np.where(np.isfinite(magnitudes), np.abs(magnitudes), 0)
     assert_within(actual, in_float64(op, rows, ids), half, magnitudes, 1)
 
@@ -180,7 +194,7 @@ def test_ties_share_the_gradient() -> None:
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("rows", [5, 3_000])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "min", "softmax", "normalize"])
 def test_equal_to_jraph_in_float32(name: str, rows: int) -> None:
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(rows, 3)), jnp.float32)
@@ -256,7 +270,7 @@ def test_under_every_transform(name: str) -> None:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_no_rows_and_no_segments(name: str) -> None:
     none = OPERATIONS[name](jnp.zeros((0, 2), jnp.float16), jnp.zeros(0, jnp.int32), 3)
-    assert none.shape == ((0, 2) if name in ("softmax", "normalize") else (3, 2))
+    assert none.shape == ((0, 2) if name in OF_ROWS else (3, 2))
     nowhere = graphs.segment_sum(jnp.zeros((2_000, 2)), jnp.zeros(2_000, jnp.int32), 0)
     assert nowhere.shape == (0, 2)
     assert graphs.gather(jnp.zeros((0, 2)), jnp.zeros(3, jnp.int32)).tolist() == [[0, 0]] * 3
@@ -299,7 +313,11 @@ def test_integers_do_not_overflow_and_their_means_are_floats(dtype: str) -> None
     parts = [rows[ids == segment].astype(np.float64) for segment in (0, 1)]
     operations = (*OPERATIONS.values(), lambda rows, *_: jnp.sum(rows))
     found = jax.jit(lambda rows: [operation(rows, ids, 2) for operation in operations])(rows)
-    total, mean, largest, _, weights, scaled, plain = found
+    total, mean, largest, _, weights, scaled, _, std, summed, running, plain = found
+    assert running.dtype == total.dtype
+    np.testing.assert_array_equal(running[ids == 0], parts[0].cumsum(0))
+    np.testing.assert_allclose(std, [part.std(0) for part in parts], rtol=1e-5)
+    np.testing.assert_allclose(summed, [softmax_sum(part) for part in parts], rtol=1e-5)
     assert total.dtype == plain.dtype
     np.testing.assert_array_equal(total, [part.sum(0) for part in parts])
     np.testing.assert_allclose(mean, [part.mean(0) for part in parts], rtol=1e-6)
@@ -308,5 +326,5 @@ def test_integers_do_not_overflow_and_their_means_are_floats(dtype: str) -> None
     np.testing.assert_allclose(weights, powers / sizes[ids], rtol=1e-5, atol=1e-7)
     wanted = np.concatenate([(part - part.mean(0)) / part.std(0) for part in parts])
     np.testing.assert_allclose(scaled[np.argsort(ids, kind="stable")], wanted, rtol=1e-3, atol=1e-5)
-    assert {x.dtype.name for x in (mean, weights, scaled)} == {"float32"}
+    assert {x.dtype.name for x in (mean, weights, scaled, std, summed)} == {"float32"}
     assert largest.dtype == dtype
