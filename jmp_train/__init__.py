@@ -45,9 +45,12 @@ from jmp_train.policies import BannedOperationError as BannedOperationError
 from jmp_train.policies import CastLoss as CastLoss
 from jmp_train.policies import CollapsedValuesWarning as CollapsedValuesWarning
 from jmp_train.policies import CpuConvolutionWarning as CpuConvolutionWarning
+from jmp_train.policies import DelayedScaling as DelayedScaling
 from jmp_train.policies import DynamicLossScale as DynamicLossScale
 from jmp_train.policies import Float32ProductsWarning as Float32ProductsWarning
 from jmp_train.policies import Float8CurrentScaling as Float8CurrentScaling
+from jmp_train.policies import Fp8Scales as Fp8Scales
+from jmp_train.policies import Fp8State as Fp8State
 from jmp_train.policies import LeafReport as LeafReport
 from jmp_train.policies import LossScale as LossScale
 from jmp_train.policies import LossScaledState as LossScaledState
@@ -127,6 +130,7 @@ from jmp_train.steps import scaled_value_and_grad as scaled_value_and_grad
 from jmp_train.steps import stateless as stateless
 from jmp_train.steps import step_costs as step_costs
 from jmp_train.steps import train_step as train_step
+from jmp_train.steps import with_fp8_state as with_fp8_state
 from jmp_train.tuning import Tolerance as Tolerance
 from jmp_train.tuning import TunedRules as TunedRules
 from jmp_train.tuning import tune as tune

@@ -20,7 +20,10 @@ from jmp_train.policies.autocasting import AutocastReport as AutocastReport
 from jmp_train.policies.autocasting import AutocastRules as AutocastRules
 from jmp_train.policies.autocasting import BannedOperationError as BannedOperationError
 from jmp_train.policies.autocasting import CpuConvolutionWarning as CpuConvolutionWarning
+from jmp_train.policies.autocasting import DelayedScaling as DelayedScaling
 from jmp_train.policies.autocasting import Float8CurrentScaling as Float8CurrentScaling
+from jmp_train.policies.autocasting import Fp8Scales as Fp8Scales
+from jmp_train.policies.autocasting import Fp8State as Fp8State
 from jmp_train.policies.autocasting import MXFP8BlockScaling as MXFP8BlockScaling
 from jmp_train.policies.autocasting import OperationReport as OperationReport
 from jmp_train.policies.autocasting import autocast as autocast

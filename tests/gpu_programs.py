@@ -186,7 +186,7 @@ def _dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def fp8_layer(recipe: str, *, batch: int = 4) -> tuple[Any, ...]:
-    """Makes two dense layers with bias and relu in 8 bits, with the gradients of all: 6 products.
+    """Makes a train step of two dense layers in 8 bits, with the gradients of all but the batch: 5 products.
 
     Args:
       recipe: the name of a recipe's class.
@@ -198,10 +198,14 @@ def fp8_layer(recipe: str, *, batch: int = 4) -> tuple[Any, ...]:
         return ((hidden @ params["v"]).astype(jnp.float32) ** 2).mean()
 
     rules = jt.TORCH_CUDA.replace(primitives={"dot_general": "fp8"})
-    fp8 = jt.autocast(loss, jnp.bfloat16, rules=rules, fp8=getattr(jt, recipe)())
+    policy = dataclasses.replace(jt.get_policy("autocast_bfloat16"), rules=rules, fp8=getattr(jt, recipe)())
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
+    step = jt.train_step(jt.stateless(loss), optimizer, policy=policy)
     shapes = {"w": (512, 1024), "b": (1024,), "v": (1024, 256)}
-    params = {name: Struct(shape, jnp.float32) for name, shape in shapes.items()}
-    return jax.grad(fp8, (0, 1)), (params, Struct((batch, 256, 512), jnp.float32))
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    state = jt.TrainState.create(params, optimizer)
+    examples = Struct((batch, 256, 512), jnp.float32)
+    return step, (jt.with_fp8_state(step, state, examples) if recipe == "DelayedScaling" else state, examples)
 
 
 def autocast_products(dtype: str) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmp_train.policies import Params, PyTree
+from jmp_train.policies.autocasting import DelayedScales, fp8_scales
 from jmp_train.policies.dtype_policies import (
     FirstTrace,
     PathPolicy,
@@ -33,6 +34,8 @@ from jmp_train.policies.pytrees import (
     named_leaves,
     upcast_to_float32,
 )
+
+ScalesFor = Callable[[dict[str, tuple[int, ...]]], dict[str, jax.Array]]
 
 
 def scaled_value_and_grad(
@@ -94,13 +97,42 @@ def unwatched_value_and_grad(
     loss_fn: Callable[..., Any], policy: Policy | PathPolicy | None, has_aux: bool
 ) -> Callable[..., Any]:
     """Returns what `scaled_value_and_grad` does, without a look at the products."""
-    run = loss_fn if policy is None else policy.default.transform(loss_fn)
+    with_scales = value_and_grad_with_scales(loss_fn, policy, has_aux)
 
     def value_and_grad(loss_scale: LossScales, params: Params, *args: object, **kwargs: object) -> Any:
+        value, grads, _ = with_scales(loss_scale, None, params, *args, **kwargs)
+        return value, grads
+
+    return value_and_grad
+
+
+def value_and_grad_with_scales(
+    loss_fn: Callable[..., Any], policy: Policy | PathPolicy | None, has_aux: bool
+) -> Callable[..., Any]:
+    """Returns `fn(loss_scale, scales_for, params, *args, **kwargs) -> (value, grads, magnitudes)`.
+
+    `scales_for` makes the scales of the products in 8 bits, given the lengths of the loops around each by its place;
+    the magnitudes are their "gradients". None is for autocast to find the scales.
+
+    Args:
+      loss_fn: see `scaled_value_and_grad`, as are the others.
+      policy: the dtypes.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+    """
+    run = loss_fn if policy is None else policy.default.transform(loss_fn)
+
+    def value_and_grad(
+        loss_scale: LossScales, scales_for: ScalesFor | None, params: Params, *args: object, **kwargs: object
+    ) -> Any:
         check_loss_scale(loss_scale)
         differentiated, rest = _partition(params)
 
-        def scaled_loss(differentiated: PyTree) -> tuple[Any, tuple[Any, Any]]:
+        def scaled_loss(inputs: tuple[PyTree, dict[str, jax.Array]]) -> tuple[Any, tuple[Any, Any]]:
+            differentiated, scales = inputs
+            with fp8_scales(None if scales_for is None else DelayedScales(scales)):
+                return unscoped(differentiated)
+
+        def unscoped(differentiated: PyTree) -> tuple[Any, tuple[Any, Any]]:
             params = _combine(differentiated, rest)
             call = (params, *args), kwargs
             cast = contextlib.nullcontext(call) if policy is None else cast_arguments(policy, *call)
@@ -112,14 +144,28 @@ def unwatched_value_and_grad(
             loss = float32_loss(loss_scale, loss)
             return loss_scale.scale(loss), (loss, aux)
 
+        inputs = differentiated, {} if scales_for is None else scales_for(_products(unscoped, differentiated))
         if isinstance(loss_scale, PerLossScale):
             count = len(loss_scale.loss_scales)
-            grads, (loss, aux) = _grads_of_each(scaled_loss, differentiated, count)
+            pairs, (loss, aux) = _grads_of_each(scaled_loss, inputs, count)
+            grads, magnitudes = zip(*pairs, strict=True)
         else:
-            grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(differentiated)
-        return ((loss, aux) if has_aux else loss), upcast_to_float32(grads)
+            (grads, magnitudes), (loss, aux) = jax.grad(scaled_loss, has_aux=True)(inputs)
+        return ((loss, aux) if has_aux else loss), upcast_to_float32(grads), magnitudes
 
     return value_and_grad
+
+
+def _products(run: Callable[[Any], Any], params: Params) -> dict[str, tuple[int, ...]]:
+    """Returns the places of a function's products in 8 bits, with the lengths of the loops around each."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def note() -> None:
+        with fp8_scales(DelayedScales({}, found)):
+            run(params)
+
+    jax.eval_shape(note)
+    return found
 
 
 def check_loss_scale(loss_scale: object) -> None:

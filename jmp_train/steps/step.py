@@ -56,7 +56,8 @@ from jmp_train.policies.pytrees import (
     with_overwritten,
 )
 from jmp_train.steps.batch_parts import check_divides, check_has_examples, in_parts, unstacked
-from jmp_train.steps.gradients import float32_scalar, unwatched_value_and_grad
+from jmp_train.steps.fp8_scales import delayed_scaling, next_state, own_state, scales_for, state_after_step
+from jmp_train.steps.gradients import float32_scalar, value_and_grad_with_scales
 from jmp_train.steps.optimizer_arguments import Evaluate, extra_arguments
 from jmp_train.steps.step_checks import (
     check_is_train_state,
@@ -344,6 +345,7 @@ class TrainStep:
         new_params, opt_state, additions = self._update(seen, state, extra)
         new_params = with_overwritten(new_params, unscaled)
         taken = taken_by_rules(finite, opt_state)
+        model_state = state_after_step(model_state, self.policy)
         if scaled_states(opt_state):
             new_params = select_tree(taken, new_params, state.params)
             model_state = select_tree(taken, model_state, state.model_state)
@@ -405,6 +407,34 @@ class TrainStep:
         rng: jax.Array | None,
     ) -> StepGradients:
         batch = unstacked(batch, self.accumulate_steps)
+        own = own_state(model_state)
+        share_of_loss = self._share_of_loss(loss_scale, own, rng)
+        self.first_trace.look(
+            lambda params, batch, model_state, rng: self.loss_fn(params, model_state, batch, rng),
+            self.policy,
+            (params, batch),
+            {},
+            uncast=(own, rng),
+            names=("params", "batch", "model_state", "rng"),
+        )
+        value_and_grad = value_and_grad_with_scales(share_of_loss, self.policy, has_aux=True)
+        delayed = delayed_scaling(self.policy) is not None
+        scales = scales_for(model_state, loss_scale, self.axis_names) if delayed else None
+        value, grads, magnitudes = value_and_grad(loss_scale, scales, params, batch)
+        loss, (new_own, aux) = value
+        if self.policy is not None:
+            aux = self.policy.default.cast_to_output(aux)
+        if isinstance(loss, tuple):
+            loss = functools.reduce(jnp.add, loss)
+        _check_alike(new_own, own)
+        new_own = cast_like(new_own, own)
+        new_model_state = next_state(model_state, new_own, magnitudes, loss_scale, self.axis_names)
+        return StepGradients(loss, new_model_state, aux, grads)
+
+    def _share_of_loss(
+        self, loss_scale: LossScales, model_state: ModelState, rng: jax.Array | None
+    ) -> Callable[[Params, Batch], tuple[Any, Any]]:
+        """Returns a micro-batch's share of the loss as a function of parameters and batch."""
 
         def share_of_loss(params: Params, batch: Batch) -> tuple[Any, Any]:
             # Rebuilt here, because nnx lets variables change only in the trace that made them.
@@ -418,22 +448,32 @@ class TrainStep:
             refuse_pair(loss)
             return functools.reduce(jnp.add, losses), extra
 
-        self.first_trace.look(
-            lambda params, batch, model_state, rng: self.loss_fn(params, model_state, batch, rng),
-            self.policy,
-            (params, batch),
-            {},
-            uncast=(model_state, rng),
-            names=("params", "batch", "model_state", "rng"),
-        )
-        value_and_grad = unwatched_value_and_grad(share_of_loss, self.policy, has_aux=True)
-        (loss, (new_model_state, aux)), grads = value_and_grad(loss_scale, params, batch)
-        if self.policy is not None:
-            aux = self.policy.default.cast_to_output(aux)
-        if isinstance(loss, tuple):
-            loss = functools.reduce(jnp.add, loss)
-        _check_alike(new_model_state, model_state)
-        return StepGradients(loss, cast_like(new_model_state, model_state), aux, grads)
+        return share_of_loss
+
+    def fp8_places(self, state: TrainState, batch: Batch) -> list[str]:
+        """Returns the places of the products that run in 8 bits with delayed scaling; nothing is computed.
+
+        Args:
+          state: arrays or their shapes, as is `batch`.
+          batch: as the step is given it.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+
+        def ones(extents: dict[str, tuple[int, ...]]) -> dict[str, jax.Array]:
+            found.update(extents)
+            return {place: jnp.ones((*lengths, 3)) for place, lengths in extents.items()}
+
+        def note(state: TrainState, batch: Batch) -> None:
+            if self.accumulate_steps > 1:
+                batch = jax.tree.map(lambda x: x[0], in_parts(batch, self.accumulate_steps))
+            loss_scale = loss_scale_of(state.opt_state)
+            batch = unstacked(batch, self.accumulate_steps)
+            share_of_loss = self._share_of_loss(loss_scale, own_state(state.model_state), state.rng)
+            run = value_and_grad_with_scales(share_of_loss, self.policy, has_aux=True)
+            run(loss_scale, ones, state.params, batch)
+
+        jax.eval_shape(note, state, batch)
+        return list(found)
 
     def _evaluation(self, state: TrainState, batch: Batch, rng: jax.Array | None) -> Evaluate:
         """Returns loss and unscaled gradients of this batch as a function of the parameters."""

@@ -34,7 +34,8 @@ def custom_jvp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[
     out = [eligible(traced_dtype(variable)) for variable in equation.outvars]
     if equation.params.get("symbolic_zeros") or _has_other_floats(equation):
         return None
-    region = dataclasses.replace(region, constants={})  # the rule runs when their casts are gone
+    # The rule runs when their casts are gone, and must not close over scales that have gradients.
+    region = dataclasses.replace(region, constants={}, delayed=None)
     function = jax.custom_jvp(on_arrays(region, equation.params["call_jaxpr"], inputs))
 
     def of_floats(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:

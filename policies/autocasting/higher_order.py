@@ -5,6 +5,7 @@ equation cannot be entered and is bound as it was traced.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.autocasting.custom_derivatives import custom_jvp, custom_vjp
 from jmp_train.policies.autocasting.interpreter import (
@@ -71,6 +73,8 @@ def _scan(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value
     consts, init, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
     atoms = equation.invars[n_consts:][:n_carry]
     # Gradients of constants are added over the iterations, which half precision would not survive.
+    delayed = region.delayed
+    scales = delayed.within(region.place) if delayed else {}
     float32_consts = [value.to(FLOAT32) if _is_half(value) else value.array for value in consts]
 
     def run(region: Region, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Value], list[Any]]:
@@ -91,13 +95,15 @@ def _scan(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value
     dtypes = [array.dtype for array in start]
 
     def body(carry: Any, x: Any) -> tuple[Any, Any]:
-        outputs, ys = run(region, carry, x)
+        x, rows = x
+        once = dataclasses.replace(region, delayed=delayed and delayed.rows(rows, params["length"]))
+        outputs, ys = run(once, carry, x)
         return [v.to(dtype) for v, dtype in zip(outputs, dtypes, strict=True)], ys
 
     carry, ys = lax.scan(
         body,
         start,
-        [value.array for value in xs],
+        ([value.array for value in xs], scales),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
@@ -168,6 +174,7 @@ def _while(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Valu
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = inputs[:n_cond], inputs[n_cond:][:n_body]
     init, atoms = inputs[n_cond + n_body :], equation.invars[n_cond + n_body :]
+    region = dataclasses.replace(region, delayed=None)  # it has no gradient, and so scales have none either
 
     def run(region: Region, jaxpr: ClosedJaxpr, consts: Sequence[Value], carry: Sequence[Any]) -> list[Value]:
         values = [value.inside() for value in consts]
@@ -204,13 +211,15 @@ def _cond(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value
     if equation.params.get("branches_platforms") is not None:
         return None
     index, *operands = inputs
-    branches = [on_arrays(region, jaxpr, operands) for jaxpr in equation.params["branches"]]
+    jaxprs = equation.params["branches"]
+    regions = [dataclasses.replace(region, place=f"{region.place}.{number}") for number in range(len(jaxprs))]
+    branches = [on_arrays(*branch, operands) for branch in zip(regions, jaxprs, strict=True)]
     arrays = [on_device(value.array) for value in operands]
     values = [
         dataclasses.replace(argument(array), integers=value.integers)
         for array, value in zip(arrays, operands, strict=True)
     ]
-    found = [_result_dtypes(region, jaxpr, values) for jaxpr in equation.params["branches"]]
+    found = [_result_dtypes(region, jaxpr, values) for jaxpr in jaxprs]
     dtypes = [outs[0] if len(set(outs)) == 1 else jnp.dtype(jnp.float32) for outs in zip(*found, strict=True)]
 
     def agreeing(branch: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -226,16 +235,24 @@ def _cond(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value
 
 
 def _shard_map(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value]:
-    params = equation.params
+    params, delayed = equation.params, region.delayed
+    axes = frozenset(params.get("manual_axes") or params["newly_manual_axes"])
+    scales = delayed.within(region.place) if delayed else {}
+
+    def run(scales: dict[str, jax.Array], *arrays: jax.Array) -> list[Any]:
+        rows = {place: x[0] for place, x in scales.items()}
+        own = delayed and delayed.rows(rows, math.prod(params["mesh"].shape[axis] for axis in axes))
+        return on_arrays(dataclasses.replace(region, delayed=own), params["jaxpr"], inputs)(*arrays)
+
     wrapped = jax.shard_map(
-        on_arrays(region, params["jaxpr"], inputs),
+        run,
         mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
+        in_specs=(P(tuple(sorted(axes))), *params["in_specs"]),  # each device has scales of its own
         out_specs=list(params["out_specs"]),
-        axis_names=frozenset(params.get("manual_axes") or params["newly_manual_axes"]),
+        axis_names=axes,
         check_vma=params["check_vma"],
     )
-    return values_of(wrapped(*(value.array for value in inputs)))
+    return values_of(wrapped(scales, *(value.array for value in inputs)))
 
 
 ENTERED: dict[str, Handler] = {

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from jax.extend.source_info_util import user_context
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.attention_logits import logits_of
-from jmp_train.policies.autocasting.fp8 import fp8_dot
+from jmp_train.policies.autocasting.fp8 import fp8_dot, place_of
 from jmp_train.policies.autocasting.integers import integers_in_result, operand
 from jmp_train.policies.autocasting.jitted_primitives import bind, cast, float32_product
 from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, result_bounds
@@ -84,6 +85,7 @@ def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> li
     logits = logits_of(region, opened)
     in_half = wanted(region, opened, "lower", LAYOUT | ARITHMETIC | {"max", "tanh", "logistic"})
     in_half &= {atom for e in opened.eqns if e.primitive.name not in ADDITIONS for atom in variables_read(e)}
+    places: Counter[str] = Counter()
     grouped = itertools.groupby(opened.eqns, key=lambda e: str(e.source_info.name_stack))
     for scope, equations in grouped:
         with jax.named_scope(scope) if scope else contextlib.nullcontext():
@@ -92,7 +94,8 @@ def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> li
                 if added.isdisjoint(equation.outvars):  # the result itself is saved
                     inputs = [dataclasses.replace(x, addends=None) if x.addends else x for x in inputs]
                 with user_context(equation.source_info.traceback):  # compilers and profilers name the user's line
-                    outputs = _run(region, equation, scope, inputs, in_float32, logits)
+                    place = _place(region, equation, scope, places)
+                    outputs = _run(region, equation, scope, place, inputs, in_float32, logits)
                 if equation.primitive.name in ARITHMETIC:
                     (output,) = outputs
                     stored = equation.outvars[0] in in_half
@@ -105,6 +108,7 @@ def _run(
     region: Region,
     equation: JaxprEqn,
     scope: str,
+    place: str,
     inputs: list[Value],
     in_float32: frozenset[Any],
     logits: frozenset[Any],
@@ -116,7 +120,7 @@ def _run(
         rule, reason = region.decide(equation, scope)
     if name in region.handlers and _is_entered(rule, equation, inputs):
         forced = rule if rule in ("lower", "float32", "fp8") else region.forced
-        inner = dataclasses.replace(region.within(equation, scope), forced=forced)
+        inner = dataclasses.replace(region.within(equation, scope, place), forced=forced)
         outputs = region.handlers[name](inner, equation, inputs)
         if outputs is not None:
             return outputs
@@ -127,7 +131,7 @@ def _run(
         arrays = [value.to(region.half) for value in inputs]
         outputs = [Value(float32_product(equation.primitive, arrays, equation.params), product=True)]
     elif rule == "fp8":
-        outputs = [_in_8_bits(region, equation, inputs)]
+        outputs = [_in_8_bits(region, equation, place, inputs)]
     else:
         outputs = _execute(region, equation, inputs, dtypes, rule)
     _note_integers(equation, inputs, outputs)
@@ -206,12 +210,19 @@ def _execute(region: Region, equation: Any, inputs: list[Value], dtypes: Sequenc
     return outputs
 
 
-def _in_8_bits(region: Region, equation: JaxprEqn, inputs: Sequence[Value]) -> Value:
+def _place(region: Region, equation: JaxprEqn, scope: str, places: Counter[str]) -> str:
+    """Returns the place of an equation where it may be or hold a product whose scales are looked up by it, else ""."""
+    may_multiply = equation.primitive.name == "dot_general" or equation.primitive.name in region.handlers
+    return place_of(equation, join("", scope), region.place, places) if region.delayed and may_multiply else ""
+
+
+def _in_8_bits(region: Region, equation: JaxprEqn, place: str, inputs: Sequence[Value]) -> Value:
     """Multiplies in 8 bits, of operands in the dtypes that they have."""
     contract, _ = equation.params["dimension_numbers"]
     dtype = _params(equation, region.half).get("preferred_element_type") or region.half
     lhs, rhs = (on_device(value.array) for value in inputs)
-    return Value(fp8_dot(lhs, rhs, contract, region.recipe, dtype), product=True)
+    scales = region.delayed.of(place) if region.delayed else None
+    return Value(fp8_dot(lhs, rhs, contract, region.recipe, dtype, scales), product=True)
 
 
 def _is_smaller(inputs: Sequence[Value], shape: tuple[int, ...]) -> bool:

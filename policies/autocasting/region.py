@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, Recipe
+from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScales, Recipe
 from jmp_train.policies.autocasting.integers import Integers
 from jmp_train.policies.autocasting.jitted_primitives import cast
 from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, Bounds, literal_bounds
@@ -155,6 +155,8 @@ class Region:
       constants: those of the programs so far, by identity.
       memory: what was found out about programs; see `remembered`.
       recipe: of products in 8 bits.
+      delayed: their scales, where these come from outside.
+      place: of the body that is interpreted now; see `place_of`.
     """
 
     half: Any
@@ -168,6 +170,8 @@ class Region:
     constants: dict[int, Value] = dataclasses.field(default_factory=dict)
     memory: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     recipe: Recipe = DEFAULT_RECIPE
+    delayed: DelayedScales | None = None
+    place: str = ""
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -192,14 +196,14 @@ class Region:
         inside = {key: value.inside() for key, value in self.constants.items()}
         return dataclasses.replace(self, constants=inside)
 
-    def within(self, equation: JaxprEqn, scope: str) -> "Region":
-        """Returns the region for the body of an equation in that scope."""
+    def within(self, equation: JaxprEqn, scope: str, place: str = "") -> "Region":
+        """Returns the region for the body of an equation in that scope, at that place."""
         callers = (*self.callers, equation)
-        return dataclasses.replace(self, path=join(self.path, scope), callers=callers)
+        return dataclasses.replace(self, path=join(self.path, scope), callers=callers, place=place)
 
     def unlogged(self) -> "Region":
         """Returns the region for a trial run."""
-        return dataclasses.replace(self, log=None)
+        return dataclasses.replace(self, log=None, delayed=None)
 
     def decide(self, equation: JaxprEqn, scope: str) -> tuple[Rule | None, str]:
         """Returns the rule of an equation, None where no table names it, and where it is from."""

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.cpu_convolutions import all_equations, warn_of_convolutions
-from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, Recipe
+from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScaling, Recipe, fp8_scales, given_scales
 from jmp_train.policies.autocasting.higher_order import ENTERED
 from jmp_train.policies.autocasting.interpreter import interpret
 from jmp_train.policies.autocasting.region import (
@@ -53,8 +53,8 @@ def autocast(
       dtype: the half type, float16 or bfloat16.
       rules: which operation runs in which precision.
       enabled: False runs `fn` as it is, also within another region.
-      fp8: the recipe of the products whose rule is "fp8": `Float8CurrentScaling` or `MXFP8BlockScaling`. Such products
-        have gradients, but no forward-mode derivatives.
+      fp8: the recipe of the products whose rule is "fp8": `Float8CurrentScaling`, `MXFP8BlockScaling` or
+        `DelayedScaling`, whose state `train_step` keeps. Such products have gradients, but no forward-mode derivatives.
 
     Returns:
       A function of the same signature. Regions nest; the innermost one decides.
@@ -155,13 +155,15 @@ def autocast_as(rule: Rule) -> Callable[[Callable[Args, Result]], Callable[Args,
 
 def run_region(region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns what `fn(*args, **kwargs)` gives by the rules of a region."""
+    delayed = given_scales() if isinstance(region.recipe, DelayedScaling) else None
 
     def run(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
         warn_of_convolutions(all_equations(jaxpr.jaxpr), region.half)
-        fresh = dataclasses.replace(region, constants={}, memory={})
+        fresh = dataclasses.replace(region, constants={}, memory={}, delayed=delayed)
         return [value.array for value in interpret(fresh, jaxpr, [argument(array) for array in arrays])]
 
-    return run_traced(run, fn, args, kwargs)
+    with fp8_scales(None):  # regions within have none
+        return run_traced(run, fn, args, kwargs)
 
 
 def run_traced(

@@ -8,6 +8,7 @@ from jmp_train.policies.pytrees.casting import cast_to_half as cast_to_half
 from jmp_train.policies.pytrees.casting import is_float_array as is_float_array
 from jmp_train.policies.pytrees.casting import is_inexact_array as is_inexact_array
 from jmp_train.policies.pytrees.casting import upcast_to_float32 as upcast_to_float32
+from jmp_train.policies.pytrees.collectives import Largest as Largest
 from jmp_train.policies.pytrees.collectives import mean_over_axes as mean_over_axes
 from jmp_train.policies.pytrees.collectives import pvary as pvary
 from jmp_train.policies.pytrees.collectives import reduce_gradients as reduce_gradients

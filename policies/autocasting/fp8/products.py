@@ -47,14 +47,21 @@ class Quantized(NamedTuple):
     Attributes:
       array: 8-bit, of the operand's shape.
       inverse_scale: float32 scalar by which it is to be multiplied.
+      amax: float32 scalar, the operand's largest magnitude.
     """
 
     array: jax.Array
     inverse_scale: jax.Array
+    amax: jax.Array
 
 
 def fp8_dot(
-    lhs: jax.Array, rhs: jax.Array, contract: Contract, recipe: Recipe, dtype: DTypeLike = jnp.float32
+    lhs: jax.Array,
+    rhs: jax.Array,
+    contract: Contract,
+    recipe: Recipe,
+    dtype: DTypeLike = jnp.float32,
+    scales: jax.Array | None = None,
 ) -> jax.Array:
     """Returns a matrix product that runs in 8 bits, as do those of its gradients.
 
@@ -64,9 +71,11 @@ def fp8_dot(
       contract: the dimensions of lhs and of rhs that are contracted, in pairs.
       recipe: how they are quantized.
       dtype: of the result.
+      scales: float32 [3], of lhs, rhs and the gradient of the result, where these are not to be their own.
 
     Returns:
-      The product. Gradients have the dtypes of the operands; their sums are float32.
+      The product. Gradients have the dtypes of the operands; their sums are float32. The "gradients" of `scales` are
+      the largest magnitudes of lhs, rhs and the gradient of the result.
 
     Example:
       >>> import jax.numpy as jnp
@@ -78,12 +87,13 @@ def fp8_dot(
     product = Product(recipe, contract, jnp.dtype(dtype))
     if isinstance(recipe, MXFP8BlockScaling):
         return _of_blocks(product, lhs, rhs)
-    return _of_tensors(product, lhs, rhs)
+    return _of_tensors(product, lhs, rhs, scales)
 
 
-def _quantized(x: jax.Array, dtype: DTypeLike) -> Quantized:
-    scale = scale_of(amax_of(x), dtype)
-    return Quantized(quantize(x, dtype, scale), 1.0 / scale)
+def _quantized(x: jax.Array, dtype: DTypeLike, scales: jax.Array | None, index: int) -> Quantized:
+    amax = amax_of(x)
+    scale = scale_of(amax, dtype) if scales is None else scales[index]
+    return Quantized(quantize(x, dtype, scale), 1.0 / scale, amax)
 
 
 def _multiply(lhs: Quantized, rhs: Quantized, contract: Contract, dtype: DTypeLike) -> jax.Array:
@@ -92,25 +102,26 @@ def _multiply(lhs: Quantized, rhs: Quantized, contract: Contract, dtype: DTypeLi
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _of_tensors(product: Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return _forward_of_tensors(product, lhs, rhs)[0]
+def _of_tensors(product: Product, lhs: jax.Array, rhs: jax.Array, scales: jax.Array | None) -> jax.Array:
+    return _forward_of_tensors(product, lhs, rhs, scales)[0]
 
 
-def _forward_of_tensors(product: Product, lhs: jax.Array, rhs: jax.Array) -> Any:
-    left, right = (_quantized(x, product.recipe.forward_dtype) for x in (lhs, rhs))
+def _forward_of_tensors(product: Product, lhs: jax.Array, rhs: jax.Array, scales: jax.Array | None) -> Any:
+    left, right = (_quantized(x, product.recipe.forward_dtype, scales, i) for i, x in enumerate((lhs, rhs)))
     like = [jnp.zeros((0,), x.dtype) for x in (lhs, rhs)]
-    return _multiply(left, right, product.contract, product.dtype), (left, right, like)
+    return _multiply(left, right, product.contract, product.dtype), (left, right, like, scales)
 
 
 def _backward_of_tensors(product: Product, residuals: Any, cotangent: jax.Array) -> Any:
-    lhs, rhs, like = residuals
-    gradient = _quantized(cotangent, product.recipe.backward_dtype)
-    return operand_gradients(
+    lhs, rhs, like, scales = residuals
+    gradient = _quantized(cotangent, product.recipe.backward_dtype, scales, 2)
+    grads = operand_gradients(
         product.contract,
         (lhs.array.shape, rhs.array.shape),
         lambda contract: _multiply(gradient, rhs, contract, like[0].dtype),
         lambda contract: _multiply(gradient, lhs, contract, like[1].dtype),
     )
+    return *grads, None if scales is None else jnp.stack([lhs.amax, rhs.amax, gradient.amax])
 
 
 _of_tensors.defvjp(_forward_of_tensors, _backward_of_tensors)

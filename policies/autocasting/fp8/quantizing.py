@@ -99,7 +99,7 @@ def quantize_blocks(x: jax.Array, dimension: int, dtype: DTypeLike) -> tuple[jax
 
 
 def dequantize_blocks(quantized: jax.Array, scales: jax.Array, dimension: int) -> jax.Array:
-    """Returns what `quantize_blocks` stands for in bfloat16, which holds it exactly down to its smallest numbers.
+    """Returns what `quantize_blocks` stands for in float32, which holds it exactly down to its smallest numbers.
 
     Args:
       quantized: the 8-bit array.
@@ -109,11 +109,11 @@ def dequantize_blocks(quantized: jax.Array, scales: jax.Array, dimension: int) -
     Example:
       >>> import jax.numpy as jnp
       >>> dequantize_blocks(*quantize_blocks(jnp.array([3.0, 900.0]), 0, jnp.float8_e4m3fn), 0)
-      Array([3, 896], dtype=bfloat16)
+      Array([  3., 896.], dtype=float32)
     """
-    of_each = jnp.repeat(scales.astype(jnp.bfloat16), BLOCK, axis=dimension)
+    of_each = jnp.repeat(scales.astype(jnp.float32), BLOCK, axis=dimension)
     of_each = lax.slice_in_dim(of_each, 0, quantized.shape[dimension], axis=dimension)
-    return quantized.astype(jnp.bfloat16) * of_each
+    return quantized.astype(jnp.float32) * of_each
 
 
 def _in_blocks(x: jax.Array, dimension: int) -> jax.Array:

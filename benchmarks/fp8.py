@@ -1,0 +1,92 @@
+"""The language model of task `lm`, trained with its dense layers in 8 bits, beside bfloat16 and float32.
+
+    python benchmarks/fp8.py [--ways bfloat16 Float8CurrentScaling ...] [--seeds 3] [--json FILE]
+    python benchmarks/fp8.py --steps 3 --seeds 1     # to see that it runs
+
+Each way trains `--model tiny` for one pass over the text with the task's optimizer, from the same parameters and in the
+same order of windows for each seed. Bits per byte are those of the held-out tenth of the text, under the same policy. In
+8 bits are the dense layers of the blocks; the logits are bfloat16's, as in Transformer Engine.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jmp_train as jt
+from jmp_train.tasks import Task, TaskOptions, load_task
+
+RECIPES = {recipe.__name__: recipe for recipe in (jt.Float8CurrentScaling, jt.MXFP8BlockScaling)}
+WAYS = ("float32", "bfloat16", *RECIPES)
+RULES = jt.TORCH_CUDA.replace(paths={"attention|mlp": "fp8"})
+TEST_BATCH = 32
+
+
+def main() -> None:
+    """Prints a table of the ways."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of a run; else one pass over the text")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    task = load_task("lm", TaskOptions(model="tiny"))
+    results: dict[str, list[float]] = {}
+    for way in args.ways:
+        results[way] = [bits_per_byte(task, way, seed, args.steps) for seed in range(args.seeds)]
+        runs = " ".join(f"{x:.4f}" for x in results[way])
+        print(f"{way:<22}{statistics.mean(results[way]):.4f} bits per byte   {runs}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"device": jax.default_backend(), "bits_per_byte": results}, indent=1))
+
+
+def policy_of(way: str) -> Any:
+    """Returns the policy of a way."""
+    if way == "float32":
+        return jt.get_policy("float32")
+    policy = jt.get_policy("autocast_bfloat16")
+    return dataclasses.replace(policy, rules=RULES, fp8=RECIPES[way]()) if way in RECIPES else policy
+
+
+def bits_per_byte(task: Task, way: str, seed: int, steps: int | None) -> float:
+    """Returns the bits per byte of the test text after a training run."""
+    windows = len(task.train["token"])
+    steps = windows // task.batch_size if steps is None else steps
+    optimizer = jt.with_loss_scale(task.optimizer(task.schedule(steps)), jt.NoOpLossScale())
+    policy = policy_of(way)
+    step = jt.train_step(task.loss_fn, optimizer, policy=policy)
+    params, model_state = task.init(jax.random.key(seed))
+    state = jt.TrainState.create(params, optimizer, model_state=model_state)
+    order = np.random.default_rng(seed).permutation(windows)
+    run = jax.jit(step, donate_argnums=0)
+    for number in range(steps):
+        rows = np.sort(order[number * task.batch_size :][: task.batch_size])
+        state, _ = run(state, task.prepare({name: array[rows] for name, array in task.train.items()}))
+    return tested(task, policy, state)
+
+
+def tested(task: Task, policy: Any, state: jt.TrainState) -> float:
+    """Returns the bits per byte of the test text."""
+
+    @jax.jit
+    def nats(state: jt.TrainState, batch: Any) -> jax.Array:
+        predict = jt.apply_policy(task.predict, policy)
+        logits = predict(state.params, state.model_state, batch).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).sum()
+
+    rows = range(0, len(task.test["token"]) - TEST_BATCH + 1, TEST_BATCH)
+    batches = [task.prepare({name: array[i : i + TEST_BATCH] for name, array in task.test.items()}) for i in rows]
+    total = sum(float(nats(state, batch)) for batch in batches)
+    return total / sum(batch["label"].size for batch in batches) / math.log(2)
+
+
+if __name__ == "__main__":
+    main()

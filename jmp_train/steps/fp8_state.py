@@ -1,0 +1,50 @@
+"""`with_fp8_state`: the train state before the first step with delayed scaling."""
+
+import dataclasses
+
+from jmp_train.policies.autocasting import fp8_state
+from jmp_train.steps.fp8_scales import delayed_scaling, own_state
+from jmp_train.steps.step import TrainStep
+from jmp_train.steps.step_checks import check_is_train_state
+from jmp_train.steps.train_state import TrainState
+from jmp_train.types import Batch
+
+
+def with_fp8_state(step: TrainStep, state: TrainState, batch: Batch) -> TrainState:
+    """Returns a train state with the scales and histories of delayed scaling beside the model's own state.
+
+    Args:
+      step: what `train_step` returned, whose policy has `DelayedScaling` as `fp8`.
+      state: the train state, with a model state or without.
+      batch: as the step takes it; `jax.ShapeDtypeStruct` will do for its arrays. Nothing is computed.
+
+    Returns:
+      The state with an `Fp8State` as `model_state`: `state.model_state.model_state` is the model's own. The loss
+      function goes on taking and returning that alone.
+
+    Raises:
+      TypeError: `step` is not a `TrainStep`, or `state` no `TrainState`.
+      ValueError: the policy has another recipe, or its rules have no product in 8 bits.
+
+    Example:
+      >>> import dataclasses, jax.numpy as jnp, optax
+      >>> import jmp_train as jt
+      >>> rules = jt.TORCH_CUDA.replace(primitives={"dot_general": "fp8"})
+      >>> policy = dataclasses.replace(jt.get_policy("autocast_bfloat16"), rules=rules, fp8=jt.DelayedScaling())
+      >>> step = jt.train_step(jt.stateless(lambda w, x: (x @ w).mean()), optax.sgd(0.1), policy=policy)
+      >>> batch = jnp.ones((4, 8))
+      >>> state = jt.with_fp8_state(step, jt.TrainState.create(jnp.ones((8, 2)), optax.sgd(0.1)), batch)
+      >>> state, metrics = step(state, batch)
+      >>> state.model_state.fp8.value.amax_history["dot_general"][:, 0]
+      Array([1.   , 1.   , 0.125], dtype=float32)
+    """
+    if not isinstance(step, TrainStep):
+        raise TypeError(f"step must be what train_step returned, not jitted, got {type(step).__name__}")
+    check_is_train_state(state)
+    recipe = delayed_scaling(step.policy)
+    if recipe is None:
+        raise ValueError(f"the step's policy must be an AutocastPolicy with fp8=DelayedScaling(), got {step.policy!r}")
+    places = step.fp8_places(state, batch)
+    if not places:
+        raise ValueError("the rules of the step's policy have no product of the loss in 8 bits; explain_autocast shows")
+    return dataclasses.replace(state, model_state=fp8_state(places, recipe, own_state(state.model_state)))
