@@ -4,8 +4,8 @@
     python benchmarks/fp8.py --steps 3 --seeds 1     # to see that it runs
 
 Each way trains `--model tiny` for one pass over the text with the task's optimizer, from the same parameters and in the
-same order of windows for each seed. Bits per byte are those of the held-out tenth of the text, under the same policy. In
-8 bits are the dense layers of the blocks; the logits are bfloat16's, as in Transformer Engine.
+same order of windows for each seed. Bits per byte are those of the held-out tenth of the text, under the same policy.
+In 8 bits are the dense layers of the blocks; the logits are bfloat16's, as in Transformer Engine.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import optax
 import jmp_train as jt
 from jmp_train.tasks import Task, TaskOptions, load_task
 
-RECIPES = {recipe.__name__: recipe for recipe in (jt.Float8CurrentScaling, jt.MXFP8BlockScaling)}
+RECIPES = {recipe.__name__: recipe for recipe in (jt.Float8CurrentScaling, jt.DelayedScaling, jt.MXFP8BlockScaling)}
 WAYS = ("float32", "bfloat16", *RECIPES)
 RULES = jt.TORCH_CUDA.replace(paths={"attention|mlp": "fp8"})
 TEST_BATCH = 32
@@ -65,6 +65,9 @@ def bits_per_byte(task: Task, way: str, seed: int, steps: int | None) -> float:
     step = jt.train_step(task.loss_fn, optimizer, policy=policy)
     params, model_state = task.init(jax.random.key(seed))
     state = jt.TrainState.create(params, optimizer, model_state=model_state)
+    if way == jt.DelayedScaling.__name__:
+        examples = {name: array[: task.batch_size] for name, array in task.train.items()}
+        state = jt.with_fp8_state(step, state, task.prepare(examples))
     order = np.random.default_rng(seed).permutation(windows)
     run = jax.jit(step, donate_argnums=0)
     for number in range(steps):
