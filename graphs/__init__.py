@@ -3,10 +3,12 @@
 from jmp_train.graphs import fn as fn
 from jmp_train.graphs.datasets import GraphData as GraphData
 from jmp_train.graphs.datasets import NodeData as NodeData
+from jmp_train.graphs.datasets import load_graphs as load_graphs
 from jmp_train.graphs.datasets import read_ogb as read_ogb
 from jmp_train.graphs.datasets import read_planetoid as read_planetoid
 from jmp_train.graphs.datasets import read_reddit as read_reddit
 from jmp_train.graphs.datasets import read_tu as read_tu
+from jmp_train.graphs.datasets import save_graphs as save_graphs
 from jmp_train.graphs.layers import GATConv as GATConv
 from jmp_train.graphs.layers import GATv2Conv as GATv2Conv
 from jmp_train.graphs.layers import GINConv as GINConv
@@ -85,4 +87,6 @@ from jmp_train.graphs.transforms import remove_self_loop as remove_self_loop
 from jmp_train.graphs.transforms import reorder as reorder
 from jmp_train.graphs.transforms import reverse as reverse
 from jmp_train.graphs.transforms import to_bidirected as to_bidirected
+from jmp_train.graphs.transforms import to_heterogeneous as to_heterogeneous
+from jmp_train.graphs.transforms import to_homogeneous as to_homogeneous
 from jmp_train.graphs.transforms import to_simple as to_simple

@@ -3,6 +3,8 @@
 from jmp_train.graphs.datasets.data_files import describe_files as describe_files
 from jmp_train.graphs.datasets.data_files import find_files as find_files
 from jmp_train.graphs.datasets.graph_data import GraphData as GraphData
+from jmp_train.graphs.datasets.graph_file_reading import load_graphs as load_graphs
+from jmp_train.graphs.datasets.graph_files import save_graphs as save_graphs
 from jmp_train.graphs.datasets.node_data import NodeData as NodeData
 from jmp_train.graphs.datasets.ogb import read_ogb as read_ogb
 from jmp_train.graphs.datasets.planetoid import PLANETOID_ADDRESS as PLANETOID_ADDRESS

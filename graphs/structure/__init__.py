@@ -17,6 +17,7 @@ from jmp_train.graphs.structure.block import Block as Block
 from jmp_train.graphs.structure.block import padded_block as padded_block
 from jmp_train.graphs.structure.counts import LARGEST_COUNT as LARGEST_COUNT
 from jmp_train.graphs.structure.counts import as_count as as_count
+from jmp_train.graphs.structure.counts import as_counts as as_counts
 from jmp_train.graphs.structure.csr import CSR as CSR
 from jmp_train.graphs.structure.csr import CSRAndCSC as CSRAndCSC
 from jmp_train.graphs.structure.csr import from_degrees as from_degrees

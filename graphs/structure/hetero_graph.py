@@ -32,6 +32,8 @@ class HeteroGraph:
       >>> graph = hetero_from_edges({("user", "plays", "game"): ([0, 1], [0, 0])}, {"user": 2, "game": 1})
       >>> graph.edge_type("plays")
       ('user', 'plays', 'game')
+      >>> graph.in_degrees("plays").tolist(), graph.senders("plays").tolist()
+      ([2], [0, 1])
     """
 
     nodes: Mapping[str, Mapping[str, jax.Array]]
@@ -78,6 +80,62 @@ class HeteroGraph:
         new = checked_features(f"edges[{kind!r}]", features, rows)
         edges = {**self.edges, kind: {**self.edges[kind], **new}}
         return dataclasses.replace(self, edges=FrozenDict(edges))
+
+    @property
+    def node_types(self) -> tuple[str, ...]:
+        """The types of nodes, in the order in which they were given."""
+        return tuple(kind for kind, _ in self.n_node)
+
+    @property
+    def edge_types(self) -> tuple[EdgeType, ...]:
+        """The types of edges, sorted: a dictionary that goes through jit keeps no other order."""
+        return tuple(sorted(self.connections))
+
+    def num_edges(self, etype: str | EdgeType | None = None) -> int:
+        """Returns how many edges of a type there are.
+
+        Args:
+          etype: which edges, see `edge_type`.
+        """
+        return self.connections[self.edge_type(etype)].num_edges
+
+    def senders(self, etype: str | EdgeType | None = None) -> jax.Array:
+        """Returns the node that each edge of a type leaves, int32 [edges of that type].
+
+        Args:
+          etype: which edges, see `edge_type`.
+
+        Raises:
+          ValueError: the graph keeps no edge apart.
+        """
+        return self.connections[self.edge_type(etype)].senders.ids
+
+    def receivers(self, etype: str | EdgeType | None = None) -> jax.Array:
+        """Returns the node that each edge of a type enters, int32 [edges of that type].
+
+        Args:
+          etype: which edges, see `edge_type`.
+
+        Raises:
+          ValueError: the graph keeps no edge apart.
+        """
+        return self.connections[self.edge_type(etype)].receivers.ids
+
+    def in_degrees(self, etype: str | EdgeType | None = None) -> jax.Array:
+        """Returns how many edges of a type enter each node, int32 [nodes of the type at their end].
+
+        Args:
+          etype: which edges, see `edge_type`.
+        """
+        return self.connections[self.edge_type(etype)].in_degrees
+
+    def out_degrees(self, etype: str | EdgeType | None = None) -> jax.Array:
+        """Returns how many edges of a type leave each node, int32 [nodes of the type at their start].
+
+        Args:
+          etype: which edges, see `edge_type`.
+        """
+        return self.connections[self.edge_type(etype)].out_degrees
 
     def num_nodes(self, node_type: str) -> int:
         """Returns how many nodes of a type there are.

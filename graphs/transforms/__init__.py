@@ -1,5 +1,8 @@
 """Transforms of a graph's edges and features, on the host."""
 
+from jmp_train.graphs.transforms.edge_lists import edges_on_host as edges_on_host
+from jmp_train.graphs.transforms.edge_lists import ends_on_host as ends_on_host
+from jmp_train.graphs.transforms.edge_lists import formats_made as formats_made
 from jmp_train.graphs.transforms.edges import add_self_loop as add_self_loop
 from jmp_train.graphs.transforms.edges import remove_self_loop as remove_self_loop
 from jmp_train.graphs.transforms.edges import reverse as reverse
@@ -7,6 +10,8 @@ from jmp_train.graphs.transforms.edges import to_bidirected as to_bidirected
 from jmp_train.graphs.transforms.edges import to_simple as to_simple
 from jmp_train.graphs.transforms.editing import add_edges as add_edges
 from jmp_train.graphs.transforms.editing import remove_edges as remove_edges
+from jmp_train.graphs.transforms.homogeneous import to_heterogeneous as to_heterogeneous
+from jmp_train.graphs.transforms.homogeneous import to_homogeneous as to_homogeneous
 from jmp_train.graphs.transforms.reordering import reorder as reorder
 from jmp_train.graphs.transforms.row_normalization import normalize_rows as normalize_rows
 from jmp_train.graphs.transforms.subgraphs import edge_subgraph as edge_subgraph

@@ -70,7 +70,7 @@ def edges_on_host(graph: Graph) -> EdgeList:
     if graph.is_padded:
         raise ValueError("graph is padded: unpad it first")
     features = {name: np.asarray(rows) for name, rows in graph.edges.items()}
-    ends = _ends(graph.connections)
+    ends = ends_on_host(graph.connections)
     return EdgeList(*checked_ends(*ends, graph.num_nodes, graph.num_nodes), features)
 
 
@@ -136,7 +136,7 @@ def check_keeps_edges(graph: Graph) -> None:
 
 def formats_of(graph: Graph, formats: Sequence[str] | None) -> Sequence[str]:
     """Returns the formats that are asked for, those of the graph where none are."""
-    return _formats(graph.connections) if formats is None else formats
+    return formats_made(graph.connections) if formats is None else formats
 
 
 def owning_graphs(graph: Graph) -> np.ndarray:
@@ -147,7 +147,8 @@ def owning_graphs(graph: Graph) -> np.ndarray:
     return owners
 
 
-def _ends(adjacency: Adjacency) -> tuple[np.ndarray, np.ndarray]:
+def ends_on_host(adjacency: Adjacency) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the senders and the receivers of edges, int32; sorted by receiver where no order is kept."""
     if adjacency.ends is not None:
         return np.asarray(adjacency.senders.ids), np.asarray(adjacency.receivers.ids)
     assert adjacency.neighbors is not None  # no format is without both
@@ -156,7 +157,7 @@ def _ends(adjacency: Adjacency) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(by_target.others), np.repeat(nodes, np.asarray(by_target.degrees))
 
 
-def _formats(adjacency: Adjacency) -> tuple[str, ...]:
+def formats_made(adjacency: Adjacency) -> tuple[str, ...]:
     """Returns the formats that the adjacency were made with."""
     kept = {
         "coo": adjacency.ends,

@@ -1,0 +1,200 @@
+"""Reads the files that `save_graphs` wrote: nothing in them is trusted, and only the graphs that are wanted is read."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, SupportsIndex, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import FrozenDict
+
+from jmp_train.graphs.datasets.file_limits import check_bytes, faults_named, most_bytes, one_line
+from jmp_train.graphs.datasets.graph_files import FORMAT, VERSION, Arrays
+from jmp_train.graphs.datasets.safetensors_format import SafetensorsFile
+from jmp_train.graphs.structure import EdgeType, Graph, HeteroGraph, as_count, as_counts, from_edges, hetero_from_edges
+
+_BYTES_OF_A_NODE = 16  # degrees, and where the edges of each node begin, in both directions
+
+
+def load_graphs(
+    path: str | os.PathLike[str],
+    indices: SupportsIndex | Sequence[SupportsIndex] | None = None,
+    *,
+    max_bytes: int | None = None,
+) -> tuple[list[Graph | HeteroGraph], Arrays]:
+    """Returns the graphs of a file that `save_graphs` wrote, and its labels.
+
+    Args:
+      path: the file.
+      indices: which graphs, counted from 0; None for all. Only these are read.
+      max_bytes: how many bytes the indices of nodes may take; None for 100 times the file's size, and 256 MiB
+        at least.
+
+    Returns:
+      The graphs, with the formats that they had, their arrays on the default device; and the labels, numpy arrays.
+
+    Raises:
+      ValueError: the file is damaged, another one or of a later version, or asks for more memory than it may; an
+        array wants `jax_enable_x64`; or there is no such graph. The message names the file, the graph and the fault.
+      OSError: the file cannot be read, or does not fit into memory.
+
+    Example:
+      >>> import tempfile
+      >>> from jmp_train.graphs import rand_graph, save_graphs
+      >>> file = tempfile.mkdtemp() + "/graphs.safetensors"
+      >>> save_graphs(file, [rand_graph(3, 5), rand_graph(4, 8)])
+      >>> [graph.num_edges for graph in load_graphs(file, [1])[0]]
+      [8]
+    """
+    path = Path(path)
+    with faults_named(path), _opened(path) as file:
+        known = _known(path, file.metadata, file.names)
+        places = range(len(known)) if indices is None else _places(path, indices, len(known))
+        most = most_bytes(max_bytes, path)
+        graphs = [
+            _put_together(f"{path}: graph {place}", known[place], _read(path, file, f"{place}/"), most)
+            for place in places
+        ]
+        return graphs, _read(path, file, "labels/")
+
+
+def _opened(path: Path) -> SafetensorsFile:
+    try:
+        return SafetensorsFile(path)
+    except ValueError as fault:
+        raise ValueError(f"{path} is not a safetensors file, or a damaged one: {fault}") from None
+
+
+def _read(path: Path, file: SafetensorsFile, start: str) -> Arrays:
+    """Returns the arrays whose names begin so, by the rest of their names."""
+    try:
+        return {name.removeprefix(start): file.read(name) for name in file.names if name.startswith(start)}
+    except ValueError as fault:
+        raise ValueError(f"{path}: {fault}") from None
+
+
+def _known(path: Path, metadata: Mapping[str, str], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns what the metadata say of each graph, checked as far as it goes without the arrays."""
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a file of graphs: its format is {metadata.get('format')!r}, not {FORMAT!r}")
+    if metadata.get("format_version") != VERSION:
+        raise ValueError(f"{path} has format_version {metadata.get('format_version')!r}, this reads {VERSION!r}")
+    try:
+        known = json.loads(metadata.get("graphs", ""))
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path}: its metadata of graphs are not JSON") from None
+    if not isinstance(known, list):
+        raise ValueError(f"{path}: its metadata of graphs are no list")
+    for place, what in enumerate(known):
+        if fault := _fault(what):
+            raise ValueError(f"{path}: graph {place}: the metadata {fault}")
+    starts = {"labels", *map(str, range(len(known)))}
+    for name in names:
+        if name.partition("/")[0] not in starts:
+            raise ValueError(f"{path}: the array {name[:200]!r} belongs to no graph, of which there are {len(known)}")
+    return known
+
+
+def _fault(what: object) -> str | None:
+    """Returns what is wrong with the metadata of a graph, or None."""
+    if not isinstance(what, dict) or what.get("kind") not in ("graph", "hetero"):
+        return "name no kind of graph"
+    formats = what.get("formats")
+    if not isinstance(formats, list) or not all(isinstance(name, str) for name in formats):
+        return "name no formats"
+    if what["kind"] == "graph":
+        return None if isinstance(what.get("globals"), bool) else "do not say whether there are globals"
+    n_node, kinds = _lists(what.get("n_node"), 2), _lists(what.get("edge_types"), 3)
+    if n_node is None or not all(isinstance(kind, str) and type(count) is int for kind, count in n_node):
+        return "have no counts of nodes by type"
+    if kinds is None or not all(isinstance(part, str) for kind in kinds for part in kind):
+        return "have no types of edges"
+    if len(dict(n_node)) < len(n_node) or len(set(map(tuple, kinds))) < len(kinds):
+        return "name a type twice"
+    return None
+
+
+def _lists(value: object, length: int) -> list[list[Any]] | None:
+    """Returns a list of lists of some length; None for what is none."""
+    is_one = isinstance(value, list) and all(isinstance(part, list) and len(part) == length for part in value)
+    return cast(list[list[Any]], value) if is_one else None
+
+
+def _places(path: Path, indices: SupportsIndex | Sequence[SupportsIndex], count: int) -> list[int]:
+    several = indices if isinstance(indices, Sequence | np.ndarray) else [indices]
+    places = [as_count("indices", place) for place in several]
+    for place in places:
+        if place >= count:
+            raise ValueError(f"{path} has {count} graphs: there is none at indices={place}")
+    return places
+
+
+def _put_together(where: str, what: Mapping[str, Any], arrays: Arrays, most: int) -> Graph | HeteroGraph:
+    """Returns a graph of its arrays, all of which have to be used."""
+    try:
+        graph = (_graph if what["kind"] == "graph" else _hetero_graph)(where, what, arrays, most)
+        if arrays:
+            raise ValueError(f"the array {min(arrays)[:200]!r} is of no use")
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        raise ValueError(text if text.startswith(where) else f"{where}: {one_line(error)}") from None
+    return graph
+
+
+def _graph(where: str, what: Mapping[str, Any], arrays: Arrays, most: int) -> Graph:
+    n_node, n_edge = (as_counts(name, _pop(arrays, name)) for name in ("n_node", "n_edge"))
+    total = int(n_node.sum())
+    check_bytes(f"{where}: the indices of {total} nodes", _BYTES_OF_A_NODE * total, most)
+    senders, receivers = _pop(arrays, "senders"), _pop(arrays, "receivers")
+    nodes, edges, of_graphs = (_on_device(of, _pop_all(arrays, of)) for of in ("nodes", "edges", "globals"))
+    graph = from_edges(senders, receivers, total, nodes, edges, formats=what["formats"])
+    if n_edge.sum() != len(senders) or len(n_edge) != len(n_node):
+        found, wanted = (len(n_edge), int(n_edge.sum())), (len(n_node), len(senders))
+        raise ValueError(f"n_edge has (graphs, edges) = {found}, where there are {wanted}")
+    owners = np.repeat(np.arange(len(n_node)), n_node)
+    expected = np.repeat(np.arange(len(n_edge)), n_edge)
+    for name, ids in (("senders", senders), ("receivers", receivers)):
+        if (wrong := owners[ids] != expected).any():
+            edge = int(wrong.argmax())
+            owner = owners[ids[edge]]
+            raise ValueError(f"{name}[{edge}] = {ids[edge]} is of graph {owner} of the batch, not of {expected[edge]}")
+    counts = {"n_node": jnp.asarray(n_node, jnp.int32), "n_edge": jnp.asarray(n_edge, jnp.int32)}
+    return dataclasses.replace(graph, **counts, globals=dict(of_graphs) if what["globals"] or of_graphs else None)
+
+
+def _hetero_graph(where: str, what: Mapping[str, Any], arrays: Arrays, most: int) -> HeteroGraph:
+    n_node = dict(what["n_node"])
+    total = sum(as_count(f"n_node[{kind!r}]", count) for kind, count in n_node.items())
+    check_bytes(f"{where}: the indices of {total} nodes", _BYTES_OF_A_NODE * total, most)
+    kinds: list[EdgeType] = [(first, name, last) for first, name, last in what["edge_types"]]
+    ends = {kind: (_pop(arrays, f"senders/{i}"), _pop(arrays, f"receivers/{i}")) for i, kind in enumerate(kinds)}
+    nodes = {kind: _on_device("nodes", _pop_all(arrays, f"nodes/{place}")) for place, kind in enumerate(n_node)}
+    edges = {kind: _on_device("edges", _pop_all(arrays, f"edges/{place}")) for place, kind in enumerate(kinds)}
+    return hetero_from_edges(ends, n_node, nodes, edges, formats=what["formats"])
+
+
+def _pop(arrays: Arrays, name: str) -> np.ndarray:
+    """Returns ids or counts, int32 with one axis."""
+    if name not in arrays:
+        raise ValueError(f"the array {name!r} is missing")
+    array = arrays.pop(name)
+    if array.dtype != np.int32 or array.ndim != 1:
+        raise ValueError(f"the array {name!r} must be int32 with one axis, got {array.dtype} {array.shape}")
+    return array
+
+
+def _pop_all(arrays: Arrays, of: str) -> Arrays:
+    start = f"{of}/"
+    return {name.removeprefix(start): arrays.pop(name) for name in sorted(arrays) if name.startswith(start)}
+
+
+def _on_device(of: str, arrays: Arrays) -> Mapping[str, jax.Array]:
+    """Returns arrays of jax; raises ValueError where it would take another dtype for one."""
+    for name, array in arrays.items():
+        if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+            raise ValueError(f"{of}[{name!r}] is {array.dtype}, which wants jax_enable_x64")
+    return FrozenDict({name: jnp.asarray(array) for name, array in arrays.items()})

@@ -1,0 +1,166 @@
+"""The safetensors format, read and written with numpy alone: a header of JSON, then the bytes of the arrays.
+
+Reference: https://huggingface.co/docs/safetensors.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES = {
+    "BOOL": "bool",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+_NAMES = {name: stored for stored, name in DTYPES.items()}
+_LONGEST_HEADER = 100_000_000  # the format's own limit
+_METADATA = "__metadata__"
+
+
+class SafetensorsFile:
+    """A file that is open for reading; its header is checked, and arrays are read when they are asked for.
+
+    Attributes:
+      metadata: texts by name.
+      names: of the arrays.
+
+    Raises:
+      ValueError: the file is damaged, or not of this format.
+
+    Example:
+      >>> import tempfile
+      >>> path = Path(tempfile.mkdtemp()) / "some"
+      >>> _ = path.write_bytes(serialized({"a": np.arange(3)}, {"of": "us"}))
+      >>> with SafetensorsFile(path) as file:
+      ...     file.metadata, file.names, file.read("a")
+      ({'of': 'us'}, ['a'], array([0, 1, 2]))
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        try:
+            header, self._start = self._header()
+            self.metadata: Mapping[str, str] = _metadata(header.pop(_METADATA, {}))
+            self._arrays = {name: _place(name, entry) for name, entry in header.items()}
+            _check_places(self._arrays, os.fstat(self._file.fileno()).st_size - self._start)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the arrays."""
+        return list(self._arrays)
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns one of the arrays.
+
+        Args:
+          name: of the array.
+        """
+        dtype, shape, begin, end = self._arrays[name]
+        self._file.seek(self._start + begin)
+        content = self._file.read(end - begin)
+        if len(content) < end - begin:
+            raise ValueError(f"the array {name[:200]!r} is cut off")
+        if dtype == np.bool_ and content.strip(b"\0\1"):
+            raise ValueError(f"the array {name[:200]!r} has booleans that are neither 0 nor 1")
+        return np.frombuffer(bytearray(content), dtype).reshape(shape)
+
+    def _header(self) -> tuple[dict[str, Any], int]:
+        size = int.from_bytes(self._file.read(8), "little")
+        if size > _LONGEST_HEADER:
+            raise ValueError(f"its header would have {size} bytes")
+        content = self._file.read(size)
+        if len(content) < size or size < 2:
+            raise ValueError("its header is cut off")
+        try:
+            header = json.loads(content)
+        except (ValueError, RecursionError):
+            raise ValueError("its header is not JSON") from None
+        if not isinstance(header, dict):
+            raise ValueError("its header is no dictionary")
+        return header, 8 + size
+
+
+def serialized(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    """Returns the content of a file.
+
+    Args:
+      arrays: by name, of `DTYPES`; names are valid unicode.
+      metadata: texts by name.
+    """
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    parts, begin = [], 0
+    # As the format's own writer: the widest elements first, so that all are aligned.
+    for name in sorted(arrays, key=lambda name: (-arrays[name].itemsize, name)):
+        array = arrays[name]
+        content = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False).tobytes()
+        end = begin + len(content)
+        header[name] = {"dtype": _NAMES[array.dtype.name], "shape": array.shape, "data_offsets": [begin, end]}
+        parts.append(content)
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+
+
+def _metadata(metadata: Any) -> dict[str, str]:
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("its metadata are no texts by name")
+    return metadata
+
+
+def _place(name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
+    """Returns dtype, shape, and where the bytes of an array begin and end."""
+    fields = entry if isinstance(entry, dict) else {}
+    dtype: Any = fields.get("dtype")
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"the array {name[:200]!r} has no dtype that is known")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"the array {name[:200]!r} has no shape or no place")
+    found, (begin, end) = np.dtype(jnp.dtype(DTYPES[dtype])), offsets
+    if end - begin != math.prod(shape) * found.itemsize:
+        raise ValueError(f"the array {name[:200]!r} has {end - begin} bytes, which do not fit its shape")
+    return found.newbyteorder("<"), tuple(shape), begin, end
+
+
+def _are_counts(numbers: Any) -> bool:
+    """Whether something is a list of numbers from 0, few enough for numpy's axes and below its largest size."""
+    return isinstance(numbers, list) and len(numbers) <= 32 and all(type(n) is int and 0 <= n < 2**62 for n in numbers)
+
+
+def _check_places(arrays: Mapping[str, tuple[np.dtype, tuple[int, ...], int, int]], size: int) -> None:
+    """Raises ValueError where arrays overlap, or leave bytes of the file over."""
+    last = 0
+    for begin, end in sorted((begin, end) for _, _, begin, end in arrays.values()):
+        if begin != last:
+            raise ValueError(f"its arrays overlap, or leave bytes between them, at {begin}")
+        last = end
+    if last != size:
+        raise ValueError(f"its arrays have {last} bytes, where the file has {size}")
