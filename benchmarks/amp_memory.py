@@ -1,15 +1,20 @@
 """The memory that a training step needs on an A100-40GB in every AMP mode, beside what the tutorials measured.
 
-    python benchmarks/amp_memory.py [--tasks vit-b16 cifar10 mnist] [--modes float32 torch] [--json FILE]
+    python benchmarks/amp_memory.py [--tasks vit-b16 cifar10 mnist gpt2-small] [--modes float32 torch] [--json FILE]
 
 No GPU is needed: the whole step of a task (model, loss, optimizer, loss scale, at the task's own batch size) is
 compiled ahead of time for a target GPU, and the compiler says what it allocates. All that lives on the device is an
 argument of the step and so is counted: parameters, master weights, optimizer state, statistics, batch. The tutorials'
 figures are their authors': ColossalAI's page on AMP for ViT-B/16, PyTorch users' notebook for MNIST.
+
+Last is the array with the most elements that the program stores. Of gpt2-small, 8 windows of 1,024 tokens, all scores
+of an attention would have 100,663,296 of them and all logits 411,705,344. Its attention here is the one by blocks of
+queries; cuDNN's, which a process with such a GPU takes, is not compiled without one.
 """
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,9 +23,15 @@ import jax
 
 from jmp_train.aot import CompiledForGPU, compile_for_gpu
 from jmp_train.runs import make_setup
-from jmp_train.tasks import TaskOptions, load_task
+from jmp_train.tasks import Task, TaskOptions, load_task
 
-TASKS = ("vit-b16", "cifar10", "mnist")
+SYNTHETIC = TaskOptions(synthetic=True)
+TASKS = {
+    "vit-b16": ("vit-b16", SYNTHETIC),
+    "cifar10": ("cifar10", SYNTHETIC),
+    "mnist": ("mnist", SYNTHETIC),
+    "gpt2-small": ("lm", TaskOptions(model="gpt2-small")),
+}
 MODES = ("float32", "torch", "apex-O1", "apex-O2", "apex-O3", "naive")
 # Of the peak in float32; of float32 itself GB.
 TUTORIALS = {
@@ -42,7 +53,7 @@ GOALS = {
 
 def train_step(task_name: str, mode: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Returns the whole step, the shapes of its arguments, and that the state is donated."""
-    task = load_task(task_name, TaskOptions(synthetic=True))
+    task: Task = load_task(*TASKS[task_name])
     setup = make_setup(task, mode, task.schedule(100))
 
     def create(key: jax.Array) -> Any:
@@ -60,12 +71,18 @@ def compiled(task: str, mode: str, gpu: str, python: str) -> CompiledForGPU:
     return compile_for_gpu(target, task, mode, gpu=gpu, python=python, timeout=1800)
 
 
+def largest_array(step: CompiledForGPU) -> tuple[str, tuple[int, ...]]:
+    """Returns dtype and shape of the array with the most elements that the step stores."""
+    array = max(step.arrays, key=lambda array: math.prod(array.shape))
+    return array.dtype, array.shape
+
+
 def main() -> None:
     """Prints a table a task."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--python", default=_plan_python(), help="with jmp_train[plan]")
     parser.add_argument("--gpu", default="A100-40GB")
-    parser.add_argument("--tasks", nargs="+", default=TASKS)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--modes", nargs="+", default=MODES, help="the first is compared with")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
@@ -73,15 +90,17 @@ def main() -> None:
     print(f"peak memory of a training step on an {args.gpu}; jax {jax.__version__}")
     results = []
     for task in args.tasks:
-        print(f"\n{task:16}{'GB':>8}{'arguments':>11}{'ratio':>8}{'goal':>7}  tutorial")
+        print(f"\n{task:16}{'GB':>8}{'arguments':>11}{'ratio':>8}{'goal':>7}  tutorial, largest array")
         first = None
         for mode in args.modes:
             sizes = compiled(task, mode, args.gpu, args.python)
             first = sizes.peak_bytes if first is None else first
             peak, arguments = sizes.peak_bytes / 1e9, sizes.argument_bytes / 1e9
+            dtype, shape = largest_array(sizes)
             goal, tutorial = (table.get(task, {}).get(mode, "") for table in (GOALS, TUTORIALS))
             print(
-                f"{mode:16}{peak:8.3f}{arguments:11.3f}{sizes.peak_bytes / first:8.3f}{goal:>7}  {tutorial}",
+                f"{mode:16}{peak:8.3f}{arguments:11.3f}{sizes.peak_bytes / first:8.3f}{goal:>7}"
+                f"  {tutorial:8}  {dtype} {shape}",
                 flush=True,
             )
             results.append(
@@ -94,6 +113,7 @@ def main() -> None:
                     "temp_bytes": sizes.temp_bytes,
                     "ratio": round(sizes.peak_bytes / first, 4),
                     "tutorial": tutorial or None,
+                    "largest_array": [dtype, *shape],
                 }
             )
     if args.json is not None:

@@ -94,10 +94,8 @@ def loss_fn(
       config: the model's sizes.
     """
     del rng
-    logits = model_of(params, config)(batch["token"]).astype(jnp.float32)
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-    accuracy = (logits.argmax(-1) == batch["label"]).mean(dtype=jnp.float32)
-    return loss, (model_state, {"accuracy": accuracy})
+    found = model_of(params, config).losses(batch["token"], batch["label"])
+    return found.losses.mean(), (model_state, {"accuracy": found.right.mean(dtype=jnp.float32)})
 
 
 def predict(params: Any, model_state: ModelState, batch: Examples, config: GPTConfig) -> jax.Array:

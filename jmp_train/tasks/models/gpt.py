@@ -15,6 +15,10 @@ import numpy as np
 from flax import nnx
 
 from jmp_train.policies.autocasting import autocast
+from jmp_train.tasks.models.causal_attention import causal_attention
+from jmp_train.tasks.models.rounded_once import gated, unrounded_product
+from jmp_train.tasks.models.token_chunks import upcast
+from jmp_train.tasks.models.token_losses import TokenLosses, token_losses
 
 ROPE_BASE = 10_000.0
 _EPSILON = 1e-5  # of the norms
@@ -112,8 +116,7 @@ class Attention(nnx.Module):
           x: floating [batch, tokens, width].
           rotation: of the tokens' positions.
         """
-        query, key, value = self._projected(x, rotation)
-        return self._joined(attention(query, key, value))
+        return self._joined(causal_attention(*self._projected(x, rotation)))
 
     def extend(
         self, x: jax.Array, rotation: Rotation, keys: jax.Array, values: jax.Array, length: jax.Array
@@ -131,11 +134,12 @@ class Attention(nnx.Module):
         keys = jax.lax.dynamic_update_slice_in_dim(keys, key.astype(keys.dtype), length, axis=1)
         values = jax.lax.dynamic_update_slice_in_dim(values, value.astype(values.dtype), length, axis=1)
         seen = jnp.arange(keys.shape[1]) <= length + jnp.arange(x.shape[1])[:, None]
-        return self._joined(attention(query, keys, values, seen)), keys, values
+        return self._joined(cached_attention(query, keys, values, seen)), keys, values
 
     def _projected(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
-        query = self.query(x).reshape(*x.shape[:2], self.heads, self.head_size)
-        key = self.key(x).reshape(*x.shape[:2], self.kv_heads, self.head_size)
+        # Rotated, and then rounded by the attention.
+        query = unrounded_product(x, self.query.kernel[...]).reshape(*x.shape[:2], self.heads, self.head_size)
+        key = unrounded_product(x, self.key.kernel[...]).reshape(*x.shape[:2], self.kv_heads, self.head_size)
         value = self.value(x).reshape(*x.shape[:2], self.kv_heads, self.head_size)
         return rotated(query, rotation), rotated(key, rotation), value
 
@@ -153,7 +157,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns floating [..., width]."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(gated(self.gate(x), self.up(x)))
 
 
 class Block(nnx.Module):
@@ -202,13 +206,28 @@ class GPT(nnx.Module):
         Args:
           tokens: int32 [batch, tokens], at the positions from 0.
         """
-        x = self.embedding[...][tokens]
+        return self._logits(self._features(tokens))
+
+    def losses(self, tokens: jax.Array, labels: jax.Array) -> TokenLosses:
+        """Returns the cross-entropy of the token after each, without storing all logits; see `token_losses`.
+
+        Args:
+          tokens: int32 [batch, tokens], at the positions from 0.
+          labels: the tokens after them, likewise.
+        """
+        x = self._features(tokens)
+        with jax.named_scope("head"):
+            return token_losses(self.norm(x), self.embedding[...], labels)
+
+    def _features(self, tokens: jax.Array) -> jax.Array:
+        """Returns what the last block makes of tokens [batch, tokens, width]."""
+        x = self._embedded(tokens)
         rotation = rotations(jnp.arange(tokens.shape[1]), self.config.head_size)
         call = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
         for number, block in enumerate(self.blocks):
             with jax.named_scope(f"block_{number}"):
                 x = call(block, x, rotation)
-        return self._logits(x)
+        return x
 
     def extend(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Returns the logits [batch, tokens, vocabulary] of further tokens, and the cache with them.
@@ -217,7 +236,7 @@ class GPT(nnx.Module):
           tokens: int32 [batch, tokens], no more than the cache has room for.
           cache: of the tokens before, see `empty_cache`.
         """
-        x = self.embedding[...][tokens]
+        x = self._embedded(tokens)
         rotation = rotations(cache.length + jnp.arange(tokens.shape[1]), self.config.head_size)
         all_keys, all_values = [], []
         for number, block in enumerate(self.blocks):
@@ -226,6 +245,11 @@ class GPT(nnx.Module):
             all_keys.append(keys)
             all_values.append(values)
         return self._logits(x), Cache(tuple(all_keys), tuple(all_values), cache.length + tokens.shape[1])
+
+    def _embedded(self, tokens: jax.Array) -> jax.Array:
+        embedding = self.embedding[...]
+        # In float32, so that the gradients of a frequent token's many places are added so.
+        return embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         with jax.named_scope("head"):
@@ -238,18 +262,17 @@ def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, divisor: int = 1) -> nnx.
     return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=init, rngs=rngs)
 
 
-def attention(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array | None = None) -> jax.Array:
+def cached_attention(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
     """Returns what each token gathers, [batch, tokens, heads, head_size], by `jax.nn.dot_product_attention`.
 
     Args:
       query: floating [batch, tokens, heads, head_size].
       key: floating [batch, others, kv_heads, head_size].
-      value: likewise.
-      seen: of which others a token gathers, bool [tokens, others]; None for those up to it.
+      value: likewise, of the key's dtype.
+      seen: of which others a token gathers, bool [tokens, others].
     """
-    mask = None if seen is None else seen[None, None]
-    attend = partial(jax.nn.dot_product_attention, mask=mask, is_causal=seen is None)
-    dtype = query.dtype
+    attend = partial(jax.nn.dot_product_attention, mask=seen[None, None])
+    dtype = key.dtype
     if dtype not in (jnp.float16, jnp.bfloat16):
         return attend(query, key, value)
     # For halves it spells out precisions, which CPUs lack for float16. Traced in float32 it does not, and autocast
@@ -285,16 +308,15 @@ def _units_per_position(head_size: int) -> np.ndarray:
 
 
 def rotated(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """Returns heads whose features i and i + head_size // 2 are rotated as a pair, computed in float32.
+    """Returns heads whose features i and i + head_size // 2 are rotated as a pair, in float32, for attention to round.
 
     Args:
       x: floating [batch, tokens, heads, head_size].
       rotation: of the tokens' positions.
     """
-    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    first, second = jnp.split(upcast(x), 2, axis=-1)
+    cos, sin = (angles[:, None].astype(first.dtype) for angles in rotation)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def empty_cache(model: GPT, batch: int, size: int) -> Cache:

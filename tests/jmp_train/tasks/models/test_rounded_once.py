@@ -1,0 +1,52 @@
+"""Pieces that are rounded once, beside float64."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmp_train.policies.autocasting.transform import autocast
+from jmp_train.tasks.models.rounded_once import gated, unrounded_product
+
+pytestmark = pytest.mark.quick
+
+HALVES = [jnp.float16, jnp.bfloat16]
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gates_and_their_gradients_are_within_half_a_unit_of_float64s(dtype: Any) -> None:
+    gate, up, cotangent = (normal(seed, (500,), dtype) for seed in range(3))
+    out, pullback = jax.vjp(gated, gate, up)
+    assert sum(x.size for x in jax.tree.leaves(pullback)) == 2 * gate.size
+    x, y, g = (np.asarray(array, np.float64) for array in (gate, up, cotangent))
+    slope = silu(x) + (1 - silu(x)) / (1 + np.exp(-x))
+    for found, exact in zip((out, *pullback(cotangent)), (silu(x) * y, g * y * slope, g * silu(x)), strict=True):
+        assert found.dtype == dtype
+        rtol = 0.51 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=rtol, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_products_of_half_operands_are_not_rounded(dtype: Any) -> None:
+    x, kernel, cotangent = normal(0, (2, 3, 16)), normal(1, (16, 5)), normal(2, (2, 3, 5))
+    product = autocast(unrounded_product, dtype)
+    out, pullback = jax.vjp(product, x, kernel)
+    a, b, g = (np.asarray(array.astype(dtype), np.float64) for array in (x, kernel, cotangent))
+    of_x, of_kernel = pullback(cotangent)
+    for found, exact in ((out, a @ b), (of_x, g @ b.T)):
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
+    # The kernel was rounded as an operand, and so is its gradient.
+    exact = np.einsum("bti,bto->io", a, g)
+    np.testing.assert_allclose(of_kernel, exact, rtol=0.51 * float(jnp.finfo(dtype).eps), atol=1e-5)
+    np.testing.assert_array_equal(of_kernel, of_kernel.astype(dtype).astype(jnp.float32))
