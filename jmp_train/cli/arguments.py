@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jmp_train.cli.errors import EXIT_CODES, WrongCall
-from jmp_train.policies import Amp, Policy
-from jmp_train.runs import check_float64, precision_of
+from jmp_train.runs import PhasePrecision, check_float64, is_schedule, phase_precisions, schedule_name
 
 _LARGEST = 2**31 - 1
 _MOST_PROCESSES = 1024  # and devices: each has threads of its own
@@ -69,25 +68,35 @@ def add_diagnosis_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=path, metavar="DIR", help="write diagnosis.html and .json")
 
 
-def precision_name(text: str) -> str:
-    """Returns the name of a policy or AMP mode."""
+def schedule_of_precisions(text: str) -> str:
+    """Returns the name of a policy or AMP mode, or of a schedule of them."""
     if not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r} has control characters")
-    name = re.sub(" *([,=]|^|$) *", r"\1", text)
     try:
-        check_float64(precision_without_device(name), name)
+        name = schedule_name(re.sub(" *([,=:]|^|$) *", r"\1", text))
+        for phase in precisions_without_device(name):
+            check_float64(phase.precision, phase.name)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return name
 
 
-def precision_without_device(name: str) -> Policy | Amp:
-    """Returns what `precision_of` does, and does not ask which device there is: that belongs to the training process.
+def precision_name(text: str) -> str:
+    """Returns the name of a policy or AMP mode."""
+    name = schedule_of_precisions(text)
+    if is_schedule(name):
+        parts = " ".join(phase.name for phase in precisions_without_device(name))
+        raise argparse.ArgumentTypeError(f"{name!r} is a schedule of several; name them one by one: {parts}")
+    return name
+
+
+def precisions_without_device(name: str) -> tuple[PhasePrecision, ...]:
+    """Returns what `phase_precisions` does, without asking which device there is: that is for the training process.
 
     Args:
-      name: of a policy or AMP mode, in which "half" counts as float16.
+      name: of a policy or AMP mode, or of a schedule of them, in which "half" counts as float16.
     """
-    return precision_of(re.sub(r"\bhalf\b", "float16", name))
+    return phase_precisions(re.sub(r"\bhalf\b", "float16", name))
 
 
 def path(text: str) -> Path:

@@ -33,21 +33,30 @@ def diagnose_command(args: argparse.Namespace) -> int:
     with outputs_of(args) as output:
         prepared, state, batch = _moment(args, name, rules)
         step = int(state.step)
-        report = diagnose(prepared.step, state, batch, steps=args.steps)
-        subject = {"task": args.task, "policy": name, **({"rules": rules.name} if rules else {}), "step": step}
-        title = f"{args.task}, {name}, {f'rules of {rules.name}, ' if rules else ''}step {step}"
+        phase = prepared.phase_at(step)
+        report = diagnose(phase.step, state, batch, steps=args.steps)
+        subject = {
+            "task": args.task,
+            "policy": name,
+            **({"phase": phase.name} if phase.name != name else {}),
+            **({"rules": rules.name} if rules else {}),
+            "step": step,
+        }
+        within = f" ({phase.name})" if phase.name != name else ""
+        title = f"{args.task}, {name}, {f'rules of {rules.name}, ' if rules else ''}step {step}{within}"
         return show(report, title, subject, args, output)
 
 
 def _moment(args: argparse.Namespace, name: str, rules: "RulesFile | None") -> "tuple[PreparedRun, TrainState, Any]":
     """Returns the run, and the state and the batch to be diagnosed."""
     from jmp_train.capsules import capsule_step, load_capsule
-    from jmp_train.runs import check_run, prepare_run
+    from jmp_train.runs import check_run, phase_bounds, prepare_run
 
     with checking_the_call():
         task = load_task(args.task, read_options(TaskOptions, args))
         total = check_run(task, args.epochs or task.epochs, args.batch_size or task.batch_size, args.seed)
         total *= args.epochs or task.epochs
+        phase_bounds(name, total)
         skipped = None if args.capsule is None else capsule_step(args.capsule)
         after = args.after or 0
         if after > total:

@@ -17,6 +17,7 @@ from jmp_train.cli.arguments import (
     path,
     positive,
     precision_name,
+    schedule_of_precisions,
 )
 from jmp_train.cli.arguments import (
     scale as share,
@@ -30,8 +31,12 @@ from jmp_train.cli.running import run_command
 from jmp_train.cli.train import train_command
 from jmp_train.cli.tune import tune_command
 from jmp_train.launch import lasting_output
-from jmp_train.runs import MODE_CHOICES
+from jmp_train.runs import MODE_CHOICES, SCHEDULE_FORM
 from jmp_train.tasks import TASK_NAMES, TaskOptions
+
+_SCHEDULES = (
+    f"{SCHEDULE_FORM} for a schedule, as mixed_float16,0.9:float32 trains the last tenth of the steps in float32"
+)
 
 
 @lasting_output()
@@ -67,14 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     several = compare.add_mutually_exclusive_group()
     several.add_argument(
         "--policies",
-        type=precision_name,
+        type=schedule_of_precisions,
         nargs="+",
         metavar="NAME",
-        help=f"or modes; default: {' '.join(DEFAULT_POLICIES)}",
+        help=f"or modes, or {_SCHEDULES}; default: {' '.join(DEFAULT_POLICIES)}",
     )
     several.add_argument(
         "--modes",
-        type=precision_name,
+        type=schedule_of_precisions,
         nargs="+",
         metavar="NAME",
         help=f"{MODE_CHOICES}; or policies; prints a table of speed and memory beside the first, too",
@@ -145,14 +150,14 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
     one = parser.add_mutually_exclusive_group()
     one.add_argument(
         "--policy",
-        type=precision_name,
+        type=schedule_of_precisions,
         dest="name",
         metavar="NAME",
-        help=f"such as float32, or a mode; default: {DEFAULT_POLICY}",
+        help=f"such as float32, or a mode, or {_SCHEDULES}; default: {DEFAULT_POLICY}",
     )
     one.add_argument(
         "--mode",
-        type=precision_name,
+        type=schedule_of_precisions,
         dest="name",
         metavar="NAME",
         help=f"{MODE_CHOICES}; or a policy",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from jmp_train.cli.arguments import precision_without_device
+from jmp_train.cli.arguments import precisions_without_device
 from jmp_train.cli.errors import WrongCall
 from jmp_train.runs import AUTOCAST_CHOICES, RulesFile, autocasts
 
@@ -13,7 +13,7 @@ def read_rules(file: Path | None, names: Sequence[str]) -> RulesFile | None:
 
     Args:
       file: the one named.
-      names: of the policies and modes of the call, of which those that autocast take the rules.
+      names: of the policies, modes and schedules of the call, of which those that autocast take the rules.
 
     Raises:
       WrongCall: none of them autocasts, or the file is missing or is none of rules.
@@ -32,9 +32,9 @@ def read_rules(file: Path | None, names: Sequence[str]) -> RulesFile | None:
 
 
 def takes_rules(name: str) -> bool:
-    """Returns whether a policy or mode autocasts.
+    """Returns whether a policy or mode autocasts, or one of a schedule.
 
     Args:
       name: of it.
     """
-    return autocasts(precision_without_device(name))
+    return any(autocasts(phase.precision) for phase in precisions_without_device(name))

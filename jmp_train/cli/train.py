@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def train_command(args: argparse.Namespace) -> int:
     """Trains a task under one name, prints what it reports, and returns the exit code."""
     from jmp_train.launch import own_output
-    from jmp_train.reports import display_on, note_outputs, note_rules, print_table
-    from jmp_train.runs import Event, Planned, ResumeError, Stopped, check_run, event_to_json, train
+    from jmp_train.reports import display_on, note_outputs, note_phases, note_rules, print_table
+    from jmp_train.runs import Event, Planned, ResumeError, Stopped, check_run, event_to_json, phase_bounds, train
     from jmp_train.steps import WATCHES
 
     turn_ynn_fusion_off()
@@ -42,6 +42,7 @@ def train_command(args: argparse.Namespace) -> int:
             task = load_task(args.task, read_options(TaskOptions, args))
             epochs = args.epochs or task.epochs
             steps = check_run(task, epochs, args.batch_size or task.batch_size, args.seed)
+            phase_bounds(name, epochs * steps)
             signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None))
             saving = _saving(args, stack, signals)
             _check_logdir(args, name)
@@ -85,7 +86,7 @@ def train_command(args: argparse.Namespace) -> int:
             return 128 + signals[0]
     if not args.json:
         print_table([run])
-        for note in filter(None, (note_rules(run), note_outputs(run))):
+        for note in filter(None, (note_phases(run), note_rules(run), note_outputs(run))):
             print(note)
     return 0 if events is None or events.lost is None else 1
 

@@ -3,6 +3,7 @@
 from jmp_train.reports.comparison import explain_failure as explain_failure
 from jmp_train.reports.comparison import explanations as explanations
 from jmp_train.reports.comparison import note_outputs as note_outputs
+from jmp_train.reports.comparison import note_phases as note_phases
 from jmp_train.reports.comparison import note_rules as note_rules
 from jmp_train.reports.diagnosis import diagnosis_json as diagnosis_json
 from jmp_train.reports.diagnosis import write_diagnosis as write_diagnosis

@@ -190,7 +190,7 @@ def explain_accuracy(name: str, points: float, first: str) -> str | None:
 
 
 def explanations(runs: Sequence[Run]) -> list[str]:
-    """Returns what is to be said of runs: rules from a file, outputs that are not finite, why one is less accurate.
+    """Returns what is to be said of runs: phases, rules from a file, outputs that are not finite, a lower accuracy.
 
     Args:
       runs: any number; the first one's accuracy is what the others are beside.
@@ -198,8 +198,29 @@ def explanations(runs: Sequence[Run]) -> list[str]:
     texts = []
     for run in runs:
         points = 100 * (runs[0].test_accuracy - run.test_accuracy)
-        texts += [note_rules(run), note_outputs(run), explain_accuracy(run.policy, points, runs[0].policy)]
+        texts += [
+            note_phases(run),
+            note_rules(run),
+            note_outputs(run),
+            explain_accuracy(run.policy, points, runs[0].policy),
+        ]
     return [text for text in texts if text is not None]
+
+
+def note_phases(run: Run) -> str | None:
+    """Returns which precision the steps of a run with a schedule had; None if all had the same.
+
+    Args:
+      run: the run.
+    """
+    if not run.phases:
+        return None
+    said = [
+        f"{phase.policy} in steps {phase.start + 1} to {phase.stop} "
+        f"({phase.costs.half_flops_share:.1%} of the flops in half precision)"
+        for phase in run.phases
+    ]
+    return f"{run.policy}: {', '.join(said)}"
 
 
 def note_rules(run: Run) -> str | None:

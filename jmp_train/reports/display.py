@@ -5,9 +5,9 @@ from typing import IO, TYPE_CHECKING, Protocol, Self
 
 from jmp_train.extras import extra_packages
 from jmp_train.reports.comparison import bits_note, in_bytes
-from jmp_train.reports.tables import epoch_line
+from jmp_train.reports.tables import epoch_line, phase_line
 from jmp_train.reports.terminal import Sheet, console_on, is_screen, width_of, wrapped
-from jmp_train.runs import Compiled, Epoch, Event, Planned, Progress, Run
+from jmp_train.runs import Compiled, Epoch, Event, Phase, Planned, Progress, Run
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -68,19 +68,22 @@ class LineDisplay:
         """Prints nothing."""
 
     def show(self, policy: str, event: Event) -> None:
-        """Prints a line if the event is an epoch."""
+        """Prints a line if the event is an epoch, or a phase that begins."""
         if isinstance(event, Planned):
             self.epochs = event.epochs
         if isinstance(event, Compiled):
             self._memory_of[policy] = event.memory_of
+        if isinstance(event, Phase):
+            self._print(phase_line(policy, event))
         if isinstance(event, Epoch):
-            line = epoch_line(policy, event, self.epochs, self._memory_of.get(policy, ""))
-            if self.stream.isatty():
-                line = wrapped(line, width_of(self.stream))
-            print(line, file=self.stream, flush=True)
+            self._print(epoch_line(policy, event, self.epochs, self._memory_of.get(policy, "")))
 
     def fail(self, policy: str, reason: str) -> None:
         """Prints nothing: the command ends with the reason."""
+
+    def _print(self, line: str) -> None:
+        text = wrapped(line, width_of(self.stream)) if self.stream.isatty() else line
+        print(text, file=self.stream, flush=True)
 
 
 class LiveDisplay:
@@ -132,16 +135,19 @@ class LiveDisplay:
         self._bars.start_task(self._tasks[policy])
 
     def show(self, policy: str, event: Event) -> None:
-        """Renews a run's bar and row; prints a line above them if the event is an epoch."""
+        """Renews a run's bar and row; prints a line above them of an epoch or a phase."""
         row, bar = self._rows[policy], self._tasks[policy]
         match event:
             case Planned(epochs, total):
                 self.epochs, row.status = epochs, "compiling"
                 self._bars.update(bar, total=total)
             case Compiled(seconds, memory_of, costs):
-                row.status, row.compile = "training", f"{seconds:.1f} s"
+                row.status, row.compile = row.training, f"{seconds:.1f} s"
                 row.memory_of = memory_of
                 row.saved = "" if costs.residual_bytes is None else in_bytes(costs.residual_bytes)
+            case Phase():
+                row.training = row.status = f"training, {event.policy}"
+                self._print(phase_line(policy, event))
             case Progress(total, skipped_steps, recent):
                 last = recent[-1]
                 self._bars.update(bar, total=total, completed=last.step)
@@ -150,7 +156,7 @@ class LiveDisplay:
                 row.steps = f"{last.step}/{total}"
             case Epoch():
                 row.seconds = f"{event.seconds:.2f}"
-                row.status = "evaluating" if event.epoch == self.epochs else "training"
+                row.status = "evaluating" if event.epoch == self.epochs else row.training
                 self._print(epoch_line(policy, event, self.epochs, row.memory_of))
             case Run():
                 row.status = f"{event.test_accuracy:.2%} right{bits_note(event)}"
@@ -198,6 +204,7 @@ class _Row:
 
     def __init__(self) -> None:
         self.status = "waiting"
+        self.training = "training"  # the status while it does, with the phase if there are several
         self.steps = ""
         self.loss = self.scale = self.skipped = self.seconds = self.compile = self.saved = ""
         self.memory_of = ""

@@ -33,7 +33,7 @@ def color(index: int) -> str:
 
 
 def draw_losses(axes: "Axes", runs: Sequence[Run]) -> None:
-    """Draws the training losses, averaged over windows because single batches differ much."""
+    """Draws the training losses, averaged over windows because single batches differ much, and where phases begin."""
     for index, run in enumerate(runs):
         points = [(step.step, step.loss) for step in run.steps if math.isfinite(step.loss)]
         window = math.ceil(len(points) / _POINTS)
@@ -41,6 +41,8 @@ def draw_losses(axes: "Axes", runs: Sequence[Run]) -> None:
         means = [[sum(axis) / len(part) for axis in zip(*part, strict=True)] for part in windows]
         if means:
             axes.plot(*zip(*means, strict=True), label=run.policy, **_line(index))
+        for phase in run.phases[1:]:
+            axes.axvline(phase.start, color=color(index), linestyle=":", linewidth=1)
     axes.set_title("Training loss")
     axes.set_xlabel("step")
     axes.set_yscale("log")

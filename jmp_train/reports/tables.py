@@ -21,7 +21,7 @@ from jmp_train.reports.comparison import (
     watch_rows,
 )
 from jmp_train.reports.terminal import Sheet, console_on
-from jmp_train.runs import Epoch, Run, event_to_json, finite_or_none
+from jmp_train.runs import Epoch, Phase, Run, event_to_json, finite_or_none
 
 _TITLES = ("policy", "s/epoch", "compile", "test accuracy", "loss", "scale", "skipped")
 _REPORTED = ("epoch", "loss", "seconds", "memory_mb", "loss_scale", "skipped_steps")
@@ -45,6 +45,16 @@ def epoch_line(policy: str, epoch: Epoch, epochs: int, memory_of: str) -> str:
     )
 
 
+def phase_line(policy: str, phase: Phase) -> str:
+    """Returns the line that is printed where a phase begins or goes on.
+
+    Args:
+      policy: the run's.
+      phase: that begins.
+    """
+    return f"{policy:<15} from step {phase.start + 1} to {phase.stop} in {phase.policy}"
+
+
 def report(task: str, runs: Sequence[Run]) -> dict[str, Any]:
     """Returns report.json's content; numbers that are not finite become null."""
     return {"task": task, "runs": [_run_report(run) for run in runs]}
@@ -55,6 +65,7 @@ def _run_report(run: Run) -> dict[str, Any]:
     return {
         "policy": run.policy,
         **({"rules": run.rules} if run.rules else {}),
+        **({"phases": [dataclasses.asdict(phase) for phase in run.phases]} if run.phases else {}),
         "device": run.device,
         "test_accuracy": run.test_accuracy,
         **({} if run.bits_per_byte is None else {"bits_per_byte": run.bits_per_byte}),

@@ -3,6 +3,7 @@
 from jmp_train.runs.events import Compiled as Compiled
 from jmp_train.runs.events import Epoch as Epoch
 from jmp_train.runs.events import Event as Event
+from jmp_train.runs.events import Phase as Phase
 from jmp_train.runs.events import Planned as Planned
 from jmp_train.runs.events import Progress as Progress
 from jmp_train.runs.events import Run as Run
@@ -11,6 +12,12 @@ from jmp_train.runs.events import event_to_json as event_to_json
 from jmp_train.runs.events import finite_or_none as finite_or_none
 from jmp_train.runs.loop import train as train
 from jmp_train.runs.memory import peak_memory as peak_memory
+from jmp_train.runs.phase_names import SCHEDULE_FORM as SCHEDULE_FORM
+from jmp_train.runs.phase_names import is_schedule as is_schedule
+from jmp_train.runs.phase_names import phase_bounds as phase_bounds
+from jmp_train.runs.phase_names import schedule_name as schedule_name
+from jmp_train.runs.phase_setups import PhasePrecision as PhasePrecision
+from jmp_train.runs.phase_setups import phase_precisions as phase_precisions
 from jmp_train.runs.planned import planned_step as planned_step
 from jmp_train.runs.preparing import PreparedRun as PreparedRun
 from jmp_train.runs.preparing import check_run as check_run

@@ -61,11 +61,28 @@ class Compiled:
     Attributes:
       seconds: what that took, tracing included.
       memory_of: see `Run`.
-      costs: what the step costs on any device.
+      costs: what the step costs on any device; see `Run`.
     """
 
     seconds: float
     memory_of: str
+    costs: StepCosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A part of a run with a precision of its own, which begins or goes on.
+
+    Attributes:
+      policy: the name of its policy or AMP mode.
+      start: how many steps are done before the first of it.
+      stop: how many are done after the last of it.
+      costs: what a step of it costs on any device.
+    """
+
+    policy: str
+    start: int
+    stop: int
     costs: StepCosts
 
 
@@ -114,7 +131,7 @@ class Run:
     """A finished run.
 
     Attributes:
-      policy: the name of its policy or AMP mode.
+      policy: the name of its policy or AMP mode, or of a schedule of them.
       device: what it ran on, such as "cpu", "NVIDIA H200" or, of several, "8 x cpu".
       test_accuracy: from 0 to 1; an output that is not finite is a wrong one.
       compile_seconds: what compiling the step took.
@@ -122,12 +139,14 @@ class Run:
       batch_size: examples a step.
       epochs: all of them.
       steps: all of them.
-      costs: what a step costs on any device.
+      costs: what a step costs on any device; of a schedule the mean share of flops in half, and the largest numbers of
+        bytes.
       nonfinite_outputs: for how many of the test data's labels the model's output is not finite.
       bits_per_byte: the mean of -log2 of the test labels' probabilities, where the output is finite; None for tasks
         whose labels are not bytes.
       watch: `{watch: {group: share}}`, the mean over the steps that this process took; empty if it watched nothing.
       rules: the file of the rules by which it autocast; None for its policy's or mode's own.
+      phases: those of its schedule; empty if it has none.
     """
 
     policy: str
@@ -143,6 +162,7 @@ class Run:
     watch: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict, hash=False)
     rules: str | None = None
     bits_per_byte: float | None = None
+    phases: tuple[Phase, ...] = ()
 
     @property
     def epoch_seconds(self) -> float:
@@ -170,18 +190,19 @@ class Run:
         return tuple(step for step in self.steps if not step.finite)
 
 
-Event = Planned | Compiled | Progress | Epoch | Run
+Event = Planned | Compiled | Phase | Progress | Epoch | Run
 
 _KINDS: dict[str, type[Event]] = {
     "planned": Planned,
     "compiled": Compiled,
+    "phase": Phase,
     "progress": Progress,
     "epoch": Epoch,
     "run": Run,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-_PARTS = {"epochs": Epoch, "recent": Step, "steps": Step, "watched": Watched}
-_LEFT_OUT = ("watch", "watched", "rules", "bits_per_byte")  # of runs that have none
+_PARTS = {"epochs": Epoch, "recent": Step, "steps": Step, "watched": Watched, "phases": Phase}
+_LEFT_OUT = ("watch", "watched", "rules", "bits_per_byte", "phases")  # of runs that have none
 
 
 def event_to_json(event: Event) -> dict[str, Any]:

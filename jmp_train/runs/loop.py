@@ -1,4 +1,4 @@
-"""The training loop of the command line: one task, one policy or AMP mode, from data to test accuracy."""
+"""The training loop of the command line: one task, one policy, AMP mode or schedule, from data to test accuracy."""
 
 import itertools
 import math
@@ -14,15 +14,16 @@ import optax
 
 from jmp_train.capsules import SkipRecorder
 from jmp_train.policies.optimizers import check_progress, skips_to_floor
-from jmp_train.runs.events import Compiled, Epoch, Event, Progress, Run, Step, Watched
+from jmp_train.runs.events import Epoch, Event, Progress, Run, Step, Watched
 from jmp_train.runs.memory import peak_memory
 from jmp_train.runs.preparing import check_run, prepare_run
+from jmp_train.runs.programs import compile_phases, program_at
 from jmp_train.runs.resuming import Saver, Saving
 from jmp_train.runs.rules_files import RulesFile
 from jmp_train.runs.setups import Setup
 from jmp_train.runs.task_batches import evaluation_batches
 from jmp_train.runs.watched_shares import ShareTotals
-from jmp_train.steps import TrainState, step_costs
+from jmp_train.steps import TrainState
 from jmp_train.tasks import Task
 from jmp_train.types import Metrics
 
@@ -47,14 +48,14 @@ def train(
     recorder: SkipRecorder | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Run:
-    """Trains a task in one policy or AMP mode and evaluates it.
+    """Trains a task in one policy or AMP mode, or in several one after another, and evaluates it in the last.
 
     With `task.devices` above 1 each batch is sharded over that many local devices, by `data_parallel`; the evaluation
     runs on the first of them.
 
     Args:
       task: what to train.
-      name: of the policy or mode, see `precision_of`.
+      name: of the policy or mode, or of a schedule of them; see `phases_named`.
       epochs: passes over the data; None for the task's own number.
       batch_size: examples a step; None for the task's own number. An incomplete batch is left out.
       seed: of parameters, dropout and the order of the data; below 2**32.
@@ -64,16 +65,16 @@ def train(
       rules: by which the policy or mode autocasts, in place of its own; None for these.
       saving: where to save checkpoints, and whether to go on from the last; None for nowhere.
       recorder: writes capsules of steps that are skipped; who made it closes it. None for none.
-      on_event: called with a `Compiled`, with a `Progress` now and then, with each `Epoch` and with
-        the `Run`.
+      on_event: called with a `Compiled`, of a schedule with each `Phase` that begins or goes on, with a `Progress` now
+        and then, with each `Epoch` and with the `Run`.
 
     Returns:
       The run.
 
     Raises:
-      ValueError: an unknown policy or mode, rules for one that does not autocast, a seed out of range, fewer than one
-        epoch, a batch larger than the data or not to be sharded evenly, fewer devices than the task wants, or
-        checkpoints of another run.
+      ValueError: an unknown policy or mode, phases that do not have one state or have no step, rules for what does not
+        autocast, a seed out of range, fewer than one epoch, a batch larger than the data or not to be sharded evenly,
+        fewer devices than the task wants, or checkpoints of another run.
       OSError: another run saves its checkpoints there.
       Stopped: `saving` said so.
       StalledTrainingError: non-finite gradients made the loop skip every step.
@@ -96,28 +97,29 @@ def train(
         rules=rules,
         with_metadata=saver is not None,
     )
-    setup, devices = prepared.setup, prepared.devices
+    devices, last = prepared.devices, prepared.phases[-1]
     done, steps, records = 0, [], []
     if saver:
         done, state, steps, records = saver.begin(state, prepared.metadata)
     batches = prepared.batches(done)
     first_batch = next(batches)
-    start = time.perf_counter()
-    traced = jax.jit(prepared.step, donate_argnums=0).trace(state, first_batch)
-    step = traced.lower().compile()  # so that the first epoch times training only
-    seconds = time.perf_counter() - start
-    compiled = Compiled(seconds, peak_memory()[1], step_costs(traced, state))
-    del traced
+    compiled, programs = compile_phases(prepared, state, first_batch, done)  # so that epochs time training only
     on_event(compiled)
 
     batches = itertools.chain([first_batch], batches)
     if recorder is not None:
-        step = recorder.watch(step)
-    looks = _Looks(total, skips_to_floor(setup.loss_scale) + PATIENCE, steps, on_event, recorder)
+        programs = [program.watched_by(recorder) for program in programs]
+    current = None
+    looks = _Looks(total, skips_to_floor(last.setup.loss_scale) + PATIENCE, steps, on_event, recorder)
     for epoch in range(done // steps_per_epoch + 1, epochs + 1):
         start = time.perf_counter()
         for batch in itertools.islice(batches, epoch * steps_per_epoch - looks.count):
-            state, metrics = step(state, batch)
+            program = program_at(programs, looks.count)
+            if program is not current and len(programs) > 1:
+                looks.look(state)
+                on_event(program.phase)
+            current = program
+            state, metrics = program.step(state, batch)
             looks.after_step(state, metrics)
             if saver and looks.count % steps_per_epoch and saver.is_due(looks.count):
                 looks.look(state)
@@ -130,7 +132,7 @@ def train(
         if saver and saver.is_due(looks.count):
             saver.save(state, looks.steps, records)
     kind = devices[0].device_kind
-    tested = _test(task, setup, state, batch_size, prepared.shared)
+    tested = _test(task, last.setup, state, batch_size, prepared.shared(last))
     run = Run(
         policy=name,
         device=kind if len(devices) == 1 else f"{len(devices)} x {kind}",
@@ -145,6 +147,7 @@ def train(
         watch=looks.shares.means(),
         rules=None if rules is None else rules.name,
         bits_per_byte=tested.bits_per_byte,
+        phases=tuple(program.phase for program in programs) if len(programs) > 1 else (),
     )
     on_event(run)
     return run

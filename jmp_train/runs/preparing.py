@@ -1,7 +1,9 @@
-"""A run that is ready to train: its step, its batches and its first state, on its devices."""
+"""A run that is ready to train: its steps, its batches and its first state, on its devices."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import jax
@@ -11,13 +13,36 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_train.data import check_seed
 from jmp_train.parallel import data_parallel
+from jmp_train.runs.phase_names import phase_bounds, phases_named
+from jmp_train.runs.phase_setups import make_setups
 from jmp_train.runs.rules_files import RulesFile
 from jmp_train.runs.run_identity import run_metadata
-from jmp_train.runs.setups import Setup, make_setup
+from jmp_train.runs.setups import Setup
 from jmp_train.runs.task_batches import count_examples, train_batches
 from jmp_train.steps import TrainState
 from jmp_train.tasks import DATA_AXIS, Task
 from jmp_train.types import Batch
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunPhase:
+    """Steps of a run that have the same precision.
+
+    Attributes:
+      name: of the policy or mode.
+      start: how many steps are done before the first of them.
+      stop: how many are done after the last.
+      setup: its pieces.
+      step: the train step, on all devices.
+      shared_shapes: the shapes of what all batches share, as it casts it.
+    """
+
+    name: str
+    start: int
+    stop: int
+    setup: Setup
+    step: Callable[..., Any]
+    shared_shapes: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +57,9 @@ class PreparedRun:
       steps_per_epoch: how many steps an epoch has.
       devices: those it runs on.
       schedule: the learning rate.
-      setup: its pieces.
-      step: the train step, on all devices.
-      shared: what all batches share, on the device.
+      phases: one, or those of its precision schedule.
+      shared: `shared(phase)` returns what all batches share, on the device, as the phase casts it; the last phase's
+        is kept.
       sharding: of a batch; None on one device.
       metadata: what its checkpoints say of it, see `run_metadata`; empty where it has none.
     """
@@ -46,9 +71,8 @@ class PreparedRun:
     steps_per_epoch: int
     devices: list[Any]
     schedule: optax.Schedule
-    setup: Setup
-    step: Callable[..., Any]
-    shared: dict[str, Any]
+    phases: tuple[RunPhase, ...]
+    shared: Callable[[RunPhase], dict[str, Any]]
     sharding: NamedSharding | None
     metadata: dict[str, Any]
 
@@ -57,7 +81,15 @@ class PreparedRun:
         """How many steps it has."""
         return self.epochs * self.steps_per_epoch
 
-    def batches(self, done: int) -> Iterator[Batch]:
+    def phase_at(self, done: int) -> RunPhase:
+        """Returns the phase of the next step; of a run that is ready the last one.
+
+        Args:
+          done: how many steps are done.
+        """
+        return next((phase for phase in self.phases if done < phase.stop), self.phases[-1])
+
+    def batches(self, done: int) -> Iterator[dict[str, Any]]:
         """Yields the batches of the steps that are left, of a run that is ready the last one.
 
         Args:
@@ -65,7 +97,9 @@ class PreparedRun:
         """
         start = min(done, self.total - 1)
         batches = train_batches(self.task, self.batch_size, self.seed, self.epochs, self.sharding, start)
-        return (batch | self.shared for batch in batches)
+        for phase in self.phases:
+            count = phase.stop - max(start, phase.start)
+            yield from (batch | self.shared(phase) for batch in islice(batches, max(count, 0)))
 
     def advance(self, state: TrainState, done: int, steps: int) -> tuple[TrainState, Batch]:
         """Trains some steps, and returns the state after them and the next batch; at a run's end that is the last one.
@@ -77,9 +111,9 @@ class PreparedRun:
         """
         batches = self.batches(done)
         batch = next(batches)
-        step = jax.jit(self.step, donate_argnums=0)
-        for _ in range(steps):
-            state, _ = step(state, batch)
+        compiled = functools.cache(lambda phase: jax.jit(phase.step, donate_argnums=0))
+        for number in range(done, done + steps):
+            state, _ = compiled(self.phase_at(number))(state, batch)
             batch = next(batches, batch)
         return state, batch
 
@@ -100,7 +134,7 @@ def prepare_run(
 
     Args:
       task: what to train.
-      name: of the policy or mode, see `precision_of`.
+      name: of the policy or mode, or of a schedule of them; see `phases_named`.
       epochs: see `train`.
       batch_size: see `train`.
       seed: see `train`.
@@ -117,22 +151,27 @@ def prepare_run(
     steps_per_epoch = check_run(task, epochs, batch_size, seed)
     devices = _first_devices(task.devices)
     schedule = task.schedule(epochs * steps_per_epoch)
-    setup = make_setup(task, name, schedule, growth_interval, watch, None if rules is None else rules.rules)
+    bounds = phase_bounds(name, epochs * steps_per_epoch)
+    setups = make_setups(task, name, schedule, growth_interval, watch, None if rules is None else rules.rules)
 
     init_key, step_key = jax.random.split(jax.random.key(seed))
     params, model_state = task.init(init_key)
-    state = setup.create_state(params, model_state, step_key)
-    step: Callable[..., Any] = setup.step
+    state = setups[0].create_state(params, model_state, step_key)
     sharding = None
+    steps: list[Callable[..., Any]] = [setup.step for setup in setups]
     if len(devices) > 1:
         mesh = Mesh(devices, (DATA_AXIS,))
-        step = data_parallel(step, mesh, DATA_AXIS)
+        steps = [data_parallel(setup.step, mesh, DATA_AXIS) for setup in setups]
         sharding = NamedSharding(mesh, P(DATA_AXIS))
         state = jax.device_put(state, NamedSharding(mesh, P()))
     shared = task.shared()
     metadata: dict[str, Any] = {}
     if with_metadata:
         metadata = run_metadata(task, name, epochs, batch_size, seed, shared, growth_interval, rules)
+    phases = tuple(
+        RunPhase(phase.name, start, stop, setup, step, jax.eval_shape(setup.cast_shared, shared))
+        for phase, (start, stop), setup, step in zip(phases_named(name), bounds, setups, steps, strict=True)
+    )
     prepared = PreparedRun(
         task=task,
         epochs=epochs,
@@ -141,9 +180,8 @@ def prepare_run(
         steps_per_epoch=steps_per_epoch,
         devices=devices,
         schedule=schedule,
-        setup=setup,
-        step=step,
-        shared=_placed(shared, setup),
+        phases=phases,
+        shared=_placed(shared, phases),
         sharding=sharding,
         metadata=metadata,
     )
@@ -182,6 +220,16 @@ def _first_devices(count: int) -> list[Any]:
     return devices[:count]
 
 
-def _placed(shared: dict[str, Any], setup: Setup) -> dict[str, Any]:
-    """Returns what all batches share, on the device; cast on the host, so that it is there once only."""
-    return jax.device_put(setup.cast_shared(shared), jax.local_devices()[0])
+def _placed(shared: dict[str, Any], phases: Sequence[RunPhase]) -> Callable[[RunPhase], dict[str, Any]]:
+    """Returns what puts what all batches share on the device, as a phase casts it.
+
+    It is cast on the host, so that it is there once only. Of several phases one's is there at a time.
+    """
+
+    def place(phase: RunPhase) -> dict[str, Any]:
+        return jax.device_put(phase.setup.cast_shared(shared), jax.local_devices()[0])
+
+    if len(phases) > 1:
+        return functools.lru_cache(maxsize=1)(place)
+    placed = place(phases[0])
+    return lambda phase: placed

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jmp_train.extras import extra_packages
-from jmp_train.runs.events import Compiled, Epoch, Event, Progress, Run, finite_or_none
+from jmp_train.runs.events import Compiled, Epoch, Event, Phase, Progress, Run, finite_or_none
 
 JSON_LINES = "metrics.jsonl"
 
@@ -24,7 +24,8 @@ class RunLog:
 
     TensorBoard gets the scalars `step/loss`, `step/grad_norm`, `step/loss_scale`, `step/finite`, of a run that watches
     `step/WATCH/GROUP`, those of `Epoch` as `epoch/...`, and `test_accuracy` and of texts `bits_per_byte`;
-    metrics.jsonl has them too, a line a step, an epoch and the end. A killed run leaves its log.
+    metrics.jsonl has them too, a line a step, an epoch and the end, and one where a phase of a schedule begins or goes
+    on. A killed run leaves its log.
 
     On a full disk, or where the files are removed, the log lacks some of the run: one line on standard
     error says so, and nothing is raised. It has no half records, and goes on when there is space again.
@@ -90,6 +91,8 @@ class RunLog:
                 self._append(self._lines, _line(tested))
                 scalars = [_scalar_record(name, value, len(event.steps)) for name, value in tested.items()]
                 self._append(self._events, b"".join(scalars))
+            case Phase():
+                self._append(self._lines, _line({"phase": event.policy, "start": event.start, "stop": event.stop}))
             case Compiled():
                 costs = dataclasses.asdict(event.costs)
                 self._append(self._lines, _line({"compile_seconds": event.seconds, **costs}))
@@ -153,8 +156,8 @@ def _flat(shares: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {f"{watch}/{group}": share for watch, groups in shares.items() for group, share in groups.items()}
 
 
-def _line(fields: dict[str, float]) -> bytes:
-    return json.dumps(finite_or_none(fields)).encode() + b"\n"
+def _line(fields: Mapping[str, float | str]) -> bytes:
+    return json.dumps(finite_or_none(dict(fields))).encode() + b"\n"
 
 
 def _event_file_name() -> str:

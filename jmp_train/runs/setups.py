@@ -1,7 +1,7 @@
 """Training setups by name: policy or AMP mode, optimizer, loss scale, step.
 
 The way of the data: name -> `precision_of` -> `Policy` or `Amp` -> `make_setup`, the pieces that the training
-loop puts together, the same for both.
+loop puts together, the same for both. The phases of a schedule have a setup each, see `make_setups`.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from jmp_train.policies.dtype_policies import AutocastPolicy, Policy, apply_poli
 from jmp_train.policies.loss_scaling import DynamicLossScale, LossScale, LossScales, NoOpLossScale
 from jmp_train.policies.optimizers import with_loss_scale
 from jmp_train.policies.pytrees import cast_floating
+from jmp_train.runs.phase_names import is_schedule
 from jmp_train.steps import TrainState, TrainStep, train_step
 from jmp_train.tasks import Task
 from jmp_train.types import Batch, ModelState
@@ -41,7 +42,8 @@ def precision_of(name: str, rules: AutocastRules | None = None) -> Policy | Amp:
       rules: by which it autocasts; None for its own.
 
     Raises:
-      ValueError: there is neither, and the message lists the choices; or there are rules, and it does not autocast.
+      ValueError: there is neither, and the message lists the choices; or there are rules, and it does not autocast; or
+        it is a schedule's.
 
     Example:
       >>> precision_of("apex-O2-bfloat16").dtype.name, str(precision_of("mixed_float16"))
@@ -52,6 +54,8 @@ def precision_of(name: str, rules: AutocastRules | None = None) -> Policy | Amp:
 
 
 def _precision_named(name: str) -> Policy | Amp:
+    if is_schedule(name):
+        raise ValueError(f"{name!r} is a schedule of several precisions, and one is wanted here")
     options = _MODES.get(name.removesuffix(_BFLOAT16))
     if options is not None:
         dtype = jnp.bfloat16 if name.endswith(_BFLOAT16) else jnp.float16

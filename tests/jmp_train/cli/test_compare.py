@@ -49,6 +49,31 @@ def test_nothing_of_the_current_folder_runs_and_pythonpath_is_heeded(tmp_path: P
 
 
 @pytest.mark.full
+def test_a_schedule_is_compared_as_a_policy_is(tmp_path: Path) -> None:
+    code, out, error = shell(
+        "$PYTHON -m jmp_train compare karate --policies float32 'mixed_float16, .60:float32' --out out --logdir log",
+        tmp_path,
+    )
+    assert (code, error) == (0, "")
+    name = "mixed_float16,0.6:float32"
+    said = f"{name}: mixed_float16 in steps 1 to 30 (75.3% of the flops in half precision), float32 in steps 31 to 50"
+    assert f"{name} from step 31 to 50 in float32\n" in out
+    assert said in out
+    float32, schedule = json.loads((tmp_path / "out/report.json").read_text())["runs"]
+    assert schedule["policy"] == name
+    assert [(phase["policy"], phase["stop"]) for phase in schedule["phases"]] == [
+        ("mixed_float16", 30),
+        ("float32", 50),
+    ]
+    share = schedule["costs"]["half_flops_share"]
+    assert share == pytest.approx(0.6 * schedule["phases"][0]["costs"]["half_flops_share"])
+    assert schedule["costs"]["residual_bytes"] == float32["costs"]["residual_bytes"]  # the most of the two
+    assert abs(schedule["epochs"][-1]["loss"] - float32["epochs"][-1]["loss"]) < 0.02
+    assert said in (tmp_path / "out/report.html").read_text()
+    assert '{"phase": "float32", "start": 30, "stop": 50}' in (tmp_path / f"log/{name}/metrics.jsonl").read_text()
+
+
+@pytest.mark.full
 def test_python_m_leaves_the_current_folder_before_it_imports_anything(tmp_path: Path) -> None:
     for name in ("networkx", "jax", "flax", "numpy", "typing_extensions", "random", "logging"):
         (tmp_path / f"{name}.py").write_text(HOSTILE)

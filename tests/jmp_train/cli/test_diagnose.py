@@ -76,6 +76,27 @@ def check_schema(found: dict[str, object], subject: dict[str, object]) -> None:
     assert {name: found[name] for name in subject} == subject
 
 
+@pytest.mark.full
+def test_a_step_of_a_schedule_is_diagnosed_in_its_phase(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    call = ["karate", "--policy", "mixed_float16,0.5:float32", "--epochs", "4"]
+    saved = [*call, "--checkpoint-dir", str(tmp_path)]
+    with jax.numpy_dtype_promotion("standard"):
+        assert main(["train", *saved]) == 0
+        capsys.readouterr()
+        for options, step, phase in (
+            (call, 0, "mixed_float16"),
+            ([*call, "--after", "2"], 2, "float32"),
+            (saved, 4, "float32"),
+        ):
+            main(["diagnose", *options])
+            title, summary = capsys.readouterr().out.splitlines()[:2]
+            assert title == f"karate, {call[2]}, step {step} ({phase}):"
+            assert (", 0 of them in half precision" in summary) == (phase == "float32")
+        main(["diagnose", *saved, "--json"])
+        found = json.loads(capsys.readouterr().out)
+    check_schema(found, {"task": "karate", "policy": call[2], "phase": "float32", "step": 4})
+
+
 def test_a_script_is_diagnosed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert diagnose_script_main(["scripts/model.py:make_step", "--out", "made/out"]) == 3
     out, error = capsys.readouterr()

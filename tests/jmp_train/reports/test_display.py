@@ -8,7 +8,7 @@ from helpers import make_run
 
 from jmp_train.launch.output import Output
 from jmp_train.reports.display import LineDisplay, LiveDisplay, display_on
-from jmp_train.runs.events import Compiled, Planned, Progress
+from jmp_train.runs.events import Compiled, Phase, Planned, Progress
 
 pytestmark = pytest.mark.quick
 
@@ -41,6 +41,22 @@ def test_lines_where_there_is_no_terminal() -> None:
         display.fail("mixed_float16", "why")
     assert stream.getvalue().count("\n") == 1
     assert stream.getvalue().startswith("mixed_float16   epoch 1/2  loss")
+
+
+def test_a_phase_that_begins_is_a_line_and_the_status() -> None:
+    phase = Phase("float32", 40, 100, RUN.costs)
+    lines, terminal = io.StringIO(), Terminal()
+    for stream in (lines, terminal):
+        with display_on(stream, ["a"]) as display:
+            for event in (Planned(2, 100), Compiled(7.5, "process", RUN.costs), phase, RUN.epochs[0]):
+                display.show("a", event)
+            if isinstance(display, LiveDisplay):
+                display._live.refresh()
+    first, second = lines.getvalue().splitlines()
+    assert first == "a               from step 41 to 100 in float32"
+    assert second.startswith("a               epoch 1/2")
+    assert first in plain(terminal.getvalue())
+    assert re.search(r"a +training, float32 ", plain(terminal.getvalue()))
 
 
 @pytest.mark.parametrize("memory_of", ["device", "process"])

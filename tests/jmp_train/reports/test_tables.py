@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from helpers import COSTS, make_run
 
-from jmp_train.reports import html_report
+from jmp_train.reports import html_report, plots
+from jmp_train.reports.comparison import explanations, note_phases
 from jmp_train.reports.tables import (
     epoch_line,
     print_speed_table,
@@ -15,7 +16,7 @@ from jmp_train.reports.tables import (
     report,
     write_report,
 )
-from jmp_train.runs.events import Epoch
+from jmp_train.runs.events import Epoch, Phase
 
 pytestmark = pytest.mark.quick
 
@@ -46,6 +47,27 @@ def test_what_was_watched_has_a_table_and_a_key(capsys: pytest.CaptureFixture[st
     assert page.count('<table id="watches">') == 1
     assert "50.0% (&lt;b&gt;)" in page
     assert "watches" not in html_report.page("digits", runs[:1])
+
+
+def test_the_phases_of_a_schedule_have_a_key_a_sentence_and_a_line_in_the_plot() -> None:
+    phases = (Phase("c=f16", 0, 90, dataclasses.replace(COSTS, half_flops_share=0.5)), Phase("float32", 90, 100, COSTS))
+    runs = [make_run(), dataclasses.replace(make_run("c=f16,0.9:float32"), phases=phases)]
+    first, second = report("digits", runs)["runs"]
+    assert "phases" not in first
+    assert [(phase["policy"], phase["start"], phase["stop"]) for phase in second["phases"]] == [
+        ("c=f16", 0, 90),
+        ("float32", 90, 100),
+    ]
+    assert second["phases"][0]["costs"]["half_flops_share"] == 0.5
+    note = (
+        "c=f16,0.9:float32: c=f16 in steps 1 to 90 (50.0% of the flops in half precision), float32 in steps 91 to 100 "
+        "(0.0% of the flops in half precision)"
+    )
+    assert explanations(runs) == [note]
+    assert f"<li>{note}</li>" in html_report.page("digits", runs)
+    assert note_phases(runs[0]) is None
+    with_line, without = (plots.svg("losses", [run]).count("<path") for run in (runs[1], runs[0]))
+    assert with_line > without
 
 
 def test_bits_per_byte_have_a_column_and_a_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from jmp_train.runs.events import (
     Compiled,
     Epoch,
     Event,
+    Phase,
     Planned,
     Progress,
     Step,
@@ -30,6 +31,8 @@ EVENTS = [
     dataclasses.replace(make_run(), watch={"lost_updates": {"Dense_0": 0.25, "Dense_1": 0.0}}),
     dataclasses.replace(make_run(), rules="rules.toml"),
     dataclasses.replace(make_run(), bits_per_byte=2.5),
+    Phase("float32", 90, 100, COSTS),
+    dataclasses.replace(make_run(), phases=(Phase("c=f16", 0, 90, COSTS), Phase("float32", 90, 100, COSTS))),
 ]
 
 

@@ -18,7 +18,7 @@ import pytest
 
 import jmp_train as jt
 from jmp_train.cli.entry import main
-from jmp_train.runs.events import Epoch, Event, Progress, Run, Step
+from jmp_train.runs.events import Epoch, Event, Phase, Progress, Run, Step
 from jmp_train.runs.loop import train
 from jmp_train.runs.resuming import ResumeError, Saver, Saving, Stopped
 from jmp_train.tasks import Task, TaskOptions, load_task
@@ -61,22 +61,73 @@ def without_times(run: Run) -> Run:
     return dataclasses.replace(run, compile_seconds=0.0, epochs=tuple(epochs))
 
 
+SWITCH = 8  # of 15 steps, with a share of 0.5
+
+
 @pytest.mark.full
-def test_a_run_that_was_stopped_twice_ends_as_one_in_a_piece(task: Task, tmp_path: Path) -> None:
-    whole = run(task, tmp_path / "whole")
+@pytest.mark.parametrize(
+    "policy", ["mixed_float16", "mixed_float16,0.5:float32", "torch-bfloat16,0.5:autocast_float16"]
+)
+def test_a_run_that_was_stopped_ends_as_one_in_a_piece(policy: str, task: Task, tmp_path: Path) -> None:
+    whole = run(task, tmp_path / "whole", policy=policy)
     done = 0
-    for steps in (3, 10):  # within an epoch, and at the end of one
+    for steps in (3, SWITCH, 10):  # within an epoch, at the switch and at the end of an epoch
         # It is asked after each step, and once more when all is saved.
         answers = iter([False] * (steps - done - 1) + [True, True])
         with pytest.raises(Stopped) as stopped:
-            run(task, tmp_path / "parts", lambda answers=answers: next(answers))
+            run(task, tmp_path / "parts", lambda answers=answers: next(answers), policy=policy)
         done = stopped.value.step
         assert done == steps
-    again = run(task, tmp_path / "parts")
+    events: list[Event] = []
+    again = run(task, tmp_path / "parts", policy=policy, on_event=events.append)
     assert without_times(again) == without_times(whole)
     arrays = final(tmp_path / "whole")
     assert len(arrays) > 50
     assert final(tmp_path / "parts") == arrays
+    phases = [(phase.start, phase.stop) for phase in again.phases]
+    assert phases == ([(0, SWITCH), (SWITCH, 15)] if "," in policy else [])
+    assert [event for event in events if isinstance(event, Phase)] == list(again.phases[1:])  # it went on in the last
+
+
+@pytest.mark.full
+@pytest.mark.timeout(150)
+def test_a_text_model_on_two_devices_goes_on_from_either_side_of_a_switch(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(32, 127)) * 30)
+    task = dataclasses.replace(load_task("lm", TaskOptions(text_file=text, devices=2)), batch_size=2)
+    policy = "autocast_float16,0.5:float32"
+    whole = run(task, tmp_path / "whole", policy=policy)
+    assert [(phase.start, phase.stop) for phase in whole.phases] == [(0, 15), (15, 30)]
+    done = 0
+    for steps in (12, 17):
+        answers = iter([False] * (steps - done - 1) + [True, True])
+        with pytest.raises(Stopped):
+            run(task, tmp_path / "parts", lambda answers=answers: next(answers), policy=policy)
+        done = steps
+    assert without_times(run(task, tmp_path / "parts", policy=policy)) == without_times(whole)
+    assert final(tmp_path / "parts") == final(tmp_path / "whole")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_command_that_was_killed_in_each_phase_ends_with_the_same_bits(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "jmp_train", "train", "digits", "--policy", "mixed_float16, .50:float32"]
+    command += ["--train-size", "128", "--epochs", "100", "--checkpoint-every", "20", "--resume", "--checkpoint-dir"]
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True, timeout=200)
+    parts = [*command, str(tmp_path / "parts")]
+    for awaited in ("epoch   2/100", "from step 101 to 200 in float32"):
+        with subprocess.Popen(parts, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert any(awaited in line for line in process.stdout)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+    refused = subprocess.run(
+        [x.replace(".50", "0.6") for x in parts], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert refused.returncode == 2
+    assert "policy: the run has mixed_float16,0.5:float32, this call mixed_float16,0.6:float32" in refused.stderr
+    subprocess.run(parts, check=True, capture_output=True, timeout=200)
+    assert final(tmp_path / "parts") == final(tmp_path / "whole")
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ import pytest
 from helpers import make_run, mounted_tmpfs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jmp_train.runs.events import Compiled, Progress, Watched
+from jmp_train.runs.events import Compiled, Phase, Progress, Watched
 from jmp_train.runs.run_log import RunLog
 
 pytestmark = pytest.mark.quick
@@ -63,6 +63,13 @@ def test_bits_per_byte_are_logged_with_the_accuracy(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(x.step, x.value) for x in events.Scalars("bits_per_byte")] == [(100, 2.5)]
     assert events.Tags()["scalars"] == ["test_accuracy", "bits_per_byte"]
+
+
+def test_a_phase_that_begins_is_a_line(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.write(Phase("float32", 90, 100, RUN.costs))
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"phase": "float32", "start": 90, "stop": 100}
 
 
 def test_what_a_run_watches_is_logged_with_its_steps(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""The setups of a schedule's phases, which all create the same state."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from jmp_train.policies import Amp, AutocastRules, Policy
+from jmp_train.policies.loss_scaling import LossScales, NoOpLossScale
+from jmp_train.policies.pytrees import is_half
+from jmp_train.runs.phase_names import phases_named
+from jmp_train.runs.setups import Setup, autocasts, loss_scale_for, make_setup, precision_of
+from jmp_train.tasks import Task
+
+
+class PhasePrecision(NamedTuple):
+    """A phase of a schedule.
+
+    Attributes:
+      share: of the run's steps that is done when it begins.
+      name: of its policy or mode.
+      precision: the policy or the mode.
+    """
+
+    share: float
+    name: str
+    precision: Policy | Amp
+
+
+def phase_precisions(name: str) -> tuple[PhasePrecision, ...]:
+    """Returns the phases of a schedule; of a policy or mode one.
+
+    Args:
+      name: see `phases_named`.
+
+    Raises:
+      ValueError: it is no name, or two phases do not have one state; the message names them, and says what differs.
+
+    Example:
+      >>> [(share, str(policy)) for share, _, policy in phase_precisions("mixed_float16,0.9:float32")]
+      [(0.0, 'p=full,c=f16,o=full'), (0.9, 'p=full,c=full,o=full')]
+    """
+    phases = tuple(PhasePrecision(share, part, precision_of(part)) for share, part in phases_named(name))
+    kept = {_kept(phase.precision): phase.name for phase in phases}
+    if len(kept) > 1:
+        said = ", ".join(f"{part} keeps {what}" for what, part in kept.items())
+        raise ValueError(f"{name!r}: one state goes through all phases, but {said}")
+    scaling = [phase for phase in phases if not isinstance(_loss_scale(phase.precision), NoOpLossScale)]
+    for phase in scaling[1:]:
+        if _loss_scale(phase.precision) != _loss_scale(scaling[0].precision):
+            raise ValueError(
+                f"{name!r}: one loss scale goes through all phases, but those of {scaling[0].name} and {phase.name} "
+                "are not the same"
+            )
+    return phases
+
+
+def _kept(precision: Policy | Amp) -> str:
+    """Returns what decides of a state's dtypes and its structure, but for the loss scale."""
+    if isinstance(precision, Policy):
+        return f"parameters in {jnp.dtype(precision.param_dtype)}"
+    kept = precision.precision
+    dtype = kept.model_dtype or jnp.dtype(jnp.float32)
+    others = {
+        "BatchNorms in float32": kept.keep_batchnorm_fp32,
+        f"batch statistics in {dtype}": is_half(dtype) and not kept.keep_batchnorm_fp32,
+        "master weights in float32": kept.master_weights,
+    }
+    return " and ".join([f"parameters in {dtype}", *(text for text, there in others.items() if there)])
+
+
+def _loss_scale(precision: Policy | Amp) -> LossScales:
+    return precision.loss_scale if isinstance(precision, Amp) else loss_scale_for(precision)
+
+
+def make_setups(
+    task: Task,
+    name: str,
+    schedule: optax.Schedule,
+    growth_interval: int | None = None,
+    watch: Sequence[str] = (),
+    rules: AutocastRules | None = None,
+) -> tuple[Setup, ...]:
+    """Returns the setup of each phase of a schedule; of a policy or mode one.
+
+    All of them create the same state, whose loss scale is that of the phases that need one; the others go on with it.
+
+    Args:
+      task: what to train.
+      name: see `phases_named`.
+      schedule: see `make_setup`.
+      growth_interval: see `make_setup`.
+      watch: see `make_setup`.
+      rules: by which the phases that autocast do so; None for their own.
+
+    Raises:
+      ValueError: see `make_setup` and `phase_precisions`; or there are rules, and no phase autocasts.
+    """
+    phases = phase_precisions(name)
+    by_rules = [autocasts(phase.precision) for phase in phases]
+    if rules is not None and not any(by_rules):
+        precision_of(phases[0].name, rules)  # says so
+    setups = [
+        make_setup(task, phase.name, schedule, growth_interval, watch, rules if takes_rules else None)
+        for phase, takes_rules in zip(phases, by_rules, strict=True)
+    ]
+    # Their optimizers differ in the loss scale that a state begins with, and in a step that of its state counts.
+    scaling = next((setup for setup in setups if not isinstance(setup.loss_scale, NoOpLossScale)), setups[0])
+    return tuple(
+        dataclasses.replace(setup, loss_scale=scaling.loss_scale, create_state=scaling.create_state) for setup in setups
+    )

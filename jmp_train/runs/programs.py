@@ -1,0 +1,83 @@
+"""The compiled steps of a run: one program for each of its phases."""
+
+import dataclasses
+import operator
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+
+from jmp_train.capsules import SkipRecorder
+from jmp_train.runs.events import Compiled, Phase
+from jmp_train.runs.memory import peak_memory
+from jmp_train.runs.preparing import PreparedRun, RunPhase
+from jmp_train.steps import StepCosts, TrainState, step_costs
+from jmp_train.types import Batch
+
+
+class Program(NamedTuple):
+    """The compiled step of a phase.
+
+    Attributes:
+      phase: what is said of it.
+      step: takes over a state; of a phase that is over it is not compiled, and None.
+    """
+
+    phase: Phase
+    step: Any
+
+    def watched_by(self, recorder: SkipRecorder) -> Self:
+        """Returns this program with its skips recorded.
+
+        Args:
+          recorder: of the run.
+        """
+        return self if self.step is None else self._replace(step=recorder.watch(self.step))
+
+
+def compile_phases(
+    prepared: PreparedRun, state: TrainState, batch: dict[str, Any], done: int
+) -> tuple[Compiled, list[Program]]:
+    """Compiles the steps of the phases that are left, and returns what that took, and the programs.
+
+    Phases that are over are traced, too, as what they cost belongs to the report of a run that goes on.
+
+    Args:
+      prepared: the run.
+      state: where it begins or goes on; all phases have its structure, shapes and dtypes.
+      batch: the next one.
+      done: how many steps are done.
+    """
+    start = time.perf_counter()
+    programs = [_compiled(phase, state, {**batch, **phase.shared_shapes}, done) for phase in prepared.phases]
+    seconds = time.perf_counter() - start
+    costs = _costs_of_run([program.phase for program in programs])
+    return Compiled(seconds, peak_memory()[1], costs), programs
+
+
+def _compiled(phase: RunPhase, state: TrainState, batch: Batch, done: int) -> Program:
+    traced = jax.jit(phase.step, donate_argnums=0).trace(state, batch)
+    costs = step_costs(traced, state)
+    step = traced.lower().compile() if phase.stop > done else None
+    return Program(Phase(phase.name, phase.start, phase.stop, costs), step)
+
+
+def _costs_of_run(phases: Sequence[Phase]) -> StepCosts:
+    """Returns the mean of the phases' shares of flops in half precision over the steps, and the most bytes."""
+    steps = [phase.stop - phase.start for phase in phases]
+    shares = [phase.costs.half_flops_share for phase in phases]
+    return dataclasses.replace(
+        max((phase.costs for phase in phases), key=lambda costs: costs.residual_bytes or 0),
+        half_flops_share=sum(map(operator.mul, shares, steps)) / sum(steps),
+    )
+
+
+def program_at(programs: Sequence[Program], done: int) -> Program:
+    """Returns the program of the next step.
+
+    Args:
+      programs: of all phases.
+      done: how many steps are done, fewer than the run has.
+    """
+    return next(program for program in programs if done < program.phase.stop)
