@@ -83,7 +83,7 @@ class NumericsReport:
 
     @property
     def _summary(self) -> str:
-        half = sum(row.dtype in ("float16", "bfloat16") for row in self.rows)
+        half = sum(row.dtype.startswith(("float16", "bfloat16", "float8")) for row in self.rows)
         count = f"{len(self.rows)} operation{'s' * (len(self.rows) != 1)}, {half} of them in half precision"
         harmful = len(self._harmful)
         return f"{harmful or 'no'} problem{'s' * (harmful != 1)} in {count}"

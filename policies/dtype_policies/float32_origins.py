@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jmp_train.policies.autocasting import (
@@ -82,9 +83,9 @@ class TracedOperation:
 
     @property
     def in_half(self) -> bool:
-        """Whether it computes in half precision."""
-        halves = any(traced_dtype(atom) in HALVES for atom in self.equation.invars)
-        return halves and not self.is_float32
+        """Whether it computes in half precision, or in 8 bits."""
+        dtypes = [dtype for atom in self.equation.invars if (dtype := traced_dtype(atom)) is not None]
+        return any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes) and not self.is_float32
 
     @property
     def as_asked(self) -> bool:

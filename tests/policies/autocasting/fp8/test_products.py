@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -142,6 +143,28 @@ def test_through_loops_branches_and_checkpoints(recipe: Any) -> None:
 def test_integers_that_8_bits_cannot_hold_are_not_quantized() -> None:
     found = rows(lambda w: jnp.arange(64)[:, None].astype(jnp.float32) @ w, normal(1, 8))
     assert found[-1][:2] == ("dot_general", "lower")
+
+
+@pytest.mark.full
+def test_diagnose_and_step_costs_know_8_bits() -> None:
+    x, w = normal(64, 64), normal(64, 64)
+    policy = dataclasses.replace(jt.get_policy("autocast_bfloat16"), rules=FP8)
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return ((x @ w).astype(jnp.float32) ** 2).mean()
+
+    report = jt.diagnose(jax.grad(policy.transform(loss)), w, x)
+    found = [(row.direction, *row.dtypes_in) for row in report.rows if row.primitive == "dot_general"]
+    assert found == [("forward", *FLOAT8.split()), *2 * [("backward", "float8_e5m2", "float8_e4m3fn")]]
+    casts = [row for row in report.rows if row.dtype.startswith("float8")]
+    assert len(casts) == 3
+    assert all(0.01 < row.local_error < 0.06 for row in casts)
+    assert str(report).startswith("no problems in ")
+
+    sgd = optax.sgd(0.1)
+    step = jax.jit(jt.train_step(jt.stateless(loss), sgd, policy=policy))
+    state = jt.TrainState.create(w, sgd)
+    assert jt.step_costs(step.trace(state, x), state).half_flops_share > 0.8
 
 
 def test_a_recipe_that_is_none() -> None:
