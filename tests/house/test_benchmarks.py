@@ -61,6 +61,19 @@ def test_what_a_diagnosis_costs_is_measured_beside_the_step(tmp_path: Path) -> N
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+def test_the_language_model_is_trained_in_8_bits(tmp_path: Path) -> None:
+    file = tmp_path / "fp8.json"
+    output = run("fp8.py", "--steps", "3", "--seeds", "1", "--ways", "bfloat16", "DelayedScaling", "--json", str(file))
+    report = json.loads(file.read_text())["bits_per_byte"]
+    assert list(report) == ["bfloat16", "DelayedScaling"]
+    (bfloat16,), (fp8,) = report.values()
+    assert 5 < bfloat16 < 8  # of 256 bytes, in the beginning
+    assert abs(fp8 - bfloat16) < 0.1
+    assert re.search(rf"^DelayedScaling +{fp8:.4f} bits per byte", output, re.MULTILINE)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_what_tuning_costs_is_measured_beside_compiling_each_trial(tmp_path: Path) -> None:
     file = tmp_path / "tune.json"
     cases = ("language_model", "terrain")
