@@ -46,6 +46,7 @@ from jmp_train.policies import CastLoss as CastLoss
 from jmp_train.policies import CollapsedValuesWarning as CollapsedValuesWarning
 from jmp_train.policies import CpuConvolutionWarning as CpuConvolutionWarning
 from jmp_train.policies import DelayedScaling as DelayedScaling
+from jmp_train.policies import FirstDifference as FirstDifference
 from jmp_train.policies import DynamicLossScale as DynamicLossScale
 from jmp_train.policies import Float32ProductsWarning as Float32ProductsWarning
 from jmp_train.policies import Float8CurrentScaling as Float8CurrentScaling
@@ -59,6 +60,8 @@ from jmp_train.policies import NoOpLossScale as NoOpLossScale
 from jmp_train.policies import OperationReport as OperationReport
 from jmp_train.policies import NumericsReport as NumericsReport
 from jmp_train.policies import OperationNumerics as OperationNumerics
+from jmp_train.policies import OperationParity as OperationParity
+from jmp_train.policies import ParityReport as ParityReport
 from jmp_train.policies import PathPolicy as PathPolicy
 from jmp_train.policies import PerLossScale as PerLossScale
 from jmp_train.policies import Grads as Grads
@@ -75,6 +78,7 @@ from jmp_train.policies import Remedy as Remedy
 from jmp_train.policies import SkipRule as SkipRule
 from jmp_train.policies import StalledTrainingError as StalledTrainingError
 from jmp_train.policies import StaticLossScale as StaticLossScale
+from jmp_train.policies import TokenDifference as TokenDifference
 from jmp_train.policies import adopt_opt_state as adopt_opt_state
 from jmp_train.policies import all_finite as all_finite
 from jmp_train.policies import amp_from_config as amp_from_config
@@ -104,6 +108,7 @@ from jmp_train.policies import loss_scale_to_torch as loss_scale_to_torch
 from jmp_train.policies import megatron_loss_scale as megatron_loss_scale
 from jmp_train.policies import nemo_loss_scale as nemo_loss_scale
 from jmp_train.policies import nonfinite_report as nonfinite_report
+from jmp_train.policies import parity as parity
 from jmp_train.policies import policy_by_path as policy_by_path
 from jmp_train.policies import reduce_gradients as reduce_gradients
 from jmp_train.policies import scale_tree as scale_tree

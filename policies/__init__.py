@@ -30,6 +30,11 @@ from jmp_train.policies.autocasting import autocast as autocast
 from jmp_train.policies.autocasting import autocast_as as autocast_as
 from jmp_train.policies.autocasting import explain_autocast as explain_autocast
 from jmp_train.policies.autocasting import float32_dot_general as float32_dot_general
+from jmp_train.policies.comparing import FirstDifference as FirstDifference
+from jmp_train.policies.comparing import OperationParity as OperationParity
+from jmp_train.policies.comparing import ParityReport as ParityReport
+from jmp_train.policies.comparing import TokenDifference as TokenDifference
+from jmp_train.policies.comparing import parity as parity
 from jmp_train.policies.diagnosing import NumericsReport as NumericsReport
 from jmp_train.policies.diagnosing import OperationNumerics as OperationNumerics
 from jmp_train.policies.diagnosing import Problem as Problem

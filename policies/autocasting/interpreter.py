@@ -57,6 +57,7 @@ from jmp_train.policies.autocasting.region import (
     variables_read,
 )
 from jmp_train.policies.autocasting.rules import Rule
+from jmp_train.policies.autocasting.source_lines import source_of
 
 _READS_AGAIN = frozenset(("gather", "broadcast_in_dim"))  # a value more than once
 _SAVES_ITS_INPUT = TRANSCENDENTAL | {"mul", "div"}  # whose gradients need an input or the result
@@ -93,7 +94,7 @@ def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> li
                 inputs = [read(atom) for atom in equation.invars]
                 if added.isdisjoint(equation.outvars):  # the result itself is saved
                     inputs = [dataclasses.replace(x, addends=None) if x.addends else x for x in inputs]
-                with user_context(equation.source_info.traceback):  # compilers and profilers name the user's line
+                with _at_line_of(equation):
                     place = _place(region, equation, scope, places)
                     outputs = _run(region, equation, scope, place, inputs, in_float32, logits)
                 if equation.primitive.name in ARITHMETIC:
@@ -102,6 +103,13 @@ def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> li
                     outputs = [_of_arithmetic(region, equation, output, inputs, stored)]
                 environment.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in opened.outvars]
+
+
+def _at_line_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+    """Has compilers and profilers name the user's line: where an equation has none, that which calls the region."""
+    if not source_of([equation]):
+        return contextlib.nullcontext()
+    return user_context(equation.source_info.traceback)
 
 
 def _run(

@@ -24,11 +24,13 @@ class Operation:
       equation: of a traced program.
       inputs: of each operand the number of the value, or the literal.
       writes: the numbers of its results.
+      callers: the equations whose bodies were inlined around it, the outermost first.
     """
 
     equation: Any
     inputs: tuple[int | np.ndarray, ...]
     writes: tuple[int, ...]
+    callers: tuple[Any, ...]
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -63,7 +65,7 @@ def flattened(program: Any) -> Flat:
     constants: dict[int, Any] = {}
     operations: list[Operation] = []
     operands = tuple(range(len(jaxpr.invars)))
-    results = _inline(program, operands, constants, operations, [len(operands)])
+    results = _inline(program, operands, constants, operations, [len(operands)], ())
     return Flat(operands, constants, operations, tuple(results))
 
 
@@ -73,6 +75,7 @@ def _inline(
     constants: dict[int, Any],
     operations: list[Operation],
     count: list[int],
+    callers: tuple[Any, ...],
 ) -> list[int | np.ndarray]:
     jaxpr = getattr(program, "jaxpr", program)
     values: dict[Any, int | np.ndarray] = dict(zip(jaxpr.invars, operands, strict=True))
@@ -92,10 +95,11 @@ def _inline(
         inputs = tuple(read(atom) for atom in equation.invars)
         body = BODIES.get(equation.primitive.name)
         if body is not None:
-            results = _inline(equation.params[body], inputs, constants, operations, count)
+            within = (*callers, equation)
+            results = _inline(equation.params[body], inputs, constants, operations, count, within)
             values.update(zip(equation.outvars, results, strict=True))
         else:
-            operations.append(Operation(equation, inputs, new(equation.outvars)))
+            operations.append(Operation(equation, inputs, new(equation.outvars), callers))
     return [read(atom) for atom in jaxpr.outvars]
 
 

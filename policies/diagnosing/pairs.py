@@ -37,23 +37,31 @@ jax.tree_util.register_dataclass(Pair, ("actual", "shadow"), ())
 
 def run_once(equation: Any, inputs: list[Pair]) -> tuple[list[Pair], list[Elementwise]]:
     """Runs an equation: its results, and what is measured of their elements, which is nothing if it has no row."""
-    has_row = is_measured(equation)
-    loses = has_row and any(is_low(dtype_of(atom)) for atom in (*equation.invars, *equation.outvars))
-    actual = bound(equation, [pair.actual for pair in inputs])
+    results = run_both(equation, inputs)
+    if not is_measured(equation):
+        return results, []
+    if not _loses(equation) or all(pair.shadow is None for pair in results):
+        return results, _measures(equation, inputs, results, None, None)
     exact = all(pair.shadow is None for pair in inputs)
     wide = [_shadow_of(pair) for pair in inputs]
-    shadows = None if exact and not loses else in_float32(equation, wide)
-    if shadows is None:
-        results = [Pair(x) for x in actual]
-        return results, _measures(equation, inputs, results, None, None) if has_row else []
-    results = [Pair(x, y if is_float(dtype_of(x)) else None) for x, y in zip(actual, shadows, strict=True)]
-    if not has_row:
-        return results, []
-    if not loses:
-        return results, _measures(equation, inputs, results, None, None)
+    actual = [pair.actual for pair in results]
     local = actual if exact else bound(equation, [_rounded_shadow(pair) for pair in inputs])
     local = lax.optimization_barrier(local)  # or a compiler may leave the rounding out
     return results, _measures(equation, inputs, results, local, magnitude_of_terms(equation, wide))
+
+
+def run_both(equation: Any, inputs: list[Pair]) -> list[Pair]:
+    """Runs an equation as it is and in float32, and returns its results."""
+    actual = bound(equation, [pair.actual for pair in inputs])
+    exact = all(pair.shadow is None for pair in inputs) and not (is_measured(equation) and _loses(equation))
+    shadows = None if exact else in_float32(equation, [_shadow_of(pair) for pair in inputs])
+    if shadows is None:
+        return [Pair(x) for x in actual]
+    return [Pair(x, y if is_float(dtype_of(x)) else None) for x, y in zip(actual, shadows, strict=True)]
+
+
+def _loses(equation: Any) -> bool:
+    return any(is_low(dtype_of(atom)) for atom in (*equation.invars, *equation.outvars))
 
 
 def _measures(

@@ -52,7 +52,7 @@ class NumericsReport:
             "collapsed": self.collapsed,
             "steps": self.steps,
         }
-        return _finite_or_none(found)
+        return finite_or_none(found)
 
     def to_json(self) -> str:
         """Returns all of it as JSON; numbers that are not finite are null."""
@@ -124,10 +124,10 @@ def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
 
 
-def _finite_or_none(value: Any) -> Any:
+def finite_or_none(value: Any) -> Any:
     """Returns what JSON has: tuples as lists, numbers that are not finite as None."""
     if isinstance(value, dict):
-        return {name: _finite_or_none(item) for name, item in value.items()}
+        return {name: finite_or_none(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite_or_none(item) for item in value]
+        return [finite_or_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -90,10 +90,10 @@ class Shadowing:
         if is_plain(part[0].equation):
             return self._plain(part, values, needed)
         (op,) = part
-        results, blocks = self._program(op, [_read(x, values) for x in op.inputs])
+        results, blocks = self.run_operation(op, [_read(x, values) for x in op.inputs])
         return dict(zip(op.writes, results, strict=True)), blocks
 
-    def _program(self, op: Operation, inputs: list[Pair]) -> Results:
+    def run_operation(self, op: Operation, inputs: list[Pair]) -> Results:
         """Runs an operation that holds a program, or one whose values are no arrays."""
         equation, name = op.equation, op.equation.primitive.name
         if name == "shard_map" and self.mesh is None and not has_tracers(inputs):

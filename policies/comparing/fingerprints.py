@@ -1,0 +1,68 @@
+"""Fingerprints of arrays: four numbers for each row, by which rows are found again however an array is laid out.
+
+A row is what lies along the last axis; its fingerprint is its products with four fixed random vectors, and its norm.
+Numbers that stand for "not seen" (infinities, and what is beyond `_FILL`) count as zero, so that a row that is masked
+or padded at its end has the fingerprint of the row without that.
+
+Source: random projections keep distances (Johnson and Lindenstrauss, 1984).
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_train.policies.diagnosing import Pair
+from jmp_train.policies.pytrees import is_key
+
+_COUNT = 4
+_FILL = 9e3  # fills in use are -1e4, float16's -65504, seven tenths of it, and larger ones
+
+
+def fingerprint(pair: Pair) -> np.ndarray | None:
+    """Returns of each row the fingerprints of its shadow and of itself, and the shadow's norm, float32 [rows, 9].
+
+    Args:
+      pair: an array and its shadow.
+
+    Returns:
+      None where it has no rows that can be compared, as random keys have not. Of a vector each element is a row.
+    """
+    if is_key(pair.actual) or jnp.iscomplexobj(pair.actual) or not np.size(pair.actual):
+        return None
+    actual = _rows(pair.actual)
+    shadow = actual if pair.shadow is None else _rows(pair.shadow)
+    weights = _weights(actual.shape[1])
+    return np.concatenate([shadow @ weights, actual @ weights, np.linalg.norm(shadow, axis=1, keepdims=True)], axis=1)
+
+
+def _rows(x: Any) -> np.ndarray:
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    rows = np.asarray(x).astype(np.float32).reshape(-1, x.shape[-1] if x.ndim > 1 else 1)
+    return np.where(np.abs(rows) < _FILL, rows, np.float32(0)) if is_float else rows
+
+
+@functools.lru_cache
+def _weights(length: int) -> np.ndarray:
+    """Returns four random vectors [length, 4], whose beginnings are those of all lengths."""
+    return np.random.default_rng(0).normal(size=(length, _COUNT)).astype(np.float32)
+
+
+class Rows:
+    """Fingerprints of rows.
+
+    Args:
+      table: [rows, 9], as `fingerprint` makes them, of arrays that may be many.
+
+    Attributes:
+      shadow: of the shadows, [rows, 4].
+      actual: of the rows themselves, [rows, 4].
+      norm: of the shadows, [rows].
+    """
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.shadow, self.actual, self.norm = table[:, :_COUNT], table[:, _COUNT:-1], table[:, -1]
+
+    def __len__(self) -> int:
+        return len(self.norm)
