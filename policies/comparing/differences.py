@@ -26,6 +26,12 @@ class TokenDifference:
       index: of its place there.
       train: its log-probability in training.
       infer: its log-probability in inference.
+
+    Example:
+      >>> import jax.numpy as jnp, jmp_train as jt
+      >>> report = jt.parity(lambda x: x, lambda x: x.at[1].add(-2.0), -jnp.ones(3), operations=False)
+      >>> report.worst
+      (TokenDifference(path='', index=(1,), train=-1.0, infer=-3.0),)
     """
 
     path: str

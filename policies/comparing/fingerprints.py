@@ -20,27 +20,34 @@ _COUNT = 4
 _FILL = 9e3  # fills in use are -1e4, float16's -65504, seven tenths of it, and larger ones
 
 
-def fingerprint(pair: Pair) -> np.ndarray | None:
+def fingerprint(pair: Pair) -> list[np.ndarray]:
     """Returns of each row the fingerprints of its shadow and of itself, and the shadow's norm, float32 [rows, 9].
 
     Args:
       pair: an array and its shadow.
 
     Returns:
-      None where it has no rows that can be compared, as random keys have not. Of a vector each element is a row.
+      One such table; of a vector a second one, in which each element is a row, since it may be that of a column. None
+      of what cannot be compared, as random keys.
     """
     if is_key(pair.actual) or jnp.iscomplexobj(pair.actual) or not np.size(pair.actual):
-        return None
+        return []
     actual = _rows(pair.actual)
     shadow = actual if pair.shadow is None else _rows(pair.shadow)
-    weights = _weights(actual.shape[1])
-    return np.concatenate([shadow @ weights, actual @ weights, np.linalg.norm(shadow, axis=1, keepdims=True)], axis=1)
+    tables = [_table(shadow, actual)]
+    if pair.actual.ndim == 1 and pair.actual.dtype != jnp.bool_:  # of which all elements are known
+        tables.append(_table(shadow.reshape(-1, 1), actual.reshape(-1, 1)))
+    return tables
+
+
+def _table(shadow: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    weights, norm = _weights(actual.shape[1]), np.linalg.norm(shadow, axis=1, keepdims=True)
+    return np.concatenate([shadow @ weights, actual @ weights, norm], axis=1)
 
 
 def _rows(x: Any) -> np.ndarray:
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    rows = np.asarray(x).astype(np.float32).reshape(-1, x.shape[-1] if x.ndim > 1 else 1)
-    return np.where(np.abs(rows) < _FILL, rows, np.float32(0)) if is_float else rows
+    rows = np.asarray(x).astype(np.float32).reshape(-1, x.shape[-1] if x.ndim else 1)
+    return np.where(np.abs(rows) < _FILL, rows, np.float32(0)) if jnp.issubdtype(x.dtype, jnp.floating) else rows
 
 
 @functools.lru_cache

@@ -8,6 +8,7 @@ is not reached that way.
 """
 
 import dataclasses
+import itertools
 import linecache
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from jmp_train.policies.comparing.log_probs import Tokens, tokens_of
 from jmp_train.policies.comparing.matching import SAME, Found, KnownRows
 from jmp_train.policies.diagnosing import Pair, Recorded, is_low, record
 
-_PART_OF_ROUNDING = 16  # below an epsilon by this, differences are those of few elements rounded the other way
+_PART_OF_ROUNDING = 64  # below an epsilon by this, differences are those of few elements rounded the other way
 _NOISE = 4e-6  # what another order of float32 sums makes
 
 Kind = Literal["value", "rounding"]
@@ -45,6 +46,12 @@ class OperationParity:
       difference: mean difference of its rows from the same ones of the other function, relative to a row's norm; NaN
         if none is known.
       error: mean difference of its rows from those in float32, likewise.
+
+    Example:
+      >>> import jax.numpy as jnp, jmp_train as jt
+      >>> rows = jt.parity(lambda x: x * 2, lambda x: x + x, -jnp.ones((2, 3))).operations
+      >>> [(row.primitive, row.shape, row.difference) for row in (*rows.train, *rows.infer)]
+      [('mul', (2, 3), 0.0), ('add', (2, 3), 0.0)]
     """
 
     primitive: str
@@ -72,6 +79,12 @@ class FirstDifference:
       kind: "value" where they differ even if both are computed in float32, "rounding" where only then they agree.
       train: the first operation of training with results that inference has not; None if there is none.
       infer: the first operation of inference with results that training has not; None if there is none.
+
+    Example:
+      >>> import jax.numpy as jnp, jmp_train as jt
+      >>> first = jt.parity(lambda x: x * 2, lambda x: (x + 0.1) * 2, -jnp.ones((2, 3))).first_difference
+      >>> first.kind, first.train.primitive, first.infer.primitive
+      ('value', 'mul', 'add')
     """
 
     kind: Kind
@@ -102,13 +115,13 @@ class _Side:
 
     Attributes:
       recorded: its operations.
-      tables: of each the fingerprints of its rows.
+      tables: of each the fingerprints of its rows, in one or two ways, see `fingerprint`.
       results: its results as `Pair`s, a pytree.
       origins: the numbers of the operations that made these.
     """
 
     recorded: list[Recorded]
-    tables: list[np.ndarray]
+    tables: list[list[np.ndarray]]
     results: Any
     origins: frozenset[int]
 
@@ -128,8 +141,8 @@ def operations_of(
     arguments = _arguments(args)
     found = []
     for side, other in (sides, sides[::-1]):
-        known = KnownRows([*other.tables, *arguments])
-        found.append([known.found(table) if len(table) else None for table in side.tables])
+        known = KnownRows([*itertools.chain(*other.tables), *arguments])
+        found.append([_found(known, tables) for tables in side.tables])
     rows = [
         tuple(_row(op, f) for op, f in zip(side.recorded, own, strict=True))
         for side, own in zip(sides, found, strict=True)
@@ -156,23 +169,28 @@ def _side(fn: Callable[..., Any], args: tuple[Any, ...]) -> _Side:
 
     recorded, pairs, origins = record(jax.make_jaxpr(call.of_arrays(arrays))(*leaves), leaves, fingerprint)
     results = jax.tree.unflatten(structures[-1], pairs)
-    return _Side(recorded, [_table(op.kept) for op in recorded], results, frozenset().union(*origins))
+    return _Side(recorded, [_tables(op.kept) for op in recorded], results, frozenset().union(*origins))
 
 
 def _shadow(pair: Pair) -> Any:
     return pair.actual if pair.shadow is None else pair.shadow
 
 
-def _table(kept: Sequence[Sequence[np.ndarray | None]]) -> np.ndarray:
+def _tables(kept: Sequence[Sequence[list[np.ndarray]]]) -> list[np.ndarray]:
     """Returns the fingerprints of the rows of all runs of an operation."""
-    tables = [table for run in kept for table in run if table is not None]
-    return np.concatenate(tables) if tables else np.zeros((0, 9), np.float32)
+    results = [tables for run in kept for tables in run]
+    return [np.concatenate(tables) for tables in zip(*results, strict=False)]
+
+
+def _found(known: KnownRows, tables: list[np.ndarray]) -> Found | None:
+    """Returns how far an operation's rows are from known ones, in the way in which more of them are known."""
+    return min(map(known.found, tables), key=lambda found: found.unknown, default=None)
 
 
 def _arguments(args: tuple[Any, ...]) -> list[np.ndarray]:
     """Returns the fingerprints of the arguments' rows, which both functions have."""
     leaves = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array | np.ndarray)]
-    return [table for x in leaves if (table := fingerprint(Pair(x))) is not None]
+    return [table for x in leaves for table in fingerprint(Pair(x))]
 
 
 def _first(
@@ -211,7 +229,7 @@ def _first_of(side: _Side, found: Sequence[Found | None], kind: Kind, limit: flo
 def _width(op: Recorded) -> int:
     """Returns how long the rows of an operation's result are."""
     shape = getattr(op.equation.outvars[0].aval, "shape", ())
-    return shape[-1] if len(shape) > 1 else 1
+    return shape[-1] if shape else 1
 
 
 def _differs(found: Found | None, kind: Kind) -> bool:

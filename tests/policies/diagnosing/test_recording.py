@@ -1,0 +1,72 @@
+"""Programs run operation by operation return what they return, and every result is kept."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jmp_train.policies.diagnosing import Pair, record
+
+pytestmark = pytest.mark.quick
+
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+
+
+def reversed_scan(x: jax.Array) -> Any:
+    return lax.scan(lambda carry, row: (carry + row, carry * row), jnp.zeros(3), x, reverse=True)
+
+
+def nested(x: jax.Array) -> Any:
+    def outer(i: Any, x: jax.Array) -> jax.Array:
+        return lax.switch(i % 3, [jnp.sin, jax.jit(jnp.cos), lambda x: x * 2], x)
+
+    return lax.fori_loop(0, x.shape[0], outer, x), lax.while_loop(lambda x: (x < 3).any(), lambda x: x + 1, x)
+
+
+def half_scan(x: jax.Array) -> Any:
+    def step(carry: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return carry + row, carry.astype(jnp.float32)
+
+    return lax.scan(step, jnp.zeros(3, jnp.float16), x.astype(jnp.float16))
+
+
+def empty(x: jax.Array) -> Any:
+    return lax.scan(lambda carry, row: (carry + row, row * 2), jnp.ones(3), x[:0])
+
+
+@pytest.mark.parametrize("fn", [reversed_scan, nested, half_scan, empty])
+def test_results_are_those_of_the_program(fn: Callable[..., Any]) -> None:
+    _, pairs, _ = record(jax.make_jaxpr(fn)(X), [X], lambda pair: None)
+    expected = jax.tree.leaves(fn(X))
+    for pair, x in zip(pairs, expected, strict=True):
+        assert pair.actual.dtype == x.dtype
+        np.testing.assert_allclose(pair.actual, x, rtol=1e-6)
+
+
+def test_every_run_is_kept_with_its_shadow_and_what_it_reads() -> None:
+    def kept(pair: Pair) -> tuple[float, float]:
+        shadow = pair.actual if pair.shadow is None else pair.shadow
+        return float(np.ravel(pair.actual)[0]), float(np.ravel(shadow)[0])
+
+    def fn(x: jax.Array) -> jax.Array:
+        return lax.scan(lambda carry, _: (carry * jnp.float16(1.1), None), x, length=3)[0] + jnp.float16(1)
+
+    operations, (result,), (origins,) = record(jax.make_jaxpr(fn)(jnp.float16(1)), [jnp.float16(1)], kept)
+    (times, plus) = (next(op for op in operations if op.equation.primitive.name == name) for name in ("mul", "add"))
+    factor = float(np.float16(1.1))
+    np.testing.assert_allclose([run[0][1] for run in times.kept], [factor, factor**2, factor**3], rtol=1e-6)
+    actual = np.float16(1)
+    for run in times.kept:
+        actual = actual * np.float16(1.1)
+        assert run[0][0] == actual
+    numbers = {id(op): number for number, op in enumerate(operations)}
+    assert numbers[id(times)] in times.reads  # of the iteration before
+    assert numbers[id(times)] in plus.reads
+    assert origins == {numbers[id(plus)]}
+    assert float(result.shadow) == pytest.approx(factor**3 + 1, rel=1e-6)
+    assert times.line.endswith(f":{fn.__code__.co_firstlineno + 1}")
+    assert __file__ in times.line
