@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from graph_helpers import HALVES, ONE_HALF, reduce_in_jax
+from graph_helpers import ONE_HALF, reduce_in_jax
 from helpers import compiled_vjp
 
 import jmp_train as jt
@@ -25,7 +25,7 @@ def hub(half: str, edges: int = 5_000) -> tuple[graphs.Graph, np.ndarray]:
 
 
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
-@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("half", ONE_HALF)
 def test_the_std_that_cancels_by_hand(half: str, implementation: str) -> None:
     graph, h = hub(half)
     reductions = (*fn.moments("m", "mean", "var"), fn.std("m", "std"))
@@ -68,6 +68,7 @@ def test_infinities_and_padding_reach_no_other_node() -> None:
             assert found["edge"].tolist() == [-1, 0, 1, *[-1] * 5]
 
 
+@pytest.mark.full
 def test_several_reductions_of_own_messages_and_of_some_edges() -> None:
     graph = graphs.from_edges([0, 1, 2], [2, 2, 0], 3, nodes={"h": jnp.arange(3.0)})
     wanted = {"most": [2, 0, 1], "edge": [2, -1, 1], "std": [0, 0, 0.5]}
@@ -129,6 +130,7 @@ def test_running_sums_in_both_directions_with_and_without_the_row() -> None:
     }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "bool"])
 def test_places_are_those_of_numpy(dtype: str) -> None:
     random = np.random.default_rng(0)

@@ -1,0 +1,164 @@
+"""What nodes and edges make of one another within each graph of a batch, and what they read of their graph.
+
+All is computed in float32 and rounded once, and padding has zeros.
+"""
+
+import jax
+
+from jmp_train.graphs.array_types import Floats
+from jmp_train.graphs.readout.graph_ids import AnyBatch, Part, batch_of, checked_rows, graph_segments, rows_of
+from jmp_train.graphs.structure import as_inexact, in_float32, upcast, upcast_integers
+
+
+def softmax_nodes(graph: AnyBatch, feature: str | Floats) -> jax.Array:
+    """Returns the softmax over the nodes of each graph of a batch, elementwise.
+
+    Args:
+      graph: a graph or a batch of ours or jraph's, padded or not.
+      feature: see `readout_nodes`; -inf masks.
+
+    Returns:
+      [nodes, ...] in the feature's floating dtype; 0 of padding.
+
+    Raises:
+      ValueError: see `readout_nodes`.
+      TypeError: see `readout_nodes`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import batch, from_edges
+      >>> pair = batch([from_edges([0], [1], 2), from_edges([], [], 1)]).with_nodes(h=jnp.array([1.0, 3.0, 7.0]))
+      >>> softmax_nodes(pair, jnp.zeros(3)).tolist()
+      [0.5, 0.5, 1.0]
+    """
+    return _softmax(graph, "nodes", feature)
+
+
+def softmax_edges(graph: AnyBatch, feature: str | Floats) -> jax.Array:
+    """Returns the softmax over the edges of each graph of a batch, elementwise.
+
+    Args:
+      graph: a graph or a batch of ours or jraph's, padded or not.
+      feature: see `readout_edges`; -inf masks.
+
+    Returns:
+      [edges, ...] in the feature's floating dtype; 0 of padding.
+
+    Raises:
+      ValueError: see `readout_edges`.
+      TypeError: see `readout_edges`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import batch, from_edges
+      >>> pair = batch([from_edges([0, 1], [1, 0], 2), from_edges([0], [0], 1)])
+      >>> pair = pair.with_edges(w=jnp.array([1.0, 3.0, 7.0]))
+      >>> softmax_edges(pair, jnp.zeros(3)).tolist()
+      [0.5, 0.5, 1.0]
+    """
+    return _softmax(graph, "edges", feature)
+
+
+def broadcast_nodes(graph: AnyBatch, of_graphs: Floats) -> jax.Array:
+    """Returns what each of the nodes reads of its graph, with gradients added in float32.
+
+    Args:
+      graph: a graph or a batch of ours or jraph's, padded or not.
+      of_graphs: an array [graphs, ...].
+
+    Returns:
+      [nodes, ...] in the dtype of `of_graphs`; 0 of padding.
+
+    Raises:
+      ValueError: there is another number of graphs.
+      TypeError: see `readout_nodes`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import batch, from_edges
+      >>> pair = batch([from_edges([0], [1], 2), from_edges([], [], 1)]).with_nodes(h=jnp.array([1.0, 3.0, 7.0]))
+      >>> broadcast_nodes(pair, jnp.array([0.5, 2.0])).tolist()
+      [0.5, 0.5, 2.0]
+    """
+    return _broadcast(graph, "nodes", of_graphs)
+
+
+def broadcast_edges(graph: AnyBatch, of_graphs: Floats) -> jax.Array:
+    """Returns what each of the edges reads of its graph, with gradients added in float32.
+
+    Args:
+      graph: a graph or a batch of ours or jraph's, padded or not.
+      of_graphs: an array [graphs, ...].
+
+    Returns:
+      [edges, ...] in the dtype of `of_graphs`; 0 of padding.
+
+    Raises:
+      ValueError: there is another number of graphs.
+      TypeError: see `readout_edges`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import batch, from_edges
+      >>> pair = batch([from_edges([0, 1], [1, 0], 2), from_edges([0], [0], 1)])
+      >>> pair = pair.with_edges(w=jnp.array([1.0, 3.0, 7.0]))
+      >>> broadcast_edges(pair, jnp.array([0.5, 2.0])).tolist()
+      [0.5, 0.5, 2.0]
+    """
+    return _broadcast(graph, "edges", of_graphs)
+
+
+def edge_cumsum(
+    graph: AnyBatch, values: str | Floats, by: str = "dst", *, exclusive: bool = False, reverse: bool = False
+) -> jax.Array:
+    """Returns running sums along the edges of each node, or of each graph of a batch, in the order of the edges.
+
+    Args:
+      graph: see `readout_edges`.
+      values: the name of a feature of the edges, or an array [edges, ...].
+      by: "dst" for the edges that enter the same node, "src" for those that leave it, "graph" for those of a graph.
+      exclusive: whether an edge itself is left out of its sum.
+      reverse: whether sums go from the last edge to the first.
+
+    Returns:
+      [edges, ...] in the dtype of the values; 0 of padding. See `segment_cumsum`.
+
+    Raises:
+      ValueError: see `readout_edges`; or `by` is another word.
+      TypeError: see `readout_edges`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2], [2, 0, 2], 3)
+      >>> edge_cumsum(graph, jnp.array([1.0, 2.0, 4.0])).tolist(), edge_cumsum(graph, jnp.ones(3), "graph").tolist()
+      ([1.0, 2.0, 5.0], [1.0, 2.0, 3.0])
+    """
+    graph = batch_of(graph)
+    rows = rows_of(graph, "edges", values)
+    if by == "graph":
+        segments = graph_segments(graph, "edges")
+    elif by in ("dst", "src"):
+        segments = graph.connections.receivers if by == "dst" else graph.connections.senders
+    else:
+        raise ValueError(f"by={by!r} must be 'dst', 'src' or 'graph'")
+
+    def compute(rows: jax.Array) -> jax.Array:
+        return segments.cumsum(upcast(upcast_integers(rows)), exclusive=exclusive, reverse=reverse)
+
+    return in_float32(compute, rows)
+
+
+def _softmax(graph: AnyBatch, part: Part, feature: str | Floats) -> jax.Array:
+    graph = batch_of(graph)
+    logits = as_inexact(rows_of(graph, part, feature))
+    softmax = jax.checkpoint(lambda segments, logits: segments.softmax(upcast(logits)))
+    segments = graph_segments(graph, part)
+    return in_float32(lambda logits: softmax(segments, logits), logits)
+
+
+def _broadcast(graph: AnyBatch, part: Part, of_graphs: Floats) -> jax.Array:
+    graph = batch_of(graph)
+    rows = checked_rows("of_graphs", of_graphs, graph.n_node.shape[0], "graphs")
+    segments = graph_segments(graph, part)
+    return in_float32(lambda rows: segments.read(upcast(rows)), rows)

@@ -1,0 +1,250 @@
+"""Attention pooling and Set2Set: graphs as sums of nodes that are weighted by a softmax over each graph."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.array_types import Floats
+from jmp_train.graphs.readout.graph_ids import AnyBatch, batch_of, graph_segments, rows_of
+from jmp_train.graphs.readout.topk import sort_pooling
+from jmp_train.graphs.structure import Incidence, as_count, common_dtype, in_float32, upcast
+
+Gate = Callable[[jax.Array], jax.Array]
+LSTMWeights = tuple[Floats, Floats, Floats, Floats]
+
+
+def attention_pooling(graph: AnyBatch, features: Floats, logits: Floats) -> jax.Array:
+    """Returns the sum of the nodes of each graph of a batch, weighted by a softmax of logits over the graph.
+
+    Args:
+      graph: a graph or a batch of ours or jraph's, padded or not.
+      features: floating [nodes, ...].
+      logits: floating [nodes, 1] or of as many axes as the features, to which it broadcasts.
+
+    Returns:
+      [graphs, ...] in the dtype that both promote to, computed in float32 and rounded once.
+
+    Raises:
+      ValueError: shapes do not fit.
+      TypeError: it is no graph.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([], [], 2)
+      >>> attention_pooling(graph, jnp.array([[2.0], [4.0]]), jnp.zeros((2, 1))).tolist()
+      [[3.0]]
+
+    Reference: Li et al., Gated Graph Sequence Neural Networks, https://arxiv.org/abs/1511.05493; DGL's
+    GlobalAttentionPooling.
+    """
+    graph = batch_of(graph)
+    rows, logits = rows_of(graph, "nodes", features), rows_of(graph, "nodes", logits)
+    if logits.ndim != rows.ndim or any(x not in (1, y) for x, y in zip(logits.shape[1:], rows.shape[1:], strict=True)):
+        raise ValueError(f"logits have shape {logits.shape}, which does not broadcast to the features', {rows.shape}")
+    segments = graph_segments(graph, "nodes")
+
+    @jax.checkpoint
+    def pooled(rows: jax.Array, logits: jax.Array) -> jax.Array:
+        dtype = common_dtype(upcast(rows).dtype, upcast(logits).dtype)
+        weights = segments.softmax(upcast(logits)).astype(dtype)
+        return segments.sum(weights * upcast(rows).astype(dtype))
+
+    return in_float32(pooled, rows, logits)
+
+
+class GlobalAttentionPooling(nnx.Module):
+    """The layer of `attention_pooling`: `layer(graph, features)`, DGL's.
+
+    Args:
+      gate: an nnx module or a function, of features [nodes, width] to logits [nodes, 1].
+      transform: a module or function of what is added up; None for the features themselves.
+
+    Example:
+      >>> from jmp_train.graphs import batch, from_edges
+      >>> pair = batch([from_edges([], [], 2), from_edges([], [], 1)])
+      >>> layer = GlobalAttentionPooling(nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+      >>> layer(pair, jnp.ones((3, 4))).shape
+      (2, 4)
+    """
+
+    def __init__(self, gate: Gate, transform: Gate | None = None) -> None:
+        self.gate = gate
+        self.transform = transform
+
+    def __call__(self, graph: AnyBatch, features: jax.Array) -> jax.Array:
+        """Returns what each graph makes of its nodes, [graphs, width].
+
+        Args:
+          graph: see `attention_pooling`.
+          features: floating [nodes, width].
+        """
+        rows = features if self.transform is None else self.transform(features)
+        return attention_pooling(graph, rows, self.gate(features))
+
+
+class SortPooling(nnx.Module):
+    """The layer of `sort_pooling`: `layer(graph, features)`, DGL's.
+
+    Args:
+      k: how many nodes each graph keeps.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> SortPooling(2)(from_edges([], [], 3), jnp.ones((3, 4))).shape
+      (1, 8)
+    """
+
+    def __init__(self, k: int) -> None:
+        self.k = as_count("k", k)
+
+    def __call__(self, graph: AnyBatch, features: jax.Array) -> jax.Array:
+        """Returns the nodes that each graph keeps, [graphs, k * width].
+
+        Args:
+          graph: see `sort_pooling`.
+          features: floating [nodes, width].
+        """
+        return sort_pooling(graph, features, self.k)
+
+
+def set2set(graph: AnyBatch, features: Floats, weights: Sequence[LSTMWeights], steps: int) -> jax.Array:
+    """Returns what an LSTM finds that looks at the nodes of each graph several times, whatever their order.
+
+    In each step its state attends to the nodes, and what it finds is its next input.
+
+    Args:
+      graph: a graph or a batch of ours or jraph's, padded or not.
+      features: floating [nodes, width].
+      weights: of each layer of the LSTM those of its input [2 * width, 4 * width], of further layers [width,
+        4 * width], and of its state [width, 4 * width], and two biases [4 * width]; gates as torch orders them: input,
+        forget, cell, output.
+      steps: how many times.
+
+    Returns:
+      [graphs, 2 * width] in the features' dtype: the state, and what it last found. States are float32.
+
+    Raises:
+      ValueError: shapes do not fit.
+      TypeError: it is no graph, or `steps` is not an integer.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> weights = (jnp.zeros((2, 4)), jnp.zeros((1, 4)), jnp.zeros(4), jnp.zeros(4))
+      >>> set2set(from_edges([], [], 2), jnp.array([[1.0], [3.0]]), [weights], 2).tolist()
+      [[0.0, 2.0]]
+
+    Reference: Vinyals et al., Order Matters: Sequence to Sequence for Sets, https://arxiv.org/abs/1511.06391; DGL's
+    Set2Set.
+    """
+    graph, steps = batch_of(graph), as_count("steps", steps)
+    rows = rows_of(graph, "nodes", features)
+    if rows.ndim != 2:
+        raise ValueError(f"features must be [nodes, width], got shape {rows.shape}")
+    arrays = [tuple(map(jnp.asarray, layer)) for layer in weights]
+    width = rows.shape[1]
+    for layer, given in enumerate(arrays):
+        wanted = list(lstm_layer_shapes(width, layer))
+        shapes = [array.shape for array in given]
+        if shapes != wanted:
+            raise ValueError(f"weights[{layer}] must have shapes {wanted}, got {shapes}")
+    segments, count = graph_segments(graph, "nodes"), len(arrays)
+
+    def found(rows: jax.Array, *flat: jax.Array) -> jax.Array:
+        return _set2set(segments, rows, flat, count, steps)
+
+    flat = [array for layer in arrays for array in layer]
+    return in_float32(found, rows, *flat).astype(rows.dtype)
+
+
+def lstm_layer_shapes(width: int, layer: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of the weights and biases of one layer of Set2Set's LSTM.
+
+    Args:
+      width: of the features.
+      layer: which, counted from 0.
+    """
+    enters = 2 * width if layer == 0 else width
+    return (enters, 4 * width), (width, 4 * width), (4 * width,), (4 * width,)
+
+
+def _set2set(segments: Incidence, rows: jax.Array, flat: Sequence[jax.Array], count: int, steps: int) -> jax.Array:
+    weights = [flat[4 * layer : 4 * layer + 4] for layer in range(count)]
+    rows = upcast(rows)
+    width, dtype = rows.shape[1], rows.dtype
+    start = jnp.zeros((segments.num_segments, width), dtype)
+
+    @jax.checkpoint
+    def step(carry: tuple[jax.Array, list[tuple[jax.Array, jax.Array]]], _: None) -> tuple[object, None]:
+        enters, states = carry
+        found = []
+        for layer, state in zip(weights, states, strict=True):
+            found.append(_lstm_cell(layer, enters, state))
+            enters = found[-1][0]
+        logits = (segments.read(enters) * rows).sum(-1, keepdims=True)
+        read = segments.sum(segments.softmax(logits) * rows)
+        return (jnp.concatenate([enters, read], -1), found), None
+
+    first = (jnp.zeros((segments.num_segments, 2 * width), dtype), [(start, start)] * count)
+    (result, _), _ = jax.lax.scan(step, first, None, length=steps)
+    return result
+
+
+def _lstm_cell(
+    weights: Sequence[jax.Array], enters: jax.Array, state: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the next hidden state and cell of an LSTM, [graphs, width]."""
+    of_input, of_hidden, input_bias, hidden_bias = (upcast(x).astype(enters.dtype) for x in weights)
+    hidden, cell = state
+    gates = enters @ of_input + input_bias + (hidden @ of_hidden + hidden_bias)
+    enter, forget, new, leave = jnp.split(gates, 4, axis=-1)
+    cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
+    return jax.nn.sigmoid(leave) * jnp.tanh(cell), cell
+
+
+class Set2Set(nnx.Module):
+    """The layer of `set2set`: `layer(graph, features)`, DGL's.
+
+    Args:
+      features: the width of a node's features.
+      steps: see `set2set`.
+      layers: of the LSTM.
+      param_dtype: the dtype of the weights.
+      rngs: flax's streams; weights are drawn as torch's, uniformly.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> layer = Set2Set(4, steps=3, layers=2, rngs=nnx.Rngs(0))
+      >>> layer(from_edges([], [], 2), jnp.ones((2, 4))).shape
+      (1, 8)
+    """
+
+    def __init__(
+        self, features: int, *, steps: int, layers: int = 1, param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
+    ) -> None:
+        self.steps = as_count("steps", steps)
+        bound = 1 / math.sqrt(features)
+        self.weights = nnx.List(
+            [
+                nnx.List(
+                    [
+                        nnx.Param(jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound))
+                        for shape in lstm_layer_shapes(features, layer)
+                    ]
+                )
+                for layer in range(layers)
+            ]
+        )
+
+    def __call__(self, graph: AnyBatch, features: jax.Array) -> jax.Array:
+        """Returns what the LSTM finds in each graph, [graphs, 2 * width].
+
+        Args:
+          graph: see `set2set`.
+          features: floating [nodes, width].
+        """
+        weights = [tuple(array[...] for array in layer) for layer in self.weights]
+        return set2set(graph, features, weights, self.steps)  # pyright: ignore[reportArgumentType]
