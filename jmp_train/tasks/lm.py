@@ -19,6 +19,7 @@ from flax import nnx
 from jmp_train.data import read_bytes
 from jmp_train.tasks.models import GPT, GPTConfig
 from jmp_train.tasks.options import TaskOptions
+from jmp_train.tasks.schedules import with_warm_up
 from jmp_train.tasks.task import Arrays, Examples, Task
 from jmp_train.types import ModelState
 
@@ -118,10 +119,7 @@ def schedule(steps: int, highest: float) -> optax.Schedule:
     """
     warm_up = steps // WARM_UP_SHARE
     down = optax.cosine_decay_schedule(highest, steps - warm_up, FINAL_SHARE)
-    if not warm_up:
-        return down
-    up = optax.linear_schedule(highest / (warm_up + 1), highest, warm_up)
-    return optax.join_schedules([up, down], [warm_up])
+    return with_warm_up(down, highest, warm_up)
 
 
 def optimizer(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:

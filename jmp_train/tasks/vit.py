@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jmp_train.data import center_crops, random_crops, read_image_folder
 from jmp_train.tasks.models import VisionTransformer, image_loss
 from jmp_train.tasks.options import TaskOptions
+from jmp_train.tasks.schedules import with_warm_up
 from jmp_train.tasks.task import Arrays, Examples, Task, Variables
 from jmp_train.types import ModelState
 
@@ -99,10 +100,7 @@ def schedule(steps: int) -> optax.Schedule:
     """
     warm_up = steps // WARM_UP_SHARE
     down = optax.linear_schedule(LEARNING_RATE, 0.0, steps - warm_up)
-    if not warm_up:
-        return down
-    up = optax.linear_schedule(LEARNING_RATE / (warm_up + 1), LEARNING_RATE, warm_up)
-    return optax.join_schedules([up, down], [warm_up])
+    return with_warm_up(down, LEARNING_RATE, warm_up)
 
 
 def optimizer(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:

@@ -1,6 +1,8 @@
 """Runs whose policy changes: one state, checkpoints on either side, and the same bits when they go on from one."""
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -114,6 +116,24 @@ def test_a_power_of_two_as_a_loss_scale_is_exact_in_a_float32_phase_and_goes_on_
     assert_bitwise_equal(states[0].params, states[1].params)
     assert_bitwise_equal(states[0].opt_state.inner_state, states[1].opt_state.inner_state)
     assert float(jt.get_loss_scale(states[0].opt_state).loss_scale) == 2.0**10  # grown after three steps, and three
+
+
+@pytest.mark.full
+def test_scales_and_histories_of_products_in_8_bits_wait_for_their_next_phase() -> None:
+    rules = jt.TORCH_CUDA.replace(primitives={"dot_general": "fp8"})
+    fp8 = dataclasses.replace(jt.get_policy("autocast_bfloat16"), rules=rules, fp8=jt.DelayedScaling())
+    schedule = jt.PolicySchedule({0: fp8, 0.5: "float32", 0.75: fp8})
+    steps = {
+        policy: jt.train_step(jt.stateless(loss_fn), CASES["adam"][1], policy=policy) for _, policy in schedule.starts
+    }
+    state = jt.with_fp8_state(steps[fp8], first_state("adam"), next(batches()))
+    histories = []
+    for step, batch in zip(schedule.steps(lambda policy: jax.jit(steps[policy]), TOTAL), batches(), strict=True):
+        state, metrics = step(state, batch)
+        assert bool(metrics["grads_finite"])
+        histories.append(np.asarray(state.model_state.fp8.value.amax_history["dot_general"]).tobytes())
+    changed = [before != after for before, after in itertools.pairwise(histories)]
+    assert changed == [True] * 3 + [False] * 2 + [True] * 2  # two steps of float32, which leave them as they are
 
 
 @pytest.mark.full
