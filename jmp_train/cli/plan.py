@@ -129,6 +129,10 @@ def _plan_of_task(args: argparse.Namespace, options: dict[str, Any]) -> "Plan":
 
     with checking_the_call():
         task = load_task(args.task, _task_options(args))
+    if args.accumulate_steps != 1 and options["find_largest"]:
+        raise WrongCall(
+            f"--accumulate-steps {args.accumulate_steps}: the largest batch is sought by ones; --no-largest"
+        )
     whole_graph = not has_option(args.task, "devices")  # which no batch makes larger
 
     def make(policy: str) -> Any:

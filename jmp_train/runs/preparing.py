@@ -204,6 +204,10 @@ def check_run(task: Task, epochs: int, batch_size: int, seed: int) -> int:
         raise ValueError(f"batch_size={batch_size} must be between 1 and the {count} training examples")
     if task.devices < 1 or batch_size % task.devices:
         raise ValueError(f"devices={task.devices} must divide batch_size={batch_size}")
+    parts = task.options.accumulate_steps
+    if parts < 1 or batch_size // task.devices % parts:
+        of = "" if task.devices == 1 else f" / devices={task.devices}"
+        raise ValueError(f"accumulate_steps={parts} must divide batch_size={batch_size}{of}")
     if (total := epochs * (count // batch_size)) >= 2**31:
         raise ValueError(f"epochs={epochs} makes {total} steps; they are counted up to 2**31 - 1")
     check_seed(seed)

@@ -71,9 +71,10 @@ def run_metadata(
 
 def _deciding(options: TaskOptions) -> dict[str, Any]:
     """Returns the options that a run's results depend on, as JSON has them."""
-    values = {
-        name: getattr(options, name) for name, option in options_of(TaskOptions).items() if option.decides is not None
-    }
+    names = [name for name, option in options_of(TaskOptions).items() if option.decides is not None]
+    if options.accumulate_steps == 1:  # left out, as before there was such an option
+        names.remove("accumulate_steps")
+    values = {name: getattr(options, name) for name in names}
     return {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
 
 

@@ -165,7 +165,7 @@ def _of_mode(task: Task, amp: Amp, schedule: optax.Schedule, watch: Sequence[str
         return shared if model_dtype is None else cast_floating(shared, model_dtype)
 
     return Setup(
-        step=train_step(loss_fn, optimizer, watch=watch),
+        step=train_step(loss_fn, optimizer, accumulate_steps=task.options.accumulate_steps, watch=watch),
         loss_scale=amp.loss_scale,
         create_state=create_state,
         predict=amp.forward(task.predict),
@@ -188,7 +188,13 @@ def _of_policy(
         return apply(params, batch)
 
     return Setup(
-        step=train_step(task.loss_fn, optimizer, policy=policy, watch=watch),
+        step=train_step(
+            task.loss_fn,
+            optimizer,
+            policy=policy,
+            accumulate_steps=task.options.accumulate_steps,
+            watch=watch,
+        ),
         loss_scale=loss_scale,
         create_state=create_state,
         predict=predict,

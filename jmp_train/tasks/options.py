@@ -85,6 +85,8 @@ class TaskOptions:
       image_size: the side of an image in pixels, for tasks that let choose; None for the task's own.
       text_file: the text, for tasks of text; None for the task's own.
       remat: whether the gradient recomputes what is within a block, for tasks that let choose.
+      accumulate_steps: of how many parts of a batch, computed one after the other, the gradients are averaged, for
+        tasks whose batches have parts.
     """
 
     devices: int = field(
@@ -140,6 +142,15 @@ class TaskOptions:
     remat: bool = field(
         default=False,
         metadata=option("flag", "recompute lm's blocks for the gradient, which saves memory", decides=None),
+    )
+    accumulate_steps: int = field(
+        default=1,
+        metadata=option(
+            "few",
+            "average the gradients of so many parts of each batch, one after the other; default: 1",
+            metavar="N",
+            refusal="task {task} trains on a whole graph, which has no parts: --accumulate-steps is for {having}",
+        ),
     )
 
     def folder(self, files: str, public: str = "") -> Path:

@@ -34,16 +34,17 @@ class TaskDeclaration:
 
 
 _FILES = ("data_dir", "synthetic")
+_BATCHES = ("devices", "accumulate_steps")  # of tasks that do not train on a whole graph
 _DECLARED = (
-    TaskDeclaration("digits", "jmp_train.tasks.digits", ("devices",)),
-    TaskDeclaration("mnist", "jmp_train.tasks.mnist", (*_FILES, "devices")),
+    TaskDeclaration("digits", "jmp_train.tasks.digits", _BATCHES),
+    TaskDeclaration("mnist", "jmp_train.tasks.mnist", (*_FILES, *_BATCHES)),
     TaskDeclaration("karate", "jmp_train.tasks.karate", models=("gcn", "gat")),
     TaskDeclaration("cora", "jmp_train.tasks.cora", _FILES, models=("gcn", "gat", "sage")),
     TaskDeclaration("reddit", "jmp_train.tasks.reddit", (*_FILES, "heads", "scale")),
-    TaskDeclaration("cifar10", "jmp_train.tasks.cifar10", (*_FILES, "devices")),
-    TaskDeclaration("vit-b16", "jmp_train.tasks.vit", (*_FILES, "devices", "image_size")),
+    TaskDeclaration("cifar10", "jmp_train.tasks.cifar10", (*_FILES, *_BATCHES)),
+    TaskDeclaration("vit-b16", "jmp_train.tasks.vit", (*_FILES, *_BATCHES, "image_size")),
     TaskDeclaration(
-        "lm", "jmp_train.tasks.lm", ("devices", "text_file", "remat"), models=("tiny", "small", "gpt2-small")
+        "lm", "jmp_train.tasks.lm", (*_BATCHES, "text_file", "remat"), models=("tiny", "small", "gpt2-small")
     ),
 )
 

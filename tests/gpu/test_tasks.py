@@ -17,6 +17,7 @@ TASKS = {
     "digits": TaskOptions(),
     "karate gat": TaskOptions(model="gat"),
     "cora gcn": TaskOptions(synthetic=True, model="gcn"),
+    "lm": TaskOptions(),
 }
 # Losses are means of float32 numbers, which rounded logits and parameters move by some eps of the dtype; gradients,
 # which have gone back through all layers, by more of them.

@@ -1,6 +1,7 @@
 """The tables of `benchmarks/README.md` say what the files in `benchmarks/results` have, and no script is left out."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,14 @@ def test_memory_in_the_amp_modes() -> None:
         of = {step["mode"]: step for step in steps if step["task"] == task}
         shares = [f"{of[mode]['ratio']:.3f}" for mode in MODES]
         assert row(task)[1:] == [gigabytes(of["float32"]["peak_bytes"]), *shares]
+
+
+def test_gpt2_small_stores_neither_all_scores_nor_all_logits() -> None:
+    steps = [step for step in results("amp_memory")["steps"] if step["task"] == "gpt2-small"]
+    assert [step["mode"] for step in steps] == ["float32", *MODES]
+    for step in steps:
+        _, *shape = step["largest_array"]
+        assert math.prod(shape) < 8 * 12 * 1024 * 1024 / 2
 
 
 def test_memory_of_the_gat() -> None:

@@ -31,6 +31,7 @@ GIVEN = TaskOptions(
     image_size=32,
     text_file=Path("-text"),
     remat=True,
+    accumulate_steps=2,
 )
 
 
@@ -91,6 +92,12 @@ def test_the_first_model_is_the_default_and_each_has_a_recipe(name: str) -> None
             2,
             "karate",
             "task karate trains on a whole graph, which is not sharded: --devices is for .*, cifar10, vit-b16, lm",
+        ),
+        (
+            "accumulate_steps",
+            2,
+            "cora",
+            "task cora trains on a whole graph, which has no parts: --accumulate-steps is for digits, .*, vit-b16, lm",
         ),
         ("synthetic", True, "digits", "task digits brings its data: it takes no --data-dir and no --synthetic"),
         ("data_dir", Path("x"), "karate", "task karate brings its data: it takes no --data-dir and no --synthetic"),
