@@ -2,10 +2,12 @@
 
     python benchmarks/fp8.py [--ways bfloat16 Float8CurrentScaling ...] [--seeds 3] [--json FILE]
     python benchmarks/fp8.py --steps 3 --seeds 1     # to see that it runs
+    python benchmarks/fp8.py --memory                # of a step, compiled for an H100; needs the extra [plan]
 
 Each way trains `--model tiny` for one pass over the text with the task's optimizer, from the same parameters and in the
 same order of windows for each seed. Bits per byte are those of the held-out tenth of the text, under the same policy.
-In 8 bits are the dense layers of the blocks; the logits are bfloat16's, as in Transformer Engine.
+In 8 bits are the dense layers of the blocks; the logits are bfloat16's, as in Transformer Engine. With `--memory` it is
+the peak of a step of eight SwiGLU blocks, 4,096 wide, of 16,384 tokens in bfloat16, by plain gradient descent.
 """
 
 import argparse
@@ -22,12 +24,15 @@ import numpy as np
 import optax
 
 import jmp_train as jt
+from jmp_train.aot import compile_for_gpu
 from jmp_train.tasks import Task, TaskOptions, load_task
 
 RECIPES = {recipe.__name__: recipe for recipe in (jt.Float8CurrentScaling, jt.DelayedScaling, jt.MXFP8BlockScaling)}
 WAYS = ("float32", "bfloat16", *RECIPES)
 RULES = jt.TORCH_CUDA.replace(paths={"attention|mlp": "fp8"})
 TEST_BATCH = 32
+GPU = "H100-80GB"
+DEPTH, WIDTH, TOKENS = 8, 4096, 16_384  # of the step whose memory it is
 
 
 def main() -> None:
@@ -36,8 +41,14 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of a run; else one pass over the text")
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.memory:
+        peaks = {way: peak_bytes(way) for way in args.ways}
+        if args.json:
+            args.json.write_text(json.dumps({"gpu": GPU, "peak_bytes": peaks}, indent=1))
+        return
     task = load_task("lm", TaskOptions(model="tiny"))
     results: dict[str, list[float]] = {}
     for way in args.ways:
@@ -89,6 +100,35 @@ def tested(task: Task, policy: Any, state: jt.TrainState) -> float:
     batches = [task.prepare({name: array[i : i + TEST_BATCH] for name, array in task.test.items()}) for i in rows]
     total = sum(float(nats(state, batch)) for batch in batches)
     return total / sum(batch["label"].size for batch in batches) / math.log(2)
+
+
+def peak_bytes(way: str) -> int:
+    """Returns the peak memory of a step on a GPU that need not be there, and prints a line."""
+    program = compile_for_gpu(f"{__file__}:blocks", way, gpu=GPU)
+    in_8_bits = program.hlo.count("__cublas$lt$matmul$f8")
+    products = program.hlo.count("__cublas$lt$matmul")
+    print(f"{way:<22}{program.peak_bytes / 1e9:.2f} GB   {in_8_bits} of {products} products in 8 bits", flush=True)
+    return program.peak_bytes
+
+
+def blocks(way: str) -> tuple[Any, ...]:
+    """Returns a step of SwiGLU blocks for `compile_for_gpu`."""
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("mlp"):
+            for block in params:
+                x = x + (jax.nn.silu(x @ block["gate"]) * (x @ block["up"])) @ block["down"]
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
+    step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy_of(way))
+    weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    params = [dict.fromkeys(("gate", "up", "down"), weight) for _ in range(DEPTH)]
+    state = jax.eval_shape(lambda params: jt.TrainState.create(params, optimizer), params)
+    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
+    if way == jt.DelayedScaling.__name__:
+        state = jt.with_fp8_state(step, state, x)
+    return step, (state, x), {"donate_argnums": 0}
 
 
 if __name__ == "__main__":

@@ -97,8 +97,10 @@ def _quantized(x: jax.Array, dtype: DTypeLike, scales: jax.Array | None, index: 
 
 
 def _multiply(lhs: Quantized, rhs: Quantized, contract: Contract, dtype: DTypeLike) -> jax.Array:
-    sums = lax.dot_general(lhs.array, rhs.array, (contract, ((), ())), preferred_element_type=jnp.float32)
-    return (sums * (lhs.inverse_scale * rhs.inverse_scale)).astype(dtype)
+    # Sums of bfloat16's range are stored in it: XLA would keep those in float32 for the backward pass.
+    stored = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    sums = lax.dot_general(lhs.array, rhs.array, (contract, ((), ())), preferred_element_type=stored)
+    return (sums.astype(jnp.float32) * (lhs.inverse_scale * rhs.inverse_scale)).astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

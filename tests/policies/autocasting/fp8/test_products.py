@@ -49,7 +49,7 @@ def test_all_three_products_are_those_of_quantized_operands(left: str, right: st
     np.testing.assert_allclose(out, np.einsum(f"{left},{right}->{free}", x, w), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(grads[0], np.einsum(f"{free},{right}->{left}", g, w), rtol=1e-5, atol=1e-5)
     wanted = np.einsum(f"{free},{left}->{right}", g, x)
-    np.testing.assert_allclose(grads[1].astype(jnp.float32), wanted, rtol=4e-3, atol=1e-5)
+    np.testing.assert_allclose(grads[1].astype(jnp.float32), wanted, rtol=1e-2, atol=1e-5)
     assert [x.dtype for x in grads] == [jnp.float32, jnp.bfloat16]
 
 
