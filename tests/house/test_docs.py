@@ -176,6 +176,19 @@ def test_the_nan_hunt_finds_the_line_and_its_rule_mends_it(tmp_path: Path) -> No
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_reward_rises_in_float16_whose_mismatch_is_at_most_a_quarter_of_bfloat16s(tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "grpo_float16.py")
+    output = run_script(example, "--dtypes", "bfloat16", "float16", "--steps", "70", cwd=tmp_path, timeout=500)
+    row = r"^(b?float16) +([\d.]+) to ([\d.]+) +([\d.e-]+) +([\d.]+)%"
+    rows = {name: list(map(float, row)) for name, *row in re.findall(row, output, re.MULTILINE)}
+    first, last, mismatch, within = rows["float16"]
+    assert last > first + 0.08
+    assert mismatch <= rows["bfloat16"][2] / 4
+    assert within > rows["bfloat16"][3]
+
+
+@pytest.mark.full
 def test_the_message_passing_example_agrees_with_itself_and_the_hub_is_right(
     tmp_path: Path,
 ) -> None:
