@@ -95,7 +95,9 @@ from jmp_train.policies import check_casts as check_casts
 from jmp_train.policies import check_progress as check_progress
 from jmp_train.policies import collapse_report as collapse_report
 from jmp_train.policies import count_zero_gradients as count_zero_gradients
+from jmp_train.policies import decode_opt_state as decode_opt_state
 from jmp_train.policies import deepspeed_loss_scale as deepspeed_loss_scale
+from jmp_train.policies import compensated_params as compensated_params
 from jmp_train.policies import diagnose as diagnose
 from jmp_train.policies import explain_autocast as explain_autocast
 from jmp_train.policies import explain_policy as explain_policy
@@ -123,8 +125,10 @@ from jmp_train.policies import torch_loss_scale as torch_loss_scale
 from jmp_train.policies import unscale_tree as unscale_tree
 from jmp_train.policies import pvary as pvary
 from jmp_train.policies import float32_dot_general as float32_dot_general
+from jmp_train.policies import with_kahan as with_kahan
 from jmp_train.policies import with_loss_scale as with_loss_scale
 from jmp_train.policies import with_master_weights as with_master_weights
+from jmp_train.policies import with_state_dtypes as with_state_dtypes
 from jmp_train.policies import with_stochastic_rounding as with_stochastic_rounding
 from jmp_train.steps import FlaxTrainState as FlaxTrainState
 from jmp_train.steps import StepCosts as StepCosts

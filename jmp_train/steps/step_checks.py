@@ -13,9 +13,11 @@ import optax
 from jmp_train.policies import OptState, Params, PyTree
 from jmp_train.policies.loss_scaling import PerLossScale, is_loss_scale
 from jmp_train.policies.optimizers import (
+    KahanState,
     LossScaledState,
     MasterWeightsState,
     SkipRuleState,
+    StateDtypesState,
     StochasticRoundingState,
 )
 from jmp_train.policies.pytrees import (
@@ -34,6 +36,8 @@ _WRAPPERS = {
     "a skip rule": SkipRuleState,
     "master weights": MasterWeightsState,
     "stochastic rounding": StochasticRoundingState,
+    "Kahan compensations": KahanState,
+    "dtypes of its own for the optimizer's state": StateDtypesState,
 }
 
 

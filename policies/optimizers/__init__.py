@@ -1,6 +1,9 @@
-"""Wrappers of optax optimizers: loss scales, master weights, stochastic rounding."""
+"""Wrappers of optax optimizers: loss scales, master weights, Kahan sums, stochastic rounding, state in few bits."""
 
 from jmp_train.policies.optimizers.adopted_state import adopt_opt_state as adopt_opt_state
+from jmp_train.policies.optimizers.kahan import KahanState as KahanState
+from jmp_train.policies.optimizers.kahan import compensated_params as compensated_params
+from jmp_train.policies.optimizers.kahan import with_kahan as with_kahan
 from jmp_train.policies.optimizers.loss_scaled import with_loss_scale as with_loss_scale
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState as LossScaledState
 from jmp_train.policies.optimizers.loss_scaled_state import get_loss_scale as get_loss_scale
@@ -24,6 +27,9 @@ from jmp_train.policies.optimizers.spike_statistics import spikes as spikes
 from jmp_train.policies.optimizers.stalls import StalledTrainingError as StalledTrainingError
 from jmp_train.policies.optimizers.stalls import check_progress as check_progress
 from jmp_train.policies.optimizers.stalls import skips_to_floor as skips_to_floor
+from jmp_train.policies.optimizers.state_dtypes import StateDtypesState as StateDtypesState
+from jmp_train.policies.optimizers.state_dtypes import decode_opt_state as decode_opt_state
+from jmp_train.policies.optimizers.state_dtypes import with_state_dtypes as with_state_dtypes
 from jmp_train.policies.optimizers.stochastic_rounding import (
     StochasticRoundingState as StochasticRoundingState,
 )

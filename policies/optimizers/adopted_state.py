@@ -5,15 +5,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmp_train.policies.optimizers.kahan import KahanState
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState
 from jmp_train.policies.optimizers.master_weights import MasterWeightsState
 from jmp_train.policies.optimizers.skip_rules import SkipRuleState
+from jmp_train.policies.optimizers.state_dtypes import StateDtypesState
 from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_train.policies.optimizers.zero_gradients import ZeroGradientsState
 from jmp_train.policies.pytrees import copy_like, find_nodes, named_leaves
 from jmp_train.policies.types import PyTree
 
-_WRAPPERS = (LossScaledState, SkipRuleState, MasterWeightsState, StochasticRoundingState, ZeroGradientsState)
+_WRAPPERS = (
+    LossScaledState,
+    SkipRuleState,
+    MasterWeightsState,
+    StochasticRoundingState,
+    KahanState,
+    StateDtypesState,
+    ZeroGradientsState,
+)
 
 
 def adopt_opt_state(new: PyTree, old: PyTree) -> Any:

@@ -15,6 +15,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
 from jmp_train.policies.optimizers.skip_rules import SkipRuleState
+from jmp_train.policies.optimizers.state_dtypes import StateDtypesState
 from jmp_train.policies.optimizers.stored_parameters import StoringOptimizer, StoringState
 from jmp_train.policies.pytrees import Reached, change_nodes, find_nodes, named_leaves
 from jmp_train.policies.types import Grads, OptState, Params
@@ -85,8 +86,10 @@ def check_nesting(
 
 
 def has_nested_scale(opt_state: OptState) -> bool:
-    """Says whether a `with_loss_scale` stands within something else than what stores the parameters."""
-    within = opt_state.inner_state if isinstance(opt_state, StoringState) else opt_state
+    """Says whether a `with_loss_scale` stands within something else than what stores the parameters or the state."""
+    within = opt_state
+    while isinstance(within, StoringState | StateDtypesState):
+        within = within.inner_state
     return not isinstance(within, LossScaledState) and bool(scaled_states(opt_state))
 
 

@@ -81,7 +81,7 @@ def with_stochastic_rounding(
     Reference: Gupta et al., "Deep Learning with Limited Numerical Precision", https://arxiv.org/abs/1502.02551.
     """
     inner = as_transformation(optimizer)
-    _check_key(key)
+    check_key(key)
 
     def init(params: Params) -> StochasticRoundingState:
         _check_dtypes(params)
@@ -148,7 +148,8 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
-def _check_key(key: jax.Array) -> None:
+def check_key(key: jax.Array) -> None:
+    """Raises TypeError if an argument is not one jax random key, typed or of uint32."""
     try:
         shape = (key if is_key(key) else jax.random.wrap_key_data(key)).shape
     except TypeError:

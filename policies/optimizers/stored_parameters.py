@@ -34,7 +34,7 @@ class Addition(NamedTuple):
 class ParamsOptimizer(optax.GradientTransformationExtraArgs):
     """An optax optimizer whose `update` can return the next parameters instead of updates.
 
-    `with_loss_scale`, `with_master_weights` and `with_stochastic_rounding` return one. Its `update` takes the
+    `with_loss_scale`, `with_state_dtypes` and the `StoringOptimizer`s return one. Its `update` takes the
     extra argument `return_params=False`; True makes it return `(new_params, state)`, the parameters in the
     dtypes that they came in. An outermost loss scale leaves the selection to the caller then, who has more to
     select: of a step that it skips, of which `state.last_taken` tells, they may be NaN. With it goes the extra
@@ -52,7 +52,7 @@ class ParamsOptimizer(optax.GradientTransformationExtraArgs):
 class StoringOptimizer(ParamsOptimizer):
     """A `ParamsOptimizer` that decides how parameters are stored, and so goes outermost.
 
-    `with_master_weights` and `with_stochastic_rounding` return one.
+    `with_master_weights`, `with_stochastic_rounding` and `with_kahan` return one.
 
     Example:
       >>> import optax
@@ -63,7 +63,7 @@ class StoringOptimizer(ParamsOptimizer):
 
 
 class StoringState(abc.ABC):
-    """What a `StoringOptimizer` keeps: the states of our two are registered as it."""
+    """What a `StoringOptimizer` keeps: the states of ours are registered as it."""
 
     @property
     @abc.abstractmethod
@@ -94,12 +94,13 @@ def storing_optimizer(init: optax.TransformInitFn, step: Callable[..., tuple[Any
         new_params, state = step(updates, state, params, **extra_args)
         if return_params:
             return new_params, state
-        return jax.tree_util.tree_map(_difference, new_params, params), state
+        return jax.tree_util.tree_map(difference, new_params, params), state
 
     return StoringOptimizer(init, update)
 
 
-def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
+def difference(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns the update, float32 or higher, by which `optax.apply_updates` makes a new parameter of the old one."""
     # x + -0.0 is x for every x: what does not change keeps its bits, an inf and a -0.0 too.
     new_float32, old_float32 = upcast_to_float32((new, old))
     return jnp.where(new == old, -jnp.zeros_like(new_float32), new_float32 - old_float32)

@@ -1,0 +1,199 @@
+"""`with_state_dtypes`: an optimizer's moments in few bits, whatever the optimizer.
+
+The wrapped optimizer is given its state in float32, and what it returns of the chosen fields is rounded and kept.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
+
+from jmp_train.policies.optimizers.loss_scaled_state import scaled_states
+from jmp_train.policies.optimizers.state_rules import Owners, StateRules, is_quantized, state_leaves
+from jmp_train.policies.optimizers.stochastic_rounding import check_key
+from jmp_train.policies.optimizers.stored_parameters import (
+    Addition,
+    ParamsOptimizer,
+    StoringOptimizer,
+    add_updates,
+    as_transformation,
+)
+from jmp_train.policies.pytrees import change_nodes, select_tree, upcast_to_float32
+from jmp_train.policies.quantizing import BLOCK_DTYPES, BlockQuantized, dequantize, quantize, requantize, round_to
+from jmp_train.policies.types import Grads, Params, PyTree
+
+
+class StateDtypesState(NamedTuple):
+    """State of `with_state_dtypes`.
+
+    Attributes:
+      key: the jax random key of the next step's rounding; None where it is to the nearest.
+      inner_state: the wrapped optimizer's state, whose chosen arrays are in other dtypes or `BlockQuantized`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> optimizer = with_state_dtypes(optax.adam(0.1), {"nu": "bfloat16"}, rounding="nearest")
+      >>> optimizer.init(jnp.ones(4096)).inner_state[0].nu.dtype.name
+      'bfloat16'
+    """
+
+    key: Any
+    inner_state: Any
+
+
+def with_state_dtypes(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    dtypes: Mapping[str, DTypeLike],
+    *,
+    rounding: str = "stochastic",
+    key: jax.Array | None = None,
+    block_size: int = 256,
+    min_size: int = 4096,
+) -> optax.GradientTransformationExtraArgs:
+    """Makes an optimizer keep parts of its state in few bits; it computes in float32 as before.
+
+    It goes inside of `with_loss_scale` or outside, and so do `with_master_weights` and optax's combinators. Inside, a
+    skipped step leaves all as it was, the key included; outside, too, but where `MultiSteps` or `apply_if_finite`
+    hides the loss scale.
+
+    Args:
+      optimizer: any optax optimizer.
+      dtypes: from the name of a field of the states in it, such as "mu", "nu", "trace", "acc_grads" or
+        "master_weights", or else a regular expression, searched for in paths such as "0/nu/layers/0/kernel", to how
+        these arrays are kept. The first that fits counts. bfloat16 and float16 are as they are; float16 has only zero
+        below 3e-8, as second moments often are. The others take blocks with a float32 scale each: "int8" with the
+        dynamic code, "uint8" with that for fields that are never negative, such as Adam's "nu", twice as fine;
+        "float8_e4m3fn", "float8_e5m2".
+      rounding: "stochastic", right on average, so that what is added adds up even where it is less than a step of the
+        dtype; or "nearest".
+      key: a jax random key for the first, the same on all devices; None for `jax.random.key(0)`.
+      block_size: elements of a block at most; see `quantize` in `jmp_train.policies.quantizing`.
+      min_size: arrays of fewer elements are left alone, as are those that are not floating.
+
+    Returns:
+      An optimizer whose state is a `StateDtypesState`; a `ParamsOptimizer` if the given one is, else it gives the
+      optimizer float32 gradients and parameters. `decode_opt_state` has the state in float32.
+
+    Raises:
+      TypeError: `optimizer` is not an optax optimizer, `dtypes` not a mapping, or `key` not a random key.
+      ValueError: a dtype or `rounding` is unknown; at `init`, a name or expression finds nothing (the message lists the
+        fields and paths there are), or an array that is not float32, such as by optax's `mu_dtype`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> optimizer = with_state_dtypes(optax.adamw(1e-3), {"mu": "int8", "nu": "bfloat16"})
+      >>> params = {"w": jnp.ones((64, 128)), "b": jnp.ones(128)}
+      >>> adam = optimizer.init(params).inner_state[0]
+      >>> adam.mu["w"].codes.dtype.name, adam.nu["w"].dtype.name, adam.nu["b"].dtype.name
+      ('int8', 'bfloat16', 'float32')
+
+    Reference: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861;
+    optax's `mu_dtype`.
+    """
+    inner = as_transformation(optimizer)
+    rules = StateRules.of(dtypes, block_size, min_size)
+    first_key = _first_key(rounding, key)
+    # These see to dtypes themselves, and know how parameters are stored.
+    sees_to_dtypes = isinstance(inner, ParamsOptimizer)
+
+    def init(params: Params) -> StateDtypesState:
+        inner_state = inner.init(params if sees_to_dtypes else upcast_to_float32(params))
+        rules.check(inner_state, params)
+        # Zeros as a rule; to the nearest in any case.
+        encoded = _encoded(rules, inner_state, None, Owners(params), None)
+        return StateDtypesState(None if first_key is None else jnp.copy(first_key), encoded)
+
+    def update(
+        updates: Grads,
+        state: Any,
+        params: Params | None = None,
+        *,
+        return_params: bool = False,
+        on_addition: Callable[[Addition], None] | None = None,
+        **extra_args: object,
+    ) -> tuple[Any, Any]:
+        owners = Owners(updates if params is None else params)
+        decoded = _decoded(rules, state.inner_state, owners)
+        if sees_to_dtypes:
+            if return_params:
+                extra_args |= {"return_params": True, "on_addition": on_addition}
+            result, inner_state = inner.update(updates, decoded, params, **extra_args)
+        else:
+            result, inner_state = inner.update(*upcast_to_float32((updates, decoded, params)), **extra_args)
+            if return_params:
+                result = add_updates(params, result, on_addition)
+        next_key, step_key = (None, None) if state.key is None else jax.random.split(state.key)
+        for _, scaled in scaled_states(inner_state):
+            next_key = select_tree(scaled.last_taken, next_key, state.key)
+        return result, StateDtypesState(next_key, _encoded(rules, inner_state, state.inner_state, owners, step_key))
+
+    return (StoringOptimizer if isinstance(inner, StoringOptimizer) else ParamsOptimizer)(init, update)
+
+
+def decode_opt_state(opt_state: PyTree) -> Any:
+    """Returns an optimizer's state as `with_state_dtypes` gives it to the optimizer within: in float32.
+
+    For functions that take an optimizer's own state, such as `optax.contrib.schedule_free_eval_params`, and to look at
+    it. `optax.tree.get(opt_state, "nu")` alone finds the arrays as they are kept.
+
+    Args:
+      opt_state: in any nesting; a `StateDtypesState` becomes the state in it, whose arrays in half precision or in
+        blocks become float32.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> optimizer = with_state_dtypes(optax.adam(0.1), {"nu": "uint8"})
+      >>> optax.tree.get(decode_opt_state(optimizer.init(jnp.ones(4096))), "nu").dtype.name
+      'float32'
+    """
+
+    def decoded(state: StateDtypesState) -> Any:
+        return upcast_to_float32(change_nodes(decode_opt_state(state.inner_state), BlockQuantized, dequantize))
+
+    return change_nodes(opt_state, StateDtypesState, decoded)
+
+
+def _first_key(rounding: str, key: jax.Array | None) -> jax.Array | None:
+    if rounding not in ("stochastic", "nearest"):
+        raise ValueError(f"rounding={rounding!r} must be 'stochastic' or 'nearest'")
+    if rounding == "nearest":
+        if key is not None:
+            raise ValueError("key is for rounding='stochastic'")
+        return None
+    if key is None:
+        return jax.random.key(0)
+    check_key(key)
+    return key
+
+
+def _decoded(rules: StateRules, state: PyTree, owners: Owners) -> Any:
+    def decoded(path: KeyPath, x: Any) -> Any:
+        if rules.dtype_of(path, x, owners) is None:
+            return x
+        return dequantize(x) if isinstance(x, BlockQuantized) else x.astype(jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(decoded, state, is_leaf=is_quantized)
+
+
+def _encoded(rules: StateRules, state: PyTree, old: PyTree, owners: Owners, key: jax.Array | None) -> Any:
+    """Returns a state as it is kept; `old` is the one before, None at the start, `key` None to round to the nearest."""
+    before = dict(state_leaves(old))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)
+
+    def encoded(number: int, path: KeyPath, x: Any) -> Any:
+        dtype = rules.dtype_of(path, x, owners)
+        if dtype is None:
+            return x
+        leaf_key = None if key is None else jax.random.fold_in(key, number)
+        float32 = x.astype(jnp.float32)
+        if dtype not in BLOCK_DTYPES:
+            return round_to(float32, dtype, leaf_key)
+        if path in before:
+            return requantize(float32, before[path], leaf_key)
+        return quantize(float32, dtype, leaf_key, block_size=rules.block_size)
+
+    return structure.unflatten([encoded(number, path, x) for number, (path, x) in enumerate(leaves)])

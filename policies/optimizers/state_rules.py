@@ -1,0 +1,126 @@
+"""Which arrays of an optimizer's state are kept in which dtype: by the states' fields, or by paths."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import GetAttrKey, KeyPath
+from jax.typing import DTypeLike
+
+from jmp_train.policies.pytrees import check_regexes, is_float_array, path_name
+from jmp_train.policies.quantizing import BLOCK_DTYPES, BlockQuantized
+from jmp_train.policies.types import Params, PyTree
+
+_DTYPES = ("bfloat16", "float16", *BLOCK_DTYPES)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateRules:
+    """What `with_state_dtypes` is told.
+
+    Args:
+      rules: pairs of a field's name, or a regular expression, and a dtype's name.
+      block_size: elements of a block at most.
+      min_size: arrays of fewer elements are left alone.
+
+    Example:
+      >>> StateRules.of({"nu": "bfloat16"}, 256, 4096).rules
+      (('nu', 'bfloat16'),)
+    """
+
+    rules: tuple[tuple[str, str], ...]
+    block_size: int
+    min_size: int
+
+    @classmethod
+    def of(cls, dtypes: Mapping[str, DTypeLike], block_size: int, min_size: int) -> "StateRules":
+        """Returns the rules that a user gave; raises TypeError or ValueError if there is something wrong with them."""
+        check_regexes(dtypes)
+        for argument, value in (("block_size", block_size), ("min_size", min_size)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{argument}={value!r} must be a whole number above 0")
+        return cls(tuple((name, _dtype_name(name, dtype)) for name, dtype in dtypes.items()), block_size, min_size)
+
+    def dtype_of(self, path: KeyPath, x: object, owners: "Owners") -> str | None:
+        """Returns the name of the dtype in which an array of the state is kept; None for one that is left alone.
+
+        Args:
+          path: in the state.
+          x: the array, as it is kept or in float32.
+          owners: of the parameters.
+        """
+        size = x.codes.size if isinstance(x, BlockQuantized) else x.size if is_float_array(x) else 0
+        return self._rule(path, owners) if size >= self.min_size else None
+
+    def check(self, state: PyTree, params: Params) -> None:
+        """Raises ValueError if a rule finds no array of an optimizer's first state, or one that is not float32."""
+        owners = Owners(params)
+        leaves = [(path, x) for path, x in state_leaves(state) if not _is_integer(x)]
+        for number, (name, _) in enumerate(self.rules):
+            alone = dataclasses.replace(self, rules=self.rules[number : number + 1])
+            if not any(alone._rule(path, owners) for path, _ in leaves):
+                fields = sorted({field for path, _ in leaves for field in owners.fields(path)})
+                raise ValueError(
+                    f"with_state_dtypes: {name!r} found no floating array of the optimizer's state; the fields are "
+                    f"{', '.join(fields) or '(none)'}, the paths are:\n  "
+                    + "\n  ".join([path_name(path) for path, _ in leaves] or ["(none)"])
+                )
+        for path, x in leaves:
+            dtype = self.dtype_of(path, x, owners)
+            kept = "in blocks" if isinstance(x, BlockQuantized) else getattr(x, "dtype", None)
+            if dtype is not None and kept != jnp.float32:
+                raise ValueError(
+                    f"with_state_dtypes: {path_name(path)!r} of the optimizer's state is {kept} already, and would be "
+                    f"{dtype}; leave that to one of both (optax has mu_dtype, accumulator_dtype and the like)"
+                )
+
+    def _rule(self, path: KeyPath, owners: "Owners") -> str | None:
+        fields, name = owners.fields(path), path_name(path)
+        return next(
+            (
+                dtype
+                for rule, dtype in self.rules
+                if (rule in fields if rule.isidentifier() else re.search(rule, name) is not None)
+            ),
+            None,
+        )
+
+
+class Owners:
+    """The paths of the parameters, in which arrays of the state end that are kept for a parameter."""
+
+    def __init__(self, params: Params) -> None:
+        """Takes the parameters, or their gradients."""
+        self._paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+
+    def fields(self, path: KeyPath) -> list[str]:
+        """Returns the names of the fields on the way to an array, those within the parameter's own path left out."""
+        end = next((start for start in range(len(path) + 1) if path[start:] in self._paths), len(path))
+        return [key.name for key in path[:end] if isinstance(key, GetAttrKey)]
+
+
+def state_leaves(state: PyTree) -> list[tuple[KeyPath, Any]]:
+    """Returns the paths and leaves of an optimizer's state, with quantized arrays as leaves."""
+    return jax.tree_util.tree_leaves_with_path(state, is_leaf=is_quantized)
+
+
+def is_quantized(x: object) -> bool:
+    """Says whether a part of a state is a quantized array."""
+    return isinstance(x, BlockQuantized)
+
+
+def _is_integer(x: object) -> bool:
+    return hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.floating)  # pyright: ignore
+
+
+def _dtype_name(name: str, dtype: DTypeLike) -> str:
+    try:
+        found = jnp.dtype(dtype).name
+    except TypeError:
+        found = None
+    if found not in _DTYPES:
+        raise ValueError(f"dtypes[{name!r}]={dtype!r} must be one of {', '.join(_DTYPES)}")
+    return found

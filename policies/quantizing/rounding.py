@@ -1,0 +1,49 @@
+"""Rounding of float32 to floating dtypes of fewer bits, to the nearest or stochastically, without overflow."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+
+def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> jax.Array:
+    """Rounds float32 to a floating dtype of 8 or 16 bits; what is beyond its largest number becomes that.
+
+    Args:
+      x: float32 array of any shape. An inf stays one, or NaN where the dtype has none; NaN stays NaN.
+      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
+      key: a jax random key, to round stochastically: to one of the two neighbors, so that the mean over many keys is
+        `x` to 2**-23 of their distance. None rounds to the nearest, ties to even.
+
+    Returns:
+      An array of that dtype, in the shape of `x`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> round_to(jnp.array([1.0, -1e6]), jnp.float16).tolist()
+      [1.0, -65504.0]
+      >>> x = jnp.full(1000, 1 + 2.0**-9)  # a quarter of the way from 1 to 1 + 2**-7
+      >>> 200 < int((round_to(x, jnp.bfloat16, jax.random.key(0)) > 1).sum()) < 300
+      True
+
+    Reference: Gupta et al., "Deep Learning with Limited Numerical Precision", https://arxiv.org/abs/1502.02551.
+    """
+    largest = float(jnp.finfo(dtype).max)
+    limited = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+    nearest = limited.astype(dtype)
+    if key is None:
+        return nearest
+    # Formats of sign and magnitude: the bits of the next larger magnitude are one more.
+    bits_dtype = jnp.uint16 if nearest.dtype.itemsize == 2 else jnp.uint8
+    bits = lax.bitcast_convert_type(nearest, bits_dtype)
+    magnitude = jnp.abs(limited)
+    inner = bits - (_magnitude(bits, dtype) > magnitude).astype(bits_dtype)
+    low, high = _magnitude(inner, dtype), _magnitude(inner + bits_dtype(1), dtype)
+    share = jnp.where(low == magnitude, 0, (magnitude - low) / (high - low))
+    outward = jax.random.uniform(key, x.shape) < share
+    rounded = lax.bitcast_convert_type(inner + outward.astype(bits_dtype), jnp.dtype(dtype))
+    return jnp.where(jnp.isfinite(limited), rounded, nearest)
+
+
+def _magnitude(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return jnp.abs(lax.bitcast_convert_type(bits, jnp.dtype(dtype)).astype(jnp.float32))

@@ -1,0 +1,146 @@
+"""Blocks of 8-bit codes: bit for bit what float64 says, right on average, and the same however they are sharded."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bitwise_equal
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jmp_train.policies.quantizing import BLOCK_DTYPES, BlockQuantized, dequantize, dynamic_code, quantize, requantize
+
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
+
+def numbers_of(dtype: str) -> np.ndarray:
+    """Returns all numbers that a code has, ascending, in float64."""
+    if dtype in ("int8", "uint8"):
+        return dynamic_code(dtype == "int8").astype(np.float64)
+    values = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).astype(np.float64)
+    return np.unique(values[np.isfinite(values)])
+
+
+def decoded(x: BlockQuantized) -> np.ndarray:
+    return np.asarray(jax.jit(dequantize)(x)).astype(np.float64)
+
+
+@pytest.mark.parametrize("dtype", BLOCK_DTYPES)
+def test_every_number_and_midpoint_is_rounded_as_float64_says(dtype: str) -> None:
+    """In one block whose scale is 1, so that codes are what they stand for."""
+    numbers = numbers_of(dtype)
+    middles = (numbers[:-1] + numbers[1:]) / 2
+    close = middles.astype(np.float32)
+    x = np.concatenate([numbers, close, *(np.nextafter(close, np.float32(to)) for to in (-np.inf, np.inf))])
+    x = x.astype(np.float32)
+    x = x[(x >= numbers[0]) & (np.abs(x) <= numbers[-1])]
+    quantized = jax.jit(lambda x: quantize(x, dtype, block_size=x.size))(x)
+    assert float(quantized.scales.max()) == 1
+    low = np.searchsorted(numbers, x.astype(np.float64), side="right") - 1
+    high = np.minimum(low + 1, len(numbers) - 1)
+    below, above = x - numbers[low], numbers[high] - x
+    if dtype.startswith("float8"):  # to the even one, whose bits, counted from zero, are even
+        to_high = (above < below) | ((above == below) & ((low - len(numbers) // 2) % 2 == 1))
+    else:
+        to_high = above < below
+    np.testing.assert_array_equal(decoded(quantized), numbers[np.where(to_high, high, low)])
+
+    stochastic = decoded(jax.jit(lambda x: quantize(x, dtype, jax.random.key(0), block_size=x.size))(x))
+    assert ((stochastic == numbers[low]) | (stochastic == numbers[high])).all()
+    np.testing.assert_array_equal(stochastic[numbers[low] == x], x[numbers[low] == x])
+
+
+@pytest.mark.parametrize("dtype", BLOCK_DTYPES)
+def test_the_mean_of_many_is_the_number(dtype: str) -> None:
+    """In blocks of one scale of 0.3; the bound is five deviations of a mean of two neighbors."""
+    draws, numbers = 4000, numbers_of(dtype) / numbers_of(dtype)[-1] * 0.3
+    signs = 1 if dtype == "uint8" else np.array([1, -1])
+    row = np.append(signs * np.geomspace(1e-6, 0.29, 30).reshape(-1, 2), 0.3).astype(np.float32)
+    x = jnp.asarray(np.tile(row, (draws, 1)))
+    quantized = jax.jit(lambda x: quantize(x, dtype, jax.random.key(2), block_size=row.size))(x)
+    mean = decoded(quantized).reshape(draws, -1).mean(0)
+    place = np.clip(np.searchsorted(numbers, row), 1, len(numbers) - 1)
+    steps = numbers[place] - numbers[place - 1]
+    assert (np.abs(mean - row) <= 5 * steps / 2 / math.sqrt(draws) + 1e-7 * np.abs(row)).all()
+
+
+def test_the_largest_magnitude_of_a_block_stays() -> None:
+    x = np.random.default_rng(0).normal(size=(64, 512)).astype(np.float32)
+    for dtype in BLOCK_DTYPES:
+        y = np.abs(x) if dtype == "uint8" else x
+        blocks = y.reshape(64, 8, 64)
+        after = decoded(quantize(jnp.asarray(y), dtype)).reshape(blocks.shape)
+        place = np.abs(blocks).argmax(-1, keepdims=True)
+        largest = np.take_along_axis(blocks, place, -1)
+        np.testing.assert_allclose(np.take_along_axis(after, place, -1), largest, rtol=2e-7)
+
+
+@given(shape=st.lists(st.integers(1, 400), max_size=3).map(tuple), block_size=st.integers(1, 300))
+def test_codes_have_the_arrays_shape_and_blocks_are_short_enough(shape: tuple[int, ...], block_size: int) -> None:
+    struct = jax.ShapeDtypeStruct(shape, jnp.float32)
+    quantized = jax.eval_shape(lambda x: quantize(x, "int8", block_size=block_size), struct)
+    assert quantized.codes.shape == shape
+    *first, blocks = quantized.scales.shape
+    assert tuple(first) == shape[: len(first)]
+    length = math.prod(shape[len(first) :])
+    assert math.ceil(length / blocks) <= block_size
+    assert blocks < 4 * math.ceil(length / block_size) + 8
+    assert jax.eval_shape(dequantize, quantized) == struct
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks"),
+    [((768,), 8), ((50257, 768), 8), ((768, 3072), 16), ((768, 50257), 197), ((4096, 1), 16), ((3, 3, 64, 64), 16)],
+)
+def test_up_to_eight_devices_share_the_blocks_of_an_axis(shape: tuple[int, ...], blocks: int) -> None:
+    struct = jax.ShapeDtypeStruct(shape, jnp.float32)
+    assert jax.eval_shape(lambda x: quantize(x, "int8"), struct).scales.shape[-1] == blocks
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 700), (2, 3, 5), (40, 1), (3, 3, 8, 40)])
+def test_any_shape_comes_back(shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(1).uniform(0.5, 1, shape).astype(np.float32)
+    quantized = quantize(jnp.asarray(x), "int8", block_size=100)
+    np.testing.assert_allclose(decoded(quantized), x, rtol=2**-6)
+
+
+def test_what_is_not_finite_makes_its_block_nan_and_zeros_stay() -> None:
+    x = np.ones((4, 512), np.float32)
+    x[0, 0], x[1, 100], x[2, 511] = np.nan, np.inf, -1
+    x[3] = 0
+    after = decoded(quantize(jnp.asarray(x), "uint8"))
+    lost = np.isnan(after).reshape(4, 8, 64)
+    np.testing.assert_array_equal(np.argwhere(lost.any(-1)), [[0, 0], [1, 1], [2, 7]])
+    assert lost.sum() == 3 * 64
+    np.testing.assert_array_equal(after[3], 0)
+    extreme = jnp.asarray([[3.4e38, -3.4e38], [-3.4e38, 1.0]])
+    assert np.isfinite(decoded(quantize(extreme, "int8"))).all()
+
+
+@pytest.mark.parametrize("dtype", BLOCK_DTYPES)
+def test_blocks_that_have_not_changed_keep_their_bits(dtype: str) -> None:
+    x = np.abs(np.random.default_rng(2).normal(size=(4, 512))).astype(np.float32)
+    x = x if dtype == "uint8" else -x
+    again = jax.jit(lambda y, old: requantize(y, old, jax.random.key(8)))
+    first = quantize(jnp.asarray(x), dtype, jax.random.key(7))
+    assert_bitwise_equal(again(dequantize(first), first), first)
+    changed = again(dequantize(first).at[1, 64:128].multiply(2), first)
+    same = np.asarray(changed.scales == first.scales)
+    assert np.argwhere(~same).tolist() == [[1, 1]]
+
+
+def test_eight_devices_make_the_bits_of_one() -> None:
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(16, 4096)).astype(np.float32))
+    run: Any = jax.jit(lambda x, key: quantize(x, "int8", key))
+    alone = run(x, jax.random.key(0))
+    for spec in (P("data"), P(None, "data")):
+        apart = run(jax.device_put(x, NamedSharding(mesh, spec)), jax.random.key(0))
+        assert_bitwise_equal(apart, alone)
+    program = run.lower(jax.device_put(x, NamedSharding(mesh, P(None, "data"))), jax.random.key(0)).compile()
+    assert "all-gather" not in program.as_text()  # a device's part has whole blocks
