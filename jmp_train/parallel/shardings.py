@@ -1,7 +1,7 @@
 """Shardings of a train state over a mesh: replicated, by the paths of parameters, or by shapes (ZeRO-1, FSDP).
 
-What the optimizer keeps of a parameter, moments and float32 master weights, is sharded as the parameter is, unless a
-form says otherwise: ZeRO-1 shards these alone, FSDP the parameters too.
+What the optimizer keeps of a parameter, moments and float32 master weights, also as codes and scales, is sharded as the
+parameter is, unless a form says otherwise: ZeRO-1 shards these alone, FSDP the parameters too.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from jmp_train.parallel.flax_metadata import specs_of_metadata
 from jmp_train.parallel.mesh_axes import automatic, axis_size, dimension_over
 from jmp_train.policies import Params, PyTree
 from jmp_train.policies.pytrees import check_regexes, check_rules, named_leaves, path_name
+from jmp_train.policies.quantizing import BlockQuantized
 from jmp_train.steps import TrainState
 
 P = PartitionSpec
@@ -223,10 +224,10 @@ def gradient_dimensions(state: TrainState, shardings: TrainState, axis: str) -> 
         path: dimension_over(axis, sharding) for path, sharding in jax.tree_util.tree_leaves_with_path(shardings.params)
     }
     owners = _owners(state)
-    for leaf, sharding in jax.tree_util.tree_leaves_with_path(shardings.opt_state):
+    for leaf, sharding in jax.tree_util.tree_leaves_with_path(shardings.opt_state, is_leaf=_is_quantized):
         owner = owners.get(leaf)
         if owner is not None and found[owner] < 0:
-            found[owner] = dimension_over(axis, sharding)
+            found[owner] = dimension_over(axis, sharding.codes if _is_quantized(sharding) else sharding)
     return jax.tree.unflatten(jax.tree.structure(shardings.params), list(found.values()))
 
 
@@ -271,15 +272,19 @@ def _placed(
     def named(rule: _ShapeRule | None, x: jax.Array, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(mesh, spec if rule is None else rule(x, spec))
 
-    def of_optimizer(path: KeyPath, x: jax.Array) -> NamedSharding:
+    def of_optimizer(path: KeyPath, x: jax.Array | BlockQuantized) -> NamedSharding | BlockQuantized:
         owner = owners.get(path)
-        return named(optimizer_rule, x, P() if owner is None else by_owner[owner])
+        spec = P() if owner is None else by_owner[owner]
+        if not isinstance(x, BlockQuantized):
+            return named(optimizer_rule, x, spec)
+        codes = named(optimizer_rule, x.codes, spec)
+        return BlockQuantized(codes, NamedSharding(mesh, _spec_of_scales(x, codes)))
 
     whole = jax.tree.map(lambda x: NamedSharding(mesh, P()), state)
     return dataclasses.replace(
         whole,
         params=jax.tree.map(lambda x, spec: named(params_rule, x, spec), state.params, specs),
-        opt_state=jax.tree_util.tree_map_with_path(of_optimizer, state.opt_state),
+        opt_state=jax.tree_util.tree_map_with_path(of_optimizer, state.opt_state, is_leaf=_is_quantized),
     )
 
 
@@ -291,12 +296,27 @@ def _owners(state: TrainState) -> dict[KeyPath, KeyPath]:
     """
     shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(state.params)}
     owners = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state):
+    for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state, is_leaf=_is_quantized):
+        shape = x.codes.shape if isinstance(x, BlockQuantized) else x.shape
         ends = (path[start:] for start in range(len(path) + 1))
-        owner = next((end for end in ends if shapes.get(end) == x.shape), None)
+        owner = next((end for end in ends if shapes.get(end) == shape), None)
         if owner is not None:
             owners[path] = owner
     return owners
+
+
+def _spec_of_scales(x: BlockQuantized, codes: NamedSharding) -> PartitionSpec:
+    """Returns how scales are sharded: as their codes, but not along blocks that these cut."""
+    entries = [*codes.spec, *(None,) * (x.codes.ndim - len(codes.spec))]
+    first = x.scales.ndim - 1  # of the axes that blocks lie in
+    along = entries[first] if first < len(entries) and not any(entries[first + 1 :]) else None
+    axes = along if isinstance(along, tuple) else () if along is None else (along,)
+    count = math.prod(axis_size(codes.mesh, axis) for axis in axes)
+    return P(*entries[:first], along if x.scales.shape[-1] % count == 0 else None)
+
+
+def _is_quantized(x: object) -> TypeGuard[BlockQuantized]:
+    return isinstance(x, BlockQuantized)
 
 
 def _checked_specs(params: Params, specs: object, mesh: Mesh) -> Any:

@@ -96,7 +96,7 @@ def with_state_dtypes(
     """
     inner = as_transformation(optimizer)
     rules = StateRules.of(dtypes, block_size, min_size)
-    first_key = _first_key(rounding, key)
+    _check_rounding(rounding, key)
     # These see to dtypes themselves, and know how parameters are stored.
     sees_to_dtypes = isinstance(inner, ParamsOptimizer)
 
@@ -105,7 +105,9 @@ def with_state_dtypes(
         rules.check(inner_state, params)
         # Zeros as a rule; to the nearest in any case.
         encoded = _encoded(rules, inner_state, None, Owners(params), None)
-        return StateDtypesState(None if first_key is None else jnp.copy(first_key), encoded)
+        if rounding == "nearest":
+            return StateDtypesState(None, encoded)
+        return StateDtypesState(jax.random.key(0) if key is None else jnp.copy(key), encoded)
 
     def update(
         updates: Grads,
@@ -157,17 +159,13 @@ def decode_opt_state(opt_state: PyTree) -> Any:
     return change_nodes(opt_state, StateDtypesState, decoded)
 
 
-def _first_key(rounding: str, key: jax.Array | None) -> jax.Array | None:
+def _check_rounding(rounding: object, key: jax.Array | None) -> None:
     if rounding not in ("stochastic", "nearest"):
         raise ValueError(f"rounding={rounding!r} must be 'stochastic' or 'nearest'")
-    if rounding == "nearest":
-        if key is not None:
+    if key is not None:
+        if rounding == "nearest":
             raise ValueError("key is for rounding='stochastic'")
-        return None
-    if key is None:
-        return jax.random.key(0)
-    check_key(key)
-    return key
+        check_key(key)
 
 
 def _decoded(rules: StateRules, state: PyTree, owners: Owners) -> Any:

@@ -57,6 +57,8 @@ class StateRules:
 
     def check(self, state: PyTree, params: Params) -> None:
         """Raises ValueError if a rule finds no array of an optimizer's first state, or one that is not float32."""
+        if not jax.tree_util.tree_leaves(params):  # optax.tree_map_params has placeholders for them
+            return
         owners = Owners(params)
         leaves = [(path, x) for path, x in state_leaves(state) if not _is_integer(x)]
         for number, (name, _) in enumerate(self.rules):

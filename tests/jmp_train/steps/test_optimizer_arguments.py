@@ -2,7 +2,6 @@
 
 import inspect
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import pytest
 from helpers import assert_bitwise_equal, promoting
 from jax.sharding import Mesh
 from optax import contrib
+from optax_optimizers import CONTRIB, OTHERS
 
 import jmp_train as jt
 
@@ -20,41 +20,6 @@ pytestmark = pytest.mark.quick
 
 PARAMS = {"w": jnp.asarray([[1.0, -2.0], [0.5, -0.25]]), "b": jnp.asarray([0.25, 3.0])}
 
-CONTRIB: dict[str, Callable[[], Any]] = {
-    "acprop": lambda: contrib.acprop(0.1),
-    "ademamix": lambda: contrib.ademamix(0.1),
-    "adopt": lambda: contrib.adopt(0.1),
-    "cocob": contrib.cocob,
-    "dadapt_adamw": lambda: contrib.dadapt_adamw(0.1),
-    "differentially_private_aggregate": lambda: None,  # takes a gradient for each example
-    "dog": lambda: contrib.dog(0.1),
-    "dowg": lambda: contrib.dowg(0.1),
-    "dpsgd": lambda: None,  # takes a gradient for each example
-    "galore": lambda: contrib.galore(0.1, rank=1),
-    "madgrad": lambda: contrib.madgrad(0.1),
-    "mechanize": lambda: contrib.mechanize(optax.sgd(0.1)),
-    "momo": lambda: contrib.momo(0.1),
-    "momo_adam": lambda: contrib.momo_adam(0.1),
-    "muon": lambda: contrib.muon(0.1),
-    "normalize": lambda: optax.chain(contrib.normalize(), optax.scale(-0.1)),
-    "prodigy": lambda: contrib.prodigy(0.1),
-    "reduce_on_plateau": lambda: optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau(patience=1)),
-    "sam": lambda: contrib.sam(optax.sgd(0.1), optax.sgd(0.05)),
-    "schedule_free": lambda: contrib.schedule_free(optax.sgd(0.1), 0.1),
-    "schedule_free_adamw": lambda: contrib.schedule_free_adamw(0.1),
-    "schedule_free_sgd": lambda: contrib.schedule_free_sgd(0.1),
-    "simplified_ademamix": lambda: contrib.simplified_ademamix(0.1),
-    "sophia": lambda: contrib.sophia(0.1, update_interval=1),
-    "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(optax.sgd(0.1)),
-}
-OTHERS: dict[str, Callable[[], Any]] = {
-    "lbfgs": lambda: optax.lbfgs(memory_size=2),
-    "backtracking": lambda: optax.chain(
-        optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=5)
-    ),
-    "opaque sam": lambda: contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
-    "sam in a chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), contrib.sam(optax.sgd(0.1), optax.sgd(0.05))),
-}
 HERE = {name: make for name, make in {**CONTRIB, **OTHERS}.items() if make() is not None}
 
 

@@ -1,0 +1,147 @@
+"""Half parameters with a half compensation: as good as 16 bits, by either way, and nothing lost to a skip."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from helpers import assert_bitwise_equal, relaxed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jmp_train as jt
+from jmp_train.policies import KahanState
+from jmp_train.policies.optimizers.stored_parameters import StoringOptimizer
+
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
+HALVES = ["bfloat16", "float16"]
+
+
+def in_half(tree: Any, dtype: str = "bfloat16") -> Any:
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_tiny_updates_add_up_as_in_float64(dtype: str) -> None:
+    """Updates of 2**-13 to 2**-15, of which plain rounding loses each; beside the compensated sum in numpy."""
+    optimizer: Any = jt.with_kahan(optax.sgd(1.0))
+    grads = jnp.asarray(2.0 ** np.linspace(-15, -13, 64), jnp.float32)
+    params = jnp.linspace(1, 2, 64).astype(dtype)
+    start = np.asarray(params).astype(np.float64)
+
+    def step(carry: Any, _: None) -> Any:
+        return optimizer.update(grads, carry[1], carry[0], return_params=True), None
+
+    run = jax.jit(lambda params, state: jax.lax.scan(step, (params, state), None, 1000)[0])
+    params, state = run(params, optimizer.init(params))
+    exact = start - 1000 * np.asarray(grads).astype(np.float64)
+    sums = np.asarray(jt.compensated_params(params, state)).astype(np.float64)
+    eps = float(jnp.finfo(dtype).eps)
+    # The compensation is rounded to one part in 1 / eps of at most eps / 2, each step and either way.
+    assert np.abs(sums - exact).max() < 1000 * eps * eps / 8
+    np.testing.assert_allclose(np.asarray(params).astype(np.float64), sums, rtol=eps)
+    assert (np.abs(start - exact) > 10 * eps / 4).all()
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.sampled_from(HALVES),
+    st.lists(st.tuples(*[st.floats(-4.0, 4.0, width=32)] * 2, st.integers(-30, 4)), min_size=1, max_size=8),
+)
+def test_apply_updates_gives_what_the_step_gives_and_sums_are_kept(
+    dtype: str, cases: list[tuple[float, float, int]]
+) -> None:
+    """Also where a parameter falls by a factor of millions, whose difference float32 does not have."""
+    cases = (cases * 8)[:8]
+    params = jnp.asarray([case[0] for case in cases], dtype)
+    wanted = np.asarray([x * 2.0**exponent for _, x, exponent in cases], np.float32)
+    updates, params_by_step, params_by_updates, state = _steps[dtype](params, wanted - params.astype(jnp.float32))
+    del updates
+    assert_bitwise_equal(params_by_step, params_by_updates)
+    sums = np.asarray(jt.compensated_params(params_by_step, state)).astype(np.float64)
+    total = np.asarray(params.astype(jnp.float32) + (wanted - params.astype(jnp.float32)))  # as float32 adds them
+    eps = float(jnp.finfo(dtype).eps)
+    smallest = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    np.testing.assert_allclose(sums, total, rtol=eps * eps, atol=smallest)
+
+
+def _both_ways() -> Any:
+    optimizer: Any = jt.with_kahan(optax.sgd(-1.0))
+
+    def both(params: Any, grads: Any) -> Any:
+        state = optimizer.init(params)
+        by_step, state = optimizer.update(grads, state, params, return_params=True)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        with jax.numpy_dtype_promotion("standard"):
+            return updates, by_step, optax.apply_updates(params, updates), state
+
+    return jax.jit(both)
+
+
+_steps = {dtype: _both_ways() for dtype in HALVES}
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    hidden = jnp.tanh(batch.astype(params["w"].dtype) @ params["w"]).astype(jnp.float32) * params["scale"]
+    return ((hidden - 0.5) ** 2).mean()
+
+
+PARAMS = {"w": jax.random.normal(jax.random.key(0), (8, 4)).astype(jnp.bfloat16), "scale": jnp.ones(4)}
+
+
+def test_in_a_train_step_a_skip_changes_no_bit_and_float32_stays() -> None:
+    optimizer = jt.with_kahan(jt.with_loss_scale(relaxed(optax.adam(1e-2)), jt.torch_loss_scale(2.0**8)))
+    assert isinstance(optimizer, StoringOptimizer)
+    step = jax.jit(jt.train_step(jt.stateless(loss_fn), optimizer), donate_argnums=0)
+    state = jt.TrainState.create(jax.tree.map(jnp.copy, PARAMS), optimizer)
+    batch = jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32)
+    losses = []
+    for _ in range(40):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.9 * losses[0]
+    kept: Any = state.opt_state
+    assert isinstance(kept, KahanState)
+    assert kept.compensation["w"].dtype == jnp.bfloat16
+    assert bool((kept.compensation["w"] != 0).any())
+    assert kept.compensation["scale"].shape == ()
+    before = jax.tree.map(jnp.copy, state)
+    state, metrics = step(state, batch.at[0, 0].set(jnp.inf))
+    assert not bool(metrics["grads_finite"])
+    assert_bitwise_equal(state.params, before.params)
+    assert_bitwise_equal(state.opt_state.compensation, before.opt_state.compensation)
+    assert_bitwise_equal(state.opt_state.inner_state.inner_state, before.opt_state.inner_state.inner_state)
+
+
+def test_values_that_are_not_finite_leave_no_nan_behind() -> None:
+    optimizer: Any = jt.with_kahan(optax.sgd(1.0))
+    params = jnp.asarray([6e4, -0.0, jnp.inf], jnp.float16)
+    params, state = optimizer.update(jnp.asarray([-6e4, 0.0, 0.0]), optimizer.init(params), params, return_params=True)
+    assert np.asarray(params).tolist() == [np.inf, 0.0, np.inf]
+    assert np.signbit(np.asarray(params)[1])
+    assert not bool(jnp.isnan(state.compensation).any())
+
+
+def test_wrong_calls_are_named() -> None:
+    optimizer: Any = jt.with_kahan(optax.sgd(0.1))
+    half = {"w": jnp.ones(2, jnp.bfloat16)}
+    with pytest.raises(ValueError, match="no parameter is in bfloat16 or float16; init takes them as they are stored"):
+        optimizer.init({"w": jnp.ones(2)})
+    with pytest.raises(ValueError, match="params must be given"):
+        optimizer.update(half, optimizer.init(half))
+    with pytest.raises(ValueError, match="'w' is float16, its compensation bfloat16"):
+        optimizer.update(half, optimizer.init(half), in_half(half, "float16"))
+    with pytest.raises(ValueError, match="params has another structure"):
+        jt.compensated_params({"v": half["w"]}, optimizer.init(half))
+    with pytest.raises(ValueError, match="must have one KahanState, of with_kahan; it has 0, at nowhere"):
+        jt.compensated_params(half, optax.sgd(0.1).init(half))
+    with pytest.raises(ValueError, match="take with_master_weights, with_stochastic_rounding or with_kahan, and once"):
+        jt.with_kahan(jt.with_master_weights(optax.sgd(0.1))).init(half)
+    with pytest.raises(TypeError, match="optimizer must not store the parameters"):
+        jt.with_loss_scale(optimizer, jt.NoOpLossScale())
+    with pytest.raises(ValueError, match="with_kahan: no parameter is in bfloat16 or float16"):
+        jt.with_master_weights(optimizer).init(half)

@@ -1,0 +1,297 @@
+"""Moments in few bits: as float32 on average, in any nesting, and untouched by what does not step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_bitwise_equal, relaxed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optax import contrib
+
+import jmp_train as jt
+from jmp_train.policies import StateDtypesState
+from jmp_train.policies.optimizers import ParamsOptimizer
+from jmp_train.policies.optimizers.stored_parameters import StoringOptimizer
+from jmp_train.policies.quantizing import BlockQuantized, dequantize, quantize, round_to
+
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
+PARAMS = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(8, 32)), jnp.float32), "b": jnp.zeros(32)}
+BOTH = {"mu": "int8", "nu": "uint8"}
+MASK = {"w": True, "b": False}
+
+
+def adam(rate: float = 1e-2) -> Any:
+    return relaxed(optax.adam(rate))
+
+
+def small(optimizer: Any, dtypes: Any, **options: Any) -> Any:
+    """Returns the wrapped optimizer, with `w` large enough and `b` not."""
+    return jt.with_state_dtypes(optimizer, dtypes, **{"min_size": 256, "block_size": 64, **options})
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    return ((jnp.tanh(batch @ params["w"]) + params["b"] - 1).astype(jnp.float32) ** 2).mean()
+
+
+def batch_of(seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(4, 8)), jnp.float32)
+
+
+def second_moments(dtypes: Any, b2: float, before: float, after: float, steps: int, rounding: str) -> np.ndarray:
+    """Returns Adam's second moments of 2,048 parameters whose gradients change after a third of the steps."""
+    optimizer: Any = optax.adam(1e-3, b2=b2)
+    optimizer = jt.with_state_dtypes(optimizer, dtypes, rounding=rounding, min_size=1) if dtypes else optimizer
+    params = jnp.zeros(2048)
+
+    def step(state: Any, number: jax.Array) -> Any:
+        grads = jnp.full(2048, jnp.where(number < steps // 3, before, after))
+        with jax.numpy_dtype_promotion("standard"):
+            return optimizer.update(grads, state, params)[1], None
+
+    state, _ = jax.jit(lambda state: jax.lax.scan(step, state, jnp.arange(steps)))(optimizer.init(params))
+    return np.asarray(optax.tree.get(jt.decode_opt_state(state), "nu"))
+
+
+def test_the_second_moment_follows_where_the_nearest_is_stuck() -> None:
+    """The known figures: gradients that fall tenfold after 1,000 steps, beta2 0.999."""
+    found = {
+        name: float(second_moments(dtypes, 0.999, 1.0, 0.1, 3000, rounding).mean())
+        for name, dtypes, rounding in (
+            ("float32", {}, "nearest"),
+            ("nearest", {"nu": "bfloat16"}, "nearest"),
+            ("stochastic", {"nu": "bfloat16"}, "stochastic"),
+            ("blocks", {"nu": "uint8"}, "stochastic"),
+        )
+    }
+    assert {name: round(x, 4) for name, x in found.items() if name != "blocks"} == {
+        "float32": 0.0941,
+        "nearest": 0.25,
+        "stochastic": pytest.approx(0.0941, abs=5e-4),
+    }
+    assert found["blocks"] == pytest.approx(found["float32"], rel=3e-3)
+
+
+@pytest.mark.full
+@settings(max_examples=12, deadline=None)
+@given(decay=st.floats(1e-4, 1e-2), fall=st.floats(2, 100), dtype=st.sampled_from(["bfloat16", "uint8"]))
+def test_it_follows_whatever_the_decay(decay: float, fall: float, dtype: str) -> None:
+    b2, steps = 1 - decay, int(3 / decay)
+    exact = second_moments({}, b2, 1.0, 1 / fall, steps, "nearest").mean()
+    values = second_moments({"nu": dtype}, b2, 1.0, 1 / fall, steps, "stochastic")
+    # Each step adds noise of at most half a part in 128, of which the decay forgets all but 1 / (2 decay) steps.
+    deviation = max(1.0, 3 * fall**-2) / 128 / 2 / np.sqrt(2 * decay) / np.sqrt(values.size)
+    assert abs(values.mean() - exact) < 5 * deviation * values.max() + 1e-5 * exact
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_step_is_decode_update_encode(rounding: str) -> None:
+    """By hand, for Adam: its update of the decoded state, and what is left of that."""
+    optimizer = small(adam(), {"mu": "int8", "nu": "bfloat16"}, rounding=rounding)
+    state, moments = optimizer.init(PARAMS), adam().init(PARAMS)
+    for seed in range(3):
+        grads = jax.grad(loss_fn)(PARAMS, batch_of(seed))
+        updates, new = jax.jit(optimizer.update)(grads, state, PARAMS)
+        wanted, moments = jax.jit(adam().update)(grads, jt.decode_opt_state(state), PARAMS)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-9), updates, wanted)
+        kept, exact = new.inner_state[0], moments[0]
+        assert_bitwise_equal(kept.mu["b"], exact.mu["b"])
+        if rounding == "nearest":
+            np.testing.assert_allclose(
+                dequantize(kept.mu["w"]), dequantize(quantize(exact.mu["w"], "int8", block_size=64)), rtol=1e-5
+            )
+            np.testing.assert_allclose(
+                kept.nu["w"].astype(np.float32), round_to(exact.nu["w"], "bfloat16").astype(np.float32), rtol=2**-7
+            )
+        else:
+            assert np.abs(kept.nu["w"].astype(np.float32) / exact.nu["w"] - 1).max() <= 2**-7
+            assert not (new.key == state.key).all()
+        state = new
+
+
+def others_frozen(optimizer: Any) -> Any:
+    return optax.chain(optimizer, optax.masked(optax.set_to_zero(), jax.tree.map(lambda x: not x, MASK)))
+
+
+def nestings() -> dict[str, Callable[[], Any]]:
+    scale = jt.torch_loss_scale(2.0**8, growth_interval=3)
+    labels = {"w": "adam", "b": "sgd"}
+    return {
+        "inside": lambda: jt.with_loss_scale(small(adam(), BOTH), scale),
+        "outside": lambda: small(jt.with_loss_scale(adam(), scale), BOTH),
+        "with a skip rule": lambda: jt.with_loss_scale(small(adam(), BOTH), scale, skip=jt.spikes()),
+        "chain": lambda: jt.with_loss_scale(
+            small(relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))), BOTH), scale
+        ),
+        "in a chain": lambda: jt.with_loss_scale(optax.chain(optax.clip(1.0), small(adam(), BOTH)), scale),
+        "masked": lambda: jt.with_loss_scale(others_frozen(optax.masked(small(adam(), BOTH), MASK)), scale),
+        "of masked": lambda: jt.with_loss_scale(small(others_frozen(optax.masked(adam(), MASK)), BOTH), scale),
+        "partition": lambda: jt.with_loss_scale(
+            small(optax.partition({"adam": adam(), "sgd": optax.sgd(0.1)}, labels), BOTH), scale
+        ),
+        "in a partition": lambda: jt.with_loss_scale(
+            optax.partition({"adam": small(adam(), BOTH), "sgd": optax.sgd(0.1)}, labels), scale
+        ),
+        "MultiSteps": lambda: jt.with_loss_scale(
+            small(relaxed(optax.MultiSteps(adam(), 2).gradient_transformation()), {**BOTH, "acc_grads": "bfloat16"}),
+            scale,
+        ),
+        "in MultiSteps": lambda: jt.with_loss_scale(optax.MultiSteps(small(adam(), BOTH), 2), scale),
+        "hyperparameters": lambda: jt.with_loss_scale(
+            small(relaxed(optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)), BOTH), scale
+        ),
+        "schedule-free": lambda: jt.with_loss_scale(
+            small(relaxed(contrib.schedule_free_adamw(1e-2)), {"nu|/z": "bfloat16"}), scale
+        ),
+        "master weights outside": lambda: jt.with_master_weights(small(jt.with_loss_scale(adam(), scale), BOTH)),
+        "master weights inside": lambda: small(jt.with_master_weights(jt.with_loss_scale(adam(), scale)), BOTH),
+        "Kahan inside": lambda: small(jt.with_kahan(jt.with_loss_scale(adam(), scale)), BOTH),
+        "stochastic rounding": lambda: jt.with_stochastic_rounding(
+            jt.with_loss_scale(small(adam(), BOTH), scale), jax.random.key(1)
+        ),
+    }
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("nesting", nestings())
+def test_in_any_nesting_it_steps_without_retracing_and_a_skip_is_bitwise(nesting: str) -> None:
+    optimizer = nestings()[nesting]()
+    stores = isinstance(optimizer, StoringOptimizer)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS) if stores else PARAMS
+    count = traces = 0
+
+    def counted(params: Any, batch: Any) -> jax.Array:
+        nonlocal count
+        count += 1
+        return loss_fn(params, batch.astype(params["w"].dtype))
+
+    train_step = jt.train_step(jt.stateless(counted), optimizer)
+    with jax.numpy_dtype_promotion("standard"):
+        step = jax.jit(train_step, donate_argnums=0)
+        state = jt.TrainState.create(jax.tree.map(jnp.copy, params), optimizer)
+        structure = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+        first = float(loss_fn(PARAMS, batch_of(0)))
+        for _ in range(12):
+            state, metrics = step(state, batch_of(0))
+            assert bool(metrics["grads_finite"])
+            traces = traces or count
+        assert count == traces
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == structure
+        assert float(metrics["loss"]) < 0.97 * first
+        before = jax.tree.map(jnp.copy, state)
+        state, metrics = step(state, batch_of(0).at[0, 0].set(jnp.nan))
+    assert not bool(metrics["grads_finite"])
+    assert_bitwise_equal(state.params, before.params)
+    found, wanted = (_within(x.opt_state) for x in (state, before))
+    assert len(found) == len(wanted) > 0
+    assert_bitwise_equal(found, wanted)
+
+
+def _within(opt_state: Any) -> list[Any]:
+    """Returns all quantized arrays, and the key of their rounding."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, StateDtypesState))
+    states = [node for node in nodes if isinstance(node, StateDtypesState)]
+    leaves = jax.tree.leaves(states, is_leaf=lambda x: isinstance(x, BlockQuantized))
+    return [states[0].key, *(x for x in leaves if isinstance(x, BlockQuantized) or x.dtype == jnp.bfloat16)]
+
+
+def test_the_kind_of_the_optimizer_stays() -> None:
+    scaled = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.NoOpLossScale())
+    assert isinstance(small(scaled, {"trace": "bfloat16"}), ParamsOptimizer)
+    storing = small(jt.with_master_weights(scaled), {"trace": "bfloat16"})
+    assert isinstance(storing, StoringOptimizer)
+    with pytest.raises(TypeError, match="optimizer must not store the parameters"):
+        jt.with_loss_scale(storing, jt.NoOpLossScale())
+
+
+def test_fields_are_those_of_the_states_and_not_of_parameters() -> None:
+    params = {"mu": jnp.ones(4096), "layer": {"nu": jnp.ones(4096), "w": jnp.ones((64, 64))}}
+    state: Any = jt.with_state_dtypes(optax.adam(0.1), {"mu": "bfloat16"}).init(params).inner_state[0]
+    assert {x.dtype.name for x in jax.tree.leaves(state.mu)} == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves(state.nu)} == {"float32"}
+    by_path = jt.with_state_dtypes(optax.adam(0.1), {"nu/layer/w$": "float16", "nu": "float8_e4m3fn"})
+    nu = by_path.init(params).inner_state[0].nu
+    assert nu["layer"]["w"].dtype == jnp.float16
+    assert nu["layer"]["nu"].codes.dtype == jnp.float8_e4m3fn
+
+
+def test_optaxs_own_functions_find_what_is_kept() -> None:
+    optimizer = small(optax.adam(0.1), {"nu": "uint8"})
+    state = optimizer.init(PARAMS)
+    assert isinstance(optax.tree.get(state, "nu")["w"], BlockQuantized)
+    assert optax.tree.get(jt.decode_opt_state(state), "nu")["w"].dtype == jnp.float32
+    assert int(optax.tree.get(state, "count")) == 0
+    marked = optax.tree_utils.tree_map_params(optimizer, lambda x: "of a parameter", state)
+    name = "of a parameter"
+    assert marked.inner_state[0].nu == {"w": BlockQuantized(name, name), "b": name}
+    free: Any = small(contrib.schedule_free_sgd(0.1), {"z": "int8"})
+    averaged = contrib.schedule_free_eval_params(jt.decode_opt_state(free.init(PARAMS)), PARAMS)
+    np.testing.assert_allclose(averaged["w"], PARAMS["w"], atol=0.3)
+
+
+def test_accumulating_steps_leave_the_moments() -> None:
+    optimizer = small(relaxed(optax.MultiSteps(adam(), 3).gradient_transformation()), BOTH)
+    state, update = optimizer.init(PARAMS), jax.jit(optimizer.update)
+    grads = jax.grad(loss_fn)(PARAMS, batch_of(0))
+    for number in range(5):
+        before = state
+        _, state = update(grads, state, PARAMS)
+        if number in (3, 4):
+            assert_bitwise_equal(state.inner_state.inner_opt_state[0], before.inner_state.inner_opt_state[0])
+
+
+def test_a_key_makes_a_run() -> None:
+    grads = jax.grad(loss_fn)(PARAMS, batch_of(0))
+
+    def after(key: jax.Array) -> Any:
+        optimizer = small(adam(), {"nu": "bfloat16"}, key=key)
+        return jax.jit(optimizer.update)(grads, optimizer.init(PARAMS), PARAMS)[1].inner_state[0].nu["w"]
+
+    assert_bitwise_equal(after(jax.random.key(1)), after(jax.random.key(1)))
+    assert (after(jax.random.key(1)) != after(jax.random.key(2))).any()
+    assert_bitwise_equal(after(jax.random.PRNGKey(1)), after(jax.random.key(1)))
+
+
+def test_wrong_calls_are_named() -> None:
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(3)}
+    with pytest.raises(
+        ValueError, match=r"'new' found no floating array.* fields are mu, nu, the paths are:\n  0/mu/b"
+    ):
+        jt.with_state_dtypes(optax.adam(0.1), {"new": "bfloat16"}).init(params)
+    with pytest.raises(ValueError, match="'count' found no floating array"):
+        jt.with_state_dtypes(optax.adam(0.1), {"count": "bfloat16"}).init(params)
+    with pytest.raises(ValueError, match="'mu/v' found no floating array"):
+        jt.with_state_dtypes(optax.adam(0.1), {"mu/v": "bfloat16"}).init(params)
+    with pytest.raises(ValueError, match=r"'0/mu/w' of the optimizer's state is bfloat16 already, and would be int8"):
+        jt.with_state_dtypes(optax.adam(0.1, mu_dtype=jnp.bfloat16), {"mu": "int8"}).init(params)
+    twice = jt.with_state_dtypes(jt.with_state_dtypes(optax.adam(0.1), {"nu": "uint8"}), {"nu": "bfloat16"})
+    with pytest.raises(ValueError, match="nu/w' of the optimizer's state is in blocks already"):
+        twice.init(params)
+    wrong: Any
+    for wrong, match in (
+        ({"nu": "int4"}, r"dtypes\['nu'\]='int4' must be one of bfloat16, float16, int8, uint8"),
+        ({"nu": "float"}, r"dtypes\['nu'\]='float' must be one of"),
+        ({"nu": None}, r"dtypes\['nu'\]=None must be one of"),
+        ({"nu(": "int8"}, r"rule 'nu\(' is not a regular expression"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            jt.with_state_dtypes(optax.adam(0.1), wrong)
+    with pytest.raises(TypeError, match="rules must be a dict"):
+        jt.with_state_dtypes(optax.adam(0.1), "nu")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"must be an optax\.GradientTransformation, got 3"):
+        jt.with_state_dtypes(3, {"nu": "bfloat16"})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="key must be a jax random key"):
+        jt.with_state_dtypes(optax.adam(0.1), {"nu": "bfloat16"}, key=0)  # pyright: ignore[reportArgumentType]
+    for options, match in (
+        ({"rounding": "up"}, "rounding='up' must be 'stochastic' or 'nearest'"),
+        ({"rounding": "nearest", "key": jax.random.key(0)}, "key is for rounding='stochastic'"),
+        ({"block_size": 0}, "block_size=0 must be a whole number above 0"),
+        ({"min_size": 2.5}, r"min_size=2.5 must be a whole number"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            jt.with_state_dtypes(optax.adam(0.1), {"nu": "bfloat16"}, **options)
