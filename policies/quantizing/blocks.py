@@ -153,6 +153,7 @@ def _coded(x: jax.Array, dtype: np.dtype, key: jax.Array | None) -> jax.Array:
         index = _count_below(upper_ends(signed), x)
     else:
         numbers = dynamic_code(signed)
+        x = jnp.minimum(x, 1)  # a compiler may multiply by the scale's inverse, and so pass the last number
         index = _count_below(numbers[1:], x)  # of the number below x
         low, high = jnp.asarray(numbers)[index], jnp.asarray(numbers)[index + 1]
         index += (jax.random.uniform(key, x.shape) < (x - low) / (high - low)).astype(jnp.int32)

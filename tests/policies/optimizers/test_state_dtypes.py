@@ -58,6 +58,7 @@ def second_moments(dtypes: Any, b2: float, before: float, after: float, steps: i
     return np.asarray(optax.tree.get(jt.decode_opt_state(state), "nu"))
 
 
+@pytest.mark.full
 def test_the_second_moment_follows_where_the_nearest_is_stuck() -> None:
     """The known figures: gradients that fall tenfold after 1,000 steps, beta2 0.999."""
     found = {
@@ -78,8 +79,8 @@ def test_the_second_moment_follows_where_the_nearest_is_stuck() -> None:
 
 
 @pytest.mark.full
-@settings(max_examples=12, deadline=None)
-@given(decay=st.floats(1e-4, 1e-2), fall=st.floats(2, 100), dtype=st.sampled_from(["bfloat16", "uint8"]))
+@settings(max_examples=5, deadline=None)
+@given(decay=st.floats(5e-4, 1e-2), fall=st.floats(2, 100), dtype=st.sampled_from(["bfloat16", "uint8"]))
 def test_it_follows_whatever_the_decay(decay: float, fall: float, dtype: str) -> None:
     b2, steps = 1 - decay, int(3 / decay)
     exact = second_moments({}, b2, 1.0, 1 / fall, steps, "nearest").mean()
@@ -89,6 +90,7 @@ def test_it_follows_whatever_the_decay(decay: float, fall: float, dtype: str) ->
     assert abs(values.mean() - exact) < 5 * deviation * values.max() + 1e-5 * exact
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_a_step_is_decode_update_encode(rounding: str) -> None:
     """By hand, for Adam: its update of the decoded state, and what is left of that."""
@@ -157,7 +159,7 @@ def nestings() -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("nesting", nestings())
 def test_in_any_nesting_it_steps_without_retracing_and_a_skip_is_bitwise(nesting: str) -> None:
     optimizer = nestings()[nesting]()
@@ -245,6 +247,7 @@ def test_accumulating_steps_leave_the_moments() -> None:
             assert_bitwise_equal(state.inner_state.inner_opt_state[0], before.inner_state.inner_opt_state[0])
 
 
+@pytest.mark.full
 def test_a_key_makes_a_run() -> None:
     grads = jax.grad(loss_fn)(PARAMS, batch_of(0))
 

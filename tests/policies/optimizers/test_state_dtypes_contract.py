@@ -35,11 +35,11 @@ def test_no_alias_of_optax_is_forgotten() -> None:
     assert there <= set(ALIASES)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_steps_with_all_of_its_state_in_few_bits(name: str, dtype: str) -> None:
-    """All floating arrays of the state are kept so, numbers too; the loss scale is outside for one dtype, else inside."""
+    """All floating arrays of the state are kept so, numbers too; the loss scale is outside or inside, by the dtype."""
 
     def wrapped(optimizer: Any) -> Any:
         return jt.with_state_dtypes(optimizer, {"^(?!loss_scale).*": dtype}, min_size=1)

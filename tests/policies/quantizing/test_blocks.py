@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_bitwise_equal
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,6 +30,7 @@ def decoded(x: BlockQuantized) -> np.ndarray:
     return np.asarray(jax.jit(dequantize)(x)).astype(np.float64)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", BLOCK_DTYPES)
 def test_every_number_and_midpoint_is_rounded_as_float64_says(dtype: str) -> None:
     """In one block whose scale is 1, so that codes are what they stand for."""
@@ -55,6 +56,7 @@ def test_every_number_and_midpoint_is_rounded_as_float64_says(dtype: str) -> Non
     np.testing.assert_array_equal(stochastic[numbers[low] == x], x[numbers[low] == x])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", BLOCK_DTYPES)
 def test_the_mean_of_many_is_the_number(dtype: str) -> None:
     """In blocks of one scale of 0.3; the bound is five deviations of a mean of two neighbors."""
@@ -69,6 +71,7 @@ def test_the_mean_of_many_is_the_number(dtype: str) -> None:
     assert (np.abs(mean - row) <= 5 * steps / 2 / math.sqrt(draws) + 1e-7 * np.abs(row)).all()
 
 
+@pytest.mark.full
 def test_the_largest_magnitude_of_a_block_stays() -> None:
     x = np.random.default_rng(0).normal(size=(64, 512)).astype(np.float32)
     for dtype in BLOCK_DTYPES:
@@ -80,6 +83,7 @@ def test_the_largest_magnitude_of_a_block_stays() -> None:
         np.testing.assert_allclose(np.take_along_axis(after, place, -1), largest, rtol=2e-7)
 
 
+@settings(max_examples=20, deadline=None)
 @given(shape=st.lists(st.integers(1, 400), max_size=3).map(tuple), block_size=st.integers(1, 300))
 def test_codes_have_the_arrays_shape_and_blocks_are_short_enough(shape: tuple[int, ...], block_size: int) -> None:
     struct = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -102,6 +106,7 @@ def test_up_to_eight_devices_share_the_blocks_of_an_axis(shape: tuple[int, ...],
     assert jax.eval_shape(lambda x: quantize(x, "int8"), struct).scales.shape[-1] == blocks
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("shape", [(), (5,), (3, 700), (2, 3, 5), (40, 1), (3, 3, 8, 40)])
 def test_any_shape_comes_back(shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(1).uniform(0.5, 1, shape).astype(np.float32)
@@ -122,6 +127,7 @@ def test_what_is_not_finite_makes_its_block_nan_and_zeros_stay() -> None:
     assert np.isfinite(decoded(quantize(extreme, "int8"))).all()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", BLOCK_DTYPES)
 def test_blocks_that_have_not_changed_keep_their_bits(dtype: str) -> None:
     x = np.abs(np.random.default_rng(2).normal(size=(4, 512))).astype(np.float32)
@@ -134,6 +140,7 @@ def test_blocks_that_have_not_changed_keep_their_bits(dtype: str) -> None:
     assert np.argwhere(~same).tolist() == [[1, 1]]
 
 
+@pytest.mark.full
 def test_eight_devices_make_the_bits_of_one() -> None:
     mesh = Mesh(np.array(jax.devices()), ("data",))
     x = jnp.asarray(np.random.default_rng(3).normal(size=(16, 4096)).astype(np.float32))

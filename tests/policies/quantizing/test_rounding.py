@@ -37,6 +37,7 @@ def places_between(dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return x, np.searchsorted(numbers, x.astype(np.float64), side="right") - 1
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_nearest_is_float64s_at_every_number_and_midpoint(dtype: str) -> None:
     numbers = magnitudes(dtype)
@@ -49,6 +50,7 @@ def test_the_nearest_is_float64s_at_every_number_and_midpoint(dtype: str) -> Non
         np.testing.assert_array_equal(rounded, sign * numbers[wanted])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stochastic_rounding_takes_a_neighbor_and_never_moves_what_the_format_has(dtype: str) -> None:
     numbers = magnitudes(dtype)
@@ -63,6 +65,7 @@ def test_stochastic_rounding_takes_a_neighbor_and_never_moves_what_the_format_ha
         assert (np.sign(rounded) * sign >= 0).all()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_share_of_each_neighbor_is_the_distance_to_the_other(dtype: str) -> None:
     """At shares of 1/16 to 15/16, in a normal binade and among the subnormal numbers, within four deviations."""
@@ -78,6 +81,7 @@ def test_the_share_of_each_neighbor_is_the_distance_to_the_other(dtype: str) -> 
         assert np.abs(deviations).max() < 4
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("key", [None, 0])
 def test_what_is_too_large_is_the_largest_and_nan_stays(dtype: str, key: int | None) -> None:
