@@ -227,7 +227,7 @@ def gradient_dimensions(state: TrainState, shardings: TrainState, axis: str) -> 
     for leaf, sharding in jax.tree_util.tree_leaves_with_path(shardings.opt_state, is_leaf=_is_quantized):
         owner = owners.get(leaf)
         if owner is not None and found[owner] < 0:
-            found[owner] = dimension_over(axis, sharding.codes if _is_quantized(sharding) else sharding)
+            found[owner] = dimension_over(axis, sharding.codes if isinstance(sharding, BlockQuantized) else sharding)
     return jax.tree.unflatten(jax.tree.structure(shardings.params), list(found.values()))
 
 
@@ -278,7 +278,7 @@ def _placed(
         if not isinstance(x, BlockQuantized):
             return named(optimizer_rule, x, spec)
         codes = named(optimizer_rule, x.codes, spec)
-        return BlockQuantized(codes, NamedSharding(mesh, _spec_of_scales(x, codes)))
+        return BlockQuantized(codes, NamedSharding(mesh, _spec_of_scales(x, codes.spec, mesh)))
 
     whole = jax.tree.map(lambda x: NamedSharding(mesh, P()), state)
     return dataclasses.replace(
@@ -305,13 +305,13 @@ def _owners(state: TrainState) -> dict[KeyPath, KeyPath]:
     return owners
 
 
-def _spec_of_scales(x: BlockQuantized, codes: NamedSharding) -> PartitionSpec:
+def _spec_of_scales(x: BlockQuantized, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """Returns how scales are sharded: as their codes, but not along blocks that these cut."""
-    entries = [*codes.spec, *(None,) * (x.codes.ndim - len(codes.spec))]
+    entries = [*spec, *(None,) * (x.codes.ndim - len(spec))]
     first = x.scales.ndim - 1  # of the axes that blocks lie in
     along = entries[first] if first < len(entries) and not any(entries[first + 1 :]) else None
     axes = along if isinstance(along, tuple) else () if along is None else (along,)
-    count = math.prod(axis_size(codes.mesh, axis) for axis in axes)
+    count = math.prod(axis_size(mesh, axis) for axis in axes)
     return P(*entries[:first], along if x.scales.shape[-1] % count == 0 else None)
 
 

@@ -112,13 +112,14 @@ def with_state_dtypes(
     def update(
         updates: Grads,
         state: Any,
-        params: Params | None = None,
+        params: Any = None,
         *,
         return_params: bool = False,
         on_addition: Callable[[Addition], None] | None = None,
         **extra_args: object,
     ) -> tuple[Any, Any]:
-        owners = Owners(updates if params is None else params)
+        stored: Any = params
+        owners = Owners(updates if stored is None else stored)
         decoded = _decoded(rules, state.inner_state, owners)
         if sees_to_dtypes:
             if return_params:
@@ -127,7 +128,7 @@ def with_state_dtypes(
         else:
             result, inner_state = inner.update(*upcast_to_float32((updates, decoded, params)), **extra_args)
             if return_params:
-                result = add_updates(params, result, on_addition)
+                result = add_updates(stored, result, on_addition)
         next_key, step_key = (None, None) if state.key is None else jax.random.split(state.key)
         for _, scaled in scaled_states(inner_state):
             next_key = select_tree(scaled.last_taken, next_key, state.key)

@@ -5,7 +5,7 @@ shorter than a block, within as many of the last axes as are long enough togethe
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ class BlockQuantized(NamedTuple):
     """An array in 8 bits an element and 32 bits a block.
 
     Attributes:
-      codes: of the array's shape. int8 holds the signed dynamic code, less 128, uint8 the unsigned one; of float8
-        they are numbers.
+      codes: an array of the shape of what is quantized. int8 holds the signed dynamic code, less 128, uint8 the
+        unsigned one; of float8 they are numbers.
       scales: float32, what a code of 1 stands for in each block: the array's first axes and one of blocks.
 
     Example:
@@ -34,8 +34,8 @@ class BlockQuantized(NamedTuple):
       ((2, 256), 'int8', (2, 8))
     """
 
-    codes: jax.Array
-    scales: jax.Array
+    codes: Any
+    scales: Any
 
 
 def quantize(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None, *, block_size: int = 256) -> BlockQuantized:

@@ -76,6 +76,7 @@ def test_eight_devices_step_as_one(form: str) -> None:
         shard = {"zero1": jt.zero1_shardings, "fsdp": jt.fsdp_shardings}[form]
         run = jt.sharded_step(step, MESH, shardings=shard(state, MESH, min_size=1024))
     one = several = state
+    metrics = metrics_of_several = {}
     for _ in range(3):
         one, metrics = alone(one, batch)
         several, metrics_of_several = run(several, batch)

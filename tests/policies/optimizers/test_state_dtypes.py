@@ -166,6 +166,7 @@ def test_in_any_nesting_it_steps_without_retracing_and_a_skip_is_bitwise(nesting
     stores = isinstance(optimizer, StoringOptimizer)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS) if stores else PARAMS
     count = traces = 0
+    metrics: Any = {}
 
     def counted(params: Any, batch: Any) -> jax.Array:
         nonlocal count
@@ -213,10 +214,11 @@ def test_the_kind_of_the_optimizer_stays() -> None:
 
 def test_fields_are_those_of_the_states_and_not_of_parameters() -> None:
     params = {"mu": jnp.ones(4096), "layer": {"nu": jnp.ones(4096), "w": jnp.ones((64, 64))}}
-    state: Any = jt.with_state_dtypes(optax.adam(0.1), {"mu": "bfloat16"}).init(params).inner_state[0]
+    by_name: Any = jt.with_state_dtypes(optax.adam(0.1), {"mu": "bfloat16"})
+    state = by_name.init(params).inner_state[0]
     assert {x.dtype.name for x in jax.tree.leaves(state.mu)} == {"bfloat16"}
     assert {x.dtype.name for x in jax.tree.leaves(state.nu)} == {"float32"}
-    by_path = jt.with_state_dtypes(optax.adam(0.1), {"nu/layer/w$": "float16", "nu": "float8_e4m3fn"})
+    by_path: Any = jt.with_state_dtypes(optax.adam(0.1), {"nu/layer/w$": "float16", "nu": "float8_e4m3fn"})
     nu = by_path.init(params).inner_state[0].nu
     assert nu["layer"]["w"].dtype == jnp.float16
     assert nu["layer"]["nu"].codes.dtype == jnp.float8_e4m3fn
@@ -224,11 +226,11 @@ def test_fields_are_those_of_the_states_and_not_of_parameters() -> None:
 
 def test_optaxs_own_functions_find_what_is_kept() -> None:
     optimizer = small(optax.adam(0.1), {"nu": "uint8"})
-    state = optimizer.init(PARAMS)
+    state: Any = optimizer.init(PARAMS)
     assert isinstance(optax.tree.get(state, "nu")["w"], BlockQuantized)
     assert optax.tree.get(jt.decode_opt_state(state), "nu")["w"].dtype == jnp.float32
     assert int(optax.tree.get(state, "count")) == 0
-    marked = optax.tree_utils.tree_map_params(optimizer, lambda x: "of a parameter", state)
+    marked: Any = optax.tree_utils.tree_map_params(optimizer, lambda x: "of a parameter", state)
     name = "of a parameter"
     assert marked.inner_state[0].nu == {"w": BlockQuantized(name, name), "b": name}
     free: Any = small(contrib.schedule_free_sgd(0.1), {"z": "int8"})
@@ -290,6 +292,7 @@ def test_wrong_calls_are_named() -> None:
         jt.with_state_dtypes(3, {"nu": "bfloat16"})  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="key must be a jax random key"):
         jt.with_state_dtypes(optax.adam(0.1), {"nu": "bfloat16"}, key=0)  # pyright: ignore[reportArgumentType]
+    options: Any
     for options, match in (
         ({"rounding": "up"}, "rounding='up' must be 'stochastic' or 'nearest'"),
         ({"rounding": "nearest", "key": jax.random.key(0)}, "key is for rounding='stochastic'"),

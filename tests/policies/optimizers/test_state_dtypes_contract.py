@@ -56,7 +56,7 @@ def test_every_optimizer_steps_with_all_of_its_state_in_few_bits(name: str, dtyp
         optimizer = jt.with_loss_scale(wrapped(bare), scale) if inside else wrapped(jt.with_loss_scale(bare, scale))
         state = jt.TrainState.create(PARAMS, optimizer)
         kinds = jax.tree.map(lambda x: (x.shape, x.dtype), state)
-        step = jax.jit(promoting(jt.train_step(jt.stateless(loss_fn), optimizer)))
+        step: Any = jax.jit(promoting(jt.train_step(jt.stateless(loss_fn), optimizer)))
         for seed in range(3):
             state, metrics = step(state, batch_of(seed))
             assert bool(metrics["grads_finite"])
