@@ -118,8 +118,9 @@ def with_state_dtypes(
         on_addition: Callable[[Addition], None] | None = None,
         **extra_args: object,
     ) -> tuple[Any, Any]:
-        stored: Any = params
-        owners = Owners(updates if stored is None else stored)
+        if return_params and params is None:
+            raise ValueError("params must be given: update(updates, state, params)")
+        owners = Owners(updates if params is None else params)
         decoded = _decoded(rules, state.inner_state, owners)
         if sees_to_dtypes:
             if return_params:
@@ -127,8 +128,8 @@ def with_state_dtypes(
             result, inner_state = inner.update(updates, decoded, params, **extra_args)
         else:
             result, inner_state = inner.update(*upcast_to_float32((updates, decoded, params)), **extra_args)
-            if return_params:
-                result = add_updates(stored, result, on_addition)
+            if return_params and params is not None:
+                result = add_updates(params, result, on_addition)
         next_key, step_key = (None, None) if state.key is None else jax.random.split(state.key)
         for _, scaled in scaled_states(inner_state):
             next_key = select_tree(scaled.last_taken, next_key, state.key)
