@@ -10,9 +10,11 @@ from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState
 from jmp_train.policies.optimizers.master_weights import MasterWeightsState
 from jmp_train.policies.optimizers.skip_rules import SkipRuleState
 from jmp_train.policies.optimizers.state_dtypes import StateDtypesState
+from jmp_train.policies.optimizers.state_rules import is_quantized, state_leaves
 from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_train.policies.optimizers.zero_gradients import ZeroGradientsState
-from jmp_train.policies.pytrees import copy_like, find_nodes, named_leaves
+from jmp_train.policies.pytrees import copy_like, find_nodes, named_leaves, path_name
+from jmp_train.policies.quantizing import dequantize, requantize
 from jmp_train.policies.types import PyTree
 
 _WRAPPERS = (
@@ -29,9 +31,9 @@ _WRAPPERS = (
 def adopt_opt_state(new: PyTree, old: PyTree) -> Any:
     """Returns an optimizer's fresh state with the moments, counts and hyperparameters of an old one.
 
-    For a run that began without a loss scale or master weights, and goes on with them: the old state has the
-    same optimizer's arrays, but lacks the wrappers around them, or has others. Wrappers that both have, such
-    as a loss scale that adapted, are taken over too; those of `new` alone stay as they are there.
+    For a run that began without a loss scale, master weights or `with_state_dtypes`, and goes on with them: the old
+    state has the same optimizer's arrays, but lacks the wrappers around them, or has others. Wrappers that both have,
+    such as a loss scale that adapted, are taken over too; those of `new` alone stay as they are there.
 
     Args:
       new: `optimizer.init(params)` of the optimizer to go on with, and of the parameters to go on from: its
@@ -40,7 +42,8 @@ def adopt_opt_state(new: PyTree, old: PyTree) -> Any:
         flax and orbax read a checkpoint without a target.
 
     Returns:
-      A state like `new`: structure, dtypes and placement are its own.
+      A state like `new`: structure, dtypes and placement are its own. What is quantized in one of them alone is
+      decoded, or rounded to the nearest.
 
     Raises:
       ValueError: `old` has arrays that `new` has no place for, or lacks some, or has them in another shape
@@ -56,10 +59,11 @@ def adopt_opt_state(new: PyTree, old: PyTree) -> Any:
       >>> int(optax.tree.get(state, "count")), float(jt.get_loss_scale(state).loss_scale)
       (1, 65536.0)
     """
-    leaves, structure = jax.tree_util.tree_flatten(new)
+    leaves, structure = jax.tree_util.tree_flatten(new, is_leaf=is_quantized)
     indices = structure.unflatten(range(len(leaves)))
-    places = dict(named_leaves(_without_wrappers(indices)))
-    given = dict(named_leaves(_without_wrappers(old)))
+    places, given = (
+        {path_name(path): x for path, x in state_leaves(_without_wrappers(tree))} for tree in (indices, old)
+    )
     wrong = [f"{name!r} is in old only" for name in given if name not in places]
     wrong += [f"{name!r} is in new only" for name in places if name not in given]
     pairs = [(name, places[name], given[name]) for name in places if name in given]
@@ -72,7 +76,7 @@ def adopt_opt_state(new: PyTree, old: PyTree) -> Any:
     if wrong:
         raise ValueError("old is not a state of the optimizer in new:\n  " + "\n  ".join(wrong))
     for _, place, x in pairs:
-        leaves[place] = copy_like(x, leaves[place])
+        leaves[place] = _adopted(x, leaves[place])
     return structure.unflatten(leaves)
 
 
@@ -103,11 +107,28 @@ def _of_common_wrappers(indices: object, old: PyTree) -> list[tuple[str, int, An
     return pairs
 
 
-def _kind(x: jax.Array) -> str:
+def _adopted(x: Any, like: Any) -> Any:
+    """Returns an array as another one is kept: quantized or not, in its dtype and place."""
+    if jax.tree_util.tree_structure(x) == jax.tree_util.tree_structure(like) and _shapes(x) == _shapes(like):
+        return jax.tree_util.tree_map(copy_like, x, like)
+    whole = jnp.asarray(dequantize(x) if is_quantized(x) else x)
+    if not is_quantized(like):
+        return copy_like(whole, like)
+    return jax.tree_util.tree_map(copy_like, requantize(whole.astype(jnp.float32), like), like)
+
+
+def _shapes(x: Any) -> list[tuple[int, ...]]:
+    return [jnp.shape(leaf) for leaf in jax.tree_util.tree_leaves(x)]
+
+
+def _kind(x: Any) -> str:
+    if is_quantized(x):
+        return f"{x.codes.dtype} in blocks, {list(x.codes.shape)}"
     return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
 
 
-def _fits(x: jax.Array, like: jax.Array) -> bool:
+def _fits(x: Any, like: Any) -> bool:
+    x, like = (jax.eval_shape(dequantize, y) if is_quantized(y) else y for y in (x, like))
     kinds = [
         next((k for k in (jnp.bool_, jnp.integer, jnp.floating) if jnp.issubdtype(dtype, k)), dtype)
         for dtype in (jnp.result_type(x), jnp.result_type(like))

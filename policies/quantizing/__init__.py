@@ -5,5 +5,5 @@ from jmp_train.policies.quantizing.blocks import BlockQuantized as BlockQuantize
 from jmp_train.policies.quantizing.blocks import dequantize as dequantize
 from jmp_train.policies.quantizing.blocks import quantize as quantize
 from jmp_train.policies.quantizing.blocks import requantize as requantize
-from jmp_train.policies.quantizing.dynamic_code import dynamic_code as dynamic_code
+from jmp_train.policies.quantizing.dynamic_codes import dynamic_code as dynamic_code
 from jmp_train.policies.quantizing.rounding import round_to as round_to

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.policies.quantizing.dynamic_code import dynamic_code, upper_ends
+from jmp_train.policies.quantizing.dynamic_codes import dynamic_code, upper_ends
 from jmp_train.policies.quantizing.rounding import round_to
 
 BLOCK_DTYPES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")

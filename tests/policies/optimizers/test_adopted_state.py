@@ -96,3 +96,21 @@ def test_what_does_not_fit_is_listed() -> None:
     counted = jax.tree.map(lambda x: x.astype(jnp.float32), old)
     with pytest.raises(ValueError, match=r"'1/0/count' is float32\[\] in old and int32\[\] in new"):
         jt.adopt_opt_state(scaled().init(PARAMS), counted)
+
+
+def test_moments_are_quantized_decoded_and_taken_as_they_are() -> None:
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(4)}
+    grads = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
+
+    def state_after(optimizer: Any) -> Any:
+        return optimizer.update(grads, optimizer.init(params), params)[1]
+
+    plain = relaxed(optax.adam(1e-2))
+    quantized = jt.with_state_dtypes(plain, {"mu": "int8", "nu": "bfloat16"}, rounding="nearest")
+    found = jt.adopt_opt_state(quantized.init(params), state_after(plain))
+    assert_bitwise_equal(found, state_after(quantized))
+    assert_bitwise_equal(jt.adopt_opt_state(quantized.init(params), found), found)
+    back = jt.adopt_opt_state(plain.init(params), found)
+    assert_bitwise_equal(back, jt.decode_opt_state(found))
+    with pytest.raises(ValueError, match=r"'0/mu/w' is float32\[3\] in old and int8 in blocks, \[64, 64\] in new"):
+        jt.adopt_opt_state(quantized.init(params), plain.init({**params, "w": jnp.ones(3)}))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jmp_train.policies.quantizing import dynamic_code
-from jmp_train.policies.quantizing.dynamic_code import upper_ends
+from jmp_train.policies.quantizing.dynamic_codes import upper_ends
 
 pytestmark = pytest.mark.quick
 
