@@ -53,7 +53,7 @@ def with_state_dtypes(
     key: jax.Array | None = None,
     block_size: int = 256,
     min_size: int = 4096,
-) -> optax.GradientTransformationExtraArgs:
+) -> ParamsOptimizer:
     """Makes an optimizer keep parts of its state in few bits; it computes in float32 as before.
 
     It goes inside of `with_loss_scale` or outside, and so do `with_master_weights` and optax's combinators. Inside, a
@@ -62,9 +62,9 @@ def with_state_dtypes(
 
     Args:
       optimizer: any optax optimizer.
-      dtypes: from the name of a field of the states in it, such as "mu", "nu", "trace", "acc_grads" or
-        "master_weights", or else a regular expression, searched for in paths such as "0/nu/layers/0/kernel", to how
-        these arrays are kept. The first that fits counts. bfloat16 and float16 are as they are; float16 has only zero
+      dtypes: from the name of a field of the states in it, such as "mu", "nu", "trace" or
+        "acc_grads", or else a regular expression, searched for in paths such as "0/nu/layers/0/kernel", to how these
+        arrays are kept. The first that fits counts. bfloat16 and float16 are as they are; float16 has only zero
         below 3e-8, as second moments often are. The others take blocks with a float32 scale each: "int8" with the
         dynamic code, "uint8" with that for fields that are never negative, such as Adam's "nu", twice as fine;
         "float8_e4m3fn", "float8_e5m2".
@@ -75,8 +75,8 @@ def with_state_dtypes(
       min_size: arrays of fewer elements are left alone, as are those that are not floating.
 
     Returns:
-      An optimizer whose state is a `StateDtypesState`; a `ParamsOptimizer` if the given one is, else it gives the
-      optimizer float32 gradients and parameters. `decode_opt_state` has the state in float32.
+      An optimizer whose state is a `StateDtypesState`. It gives one of optax's float32 gradients and parameters.
+      `decode_opt_state` has the state in float32.
 
     Raises:
       TypeError: `optimizer` is not an optax optimizer, `dtypes` not a mapping, or `key` not a random key.
@@ -127,7 +127,8 @@ def with_state_dtypes(
                 extra_args |= {"return_params": True, "on_addition": on_addition}
             result, inner_state = inner.update(updates, decoded, params, **extra_args)
         else:
-            result, inner_state = inner.update(*upcast_to_float32((updates, decoded, params)), **extra_args)
+            grads, float32_params = upcast_to_float32((updates, params))
+            result, inner_state = inner.update(grads, decoded, float32_params, **extra_args)
             if return_params and params is not None:
                 result = add_updates(params, result, on_addition)
         next_key, step_key = (None, None) if state.key is None else jax.random.split(state.key)

@@ -143,6 +143,13 @@ def nestings() -> dict[str, Callable[[], Any]]:
             small(relaxed(optax.MultiSteps(adam(), 2).gradient_transformation()), {**BOTH, "acc_grads": "bfloat16"}),
             scale,
         ),
+        "MultiSteps with mu_dtype": lambda: jt.with_loss_scale(
+            small(
+                relaxed(optax.MultiSteps(optax.adam(1e-2, mu_dtype="bfloat16"), 2).gradient_transformation()),
+                {"nu": "uint8"},
+            ),
+            scale,
+        ),
         "in MultiSteps": lambda: jt.with_loss_scale(optax.MultiSteps(small(adam(), BOTH), 2), scale),
         "hyperparameters": lambda: jt.with_loss_scale(
             small(relaxed(optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)), BOTH), scale
