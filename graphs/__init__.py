@@ -107,9 +107,11 @@ from jmp_train.graphs.transforms import edge_subgraph as edge_subgraph
 from jmp_train.graphs.transforms import in_subgraph as in_subgraph
 from jmp_train.graphs.transforms import khop_in_subgraph as khop_in_subgraph
 from jmp_train.graphs.transforms import khop_out_subgraph as khop_out_subgraph
+from jmp_train.graphs.transforms import knn_graph as knn_graph
 from jmp_train.graphs.transforms import node_subgraph as node_subgraph
 from jmp_train.graphs.transforms import normalize_rows as normalize_rows
 from jmp_train.graphs.transforms import out_subgraph as out_subgraph
+from jmp_train.graphs.transforms import radius_graph as radius_graph
 from jmp_train.graphs.transforms import remove_edges as remove_edges
 from jmp_train.graphs.transforms import remove_self_loop as remove_self_loop
 from jmp_train.graphs.transforms import reorder as reorder

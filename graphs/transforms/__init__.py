@@ -12,6 +12,8 @@ from jmp_train.graphs.transforms.editing import add_edges as add_edges
 from jmp_train.graphs.transforms.editing import remove_edges as remove_edges
 from jmp_train.graphs.transforms.homogeneous import to_heterogeneous as to_heterogeneous
 from jmp_train.graphs.transforms.homogeneous import to_homogeneous as to_homogeneous
+from jmp_train.graphs.transforms.point_clouds import knn_graph as knn_graph
+from jmp_train.graphs.transforms.point_clouds import radius_graph as radius_graph
 from jmp_train.graphs.transforms.reordering import reorder as reorder
 from jmp_train.graphs.transforms.row_normalization import normalize_rows as normalize_rows
 from jmp_train.graphs.transforms.subgraphs import edge_subgraph as edge_subgraph

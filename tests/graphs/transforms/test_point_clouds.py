@@ -1,0 +1,87 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmp_train import graphs
+
+pytestmark = pytest.mark.quick
+
+IDS = np.repeat([0, 1, 3], [40, 3, 57])  # graph 2 has no point
+
+
+def points(dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(100, 3)).astype(dtype)
+
+
+def distances(array: np.ndarray) -> np.ndarray:
+    """Returns all distances in float64, infinite between points of two graphs."""
+    wide = array.astype(np.float64)
+    apart = np.sqrt(((wide[:, None] - wide) ** 2).sum(axis=2))
+    return np.where(IDS[:, None] == IDS, apart, np.inf)
+
+
+def ends(graph: graphs.Graph) -> list[tuple[int, int]]:
+    return list(zip(graph.receivers.tolist(), graph.senders.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, jnp.bfloat16])
+@pytest.mark.parametrize("exclude_self", [False, True])
+def test_the_nearest_are_those_of_all_distances(dtype: Any, exclude_self: bool) -> None:
+    cloud = points(dtype)
+    apart = distances(cloud)
+    if exclude_self:
+        np.fill_diagonal(apart, np.inf)
+    nearest = np.argsort(apart, axis=1, kind="stable")[:, :4]
+    wanted = [(to, int(of)) for to in range(100) for of in nearest[to] if np.isfinite(apart[to, of])]
+    graph = graphs.knn_graph(cloud, 4, IDS, exclude_self=exclude_self)
+    assert ends(graph) == wanted
+    assert graph.n_node.tolist() == [40, 3, 0, 57]
+    assert graph.n_edge.tolist() == [160, 6 if exclude_self else 9, 0, 228]
+
+
+@pytest.mark.parametrize("self_loop", [False, True])
+def test_all_within_a_radius(self_loop: bool) -> None:
+    is_near = distances(points()) <= 0.9
+    np.fill_diagonal(is_near, self_loop)
+    graph = graphs.radius_graph(points(), 0.9, IDS, self_loop=self_loop)
+    assert ends(graph) == [tuple(pair) for pair in np.argwhere(is_near).tolist()]
+    assert graph.n_edge.tolist() == [int(is_near[graph].sum()) for graph in (i == IDS for i in range(4))]
+
+
+def test_many_equal_points_are_not_their_own_neighbors() -> None:
+    graph = graphs.knn_graph(np.zeros((50, 2)), 3, exclude_self=True)
+    assert graph.in_degrees.tolist() == [3] * 50
+    assert not (graph.senders == graph.receivers).any()
+
+
+def test_of_no_points_and_few() -> None:
+    for make in (graphs.knn_graph, graphs.radius_graph):
+        assert make(np.zeros((0, 2)), 1).num_nodes == 0
+    assert graphs.knn_graph(np.zeros((3, 2)), 0).num_edges == 0
+    assert graphs.knn_graph(np.ones((1, 2)), 1, exclude_self=True).num_edges == 0
+
+
+def test_what_is_refused() -> None:
+    cloud: Any = points()
+    cases: list[tuple[type[Exception], tuple[Any, ...], str]] = [
+        (TypeError, (cloud.astype(int), 1), "points must be floating, got int64"),
+        (ValueError, (cloud[0], 1), r"points must have shape \[points, dimensions\], got shape \(3,\)"),
+        (ValueError, (np.array([[0.0], [np.nan]]), 1), r"points\[1\] is not finite"),
+        (ValueError, (cloud, -1), "k=-1 must be at least 0"),
+        (TypeError, (cloud, 1, IDS / 1), "graph_ids must be integers, got float64"),
+        (ValueError, (cloud, 1, IDS[1:]), r"graph_ids must have shape \(100,\), one for each point, got shape \(99,\)"),
+        (ValueError, (cloud, 1, IDS[::-1]), "graph_ids must ascend from 0"),
+        (ValueError, (cloud, 1, IDS - 1), "graph_ids must ascend from 0"),
+        (ValueError, (cloud, 1, IDS * 10**8), "graph_ids has 300000000, of far more graphs than the 100 points"),
+    ]
+    for kind, arguments, message in cases:
+        with pytest.raises(kind, match=message):
+            graphs.knn_graph(*arguments)
+    for radius in (-1.0, np.nan):
+        with pytest.raises(ValueError, match=f"radius={radius} must be at least 0"):
+            graphs.radius_graph(cloud, radius)
+    with pytest.raises(TypeError, match="points is traced"):
+        jax.jit(lambda x: graphs.knn_graph(x, 1).senders)(cloud)
