@@ -87,6 +87,7 @@ from jmp_train.graphs.structure import Block as Block
 from jmp_train.graphs.structure import Graph as Graph
 from jmp_train.graphs.structure import GraphStack as GraphStack
 from jmp_train.graphs.structure import HeteroGraph as HeteroGraph
+from jmp_train.graphs.structure import SparseFeatures as SparseFeatures
 from jmp_train.graphs.structure import batch as batch
 from jmp_train.graphs.structure import edge_mask as edge_mask
 from jmp_train.graphs.structure import from_edges as from_edges
@@ -96,6 +97,7 @@ from jmp_train.graphs.structure import hetero_from_edges as hetero_from_edges
 from jmp_train.graphs.structure import node_mask as node_mask
 from jmp_train.graphs.structure import pad as pad
 from jmp_train.graphs.structure import rand_graph as rand_graph
+from jmp_train.graphs.structure import sparse_features as sparse_features
 from jmp_train.graphs.structure import stack as stack
 from jmp_train.graphs.structure import to_jraph as to_jraph
 from jmp_train.graphs.structure import unbatch as unbatch

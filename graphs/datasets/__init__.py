@@ -7,6 +7,7 @@ from jmp_train.graphs.datasets.graph_file_reading import load_graphs as load_gra
 from jmp_train.graphs.datasets.graph_files import save_graphs as save_graphs
 from jmp_train.graphs.datasets.node_data import NodeData as NodeData
 from jmp_train.graphs.datasets.ogb import read_ogb as read_ogb
+from jmp_train.graphs.datasets.planetoid import PLANETOID as PLANETOID
 from jmp_train.graphs.datasets.planetoid import PLANETOID_ADDRESS as PLANETOID_ADDRESS
 from jmp_train.graphs.datasets.planetoid import read_planetoid as read_planetoid
 from jmp_train.graphs.datasets.reddit import REDDIT_CLASSES as REDDIT_CLASSES

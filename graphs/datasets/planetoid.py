@@ -36,7 +36,7 @@ def read_planetoid(data_dir: Path | str, name: str = "cora", *, max_bytes: int |
     Args:
       data_dir: the folder of `ind.<name>.x`, `.y`, `.tx`, `.ty`, `.allx`, `.ally`, `.graph` and
         `.test.index`.
-      name: "cora", "citeseer" or "pubmed".
+      name: "cora", "citeseer" or "pubmed", in any case.
       max_bytes: how large a file may be, and how many bytes the features may take; None for 64 MiB, and for
         100 times the size of the matrices' files, 256 MiB at least. The public data sets are far below.
 
@@ -62,6 +62,7 @@ https://github.com/kimiyoung/planetoid/tree/master/data
     Reference: Yang, Cohen and Salakhutdinov, Revisiting Semi-Supervised Learning with Graph Embeddings,
     https://arxiv.org/abs/1603.08861.
     """
+    name = name.lower() if isinstance(name, str) else name
     if name not in PLANETOID:
         raise ValueError(f"name={name!r} must be one of {', '.join(map(repr, PLANETOID))}")
     names = {suffix: (f"ind.{name}.{suffix}",) for suffix in _SUFFIXES}

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import jax
 
-from jmp_train.graphs.structure import graph_storage, upcast
+from jmp_train.graphs.layers.aggregation import aggregate
+from jmp_train.graphs.structure import SparseFeatures, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -16,8 +17,15 @@ def dense(features: jax.Array, weight: jax.Array, bias: jax.Array | None = None)
     return result if bias is None else add_bias(result, bias)
 
 
+def product(features: jax.Array | SparseFeatures, weight: jax.Array) -> jax.Array:
+    """Returns features [nodes, in] times weights [in, out]; of sparse ones, only entries that are kept are read."""
+    if isinstance(features, SparseFeatures):
+        return aggregate(features.connections, weight, features.values)
+    return _dense_product(features, weight)
+
+
 @jax.checkpoint
-def product(features: jax.Array, weight: jax.Array) -> jax.Array:
+def _dense_product(features: jax.Array, weight: jax.Array) -> jax.Array:
     """Returns features [nodes, in] times weights [in, out].
 
     The checkpoint recomputes nothing. Where a width is not a multiple of 8, XLA copies half features to

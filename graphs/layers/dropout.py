@@ -1,8 +1,12 @@
 """Dropout of layers: checks of the rate, keys from flax's streams, inverted scaling."""
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from jmp_train.graphs.structure import SparseFeatures
 
 
 def check_dropout(name: str, rate: float, key: jax.Array | nnx.Rngs | None) -> None:
@@ -13,10 +17,15 @@ def check_dropout(name: str, rate: float, key: jax.Array | nnx.Rngs | None) -> N
         raise ValueError(f"{name}={rate} needs a random key")
 
 
-def drop(data: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+Data = TypeVar("Data", jax.Array, SparseFeatures)
+
+
+def drop(data: Data, rate: float, key: jax.Array | None) -> Data:
     """Returns data with entries dropped, and the others scaled up."""
     if not rate or key is None:
         return data
+    if isinstance(data, SparseFeatures):  # what is 0 stays 0 when it is dropped
+        return data.map_values(lambda values: drop(values, rate, key))
     is_kept = jax.random.bernoulli(key, 1 - rate, data.shape)
     return jnp.where(is_kept, data / jnp.asarray(1 - rate, data.dtype), jnp.zeros_like(data))
 

@@ -10,7 +10,7 @@ import jax
 from jmp_train.graphs.array_types import EndFeatures
 from jmp_train.graphs.layers.dropout import drop
 from jmp_train.graphs.layers.layer_inputs import as_floats, promoted
-from jmp_train.graphs.structure import Block, Graph, first_rows
+from jmp_train.graphs.structure import Block, Graph, SparseFeatures, first_rows
 
 Axis = int | str | EllipsisType
 
@@ -50,20 +50,24 @@ class EndRows:
         return EndRows(senders, receivers, self.num_receivers)
 
 
-def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis) -> EndRows:
+def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis, can_be_sparse: bool = False) -> EndRows:
     """Returns a layer's features, checked.
 
     Args:
       graph: a graph or a block.
       features: floating [senders, *shape], or a pair, of the senders and of the receivers.
       *shape: see `as_floats`.
+      can_be_sparse: whether they may be `SparseFeatures`, of a graph and not in a pair.
 
     Raises:
-      TypeError: an array has no floats.
+      TypeError: an array has no floats, or features may not be sparse.
       ValueError: a shape does not fit.
     """
+    _check_sparse(graph, features, can_be_sparse)
     adjacency = graph.connections
     num_senders, num_receivers = adjacency.num_senders, adjacency.num_receivers
+    if isinstance(features, SparseFeatures):
+        return EndRows(_sparse_rows(features, num_senders, shape[0]), None, num_receivers)
     if not isinstance(features, tuple):
         return EndRows(as_floats("features", features, num_senders, *shape), None, num_receivers)
     if len(features) != 2:
@@ -74,6 +78,22 @@ def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis) -> EndRo
         as_floats("features[1]", features[1], num_receivers, *senders.shape[1:]),
         num_receivers,
     )
+
+
+def _check_sparse(graph: Graph | Block, features: EndFeatures, can_be_sparse: bool) -> None:
+    parts = features if isinstance(features, tuple) else (features,)
+    are_sparse = any(isinstance(part, SparseFeatures) for part in parts)
+    if are_sparse and not can_be_sparse:
+        raise TypeError("features are sparse: this layer multiplies them with no weight first, and takes arrays")
+    if are_sparse and (len(parts) > 1 or isinstance(graph, Block)):
+        raise TypeError("features are sparse, which those of a block, or of a pair, cannot be")
+
+
+def _sparse_rows(features: SparseFeatures, rows: int, width: Axis) -> Any:
+    """Returns sparse features, which do in a layer what an array does; raises ValueError where shapes do not fit."""
+    if features.shape[0] != rows or (isinstance(width, int) and features.shape[1] != width):
+        raise ValueError(f"features must be [{rows}, {width}], got shape {features.shape}")
+    return features
 
 
 def promoted_with(rows: EndRows, *arrays: jax.Array | None) -> tuple[EndRows, list[Any]]:

@@ -49,7 +49,8 @@ def gat_conv(
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
-      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
+      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`; or,
+        of a graph, `SparseFeatures`.
       weight: floating [in, heads * out].
       left: floating [1, heads, out], for the senders.
       right: floating [1, heads, out], for the receivers.
@@ -92,7 +93,7 @@ def gat_conv(
     right = as_floats("right", right, 1, heads, out)
     kernel = as_floats("weight", weight, "in", heads * out)
     width = kernel.shape[0]
-    rows = end_rows(graph, features, width)
+    rows = end_rows(graph, features, width, can_be_sparse=not residual or residual_weight is not None)
     residual_kernel = checked_residual(residual, residual_weight, width, heads * out)
     offset = as_optional("bias", bias, heads * out)
     rows, (kernel, residual_kernel, offset) = promoted_with(rows, kernel, residual_kernel, offset)

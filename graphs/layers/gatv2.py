@@ -50,7 +50,8 @@ def gatv2_conv(
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
-      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
+      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`; or,
+        of a graph, `SparseFeatures`.
       left_weight: floating [in, heads * out], for the senders.
       attention: floating [1, heads, out].
       right_weight: floating [in, heads * out], for the receivers; None for those of the senders, and
@@ -94,7 +95,7 @@ def gatv2_conv(
     _, heads, out = attention.shape
     left_weight = as_floats("left_weight", left_weight, "in", heads * out)
     width, columns = left_weight.shape
-    rows = end_rows(graph, features, width)
+    rows = end_rows(graph, features, width, can_be_sparse=not residual or residual_weight is not None)
     residual_weight = checked_residual(residual, residual_weight, width, columns)
     rows, arrays = promoted_with(
         rows,

@@ -19,7 +19,7 @@ from jmp_train.graphs.layers.layer_inputs import (
     in_dtype,
     promoted,
 )
-from jmp_train.graphs.structure import Adjacency, Block, Graph, inverse_degrees, rows_like
+from jmp_train.graphs.structure import Adjacency, Block, Graph, SparseFeatures, inverse_degrees, rows_like
 
 # The powers of the degrees by which features are scaled: those of the senders, of the receivers.
 NORMS = {"none": (0, 0), "both": (-0.5, -0.5), "left": (-1, 0), "right": (0, -1)}
@@ -44,7 +44,8 @@ def graph_conv(
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
-      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
+      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`; or,
+        of a graph, with a weight, `SparseFeatures`.
       weight: floating [in, out]; None for no product.
       bias: floating [out], added to all nodes.
       norm: "both" divides by the square root of the sender's out-degree times the receiver's in-degree,
@@ -76,13 +77,13 @@ def graph_conv(
     check_in_degrees(graph, allow_zero_in_degree)
     kernel = as_optional("weight", weight, "in", "out")
     width = "in" if kernel is None else kernel.shape[0]
-    rows = end_rows(graph, features, width).senders
+    rows = end_rows(graph, features, width, can_be_sparse=kernel is not None).senders
     out = rows.shape[1] if kernel is None else kernel.shape[1]
     offset = as_optional("bias", bias, out)
     rows, kernel, offset = promoted(rows, kernel, offset)
-    is_product_first = kernel is not None and kernel.shape[0] > kernel.shape[1]
-    if is_product_first:
-        rows = product(rows, kernel)
+    kernel_after = kernel
+    if kernel is not None and (isinstance(rows, SparseFeatures) or kernel.shape[0] > kernel.shape[1]):
+        rows, kernel_after = product(rows, kernel), None
     sender_scale, receiver_scale = _degree_scales(graph, norm, rows)
 
     def after(adjacency: Adjacency, rows: jax.Array, total: jax.Array) -> jax.Array:
@@ -98,8 +99,8 @@ def graph_conv(
         sender_scale=sender_scale,
         after=after,
     )
-    if kernel is not None and not is_product_first:
-        result = product(result, kernel)
+    if kernel_after is not None:
+        result = product(result, kernel_after)
     return activated(result if offset is None else add_bias(result, offset), activation)
 
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable
 from types import EllipsisType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import jraph
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import EndFeatures, Floats
-from jmp_train.graphs.structure import Block, Graph, common_dtype, from_jraph, node_mask
+from jmp_train.graphs.array_types import EndFeatures, Floats, SparseRows
+from jmp_train.graphs.structure import Block, Graph, SparseFeatures, common_dtype, from_jraph, node_mask
 from jmp_train.policies.pytrees import has_tracers
 
 Word = TypeVar("Word", bound=str)
@@ -27,7 +27,7 @@ def as_graph(graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures) ->
       TypeError: it is not one of them.
     """
     if isinstance(graph, jraph.GraphsTuple):
-        nodes = jnp.asarray(features) if has_tracers(graph.n_node) else None
+        nodes = jnp.asarray(cast(Any, features)) if has_tracers(graph.n_node) else None
         return from_jraph(graph._replace(nodes=nodes, edges=None, globals=None))
     if not isinstance(graph, Graph | Block):
         kind = type(graph).__name__
@@ -35,7 +35,7 @@ def as_graph(graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures) ->
     return graph
 
 
-def as_floats(name: str, array: Floats, *shape: int | str | EllipsisType) -> jax.Array:
+def as_floats(name: str, array: Floats | SparseRows, *shape: int | str | EllipsisType) -> jax.Array:
     """Returns an array, checked.
 
     Args:
@@ -47,7 +47,7 @@ def as_floats(name: str, array: Floats, *shape: int | str | EllipsisType) -> jax
       TypeError: it has no floats.
       ValueError: it has another shape.
     """
-    array = jnp.asarray(array)
+    array = jnp.asarray(cast(Floats, array))  # sparse ones have been looked at before
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} must be floats, got {array.dtype}")
     axes = [axis for axis in shape if axis is not ...]
@@ -114,7 +114,12 @@ def in_dtype(dtype: DTypeLike | None, *arrays: EndFeatures | None) -> list[Any]:
     """Returns arrays, or pairs of them, in a dtype; as they are where there is none; None stays None."""
     if dtype is None:
         return list(arrays)
-    return [
-        tuple(in_dtype(dtype, *x)) if isinstance(x, tuple) else None if x is None else jnp.asarray(x, dtype)
-        for x in arrays
-    ]
+    return [_in_dtype(dtype, x) for x in arrays]
+
+
+def _in_dtype(dtype: DTypeLike, array: Any) -> Any:
+    if array is None:
+        return None
+    if isinstance(array, tuple):
+        return tuple(in_dtype(dtype, *array))
+    return array.astype(dtype) if isinstance(array, SparseFeatures) else jnp.asarray(array, dtype)

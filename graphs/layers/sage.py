@@ -23,7 +23,7 @@ from jmp_train.graphs.layers.layer_inputs import (
     in_dtype,
 )
 from jmp_train.graphs.layers.lstm import lstm_aggregate, lstm_shapes
-from jmp_train.graphs.structure import Adjacency, Block, Graph, rows_like
+from jmp_train.graphs.structure import Adjacency, Block, Graph, SparseFeatures, rows_like
 
 AGGREGATORS = ("mean", "gcn", "pool", "lstm")
 
@@ -47,7 +47,8 @@ def sage_conv(
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block, but not with "lstm".
-      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
+      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`; or,
+        of a graph where the aggregator is "mean" or "gcn", `SparseFeatures`.
       weight: floating [in, out], of the aggregate.
       self_weight: floating [in, out], of the node itself; None with "gcn".
       bias: floating [out].
@@ -90,7 +91,8 @@ def sage_conv(
     graph = as_graph(graph, features)
     kernel = as_floats("weight", weight, "in", "out")
     width, out = kernel.shape
-    rows = end_rows(graph, features, width)
+    is_linear = aggregator in ("mean", "gcn")
+    rows = end_rows(graph, features, width, can_be_sparse=is_linear)
     self_kernel = as_optional("self_weight", self_weight, width, out)
     offset = as_optional("bias", bias, out)
     inner = _checked_inner(aggregator, aggregator_weights, width)
@@ -98,7 +100,7 @@ def sage_conv(
     rows, (kernel, self_kernel, offset, *inner) = promoted_with(rows, kernel, self_kernel, offset, *inner)
     rows = rows.dropped(feature_dropout, dropout_key)
 
-    if aggregator in ("mean", "gcn") and width > out:
+    if is_linear and (width > out or isinstance(rows.senders, SparseFeatures)):
         products = rows.map(lambda features: product(features, kernel))
         result = _collect(graph, products, aggregator, (), edge_weight)
     else:

@@ -48,6 +48,8 @@ from jmp_train.graphs.structure.row_arrays import moments_about as moments_about
 from jmp_train.graphs.structure.row_arrays import reciprocal as reciprocal
 from jmp_train.graphs.structure.row_arrays import root_or_zero as root_or_zero
 from jmp_train.graphs.structure.row_arrays import rows_like as rows_like
+from jmp_train.graphs.structure.sparse_rows import SparseFeatures as SparseFeatures
+from jmp_train.graphs.structure.sparse_rows import sparse_features as sparse_features
 from jmp_train.graphs.structure.stacking import GraphStack as GraphStack
 from jmp_train.graphs.structure.stacking import stack as stack
 from jmp_train.graphs.structure.stacking import unstack as unstack

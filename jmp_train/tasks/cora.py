@@ -6,16 +6,18 @@ GraphSAGE. A step takes the whole graph, and so is an epoch; a batch is the labe
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import optax
 from flax import nnx
 
 from jmp_train.graphs.datasets import PLANETOID_ADDRESS, NodeData, read_planetoid, synthetic_cora
-from jmp_train.graphs.structure import Graph, from_edges
+from jmp_train.graphs.structure import Graph, from_edges, sparse_features
 from jmp_train.graphs.transforms import add_self_loop, normalize_rows
-from jmp_train.tasks.models import GAT, GCN, SAGE, adam_with_l2, node_classifier, node_examples
+from jmp_train.tasks.models import GAT, GCN, SAGE, WEIGHT_DECAY, adam_with_l2, node_classifier, node_examples
 from jmp_train.tasks.options import TaskOptions
 from jmp_train.tasks.task import Task
 
@@ -28,11 +30,13 @@ class Recipe:
       make: returns the model for the features' width, the number of classes and random streams.
       learning_rate: Adam's.
       decayed: the path of the only parameter with an L2 term in the loss; None for all of them.
+      weight_decay: the factor of that term.
     """
 
     make: Callable[[int, int, nnx.Rngs], nnx.Module]
     learning_rate: float
     decayed: str | None = None
+    weight_decay: float = WEIGHT_DECAY
 
 
 def gcn(in_features: int, classes: int, rngs: nnx.Rngs) -> GCN:
@@ -46,7 +50,7 @@ def gcn(in_features: int, classes: int, rngs: nnx.Rngs) -> GCN:
     return GCN(in_features, 16, classes, dropout=0.5, use_bias=False, rngs=rngs)
 
 
-def gat(in_features: int, classes: int, rngs: nnx.Rngs) -> GAT:
+def gat(in_features: int, classes: int, rngs: nnx.Rngs, last_heads: int = 1) -> GAT:
     """Returns the GAT of Velickovic et al., https://arxiv.org/abs/1710.10903: 8 heads of 8, then 1; dropout 0.6.
 
     Its weights are drawn as theirs, uniformly and as by Glorot, each head by itself. Their code also drops
@@ -56,8 +60,9 @@ def gat(in_features: int, classes: int, rngs: nnx.Rngs) -> GAT:
       in_features: the width of a node's features.
       classes: how many logits a node gets.
       rngs: flax's streams.
+      last_heads: how many heads the last layer has.
     """
-    model = GAT(in_features, 8, classes, (8, 1), feature_dropout=0.6, attention_dropout=0.6, rngs=rngs)
+    model = GAT(in_features, 8, classes, (8, last_heads), feature_dropout=0.6, attention_dropout=0.6, rngs=rngs)
     for layer in model.layers:
         (fan_in, _), (_, _, width) = layer.weight.shape, layer.left.shape
         for param, fans in (
@@ -88,6 +93,9 @@ RECIPES: Mapping[str, Recipe] = {
     "gat": Recipe(gat, learning_rate=0.005),
     "sage": Recipe(sage, learning_rate=0.01),
 }
+OF_DATASETS: Mapping[tuple[str, str], Recipe] = {  # where a paper trains otherwise
+    ("gat", "pubmed"): Recipe(functools.partial(gat, last_heads=8), learning_rate=0.01, weight_decay=1e-3),
+}
 
 
 def load(options: TaskOptions) -> Task:
@@ -96,23 +104,29 @@ def load(options: TaskOptions) -> Task:
     return dataclasses.replace(task, batch_size=options.train_size or task.batch_size)
 
 
-def make_task(data: NodeData, model: str) -> Task:
+def make_task(data: NodeData, model: str, dataset: str = "cora", *, sparse: bool = False) -> Task:
     """Returns the task of training one of the models on a graph.
 
     Args:
       data: the graph, its features not normalized.
       model: one of `RECIPES`.
+      dataset: the data set's name: of Pubmed, the GAT's paper has another recipe.
+      sparse: whether features are sparse, which gives the same up to rounding.
 
     Example:
       >>> task = make_task(synthetic_cora(), "gcn")
       >>> task.batch_size, task.test["label"].shape, sorted(task.shared())
       (140, (1000,), ['features', 'graph'])
     """
-    recipe = RECIPES[model]
+    recipe = OF_DATASETS.get((model, dataset), RECIPES[model])
     width = data.features.shape[1]
 
     def make(key: jax.Array) -> nnx.Module:
         return recipe.make(width, data.num_classes, nnx.Rngs(key))
+
+    def shared() -> dict[str, Any]:
+        features = normalize_rows(data.features)
+        return {"graph": make_graph(data), "features": sparse_features(features) if sparse else features}
 
     init, predict, loss_fn = node_classifier(make)
     return Task(
@@ -123,13 +137,10 @@ def make_task(data: NodeData, model: str) -> Task:
         loss_fn=loss_fn,
         predict=predict,
         schedule=lambda steps: optax.constant_schedule(recipe.learning_rate),
-        optimizer=lambda rate: adam_with_l2(rate, recipe.decayed),
+        optimizer=lambda rate: adam_with_l2(rate, recipe.decayed, recipe.weight_decay),
         batch_size=len(data.train),
         epochs=200,
-        shared=lambda: {
-            "graph": make_graph(data),
-            "features": normalize_rows(data.features),
-        },
+        shared=shared,
     )
 
 

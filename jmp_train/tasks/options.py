@@ -80,6 +80,7 @@ class TaskOptions:
       synthetic: synthetic data of the same shapes, for those tasks.
       train_size: train on that many examples only, the first; None for all.
       model: which model, for tasks that have several; None for the task's own choice.
+      dataset: which data set, for tasks that have several; None for the task's own choice.
       heads: the attention heads of each layer, for tasks that let choose; None for the task's own.
       scale: the size of the synthetic data, for tasks that let choose; None for the real data's.
       image_size: the side of an image in pixels, for tasks that let choose; None for the task's own.
@@ -111,6 +112,10 @@ class TaskOptions:
     model: str | None = field(
         default=None,
         metadata=option("text", "{models}", refusal="model={value!r}: task {task} has one model only"),
+    )
+    dataset: str | None = field(
+        default=None,
+        metadata=option("text", "of planetoid: Cora, Citeseer or Pubmed; default: Cora", metavar="NAME", decides=None),
     )
     heads: tuple[int, ...] | None = field(
         default=None,

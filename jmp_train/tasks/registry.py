@@ -40,6 +40,7 @@ _DECLARED = (
     TaskDeclaration("mnist", "jmp_train.tasks.mnist", (*_FILES, *_BATCHES)),
     TaskDeclaration("karate", "jmp_train.tasks.karate", models=("gcn", "gat")),
     TaskDeclaration("cora", "jmp_train.tasks.cora", _FILES, models=("gcn", "gat", "sage")),
+    TaskDeclaration("planetoid", "jmp_train.tasks.planetoid", (*_FILES, "dataset"), models=("gcn", "gat", "sage")),
     TaskDeclaration("reddit", "jmp_train.tasks.reddit", (*_FILES, "heads", "scale")),
     TaskDeclaration("cifar10", "jmp_train.tasks.cifar10", (*_FILES, *_BATCHES)),
     TaskDeclaration("vit-b16", "jmp_train.tasks.vit", (*_FILES, *_BATCHES, "image_size")),
@@ -101,7 +102,7 @@ def model_choices() -> str:
 
     Example:
       >>> model_choices()
-      'gcn or gat of karate; gcn, gat or sage of cora; tiny, small or gpt2-small of lm'
+      'gcn or gat of karate; gcn, gat or sage of cora; gcn, gat or sage of planetoid; tiny, small or gpt2-small of lm'
     """
     return "; ".join(
         f"{', '.join(task.models[:-1])} or {task.models[-1]} of {task.name}" for task in TASKS.values() if task.several

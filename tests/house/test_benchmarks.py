@@ -48,6 +48,16 @@ def test_a_step_has_no_more_instructions_than_one_by_hand_with_jmp(tmp_path: Pat
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+def test_sparse_features_have_the_gradients_of_all_zeros(tmp_path: Path) -> None:
+    file = tmp_path / "sparse.json"
+    assert "gradients differ by" in run("sparse_features.py", "--rounds", "1", "--json", str(file))
+    report = json.loads(file.read_text())
+    for dtype, bound in (("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 2e-2)):
+        assert report[dtype]["differ"] < bound
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_what_a_diagnosis_costs_is_measured_beside_the_step(tmp_path: Path) -> None:
     file = tmp_path / "diagnose.json"
     output = run("diagnose.py", "--tiny", "--rounds", "1", "--json", str(file))

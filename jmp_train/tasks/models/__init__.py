@@ -8,6 +8,7 @@ from jmp_train.tasks.models.gpt import generate as generate
 from jmp_train.tasks.models.graph_models import GAT as GAT
 from jmp_train.tasks.models.graph_models import GCN as GCN
 from jmp_train.tasks.models.graph_models import SAGE as SAGE
+from jmp_train.tasks.models.graph_models import WEIGHT_DECAY as WEIGHT_DECAY
 from jmp_train.tasks.models.graph_models import adam_with_l2 as adam_with_l2
 from jmp_train.tasks.models.graph_models import cross_entropy as cross_entropy
 from jmp_train.tasks.models.graph_models import node_classifier as node_classifier

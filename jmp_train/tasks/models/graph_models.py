@@ -16,7 +16,7 @@ from flax import nnx
 
 from jmp_train.graphs.datasets import NodeData
 from jmp_train.graphs.layers import GATConv, GraphConv, SAGEConv
-from jmp_train.graphs.structure import Graph
+from jmp_train.graphs.structure import Graph, SparseFeatures
 from jmp_train.policies import Params
 from jmp_train.policies.pytrees import path_name
 from jmp_train.steps import LossFn
@@ -27,6 +27,7 @@ WEIGHT_DECAY = 5e-4
 
 Init = Callable[[jax.Array], tuple[Any, Any]]
 Predict = Callable[..., jax.Array]
+Features = jax.Array | SparseFeatures
 
 
 def node_classifier(make: Callable[[jax.Array], nnx.Module]) -> tuple[Init, Predict, LossFn]:
@@ -76,14 +77,17 @@ def cross_entropy(predict: Predict) -> LossFn:
     return loss_fn
 
 
-def adam_with_l2(learning_rate: optax.ScalarOrSchedule, decayed: str | None = None) -> optax.GradientTransformation:
-    """Returns torch's Adam with `weight_decay=5e-4`, which is added to the gradient, not to the step.
+def adam_with_l2(
+    learning_rate: optax.ScalarOrSchedule, decayed: str | None = None, weight_decay: float = WEIGHT_DECAY
+) -> optax.GradientTransformation:
+    """Returns torch's Adam with `weight_decay`, which is added to the gradient, not to the step.
 
-    That is Adam of a loss plus half the parameters' squares times 5e-4.
+    That is Adam of a loss plus half the parameters' squares times that.
 
     Args:
       learning_rate: a number or a schedule.
       decayed: the path of the only parameter that decays; None for all.
+      weight_decay: how much.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -98,7 +102,7 @@ def adam_with_l2(learning_rate: optax.ScalarOrSchedule, decayed: str | None = No
         return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) == decayed, params)
 
     mask = None if decayed is None else is_decayed
-    return optax.chain(optax.add_decayed_weights(WEIGHT_DECAY, mask), optax.adam(learning_rate))
+    return optax.chain(optax.add_decayed_weights(weight_decay, mask), optax.adam(learning_rate))
 
 
 def node_examples(data: NodeData, nodes: np.ndarray) -> Arrays:
@@ -139,12 +143,18 @@ class GCN(nnx.Module):
         self.first = GraphConv(in_features, hidden, use_bias=use_bias, activation=nnx.relu, rngs=rngs)
         self.second = GraphConv(hidden, classes, use_bias=use_bias, rngs=rngs)
 
-    def __call__(self, graph: Graph, features: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
-        """Returns logits [nodes, classes] of features [nodes, in]."""
+    def __call__(
+        self, graph: Graph, features: jax.Array | SparseFeatures, *, rngs: nnx.Rngs | None = None
+    ) -> jax.Array:
+        """Returns logits [nodes, classes] of features [nodes, in], sparse ones too."""
         for layer in (self.first, self.second):
-            features = self.dropout(features, deterministic=rngs is None, rngs=rngs)
-            features = layer(graph, features)
+            features = layer(graph, self._dropped(features, rngs))
         return features
+
+    def _dropped(self, features: Features, rngs: nnx.Rngs | None) -> Features:
+        if isinstance(features, SparseFeatures):  # what is 0 stays 0 when it is dropped
+            return features.map_values(lambda values: self.dropout(values, deterministic=rngs is None, rngs=rngs))
+        return self.dropout(features, deterministic=rngs is None, rngs=rngs)
 
 
 class GAT(nnx.Module):
@@ -186,8 +196,10 @@ class GAT(nnx.Module):
             width = count * hidden
         self.layers = nnx.List([*layers, make(width, classes, last)])
 
-    def __call__(self, graph: Graph, features: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
-        """Returns logits [nodes, classes] of features [nodes, in]."""
+    def __call__(
+        self, graph: Graph, features: jax.Array | SparseFeatures, *, rngs: nnx.Rngs | None = None
+    ) -> jax.Array:
+        """Returns logits [nodes, classes] of features [nodes, in], sparse ones too."""
         *inner, last = self.layers
         for layer in inner:
             features = layer(graph, features, deterministic=rngs is None, rngs=rngs)
@@ -223,8 +235,10 @@ class SAGE(nnx.Module):
         self.first = make(in_features, hidden, activation=nnx.relu)
         self.second = make(hidden, classes)
 
-    def __call__(self, graph: Graph, features: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
-        """Returns logits [nodes, classes] of features [nodes, in]."""
+    def __call__(
+        self, graph: Graph, features: jax.Array | SparseFeatures, *, rngs: nnx.Rngs | None = None
+    ) -> jax.Array:
+        """Returns logits [nodes, classes] of features [nodes, in], sparse ones too."""
         for layer in (self.first, self.second):
             features = layer(graph, features, deterministic=rngs is None, rngs=rngs)
         return features

@@ -167,8 +167,8 @@ def test_missing_files_are_named_with_their_address(folder: Path) -> None:
     assert str(caught.value) == f"data_dir {folder} lacks {names}; {address}"
     with pytest.raises(FileNotFoundError, match="nowhere is not a folder; Planetoid's files are"):
         read_planetoid(folder / "nowhere")
-    with pytest.raises(ValueError, match="name='Cora' must be one of 'cora', 'citeseer', 'pubmed'"):
-        read_planetoid(folder, "Cora")
+    with pytest.raises(ValueError, match="name='core' must be one of 'cora', 'citeseer', 'pubmed'"):
+        read_planetoid(folder, "Core")
 
 
 @pytest.mark.parametrize(

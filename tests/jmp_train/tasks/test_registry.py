@@ -26,6 +26,7 @@ GIVEN = TaskOptions(
     synthetic=True,
     train_size=4,
     model="-gat",
+    dataset="-cora",
     heads=(2, 1, 2),
     scale=1e-05,
     image_size=32,

@@ -1,0 +1,112 @@
+"""Node features most of which are 0, such as bags of words, as the edges of a graph from columns to rows."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.structure.adjacency import Adjacency, make_adjacency
+from jmp_train.policies.pytrees import has_tracers
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SparseFeatures:
+    """A matrix of features [nodes, width] of which only entries that are not 0 are kept, as a pytree.
+
+    Make it with `sparse_features`, on the host. `GraphConv`, `SAGEConv`, `GATConv` and `GATv2Conv`, and the
+    functions of these, take it in place of an array: its product with a weight, which comes first, reads
+    only these entries, adds them in float32 and stores the result in the weight's dtype.
+
+    Attributes:
+      connections: an edge for each entry, from its column to its row.
+      values: floating [entries].
+
+    Example:
+      >>> words = sparse_features(np.array([[0.0, 2.0, 0.0], [1.0, 0.0, 0.0]], np.float32))
+      >>> words.shape, words.values.tolist(), words.astype("float16").dtype.name
+      ((2, 3), [2.0, 1.0], 'float16')
+    """
+
+    connections: Adjacency
+    values: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many nodes there are, and how many features each has."""
+        return self.connections.num_receivers, self.connections.num_senders
+
+    @property
+    def dtype(self) -> np.dtype:
+        """That of the values."""
+        return self.values.dtype
+
+    @property
+    def num_entries(self) -> int:
+        """How many entries are kept."""
+        return self.values.shape[0]
+
+    def map_values(self, function: Callable[[jax.Array], jax.Array]) -> "SparseFeatures":
+        """Returns the features with other values, where 0 stays 0.
+
+        Args:
+          function: of the values [entries], such as dropout.
+        """
+        return dataclasses.replace(self, values=function(self.values))
+
+    def astype(self, dtype: DTypeLike) -> "SparseFeatures":
+        """Returns the features in another dtype.
+
+        Args:
+          dtype: which one.
+        """
+        return self.map_values(lambda values: values.astype(dtype))
+
+    def toarray(self) -> jax.Array:
+        """Returns the features [nodes, width] with all zeros."""
+        ends = self.connections.receivers.ids, self.connections.senders.ids
+        return jnp.zeros(self.shape, self.dtype).at[ends].add(self.values)
+
+
+def sparse_features(matrix: Any) -> SparseFeatures:
+    """Returns the entries of a matrix that are not 0; runs on the host.
+
+    Args:
+      matrix: floating [nodes, width], an array or a sparse matrix of scipy's, whose entries at one place are added.
+
+    Returns:
+      The features in the matrix's dtype, by row and then column, on the default device.
+
+    Raises:
+      TypeError: the matrix is not floating, or traced.
+      ValueError: it has another rank than 2.
+
+    Example:
+      >>> sparse_features(np.eye(3, dtype=np.float32)).num_entries
+      3
+    """
+    import scipy.sparse
+
+    if has_tracers(matrix):
+        raise TypeError("matrix is traced: sparse features are made outside of jit")
+    array: Any = matrix if scipy.sparse.issparse(matrix) or isinstance(matrix, jax.Array) else np.asarray(matrix)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"matrix must be floating, got {array.dtype}")
+    if array.ndim != 2:
+        raise ValueError(f"matrix must have shape [nodes, width], got shape {array.shape}")
+    if scipy.sparse.issparse(array):
+        entries = array.tocsr().tocoo()  # duplicates of another format are added on the way
+        entries.sum_duplicates()
+        is_entry = entries.data != 0
+        order = np.lexsort((entries.col[is_entry], entries.row[is_entry]))
+        rows, columns, values = (ids[is_entry][order] for ids in (entries.row, entries.col, entries.data))
+    else:
+        array = np.asarray(array)
+        rows, columns = np.nonzero(array)
+        values = array[rows, columns]
+    num_nodes, width = array.shape
+    return SparseFeatures(make_adjacency(columns, rows, width, num_nodes), jnp.asarray(values))
