@@ -17,6 +17,7 @@ from jmp_train.policies.diagnosing import Pair
 from jmp_train.policies.pytrees import is_key
 
 _COUNT = 4
+COLUMNS = 2 * _COUNT + 1
 _FILL = 9e3  # fills in use are -1e4, float16's -65504, seven tenths of it, and larger ones
 
 

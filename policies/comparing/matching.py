@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jmp_train.policies.comparing.fingerprints import Rows
+from jmp_train.policies.comparing.fingerprints import COLUMNS, Rows
 
 # Two orders of the same float32 sums differ by less, relative to a row's norm, and other mathematics by more.
 SAME = 1e-4
@@ -38,7 +38,7 @@ class KnownRows:
     """
 
     def __init__(self, tables: Sequence[np.ndarray]) -> None:
-        together = np.unique(np.concatenate(tables), axis=0)
+        together = np.unique(np.concatenate([np.zeros((0, COLUMNS), np.float32), *tables]), axis=0)
         self._rows = Rows(together[np.argsort(together[:, 0], kind="stable")])
 
     def found(self, table: np.ndarray) -> Found:

@@ -32,7 +32,7 @@ class ParityReport(Differences):
       3 tokens: |log p_train - log p_infer| is 0 on average, median 0, 99% up to 0, maximum 0
       p_train / p_infer is from 0.999 to 1.002 for 100.00% of the tokens, from 0.99 to 1.01 for 100.00%,
         from 0.95 to 1.05 for 100.00%; KL divergence (k3) 0
-      no operation differs
+      no operation differs beyond float32's rounding
     """
 
     operations: Operations | None
@@ -98,7 +98,7 @@ class ParityReport(Differences):
         is_compilers = self.mean > 1e-6 and self.operations.mean < _EXPLAINED * self.mean
         first = self.operations.first
         if first is None:
-            return _wrapped(f"no operation differs{f'; {compiler}' if is_compilers else ''}")
+            return _wrapped(f"no operation differs beyond float32's rounding{f'; {compiler}' if is_compilers else ''}")
         kinds = {"value": "other values, even in float32", "rounding": "rounding, while float32 agrees"}
         lines = [f"first difference: {kinds[first.kind]}"]
         for name, operation in (("train", first.train), ("infer", first.infer)):

@@ -115,7 +115,9 @@ class _Recorder:
     def _made(
         self, op: Operation, inputs: Sequence[_Value], results: Sequence[Pair], around: tuple[Any, ...]
     ) -> list[_Value]:
-        """Notes that an operation ran, and returns its results."""
+        """Notes that an operation ran, if it has results, and returns these."""
+        if not results:
+            return []
         callers = (*around, *op.callers)
         key = tuple(map(id, (*callers, op.equation)))
         if key not in self.numbers:

@@ -165,6 +165,21 @@ def test_programs_in_loops_and_branches_are_entered() -> None:
     assert "lambda x: (x + 1.0).astype(jnp.float16)" in first.infer.code
 
 
+def test_functions_with_effects_and_without_arguments() -> None:
+    def train(x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda x: None, x)
+        return -jnp.exp(x)
+
+    x = np.linspace(0, 1, 8, dtype=np.float32)
+    report = jt.parity(train, lambda x: -jnp.exp(x), x)
+    assert report.operations is not None
+    assert [row.primitive for row in report.operations.train] == ["exp", "neg"]
+    assert report.first_difference is None
+    first = jt.parity(lambda: -jnp.exp(jnp.asarray(x)), lambda: jnp.asarray(-x)).first_difference
+    assert first is not None
+    assert (first.train and first.train.primitive, first.kind) == ("exp", "value")
+
+
 def test_values_that_no_operation_made_have_no_first_difference(args: Any) -> None:
     recorded = np.asarray(trained(jnp.float32)(*args)) + np.float32(0.5) * np.eye(3, LENGTH, dtype=np.float32)
     report = jt.parity(trained(jnp.float32), lambda params, tokens: np.minimum(recorded, 0), *args)
