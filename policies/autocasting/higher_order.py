@@ -212,7 +212,7 @@ def _cond(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value
         return None
     index, *operands = inputs
     jaxprs = equation.params["branches"]
-    regions = [dataclasses.replace(region, place=f"{region.place}.{number}") for number in range(len(jaxprs))]
+    regions = [dataclasses.replace(region, place=f"{region.place}:{number}") for number in range(len(jaxprs))]
     branches = [on_arrays(*branch, operands) for branch in zip(regions, jaxprs, strict=True)]
     arrays = [on_device(value.array) for value in operands]
     values = [

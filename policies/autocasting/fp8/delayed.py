@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 
-_SEPARATORS = re.compile(r"[/\s]+")
+_BODY = ":"  # between the place of a body and what is in it; no scope has it
+_SEPARATORS = re.compile(rf"[/\s{_BODY}]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class DelayedScales:
 
     def within(self, place: str) -> dict[str, jax.Array]:
         """Returns the scales of the products in the body of a loop at a place."""
-        return {name: scales for name, scales in self.scales.items() if name.startswith(f"{place}.")}
+        return {name: scales for name, scales in self.scales.items() if name.startswith(f"{place}{_BODY}")}
 
     def rows(self, scales: Mapping[str, jax.Array], extent: int) -> "DelayedScales":
         """Returns them for one run of a body, given its rows."""
@@ -81,7 +82,7 @@ def place_of(equation: Any, scope: str, outer: str, counts: Counter[str]) -> str
       counts: of the places so far in that body; it is counted there.
     """
     name = equation.params.get("name") or equation.primitive.name
-    parts = [_SEPARATORS.sub(".", part) for part in (outer, scope, str(name)) if part]
-    place = ".".join(parts)
+    own = ".".join(_SEPARATORS.sub(".", part) for part in (scope, str(name)) if part)
+    place = f"{outer}{_BODY}{own}" if outer else own
     counts[place] += 1
     return place if counts[place] == 1 else f"{place}~{counts[place]}"

@@ -44,6 +44,7 @@ def ran(step: Any, state: Any, steps: int = 3, batch: Any = BATCH) -> Any:
     run = jax.jit(step)
     for _ in range(steps):
         state, _ = run(state, batch)
+    assert run._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
     return state
 
 
@@ -165,6 +166,16 @@ def test_the_largest_of_a_loop_counts() -> None:
     np.testing.assert_allclose(one, each.max(0), rtol=2e-2)
 
 
+def test_a_scope_that_is_called_as_a_loop_is_not_taken_for_one() -> None:
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        with jax.named_scope("scan"):
+            return scanned(params, batch @ params[0])
+
+    step, state = made(loss, params=PARAMS["up"][None, :, :16])
+    assert len(scales_of(state).scale) == 2
+    jax.eval_shape(step, state, BATCH)
+
+
 @pytest.mark.full
 def test_branches_have_histories_of_their_own() -> None:
     def loss(params: Any, batch: jax.Array) -> jax.Array:
@@ -173,7 +184,7 @@ def test_branches_have_histories_of_their_own() -> None:
 
     state = ran(*made(loss), steps=1)
     latest = {place: float(x[0, 0]) for place, x in scales_of(state).amax_history.items()}
-    assert latest == {"cond.0.dot_general": pytest.approx(float(jnp.abs(BATCH).max())), "cond.1.dot_general": 0.0}
+    assert latest == {"cond:0:dot_general": pytest.approx(float(jnp.abs(BATCH).max())), "cond:1:dot_general": 0.0}
 
 
 @pytest.mark.full
