@@ -39,7 +39,7 @@ def run_metadata(
 
     Args:
       task: what is trained.
-      policy: the policy's or the mode's name.
+      policy: the policy's or the mode's name, or the schedule's.
       epochs: passes over the data.
       batch_size: examples a step.
       seed: of parameters, dropout and the order of the data.

@@ -70,3 +70,22 @@ def test_float16_itself_overflows_until_the_scale_fits() -> None:
     assert 8 < skips < 20 and all(finite[skips:])
     assert float(jt.get_loss_scale(state.opt_state).loss_scale) == 2.0 ** (30 - skips)
     assert jt.all_finite(state.params)
+
+
+def test_a_schedule_of_policies_reads_nothing_from_the_device_and_keeps_the_loss_scale() -> None:
+    schedule = jt.PolicySchedule({0: "mixed_float16", 0.5: "float32", 0.75: "mixed_float16"})
+    optimizer = jt.with_loss_scale(relaxed(optax.adam(1e-2)), jt.torch_loss_scale(START, growth_interval=INTERVAL))
+    loss_fn = jt.stateless(lambda w, x: jnp.mean((x @ w).astype(jnp.float32) ** 2))
+    state = jt.TrainState.create(jnp.ones((32, 16)), optimizer)
+    rows = batch(1.0)["x"]
+    scales = []
+
+    def make_step(policy: Any) -> Any:
+        return jax.jit(jt.train_step(loss_fn, optimizer, policy=policy), donate_argnums=0)
+
+    with jax.transfer_guard_device_to_host("disallow"):
+        for step in schedule.steps(make_step, 8):
+            state, metrics = step(state, rows)
+            scales.append(metrics["loss_scale"])
+    assert [float(scale) / START for scale in scales] == [1, 1, 2, 2, 2, 4, 4, 4]
+    assert int(state.opt_state.skipped_steps) == 0

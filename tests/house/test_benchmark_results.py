@@ -91,6 +91,13 @@ def test_rates_of_mini_batches() -> None:
         assert row(name) == [f"{rates[column]:.1f}" for column in columns]
 
 
+def test_gaps_with_and_without_a_float32_end() -> None:
+    for task, found in results("precision_schedule").items():
+        for policy, result in found["policies"].items():
+            cells = [f"{mean:+.2f} ± {error:.2f} %" for mean, error in result["percent"].values()]
+            assert row(f"{task}, {policy}") == cells
+
+
 def test_every_script_and_every_result_is_named() -> None:
     scripts = {path.name for path in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
     assert scripts == set(re.findall(r"^\| `(\w+\.py)` \|", TEXT, re.MULTILINE))

@@ -100,6 +100,24 @@ def test_what_tuning_costs_is_measured_beside_compiling_each_trial(tmp_path: Pat
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+def test_what_a_float32_end_changes_is_measured_seed_by_seed(tmp_path: Path) -> None:
+    file = tmp_path / "precision_schedule.json"
+    file.write_text('{"digits": 1}')
+    policies = ("autocast_bfloat16", "bfloat16")
+    output = run("precision_schedule.py", "--epochs", "4", "--seeds", "2", "--policies", *policies, "--json", str(file))
+    report = json.loads(file.read_text())
+    assert report["digits"] == 1
+    found = report["regression"]
+    assert found["steps"] == 64
+    for name in policies:
+        assert re.search(rf"^{name} +evaluated in half [+-]\d", output, re.MULTILINE)
+        for losses, float32 in zip(found["policies"][name]["losses"], found["float32"], strict=True):
+            assert losses["half"] == pytest.approx(float32, rel=0.5)
+            assert losses["float32_end"] != losses["half"] != losses["in_half"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_what_saving_costs_is_measured_beside_orbax(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.json"
     run("checkpoint.py", "--every", "2", "--batch-size", "4", "--rounds", "1", "--json", str(file))
