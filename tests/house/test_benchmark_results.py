@@ -73,6 +73,20 @@ def test_rules_found_by_trials() -> None:
         assert row(f"{name}, tuned") == [*seconds, *rates, *shares]
 
 
+def test_training_beside_cached_inference() -> None:
+    report = results("parity")
+    assert report["device"] == "cpu"
+    for name, seeds in report["seeds"].items():
+        means = {key: sum(seed[key] for seed in seeds) / len(seeds) for key in seeds[0]}
+        each = ", ".join(f"{seed['mean']:.1e}" for seed in seeds)
+        shares = [f"{means[key]:.1%}" for key in ("0.1%", "1%")]
+        numbers = [f"{means[key]:.1e}" for key in ("KL (k3)", "op by op")]
+        assert row(f"parity, {name}") == [each, f"{means['99%']:.1e}", *shares, *numbers]
+    half, brain = ([seed["mean"] for seed in report["seeds"][name]] for name in ("float16", "bfloat16"))
+    assert all(x <= y / 4 for x, y in zip(half, brain, strict=True))
+    assert len(half) == 3
+
+
 def test_accuracies_on_cora() -> None:
     report = results("planetoid")
     assert report["device"] == "cpu"

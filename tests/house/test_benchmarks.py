@@ -58,6 +58,17 @@ def test_sparse_features_have_the_gradients_of_all_zeros(tmp_path: Path) -> None
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+def test_training_is_compared_with_cached_inference(tmp_path: Path) -> None:
+    file = tmp_path / "parity.json"
+    run("parity.py", "--seeds", "1", "--steps", "2", "--json", str(file))
+    found = json.loads(file.read_text())["seeds"]
+    means = {name: seed["mean"] for name, (seed,) in found.items()}
+    assert means["float32"] < 1e-5
+    assert means["float32"] < means["float16"] < means["bfloat16"] / 4
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_what_a_diagnosis_costs_is_measured_beside_the_step(tmp_path: Path) -> None:
     file = tmp_path / "diagnose.json"
     output = run("diagnose.py", "--tiny", "--rounds", "1", "--json", str(file))
