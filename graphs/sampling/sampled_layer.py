@@ -74,6 +74,7 @@ def sample_layer(
     random: np.random.Generator,
     *,
     replace: bool = False,
+    excluded: np.ndarray | None = None,
 ) -> Layer:
     """Returns one layer of a batch.
 
@@ -83,6 +84,7 @@ def sample_layer(
       fanout: by edge type.
       random: numpy's generator.
       replace: see `sample_in_edges`.
+      excluded: int [edges], edges that are left out where they are drawn; None for none.
     """
     none = np.empty(0, np.int32)
     counts = node_counts(edges)
@@ -91,6 +93,8 @@ def sample_layer(
         kind: sample_in_edges(these, targets[kind[2]], fanout[kind], random, replace=replace)
         for kind, these in edges.items()
     }
+    if excluded is not None:
+        drawn = {kind: _without(edges[kind], *ids, excluded) for kind, ids in drawn.items()}
     nodes, senders = {}, {}
     for node_type, count in counts.items():
         kinds = [kind for kind in edges if kind[0] == node_type]
@@ -99,6 +103,15 @@ def sample_layer(
         senders |= dict(zip(kinds, places, strict=True))
     ends = {kind: (senders[kind], *drawn[kind]) for kind in edges}
     return Layer(nodes, {kind: len(ids) for kind, ids in targets.items()}, ends)
+
+
+def _without(
+    edges: HostEdges, owners: np.ndarray, places: np.ndarray, excluded: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the edges that were drawn but those that are to be left out."""
+    assert edges.edge_ids is not None  # which is checked where edges are left out
+    is_kept = ~np.isin(edges.edge_ids[places], excluded)
+    return owners[is_kept], places[is_kept]
 
 
 def node_counts(edges: Edges) -> dict[str, int]:
@@ -183,7 +196,7 @@ def inputs_of(layer: Layer, sizes: LayerSizes) -> dict[str, np.ndarray]:
 
 
 def blocks_of(
-    layer: Layer, sizes: LayerSizes, num_targets: Counts, edges: Edges, fanout: Fanout
+    layer: Layer, sizes: LayerSizes, num_targets: Counts, edges: Edges, fanout: Fanout, *, is_whole: bool = True
 ) -> dict[EdgeType, Block]:
     """Returns the blocks of a layer, padded, by edge type.
 
@@ -193,6 +206,7 @@ def blocks_of(
       num_targets: by node type, how many targets it is to have; types may be missing.
       edges: of which its edges were drawn.
       fanout: how many for each node.
+      is_whole: whether no edge was left out; else a target may be entered by none.
     """
     blocks = {}
     for kind, (senders, receivers, drawn) in layer.ends.items():
@@ -208,7 +222,7 @@ def blocks_of(
             num_edges=sizes.edges[kind],
             most_in=most_in_as_many_levels(most_in),
             most_out=most_in_as_many_levels(sizes.most_out[kind]),
-            has_zero_in_degree=these.has_zero_in_degree,
+            has_zero_in_degree=these.has_zero_in_degree if is_whole else None,
             whole_degrees=(these.out_degrees[sources], these.in_degrees[targets]),
             edge_ids=None if these.edge_ids is None else these.edge_ids[drawn],
         )

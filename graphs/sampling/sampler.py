@@ -97,20 +97,26 @@ class NeighborSampler:
         """
         return self.sample_several([seeds], random)[0]
 
-    def sample_several(self, parts: Sequence[Any], random: np.random.Generator) -> list[MiniBatch]:
+    def sample_several(
+        self, parts: Sequence[Any], random: np.random.Generator, *, excluded: Sequence[np.ndarray] | None = None
+    ) -> list[MiniBatch]:
         """Returns the mini-batches of several lists of seeds, all of one shape, as a `stack` of them needs.
 
         Args:
           parts: of each the seeds, see `sample`.
           random: see `sample`.
+          excluded: of each the edges that are left out where they are drawn, int [edges], of a graph of one type whose
+            edges keep their ids; None for none.
 
         Raises:
           ValueError: see `sample`.
         """
         parts = [self._checked_seeds(seeds) for seeds in parts]
-        several = [self.layers(seeds, random) for seeds in parts]
+        left_out = [None] * len(parts) if excluded is None else excluded
+        several = [self.layers(*each, random) for each in zip(parts, left_out, strict=True)]
         sizes = _fitting(self.sizes, several)
-        return [self._padded(seeds, layers, sizes) for seeds, layers in zip(parts, several, strict=True)]
+        is_whole = excluded is None
+        return [self._padded(*each, sizes, is_whole=is_whole) for each in zip(parts, several, strict=True)]
 
     def _checked_seeds(self, seeds: Ids) -> np.ndarray:
         seeds = _checked_seeds(seeds, node_counts(self.edges)[self.seed_type])
@@ -118,10 +124,12 @@ class NeighborSampler:
             raise ValueError(f"seeds must be at most {self.batch_size} nodes, the batch size, got {len(seeds)}")
         return seeds
 
-    def _padded(self, seeds: np.ndarray, layers: Sequence[Layer], sizes: tuple[LayerSizes, ...]) -> MiniBatch:
+    def _padded(
+        self, seeds: np.ndarray, layers: Sequence[Layer], sizes: tuple[LayerSizes, ...], *, is_whole: bool
+    ) -> MiniBatch:
         num_targets = [*(size.sources for size in sizes[1:]), {self.seed_type: self.batch_size}]
         blocks = [
-            blocks_of(layer, size, counts, self.edges, fanout)
+            blocks_of(layer, size, counts, self.edges, fanout, is_whole=is_whole)
             for layer, size, counts, fanout in zip(layers, sizes, num_targets, self.fanouts, strict=True)
         ]
         return MiniBatch(
@@ -135,11 +143,12 @@ class NeighborSampler:
         is_alone = set(self.edges) == {EDGE}
         return next(iter(by_type.values())) if is_alone else FrozenDict(by_type)
 
-    def layers(self, seeds: np.ndarray, random: np.random.Generator) -> list[Layer]:
-        """Returns the layers without padding, the first layer's first."""
+    def layers(self, seeds: np.ndarray, excluded: np.ndarray | None, random: np.random.Generator) -> list[Layer]:
+        """Returns the layers without padding, the first layer's first; some edges are left out."""
         layers, targets = [], {self.seed_type: seeds}
         for fanout in reversed(self.fanouts):
-            layers.append(sample_layer(self.edges, targets, fanout, random, replace=self.replace))
+            layer = sample_layer(self.edges, targets, fanout, random, replace=self.replace, excluded=excluded)
+            layers.append(layer)
             targets = layers[-1].nodes
         return layers[::-1]
 
@@ -242,7 +251,7 @@ def _tried(sampler: NeighborSampler, seeds: np.ndarray, num_trials: int) -> list
     for trial in range(num_trials):
         random = np.random.default_rng(trial)
         some = random.permutation(seeds)[: sampler.batch_size]
-        needed = [sizes_needed(layer) for layer in sampler.layers(some, random)]
+        needed = [sizes_needed(layer) for layer in sampler.layers(some, None, random)]
         largest = [a.combine(b, max) for a, b in zip(largest or needed, needed, strict=True)]
     counts = {sampler.seed_type: sampler.batch_size}
     return [

@@ -11,16 +11,16 @@ from jax.typing import ArrayLike
 
 from jmp_train.data.batches import check_order
 from jmp_train.extras import extra_packages
-from jmp_train.graphs.sampling import MiniBatch, NeighborSampler
+from jmp_train.graphs.sampling import EdgeSampler, NeighborSampler
 from jmp_train.graphs.structure import as_count
 from jmp_train.graphs.structure import stack as graph_stack
 from jmp_train.types import Batch
 
 
 def neighbor_batches(
-    sampler: NeighborSampler,
+    sampler: NeighborSampler | EdgeSampler,
     seeds: ArrayLike | Sequence[int],
-    fetch: Callable[[MiniBatch], Any],
+    fetch: Callable[[Any], Any],
     *,
     seed: int = 0,
     epochs: int | None = 1,
@@ -40,9 +40,9 @@ def neighbor_batches(
 
     Args:
       sampler: which draws neighbors.
-      seeds: int [nodes], the nodes to train on.
-      fetch: makes what the step takes of a `MiniBatch`: it adds features and labels, by `take_rows`. On the
-        host, in a thread.
+      seeds: int [nodes], the nodes to train on; of an `EdgeSampler`, int [edges], the edges.
+      fetch: makes what the step takes of a `MiniBatch`, or of an `EdgeMiniBatch`: it adds features and labels, by
+        `take_rows`. On the host, in a thread.
       seed: of the order and of the neighbors, both of which are others each epoch; below 2**32.
       epochs: passes over the seeds; None for no end.
       shuffle: whether the order changes.

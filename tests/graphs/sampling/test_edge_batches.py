@@ -1,0 +1,101 @@
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jmp_train import graphs
+from jmp_train.data import neighbor_batches
+
+pytestmark = pytest.mark.quick
+
+NODES = 40
+RANDOM = np.random.default_rng(0)
+ONE_WAY = RANDOM.integers(0, NODES, (2, 150))
+SENDERS, RECEIVERS = np.concatenate([ONE_WAY, ONE_WAY[::-1]], axis=1)
+REVERSE = np.concatenate([np.arange(150, 300), np.arange(150)])
+
+
+def make(**options: Any) -> graphs.EdgeSampler:
+    edges = graphs.host_edges(SENDERS, RECEIVERS, NODES, keep_edge_ids=True)
+    return graphs.edge_sampler(edges, (-1, -1), SENDERS, RECEIVERS, 8, num_trials=2, **options)
+
+
+def drawn_edges(batch: graphs.EdgeMiniBatch) -> list[set[int]]:
+    """Returns the edges of each block."""
+    return [set(np.asarray(block.edge_ids)[np.asarray(block.edge_ids) >= 0].tolist()) for block in batch.blocks]
+
+
+def in_edges(nodes: np.ndarray, excluded: set[int]) -> set[int]:
+    return set(np.flatnonzero(np.isin(RECEIVERS, nodes)).tolist()) - excluded
+
+
+@pytest.mark.parametrize("exclude", [None, "self", "reverse"])
+def test_no_message_takes_the_edges_of_the_batch(exclude: str | None) -> None:
+    sampler = make(negatives=3, exclude=exclude, reverse_ids=REVERSE if exclude == "reverse" else None)
+    ids = np.array([5, 17, 200, 44, 3])
+    batch = sampler.sample(ids, np.random.default_rng(1))
+    excluded = {None: set(), "self": set(ids.tolist()), "reverse": {*ids.tolist(), *REVERSE[ids].tolist()}}[exclude]
+    seeds = batch.seeds[batch.seeds >= 0]
+    last = drawn_edges(batch)[-1]
+    assert last == in_edges(seeds, excluded)
+    sources = np.unique(np.concatenate([seeds, SENDERS[sorted(last)]]))
+    assert drawn_edges(batch)[0] == in_edges(sources, excluded)
+
+    assert batch.edge_ids.tolist() == [*ids.tolist(), -1, -1, -1]
+    np.testing.assert_array_equal(batch.seeds[batch.senders[:5]], SENDERS[ids])
+    np.testing.assert_array_equal(batch.seeds[batch.receivers[:5]], RECEIVERS[ids])
+    assert batch.negative_receivers.shape == (8, 3)
+    assert set(batch.seeds[batch.negative_receivers[:5]].ravel().tolist()) <= set(range(NODES))
+    assert len(np.unique(seeds)) == len(seeds)
+
+
+def test_a_node_whose_only_edge_is_left_out_gets_nothing() -> None:
+    edges = graphs.host_edges([0, 1], [1, 0], 2, keep_edge_ids=True)
+    sampler = graphs.edge_sampler(edges, (2,), [0, 1], [1, 0], 1, exclude="reverse", reverse_ids=[1, 0])
+    batch = sampler.sample([0], np.random.default_rng(0))
+    (block,) = batch.blocks
+    assert block.in_degrees.tolist() == [0, 0]
+    rows = graphs.sage_conv(block, np.ones((block.num_sources, 1), np.float32), np.ones((1, 1)), np.ones((1, 1)))
+    assert rows[batch.receivers].tolist() == [[1.0]]
+    assert block.connections.has_zero_in_degree is None
+
+
+def test_batches_of_a_loop_have_one_shape_and_fresh_negatives() -> None:
+    sampler = make(negatives=2)
+    shapes, negatives, seen = set(), set(), []
+    for batch in neighbor_batches(sampler, np.arange(300), lambda batch: batch, epochs=1):
+        shapes.add(tuple(x.shape for x in jax.tree.leaves(batch)))
+        negatives.add(tuple(np.asarray(batch.seeds)[np.asarray(batch.negative_receivers)].ravel().tolist()))
+        seen += np.asarray(batch.edge_ids).tolist()
+    assert len(shapes) == 1
+    assert len(negatives) == 38
+    assert sorted(seen)[-300:] == list(range(300))
+
+
+def test_the_same_generator_gives_the_same_batch() -> None:
+    sampler = make(negatives=2)
+    one, other = (sampler.sample(np.arange(8), np.random.default_rng(3)) for _ in range(2))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_is_refused() -> None:
+    edges = graphs.host_edges(SENDERS, RECEIVERS, NODES, keep_edge_ids=True)
+    cases: list[tuple[Any, str]] = [
+        (lambda: make(exclude="both"), "exclude='both' must be 'self', 'reverse' or None"),
+        (lambda: make(exclude="reverse"), "reverse_ids are for exclude='reverse', and it needs them"),
+        (lambda: make(exclude="reverse", reverse_ids=REVERSE[1:]), r"reverse_ids must be integers \[300\], got int64"),
+        (lambda: make(exclude="reverse", reverse_ids=REVERSE + 1), "reverse_ids must be between -1 and 299, got 1 to"),
+        (lambda: graphs.edge_sampler(edges, (1,), SENDERS[1:], RECEIVERS[1:], 8), "senders has 299 edges, where edges"),
+        (lambda: make().sample([300], RANDOM), "edge_ids must be between 0 and 299, got 300 to 300"),
+        (lambda: make().sample(np.array([0.5]), RANDOM), r"edge_ids must be integers \[edges\], got float64 \(1,\)"),
+        (lambda: make().sample(np.arange(9), RANDOM), "edge_ids must be at most 8 edges, the batch size, got 9"),
+        (
+            lambda: graphs.edge_sampler(graphs.host_edges(SENDERS, RECEIVERS, NODES), (1,), SENDERS, RECEIVERS, 8),
+            "edges must be made with keep_edge_ids=True",
+        ),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
