@@ -3,12 +3,16 @@
 from jmp_train.graphs import fn as fn
 from jmp_train.graphs.datasets import GraphData as GraphData
 from jmp_train.graphs.datasets import NodeData as NodeData
+from jmp_train.graphs.datasets import PaddedSize as PaddedSize
 from jmp_train.graphs.datasets import load_graphs as load_graphs
+from jmp_train.graphs.datasets import padded_batch as padded_batch
+from jmp_train.graphs.datasets import padded_sizes as padded_sizes
 from jmp_train.graphs.datasets import read_ogb as read_ogb
 from jmp_train.graphs.datasets import read_planetoid as read_planetoid
 from jmp_train.graphs.datasets import read_reddit as read_reddit
 from jmp_train.graphs.datasets import read_tu as read_tu
 from jmp_train.graphs.datasets import save_graphs as save_graphs
+from jmp_train.graphs.datasets import synthetic_proteins as synthetic_proteins
 from jmp_train.graphs.layers import GATConv as GATConv
 from jmp_train.graphs.layers import GATv2Conv as GATv2Conv
 from jmp_train.graphs.layers import GINConv as GINConv

@@ -7,9 +7,13 @@ from jmp_train.graphs.datasets.graph_file_reading import load_graphs as load_gra
 from jmp_train.graphs.datasets.graph_files import save_graphs as save_graphs
 from jmp_train.graphs.datasets.node_data import NodeData as NodeData
 from jmp_train.graphs.datasets.ogb import read_ogb as read_ogb
+from jmp_train.graphs.datasets.padded_batches import PaddedSize as PaddedSize
+from jmp_train.graphs.datasets.padded_batches import padded_batch as padded_batch
+from jmp_train.graphs.datasets.padded_batches import padded_sizes as padded_sizes
 from jmp_train.graphs.datasets.planetoid import PLANETOID as PLANETOID
 from jmp_train.graphs.datasets.planetoid import PLANETOID_ADDRESS as PLANETOID_ADDRESS
 from jmp_train.graphs.datasets.planetoid import read_planetoid as read_planetoid
+from jmp_train.graphs.datasets.protein_graphs import synthetic_proteins as synthetic_proteins
 from jmp_train.graphs.datasets.reddit import REDDIT_CLASSES as REDDIT_CLASSES
 from jmp_train.graphs.datasets.reddit import REDDIT_DATA_FILE as REDDIT_DATA_FILE
 from jmp_train.graphs.datasets.reddit import REDDIT_FEATURES as REDDIT_FEATURES

@@ -7,6 +7,7 @@ from jmp_train.data.cifar import CIFAR10_FILES as CIFAR10_FILES
 from jmp_train.data.cifar import CIFAR10_SIZE as CIFAR10_SIZE
 from jmp_train.data.cifar import read_cifar10 as read_cifar10
 from jmp_train.data.cifar import read_cifar10_batch as read_cifar10_batch
+from jmp_train.data.graph_batching import graph_batches as graph_batches
 from jmp_train.data.graph_loading import neighbor_batches as neighbor_batches
 from jmp_train.data.idx import read_idx as read_idx
 from jmp_train.data.image_files import read_image as read_image

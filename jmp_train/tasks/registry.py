@@ -42,6 +42,7 @@ _DECLARED = (
     TaskDeclaration("cora", "jmp_train.tasks.cora", _FILES, models=("gcn", "gat", "sage")),
     TaskDeclaration("planetoid", "jmp_train.tasks.planetoid", (*_FILES, "dataset"), models=("gcn", "gat", "sage")),
     TaskDeclaration("reddit", "jmp_train.tasks.reddit", (*_FILES, "heads", "scale")),
+    TaskDeclaration("proteins", "jmp_train.tasks.proteins", (*_FILES, *_BATCHES)),
     TaskDeclaration("cifar10", "jmp_train.tasks.cifar10", (*_FILES, *_BATCHES)),
     TaskDeclaration("vit-b16", "jmp_train.tasks.vit", (*_FILES, *_BATCHES, "image_size")),
     TaskDeclaration(

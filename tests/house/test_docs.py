@@ -271,6 +271,25 @@ def test_the_reddit_example_learns_in_float16_as_in_float32(tmp_path: Path) -> N
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_graph_classification_example_is_as_accurate_in_float16_as_in_float32(tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "gin_proteins.py")
+    accuracies = []
+    for flag in ("--use-fp16", "--no-use-fp16"):
+        output = run_script(example, flag, "--count", "600", "--epochs", "6", cwd=tmp_path)
+        *lines, traces, last = output.splitlines()
+        found = [re.fullmatch(r"loss ([\d.]+)", line) for line in lines]
+        losses = [float(match[1]) for match in found if match]
+        assert len(losses) == 6 and losses[-1] < losses[0]
+        assert traces == "2 traces for 2 sizes"
+        accuracy = re.fullmatch(r"test accuracy ([\d.]+)%", last)
+        assert accuracy is not None
+        accuracies.append(float(accuracy[1]))
+    assert min(accuracies) > 80
+    assert abs(accuracies[0] - accuracies[1]) < 9  # of 60 graphs, 5
+
+
+@pytest.mark.full
 def test_the_minibatch_example_learns_in_float16_as_in_float32(tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "sage_minibatch.py")
     for flag in ("--use-fp16", "--no-use-fp16"):

@@ -2,6 +2,8 @@
 
 from jmp_train.tasks.models.convolution import Conv as Conv
 from jmp_train.tasks.models.convolution import torch_uniform as torch_uniform
+from jmp_train.tasks.models.gin import GIN as GIN
+from jmp_train.tasks.models.gin import graph_classifier as graph_classifier
 from jmp_train.tasks.models.gpt import GPT as GPT
 from jmp_train.tasks.models.gpt import GPTConfig as GPTConfig
 from jmp_train.tasks.models.gpt import generate as generate

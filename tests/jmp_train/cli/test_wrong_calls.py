@@ -111,10 +111,10 @@ COMBINATIONS = [
     ("compare", "karate", "--policies", "float32", "float64"),
 ]
 PATHS = [
-    *[("train", task) for task in ("mnist", "cora", "reddit", "cifar10", "vit-b16")],
+    *[("train", task) for task in ("mnist", "cora", "reddit", "proteins", "cifar10", "vit-b16")],
     *[
         ("train", task, "--data-dir", folder)
-        for task in ("mnist", "cora", "reddit", "cifar10", "vit-b16")
+        for task in ("mnist", "cora", "reddit", "proteins", "cifar10", "vit-b16")
         for folder in ("nowhere", "empty", CONTROL, *FOLDERS)
     ],
     *[("train", "lm", "--text-file", file) for file in ("nowhere", "empty", CONTROL, *FOLDERS)],

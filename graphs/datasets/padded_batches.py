@@ -1,0 +1,164 @@
+"""Batches of the graphs of a data set, padded to a few sizes, made on the host of arrays that are there."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jmp_train.graphs.datasets.graph_data import GraphData
+from jmp_train.graphs.structure import Graph, as_count, check_formats, checked_features, filled, make_adjacency_checked
+
+TRIALS = 200
+MULTIPLE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedSize:
+    """To how many nodes, edges and graphs a batch is padded.
+
+    Attributes:
+      n_node: one more than the nodes of the batch, at least.
+      n_edge: how many edges.
+      n_graph: one more than the graphs of the batch, at least.
+
+    Example:
+      >>> PaddedSize(n_node=64, n_edge=128, n_graph=9).n_node
+      64
+    """
+
+    n_node: int
+    n_edge: int
+    n_graph: int
+
+
+def padded_sizes(
+    data: GraphData, batch_size: int, *, places: ArrayLike | Sequence[int] | None = None, buckets: int = 2
+) -> tuple[PaddedSize, ...]:
+    """Returns sizes for batches of a data set's graphs, ascending; any batch fits into the last.
+
+    A program is compiled for each size that batches have. Nine of ten batches, drawn by chance, fit into the first of
+    two sizes; 99 of a hundred into the second of three, and so on.
+
+    Args:
+      data: the graphs.
+      batch_size: how many graphs a batch has.
+      places: int [some graphs], of which batches are made; None for all.
+      buckets: how many sizes; sizes that are the same come once.
+
+    Raises:
+      ValueError: there are fewer graphs, or a number is not positive.
+      TypeError: a number is not an integer.
+
+    Example:
+      >>> import numpy as np
+      >>> sizes, ends = np.array([2, 4, 30], np.int32), np.zeros(9, np.int32)
+      >>> data = GraphData(sizes, np.array([1, 3, 5], np.int32), ends, ends, np.zeros(3, np.int32), 1)
+      >>> padded_sizes(data, 2, buckets=1)
+      (PaddedSize(n_node=40, n_edge=8, n_graph=3),)
+    """
+    chosen = _checked_places(data, places)
+    if not 1 <= as_count("batch_size", batch_size) <= len(chosen):
+        raise ValueError(f"batch_size={batch_size} must be between 1 and the {len(chosen)} graphs")
+    if as_count("buckets", buckets) < 1:
+        raise ValueError(f"buckets={buckets} must be at least 1")
+    counts = np.stack([data.n_node[chosen], data.n_edge[chosen]], 1).astype(np.int64)
+    largest = np.sort(counts, axis=0)[-batch_size:].sum(0)
+    random = np.random.default_rng(0)
+    trials = np.stack([counts[random.permutation(len(counts))[:batch_size]].sum(0) for _ in range(TRIALS)])
+    wanted = [np.quantile(trials, 1 - 0.1**bucket, axis=0) for bucket in range(1, buckets)]
+    found = {}
+    for nodes, edges in [*wanted, largest]:
+        found[PaddedSize(_rounded(nodes + 1), _rounded(edges), batch_size + 1)] = None
+    return tuple(found)
+
+
+def _rounded(count: float) -> int:
+    return MULTIPLE * -(-int(np.ceil(count)) // MULTIPLE)
+
+
+def padded_batch(
+    data: GraphData,
+    places: ArrayLike | Sequence[int],
+    size: PaddedSize | None = None,
+    *,
+    formats: Sequence[str] = ("coo",),
+) -> Graph:
+    """Returns some graphs of a data set as one padded graph; on the host.
+
+    All batches of a size have one structure, and share programs: see `pad`, of `batch` of these graphs, which this is.
+
+    Args:
+      data: the graphs.
+      places: int [graphs of the batch], which; one may come more than once.
+      size: what it is padded to; None for one more node and graph than there are.
+      formats: see `from_edges`.
+
+    Raises:
+      ValueError: a graph does not exist, or the batch is larger than the size.
+      TypeError: places are not integers.
+
+    Example:
+      >>> import numpy as np
+      >>> counts, ends = np.array([2, 1], np.int32), np.array([0, 1, 0], np.int32)
+      >>> data = GraphData(counts, np.array([2, 1], np.int32), ends, ends, np.array([1, 0], np.int32), 2)
+      >>> batch = padded_batch(data, [1, 0], PaddedSize(n_node=5, n_edge=4, n_graph=3))
+      >>> batch.n_node.tolist(), batch.senders.tolist()
+      ([1, 2, 2], [0, 1, 2, 5])
+    """
+    check_formats(formats)
+    chosen = _checked_places(data, places)
+    n_node, n_edge = data.n_node[chosen], data.n_edge[chosen]
+    has = {"n_node": int(n_node.sum()), "n_edge": int(n_edge.sum()), "n_graph": len(chosen)}
+    if size is None:
+        size = PaddedSize(has["n_node"] + 1, has["n_edge"], has["n_graph"] + 1)
+    for name, least in (("n_node", has["n_node"] + 1), ("n_edge", has["n_edge"]), ("n_graph", has["n_graph"] + 1)):
+        if getattr(size, name) < least:
+            raise ValueError(f"size has {name}={getattr(size, name)}, where the batch needs {least}")
+    nodes = _rows(data.node_starts[chosen], n_node)
+    edges = _rows(data.edge_starts[chosen], n_edge)
+    firsts = np.repeat(np.cumsum(n_node) - n_node, n_edge)
+    # Padding edges are those of a node that is not there: they count nowhere.
+    senders, receivers = (
+        filled(known[edges] + firsts, size.n_edge, size.n_node) for known in (data.senders, data.receivers)
+    )
+    node_rows = {name: _filled(rows[nodes], size.n_node) for name, rows in data.nodes.items()}
+    edge_rows = {name: _filled(rows[edges], size.n_edge) for name, rows in data.edges.items()}
+    counts = (
+        np.append(n_node, size.n_node - has["n_node"]),
+        np.append(n_edge, size.n_edge - has["n_edge"]),
+    )
+    return Graph(
+        checked_features("nodes", node_rows, size.n_node),
+        checked_features("edges", edge_rows, size.n_edge),
+        make_adjacency_checked(senders, receivers, size.n_node, size.n_node, formats=formats, is_fixed=True),
+        *(jnp.asarray(_filled(count, size.n_graph), jnp.int32) for count in counts),
+        is_padded=True,
+    )
+
+
+def _checked_places(data: GraphData, places: ArrayLike | Sequence[int] | None) -> np.ndarray:
+    if places is None:
+        return np.arange(len(data))
+    chosen = np.asarray(places)
+    if chosen.ndim != 1:
+        raise ValueError(f"places must have one axis, got shape {chosen.shape}")
+    if chosen.size and not np.issubdtype(chosen.dtype, np.integer):
+        raise TypeError(f"places must be integers, got {chosen.dtype}")
+    wrong = (chosen < 0) | (chosen >= len(data))
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise ValueError(f"places[{place}] = {chosen[place]} is not one of the {len(data)} graphs")
+    return chosen.astype(np.int64)
+
+
+def _rows(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns the numbers from each start on, as many as its count, one after the other."""
+    before = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
+
+
+def _filled(rows: np.ndarray, count: int) -> np.ndarray:
+    """Returns rows, followed by rows of 0."""
+    return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])

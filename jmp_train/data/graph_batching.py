@@ -1,0 +1,134 @@
+"""Batches of many small graphs for the training loop: shuffled, padded, and on the devices before they are wanted."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+from jax.typing import ArrayLike
+
+from jmp_train.data.batches import check_order
+from jmp_train.extras import extra_packages
+from jmp_train.graphs.datasets import GraphData, PaddedSize, padded_batch, padded_sizes
+from jmp_train.graphs.structure import Graph, as_count
+from jmp_train.graphs.structure import stack as graph_stack
+
+
+def graph_batches(
+    data: GraphData,
+    batch_size: int,
+    *,
+    places: ArrayLike | Sequence[int] | None = None,
+    sizes: Sequence[PaddedSize] | None = None,
+    prepare: Callable[[Graph], Graph] = lambda graph: graph,
+    seed: int = 0,
+    epochs: int | None = 1,
+    start: int = 0,
+    shuffle: bool = True,
+    drop_remainder: bool = False,
+    formats: Sequence[str] = ("coo",),
+    process_index: int = 0,
+    process_count: int = 1,
+    num_threads: int = 1,
+    prefetch: int = 4,
+    device: Any = None,
+    stack: int | None = None,
+) -> Any:
+    """Returns an iterator over batches of a data set's graphs, padded to a few sizes; threads make them, through grain.
+
+    The batches are the same on every run, whatever the threads. A step's graphs are the same however many processes
+    and devices share them, and so is the size that they are padded to: a program is compiled once for each size.
+
+    Args:
+      data: the graphs.
+      batch_size: how many of them are one padded graph.
+      places: int [some graphs], which to go over; None for all.
+      sizes: what batches are padded to, ascending: each to the first that holds it. None for `padded_sizes`.
+      prepare: changes a padded graph, on the host, in a thread.
+      seed: of the order, which is another one each epoch; below 2**32.
+      epochs: passes over the graphs; None for no end.
+      start: how many batches to leave out, those that a run which goes on has seen.
+      shuffle: whether the order changes.
+      drop_remainder: whether the last, incomplete batch of an epoch is left out; else it has padding graphs. Several
+        processes and stacks leave it out.
+      formats: see `from_edges`.
+      process_index: which of the processes this is.
+      process_count: how many processes share a step's graphs.
+      num_threads: how many threads make batches.
+      prefetch: how many batches are made ahead of time.
+      device: where batches go, a device or a sharding; None for the first one of this process.
+      stack: how many padded graphs of this process come as one, as `jmp_train.graphs.stack`: one for each of its
+        devices and micro-batches. None for one that is in no stack.
+
+    Returns:
+      An iterator over dictionaries of a "graph", its "label" [n_graph, ...], 0 for padding, and what else is known of
+      its graphs, by name; or over stacks of such dictionaries. It has grain's `get_state` and `set_state`.
+
+    Raises:
+      ValueError: there are too few graphs for a step, no size holds a batch, or a number is out of range.
+
+    Example:
+      >>> from jmp_train.graphs import graph_mask, synthetic_proteins
+      >>> batches = graph_batches(synthetic_proteins(20), batch_size=8)
+      >>> sum(int(graph_mask(batch["graph"]).sum()) for batch in batches)
+      20
+    """
+    with extra_packages():
+        import grain
+        from grain.experimental import ThreadPrefetchIterDataset, device_put
+
+    check_order(seed, epochs, process_index, process_count)
+    if start < 0:
+        raise ValueError(f"start={start} must be at least 0")
+    own = 1 if stack is None else as_count("stack", stack)
+    parts = own * process_count
+    if parts == 0:
+        raise ValueError("stack=0 must be positive")
+    chosen = np.arange(len(data)) if places is None else np.asarray(places)
+    known = padded_sizes(data, batch_size, places=chosen) if sizes is None else tuple(sizes)
+    drop_remainder = drop_remainder or parts > 1
+    if len(chosen) < (batch_size * parts if drop_remainder else 1):
+        raise ValueError(f"there are {len(chosen)} graphs, where a step needs {batch_size * parts}")
+
+    def dictionary(graphs: np.ndarray, size: PaddedSize) -> dict[str, Any]:
+        of_graphs = {"label": data.labels, **data.graphs}
+        rows = {name: _filled(array[graphs], size.n_graph) for name, array in of_graphs.items()}
+        return {"graph": prepare(padded_batch(data, graphs, size, formats=formats)), **rows}
+
+    def fetch(order: np.ndarray) -> Any:
+        shares = np.split(chosen[order], parts) if parts > 1 else [chosen[order]]
+        size = _first_that_holds(data, known, shares)
+        mine = shares[process_index * own : (process_index + 1) * own]
+        found = [dictionary(share, size) for share in mine]
+        return found[0] if stack is None else graph_stack(found)
+
+    def place(batch: Any) -> Any:
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(device, np.asarray(x)), batch)
+
+    numbers = grain.MapDataset.range(len(chosen))
+    if shuffle:
+        numbers = numbers.shuffle(seed=seed)
+    batches = (
+        numbers.batch(batch_size * parts, drop_remainder=drop_remainder, batch_fn=np.asarray)
+        .repeat(epochs)
+        .map(fetch)[start:]
+        .to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch))
+    )
+    if isinstance(device, Sharding) and not device.is_fully_addressable:
+        return iter(ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=2))
+    return iter(device_put(batches, jax.local_devices()[0] if device is None else device))
+
+
+def _first_that_holds(data: GraphData, sizes: Sequence[PaddedSize], shares: Sequence[np.ndarray]) -> PaddedSize:
+    """Returns the first size into which each of some batches fits."""
+    nodes, edges = (max(int(counts[share].sum()) for share in shares) for counts in (data.n_node, data.n_edge))
+    graphs = max(map(len, shares))
+    for size in sizes:
+        if nodes < size.n_node and edges <= size.n_edge and graphs < size.n_graph:
+            return size
+    raise ValueError(f"no size holds a batch of {graphs} graphs with {nodes} nodes and {edges} edges: {list(sizes)}")
+
+
+def _filled(rows: np.ndarray, count: int) -> np.ndarray:
+    return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])

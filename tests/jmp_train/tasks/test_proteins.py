@@ -1,0 +1,130 @@
+"""Graph classification: half as accurate as float32, one program, batch norms over real nodes on several devices."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers import relaxed
+from jax.sharding import Mesh
+
+import jmp_train as jt
+from jmp_train import graphs
+from jmp_train.cli.entry import main
+from jmp_train.runs.loop import train
+from jmp_train.steps import TrainState, train_step
+from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.tasks.proteins import make_task, node_features, split_by_class
+
+pytestmark = pytest.mark.quick
+
+POLICIES = ("float32", "mixed_float16", "autocast_float16")
+
+
+def a_task(count: int, devices: int = 1, epochs: int = 1, most: int = 40) -> Task:
+    """Returns the task on made graphs of at most that many nodes, by an optimizer whose dtypes may differ."""
+    data = graphs.synthetic_proteins(3 * count)
+    small = np.flatnonzero(data.n_node <= most)[:count]
+    task = make_task(_taken(data, small), TaskOptions(devices=devices), epochs)
+    return dataclasses.replace(
+        task,
+        optimizer=lambda rate: relaxed(task.optimizer(rate)),
+        options=TaskOptions(devices=devices),
+    )
+
+
+def _taken(data: graphs.GraphData, places: np.ndarray) -> graphs.GraphData:
+    nodes = np.concatenate([np.arange(*data.node_starts[place : place + 2]) for place in places])
+    edges = np.concatenate([np.arange(*data.edge_starts[place : place + 2]) for place in places])
+    return graphs.GraphData(
+        data.n_node[places],
+        data.n_edge[places],
+        data.senders[edges],
+        data.receivers[edges],
+        data.labels[places],
+        data.num_classes,
+        {name: rows[nodes] for name, rows in data.nodes.items()},
+    )
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_every_policy_is_as_accurate() -> None:
+    runs = [train(a_task(600, epochs=10), policy) for policy in POLICIES]
+    accuracies = [run.test_accuracy for run in runs]
+    assert min(accuracies) > 0.75  # of 5 in 100 the label is wrong
+    assert max(accuracies) - min(accuracies) < 0.09  # of 60 graphs, 5
+    for run in runs:
+        assert run.epochs[-1].skipped_steps == 0 and run.epochs[-1].loss < run.epochs[0].loss
+
+
+@pytest.mark.full
+def test_the_statistics_do_not_depend_on_the_devices() -> None:
+    """One step on the graphs of a batch, on one device and on two, and the logits of the model after it."""
+    states, logits = [], []
+    for devices in (1, 2):
+        task = dataclasses.replace(a_task(40, devices), batch_size=16)
+        batch = task.prepare({name: array[:16] for name, array in task.train.items()})
+        optimizer = task.optimizer(0.01)
+        params, model_state = task.init(jax.random.key(0))
+        step: Any = train_step(task.loss_fn, optimizer)
+        if devices > 1:
+            mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+            step = jt.data_parallel(step, mesh)
+        state = TrainState.create(params, optimizer, model_state=model_state)  # no key: no dropout
+        state, metrics = jax.jit(step)(state, batch)
+        states.append((metrics["loss"], jax.device_get(state.model_state)))
+        logits.append(jax.jit(task.predict)(params, model_state, batch))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), *states)
+    np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_features_are_labels_attributes_or_degrees() -> None:
+    data = graphs.synthetic_proteins(5)
+    kinds = node_features(data)
+    assert kinds.sum(1).tolist() == [1] * len(kinds) and kinds.argmax(1).tolist() == data.nodes["label"].tolist()
+    attributes = np.random.default_rng(0).normal(30, 2, (len(kinds), 2)).astype(np.float32)
+    both = node_features(dataclasses.replace(data, nodes={**data.nodes, "attr": attributes}))
+    np.testing.assert_allclose([both[:, 3:].mean(0), both[:, 3:].std(0)], [[0, 0], [1, 1]], atol=1e-5)
+    degrees = node_features(dataclasses.replace(data, nodes={}))
+    assert degrees[: data.n_node[0]].argmax(1).tolist() == data.graph(0).in_degrees.tolist()
+
+
+def test_a_tenth_of_each_class_is_for_evaluation() -> None:
+    labels = np.random.default_rng(0).integers(0, 3, 300)
+    train_places, test_places = split_by_class(labels)
+    assert sorted([*train_places, *test_places]) == list(range(300))
+    assert np.bincount(labels[test_places]).tolist() == [round(count / 10) for count in np.bincount(labels)]
+
+
+def write_tu(folder: Path, data: graphs.GraphData) -> None:
+    """Writes a data set in the text files of TU Dortmund."""
+    firsts = np.repeat(data.node_starts[:-1], data.n_edge)
+    ends = np.stack([data.senders + firsts, data.receivers + firsts], 1) + 1
+    rows = {
+        "A": [f"{u}, {v}" for u, v in ends],
+        "graph_indicator": np.repeat(np.arange(len(data)) + 1, data.n_node),
+        "graph_labels": data.labels + 1,
+        "node_labels": data.nodes["label"],
+    }
+    for name, lines in rows.items():
+        (folder / f"PROTEINS_{name}.txt").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_real_files_are_the_same_task(tmp_path: Path) -> None:
+    data = graphs.synthetic_proteins(30)
+    write_tu(tmp_path, data)
+    read, made = load_task("proteins", TaskOptions(data_dir=tmp_path)), make_task(data)
+    np.testing.assert_array_equal(read.train["graph"], made.train["graph"])
+    one, other = (task.prepare({name: x[:4] for name, x in task.train.items()}) for task in (read, made))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_wrong_calls_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "proteins"]) == 2
+    assert "task proteins wants --data-dir, the folder of PROTEINS_A.txt" in capsys.readouterr().err
+    numbers = dataclasses.replace(graphs.synthetic_proteins(5), num_classes=None)
+    with pytest.raises(ValueError, match="the labels of the graphs are numbers, and not classes"):
+        make_task(numbers)
