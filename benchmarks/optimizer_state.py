@@ -103,7 +103,7 @@ def case_of(name: str, tiny: bool) -> Case:
         task = load_task("cifar10", TaskOptions(synthetic=True))
         small = make_task(ResNet((1, 1, 1, 1), (8, 16, 32, 64)), task.train, {k: x[:500] for k, x in task.test.items()})
         small = dataclasses.replace(small, schedule=lambda steps: optax.cosine_decay_schedule(1e-3, steps))
-        return Case(small, adam, 3 if tiny else 150, 32)
+        return Case(small, adam, 3 if tiny else 80, 32)
     task = load_task("lm", TaskOptions())
     task = dataclasses.replace(task, test={k: x[:100] for k, x in task.test.items()})
     return Case(task, adamw_of_lm, 3 if tiny else 120, task.batch_size // 2)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,26 @@ def test_the_largest_batches() -> None:
         assert cells == [f"{of[gpu]['largest_batch']:,}" for gpu in ("V100-16GB", "A100-40GB", "H100-80GB")]
         for entry in of.values():
             assert entry["tried_batches"][str(entry["largest_batch"])] <= entry["usable_bytes"] < entry["next_bytes"]
+
+
+def test_bytes_of_an_optimizers_state() -> None:
+    for entry in results("optimizer_state")["bytes"]:
+        for choice, found in entry["choices"].items():
+            bytes_each = [f"{found[key]:.2f}" for key in ("bytes_a_parameter", "with_gradients")]
+            assert row(f"{entry['model']}: {choice}") == [*bytes_each, gigabytes(found["peak_bytes"])]
+
+
+def test_what_is_learned_with_small_state_is_within_the_noise_of_seeds() -> None:
+    training = results("optimizer_state")["training"]
+    for choice in training[0]["choices"]:
+        found = [entry["choices"].get(choice, {}).get("losses") for entry in training]
+        cells = ["" if x is None else f"{statistics.mean(x):.4f} ± {statistics.stdev(x):.4f}" for x in found]
+        assert [cell.strip() for cell in row(f"trained, {choice}")] == cells
+    for entry in training:
+        losses = {choice: found["losses"] for choice, found in entry["choices"].items()}
+        for choice in ("nu bfloat16", "both int8", "Kahan", "Kahan, both int8"):
+            more = statistics.mean(losses[choice]) - statistics.mean(losses["float32"])
+            assert more < statistics.stdev(losses["float32"])
 
 
 def test_rules_found_by_trials() -> None:

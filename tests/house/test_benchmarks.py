@@ -95,6 +95,21 @@ def test_the_language_model_is_trained_in_8_bits(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+def test_an_optimizers_state_in_few_bits_trains_as_in_float32(tmp_path: Path) -> None:
+    file = tmp_path / "state.json"
+    choices = ("float32", "both int8", "Kahan, both int8")
+    output = run("optimizer_state.py", "--tiny", "--seeds", "1", "--choices", *choices, "--json", str(file))
+    (report,) = json.loads(file.read_text())["training"]
+    assert tuple(report["choices"]) == choices
+    (float32,), *others = (found["losses"] for found in report["choices"].values())
+    assert 1 < float32 < 3  # nats, of ten digits in the beginning
+    for choice, (loss,) in zip(choices[1:], others, strict=True):
+        assert abs(loss - float32) < 0.05
+        assert re.search(rf"^{choice} +{loss:.4f} ", output, re.MULTILINE)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_what_tuning_costs_is_measured_beside_compiling_each_trial(tmp_path: Path) -> None:
     file = tmp_path / "tune.json"
     cases = ("language_model", "terrain")
