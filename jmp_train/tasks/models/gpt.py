@@ -249,7 +249,7 @@ class GPT(nnx.Module):
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         embedding = self.embedding[...]
         # In float32, so that the gradients of a frequent token's many places are added so.
-        return embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)
+        return upcast(embedding)[tokens].astype(embedding.dtype)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         with jax.named_scope("head"):

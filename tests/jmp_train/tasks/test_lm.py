@@ -176,7 +176,10 @@ def test_gradients_are_finite_in_every_policy_and_mode_and_all_parameters_move(p
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("policy", "devices"), [("float32", 1), ("mixed_float16", 1), ("autocast_bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("policy", "devices"),
+    [("float32", 1), ("mixed_float16", 1), ("apex-O2", 1), ("torch-bfloat16", 1), ("autocast_bfloat16", 2)],
+)
 def test_it_learns_a_phrase_and_says_in_how_many_bits(phrases: Task, policy: str, devices: int) -> None:
     task = dataclasses.replace(phrases, options=dataclasses.replace(phrases.options, devices=devices))
     run = train(task, policy, epochs=12, batch_size=8)
