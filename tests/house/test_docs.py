@@ -1,5 +1,6 @@
 """Every public name is documented by an example that runs, and so are the pages."""
 
+import importlib
 import inspect
 import os
 import re
@@ -114,6 +115,8 @@ def test_every_name_in_docs_and_examples_is_reachable_from_a_face() -> None:
         thing: Any = jt
         for part in name[1:].split("."):
             assert not _is_private_module(thing), f"{page}: {name}"
+            if inspect.ismodule(thing) and not hasattr(thing, part):
+                importlib.import_module(f"{thing.__name__}.{part}")
             thing = getattr(thing, part)
         assert not _is_private_module(thing), f"{page}: {name}"
 
