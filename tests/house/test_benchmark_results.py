@@ -133,6 +133,15 @@ def test_gaps_with_and_without_a_float32_end() -> None:
             assert row(f"{task}, {policy}") == cells
 
 
+def test_layers_in_8_bits() -> None:
+    report = results("fp8")
+    mean = {way: sum(runs) / len(runs) for way, runs in report["bits_per_byte"].items()}
+    for way, bits in mean.items():
+        difference = bits - mean["bfloat16"]
+        assert row(f"{way} layers") == [f"{bits:.4f}", f"{difference:+.4f}", gigabytes(report["peak_bytes"][way])]
+        assert difference < 0.03
+
+
 def test_every_script_and_every_result_is_named() -> None:
     scripts = {path.name for path in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
     assert scripts == set(re.findall(r"^\| `(\w+\.py)` \|", TEXT, re.MULTILINE))
