@@ -308,6 +308,18 @@ def test_the_minibatch_example_learns_in_float16_as_in_float32(tmp_path: Path) -
 
 
 @pytest.mark.full
+def test_the_link_example_learns_in_float16_as_in_float32(tmp_path: Path) -> None:
+    example, found = str(ROOT / "examples" / "link_prediction.py"), []
+    for flag in ("--use-fp16", "--no-use-fp16"):
+        last = run_script(example, flag, "--epochs", "8", cwd=tmp_path).splitlines()[-1]
+        match = re.fullmatch(r"AUC ([\d.]+)  MRR ([\d.]+)", last)
+        assert match is not None
+        found.append((float(match[1]), float(match[2])))
+    assert min(auc for auc, _ in found) > 0.9
+    assert found[0] == pytest.approx(found[1], abs=0.02)
+
+
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_mnist_example_is_float32s_but_for_three_lines(tmp_path: Path) -> None:
     half = (ROOT / "examples" / "mnist_amp.py").read_text()
