@@ -113,7 +113,7 @@ class NeighborSampler:
         """
         parts = [self._checked_seeds(seeds) for seeds in parts]
         left_out = [None] * len(parts) if excluded is None else excluded
-        several = [self.layers(*each, random) for each in zip(parts, left_out, strict=True)]
+        several = [self.layers(seeds, random, edges) for seeds, edges in zip(parts, left_out, strict=True)]
         sizes = _fitting(self.sizes, several)
         is_whole = excluded is None
         return [self._padded(*each, sizes, is_whole=is_whole) for each in zip(parts, several, strict=True)]
@@ -143,7 +143,7 @@ class NeighborSampler:
         is_alone = set(self.edges) == {EDGE}
         return next(iter(by_type.values())) if is_alone else FrozenDict(by_type)
 
-    def layers(self, seeds: np.ndarray, excluded: np.ndarray | None, random: np.random.Generator) -> list[Layer]:
+    def layers(self, seeds: np.ndarray, random: np.random.Generator, excluded: np.ndarray | None = None) -> list[Layer]:
         """Returns the layers without padding, the first layer's first; some edges are left out."""
         layers, targets = [], {self.seed_type: seeds}
         for fanout in reversed(self.fanouts):
@@ -251,7 +251,7 @@ def _tried(sampler: NeighborSampler, seeds: np.ndarray, num_trials: int) -> list
     for trial in range(num_trials):
         random = np.random.default_rng(trial)
         some = random.permutation(seeds)[: sampler.batch_size]
-        needed = [sizes_needed(layer) for layer in sampler.layers(some, None, random)]
+        needed = [sizes_needed(layer) for layer in sampler.layers(some, random)]
         largest = [a.combine(b, max) for a, b in zip(largest or needed, needed, strict=True)]
     counts = {sampler.seed_type: sampler.batch_size}
     return [
