@@ -49,7 +49,7 @@ class Recipe:
 
 
 RECIPES = {
-    "tiny": Recipe(GPTConfig(width=128, depth=4, heads=4, kv_heads=2, mlp=384), 128, 8, 3e-3, 1),
+    "tiny": Recipe(GPTConfig(width=128, depth=4, heads=4, kv_heads=2, mlp=384), 128, 8, 1.2e-3, 1),
     "small": Recipe(GPTConfig(width=384, depth=6, heads=6, kv_heads=2, mlp=1024), 256, 16, 1e-3, 4),
     "gpt2-small": Recipe(
         GPTConfig(width=768, depth=12, heads=12, kv_heads=4, mlp=2432, vocabulary=50_257), 1024, 8, 6e-4, 8

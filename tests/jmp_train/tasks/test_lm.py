@@ -144,7 +144,7 @@ def test_the_optimizer_clips_then_steps_then_decays() -> None:
 @pytest.mark.parametrize(("steps", "first", "last"), [(1, 1.0, 1.0), (10, 0.5, 0.127), (408, 1 / 41, 0.1)])
 def test_the_rate_warms_up_and_falls_to_a_tenth(steps: int, first: float, last: float) -> None:
     with jax.numpy_dtype_promotion("standard"):
-        rates = [float(np.asarray(lm.schedule(steps, 3e-3)(step))) / 3e-3 for step in range(steps)]
+        rates = [float(np.asarray(lm.schedule(steps, 1e-3)(step))) / 1e-3 for step in range(steps)]
     assert (rates[0], rates[-1]) == pytest.approx((first, last), abs=1e-3)
     highest = rates.index(max(rates))
     assert highest == steps // 10
