@@ -4,9 +4,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from jmp_train.aot import Buffer
-from jmp_train.planning import svg
 from jmp_train.planning.kernels import costliest_first
-from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds
+from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds, with_unit
 
 _BUFFERS, _KERNELS = 20, 10
 
@@ -95,7 +94,7 @@ def _communication(row: PlanRow) -> str:
         )
         for item in row.costs.communication
     )  # fmt: skip
-    link = f"Over {row.gpu.link}, {svg.with_unit(row.gpu.link_bandwidth, 'B/s')} in one direction."
+    link = f"Over {row.gpu.link}, {with_unit(row.gpu.link_bandwidth, 'B/s')} in one direction."
     return _section("Communication", heads, cells, 2, link)
 
 
@@ -106,7 +105,7 @@ def _kernels(row: PlanRow) -> str:
             _time(found.all_seconds),
             f"{found.all_seconds / total:.1%}" if total else "",
             str(found.times),
-            svg.with_unit(found.operations, "flop") if found.operations else "",
+            with_unit(found.operations, "flop") if found.operations else "",
             _size(found.n_bytes),
             ", ".join(found.dtypes),
             found.operation,
@@ -140,4 +139,4 @@ def _time(seconds: float) -> str:
 
 
 def _size(n_bytes: float) -> str:
-    return svg.with_unit(n_bytes, "B")
+    return with_unit(n_bytes, "B")

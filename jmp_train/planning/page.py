@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from string import Template
 
-from jmp_train.planning import svg
+from jmp_train.planning import colors
 from jmp_train.planning.allowances import Allowances
 from jmp_train.planning.details import details
 from jmp_train.planning.picture import batch_picture, has_marks_beyond, kinds, memory_picture
@@ -14,7 +14,7 @@ from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds, table_cell
 from jmp_train.policies.pages import document
 
 _STYLE = f"""\
-{svg.STYLE}
+{colors.STYLE}
 svg .group {{ fill: $ink; font-weight: 600; }}
 svg .misfit, .misfit {{ fill: $bad; color: $bad; }}
 .usable {{ stroke: $ink; stroke-width: 2; }}
@@ -124,7 +124,7 @@ def _memory(rows: Sequence[PlanRow]) -> str:
         return ""
     beyond = " Marks that are further right than the picture are left out." if has_marks_beyond(rows) else ""
     return (
-        f"<h2>Memory at the peak</h2>\n{svg.legend(kinds(rows))}\n{figure}\n"
+        f"<h2>Memory at the peak</h2>\n{colors.legend(kinds(rows))}\n{figure}\n"
         f'<p class="soft">A solid mark is at what a step can have of the GPU\'s memory, a dashed one at all of it.'
         f"{beyond}</p>"
     )
@@ -134,13 +134,13 @@ def _batches(rows: Sequence[PlanRow]) -> str:
     figure = batch_picture(rows)
     if not figure:
         return ""
-    colors = svg.legend(svg.series_classes(row.policy for row in rows))
+    legend = colors.legend(colors.series_classes(row.policy for row in rows))
     note = '<p class="soft">Examples of a step, over all devices. Where a step does not grow, there is no bar.</p>'
-    return f"<h2>Largest batch that fits</h2>\n{colors}\n{figure}\n{note}"
+    return f"<h2>Largest batch that fits</h2>\n{legend}\n{figure}\n{note}"
 
 
 def _rooflines(rows: Sequence[PlanRow]) -> str:
-    classes = svg.series_classes(row.policy for row in rows)
+    classes = colors.series_classes(row.policy for row in rows)
     gpus = dict.fromkeys(row.gpu for row in rows)
     figures = []
     for number, gpu in enumerate(gpus, 1):
@@ -156,7 +156,7 @@ def _rooflines(rows: Sequence[PlanRow]) -> str:
         "products are in the steps' times, but have no point."
     )
     shown = "\n".join(figures)
-    return f'<h2>Roofline</h2>\n{svg.legend(classes)}\n{shown}\n<p class="soft">{note}</p>'
+    return f'<h2>Roofline</h2>\n{colors.legend(classes)}\n{shown}\n<p class="soft">{note}</p>'
 
 
 def _allowed(allowances: Allowances) -> str:

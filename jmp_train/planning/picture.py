@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from jmp_train.planning import svg
+from jmp_train.planning import colors
 from jmp_train.planning.rows import PlanRow, gigabytes
+from jmp_train.policies.pages import svg
 
 _LEFT, _RIGHT, _TOP = 230, 860, 6
 _PITCH, _BAR, _HEAD = 22, 14, 22  # of a row, of its bar, and of a group's name
@@ -41,7 +42,7 @@ def kinds(rows: Sequence[PlanRow]) -> dict[str, str]:
       rows: of a plan.
     """
     found = {kind for row in rows for kind in row.bytes_by_kind}
-    return {kind: svg.kind_class(kind) for kind in sorted(found, key=_in_order)}
+    return {kind: colors.kind_class(kind) for kind in sorted(found, key=_in_order)}
 
 
 def has_marks_beyond(rows: Sequence[PlanRow]) -> bool:
@@ -65,7 +66,7 @@ def batch_picture(rows: Sequence[PlanRow]) -> str:
         return ""
     most = max(max(row.largest_batch or 0 for row in known), 1)
     x = svg.linear(0, most, _LEFT, _RIGHT)
-    classes = svg.series_classes(row.policy for row in rows)
+    classes = colors.series_classes(row.policy for row in rows)
     parts, height = [], float(_TOP)
     for gpu, group in _by_gpu(known):
         parts.append(svg.text(0, height + 14, gpu, name="group"))
@@ -89,7 +90,7 @@ def _label(row: PlanRow, rows: Sequence[PlanRow]) -> str:
 
 
 def _in_order(kind: str) -> tuple[int, str]:
-    return svg.kind_order(kind), kind
+    return colors.kind_order(kind), kind
 
 
 def _axis(places: Sequence[tuple[float, str]], bottom: float) -> Iterator[str]:
@@ -110,7 +111,7 @@ def _memory_row(row: PlanRow, label: str, x: svg.Scale, top: float, end: float) 
         left, width = x(start), x(start + n_bytes) - x(start)
         said = svg.title(f"{label}: {kind}, {gigabytes(n_bytes)}, {n_bytes / max(row.peak_bytes, 1):.1%}")
         yield (
-            f'<rect class="{svg.kind_class(kind)}" x="{left:.2f}" y="{top:.1f}" width="{width:.2f}" height="{_BAR}">'
+            f'<rect class="{colors.kind_class(kind)}" x="{left:.2f}" y="{top:.1f}" width="{width:.2f}" height="{_BAR}">'
             f"{said}</rect>"
         )
         start += n_bytes

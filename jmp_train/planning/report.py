@@ -1,12 +1,12 @@
 """A plan: the rows as a table, as JSON, as a page."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jmp_train.planning.allowances import Allowances
 from jmp_train.planning.page import page
 from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds, table_cells
+from jmp_train.policies.pages import aligned
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Plan:
         return "\n".join(_buffers(row, count) for row in self.rows)
 
     def __str__(self) -> str:
-        parts = [_table(table_cells(self.rows))]
+        parts = aligned(table_cells(self.rows))
         for row in self.rows:
             if row.remedies:
                 parts.append(_help(row))
@@ -58,12 +58,6 @@ class Plan:
             f"{self.allowances.memory_fraction:.0%} (XLA_PYTHON_CLIENT_MEM_FRACTION); least time: a roofline"
         )
         return "\n".join(parts)
-
-
-def _table(cells: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
-    return "\n".join(lines)
 
 
 def _help(row: PlanRow) -> str:
@@ -81,7 +75,7 @@ def _buffers(row: PlanRow, count: int) -> str:
     for b in row.buffers[:count]:
         shape = "x".join(map(str, b.shape))
         cells.append((gigabytes(b.n_bytes), b.kind, b.operation, b.dtype, shape, f"{b.module} {b.source}".strip()))
-    return f"{_title(row)}, of {gigabytes(row.peak_bytes)}:\n{_table(cells)}"
+    return f"{_title(row)}, of {gigabytes(row.peak_bytes)}:\n" + "\n".join(aligned(cells))
 
 
 def _title(row: PlanRow) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jmp_train.aot import GPU
-from jmp_train.planning import svg
 from jmp_train.planning.kernels import Kernels, costliest_first
-from jmp_train.planning.rows import PlanRow, milliseconds
+from jmp_train.planning.rows import PlanRow, milliseconds, with_unit
+from jmp_train.policies.pages import svg
 
 _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 70, 810, 16, 305
 _KERNELS = 25  # of a row
@@ -76,8 +76,8 @@ def step_point(row: PlanRow) -> Point | None:
     if not operations or not n_bytes:
         return None
     said = (
-        f"{row.policy}, {row.placement}, batch {row.batch_size}: {svg.with_unit(operations, 'flop')}, "
-        f"{svg.with_unit(n_bytes, 'B')}, at least {milliseconds(costs.seconds)}"
+        f"{row.policy}, {row.placement}, batch {row.batch_size}: {with_unit(operations, 'flop')}, "
+        f"{with_unit(n_bytes, 'B')}, at least {milliseconds(costs.seconds)}"
     )
     return Point(operations / n_bytes, operations / costs.seconds, operations / costs.seconds_without_cache, 1.0, said)
 
@@ -112,9 +112,7 @@ def _roofs(gpu: GPU, dtypes: Sequence[str]) -> dict[float, str]:
 
 def _grid(intensities: range, rates: range, x: svg.Scale, y: svg.Scale) -> Iterator[str]:
     for exponent in rates:
-        height = y(10.0**exponent)
-        yield f'<path class="grid" d="M{_LEFT} {height:.1f}H{_RIGHT}"/>'
-        yield svg.text(_LEFT - 6, height + 4, svg.with_unit(10.0**exponent, "flop/s"), "end")
+        yield svg.level(y(10.0**exponent), _LEFT, _RIGHT, with_unit(10.0**exponent, "flop/s"))
     for exponent in intensities:
         yield f'<path class="grid" d="M{x(10.0**exponent):.1f} {_TOP}V{_BOTTOM}"/>'
         yield svg.text(x(10.0**exponent), _BOTTOM + 16, f"{10.0**exponent:g}", "middle")
@@ -125,12 +123,12 @@ def _slope(gpu: GPU, highest: float, least: float, lowest: float, x: svg.Scale, 
     """Returns the roof that the memory's bandwidth is, from the picture's edge to the highest other roof."""
     start, end = max(least, lowest / gpu.bandwidth), highest / gpu.bandwidth
     path = f"M{x(start):.1f} {y(start * gpu.bandwidth):.1f}L{x(end):.1f} {y(highest):.1f}"
-    said = svg.title(f"bandwidth of the memory: {svg.with_unit(gpu.bandwidth, 'B/s')}")
+    said = svg.title(f"bandwidth of the memory: {with_unit(gpu.bandwidth, 'B/s')}")
     return f'<path class="roof" d="{path}">{said}</path>'
 
 
 def _roof(gpu: GPU, rate: float, names: str, x: svg.Scale, y: svg.Scale) -> str:
-    said = f"{names}: {svg.with_unit(rate, 'flop/s')}"
+    said = f"{names}: {with_unit(rate, 'flop/s')}"
     line = f'<path class="roof" d="M{x(rate / gpu.bandwidth):.1f} {y(rate):.1f}H{_RIGHT}">{svg.title(said)}</path>'
     return f"{line}\n{svg.text(_RIGHT + 6, y(rate) + 4, said)}"
 

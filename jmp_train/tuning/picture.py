@@ -1,17 +1,15 @@
 """The pictures of a tuning as SVG: the choices that were tried, and training beside float32."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
 
+from jmp_train.policies.pages import svg
 from jmp_train.tuning.evidence import FrontPoint
 
-_WIDTH, _HEIGHT = 1000, 300
+_HEIGHT = 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 985, 30, 255
 _TICKS = 5
 _LEAST_SHARE = 0.5  # in half precision: what is below, such as all in float32, would press the rest together
-
-Scale = Callable[[float], float]
 
 
 def front_picture(front: Sequence[FrontPoint], chosen: FrontPoint | None, tolerance: float) -> str:
@@ -32,8 +30,8 @@ def front_picture(front: Sequence[FrontPoint], chosen: FrontPoint | None, tolera
     low, high = math.floor(math.log10(min(bounds))), math.ceil(math.log10(max(bounds)))
     high = max(high, low + 1)
     least = min(0.9, math.floor(10 * min(p.half_flops for p in points)) / 10)
-    x = _linear(least, 1.0, _LEFT, _RIGHT - 10)
-    y = _logarithmic(low, high)
+    x = svg.linear(least, 1.0, _LEFT, _RIGHT - 10)
+    y = svg.logarithmic(low, high, _BOTTOM, _TOP)
     ordered = sorted(front, key=lambda p: p.half_flops)
     parts = [
         *_grid(((10.0**e, f"{10.0**e:.0e}") for e in range(low, high + 1)), y),
@@ -48,7 +46,12 @@ def front_picture(front: Sequence[FrontPoint], chosen: FrontPoint | None, tolera
     if chosen is not None:
         parts.append(_dot("chosen", x(chosen.half_flops), y(chosen.gradient_error), 7, f"chosen: {_said(chosen)}"))
         legend = {"chosen": "chosen", **legend}
-    return _figure("front", "Gradient error and share of the flops in half precision", [*parts, *_legend(legend)])
+    return svg.figure(
+        "front",
+        _HEIGHT,
+        "Gradient error and share of the flops in half precision",
+        [*parts, *svg.line_legend(legend, _LEFT, 220)],
+    )
 
 
 def loss_picture(float32: Sequence[float], tuned: Sequence[float]) -> str:
@@ -65,8 +68,8 @@ def loss_picture(float32: Sequence[float], tuned: Sequence[float]) -> str:
     if high == low:
         low, high = low - 1, high + 1
     steps = max(len(float32), len(tuned))
-    x = _linear(1, max(steps, 2), _LEFT + 5, _RIGHT - 10)
-    y = _linear(low, high, _BOTTOM, _TOP)
+    x = svg.linear(1, max(steps, 2), _LEFT + 5, _RIGHT - 10)
+    y = svg.linear(low, high, _BOTTOM, _TOP)
     numbers = sorted({1 + round(i * (steps - 1) / (_TICKS - 1)) for i in range(_TICKS)})
     parts = [
         *_grid(((v, f"{v:.3g}") for v in _ticks(low, high)), y),
@@ -74,39 +77,23 @@ def loss_picture(float32: Sequence[float], tuned: Sequence[float]) -> str:
         *(_line("float32", run, 5) for run in _finite_runs(float32, x, y)),
         *(_line("tuned", run) for run in _finite_runs(tuned, x, y)),
     ]
-    legend = _legend({"float32": "loss in float32", "tuned": "loss by the rules"})
-    return _figure("losses", "Losses of the same steps in float32 and by the rules", [*parts, *legend])
-
-
-def _figure(name: str, label: str, parts: Sequence[str]) -> str:
-    inside = "\n".join(part for part in parts if part)
-    return f'<svg id="{name}" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">\n{inside}\n</svg>'
-
-
-def _linear(low: float, high: float, start: float, end: float) -> Scale:
-    return lambda value: start + (value - low) / (high - low) * (end - start)
-
-
-def _logarithmic(low: int, high: int) -> Scale:
-    """Returns the height of a number between powers of ten; what is below, such as 0, is at the lower edge."""
-    height = _linear(low, high, _BOTTOM, _TOP)
-    return lambda value: height(max(low, math.log10(value)) if value > 0 else low)
+    legend = svg.line_legend({"float32": "loss in float32", "tuned": "loss by the rules"}, _LEFT, 220)
+    return svg.figure("losses", _HEIGHT, "Losses of the same steps in float32 and by the rules", [*parts, *legend])
 
 
 def _ticks(low: float, high: float) -> list[float]:
     return [low + i * (high - low) / (_TICKS - 1) for i in range(_TICKS)]
 
 
-def _grid(ticks: Iterator[tuple[float, str]], y: Scale) -> Iterator[str]:
+def _grid(ticks: Iterator[tuple[float, str]], y: svg.Scale) -> Iterator[str]:
     for value, text in ticks:
-        yield f'<path class="grid" d="M{_LEFT} {y(value):.1f}H{_RIGHT}"/>'
-        yield f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{text}</text>'
+        yield svg.level(y(value), _LEFT, _RIGHT, text)
 
 
-def _below(ticks: Iterator[tuple[float, str]], x: Scale, title: str) -> Iterator[str]:
+def _below(ticks: Iterator[tuple[float, str]], x: svg.Scale, title: str) -> Iterator[str]:
     for value, text in ticks:
-        yield f'<text x="{x(value):.1f}" y="{_BOTTOM + 16}" text-anchor="middle">{text}</text>'
-    yield f'<text x="{(_LEFT + _RIGHT) / 2}" y="{_BOTTOM + 36}" text-anchor="middle">{title}</text>'
+        yield svg.text(x(value), _BOTTOM + 16, text, "middle")
+    yield svg.text((_LEFT + _RIGHT) / 2, _BOTTOM + 36, title, "middle")
 
 
 def _line(name: str, places: Sequence[tuple[float, float]], width: int = 2) -> str:
@@ -115,7 +102,7 @@ def _line(name: str, places: Sequence[tuple[float, float]], width: int = 2) -> s
 
 
 def _dot(name: str, x: float, y: float, radius: int, text: str) -> str:
-    return f'<circle class="{name}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"><title>{escape(text)}</title></circle>'
+    return f'<circle class="{name}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">{svg.title(text)}</circle>'
 
 
 def _said(point: FrontPoint) -> str:
@@ -126,11 +113,11 @@ def _said(point: FrontPoint) -> str:
 
 def _tolerance(y: float, tolerance: float) -> str:
     return (
-        f'<path class="tolerance" stroke-width="2" d="M{_LEFT} {y:.1f}H{_RIGHT}"><title>{tolerance:.2g}</title></path>'
+        f'<path class="tolerance" stroke-width="2" d="M{_LEFT} {y:.1f}H{_RIGHT}">{svg.title(f"{tolerance:.2g}")}</path>'
     )
 
 
-def _finite_runs(losses: Sequence[float], x: Scale, y: Scale) -> list[list[tuple[float, float]]]:
+def _finite_runs(losses: Sequence[float], x: svg.Scale, y: svg.Scale) -> list[list[tuple[float, float]]]:
     """Returns the places of losses, in pieces between those that are not finite."""
     runs: list[list[tuple[float, float]]] = [[]]
     for number, loss in enumerate(losses, 1):
@@ -139,9 +126,3 @@ def _finite_runs(losses: Sequence[float], x: Scale, y: Scale) -> list[list[tuple
         else:
             runs.append([])
     return runs
-
-
-def _legend(names: dict[str, str]) -> Iterator[str]:
-    for number, (name, text) in enumerate(names.items()):
-        x = _LEFT + 220 * number
-        yield f'<path class="{name}" stroke-width="4" d="M{x} 12h18"/><text x="{x + 24}" y="16">{text}</text>'

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_train.policies.autocasting.higher_order import ENTERED
+from jmp_train.policies.pages import aligned
 
 _HOLD_PROGRAMS = frozenset(ENTERED) | {"core_call", "custom_vmap_call", "xla_pmap"}
 _HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # and what has fewer bits
@@ -120,11 +121,7 @@ def table(operations: Sequence[OperationReport]) -> list[str]:
         )
         for operation in operations
     ]
-    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (head, *lines)
-    ]
+    return aligned([head, *lines])
 
 
 def flops_of(equation: Any) -> int:

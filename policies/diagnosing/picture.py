@@ -1,17 +1,18 @@
 """The errors of all operations of a diagnosis as one SVG: in the order in which they run, on a logarithmic scale."""
 
-import math
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 
 from jmp_train.policies.diagnosing.problems import Problem
 from jmp_train.policies.diagnosing.rows import OperationNumerics
+from jmp_train.policies.pages import svg
 
-_WIDTH, _HEIGHT = 1000, 330
+_HEIGHT = 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 42, 990, 40, 290
 _RADIUS = 8  # of a mark
 _LEAST, _MOST = -8, 1  # exponents of ten between which errors are drawn; what is beyond is at the edge
+_y = svg.logarithmic(_LEAST, _MOST, _BOTTOM, _TOP)
 
 
 def picture(rows: Sequence[OperationNumerics], problems: Sequence[Problem]) -> str:
@@ -26,38 +27,23 @@ def picture(rows: Sequence[OperationNumerics], problems: Sequence[Problem]) -> s
     if not rows:
         return ""
     width = (_RIGHT - _LEFT) / len(rows)
+    nonfinite = [i for i, row in enumerate(rows) if row.nan or row.infinite]
+    legend = {"inherited": "inherited error", "local": "local error", "nonfinite": "NaN or infinite"}
     parts = [
         *_passes(rows, width),
         *_grid(),
-        _dashes("nonfinite", ((i, _TOP) for i, row in enumerate(rows) if row.nan or row.infinite), width, 6),
-        _dashes("inherited", _heights([row.inherited_error for row in rows]), width, 2),
-        _dashes("local", _heights([row.local_error for row in rows]), width, 2),
+        svg.dashes("nonfinite", ((_LEFT + i * width, _TOP) for i in nonfinite), width, 6),
+        svg.dashes("inherited", _places([row.inherited_error for row in rows], width), width, 2),
+        svg.dashes("local", _places([row.local_error for row in rows], width), width, 2),
         *_marks(rows, problems, width),
-        *_legend(),
+        *svg.line_legend(legend, _LEFT, 140),
     ]
     label = "Local and inherited error of each operation, in the order in which they run"
-    return (
-        f'<svg id="errors" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">\n'
-        + "\n".join(part for part in parts if part)
-        + "\n</svg>"
-    )
+    return svg.figure("errors", _HEIGHT, label, parts)
 
 
-def _y(error: float) -> float:
-    exponent = _MOST if math.isinf(error) else math.log10(error)
-    share = (min(max(exponent, _LEAST), _MOST) - _LEAST) / (_MOST - _LEAST)
-    return _BOTTOM - share * (_BOTTOM - _TOP)
-
-
-def _heights(errors: Sequence[float]) -> Iterator[tuple[int, float]]:
-    return ((i, _y(error)) for i, error in enumerate(errors) if error > 0)  # not NaN
-
-
-def _dashes(name: str, places: Iterator[tuple[int, float]], width: float, stroke: int) -> str:
-    """Returns one path of a dash for each (operation, height), of at least a pixel and a half."""
-    length = max(width, 1.5)
-    path = "".join(f"M{_LEFT + i * width:.1f} {y:.1f}h{length:.1f}" for i, y in places)
-    return f'<path class="{name}" stroke-width="{stroke}" fill="none" d="{path}"/>' if path else ""
+def _places(errors: Sequence[float], width: float) -> Iterator[tuple[float, float]]:
+    return ((_LEFT + i * width, _y(error)) for i, error in enumerate(errors) if error > 0)  # not NaN
 
 
 def _passes(rows: Sequence[OperationNumerics], width: float) -> Iterator[str]:
@@ -72,22 +58,12 @@ def _passes(rows: Sequence[OperationNumerics], width: float) -> Iterator[str]:
         longest[direction] = max(longest.get(direction, (0.0, 0.0)), (wide, x))
         start += count
     for direction, (_, x) in longest.items():
-        yield f'<text x="{x + 4:.1f}" y="{_BOTTOM + 15}">{direction}</text>'
+        yield svg.text(x + 4, _BOTTOM + 15, direction)
 
 
 def _grid() -> Iterator[str]:
     for exponent in range(_LEAST, _MOST + 1):
-        y = _y(10.0**exponent)
-        yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{_RIGHT}"/>'
-        if exponent % 2 == 0:
-            yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{10.0**exponent:.0e}</text>'
-
-
-def _legend() -> Iterator[str]:
-    names = {"inherited": "inherited error", "local": "local error", "nonfinite": "NaN or infinite"}
-    for number, (name, text) in enumerate(names.items()):
-        x = _LEFT + 140 * number
-        yield f'<path class="{name}" stroke-width="4" d="M{x} 12h18"/><text x="{x + 24}" y="16">{text}</text>'
+        yield svg.level(_y(10.0**exponent), _LEFT, _RIGHT, "" if exponent % 2 else f"{10.0**exponent:.0e}")
 
 
 def _marks(rows: Sequence[OperationNumerics], problems: Sequence[Problem], width: float) -> Iterator[str]:
@@ -105,9 +81,9 @@ def _marks(rows: Sequence[OperationNumerics], problems: Sequence[Problem], width
             y += 2 * _RADIUS
         placed.append((x, y))
         yield (
-            f'<a href="#problem-{number}"><title>{escape(f"{problem.kind}: {problem.evidence}")}</title>'
+            f'<a href="#problem-{number}">{svg.title(f"{problem.kind}: {problem.evidence}")}'
             f'<circle class="mark {escape(problem.severity)}" cx="{x:.1f}" cy="{y:.1f}" r="{_RADIUS}" '
-            f'stroke-width="2"/><text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle">{number}</text></a>'
+            f'stroke-width="2"/>{svg.text(x, y + 4, str(number), "middle")}</a>'
         )
 
 

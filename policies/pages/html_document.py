@@ -48,6 +48,8 @@ li { margin: 0 0 1.2rem; overflow-wrap: anywhere; }
 svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; }
 svg text { fill: $soft; }
 .grid { stroke: $rule; }
+.figure { overflow-x: auto; }
+.figure svg { min-width: 46rem; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th { position: sticky; top: 0; background: $paper; }
 th, td { padding: 0.25rem 0.8rem 0.25rem 0; text-align: right; border-bottom: 1px solid $rule; }

@@ -12,11 +12,11 @@ from plan_rows import DATA_PARALLEL, ODD, STEP_BYTES, costs_without_products, fo
 
 from jmp_train.aot import GPUS
 from jmp_train.planning import Allowances, Plan, PlanRow
+from jmp_train.planning.colors import series_classes
 from jmp_train.planning.kernels import costliest_first
 from jmp_train.planning.page import summary
 from jmp_train.planning.picture import batch_picture, memory_picture
 from jmp_train.planning.roofline import kernel_points, roofline_picture, step_point
-from jmp_train.planning.svg import series_classes
 
 pytestmark = pytest.mark.quick
 
