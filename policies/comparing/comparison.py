@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from jmp_train.policies.comparing.differences import differences_of
 from jmp_train.policies.comparing.log_probs import tokens_of
 from jmp_train.policies.comparing.operations import operations_of
 from jmp_train.policies.comparing.report import ParityReport
-from jmp_train.policies.pytrees import has_tracers, path_name
+from jmp_train.policies.pytrees import check_values
 
 
 def parity(
@@ -58,17 +56,7 @@ def parity(
 
     Reference: Qi and others, "Defeating the Training-Inference Mismatch via FP16", arXiv:2510.26788, 2025.
     """
-    _check(args)
+    check_values(args, "parity")
     tokens = tokens_of(train_fn(*args), infer_fn(*args), where)
     found = operations_of(train_fn, infer_fn, args, where) if operations else None
     return ParityReport(**vars(differences_of(tokens)), operations=found)
-
-
-def _check(args: tuple[object, ...]) -> None:
-    if has_tracers(args):
-        raise TypeError("parity runs both functions on values, and cannot be called within a transform such as jax.jit")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(f"args {path_name(path)!r} is a ShapeDtypeStruct: parity wants arrays with values")
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            raise ValueError(f"args {path_name(path)!r} is spread over several processes; parity runs in one")

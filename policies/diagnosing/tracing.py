@@ -14,7 +14,7 @@ from jmp_train.policies.diagnosing.evidence import StateLeaf
 from jmp_train.policies.diagnosing.measures import combine, is_low, nothing
 from jmp_train.policies.diagnosing.pairs import Pair
 from jmp_train.policies.diagnosing.shadow import Shadowing
-from jmp_train.policies.pytrees import has_tracers, path_name
+from jmp_train.policies.pytrees import check_values, path_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,9 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
         argument.
       ValueError: `steps` is no positive integer.
     """
-    _check(args, steps)
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r} must be an integer of at least 1")
+    check_values(args, "diagnose")
     structures: list[Any] = []
 
     def noted(*args: object) -> Any:
@@ -119,18 +121,3 @@ def _types(tree: Any) -> Any:
     if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
         return object()
     return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
-
-
-def _check(args: tuple[Any, ...], steps: int) -> None:
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps={steps!r} must be an integer of at least 1")
-    if has_tracers(args):
-        raise TypeError("diagnose runs the function on values, and cannot be called within a transform such as jax.jit")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(f"args {path_name(path)!r} is a ShapeDtypeStruct: diagnose wants arrays with values")
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            raise ValueError(
-                f"args {path_name(path)!r} is spread over several processes: diagnose runs in one, on its part of the "
-                "batch and a state of its own"
-            )

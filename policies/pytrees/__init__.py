@@ -63,3 +63,4 @@ from jmp_train.policies.pytrees.tree_nodes import find_nodes as find_nodes
 from jmp_train.policies.pytrees.tree_nodes import has_tracers as has_tracers
 from jmp_train.policies.pytrees.tree_nodes import only_state as only_state
 from jmp_train.policies.pytrees.tree_nodes import with_states as with_states
+from jmp_train.policies.pytrees.values import check_values as check_values

@@ -1,0 +1,30 @@
+"""Checks that arguments have values, for what runs a function instead of tracing it."""
+
+import jax
+
+from jmp_train.policies.pytrees.paths import path_name
+from jmp_train.policies.pytrees.tree_nodes import has_tracers
+from jmp_train.policies.types import PyTree
+
+
+def check_values(args: PyTree, caller: str) -> None:
+    """Refuses arguments whose values are not at hand in this process.
+
+    Args:
+      args: a pytree.
+      caller: the name of the function that needs them.
+
+    Raises:
+      TypeError: an array is traced, or a leaf is a `ShapeDtypeStruct`.
+      ValueError: an array is spread over several processes.
+    """
+    if has_tracers(args):
+        raise TypeError(f"{caller} runs functions on values, and cannot be called within a transform such as jax.jit")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(f"args {path_name(path)!r} is a ShapeDtypeStruct: {caller} wants arrays with values")
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise ValueError(
+                f"args {path_name(path)!r} is spread over several processes: {caller} runs in one, on its part of the "
+                "batch and a state of its own"
+            )
