@@ -6,6 +6,7 @@ Source: https://docs.dgl.ai/api/python/dgl.html#batching-and-reading-out-ops
 """
 
 import functools
+from collections.abc import Callable, Mapping
 
 import jax
 
@@ -15,7 +16,8 @@ from jmp_train.graphs.kernels import REDUCTIONS
 from jmp_train.graphs.readout.graph_ids import AnyBatch, Part, batch_of, graph_segments, rows_of
 from jmp_train.graphs.structure import Adjacency, common_dtype, in_float32, upcast
 
-OPERATIONS: tuple[Reduction, ...] = ("sum", "mean", "max", "min", "var", "std")
+_NAMES: tuple[Reduction, ...] = ("sum", "mean", "max", "min", "var", "std")
+OPERATIONS: Mapping[str, Callable[[Adjacency, jax.Array], jax.Array]] = {name: REDUCTIONS[name] for name in _NAMES}
 
 
 def readout_nodes(
@@ -292,7 +294,7 @@ def _readout(graph: AnyBatch, part: Part, feature: str | Floats, weight: str | F
     @jax.checkpoint
     def compute(rows: jax.Array, *weights: jax.Array) -> jax.Array:
         rows = functools.reduce(_product, weights, upcast(rows))
-        return REDUCTIONS[OPERATIONS[OPERATIONS.index(op)]](Adjacency((segments, segments)), rows)
+        return OPERATIONS[op](Adjacency((segments, segments)), rows)
 
     return in_float32(compute, rows, *weights)
 

@@ -51,3 +51,19 @@ def chosen_ids(name: str, ids: Ids, count: int, *, distinct: bool = True) -> np.
             place = int(order[again[0] + 1])
             raise ValueError(f"{name}[{place}] = {array[place]} is there twice")
     return array
+
+
+def mask_of(ids: np.ndarray, count: int) -> np.ndarray:
+    """Returns bool [count], which of so many are among some ids.
+
+    Args:
+      ids: int [some], in range.
+      count: how many there are.
+
+    Example:
+      >>> mask_of(np.array([2, 0]), 3).tolist()
+      [True, False, True]
+    """
+    mask = np.full(count, False)
+    mask[ids] = True
+    return mask

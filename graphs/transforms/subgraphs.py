@@ -13,8 +13,8 @@ import jraph
 import numpy as np
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.structure import AnyGraph, Graph, accepts_jraph, as_count
-from jmp_train.graphs.transforms.chosen_ids import ID, chosen_ids
+from jmp_train.graphs.structure import AnyGraph, Graph, accepts_jraph, as_count, from_jraph
+from jmp_train.graphs.transforms.chosen_ids import ID, chosen_ids, mask_of
 from jmp_train.graphs.transforms.edge_lists import (
     EdgeList,
     check_keeps_edges,
@@ -60,9 +60,7 @@ def node_subgraph(
     """
     edges = edges_on_host(graph)
     ids = chosen_ids("nodes", nodes, graph.num_nodes)
-    is_kept = np.full(graph.num_nodes, False)
-    is_kept[ids] = True
-    kept = np.flatnonzero(is_kept[edges.senders] & is_kept[edges.receivers])
+    kept = _between(edges, mask_of(ids, graph.num_nodes))
     return _part(graph, edges, kept, ids if relabel_nodes else None, store_ids, formats)
 
 
@@ -259,8 +257,7 @@ def _touching(
     store_ids: bool,
     formats: Sequence[str] | None,
 ) -> Graph:
-    is_touched = np.full(graph.num_nodes, False)
-    is_touched[chosen_ids("nodes", nodes, graph.num_nodes)] = True
+    is_touched = mask_of(chosen_ids("nodes", nodes, graph.num_nodes), graph.num_nodes)
     kept = np.flatnonzero(is_touched[ends])
     found = _as_they_come(np.concatenate([edges.senders[kept], edges.receivers[kept]]))
     return _part(graph, edges, kept, found if relabel_nodes else None, store_ids, formats)
@@ -277,35 +274,30 @@ def _within_hops(
     is_in: bool,
 ) -> tuple[AnyGraph, np.ndarray]:
     as_count("k", k)
-    found = np.empty(0, np.int64)
-    seeds = np.empty(0, np.int64)
-
-    @accepts_jraph
-    def part(graph: Graph) -> Graph:
-        nonlocal found, seeds
-        edges = edges_on_host(graph)
-        seeds = chosen_ids("nodes", nodes, graph.num_nodes, distinct=False)
-        ends = (edges.receivers, edges.senders) if is_in else (edges.senders, edges.receivers)
-        found = np.flatnonzero(_reached(*ends, seeds, k, graph.num_nodes))
-        is_found = np.full(graph.num_nodes, False)
-        is_found[found] = True
-        kept = np.flatnonzero(is_found[edges.senders] & is_found[edges.receivers])
-        return _part(graph, edges, kept, found if relabel_nodes else None, store_ids, formats)
-
-    made = cast(AnyGraph, part(cast(jraph.GraphsTuple, graph)))
-    return made, np.searchsorted(found, seeds) if relabel_nodes else seeds
+    ours = from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else cast(Graph, graph)
+    edges = edges_on_host(ours)
+    seeds = chosen_ids("nodes", nodes, ours.num_nodes, distinct=False)
+    ends = (edges.receivers, edges.senders) if is_in else (edges.senders, edges.receivers)
+    is_reached = _reached(*ends, mask_of(seeds, ours.num_nodes), k)
+    found, kept = np.flatnonzero(is_reached), _between(edges, is_reached)
+    part = accepts_jraph(_part)(graph, edges, kept, found if relabel_nodes else None, store_ids, formats)
+    return part, np.searchsorted(found, seeds) if relabel_nodes else seeds
 
 
-def _reached(near: np.ndarray, far: np.ndarray, seeds: np.ndarray, k: int, num_nodes: int) -> np.ndarray:
+def _reached(near: np.ndarray, far: np.ndarray, is_seed: np.ndarray, k: int) -> np.ndarray:
     """Returns bool [nodes], which are reached in at most k steps from an edge's near end to its far one."""
-    is_reached = np.full(num_nodes, False)
-    is_reached[seeds] = True
+    is_reached = is_seed.copy()
     for _ in range(k):
         more = far[is_reached[near]]
         if is_reached[more].all():
             break
         is_reached[more] = True
     return is_reached
+
+
+def _between(edges: EdgeList, is_kept: np.ndarray) -> np.ndarray:
+    """Returns the places of the edges both of whose ends are kept."""
+    return np.flatnonzero(is_kept[edges.senders] & is_kept[edges.receivers])
 
 
 def _as_they_come(ids: np.ndarray) -> np.ndarray:

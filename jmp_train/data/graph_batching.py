@@ -3,15 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
 from jmp_train.data.batches import check_order
+from jmp_train.data.device_batches import on_devices, stacked_count
 from jmp_train.extras import extra_packages
 from jmp_train.graphs.datasets import GraphData, PaddedSize, padded_batch, padded_sizes
-from jmp_train.graphs.structure import Graph, as_count
+from jmp_train.graphs.structure import Graph
 from jmp_train.graphs.structure import stack as graph_stack
 
 
@@ -76,15 +75,12 @@ def graph_batches(
     """
     with extra_packages():
         import grain
-        from grain.experimental import ThreadPrefetchIterDataset, device_put
 
     check_order(seed, epochs, process_index, process_count)
     if start < 0:
         raise ValueError(f"start={start} must be at least 0")
-    own = 1 if stack is None else as_count("stack", stack)
+    own = stacked_count(stack)
     parts = own * process_count
-    if parts == 0:
-        raise ValueError("stack=0 must be positive")
     chosen = np.arange(len(data)) if places is None else np.asarray(places)
     known = padded_sizes(data, batch_size, places=chosen) if sizes is None else tuple(sizes)
     drop_remainder = drop_remainder or parts > 1
@@ -103,9 +99,6 @@ def graph_batches(
         found = [dictionary(share, size) for share in mine]
         return found[0] if stack is None else graph_stack(found)
 
-    def place(batch: Any) -> Any:
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(device, np.asarray(x)), batch)
-
     numbers = grain.MapDataset.range(len(chosen))
     if shuffle:
         numbers = numbers.shuffle(seed=seed)
@@ -115,9 +108,7 @@ def graph_batches(
         .map(fetch)[start:]
         .to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch))
     )
-    if isinstance(device, Sharding) and not device.is_fully_addressable:
-        return iter(ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=2))
-    return iter(device_put(batches, jax.local_devices()[0] if device is None else device))
+    return on_devices(batches, device)
 
 
 def _first_that_holds(data: GraphData, sizes: Sequence[PaddedSize], shares: Sequence[np.ndarray]) -> PaddedSize:

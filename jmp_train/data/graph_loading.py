@@ -4,17 +4,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
 from jmp_train.data.batches import check_order
+from jmp_train.data.device_batches import is_shared, on_devices, stacked_count
 from jmp_train.extras import extra_packages
 from jmp_train.graphs.sampling import EdgeSampler, NeighborSampler
-from jmp_train.graphs.structure import as_count
 from jmp_train.graphs.structure import stack as graph_stack
-from jmp_train.types import Batch
 
 
 def neighbor_batches(
@@ -76,17 +73,13 @@ def neighbor_batches(
     """
     with extra_packages():
         import grain
-        from grain.experimental import ThreadPrefetchIterDataset, device_put
 
     seeds = np.asarray(seeds)
     check_order(seed, epochs, process_index, process_count)
     share = len(seeds) // process_count
-    size = sampler.batch_size * (1 if stack is None else as_count("stack", stack))
-    if size == 0:
-        raise ValueError("stack=0 must be positive")
+    size = sampler.batch_size * stacked_count(stack)
     drop_remainder = drop_remainder or stack is not None  # a mini-batch without seeds has no mean loss
-    is_shared = isinstance(device, Sharding) and not device.is_fully_addressable
-    if is_shared:
+    if is_shared(device):
         sampler = dataclasses.replace(sampler, sizes=sampler.sizes[-1:])
     least = size if drop_remainder else 1
     if share < least:
@@ -100,9 +93,6 @@ def neighbor_batches(
         parts = np.split(seeds[places], stack)
         return graph_stack([fetch(batch) for batch in sampler.sample_several(parts, random)])
 
-    def place(batch: Batch) -> Any:
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(device, x), batch)
-
     places = grain.MapDataset.range(len(seeds))
     if shuffle:
         places = places.shuffle(seed=seed)
@@ -114,6 +104,4 @@ def neighbor_batches(
         .repeat(epochs)
         .to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch))
     )
-    if is_shared:
-        return iter(ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=2))
-    return iter(device_put(batches, jax.local_devices()[0] if device is None else device))
+    return on_devices(batches, device)

@@ -1,0 +1,63 @@
+"""The end of every pipeline of graphs: how many come as one, and batches on the devices before they are wanted."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from jmp_train.extras import extra_packages
+from jmp_train.graphs.structure import as_count
+from jmp_train.types import Batch
+
+
+def stacked_count(stack: int | None) -> int:
+    """Returns how many graphs of this process come as one: 1 for those that are in no stack.
+
+    Args:
+      stack: how many; None for no stack.
+
+    Raises:
+      TypeError: it is not an integer.
+      ValueError: it is not positive.
+
+    Example:
+      >>> stacked_count(None), stacked_count(4)
+      (1, 4)
+    """
+    count = 1 if stack is None else as_count("stack", stack)
+    if count == 0:
+        raise ValueError("stack=0 must be positive")
+    return count
+
+
+def is_shared(device: Any) -> bool:
+    """Returns whether batches go to devices of several processes.
+
+    Args:
+      device: a device or a sharding; None for the first device of this process.
+
+    Example:
+      >>> is_shared(None)
+      False
+    """
+    return isinstance(device, Sharding) and not device.is_fully_addressable
+
+
+def on_devices(batches: Any, device: Any) -> Iterator[Batch]:
+    """Returns an iterator that has two batches on the devices ahead of time.
+
+    Args:
+      batches: grain's data set of batches, in the host's memory.
+      device: where they go, see `is_shared`; of a sharding over several processes, each has its own part.
+    """
+    with extra_packages():
+        from grain.experimental import ThreadPrefetchIterDataset, device_put
+
+    def place(batch: Batch) -> Batch:
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(device, np.asarray(x)), batch)
+
+    if is_shared(device):
+        return iter(ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=2))
+    return iter(device_put(batches, jax.local_devices()[0] if device is None else device))
