@@ -18,9 +18,10 @@ from jmp_train.policies.optimizers.stored_parameters import (
     StoringState,
     as_transformation,
     difference,
+    refuse_stored,
     storing_optimizer,
 )
-from jmp_train.policies.pytrees import find_nodes, is_float_array, named_leaves, upcast_to_float32
+from jmp_train.policies.pytrees import is_float_array, named_leaves, only_state, upcast_to_float32
 from jmp_train.policies.types import Grads, Params, PyTree
 
 
@@ -87,11 +88,7 @@ def with_kahan(optimizer: optax.GradientTransformation | optax.MultiSteps) -> St
                 "(TrainState.create(cast(params), optimizer), without cast_params)"
             )
         inner_state = inner.init(upcast_to_float32(params))
-        if find_nodes(inner_state, StoringState):
-            raise ValueError(
-                "optimizer stores the parameters already: take with_master_weights, with_stochastic_rounding or "
-                "with_kahan, and once"
-            )
+        refuse_stored(inner_state)
         return KahanState(jax.tree_util.tree_map(_no_compensation, params), inner_state)
 
     def step(
@@ -133,11 +130,8 @@ def compensated_params(params: Params, opt_state: PyTree) -> Any:
       >>> compensated_params(params, with_kahan(optax.sgd(0.1)).init(params))["w"]
       Array([1., 1.], dtype=float32)
     """
-    found = find_nodes(opt_state, KahanState)
-    if len(found) != 1:
-        paths = ", ".join(repr(path) for path, _ in found) or "nowhere"
-        raise ValueError(f"opt_state must have one KahanState, of with_kahan; it has {len(found)}, at {paths}")
-    return _sums(params, found[0][1].compensation)
+    state = only_state(opt_state, KahanState, "compensation", "compensations", "with_kahan")
+    return _sums(params, state.compensation)
 
 
 def _is_compensated(x: object) -> bool:

@@ -141,7 +141,7 @@ def set_loss_scale(opt_state: PyTree, loss_scale: LossScales) -> Any:
 
 
 def _only_scaled_state(opt_state: PyTree) -> LossScaledState:
-    return only_state(opt_state, LossScaledState, "loss_scale", "loss scales")
+    return only_state(opt_state, LossScaledState, "loss_scale", "loss scales", "with_loss_scale")
 
 
 def _difference(new: LossScales, old: LossScales) -> str:

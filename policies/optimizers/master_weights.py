@@ -188,4 +188,4 @@ def set_master_weights(opt_state: PyTree, params: Params) -> Any:
 
 
 def _only_state(opt_state: PyTree) -> MasterWeightsState:
-    return only_state(opt_state, MasterWeightsState, "master_weights", "sets of master weights")
+    return only_state(opt_state, MasterWeightsState, "master_weights", "sets of master weights", "with_master_weights")

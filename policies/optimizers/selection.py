@@ -48,7 +48,7 @@ def select_step(opt_state: PyTree, new: Tree, old: Tree) -> Tree:
       {'mean': Array([0.], dtype=float32)}
     """
     _check_sees_every_step(opt_state)
-    state = only_state(opt_state, LossScaledState, "loss_scale", "loss scales")
+    state = only_state(opt_state, LossScaledState, "loss_scale", "loss scales", "with_loss_scale")
     taken = state.last_taken
     trees = [jax.tree_util.tree_structure(tree) for tree in (new, old)]
     if trees[0] != trees[1]:

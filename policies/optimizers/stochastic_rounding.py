@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jmp_train.policies.optimizers.params_step import next_params
 from jmp_train.policies.optimizers.stored_parameters import (
@@ -18,9 +17,11 @@ from jmp_train.policies.optimizers.stored_parameters import (
     StoringOptimizer,
     StoringState,
     as_transformation,
+    refuse_stored,
     storing_optimizer,
 )
-from jmp_train.policies.pytrees import find_nodes, is_float_array, is_key, named_leaves, upcast_to_float32
+from jmp_train.policies.pytrees import is_float_array, is_key, named_leaves, upcast_to_float32
+from jmp_train.policies.quantizing import round_to
 from jmp_train.policies.types import Grads, Params
 
 
@@ -86,11 +87,7 @@ def with_stochastic_rounding(
     def init(params: Params) -> StochasticRoundingState:
         _check_dtypes(params)
         inner_state = inner.init(upcast_to_float32(params))
-        if find_nodes(inner_state, StoringState):
-            raise ValueError(
-                "optimizer stores the parameters already: take with_master_weights or "
-                "with_stochastic_rounding, and once"
-            )
+        refuse_stored(inner_state)
         return StochasticRoundingState(jnp.copy(key), inner_state)
 
     def step(
@@ -121,7 +118,8 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     """Rounds float32 to one of the two nearest bfloat16, so that the mean over many keys is `x`.
 
     Args:
-      x: float32 array of any shape. What bfloat16 holds, inf and NaN stay what they are.
+      x: float32 array of any shape. What bfloat16 holds, inf and NaN stay what they are; what is beyond its largest
+        number becomes that.
       key: a jax random key; each number has a draw of its own.
 
     Returns:
@@ -141,11 +139,7 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     """
     if x.dtype != jnp.float32:
         raise TypeError(f"x must be float32, got {x.dtype}")
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    # bfloat16 is the upper half of float32: adding a random lower half carries in proportion to x's own.
-    draw = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    rounded = lax.bitcast_convert_type(((bits + draw) >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
-    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+    return round_to(x, jnp.bfloat16, key)
 
 
 def check_key(key: jax.Array) -> None:

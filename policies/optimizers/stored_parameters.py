@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_train.policies.pytrees import Reached, upcast_to_float32
-from jmp_train.policies.types import Grads, Params
+from jmp_train.policies.pytrees import Reached, find_nodes, upcast_to_float32
+from jmp_train.policies.types import Grads, OptState, Params
 
 
 class Addition(NamedTuple):
@@ -69,6 +69,19 @@ class StoringState(abc.ABC):
     @abc.abstractmethod
     def inner_state(self) -> Any:
         """The wrapped optimizer's state."""
+
+
+def refuse_stored(inner_state: OptState) -> None:
+    """Raises ValueError if the optimizer within another `StoringOptimizer` is one.
+
+    Args:
+      inner_state: its first state.
+    """
+    if find_nodes(inner_state, StoringState):
+        raise ValueError(
+            "optimizer stores the parameters already: take with_master_weights, with_stochastic_rounding or "
+            "with_kahan, and once"
+        )
 
 
 def storing_optimizer(init: optax.TransformInitFn, step: Callable[..., tuple[Any, Any]]) -> StoringOptimizer:

@@ -74,18 +74,19 @@ def with_states(opt_state: Tree, kind: type[Node], change: Callable[[Node], Any]
     return opt_state if in_place else result
 
 
-def only_state(opt_state: PyTree, kind: type[Node], field: str, plural: str) -> Node:
+def only_state(opt_state: PyTree, kind: type[Node], field: str, plural: str, wrapper: str) -> Node:
     """Returns the one state of a type in an optimizer's state; raises ValueError if it is not one.
 
     Args:
       opt_state: in any nesting of optax's combinators.
-      kind: of the state of `with_<field>`.
+      kind: of the state.
       field: of the state, for the messages.
       plural: what several of them are called there.
+      wrapper: the function whose optimizers have such a state.
     """
     found = find_nodes(opt_state, kind)
     if not found:
-        raise ValueError(f"opt_state has no {field.replace('_', ' ')}; wrap the optimizer in with_{field}")
+        raise ValueError(f"opt_state has no {field.replace('_', ' ')}; wrap the optimizer in {wrapper}")
     if len(found) > 1:
         paths = ", ".join(repr(path) for path, _ in found)
         raise ValueError(

@@ -13,7 +13,7 @@ def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> ja
       x: float32 array of any shape. An inf stays one, or NaN where the dtype has none; NaN stays NaN.
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
       key: a jax random key, to round stochastically: to one of the two neighbors, so that the mean over many keys is
-        `x` to 2**-23 of their distance. None rounds to the nearest, ties to even.
+        `x` to 2**-23 of their distance, in bfloat16 exactly. None rounds to the nearest, ties to even.
 
     Returns:
       An array of that dtype, in the shape of `x`.
@@ -33,6 +33,8 @@ def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> ja
     nearest = limited.astype(dtype)
     if key is None:
         return nearest
+    if nearest.dtype == jnp.bfloat16:
+        return jnp.where(jnp.isfinite(limited), _upper_half(limited, key), nearest)
     # Formats of sign and magnitude: the bits of the next larger magnitude are one more.
     bits_dtype = jnp.uint16 if nearest.dtype.itemsize == 2 else jnp.uint8
     bits = lax.bitcast_convert_type(nearest, bits_dtype)
@@ -43,6 +45,13 @@ def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> ja
     outward = jax.random.uniform(key, x.shape) < share
     rounded = lax.bitcast_convert_type(inner + outward.astype(bits_dtype), jnp.dtype(dtype))
     return jnp.where(jnp.isfinite(limited), rounded, nearest)
+
+
+def _upper_half(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Returns float32 rounded stochastically to bfloat16, its upper half: a random lower half carries by x's own."""
+    draw = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + draw
+    return lax.bitcast_convert_type((bits >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
 
 
 def _magnitude(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
