@@ -74,6 +74,7 @@ CHOICES = {
     "master weights, both int8": Choice(HALF, lambda adam: jt.with_master_weights(in_int8(adam))),
     "Kahan": Choice(HALF, jt.with_kahan),
     "Kahan, both int8": Choice(HALF, lambda adam: jt.with_kahan(in_int8(adam))),
+    "Kahan in int8, both int8": Choice(HALF, lambda adam: jt.with_kahan(in_int8(adam), compensation_dtype="int8")),
     "stochastic rounding, both int8": Choice(HALF, lambda adam: rounded(in_int8(adam))),
 }
 
