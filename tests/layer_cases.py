@@ -6,6 +6,7 @@ attention, gives the sum of the magnitudes of the terms.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -174,6 +175,36 @@ def gin_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, kind: str, **_: A
     return result @ p["apply/kernel"] + p["apply/bias"] if "apply/kernel" in p else result
 
 
+def hop(edges: Edges, x: Any, w: Any) -> Any:
+    out, into = np.maximum(edges.out_degrees, 1), np.maximum(edges.in_degrees, 1)
+    sent = (edges.senders @ (x * (out**-0.5)[:, None])) * w[:, None]
+    return total(edges, sent) * (into**-0.5)[:, None]
+
+
+def appnp_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, k: int, alpha: float) -> Any:
+    rows = x
+    for _ in range(k):
+        rows = (1 - alpha) * hop(edges, rows, w) + alpha * x
+    return rows
+
+
+def sg_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, k: int) -> Any:
+    return appnp_conv(xp, p, edges, x, w, k, 0) @ p["weight"] + p["bias"]
+
+
+def tag_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any) -> Any:
+    return p["bias"] + sum(appnp_conv(xp, p, edges, x, w, k, 0) @ weight for k, weight in enumerate(p["weight"]))
+
+
+def cheb_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, lambda_max: float, is_size: bool = False) -> Any:
+    sign, ratio = (1 if is_size else -1), 2 / lambda_max
+    terms = [x]
+    for _ in p["weight"][1:]:
+        scaled = abs(ratio - 1) * terms[-1] + sign * ratio * hop(edges, terms[-1], w)
+        terms.append(scaled if len(terms) == 1 else 2 * scaled + sign * terms[-2])
+    return p["bias"] + sum(term @ weight for term, weight in zip(terms, p["weight"], strict=True))
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A layer with options.
@@ -186,6 +217,7 @@ class Case:
       attention: the reference's attention, of layers that have one.
       is_weighted: whether there are edge weights.
       is_chosen: whether a maximum decides which gradients are 0.
+      has_sizes: whether the reference is told by `is_size` to add what else it subtracts.
     """
 
     make: Callable[..., Any]
@@ -196,6 +228,7 @@ class Case:
     is_weighted: bool = False
     is_chosen: bool = False
     is_recurrent: bool = False
+    has_sizes: bool = False
 
     def exact(self, xp: Any, p: Params, edges: Edges, x: Any, w: Any) -> Any:
         """Returns the layer's result."""
@@ -204,7 +237,7 @@ class Case:
 
     def sizes(self, p: Params, edges: Edges, x: np.ndarray, w: np.ndarray) -> np.ndarray:
         """Returns the sums of magnitudes."""
-        extra: dict[str, Any] = {"is_size": True} if self.is_recurrent else {}
+        extra: dict[str, Any] = {"is_size": True} if self.is_recurrent or self.has_sizes else {}
         if self.attention is not None:
             extra["attention"] = self.attention(np, p, edges, x)
         big = {name: np.abs(array) for name, array in p.items()}
@@ -252,6 +285,27 @@ def _bare(**dtypes: Any) -> Any:
     return graphs.GraphConv(5, 5, use_weight=False, use_bias=False, allow_zero_in_degree=True, **dtypes)
 
 
+def _appnp(rngs: nnx.Rngs, param_dtype: Any = None, **dtypes: Any) -> Any:
+    del rngs, param_dtype
+    return graphs.APPNPConv(3, 0.2, **dtypes)
+
+
+def _sg(width: int, **options: Any) -> Case:
+    def make(**dtypes: Any) -> Any:
+        return graphs.SGConv(width, 4, k=2, allow_zero_in_degree=True, **dtypes)
+
+    return Case(make, sg_conv, width, {"k": 2}, **options)
+
+
+def _tag(width: int, **options: Any) -> Case:
+    return Case(functools.partial(graphs.TAGConv, width, 4, 2), tag_conv, width, **options)
+
+
+def _cheb(width: int, lambda_max: float, **options: Any) -> Case:
+    make = functools.partial(graphs.ChebConv, width, 4, 3, lambda_max=lambda_max)
+    return Case(make, cheb_conv, width, {"lambda_max": lambda_max}, has_sizes=True, **options)
+
+
 CASES = {
     "graph both": _conv("both"),
     "graph both expanding, weighted": _conv("both", 3, is_weighted=True),
@@ -275,6 +329,13 @@ CASES = {
     "gin sum": _gin("sum", True),
     "gin max": _gin("max", False),
     "gin mean, weighted": _gin("mean", True, is_weighted=True),
+    "appnp, weighted": Case(_appnp, appnp_conv, options={"k": 3, "alpha": 0.2}, is_weighted=True),
+    "sg": _sg(5),
+    "sg expanding, weighted": _sg(3, is_weighted=True),
+    "tag, weighted": _tag(5, is_weighted=True),
+    "tag expanding": _tag(3),
+    "cheb": _cheb(5, 1.5),
+    "cheb expanding, weighted": _cheb(3, 2.0, is_weighted=True),
 }
 
 

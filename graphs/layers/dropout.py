@@ -43,17 +43,19 @@ class DropoutKeys(nnx.Module):
 
     Args:
       rates: by name of the argument, for messages.
-      rngs: flax's streams, of which "dropout" is used; where all rates are 0, none is.
+      rngs: flax's streams, of which "dropout" is used; where all rates are 0, none is, and None will do.
 
     Raises:
-      ValueError: a rate is not in [0, 1).
+      ValueError: a rate is not in [0, 1), or has no streams.
     """
 
-    def __init__(self, rates: dict[str, float], rngs: nnx.Rngs) -> None:
+    def __init__(self, rates: dict[str, float], rngs: nnx.Rngs | None) -> None:
         for name, rate in rates.items():
             check_dropout(name, rate, rngs)
         self.deterministic: bool = False
-        self.stream: nnx.RngStream | None = rngs["dropout"].fork() if any(rates.values()) else nnx.data(None)
+        self.stream: nnx.RngStream | None = nnx.data(None)
+        if rngs is not None and any(rates.values()):
+            self.stream = rngs["dropout"].fork()
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """What `nnx.view` calls.

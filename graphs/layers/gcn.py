@@ -84,7 +84,7 @@ def graph_conv(
     kernel_after = kernel
     if kernel is not None and (isinstance(rows, SparseFeatures) or kernel.shape[0] > kernel.shape[1]):
         rows, kernel_after = product(rows, kernel), None
-    sender_scale, receiver_scale = _degree_scales(graph, norm, rows)
+    sender_scale, receiver_scale = degree_scales(graph, norm, rows)
 
     def after(adjacency: Adjacency, rows: jax.Array, total: jax.Array) -> jax.Array:
         del adjacency, rows
@@ -104,7 +104,7 @@ def graph_conv(
     return activated(result if offset is None else add_bias(result, offset), activation)
 
 
-def _degree_scales(graph: Graph | Block, norm: str, features: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+def degree_scales(graph: Graph | Block, norm: str, features: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns what features are multiplied by before and after the sum, float32 [nodes]; None for 1."""
     of_senders, of_receivers = NORMS[norm]
     if not isinstance(graph, Block) or graph.whole_degrees is None:

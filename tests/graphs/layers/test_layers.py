@@ -35,8 +35,12 @@ TYPICAL = [
     "gat residual, weighted",
     "gatv2 residual, weighted",
     "gin mean, weighted",
+    "appnp, weighted",
+    "sg",
+    "tag, weighted",
+    "cheb expanding, weighted",
 ]
-WITH_FLOAT32_GRADIENTS = [*TYPICAL, "sage pool, weighted", "gatv2 identity, shared", "gin max"]
+WITH_FLOAT32_GRADIENTS = [*TYPICAL, "sage pool, weighted", "gatv2 identity, shared", "gin max", "tag expanding", "cheb"]
 cases = pytest.mark.parametrize("name", CASES)
 typical_cases = pytest.mark.parametrize("name", TYPICAL)
 
@@ -223,10 +227,11 @@ DROPPING: dict[str, Callable[..., Any]] = {
     "gat attention": lambda **o: graphs.GATConv(6, 4, 2, attention_dropout=0.5, **o),
     "gatv2 features": lambda **o: graphs.GATv2Conv(6, 4, 2, feature_dropout=0.5, **o),
     "gatv2 attention": lambda **o: graphs.GATv2Conv(6, 4, 2, attention_dropout=0.5, **o),
+    "appnp": lambda **o: graphs.APPNPConv(3, edge_dropout=0.5, **o),
 }
 
 
-@pytest.mark.parametrize("name", ["sage", "gat attention", "gatv2 features"])
+@pytest.mark.parametrize("name", ["sage", "gat attention", "gatv2 features", "appnp"])
 def test_dropout_is_on_in_training_only(name: str) -> None:
     graph, x = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3), jnp.ones((3, 6))
     layer = DROPPING[name](rngs=nnx.Rngs(0))
@@ -445,6 +450,34 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: plain(graphs.gin_conv, (3, 2), edge_weight=jnp.ones(5)),
         r"edge_weight must be \[4\], got shape \(5,\)",
     ),
+    "appnp rows": (
+        lambda: plain(graphs.appnp_conv, (4, 2)),
+        r"features must be \[3, \.\.\.\], got shape \(4, 2\)",
+    ),
+    "appnp hops": (lambda: plain(graphs.appnp_conv, (3, 2), k=-1), "k=-1 must be at least 0"),
+    "appnp alpha": (lambda: plain(graphs.appnp_conv, (3, 2), alpha=1.5), r"alpha=1.5 must be in \[0, 1\]"),
+    "appnp norm": (lambda: graphs.APPNPConv(norm="all"), "norm='all' must be one of"),
+    "appnp rate": (lambda: graphs.APPNPConv(edge_dropout=0.5), "edge_dropout=0.5 needs a random key"),
+    "sg width": (
+        lambda: plain(graphs.sg_conv, (3, 2), (4, 2)),
+        r"features must be \[3, 4\], got shape \(3, 2\)",
+    ),
+    "sg edge weight without graph": (
+        lambda: graphs.sg_conv(None, jnp.ones((3, 2)), jnp.ones((2, 2)), edge_weight=jnp.ones(4)),
+        "edge_weight needs a graph: propagated features have been weighted",
+    ),
+    "tag weight": (
+        lambda: plain(graphs.tag_conv, (3, 2), (2, 2)),
+        r"weight must be \[hops \+ 1, in, out\], got shape \(2, 2\)",
+    ),
+    "cheb terms": (
+        lambda: plain(graphs.cheb_conv, (3, 2), (0, 2, 2)),
+        r"weight must have at least one of terms, got shape \(0, 2, 2\)",
+    ),
+    "cheb lambda": (
+        lambda: plain(graphs.cheb_conv, (3, 2), (2, 2, 2), lambda_max=jnp.ones(2)),
+        r"lambda_max must be \[3\], got shape \(2,\)",
+    ),
 }
 
 
@@ -461,8 +494,9 @@ def test_messages_name_the_argument_what_came_and_what_was_wanted(name: str) -> 
         lambda **options: graphs.GraphConv(2, 2, **options),
         lambda **options: graphs.GATConv(2, 2, 1, **options),
         lambda **options: graphs.GATv2Conv(2, 2, 1, **options),
+        lambda **options: graphs.SGConv(2, 2, 1, **options),
     ],
-    ids=["graph", "gat", "gatv2"],
+    ids=["graph", "gat", "gatv2", "sg"],
 )
 def test_nodes_that_no_edge_enters_have_to_be_allowed(make: Callable[..., Any]) -> None:
     graph, x = graphs.from_edges([0, 1], [1, 1], 2), jnp.ones((2, 2))

@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,20 +36,25 @@ def edges(name: str) -> tuple[np.ndarray, np.ndarray]:
     receivers[:60] = 3
     if name == "sage lstm":
         receivers = np.arange(210) % NODES
-    if name == "gcn":
+    if name in SYMMETRIC:
         senders, receivers = np.append(senders, receivers), np.append(receivers, senders)
     self_loops = np.arange(NODES)
     senders, receivers = np.append(senders, self_loops), np.append(receivers, self_loops)
     order = np.argsort(receivers, kind="stable")
+    if name.startswith("cheb"):  # which takes no account of self-loops there
+        order = order[senders[order] != receivers[order]]
     return senders[order], receivers[order]
 
 
-def gcn(rngs: nnx.Rngs) -> tuple[Any, Any, dict[str, str]]:
-    names = {"weight": "lin.weight", "bias": "bias"}
+Names = Mapping[str, str | list[str]]  # of our parameters, and of theirs; of one for each part of ours
+
+
+def gcn(rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
+    names: Names = {"weight": "lin.weight", "bias": "bias"}
     return graphs.GraphConv(IN, OUT, rngs=rngs), pyg.GCNConv(IN, OUT, add_self_loops=False), names
 
 
-def sage(aggregator: str, rngs: nnx.Rngs) -> tuple[Any, Any, dict[str, str]]:
+def sage(aggregator: str, rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
     names = {"weight": "lin_l.weight", "self_weight": "lin_r.weight", "bias": "lin_l.bias"}
     options: dict[str, Any] = {"aggr": aggregator}
     inner: tuple[str, ...] = ()
@@ -63,7 +68,7 @@ def sage(aggregator: str, rngs: nnx.Rngs) -> tuple[Any, Any, dict[str, str]]:
     return layer, pyg.SAGEConv(IN, OUT, **options), names
 
 
-def gat(residual: bool, rngs: nnx.Rngs) -> tuple[Any, Any, dict[str, str]]:
+def gat(residual: bool, rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
     names = {"weight": "lin.weight", "left": "att_src", "right": "att_dst", "bias": "bias"}
     names |= {"residual_weight": "res.weight"} if residual else {}
     layer = graphs.GATConv(IN, OUT, HEADS, residual=residual, rngs=rngs)
@@ -71,7 +76,7 @@ def gat(residual: bool, rngs: nnx.Rngs) -> tuple[Any, Any, dict[str, str]]:
     return layer, theirs, names
 
 
-def gatv2(share: bool, rngs: nnx.Rngs) -> tuple[Any, Any, dict[str, str]]:
+def gatv2(share: bool, rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
     names = {"attention": "att", "left_weight": "lin_l.weight", "left_bias": "lin_l.bias"}
     names |= {} if share else {"right_weight": "lin_r.weight", "right_bias": "lin_r.bias"}
     layer = graphs.GATv2Conv(IN, OUT, HEADS, share_weights=share, rngs=rngs)
@@ -79,10 +84,30 @@ def gatv2(share: bool, rngs: nnx.Rngs) -> tuple[Any, Any, dict[str, str]]:
     return layer, theirs, names
 
 
-def gin(rngs: nnx.Rngs) -> tuple[Any, Any, dict[str, str]]:
+def gin(rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
     names = {"apply/kernel": "nn.weight", "apply/bias": "nn.bias", "eps": "eps"}
     layer = graphs.GINConv(nnx.Linear(IN, OUT, rngs=rngs), init_eps=0.3, learn_eps=True)
     return layer, pyg.GINConv(torch.nn.Linear(IN, OUT), train_eps=True), names
+
+
+def appnp(rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
+    del rngs
+    return graphs.APPNPConv(4, 0.2), pyg.APPNP(4, 0.2, add_self_loops=False), {}
+
+
+def sg(rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
+    names: Names = {"weight": "lin.weight", "bias": "lin.bias"}
+    return graphs.SGConv(IN, OUT, 3, rngs=rngs), pyg.SGConv(IN, OUT, 3, add_self_loops=False), names
+
+
+def tag(out: int, rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
+    names: Names = {"weight": [f"lins.{i}.weight" for i in range(4)], "bias": "bias"}
+    return graphs.TAGConv(IN, out, 3, rngs=rngs), pyg.TAGConv(IN, out, 3), names
+
+
+def cheb(out: int, rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
+    names: Names = {"weight": [f"lins.{i}.weight" for i in range(4)], "bias": "bias"}
+    return graphs.ChebConv(IN, out, 4, rngs=rngs), pyg.ChebConv(IN, out, 4), names
 
 
 PAIRS: dict[str, Callable[..., Any]] = {
@@ -93,13 +118,21 @@ PAIRS: dict[str, Callable[..., Any]] = {
     "gatv2": functools.partial(gatv2, False),
     "gatv2 shared": functools.partial(gatv2, True),
     "gin": gin,
+    "appnp": appnp,
+    "sg": sg,
+    "tag": functools.partial(tag, OUT),
+    "tag expanding": functools.partial(tag, 2 * IN),
+    "cheb": functools.partial(cheb, OUT),
+    "cheb expanding": functools.partial(cheb, 2 * IN),
 }
+SYMMETRIC = ("gcn", "appnp", "sg", "tag", "tag expanding", "cheb", "cheb expanding")
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PAIRS)
 def test_equal_to_pytorch_geometric(name: str) -> None:
-    layer, theirs, names = PAIRS[name](rngs=nnx.Rngs(0))
+    layer, theirs, their_names = PAIRS[name](rngs=nnx.Rngs(0))
+    names = dict(their_names)
     definition, state = nnx.split(layer)
     random = np.random.default_rng(1)
     flat = nnx.to_flat_state(state)
@@ -107,10 +140,11 @@ def test_equal_to_pytorch_geometric(name: str) -> None:
         leaf[...] = jnp.asarray(random.normal(size=leaf.shape) / 2, leaf.dtype)
     their_state = theirs.state_dict()
     for path, leaf in flat:
-        key = names.pop("/".join(map(str, path)))
-        array = np.array(leaf[...])
-        array = array.T if array.ndim == 2 else array
-        their_state[key] = torch.tensor(array.reshape(their_state[key].shape))
+        keys, array = names.pop("/".join(map(str, path))), np.array(leaf[...])
+        parts = [(keys, array)] if isinstance(keys, str) else zip(keys, array, strict=True)
+        for key, part in parts:
+            part = part.T if part.ndim == 2 else part
+            their_state[key] = torch.tensor(part.reshape(their_state[key].shape))
     theirs.load_state_dict(their_state)
     assert not names
     senders, receivers = edges(name)

@@ -25,6 +25,9 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "sage gcn": graphs.SAGEConv(WIDTH, 8, aggregator="gcn", rngs=RNGS),
     "gat": graphs.GATConv(WIDTH, 8, 2, residual=True, rngs=RNGS),
     "gatv2": graphs.GATv2Conv(WIDTH, 8, 2, rngs=RNGS),
+    "sg": graphs.SGConv(WIDTH, 64, 2, rngs=RNGS),
+    "tag": graphs.TAGConv(WIDTH, 8, 2, rngs=RNGS),
+    "cheb": graphs.ChebConv(WIDTH, 8, 3, rngs=RNGS),
 }
 
 

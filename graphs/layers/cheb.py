@@ -1,0 +1,215 @@
+"""Chebyshev graph convolution: a polynomial of the graph's Laplacian, in Chebyshev's basis."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jraph
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.array_types import Floats, SparseRows
+from jmp_train.graphs.layers.dense import Activation, activated, add_bias
+from jmp_train.graphs.layers.endpoint_features import end_rows
+from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_floats, as_optional, in_dtype, promoted
+from jmp_train.graphs.layers.polynomials import checked_terms, is_narrowing, product_of_all, products_apart
+from jmp_train.graphs.layers.propagation import Hop, as_whole_graph, make_hop
+from jmp_train.graphs.structure import Graph, graph_storage, rows_like, upcast
+
+_Pair = tuple[jax.Array, jax.Array]
+
+
+def cheb_conv(
+    graph: Graph | jraph.GraphsTuple,
+    features: Floats | SparseRows,
+    weight: Floats,
+    bias: Floats | None = None,
+    *,
+    lambda_max: Floats = 2.0,
+    edge_weight: Floats | None = None,
+    activation: Activation | None = None,
+) -> jax.Array:
+    """Returns the sum over i of the i-th Chebyshev polynomial of the Laplacian, times features, times `weight[i]`.
+
+    With the scaled Laplacian `L = 2 (I - D^-1/2 A D^-1/2) / lambda_max - I`, terms are `T_0 = x`, `T_1 = L x` and
+    `T_i = 2 L T_(i-1) - T_(i-2)`. Where a weight reduces the number of features, the products come first, and the sum
+    is Clenshaw's; else the terms are multiplied at once.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used; symmetric, and best without self-loops.
+      features: floating [nodes, in], or `SparseFeatures`.
+      weight: floating [terms, in, out].
+      bias: floating [out].
+      lambda_max: the largest eigenvalue of the Laplacian, a number, or [nodes] where graphs of a batch have their own;
+        no Laplacian has one above 2.
+      edge_weight: floating [edges], which multiplies what each edge brings; degrees are numbers of edges.
+      activation: a function of the result.
+
+    Returns:
+      [nodes, out] in the dtype that features, weight and bias promote to; half under autocast.
+
+    Raises:
+      ValueError: a shape does not fit.
+      TypeError: an array has no floats, or the graph is a block.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> pair = from_edges([0, 1], [1, 0], 2)
+      >>> weight = jnp.array([1.0, 10.0, 100.0]).reshape(3, 1, 1)
+      >>> cheb_conv(pair, jnp.array([[1.0], [2.0]]), weight).ravel().tolist()
+      [81.0, 192.0]
+
+    Reference: Defferrard et al., Convolutional Neural Networks on Graphs with Fast Localized Spectral Filtering,
+    https://arxiv.org/abs/1606.09375; DGL's ChebConv. Clenshaw, A note on the summation of Chebyshev series, 1955.
+    """
+    whole = as_whole_graph(graph, features)
+    kernel = checked_terms("terms", weight)
+    _, width, out = kernel.shape
+    rows = end_rows(whole, features, width, can_be_sparse=True).senders
+    rows, kernel, offset = promoted(rows, kernel, as_optional("bias", bias, out))
+    hop = make_hop(whole, "both", as_edge_weight(whole, edge_weight), rows)
+    laplacian = _Laplacian(hop, 2 / _checked_lambda(lambda_max, whole.num_nodes))
+    if is_narrowing(rows, kernel):
+        result = _series(laplacian, products_apart(rows, kernel))
+    else:
+        result = product_of_all(_polynomials(laplacian, rows, len(kernel)), kernel)
+    return activated(result if offset is None else add_bias(result, offset), activation)
+
+
+def _checked_lambda(lambda_max: Floats, nodes: int) -> jax.Array:
+    """Returns the largest eigenvalue, at least float32 [] or [nodes]."""
+    array = upcast(jnp.asarray(lambda_max, None if hasattr(lambda_max, "dtype") else float))
+    return as_floats("lambda_max", array, *([nodes] if array.ndim else []))
+
+
+class _Laplacian(NamedTuple):
+    """The Laplacian, scaled so that its eigenvalues are from -1 to 1.
+
+    Attributes:
+      hop: the product with the normalized adjacency.
+      ratio: 2 over the largest eigenvalue, at least float32 [] or [nodes].
+    """
+
+    hop: Hop
+    ratio: jax.Array
+
+    def next_term(
+        self, last: jax.Array, before: jax.Array, factor: jax.Array, term: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns a factor times the Laplacian times the last rows, less those before, plus a term; rounded once."""
+
+        def combine(neighbors: jax.Array) -> jax.Array:
+            ratio = self.ratio.astype(neighbors.dtype)
+            ratio = rows_like(ratio, neighbors) if ratio.ndim else ratio
+            product = (ratio - 1) * upcast(last) - ratio * neighbors
+            result = factor.astype(neighbors.dtype) * product - upcast(before)
+            return result if term is None else result + upcast(term)
+
+        return self.hop(last, combine)
+
+
+def _factors(count: int) -> jax.Array:
+    """Returns 1 for the first term after the features themselves, and 2 for the others."""
+    return jnp.where(jnp.arange(count - 1) == 0, 1.0, 2.0)
+
+
+def _series(laplacian: _Laplacian, terms: jax.Array) -> jax.Array:
+    """Returns the sum over i of the i-th polynomial times `terms[i]`, [nodes, out]; terms [count, nodes, out]."""
+
+    def step(carry: _Pair, inputs: _Pair) -> tuple[_Pair, None]:
+        (last, before), (term, factor) = carry, inputs
+        return (laplacian.next_term(last, before, factor, term), last), None
+
+    start = terms[-1], jnp.zeros_like(terms[-1])
+    return jax.lax.scan(step, start, (terms[:-1], _factors(len(terms))), reverse=True)[0][0]
+
+
+def _polynomials(laplacian: _Laplacian, rows: jax.Array, count: int) -> jax.Array:
+    """Returns the polynomials times rows, [count, nodes, in]."""
+
+    def step(carry: _Pair, factor: jax.Array) -> tuple[_Pair, jax.Array]:
+        last, before = carry
+        term = laplacian.next_term(last, before, factor)
+        return (term, last), term
+
+    rows = graph_storage(rows)
+    _, further = jax.lax.scan(step, (rows, jnp.zeros_like(rows)), _factors(count))
+    return jnp.concatenate([rows[None], further])
+
+
+class ChebConv(nnx.Module):
+    """The layer of `cheb_conv`: `layer(graph, features, edge_weight=None)`.
+
+    The weight [k, in, out] is drawn as by Glorot, uniformly, all terms' features being its input; the bias [out] is 0.
+
+    Args:
+      in_features: the width of the features.
+      out_features: the width of the result.
+      k: how many terms there are, the features themselves among them.
+      lambda_max: see `cheb_conv`; a call's own goes before it.
+      use_bias: whether there is a bias.
+      activation: see `cheb_conv`.
+      dtype: what features, weight and bias are cast to; None for what they promote to.
+      param_dtype: the parameters' dtype.
+      rngs: flax's random streams, of which "params" is used.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 1, 2], [1, 0, 2, 1], 3)
+      >>> layer = ChebConv(4, 8, k=3, rngs=nnx.Rngs(0))
+      >>> layer(graph, jnp.ones((3, 4))).shape
+      (3, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        k: int,
+        *,
+        lambda_max: float = 2.0,
+        use_bias: bool = True,
+        activation: Activation | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.lambda_max = lambda_max
+        self.activation = activation
+        self.dtype = dtype
+        limit = (6 / (k * in_features + out_features)) ** 0.5
+        drawn = jax.random.uniform(rngs.params(), (k, in_features, out_features), param_dtype, -limit, limit)
+        self.weight = nnx.Param(drawn)
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+
+    def __call__(
+        self,
+        graph: Graph | jraph.GraphsTuple,
+        features: Floats | SparseRows,
+        edge_weight: Floats | None = None,
+        *,
+        lambda_max: Floats | None = None,
+    ) -> jax.Array:
+        """Returns the convolution [nodes, out].
+
+        Args:
+          graph: see `cheb_conv`.
+          features: see `cheb_conv`.
+          edge_weight: see `cheb_conv`.
+          lambda_max: see `cheb_conv`; None for the layer's.
+        """
+        features, weight, bias = in_dtype(self.dtype, features, self.weight, self.bias)
+        return cheb_conv(
+            graph,
+            features,
+            weight,
+            bias,
+            lambda_max=self.lambda_max if lambda_max is None else lambda_max,
+            edge_weight=edge_weight,
+            activation=self.activation,
+        )

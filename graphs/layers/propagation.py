@@ -1,0 +1,143 @@
+"""Propagation of features over several hops: products with the normalized adjacency, one after the other."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import jraph
+
+from jmp_train.graphs.array_types import Floats, SparseRows
+from jmp_train.graphs.layers.aggregation import aggregate
+from jmp_train.graphs.layers.dropout import check_dropout, drop
+from jmp_train.graphs.layers.gcn import NORMS, degree_scales
+from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_floats, as_graph, checked_word
+from jmp_train.graphs.structure import (
+    Adjacency,
+    Block,
+    Graph,
+    accumulation_dtype,
+    as_count,
+    graph_storage,
+    rows_like,
+    upcast,
+)
+
+Combine = Callable[[jax.Array], jax.Array]
+
+
+class Hop(Protocol):
+    """A product with the normalized adjacency: rows [nodes, ...] to as many, in their dtype."""
+
+    def __call__(
+        self, rows: jax.Array, combine: Combine | None = None, edge_weight: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns the product.
+
+        Args:
+          rows: floating [nodes, ...].
+          combine: a function of the product, before it is rounded, to the result.
+          edge_weight: see `make_hop`, instead of the weights given there.
+        """
+        ...
+
+
+def make_hop(graph: Graph, norm: str, edge_weight: jax.Array | None, features: jax.Array) -> Hop:
+    """Returns the product with a graph's normalized adjacency, computed in float32 and rounded once.
+
+    Args:
+      graph: who sends to whom.
+      norm: see `graph_conv`.
+      edge_weight: floating [edges], or None for 1.
+      features: of the dtype that is multiplied.
+    """
+    sender_scale, receiver_scale = degree_scales(graph, checked_word("norm", norm, NORMS), features)
+
+    def hop(rows: jax.Array, combine: Combine | None = None, edge_weight: jax.Array | None = edge_weight) -> jax.Array:
+        def after(adjacency: Adjacency, own: jax.Array, total: jax.Array) -> jax.Array:
+            del adjacency, own
+            if receiver_scale is not None:
+                total = total * rows_like(receiver_scale.astype(total.dtype), total)
+            return total if combine is None else combine(total)
+
+        return aggregate(graph.connections, rows, edge_weight, sender_scale=sender_scale, after=after)
+
+    return hop
+
+
+def as_whole_graph(graph: Graph | jraph.GraphsTuple, features: Floats | SparseRows) -> Graph:
+    """Returns a graph of either make as ours; raises TypeError for blocks, whose targets cannot send again."""
+    whole = as_graph(graph, features)
+    if isinstance(whole, Block):
+        raise TypeError("several hops need a Graph, got a Block: its targets do not send to each other")
+    return whole
+
+
+def propagate(
+    graph: Graph | jraph.GraphsTuple,
+    features: Floats,
+    k: int,
+    *,
+    alpha: float = 0.0,
+    norm: str = "both",
+    edge_weight: Floats | None = None,
+    edge_dropout: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """Returns features after `k` hops, of which each brings a share `alpha` of the first features back.
+
+    A hop is `(1 - alpha) * neighbors + alpha * features`, where `neighbors` is the sum of the neighbors' rows, scaled
+    by degrees. It is computed in float32 and stored in the features' dtype. The hops are one `jax.lax.scan`.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used.
+      features: floating [nodes, ...].
+      k: how many hops.
+      alpha: a number in [0, 1].
+      norm: see `graph_conv`.
+      edge_weight: floating [edges], which multiplies what each edge brings.
+      edge_dropout: the share of the edges that are dropped, others in each hop; the other edges count for more.
+      dropout_key: for dropout; needed if the rate is not 0.
+
+    Returns:
+      [nodes, ...] in the features' dtype; half under autocast.
+
+    Raises:
+      ValueError: a shape does not fit, `k` is negative, a rate or `alpha` is out of range, or `norm` is another word.
+      TypeError: an array has no floats, or the graph is a block.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> ring = from_edges([0, 1, 2, 3], [1, 2, 3, 0], 4)
+      >>> propagate(ring, jnp.arange(4.0), 2).tolist()
+      [2.0, 3.0, 0.0, 1.0]
+      >>> propagate(ring, jnp.arange(4.0), 1, alpha=0.5).tolist()
+      [1.5, 0.5, 1.5, 2.5]
+
+    Reference: Wu et al., Simplifying Graph Convolutional Networks, https://arxiv.org/abs/1902.07153, with `alpha=0`;
+    Klicpera et al., Predict then Propagate, https://arxiv.org/abs/1810.05997, with others.
+    """
+    check_dropout("edge_dropout", edge_dropout, dropout_key)
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha={alpha} must be in [0, 1]")
+    whole = as_whole_graph(graph, features)
+    rows = as_floats("features", features, whole.num_nodes, ...)
+    weight = as_edge_weight(whole, edge_weight)
+    hop = make_hop(whole, norm, weight, rows)
+    first = upcast(rows)  # whose gradient is a sum over the hops
+    keys = None
+    if edge_dropout and dropout_key is not None:
+        keys = jax.random.split(dropout_key, as_count("k", k))
+        if weight is None:
+            weight = jnp.ones(whole.connections.receivers.num_edges, accumulation_dtype(rows.dtype))
+
+    def restarted(neighbors: jax.Array) -> jax.Array:
+        return (1 - alpha) * neighbors + alpha * first if alpha else neighbors
+
+    def step(rows: jax.Array, key: jax.Array | None) -> tuple[jax.Array, None]:
+        kept = weight if weight is None else drop(weight, edge_dropout, key)
+        return hop(rows, restarted, kept), None
+
+    result, _ = jax.lax.scan(step, graph_storage(rows), keys, length=as_count("k", k))
+    return result

@@ -1,0 +1,184 @@
+"""Simplified graph convolution (SGC): features after several hops, times weights."""
+
+import jax
+import jax.numpy as jnp
+import jraph
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.array_types import Floats, SparseRows
+from jmp_train.graphs.layers.dense import add_bias, product
+from jmp_train.graphs.layers.endpoint_features import end_rows
+from jmp_train.graphs.layers.gcn import NORMS
+from jmp_train.graphs.layers.layer_inputs import (
+    as_floats,
+    as_optional,
+    check_in_degrees,
+    checked_word,
+    in_dtype,
+    promoted,
+)
+from jmp_train.graphs.layers.propagation import as_whole_graph, propagate
+from jmp_train.graphs.structure import Graph, SparseFeatures
+
+
+def sg_conv(
+    graph: Graph | jraph.GraphsTuple | None,
+    features: Floats | SparseRows,
+    weight: Floats,
+    bias: Floats | None = None,
+    *,
+    k: int = 1,
+    norm: str = "both",
+    edge_weight: Floats | None = None,
+    allow_zero_in_degree: bool = False,
+) -> jax.Array:
+    """Returns features after `k` hops, times weights: logistic regression on smoothed features.
+
+    The hops do not depend on the weights. `propagate(graph, features, k)` makes them once, and `sg_conv(None,
+    propagated, weight, bias)` trains on what it returns, without a graph; that is what `cached=True` is for elsewhere.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used; None where features are propagated already.
+      features: floating [nodes, in], or `SparseFeatures`.
+      weight: floating [in, out]; the product comes first where it reduces the number of features.
+      bias: floating [out].
+      k: how many hops.
+      norm: see `graph_conv`.
+      edge_weight: floating [edges], which multiplies what each edge brings.
+      allow_zero_in_degree: whether there may be nodes that no edge enters; they get the bias only.
+
+    Returns:
+      [nodes, out] in the dtype that features, weight and bias promote to; half under autocast.
+
+    Raises:
+      ValueError: a shape does not fit, `k` is negative, `norm` is another word, no edge enters some node, or there
+        are edge weights without a graph.
+      TypeError: an array has no floats, or the graph is a block.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> ring, weight = from_edges([0, 1, 2], [1, 2, 0], 3), jnp.ones((1, 1))
+      >>> features = jnp.arange(3.0)[:, None]
+      >>> sg_conv(ring, features, weight, k=2).ravel().tolist()
+      [1.0, 2.0, 0.0]
+      >>> propagated = propagate(ring, features, 2)
+      >>> sg_conv(None, propagated, weight).ravel().tolist()
+      [1.0, 2.0, 0.0]
+
+    Reference: Wu et al., Simplifying Graph Convolutional Networks, https://arxiv.org/abs/1902.07153; DGL's SGConv.
+    """
+    kernel = as_floats("weight", weight, "in", "out")
+    width, out = kernel.shape
+    offset = as_optional("bias", bias, out)
+    if graph is None:
+        if edge_weight is not None:
+            raise ValueError("edge_weight needs a graph: propagated features have been weighted")
+        rows, kernel, offset = promoted(as_floats("features", features, "nodes", width), kernel, offset)
+        result = product(rows, kernel)
+    else:
+        whole = as_whole_graph(graph, features)
+        check_in_degrees(whole, allow_zero_in_degree)
+        rows = end_rows(whole, features, width, can_be_sparse=True).senders
+        rows, kernel, offset = promoted(rows, kernel, offset)
+        if isinstance(rows, SparseFeatures) or width > out:
+            result = propagate(whole, product(rows, kernel), k, norm=norm, edge_weight=edge_weight)
+        else:
+            result = product(propagate(whole, rows, k, norm=norm, edge_weight=edge_weight), kernel)
+    return result if offset is None else add_bias(result, offset)
+
+
+class SGConv(nnx.Module):
+    """The layer of `sg_conv`: `layer(graph, features, edge_weight=None)`, or `layer(None, propagated)`.
+
+    The weight [in, out] is drawn as by Glorot, uniformly; the bias [out] is 0.
+
+    Args:
+      in_features: the width of the features.
+      out_features: the width of the result.
+      k: see `sg_conv`.
+      norm: see `graph_conv`.
+      use_bias: whether there is a bias.
+      allow_zero_in_degree: see `sg_conv`.
+      dtype: what features, weight and bias are cast to; None for what they promote to.
+      param_dtype: the parameters' dtype.
+      rngs: flax's random streams, of which "params" is used.
+
+    Raises:
+      ValueError: `norm` is another word.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import from_edges
+      >>> graph, features = from_edges([0, 1, 2], [1, 2, 0], 3), jnp.ones((3, 4))
+      >>> layer = SGConv(4, 8, k=2, rngs=nnx.Rngs(0))
+      >>> propagated = layer.propagate(graph, features)  # once; then each step takes
+      >>> bool(jnp.allclose(layer(None, propagated), layer(graph, features)))
+      True
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        k: int = 1,
+        *,
+        norm: str = "both",
+        use_bias: bool = True,
+        allow_zero_in_degree: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        checked_word("norm", norm, NORMS)
+        self.k = k
+        self.norm = norm
+        self.allow_zero_in_degree = allow_zero_in_degree
+        self.dtype = dtype
+        init = nnx.initializers.glorot_uniform()
+        self.weight = nnx.Param(init(rngs.params(), (in_features, out_features), param_dtype))
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+
+    def propagate(
+        self, graph: Graph | jraph.GraphsTuple, features: Floats, edge_weight: Floats | None = None
+    ) -> jax.Array:
+        """Returns the features after all hops [nodes, in], which the layer takes with `graph=None`.
+
+        Args:
+          graph: see `sg_conv`.
+          features: floating [nodes, in].
+          edge_weight: see `sg_conv`.
+        """
+        (features,) = in_dtype(self.dtype, features)
+        whole = as_whole_graph(graph, features)
+        check_in_degrees(whole, self.allow_zero_in_degree)
+        return propagate(whole, features, self.k, norm=self.norm, edge_weight=edge_weight)
+
+    def __call__(
+        self,
+        graph: Graph | jraph.GraphsTuple | None,
+        features: Floats | SparseRows,
+        edge_weight: Floats | None = None,
+    ) -> jax.Array:
+        """Returns the convolution [nodes, out].
+
+        Args:
+          graph: see `sg_conv`.
+          features: see `sg_conv`.
+          edge_weight: see `sg_conv`.
+        """
+        features, weight, bias = in_dtype(self.dtype, features, self.weight, self.bias)
+        return sg_conv(
+            graph,
+            features,
+            weight,
+            bias,
+            k=self.k,
+            norm=self.norm,
+            edge_weight=edge_weight,
+            allow_zero_in_degree=self.allow_zero_in_degree,
+        )

@@ -1,0 +1,167 @@
+"""Topology-adaptive graph convolution (TAG): a weight for the features after each number of hops."""
+
+import jax
+import jax.numpy as jnp
+import jraph
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.array_types import Floats, SparseRows
+from jmp_train.graphs.layers.dense import Activation, activated, add_bias
+from jmp_train.graphs.layers.endpoint_features import end_rows
+from jmp_train.graphs.layers.gcn import NORMS
+from jmp_train.graphs.layers.layer_inputs import (
+    as_edge_weight,
+    as_optional,
+    checked_word,
+    in_dtype,
+    promoted,
+)
+from jmp_train.graphs.layers.polynomials import checked_terms, is_narrowing, product_of_all, products_apart
+from jmp_train.graphs.layers.propagation import Hop, as_whole_graph, make_hop
+from jmp_train.graphs.structure import Graph, graph_storage, upcast
+
+
+def tag_conv(
+    graph: Graph | jraph.GraphsTuple,
+    features: Floats | SparseRows,
+    weight: Floats,
+    bias: Floats | None = None,
+    *,
+    norm: str = "both",
+    edge_weight: Floats | None = None,
+    activation: Activation | None = None,
+) -> jax.Array:
+    """Returns the sum over i of the features after i hops, times `weight[i]`.
+
+    Where a weight reduces the number of features, the products come first, and hops are of sums that are as wide as
+    the result; else the features of all hops are multiplied at once.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used.
+      features: floating [nodes, in], or `SparseFeatures`.
+      weight: floating [hops + 1, in, out]; the first is of the features themselves.
+      bias: floating [out].
+      norm: see `graph_conv`.
+      edge_weight: floating [edges], which multiplies what each edge brings.
+      activation: a function of the result.
+
+    Returns:
+      [nodes, out] in the dtype that features, weight and bias promote to; half under autocast.
+
+    Raises:
+      ValueError: a shape does not fit, or `norm` is another word.
+      TypeError: an array has no floats, or the graph is a block.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> ring = from_edges([0, 1, 2], [1, 2, 0], 3)
+      >>> weight = jnp.array([1.0, 10.0, 100.0]).reshape(3, 1, 1)
+      >>> tag_conv(ring, jnp.arange(3.0)[:, None], weight).ravel().tolist()
+      [120.0, 201.0, 12.0]
+
+    Reference: Du et al., Topology Adaptive Graph Convolutional Networks, https://arxiv.org/abs/1710.10370; DGL's
+    TAGConv.
+    """
+    whole = as_whole_graph(graph, features)
+    kernel = checked_terms("hops + 1", weight)
+    _, width, out = kernel.shape
+    rows = end_rows(whole, features, width, can_be_sparse=True).senders
+    rows, kernel, offset = promoted(rows, kernel, as_optional("bias", bias, out))
+    hop = make_hop(whole, norm, as_edge_weight(whole, edge_weight), rows)
+    if is_narrowing(rows, kernel):
+        result = _sum_of_hops(hop, products_apart(rows, kernel))
+    else:
+        result = product_of_all(_hops(hop, rows, len(kernel)), kernel)
+    return activated(result if offset is None else add_bias(result, offset), activation)
+
+
+def _sum_of_hops(hop: Hop, terms: jax.Array) -> jax.Array:
+    """Returns the sum over i of `terms[i]` after i hops, by Horner's rule; terms [count, nodes, out]."""
+
+    def step(total: jax.Array, term: jax.Array) -> tuple[jax.Array, None]:
+        return hop(total, lambda neighbors: neighbors + upcast(term)), None
+
+    return jax.lax.scan(step, terms[-1], terms[:-1], reverse=True)[0]
+
+
+def _hops(hop: Hop, rows: jax.Array, count: int) -> jax.Array:
+    """Returns the rows after 0, 1, ... hops, [count, nodes, width]."""
+
+    def step(rows: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        rows = hop(rows)
+        return rows, rows
+
+    rows = graph_storage(rows)
+    _, further = jax.lax.scan(step, rows, length=count - 1)
+    return jnp.concatenate([rows[None], further])
+
+
+class TAGConv(nnx.Module):
+    """The layer of `tag_conv`: `layer(graph, features, edge_weight=None)`.
+
+    The weight [k + 1, in, out] is drawn as by Glorot, normally and with gain sqrt(2), all hops' features being
+    its input; the bias [out] is 0.
+
+    Args:
+      in_features: the width of the features.
+      out_features: the width of the result.
+      k: how many hops.
+      norm: see `graph_conv`.
+      use_bias: whether there is a bias.
+      activation: see `tag_conv`.
+      dtype: what features, weight and bias are cast to; None for what they promote to.
+      param_dtype: the parameters' dtype.
+      rngs: flax's random streams, of which "params" is used.
+
+    Raises:
+      ValueError: `norm` is another word.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2], [1, 2, 0], 3)
+      >>> layer = TAGConv(4, 8, k=3, rngs=nnx.Rngs(0))
+      >>> layer(graph, jnp.ones((3, 4))).shape, layer.weight.shape
+      ((3, 8), (4, 4, 8))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        k: int = 2,
+        *,
+        norm: str = "both",
+        use_bias: bool = True,
+        activation: Activation | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        checked_word("norm", norm, NORMS)
+        self.norm = norm
+        self.activation = activation
+        self.dtype = dtype
+        init = nnx.initializers.normal((4 / ((k + 1) * in_features + out_features)) ** 0.5)
+        self.weight = nnx.Param(init(rngs.params(), (k + 1, in_features, out_features), param_dtype))
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+
+    def __call__(
+        self, graph: Graph | jraph.GraphsTuple, features: Floats | SparseRows, edge_weight: Floats | None = None
+    ) -> jax.Array:
+        """Returns the convolution [nodes, out].
+
+        Args:
+          graph: see `tag_conv`.
+          features: see `tag_conv`.
+          edge_weight: see `tag_conv`.
+        """
+        features, weight, bias = in_dtype(self.dtype, features, self.weight, self.bias)
+        return tag_conv(
+            graph, features, weight, bias, norm=self.norm, edge_weight=edge_weight, activation=self.activation
+        )
