@@ -80,6 +80,7 @@ bench: .venv/.dev
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/autocast.py
 	$(BIN)/python benchmarks/graphs.py
+	$(BIN)/python benchmarks/graph_building.py
 	$(BIN)/python benchmarks/minibatch.py
 
 clean:

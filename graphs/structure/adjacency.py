@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.structure.counts import check_int32
 from jmp_train.graphs.structure.csr import CSRAndCSC, csr_and_csc
+from jmp_train.graphs.structure.edge_order import clipped_ids, edge_order
 from jmp_train.graphs.structure.incidence import Incidence
 from jmp_train.graphs.structure.incidence_building import (
     fixed_incidence,
@@ -188,28 +189,21 @@ def make_adjacency_checked(
         whom, but for those of mailboxes.
     """
     check_int32("the graph has", len(senders), "edges")
+    senders, receivers = clipped_ids(senders, num_senders), clipped_ids(receivers, num_receivers)
+    by_source = edge_order(senders, receivers, num_senders, num_receivers)
+    by_target = edge_order(receivers, senders, num_receivers, num_senders)
     ends = neighbors = None
     if set(formats) != {"csr"}:
-        incidence = fixed_incidence if is_fixed else incidence_on_host
-        ends = incidence(senders, num_senders), incidence(receivers, num_receivers)
+        if is_fixed:
+            ends = fixed_incidence(senders, num_senders), fixed_incidence(receivers, num_receivers)
+        else:
+            ends = incidence_on_host(by_source), incidence_on_host(by_target)
     if "csr" in formats:
-        neighbors = csr_and_csc(
-            senders,
-            receivers,
-            num_senders,
-            num_receivers,
-            have_places=ends is not None,
-            is_fixed=is_fixed or len(senders) <= FIXED_EDGES,
-        )
+        is_small = len(senders) <= FIXED_EDGES
+        neighbors = csr_and_csc(by_source, by_target, have_places=ends is not None, is_fixed=is_fixed or is_small)
     mailboxes = make_mailboxes(receivers, num_receivers) if "mailbox" in formats else None
-    has_zero_in_degree = None if is_fixed else _has_zero_in_degree(receivers, num_receivers)
+    has_zero_in_degree = None if is_fixed else bool((by_target.degrees == 0).any())
     return Adjacency(ends, neighbors, mailboxes, has_zero_in_degree)
-
-
-def _has_zero_in_degree(ids: np.ndarray, count: int) -> bool:
-    is_reached = np.zeros(count + 1, bool)
-    is_reached[np.clip(ids, -1, count)] = True  # ids out of range: the last one
-    return not is_reached[:-1].all()
 
 
 def make_adjacency_traced(senders: jax.Array, receivers: jax.Array, num_senders: int, num_receivers: int) -> Adjacency:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.graphs.structure.counts import check_int32
-from jmp_train.graphs.structure.host_ids import ascends
+from jmp_train.graphs.structure.edge_order import EdgeOrder
 from jmp_train.graphs.structure.incidence import BLOCK
 
 WIDTHS = (8, 16, BLOCK)
@@ -82,51 +82,30 @@ class CSRAndCSC:
         return CSRAndCSC(self.by_target, self.by_source)
 
 
-def csr_and_csc(
-    senders: np.ndarray,
-    receivers: np.ndarray,
-    num_senders: int,
-    num_receivers: int,
-    *,
-    have_places: bool,
-    is_fixed: bool = False,
-) -> CSRAndCSC:
+def csr_and_csc(by_source: EdgeOrder, by_target: EdgeOrder, *, have_places: bool, is_fixed: bool = False) -> CSRAndCSC:
     """Returns the edges sorted by either end.
 
     Args:
-      senders: int [edges]; edges with an end out of range count nowhere.
-      receivers: int [edges].
-      num_senders: how many nodes there are to send.
-      num_receivers: how many nodes there are to receive.
+      by_source: the edges by the nodes that they leave; those with an end out of range count nowhere.
+      by_target: the same edges by the nodes that they enter.
       have_places: whether `edges` and `slots` are kept, which edge features need.
       is_fixed: whether shapes are to depend on the counts alone, as large as any degrees need.
     """
-    return CSRAndCSC(
-        _sorted(senders, receivers, num_senders, num_receivers, have_places, is_fixed),
-        _sorted(receivers, senders, num_receivers, num_senders, have_places, is_fixed),
-    )
+    return CSRAndCSC(_sorted(by_source, have_places, is_fixed), _sorted(by_target, have_places, is_fixed))
 
 
-def _sorted(
-    ids: np.ndarray,
-    others: np.ndarray,
-    num_nodes: int,
-    num_others: int,
-    have_places: bool,
-    is_fixed: bool,
-) -> CSR:
-    """Returns the edges sorted by `ids`, the nodes at one end."""
-    order = None if _ascend(ids, num_nodes) else np.argsort(ids, kind="stable")
-    is_counted = (ids >= 0) & (ids < num_nodes) & (others >= 0) & (others < num_others)
-    if not is_counted.all():
-        order = np.arange(len(ids)) if order is None else order
-        order = order[is_counted[order]]
-    sorted_others = np.asarray(others if order is None else others[order], np.int32)
-    degrees = np.bincount(ids[is_counted], minlength=num_nodes)
-    edges = None
-    if have_places:
-        edges = np.arange(len(ids)) if order is None else order
-    return from_degrees(degrees, sorted_others, edges, len(ids), is_fixed=is_fixed)
+def _sorted(order: EdgeOrder, have_places: bool, is_fixed: bool) -> CSR:
+    """Returns the edges sorted by the nodes at one end."""
+    if order.all_count and not have_places:
+        return from_degrees(order.degrees, order.sorted_others, None, order.num_edges, is_fixed=is_fixed)
+    edges = np.arange(order.num_edges, dtype=np.int32) if order.edges is None else order.edges
+    if order.all_count:
+        return from_degrees(order.degrees, order.sorted_others, edges, order.num_edges, order=order, is_fixed=is_fixed)
+    ids, others = order.ids[edges], order.sorted_others
+    is_counted = (ids >= 0) & (ids < order.num_nodes) & (others >= 0) & (others < order.num_others)
+    degrees = np.bincount(ids[is_counted], minlength=order.num_nodes)
+    edges = edges[is_counted] if have_places else None
+    return from_degrees(degrees, others[is_counted], edges, order.num_edges, is_fixed=is_fixed)
 
 
 def from_degrees(
@@ -135,6 +114,7 @@ def from_degrees(
     edges: np.ndarray | None,
     num_edges: int,
     *,
+    order: EdgeOrder | None = None,
     is_fixed: bool = False,
 ) -> CSR:
     """Returns edges that are sorted, in blocks.
@@ -144,6 +124,7 @@ def from_degrees(
       others: int [counted edges], the nodes at the other ends, sorted by the node at this end.
       edges: int [counted edges], which edges these are; None where they have no places of their own.
       num_edges: how many edges there are, those that count nowhere included.
+      order: the same edges, if it is at hand and all of them count; that saves time.
       is_fixed: see `csr_and_csc`.
 
     Raises:
@@ -168,9 +149,13 @@ def from_degrees(
     counts = np.minimum(ends[nodes] - starts, width)
     slots = None
     if edges is not None:
-        blocks = np.repeat(np.arange(len(nodes)), counts)
-        slots = np.full(num_edges, -1)
-        slots[edges] = blocks * width + np.arange(len(edges)) - starts[blocks]
+        first_slots = (np.cumsum(num_blocks) - num_blocks) * width
+        shifts = (first_slots - (ends - degrees)).astype(np.int32)
+        if order is not None:
+            slots = shifts[order.ids] + order.places
+        else:
+            slots = np.full(num_edges, -1, np.int32)
+            slots[edges] = np.repeat(shifts, degrees) + np.arange(len(edges), dtype=np.int32)
     rows, *further = _rows(nodes, num_nodes, length if is_fixed else None)
     num_rows = num_nodes + sum(map(len, further))
     check_int32("rows of the sorted edges are", num_rows)
@@ -215,12 +200,9 @@ def _rows(nodes: np.ndarray, num_nodes: int, most: int | None) -> list[np.ndarra
 
 
 def _filled(array: np.ndarray, length: int, value: int = 0) -> np.ndarray:
-    return np.pad(array, (0, length - len(array)), constant_values=value)
+    missing = length - len(array)
+    return np.pad(array, (0, missing), constant_values=value) if missing else array
 
 
 def _on_device(array: np.ndarray) -> jax.Array:
     return jnp.asarray(array.astype(np.int32, copy=False))
-
-
-def _ascend(ids: np.ndarray, num_nodes: int) -> bool:
-    return ascends(ids) and (len(ids) == 0 or 0 <= ids[0] < num_nodes)

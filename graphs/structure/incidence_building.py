@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.graphs.structure.counts import check_int32
-from jmp_train.graphs.structure.host_ids import ascends, counting_argsort, filled
+from jmp_train.graphs.structure.edge_order import EdgeOrder
+from jmp_train.graphs.structure.host_ids import ascends, counting_sort, filled
 from jmp_train.graphs.structure.incidence import BLOCK, FurtherBlocks, Incidence
 
 
@@ -29,23 +30,15 @@ def incidence_of(ids: jax.Array, num_segments: int, *, is_sorted: bool = False) 
     return dataclasses.replace(ascending, rows=rows)
 
 
-def incidence_on_host(ids: np.ndarray, num_segments: int) -> Incidence:
-    """Returns the incidence of ids that are known, with blocks only where they are needed.
+def incidence_on_host(order: EdgeOrder) -> Incidence:
+    """Returns the incidence of edges that are known, with blocks only where they are needed.
 
     Args:
-      ids: int [edges]; edges with an id out of range count nowhere.
-      num_segments: how many segments there are.
+      order: the edges by the nodes that are the segments; those with a node out of range count nowhere.
     """
-    ids = np.clip(ids, -1, num_segments).astype(np.int32)
-    order = np.argsort(ids, stable=True)
-    ids = ids[order]
-    most = np.bincount(ids + 1, minlength=num_segments + 2)[1:-1].max(initial=0)
-    ascending = _incidence(np, ids, num_segments, int(most))
-    rows = np.empty_like(ids)
-    rows[order] = ascending.rows
-    all_count = bool(((ids >= 0) & (ids < num_segments)).all())
-    incidence = dataclasses.replace(ascending, rows=rows, all_count=all_count)
-    return jax.tree.map(jnp.asarray, incidence)
+    most = order.degrees.max(initial=0)
+    incidence = _in_blocks(np, order.ids, order.places, order.starts, int(most))
+    return jax.tree.map(jnp.asarray, dataclasses.replace(incidence, all_count=order.has_all_nodes))
 
 
 def fixed_incidence(ids: np.ndarray, num_segments: int) -> Incidence:
@@ -99,8 +92,8 @@ def padded_incidence(ids: np.ndarray, num_segments: int, num_edges: int, most: i
     most = num_edges if most is None else most
     if ascends(padded):
         return _incidence(np, padded, num_segments, most)
-    order = counting_argsort(padded, num_segments + 1)
-    ascending = _incidence(np, padded[order], num_segments, most)
+    order, ordered, _ = counting_sort(padded, num_segments + 1, padded)
+    ascending = _incidence(np, ordered, num_segments, most)
     rows = np.empty_like(padded)
     rows[order] = ascending.rows
     return dataclasses.replace(ascending, rows=rows)
@@ -125,9 +118,6 @@ def most_in_as_many_levels(most: int) -> int:
 def _incidence(xp: Any, ids: Any, num_segments: int, most: int) -> Incidence:
     """Returns the incidence of ids that ascend.
 
-    An edge's block is its segment plus its place divided by 32: both ascend, so that different pairs of
-    these have different sums, and segments share no block.
-
     Args:
       xp: numpy or jax.numpy.
       ids: int32 [edges]; -1 and the number of segments where an edge counts nowhere.
@@ -135,13 +125,29 @@ def _incidence(xp: Any, ids: Any, num_segments: int, most: int) -> Incidence:
       most: no segment has more edges.
     """
     starts = xp.searchsorted(ids, xp.arange(num_segments + 1, dtype=xp.int32)).astype(xp.int32)
+    return _in_blocks(xp, ids, xp.arange(ids.shape[0], dtype=xp.int32), starts, most)
+
+
+def _in_blocks(xp: Any, ids: Any, places: Any, starts: Any, most: int) -> Incidence:
+    """Returns the incidence of ids whose places in order are known.
+
+    An edge's block is its segment plus its place divided by 32: both ascend in order, so that different pairs
+    of these have different sums, and segments share no block.
+
+    Args:
+      xp: numpy or jax.numpy.
+      ids: int32 [edges]; -1 and the number of segments where an edge counts nowhere.
+      places: int32 [edges], at which place in order each edge is.
+      starts: int32 [segments + 1], at which place each segment's edges begin, and where the last one's end.
+      most: no segment has more edges.
+    """
+    num_segments, num_edges = starts.shape[0] - 1, ids.shape[0]
     degrees = starts[1:] - starts[:-1]
     is_counted = (ids >= 0) & (ids < num_segments)
     if most <= BLOCK or num_segments == 0:
         return Incidence(xp.where(is_counted, ids, num_segments).astype(xp.int32), degrees)
-    count = num_segments + (ids.shape[0] - 1) // BLOCK
+    count = num_segments + (num_edges - 1) // BLOCK
     check_int32("blocks of edges are", count)
-    places = xp.arange(ids.shape[0], dtype=xp.int32)
     rows = xp.where(is_counted, ids + places // BLOCK, count).astype(xp.int32)
     first_blocks = xp.arange(num_segments, dtype=xp.int32) + starts[:-1] // BLOCK
     owners = xp.searchsorted(first_blocks, xp.arange(count, dtype=xp.int32), side="right") - 1

@@ -48,6 +48,15 @@ def test_a_step_has_no_more_instructions_than_one_by_hand_with_jmp(tmp_path: Pat
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+def test_how_long_graphs_take_to_build_is_measured_beside_a_sort(tmp_path: Path) -> None:
+    file = tmp_path / "building.json"
+    output = run("graph_building.py", "--nodes", "50", "--edges", "1000", "--rounds", "1", "--json", str(file))
+    assert "medians of CPU seconds" in output
+    assert [len(times) for times in json.loads(file.read_text())["seconds"].values()] == [1] * 5
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_sparse_features_have_the_gradients_of_all_zeros(tmp_path: Path) -> None:
     file = tmp_path / "sparse.json"
     assert "gradients differ by" in run("sparse_features.py", "--rounds", "1", "--json", str(file))

@@ -1,0 +1,96 @@
+"""The order of edges by the nodes at one end, found by counting."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from jmp_train.graphs.structure.host_ids import ascends, counting_sort
+
+
+@dataclasses.dataclass(frozen=True)
+class EdgeOrder:
+    """The edges in the order of the nodes at one end, those of one node in the order in which they were given.
+
+    Edges whose node is out of range come first, where its id is -1, and last, where it is `num_nodes`.
+
+    Attributes:
+      ids: int32 [edges], the node at this end, from -1 to `num_nodes`.
+      others: int32 [edges], the node at the other end, from -1 to `num_others`.
+      edges: int32 [edges], which edge is at each place; None where they were given in order.
+      sorted_others: int32 [edges], the other ends in that order.
+      counts: int64 [num_nodes + 2], how many edges have each id, from -1 on.
+      num_nodes: how many nodes there are at this end.
+      num_others: how many there are at the other end.
+    """
+
+    ids: np.ndarray
+    others: np.ndarray
+    edges: np.ndarray | None
+    sorted_others: np.ndarray
+    counts: np.ndarray
+    num_nodes: int
+    num_others: int
+
+    @property
+    def num_edges(self) -> int:
+        """How many edges there are."""
+        return len(self.ids)
+
+    @property
+    def has_all_nodes(self) -> bool:
+        """Whether the node at this end is in range everywhere."""
+        return not self.counts[[0, -1]].any()
+
+    @property
+    def all_count(self) -> bool:
+        """Whether both nodes are in range everywhere."""
+        return self.has_all_nodes and _in_range(self.others, self.num_others)
+
+    @property
+    def degrees(self) -> np.ndarray:
+        """Int64 [nodes], how many edges have each node at this end."""
+        return self.counts[1:-1]
+
+    @functools.cached_property
+    def places(self) -> np.ndarray:
+        """Int32 [edges], at which place each edge is."""
+        places = np.arange(self.num_edges, dtype=np.int32)
+        if self.edges is None:
+            return places
+        result = np.empty_like(places)
+        result[self.edges] = places
+        return result
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Int32 [nodes + 1], at which place each node's edges begin, and where the last node's end."""
+        return np.cumsum(self.counts)[:-1].astype(np.int32)
+
+
+def edge_order(ids: np.ndarray, others: np.ndarray, num_nodes: int, num_others: int) -> EdgeOrder:
+    """Returns the order of edges by `ids`, in linear time.
+
+    Args:
+      ids: int32 [edges], the node at this end, from -1 to `num_nodes`.
+      others: int32 [edges], the node at the other end.
+      num_nodes: how many nodes there are at this end.
+      num_others: how many there are at the other end.
+    """
+    count = num_nodes + 2
+    if ascends(ids):  # a copy, for the caller may change the array that was given
+        edges, sorted_others, counts = None, others.copy(), np.bincount(ids + 1, minlength=count)
+    else:
+        edges, sorted_others, counts = counting_sort(ids + 1, count, others)
+    return EdgeOrder(ids, others, edges, sorted_others, counts, num_nodes, num_others)
+
+
+def clipped_ids(ids: np.ndarray, count: int) -> np.ndarray:
+    """Returns ids as int32, those out of range as -1 or the number of nodes."""
+    if not _in_range(ids, count):
+        ids = np.clip(ids, -1, count)
+    return ids.astype(np.int32, copy=False)
+
+
+def _in_range(ids: np.ndarray, count: int) -> bool:
+    return len(ids) == 0 or bool(ids.min() >= 0 and ids.max() < count)
