@@ -71,11 +71,37 @@ class CSR:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CSRAndCSC:
-    """The edges sorted by the node that they leave, and by the node that they enter."""
+class EdgePlaces:
+    """Which edges stand where in blocks, in place of those of another `CSR`; see its attributes."""
 
-    by_source: CSR
+    edges: jax.Array
+    slots: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CSRAndCSC:
+    """The edges sorted by the node that they leave, and by the node that they enter.
+
+    In a symmetric graph the neighbors of a node are the same in both directions, and so their arrays are there once.
+
+    Attributes:
+      leaving: by the node that they leave; of a symmetric graph only which edges these are, None where they have no
+        places of their own.
+      by_target: by the node that they enter.
+    """
+
+    leaving: CSR | EdgePlaces | None
     by_target: CSR
+
+    @property
+    def by_source(self) -> CSR:
+        """The edges sorted by the node that they leave."""
+        if isinstance(self.leaving, CSR):
+            return self.leaving
+        if self.leaving is None:
+            return self.by_target
+        return dataclasses.replace(self.by_target, edges=self.leaving.edges, slots=self.leaving.slots)
 
     def reversed(self) -> "CSRAndCSC":
         """Returns the edges reversed."""
@@ -91,7 +117,39 @@ def csr_and_csc(by_source: EdgeOrder, by_target: EdgeOrder, *, have_places: bool
       have_places: whether `edges` and `slots` are kept, which edge features need.
       is_fixed: whether shapes are to depend on the counts alone, as large as any degrees need.
     """
-    return CSRAndCSC(_sorted(by_source, have_places, is_fixed), _sorted(by_target, have_places, is_fixed))
+    common = None if is_fixed else _neighbors_if_symmetric(by_source, by_target, have_places)
+    if common is None:
+        return CSRAndCSC(_sorted(by_source, have_places, is_fixed), _sorted(by_target, have_places, is_fixed))
+    if not have_places:
+        return CSRAndCSC(None, from_degrees(by_target.degrees, common, None, by_target.num_edges))
+    source = _sorted(by_source, have_places, is_fixed)
+    assert source.edges is not None and source.slots is not None
+    return CSRAndCSC(EdgePlaces(source.edges, source.slots), _sorted(by_target, have_places, is_fixed))
+
+
+def _neighbors_if_symmetric(by_source: EdgeOrder, by_target: EdgeOrder, have_places: bool) -> np.ndarray | None:
+    """Returns the neighbors by node, where those that nodes send to are those that send to them, in one order.
+
+    Edges that have no places of their own may be in any order within a node. Few graphs that are not symmetric have
+    equal degrees in both directions, so that little is compared, and nothing is sorted, of most.
+    """
+    orders = (by_source, by_target)
+    if not all(order.all_count for order in orders) or not np.array_equal(by_source.degrees, by_target.degrees):
+        return None
+    if np.array_equal(by_source.sorted_others, by_target.sorted_others):
+        return by_target.sorted_others
+    if have_places:
+        return None
+    one, other = (_ascending_within_nodes(order.degrees, order.sorted_others) for order in orders)
+    return other if np.array_equal(one, other) else None
+
+
+def _ascending_within_nodes(degrees: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Returns the neighbors of each node in ascending order."""
+    count = max(len(degrees), 1)  # other ends are of the same nodes
+    keys = np.repeat(np.arange(len(degrees)) * count, degrees) + others
+    keys.sort()
+    return (keys % count).astype(np.int32)
 
 
 def _sorted(order: EdgeOrder, have_places: bool, is_fixed: bool) -> CSR:
