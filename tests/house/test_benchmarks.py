@@ -67,6 +67,19 @@ def test_sparse_features_have_the_gradients_of_all_zeros(tmp_path: Path) -> None
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+def test_memory_of_messages_is_measured_in_arrays_of_edges_by_features(tmp_path: Path) -> None:
+    file = tmp_path / "graph_memory.json"
+    options = ("--size", "500x20000", "--only", "built_in", "layers", "--messages", "copy_u", "--json", str(file))
+    output = run("graph_memory.py", *options)
+    (report,) = json.loads(file.read_text()).values()
+    units = report["units"]
+    assert {"copy_u, sum", "u_mul_e, one weight, sum", "GraphConv", "SAGEConv pool"} <= set(units)
+    assert all(0 <= found["forward"] <= found["gradient"] for found in units.values())
+    assert re.search(rf"^copy_u, sum +{units['copy_u, sum']['forward']:.3f} ", output, re.MULTILINE)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_training_is_compared_with_cached_inference(tmp_path: Path) -> None:
     file = tmp_path / "parity.json"
     run("parity.py", "--seeds", "1", "--steps", "2", "--json", str(file))
