@@ -29,7 +29,18 @@ from flax import nnx
 import jmp_train.graphs
 from jmp_train.aot.compilation import compile_here, target_mesh
 from jmp_train.aot.compiling import compiling_environment
-from jmp_train.graphs import Graph, batch, fn, from_edges, host_edges, neighbor_sampler, pad, update_all
+from jmp_train.graphs import (
+    GATConv,
+    Graph,
+    SAGEConv,
+    batch,
+    fn,
+    from_edges,
+    host_edges,
+    neighbor_sampler,
+    pad,
+    update_all,
+)
 
 FEATURES, HEADS = 128, 4
 CPU_SIZE, GPU_SIZE = (20_000, 520_000), (100_000, 4_000_000)
@@ -157,11 +168,11 @@ def structures(size: tuple[int, int], dtype: str) -> Iterator[tuple[str, int, Pr
     pairs = {"batch": batch(half), "pad": pad(half[0], nodes // 2 + 8, edges // 2 + 8), "block": block}
     for title, graph in pairs.items():
         shapes = shapes_of(graph)
-        for name, options in (("GATConv", {"num_heads": HEADS}), ("SAGEConv", {"aggregator": "pool"})):
-            width = FEATURES // options.get("num_heads", 1)
-            kwargs: dict[str, Any] = options | ({"allow_zero_in_degree": True} if name == "GATConv" else {})
-            layer = getattr(jmp_train.graphs, name)(FEATURES, width, **kwargs, rngs=nnx.Rngs(0))
-            yield f"{title}, {name}", graph.num_edges, _layer(shapes, lambda layer=layer: layer, dtype)
+        gat = GATConv(FEATURES, FEATURES // HEADS, HEADS, allow_zero_in_degree=True, rngs=nnx.Rngs(0))
+        sage = SAGEConv(FEATURES, FEATURES, aggregator="pool", rngs=nnx.Rngs(0))
+        for layer in (gat, sage):
+            name = f"{title}, {type(layer).__name__}"
+            yield name, graph.num_edges, _layer(shapes, lambda layer=layer: layer, dtype)
 
 
 def temp_bytes(program: Program, mesh: Any) -> int:
@@ -169,13 +180,15 @@ def temp_bytes(program: Program, mesh: Any) -> int:
     function, arguments = program
     if mesh is not None:
         return compile_here(function, arguments, mesh=mesh).temp_bytes
-    return jax.jit(function).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    analysis = jax.jit(function).lower(*arguments).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     """Prints and returns the table."""
-    size = GPU_SIZE if args.gpu else CPU_SIZE
-    size = tuple(map(int, args.size.split("x"))) if args.size else size
+    nodes, edges = map(int, args.size.split("x")) if args.size else GPU_SIZE if args.gpu else CPU_SIZE
+    size = nodes, edges
     mesh = target_mesh(args.gpu) if args.gpu else None
     graph = shapes_of(from_edges(*graph_of(*size), size[0]))
     programs: list[tuple[str, int, Program]] = []
