@@ -5,6 +5,8 @@ from jmp_train.aot.buffers import Buffer as Buffer
 from jmp_train.aot.buffers import buffers_at_peak as buffers_at_peak
 from jmp_train.aot.compilation import CompiledForGPU as CompiledForGPU
 from jmp_train.aot.compilation import compile_for_gpu as compile_for_gpu
+from jmp_train.aot.compilation import compile_here as compile_here
+from jmp_train.aot.compilation import target_mesh as target_mesh
 from jmp_train.aot.compiler_packages import INSTALL as INSTALL
 from jmp_train.aot.compiler_packages import PluginError as PluginError
 from jmp_train.aot.compiler_packages import install_compiler as install_compiler
