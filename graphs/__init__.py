@@ -61,6 +61,9 @@ from jmp_train.graphs.messages import segment_sum as segment_sum
 from jmp_train.graphs.messages import segment_var as segment_var
 from jmp_train.graphs.messages import send_and_recv as send_and_recv
 from jmp_train.graphs.messages import update_all as update_all
+from jmp_train.graphs.partitioning import PartitionedGraph as PartitionedGraph
+from jmp_train.graphs.partitioning import partition as partition
+from jmp_train.graphs.partitioning import partition_nodes as partition_nodes
 from jmp_train.graphs.readout import BatchNorm as BatchNorm
 from jmp_train.graphs.readout import GlobalAttentionPooling as GlobalAttentionPooling
 from jmp_train.graphs.readout import GraphNorm as GraphNorm
@@ -108,6 +111,7 @@ from jmp_train.graphs.sampling import take_rows as take_rows
 from jmp_train.graphs.sampling import uniform_negatives as uniform_negatives
 from jmp_train.graphs.structure import Block as Block
 from jmp_train.graphs.structure import Graph as Graph
+from jmp_train.graphs.structure import GraphPart as GraphPart
 from jmp_train.graphs.structure import GraphStack as GraphStack
 from jmp_train.graphs.structure import HeteroGraph as HeteroGraph
 from jmp_train.graphs.structure import SparseFeatures as SparseFeatures

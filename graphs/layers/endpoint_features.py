@@ -1,6 +1,7 @@
 """Features at both ends of a layer's edges; a block's targets are the first of its sources."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import EllipsisType
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 from jmp_train.graphs.array_types import EndFeatures
 from jmp_train.graphs.layers.dropout import drop
 from jmp_train.graphs.layers.layer_inputs import as_floats, promoted
-from jmp_train.graphs.structure import Block, Graph, SparseFeatures, first_rows
+from jmp_train.graphs.structure import Block, Graph, GraphPart, SparseFeatures, first_rows
 
 Axis = int | str | EllipsisType
 
@@ -20,34 +21,42 @@ class EndRows:
     """Rows of the nodes that send, and of those that receive.
 
     Attributes:
-      senders: floating [senders, ...].
+      given: floating [senders, ...]; of a `GraphPart` those of the own rows alone, so that what a layer computes of
+        each row is computed once on all devices.
       own_receivers: floating [receivers, ...]; None where they are the first of the senders'.
       num_receivers: how many nodes there are to receive.
+      part: exchanges the given rows; None where they are all that send.
     """
 
-    senders: jax.Array
+    given: jax.Array
     own_receivers: jax.Array | None
     num_receivers: int
+    part: GraphPart | None = None
+
+    @functools.cached_property
+    def senders(self) -> jax.Array:
+        """The rows [senders, ...] of the nodes that send; those of a part are exchanged once."""
+        return self.given if self.part is None else self.part.with_halo(self.given)
 
     @property
     def receivers(self) -> jax.Array:
         """The rows [receivers, ...] of the nodes that receive."""
         if self.own_receivers is not None:
             return self.own_receivers
-        return first_rows(self.senders, self.num_receivers)
+        return first_rows(self.given, self.num_receivers)
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "EndRows":
-        """Returns what a function makes of the rows at either end, computed once where they are shared."""
+        """Returns what a function makes of each of the rows at either end, computed once where they are shared."""
         own = None if self.own_receivers is None else function(self.own_receivers)
-        return EndRows(function(self.senders), own, self.num_receivers)
+        return dataclasses.replace(self, given=function(self.given), own_receivers=own)
 
     def dropped(self, rate: float, key: jax.Array | None) -> "EndRows":
         """Returns the rows with entries dropped; shared rows lose the same ones at both ends."""
         if self.own_receivers is None or key is None:
             return self.map(lambda rows: drop(rows, rate, key))
         first, second = jax.random.split(key)
-        senders, receivers = drop(self.senders, rate, first), drop(self.own_receivers, rate, second)
-        return EndRows(senders, receivers, self.num_receivers)
+        given, receivers = drop(self.given, rate, first), drop(self.own_receivers, rate, second)
+        return dataclasses.replace(self, given=given, own_receivers=receivers)
 
 
 def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis, can_be_sparse: bool = False) -> EndRows:
@@ -55,7 +64,8 @@ def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis, can_be_s
 
     Args:
       graph: a graph or a block.
-      features: floating [senders, *shape], or a pair, of the senders and of the receivers.
+      features: floating [senders, *shape], or a pair, of the senders and of the receivers; the senders of a
+        `GraphPart` are its own rows.
       *shape: see `as_floats`.
       can_be_sparse: whether they may be `SparseFeatures`, of a graph and not in a pair.
 
@@ -65,19 +75,18 @@ def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis, can_be_s
     """
     _check_sparse(graph, features, can_be_sparse)
     adjacency = graph.connections
-    num_senders, num_receivers = adjacency.num_senders, adjacency.num_receivers
+    num_receivers = adjacency.num_receivers
+    part = graph if isinstance(graph, GraphPart) else None
+    num_given = adjacency.num_senders if part is None else num_receivers
     if isinstance(features, SparseFeatures):
-        return EndRows(_sparse_rows(features, num_senders, shape[0]), None, num_receivers)
+        return EndRows(_sparse_rows(features, num_given, shape[0]), None, num_receivers)
     if not isinstance(features, tuple):
-        return EndRows(as_floats("features", features, num_senders, *shape), None, num_receivers)
+        return EndRows(as_floats("features", features, num_given, *shape), None, num_receivers, part)
     if len(features) != 2:
         raise ValueError(f"features must be one array or a pair, of senders and of receivers, got {len(features)}")
-    senders = as_floats("features[0]", features[0], num_senders, *shape)
-    return EndRows(
-        senders,
-        as_floats("features[1]", features[1], num_receivers, *senders.shape[1:]),
-        num_receivers,
-    )
+    given = as_floats("features[0]", features[0], num_given, *shape)
+    receivers = as_floats("features[1]", features[1], num_receivers, *given.shape[1:])
+    return EndRows(given, receivers, num_receivers, part)
 
 
 def _check_sparse(graph: Graph | Block, features: EndFeatures, can_be_sparse: bool) -> None:
@@ -98,5 +107,5 @@ def _sparse_rows(features: SparseFeatures, rows: int, width: Axis) -> Any:
 
 def promoted_with(rows: EndRows, *arrays: jax.Array | None) -> tuple[EndRows, list[Any]]:
     """Returns rows and arrays in the dtype that theirs promote to; None stays None."""
-    senders, receivers, *others = promoted(rows.senders, rows.own_receivers, *arrays)
-    return EndRows(senders, receivers, rows.num_receivers), others
+    given, receivers, *others = promoted(rows.given, rows.own_receivers, *arrays)
+    return dataclasses.replace(rows, given=given, own_receivers=receivers), others

@@ -1,5 +1,7 @@
 """Graph convolution: neighbors' features, scaled by the degrees and added."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import jraph
@@ -77,14 +79,15 @@ def graph_conv(
     check_in_degrees(graph, allow_zero_in_degree)
     kernel = as_optional("weight", weight, "in", "out")
     width = "in" if kernel is None else kernel.shape[0]
-    rows = end_rows(graph, features, width, can_be_sparse=kernel is not None).senders
-    out = rows.shape[1] if kernel is None else kernel.shape[1]
+    rows = end_rows(graph, features, width, can_be_sparse=kernel is not None)
+    out = rows.given.shape[1] if kernel is None else kernel.shape[1]
     offset = as_optional("bias", bias, out)
-    rows, kernel, offset = promoted(rows, kernel, offset)
+    given, kernel, offset = promoted(rows.given, kernel, offset)
     kernel_after = kernel
-    if kernel is not None and (isinstance(rows, SparseFeatures) or kernel.shape[0] > kernel.shape[1]):
-        rows, kernel_after = product(rows, kernel), None
-    sender_scale, receiver_scale = degree_scales(graph, norm, rows)
+    if kernel is not None and (isinstance(given, SparseFeatures) or kernel.shape[0] > kernel.shape[1]):
+        given, kernel_after = product(given, kernel), None
+    sent = dataclasses.replace(rows, given=given).senders
+    sender_scale, receiver_scale = degree_scales(graph, norm, sent)
 
     def after(adjacency: Adjacency, rows: jax.Array, total: jax.Array) -> jax.Array:
         del adjacency, rows
@@ -94,7 +97,7 @@ def graph_conv(
 
     result = aggregate(
         graph.connections,
-        rows,
+        sent,
         as_edge_weight(graph, edge_weight),
         sender_scale=sender_scale,
         after=after,

@@ -1,5 +1,6 @@
 """GraphSAGE: each node's features combined with an aggregate of its neighbors'."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,7 +101,7 @@ def sage_conv(
     rows, (kernel, self_kernel, offset, *inner) = promoted_with(rows, kernel, self_kernel, offset, *inner)
     rows = rows.dropped(feature_dropout, dropout_key)
 
-    if is_linear and (width > out or isinstance(rows.senders, SparseFeatures)):
+    if is_linear and (width > out or isinstance(rows.given, SparseFeatures)):
         products = rows.map(lambda features: product(features, kernel))
         result = _collect(graph, products, aggregator, (), edge_weight)
     else:
@@ -135,13 +136,14 @@ def _collect(
     inner: Sequence[jax.Array],
     edge_weight: jax.Array | None,
 ) -> jax.Array:
+    if aggregator == "pool":
+        rows = dataclasses.replace(rows, given=activated(dense(rows.given, *inner), jax.nn.relu))
     features = rows.senders
     if aggregator == "lstm":
         if isinstance(graph, Block):
             raise TypeError('aggregator="lstm" needs a Graph: blocks have no mailboxes')
         return lstm_aggregate(graph, features, inner, edge_weight)
     if aggregator == "pool":
-        features = activated(dense(features, *inner), jax.nn.relu)
         return aggregate(graph.connections, features, edge_weight, reduction="max")
     if aggregator == "mean":
         return aggregate(graph.connections, features, edge_weight, reduction="mean")

@@ -1,5 +1,6 @@
 """Graphs as values: features, edges, and the indices that sums over edges need."""
 
+from jmp_train.graphs.structure.adjacency import DEFAULT_FORMATS as DEFAULT_FORMATS
 from jmp_train.graphs.structure.adjacency import Adjacency as Adjacency
 from jmp_train.graphs.structure.adjacency import check_formats as check_formats
 from jmp_train.graphs.structure.adjacency import checked_ends as checked_ends
@@ -18,6 +19,7 @@ from jmp_train.graphs.structure.block import padded_block as padded_block
 from jmp_train.graphs.structure.counts import LARGEST_COUNT as LARGEST_COUNT
 from jmp_train.graphs.structure.counts import as_count as as_count
 from jmp_train.graphs.structure.counts import as_counts as as_counts
+from jmp_train.graphs.structure.counts import check_int32 as check_int32
 from jmp_train.graphs.structure.csr import CSR as CSR
 from jmp_train.graphs.structure.csr import CSRAndCSC as CSRAndCSC
 from jmp_train.graphs.structure.csr import from_degrees as from_degrees
@@ -25,6 +27,7 @@ from jmp_train.graphs.structure.graph import Graph as Graph
 from jmp_train.graphs.structure.graph import checked_features as checked_features
 from jmp_train.graphs.structure.graph import from_edges as from_edges
 from jmp_train.graphs.structure.graph import rand_graph as rand_graph
+from jmp_train.graphs.structure.graph_part import GraphPart as GraphPart
 from jmp_train.graphs.structure.hetero_graph import EdgeType as EdgeType
 from jmp_train.graphs.structure.hetero_graph import HeteroGraph as HeteroGraph
 from jmp_train.graphs.structure.hetero_graph import hetero_from_edges as hetero_from_edges

@@ -45,6 +45,8 @@ _PROMOTE = (
         "cumprod cumlogsumexp reduce_window_sum"
     )
 )
+# Exchanges between devices, whose gradients are exchanges again: those of others, such as all_gather, are sums.
+EXCHANGES = names("all_to_all ppermute")
 # Whose results are nothing but functions of their operands.
 COMPUTED = (_PROMOTE | PRODUCTS) - PLACEMENT
 _EACH = PLACEMENT | {"sort"}  # operands of which each has its own dtype
@@ -74,7 +76,8 @@ def settle(
     if rule is None and _is_square(equation):
         rule, reason = "float32", "a square"
     if rule is None:
-        rule, reason = ("promote", "elementwise") if name in _PROMOTE else ("keep", f"{name} is not known")
+        is_known = name in _PROMOTE or name in EXCHANGES
+        rule, reason = ("promote", "elementwise") if is_known else ("keep", f"{name} is not known")
     if rule == "fp8" and not all(x.integers is None or x.integers.held_by(E4M3) for x in inputs):
         rule, reason = "lower", f"primitive {name!r}"
     if rule in ("lower", "fp8") and not _can_lower(equation):

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.autocasting.higher_order import ENTERED
-from jmp_train.policies.autocasting.operand_dtypes import COMPUTED
+from jmp_train.policies.autocasting.operand_dtypes import COMPUTED, EXCHANGES
 from jmp_train.policies.autocasting.region import LAYOUT, PLACEMENT
 from jmp_train.policies.autocasting.rules import TORCH_CUDA
 from jmp_train.policies.autocasting.transform import autocast
@@ -44,6 +44,7 @@ HOW: dict[str, str] = {
         real reduce_max reduce_min reduce_window_max reduce_window_min rem round scatter select_n sign sin split
         sqrt stack sub tanh tile top_k unstack""",
     "converted": "convert_element_type",
+    "exchanged between devices as it is": "all_to_all ppermute",
     "entered": """
         closed_call cond custom_jvp_call custom_vjp_call jit remat2 scan shard_map while""",
     # Random bits, whole numbers and bits have no dtype that autocast would change.
@@ -61,8 +62,8 @@ HOW: dict[str, str] = {
         symmetric_product zeta broadcast_to""",
     "as traced: over devices, whose sums are not for half": """
         all_gather all_gather_done all_gather_invariant all_gather_reduced all_gather_reduced_start all_gather_start
-        all_to_all all_to_all_done all_to_all_start pbroadcast pbroadcast_done pbroadcast_dynamic pbroadcast_start
-        pmax pmin ppermute ppermute_done ppermute_start precv preduced psend psum psum_done psum_invariant
+        all_to_all_done all_to_all_start pbroadcast pbroadcast_done pbroadcast_dynamic pbroadcast_start
+        pmax pmin ppermute_done ppermute_start precv preduced psend psum psum_done psum_invariant
         psum_invariant_start psum_start ragged_all_to_all reduce_scatter reduce_scatter_done reduce_scatter_start
         reduced_vary_cast reduced_vary_cast_p unreduced_pmax unreduced_pmin unreduced_psum unreduced_psum_start
         unreduced_reduce_scatter unreduced_reduce_scatter_start vary_unreduced_cast vary_unreduced_cast_p
@@ -105,6 +106,7 @@ def how(name: str) -> str:
         "each operand as it is": PLACEMENT | {"sort"},
         "moved": LAYOUT,
         "in the highest-precision type of its operands": COMPUTED,
+        "exchanged between devices as it is": EXCHANGES,
     }
     return next((words for words, table in tables.items() if name in table), "as traced")
 

@@ -1,0 +1,276 @@
+"""`partition`: a graph cut by nodes, a part for each device, all of the same shapes; made on the host."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from jmp_train.graphs.array_types import Ids
+from jmp_train.graphs.partitioning.node_parts import checked_count, edges_of, partition_nodes
+from jmp_train.graphs.sampling import HostEdges
+from jmp_train.graphs.structure import (
+    DEFAULT_FORMATS,
+    Graph,
+    GraphPart,
+    GraphStack,
+    check_formats,
+    check_int32,
+    filled,
+    make_adjacency_checked,
+    stack,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PartitionedGraph:
+    """A graph that is cut into parts, in the host's memory. Make it with `partition`.
+
+    Attributes:
+      parts: a `graphs.stack` of a `GraphPart` for each device, which a batch takes in place of a graph.
+      nodes: int32 [parts, rows], the node of each part's own rows, ascending; -1 for padding.
+      num_nodes: how many nodes the graph has.
+      num_edges: how many edges the graph has.
+
+    Example:
+      >>> import numpy as np
+      >>> from jmp_train.graphs import from_edges
+      >>> cut = partition(from_edges([0, 1, 2], [1, 2, 0], 3), 2, method="ranges")
+      >>> cut.nodes.tolist(), cut.take(np.array([5, 6, 7])).tolist()
+      ([[0, 1], [2, -1]], [5, 6, 7, 0])
+      >>> cut.restore(np.array([5, 6, 7, 0])).tolist(), cut.halo_rows
+      ([5, 6, 7], 2)
+    """
+
+    parts: GraphStack
+    nodes: np.ndarray
+    num_nodes: int
+    num_edges: int
+
+    @functools.cached_property
+    def places(self) -> np.ndarray:
+        """Int64 [nodes], the row of each node in what `take` returns."""
+        is_node = self.nodes.ravel() >= 0
+        places = np.empty(self.num_nodes, np.int64)
+        places[self.nodes.ravel()[is_node]] = np.flatnonzero(is_node)
+        return places
+
+    @property
+    def halo_rows(self) -> int:
+        """How many rows all devices send for a layer, without padding; so many nodes are seen by other parts."""
+        return int((self.parts.graphs.sent_rows < self.nodes.shape[1]).sum())
+
+    def take(self, features: ArrayLike, *, fill: float = 0) -> np.ndarray:
+        """Returns features of all nodes as the parts have them, to be sharded along the first axis.
+
+        Args:
+          features: [nodes, ...].
+          fill: what padding gets; -1 in labels says where there is no node.
+
+        Returns:
+          [parts * rows, ...], in the host's memory.
+
+        Raises:
+          ValueError: there is another number of rows.
+        """
+        return _taken("features", features, self.nodes, self.num_nodes, "nodes", fill)
+
+    def take_edges(self, features: ArrayLike, *, fill: float = 0) -> np.ndarray:
+        """Returns features of all edges as the parts have them, to be sharded along the first axis.
+
+        Args:
+          features: [edges, ...], in the order in which edges were given.
+          fill: what padding gets.
+
+        Returns:
+          [parts * edges of a part, ...], in the host's memory.
+
+        Raises:
+          ValueError: there is another number of rows, or it is not known which edge is which.
+        """
+        edge_ids = self.parts.graphs.edge_ids
+        if edge_ids is None:
+            raise ValueError('the parts do not know their edges: make the graph with formats that have "coo"')
+        return _taken("features", features, edge_ids, self.num_edges, "edges", fill)
+
+    def restore(self, rows: ArrayLike) -> np.ndarray:
+        """Returns rows of all parts, such as logits, in the order of the nodes: what `take` did is undone.
+
+        Args:
+          rows: [parts * rows, ...].
+
+        Returns:
+          [nodes, ...].
+
+        Raises:
+          ValueError: there is another number of rows.
+        """
+        array = np.asarray(rows)
+        if array.ndim == 0 or len(array) != self.nodes.size:
+            raise ValueError(f"rows must have {self.nodes.size} rows, those of all parts, got shape {array.shape}")
+        return array[self.places]
+
+
+def _taken(name: str, rows: ArrayLike, ids: np.ndarray, count: int, kind: str, fill: float) -> np.ndarray:
+    array = np.asarray(rows)
+    if array.ndim == 0 or len(array) != count:
+        raise ValueError(f"{name} must have {count} rows, one for each of the {kind}, got shape {array.shape}")
+    ids = ids.ravel()
+    result = np.full((len(ids), *array.shape[1:]), fill, array.dtype)
+    result[ids >= 0] = array[ids[ids >= 0]]
+    return result
+
+
+def partition(
+    graph: Graph | HostEdges,
+    n_parts: int,
+    *,
+    method: str | Ids = "greedy",
+    axis: str = "data",
+    formats: Sequence[str] = DEFAULT_FORMATS,
+) -> PartitionedGraph:
+    """Returns a graph cut by nodes: each part has some of the nodes and all edges that enter these.
+
+    A layer then needs of other parts the rows of nodes that send to its own, the halo, which devices exchange. All
+    parts are padded to the same shapes. Runs on the host, where all of it stays; of several processes, each makes the
+    same parts.
+
+    Args:
+      graph: a graph without padding, whose own features are not used, or its edges in the host's memory.
+      n_parts: how many, one for each device.
+      method: see `partition_nodes`; or int [nodes], the part of each node, as `pymetis.part_graph` makes it.
+      axis: the mesh axis along which devices have the parts.
+      formats: of "coo" and "csr", the indices to make, see `from_edges`.
+
+    Returns:
+      The parts.
+
+    Raises:
+      TypeError: see `partition_nodes`.
+      ValueError: see `partition_nodes`; or the parts of nodes have another length or are out of range, or formats are
+        unknown or have "mailbox".
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> from jmp_train import graphs
+      >>> mesh = Mesh(jax.devices()[:1], ("data",))
+      >>> cut = graphs.partition(graphs.from_edges([0, 1, 2], [1, 2, 0], 3), mesh.size)
+      >>> def layer(parts, features):  # on each device with its own part
+      ...     return graphs.graph_conv(parts[0], features)
+      >>> run = jax.shard_map(layer, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+      >>> rows = jax.jit(run)(cut.parts, cut.take(np.float32([[1], [2], [4]])))
+      >>> cut.restore(rows).ravel().tolist()
+      [4.0, 1.0, 2.0]
+
+    Reference: full-graph training with halo exchange as in Md et al., DistGNN, SC 2021,
+    https://arxiv.org/abs/2104.06700.
+    """
+    edges = edges_of(graph)
+    count = checked_count(n_parts, edges)
+    check_formats(formats)
+    if "mailbox" in formats:
+        raise ValueError('formats has "mailbox", whose shapes differ from part to part')
+    owners = partition_nodes(edges, count, method=method) if isinstance(method, str) else _checked(method, edges, count)
+    own = [np.flatnonzero(owners == part).astype(np.int32) for part in range(count)]
+    rows = max(map(len, own))
+    local = np.empty(edges.num_targets, np.int64)  # of each node, its row in its part
+    for nodes in own:
+        local[nodes] = np.arange(len(nodes))
+    halos = [_halo(edges, nodes, owners, count, part) for part, nodes in enumerate(own)]
+    most_sent = max(len(nodes) for halo in halos for nodes in halo)
+    num_edges = max(int(edges.in_degrees[nodes].sum()) for nodes in own)
+    check_int32("a part has", rows + count * most_sent, "rows")
+    cpu = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(cpu):  # the accelerator may have no room for the whole
+        parts = [
+            _part(edges, part, own, halos, local, (rows, most_sent, num_edges), axis, formats) for part in range(count)
+        ]
+    nodes = np.stack([filled(nodes, rows, -1) for nodes in own])
+    return PartitionedGraph(stack(parts), nodes, edges.num_targets, edges.num_edges)
+
+
+def _checked(method: Ids, edges: HostEdges, count: int) -> np.ndarray:
+    """Returns the part of each node that is given as such."""
+    owners = np.asarray(method)
+    if owners.shape != (edges.num_targets,) or not np.issubdtype(owners.dtype, np.integer):
+        raise ValueError(
+            f"method must be a name, or integers [{edges.num_targets}], the part of each node; got {owners.dtype}"
+            f"{list(owners.shape)}"
+        )
+    wrong = (owners < 0) | (owners >= count)
+    if wrong.any():
+        node = int(wrong.argmax())
+        raise ValueError(f"method[{node}] = {owners[node]} is out of range for n_parts={count}")
+    return owners.astype(np.int32)
+
+
+def _halo(edges: HostEdges, own: np.ndarray, owners: np.ndarray, count: int, part: int) -> list[np.ndarray]:
+    """Returns the nodes of each other part that send to nodes of this one, ascending."""
+    is_seen = np.zeros(edges.num_sources, bool)
+    is_seen[edges.sources[_places_of_edges(edges, own)]] = True
+    is_seen[own] = False
+    seen = np.flatnonzero(is_seen)
+    return [seen[owners[seen] == other] for other in range(count)]
+
+
+def _places_of_edges(edges: HostEdges, nodes: np.ndarray) -> np.ndarray:
+    """Returns the places in `edges.sources` of all edges that enter nodes, node by node."""
+    degrees = edges.in_degrees[nodes]
+    before = np.cumsum(degrees) - degrees
+    return np.arange(degrees.sum()) + np.repeat(edges.starts[nodes] - before, degrees)
+
+
+def _part(
+    edges: HostEdges,
+    part: int,
+    own: list[np.ndarray],
+    halos: list[list[np.ndarray]],
+    local: np.ndarray,
+    shape: tuple[int, int, int],
+    axis: str,
+    formats: Sequence[str],
+) -> GraphPart:
+    """Returns a part of a graph, its arrays in the host's memory.
+
+    Args:
+      edges: of the whole graph.
+      part: which.
+      own: the nodes of each part.
+      halos: of each part, the nodes of each other one that it sees.
+      local: of each node, its row in its part.
+      shape: how many own rows, rows sent to each part, and edges a part is padded to.
+      axis: see `partition`.
+      formats: see `partition`.
+    """
+    rows, most_sent, num_edges = shape
+    nodes, num_sources = own[part], rows + len(own) * most_sent
+    sources = np.full(num_sources, -1, np.int32)
+    sources[: len(nodes)] = nodes
+    for other, seen in enumerate(halos[part]):
+        start = rows + other * most_sent
+        sources[start : start + len(seen)] = seen
+    place = np.empty(edges.num_sources, np.int64)  # what is not seen is not read
+    place[sources[sources >= 0]] = np.flatnonzero(sources >= 0)
+    places = _places_of_edges(edges, nodes)
+    receivers = np.repeat(np.arange(len(nodes)), edges.in_degrees[nodes])
+    adjacency = make_adjacency_checked(
+        filled(place[edges.sources[places]], num_edges, num_sources),
+        filled(receivers, num_edges, rows),
+        num_sources,
+        rows,
+        formats=formats,
+        is_fixed=True,
+    )
+    adjacency = dataclasses.replace(adjacency, has_zero_in_degree=edges.has_zero_in_degree)
+    out_degrees = np.where(sources >= 0, edges.out_degrees[sources], 0).astype(np.int32)
+    arrays: dict[str, Any] = {
+        "whole_degrees": (out_degrees, filled(edges.in_degrees[nodes], rows, 0)),
+        "edge_ids": None if edges.edge_ids is None else filled(edges.edge_ids[places], num_edges, -1),
+        "is_node": np.arange(rows) < len(nodes),
+        "sent_rows": np.stack([filled(local[halo[part]], most_sent, rows) for halo in halos]),
+    }
+    return jax.tree.map(np.asarray, GraphPart(connections=adjacency, axis_name=axis, **arrays))

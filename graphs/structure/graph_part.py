@@ -1,0 +1,82 @@
+"""`GraphPart`: a device's part of a graph that is cut by nodes, and the exchange of rows that others have."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jmp_train.graphs.structure.block import Block
+from jmp_train.graphs.structure.storage import in_float32, upcast
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraphPart(Block):
+    """The rows of nodes that a device owns, and all edges that enter these, within `shard_map` over a mesh axis.
+
+    A block whose targets are the device's own rows. Its sources are these, followed by the halo: rows of other
+    devices, in as many places for each of them. Layers take it in place of a graph, with features of the own rows,
+    and exchange what they send; `with_halo` does that for `update_all`, `gat_attention` and other functions that take
+    features of a block's sources. All parts of a graph have the same shapes. `partition` makes them.
+
+    Args:
+      is_node: bool [targets], whether a row is a node; the last ones may be padding, which no edge enters or leaves.
+      sent_rows: int32 [parts, most], which own rows each device is sent; the number of targets fills up.
+      axis_name: the mesh axis, which has a device for each part.
+    """
+
+    is_node: jax.Array
+    sent_rows: jax.Array
+    axis_name: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts the graph is cut."""
+        return self.sent_rows.shape[0]
+
+    def with_halo(self, features: ArrayLike) -> jax.Array:
+        """Returns the features of the block's sources: those of the own rows, and those that other devices send.
+
+        They are sent in the dtype in which they are stored, half under autocast, and so are the gradients of what was
+        sent. With these, each device adds up its rows' gradients in float32, and rounds once.
+
+        Args:
+          features: [targets, ...], of the device's own rows.
+
+        Returns:
+          [sources, ...].
+
+        Raises:
+          ValueError: there is another number of rows, or it is not called over a mesh axis of that name with a
+            device for each part.
+        """
+        rows = jnp.asarray(features)
+        if rows.ndim == 0 or rows.shape[0] != self.num_targets:
+            raise ValueError(
+                f"features must have {self.num_targets} rows, one for each of the part's own, got shape {rows.shape}"
+            )
+        self._check_axis()
+
+        def own_and_sent(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+            rows = upcast(rows)  # so that gradients are added in float32
+            return rows, rows.at[self.sent_rows].get(mode="fill", fill_value=0)
+
+        own, sent = in_float32(own_and_sent, rows)
+        halo = lax.all_to_all(sent, self.axis_name, split_axis=0, concat_axis=0)
+        return jnp.concatenate([own, halo.reshape(-1, *rows.shape[1:])])
+
+    def _check_axis(self) -> None:
+        try:
+            size = lax.axis_size(self.axis_name)
+        except NameError:
+            raise ValueError(
+                f"the part belongs to a mesh axis {self.axis_name!r}: it exchanges rows within jax.shard_map over that "
+                "axis, or a step of data_parallel"
+            ) from None
+        if size != self.num_parts:
+            raise ValueError(
+                f"mesh axis {self.axis_name!r} has {size} devices, and the graph is cut into {self.num_parts} parts: "
+                "each device has one"
+            )
