@@ -3,12 +3,23 @@
 import argparse
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import optax
+
 from jmp_train.cli.errors import EXIT_CODES, WrongCall
-from jmp_train.runs import PhasePrecision, check_float64, is_schedule, phase_precisions, schedule_name
+from jmp_train.policies.optimizers import with_state_dtypes
+from jmp_train.runs import (
+    PARAMETERS,
+    RECIPES,
+    PhasePrecision,
+    check_float64,
+    is_schedule,
+    phase_precisions,
+    schedule_name,
+)
 
 _LARGEST = 2**31 - 1
 _MOST_PROCESSES = 1024  # and devices: each has threads of its own
@@ -163,6 +174,29 @@ def _number(text: str) -> float:
         return 0.0
 
 
+def state_dtype(text: str) -> str:
+    """Returns what says how arrays of an optimizer's state are kept, FIELD=DTYPE."""
+    field, equals, dtype = text.rpartition("=")
+    if not (field and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=DTYPE, such as nu=bfloat16")
+    try:
+        with_state_dtypes(optax.identity(), {field: dtype})
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _one_of(choices: Iterable[str]) -> Callable[[str], str]:
+    """Returns what reads one of these words."""
+
+    def read(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(choices)}")
+        return text
+
+    return read
+
+
 READERS: dict[str, Callable[[str], Any]] = {  # by what `Option.reads` says
     "path": path,
     "text": str,
@@ -170,4 +204,7 @@ READERS: dict[str, Callable[[str], Any]] = {  # by what `Option.reads` says
     "few": few,
     "seed": seed,
     "share": scale,
+    "state_dtype": state_dtype,
+    "parameters": _one_of(PARAMETERS),
+    "fp8": _one_of(RECIPES),
 }

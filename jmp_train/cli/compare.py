@@ -15,11 +15,12 @@ from subprocess import PIPE
 from typing import IO, TYPE_CHECKING
 
 from jmp_train.cli.errors import CALL_IS_WRONG, TRACEBACK, Failure, WrongCall, checking_the_call
+from jmp_train.cli.few_bits import few_bits_of, read_few_bits
 from jmp_train.cli.options import RunOptions, as_arguments, make_writable, read_options
 from jmp_train.cli.rules import read_rules, takes_rules
 from jmp_train.extras import extra_packages
 from jmp_train.launch import ChildProcess, Output, own_output, signals_as_exceptions
-from jmp_train.runs import Event, Run, event_from_json
+from jmp_train.runs import Event, FewBits, Run, event_from_json
 from jmp_train.tasks import TaskOptions, check_options
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def _compare(args: argparse.Namespace, log: IO[str], output: Output | None) -> N
 
     names = args.modes or args.policies or DEFAULT_POLICIES
     read_rules(args.rules, names)  # as each process will
+    read_few_bits(args, names)
     with checking_the_call():
         check_options(args.task, read_options(TaskOptions, args))
         made = _check_outputs(args, names)
@@ -170,6 +172,8 @@ def _command(args: argparse.Namespace, name: str) -> list[str]:
     options = read_options(RunOptions, args)
     if not takes_rules(name):
         options = dataclasses.replace(options, rules=None)
+    taken = few_bits_of(FewBits(options.state_dtypes, options.parameters, options.fp8), name)
+    options = dataclasses.replace(options, parameters=taken.parameters, fp8=taken.fp8)
     return command + as_arguments(options) + as_arguments(read_options(TaskOptions, args))
 
 

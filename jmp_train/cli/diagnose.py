@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import IO, TYPE_CHECKING, Any
 
 from jmp_train.cli.errors import PROBLEMS_FOUND, RUN_FAILED, Failure, WrongCall, checking_the_call
+from jmp_train.cli.few_bits import few_bits_of, read_few_bits
 from jmp_train.cli.options import (
     DEFAULT_POLICY,
     make_writable,
@@ -20,7 +21,7 @@ from jmp_train.policies import NumericsReport, diagnose
 from jmp_train.tasks import TaskOptions, load_task
 
 if TYPE_CHECKING:
-    from jmp_train.runs import PreparedRun, RulesFile
+    from jmp_train.runs import FewBits, PreparedRun, RulesFile
     from jmp_train.steps import TrainState
 
 
@@ -30,8 +31,9 @@ def diagnose_command(args: argparse.Namespace) -> int:
     provide_cpu_devices(args.devices)
     name = args.name or DEFAULT_POLICY
     rules = read_rules(args.rules, [name])
+    few_bits = few_bits_of(read_few_bits(args, [name]), name)
     with outputs_of(args) as output:
-        prepared, state, batch = _moment(args, name, rules)
+        prepared, state, batch = _moment(args, name, rules, few_bits)
         step = int(state.step)
         phase = prepared.phase_at(step)
         report = diagnose(phase.step, state, batch, steps=args.steps)
@@ -47,16 +49,19 @@ def diagnose_command(args: argparse.Namespace) -> int:
         return show(report, title, subject, args, output)
 
 
-def _moment(args: argparse.Namespace, name: str, rules: "RulesFile | None") -> "tuple[PreparedRun, TrainState, Any]":
+def _moment(
+    args: argparse.Namespace, name: str, rules: "RulesFile | None", few_bits: "FewBits"
+) -> "tuple[PreparedRun, TrainState, Any]":
     """Returns the run, and the state and the batch to be diagnosed."""
     from jmp_train.capsules import capsule_step, load_capsule
-    from jmp_train.runs import check_run, phase_bounds, prepare_run
+    from jmp_train.runs import check_run, check_state_dtypes, phase_bounds, prepare_run
 
     with checking_the_call():
         task = load_task(args.task, read_options(TaskOptions, args))
         total = check_run(task, args.epochs or task.epochs, args.batch_size or task.batch_size, args.seed)
         total *= args.epochs or task.epochs
         phase_bounds(name, total)
+        check_state_dtypes(task, few_bits)
         skipped = None if args.capsule is None else capsule_step(args.capsule)
         after = args.after or 0
         if after > total:
@@ -69,6 +74,7 @@ def _moment(args: argparse.Namespace, name: str, rules: "RulesFile | None") -> "
         seed=args.seed,
         growth_interval=args.growth_interval,
         rules=rules,
+        few_bits=few_bits,
         with_metadata=args.checkpoint_dir is not None,
     )
     done, state = saved_state(args, prepared, state)

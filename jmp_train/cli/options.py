@@ -16,6 +16,7 @@ from jmp_train.cli.arguments import READERS
 from jmp_train.cli.errors import WrongCall
 from jmp_train.launch import Output, own_output, threads_for
 from jmp_train.policies.autocasting import FUSION_FLAG
+from jmp_train.runs import PARAMETERS, RECIPES
 from jmp_train.tasks import TaskOptions, model_choices, option, options_of
 
 T = TypeVar("T")
@@ -45,6 +46,9 @@ class SetupOptions(BatchOptions):
     Attributes:
       growth_interval: steps without overflow after which a dynamic loss scale grows; None for the policy's own.
       rules: the file of the rules by which policies and modes autocast; None for their own.
+      state_dtypes: see `FewBits`, as are the two below.
+      parameters: for the policies whose parameters are in half precision.
+      fp8: for the policies that autocast.
     """
 
     growth_interval: int | None = field(
@@ -58,6 +62,31 @@ class SetupOptions(BatchOptions):
     rules: Path | None = field(
         default=None,
         metadata=option("path", "autocast by the rules in FILE; default: those of the policy or mode", metavar="FILE"),
+    )
+    state_dtypes: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            "state_dtype",
+            "keep fields of the optimizer's state in few bits, such as nu=bfloat16, or mu=int8 nu=uint8",
+            metavar="FIELD=DTYPE",
+            values="+",
+        ),
+    )
+    parameters: str | None = field(
+        default=None,
+        metadata=option(
+            "parameters",
+            f"how parameters in half keep updates below their precision: {', '.join(PARAMETERS)}",
+            metavar="HOW",
+        ),
+    )
+    fp8: str | None = field(
+        default=None,
+        metadata=option(
+            "fp8",
+            f"multiply an autocast policy's dense layers, or what --rules name, in 8 bits by {', '.join(RECIPES)}",
+            metavar="RECIPE",
+        ),
     )
 
 

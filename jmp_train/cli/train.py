@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from jmp_train.cli.errors import WrongCall, checking_the_call
+from jmp_train.cli.few_bits import few_bits_of, read_few_bits
 from jmp_train.cli.options import (
     DEFAULT_POLICY,
     make_writable,
@@ -29,13 +30,24 @@ def train_command(args: argparse.Namespace) -> int:
     """Trains a task under one name, prints what it reports, and returns the exit code."""
     from jmp_train.launch import own_output
     from jmp_train.reports import display_on, note_outputs, note_phases, note_rules, print_table
-    from jmp_train.runs import Event, Planned, ResumeError, Stopped, check_run, event_to_json, phase_bounds, train
+    from jmp_train.runs import (
+        Event,
+        Planned,
+        ResumeError,
+        Stopped,
+        check_run,
+        check_state_dtypes,
+        event_to_json,
+        phase_bounds,
+        train,
+    )
     from jmp_train.steps import WATCHES
 
     turn_ynn_fusion_off()
     provide_cpu_devices(args.devices)
     name = args.name or DEFAULT_POLICY
     rules = read_rules(args.rules, [name])
+    few_bits = few_bits_of(read_few_bits(args, [name]), name)
     with ExitStack() as stack:
         events = stack.enter_context(own_output()) if args.json else None
         with checking_the_call():
@@ -43,6 +55,7 @@ def train_command(args: argparse.Namespace) -> int:
             epochs = args.epochs or task.epochs
             steps = check_run(task, epochs, args.batch_size or task.batch_size, args.seed)
             phase_bounds(name, epochs * steps)
+            check_state_dtypes(task, few_bits)
             signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None))
             saving = _saving(args, stack, signals)
             _check_logdir(args, name)
@@ -75,6 +88,7 @@ def train_command(args: argparse.Namespace) -> int:
                 growth_interval=args.growth_interval,
                 watch=WATCHES if args.watch else (),
                 rules=rules,
+                few_bits=few_bits,
                 saving=saving,
                 recorder=recorder,
                 on_event=on_event,

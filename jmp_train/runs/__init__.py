@@ -10,6 +10,10 @@ from jmp_train.runs.events import Run as Run
 from jmp_train.runs.events import event_from_json as event_from_json
 from jmp_train.runs.events import event_to_json as event_to_json
 from jmp_train.runs.events import finite_or_none as finite_or_none
+from jmp_train.runs.few_bits import PARAMETERS as PARAMETERS
+from jmp_train.runs.few_bits import RECIPES as RECIPES
+from jmp_train.runs.few_bits import FewBits as FewBits
+from jmp_train.runs.few_bits import check_state_dtypes as check_state_dtypes
 from jmp_train.runs.loop import train as train
 from jmp_train.runs.memory import peak_memory as peak_memory
 from jmp_train.runs.phase_names import SCHEDULE_FORM as SCHEDULE_FORM

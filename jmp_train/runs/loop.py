@@ -15,6 +15,7 @@ import optax
 from jmp_train.capsules import SkipRecorder
 from jmp_train.policies.optimizers import check_progress, skips_to_floor
 from jmp_train.runs.events import Epoch, Event, Progress, Run, Step, Watched
+from jmp_train.runs.few_bits import DEFAULT_FEW_BITS, FewBits
 from jmp_train.runs.memory import peak_memory
 from jmp_train.runs.preparing import check_run, prepare_run
 from jmp_train.runs.programs import compile_phases, program_at
@@ -44,6 +45,7 @@ def train(
     growth_interval: int | None = None,
     watch: Sequence[str] = (),
     rules: RulesFile | None = None,
+    few_bits: FewBits = DEFAULT_FEW_BITS,
     saving: Saving | None = None,
     recorder: SkipRecorder | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
@@ -63,6 +65,7 @@ def train(
         Those that have none, such as float32, take no notice.
       watch: see `train_step`.
       rules: by which the policy or mode autocasts, in place of its own; None for these.
+      few_bits: what is kept and computed in few bits, of which a policy or mode takes what it can have.
       saving: where to save checkpoints, and whether to go on from the last; None for nowhere.
       recorder: writes capsules of steps that are skipped; who made it closes it. None for none.
       on_event: called with a `Compiled`, of a schedule with each `Phase` that begins or goes on, with a `Progress` now
@@ -95,6 +98,7 @@ def train(
         growth_interval=growth_interval,
         watch=watch,
         rules=rules,
+        few_bits=few_bits,
         with_metadata=saver is not None,
     )
     devices, last = prepared.devices, prepared.phases[-1]

@@ -10,6 +10,7 @@ import optax
 from jmp_train.policies import Amp, AutocastRules, Policy
 from jmp_train.policies.loss_scaling import LossScales, NoOpLossScale
 from jmp_train.policies.pytrees import is_half
+from jmp_train.runs.few_bits import DEFAULT_FEW_BITS, FewBits
 from jmp_train.runs.phase_names import phases_named
 from jmp_train.runs.setups import Setup, autocasts, loss_scale_for, make_setup, precision_of
 from jmp_train.tasks import Task
@@ -82,6 +83,7 @@ def make_setups(
     growth_interval: int | None = None,
     watch: Sequence[str] = (),
     rules: AutocastRules | None = None,
+    few_bits: FewBits = DEFAULT_FEW_BITS,
 ) -> tuple[Setup, ...]:
     """Returns the setup of each phase of a schedule; of a policy or mode one.
 
@@ -94,6 +96,7 @@ def make_setups(
       growth_interval: see `make_setup`.
       watch: see `make_setup`.
       rules: by which the phases that autocast do so; None for their own.
+      few_bits: of which each phase has what it can have.
 
     Raises:
       ValueError: see `make_setup` and `phase_precisions`; or there are rules, and no phase autocasts.
@@ -103,7 +106,15 @@ def make_setups(
     if rules is not None and not any(by_rules):
         precision_of(phases[0].name, rules)  # says so
     setups = [
-        make_setup(task, phase.name, schedule, growth_interval, watch, rules if takes_rules else None)
+        make_setup(
+            task,
+            phase.name,
+            schedule,
+            growth_interval,
+            watch,
+            rules if takes_rules else None,
+            few_bits.for_precision(phase.precision),
+        )
         for phase, takes_rules in zip(phases, by_rules, strict=True)
     ]
     # Their optimizers differ in the loss scale that a state begins with, and in a step that of its state counts.

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jmp_train.runs.setups import make_setup
-from jmp_train.runs.task_batches import count_examples
+from jmp_train.runs.task_batches import batch_shapes
 from jmp_train.steps import TrainStep
 from jmp_train.tasks import Task
 
@@ -29,12 +29,9 @@ def planned_step(task: Task, name: str) -> tuple[TrainStep, Any, Callable[[int],
         init_key, step_key = jax.random.split(key)
         return setup.create_state(*task.init(init_key), step_key)
 
-    some = min(2, count_examples(task.train))
-    examples = task.prepare({name: array[:some] for name, array in task.train.items()})
     shared = jax.eval_shape(setup.cast_shared, task.shared())
 
     def batches(size: int) -> Any:
-        grown = {name: jax.ShapeDtypeStruct((size, *array.shape[1:]), array.dtype) for name, array in examples.items()}
-        return grown | shared
+        return batch_shapes(task, size) | shared
 
     return setup.step, jax.eval_shape(create, jax.random.key(0)), batches

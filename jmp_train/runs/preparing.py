@@ -13,13 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_train.data import check_seed
 from jmp_train.parallel import data_parallel
+from jmp_train.runs.few_bits import DEFAULT_FEW_BITS, FewBits
 from jmp_train.runs.phase_names import phase_bounds, phases_named
 from jmp_train.runs.phase_setups import make_setups
 from jmp_train.runs.rules_files import RulesFile
 from jmp_train.runs.run_identity import run_metadata
 from jmp_train.runs.setups import Setup
-from jmp_train.runs.task_batches import count_examples, train_batches
-from jmp_train.steps import TrainState
+from jmp_train.runs.task_batches import batch_shapes, count_examples, train_batches
+from jmp_train.steps import TrainState, with_fp8_state
 from jmp_train.tasks import DATA_AXIS, Task
 from jmp_train.types import Batch
 
@@ -128,6 +129,7 @@ def prepare_run(
     growth_interval: int | None = None,
     watch: Sequence[str] = (),
     rules: RulesFile | None = None,
+    few_bits: FewBits = DEFAULT_FEW_BITS,
     with_metadata: bool = False,
 ) -> tuple[PreparedRun, TrainState]:
     """Returns a run before its first step, and its first state.
@@ -141,6 +143,7 @@ def prepare_run(
       growth_interval: see `train`.
       watch: see `train_step`.
       rules: see `train`.
+      few_bits: see `train`.
       with_metadata: whether it has checkpoints, which say whose they are.
 
     Raises:
@@ -152,11 +155,16 @@ def prepare_run(
     devices = _first_devices(task.devices)
     schedule = task.schedule(epochs * steps_per_epoch)
     bounds = phase_bounds(name, epochs * steps_per_epoch)
-    setups = make_setups(task, name, schedule, growth_interval, watch, None if rules is None else rules.rules)
+    own_rules = None if rules is None else rules.rules
+    setups = make_setups(task, name, schedule, growth_interval, watch, own_rules, few_bits)
 
     init_key, step_key = jax.random.split(jax.random.key(seed))
     params, model_state = task.init(init_key)
     state = setups[0].create_state(params, model_state, step_key)
+    shared = task.shared()
+    if few_bits.has_fp8_state:
+        batch = batch_shapes(task, batch_size) | jax.eval_shape(setups[0].cast_shared, shared)
+        state = with_fp8_state(setups[0].step, state, batch)
     sharding = None
     steps: list[Callable[..., Any]] = [setup.step for setup in setups]
     if len(devices) > 1:
@@ -164,10 +172,9 @@ def prepare_run(
         steps = [data_parallel(setup.step, mesh, DATA_AXIS) for setup in setups]
         sharding = NamedSharding(mesh, P(DATA_AXIS))
         state = jax.device_put(state, NamedSharding(mesh, P()))
-    shared = task.shared()
     metadata: dict[str, Any] = {}
     if with_metadata:
-        metadata = run_metadata(task, name, epochs, batch_size, seed, shared, growth_interval, rules)
+        metadata = run_metadata(task, name, epochs, batch_size, seed, shared, growth_interval, rules, few_bits)
     phases = tuple(
         RunPhase(phase.name, start, stop, setup, step, jax.eval_shape(setup.cast_shared, shared))
         for phase, (start, stop), setup, step in zip(phases_named(name), bounds, setups, steps, strict=True)

@@ -12,6 +12,7 @@ import numpy as np
 from jmp_train.distributed import as_bytes
 from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import named_leaves
+from jmp_train.runs.few_bits import DEFAULT_FEW_BITS, FewBits
 from jmp_train.runs.rules_files import RulesFile
 from jmp_train.runs.task_batches import count_examples
 from jmp_train.tasks import Arrays, Task, TaskOptions, options_of
@@ -30,6 +31,7 @@ def run_metadata(
     shared: PyTree,
     growth_interval: int | None = None,
     rules: RulesFile | None = None,
+    few_bits: FewBits = DEFAULT_FEW_BITS,
 ) -> dict[str, Any]:
     """Returns what a run's checkpoints say of it, as JSON has it.
 
@@ -46,6 +48,7 @@ def run_metadata(
       shared: what `task.shared` made, a tree of arrays.
       growth_interval: see `train`. Where it is None it is left out, as before there was such an option.
       rules: see `train`; left out likewise.
+      few_bits: see `train`; what it does not say is left out likewise.
     """
     data_dir, text_file = task.options.data_dir, task.options.text_file
     return {
@@ -56,6 +59,7 @@ def run_metadata(
             "policy": policy,
             **({} if growth_interval is None else {"growth_interval": growth_interval}),
             **({} if rules is None else {"rules": rules.digest}),
+            **few_bits.metadata(),
             "epochs": epochs,
             "batch_size": batch_size,
             "seed": seed,

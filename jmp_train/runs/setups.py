@@ -18,8 +18,9 @@ from jmp_train.policies.dtype_policies import AutocastPolicy, Policy, apply_poli
 from jmp_train.policies.loss_scaling import DynamicLossScale, LossScale, LossScales, NoOpLossScale
 from jmp_train.policies.optimizers import with_loss_scale
 from jmp_train.policies.pytrees import cast_floating
+from jmp_train.runs.few_bits import DEFAULT_FEW_BITS, FewBits
 from jmp_train.runs.phase_names import is_schedule
-from jmp_train.steps import TrainState, TrainStep, train_step
+from jmp_train.steps import TrainState, TrainStep, own_state, train_step
 from jmp_train.tasks import Task
 from jmp_train.types import Batch, ModelState
 
@@ -116,6 +117,7 @@ def make_setup(
     growth_interval: int | None = None,
     watch: Sequence[str] = (),
     rules: AutocastRules | None = None,
+    few_bits: FewBits = DEFAULT_FEW_BITS,
 ) -> Setup:
     """Returns the pieces with which a task is trained under a name.
 
@@ -126,6 +128,7 @@ def make_setup(
       growth_interval: steps without overflow after which a dynamic loss scale grows; None for its own.
       watch: see `train_step`.
       rules: see `precision_of`.
+      few_bits: what it keeps and computes in few bits.
 
     Raises:
       ValueError: there is no such name, or jax has no float64 and the policy has, or it has rules and does not
@@ -133,9 +136,13 @@ def make_setup(
     """
     precision = precision_of(name, rules)
     if isinstance(precision, Amp):
-        return _of_mode(task, _growing_after(precision, growth_interval), schedule, watch)
+        amp = _growing_after(precision, growth_interval)
+        return _of_mode(task, amp, few_bits.inner_optimizer(task.optimizer(schedule)), watch)
     check_float64(precision, name)
-    return _of_policy(task, precision, schedule, growth_interval, watch)
+    policy = few_bits.policy(precision, has_rules=rules is not None)
+    loss_scale = loss_scale_for(policy, growth_interval)
+    optimizer = with_loss_scale(few_bits.inner_optimizer(task.optimizer(schedule)), loss_scale)
+    return _of_policy(task, policy, few_bits.outer_optimizer(optimizer), loss_scale, watch)
 
 
 def _growing_after(amp: Amp, steps: int | None) -> Amp:
@@ -146,11 +153,11 @@ def _growing_after(amp: Amp, steps: int | None) -> Amp:
     return dataclasses.replace(amp, options=dataclasses.replace(amp.options, **{name: steps}))
 
 
-def _of_mode(task: Task, amp: Amp, schedule: optax.Schedule, watch: Sequence[str]) -> Setup:
+def _of_mode(task: Task, amp: Amp, inner: optax.GradientTransformation, watch: Sequence[str]) -> Setup:
     if amp.precision.keep_batchnorm_fp32:
         amp = dataclasses.replace(amp, batch_norms=task.batch_norms())
     model_dtype = amp.precision.model_dtype
-    loss_fn, optimizer = amp.transform(task.loss_fn, task.optimizer(schedule))
+    loss_fn, optimizer = amp.transform(task.loss_fn, inner)
 
     def create_state(params: Params, model_state: ModelState, rng: jax.Array) -> TrainState:
         return TrainState.create(
@@ -174,17 +181,15 @@ def _of_mode(task: Task, amp: Amp, schedule: optax.Schedule, watch: Sequence[str
 
 
 def _of_policy(
-    task: Task, policy: Policy, schedule: optax.Schedule, growth_interval: int | None, watch: Sequence[str]
+    task: Task, policy: Policy, optimizer: optax.GradientTransformation, loss_scale: LossScale, watch: Sequence[str]
 ) -> Setup:
-    loss_scale = loss_scale_for(policy, growth_interval)
-    optimizer = with_loss_scale(task.optimizer(schedule), loss_scale)
-
     def create_state(params: Params, model_state: ModelState, rng: jax.Array) -> TrainState:
         params = policy.cast_to_param(params)
         return TrainState.create(params, optimizer, model_state=model_state, rng=rng)
 
     def predict(params: Params, model_state: ModelState, batch: Batch) -> jax.Array:
-        apply = apply_policy(lambda params, batch: task.predict(params, model_state, batch), policy)
+        own = own_state(model_state)
+        apply = apply_policy(lambda params, batch: task.predict(params, own, batch), policy)
         return apply(params, batch)
 
     return Setup(

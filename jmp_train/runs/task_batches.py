@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Sharding
 
@@ -14,6 +15,18 @@ from jmp_train.tasks import Arrays, Task
 def count_examples(data: Arrays) -> int:
     """Returns how many examples a data set has."""
     return len(next(iter(data.values())))
+
+
+def batch_shapes(task: Task, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of a batch of so many examples, without what all batches share.
+
+    Args:
+      task: whose training data, of which two examples are prepared.
+      size: how many.
+    """
+    some = min(2, count_examples(task.train))
+    examples = task.prepare({name: array[:some] for name, array in task.train.items()})
+    return {name: jax.ShapeDtypeStruct((size, *array.shape[1:]), array.dtype) for name, array in examples.items()}
 
 
 def train_batches(

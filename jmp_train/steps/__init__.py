@@ -8,6 +8,7 @@ from jmp_train.steps.batch_parts import warn_of_split as warn_of_split
 from jmp_train.steps.costs import StepCosts as StepCosts
 from jmp_train.steps.costs import step_costs as step_costs
 from jmp_train.steps.flax_train_state import FlaxTrainState as FlaxTrainState
+from jmp_train.steps.fp8_scales import own_state as own_state
 from jmp_train.steps.fp8_state import with_fp8_state as with_fp8_state
 from jmp_train.steps.gradients import scaled_value_and_grad as scaled_value_and_grad
 from jmp_train.steps.gradients import unwatched_value_and_grad as unwatched_value_and_grad

@@ -24,15 +24,15 @@ class Option:
         up to 1.
       help: what `--help` says; `{models}` stands for the models of the tasks.
       metavar: what stands for its value there; None for its name.
-      values: how many values it takes, which make a tuple; None for one.
+      values: how many values it takes, which make a tuple, "+" for one or more; None for one.
       decides: what of a run depends on it: its "data", only its "training", or nothing (None), as on where files are.
       refusal: what is said where a task that does not have it is given it, see `refuse`.
     """
 
-    reads: Literal["flag", "path", "text", "count", "few", "seed", "share"]
+    reads: Literal["flag", "path", "text", "count", "few", "seed", "share", "state_dtype", "parameters", "fp8"]
     help: str
     metavar: str | None = None
-    values: int | None = None
+    values: int | Literal["+"] | None = None
     decides: Literal["data", "training"] | None = "training"
     refusal: str = _NONE_OF_ITS_OWN
 

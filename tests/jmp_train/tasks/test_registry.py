@@ -49,6 +49,7 @@ def parsed(kind: type, arguments: list[str]) -> argparse.Namespace:
         GIVEN,
         RunOptions(),
         RunOptions(epochs=3, batch_size=8, seed=7, growth_interval=5, logdir=Path("-log")),
+        RunOptions(state_dtypes=("mu=int8", "nu=uint8"), parameters="kahan", fp8="DelayedScaling"),
     ],
 )
 def test_the_parser_reads_what_is_passed_to_a_process(options: TaskOptions | RunOptions) -> None:

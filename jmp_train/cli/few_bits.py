@@ -1,0 +1,58 @@
+"""The options `--state-dtypes`, `--parameters` and `--fp8`: which policies and modes take them."""
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+
+from jmp_train.cli.arguments import precisions_without_device
+from jmp_train.cli.errors import WrongCall
+from jmp_train.runs import FewBits, is_schedule
+
+_IN_HALF = "params=bfloat16,compute=bfloat16 has such"
+_AUTOCASTING = "autocast_bfloat16 and autocast_float16 do"
+
+
+def read_few_bits(args: argparse.Namespace, names: Sequence[str]) -> FewBits:
+    """Returns what a call says of few bits.
+
+    Args:
+      args: what the parser read.
+      names: of the policies, modes and schedules of the call, one of which has to take each option.
+
+    Raises:
+      WrongCall: none takes it.
+    """
+    few_bits = FewBits(tuple(args.state_dtypes), args.parameters, args.fp8)
+    fields = Counter(text.rpartition("=")[0] for text in few_bits.state_dtypes)
+    repeated = [field for field, count in fields.items() if count > 1]
+    if repeated:
+        raise WrongCall(f"--state-dtypes names {repeated[0]} more than once")
+    taken = [few_bits_of(few_bits, name) for name in names]
+    said = ", ".join(names)
+    if few_bits.parameters and not any(part.parameters for part in taken):
+        raise WrongCall(
+            f"--parameters {few_bits.parameters} is for policies with parameters in half precision, which {said} "
+            f"{'is' if len(names) == 1 else 'are'} not; {_IN_HALF}"
+        )
+    if few_bits.fp8 and not any(part.fp8 for part in taken):
+        do = "does" if len(names) == 1 else "do"
+        raise WrongCall(f"--fp8 {few_bits.fp8}: {said} {do} not autocast as policies; {_AUTOCASTING}")
+    for name, part in zip(names, taken, strict=True):
+        if part.has_fp8_state and is_schedule(name):
+            raise WrongCall(f"--fp8 {part.fp8} has a state, which the phases of {name} would not share")
+    return few_bits
+
+
+def few_bits_of(few_bits: FewBits, name: str) -> FewBits:
+    """Returns what a policy or mode takes of what a call says, of a schedule what one of its phases does.
+
+    Args:
+      few_bits: what the call says.
+      name: of it.
+    """
+    parts = [few_bits.for_precision(phase.precision) for phase in precisions_without_device(name)]
+    return FewBits(
+        few_bits.state_dtypes,
+        next((part.parameters for part in parts if part.parameters), None),
+        next((part.fp8 for part in parts if part.fp8), None),
+    )

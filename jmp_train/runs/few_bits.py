@@ -1,0 +1,128 @@
+"""What a run is told of few bits: the optimizer's state, half-precision parameters, products in 8 bits."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+
+from jmp_train.policies import (
+    Amp,
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Policy,
+    with_kahan,
+    with_state_dtypes,
+    with_stochastic_rounding,
+)
+from jmp_train.policies.dtype_policies import AutocastPolicy
+from jmp_train.policies.pytrees import is_half
+from jmp_train.tasks import Task
+
+RECIPES = {recipe.__name__: recipe for recipe in (Float8CurrentScaling, DelayedScaling, MXFP8BlockScaling)}
+PARAMETERS: dict[str, Callable[[Any], Any]] = {
+    "kahan": with_kahan,
+    "kahan-int8": partial(with_kahan, compensation_dtype="int8"),
+    "stochastic-rounding": lambda optimizer: with_stochastic_rounding(optimizer, jax.random.key(0)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FewBits:
+    """What of a run is kept or computed in few bits, beside its policy or mode.
+
+    Attributes:
+      state_dtypes: how arrays of the optimizer's state are kept, as "nu=bfloat16"; see `with_state_dtypes`.
+      parameters: how updates below the precision of half parameters are kept, one of `PARAMETERS`; None for not at all.
+      fp8: by which of `RECIPES` an autocast policy multiplies dense layers in 8 bits; None for not at all.
+
+    Example:
+      >>> FewBits(("nu=bfloat16",), fp8="Float8CurrentScaling").metadata()
+      {'state_dtypes': ['nu=bfloat16'], 'fp8': 'Float8CurrentScaling'}
+    """
+
+    state_dtypes: tuple[str, ...] = ()
+    parameters: str | None = None
+    fp8: str | None = None
+
+    @property
+    def has_fp8_state(self) -> bool:
+        """Whether the recipe of 8 bits has a state."""
+        return self.fp8 == DelayedScaling.__name__
+
+    def metadata(self) -> dict[str, Any]:
+        """Returns what is said, as JSON has it, without what is not."""
+        said = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in said.items() if x}
+
+    def for_precision(self, precision: Policy | Amp) -> "FewBits":
+        """Returns what of it a policy or mode can have.
+
+        Args:
+          precision: see `precision_of`.
+        """
+        parameters = self.parameters if stores_in_half(precision) else None
+        return dataclasses.replace(
+            self, parameters=parameters, fp8=self.fp8 if isinstance(precision, AutocastPolicy) else None
+        )
+
+    def inner_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Returns an optimizer that keeps its state so.
+
+        Args:
+          optimizer: the task's.
+        """
+        if not self.state_dtypes:
+            return optimizer
+        return with_state_dtypes(optimizer, dict(text.rsplit("=", 1) for text in self.state_dtypes))
+
+    def outer_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Returns an optimizer that keeps the parameters so.
+
+        Args:
+          optimizer: with its loss scale.
+        """
+        return optimizer if self.parameters is None else PARAMETERS[self.parameters](optimizer)
+
+    def policy(self, policy: Policy, *, has_rules: bool) -> Policy:
+        """Returns a policy with products in 8 bits.
+
+        Args:
+          policy: one that autocasts, if there is a recipe.
+          has_rules: whether it was given rules, which say what is in 8 bits; else all dense layers are.
+        """
+        if self.fp8 is None or not isinstance(policy, AutocastPolicy):
+            return policy
+        rules = policy.rules if has_rules else policy.rules.replace(primitives={"dot_general": "fp8"})
+        return dataclasses.replace(policy, rules=rules, fp8=RECIPES[self.fp8]())
+
+
+DEFAULT_FEW_BITS = FewBits()
+
+
+def stores_in_half(precision: Policy | Amp) -> bool:
+    """Returns whether a precision is a policy whose parameters are stored in half; modes see to theirs themselves.
+
+    Args:
+      precision: see `precision_of`.
+    """
+    return isinstance(precision, Policy) and is_half(precision.param_dtype)
+
+
+def check_state_dtypes(task: Task, few_bits: FewBits) -> None:
+    """Raises ValueError if a task's optimizer has no such state.
+
+    Args:
+      task: what is to be trained.
+      few_bits: what was said.
+    """
+    if not few_bits.state_dtypes:
+        return
+    optimizer = few_bits.inner_optimizer(task.optimizer(task.schedule(100)))
+    try:
+        jax.eval_shape(lambda key: optimizer.init(task.init(key)[0]), jax.random.key(0))
+    except ValueError as error:
+        raise ValueError(f"--state-dtypes {' '.join(few_bits.state_dtypes)}: {error}") from error
