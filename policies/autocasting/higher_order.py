@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.autocasting.custom_derivatives import custom_jvp, custom_vjp
+from jmp_train.policies.autocasting.fp8 import fp8_dot
 from jmp_train.policies.autocasting.interpreter import (
     inlined,
     interpret,
@@ -24,9 +25,11 @@ from jmp_train.policies.autocasting.interpreter import (
     values_of,
 )
 from jmp_train.policies.autocasting.opaque import OpaqueCall
+from jmp_train.policies.autocasting.product_gradients import Contract
 from jmp_train.policies.autocasting.region import (
     FLOAT32,
     HALVES,
+    Decision,
     Handler,
     Region,
     Value,
@@ -59,11 +62,45 @@ def _constrain(values: list[Value], shardings: Sequence[Any]) -> list[Value]:
 def _remat(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value]:
     params = equation.params
     if isinstance(params["policy"], OpaqueCall):
-        arrays = [on_device(value.array) for value in inputs]
-        return values_of(jax.tree.leaves(params["policy"].run(*arrays)))
+        return _opaque(region, equation, inputs)
     body = on_arrays(region, params["jaxpr"], inputs)
     wrapped = jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])
     return values_of(wrapped(*(value.array for value in inputs)))
+
+
+def _opaque(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
+    """Calls the function itself; of a matrix product in 8 bits its own is made."""
+    arrays = [on_device(value.array) for value in inputs]
+    call = equation.params["policy"]
+    if call.contract is not None:
+        product = _product_of(equation, call.contract)
+        rule, reason = region.decide(product, "")
+        if rule == "fp8":
+            scales = region.delayed.of(region.place) if region.delayed else None
+            result = fp8_dot(*arrays, call.contract, region.recipe, equation.outvars[0].aval.dtype, scales)
+            if region.log is not None:
+                dtypes_in = (str(region.recipe.forward_dtype),) * 2
+                region.log.append(
+                    Decision(
+                        region.path,
+                        rule,
+                        reason,
+                        product,
+                        region.callers,
+                        region.repeats,
+                        dtypes_in,
+                        (str(result.dtype),),
+                    )
+                )
+            return [Value(result, product=True)]
+    return values_of(jax.tree.leaves(call.run(*arrays)))
+
+
+def _product_of(equation: Any, contract: Contract) -> JaxprEqn:
+    """Returns the matrix product that an opaque call makes, as an operation for rules to decide on."""
+    operands = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
+    traced = jax.make_jaxpr(lambda x, y: lax.dot_general(x, y, (contract, ((), ()))))(*operands)
+    return traced.eqns[0].replace(source_info=equation.source_info)
 
 
 def _scan(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value]:

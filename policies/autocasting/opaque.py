@@ -11,6 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+from jmp_train.policies.autocasting.product_gradients import Contract
+
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
@@ -18,19 +20,23 @@ Result = TypeVar("Result")
 class OpaqueCall:
     """A checkpoint policy that saves everything, and tells which function it is of."""
 
-    def __init__(self, run: Callable[..., Any]) -> None:
+    def __init__(self, run: Callable[..., Any], contract: Contract | None = None) -> None:
         self.run = run
+        self.contract = contract
 
     def __call__(self, *_: object, **__: object) -> bool:
         """Returns that a value is saved."""
         return True
 
 
-def opaque_to_autocast(fn: Callable[Args, Result]) -> Callable[Args, Result]:
+def opaque_to_autocast(fn: Callable[Args, Result], *, contract: Contract | None = None) -> Callable[Args, Result]:
     """Returns a function that computes by the dtypes of its arguments within autocast regions too.
 
     Args:
       fn: a function of pytrees of arrays to a pytree of arrays, which closes over no traced values.
+      contract: of a matrix product of two arrays without batch dimensions the dimensions that it contracts, of each, in
+        pairs: the rule "fp8" multiplies it in 8 bits, as any other, into the dtype that it has in float32. None for
+        every other function.
 
     Returns:
       A function that, within autocast regions, gets its arguments in the dtypes that they have there,
@@ -53,6 +59,6 @@ def opaque_to_autocast(fn: Callable[Args, Result]) -> Callable[Args, Result]:
             arguments: Any = jax.tree.unflatten(tree, leaves)
             return call(*arguments[0], **arguments[1])
 
-        return jax.checkpoint(run, prevent_cse=False, policy=OpaqueCall(run))(*leaves)
+        return jax.checkpoint(run, prevent_cse=False, policy=OpaqueCall(run, contract))(*leaves)
 
     return carried

@@ -43,7 +43,7 @@ def unrounded_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     def run(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return _product(upcast(x), kernel)
 
-    return opaque_to_autocast(run)(x, as_operand(kernel))
+    return opaque_to_autocast(run, contract=((2,), (0,)))(x, as_operand(kernel))
 
 
 @autocast_as("lower")

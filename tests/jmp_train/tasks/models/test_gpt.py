@@ -237,3 +237,11 @@ def test_a_cache_has_the_models_dtype_and_counts_its_tokens(params: Any) -> None
     assert {(x.shape, x.dtype.name) for x in cache.keys + cache.values} == {((2, 7, 2, 4), "bfloat16")}
     assert len(cache.keys) == len(cache.values) == CONFIG.depth
     assert isinstance(rotations(jnp.arange(2), 4), Rotation)
+
+
+def test_all_dense_layers_of_the_blocks_can_be_in_8_bits(params: Any) -> None:
+    rules = jt.TORCH_CUDA.replace(paths={"attention|mlp": "fp8"})
+    shapes = jax.eval_shape(lambda: params)
+    report = jt.explain_autocast(jt.autocast(forward, jnp.bfloat16, rules=rules), shapes, TOKENS)
+    in_blocks = [row.rule for row in report.operations if row.operation == "dot_general" and "block_" in row.path]
+    assert in_blocks == ["fp8"] * 7 * CONFIG.depth

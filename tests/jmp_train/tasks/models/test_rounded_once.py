@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_bitwise_equal
 
+from jmp_train.policies.autocasting.explain import explain_autocast
+from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, fp8_dot
+from jmp_train.policies.autocasting.rules import TORCH_CUDA
 from jmp_train.policies.autocasting.transform import autocast
 from jmp_train.tasks.models.rounded_once import gated, unrounded_product
 
@@ -50,3 +54,22 @@ def test_products_of_half_operands_are_not_rounded(dtype: Any) -> None:
     exact = np.einsum("bti,bto->io", a, g)
     np.testing.assert_allclose(of_kernel, exact, rtol=0.51 * float(jnp.finfo(dtype).eps), atol=1e-5)
     np.testing.assert_array_equal(of_kernel, of_kernel.astype(dtype).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("how", [{"paths": {"queries": "fp8"}}, {"primitives": {"dot_general": "fp8"}}])
+def test_products_in_8_bits_are_those_of_any_dense_layer_and_not_rounded(how: Any) -> None:
+    def layer(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        with jax.named_scope("queries"):
+            return unrounded_product(x, kernel)
+
+    product = autocast(layer, jnp.bfloat16, rules=TORCH_CUDA.replace(**how))
+    x, kernel, cotangent = normal(0, (2, 3, 16)), normal(1, (16, 5)), normal(2, (2, 3, 5))
+    out, pullback = jax.vjp(product, x, kernel)
+    wanted, wanted_pullback = jax.vjp(
+        lambda x, kernel: fp8_dot(x, kernel.astype(jnp.bfloat16), ((2,), (0,)), DEFAULT_RECIPE), x, kernel
+    )
+    assert out.dtype == jnp.float32
+    assert_bitwise_equal((out, pullback(cotangent)), (wanted, wanted_pullback(cotangent)))
+    (row,) = [row for row in explain_autocast(product, x, kernel).operations if row.rule == "fp8"]
+    assert (row.operation, row.dtypes_in, row.dtypes_out) == ("dot_general", ("float8_e4m3fn",) * 2, ("float32",))
+    assert row.path == "queries"
