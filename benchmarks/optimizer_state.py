@@ -1,13 +1,15 @@
 """What an optimizer's state takes and costs in few bits, beside optax's own: bytes a parameter, and what is learned.
 
     python benchmarks/optimizer_state.py [--parts bytes training] [--cases digits cifar10 lm] [--seeds 3] [--json FILE]
+    python benchmarks/optimizer_state.py --parts bytes --without-peaks     # nothing is compiled
     python benchmarks/optimizer_state.py --tiny     # a few steps of the smallest case, to see that it runs
 
 `bytes` plans the steps of GPT-2 small (task lm) and ViT-B/16, with AdamW, for an A100-40GB: what parameters and
-optimizer state take, by the arguments of the compiled program, and its peak. No GPU is needed. `training` trains on the
-CPU, each choice with the same seeds, of which each gives parameters and the order of the data: digits as the task has
-it, a ResNet with one block a stage of 8 to 64 channels on the synthetic images of task cifar10, and the language model
-`lm --model tiny` on a part of its text; all with Adam. Optax's own are Adam in float32 and with its `mu_dtype`.
+optimizer state take, by the arguments of the step, and the peak of the program. No GPU is needed. `training` trains
+on the CPU, each choice with the same seeds, of which each gives parameters and the order of the data: digits as the
+task has it, a ResNet with one block a stage of 8 to 64 channels on the synthetic images of task cifar10, and the
+language model `lm --model tiny` on a part of its text; all with Adam. Optax's own are Adam in float32 and with its
+`mu_dtype`.
 """
 
 import argparse
@@ -128,6 +130,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=("digits", "cifar10", "lm"), default=("digits", "cifar10", "lm"))
     parser.add_argument("--models", nargs="+", choices=[*PLANNED], default=[*PLANNED])
     parser.add_argument("--choices", nargs="+", choices=[*CHOICES], default=[*CHOICES], metavar="CHOICE")
+    parser.add_argument("--without-peaks", action="store_true")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -136,14 +139,14 @@ def main() -> None:
         args.cases, args.models = ["digits"], []
     results: dict[str, Any] = {"jax": jax.__version__}
     if "bytes" in args.parts:
-        results["bytes"] = [bytes_of(model, args.choices) for model in args.models]
+        results["bytes"] = [bytes_of(model, args.choices, with_peaks=not args.without_peaks) for model in args.models]
     if "training" in args.parts:
         results["training"] = [training(name, args) for name in args.cases]
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def bytes_of(model: str, choices: list[str]) -> dict[str, Any]:
+def bytes_of(model: str, choices: list[str], *, with_peaks: bool) -> dict[str, Any]:
     """Prints the bytes a parameter of a model by choice."""
     name, size = PLANNED[model]
     task = load_task(name, TaskOptions(synthetic=name != "lm", model=size))
@@ -152,25 +155,28 @@ def bytes_of(model: str, choices: list[str]) -> dict[str, Any]:
     for choice in choices:
         state, batch, step = planned(task, CHOICES[choice])
         parameters = sum(x.size for x in jax.tree.leaves(state.params))
-        plan = jt.plan(step, state, batch, gpus="A100-40GB", find_largest=False, remedies=False)
-        (row,) = plan.rows
-        kinds = row.bytes_by_kind
-        kept = kinds["parameters"] + kinds["optimizer state"]
-        gradients = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))
+        in_params, in_state = (
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (state.params, state.opt_state)
+        )
+        peak = peak_bytes(step, state, batch) if with_peaks else None
         rows[choice] = {
             "parameters": parameters,
-            "parameter_bytes": kinds["parameters"],
-            "state_bytes": kinds["optimizer state"],
-            "bytes_a_parameter": round(kept / parameters, 3),
-            "with_gradients": round((kept + gradients) / parameters, 3),
-            "peak_bytes": row.peak_bytes,
+            "parameter_bytes": in_params,
+            "state_bytes": in_state,
+            "bytes_a_parameter": round((in_params + in_state) / parameters, 3),
+            "with_gradients": round((2 * in_params + in_state) / parameters, 3),  # in the parameters' dtype
+            "peak_bytes": peak,
         }
         found = rows[choice]
-        print(
-            f"{choice:32}{found['bytes_a_parameter']:8.2f}{found['with_gradients']:8.2f}{row.peak_bytes / 1e9:9.2f} GB",
-            flush=True,
-        )
+        shown = "" if peak is None else f"{peak / 1e9:9.2f} GB"
+        print(f"{choice:32}{found['bytes_a_parameter']:8.2f}{found['with_gradients']:8.2f}{shown}", flush=True)
     return {"model": model, "gpu": "A100-40GB", "batch_size": task.batch_size, "choices": rows}
+
+
+def peak_bytes(step: Any, state: Any, batch: Any) -> int:
+    """Returns the peak of a step on an A100, whose program has these bytes of state as its arguments."""
+    (row,) = jt.plan(step, state, batch, gpus="A100-40GB", find_largest=False, remedies=False).rows
+    return row.peak_bytes
 
 
 def planned(task: Task, choice: Choice) -> tuple[Any, Any, Any]:

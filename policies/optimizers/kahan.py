@@ -57,12 +57,12 @@ def with_kahan(
 
     It goes outermost, in the place of `with_master_weights`: the optimizer sees the sum of parameter and compensation
     in float32; what becomes of it is rounded to the parameter, and what that leaves to the compensation. The sum has
-    about 16 significant bits in bfloat16, for 4 bytes a parameter instead of 6. In float16 it has about 22, but none
+    about 17 significant bits in bfloat16, for 4 bytes a parameter instead of 6. In float16 it has about 22, but none
     below 6e-8, so parameters below 1e-3 or so have fewer. `optax.apply_updates` and `train_step` give the same
     parameters, to the last bit; a skipped step changes none.
 
-    A compensation in int8 takes 3 bytes a parameter: the sum has 16 significant bits in bfloat16, 19 in float16, one
-    fewer than with a compensation in 16 bits, but in float16 for small parameters too.
+    With a compensation in int8 it is 3 bytes a parameter, and 16 significant bits; in float16 19, for small parameters
+    too.
 
     Args:
       optimizer: any optax optimizer; `with_loss_scale`'s included.
