@@ -76,8 +76,9 @@ def _opaque(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
         product = _product_of(equation, call.contract)
         rule, reason = region.decide(product, "")
         if rule == "fp8":
+            lhs, rhs = arrays
             scales = region.delayed.of(region.place) if region.delayed else None
-            result = fp8_dot(*arrays, call.contract, region.recipe, equation.outvars[0].aval.dtype, scales)
+            result = fp8_dot(lhs, rhs, call.contract, region.recipe, equation.outvars[0].aval.dtype, scales)
             if region.log is not None:
                 dtypes_in = (str(region.recipe.forward_dtype),) * 2
                 region.log.append(

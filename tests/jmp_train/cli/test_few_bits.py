@@ -133,7 +133,7 @@ def test_a_run_keeps_its_state_so(parameters: str, kind: type[Any] | None) -> No
 
 
 def test_dense_layers_are_in_8_bits_or_what_rules_name() -> None:
-    policy = jt.get_policy("autocast_bfloat16")
+    policy: Any = jt.get_policy("autocast_bfloat16")
     few_bits = FewBits(fp8="MXFP8BlockScaling")
     own: Any = few_bits.policy(policy, has_rules=False)
     assert (own.fp8, dict(own.rules.primitives)["dot_general"]) == (jt.MXFP8BlockScaling(), "fp8")

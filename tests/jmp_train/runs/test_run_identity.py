@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jmp_train.policies import TORCH_CUDA, AutocastRules
+from jmp_train.runs.few_bits import DEFAULT_FEW_BITS, FewBits
 from jmp_train.runs.rules_files import RulesFile
 from jmp_train.runs.run_identity import data_digest, differences, run_metadata
 from jmp_train.tasks import Arrays, Task, TaskOptions, load_task
@@ -16,9 +17,9 @@ from jmp_train.tasks import Arrays, Task, TaskOptions, load_task
 pytestmark = pytest.mark.quick
 
 
-def run_of(task: Task, **numbers: int) -> dict[str, object]:
+def run_of(task: Task, few_bits: FewBits = DEFAULT_FEW_BITS, **numbers: int) -> dict[str, object]:
     numbers = {"epochs": 3, "batch_size": 2, "seed": 0, **numbers}
-    return run_metadata(task, "float32", **numbers, shared=task.shared(), rules=None)["run"]
+    return run_metadata(task, "float32", **numbers, shared=task.shared(), rules=None, few_bits=few_bits)["run"]
 
 
 @pytest.fixture(name="cora", scope="module")
@@ -44,6 +45,9 @@ def test_each_option_is_told(cora: Task) -> None:
     assert differences(run, short) == ["growth_interval: the run has the default, this call 20"]
     assert differences(short, run) == ["growth_interval: the run has 20, this call the default"]
     assert "growth_interval" not in run  # as in checkpoints of before there was the option
+    small = run_of(cora, FewBits(("nu=bfloat16",)))
+    assert differences(run, small) == ["state_dtypes: the run has the default, this call ['nu=bfloat16']"]
+    assert not {"state_dtypes", "parameters", "fp8"} & run.keys()
 
 
 def test_the_entries_of_rules_are_told_and_not_where_their_file_is(cora: Task) -> None:
