@@ -2,12 +2,16 @@
 
 from jmp_train.graphs import fn as fn
 from jmp_train.graphs.datasets import GraphData as GraphData
+from jmp_train.graphs.datasets import LinkData as LinkData
+from jmp_train.graphs.datasets import Links as Links
 from jmp_train.graphs.datasets import NodeData as NodeData
 from jmp_train.graphs.datasets import PaddedSize as PaddedSize
 from jmp_train.graphs.datasets import load_graphs as load_graphs
 from jmp_train.graphs.datasets import padded_batch as padded_batch
 from jmp_train.graphs.datasets import padded_sizes as padded_sizes
 from jmp_train.graphs.datasets import read_ogb as read_ogb
+from jmp_train.graphs.datasets import read_ogb_graphs as read_ogb_graphs
+from jmp_train.graphs.datasets import read_ogb_links as read_ogb_links
 from jmp_train.graphs.datasets import read_planetoid as read_planetoid
 from jmp_train.graphs.datasets import read_reddit as read_reddit
 from jmp_train.graphs.datasets import read_tu as read_tu

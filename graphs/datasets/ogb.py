@@ -1,7 +1,6 @@
 """Data sets of node classification in the csv files of the Open Graph Benchmark (OGB)."""
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,16 @@ from jmp_train.graphs.datasets.checked_tables import (
     read_table,
     whole,
 )
-from jmp_train.graphs.datasets.data_files import find_file, find_files
 from jmp_train.graphs.datasets.node_data import NodeData
+from jmp_train.graphs.datasets.ogb_folders import (
+    find_split,
+    find_table,
+    find_tables,
+    raw_folder,
+    read_count,
+    read_parts,
+    with_inverse,
+)
 
 PUBLIC = "OGB's data sets are public in https://ogb.stanford.edu/docs/nodeprop"
 
@@ -71,59 +78,29 @@ def read_ogb(
     Reference: Hu et al., Open Graph Benchmark, https://arxiv.org/abs/2005.00687;
     https://github.com/snap-stanford/ogb (ogb/io/read_graph_raw.py).
     """
-    raw = Path(data_dir) / "raw"
-    if (raw / "data.npz").is_file():
-        raise ValueError(f"{raw / 'data.npz'} is of OGB's binary layout (ogbn-papers100M), which is not supported")
-    paths = _find_tables(raw, _NEEDED)
-    split_paths = _find_split(Path(data_dir) / "split", split)
+    raw = raw_folder(data_dir)
+    paths = find_tables(raw, _NEEDED, PUBLIC)
+    split_paths = find_split(Path(data_dir) / "split", split, PUBLIC)
     read = functools.partial(read_table, max_bytes=max_bytes)
-    num_nodes = _read_count(read, paths["num-node-list"])
-    num_edges = _read_count(read, paths["num-edge-list"])
+    num_nodes = read_count(read, paths["num-node-list"])
+    num_edges = read_count(read, paths["num-edge-list"])
     ends = read_ids(read, paths["edge"], 2, num_nodes, num_edges)
     check_rows(paths["edge"], ends, num_edges, paths["num-edge-list"])
     features = read_features(read, paths["node-feat"], num_nodes, paths["num-node-list"])
     labels = _read_labels(read, paths["node-label"], num_nodes, paths["num-node-list"])
-    train, validation, test = _read_split(read, split_paths, labels)
+    faults = {"has no label": labels < 0}
+    train, validation, test = read_parts(read, split_paths, num_nodes, "the graph has {} nodes", faults)
 
     nodes, edges = {}, {}
-    if year := find_file(raw, _choices("node_year")):
+    if year := find_table(raw, "node_year"):
         nodes["year"] = _read_year(read, year, num_nodes, paths["num-node-list"])
-    if feat := find_file(raw, _choices("edge-feat")):
+    if feat := find_table(raw, "edge-feat"):
         edges["feat"] = read_features(read, feat, num_edges, paths["num-edge-list"])
     if add_inverse_edge:
-        ends = np.stack([ends, ends[:, ::-1]], axis=1).reshape(-1, 2)
-        edges = {name: np.repeat(array, 2, axis=0) for name, array in edges.items()}
+        ends, edges = with_inverse(ends, edges)
     senders, receivers = (np.ascontiguousarray(ids) for ids in ends.T)
     classes = int(labels.max()) + 1
     return NodeData(senders, receivers, features, labels, classes, train, validation, test, nodes, edges)
-
-
-def _choices(name: str) -> tuple[str, str]:
-    """Returns what a file may be called."""
-    return f"{name}.csv.gz", f"{name}.csv"
-
-
-def _find_tables(folder: Path, names: Sequence[str]) -> dict[str, Path]:
-    return find_files(folder, {name: _choices(name) for name in names}, PUBLIC)
-
-
-def _find_split(folder: Path, split: str | None) -> dict[str, Path]:
-    """Returns the paths of a scheme's three files."""
-    schemes = sorted(path.name for path in folder.glob("*/"))
-    if not schemes:
-        raise FileNotFoundError(f"{folder} has no folder of a split; {PUBLIC}")
-    if split not in schemes and (split is not None or len(schemes) > 1):
-        raise ValueError(f"split={split!r} must be one of {', '.join(map(repr, schemes))}, which are in {folder}")
-    return _find_tables(folder / (split or schemes[0]), ("train", "valid", "test"))
-
-
-def _read_count(read: Table, path: Path) -> int:
-    counts = read(path, np.int32)
-    if counts.shape != (1, 1):
-        raise ValueError(f"{path} has {counts.size} numbers, where that of one graph is wanted")
-    if counts[0, 0] < 0:
-        raise ValueError(f"{path} has the number {counts[0, 0]}, which is negative")
-    return int(counts[0, 0])
 
 
 def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarray:
@@ -144,25 +121,3 @@ def _read_year(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarr
     check_rows(path, years, rows, counted_by)
     check_columns(path, years, 1)
     return whole(path, years, np.full(years.shape, True))
-
-
-def _read_split(read: Table, paths: dict[str, Path], labels: np.ndarray) -> list[np.ndarray]:
-    """Returns the ids of training, validation and test nodes, int32 [nodes of that part]."""
-    parts, is_taken = [], np.full(len(labels), False)
-    for name, path in paths.items():
-        ids = read_ids(read, path, 1, len(labels))[:, 0]
-        if not len(ids) and name != "valid":
-            raise ValueError(f"{path} names no node")
-        is_first = np.full(len(ids), False)
-        is_first[np.unique(ids, return_index=True)[1]] = True
-        is_again = is_taken[ids] | ~is_first
-        for is_wrong, fault in (
-            (is_again, "is in the split twice"),
-            (labels[ids] < 0, "has no label"),
-        ):
-            if is_wrong.any():
-                row = int(is_wrong.argmax())
-                raise ValueError(f"{path}: row {row} is {ids[row]}, which {fault}")
-        is_taken[ids] = True
-        parts.append(np.ascontiguousarray(ids))
-    return parts

@@ -1,0 +1,140 @@
+"""Data sets of link prediction in OGB's files: a graph in csv files, and a split in files of `torch.save`."""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jmp_train.graphs.datasets.checked_tables import Table, check_rows, read_features, read_ids, read_table
+from jmp_train.graphs.datasets.link_data import LinkData, Links
+from jmp_train.graphs.datasets.ogb_folders import (
+    find_split,
+    find_table,
+    find_tables,
+    raw_folder,
+    read_count,
+    with_inverse,
+)
+from jmp_train.graphs.datasets.torch_files import read_torch_arrays
+
+_PUBLIC = "OGB's data sets are public in https://ogb.stanford.edu/docs/linkprop"
+_NEEDED = ("edge", "num-node-list", "num-edge-list")
+_OF_NODES = {"node-feat": "feat", "node_year": "year"}
+_OF_EDGES = {"edge-feat": "feat", "edge_weight": "weight", "edge_year": "year"}
+_ENDS = ("source_node", "target_node")
+
+
+def read_ogb_links(
+    data_dir: Path | str,
+    split: str | None = None,
+    *,
+    add_inverse_edge: bool = False,
+    max_bytes: int | None = None,
+) -> LinkData:
+    r"""Reads a data set of links in OGB's layout, such as ogbl-collab or ogbl-citation2.
+
+    The files of the split are what `torch.save` wrote. Torch is not needed, and nothing that they name is called.
+
+    Args:
+      data_dir: the folder of `raw`, with edge, num-node-list, num-edge-list and, where there are any, node-feat,
+        node_year, edge-feat, edge_weight and edge_year, each `.csv.gz` or `.csv`; and of `split/<scheme>`, with
+        train.pt, valid.pt and test.pt.
+      split: the name of the scheme, such as "time"; where there is one only, it need not be named.
+      add_inverse_edge: whether each edge of the graph is followed by the same one the other way round, as OGB does
+        for ogbl-ppa, ogbl-collab and ogbl-ddi.
+      max_bytes: see `read_ogb`; and of the split's files, how many bytes they may have, None for 4 GiB.
+
+    Returns:
+      The data: `nodes` and `edges` by the names "feat", "weight" and "year", float32 [rows, width]; of links, what the
+      split's files have more, such as "weight" and "year", as it is.
+
+    Raises:
+      FileNotFoundError: see `read_ogb`.
+      ValueError: see `read_ogb`; or a split's file has neither `edge` nor `source_node` and `target_node`, as those of
+        knowledge graphs, or has what is no array of numbers.
+      OSError: see `read_ogb`.
+
+    Example:
+      >>> import pickle, tempfile, zipfile
+      >>> folder = Path(tempfile.mkdtemp())
+      >>> for name, text in {"edge": "0,1\n1,2\n", "num-node-list": "3\n", "num-edge-list": "2\n"}.items():
+      ...     (folder / "raw").mkdir(exist_ok=True)
+      ...     _ = (folder / "raw" / f"{name}.csv").write_text(text)
+      >>> (folder / "split/time").mkdir(parents=True)
+      >>> for part in ("train", "valid", "test"):
+      ...     arrays = {"edge": np.array([[0, 1]]), "edge_neg": np.array([[2, 0]])}
+      ...     with zipfile.ZipFile(folder / "split/time" / f"{part}.pt", "w") as archive:
+      ...         archive.writestr(f"{part}/data.pkl", pickle.dumps(arrays, protocol=2))
+      >>> data = read_ogb_links(folder, add_inverse_edge=True)
+      >>> data.senders.tolist(), data.test.receivers.tolist(), data.test.negative_senders.tolist()
+      ([0, 1, 1, 2], [1], [2])
+
+    Reference: Hu et al., Open Graph Benchmark, https://arxiv.org/abs/2005.00687;
+    https://github.com/snap-stanford/ogb (ogb/linkproppred/dataset.py).
+    """
+    raw = raw_folder(data_dir)
+    paths = find_tables(raw, _NEEDED, _PUBLIC)
+    split_paths = find_split(Path(data_dir) / "split", split, _PUBLIC, (".pt",))
+    read = functools.partial(read_table, max_bytes=max_bytes)
+    counted_nodes, counted_edges = paths["num-node-list"], paths["num-edge-list"]
+    num_nodes, num_edges = read_count(read, counted_nodes), read_count(read, counted_edges)
+    ends = read_ids(read, paths["edge"], 2, num_nodes, num_edges)
+    check_rows(paths["edge"], ends, num_edges, counted_edges)
+    nodes = _read_known(read, raw, _OF_NODES, num_nodes, counted_nodes)
+    edges = _read_known(read, raw, _OF_EDGES, num_edges, counted_edges)
+    train, validation, test = (_read_links(path, num_nodes, max_bytes) for path in split_paths.values())
+    if add_inverse_edge:
+        ends, edges = with_inverse(ends, edges)
+    senders, receivers = (np.ascontiguousarray(ids) for ids in ends.T)
+    return LinkData(senders, receivers, num_nodes, train, validation, test, nodes, edges)
+
+
+def _read_known(read: Table, raw: Path, names: Mapping[str, str], rows: int, counted_by: Path) -> dict[str, np.ndarray]:
+    """Returns the tables that are there, float32 [rows, width]."""
+    found = {name: find_table(raw, file) for file, name in names.items()}
+    return {name: read_features(read, path, rows, counted_by) for name, path in found.items() if path is not None}
+
+
+def _read_links(path: Path, num_nodes: int, max_bytes: int | None) -> Links:
+    arrays = read_torch_arrays(path, max_bytes=max_bytes)
+    if "edge" in arrays:
+        senders, receivers = _pairs(path, "edge", arrays.pop("edge"), num_nodes)
+    elif set(_ENDS) <= arrays.keys():
+        senders, receivers = (_ids(path, name, arrays.pop(name), num_nodes, axes=1) for name in _ENDS)
+    else:
+        known = ", ".join(arrays)[:200] or "nothing"
+        raise ValueError(f"{path} has {known}, where edge, or source_node and target_node are right")
+    count = len(senders)
+    if len(receivers) != count:
+        raise ValueError(f"{path}: target_node has {len(receivers)} nodes, where source_node has {count}")
+    negatives = ()
+    if "edge_neg" in arrays:
+        negatives = _pairs(path, "edge_neg", arrays.pop("edge_neg"), num_nodes)
+    elif "target_node_neg" in arrays:
+        others = _ids(path, "target_node_neg", arrays.pop("target_node_neg"), num_nodes, axes=2)
+        if len(others) != count:
+            raise ValueError(f"{path}: target_node_neg has {len(others)} rows, where source_node has {count}")
+        negatives = (senders[:, None], others)
+    for name, array in arrays.items():
+        if len(array.shape) == 0 or len(array) != count:
+            raise ValueError(f"{path}: {name} has shape {array.shape}, where there are {count} links")
+    return Links(senders, receivers, *negatives, values=arrays)
+
+
+def _pairs(path: Path, name: str, array: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    ids = _ids(path, name, array, num_nodes, axes=2)
+    if ids.shape[1] != 2:
+        raise ValueError(f"{path}: {name} has shape {array.shape}, where pairs of nodes are right")
+    senders, receivers = (np.ascontiguousarray(column) for column in ids.T)
+    return senders, receivers
+
+
+def _ids(path: Path, name: str, array: np.ndarray, num_nodes: int, *, axes: int) -> np.ndarray:
+    """Returns ids of nodes, int32 of the array's shape."""
+    if array.ndim != axes or array.dtype.kind not in "iu":
+        raise ValueError(f"{path}: {name} is {array.dtype} {array.shape}, where integers of {axes} axes are right")
+    if array.size and not 0 <= array.min() <= array.max() < num_nodes:
+        wrong = int(array.min() if array.min() < 0 else array.max())
+        raise ValueError(f"{path}: {name} has {wrong}, where the graph has {num_nodes} nodes")
+    return array.astype(np.int32)

@@ -1,0 +1,246 @@
+"""Pickles carried out as plain data: what they name is noted, and neither imported nor called.
+
+A pickle is a program: what it names is imported and called. Here nothing of it is called. Its instructions
+are carried out on numbers, strings, lists, tuples and dictionaries; of the few names that a kind of file uses, it is
+noted what they would be called with, and from those notes, once they are checked, arrays are made. Any other name and
+any instruction that the files have no use for is an error.
+"""
+
+import dataclasses
+import math
+import pickletools
+import re
+from collections.abc import Callable, Collection
+from typing import IO, Any
+
+import numpy as np
+
+_DEEPEST = 2**17  # values on the stack; pickles append 1,000 at a time
+_DTYPE = "numpy dtype"
+_ARRAY = "numpy ndarray"
+_MAKERS = {f"numpy.{core}.multiarray _reconstruct" for core in ("core", "_core")}
+_DICTS = {"collections defaultdict", "collections OrderedDict"}
+_PLAIN = (3, None, None, None, -1, -1, 0)  # the state of a dtype without fields, but for its order
+_BYTES, _ENCODE = "__builtin__ bytes", "_codecs encode"  # how Python 3 writes bytes for Python 2
+STORAGE = "persistent"  # of a note: what a pickle says is stored beside it
+
+PYTHON2_ARRAYS = {_DTYPE, _ARRAY, "numpy.core.multiarray _reconstruct"}
+PYTHON3_ARRAYS = {_DTYPE, _ARRAY, *_MAKERS, _BYTES, _ENCODE}
+
+
+class Refused(Exception):
+    """A fault whose text goes on after the name of the file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """What a pickle would import."""
+
+    text: str
+
+
+@dataclasses.dataclass(slots=True)
+class Note:
+    """What a pickle would call, with which arguments, and the state that it would set afterward."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+
+# What instructions raise that stand in a wrong place; `pickletools` also warns, and warnings may be errors.
+FAULTS = (
+    *(ArithmeticError, AttributeError, LookupError, RecursionError),
+    *(TypeError, ValueError, Warning),
+)
+
+_MARK = object()
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "MARK": _MARK}
+_LITERALS = {
+    *("BININT", "BININT1", "BININT2", "LONG1"),
+    *("BINSTRING", "SHORT_BINSTRING", "BINUNICODE"),
+}
+
+
+def carried_out(
+    source: bytes | IO[bytes], names: Collection[str], *, most: int | None = None, has_storages: bool = False
+) -> Any:
+    r"""Returns what the instructions of a pickle leave: see `pickletools` for what each of them does.
+
+    Args:
+      source: the pickle; of a file, it is read from where that is, and no further than to its end.
+      names: what it may name, each its module and its name.
+      most: how many instructions it may have; None for any number.
+      has_storages: whether it may speak of what is stored beside it, as torch's do.
+
+    Raises:
+      Refused: it names something else.
+      Exception: one of `FAULTS`: it is damaged, or another pickle.
+
+    Example:
+      >>> carried_out(b"\x80\x02]K\x07a.", ())
+      [7]
+    """
+    stack: list[Any] = []
+    memo: dict[Any, Any] = {}  # and no list, which a number in a damaged file could make huge
+    for count, (instruction, argument, _) in enumerate(pickletools.genops(source)):
+        if most is not None and count >= most:
+            raise ValueError(f"there are more than {most} instructions")
+        if len(stack) > _DEEPEST:
+            raise ValueError(f"more than {_DEEPEST} values wait for what is to become of them")
+        name: Any = instruction.name
+        if name in _LITERALS:
+            stack.append(argument)
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = _last(stack)
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name == "GLOBAL":
+            stack.append(_allowed(str(argument), names))
+        elif name == "BINPERSID" and has_storages:
+            stack.append(Note(STORAGE, (_pop(stack),)))
+        elif name in _STEPS:
+            _STEPS[name](stack)
+        elif name not in ("PROTO", "STOP"):
+            raise ValueError(f"the instruction {name} is not expected")
+    (value,) = stack
+    return value
+
+
+def _allowed(name: str, names: Collection[str]) -> Name:
+    if name not in names:
+        raise Refused(f"asks for {name[:99]!r}, which no file of this kind needs; it was not called")
+    return Name(name)
+
+
+def _last(stack: list[Any]) -> Any:
+    """Returns the last value of the stack; a mark is not one."""
+    if stack[-1] is _MARK:
+        raise ValueError("there is a mark where a value is expected")
+    return stack[-1]
+
+
+def _pop(stack: list[Any]) -> Any:
+    _last(stack)
+    return stack.pop()
+
+
+def _marked(stack: list[Any]) -> list[Any]:
+    """Takes what was pushed after the last mark from the stack, and the mark."""
+    values = []
+    while (value := stack.pop()) is not _MARK:
+        values.append(value)
+    return values[::-1]
+
+
+def _push_tuple(length: int) -> Callable[[list[Any]], None]:
+    def step(stack: list[Any]) -> None:
+        values = [_pop(stack) for _ in range(length)]
+        stack.append(tuple(values[::-1]))
+
+    return step
+
+
+def _append(stack: list[Any], values: list[Any]) -> None:
+    if not isinstance(stack[-1], list):
+        raise TypeError("values are appended to what is not a list")
+    stack[-1].extend(values)
+
+
+def _set_items(stack: list[Any], items: list[Any]) -> None:
+    keys, values = items[::2], items[1::2]
+    # A tuple of tuples of tuples, each the same twice, would be hashed for ever.
+    if not isinstance(stack[-1], dict) or not {type(key) for key in keys} <= {int, str}:
+        raise TypeError("items are set in what is not a dictionary, or under what is not a number or name")
+    stack[-1].update(zip(keys, values, strict=True))
+
+
+def _call(stack: list[Any]) -> None:
+    arguments, name = _pop(stack), _pop(stack)
+    if not isinstance(arguments, tuple) or not isinstance(name, Name):
+        raise TypeError("what is called is not a name, or its arguments are not a tuple")
+    stack.append({} if name.text in _DICTS else Note(name.text, arguments))
+
+
+def _build(stack: list[Any]) -> None:
+    state = _pop(stack)
+    if not isinstance(stack[-1], Note):
+        raise TypeError("a state is set of what was not made")
+    stack[-1].state = state
+
+
+_STEPS: dict[str, Callable[[list[Any]], None]] = {
+    "EMPTY_LIST": lambda stack: stack.append([]),
+    "EMPTY_DICT": lambda stack: stack.append({}),
+    "EMPTY_TUPLE": _push_tuple(0),
+    "TUPLE1": _push_tuple(1),
+    "TUPLE2": _push_tuple(2),
+    "TUPLE3": _push_tuple(3),
+    "TUPLE": lambda stack: stack.append(tuple(_marked(stack))),
+    "APPEND": lambda stack: _append(stack, [_pop(stack)]),
+    "APPENDS": lambda stack: _append(stack, _marked(stack)),
+    "SETITEM": lambda stack: _set_items(stack, [_pop(stack), _pop(stack)][::-1]),
+    "SETITEMS": lambda stack: _set_items(stack, _marked(stack)),
+    "REDUCE": _call,
+    "NEWOBJ": _call,
+    "BUILD": _build,
+}
+
+
+def array_of(note: Any) -> np.ndarray:
+    """Returns the array whose making was noted."""
+    if not isinstance(note, Note) or note.name not in _MAKERS:
+        raise TypeError("there is no array where one is expected")
+    kind, shape, code = note.arguments
+    if not is_name(kind, _ARRAY) or shape != (0,) or _bytes_of(code) != b"b":
+        raise ValueError("an array is not made as arrays are")
+    version, shape, dtype, by_columns, content = note.state
+    if type(by_columns) is not bool:
+        raise ValueError("an array does not say whether it is by columns")
+    if version != 1:
+        raise ValueError("an array is of another version than arrays are")
+    dtype, content = _dtype(dtype), _bytes_of(content)
+    check_shape(shape)
+    if len(content) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"an array of shape {shape} has {len(content)} bytes of {dtype}")
+    array = np.frombuffer(content, dtype).reshape(shape, order="F" if by_columns else "C")
+    if not np.isfinite(array).all():
+        raise ValueError("a number of an array is not finite")
+    return array.astype(dtype.newbyteorder("="))
+
+
+def _dtype(note: Any) -> np.dtype:
+    if not isinstance(note, Note) or note.name != _DTYPE:
+        raise TypeError("there is no dtype where one is expected")
+    code, order = note.arguments[0], note.state[1]
+    if note.arguments[1:] != (0, 1) or (note.state[:1] + note.state[2:]) != _PLAIN:
+        raise ValueError("the dtype of an array is not made as dtypes are")
+    if not re.fullmatch(r"[<>|](b1|[iu][1248]|f[48])", order + code):
+        raise ValueError("the dtype of an array is not of numbers")
+    return np.dtype(order + code)
+
+
+def _bytes_of(value: Any) -> bytes:
+    """Returns bytes, which Python 2 wrote as they are, and Python 3 as text that would be encoded."""
+    if isinstance(value, Note) and value.state is None:
+        if value.name == _BYTES and value.arguments == ():
+            return b""
+        if value.name == _ENCODE and value.arguments[1:] == ("latin1",):
+            value = value.arguments[0]
+    if not isinstance(value, str):
+        raise TypeError("there are no bytes where they are expected")
+    return value.encode("latin1")
+
+
+def is_name(value: Any, name: str) -> bool:
+    """Returns whether a value of a pickle is a name."""
+    return isinstance(value, Name) and value.text == name
+
+
+def check_shape(shape: Any) -> None:
+    """Raises ValueError where a value of a pickle is not a shape of one or two axes."""
+    is_tuple = isinstance(shape, tuple) and len(shape) <= 2
+    if not is_tuple or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError("the shape of an array is not one or two integers from 0")

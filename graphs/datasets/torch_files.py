@@ -1,0 +1,153 @@
+"""Arrays in the files of `torch.save`, such as OGB's splits of links; torch is not needed, and nothing is unpickled.
+
+A file is a zip archive with a pickle in it, or, before torch 1.6, several pickles one after the other.
+"""
+
+import contextlib
+import errno
+import math
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from jmp_train.graphs.datasets.file_limits import check_bytes, faults_named, most_bytes, one_line
+from jmp_train.graphs.datasets.pickle_notes import (
+    FAULTS,
+    PYTHON3_ARRAYS,
+    STORAGE,
+    Note,
+    Refused,
+    array_of,
+    carried_out,
+    check_shape,
+    is_name,
+)
+
+_MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle of an old file
+_VERSION = 1001
+_MOST_INSTRUCTIONS = 10_000  # a dictionary of arrays has some 30 for each
+_LARGEST = 2**32  # bytes; the largest of the public files, ogbl-citation2's, have 0.8 GB
+_TENSOR = "torch._utils _rebuild_tensor_v2"
+_STORAGES = {
+    f"torch {kind}Storage": np.dtype(code)
+    for kind, code in {
+        "Long": "<i8", "Int": "<i4", "Short": "<i2", "Char": "<i1", "Byte": "<u1", "Bool": "?",
+        "Half": "<f2", "Float": "<f4", "Double": "<f8",
+    }.items()
+}  # fmt: skip
+_NAMES = {*PYTHON3_ARRAYS, *_STORAGES, _TENSOR, "collections OrderedDict"}
+
+
+def read_torch_arrays(path: Path, *, max_bytes: int | None = None) -> dict[str, np.ndarray]:
+    """Reads a dictionary of arrays of numpy's, or of tensors of torch's, that `torch.save` wrote.
+
+    Args:
+      path: the file.
+      max_bytes: how many bytes the file may have; None for 4 GiB. The arrays have no more together.
+
+    Returns:
+      The arrays by their names, of one or two axes.
+
+    Raises:
+      ValueError: the file is damaged, too large, or another one; or it holds something else. The message names it and
+        the fault.
+      OSError: the file cannot be read, or does not fit into memory.
+
+    Example:
+      >>> import pickle, tempfile
+      >>> file = Path(tempfile.mkdtemp()) / "train.pt"
+      >>> with zipfile.ZipFile(file, "w") as archive:
+      ...     archive.writestr("train/data.pkl", pickle.dumps({"edge": np.array([[0, 1]])}, protocol=2))
+      >>> read_torch_arrays(file)["edge"].tolist()
+      [[0, 1]]
+    """
+    most = _LARGEST if max_bytes is None else most_bytes(max_bytes, path)
+    size = path.stat().st_size
+    check_bytes(f"{path}: the file", size, most)
+    with faults_named(path), _faults_told(path):
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                return _of_archive(archive, size)
+        with path.open("rb") as file:
+            return _arrays(_of_pickles(file), None, size)
+
+
+@contextlib.contextmanager
+def _faults_told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Refused as fault:
+        raise ValueError(f"{path} {fault}") from None
+    except (*FAULTS, EOFError, NotImplementedError, RuntimeError, zipfile.BadZipFile, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise  # of the system, and no seek to a place before the file
+        raise ValueError(f"{path} is not a file of torch's, or a damaged one: {one_line(error)}") from None
+
+
+def _of_archive(archive: zipfile.ZipFile, size: int) -> dict[str, np.ndarray]:
+    members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+
+    def content(name: str) -> bytes:
+        info = members[name]
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{name!r} is compressed, which torch's are not")
+        return archive.read(info)
+
+    if "byteorder" in members and content("byteorder") != b"little":
+        raise ValueError("its numbers are not little-endian")
+    return _arrays(_carried_out(content("data.pkl"), has_storages=True), lambda key: content(f"data/{key}"), size)
+
+
+def _of_pickles(file: IO[bytes]) -> Any:
+    """Returns what is in a file of pickles: a number that marks it, its version, the system, the value, storages."""
+    if _carried_out(file) != _MAGIC or _carried_out(file) != _VERSION:
+        raise ValueError("it does not begin as such files do")
+    _carried_out(file)
+    value, storages = _carried_out(file), _carried_out(file)
+    if storages != [] or file.read(1):
+        raise ValueError("something follows its arrays")
+    return value
+
+
+def _carried_out(source: bytes | IO[bytes], *, has_storages: bool = False) -> Any:
+    return carried_out(source, _NAMES, most=_MOST_INSTRUCTIONS, has_storages=has_storages)
+
+
+def _arrays(value: Any, stored: Callable[[str], bytes] | None, size: int) -> dict[str, np.ndarray]:
+    if not isinstance(value, dict):
+        raise TypeError("it holds no dictionary of arrays")
+    arrays, left = {}, size
+    for name, note in value.items():
+        if not isinstance(name, str) or not isinstance(note, Note):
+            raise Refused(f"holds {str(name)[:40]!r}, which is no array")
+        arrays[name] = _tensor(note, stored) if stored and note.name == _TENSOR else array_of(note)
+        left -= arrays[name].nbytes
+        if left < 0:
+            raise ValueError(f"its arrays would take more than its {size} bytes")
+    return arrays
+
+
+def _tensor(note: Note, stored: Callable[[str], bytes]) -> np.ndarray:
+    """Returns the tensor whose making was noted: all of what is stored for it, or a part without gaps."""
+    storage, first, shape, strides, _, hooks = note.arguments
+    if not isinstance(storage, Note) or storage.name != STORAGE or hooks != {}:
+        raise ValueError("a tensor is not made as tensors are")
+    kind, dtype_name, key, _, count = storage.arguments[0]
+    known = [dtype for name, dtype in _STORAGES.items() if is_name(dtype_name, name)]
+    if kind != "storage" or not known or not isinstance(key, str):
+        raise ValueError("what a tensor is stored as is not known")
+    check_shape(shape)
+    check_shape((first, count))
+    size = math.prod(shape)
+    if size and strides != tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))):
+        raise ValueError("a tensor is not contiguous: save it after .contiguous()")
+    content = np.frombuffer(stored(key), known[0])
+    if len(content) != count or first + size > count:
+        raise ValueError(f"a tensor of shape {shape} has {len(content)} numbers, where {count} are stored")
+    array = content[first : first + size].reshape(shape).copy()
+    if not np.isfinite(array).all():
+        raise ValueError("a number of a tensor is not finite")
+    return array

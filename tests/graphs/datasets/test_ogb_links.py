@@ -1,0 +1,246 @@
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_file_bytes import in_a_row, tensor, with_tensors, zipped
+
+from jmp_train.graphs import LinkData, read_ogb_links
+from jmp_train.graphs.datasets.torch_files import read_torch_arrays
+
+pytestmark = pytest.mark.quick
+
+TABLES = {
+    "edge": "0,1\n1,2\n3,0\n",
+    "num-node-list": "4\n",
+    "num-edge-list": "3\n",
+    "node-feat": "1,2\n3,4\n5,6\n7,8\n",
+    "node_year": "2001\n2002\n2003\n2004\n",
+    "edge_weight": "1\n2\n1\n",
+    "edge_year": "2010\n2011\n2012\n",
+}
+PAIRS = {
+    "train": {"edge": np.array([[0, 1], [1, 2]]), "weight": np.array([1, 2]), "year": np.array([2010, 2011])},
+    "valid": {"edge": np.array([[2, 3]]), "weight": np.array([3]), "edge_neg": np.array([[0, 3], [3, 1], [2, 2]])},
+    "test": {"edge": np.array([[3, 3]]), "edge_neg": np.zeros((0, 2), np.int64)},
+}
+OF_EACH = {"source_node": np.array([3, 1]), "target_node": np.array([0, 2]), "target_node_neg": np.array([[1], [3]])}
+
+
+def write(folder: Path, made: Callable[[Any], bytes] = zipped) -> None:
+    for part in ("raw", "split/time"):
+        (folder / part).mkdir(parents=True)
+    for name, text in TABLES.items():
+        (folder / f"raw/{name}.csv").write_text(text)
+    for name, arrays in PAIRS.items():
+        (folder / f"split/time/{name}.pt").write_bytes(made(arrays))
+
+
+@pytest.fixture(name="folder")
+def fixture_folder(tmp_path: Path) -> Path:
+    write(tmp_path)
+    return tmp_path
+
+
+def fault(folder: Path, kind: type[Exception] = ValueError, **options: Any) -> str:
+    """Returns the message, one line, without the folder that it starts with."""
+    with pytest.raises(kind) as caught:
+        read_ogb_links(folder, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"{folder}/")
+    return message.removeprefix(f"{folder}/")
+
+
+@pytest.mark.parametrize("made", [zipped, in_a_row, with_tensors])
+def test_the_layout_of_pairs(tmp_path: Path, made: Callable[[Any], bytes]) -> None:
+    write(tmp_path, made)
+    data = read_ogb_links(str(tmp_path), "time")
+    assert (data.senders.tolist(), data.receivers.tolist(), data.num_nodes) == ([0, 1, 3], [1, 2, 0], 4)
+    assert data.nodes["feat"].tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert data.nodes["year"].tolist() == [[2001], [2002], [2003], [2004]]
+    assert data.edges["weight"].tolist() == [[1], [2], [1]]
+    assert data.edges["year"].tolist() == [[2010], [2011], [2012]]
+    train, valid, test = data.train, data.validation, data.test
+    assert (train.senders.tolist(), train.receivers.tolist(), len(train.negative_senders)) == ([0, 1], [1, 2], 0)
+    assert {name: values.tolist() for name, values in train.values.items()} == {"weight": [1, 2], "year": [2010, 2011]}
+    assert (valid.negative_senders.tolist(), valid.negative_receivers.tolist()) == ([0, 3, 2], [3, 1, 2])
+    assert (test.senders.tolist(), test.negative_receivers.shape) == ([3], (0,))
+    ids = [data.senders, train.senders, train.receivers, valid.negative_senders, valid.negative_receivers]
+    assert {array.dtype.name for array in ids} == {"int32"}
+
+
+def test_the_layout_of_negatives_for_each_link(folder: Path) -> None:
+    (folder / "split/time/test.pt").write_bytes(zipped(OF_EACH))
+    test = read_ogb_links(folder, add_inverse_edge=True).test
+    assert (test.senders.tolist(), test.receivers.tolist()) == ([3, 1], [0, 2])
+    assert (test.negative_senders.tolist(), test.negative_receivers.tolist()) == ([[3], [1]], [[1], [3]])
+
+
+def test_edges_are_followed_by_their_inverse(folder: Path) -> None:
+    data = read_ogb_links(folder, add_inverse_edge=True)
+    assert (data.senders.tolist(), data.receivers.tolist()) == ([0, 1, 1, 2, 3, 0], [1, 0, 2, 1, 0, 3])
+    assert data.edges["weight"].ravel().tolist() == [1, 1, 2, 2, 1, 1]
+    assert len(data.train) == 2  # the split is as in the file
+
+
+def test_missing_files_are_named_with_their_address(folder: Path) -> None:
+    (folder / "split/time/valid.pt").unlink()
+    message = fault_of_missing(folder)
+    assert (
+        message
+        == f"data_dir {folder}/split/time lacks valid.pt; OGB's data sets are public in https://ogb.stanford.edu/docs/linkprop"
+    )
+    (folder / "raw/edge.csv").unlink()
+    assert "raw lacks edge.csv.gz or edge.csv" in fault_of_missing(folder)
+
+
+def fault_of_missing(folder: Path) -> str:
+    with pytest.raises(FileNotFoundError) as caught:
+        read_ogb_links(folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"head": np.arange(2)}, " has head, where edge, or source_node and target_node are right"),
+        ({}, " has nothing, where edge, or source_node and target_node are right"),
+        ({"edge": np.array([[0, 4]])}, ": edge has 4, where the graph has 4 nodes"),
+        ({"edge": np.array([[0, -1]])}, ": edge has -1, where the graph has 4 nodes"),
+        ({"edge": np.array([[0, 2**40]])}, ": edge has 1099511627776, where the graph has 4 nodes"),
+        ({"edge": np.array([0, 1])}, ": edge is int64 (2,), where integers of 2 axes are right"),
+        ({"edge": np.array([[0.0, 1]])}, ": edge is float64 (1, 2), where integers of 2 axes are right"),
+        ({"edge": np.array([[0, 1, 2]])}, ": edge has shape (1, 3), where pairs of nodes are right"),
+        ({"edge": np.array([[0, 1]]), "edge_neg": np.array([[9, 0]])}, ": edge_neg has 9, where the graph has 4"),
+        ({"edge": np.array([[0, 1]]), "weight": np.ones(2)}, ": weight has shape (2,), where there are 1 links"),
+        ({**OF_EACH, "target_node": np.array([1])}, ": target_node has 1 nodes, where source_node has 2"),
+        ({**OF_EACH, "target_node_neg": np.array([[1]])}, ": target_node_neg has 1 rows, where source_node has 2"),
+        ({"edge": [[0, 1]]}, " holds 'edge', which is no array"),
+        ({"edge": np.array([[0, 1]]), "name": "x"}, " holds 'name', which is no array"),
+        ({"edge": np.array([[0, np.nan]])}, " is not a file of torch's, or a damaged one: a number of an array is not"),
+        ([1], " is not a file of torch's, or a damaged one: it holds no dictionary of arrays"),
+        ({"edge": np.array(["a"])}, " is not a file of torch's, or a damaged one: the dtype of an array is not made"),
+        ({"edge": np.zeros((1, 1, 2), np.int64)}, " is not a file of torch's, or a damaged one: the shape of an array"),
+    ],
+)  # fmt: skip
+def test_splits_that_are_not_of_links_are_named(folder: Path, arrays: Any, message: str) -> None:
+    for made in (zipped, in_a_row):
+        (folder / "split/time/test.pt").write_bytes(made(arrays))
+        assert fault(folder).startswith(f"split/time/test.pt{message}")
+
+
+class Payload:
+    """Whose pickle would run a command."""
+
+    def __reduce__(self) -> Any:
+        import os
+
+        return os.system, ("touch hacked",)
+
+
+@pytest.mark.parametrize("made", [zipped, in_a_row])
+def test_nothing_is_called(folder: Path, made: Callable[[Any], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "split/time/test.pt").write_bytes(made({"edge": Payload()}))
+    assert (
+        fault(folder)
+        == "split/time/test.pt asks for 'posix system', which no file of this kind needs; it was not called"
+    )
+    assert not (folder / "hacked").exists()
+
+
+ONE = np.array([[0, 1]])
+DAMAGED = "is not a file of torch's, or a damaged one: "
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", DAMAGED),
+        (b"edge", DAMAGED),
+        (in_a_row({"edge": ONE}, magic=1), DAMAGED + "it does not begin as such files do"),
+        (in_a_row({"edge": ONE}, storages=["0"]), DAMAGED + "something follows its arrays"),
+        (in_a_row({"edge": ONE}) + b"\0", DAMAGED + "something follows its arrays"),
+        (zipped({"edge": ONE}, method=zipfile.ZIP_DEFLATED), DAMAGED + "'byteorder' is compressed, which torch's are"),
+        (zipped({"edge": ONE}).replace(b"little", b"big   "), DAMAGED + "Bad CRC-32"),
+        (zipped(b"\x80\x02" + b"N0" * 9_999 + b"}."), DAMAGED + "the instruction POP is not expected"),
+        (zipped(b"\x80\x02" + b"K\1" * 10_000 + b"}."), DAMAGED + "there are more than 10000 instructions"),
+        (zipped(b"\x80\x02}(X\1\0\0\0a" + tensor("0", ONE) + b"u."), DAMAGED + "'data/0'"),
+        (zipped({str(n): ONE for n in range(40)} | {"x": np.zeros((9, 99))}), " has 0, 1, 2, 3, 4, 5, 6, 7,"),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_named(folder: Path, content: bytes, message: str) -> None:
+    (folder / "split/time/test.pt").write_bytes(content)
+    assert fault(folder).removeprefix("split/time/test.pt ").startswith(message.lstrip())
+
+
+@pytest.mark.parametrize(
+    ("instructions", "message"),
+    [
+        (tensor("0", ONE, count=3), "a tensor of shape (1, 2) has 2 numbers, where 3 are stored"),
+        (tensor("0", ONE, first=1), "a tensor of shape (1, 2) has 2 numbers, where 2 are stored"),
+        (tensor("0", ONE, strides=(0, 0)), "a tensor is not contiguous: save it after .contiguous()"),
+        (tensor("0", ONE).replace(b"Long", b"Strange"), None),
+        (tensor("0", ONE).replace(b"storage", b"storagE"), "what a tensor is stored as is not known"),
+    ],
+)
+def test_tensors_that_are_not_whole(folder: Path, instructions: bytes, message: str | None) -> None:
+    content = zipped(b"\x80\x02}(X\4\0\0\0edge" + instructions + b"u.", {"0": ONE.tobytes()})
+    (folder / "split/time/test.pt").write_bytes(content)
+    wanted = DAMAGED + message if message else "asks for 'torch StrangeStorage', which no file of this kind needs"
+    assert fault(folder).startswith(f"split/time/test.pt {wanted}")
+
+
+def test_arrays_take_no_more_than_their_file(tmp_path: Path) -> None:
+    """A thousand tensors of one storage, and a thousand names of one array."""
+    numbers = np.zeros((1000, 2), np.int64)
+    items = b"".join(b"X\2\0\0\0" + f"{n:2}".encode() + tensor("0", numbers) for n in range(99))
+    shared = zipped(b"\x80\x02}(" + items + b"u.", {"0": numbers.tobytes()})
+    for content in (shared, zipped(dict.fromkeys(map(str, range(1000)), numbers))):
+        (tmp_path / "train.pt").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"its arrays would take more than its {len(content)} bytes"):
+            read_torch_arrays(tmp_path / "train.pt")
+
+
+def test_large_files_want_an_option(folder: Path) -> None:
+    assert "test.pt: the file would take" in fault_of(folder, "test", 2**40)
+    with pytest.raises(ValueError, match=r"node-list.csv: the text would take .* more than the 1 allowed"):
+        read_ogb_links(folder, max_bytes=1)
+    with pytest.raises(ValueError, match="max_bytes=-1 must be at least 0"):
+        read_ogb_links(folder, max_bytes=-1)
+
+
+def fault_of(folder: Path, part: str, size: int) -> str:
+    """Returns the message of a file that has holes up to a size."""
+    import os
+
+    os.truncate(folder / f"split/time/{part}.pt", size)
+    return fault(folder)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_changed_bytes_never_make_links_of_other_nodes(tmp_path_factory: Any, data: Any) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    write(folder, data.draw(st.sampled_from([zipped, in_a_row, with_tensors])))
+    path = folder / "split/time/valid.pt"
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    try:
+        read = read_ogb_links(folder)
+    except ValueError as error:
+        assert str(error).startswith(f"{folder}/split/time/valid.pt")
+        assert "\n" not in str(error)
+        return
+    assert isinstance(read, LinkData)
+    links = read.validation
+    assert links.senders.shape == links.receivers.shape
+    for ids in (links.senders, links.receivers, links.negative_senders, links.negative_receivers):
+        assert ids.size == 0 or 0 <= ids.min() <= ids.max() < 4
