@@ -12,6 +12,7 @@ from jmp_train.graphs.datasets.ogb import read_ogb as read_ogb
 from jmp_train.graphs.datasets.ogb_graphs import read_ogb_graphs as read_ogb_graphs
 from jmp_train.graphs.datasets.ogb_links import read_ogb_links as read_ogb_links
 from jmp_train.graphs.datasets.padded_batches import PaddedSize as PaddedSize
+from jmp_train.graphs.datasets.padded_batches import first_that_holds as first_that_holds
 from jmp_train.graphs.datasets.padded_batches import padded_batch as padded_batch
 from jmp_train.graphs.datasets.padded_batches import padded_sizes as padded_sizes
 from jmp_train.graphs.datasets.planetoid import PLANETOID as PLANETOID

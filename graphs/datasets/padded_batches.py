@@ -78,6 +78,33 @@ def _rounded(count: float) -> int:
     return MULTIPLE * -(-int(np.ceil(count)) // MULTIPLE)
 
 
+def first_that_holds(data: GraphData, sizes: Sequence[PaddedSize], parts: Sequence[np.ndarray]) -> PaddedSize:
+    """Returns the first size into which each of some batches fits.
+
+    Args:
+      data: the graphs.
+      sizes: ascending, see `padded_sizes`.
+      parts: of each batch, which graphs, int [graphs of the batch].
+
+    Raises:
+      ValueError: none holds them all.
+
+    Example:
+      >>> import numpy as np
+      >>> ends = np.zeros(9, np.int32)
+      >>> data = GraphData(np.array([2, 4, 30]), np.array([1, 3, 5]), ends, ends, np.zeros(3, np.int32), 1)
+      >>> sizes = [PaddedSize(8, 8, 3), PaddedSize(40, 8, 3)]
+      >>> [first_that_holds(data, sizes, [np.array(part)]).n_node for part in ([0, 1], [0, 2])]
+      [8, 40]
+    """
+    nodes, edges = (max(int(counts[part].sum()) for part in parts) for counts in (data.n_node, data.n_edge))
+    graphs = max(map(len, parts))
+    for size in sizes:
+        if nodes < size.n_node and edges <= size.n_edge and graphs < size.n_graph:
+            return size
+    raise ValueError(f"no size holds a batch of {graphs} graphs with {nodes} nodes and {edges} edges: {list(sizes)}")
+
+
 def padded_batch(
     data: GraphData,
     places: ArrayLike | Sequence[int],

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jmp_train.data.batches import check_order
 from jmp_train.data.device_batches import on_devices, stacked_count
 from jmp_train.extras import extra_packages
-from jmp_train.graphs.datasets import GraphData, PaddedSize, padded_batch, padded_sizes
+from jmp_train.graphs.datasets import GraphData, PaddedSize, first_that_holds, padded_batch, padded_sizes
 from jmp_train.graphs.structure import Graph
 from jmp_train.graphs.structure import stack as graph_stack
 
@@ -94,7 +94,7 @@ def graph_batches(
 
     def fetch(order: np.ndarray) -> Any:
         shares = np.split(chosen[order], parts) if parts > 1 else [chosen[order]]
-        size = _first_that_holds(data, known, shares)
+        size = first_that_holds(data, known, shares)
         mine = shares[process_index * own : (process_index + 1) * own]
         found = [dictionary(share, size) for share in mine]
         return found[0] if stack is None else graph_stack(found)
@@ -109,16 +109,6 @@ def graph_batches(
         .to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch))
     )
     return on_devices(batches, device)
-
-
-def _first_that_holds(data: GraphData, sizes: Sequence[PaddedSize], shares: Sequence[np.ndarray]) -> PaddedSize:
-    """Returns the first size into which each of some batches fits."""
-    nodes, edges = (max(int(counts[share].sum()) for share in shares) for counts in (data.n_node, data.n_edge))
-    graphs = max(map(len, shares))
-    for size in sizes:
-        if nodes < size.n_node and edges <= size.n_edge and graphs < size.n_graph:
-            return size
-    raise ValueError(f"no size holds a batch of {graphs} graphs with {nodes} nodes and {edges} edges: {list(sizes)}")
 
 
 def _filled(rows: np.ndarray, count: int) -> np.ndarray:

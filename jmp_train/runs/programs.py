@@ -1,10 +1,10 @@
-"""The compiled steps of a run: one program for each of its phases."""
+"""The compiled steps of a run: one program for each of its phases, and for each size that batches have."""
 
 import dataclasses
 import operator
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 
@@ -13,7 +13,9 @@ from jmp_train.runs.events import Compiled, Phase
 from jmp_train.runs.memory import peak_memory
 from jmp_train.runs.preparing import PreparedRun, RunPhase
 from jmp_train.steps import StepCosts, TrainState, step_costs
-from jmp_train.types import Batch
+from jmp_train.types import Batch, Metrics
+
+_Step: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 class Program(NamedTuple):
@@ -57,10 +59,26 @@ def compile_phases(
 
 
 def _compiled(phase: RunPhase, state: TrainState, batch: Batch, done: int) -> Program:
-    traced = jax.jit(phase.step, donate_argnums=0).trace(state, batch)
+    jitted = jax.jit(phase.step, donate_argnums=0)
+    traced = jitted.trace(state, batch)
     costs = step_costs(traced, state)
-    step = traced.lower().compile() if phase.stop > done else None
+    step = _of_any_size(jitted, traced.lower().compile(), batch) if phase.stop > done else None
     return Program(Phase(phase.name, phase.start, phase.stop, costs), step)
+
+
+def _of_any_size(jitted: _Step, compiled: _Step, batch: Batch) -> _Step:
+    """Returns the step: what was compiled for this batch, for those of its size; others are compiled as they come."""
+    size = _size(batch)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        return (compiled if _size(batch) == size else jitted)(state, batch)
+
+    return step
+
+
+def _size(batch: Batch) -> tuple[Any, ...]:
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, [x.shape for x in leaves]
 
 
 def _costs_of_run(phases: Sequence[Phase]) -> StepCosts:

@@ -1,7 +1,8 @@
 """Task `proteins`: classification of small graphs, TU Dortmund's PROTEINS or made ones of its structure, by a GIN.
 
-Any data set of graphs with classes in TU's files can be in `--data-dir`. A tenth of the graphs of each class is for
-evaluation. A batch of graphs is padded to the size of the largest that there may be, so that there is one program.
+Any data set of graphs with classes in TU's files, or in OGB's, as ogbg-molhiv, can be in `--data-dir`. OGB's split is
+kept; else a tenth of the graphs of each class is for evaluation. A batch of graphs is padded to the first of three
+sizes that holds it, the largest of which holds any: there is a program for each, and most batches are of the first.
 """
 
 import dataclasses
@@ -17,8 +18,10 @@ from jmp_train.graphs.datasets import (
     TU_ADDRESS,
     GraphData,
     PaddedSize,
+    first_that_holds,
     padded_batch,
     padded_sizes,
+    read_ogb_graphs,
     read_tu,
     synthetic_proteins,
 )
@@ -30,6 +33,8 @@ from jmp_train.tasks.task import Arrays, Task
 
 HIDDEN, LAYERS = 32, 3
 MOST_DEGREES = 64
+SIZES = 3
+MOST_CATEGORIES = 256  # of a feature of whole numbers; one with more is taken as a number
 
 
 def load(options: TaskOptions) -> Task:
@@ -37,7 +42,8 @@ def load(options: TaskOptions) -> Task:
     if options.synthetic:
         return make_task(synthetic_proteins(), options)
     folder = options.folder("the folder of PROTEINS_A.txt and the other files of a data set", f"; see {TU_ADDRESS}")
-    return make_task(read_tu(folder), options)
+    is_ogb = (folder / "raw").is_dir()
+    return make_task(read_ogb_graphs(folder, add_inverse_edge=True) if is_ogb else read_tu(folder), options)
 
 
 def make_task(data: GraphData, options: TaskOptions | None = None, epochs: int = 30) -> Task:
@@ -66,16 +72,20 @@ def make_task(data: GraphData, options: TaskOptions | None = None, epochs: int =
         return GIN(width, HIDDEN, classes, layers=LAYERS, axis_name=axis_name, rngs=nnx.Rngs(key))
 
     @functools.cache
-    def size(count: int) -> PaddedSize:
-        return padded_sizes(data, count, buckets=1)[0]
+    def sizes(count: int) -> tuple[PaddedSize, ...]:
+        # The last batch of the evaluation is filled up with copies of a graph, which may be the largest.
+        copies = PaddedSize(count * int(data.n_node.max()) + 1, count * int(data.n_edge.max()), count + 1)
+        return (*padded_sizes(data, count, buckets=SIZES), copies)
 
     def prepare(examples: Arrays) -> dict[str, Any]:
         parts = np.split(examples["graph"], options.devices * options.accumulate_steps)
-        found = [padded_batch(data, part, size(len(part))) for part in parts]
+        size = first_that_holds(data, sizes(len(parts[0])), parts)
+        found = [padded_batch(data, part, size) for part in parts]
         return {"graph": found[0] if len(found) == 1 else stack(found), "label": examples["label"]}
 
     init, predict, loss_fn = graph_classifier(make, options.axis_name)
-    train, test = ({"graph": places, "label": data.labels[places]} for places in split_by_class(data.labels))
+    split = (data.train, data.test) if len(data.train) else split_by_class(data.labels)
+    train, test = ({"graph": places, "label": data.labels[places]} for places in split)
     return Task(
         train=train,
         test=test,
@@ -94,7 +104,7 @@ def make_task(data: GraphData, options: TaskOptions | None = None, epochs: int =
 def node_features(data: GraphData) -> np.ndarray:
     """Returns float32 [nodes, width]: labels of nodes as one-hot vectors, and attributes; else degrees as such vectors.
 
-    Attributes are scaled to a mean of 0 and a variance of 1.
+    Attributes are scaled to a mean of 0 and a variance of 1. Features of whole numbers are labels, others attributes.
 
     Args:
       data: the graphs.
@@ -103,19 +113,28 @@ def node_features(data: GraphData) -> np.ndarray:
       >>> node_features(synthetic_proteins(3)).shape[1]
       3
     """
-    found = []
-    if "label" in data.nodes:
-        labels = data.nodes["label"].reshape(len(data.nodes["label"]), -1)
-        found += [np.eye(labels[:, i].max(initial=0) + 1)[labels[:, i]] for i in range(labels.shape[1])]
-    if "attr" in data.nodes:
-        attributes = data.nodes["attr"].astype(np.float64)
-        spread = attributes.std(0)
-        found.append((attributes - attributes.mean(0)) / np.where(spread > 0, spread, 1))
+    known = [rows.reshape(len(rows), -1).T for rows in data.nodes.values()]
+    found = [_one_hot(row) if _is_label(row) else _scaled(row) for rows in known for row in rows]
     if not found:
         firsts = np.repeat(data.node_starts[:-1], data.n_edge)
         degrees = np.bincount(data.receivers + firsts, minlength=int(data.n_node.sum()))
         found.append(np.eye(MOST_DEGREES)[np.minimum(degrees, MOST_DEGREES - 1)])
     return np.concatenate(found, axis=1).astype(np.float32)
+
+
+def _is_label(row: np.ndarray) -> bool:
+    return bool(np.issubdtype(row.dtype, np.integer)) and len(np.unique(row)) <= MOST_CATEGORIES
+
+
+def _one_hot(labels: np.ndarray) -> np.ndarray:
+    """Returns a column for each label that there is."""
+    known, places = np.unique(labels, return_inverse=True)
+    return np.eye(len(known))[places]
+
+
+def _scaled(row: np.ndarray) -> np.ndarray:
+    numbers = row.astype(np.float64)[:, None]
+    return (numbers - numbers.mean()) / (numbers.std() or 1)
 
 
 def split_by_class(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

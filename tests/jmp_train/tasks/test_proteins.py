@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from helpers import relaxed
 from jax.sharding import Mesh
@@ -13,7 +14,9 @@ from jax.sharding import Mesh
 import jmp_train as jt
 from jmp_train import graphs
 from jmp_train.cli.entry import main
+from jmp_train.graphs.datasets import padded_sizes
 from jmp_train.runs.loop import train
+from jmp_train.runs.task_batches import train_batches
 from jmp_train.steps import TrainState, train_step
 from jmp_train.tasks import Task, TaskOptions, load_task
 from jmp_train.tasks.proteins import make_task, node_features, split_by_class
@@ -81,6 +84,42 @@ def test_the_statistics_do_not_depend_on_the_devices() -> None:
     np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
+def test_batches_have_few_sizes_and_little_padding() -> None:
+    task = make_task(graphs.synthetic_proteins(500))
+    parts = [{name: x[i : i + 16] for name, x in task.train.items()} for i in range(0, 432, 16)]
+    batches: list[Any] = [task.prepare(part)["graph"] for part in parts]
+    sizes = [graph.num_nodes for graph in batches]
+    assert 2 <= len(set(sizes)) <= 3
+    real = sum(int(np.asarray(graph.n_node)[:16].sum()) for graph in batches)
+    largest = padded_sizes(graphs.synthetic_proteins(500), 16, buckets=1)[0].n_node
+    assert real / sum(sizes) > 0.6
+    assert real / (len(sizes) * largest) < 0.3
+
+
+@pytest.mark.full
+def test_a_run_traces_its_step_once_for_each_size() -> None:
+    """The model is one number here."""
+    whole, traced = make_task(graphs.synthetic_proteins(500)), []
+
+    def predict(params: Any, model_state: Any, batch: Any) -> jax.Array:
+        traced.append(batch["graph"].num_nodes)
+        return params["w"] * graphs.sum_nodes(batch["graph"], "h")[: len(batch["label"]), :2]
+
+    task = dataclasses.replace(
+        whole,
+        init=lambda key: ({"w": jax.random.normal(key)}, None),
+        predict=predict,
+        loss_fn=lambda params, state, batch, rng: (predict(params, state, batch).mean(), (state, None)),
+        optimizer=lambda rate: relaxed(optax.sgd(rate)),
+    )
+    sizes = {batch["graph"].num_nodes for batch in train_batches(task, 16, 0, 3)}
+    train(task, "float32", epochs=3, batch_size=16)
+    assert 2 <= len(sizes) <= 3
+    in_training, in_evaluation = traced[: len(sizes)], traced[len(sizes) :]
+    assert set(in_training) == sizes
+    assert len(in_evaluation) <= 4  # whose last batch is filled up
+
+
 def test_features_are_labels_attributes_or_degrees() -> None:
     data = graphs.synthetic_proteins(5)
     kinds = node_features(data)
@@ -120,6 +159,28 @@ def test_real_files_are_the_same_task(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read.train["graph"], made.train["graph"])
     one, other = (task.prepare({name: x[:4] for name, x in task.train.items()}) for task in (read, made))
     jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_a_split_and_features_of_whole_numbers_are_taken_as_they_are(tmp_path: Path) -> None:
+    files = {
+        "raw/edge": "0,1\n0,1\n0,1\n",
+        "raw/num-node-list": "2\n2\n2\n",
+        "raw/num-edge-list": "1\n1\n1\n",
+        "raw/node-feat": "6,0\n7,1\n6,4\n8,0\n6,0\n9999999,2\n",
+        "raw/graph-label": "1\n0\n1\n",
+        "split/scaffold/train": "2\n0\n",
+        "split/scaffold/valid": "",
+        "split/scaffold/test": "1\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / f"{name}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    task = load_task("proteins", TaskOptions(data_dir=tmp_path))
+    assert (task.train["graph"].tolist(), task.test["graph"].tolist()) == ([2, 0], [1])
+    graph: Any = task.prepare(task.test)["graph"]
+    assert np.asarray(graph.nodes["h"])[:2].tolist() == [[1, 0, 0, 0, 0, 0, 0, 1], [0, 0, 1, 0, 1, 0, 0, 0]]
+    assert np.asarray(graph.senders)[:2].tolist() == [0, 1]
 
 
 def test_wrong_calls_are_named(capsys: pytest.CaptureFixture[str]) -> None:
