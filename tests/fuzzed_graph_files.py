@@ -37,13 +37,15 @@ from graph_file_mutations import (
     change_npz,
     change_pickle,
     change_text,
+    change_torch,
     change_zipped,
+    link_files,
     ogb_files,
     planetoid_files,
     reddit_files,
 )
 
-from jmp_train.graphs import NodeData, read_ogb, read_planetoid, read_reddit
+from jmp_train.graphs import LinkData, NodeData, read_ogb, read_ogb_links, read_planetoid, read_reddit
 
 MEMORY = 3 * 2**29  # bytes of addresses above what the imports took
 SECONDS = 60  # for one file: an endless loop takes longer
@@ -126,8 +128,48 @@ def of_reddit(path: Path, data: NodeData) -> bool:
     )
 
 
-def is_whole(data: NodeData) -> bool:
+class TorchUnpickler(pickle.Unpickler):
+    """Makes arrays only; a tensor is None."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if module == "torch" or name in ("_rebuild_tensor_v2", "OrderedDict"):
+            return lambda *_: None
+        makers = {"_reconstruct": lambda kind, shape, code: np.ndarray.__new__(kind, shape, code)}
+        return {**makers, "dtype": np.dtype, "ndarray": np.ndarray, "bytes": bytes, "encode": str.encode}[name]
+
+    def persistent_load(self, pid: Any, /) -> None:
+        return None
+
+
+def of_links(path: Path, data: LinkData) -> bool:
+    """Whether the arrays are what the standard library reads."""
+    links = {"train": data.train, "valid": data.validation, "test": data.test}[path.stem]
+    file, count = io.BytesIO(path.read_bytes()), 4
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            file, count = io.BytesIO(archive.read("train/data.pkl")), 1
+    value = [TorchUnpickler(file).load() for _ in range(count)][-1]
+    pairs = {"edge": (links.senders, links.receivers), "edge_neg": (links.negative_senders, links.negative_receivers)}
+    return all(
+        value.get(name) is None or np.stack(ends, 1).reshape(-1, 2).tolist() == value[name].tolist()
+        for name, ends in pairs.items()
+    )
+
+
+def are_links_whole(data: LinkData) -> bool:
+    """Whether the links are of nodes that are there."""
+    parts = (data.train, data.validation, data.test)
+    ids = [each for part in parts for each in (part.senders, part.receivers)]
+    ids += [each for part in parts for each in (part.negative_senders, part.negative_receivers)]
+    return all(len(part.senders) == len(part.receivers) for part in parts) and all(
+        each.dtype == np.int32 and bool(((each >= 0) & (each < data.num_nodes)).all()) for each in ids
+    )
+
+
+def is_whole(data: NodeData | LinkData) -> bool:
     """Whether the data fit each other: a loop that trains on them reads nothing out of range."""
+    if isinstance(data, LinkData):
+        return are_links_whole(data)
     ids = np.concatenate([data.train, data.validation, data.test])
     ends = np.concatenate([data.senders, data.receivers])
     return (
@@ -180,7 +222,7 @@ def watching() -> Iterator[list[str]]:
         signal.alarm(0)
 
 
-def judged(read: Callable[[Path], NodeData], peer: Any, folder: Path, path: Path) -> str:
+def judged(read: Callable[[Path], NodeData | LinkData], peer: Any, folder: Path, path: Path) -> str:
     """Returns "read", "refused", or what is wrong with what became of the file."""
     data, seen = None, []
     try:
@@ -211,7 +253,7 @@ def judged(read: Callable[[Path], NodeData], peer: Any, folder: Path, path: Path
 
 def kinds(folder: Path) -> list[tuple[str, Any, Any, Files, list[Mutation]]]:
     """Returns of each format its name, reader, peer, right files and mutations."""
-    places = {name: folder / name for name in ("planetoid", "ogb", "ogb-zipped", "reddit", "reddit-zipped")}
+    places = {name: folder / name for name in ("planetoid", "ogb", "ogb-zipped", "links", "reddit", "reddit-zipped")}
     for place in places.values():
         place.mkdir()
     compressed = np.savez_compressed
@@ -219,6 +261,7 @@ def kinds(folder: Path) -> list[tuple[str, Any, Any, Files, list[Mutation]]]:
         ("planetoid", read_planetoid, of_planetoid, planetoid_files(places["planetoid"]), [change_pickle] * 2),
         ("ogb", read_ogb, of_ogb, ogb_files(places["ogb"], ".csv"), [change_text]),
         ("ogb-zipped", read_ogb, of_ogb, ogb_files(places["ogb-zipped"], ".csv.gz"), [change_zipped] * 2),
+        ("links", read_ogb_links, of_links, link_files(places["links"]), [change_torch] * 2),
         ("reddit", read_reddit, of_reddit, reddit_files(places["reddit"], np.savez), [change_npz]),
         (
             "reddit-zipped",

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse
 from planetoid_files import write_planetoid
+from torch_file_bytes import in_a_row, with_tensors, zipped
 
 Files = dict[str, bytes]
 Mutation = Callable[[random.Random, bytes], bytes]
@@ -50,6 +51,20 @@ def ogb_files(folder: Path, suffix: str) -> Files:
         content = text.encode()
         path.write_bytes(gzip.compress(content, mtime=0) if suffix == ".csv.gz" else content)
     return contents(folder)
+
+
+def link_files(folder: Path) -> Files:
+    """Writes links in both of torch's formats, and as tensors; returns these files, and not the tables."""
+    generator = np.random.default_rng(3)
+    tables = {"edge": lines(generator.integers(0, 9, (20, 2))), "num-node-list": "9\n", "num-edge-list": "20\n"}
+    (folder / "raw").mkdir()
+    for name, text in tables.items():
+        (folder / f"raw/{name}.csv").write_text(text)
+    (folder / "split/time").mkdir(parents=True)
+    for part, made in (("train", zipped), ("valid", in_a_row), ("test", with_tensors)):
+        arrays = {"edge": generator.integers(0, 9, (5, 2)), "edge_neg": generator.integers(0, 9, (3, 2))}
+        (folder / f"split/time/{part}.pt").write_bytes(made(arrays))
+    return {name: content for name, content in contents(folder).items() if name.endswith(".pt")}
 
 
 def lines(table: np.ndarray) -> str:
@@ -271,3 +286,23 @@ def change_pickle(draw: random.Random, content: bytes) -> bytes:
         else:
             parts[place] = draw.choice(PAYLOADS)
     return b"".join(parts)
+
+
+# Mutations of torch's files.
+
+
+def change_torch(draw: random.Random, content: bytes) -> bytes:
+    if not content.startswith(b"PK"):
+        third = [place for place in range(len(content)) if content.startswith(b"\x80\x02", place)][3]
+        place = draw.choice([0, third, third, third])
+        return content[:place] + change_pickle(draw, content[place:])
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    name = draw.choice(["train/data.pkl"] * 4 + list(members))
+    change = change_pickle if name.endswith("pkl") else draw.choice([change_bytes, same])
+    members[draw.choice([name, name, name, "train/data/9", "other/data.pkl"])] = change(draw, members[name])
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", draw.choice([zipfile.ZIP_STORED] * 4 + [zipfile.ZIP_DEFLATED])) as archive:
+        for name, part in members.items():
+            archive.writestr(name, part)
+    return change_directory(draw, made.getvalue()) if draw.random() < 0.2 else made.getvalue()

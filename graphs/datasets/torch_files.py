@@ -89,6 +89,8 @@ def _faults_told(path: Path) -> Iterator[None]:
 
 def _of_archive(archive: zipfile.ZipFile, size: int) -> dict[str, np.ndarray]:
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    if len({info.filename.partition("/")[0] for info in archive.infolist()}) != 1:
+        raise ValueError("what is in it is not in one folder")
 
     def content(name: str) -> bytes:
         info = members[name]
