@@ -205,6 +205,111 @@ def cheb_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, lambda_max: floa
     return p["bias"] + sum(term @ weight for term, weight in zip(terms, p["weight"], strict=True))
 
 
+def edge_types(count: int) -> np.ndarray:
+    """Returns a type of three for each of so many edges, the same for the first ones of more."""
+    return np.arange(count) * 7 % 5 % 3
+
+
+def edge_features(count: int) -> np.ndarray:
+    """Returns two features for each of so many edges, numbers that float16 and bfloat16 hold."""
+    return np.stack([np.arange(count) % 7 - 3, np.arange(count) % 5 - 1.5], 1) / 4
+
+
+class OfEdges(nnx.Module):
+    """A layer of edges' types or features, called as those without."""
+
+    def __init__(self, layer: Any, of_edges: Callable[[int], np.ndarray]) -> None:
+        self.layer, self.of_edges = layer, of_edges
+
+    def __call__(self, graph: Any, x: Any, w: Any) -> jax.Array:
+        """Returns the layer's result, for edge features in the dtype of x."""
+        found = self.of_edges(len(graph.senders))
+        rest = () if w is None else (w,)
+        return self.layer(graph, x, found if found.ndim == 1 else jnp.asarray(found, x.dtype), *rest)
+
+
+def rel_graph_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, kind: str, **_: Any) -> Any:
+    weight = p["layer/weight"]
+    if kind == "basis":
+        weight = xp.einsum("rb,bio->rio", p["layer/coefficients"], weight)
+    if kind == "bdd":
+        columns = []
+        for block in range(weight.shape[1]):
+            place = np.zeros((weight.shape[1], 1, 1))
+            place[block] = 1
+            columns.append((place * weight[:, block, None]).reshape(len(weight), -1, weight.shape[3]))
+        weight = xp.concatenate(columns, 2)
+    matrices = weight[edge_types(len(edges.senders))]
+    sent = xp.einsum("ei,eio->eo", edges.senders @ x, matrices) * w[:, None]
+    return total(edges, sent) + x @ p["layer/self_weight"] + p["layer/bias"]
+
+
+def nn_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, kind: str, is_size: bool = False) -> Any:
+    of_edges = edge_features(len(edges.senders))
+    inner = (np.abs(of_edges) if is_size else of_edges) @ p["layer/network/layers/0/kernel"]
+    inner = relu(xp, inner + p["layer/network/layers/0/bias"])
+    matrices = inner @ p["layer/network/layers/2/kernel"] + p["layer/network/layers/2/bias"]
+    matrices = matrices.reshape(len(of_edges), x.shape[1], -1)
+    sent = xp.einsum("ei,eio->eo", edges.senders @ x, matrices) * w[:, None]
+    found = mean(edges, sent) if kind == "mean" else total(edges, sent)
+    return found + x @ p["layer/self_weight"] + p["layer/bias"]
+
+
+def _without_prefix(p: Params) -> Params:
+    return {name.removeprefix("layer/"): array for name, array in p.items()}
+
+
+def _edges_part(p: Params, count: int, heads: int, is_size: bool = False) -> Any:
+    """Returns what edges' features add to keys and values, [edges, heads, out]."""
+    if "edge_feature_weight" not in p:
+        return 0
+    found = edge_features(count)
+    return ((np.abs(found) if is_size else found) @ p["edge_feature_weight"]).reshape(count, heads, -1)
+
+
+def transformer_attention_of(heads: int, xp: Any, p: Params, edges: Edges, x: Any) -> Any:
+    p = _without_prefix(p)
+    query, key = ((x @ p[f"{n}_weight"] + p[f"{n}_bias"]).reshape(len(x), heads, -1) for n in ("query", "key"))
+    key = xp.einsum("en,nhd->ehd", edges.senders, key) + _edges_part(p, len(edges.senders), heads)
+    query = xp.einsum("en,nhd->ehd", edges.receivers, query)
+    return edge_softmax(xp, edges, (query * key).sum(-1) / query.shape[-1] ** 0.5)
+
+
+def transformer_conv(
+    xp: Any, p: Params, edges: Edges, x: Any, w: Any, attention: Any, heads: int, concat: bool, is_size: bool = False
+) -> Any:
+    del w
+    p = _without_prefix(p)
+    value = (x @ p["value_weight"] + p["value_bias"]).reshape(len(x), heads, -1)
+    value = xp.einsum("en,nhd->ehd", edges.senders, value) + _edges_part(p, len(edges.senders), heads, is_size)
+    result = total(edges, attention[..., None] * value)
+    result = result.reshape(len(x), -1) if concat else result.mean(1)
+    own = x @ p["self_weight"] + p["self_bias"]
+    if "gate_weight" not in p:
+        return result + own
+    if is_size:  # what the gate weights, and what its own rounding moves
+        return 4 * (result + own)
+    gate = 1 / (1 + xp.exp(-xp.concatenate([result, own, result - own], 1) @ p["gate_weight"]))
+    return gate * own + (1 - gate) * result
+
+
+def gated_graph_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, is_size: bool = False) -> Any:
+    of_input, of_hidden, b, c = (p[f"layer/gru_weights/{i}"] for i in range(4))
+    width = of_input.shape[0]
+    state = xp.concatenate([x, np.zeros((len(x), width - x.shape[1]))], 1)
+    if is_size:
+        return 1 + state
+    types = edge_types(len(edges.senders))
+    for _ in range(2):
+        sent = xp.einsum("ei,eio->eo", edges.senders @ state, p["layer/weight"][types]) + p["layer/message_bias"][types]
+        gates = total(edges, sent * w[:, None]) @ of_input + b
+        own = state @ of_hidden + c
+        r, z = (1 / (1 + xp.exp(-gates[:, k : k + width] - own[:, k : k + width])) for k in (0, width))
+        new = xp.tanh(gates[:, 2 * width :] + r * own[:, 2 * width :])
+        state = (1 - z) * new + z * state
+    return state
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A layer with options.
@@ -218,6 +323,7 @@ class Case:
       is_weighted: whether there are edge weights.
       is_chosen: whether a maximum decides which gradients are 0.
       has_sizes: whether the reference is told by `is_size` to add what else it subtracts.
+      has_edge_features: whether edges have features, which the gradient keeps.
     """
 
     make: Callable[..., Any]
@@ -229,6 +335,7 @@ class Case:
     is_chosen: bool = False
     is_recurrent: bool = False
     has_sizes: bool = False
+    has_edge_features: bool = False
 
     def exact(self, xp: Any, p: Params, edges: Edges, x: Any, w: Any) -> Any:
         """Returns the layer's result."""
@@ -279,6 +386,43 @@ def _gin(kind: str, is_network: bool, **options: Any) -> Case:
         return graphs.GINConv(network, aggregator=kind, init_eps=0.5, learn_eps=is_network, **dtypes)
 
     return Case(make, gin_conv, 5, {"kind": kind}, is_chosen=kind == "max", **options)
+
+
+def _rel(kind: str, num_bases: int | None = None, **options: Any) -> Case:
+    def make(**dtypes: Any) -> Any:
+        return OfEdges(graphs.RelGraphConv(6, 4, 3, regularizer=kind, num_bases=num_bases, **dtypes), edge_types)
+
+    return Case(make, rel_graph_conv, 6, {"kind": kind}, **options)
+
+
+def _nn(kind: str, **options: Any) -> Case:
+    def make(rngs: nnx.Rngs, **dtypes: Any) -> Any:
+        network = nnx.Sequential(
+            nnx.Linear(2, 6, rngs=rngs, **dtypes), nnx.relu, nnx.Linear(6, 5 * 4, rngs=rngs, **dtypes)
+        )
+        return OfEdges(graphs.NNConv(5, 4, network, aggregator=kind, rngs=rngs, **dtypes), edge_features)
+
+    return Case(make, nn_conv, 5, {"kind": kind}, has_edge_features=True, has_sizes=True, **options)
+
+
+def _transformer(heads: int, with_edges: bool = False, **own: Any) -> Case:
+    def make(**dtypes: Any) -> Any:
+        layer = graphs.TransformerConv(6, 3, heads, edge_width=2 if with_edges else None, **own, **dtypes)
+        return OfEdges(layer, edge_features) if with_edges else layer
+
+    options = {"heads": heads, "concat": own.get("concat", True)}
+    return Case(
+        make,
+        transformer_conv,
+        6,
+        options,
+        functools.partial(transformer_attention_of, heads),
+        has_edge_features=with_edges,
+    )
+
+
+def _gated(**dtypes: Any) -> Any:
+    return OfEdges(graphs.GatedGraphConv(3, 4, 2, num_types=3, **dtypes), edge_types)
 
 
 def _bare(**dtypes: Any) -> Any:
@@ -336,6 +480,15 @@ CASES = {
     "tag expanding": _tag(3),
     "cheb": _cheb(5, 1.5),
     "cheb expanding, weighted": _cheb(3, 2.0, is_weighted=True),
+    "relational": _rel("none"),
+    "relational basis, weighted": _rel("basis", 2, is_weighted=True),
+    "relational bdd, weighted": _rel("bdd", 2, is_weighted=True),
+    "nn": _nn("sum"),
+    "nn mean, weighted": _nn("mean", is_weighted=True),
+    "gated graph": Case(_gated, gated_graph_conv, 3, is_recurrent=True),
+    "transformer": _transformer(1),
+    "transformer gated, mean of heads": _transformer(3, False, use_gate=True, concat=False),
+    "transformer with edge features": _transformer(2, True),
 }
 
 

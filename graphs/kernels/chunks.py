@@ -18,6 +18,7 @@ from jmp_train.policies.pytrees import pvary
 Tree = TypeVar("Tree")
 CPU_ELEMENTS = 2**17  # that a chunk of blocks makes: half a MiB
 GPU_EDGES = 2**18
+GPU_ELEMENTS = 2**25  # that a chunk makes at most: 128 MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +223,41 @@ def of_edges(
     return result.at[slots].get(mode="fill", fill_value=0)
 
 
+def sum_of_chunks(
+    neighbors: CSR,
+    compute: Callable[[Chunk, jax.Array], Tree],
+    like: Any,
+    elements_per_block: int,
+    after: Any,
+) -> Tree:
+    """Returns the sums of what chunks make, with what each addition rounds off carried along.
+
+    Args:
+      neighbors: see `add_up`.
+      compute: makes a tree of arrays of a chunk, and of a mask, bool [blocks], which of its blocks count.
+      like: their shapes and dtypes.
+      elements_per_block: see `add_up`.
+      after: see `add_up`.
+
+    Reference: Knuth's exact difference of a sum, The Art of Computer Programming 2, 4.2.2.
+    """
+    zero = jax.lax.optimization_barrier((jnp.zeros(()), after))[0]
+    start = jax.tree.map(lambda x: jnp.broadcast_to(zero.astype(x.dtype), x.shape), like)
+
+    def add(carry: tuple[Tree, Tree], chunk: Chunk, step: Step) -> tuple[Tree, Tree]:
+        totals, lost = carry
+        parts = compute(chunk, step.is_new)
+        sums = jax.tree.map(jnp.add, totals, parts)
+
+        def rounded_off(total: jax.Array, part: jax.Array, result: jax.Array) -> jax.Array:
+            added = result - total
+            return (total - (result - added)) + (part - added)
+
+        return sums, jax.tree.map(lambda rest, *x: rest + rounded_off(*x), lost, totals, parts, sums)
+
+    return jax.tree.map(jnp.add, *_walk(neighbors, add, (start, start), elements_per_block))
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """Which blocks a chunk has: `size` from `first` on; those of the last chunk may have come before."""
@@ -254,7 +290,7 @@ def _walk(
     return jax.lax.platform_dependent(
         start,
         cpu=functools.partial(run, CPU_ELEMENTS // elements_per_block),
-        default=functools.partial(run, GPU_EDGES // neighbors.width),
+        default=functools.partial(run, min(GPU_EDGES // neighbors.width, GPU_ELEMENTS // elements_per_block)),
     )
 
 

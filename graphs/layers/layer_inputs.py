@@ -7,9 +7,10 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import jraph
+import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import EndFeatures, Floats, SparseRows
+from jmp_train.graphs.array_types import EndFeatures, Floats, Ids, SparseRows
 from jmp_train.graphs.structure import Block, Graph, SparseFeatures, common_dtype, from_jraph, node_mask
 from jmp_train.policies.pytrees import has_tracers
 
@@ -70,6 +71,43 @@ def as_edge_weight(graph: Graph | Block, edge_weight: Floats | None) -> jax.Arra
     if edge_weight is None:
         return None
     return as_floats("edge_weight", edge_weight, graph.connections.receivers.num_edges)
+
+
+def as_edge_features(graph: Graph | Block, features: Floats, width: int | str = "width") -> jax.Array:
+    """Returns features [edges, width], checked.
+
+    Raises:
+      TypeError: they are not floats.
+      ValueError: they have another shape.
+    """
+    return as_floats("edge_features", features, graph.connections.receivers.num_edges, width)
+
+
+def as_edge_types(graph: Graph | Block, edge_types: Ids, num_types: int) -> jax.Array:
+    """Returns types int32 [edges], checked; those that are traced are not looked at.
+
+    Args:
+      graph: a graph or a block.
+      edge_types: int [edges].
+      num_types: how many types there are.
+
+    Raises:
+      TypeError: they are not integers.
+      ValueError: they have another shape, or one of them is out of range; the message names the edge.
+    """
+    array = jnp.asarray(cast(Any, edge_types))
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"edge_types must be integers, got {array.dtype}")
+    num_edges = graph.connections.receivers.num_edges
+    if array.shape != (num_edges,):
+        raise ValueError(f"edge_types must be [{num_edges}], got shape {array.shape}")
+    if not has_tracers(array):
+        known = np.asarray(array)
+        wrong = (known < 0) | (known >= num_types)
+        if wrong.any():
+            edge = int(wrong.argmax())
+            raise ValueError(f"edge_types[{edge}] = {known[edge]} is out of range for {num_types} types")
+    return array.astype(jnp.int32)
 
 
 def as_optional(name: str, array: Floats | None, *shape: int | str | EllipsisType) -> jax.Array | None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense, product
 from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout
 from jmp_train.graphs.layers.endpoint_features import EndRows, end_rows, promoted_with
+from jmp_train.graphs.layers.initializers import uniform_between
 from jmp_train.graphs.layers.layer_inputs import (
     as_edge_weight,
     as_floats,
@@ -212,7 +212,7 @@ class SAGEConv(nnx.Module):
             return nnx.Param(init(rngs.params(), shape, param_dtype))
 
         glorot = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform")
-        uniform = _between(in_features**-0.5)
+        uniform = uniform_between(in_features**-0.5)
         self.weight = draw(glorot, in_features, out_features)
         self.self_weight: nnx.Param[jax.Array] | None = nnx.data(None)
         self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
@@ -260,10 +260,3 @@ class SAGEConv(nnx.Module):
             activation=self.activation,
             norm=self.norm,
         )
-
-
-def _between(bound: float) -> nnx.Initializer:
-    def init(key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32, *_: Any) -> jax.Array:
-        return jax.random.uniform(key, shape, dtype, -bound, bound)
-
-    return init

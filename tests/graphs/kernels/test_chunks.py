@@ -12,7 +12,7 @@ from helpers import compiled_vjp
 import jmp_train as jt
 from jmp_train import graphs
 from jmp_train.graphs import fn
-from jmp_train.graphs.kernels import chunks
+from jmp_train.graphs.kernels import chunks, mapped_sum
 from jmp_train.graphs.kernels.implementations import IMPLEMENTATIONS, EdgeOperation
 
 pytestmark = pytest.mark.quick
@@ -23,8 +23,9 @@ DROPPED = {"dropout_rate": 0.4, "dropout_key": jax.random.key(1), "negative_slop
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a few blocks, the last of which overlaps with the one before."""
+    """Chunks of a few blocks, the last of which overlaps with the one before; and of unsorted edges."""
     monkeypatch.setattr(chunks, "CPU_ELEMENTS", 1_000)
+    monkeypatch.setattr(mapped_sum, "XLA_ELEMENTS", 3_000)
 
 
 def graph_with_hub(formats: tuple[str, ...] = ("coo", "csr")) -> graphs.Graph:
@@ -61,6 +62,38 @@ def dot(graph: graphs.Graph, *arrays: Any, **options: Any) -> jax.Array:
     return graphs.apply_edges(whole, fn.u_dot_v("l", "r", "m"), **options).edges["m"]
 
 
+def relational(graph: graphs.Graph, *arrays: Any, **options: Any) -> jax.Array:
+    features, weight, coefficients, edge_weight = arrays
+    types = np.arange(EDGES) * 7 % 4
+    return graphs.rel_graph_conv(
+        graph, features, types, weight, coefficients, edge_weight=edge_weight, norm=jnp.tanh, **options
+    )
+
+
+def by_network(graph: graphs.Graph, *arrays: Any, **options: Any) -> jax.Array:
+    features, of_edges, kernel, edge_weight = arrays
+
+    def network(kernel: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.tanh(rows @ kernel)
+
+    return graphs.nn_conv(
+        graph, features, of_edges, network, kernel, 3, edge_weight=edge_weight, aggregator="mean", **options
+    )
+
+
+def transformer(graph: graphs.Graph, *arrays: Any, **options: Any) -> jax.Array:
+    features, *weights, of_edges, edge_weight = arrays
+    return graphs.transformer_conv(
+        graph,
+        features,
+        *weights,
+        num_heads=HEADS,
+        edge_features=of_edges,
+        edge_feature_weight=edge_weight,
+        **options,
+    )
+
+
 def cases() -> dict[str, tuple[Any, list[tuple[int, ...] | None]]]:
     """Returns functions, and the shapes of their arrays; None for no array."""
     rows, ends = (NODES, HEADS, WIDTH), (NODES, HEADS)
@@ -90,6 +123,15 @@ def cases() -> dict[str, tuple[Any, list[tuple[int, ...] | None]]]:
             for reducer in (fn.var, fn.std, fn.softmax)
         },
         "dot": (dot, [rows, rows]),
+        "relational": (relational, [(NODES, 4), (4, 4, WIDTH), None, None]),
+        "relational, bases and weights": (relational, [(NODES, 4), (2, 4, WIDTH), (4, 2), (EDGES,)]),
+        "relational, blocks and weights": (relational, [(NODES, 4), (4, 2, 2, 3), None, (EDGES,)]),
+        "network of the edges": (by_network, [(NODES, 4), (EDGES, 2), (2, 12), (EDGES,)]),
+        "transformer": (transformer, [(NODES, 4), *[(4, HEADS * WIDTH)] * 3, None, None]),
+        "transformer, dropout and edge features": (
+            functools.partial(transformer, attention_dropout=0.4, dropout_key=jax.random.key(1)),
+            [(NODES, 4), *[(4, HEADS * WIDTH)] * 3, (EDGES, 3), (3, HEADS * WIDTH)],
+        ),
     }
 
 
@@ -118,6 +160,10 @@ def test_chunked_equals_xla_in_float64(name: str) -> None:
         "sum, a weight for each edge",
         "dot",
         pytest.param("std, a weight for each head", marks=pytest.mark.full),
+        "relational, bases and weights",
+        "relational, blocks and weights",
+        "network of the edges",
+        "transformer, dropout and edge features",
     ],
 )
 def test_chunked_under_vmap_and_differentiated_twice(name: str) -> None:

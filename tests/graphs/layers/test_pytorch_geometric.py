@@ -110,6 +110,63 @@ def cheb(out: int, rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
     return graphs.ChebConv(IN, out, 4, rngs=rngs), pyg.ChebConv(IN, out, 4), names
 
 
+def types_of(count: int) -> np.ndarray:
+    return np.arange(count) * 7 % 5 % 3
+
+
+def relational(kind: str, rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
+    names = {"weight": "weight", "self_weight": "root", "bias": "bias"}
+    names |= {"coefficients": "comp"} if kind == "basis" else {}
+    options: dict[str, Any] = {"basis": {"num_bases": 2}, "bdd": {"num_blocks": 2}, "none": {}}[kind]
+    layer = graphs.RelGraphConv(IN, OUT, 3, regularizer=kind, num_bases=2, rngs=rngs)
+    return layer, pyg.RGCNConv(IN, OUT, 3, **options), names
+
+
+def nn_conv(aggregator: str, rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
+    names = {
+        "network/kernel": "nn.weight",
+        "network/bias": "nn.bias",
+        "self_weight": "lin.weight",
+        "bias": "bias",
+    }
+    layer = graphs.NNConv(IN, OUT, nnx.Linear(2, IN * OUT, rngs=rngs), aggregator=aggregator, rngs=rngs)
+    return layer, pyg.NNConv(IN, OUT, torch.nn.Linear(2, IN * OUT), aggr=aggregator), names
+
+
+def gated_graph(rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
+    names = {"weight": "weight"}
+    names |= {f"gru_weights/{i}": f"rnn.{name}_{end}" for i, (name, end) in enumerate(GRU)}
+    layer = graphs.GatedGraphConv(IN, IN + 1, 2, use_bias=False, rngs=rngs)
+    layer.weight = nnx.Param(jnp.zeros((2, 1, IN + 1, IN + 1)))  # theirs are others in each round
+    return layer, pyg.GatedGraphConv(IN + 1, 2), names
+
+
+GRU = (("weight", "ih"), ("weight", "hh"), ("bias", "ih"), ("bias", "hh"))
+
+
+def transformer(rngs: nnx.Rngs, edge_width: int | None = None, gated: bool = False, concat: bool = True) -> Any:
+    layer = graphs.TransformerConv(IN, OUT, HEADS, edge_width=edge_width, use_gate=gated, concat=concat, rngs=rngs)
+    theirs = pyg.TransformerConv(IN, OUT, HEADS, edge_dim=edge_width, beta=gated, concat=concat)
+    names = {
+        f"{mine}_{kind}": f"lin_{other}.{kind}"
+        for mine, other in (("query", "query"), ("key", "key"), ("value", "value"), ("self", "skip"))
+        for kind in ("weight", "bias")
+    }
+    names |= {} if edge_width is None else {"edge_feature_weight": "lin_edge.weight"}
+    return layer, theirs, names | ({"gate_weight": "lin_beta.weight"} if gated else {})
+
+
+# What edges have, beside both ends: for our layer, and for theirs.
+def extras(name: str, graph: graphs.Graph) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    if name.startswith("relational"):
+        types = types_of(graph.num_edges)
+        return (types, graphs.relation_norm(graph, types)), (torch.tensor(types),)
+    if name.startswith("nn") or "edge features" in name:
+        features = np.random.default_rng(2).normal(size=(graph.num_edges, 2)).astype(np.float32)
+        return (jnp.asarray(features),), (torch.tensor(features),)
+    return (), ()
+
+
 PAIRS: dict[str, Callable[..., Any]] = {
     "gcn": gcn,
     **{f"sage {name}": functools.partial(sage, name) for name in ("mean", "pool", "lstm")},
@@ -124,8 +181,16 @@ PAIRS: dict[str, Callable[..., Any]] = {
     "tag expanding": functools.partial(tag, 2 * IN),
     "cheb": functools.partial(cheb, OUT),
     "cheb expanding": functools.partial(cheb, 2 * IN),
+    **{f"relational {kind}": functools.partial(relational, kind) for kind in ("none", "basis", "bdd")},
+    "nn sum": functools.partial(nn_conv, "sum"),
+    "nn mean": functools.partial(nn_conv, "mean"),
+    "gated graph": gated_graph,
+    "transformer": transformer,
+    "transformer gated, mean of heads": functools.partial(transformer, gated=True, concat=False),
+    "transformer with edge features": functools.partial(transformer, edge_width=2),
 }
 SYMMETRIC = ("gcn", "appnp", "sg", "tag", "tag expanding", "cheb", "cheb expanding")
+AS_THEY_ARE = ("weight", "root", "comp")  # matrices that are no torch.nn.Linear's
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -143,16 +208,17 @@ def test_equal_to_pytorch_geometric(name: str) -> None:
         keys, array = names.pop("/".join(map(str, path))), np.array(leaf[...])
         parts = [(keys, array)] if isinstance(keys, str) else zip(keys, array, strict=True)
         for key, part in parts:
-            part = part.T if part.ndim == 2 else part
+            part = part.T if part.ndim == 2 and key not in AS_THEY_ARE else part
             their_state[key] = torch.tensor(part.reshape(their_state[key].shape))
     theirs.load_state_dict(their_state)
     assert not names
     senders, receivers = edges(name)
     features = random.normal(size=(NODES, IN)).astype(np.float32)
     graph = graphs.from_edges(senders, receivers, NODES)
-    mine = nnx.merge(definition, nnx.from_flat_state(flat))(graph, jnp.asarray(features))
+    of_edges, their_edges = extras(name, graph)
+    mine = nnx.merge(definition, nnx.from_flat_state(flat))(graph, jnp.asarray(features), *of_edges)
     with torch.no_grad():
-        wanted = theirs(torch.tensor(features), torch.tensor(np.stack([senders, receivers])))
+        wanted = theirs(torch.tensor(features), torch.tensor(np.stack([senders, receivers])), *their_edges)
     if name.startswith("gatv2"):
         wanted = wanted - theirs.bias
     wanted, found = wanted.detach().numpy(), np.asarray(mine).reshape(NODES, -1)

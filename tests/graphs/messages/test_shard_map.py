@@ -59,6 +59,15 @@ def gatv2(graph: graphs.Graph, h: Any, attention: Any, **options: Any) -> jax.Ar
     return graphs.gatv2_attention(graph, h, 2 * h, attention, **options)
 
 
+def relational(graph: graphs.Graph, h: Any, bases: Any, coefficients: Any, w: Any, **options: Any) -> jax.Array:
+    return graphs.rel_graph_conv(graph, h, TYPES, bases, coefficients, edge_weight=w, **options)
+
+
+def transformer(graph: graphs.Graph, h: Any, *weights: Any, **options: Any) -> jax.Array:
+    return graphs.transformer_conv(graph, h, *weights, num_heads=HEADS, **options)
+
+
+TYPES = np.arange(EDGES) % 3
 ROWS = (NODES, HEADS, WIDTH)
 # Of each, its operation and the shapes of its arrays: the first is a device's own, the others all have.
 CASES: dict[str, tuple[Operation, list[tuple[int, ...]]]] = {
@@ -67,6 +76,8 @@ CASES: dict[str, tuple[Operation, list[tuple[int, ...]]]] = {
     "u_dot_v": (dot, [ROWS, ROWS]),
     "gat": (gat, [ROWS, (NODES, HEADS), (EDGES,)]),
     "gatv2": (gatv2, [ROWS, (HEADS, WIDTH)]),
+    "relational": (relational, [(NODES, WIDTH), (2, WIDTH, 4), (3, 2), (EDGES,)]),
+    "transformer": (transformer, [(NODES, WIDTH), *[(WIDTH, HEADS * 4)] * 3]),
 }
 
 

@@ -26,6 +26,7 @@ ON_BLOCKS = (
     "gat residual, weighted",
     "gatv2 residual, weighted",
     "gin mean, weighted",
+    "transformer gated, mean of heads",
 )
 
 

@@ -1,0 +1,223 @@
+"""Sums over edges of the senders' rows times a matrix of the edge, in chunks: no matrix and no message is stored.
+
+The gradient of the rows is such a sum over the reversed edges, by the transposed matrices; those of what the edges
+share, and of what each has, go over the same chunks again.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.kernels.chunks import Chunk, add_up, at, of_edges, pvary_alike, run_chunked, sum_of_chunks
+from jmp_train.graphs.kernels.edge_matrices import EdgeMatrices, OfEdges
+from jmp_train.graphs.kernels.implementations import EdgeOperation
+from jmp_train.graphs.structure import (
+    CSR,
+    Adjacency,
+    CSRAndCSC,
+    accumulation_dtype,
+    graph_storage,
+    upcast,
+)
+from jmp_train.policies.autocasting import autocast_as
+
+XLA_ELEMENTS = 2**21  # that a chunk of unsorted edges makes
+
+
+class MappedInputs(NamedTuple):
+    """What is added up.
+
+    Attributes:
+      shared: what the matrices of all edges are made of, a tree of floating arrays.
+      edges: what each edge has, its arrays [edges, ...].
+      rows: floating [senders, in].
+    """
+
+    shared: Any
+    edges: OfEdges
+    rows: jax.Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def chunked_mapped_sum(
+    matrices: EdgeMatrices, dtype: DTypeLike, edges: CSRAndCSC, types: jax.Array | None, inputs: MappedInputs
+) -> jax.Array:
+    """Returns the sums [receivers, out] of the senders' rows times matrices, computed in float32.
+
+    Args:
+      matrices: makes the matrices of the edges.
+      dtype: the result's.
+      edges: who sends to whom.
+      types: int32 [edges], what `inputs.edges` lacks: they have no gradient.
+      inputs: what is added up.
+    """
+    neighbors, rows = edges.by_target, inputs.rows
+
+    def compute(chunk: Chunk) -> list[jax.Array]:
+        others = chunk.where_edge(chunk.of_others(rows))
+        return [matrices(inputs.shared, _of_chunk(neighbors, chunk, types, inputs.edges), others)]
+
+    width = matrices.out_width(inputs.shared, rows.shape[1])
+    like = jax.ShapeDtypeStruct((width,), accumulation_dtype(rows.dtype))
+    (sums,) = add_up(neighbors, compute, [like], _elements(matrices, neighbors, inputs), (rows, inputs.shared))
+    return sums.astype(dtype)
+
+
+def _of_chunk(neighbors: CSR, chunk: Chunk, types: jax.Array | None, edges: OfEdges) -> OfEdges:
+    """Returns what a chunk's edges have, in the dtypes that it is stored in; that of empty places has no meaning."""
+    assert neighbors.edges is not None
+    places = at(neighbors.edges, chunk.positions)
+    return jax.tree.map(lambda x: at(x, places), edges._replace(types=types))
+
+
+def _elements(matrices: EdgeMatrices, neighbors: CSR, inputs: MappedInputs) -> int:
+    width = inputs.rows.shape[1]
+    out = matrices.out_width(inputs.shared, width)
+    return max(1, out, neighbors.width * width, matrices.elements(inputs.shared, neighbors.width, width))
+
+
+_Saved = tuple[CSRAndCSC, jax.Array | None, MappedInputs]
+
+
+def _forward(
+    matrices: EdgeMatrices, dtype: DTypeLike, edges: CSRAndCSC, types: jax.Array | None, inputs: MappedInputs
+) -> tuple[jax.Array, _Saved]:
+    return chunked_mapped_sum(matrices, dtype, edges, types, inputs), (edges, types, inputs)
+
+
+def _backward(
+    matrices: EdgeMatrices, dtype: DTypeLike, saved: _Saved, gradient: jax.Array
+) -> tuple[None, None, MappedInputs]:
+    del dtype
+    edges, types, inputs = saved
+    neighbors, rows = edges.by_target, inputs.rows
+    back = inputs._replace(rows=gradient)
+    of_rows: Any = chunked_mapped_sum(matrices.transposed(), rows.dtype, edges.reversed(), types, back)
+    elements = _elements(matrices, neighbors, inputs)
+
+    def pullback(chunk: Chunk, is_counted: jax.Array | None = None) -> Any:
+        """Returns the gradient of what all edges share, and that of what each edge of a chunk has."""
+        own = _of_chunk(neighbors, chunk, None, inputs.edges)
+        kinds = _of_chunk(neighbors, chunk, types, OfEdges()).types
+        others = chunk.where_edge(chunk.of_others(rows))
+
+        def products(shared: Any, own: OfEdges) -> jax.Array:
+            return matrices(shared, own._replace(types=kinds), others)
+
+        here = chunk.of_nodes(gradient)[:, 0]
+        if is_counted is not None:
+            here = jnp.where(is_counted[:, None], here, jnp.zeros_like(here))
+        return jax.vjp(products, jax.tree.map(upcast, inputs.shared), own)[1](here)
+
+    of_shared = inputs.shared
+    if jax.tree.leaves(inputs.shared):
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, accumulation_dtype(x.dtype)), inputs.shared)
+        total = sum_of_chunks(neighbors, lambda chunk, is_new: pullback(chunk, is_new)[0], like, elements, of_rows)
+        of_shared = jax.tree.map(lambda x, like: x.astype(like.dtype), total, inputs.shared)
+    return None, None, MappedInputs(of_shared, _of_edges(neighbors, pullback, inputs.edges, elements), of_rows)
+
+
+def _of_edges(neighbors: CSR, pullback: Any, edges: OfEdges, elements: int) -> OfEdges:
+    """Returns the gradients of what each edge has, by one pass."""
+    leaves, structure = jax.tree.flatten(edges)
+    if not leaves:
+        return edges
+    widths = [math.prod(x.shape[1:]) for x in leaves]
+    dtype = jnp.result_type(*(accumulation_dtype(x.dtype) for x in leaves))
+
+    def compute(chunk: Chunk) -> jax.Array:
+        parts = [x.reshape(*chunk.others.shape, -1).astype(dtype) for x in jax.tree.leaves(pullback(chunk)[1])]
+        return jnp.concatenate(parts, -1)
+
+    found = of_edges(neighbors, compute, jax.ShapeDtypeStruct((sum(widths),), dtype), elements)
+    ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
+    parts = jnp.split(found, ends, axis=-1)
+    return jax.tree.unflatten(
+        structure, [x.reshape(y.shape).astype(y.dtype) for x, y in zip(parts, leaves, strict=True)]
+    )
+
+
+chunked_mapped_sum.defvjp(_forward, _backward)
+
+
+def _by_chunks(
+    adjacency: Adjacency, matrices: EdgeMatrices, inputs: MappedInputs, scale: jax.Array | None = None
+) -> jax.Array:
+    def kernel(edges: CSRAndCSC, types: jax.Array | None, inputs: MappedInputs) -> jax.Array:
+        dtype = inputs.rows.dtype if scale is None else accumulation_dtype(inputs.rows.dtype)
+        return chunked_mapped_sum(matrices, dtype, edges, types, inputs)
+
+    stored = _stored(inputs)
+    types, rest = stored.edges.types, stored._replace(edges=stored.edges._replace(types=None))
+    return _scaled(run_chunked(kernel, adjacency.neighbors, types, rest), scale, inputs.rows.dtype)
+
+
+def _by_xla(
+    adjacency: Adjacency, matrices: EdgeMatrices, inputs: MappedInputs, scale: jax.Array | None = None
+) -> jax.Array:
+    """Goes over edges as they come, in chunks: even one array of all edges would hold their matrices."""
+    compute = autocast_as("float32")(functools.partial(_unsorted_sum, matrices))
+    return _scaled(compute(adjacency, _stored(inputs)), scale, inputs.rows.dtype)
+
+
+def _scaled(sums: jax.Array, scale: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+    """Returns sums, times a scale for each receiver, stored."""
+    if scale is not None:
+        sums = autocast_as("float32")(lambda sums, scale: sums * scale.astype(sums.dtype)[:, None])(sums, scale)
+    return graph_storage(sums.astype(dtype))
+
+
+def _stored(inputs: MappedInputs) -> MappedInputs:
+    return inputs._replace(rows=graph_storage(inputs.rows), shared=jax.tree.map(graph_storage, inputs.shared))
+
+
+def _unsorted_sum(matrices: EdgeMatrices, adjacency: Adjacency, inputs: MappedInputs) -> jax.Array:
+    senders, receivers = adjacency.senders, adjacency.receivers
+    shared, edges, rows = jax.tree.map(upcast, inputs.shared), inputs.edges, upcast(inputs.rows)
+    out = matrices.out_width(shared, rows.shape[1])
+    if not senders.num_edges:
+        return jnp.zeros((receivers.num_segments, out), rows.dtype)
+    table = rows if senders.blocks is None else senders.blocks.read(rows)
+
+    @jax.checkpoint
+    def messages(shared: Any, table: jax.Array, of_edges: OfEdges, places: jax.Array) -> jax.Array:
+        sent = table.at[places].get(mode="fill", fill_value=0)[:, None]
+        return matrices(shared, jax.tree.map(lambda x: x[:, None], of_edges), sent)
+
+    def add(sums: jax.Array, part: Any) -> tuple[jax.Array, None]:
+        of_edges, sent_from, sent_to = part
+        return sums.at[sent_to].add(messages(shared, table, of_edges, sent_from), mode="drop"), None
+
+    elements = max(1, out, rows.shape[1], matrices.elements(shared, 1, rows.shape[1]))
+    size = max(1, min(XLA_ELEMENTS // elements, senders.num_edges))
+    count = -(-senders.num_edges // size)
+
+    def in_chunks(x: jax.Array, fill: int = 0) -> jax.Array:
+        missing = count * size - len(x)
+        x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if missing else x
+        return x.reshape(count, size, *x.shape[1:])
+
+    parts = (
+        jax.tree.map(in_chunks, edges),
+        in_chunks(senders.rows, len(table)),
+        in_chunks(receivers.rows, receivers.num_rows),
+    )
+    start = jnp.zeros((receivers.num_rows, out), rows.dtype)
+    start = pvary_alike((start, table, shared, parts))[0]
+    if count == 1:
+        sums, _ = add(start, jax.tree.map(lambda x: x[0], parts))
+    else:
+        sums, _ = jax.lax.scan(add, start, parts)
+    return sums if receivers.blocks is None else receivers.blocks.sum(sums)
+
+
+def _elements_per_edge(matrices: EdgeMatrices, inputs: MappedInputs, scale: jax.Array | None = None) -> int:
+    del scale
+    return max(inputs.rows.shape[1], matrices.out_width(inputs.shared, inputs.rows.shape[1]))
+
+
+MAPPED_SUM = EdgeOperation({"xla": _by_xla, "chunked": _by_chunks}, _elements_per_edge)

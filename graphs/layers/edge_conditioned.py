@@ -1,0 +1,217 @@
+"""The layer of message passing neural networks (NNConv): each edge has the matrix that a network makes of it."""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import jraph
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.kernels import MAPPED_SUM, MappedInputs, NetworkMatrices, OfEdges
+from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense
+from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
+from jmp_train.graphs.layers.layer_inputs import (
+    as_edge_features,
+    as_edge_weight,
+    as_floats,
+    as_graph,
+    as_optional,
+    checked_word,
+    in_dtype,
+)
+from jmp_train.graphs.structure import Block, Graph, inverse_degrees
+
+Params = TypeVar("Params")
+AGGREGATORS = ("sum", "mean")
+
+
+def nn_conv(
+    graph: Graph | Block | jraph.GraphsTuple,
+    features: EndFeatures,
+    edge_features: Floats,
+    network: Callable[[Params, jax.Array], jax.Array],
+    network_params: Params,
+    out_features: int,
+    self_weight: Floats | None = None,
+    bias: Floats | None = None,
+    *,
+    aggregator: str = "sum",
+    edge_weight: Floats | None = None,
+    activation: Activation | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns the sum or mean of the neighbors' features times matrices that a network makes of the edges' features.
+
+    The network is run, forward and backward, on a chunk of edges at a time: the matrices of all edges, [edges, in,
+    out], exist nowhere. Under autocast its parameters are half and it computes in float32.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used, or a block.
+      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
+      edge_features: floating [edges, width].
+      network: a function of its parameters and of features [some edges, width] to [some edges, in * out]; it treats
+        edges alike, and closes over no traced array.
+      network_params: a tree of floating arrays.
+      out_features: the width of the result.
+      self_weight: floating [in, out], of the node itself; None to leave that out.
+      bias: floating [out].
+      aggregator: "sum" or "mean"; nodes without edges have 0.
+      edge_weight: floating [edges], which multiplies what each edge brings.
+      activation: a function of the result.
+      implementation: see `rel_graph_conv`.
+
+    Returns:
+      [nodes, out] in the dtype that features, weight and bias promote to; half under autocast.
+
+    Raises:
+      ValueError: a shape does not fit, `aggregator` is another word, or there is no such implementation for the graph.
+      TypeError: an array has no floats.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph, lengths = from_edges([0, 1], [2, 2], 3), jnp.array([[10.0], [100.0]])
+      >>> features = jnp.array([[1.0], [2.0], [3.0]])
+      >>> nn_conv(graph, features, lengths, lambda scale, rows: scale * rows, jnp.array(2.0), 1).ravel().tolist()
+      [0.0, 0.0, 420.0]
+
+    Reference: Gilmer et al., Neural Message Passing for Quantum Chemistry, https://arxiv.org/abs/1704.01212; DGL's
+    and PyTorch Geometric's NNConv.
+    """
+    checked_word("aggregator", aggregator, AGGREGATORS)
+    graph = as_graph(graph, features)
+    rows = end_rows(graph, features, "in")
+    width = rows.senders.shape[1]
+    of_edges = as_edge_features(graph, edge_features)
+    params = jax.tree.map(lambda x: as_floats("network_params", x, ...), network_params)
+    own = as_optional("self_weight", self_weight, width, out_features)
+    offset = as_optional("bias", bias, out_features)
+    _check_network(network, params, of_edges, width, out_features)
+    rows, (own, offset) = promoted_with(rows, own, offset)
+    dtypes = jax.tree.map(lambda x: x.dtype, params)
+
+    def run(of_some: jax.Array, *leaves: jax.Array) -> jax.Array:  # the kernel may hold parameters in float32
+        params = jax.tree.unflatten(jax.tree.structure(dtypes), leaves)
+        return network(jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes), of_some)
+
+    matrices = NetworkMatrices(run, width, out_features)
+    of_each = OfEdges(weight=as_edge_weight(graph, edge_weight), features=of_edges)
+    inputs = MappedInputs(tuple(jax.tree.leaves(params)), of_each, rows.senders)
+    scale = inverse_degrees(graph.in_degrees, rows.senders) if aggregator == "mean" else None
+    result = MAPPED_SUM(implementation, graph.connections, matrices, inputs, scale)
+    if own is not None:
+        result = dense(rows.receivers, own, offset) + result
+    elif offset is not None:
+        result = add_bias(result, offset)
+    return activated(result, activation)
+
+
+def _check_network(network: Callable[..., Any], params: Any, of_edges: jax.Array, width: int, out: int) -> None:
+    found = jax.eval_shape(network, params, jax.ShapeDtypeStruct((2, *of_edges.shape[1:]), of_edges.dtype))
+    shape = getattr(found, "shape", None)
+    if shape is None or shape[:1] != (2,) or math.prod(shape) != 2 * width * out:
+        raise ValueError(
+            f"network must make [edges, {width} * {out}] of edge features, of two edges it made {shape or found}"
+        )
+
+
+class NNConv(nnx.Module):
+    """The layer of `nn_conv`: `layer(graph, features, edge_features, edge_weight=None)`.
+
+    The weight of the node itself is drawn uniformly as by Glorot, the bias is 0.
+
+    Args:
+      in_features: the width of the features.
+      out_features: the width of the result.
+      network: an nnx module of edge features [edges, width] to [edges, in_features * out_features], whose state is
+        parameters alone.
+      aggregator: see `nn_conv`.
+      use_bias: whether there is a bias.
+      use_self_weight: whether a node's own features count.
+      activation: see `nn_conv`.
+      dtype: what features, weight and bias are cast to; None for what they promote to. The network has its own.
+      param_dtype: the dtype of weight and bias.
+      rngs: flax's random streams, of which "params" is used.
+
+    Raises:
+      ValueError: `aggregator` is another word.
+      TypeError: the network has a state that is not parameters.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import from_edges
+      >>> graph, rngs = from_edges([0, 1, 2], [1, 2, 0], 3), nnx.Rngs(0)
+      >>> layer = NNConv(4, 8, nnx.Linear(5, 4 * 8, rngs=rngs), rngs=rngs)
+      >>> layer(graph, jnp.ones((3, 4)), jnp.ones((3, 5))).shape
+      (3, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        network: nnx.Module,
+        *,
+        aggregator: str = "sum",
+        use_bias: bool = True,
+        use_self_weight: bool = True,
+        activation: Activation | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        checked_word("aggregator", aggregator, AGGREGATORS)
+        _, _, others = nnx.split(network, nnx.Param, ...)
+        if jax.tree.leaves(others):
+            raise TypeError(
+                "network has a state besides parameters, which running it on some edges at a time would change"
+            )
+        self.network = network
+        self.out_features = out_features
+        self.aggregator = aggregator
+        self.activation = activation
+        self.dtype = dtype
+        self.self_weight: nnx.Param[jax.Array] | None = nnx.data(None)
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        if use_self_weight:
+            init = nnx.initializers.glorot_uniform()
+            self.self_weight = nnx.Param(init(rngs.params(), (in_features, out_features), param_dtype))
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+
+    def __call__(
+        self,
+        graph: Graph | Block | jraph.GraphsTuple,
+        features: EndFeatures,
+        edge_features: Floats,
+        edge_weight: Floats | None = None,
+    ) -> jax.Array:
+        """Returns the layer's result [nodes, out].
+
+        Args:
+          graph: see `nn_conv`.
+          features: see `nn_conv`.
+          edge_features: see `nn_conv`.
+          edge_weight: see `nn_conv`.
+        """
+        features, edge_features = in_dtype(self.dtype, features, edge_features)
+        self_weight, bias = in_dtype(self.dtype, self.self_weight, self.bias)
+        definition, params = nnx.split(self.network)
+        return nn_conv(
+            graph,
+            features,
+            edge_features,
+            lambda params, rows: nnx.merge(definition, params)(rows),
+            params,
+            self.out_features,
+            self_weight,
+            bias,
+            aggregator=self.aggregator,
+            edge_weight=edge_weight,
+            activation=self.activation,
+        )

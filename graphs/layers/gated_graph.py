@@ -1,0 +1,220 @@
+"""The layer of gated graph sequence networks: several rounds of messages, read by a gated recurrent unit (GRU)."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import jraph
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.array_types import Floats, Ids
+from jmp_train.graphs.kernels import MAPPED_SUM, MappedInputs, MixedMatrices, OfEdges
+from jmp_train.graphs.layers.aggregation import aggregate
+from jmp_train.graphs.layers.dense import dense
+from jmp_train.graphs.layers.gru import gru_shapes, gru_state
+from jmp_train.graphs.layers.initializers import uniform_between
+from jmp_train.graphs.layers.layer_inputs import (
+    as_edge_types,
+    as_edge_weight,
+    as_floats,
+    as_graph,
+    as_optional,
+    in_dtype,
+    promoted,
+)
+from jmp_train.graphs.structure import Block, Graph, graph_storage, upcast
+from jmp_train.policies.autocasting import autocast_as
+
+
+def gated_graph_conv(
+    graph: Graph | jraph.GraphsTuple,
+    features: Floats,
+    weight: Floats,
+    gru_weights: Sequence[Floats],
+    message_bias: Floats | None = None,
+    edge_types: Ids | None = None,
+    *,
+    num_steps: int,
+    edge_weight: Floats | None = None,
+) -> jax.Array:
+    """Returns the states of nodes after several rounds, in each of which a GRU reads the sum of the messages.
+
+    A message is the sender's state times the matrix of the edge's type. States are float32 from round to round: what
+    a node forgets slowly stagnates in half. Messages are stored as features are.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used.
+      features: floating [nodes, in], the first states, filled up with zeros; `in` is at most `width`.
+      weight: floating [types, width, width]; or [steps, types, width, width], others in each round.
+      gru_weights: the weights of input and of hidden state, [width, 3 width] each, and their biases [3 width], the
+        gates in torch's order: reset, update, new.
+      message_bias: floating [types, width], added to the messages of a type.
+      edge_types: int [edges], see `rel_graph_conv`; None where there is one type.
+      num_steps: how many rounds there are.
+      edge_weight: floating [edges], which multiplies the messages.
+
+    Returns:
+      [nodes, width] in the dtype that features and weights promote to; half under autocast.
+
+    Raises:
+      ValueError: a shape does not fit, a type is out of range or types are missing, or `num_steps` is not positive.
+      TypeError: an array has no floats, types are not integers, or the graph is a block, whose sources get no
+        messages to go on with.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1], [1, 0], 2)
+      >>> zeros = jnp.zeros((1, 3)), jnp.zeros((1, 3)), jnp.zeros(3), jnp.zeros(3)
+      >>> gated_graph_conv(graph, jnp.array([[4.0], [8.0]]), jnp.ones((1, 1, 1)), zeros, num_steps=2).tolist()
+      [[1.0], [2.0]]
+
+    Reference: Li et al., Gated Graph Sequence Neural Networks, https://arxiv.org/abs/1511.05493; DGL's
+    GatedGraphConv, and with weights of each round PyTorch Geometric's.
+    """
+    ours = as_graph(graph, features)
+    if isinstance(ours, Block):
+        raise TypeError("gated_graph_conv needs a Graph: the sources of a block get no messages to go on with")
+    if num_steps < 1:
+        raise ValueError(f"num_steps={num_steps} must be positive")
+    kernel = _as_matrices(weight, num_steps)
+    num_types, width = kernel.shape[1:3]
+    rows = as_floats("features", features, ours.num_nodes, "in")
+    if rows.shape[1] > width:
+        raise ValueError(f"features of width {rows.shape[1]} must be at most as wide as the states, {width}")
+    offset = as_optional("message_bias", message_bias, num_types, width)
+    cell = _as_gru(gru_weights, width)
+    if edge_types is None and num_types > 1:
+        raise ValueError(f"weight has {num_types} types: edge_types are needed")
+    types = None if edge_types is None else as_edge_types(ours, edge_types, num_types)
+    edge_weight = as_edge_weight(ours, edge_weight)
+    rows, kernel, offset, *cell = promoted(rows, kernel, offset, *cell)
+
+    stored = jnp.pad(rows, ((0, 0), (0, width - rows.shape[1])))
+    state = autocast_as("float32")(upcast)(stored)
+    for step in range(num_steps):
+        matrices = kernel[min(step, len(kernel) - 1)]
+        if types is None:
+            sent = dense(stored, matrices[0], None if offset is None else offset[0])
+            messages = aggregate(ours.connections, sent, edge_weight)
+        else:
+            messages = _typed_messages(ours, stored, matrices, offset, OfEdges(types, edge_weight))
+        state = gru_state(state, messages, cell)
+        stored = graph_storage(state.astype(rows.dtype))
+    return stored
+
+
+def _as_matrices(weight: Floats, num_steps: int) -> jax.Array:
+    """Returns weights [steps or 1, types, width, width], checked."""
+    kernel = jnp.asarray(weight)
+    if kernel.ndim == 4:
+        return as_floats("weight", kernel, num_steps, "types", "width", kernel.shape[2])
+    kernel = as_floats("weight", kernel, "types", "width", kernel.shape[1] if kernel.ndim > 1 else "width")
+    return kernel[None]
+
+
+def _as_gru(weights: Sequence[Floats], width: int) -> list[jax.Array]:
+    shapes = gru_shapes(width)
+    if len(weights) != len(shapes):
+        raise ValueError(f"gru_weights must be {len(shapes)} arrays, got {len(weights)}")
+    pairs = enumerate(zip(weights, shapes, strict=True))
+    return [as_floats(f"gru_weights[{i}]", array, *shape) for i, (array, shape) in pairs]
+
+
+def _typed_messages(
+    graph: Graph, rows: jax.Array, matrices: jax.Array, offset: jax.Array | None, of_edges: OfEdges
+) -> jax.Array:
+    """Returns the sums [nodes, width] of messages; a bias is the matrices' row for a feature that is 1."""
+    if offset is not None:
+        rows = jnp.concatenate([rows, jnp.ones_like(rows[:, :1])], 1)
+        matrices = jnp.concatenate([matrices, offset[:, None]], 1)
+    return MAPPED_SUM(None, graph.connections, MixedMatrices(), MappedInputs((matrices, None), of_edges, rows))
+
+
+class GatedGraphConv(nnx.Module):
+    """The layer of `gated_graph_conv`: `layer(graph, features, edge_types=None, edge_weight=None)`.
+
+    Matrices are drawn uniformly as by Glorot with gain sqrt(2), the GRU's weights and biases uniformly between -1 and
+    1 over the square root of the width; the messages' bias is 0.
+
+    Args:
+      in_features: the width of the features.
+      out_features: the width of states and result, at least as large.
+      num_steps: how many rounds there are.
+      num_types: how many types of edges there are.
+      use_bias: whether messages have a bias.
+      dtype: what features and parameters are cast to; None for what they promote to.
+      param_dtype: the parameters' dtype.
+      rngs: flax's random streams, of which "params" is used.
+
+    Raises:
+      ValueError: `num_steps` or `num_types` is not positive, or features are wider than the result.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2], [1, 2, 0], 3)
+      >>> layer = GatedGraphConv(4, 8, 3, num_types=2, rngs=nnx.Rngs(0))
+      >>> layer(graph, jnp.ones((3, 4)), [0, 1, 1]).shape
+      (3, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_steps: int,
+        *,
+        num_types: int = 1,
+        use_bias: bool = True,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        if num_steps < 1 or num_types < 1:
+            raise ValueError(f"num_steps={num_steps} and num_types={num_types} must be positive")
+        if in_features > out_features:
+            raise ValueError(f"in_features={in_features} must be at most out_features={out_features}")
+        self.num_steps = num_steps
+        self.dtype = dtype
+
+        def draw(init: nnx.Initializer, shape: tuple[int, ...]) -> nnx.Param[jax.Array]:
+            return nnx.Param(init(rngs.params(), shape, param_dtype))
+
+        glorot = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform", batch_axis=0)
+        self.weight = draw(glorot, (num_types, out_features, out_features))
+        self.message_bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        if use_bias:
+            self.message_bias = nnx.Param(jnp.zeros((num_types, out_features), param_dtype))
+        uniform = uniform_between(out_features**-0.5)
+        self.gru_weights = nnx.List([draw(uniform, shape) for shape in gru_shapes(out_features)])
+
+    def __call__(
+        self,
+        graph: Graph | jraph.GraphsTuple,
+        features: Floats,
+        edge_types: Ids | None = None,
+        edge_weight: Floats | None = None,
+    ) -> jax.Array:
+        """Returns the nodes' states [nodes, out].
+
+        Args:
+          graph: see `gated_graph_conv`.
+          features: see `gated_graph_conv`.
+          edge_types: see `gated_graph_conv`.
+          edge_weight: see `gated_graph_conv`.
+        """
+        arrays = in_dtype(self.dtype, features, self.weight, self.message_bias, *self.gru_weights)
+        features, weight, message_bias, *gru_weights = arrays
+        return gated_graph_conv(
+            graph,
+            features,
+            weight,
+            gru_weights,
+            message_bias,
+            edge_types,
+            num_steps=self.num_steps,
+            edge_weight=edge_weight,
+        )

@@ -1,0 +1,175 @@
+"""A layer for each type of edges, whose results are aggregated at the nodes that they reach (HeteroGraphConv)."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jmp_train.graphs.array_types import Floats
+from jmp_train.graphs.layers.layer_inputs import as_floats, checked_word, promoted
+from jmp_train.graphs.structure import Block, EdgeType, Graph, HeteroGraph, graph_storage, upcast
+from jmp_train.policies.autocasting import autocast_as
+
+Aggregate = str | Callable[[Sequence[jax.Array]], jax.Array]
+# A function of a graph or a block, of the nodes' features, and of what the edges have.
+Layer = Callable[..., jax.Array]
+TypedFeatures = Mapping[str, Floats]
+AGGREGATES = ("sum", "mean", "max", "min", "stack")
+
+
+def hetero_graph_conv(
+    graph: HeteroGraph,
+    layers: Mapping[str, Layer] | Mapping[EdgeType, Layer],
+    features: TypedFeatures | tuple[TypedFeatures, TypedFeatures],
+    aggregate: Aggregate = "sum",
+    *,
+    edge_inputs: Mapping[str, Sequence[Any]] | Mapping[EdgeType, Sequence[Any]] | None = None,
+) -> dict[str, jax.Array]:
+    """Returns what layers make of the edges of each type, aggregated at the nodes that several types enter.
+
+    Args:
+      graph: a graph of several types.
+      layers: by edge type, a layer: of edges between nodes of one type it is given a `Graph` and their features, of
+        others, and where features are a pair, a `Block` and a pair of features. Types without a layer are left out.
+      features: by node type, floating [nodes, ...]; or a pair of such, of the senders and of the receivers. Edges
+        whose senders have none are left out.
+      aggregate: "sum", "mean", "max" or "min" of the results, in float32 and rounded once; "stack" along axis 1, by
+        the sorted edge types; or a function of the list of results. But for "stack" and functions, a result that is
+        alone stays as it is.
+      edge_inputs: by edge type, what else its layer is called with, such as edge weights.
+
+    Returns:
+      By node type, the results, of those types that edges with a result enter.
+
+    Raises:
+      ValueError: `aggregate` is another word, there is no such edge type, receivers have no features, or results
+        differ in shape.
+      TypeError: the graph has one type.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import gin_conv, hetero_from_edges
+      >>> plays, makes = ("user", "plays", "game"), ("firm", "makes", "game")
+      >>> graph = hetero_from_edges({plays: ([0, 1], [0, 0]), makes: ([0], [0])}, {"user": 2, "firm": 1, "game": 1})
+      >>> features = {"user": jnp.ones(2), "firm": jnp.full(1, 5.0), "game": jnp.zeros(1)}
+      >>> hetero_graph_conv(graph, {"plays": gin_conv, "makes": gin_conv}, features, "max")
+      {'game': Array([5.], dtype=float32)}
+
+    Reference: DGL's HeteroGraphConv.
+    """
+    if not callable(aggregate):
+        checked_word("aggregate", aggregate, AGGREGATES)
+    if not isinstance(graph, HeteroGraph):
+        raise TypeError(f"graph must be a HeteroGraph, got {type(graph).__name__}")
+    by_type = {graph.edge_type(kind): layer for kind, layer in layers.items()}
+    extra = {graph.edge_type(kind): inputs for kind, inputs in (edge_inputs or {}).items()}
+    lost = [kind for kind in extra if kind not in by_type]
+    if lost:
+        raise ValueError(f"edge_inputs has {lost[0]}, of which there is no layer")
+    results: dict[str, list[jax.Array]] = {}
+    for kind in sorted(by_type):
+        inputs = _inputs(graph, kind, features)
+        if inputs is not None:
+            result = by_type[kind](*inputs, *extra.get(kind, ()))
+            results.setdefault(kind[2], []).append(result)
+    return {node_type: _aggregated(node_type, aggregate, rows) for node_type, rows in results.items()}
+
+
+def _inputs(
+    graph: HeteroGraph, kind: EdgeType, features: TypedFeatures | tuple[TypedFeatures, TypedFeatures]
+) -> tuple[Any, Any] | None:
+    """Returns the edges of a type, and the features at their ends; None where the senders have none."""
+    of_senders, of_receivers = features if isinstance(features, tuple) else (features, features)
+    sender_type, _, receiver_type = kind
+    if sender_type not in of_senders:
+        return None
+    if receiver_type not in of_receivers:
+        known = ", ".join(map(repr, of_receivers)) or "none"
+        raise ValueError(f"features of {receiver_type!r} are missing, which {kind} enters; there are: {known}")
+    ends = [
+        as_floats(f"features[{node_type!r}]", rows[node_type], graph.num_nodes(node_type), ...)
+        for node_type, rows in ((sender_type, of_senders), (receiver_type, of_receivers))
+    ]
+    connections = graph.connections[kind]
+    if sender_type != receiver_type or isinstance(features, tuple):
+        return Block(connections), tuple(ends)
+    counts = graph.num_nodes(sender_type), connections.num_edges
+    n_node, n_edge = (jnp.array([count], jnp.int32) for count in counts)
+    return Graph({}, {}, connections, n_node, n_edge), ends[0]
+
+
+def _aggregated(node_type: str, aggregate: Aggregate, results: Sequence[jax.Array]) -> jax.Array:
+    if callable(aggregate):
+        return aggregate(results)
+    shapes = {result.shape for result in results}
+    if len(shapes) > 1:
+        raise ValueError(f"results of the edge types that enter {node_type!r} differ in shape: {sorted(shapes)}")
+    results = promoted(*results)
+    if aggregate == "stack":
+        return jnp.stack(results, axis=1)
+    if len(results) == 1:
+        return results[0]
+    join = functools.partial(_joined, aggregate)
+    stored = [graph_storage(result) for result in results]
+    return graph_storage(autocast_as("float32")(join)(*stored).astype(results[0].dtype))
+
+
+def _joined(aggregate: str, *results: jax.Array) -> jax.Array:
+    join = {"max": jnp.maximum, "min": jnp.minimum}.get(aggregate, jnp.add)
+    result = functools.reduce(join, map(upcast, results))
+    return result / len(results) if aggregate == "mean" else result
+
+
+class HeteroGraphConv(nnx.Module):
+    """The layer of `hetero_graph_conv`: `layer(graph, features, edge_inputs=None)`.
+
+    Args:
+      layers: by edge type, an nnx module or a function. Parameters are found under the type's name, or its three
+        joined by "/".
+      aggregate: see `hetero_graph_conv`.
+
+    Raises:
+      ValueError: `aggregate` is another word.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import SAGEConv, hetero_from_edges
+      >>> plays, follows = ("user", "plays", "game"), ("user", "follows", "user")
+      >>> ends = {plays: ([0, 1], [0, 0]), follows: ([0], [1])}
+      >>> graph, rngs = hetero_from_edges(ends, {"user": 2, "game": 1}), nnx.Rngs(0)
+      >>> layer = HeteroGraphConv({name: SAGEConv(4, 8, rngs=rngs) for name in ("plays", "follows")}, "mean")
+      >>> found = layer(graph, {"user": jnp.ones((2, 4)), "game": jnp.ones((1, 4))})
+      >>> found["user"].shape, found["game"].shape
+      ((2, 8), (1, 8))
+    """
+
+    def __init__(self, layers: Mapping[str, Layer] | Mapping[EdgeType, Layer], aggregate: Aggregate = "sum") -> None:
+        if not callable(aggregate):
+            checked_word("aggregate", aggregate, AGGREGATES)
+        self.aggregate = aggregate
+        self.edge_types = tuple(layers)
+        self.layers = nnx.Dict({_key(kind): layer for kind, layer in layers.items()})
+
+    def __call__(
+        self,
+        graph: HeteroGraph,
+        features: TypedFeatures | tuple[TypedFeatures, TypedFeatures],
+        edge_inputs: Mapping[str, Sequence[Any]] | Mapping[EdgeType, Sequence[Any]] | None = None,
+    ) -> dict[str, jax.Array]:
+        """Returns the results by node type, see `hetero_graph_conv`.
+
+        Args:
+          graph: see `hetero_graph_conv`.
+          features: see `hetero_graph_conv`.
+          edge_inputs: see `hetero_graph_conv`.
+        """
+        layers = {graph.edge_type(kind): self.layers[_key(kind)] for kind in self.edge_types}
+        return hetero_graph_conv(graph, layers, features, self.aggregate, edge_inputs=edge_inputs)
+
+
+def _key(kind: str | EdgeType) -> str:
+    return kind if isinstance(kind, str) else "/".join(kind)

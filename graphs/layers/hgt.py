@@ -1,0 +1,351 @@
+"""The layer of heterogeneous graph transformers (HGT): attention over the edges of all types that enter a node."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.array_types import Floats
+from jmp_train.graphs.kernels import DOT_ATTENTION, DotInputs, edge_dropout
+from jmp_train.graphs.layers.dense import activated, dense
+from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout
+from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, in_dtype, promoted
+from jmp_train.graphs.structure import EdgeType, HeteroGraph, finite_or_zero, graph_storage, upcast
+from jmp_train.policies.autocasting import autocast_as
+
+
+class HGTNodeWeights(NamedTuple):
+    """What `hgt_conv` has for the nodes of a type.
+
+    Attributes:
+      key: floating [in, out].
+      query: floating [in, out].
+      value: floating [in, out].
+      result: floating [out, out].
+      key_bias: floating [out], as the others.
+      query_bias: of queries.
+      value_bias: of values.
+      result_bias: of the result.
+      skip: floating [1]: the sigmoid of this weights the result, what is left of 1 the node itself; only where widths
+        are equal.
+    """
+
+    key: Floats
+    query: Floats
+    value: Floats
+    result: Floats
+    key_bias: Floats | None = None
+    query_bias: Floats | None = None
+    value_bias: Floats | None = None
+    result_bias: Floats | None = None
+    skip: Floats | None = None
+
+
+class HGTEdgeWeights(NamedTuple):
+    """What `hgt_conv` has for the edges of a type.
+
+    Attributes:
+      key: floating [heads, width, width], which multiplies the senders' keys.
+      value: floating [heads, width, width], which multiplies their values.
+      prior: floating [heads], which multiplies the logits.
+    """
+
+    key: Floats
+    value: Floats
+    prior: Floats
+
+
+def hgt_conv(
+    graph: HeteroGraph,
+    features: Mapping[str, Floats],
+    node_weights: Mapping[str, HGTNodeWeights],
+    edge_weights: Mapping[str, HGTEdgeWeights] | Mapping[EdgeType, HGTEdgeWeights],
+    *,
+    attention_dropout: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    implementation: str | None = None,
+) -> dict[str, jax.Array]:
+    """Returns attention over the edges of all types together, with keys and values of each type's own.
+
+    An edge of type r from u to v has the logit `prior_r query_v . (key_u key_r) / sqrt(width)` in each head, and brings
+    `value_u value_r`. The softmax goes over all edges that enter v, the result is `gelu(sum) result + result_bias`,
+    joined with v's features by its type's `skip`. Logits, softmax and sums are float32, and no array is as long as the
+    edges but their indices.
+
+    Args:
+      graph: a graph of several types.
+      features: by node type, floating [nodes, in].
+      node_weights: by node type, the weights of its nodes.
+      edge_weights: by edge type, the weights of its edges; types that are missing are left out.
+      attention_dropout: the share of the attention weights that are dropped.
+      dropout_key: for dropout; needed if the rate is not 0.
+      implementation: see `gat_attention`.
+
+    Returns:
+      By type of the nodes that edges enter, [nodes, out] in the dtype that features and weights promote to; half under
+      autocast.
+
+    Raises:
+      ValueError: a shape does not fit, a type is missing, the rate is not in [0, 1), there is no key, or there is no
+        such implementation for the graph.
+      TypeError: an array has no floats, or the graph has one type.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import hetero_from_edges
+      >>> plays, makes = ("user", "plays", "game"), ("firm", "makes", "game")
+      >>> graph = hetero_from_edges({plays: ([0, 1], [0, 0]), makes: ([0], [0])}, {"user": 2, "firm": 1, "game": 1})
+      >>> one = jnp.ones((1, 1))
+      >>> nodes = dict.fromkeys(("user", "firm", "game"), HGTNodeWeights(one, 0 * one, one, one))
+      >>> edges = dict.fromkeys(("plays", "makes"), HGTEdgeWeights(one[None], one[None], one[0]))
+      >>> features = {"user": jnp.array([[10.0], [20.0]]), "firm": jnp.array([[60.0]]), "game": one}
+      >>> hgt_conv(graph, features, nodes, edges)["game"].tolist()
+      [[30.0]]
+
+    Reference: Hu et al., Heterogeneous Graph Transformer, https://arxiv.org/abs/2003.01332; PyTorch Geometric's
+    HGTConv.
+    """
+    check_dropout("attention_dropout", attention_dropout, dropout_key)
+    if not isinstance(graph, HeteroGraph):
+        raise TypeError(f"graph must be a HeteroGraph, got {type(graph).__name__}")
+    of_edges = {graph.edge_type(kind): weights for kind, weights in edge_weights.items()}
+    kinds = sorted(of_edges)
+    heads = _heads(of_edges)
+    ends = {node_type for kind in kinds for node_type in (kind[0], kind[2])}
+    tables = {name: _tables(graph, name, features, node_weights, heads) for name in sorted(ends)}
+    keys = [None] * len(kinds) if dropout_key is None else list(jax.random.split(dropout_key, len(kinds)))
+    attended: dict[str, list[_Attended]] = {}
+    for kind, key in zip(kinds, keys, strict=True):
+        of_kind = _checked_edge_weights(kind, of_edges[kind], tables[kind[0]])
+        dropout = edge_dropout(attention_dropout, key, heads)
+        inputs = _dot_inputs(tables[kind[0]], tables[kind[2]], of_kind)
+        connections = graph.connections[kind]
+        found = DOT_ATTENTION(implementation, connections, 1.0, dropout, inputs)
+        attended.setdefault(kind[2], []).append(_Attended(found.total, found.log_sum, connections.in_degrees > 0))
+    return {name: _result(tables[name], results) for name, results in attended.items()}
+
+
+class _Tables(NamedTuple):
+    """What the nodes of a type have: features, [nodes, heads, width] thrice, and what makes the result of sums."""
+
+    rows: jax.Array
+    key: jax.Array
+    query: jax.Array
+    value: jax.Array
+    result: jax.Array
+    result_bias: jax.Array | None
+    skip: jax.Array | None
+
+
+class _Attended(NamedTuple):
+    """The attention over the edges of one type, see `DotResult`, and which nodes they enter, bool [nodes]."""
+
+    total: jax.Array
+    log_sum: jax.Array
+    is_entered: jax.Array
+
+
+def _heads(edge_weights: Mapping[EdgeType, HGTEdgeWeights]) -> int:
+    if not edge_weights:
+        raise ValueError("edge_weights has no edge type")
+    counts = {kind: jnp.asarray(weights.prior).size for kind, weights in edge_weights.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"edge_weights has priors of different numbers of heads: {counts}")
+    return next(iter(counts.values()))
+
+
+def _tables(
+    graph: HeteroGraph,
+    name: str,
+    features: Mapping[str, Floats],
+    node_weights: Mapping[str, HGTNodeWeights],
+    heads: int,
+) -> _Tables:
+    for of, given in (("features", features), ("node_weights", node_weights)):
+        if name not in given:
+            known = ", ".join(map(repr, given)) or "none"
+            raise ValueError(f"{of} of {name!r} are missing; there are: {known}")
+    where, given = f"node_weights[{name!r}]", node_weights[name]
+    key = as_floats(f"{where}.key", given.key, "in", "out")
+    width, out = key.shape
+    if out % heads:
+        raise ValueError(f"{where}.key has a width of {out}, which {heads} heads do not divide")
+    rows = as_floats(f"features[{name!r}]", features[name], graph.num_nodes(name), width)
+    skip = as_optional(f"{where}.skip", given.skip, 1)
+    if skip is not None and width != out:
+        raise ValueError(f"{where}.skip joins features of width {width} with results of width {out}")
+    others = [as_floats(f"{where}.{end}", getattr(given, end), width, out) for end in ("query", "value")]
+    others.append(as_floats(f"{where}.result", given.result, out, out))
+    biases = [as_optional(f"{where}.{end}_bias", getattr(given, f"{end}_bias"), out) for end in ENDS]
+    rows, *arrays = promoted(rows, key, *others, *biases, skip)
+
+    def table(weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return dense(rows, weight, bias).reshape(-1, heads, out // heads)
+
+    key, query, value = (table(*pair) for pair in zip(arrays[:3], arrays[4:7], strict=True))
+    return _Tables(rows, key, query, value, arrays[3], *arrays[7:])
+
+
+ENDS = ("key", "query", "value", "result")
+
+
+def _checked_edge_weights(kind: EdgeType, weights: HGTEdgeWeights, tables: _Tables) -> list[jax.Array]:
+    _, heads, width = tables.key.shape
+    where = f"edge_weights[{kind}]"
+    return [
+        as_floats(f"{where}.key", weights.key, heads, width, width),
+        as_floats(f"{where}.value", weights.value, heads, width, width),
+        as_floats(f"{where}.prior", weights.prior, heads),
+    ]
+
+
+def _dot_inputs(senders: _Tables, receivers: _Tables, weights: Sequence[jax.Array]) -> DotInputs:
+    """Returns queries, and keys and values times the edge type's matrices; priors and scale are in the keys'."""
+    key_weight, value_weight, prior = weights
+    scaled = autocast_as("float32")(_scaled_keys)(key_weight, prior)
+    key, value, key_weight, value_weight = promoted(senders.key, senders.value, scaled, value_weight)
+    return DotInputs(
+        graph_storage(receivers.query),
+        graph_storage(jnp.einsum("nhd,hde->nhe", key, key_weight)),
+        graph_storage(jnp.einsum("nhd,hde->nhe", value, value_weight)),
+    )
+
+
+def _scaled_keys(weight: jax.Array, prior: jax.Array) -> jax.Array:
+    factor = upcast(prior) * weight.shape[1] ** -0.5
+    return (upcast(weight) * factor.astype(upcast(weight).dtype)[:, None, None]).astype(weight.dtype)
+
+
+def _result(tables: _Tables, attended: Sequence[_Attended]) -> jax.Array:
+    """Returns the nodes' results of the attention over the edges of each type."""
+    dtype = tables.rows.dtype
+    total = graph_storage(autocast_as("float32")(_joined)(attended).astype(dtype))
+    result = dense(total, tables.result, tables.result_bias)
+    if tables.skip is not None:
+        result = autocast_as("float32")(_skipped)(graph_storage(result), tables.rows, tables.skip).astype(result.dtype)
+    return activated(result)
+
+
+def _joined(attended: Sequence[_Attended]) -> jax.Array:
+    """Returns gelu of the attention over the edges of all types, [nodes, out]: softmaxes are joined by their sums."""
+    is_entered = jnp.stack([each.is_entered for each in attended])[..., None]
+    log_sums = jnp.where(is_entered, jnp.stack([each.log_sum for each in attended]), -jnp.inf)
+    most = finite_or_zero(jax.lax.stop_gradient(log_sums.max(0)))
+    powers = jnp.exp(log_sums - most)
+    sizes = powers.sum(0)
+    shares = powers / jnp.where(sizes > 0, sizes, jnp.ones_like(sizes))
+    total = sum(share[..., None] * each.total for share, each in zip(shares, attended, strict=True))
+    assert isinstance(total, jax.Array)
+    return jax.nn.gelu(total.reshape(len(total), -1), approximate=False)
+
+
+def _skipped(result: jax.Array, rows: jax.Array, skip: jax.Array) -> jax.Array:
+    share = jax.nn.sigmoid(upcast(skip))
+    return share * upcast(result) + (1 - share) * upcast(rows)
+
+
+class HGTConv(nnx.Module):
+    """The layer of `hgt_conv`: `layer(graph, features)`.
+
+    Weights are drawn uniformly as by Glorot; biases are 0, priors and skips 1.
+
+    Args:
+      in_features: the width of the features, of all node types or by type.
+      out_features: the width of the results, all heads together.
+      node_types: the types of nodes, as `graph.node_types`.
+      edge_types: the types of edges, as `graph.edge_types`.
+      num_heads: how many heads there are.
+      attention_dropout: see `hgt_conv`; `train` and `eval` switch it on and off.
+      dtype: what features and parameters are cast to; None for what they promote to.
+      param_dtype: the parameters' dtype.
+      rngs: flax's random streams, of which "params" is used, and "dropout" if there is any.
+
+    Raises:
+      ValueError: heads do not divide the width, or the rate is not in [0, 1).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import hetero_from_edges
+      >>> plays, follows = ("user", "plays", "game"), ("user", "follows", "user")
+      >>> graph = hetero_from_edges({plays: ([0, 1], [0, 0]), follows: ([0], [1])}, {"user": 2, "game": 1})
+      >>> layer = HGTConv(4, 8, graph.node_types, graph.edge_types, 2, rngs=nnx.Rngs(0))
+      >>> found = layer(graph, {"user": jnp.ones((2, 4)), "game": jnp.ones((1, 4))})
+      >>> found["user"].shape, found["game"].shape
+      ((2, 8), (1, 8))
+    """
+
+    def __init__(
+        self,
+        in_features: int | Mapping[str, int],
+        out_features: int,
+        node_types: Sequence[str],
+        edge_types: Sequence[EdgeType],
+        num_heads: int = 1,
+        *,
+        attention_dropout: float = 0.0,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        if num_heads < 1 or out_features % num_heads:
+            raise ValueError(f"num_heads={num_heads} must divide out_features={out_features}")
+        self.attention_dropout = attention_dropout
+        self.dtype = dtype
+        self.dropout_keys = DropoutKeys({"attention_dropout": attention_dropout}, rngs)
+        self.edge_types = tuple(edge_types)
+        width = out_features // num_heads
+        glorot = nnx.initializers.glorot_uniform()
+        of_heads = nnx.initializers.variance_scaling(1.0, "fan_avg", "uniform", batch_axis=0)
+
+        def draw(init: nnx.Initializer, *shape: int) -> nnx.Param[jax.Array]:
+            return nnx.Param(init(rngs.params(), shape, param_dtype))
+
+        nodes, edges = {}, {}
+        for name in node_types:
+            into = in_features if isinstance(in_features, int) else in_features[name]
+            nodes[name] = nnx.Dict(
+                {end: draw(glorot, out_features if end == "result" else into, out_features) for end in ENDS}
+            )
+            for end in ENDS:
+                nodes[name][f"{end}_bias"] = draw(nnx.initializers.zeros, out_features)
+            if into == out_features:
+                nodes[name]["skip"] = draw(nnx.initializers.ones, 1)
+        for kind in edge_types:
+            matrices = {end: draw(of_heads, num_heads, width, width) for end in ("key", "value")}
+            edges["/".join(kind)] = nnx.Dict(matrices | {"prior": draw(nnx.initializers.ones, num_heads)})
+        self.node_weights, self.edge_weights = nnx.Dict(nodes), nnx.Dict(edges)
+
+    def __call__(
+        self,
+        graph: HeteroGraph,
+        features: Mapping[str, Floats],
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> dict[str, jax.Array]:
+        """Returns the results by node type, see `hgt_conv`.
+
+        Args:
+          graph: see `hgt_conv`.
+          features: see `hgt_conv`.
+          deterministic: whether dropout is off; None for what `train` or `eval` said last.
+          rngs: random streams for dropout that go before the layer's own.
+        """
+
+        def cast(weights: nnx.Dict) -> dict[str, jax.Array]:
+            return dict(zip(weights, in_dtype(self.dtype, *weights.values()), strict=True))
+
+        key = self.dropout_keys(deterministic, rngs)
+        kinds = {kind: self.edge_weights["/".join(kind)] for kind in self.edge_types}
+        return hgt_conv(
+            graph,
+            dict(zip(features, in_dtype(self.dtype, *features.values()), strict=True)),
+            {name: HGTNodeWeights(**cast(weights)) for name, weights in self.node_weights.items()},
+            {kind: HGTEdgeWeights(**cast(weights)) for kind, weights in kinds.items()},
+            attention_dropout=0.0 if key is None else self.attention_dropout,
+            dropout_key=key,
+        )

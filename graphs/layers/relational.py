@@ -1,0 +1,288 @@
+"""The layer of relational graph convolutional networks (RGCN): a matrix for each type of edges."""
+
+import jax
+import jax.numpy as jnp
+import jraph
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.array_types import EndFeatures, Floats, Ids
+from jmp_train.graphs.kernels import MAPPED_SUM, DiagonalBlocks, MappedInputs, MixedMatrices, OfEdges
+from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense
+from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout, drop
+from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
+from jmp_train.graphs.layers.initializers import uniform_between
+from jmp_train.graphs.layers.layer_inputs import (
+    as_edge_types,
+    as_edge_weight,
+    as_floats,
+    as_graph,
+    as_optional,
+    checked_word,
+    in_dtype,
+)
+from jmp_train.graphs.structure import Block, Graph
+from jmp_train.policies.pytrees import has_tracers
+
+REGULARIZERS = ("none", "basis", "bdd")
+
+
+def rel_graph_conv(
+    graph: Graph | Block | jraph.GraphsTuple,
+    features: EndFeatures,
+    edge_types: Ids,
+    weight: Floats,
+    coefficients: Floats | None = None,
+    self_weight: Floats | None = None,
+    bias: Floats | None = None,
+    *,
+    edge_weight: Floats | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    activation: Activation | None = None,
+    norm: Activation | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns the sum of the neighbors' features times the matrices of their edges' types.
+
+    Neither messages nor matrices are stored for the edges: both are computed for a chunk of edges at a time, in
+    float32, and again for the gradient. Where a type's matrix is a mixture of bases, the features of a few edges are
+    mixed first and multiplied together.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used, or a block.
+      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
+      edge_types: int [edges]. Known ones are checked; under jit, edges of no type that there is bring nothing.
+      weight: floating [types, in, out], a matrix for each type; with coefficients [bases, in, out]; or, for matrices
+        that are 0 but in blocks on their diagonal, these, [types, blocks, in / blocks, out / blocks].
+      coefficients: floating [types, bases]: a type's matrix is the bases' sum, weighted by its row.
+      self_weight: floating [in, out], of the node itself; None to leave that out.
+      bias: floating [out].
+      edge_weight: floating [edges], which multiplies what each edge brings, see `relation_norm`.
+      dropout_rate: the share of the result's entries that are dropped.
+      dropout_key: for dropout; needed if the rate is not 0.
+      activation: a function of the result.
+      norm: a function of what the edges bring, such as `nnx.LayerNorm`.
+      implementation: see `gat_attention`; "xla" too goes over the edges in chunks, as they come.
+
+    Returns:
+      [nodes, out] in the dtype that features, weights and bias promote to; half under autocast.
+
+    Raises:
+      ValueError: a shape does not fit, a type is out of range, the rate is not in [0, 1), there is no key, or there
+        is no such implementation for the graph.
+      TypeError: an array has no floats, or types are not integers.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1], [2, 2], 3)
+      >>> matrices = jnp.array([[[10.0]], [[100.0]]])
+      >>> rel_graph_conv(graph, jnp.array([[1.0], [2.0], [3.0]]), [0, 1], matrices).ravel().tolist()
+      [0.0, 0.0, 210.0]
+
+    Reference: Schlichtkrull et al., Modeling Relational Data with Graph Convolutional Networks,
+    https://arxiv.org/abs/1703.06103; DGL's RelGraphConv.
+    """
+    check_dropout("dropout_rate", dropout_rate, dropout_key)
+    graph = as_graph(graph, features)
+    kernel, mixing, num_types, (width, out) = _checked_matrices(weight, coefficients)
+    rows = end_rows(graph, features, width)
+    own = as_optional("self_weight", self_weight, width, out)
+    offset = as_optional("bias", bias, out)
+    types = as_edge_types(graph, edge_types, num_types)
+    edge_weight = as_edge_weight(graph, edge_weight)
+    rows, (kernel, mixing, own, offset) = promoted_with(rows, kernel, mixing, own, offset)
+    matrices = DiagonalBlocks() if kernel.ndim == 4 else MixedMatrices()
+    shared = kernel if kernel.ndim == 4 else (kernel, mixing)
+    inputs = MappedInputs(shared, OfEdges(types, edge_weight), rows.senders)
+    result = MAPPED_SUM(implementation, graph.connections, matrices, inputs)
+    if norm is not None:
+        result = activated(result, norm)
+    if own is not None:
+        result = dense(rows.receivers, own, offset) + result
+    elif offset is not None:
+        result = add_bias(result, offset)
+    return drop(activated(result, activation), dropout_rate, dropout_key)
+
+
+def _checked_matrices(
+    weight: Floats, coefficients: Floats | None
+) -> tuple[jax.Array, jax.Array | None, int, tuple[int, int]]:
+    """Returns weight and coefficients, checked, with the number of types and the widths before and after."""
+    if jnp.ndim(jnp.asarray(weight)) == 4:
+        kernel = as_floats("weight", weight, "types", "blocks", "in / blocks", "out / blocks")
+        if coefficients is not None:
+            raise ValueError("coefficients need a weight [bases, in, out], got one of diagonal blocks")
+        num_types, blocks, into, out = kernel.shape
+        return kernel, None, num_types, (blocks * into, blocks * out)
+    kernel = as_floats("weight", weight, "types or bases", "in", "out")
+    mixing = as_optional("coefficients", coefficients, "types", kernel.shape[0])
+    num_types = kernel.shape[0] if mixing is None else mixing.shape[0]
+    return kernel, mixing, num_types, (kernel.shape[1], kernel.shape[2])
+
+
+def relation_norm(graph: Graph, edge_types: Ids) -> jax.Array:
+    """Returns for each edge 1 over the number of edges of its type that enter the same node; runs on the host.
+
+    As `edge_weight` of `rel_graph_conv` it makes means of the sums of each type, which the paper has.
+
+    Args:
+      graph: a graph that keeps its edges apart.
+      edge_types: int [edges].
+
+    Returns:
+      Float32 [edges]; 1 for padding edges.
+
+    Raises:
+      TypeError: graph or types are traced, or types are not integers.
+      ValueError: types have another shape.
+
+    Example:
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2, 0], [2, 2, 2, 1], 3)
+      >>> relation_norm(graph, [0, 1, 1, 1]).tolist()
+      [1.0, 0.5, 0.5, 1.0]
+
+    Reference: Schlichtkrull et al., https://arxiv.org/abs/1703.06103, equation 2.
+    """
+    if has_tracers((graph, edge_types)):
+        raise TypeError("graph and edge_types must be known: relation_norm runs outside of jit")
+    types = np.asarray(edge_types)
+    if not np.issubdtype(types.dtype, np.integer):
+        raise TypeError(f"edge_types must be integers, got {types.dtype}")
+    if types.shape != (graph.num_edges,):
+        raise ValueError(f"edge_types must be [{graph.num_edges}], got shape {types.shape}")
+    receivers = np.asarray(graph.receivers)
+    pairs = np.stack([receivers, types.astype(np.int64)], 1)
+    _, places, counts = np.unique(pairs, axis=0, return_inverse=True, return_counts=True)
+    sizes = np.where(receivers < graph.num_nodes, counts[places.ravel()], 1)
+    return jnp.asarray(1 / sizes, jnp.float32)
+
+
+class RelGraphConv(nnx.Module):
+    """The layer of `rel_graph_conv`: `layer(graph, features, edge_types, edge_weight=None)`.
+
+    Matrices are drawn uniformly between -1 and 1 over the square root of the width that they multiply, coefficients
+    and the weight of the node itself uniformly as by Glorot with gain sqrt(2); the bias is 0.
+
+    Args:
+      in_features: the width of the features.
+      out_features: the width of the result.
+      num_types: how many types of edges there are.
+      regularizer: "none" for a matrix of each type; "basis" for mixtures of `num_bases` matrices; "bdd" for
+        `num_bases` blocks on the diagonal.
+      num_bases: how many bases or blocks; None for as many as there are types. Not used with "none".
+      use_bias: whether there is a bias.
+      use_self_weight: whether a node's own features count.
+      dropout_rate: see `rel_graph_conv`; `train` and `eval` switch it on and off.
+      norm: see `rel_graph_conv`; an nnx module or a function.
+      activation: see `rel_graph_conv`.
+      dtype: what features and parameters are cast to; None for what they promote to.
+      param_dtype: the parameters' dtype.
+      rngs: flax's random streams, of which "params" is used, and "dropout" if there is any.
+
+    Raises:
+      ValueError: `regularizer` is another word, a number is not positive, blocks do not divide both widths, or the
+        rate is not in [0, 1).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2], [1, 2, 0], 3)
+      >>> layer = RelGraphConv(4, 8, 5, regularizer="basis", num_bases=2, rngs=nnx.Rngs(0))
+      >>> layer(graph, jnp.ones((3, 4)), [0, 4, 4]).shape
+      (3, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_types: int,
+        *,
+        regularizer: str = "none",
+        num_bases: int | None = None,
+        use_bias: bool = True,
+        use_self_weight: bool = True,
+        dropout_rate: float = 0.0,
+        norm: Activation | None = None,
+        activation: Activation | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        checked_word("regularizer", regularizer, REGULARIZERS)
+        bases = num_types if num_bases is None else num_bases
+        if num_types < 1 or bases < 1:
+            raise ValueError(f"num_types={num_types} and num_bases={num_bases} must be positive")
+        if regularizer == "bdd" and (in_features % bases or out_features % bases):
+            raise ValueError(
+                f"num_bases={bases} blocks must divide in_features={in_features} and out_features={out_features}"
+            )
+        self.dropout_rate = dropout_rate
+        self.norm = norm
+        self.activation = activation
+        self.dtype = dtype
+        self.dropout_keys = DropoutKeys({"dropout_rate": dropout_rate}, rngs)
+
+        def draw(init: nnx.Initializer, *shape: int) -> nnx.Param[jax.Array]:
+            return nnx.Param(init(rngs.params(), shape, param_dtype))
+
+        glorot = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform")
+        shapes = {
+            "none": (num_types, in_features, out_features),
+            "basis": (bases, in_features, out_features),
+            "bdd": (num_types, bases, in_features // bases, out_features // bases),
+        }
+        shape = shapes[regularizer]
+        self.weight = draw(uniform_between(shape[-2] ** -0.5), *shape)
+        self.coefficients: nnx.Param[jax.Array] | None = nnx.data(None)
+        self.self_weight: nnx.Param[jax.Array] | None = nnx.data(None)
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        if regularizer == "basis":
+            self.coefficients = draw(glorot, num_types, bases)
+        if use_self_weight:
+            self.self_weight = draw(glorot, in_features, out_features)
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+
+    def __call__(
+        self,
+        graph: Graph | Block | jraph.GraphsTuple,
+        features: EndFeatures,
+        edge_types: Ids,
+        edge_weight: Floats | None = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> jax.Array:
+        """Returns the layer's result [nodes, out].
+
+        Args:
+          graph: see `rel_graph_conv`.
+          features: see `rel_graph_conv`.
+          edge_types: see `rel_graph_conv`.
+          edge_weight: see `rel_graph_conv`.
+          deterministic: whether dropout is off; None for what `train` or `eval` said last.
+          rngs: random streams for dropout that go before the layer's own.
+        """
+        features, weight, coefficients = in_dtype(self.dtype, features, self.weight, self.coefficients)
+        self_weight, bias = in_dtype(self.dtype, self.self_weight, self.bias)
+        key = self.dropout_keys(deterministic, rngs)
+        return rel_graph_conv(
+            graph,
+            features,
+            edge_types,
+            weight,
+            coefficients,
+            self_weight,
+            bias,
+            edge_weight=edge_weight,
+            dropout_rate=0.0 if key is None else self.dropout_rate,
+            dropout_key=key,
+            activation=self.activation,
+            norm=self.norm,
+        )

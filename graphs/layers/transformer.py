@@ -1,0 +1,291 @@
+"""The layer of graph transformers (TransformerConv): dot-product attention over a node's edges."""
+
+import jax
+import jax.numpy as jnp
+import jraph
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.kernels import DOT_ATTENTION, DotInputs, DotResult, edge_dropout
+from jmp_train.graphs.layers.dense import Activation, activated, dense
+from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout
+from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
+from jmp_train.graphs.layers.layer_inputs import (
+    as_edge_features,
+    as_floats,
+    as_graph,
+    as_optional,
+    in_dtype,
+)
+from jmp_train.graphs.structure import Block, Graph, graph_storage, upcast
+from jmp_train.policies.autocasting import autocast_as
+
+
+def transformer_conv(
+    graph: Graph | Block | jraph.GraphsTuple,
+    features: EndFeatures,
+    query_weight: Floats,
+    key_weight: Floats,
+    value_weight: Floats,
+    query_bias: Floats | None = None,
+    key_bias: Floats | None = None,
+    value_bias: Floats | None = None,
+    *,
+    num_heads: int = 1,
+    edge_features: Floats | None = None,
+    edge_feature_weight: Floats | None = None,
+    self_weight: Floats | None = None,
+    self_bias: Floats | None = None,
+    gate_weight: Floats | None = None,
+    concat: bool = True,
+    attention_dropout: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    activation: Activation | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns attention whose logits are products of the nodes' queries and the senders' keys.
+
+    With queries, keys and values that weights make of features, and `e = edge_features @ edge_feature_weight`, an edge
+    has the logit `query[receiver] . (key[sender] + e) / sqrt(out)`, and brings `value[sender] + e`. Logits, softmax and
+    sums are float32; the gradient recomputes what belongs to edges, and `e` is never computed: weights multiply the
+    queries, and the sums of the edges' features.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used, or a block.
+      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
+      query_weight: floating [in, heads * out].
+      key_weight: floating [in, heads * out].
+      value_weight: floating [in, heads * out].
+      query_bias: floating [heads * out].
+      key_bias: floating [heads * out].
+      value_bias: floating [heads * out].
+      num_heads: how many heads there are.
+      edge_features: floating [edges, width].
+      edge_feature_weight: floating [width, heads * out]; needed if edges have features.
+      self_weight: floating [in, result], of the node itself; None to leave that out.
+      self_bias: floating [result].
+      gate_weight: floating [3 * result, 1]: the result is a mean of attention and of the node itself, weighted by the
+        sigmoid of the product of this and both and their difference; None for their sum.
+      concat: whether the result has the heads side by side, or their mean.
+      attention_dropout: the share of the attention weights that are dropped, those of each head apart.
+      dropout_key: for dropout; needed if the rate is not 0.
+      activation: a function of the result.
+      implementation: see `gat_attention`.
+
+    Returns:
+      [nodes, heads * out], or [nodes, out] without `concat`, in the dtype that features, weights and biases promote
+      to; half under autocast. Nodes without edges have their own part only.
+
+    Raises:
+      ValueError: a shape does not fit, a weight is missing or in vain, the rate is not in [0, 1), there is no key, or
+        there is no such implementation for the graph.
+      TypeError: an array has no floats.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 0], [0, 0, 1], 2)
+      >>> features, one = jnp.array([[2.0], [4.0]]), jnp.ones((1, 1))
+      >>> transformer_conv(graph, features, 0 * one, one, one).ravel().tolist()
+      [3.0, 2.0]
+
+    Reference: Shi et al., Masked Label Prediction: Unified Message Passing Model for Semi-Supervised Classification,
+    https://arxiv.org/abs/2009.03509; PyTorch Geometric's TransformerConv.
+    """
+    check_dropout("attention_dropout", attention_dropout, dropout_key)
+    graph = as_graph(graph, features)
+    query_weight = as_floats("query_weight", query_weight, "in", "heads * out")
+    width, columns = query_weight.shape
+    if num_heads < 1 or columns % num_heads:
+        raise ValueError(f"num_heads={num_heads} must divide the width of query_weight, {columns}")
+    out = columns if concat else columns // num_heads
+    weights = [query_weight, as_floats("key_weight", key_weight, width, columns)]
+    weights += [as_floats("value_weight", value_weight, width, columns)]
+    named = (("query_bias", query_bias), ("key_bias", key_bias), ("value_bias", value_bias))
+    biases = [as_optional(name, bias, columns) for name, bias in named]
+    if self_weight is None and (self_bias is not None or gate_weight is not None):
+        raise ValueError("self_bias and gate_weight need self_weight")
+    own = as_optional("self_weight", self_weight, width, out), as_optional("self_bias", self_bias, out)
+    gate = as_optional("gate_weight", gate_weight, 3 * out, 1)
+    of_edges, kernel = _checked_edges(graph, edge_features, edge_feature_weight, columns)
+    rows = end_rows(graph, features, width)
+    rows, arrays = promoted_with(rows, *weights, *biases, *own, gate, kernel)
+    weights, biases, (own_weight, own_bias, gate, kernel) = arrays[:3], arrays[3:6], arrays[6:]
+
+    def table(features: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return dense(features, weight, bias).reshape(-1, num_heads, columns // num_heads)
+
+    query = table(rows.receivers, weights[0], biases[0])
+    key, value = table(rows.senders, weights[1], biases[1]), table(rows.senders, weights[2], biases[2])
+    edge_query = None if kernel is None else _edge_queries(query, kernel)
+    inputs = DotInputs(graph_storage(query), graph_storage(key), graph_storage(value), of_edges, edge_query)
+    dropout = edge_dropout(attention_dropout, dropout_key, num_heads)
+    scale = (columns // num_heads) ** -0.5
+    attention = DOT_ATTENTION(implementation, graph.connections, scale, dropout, inputs)
+    result = _combined(attention, kernel, concat).astype(rows.senders.dtype)
+    if own_weight is not None:
+        mine = dense(rows.receivers, own_weight, own_bias)
+        result = mine + result if gate is None else _gated(result, mine, gate).astype(result.dtype)
+    return activated(result, activation)
+
+
+def _checked_edges(
+    graph: Graph | Block, features: Floats | None, weight: Floats | None, columns: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the edges' features and the weight that they are multiplied by."""
+    if (features is None) != (weight is None):
+        raise ValueError("edge_features and edge_feature_weight need each other")
+    if features is None or weight is None:
+        return None, None
+    of_edges = as_edge_features(graph, features)
+    return of_edges, as_floats("edge_feature_weight", weight, of_edges.shape[1], columns)
+
+
+@autocast_as("float32")
+def _edge_queries(query: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns [nodes, heads, features]: a product with an edge's features is one of the query and their own product."""
+    rows = upcast(query)
+    kernel = upcast(weight).reshape(-1, *query.shape[1:])
+    return jnp.einsum("nhd,fhd->nhf", rows, kernel, precision="highest")
+
+
+@autocast_as("float32")
+def _combined(attention: DotResult, weight: jax.Array | None, concat: bool) -> jax.Array:
+    """Returns what senders and edges bring, all heads side by side or their mean, in at least float32."""
+    total = attention.total
+    if attention.edge_total is not None and weight is not None:
+        kernel = upcast(weight).reshape(-1, *total.shape[1:])
+        total = total + jnp.einsum("nhf,fhd->nhd", attention.edge_total, kernel, precision="highest")
+    return total.reshape(len(total), -1) if concat else total.mean(1)
+
+
+@autocast_as("float32")
+def _gated(result: jax.Array, own: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns a mean of both, weighted by what a gate makes of them."""
+    result, own = upcast(result), upcast(own)
+    gate = jax.nn.sigmoid(jnp.concatenate([result, own, result - own], 1) @ upcast(weight))
+    return gate * own + (1 - gate) * result
+
+
+class TransformerConv(nnx.Module):
+    """The layer of `transformer_conv`: `layer(graph, features, edge_features=None)`.
+
+    Weights are drawn uniformly as by Glorot; biases are 0.
+
+    Args:
+      in_features: the width of the features.
+      out_features: the width of each head.
+      num_heads: how many heads there are.
+      edge_width: the width of the edges' features; None where they have none.
+      use_bias: whether there are biases.
+      use_self_weight: whether a node's own features count.
+      use_gate: whether a gate weights them, see `transformer_conv`.
+      concat: see `transformer_conv`.
+      attention_dropout: see `transformer_conv`; `train` and `eval` switch it on and off.
+      activation: see `transformer_conv`.
+      dtype: what features and parameters are cast to; None for what they promote to.
+      param_dtype: the parameters' dtype.
+      rngs: flax's random streams, of which "params" is used, and "dropout" if there is any.
+
+    Raises:
+      ValueError: the rate is not in [0, 1), or there is a gate of nothing.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2], [1, 2, 0], 3)
+      >>> layer = TransformerConv(4, 8, 2, edge_width=5, rngs=nnx.Rngs(0))
+      >>> layer(graph, jnp.ones((3, 4)), jnp.ones((3, 5))).shape
+      (3, 16)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_heads: int = 1,
+        *,
+        edge_width: int | None = None,
+        use_bias: bool = True,
+        use_self_weight: bool = True,
+        use_gate: bool = False,
+        concat: bool = True,
+        attention_dropout: float = 0.0,
+        activation: Activation | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        if use_gate and not use_self_weight:
+            raise ValueError("use_gate=True needs use_self_weight=True")
+        self.num_heads = num_heads
+        self.concat = concat
+        self.attention_dropout = attention_dropout
+        self.activation = activation
+        self.dtype = dtype
+        self.dropout_keys = DropoutKeys({"attention_dropout": attention_dropout}, rngs)
+        columns = num_heads * out_features
+        out = columns if concat else out_features
+
+        def draw(is_there: bool, *shape: int) -> nnx.Param[jax.Array] | None:
+            init = nnx.initializers.glorot_uniform()
+            return nnx.data(nnx.Param(init(rngs.params(), shape, param_dtype)) if is_there else None)
+
+        def zeros(is_there: bool, width: int) -> nnx.Param[jax.Array] | None:
+            return nnx.data(nnx.Param(jnp.zeros(width, param_dtype)) if is_there else None)
+
+        self.query_weight = draw(True, in_features, columns)
+        self.key_weight = draw(True, in_features, columns)
+        self.value_weight = draw(True, in_features, columns)
+        self.query_bias = zeros(use_bias, columns)
+        self.key_bias = zeros(use_bias, columns)
+        self.value_bias = zeros(use_bias, columns)
+        self.edge_feature_weight = draw(edge_width is not None, edge_width or 0, columns)
+        self.self_weight = draw(use_self_weight, in_features, out)
+        self.self_bias = zeros(use_self_weight and use_bias, out)
+        self.gate_weight = draw(use_gate, 3 * out, 1)
+
+    def __call__(
+        self,
+        graph: Graph | Block | jraph.GraphsTuple,
+        features: EndFeatures,
+        edge_features: Floats | None = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> jax.Array:
+        """Returns the attention, see `transformer_conv`.
+
+        Args:
+          graph: see `transformer_conv`.
+          features: see `transformer_conv`.
+          edge_features: see `transformer_conv`.
+          deterministic: whether dropout is off; None for what `train` or `eval` said last.
+          rngs: random streams for dropout that go before the layer's own.
+        """
+        features, edge_features, *weights = in_dtype(
+            self.dtype, features, edge_features, self.query_weight, self.key_weight, self.value_weight
+        )
+        biases = in_dtype(self.dtype, self.query_bias, self.key_bias, self.value_bias)
+        of_edges, self_weight, self_bias, gate = in_dtype(
+            self.dtype, self.edge_feature_weight, self.self_weight, self.self_bias, self.gate_weight
+        )
+        key = self.dropout_keys(deterministic, rngs)
+        return transformer_conv(
+            graph,
+            features,
+            *weights,
+            *biases,
+            num_heads=self.num_heads,
+            edge_features=edge_features,
+            edge_feature_weight=of_edges,
+            self_weight=self_weight,
+            self_bias=self_bias,
+            gate_weight=gate,
+            concat=self.concat,
+            attention_dropout=0.0 if key is None else self.attention_dropout,
+            dropout_key=key,
+            activation=self.activation,
+        )

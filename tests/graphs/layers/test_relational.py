@@ -1,0 +1,288 @@
+"""Layers of edges' types and features: what they are told of the edges, hubs, and what is wrong with it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from graph_helpers import HALVES, ONE_HALF
+
+import jmp_train as jt
+from jmp_train import graphs
+
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
+COUNT = 13_161
+
+
+def star() -> graphs.Graph:
+    """A hub that so many neighbors send to, by edges of three types."""
+    return graphs.from_edges(range(1, COUNT + 1), [0] * COUNT, COUNT + 1)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"])
+@pytest.mark.parametrize("implementation", ["xla", "chunked"])
+def test_a_hub_is_rounded_once_and_so_are_gradients_of_what_all_edges_share(
+    implementation: str, half: str, is_cast: bool
+) -> None:
+    graph, types = star(), np.zeros(COUNT, int)
+    dtype = half if is_cast else "float32"
+    ones = jnp.ones((COUNT + 1, 1), dtype), jnp.ones((1, 1, 1), dtype), jnp.ones((2, 1), dtype)
+
+    def conv(x: jax.Array, weight: jax.Array, coefficients: jax.Array) -> jax.Array:
+        run = graphs.rel_graph_conv
+        if not is_cast:
+            run = jt.autocast(run, half)
+        result = run(graph, x, types, weight, coefficients, implementation=implementation)
+        assert result.dtype == half
+        return result[0, 0].astype(jnp.float32)
+
+    found, grads = jax.jit(jax.value_and_grad(conv, (1, 2)))(*ones)
+    wanted = float(jnp.asarray(COUNT, half))
+    assert float(found) == wanted
+    assert [x.ravel().tolist() for x in grads] == [[wanted], [wanted, 0]]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_network_over_a_hub_is_rounded_once(half: str) -> None:
+    graph = star()
+    x, of_edges, kernel = (jnp.ones(shape, half) for shape in ((COUNT + 1, 1), (COUNT, 1), (1, 1)))
+
+    def conv(kernel: jax.Array, aggregator: str) -> jax.Array:
+        network = lambda kernel, rows: rows @ kernel
+        result = graphs.nn_conv(graph, x, of_edges, network, kernel, 1, aggregator=aggregator)
+        return result[0, 0].astype(jnp.float32)
+
+    both = jax.jit(lambda kernel: [jax.value_and_grad(conv)(kernel, name) for name in ("sum", "mean")])
+    (total, grad), (mean, of_mean) = both(kernel)
+    wanted = float(jnp.asarray(COUNT, half))
+    assert (float(total), float(mean)) == (wanted, 1)
+    np.testing.assert_allclose(np.asarray([grad, of_mean], float).ravel(), [COUNT, 1], rtol=float(jnp.finfo(half).eps))
+
+
+def test_means_may_be_of_sums_beyond_float16() -> None:
+    graph = graphs.from_edges([1, 2], [0, 0], 3)
+    x = jnp.full((3, 1), 40_000, jnp.float16)
+    found = graphs.nn_conv(
+        graph,
+        x,
+        jnp.ones((2, 1), jnp.float16),
+        lambda k, rows: rows * k,
+        jnp.ones(1, jnp.float16),
+        1,
+        aggregator="mean",
+    )
+    assert found.ravel().tolist() == [40_000, 0, 0]
+
+
+@pytest.mark.parametrize("half", ONE_HALF)
+def test_transformer_of_a_hub_of_equal_neighbors_has_their_values(half: str) -> None:
+    graph = star()
+    x, eye = jnp.ones((COUNT + 1, 2), half), jnp.eye(2, dtype=half)
+    of_edges = jnp.full((COUNT, 1), 2, half)
+
+    @jax.jit
+    def conv(x: jax.Array, eye: jax.Array) -> jax.Array:
+        return graphs.transformer_conv(
+            graph, x, eye, eye, eye, num_heads=2, edge_features=of_edges, edge_feature_weight=eye[:1]
+        )
+
+    found = conv(x, eye)
+    assert found.dtype == half
+    assert found[0].tolist() == [3, 1]
+    assert not np.asarray(found[1:]).any()
+
+
+def test_edges_of_no_type_bring_nothing_under_jit() -> None:
+    graph = graphs.from_edges([0, 1, 2, 0], [2, 2, 2, 1], 3)
+    x, weight = jnp.array([[1.0], [2.0], [4.0]]), jnp.array([[[10.0]], [[100.0]]])
+
+    def both(types: Any) -> list[jax.Array]:
+        matrices = weight, weight[:, None]
+        return [graphs.rel_graph_conv(graph, x, types, each, implementation="xla") for each in matrices]
+
+    for found in jax.jit(both)(jnp.array([0, 2, -1, 1], jnp.int8)):
+        assert found.ravel().tolist() == [0, 100, 10]
+    with pytest.raises(ValueError, match=r"edge_types\[1\] = 2 is out of range for 2 types"):
+        both(np.array([0, 2, 0, 1]))
+    with pytest.raises(ValueError, match=r"edge_types\[3\] = -1 is out of range for 2 types"):
+        both([0, 1, 0, -1])
+
+
+def test_relation_norm_makes_means_of_each_type() -> None:
+    senders, receivers, types = np.array([0, 1, 2, 0, 1]), np.array([2, 2, 2, 1, 2]), np.array([0, 1, 1, 1, 1])
+    graph = graphs.from_edges(senders, receivers, 3)
+    norm = graphs.relation_norm(graph, types)
+    np.testing.assert_allclose(norm, [1, 1 / 3, 1 / 3, 1, 1 / 3], rtol=1e-7)
+    padded = graphs.pad(graph, 5, 8)
+    np.testing.assert_allclose(graphs.relation_norm(padded, np.append(types, [0, 0, 0])), [*norm, 1, 1, 1])
+    with pytest.raises(TypeError, match="relation_norm runs outside of jit"):
+        jax.jit(lambda types: graphs.relation_norm(graph, types))(types)
+
+
+def test_dropout_and_norm_of_the_relational_layer() -> None:
+    graph, x = graphs.from_edges([0, 1, 2], [1, 2, 0], 3), jnp.ones((3, 4))
+    rngs = nnx.Rngs(0)
+    layer = graphs.RelGraphConv(4, 8, 2, dropout_rate=0.5, norm=nnx.LayerNorm(8, rngs=rngs), rngs=rngs)
+    types = jnp.array([0, 1, 0])
+    assert (np.asarray(layer(graph, x, types)) == 0).any()
+    layer.eval()
+    assert layer.self_weight is not None
+    still = np.asarray(layer(graph, x, types) - x @ layer.self_weight[...])
+    np.testing.assert_allclose(still.mean(1), 0, atol=1e-6)
+
+
+def plain(function: Callable[..., Any], *shapes: tuple[int, ...], **options: Any) -> Any:
+    graph = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3)
+    return function(graph, *map(jnp.ones, shapes), **options)
+
+
+def rel(**options: Any) -> Any:
+    arguments = {"edge_types": [0, 1, 0, 1], "weight": jnp.ones((2, 4, 6))} | options
+    return plain(graphs.rel_graph_conv, (3, 4), **arguments)
+
+
+def network(**options: Any) -> Any:
+    arguments = {"network": lambda k, rows: rows @ k, "network_params": jnp.ones((2, 8)), "out_features": 2} | options
+    return plain(graphs.nn_conv, (3, 4), (4, 2), **arguments)
+
+
+def gated(**options: Any) -> Any:
+    gru = [jnp.ones(shape) for shape in ((4, 12), (4, 12), (12,), (12,))]
+    arguments = {"weight": jnp.ones((1, 4, 4)), "gru_weights": gru, "num_steps": 2} | options
+    return plain(graphs.gated_graph_conv, (3, 4), **arguments)
+
+
+def attend(**options: Any) -> Any:
+    return plain(graphs.transformer_conv, (3, 4), *[(4, 6)] * 3, **({"num_heads": 2} | options))
+
+
+RNGS = nnx.Rngs(0)
+FAULTS: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
+    "types are floats": (TypeError, lambda: rel(edge_types=jnp.ones(4)), "edge_types must be integers, got float32"),
+    "types are few": (ValueError, lambda: rel(edge_types=[0, 1]), r"edge_types must be \[4\], got shape \(2,\)"),
+    "weight": (
+        ValueError,
+        lambda: rel(weight=jnp.ones((4, 6))),
+        r"weight must be \[types or bases, in, out\], got shape \(4, 6\)",
+    ),
+    "coefficients": (
+        ValueError,
+        lambda: rel(coefficients=jnp.ones((5, 3))),
+        r"coefficients must be \[types, 2\], got shape \(5, 3\)",
+    ),
+    "coefficients of blocks": (
+        ValueError,
+        lambda: rel(weight=jnp.ones((2, 2, 2, 3)), coefficients=jnp.ones((2, 2))),
+        "coefficients need a weight",
+    ),
+    "edge weight": (ValueError, lambda: rel(edge_weight=jnp.ones(3)), r"edge_weight must be \[4\], got shape \(3,\)"),
+    "rate": (ValueError, lambda: rel(dropout_rate=0.5), "dropout_rate=0.5 needs a random key"),
+    "implementation": (ValueError, lambda: rel(implementation="cuda"), "implementation='cuda' must be None or one of"),
+    "regularizer": (
+        ValueError,
+        lambda: graphs.RelGraphConv(4, 6, 2, regularizer="svd", rngs=RNGS),
+        "regularizer='svd' must be one of 'none', 'basis', 'bdd'",
+    ),
+    "blocks": (
+        ValueError,
+        lambda: graphs.RelGraphConv(4, 6, 2, regularizer="bdd", num_bases=4, rngs=RNGS),
+        "num_bases=4 blocks must divide in_features=4 and out_features=6",
+    ),
+    "no types": (ValueError, lambda: graphs.RelGraphConv(4, 6, 0, rngs=RNGS), "num_types=0 and num_bases=None must be"),
+    "norm's types": (
+        TypeError,
+        lambda: plain(graphs.relation_norm, edge_types=np.ones(4)),
+        "edge_types must be integers, got float64",
+    ),
+    "network's result": (
+        ValueError,
+        lambda: network(out_features=3),
+        r"network must make \[edges, 4 \* 3\] of edge features, of two edges it made \(2, 8\)",
+    ),
+    "network's edges": (
+        ValueError,
+        lambda: plain(graphs.nn_conv, (3, 4), (3, 2), network=None, network_params=(), out_features=2),
+        r"edge_features must be \[4, width\], got shape \(3, 2\)",
+    ),
+    "network's aggregator": (
+        ValueError,
+        lambda: network(aggregator="max"),
+        "aggregator='max' must be one of 'sum', 'mean'",
+    ),
+    "network's params": (
+        TypeError,
+        lambda: network(network_params=jnp.ones((2, 8), int)),
+        "network_params must be floats, got int32",
+    ),
+    "network's state": (
+        TypeError,
+        lambda: graphs.NNConv(4, 2, nnx.BatchNorm(8, rngs=RNGS), rngs=RNGS),
+        "network has a state besides parameters",
+    ),
+    "steps": (ValueError, lambda: gated(num_steps=0), "num_steps=0 must be positive"),
+    "width of states": (
+        ValueError,
+        lambda: plain(graphs.gated_graph_conv, (3, 5), weight=jnp.ones((1, 4, 4)), gru_weights=[], num_steps=1),
+        "features of width 5 must be at most as wide as the states, 4",
+    ),
+    "gru weights": (ValueError, lambda: gated(gru_weights=[]), "gru_weights must be 4 arrays, got 0"),
+    "weights of steps": (
+        ValueError,
+        lambda: gated(weight=jnp.ones((3, 1, 4, 4))),
+        r"weight must be \[2, types, width, 4\], got shape \(3, 1, 4, 4\)",
+    ),
+    "types are missing": (
+        ValueError,
+        lambda: gated(weight=jnp.ones((2, 4, 4))),
+        "weight has 2 types: edge_types are needed",
+    ),
+    "narrow states": (
+        ValueError,
+        lambda: graphs.GatedGraphConv(5, 4, 2, rngs=RNGS),
+        "in_features=5 must be at most out_features=4",
+    ),
+    "heads": (ValueError, lambda: attend(num_heads=4), "num_heads=4 must divide the width of query_weight, 6"),
+    "edges without weight": (
+        ValueError,
+        lambda: attend(edge_features=jnp.ones((4, 2))),
+        "edge_features and edge_feature_weight need each other",
+    ),
+    "edges' weight": (
+        ValueError,
+        lambda: attend(edge_features=jnp.ones((4, 2)), edge_feature_weight=jnp.ones((3, 6))),
+        r"edge_feature_weight must be \[2, 6\], got shape \(3, 6\)",
+    ),
+    "gate of nothing": (ValueError, lambda: attend(gate_weight=jnp.ones((18, 1))), "self_bias and gate_weight need"),
+    "gate of no layer": (
+        ValueError,
+        lambda: graphs.TransformerConv(4, 6, use_gate=True, use_self_weight=False, rngs=RNGS),
+        "use_gate=True needs use_self_weight=True",
+    ),
+    "attention's rate": (
+        ValueError,
+        lambda: attend(attention_dropout=1.0),
+        r"attention_dropout=1.0 must be in \[0, 1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_messages_name_the_argument_what_came_and_what_was_wanted(name: str) -> None:
+    kind, call, message = FAULTS[name]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_edges_that_are_not_kept_apart_have_no_types() -> None:
+    lean = graphs.from_edges([0, 1], [1, 0], 2, formats=("csr",))
+    with pytest.raises(ValueError, match="keeps no edge apart"):
+        graphs.rel_graph_conv(lean, jnp.ones((2, 1)), [0, 0], jnp.ones((1, 1, 1)))
+    block: Any = graphs.hetero_from_edges({("a", "b", "c"): ([0], [0])}, {"a": 1, "c": 1})
+    with pytest.raises(TypeError, match=r"a Block or a jraph\.GraphsTuple, got HeteroGraph"):
+        graphs.rel_graph_conv(block, jnp.ones((1, 1)), [0], jnp.ones((1, 1, 1)))
