@@ -31,10 +31,13 @@ from jmp_train.aot import compile_here, target_mesh
 from jmp_train.graphs import (
     GATConv,
     Graph,
+    HeteroGraphConv,
+    HGTConv,
     SAGEConv,
     batch,
     fn,
     from_edges,
+    hetero_from_edges,
     host_edges,
     neighbor_sampler,
     pad,
@@ -49,7 +52,10 @@ MESSAGES = ("copy_u", "copy_e", *(f"{a}_{op}_{b}" for op in ("add", "sub", "mul"
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SAGEConv": [{"aggregator": name} for name in ("mean", "gcn", "pool")],
     "GINConv": [{"aggregator": name} for name in ("sum", "mean", "max")],
+    "RelGraphConv": [{"regularizer": name} for name in ("none", "basis", "bdd")],
 }
+EDGE_TYPES, EDGE_WIDTH = 8, 4
+TYPED = ("HGTConv", "HeteroGraphConv")  # of graphs of several types
 BOUND = 0.3
 # Of a process that compiles for a GPU: jax needs no CUDA then, and nothing is timed.
 COMPILING = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"}
@@ -133,28 +139,64 @@ def _function(message: Callable[..., Any], reducer: str) -> Callable[..., Any]:
 
 
 def layers(graph: Any, dtype: str) -> Iterator[tuple[str, Program]]:
-    """Yields each layer of `jmp_train.graphs` whose name ends in "Conv", with features alone."""
-    names = [name for name in dir(jmp_train.graphs) if name.endswith("Conv")]
+    """Yields each layer of `jmp_train.graphs` whose name ends in "Conv", with features and what it needs of edges."""
+    names = [name for name in dir(jmp_train.graphs) if name.endswith("Conv") and name not in TYPED]
     for name in names:
         for options in OPTIONS.get(name, [{}]):
             layer = getattr(jmp_train.graphs, name)
             known = {"in_features": FEATURES, "out_features": FEATURES, "rngs": nnx.Rngs(0)}
-            known |= {"num_heads": HEADS, "heads": HEADS} | options
+            known |= {"num_types": EDGE_TYPES if name == "RelGraphConv" else 1, "num_bases": 4, "num_steps": 2}
+            known |= {"num_heads": HEADS, "heads": HEADS, "k": 2, "alpha": 0.1} | options
+            if name == "NNConv":
+                known["network"] = nnx.Linear(EDGE_WIDTH, FEATURES**2, rngs=nnx.Rngs(0))
             wanted = inspect.signature(layer.__init__).parameters
             if "num_heads" in wanted or "heads" in wanted:
                 known["out_features"] = FEATURES // HEADS
             arguments = {key: value for key, value in known.items() if key in wanted}
             title = " ".join([name, *options.values()])
-            yield title, _layer(graph, lambda layer=layer, some=arguments: layer(**some), dtype)
+            of_edges = _of_edges(layer, graph.num_edges, dtype)
+            yield title, _layer((graph, *of_edges), lambda layer=layer, some=arguments: layer(**some), dtype)
+
+
+def _of_edges(layer: type, edges: int, dtype: str) -> list[Shape]:
+    """Returns the shapes of what a layer must be told of the edges."""
+    known = {"edge_types": Shape((edges,), "int32"), "edge_features": Shape((edges, EDGE_WIDTH), dtype)}
+    wanted = inspect.signature(layer.__call__).parameters.values()
+    return [known[x.name] for x in wanted if x.name in known and x.default is inspect.Parameter.empty]
+
+
+def typed_layers(size: tuple[int, int], dtype: str) -> Iterator[tuple[str, Program]]:
+    """Yields the layers of graphs of several types, of half of the edges each."""
+    nodes, edges = size
+    halves = {("node", name, "node"): graph_of(nodes, edges // 2) for name in "ab"}
+    graph = shapes_of(hetero_from_edges(halves, {"node": nodes}))
+
+    def attention() -> nnx.Module:
+        return HGTConv(FEATURES, FEATURES, graph.node_types, graph.edge_types, HEADS, rngs=nnx.Rngs(0))
+
+    def layer_of_each() -> nnx.Module:
+        return HeteroGraphConv({name: SAGEConv(FEATURES, FEATURES, rngs=nnx.Rngs(0)) for name in "ab"})
+
+    for name, make in (("HGTConv", attention), ("HeteroGraphConv", layer_of_each)):
+        structure, params = nnx.split(make())
+        params = jax.tree.map(lambda x: Shape(x.shape, dtype), shapes_of(params))
+
+        def run(graph: Any, params: Any, h: jax.Array, structure: Any = structure) -> jax.Array:
+            return nnx.merge(structure, params)(graph, {"node": h})["node"]
+
+        yield name, (run, (graph, params, Shape((nodes, FEATURES), dtype)))
 
 
 def _layer(graph: Any, make: Callable[[], nnx.Module], dtype: str) -> Program:
+    """Returns a layer's program, of a graph or of a graph and of what the edges have."""
     structure, params = nnx.split(make())
     params = jax.tree.map(lambda x: Shape(x.shape, dtype), shapes_of(params))
-    nodes = getattr(graph, "num_sources", None) or graph.num_nodes
+    whole = graph[0] if isinstance(graph, tuple) else graph
+    nodes = getattr(whole, "num_sources", None) or whole.num_nodes
 
     def run(graph: Any, params: Any, h: jax.Array) -> jax.Array:
-        return nnx.merge(structure, params)(graph, h)
+        graph, *of_edges = graph if isinstance(graph, tuple) else (graph,)
+        return nnx.merge(structure, params)(graph, h, *of_edges)
 
     return run, (graph, params, Shape((nodes, FEATURES), dtype))
 
@@ -199,6 +241,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         programs += [(n, size[1], p) for n, p in functions(graph, args.dtype)]
     if "layers" in args.only:
         programs += [(n, size[1], p) for n, p in layers(graph, args.dtype)]
+        programs += [(n, size[1], p) for n, p in typed_layers(size, args.dtype)]
     if "structures" in args.only:
         programs += list(structures(size, args.dtype))
     print(f"{args.gpu or 'CPU'}, {size[0]} nodes, {size[1]} edges, {args.dtype}; jax {jax.__version__}")
