@@ -9,8 +9,8 @@ import numpy as np
 
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.sampling.host_edge_index import HostEdges
-from jmp_train.graphs.sampling.sampled_layer import LayerSizes
-from jmp_train.graphs.sampling.sampler import MiniBatch, NeighborSampler, neighbor_sampler
+from jmp_train.graphs.sampling.sampled_layer import Layer, LayerSizes
+from jmp_train.graphs.sampling.sampler import MiniBatch, NeighborSampler, neighbor_sampler, with_measured_sizes
 from jmp_train.graphs.structure import as_count, checked_ends, filled
 
 
@@ -108,6 +108,17 @@ class EdgeSampler:
         batches = sampler.sample_several([nodes for nodes, _ in found], random, excluded=excluded)
         return [self._batch(*each) for each in zip(batches, parts, (places for _, places in found), strict=True)]
 
+    def layers_on_trial(self, random: np.random.Generator) -> list[Layer]:
+        """Returns the layers, without padding, of a batch of edges drawn by chance.
+
+        Args:
+          random: numpy's generator.
+        """
+        count = len(self.ends[0])
+        ids = random.choice(count, min(self.batch_size, count), replace=False)
+        excluded = None if self.excluded is None else np.unique(self.excluded[ids])
+        return self.neighbors.layers(self._ends(ids, random)[0], random, excluded)
+
     def _checked(self, edge_ids: Ids) -> np.ndarray:
         ids, count = np.asarray(edge_ids), len(self.ends[0])
         ids = ids if ids.size else ids.astype(np.int32)  # an empty list is float64
@@ -168,7 +179,7 @@ def edge_sampler(
       exclude: "self", "reverse", or None: no edge is left out.
       reverse_ids: int [edges], the reverse of each edge, or -1; for "reverse". `reverse_edge_ids` finds them.
       replace: see `neighbor_sampler`.
-      num_trials: see `neighbor_sampler`.
+      num_trials: how many batches of edges are drawn on trial, with their negatives, to measure the sizes of layers.
 
     Returns:
       The sampler.
@@ -199,9 +210,12 @@ def edge_sampler(
     excluded = _excluded(exclude, reverse_ids, len(ends[0]))
     most_ends = min(size * (2 + num_negatives), max(count, 1))
     nodes = np.concatenate([*ends, np.arange(count)]) if num_negatives else np.concatenate(ends)
-    sampler = neighbor_sampler(edges, fanouts, nodes, most_ends, replace=replace, num_trials=num_trials)
+    trials = as_count("num_trials", num_trials)
+    neighbors = neighbor_sampler(edges, fanouts, nodes, most_ends, replace=replace, num_trials=min(trials, 1))
     of_edges = (ends[0].astype(np.int32), ends[1].astype(np.int32))
-    return EdgeSampler(sampler, of_edges, size, num_negatives, excluded, sampler.sizes)
+    sampler = EdgeSampler(neighbors, of_edges, size, num_negatives, excluded, neighbors.sizes)
+    tried = (sampler.layers_on_trial(np.random.default_rng(trial)) for trial in range(trials))
+    return dataclasses.replace(sampler, sizes=with_measured_sizes(neighbors, tried, neighbors.sizes[-1]).sizes)
 
 
 def _excluded(exclude: str | None, reverse_ids: Ids | None, count: int) -> np.ndarray | None:

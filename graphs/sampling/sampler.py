@@ -6,8 +6,9 @@ batches; a batch that is larger takes the next sizes, and none loses an edge.
 """
 
 import dataclasses
+import functools
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -222,7 +223,9 @@ def neighbor_sampler(
     for fanout in reversed(of_layers):
         most.append(largest_sizes(by_type, num_targets, num_seeds, fanout, replace=replace))
         num_targets = most[-1].sources
-    return dataclasses.replace(sampler, sizes=padding_buckets(_tried(sampler, seeds, num_trials), most[::-1]))
+    trials = (np.random.default_rng(trial) for trial in range(num_trials))
+    some = (sampler.layers(random.permutation(seeds)[:batch_size], random) for random in trials)
+    return with_measured_sizes(sampler, some, most[::-1])
 
 
 def _fitting(sizes: Sequence[tuple[LayerSizes, ...]], several: Sequence[Sequence[Layer]]) -> tuple[LayerSizes, ...]:
@@ -245,19 +248,28 @@ def _checked_seeds(seeds: Ids, count: int) -> np.ndarray:
     return seeds
 
 
-def _tried(sampler: NeighborSampler, seeds: np.ndarray, num_trials: int) -> list[LayerSizes]:
-    """Returns the largest sizes of the layers of some batches, with room for the seeds in all."""
-    largest: list[LayerSizes] = []
-    for trial in range(num_trials):
-        random = np.random.default_rng(trial)
-        some = random.permutation(seeds)[: sampler.batch_size]
-        needed = [sizes_needed(layer) for layer in sampler.layers(some, random)]
-        largest = [a.combine(b, max) for a, b in zip(largest or needed, needed, strict=True)]
-    counts = {sampler.seed_type: sampler.batch_size}
-    return [
-        dataclasses.replace(size, sources={kind: max(n, counts.get(kind, 0)) for kind, n in size.sources.items()})
+def with_measured_sizes(
+    sampler: NeighborSampler, trials: Iterable[Sequence[Layer]], most: Sequence[LayerSizes]
+) -> NeighborSampler:
+    """Returns a sampler with sizes that hold some batches, with room for the seeds in all layers, and larger ones.
+
+    Args:
+      sampler: the sampler.
+      trials: the layers of each of these batches.
+      most: of each layer, what no batch exceeds.
+    """
+    needed = ([sizes_needed(layer) for layer in layers] for layers in trials)
+    largest = functools.reduce(_larger, needed)
+    seeds = {sampler.seed_type: sampler.batch_size}
+    with_seeds = [
+        dataclasses.replace(size, sources={kind: max(n, seeds.get(kind, 0)) for kind, n in size.sources.items()})
         for size in largest
     ]
+    return dataclasses.replace(sampler, sizes=padding_buckets(with_seeds, most))
+
+
+def _larger(some: Sequence[LayerSizes], others: Sequence[LayerSizes]) -> list[LayerSizes]:
+    return [a.combine(b, max) for a, b in zip(some, others, strict=True)]
 
 
 def _checked_fanout(fanout: int | Mapping[EdgeType, int], edges: Mapping[EdgeType, HostEdges]) -> dict[EdgeType, int]:

@@ -308,6 +308,18 @@ def test_the_minibatch_example_learns_in_float16_as_in_float32(tmp_path: Path) -
 
 
 @pytest.mark.full
+def test_the_edge_example_learns_in_float16_as_in_float32_with_one_trace(tmp_path: Path) -> None:
+    example, found = str(ROOT / "examples" / "edge_classification.py"), []
+    for flag in ("--use-fp16", "--no-use-fp16"):
+        last = run_script(example, flag, "--epochs", "4", cwd=tmp_path).splitlines()[-1]
+        match = re.fullmatch(r"accuracy ([\d.]+)  traces 1", last)
+        assert match is not None
+        found.append(float(match[1]))
+    assert min(found) > 0.85
+    assert found[0] == pytest.approx(found[1], abs=0.02)
+
+
+@pytest.mark.full
 def test_the_link_example_learns_in_float16_as_in_float32(tmp_path: Path) -> None:
     example, found = str(ROOT / "examples" / "link_prediction.py"), []
     for flag in ("--use-fp16", "--no-use-fp16"):

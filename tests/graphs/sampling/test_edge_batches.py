@@ -73,6 +73,21 @@ def test_batches_of_a_loop_have_one_shape_and_fresh_negatives() -> None:
     assert sorted(seen)[-300:] == list(range(300))
 
 
+def test_layers_are_little_larger_than_batches_need() -> None:
+    """Most edges enter few nodes, so that a batch has far fewer ends than its edges and negatives have."""
+    random = np.random.default_rng(2)
+    senders, receivers = random.integers(0, 4000, 12_000), (4000 * random.random(12_000) ** 4).astype(int)
+    edges = graphs.host_edges(senders, receivers, 4000, keep_edge_ids=True)
+    sampler = graphs.edge_sampler(edges, (5, 5), senders, receivers, 256, negatives=1)
+    shapes, real = set(), []
+    for start in range(0, 12_000, 256):
+        batch = sampler.sample(np.arange(start, min(start + 256, 12_000)), random)
+        shapes.add(tuple(block.num_edges for block in batch.blocks))
+        real.append([int(np.sum(block.in_degrees)) / block.num_edges for block in batch.blocks])
+    assert len(shapes) == 1
+    assert np.mean(real[:-1]) > 0.8
+
+
 def test_the_same_generator_gives_the_same_batch() -> None:
     sampler = make(negatives=2)
     one, other = (sampler.sample(np.arange(8), np.random.default_rng(3)) for _ in range(2))
