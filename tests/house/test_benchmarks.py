@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import relaxed
+from planetoid_files import write_planetoid
 
 import jmp_train as jt
 from jmp_train.tasks import Task
@@ -480,7 +481,7 @@ def test_validation_selects_the_epoch(
         batch_size=1,
         epochs=1,
     )
-    paper = planetoid.Paper(accuracy=0, **options)
+    paper = planetoid.Paper(accuracies={}, **options)
     train = planetoid.make_trainer(task, jt.get_policy("float32"), paper)
     batches = {"train": {}, "validation": batch(margins), "test": batch(tested)}
     result = {name: x.item() for name, x in train(jax.random.key(0), batches).items()}
@@ -510,13 +511,23 @@ def test_differences_are_paired_by_the_seed(planetoid: Any) -> None:
     assert "difference" not in summary["float32"]
 
 
+def test_data_sets_without_files_are_left_out_unless_they_are_named(
+    planetoid: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_planetoid(tmp_path, np.ones((12, 5)), np.arange(12) % 3, {n: [] for n in range(12)}, 3, (10, 7, 11, 9))
+    assert list(planetoid.read_data(tmp_path, None)) == ["cora"]
+    assert "lacks ind.pubmed.x" in capsys.readouterr().out
+    with pytest.raises(FileNotFoundError, match=r"lacks ind\.citeseer\.x"):
+        planetoid.read_data(tmp_path, ["cora", "citeseer"])
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_planetoid_benchmark_runs(tmp_path: Path) -> None:
     file = tmp_path / "planetoid.json"
     options = ("--synthetic", "--seeds", "2", "--epochs", "2", "--models", "gcn")
     output = run("planetoid.py", *options, "--json", str(file))
-    report = json.loads(file.read_text())["gcn"]
+    report = json.loads(file.read_text())["cora"]["gcn"]
     assert list(report["summary"]) == ["float32", "mixed_float16", "autocast_float16"]
     for policy, row in report["summary"].items():
         seeds = report["seeds"][policy]
