@@ -221,7 +221,7 @@ class OfEdges(nnx.Module):
     def __init__(self, layer: Any, of_edges: Callable[[int], np.ndarray]) -> None:
         self.layer, self.of_edges = layer, of_edges
 
-    def __call__(self, graph: Any, x: Any, w: Any) -> jax.Array:
+    def __call__(self, graph: Any, x: Any, w: Any = None) -> jax.Array:
         """Returns the layer's result, for edge features in the dtype of x."""
         found = self.of_edges(len(graph.senders))
         rest = () if w is None else (w,)
@@ -310,6 +310,39 @@ def gated_graph_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, is_size: 
     return state
 
 
+def gine_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any) -> Any:
+    result = (1 + p["eps"]) * x + total(edges, relu(xp, edges.senders @ x + w))
+    return result @ p["apply/kernel"] + p["apply/bias"]
+
+
+def edge_conv(xp: Any, p: Params, edges: Edges, x: Any, w: Any, kind: str, is_size: bool = False) -> Any:
+    here, there = edges.receivers @ x, edges.senders @ x
+    ends = xp.concatenate([here, there + here if is_size else there - here], -1)
+    rows = ends @ p["weight"] + p["bias"]
+    if "apply/layers/1/kernel" in p:
+        rows = relu(xp, rows) @ p["apply/layers/1/kernel"] + p["apply/layers/1/bias"]
+    return largest(xp, edges, rows) if kind == "max" else mean(edges, rows)
+
+
+def pna_conv(
+    xp: Any, p: Params, edges: Edges, x: Any, w: Any, delta: float, has_edges: bool = False, is_size: bool = False
+) -> Any:
+    ends = [edges.receivers @ x, edges.senders @ x] + [w] * has_edges
+    logs = np.log1p(np.maximum(edges.in_degrees, 1))[:, None]
+    towers = []
+    names = ("pre_weight", "pre_bias", "post_weight", "post_bias")
+    for pre, offset, post, further in zip(*(p[name] for name in names), strict=True):
+        rows = xp.concatenate(ends, -1) @ pre + offset
+        middle = mean(edges, rows)
+        squares = mean(edges, rows * rows if is_size else (rows - edges.receivers @ middle) ** 2)
+        spread = xp.where(squares > 0, xp.sqrt(xp.where(squares > 0, squares, 1)), 0)
+        least = largest(xp, edges, rows) if is_size else -largest(xp, edges, -rows)
+        found = xp.concatenate([middle, largest(xp, edges, rows), least, spread], -1)
+        found = xp.concatenate([x, found, found * logs / delta, found * delta / logs], -1)
+        towers.append(found @ post + further)
+    return xp.concatenate(towers, -1) @ p["mix_weight"] + p["mix_bias"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A layer with options.
@@ -322,6 +355,7 @@ class Case:
       attention: the reference's attention, of layers that have one.
       is_weighted: whether there are edge weights.
       is_chosen: whether a maximum decides which gradients are 0.
+      edge_width: of features that edges have in place of weights; None for weights.
       has_sizes: whether the reference is told by `is_size` to add what else it subtracts.
       has_edge_features: whether edges have features, which the gradient keeps.
     """
@@ -334,6 +368,7 @@ class Case:
     is_weighted: bool = False
     is_chosen: bool = False
     is_recurrent: bool = False
+    edge_width: int | None = None
     has_sizes: bool = False
     has_edge_features: bool = False
 
@@ -450,6 +485,24 @@ def _cheb(width: int, lambda_max: float, **options: Any) -> Case:
     return Case(make, cheb_conv, width, {"lambda_max": lambda_max}, has_sizes=True, **options)
 
 
+def _gine(rngs: nnx.Rngs, **dtypes: Any) -> Any:
+    return graphs.GINEConv(nnx.Linear(5, 4, rngs=rngs, **dtypes), init_eps=0.5, learn_eps=True, **dtypes)
+
+
+def _edge(kind: str, is_network: bool) -> Case:
+    def make(rngs: nnx.Rngs, **dtypes: Any) -> Any:
+        network = nnx.Sequential(nnx.relu, nnx.Linear(4, 3, rngs=rngs, **dtypes)) if is_network else None
+        return graphs.EdgeConv(5, 4, network, aggregator=kind, rngs=rngs, **dtypes)
+
+    return Case(make, edge_conv, 5, {"kind": kind}, is_chosen=kind == "max", has_sizes=True)
+
+
+def _pna(edge_width: int, **options: Any) -> Case:
+    make = functools.partial(graphs.PNAConv, 5, 4, delta=1.5, towers=2, edge_features=edge_width)
+    own = {"delta": 1.5, "has_edges": edge_width > 0}
+    return Case(make, pna_conv, 5, own, is_weighted=edge_width > 0, edge_width=edge_width, has_sizes=True, **options)
+
+
 CASES = {
     "graph both": _conv("both"),
     "graph both expanding, weighted": _conv("both", 3, is_weighted=True),
@@ -489,6 +542,13 @@ CASES = {
     "transformer": _transformer(1),
     "transformer gated, mean of heads": _transformer(3, False, use_gate=True, concat=False),
     "transformer with edge features": _transformer(2, True),
+    "gine": Case(_gine, gine_conv, is_weighted=True, edge_width=5),
+    "edge": _edge("max", False),
+    "edge mean": _edge("mean", False),
+    "edge network": _edge("max", True),
+    "edge network, mean": _edge("mean", True),
+    "pna": _pna(0),
+    "pna with edges": _pna(3),
 }
 
 
@@ -512,8 +572,9 @@ def draw_inputs(case: Case, count: int, edges: Edges, dtype: Any) -> tuple[jax.A
     """Returns features and edge weights that the dtype can hold."""
     random = np.random.default_rng(5)
     x = jnp.asarray(random.normal(size=(count, case.width)), dtype)
-    w = jnp.asarray(random.uniform(0.2, 1, len(edges.senders)), dtype)
-    return x, w if case.is_weighted else None
+    count = len(edges.senders)
+    w = random.uniform(0.2, 1, count) if case.edge_width is None else random.normal(size=(count, case.edge_width))
+    return x, jnp.asarray(w, dtype) if case.is_weighted else None
 
 
 def weights_of(w: Any, edges: Edges) -> np.ndarray:

@@ -2,6 +2,9 @@
 
 from jmp_train.graphs.kernels.attention import GAT as GAT
 from jmp_train.graphs.kernels.attention import GATV2 as GATV2
+from jmp_train.graphs.kernels.block_maps import BlockReduction as BlockReduction
+from jmp_train.graphs.kernels.block_maps import Messages as Messages
+from jmp_train.graphs.kernels.block_maps import reduce_blocks as reduce_blocks
 from jmp_train.graphs.kernels.chunks import run_chunked as run_chunked
 from jmp_train.graphs.kernels.dot_product import DOT_ATTENTION as DOT_ATTENTION
 from jmp_train.graphs.kernels.dot_product import DotInputs as DotInputs
@@ -13,6 +16,7 @@ from jmp_train.graphs.kernels.edge_matrices import NetworkMatrices as NetworkMat
 from jmp_train.graphs.kernels.edge_matrices import OfEdges as OfEdges
 from jmp_train.graphs.kernels.gat import GATInputs as GATInputs
 from jmp_train.graphs.kernels.gatv2 import GATv2Inputs as GATv2Inputs
+from jmp_train.graphs.kernels.implementations import CHUNKED_ELEMENTS as CHUNKED_ELEMENTS
 from jmp_train.graphs.kernels.implementations import EdgeOperation as EdgeOperation
 from jmp_train.graphs.kernels.mapped_sum import MAPPED_SUM as MAPPED_SUM
 from jmp_train.graphs.kernels.mapped_sum import MappedInputs as MappedInputs

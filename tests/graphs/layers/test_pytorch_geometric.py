@@ -161,10 +161,37 @@ def extras(name: str, graph: graphs.Graph) -> tuple[tuple[Any, ...], tuple[Any, 
     if name.startswith("relational"):
         types = types_of(graph.num_edges)
         return (types, graphs.relation_norm(graph, types)), (torch.tensor(types),)
-    if name.startswith("nn") or "edge features" in name:
-        features = np.random.default_rng(2).normal(size=(graph.num_edges, 2)).astype(np.float32)
+    if name.startswith("nn") or "edge features" in name or name == "gine":
+        width = IN if name == "gine" else 2
+        features = np.random.default_rng(2).normal(size=(graph.num_edges, width)).astype(np.float32)
         return (jnp.asarray(features),), (torch.tensor(features),)
     return (), ()
+
+
+def gine(rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
+    names: Names = {"apply/kernel": "nn.weight", "apply/bias": "nn.bias", "eps": "eps"}
+    layer = graphs.GINEConv(nnx.Linear(IN, OUT, rngs=rngs), learn_eps=True)
+    return layer, pyg.GINEConv(torch.nn.Linear(IN, OUT), train_eps=True), names
+
+
+def edge(rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
+    names: Names = {"weight": "nn.0.weight", "bias": "nn.0.bias"}
+    names |= {"apply/layers/1/kernel": "nn.2.weight", "apply/layers/1/bias": "nn.2.bias"}
+    layer = graphs.EdgeConv(IN, 8, nnx.Sequential(nnx.relu, nnx.Linear(8, OUT, rngs=rngs)), rngs=rngs)
+    network = torch.nn.Sequential(torch.nn.Linear(2 * IN, 8), torch.nn.ReLU(), torch.nn.Linear(8, OUT))
+    return layer, pyg.EdgeConv(network), names
+
+
+def pna(towers: int, rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
+    names: Names = {"mix_weight": "lin.weight", "mix_bias": "lin.bias"}
+    for place in ("pre", "post"):
+        for kind in ("weight", "bias"):
+            names |= {f"{place}_{kind}": [f"{place}_nns.{i}.0.{kind}" for i in range(towers)]}
+    degrees = np.bincount(edges("pna")[1])
+    options = {"aggregators": ["mean", "max", "min", "std"], "towers": towers}
+    options["scalers"] = ["identity", "amplification", "attenuation"]
+    layer = graphs.PNAConv(IN, OUT, delta=float(np.log1p(degrees).mean()), rngs=rngs, **options)
+    return layer, pyg.PNAConv(IN, OUT, deg=torch.tensor(np.bincount(degrees)), **options), names
 
 
 PAIRS: dict[str, Callable[..., Any]] = {
@@ -188,7 +215,12 @@ PAIRS: dict[str, Callable[..., Any]] = {
     "transformer": transformer,
     "transformer gated, mean of heads": functools.partial(transformer, gated=True, concat=False),
     "transformer with edge features": functools.partial(transformer, edge_width=2),
+    "gine": gine,
+    "edge": edge,
+    "pna": functools.partial(pna, 1),
+    "pna towers": functools.partial(pna, 2),
 }
+ATTENTION = {"weight": "attention", "bias": "attention_bias"}
 SYMMETRIC = ("gcn", "appnp", "sg", "tag", "tag expanding", "cheb", "cheb expanding")
 AS_THEY_ARE = ("weight", "root", "comp")  # matrices that are no torch.nn.Linear's
 
@@ -225,3 +257,18 @@ def test_equal_to_pytorch_geometric(name: str) -> None:
     difference = np.abs(found - wanted).max() / np.abs(wanted).max()
     print(f"{name}: {difference:.2g}")
     assert difference < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_jumping_knowledge_is_that_of_pytorch_geometric() -> None:
+    layer = graphs.JumpingKnowledge("lstm", IN, 3, rngs=nnx.Rngs(0))
+    theirs = pyg.JumpingKnowledge("lstm", IN, 3)
+    assert layer.weights is not None
+    kinds = {"of_input": "weight_ih", "of_hidden": "weight_hh", "input_bias": "bias_ih", "hidden_bias": "bias_hh"}
+    state = {f"lstm.{kinds[name]}_l0{end}": (name, way) for name in kinds for way, end in enumerate(("", "_reverse"))}
+    arrays = {key: np.array(layer.weights[name][way]) for key, (name, way) in state.items()}
+    arrays |= {f"att.{end}": np.array(layer.weights[name][...]) for end, name in ATTENTION.items()}
+    theirs.load_state_dict({key: torch.tensor(array.T) for key, array in arrays.items()})
+    layers = list(np.random.default_rng(0).normal(size=(3, NODES, IN)).astype(np.float32))
+    wanted = theirs(list(map(torch.tensor, layers))).detach().numpy()
+    np.testing.assert_allclose(layer(list(map(jnp.asarray, layers))), wanted, rtol=1e-5, atol=1e-6)

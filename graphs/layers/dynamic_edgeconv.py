@@ -1,0 +1,255 @@
+"""Dynamic edge convolution: EdgeConv between each point of a cloud and those whose features are nearest."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import ArrayLike, DTypeLike
+
+from jmp_train.graphs.array_types import Floats
+from jmp_train.graphs.kernels import CHUNKED_ELEMENTS, BlockReduction, Messages, reduce_blocks
+from jmp_train.graphs.layers.edgeconv import AGGREGATORS, Apply, messages_of, of_ends
+from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, checked_word, in_dtype, promoted
+from jmp_train.graphs.layers.linear_params import uniform_param
+from jmp_train.graphs.structure import CSR, as_count, graph_storage, in_float32, upcast
+from jmp_train.policies.autocasting import autocast_as
+
+ROWS = 256  # of distances at a time
+
+
+def nearest_points(points: Floats, k: int, mask: ArrayLike | None = None) -> jax.Array:
+    """Returns the places of the `k` nearest points of each, itself among them; on the device, and under jit.
+
+    Args:
+      points: floating [..., points, dimensions]; leading axes are clouds. Distances are Euclidean, in float32.
+      k: how many.
+      mask: bool [..., points], which are points and not padding; None for all.
+
+    Returns:
+      Int32 [..., points, min(k, points)], from the nearest on. Padding comes after all points.
+
+    Raises:
+      ValueError: a shape does not fit, or `k` is 0.
+      TypeError: points are not floating, or `k` is not an integer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> nearest_points(jnp.array([[0.0], [1.0], [3.0]]), 2).tolist()
+      [[0, 1], [1, 0], [2, 1]]
+    """
+    array = as_floats("points", points, *_shape(points), "points", "dimensions")
+    _checked_k(k)
+    return _nearest(array, k, _checked_mask(mask, array))
+
+
+def _shape(points: Floats) -> tuple[int, ...]:
+    return jnp.shape(jnp.asarray(points))[:-2]
+
+
+def _checked_k(k: int) -> None:
+    if as_count("k", k) == 0:
+        raise ValueError("k=0 must be at least 1")
+
+
+def _checked_mask(mask: ArrayLike | None, points: jax.Array) -> jax.Array:
+    """Returns which are points, bool [..., points]."""
+    if mask is None:
+        return jnp.ones(points.shape[:-1], bool)
+    array = jnp.asarray(mask)
+    if array.dtype != bool or array.shape != points.shape[:-1]:
+        raise ValueError(f"mask must be bool {points.shape[:-1]}, got {array.dtype} {array.shape}")
+    return array
+
+
+@autocast_as("float32")
+def _nearest(points: jax.Array, k: int, mask: jax.Array) -> jax.Array:
+    """Returns the places of the nearest points, without gradients."""
+    if points.ndim > 2:
+        return jax.vmap(lambda points, mask: _nearest(points, k, mask))(points, mask)
+    points = upcast(jax.lax.stop_gradient(points))
+    count = points.shape[0]
+    inside = jnp.where(mask[:, None], points, jnp.zeros_like(points))
+    # Far from the origin, the products of points cancel.
+    points = points - inside.sum(0) / jnp.maximum(mask.sum(), 1).astype(points.dtype)
+    squares = jnp.where(mask, (points * points).sum(1), jnp.inf)
+
+    def of_row(point: jax.Array) -> jax.Array:
+        # But for its own square, which is the same for all others.
+        distances = squares - 2 * jnp.matmul(points, point, precision="highest")
+        return jax.lax.top_k(-distances, min(k, count))[1].astype(jnp.int32)
+
+    return jax.lax.map(of_row, points, batch_size=min(ROWS, max(count, 1)))
+
+
+def dynamic_edge_conv(
+    features: Floats,
+    weight: Floats,
+    bias: Floats | None = None,
+    apply: Apply | None = None,
+    *,
+    k: int,
+    mask: ArrayLike | None = None,
+    aggregator: str = "max",
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns `edge_conv` of clouds in which the `k` points with the nearest features send to each point.
+
+    Which points are nearest is decided in float32, each time anew, and has no gradient; a point is its own nearest.
+
+    Args:
+      features: floating [..., points, in]; leading axes are clouds.
+      weight: see `edge_conv`.
+      bias: see `edge_conv`.
+      apply: see `edge_conv`.
+      k: how many points send to each.
+      mask: bool [..., points], which are points and not padding; None for all.
+      aggregator: see `edge_conv`.
+      implementation: see `edge_conv`.
+
+    Returns:
+      [..., points, out] in the dtype of what `apply` returns, 0 of padding; half under autocast.
+
+    Raises:
+      ValueError: a shape does not fit, `k` is 0, or a word is another one.
+      TypeError: an array has no floats.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> points = jnp.array([[0.0], [1.0], [5.0]])
+      >>> weight = jnp.array([[0.0], [1.0]])  # of the difference only
+      >>> dynamic_edge_conv(points, weight, k=2).ravel().tolist()
+      [1.0, 0.0, 0.0]
+
+    Reference: Wang et al., Dynamic Graph CNN for Learning on Point Clouds, https://arxiv.org/abs/1801.07829; PyTorch
+    Geometric's DynamicEdgeConv.
+    """
+    reduction = checked_word("aggregator", aggregator, AGGREGATORS)
+    words = ("xla", "chunked")
+    chosen = None if implementation is None else checked_word("implementation", implementation, words)
+    kernel = as_floats("weight", weight, "2 * in", "out")
+    width, out = kernel.shape[0] // 2, kernel.shape[1]
+    kernel = as_floats("weight", kernel, 2 * width, out)
+    rows = as_floats("features", features, *_shape(features), "points", width)
+    _checked_k(k)
+    rows, kernel, offset = promoted(rows, kernel, as_optional("bias", bias, out))
+    is_point = _checked_mask(mask, rows)
+    edges = _nearest_edges(_nearest(rows, k, is_point), is_point)
+    flat = rows.reshape(-1, width)
+    messages = messages_of(*of_ends(flat, flat, kernel, offset), apply or (lambda rows: rows), rows.dtype)
+    is_large = edges.num_edges * out >= CHUNKED_ELEMENTS
+    if chosen == "chunked" or (chosen is None and is_large):
+        result = graph_storage(reduce_blocks(edges, messages, reduction))
+    else:
+        result = _whole(edges, messages, reduction)
+    return result.reshape(*rows.shape[:-1], *result.shape[1:])
+
+
+def _nearest_edges(nearest: jax.Array, mask: jax.Array) -> CSR:
+    """Returns the edges into each point of all clouds, in one block for each."""
+    *clouds, points, width = nearest.shape
+    count = mask.size
+    firsts = jnp.arange(0, count, max(points, 1), dtype=jnp.int32).reshape(*clouds, 1, 1)
+    sizes = jnp.minimum(mask.sum(-1, keepdims=True, dtype=jnp.int32), width)
+    degrees = jnp.where(mask, sizes, 0).ravel()
+    nodes = jnp.arange(count, dtype=jnp.int32)
+    return CSR(
+        others=(nearest + firsts).ravel(),
+        edges=None,
+        slots=None,
+        starts=nodes * width,
+        counts=degrees,
+        nodes=nodes,
+        rows=nodes,
+        further=(),
+        degrees=degrees,
+        width=width,
+        num_edges=count * width,
+    )
+
+
+def _whole(edges: CSR, messages: Messages, reduction: BlockReduction) -> jax.Array:
+    """Returns the reduction of the messages of all edges, [points, ...]."""
+    rows = messages(edges.others, jnp.repeat(edges.nodes, edges.width))
+    is_edge = (jnp.arange(edges.width) < edges.counts[:, None])[..., None]
+
+    def reduce(rows: jax.Array) -> jax.Array:
+        rows = upcast(rows).reshape(*is_edge.shape[:2], -1)
+        if reduction == "max":
+            return jnp.where(edges.degrees[:, None] > 0, jnp.where(is_edge, rows, -jnp.inf).max(1), 0)
+        total = jnp.where(is_edge, rows, 0).sum(1)
+        return total / jnp.maximum(edges.degrees, 1)[:, None].astype(total.dtype) if reduction == "mean" else total
+
+    return in_float32(reduce, rows)
+
+
+class DynamicEdgeConv(nnx.Module):
+    """The layer of `dynamic_edge_conv`: `layer(features, mask=None)`.
+
+    The weight [2 * in, out] and the bias [out] are drawn as those of torch's linear layers, uniformly.
+
+    Args:
+      in_features: the width of the features.
+      out_features: the width of the first product, which is the result's without `apply`.
+      apply: see `edge_conv`; an nnx module or a function.
+      k: how many points send to each.
+      aggregator: see `edge_conv`.
+      use_bias: whether there is a bias.
+      implementation: see `edge_conv`.
+      dtype: what features, weight and bias are cast to; None for what they promote to.
+      param_dtype: the dtype of weight and bias.
+      rngs: flax's random streams, of which "params" is used.
+
+    Raises:
+      ValueError: `aggregator` is another word, or `k` is 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> layer = DynamicEdgeConv(3, 8, nnx.relu, k=4, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((2, 10, 3))).shape  # two clouds of ten points
+      (2, 10, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        apply: Apply | None = None,
+        *,
+        k: int,
+        aggregator: str = "max",
+        use_bias: bool = True,
+        implementation: str | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        checked_word("aggregator", aggregator, AGGREGATORS)
+        _checked_k(k)
+        self.apply = apply
+        self.k = k
+        self.aggregator = aggregator
+        self.implementation = implementation
+        self.dtype = dtype
+        self.weight = uniform_param(rngs, (2 * in_features, out_features), 2 * in_features, param_dtype)
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        if use_bias:
+            self.bias = uniform_param(rngs, (out_features,), 2 * in_features, param_dtype)
+
+    def __call__(self, features: Floats, mask: ArrayLike | None = None) -> jax.Array:
+        """Returns the convolution [..., points, out].
+
+        Args:
+          features: see `dynamic_edge_conv`.
+          mask: see `dynamic_edge_conv`.
+        """
+        features, weight, bias = in_dtype(self.dtype, features, self.weight, self.bias)
+        return dynamic_edge_conv(
+            features,
+            weight,
+            bias,
+            self.apply,
+            k=self.k,
+            mask=mask,
+            aggregator=self.aggregator,
+            implementation=self.implementation,
+        )

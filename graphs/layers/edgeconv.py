@@ -1,0 +1,241 @@
+"""Edge convolution (EdgeConv): the largest of what a network makes of a node and its difference to each neighbor."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import jraph
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.kernels import REDUCTIONS, BlockReduction, EdgeOperation, Messages, reduce_blocks
+from jmp_train.graphs.layers.aggregation import aggregate
+from jmp_train.graphs.layers.dense import activated
+from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
+from jmp_train.graphs.layers.layer_inputs import as_floats, as_graph, as_optional, checked_word, in_dtype
+from jmp_train.graphs.layers.linear_params import uniform_param
+from jmp_train.graphs.structure import (
+    Adjacency,
+    Block,
+    Graph,
+    graph_storage,
+    in_float32,
+    rows_like,
+    upcast,
+)
+from jmp_train.policies.autocasting import autocast_as
+
+AGGREGATORS: tuple[BlockReduction, ...] = ("max", "sum", "mean")
+Apply = Callable[[jax.Array], jax.Array]
+
+
+def edge_conv(
+    graph: Graph | Block | jraph.GraphsTuple,
+    features: EndFeatures,
+    weight: Floats,
+    bias: Floats | None = None,
+    apply: Apply | None = None,
+    *,
+    aggregator: str = "max",
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns the largest of `apply([x_v, x_u - x_v] @ weight + bias)` over the senders u of each node v.
+
+    The first product is one of nodes and not of edges: it is `x_v @ (upper - lower) + bias` of the receiver plus
+    `x_u @ lower` of the sender, where `upper` and `lower` are the halves of the weight. Both are float32, so that
+    little is lost where they cancel, and their sum is rounded once. Without `apply`, the receiver's part is added to
+    the largest of the senders', and nothing at all is made of edges.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used, or a block.
+      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
+      weight: floating [2 * in, out], of the receiver's features and then of the difference.
+      bias: floating [out].
+      apply: what follows in the network, a function of rows [..., out] that treats rows alike, such as an activation
+        and a further layer; None for nothing.
+      aggregator: "max", "sum" or "mean".
+      implementation: "chunked" keeps nothing of edges, and computes it again for the gradient; "xla" has arrays of all
+        edges, and takes modules that change their state, such as batch norms in training, too. None takes "chunked"
+        where the graph has sorted edges and a million elements or more.
+
+    Returns:
+      [nodes, ...] in the dtype of what `apply` returns, 0 of nodes that no edge enters; half under autocast. Where
+      several are the largest, they share the gradient.
+
+    Raises:
+      ValueError: a shape does not fit, `aggregator` is another word, or the edges are not sorted.
+      TypeError: an array has no floats.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1], [2, 2], 3)
+      >>> weight = jnp.array([[0.0], [1.0]])  # of the difference only
+      >>> edge_conv(graph, jnp.array([[5.0], [9.0], [2.0]]), weight, apply=lambda rows: 2 * rows).ravel().tolist()
+      [0.0, 0.0, 14.0]
+
+    Reference: Wang et al., Dynamic Graph CNN for Learning on Point Clouds, https://arxiv.org/abs/1801.07829; PyTorch
+    Geometric's EdgeConv, and DGL's, which is without `apply`.
+    """
+    reduction = checked_word("aggregator", aggregator, AGGREGATORS)
+    graph = as_graph(graph, features)
+    kernel = as_floats("weight", weight, "2 * in", "out")
+    width, out = kernel.shape[0] // 2, kernel.shape[1]
+    rows = end_rows(graph, features, width)
+    kernel = as_floats("weight", kernel, 2 * width, out)
+    rows, (kernel, offset) = promoted_with(rows, kernel, as_optional("bias", bias, out))
+    senders, receivers = of_ends(rows.senders, rows.receivers, kernel, offset)
+    adjacency = graph.connections
+    if apply is None:
+        return _without_network(adjacency, senders, receivers, reduction, rows.senders.dtype)
+    return EDGE_FUNCTION(implementation, adjacency, senders, receivers, apply, reduction, rows.senders.dtype)
+
+
+def of_ends(
+    senders: jax.Array, receivers: jax.Array, weight: jax.Array, bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the parts of the first product that are the senders' and the receivers', in at least float32."""
+
+    @autocast_as("float32")
+    def parts(senders: jax.Array, receivers: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        upper, lower = jnp.split(upcast(weight), 2)
+        here = upcast(receivers) @ (upper - lower)
+        return upcast(senders) @ lower, here if bias is None else here + upcast(bias)
+
+    return parts(graph_storage(senders), graph_storage(receivers), weight)
+
+
+def _without_network(
+    adjacency: Adjacency, senders: jax.Array, receivers: jax.Array, reduction: BlockReduction, dtype: DTypeLike
+) -> jax.Array:
+    """Returns the reduction of sums of both parts, [receivers, out]."""
+
+    def with_receiver(adjacency: Adjacency, here: jax.Array, reduced: jax.Array) -> jax.Array:
+        degrees = rows_like(adjacency.in_degrees.astype(here.dtype), here)
+        here = degrees * here if reduction == "sum" else here
+        return jnp.where(degrees > 0, reduced + here, jnp.zeros_like(here))
+
+    result = aggregate(adjacency, senders, reduction=reduction, after=with_receiver, receivers=receivers)
+    return graph_storage(result.astype(dtype))
+
+
+def _elements(
+    senders: jax.Array, receivers: jax.Array, apply: Apply, reduction: BlockReduction, dtype: DTypeLike
+) -> int:
+    """Returns of how many elements what comes into the network is, for each edge."""
+    del receivers, apply, reduction, dtype
+    return senders.shape[1]
+
+
+def _by_xla(
+    adjacency: Adjacency,
+    senders: jax.Array,
+    receivers: jax.Array,
+    apply: Apply,
+    reduction: BlockReduction,
+    dtype: DTypeLike,
+) -> jax.Array:
+    read = autocast_as("float32")(lambda u, v: adjacency.senders.read(u) + adjacency.receivers.read(v))
+    messages = activated(graph_storage(read(senders, receivers).astype(dtype)), apply)
+    return in_float32(lambda rows: REDUCTIONS[reduction](adjacency, upcast(rows)), messages)
+
+
+def _by_chunks(
+    adjacency: Adjacency,
+    senders: jax.Array,
+    receivers: jax.Array,
+    apply: Apply,
+    reduction: BlockReduction,
+    dtype: DTypeLike,
+) -> jax.Array:
+    assert adjacency.neighbors is not None
+    messages = messages_of(senders, receivers, apply, dtype)
+    return graph_storage(reduce_blocks(adjacency.neighbors.by_target, messages, reduction))
+
+
+def messages_of(senders: jax.Array, receivers: jax.Array, apply: Apply, dtype: DTypeLike) -> Messages:
+    """Returns the function from ids of senders and receivers to messages.
+
+    Args:
+      senders: see `of_ends`.
+      receivers: see `of_ends`.
+      apply: see `edge_conv`.
+      dtype: of the rows that it takes.
+    """
+    read = autocast_as("float32")(lambda u, v: senders.at[u].get(mode="clip") + receivers.at[v].get(mode="clip"))
+    return lambda u, v: activated(graph_storage(read(u, v).astype(dtype)), apply)
+
+
+EDGE_FUNCTION = EdgeOperation({"xla": _by_xla, "chunked": _by_chunks}, _elements)
+
+
+class EdgeConv(nnx.Module):
+    """The layer of `edge_conv`: `layer(graph, features)`.
+
+    The weight [2 * in, out] and the bias [out] are drawn as those of torch's linear layers, uniformly.
+
+    Args:
+      in_features: the width of the features.
+      out_features: the width of the first product, which is the result's without `apply`.
+      apply: see `edge_conv`; an nnx module or a function.
+      aggregator: see `edge_conv`.
+      use_bias: whether there is a bias.
+      implementation: see `edge_conv`.
+      dtype: what features, weight and bias are cast to; None for what they promote to.
+      param_dtype: the dtype of weight and bias.
+      rngs: flax's random streams, of which "params" is used.
+
+    Raises:
+      ValueError: `aggregator` is another word.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import from_edges
+      >>> graph, rngs = from_edges([0, 1, 2], [1, 2, 0], 3), nnx.Rngs(0)
+      >>> network = nnx.Sequential(nnx.relu, nnx.Linear(16, 8, rngs=rngs))
+      >>> EdgeConv(4, 16, network, rngs=rngs)(graph, jnp.ones((3, 4))).shape
+      (3, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        apply: Apply | None = None,
+        *,
+        aggregator: str = "max",
+        use_bias: bool = True,
+        implementation: str | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        checked_word("aggregator", aggregator, AGGREGATORS)
+        self.apply = apply
+        self.aggregator = aggregator
+        self.implementation = implementation
+        self.dtype = dtype
+        self.weight = uniform_param(rngs, (2 * in_features, out_features), 2 * in_features, param_dtype)
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        if use_bias:
+            self.bias = uniform_param(rngs, (out_features,), 2 * in_features, param_dtype)
+
+    def __call__(self, graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures) -> jax.Array:
+        """Returns the convolution [nodes, ...].
+
+        Args:
+          graph: see `edge_conv`.
+          features: see `edge_conv`.
+        """
+        features, weight, bias = in_dtype(self.dtype, features, self.weight, self.bias)
+        return edge_conv(
+            graph,
+            features,
+            weight,
+            bias,
+            self.apply,
+            aggregator=self.aggregator,
+            implementation=self.implementation,
+        )

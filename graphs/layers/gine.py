@@ -1,0 +1,127 @@
+"""The layer of GIN with edge features (GINE): an MLP of a node plus its neighbors, rectified with their edges."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import jraph
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.layers.dense import Activation, activated
+from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
+from jmp_train.graphs.layers.layer_inputs import as_floats, as_graph, in_dtype
+from jmp_train.graphs.structure import Adjacency, Block, Graph, graph_storage, upcast
+from jmp_train.policies.autocasting import autocast_as
+
+
+def gine_conv(
+    graph: Graph | Block | jraph.GraphsTuple,
+    features: EndFeatures,
+    edge_features: Floats,
+    apply: Callable[[jax.Array], jax.Array] | None = None,
+    eps: Floats = 0.0,
+    *,
+    activation: Activation | None = None,
+) -> jax.Array:
+    """Returns `apply((1 + eps) * features + sum of relu(features of the sender + features of the edge))`.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used, or a block.
+      features: floating [nodes, width]; those of a block's sources, or a pair, see `Block`.
+      edge_features: floating [edges, width].
+      apply: a function of the sum, such as a network; None for the sum itself.
+      eps: a number, or an array [] or [1], by which a node counts more than its neighbors.
+      activation: a function of the result.
+
+    Returns:
+      What `apply` makes of [nodes, width] in the dtype that both features promote to, which is added in float32 and
+      rounded once; half under autocast.
+
+    Raises:
+      ValueError: a shape does not fit.
+      TypeError: an array has no floats.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1], [2, 2], 3)
+      >>> gine_conv(graph, jnp.array([[1.0], [2.0], [3.0]]), jnp.array([[0.5], [-4.0]])).ravel().tolist()
+      [1.0, 2.0, 4.5]
+
+    Reference: Hu et al., Strategies for Pre-training Graph Neural Networks, https://arxiv.org/abs/1905.12265; DGL's
+    GINEConv.
+    """
+    graph = as_graph(graph, features)
+    rows = end_rows(graph, features, "width")
+    edges = as_floats("edge_features", edge_features, graph.connections.receivers.num_edges, rows.senders.shape[1])
+    rows, (edges,) = promoted_with(rows, edges)
+    eps = jnp.asarray(eps)
+    if eps.size != 1:
+        raise ValueError(f"eps must be a number, got shape {eps.shape}")
+    stored = [graph_storage(x) for x in (rows.senders, rows.receivers, edges)]
+    result = autocast_as("float32")(_added)(graph.connections, eps, *stored)
+    return activated(graph_storage(result.astype(rows.senders.dtype)), apply, activation)
+
+
+@jax.checkpoint
+def _added(
+    adjacency: Adjacency, eps: jax.Array, senders: jax.Array, receivers: jax.Array, edges: jax.Array
+) -> jax.Array:
+    """Returns the sum [nodes, width] in at least float32; the gradient computes the messages again."""
+    messages = jax.nn.relu(adjacency.senders.read(upcast(senders)) + upcast(edges))
+    own = upcast(receivers)
+    return (1 + eps.reshape(()).astype(own.dtype)) * own + adjacency.receivers.sum(messages)
+
+
+class GINEConv(nnx.Module):
+    """The layer of `gine_conv`: `layer(graph, features, edge_features)`.
+
+    Args:
+      apply: an nnx module or a function of the sum; None for the sum itself.
+      init_eps: the first value of eps.
+      learn_eps: whether eps is a parameter, of shape [1].
+      activation: see `gine_conv`.
+      dtype: what features and eps are cast to; None for the features' own.
+      param_dtype: the dtype of eps.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2], [1, 2, 0], 3)
+      >>> layer = GINEConv(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), learn_eps=True)
+      >>> layer(graph, jnp.ones((3, 4)), jnp.ones((3, 4))).shape
+      (3, 8)
+    """
+
+    def __init__(
+        self,
+        apply: Callable[[jax.Array], jax.Array] | None = None,
+        *,
+        init_eps: float = 0.0,
+        learn_eps: bool = False,
+        activation: Activation | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+    ) -> None:
+        self.apply = apply
+        self.activation = activation
+        self.dtype = dtype
+        self.eps: nnx.Param[jax.Array] | float = (
+            nnx.Param(jnp.full(1, init_eps, param_dtype)) if learn_eps else init_eps
+        )
+
+    def __call__(
+        self, graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures, edge_features: Floats
+    ) -> jax.Array:
+        """Returns the layer's result [nodes, ...].
+
+        Args:
+          graph: see `gine_conv`.
+          features: see `gine_conv`.
+          edge_features: see `gine_conv`.
+        """
+        features, edge_features = in_dtype(self.dtype, features, edge_features)
+        return gine_conv(graph, features, edge_features, self.apply, self.eps, activation=self.activation)

@@ -1,0 +1,193 @@
+"""Jumping knowledge: the features of all layers of a network, joined for each node."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.array_types import Floats
+from jmp_train.graphs.layers.layer_inputs import as_floats, checked_word, in_dtype, promoted
+from jmp_train.graphs.layers.linear_params import uniform_param
+from jmp_train.graphs.structure import graph_storage, in_float32, upcast
+
+MODES = ("cat", "max", "lstm")
+
+
+class JumpingWeights(NamedTuple):
+    """The parameters of `jumping_knowledge` with "lstm"; gates are in torch's order: input, forget, cell, output.
+
+    Attributes:
+      of_input: floating [2, width, 4 * hidden], from the first layer on and from the last.
+      of_hidden: floating [2, hidden, 4 * hidden].
+      input_bias: floating [2, 4 * hidden].
+      hidden_bias: floating [2, 4 * hidden].
+      attention: floating [2 * hidden, 1].
+      attention_bias: floating [1].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> shapes = [(2, 3, 8), (2, 2, 8), (2, 8), (2, 8), (4, 1), (1,)]
+      >>> JumpingWeights(*map(jnp.zeros, shapes)).attention.shape
+      (4, 1)
+    """
+
+    of_input: Floats
+    of_hidden: Floats
+    input_bias: Floats
+    hidden_bias: Floats
+    attention: Floats
+    attention_bias: Floats
+
+
+def jumping_knowledge(layers: Sequence[Floats], mode: str = "cat", weights: JumpingWeights | None = None) -> jax.Array:
+    """Returns one row for each node of its rows in all layers.
+
+    Args:
+      layers: floating [nodes, width] each, of one width but for "cat".
+      mode: "cat" side by side; "max" elementwise; "lstm", the sum with weights that are a softmax over the layers of
+        what a bidirectional LSTM finds in each. Its states are float32.
+      weights: for "lstm".
+
+    Returns:
+      [nodes, width], or with "cat" [nodes, sum of the widths], in the dtype that all promote to; half under autocast.
+
+    Raises:
+      ValueError: there are no layers, shapes do not fit, `mode` is another word, or weights do not go with it.
+      TypeError: an array has no floats.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> jumping_knowledge([jnp.array([[1.0, 5.0]]), jnp.array([[2.0, 3.0]])], "max").tolist()
+      [[2.0, 5.0]]
+
+    Reference: Xu et al., Representation Learning on Graphs with Jumping Knowledge Networks,
+    https://arxiv.org/abs/1806.03536; DGL's JumpingKnowledge.
+    """
+    checked_word("mode", mode, MODES)
+    if (weights is None) == (mode == "lstm"):
+        raise ValueError(f"mode={mode!r} takes {'weights' if mode == 'lstm' else 'no weights'}")
+    if not layers:
+        raise ValueError("layers must be at least one")
+    first = as_floats("layers[0]", layers[0], "nodes", "width")
+    shape = (len(first), "width" if mode == "cat" else first.shape[1])
+    arrays = [as_floats(f"layers[{place}]", layer, *shape) for place, layer in enumerate(layers)]
+    checked = () if weights is None else _checked(weights, first.shape[1])
+    (*rows,) = promoted(*arrays, *checked)
+    rows, parameters = rows[: len(arrays)], rows[len(arrays) :]
+    if mode == "cat":
+        return graph_storage(jnp.concatenate(rows, 1))
+    if mode == "max":
+        return in_float32(lambda *rows: jnp.stack(rows).max(0), *rows)
+    return in_float32(lambda *x: _attended(jnp.stack(x[: len(rows)]), *x[len(rows) :]), *rows, *parameters)
+
+
+def _shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "of_input": (2, width, 4 * hidden),
+        "of_hidden": (2, hidden, 4 * hidden),
+        "input_bias": (2, 4 * hidden),
+        "hidden_bias": (2, 4 * hidden),
+        "attention": (2 * hidden, 1),
+        "attention_bias": (1,),
+    }
+
+
+def _checked(weights: JumpingWeights, width: int) -> list[jax.Array]:
+    hidden = as_floats("weights.of_hidden", weights.of_hidden, 2, "hidden", "4 * hidden").shape[1]
+    shapes = _shapes(width, hidden)
+    return [as_floats(f"weights.{name}", getattr(weights, name), *shape) for name, shape in shapes.items()]
+
+
+def _attended(layers: jax.Array, *parameters: jax.Array) -> jax.Array:
+    """Returns the weighted sum [nodes, width] of layers [layers, nodes, width], in at least float32."""
+    *gates, attention, attention_bias = (upcast(x) for x in parameters)
+    layers = upcast(layers)
+    onward, back = (_states(layers, *(x[way] for x in gates), reverse=bool(way)) for way in range(2))
+    logits = jnp.concatenate([onward, back], -1) @ attention + attention_bias
+    return (jax.nn.softmax(logits, 0) * layers).sum(0)
+
+
+def _states(
+    layers: jax.Array,
+    of_input: jax.Array,
+    of_hidden: jax.Array,
+    input_bias: jax.Array,
+    hidden_bias: jax.Array,
+    *,
+    reverse: bool,
+) -> jax.Array:
+    """Returns an LSTM's hidden states [layers, nodes, hidden] at each layer."""
+
+    def step(states: tuple[jax.Array, jax.Array], row: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        hidden, cell = states
+        gates = row @ of_input + input_bias + (hidden @ of_hidden + hidden_bias)
+        enter, forget, new, leave = jnp.split(gates, 4, axis=-1)
+        cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
+        hidden = jax.nn.sigmoid(leave) * jnp.tanh(cell)
+        return (hidden, cell), hidden
+
+    start = jnp.zeros((layers.shape[1], of_hidden.shape[0]), layers.dtype)
+    return jax.lax.scan(step, (start, start), layers, reverse=reverse)[1]
+
+
+class JumpingKnowledge(nnx.Module):
+    """The layer of `jumping_knowledge`: `layer([first, second, ...])`.
+
+    Weights of "lstm" are drawn as torch draws those of its LSTM and its linear layers, uniformly.
+
+    Args:
+      mode: see `jumping_knowledge`.
+      features: for "lstm", the width of the layers.
+      num_layers: for "lstm", how many layers there are; its states have `features * num_layers // 2` numbers.
+      dtype: what layers and parameters are cast to; None for what they promote to.
+      param_dtype: the parameters' dtype.
+      rngs: for "lstm", flax's random streams, of which "params" is used.
+
+    Raises:
+      ValueError: `mode` is another word, or "lstm" lacks a width, a number of layers or streams.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> JumpingKnowledge("cat")([jnp.ones((3, 4)), jnp.ones((3, 8))]).shape
+      (3, 12)
+    """
+
+    def __init__(
+        self,
+        mode: str = "cat",
+        features: int | None = None,
+        num_layers: int | None = None,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ) -> None:
+        checked_word("mode", mode, MODES)
+        self.mode = mode
+        self.dtype = dtype
+        self.weights: nnx.Dict | None = nnx.data(None)
+        if mode == "lstm":
+            if features is None or num_layers is None or rngs is None:
+                raise ValueError(f'mode="lstm" needs {features=}, {num_layers=} and {rngs=}')
+            hidden = features * num_layers // 2
+            drawn = {}
+            for name, shape in _shapes(features, hidden).items():
+                fan_in = 2 * hidden if name.startswith("attention") else hidden
+                drawn[name] = uniform_param(rngs, shape, fan_in, param_dtype)
+            self.weights = nnx.Dict(drawn)
+
+    def __call__(self, layers: Sequence[Floats]) -> jax.Array:
+        """Returns the joined rows, [nodes, ...].
+
+        Args:
+          layers: see `jumping_knowledge`.
+        """
+        rows = in_dtype(self.dtype, *layers)
+        weights = None
+        if self.weights is not None:
+            given = [self.weights[name] for name in JumpingWeights._fields]
+            weights = JumpingWeights(*in_dtype(self.dtype, *given))
+        return jumping_knowledge(rows, self.mode, weights)

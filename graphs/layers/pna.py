@@ -1,0 +1,289 @@
+"""Principal neighborhood aggregation (PNA): several reductions of messages, scaled by functions of the degree."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import jraph
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.fn import Reduce, copy_u, u_add_e
+from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense
+from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
+from jmp_train.graphs.layers.layer_inputs import as_floats, as_graph, as_optional, checked_word, in_dtype
+from jmp_train.graphs.layers.linear_params import uniform_param
+from jmp_train.graphs.messages import update_all
+from jmp_train.graphs.structure import Adjacency, Block, Graph, accumulation_dtype, graph_storage, rows_like, upcast
+from jmp_train.policies.autocasting import autocast_as
+
+AGGREGATORS = ("mean", "max", "min", "std", "var", "sum")
+SCALERS = ("identity", "amplification", "attenuation")
+DEFAULT_AGGREGATORS = AGGREGATORS[:4]
+
+
+def pna_conv(
+    graph: Graph | Block | jraph.GraphsTuple,
+    features: EndFeatures,
+    pre_weight: Floats,
+    post_weight: Floats,
+    mix_weight: Floats,
+    pre_bias: Floats | None = None,
+    post_bias: Floats | None = None,
+    mix_bias: Floats | None = None,
+    *,
+    delta: float,
+    aggregators: Sequence[str] = DEFAULT_AGGREGATORS,
+    scalers: Sequence[str] = SCALERS,
+    edge_features: Floats | None = None,
+    activation: Activation | None = None,
+) -> jax.Array:
+    """Returns products of a node with several reductions of its messages, each scaled by functions of its in-degree.
+
+    In each tower, an edge from u to v brings `[x_v, x_u, edge] @ pre_weight + pre_bias`. The part of u alone is sent:
+    that of v is added to the reductions, which are made in one pass over the edges. Let A be all reductions, side by
+    side, and S all scalers of them; the tower makes `[x_v, S(A)] @ post_weight + post_bias`, and the products of all
+    towers with `mix_weight` are the result.
+
+    Args:
+      graph: a graph of ours or jraph's, whose own features are not used, or a block.
+      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
+      pre_weight: floating [towers, 2 * in + edge_in, width].
+      post_weight: floating [towers, in + scalers * aggregators * width, tower_out].
+      mix_weight: floating [towers * tower_out, out].
+      pre_bias: floating [towers, width].
+      post_bias: floating [towers, tower_out].
+      mix_bias: floating [out].
+      delta: the mean of `log(in-degree + 1)` over the nodes of the training graphs, by which scalers are relative.
+      aggregators: of "mean", "max", "min", "std", "var" and "sum".
+      scalers: of "identity"; "amplification", the logarithm of the in-degree plus 1 over delta; and "attenuation", its
+        inverse.
+      edge_features: floating [edges, edge_in], or None.
+      activation: a function of the result.
+
+    Returns:
+      [nodes, out] in the dtype that features and weights promote to; half under autocast.
+
+    Raises:
+      ValueError: a shape does not fit, a word is another one, or delta is not positive.
+      TypeError: an array has no floats.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1], [2, 2], 3)
+      >>> pre = jnp.array([[[0.0], [1.0]]])  # of the sender only
+      >>> post = jnp.array([[[0.0], [1.0], [10.0]]])  # of the reductions
+      >>> options = dict(aggregators=["mean", "std"], scalers=["identity"], delta=1.0)
+      >>> pna_conv(graph, jnp.array([[1.0], [3.0], [9.0]]), pre, post, jnp.ones((1, 1)), **options).ravel().tolist()
+      [0.0, 0.0, 12.0]
+
+    Reference: Corso et al., Principal Neighbourhood Aggregation for Graph Nets, https://arxiv.org/abs/2004.05718;
+    PyTorch Geometric's PNAConv.
+    """
+    _check_words(aggregators, scalers)
+    if not delta > 0:
+        raise ValueError(f"delta={delta} must be positive: the mean of log(in-degree + 1)")
+    graph = as_graph(graph, features)
+    rows = end_rows(graph, features, "in")
+    width_in = rows.senders.shape[1]
+    edges = None
+    if edge_features is not None:
+        edges = as_floats("edge_features", edge_features, graph.connections.receivers.num_edges, "edge_in")
+    length = 2 * width_in + (0 if edges is None else edges.shape[1])
+    pre = as_floats("pre_weight", pre_weight, "towers", length, "width")
+    towers, _, width = pre.shape
+    reduced_width = len(scalers) * len(aggregators) * width
+    post = as_floats("post_weight", post_weight, towers, width_in + reduced_width, "tower_out")
+    mix = as_floats("mix_weight", mix_weight, towers * post.shape[2], "out")
+    rows, (edges, pre, post, mix, pre_offset, post_offset, mix_offset) = promoted_with(
+        rows,
+        edges,
+        pre,
+        post,
+        mix,
+        as_optional("pre_bias", pre_bias, towers, width),
+        as_optional("post_bias", post_bias, towers, post.shape[2]),
+        as_optional("mix_bias", mix_bias, mix.shape[1]),
+    )
+    here, there, of_edge = pre[:, :width_in], pre[:, width_in : 2 * width_in], pre[:, 2 * width_in :]
+    own = _of_towers(rows.receivers, here)
+    if pre_offset is not None:
+        own = _with_bias(own, pre_offset)
+    sent = _of_towers(rows.senders, there)
+    if edges is None:
+        reduced = _reduced(graph, sent, None, own, aggregators)
+    else:  # the gradient multiplies the edges' features again
+
+        @jax.checkpoint
+        def with_edges(sent: jax.Array, edges: jax.Array, weight: jax.Array, own: jax.Array) -> jax.Array:
+            return _reduced(graph, sent, _of_towers(edges, weight), own, aggregators)
+
+        reduced = with_edges(sent, edges, of_edge, own)
+    apart = post[:, width_in:].reshape(towers, len(scalers), -1, post.shape[2])
+    result = _scaled(graph.connections, scalers, delta, jnp.einsum("nti,tsio->nsto", reduced, apart))
+    result = _of_towers(rows.receivers, post[:, :width_in]) + result
+    result = result if post_offset is None else _with_bias(result, post_offset)
+    return activated(dense(result.reshape(len(result), -1), mix, mix_offset), activation)
+
+
+def _check_words(aggregators: Sequence[str], scalers: Sequence[str]) -> None:
+    for name, words, known in (("aggregators", aggregators, AGGREGATORS), ("scalers", scalers, SCALERS)):
+        if isinstance(words, str) or not words:
+            raise ValueError(f"{name} must be at least one of {', '.join(map(repr, known))}, got {words!r}")
+        for place, word in enumerate(words):
+            checked_word(f"{name}[{place}]", word, known)
+
+
+def _of_towers(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns rows [rows, in] times weights [towers, in, width], [rows, towers, width]."""
+    return jnp.einsum("ni,tio->nto", rows, weight)
+
+
+def _with_bias(rows: jax.Array, bias: jax.Array) -> jax.Array:
+    """Returns rows [rows, towers, width] plus a bias [towers, width]."""
+    return add_bias(rows.reshape(len(rows), -1), bias.ravel()).reshape(rows.shape)
+
+
+def _reduced(
+    graph: Graph | Block,
+    sent: jax.Array,
+    brought: jax.Array | None,
+    own: jax.Array,
+    aggregators: Sequence[str],
+) -> jax.Array:
+    """Returns the reductions of messages [nodes, towers, aggregators * width].
+
+    Args:
+      graph: a graph or a block.
+      sent: the part of each message that is the sender's, [senders, towers, width].
+      brought: that which is the edge's, [edges, towers, width], or None.
+      own: that which is the receiver's, [receivers, towers, width].
+      aggregators: of `AGGREGATORS`.
+    """
+    message = copy_u("sent", "m") if brought is None else u_add_e("sent", "brought", "m")
+    reductions = [Reduce(checked_word("aggregators", name, AGGREGATORS), "m", name) for name in set(aggregators)]
+    edges = {} if brought is None else {"brought": brought}
+    if isinstance(graph, Block):
+        found = update_all(graph.graph({"sent": sent}, {}, edges), message, reductions).nodes["target"]
+    else:
+        found = update_all(dataclasses.replace(graph, nodes={"sent": sent}, edges=edges), message, reductions).nodes
+    degrees = graph.connections.in_degrees
+
+    @autocast_as("float32")
+    def with_receivers(own: jax.Array, found: Mapping[str, jax.Array]) -> jax.Array:
+        own = upcast(own)
+        count = rows_like(degrees.astype(own.dtype), own)
+        parts = []
+        for name in aggregators:
+            rows = upcast(found[name])
+            if name not in ("std", "var"):  # which do not depend on what all messages have
+                rows = rows + (count * own if name == "sum" else own)
+            parts.append(jnp.where(count > 0, rows, jnp.zeros_like(rows)).astype(found[name].dtype))
+        return jnp.concatenate(parts, -1)
+
+    return graph_storage(with_receivers(own, found))
+
+
+def _scaled(adjacency: Adjacency, scalers: Sequence[str], delta: float, parts: jax.Array) -> jax.Array:
+    """Returns the sum over the scalers of parts [nodes, scalers, towers, width] scaled, in their dtype."""
+    logs = jnp.log1p(jnp.maximum(adjacency.in_degrees, 1).astype(accumulation_dtype(parts.dtype)))
+    factors = {"identity": jnp.ones_like(logs), "amplification": logs / delta, "attenuation": delta / logs}
+    scales = jnp.stack([factors[name] for name in scalers], 1)[:, :, None, None]
+    total = autocast_as("float32")(lambda parts: (upcast(parts) * scales.astype(upcast(parts).dtype)).sum(1))
+    return graph_storage(total(parts).astype(parts.dtype))
+
+
+class PNAConv(nnx.Module):
+    """The layer of `pna_conv`: `layer(graph, features, edge_features=None)`.
+
+    Weights and biases are drawn as those of torch's linear layers, uniformly.
+
+    Args:
+      in_features: the width of the features, and of the messages of each tower.
+      out_features: the width of the result, a multiple of `towers`.
+      delta: see `pna_conv`.
+      aggregators: see `pna_conv`.
+      scalers: see `pna_conv`.
+      towers: how many towers there are, each of which sees all features.
+      edge_features: the width of the edges' features; 0 for none.
+      activation: see `pna_conv`.
+      dtype: what features and parameters are cast to; None for what they promote to.
+      param_dtype: the parameters' dtype.
+      rngs: flax's random streams, of which "params" is used.
+
+    Raises:
+      ValueError: a word is another one, or towers do not divide `out_features`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_train.graphs import from_edges
+      >>> graph = from_edges([0, 1, 2], [1, 2, 0], 3)
+      >>> delta = float(jnp.log1p(graph.in_degrees).mean())
+      >>> layer = PNAConv(4, 8, delta=delta, towers=2, rngs=nnx.Rngs(0))
+      >>> layer(graph, jnp.ones((3, 4))).shape
+      (3, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        delta: float,
+        aggregators: Sequence[str] = DEFAULT_AGGREGATORS,
+        scalers: Sequence[str] = SCALERS,
+        towers: int = 1,
+        edge_features: int = 0,
+        activation: Activation | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        _check_words(aggregators, scalers)
+        if towers < 1 or out_features % towers:
+            raise ValueError(f"towers={towers} must divide out_features={out_features}")
+        self.delta = delta
+        self.aggregators = tuple(aggregators)
+        self.scalers = tuple(scalers)
+        self.activation = activation
+        self.dtype = dtype
+        sent = 2 * in_features + edge_features
+        reduced = in_features + len(self.aggregators) * len(self.scalers) * in_features
+        out = out_features // towers
+        self.pre_weight = uniform_param(rngs, (towers, sent, in_features), sent, param_dtype)
+        self.pre_bias = uniform_param(rngs, (towers, in_features), sent, param_dtype)
+        self.post_weight = uniform_param(rngs, (towers, reduced, out), reduced, param_dtype)
+        self.post_bias = uniform_param(rngs, (towers, out), reduced, param_dtype)
+        self.mix_weight = uniform_param(rngs, (out_features, out_features), out_features, param_dtype)
+        self.mix_bias = uniform_param(rngs, (out_features,), out_features, param_dtype)
+
+    def __call__(
+        self,
+        graph: Graph | Block | jraph.GraphsTuple,
+        features: EndFeatures,
+        edge_features: Floats | None = None,
+    ) -> jax.Array:
+        """Returns the layer's result [nodes, out].
+
+        Args:
+          graph: see `pna_conv`.
+          features: see `pna_conv`.
+          edge_features: see `pna_conv`.
+        """
+        weights = (self.pre_weight, self.post_weight, self.mix_weight)
+        biases = (self.pre_bias, self.post_bias, self.mix_bias)
+        features, edge_features, *arrays = in_dtype(self.dtype, features, edge_features, *weights, *biases)
+        return pna_conv(
+            graph,
+            features,
+            *arrays,
+            delta=self.delta,
+            aggregators=self.aggregators,
+            scalers=self.scalers,
+            edge_features=edge_features,
+            activation=self.activation,
+        )

@@ -1,0 +1,129 @@
+"""PNA, GINE, and the layers of a network joined by jumping knowledge."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from graph_helpers import HALVES
+
+import jmp_train as jt
+from jmp_train import graphs
+
+pytestmark = pytest.mark.quick
+
+
+def pna(graph: Any, x: jax.Array, aggregator: str, scaler: str = "identity") -> jax.Array:
+    """Returns one reduction of the neighbors' own numbers."""
+    pre = jnp.array([[[0.0], [1.0]]], x.dtype)
+    post = jnp.array([[[0.0], [1.0]]], x.dtype)
+    options: Any = {"aggregators": [aggregator], "scalers": [scaler], "delta": 2.0}
+    return graphs.pna_conv(graph, x[:, None], pre, post, jnp.ones((1, 1), x.dtype), **options)[:, 0]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_standard_deviation_in_half_does_not_cancel(half: str) -> None:
+    graph = graphs.from_edges([0, 1], [2, 2], 3)
+    x = jnp.array([30, 30.25, 0], half)
+    assert pna(graph, x, "std").tolist() == [0, 0, 0.125]
+    assert pna(graph, x, "var").tolist() == [0, 0, 0.015625]
+
+
+def test_scalers_are_of_the_degrees_of_hubs_in_float32() -> None:
+    count = 70_000  # float16 has no such degree
+    graph = graphs.from_edges(range(1, count + 1), [0] * count, count + 1, formats=("csr",))
+    x = jnp.ones(count + 1, jnp.float16)
+    log = np.log1p(count)
+    for scaler, wanted in (("amplification", log / 2), ("attenuation", 2 / log)):
+        found = jax.jit(lambda x, scaler=scaler: pna(graph, x, "mean", scaler))(x)
+        assert float(found[0]) == pytest.approx(wanted, rel=1e-3)
+        assert not found[1:].any()  # nodes without neighbors have nothing to scale
+
+
+def test_a_blocks_targets_are_the_first_of_its_sources() -> None:
+    senders, receivers = np.array([0, 2, 3, 1]), np.array([0, 0, 1, 1])
+    block = graphs.Block(graphs.from_edges(senders, receivers, 4).connections)
+    layer = graphs.PNAConv(3, 4, delta=1.0, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
+    whole = graphs.from_edges(senders, receivers, 4)
+    np.testing.assert_allclose(layer(block, x), layer(whole, x), rtol=1e-6)
+    edges = jnp.ones((4, 2))
+    layer = graphs.PNAConv(3, 4, delta=1.0, edge_features=2, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(layer(block, x, edges), layer(whole, x, edges), rtol=1e-6)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"])
+def test_a_hub_of_gine_is_rounded_once(half: str, is_cast: bool) -> None:
+    """13,161 neighbors of 2 whose edges have -1, one of whose edges takes all of it, and the node's own 30."""
+    count, dtype = 13_161, half if is_cast else jnp.float32
+    graph = graphs.from_edges(range(1, count + 1), [0] * count, count + 1)
+    x = jnp.full((count + 1, 1), 2, dtype).at[0].set(30)
+    edges = jnp.full((count, 1), -1, dtype).at[0].set(-5)
+
+    def conv(x: jax.Array, edges: jax.Array) -> jax.Array:
+        return graphs.gine_conv(graph, x, edges, eps=0.5)
+
+    result = (conv if is_cast else jt.autocast(conv, half))(x, edges)
+    assert result.dtype == half
+    assert float(result[0, 0]) == float(jnp.asarray(count - 1 + 45, half))
+
+
+def test_layers_are_joined_side_by_side_by_their_largest_or_by_attention() -> None:
+    layers = [jnp.array([[1.0, 5.0]], jnp.float16), jnp.array([[2.0, 3.0]], jnp.float16)]
+    assert graphs.jumping_knowledge(layers).tolist() == [[1, 5, 2, 3]]
+    assert graphs.jumping_knowledge(layers, "max").tolist() == [[2, 5]]
+    lstm = graphs.JumpingKnowledge("lstm", 2, 2, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    found = lstm(layers)
+    assert found.dtype == jnp.float16
+    assert (found >= jnp.stack(layers).min(0)).all() and (found <= jnp.stack(layers).max(0)).all()
+    half = jt.autocast(graphs.JumpingKnowledge("lstm", 2, 2, rngs=nnx.Rngs(0)))([x.astype("float32") for x in layers])
+    np.testing.assert_allclose(half, found, rtol=2e-3)
+
+
+X, GRAPH = jnp.ones((3, 2)), graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3)
+FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "aggregator": (
+        lambda: graphs.PNAConv(2, 2, delta=1.0, aggregators=["mean", "median"], rngs=nnx.Rngs(0)),
+        r"aggregators\[1\]='median' must be one of 'mean', 'max'",
+    ),
+    "scalers": (
+        lambda: graphs.PNAConv(2, 2, delta=1.0, scalers=[], rngs=nnx.Rngs(0)),
+        r"scalers must be at least one of 'identity', .* got \[\]",
+    ),
+    "towers": (
+        lambda: graphs.PNAConv(2, 5, delta=1.0, towers=2, rngs=nnx.Rngs(0)),
+        "towers=2 must divide out_features=5",
+    ),
+    "delta": (
+        lambda: graphs.PNAConv(2, 2, delta=0.0, rngs=nnx.Rngs(0))(GRAPH, X),
+        "delta=0.0 must be positive",
+    ),
+    "edges": (
+        lambda: graphs.PNAConv(2, 2, delta=1.0, edge_features=3, rngs=nnx.Rngs(0))(GRAPH, X),
+        r"pre_weight must be \[towers, 4, width\], got shape \(1, 7, 2\)",
+    ),
+    "gine edges": (
+        lambda: graphs.gine_conv(GRAPH, X, jnp.ones((4, 3))),
+        r"edge_features must be \[4, 2\], got shape \(4, 3\)",
+    ),
+    "gine eps": (lambda: graphs.gine_conv(GRAPH, X, jnp.ones((4, 2)), eps=jnp.ones(2)), "eps must be a number"),
+    "jumping mode": (lambda: graphs.JumpingKnowledge("sum"), "mode='sum' must be one of 'cat', 'max', 'lstm'"),
+    "jumping widths": (
+        lambda: graphs.jumping_knowledge([X, jnp.ones((3, 4))], "max"),
+        r"layers\[1\] must be \[3, 2\], got shape \(3, 4\)",
+    ),
+    "jumping weights": (lambda: graphs.jumping_knowledge([X], "lstm"), "mode='lstm' takes weights"),
+    "jumping layers": (lambda: graphs.jumping_knowledge([]), "layers must be at least one"),
+    "jumping lstm": (lambda: graphs.JumpingKnowledge("lstm", 2), 'mode="lstm" needs features=2, num_layers=None'),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_messages_name_the_argument(name: str) -> None:
+    call, message = FAULTS[name]
+    with pytest.raises(ValueError, match=message):
+        call()
