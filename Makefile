@@ -12,7 +12,7 @@ ALLOWED := --allowed-skips tests/allowed_skips.txt
 QUICK := -m "quick and not full"
 REST := -m "full and not gpu"
 
-.PHONY: help demo test test-all test-share test-mutations test-newest test-gpu lint format bench bench-gpu clean
+.PHONY: help demo test test-all test-share test-mutations test-newest test-gpu lint format docs bench bench-gpu clean
 
 help:
 	@echo "make demo         train on digits in float32, float16 and bfloat16, side by side"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-gpu     run those in tests/gpu, on a GPU where there is one and else on the CPU"
 	@echo "make lint         ruff and pyright"
 	@echo "make format       ruff's formatter"
+	@echo "make docs         build the site in out/docs, with all of its notebooks run"
 	@echo "make bench        what a step, many devices, an import, autocast and graph operations cost"
 	@echo "make bench-gpu    what steps and graph operations cost on a GPU, in parts that resume"
 	@echo "make clean        remove what make made"
@@ -72,6 +73,13 @@ lint: .venv/.dev
 format: .venv/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Needs no network once the environment and the compiler for the tutorial about plans are there. A notebook that has run
+# is run again where its text has changed, or after `make clean`.
+docs: .venv/.dev
+	$(BIN)/jmp-train plan --install
+	$(BIN)/python -m sphinx -b html -W --keep-going -q docs out/docs
+	@echo "wrote out/docs/index.html"
 
 bench: .venv/.dev
 	$(BIN)/python benchmarks/step_overhead.py

@@ -29,7 +29,8 @@ PUBLIC = {
 PUBLIC |= {name: getattr(jt.distributed, name) for name in ("initialize", "is_main_process", "check_agreement")}
 # A logger, and what stability.md names as not offered.
 NOT_OFFERED = ("jmp_train.amp", "jmp_train.parallel.steps")
-PAGES = ("README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md"))))
+GUIDES = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md"))]
+PAGES = ("README.md", *GUIDES, *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "migration").glob("*.md"))))
 
 
 def blocks(page: str) -> list[str]:
@@ -100,7 +101,7 @@ def test_the_code_of_the_page_about_plans_runs(tmp_path: Path) -> None:
 
 def test_the_index_names_every_page() -> None:
     named = re.findall(r"^\| \[[^]]+\]\((\w+\.md)\)", (ROOT / "docs/README.md").read_text(), re.MULTILINE)
-    assert sorted(f"docs/{page}" for page in ["README.md", *named]) == [*PAGES[1:]]
+    assert sorted(f"docs/{page}" for page in ["README.md", "index.md", *named]) == GUIDES
 
 
 def test_every_name_in_docs_and_examples_is_reachable_from_a_face() -> None:

@@ -1,15 +1,13 @@
 import dataclasses
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsing import open_browser, show
 from helpers import COSTS, make_run
 from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.wait import WebDriverWait
 
 from jmp_train.reports.html_report import page
 
@@ -27,17 +25,8 @@ RUNS = [
 
 @pytest.fixture(name="browser", scope="module")
 def fixture_browser() -> Iterator[webdriver.Chrome]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("chromium and chromedriver are not there: apt install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = webdriver.Chrome(options=options, service=Service(driver))
-    yield browser
-    browser.quit()
+    with open_browser() as browser:
+        yield browser
 
 
 @pytest.fixture(name="report", scope="module")
@@ -45,15 +34,6 @@ def fixture_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("report") / "report.html"
     file.write_text(page("mnist", RUNS, [("float64", "it needs <JAX_ENABLE_X64=1>")]))
     return file
-
-
-def show(browser: webdriver.Chrome, file: Path, width: int, scheme: str) -> None:
-    metrics = {"width": width, "height": 2400, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    browser.get(file.as_uri())
-    WebDriverWait(browser, 20).until(lambda page: page.execute_script("return document.readyState") == "complete")
 
 
 def color_of(browser: webdriver.Chrome, selector: str, name: str) -> Any:

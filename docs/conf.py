@@ -1,0 +1,66 @@
+"""Configuration of the site; `make docs` builds it."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+
+import jmp_train
+
+project = "jmp_train"
+author = "the authors of jmp_train"
+version = release = jmp_train.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "api_reference",
+    "docstrings",
+    "repository_pages",
+]
+exclude_patterns = ["README.md", "_build"]
+nitpicky = False  # names of jax and optax in annotations have no inventory where there is no network
+
+# Python
+add_module_names = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+autosummary_generate = False
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_custom_sections = [
+    ("Reference", "returns_style"),
+    ("References", "returns_style"),
+    ("Source", "returns_style"),
+]
+
+# Pages
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "cache"
+nb_execution_in_temp = True
+nb_execution_timeout = 600
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+html_theme = "sphinx_book_theme"
+html_title = f"jmp_train {version}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_theme_options = {
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+    "home_page_in_toc": True,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+}
