@@ -133,7 +133,10 @@ def _plan_of_task(args: argparse.Namespace, options: dict[str, Any]) -> "Plan":
         raise WrongCall(
             f"--accumulate-steps {args.accumulate_steps}: the largest batch is sought by ones; --no-largest"
         )
-    whole_graph = not has_option(args.task, "devices")  # which no batch makes larger
+    whole_graph = not has_option(args.task, "accumulate_steps")  # which no batch makes larger
+    batch_size = args.batch_size or task.batch_size
+    if task.is_partitioned:  # any number of labels is spread over all devices
+        batch_size = max(batch_size - batch_size % task.devices, task.devices)
 
     def make(policy: str) -> Any:
         return planned_step(task, policy)
@@ -142,7 +145,7 @@ def _plan_of_task(args: argparse.Namespace, options: dict[str, Any]) -> "Plan":
         return plan(
             make,
             policies=args.policies or PLANNED_POLICIES,
-            batch_size=args.batch_size or task.batch_size,
+            batch_size=batch_size,
             **{**options, "find_largest": options["find_largest"] and not whole_graph},
         )
 

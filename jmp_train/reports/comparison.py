@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from jmp_train.runs import Run
 from jmp_train.steps import WATCHES
 
-COST_TITLES = ("policy", "flops in half", "saved", "ratio", "parameters", "state", "ratio")
-COST_NOTE = (
+_COST_TITLES = ("policy", "flops in half", "saved", "ratio", "parameters", "state", "ratio")
+_COST_NOTE = (
     "saved: what the forward pass of a step leaves for its backward pass; state: parameters, optimizer's and model's"
 )
 
@@ -30,14 +30,16 @@ _LACKS = {
 }
 
 
-def cost_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Returns a row a run under `COST_TITLES`: what holds on any device; ratios are those beside the first.
+def cost_table(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ...]], str]:
+    """Returns titles, a row a run, and a note: what holds on any device; ratios are those beside the first.
+
+    What devices exchange has columns where there is such.
 
     Args:
       runs: at least one.
     """
     first = runs[0].costs
-    return [
+    rows = [
         (
             run.policy,
             f"{run.costs.half_flops_share:.1%}",
@@ -49,6 +51,12 @@ def cost_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
         )
         for run in runs
     ]
+    sent = [run.costs.exchanged_bytes for run in runs]
+    if not any(sent):
+        return _COST_TITLES, rows, _COST_NOTE
+    rows = [(*row, in_bytes(count), ratio(count, sent[0])) for row, count in zip(rows, sent, strict=True)]
+    note = f"{_COST_NOTE}; halo: what a device sends of its nodes in a step, forward and backward"
+    return (*_COST_TITLES, "halo", "ratio"), rows, note
 
 
 def watch_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:

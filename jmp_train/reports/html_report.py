@@ -7,12 +7,10 @@ from string import Template
 import jax
 
 from jmp_train.reports.comparison import (
-    COST_NOTE,
-    COST_TITLES,
     WATCH_NOTE,
     WATCH_TITLES,
     bits_note,
-    cost_rows,
+    cost_table,
     explanations,
     in_bytes,
     process_memory,
@@ -115,13 +113,14 @@ def page(task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = (
     failed = [f'<li class="failed">{escape(policy)} did not end: {escape(reason)}</li>' for policy, reason in failures]
     said = [*sentences(runs), *explanations(runs)]
     speed_titles, speed_rows = speed_table(runs)
+    cost_titles, costs, cost_note = cost_table(runs)
     return _PAGE.substitute(
         title=f"{escape(task)}: {escape(' / '.join(run.policy for run in runs))}",
         summary="\n".join([f"<li>{escape(text)}</li>" for text in said] + failed),
         rows="\n".join(_row(index, run) for index, run in enumerate(runs)),
-        cost_titles=_titles(COST_TITLES),
-        cost_rows=_named_rows(cost_rows(runs)),
-        cost_note=COST_NOTE,
+        cost_titles=_titles(cost_titles),
+        cost_rows=_named_rows(costs),
+        cost_note=cost_note,
         first=escape(runs[0].policy),
         speed_titles=_titles(speed_titles),
         speed_rows=_named_rows(speed_rows),

@@ -9,11 +9,9 @@ from typing import Any
 
 from jmp_train.policies.files import write_atomically
 from jmp_train.reports.comparison import (
-    COST_NOTE,
-    COST_TITLES,
     WATCH_NOTE,
     WATCH_TITLES,
-    cost_rows,
+    cost_table,
     process_memory,
     reports_memory,
     short_scale,
@@ -162,7 +160,8 @@ def print_table(runs: Sequence[Run]) -> None:
         rows = [(*row, f"{run.memory_mb:.0f} MB") for row, run in zip(rows, runs, strict=True)]
     console = console_on(sys.stdout)
     console.print(Sheet(titles, rows))
-    console.print(Sheet(COST_TITLES, cost_rows(runs), f"1.00x: {runs[0].policy}; {COST_NOTE}"))
+    cost_titles, costs, note = cost_table(runs)
+    console.print(Sheet(cost_titles, costs, f"1.00x: {runs[0].policy}; {note}"))
     if watched := watch_rows(runs):
         console.print(Sheet(WATCH_TITLES, watched, WATCH_NOTE))
     if footnote := process_memory(runs):

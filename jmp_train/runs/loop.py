@@ -11,17 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jmp_train.capsules import SkipRecorder
 from jmp_train.policies.optimizers import check_progress, skips_to_floor
 from jmp_train.runs.events import Epoch, Event, Progress, Run, Step, Watched
 from jmp_train.runs.few_bits import DEFAULT_FEW_BITS, FewBits
 from jmp_train.runs.memory import peak_memory
-from jmp_train.runs.preparing import check_run, prepare_run
+from jmp_train.runs.preparing import PreparedRun, check_run, prepare_run
 from jmp_train.runs.programs import compile_phases, program_at
 from jmp_train.runs.resuming import Saver, Saving
 from jmp_train.runs.rules_files import RulesFile
-from jmp_train.runs.setups import Setup
 from jmp_train.runs.task_batches import evaluation_batches
 from jmp_train.runs.watched_shares import ShareTotals
 from jmp_train.steps import TrainState
@@ -31,6 +32,8 @@ from jmp_train.types import Metrics
 LOOK_EVERY = 20  # steps between two looks at the skips, each of which waits for the device
 LOOK_SECONDS = 0.5  # and the time after which a slow job is looked at all the same
 PATIENCE = 20  # skips in a row at the loss scale's floor until the run is given up
+
+Predict = Callable[[Any, Any, Any], jax.Array]
 
 _KEPT = ("loss", "grad_norm", "loss_scale", "grads_finite")  # of the metrics of each step, and "watch"
 
@@ -53,7 +56,7 @@ def train(
     """Trains a task in one policy or AMP mode, or in several one after another, and evaluates it in the last.
 
     With `task.devices` above 1 each batch is sharded over that many local devices, by `data_parallel`; the evaluation
-    runs on the first of them.
+    runs on the first of them. A graph that is cut over the devices is so in the evaluation too.
 
     Args:
       task: what to train.
@@ -136,7 +139,7 @@ def train(
         if saver and saver.is_due(looks.count):
             saver.save(state, looks.steps, records)
     kind = devices[0].device_kind
-    tested = _test(task, last.setup, state, batch_size, prepared.shared(last))
+    tested = _test(prepared, state)
     run = Run(
         policy=name,
         device=kind if len(devices) == 1 else f"{len(devices)} x {kind}",
@@ -231,29 +234,45 @@ class _Tested(NamedTuple):
     bits_per_byte: float | None
 
 
-def _test(task: Task, setup: Setup, state: TrainState, batch_size: int, shared: dict[str, Any]) -> _Tested:
+def _test(prepared: PreparedRun, state: TrainState) -> _Tested:
     """Evaluates the model on the test data; raises if no output is finite."""
-    judge = jax.jit(partial(_judged, task=task, setup=setup))
+    task, last = prepared.task, prepared.phases[-1]
+    predict, shared = last.setup.predict, prepared.shared(last)
     # Off the mesh, where several devices trained: else each of them would compute the same.
-    params, model_state = jax.device_put((state.params, state.model_state), jax.local_devices()[0])
+    where: Any = jax.local_devices()[0]
+    if task.is_partitioned and prepared.sharding is not None:
+        predict, where = _on_parts(predict, prepared.sharding), NamedSharding(prepared.sharding.mesh, P())
+    judge = jax.jit(partial(_judged, task=task, predict=predict))
+    params, model_state = jax.device_put((state.params, state.model_state), where)
     total = correct = finite = 0
     bits = 0.0
-    for batch, count in evaluation_batches(task, batch_size):
+    for batch, count in evaluation_batches(task, prepared.batch_size):
         judged = jax.device_get(judge(params, model_state, batch | shared))
-        is_finite, is_right = judged["finite"][:count], judged["right"][:count]
+        real: Any = batch["label"] >= 0 if task.is_partitioned else slice(count)
+        is_finite, is_right = judged["finite"][real], judged["right"][real]
         total += is_finite.size
         finite += int(is_finite.sum())
         correct += int((is_finite & is_right).sum())
         if task.bits_per_byte:
-            bits += float(judged["bits"][:count][is_finite].sum(dtype=np.float64))
+            bits += float(judged["bits"][real][is_finite].sum(dtype=np.float64))
     if not finite:
         raise FloatingPointError("the model's output for the test data is not finite")
     return _Tested(correct / total, total - finite, bits / finite if task.bits_per_byte else None)
 
 
-def _judged(params: Any, model_state: Any, batch: dict[str, Any], task: Task, setup: Setup) -> dict[str, jax.Array]:
+def _on_parts(predict: Predict, sharding: NamedSharding) -> Predict:
+    """Returns what predicts the rows of a graph that is cut over a mesh, each device those of its part."""
+
+    def of_part(params: Any, model_state: Any, batch: dict[str, Any]) -> jax.Array:
+        return predict(params, model_state, {**batch, "graph": batch["graph"][0]})
+
+    specs = (P(), P(), sharding.spec)
+    return jax.shard_map(of_part, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
+
+
+def _judged(params: Any, model_state: Any, batch: dict[str, Any], task: Task, predict: Predict) -> dict[str, jax.Array]:
     """Returns of each label whether the output is finite, whether it is right, and in how many bits it is coded."""
-    logits = setup.predict(params, model_state, batch)
+    logits = predict(params, model_state, batch)
     label = jnp.asarray(batch["label"])
     judged = {
         "finite": jnp.isfinite(logits).all(-1),

@@ -61,7 +61,7 @@ class PreparedRun:
       phases: one, or those of its precision schedule.
       shared: `shared(phase)` returns what all batches share, on the device, as the phase casts it; the last phase's
         is kept.
-      sharding: of a batch; None on one device.
+      sharding: of a batch, and of what all batches share if the graph is cut; None on one device.
       metadata: what its checkpoints say of it, see `run_metadata`; empty where it has none.
     """
 
@@ -97,7 +97,10 @@ class PreparedRun:
           done: how many steps are done.
         """
         start = min(done, self.total - 1)
-        batches = train_batches(self.task, self.batch_size, self.seed, self.epochs, self.sharding, start)
+        examples = None if self.task.is_partitioned else self.sharding
+        batches = train_batches(self.task, self.batch_size, self.seed, self.epochs, examples, start)
+        if self.task.is_partitioned:
+            batches = (jax.device_put(batch, self.sharding) for batch in batches)
         for phase in self.phases:
             count = phase.stop - max(start, phase.start)
             yield from (batch | self.shared(phase) for batch in islice(batches, max(count, 0)))
@@ -163,6 +166,11 @@ def prepare_run(
     state = setups[0].create_state(params, model_state, step_key)
     shared = task.shared()
     if few_bits.has_fp8_state:
+        if task.is_partitioned:
+            raise ValueError(
+                f"fp8={few_bits.fp8}: its state is made of a step on one device, and devices={task.devices} cut the graph;"
+                " Float8CurrentScaling has no state"
+            )
         batch = batch_shapes(task, batch_size) | jax.eval_shape(setups[0].cast_shared, shared)
         state = with_fp8_state(setups[0].step, state, batch)
     sharding = None
@@ -172,11 +180,18 @@ def prepare_run(
         steps = [data_parallel(setup.step, mesh, DATA_AXIS) for setup in setups]
         sharding = NamedSharding(mesh, P(DATA_AXIS))
         state = jax.device_put(state, NamedSharding(mesh, P()))
+    shared_sharding = sharding if task.is_partitioned else None
+
+    def shared_shape(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shared_sharding)
+
     metadata: dict[str, Any] = {}
     if with_metadata:
         metadata = run_metadata(task, name, epochs, batch_size, seed, shared, growth_interval, rules, few_bits)
     phases = tuple(
-        RunPhase(phase.name, start, stop, setup, step, jax.eval_shape(setup.cast_shared, shared))
+        RunPhase(
+            phase.name, start, stop, setup, step, jax.tree.map(shared_shape, jax.eval_shape(setup.cast_shared, shared))
+        )
         for phase, (start, stop), setup, step in zip(phases_named(name), bounds, setups, steps, strict=True)
     )
     prepared = PreparedRun(
@@ -188,7 +203,7 @@ def prepare_run(
         devices=devices,
         schedule=schedule,
         phases=phases,
-        shared=_placed(shared, phases),
+        shared=_placed(shared, phases, shared_sharding or jax.local_devices()[0]),
         sharding=sharding,
         metadata=metadata,
     )
@@ -209,7 +224,7 @@ def check_run(task: Task, epochs: int, batch_size: int, seed: int) -> int:
         raise ValueError(f"epochs={epochs} must be at least 1")
     if not 1 <= batch_size <= count:
         raise ValueError(f"batch_size={batch_size} must be between 1 and the {count} training examples")
-    if task.devices < 1 or batch_size % task.devices:
+    if task.devices < 1 or (batch_size % task.devices and not task.is_partitioned):
         raise ValueError(f"devices={task.devices} must divide batch_size={batch_size}")
     parts = task.options.accumulate_steps
     if parts < 1 or batch_size // task.devices % parts:
@@ -231,14 +246,14 @@ def _first_devices(count: int) -> list[Any]:
     return devices[:count]
 
 
-def _placed(shared: dict[str, Any], phases: Sequence[RunPhase]) -> Callable[[RunPhase], dict[str, Any]]:
-    """Returns what puts what all batches share on the device, as a phase casts it.
+def _placed(shared: dict[str, Any], phases: Sequence[RunPhase], where: Any) -> Callable[[RunPhase], dict[str, Any]]:
+    """Returns what puts what all batches share on its device, or devices, as a phase casts it.
 
     It is cast on the host, so that it is there once only. Of several phases one's is there at a time.
     """
 
     def place(phase: RunPhase) -> dict[str, Any]:
-        return jax.device_put(phase.setup.cast_shared(shared), jax.local_devices()[0])
+        return jax.device_put(phase.setup.cast_shared(shared), where)
 
     if len(phases) > 1:
         return functools.lru_cache(maxsize=1)(place)

@@ -26,6 +26,8 @@ def batch_shapes(task: Task, size: int) -> dict[str, jax.ShapeDtypeStruct]:
     """
     some = min(2, count_examples(task.train))
     examples = task.prepare({name: array[:some] for name, array in task.train.items()})
+    if task.is_partitioned:  # rows of nodes, whatever the number of examples
+        return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in examples.items()}
     return {name: jax.ShapeDtypeStruct((size, *array.shape[1:]), array.dtype) for name, array in examples.items()}
 
 

@@ -1,13 +1,14 @@
 """Costs of a train step on any device, read from the program that jax has traced of it.
 
-Three figures that do not depend on how a compiler fuses or how a device rounds: the share of the floating-point
-operations that run in half precision, the bytes that the forward pass leaves for the backward pass, and the bytes
-of the state. Nothing is traced again and nothing is run.
+Figures that do not depend on how a compiler fuses or how a device rounds: the share of the floating-point
+operations that run in half precision, the bytes that the forward pass leaves for the backward pass, the bytes
+of the state, and those that devices exchange. Nothing is traced again and nothing is run.
 """
 
 import dataclasses
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +39,8 @@ class StepCosts:
       params_bytes: of the parameters as they are stored.
       opt_state_bytes: of the optimizer's state, with master weights and the loss scale.
       model_state_bytes: of the model's state, such as batch statistics.
+      exchanged_bytes: what a device sends to others by `all_to_all` in a step, forward and backward, such as the halo
+        rows of a graph that is cut over devices, their padding included. Averages of gradients are not in it.
 
     Example:
       >>> costs = StepCosts(0.99, 2_000_000, params_bytes=200, opt_state_bytes=400, model_state_bytes=0)
@@ -50,6 +53,7 @@ class StepCosts:
     params_bytes: int
     opt_state_bytes: int
     model_state_bytes: int
+    exchanged_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -90,6 +94,7 @@ def step_costs(traced: jax.stages.Traced, state: TrainState) -> StepCosts:
         params_bytes=_bytes_of(state.params),
         opt_state_bytes=_bytes_of(state.opt_state),
         model_state_bytes=_bytes_of(state.model_state),
+        exchanged_bytes=_exchanged_bytes(program.jaxpr, {}),
     )
 
 
@@ -109,6 +114,27 @@ def _residual_bytes(jaxpr: Jaxpr) -> int | None:
     kept = {v for equation in forward for v in equation.outvars} & read
     kept -= _constants(equations, set())
     return sum(v.aval.size * v.aval.dtype.itemsize for v in kept) + (most or 0)
+
+
+def _exchanged_bytes(jaxpr: Jaxpr, axes: Mapping[str, int]) -> int:
+    """Returns the bytes that a device sends to others by `all_to_all`.
+
+    Args:
+      jaxpr: a program.
+      axes: the sizes of the mesh axes that it runs over.
+    """
+    total = 0
+    for equation in _needed(jaxpr):
+        params = equation.params
+        if equation.primitive.name == "all_to_all":
+            names = params["axis_name"]
+            count = math.prod(axes.get(name, 1) for name in (names if isinstance(names, tuple) else (names,)))
+            total += sum(v.aval.size * v.aval.dtype.itemsize for v in equation.invars) * (count - 1) // count
+            continue
+        inner_axes = {**axes, **params["mesh"].shape} if equation.primitive.name == "shard_map" else axes
+        times = params["length"] if equation.primitive.name == "scan" else 1
+        total += times * sum(_exchanged_bytes(inner, inner_axes) for inner in held_jaxprs(equation))
+    return total
 
 
 def _needed(jaxpr: Jaxpr) -> list[Any]:

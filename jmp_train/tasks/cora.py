@@ -19,6 +19,7 @@ from jmp_train.graphs.structure import Graph, from_edges, sparse_features
 from jmp_train.graphs.transforms import add_self_loop, normalize_rows
 from jmp_train.tasks.models import GAT, GCN, SAGE, WEIGHT_DECAY, adam_with_l2, node_classifier, node_examples
 from jmp_train.tasks.options import TaskOptions
+from jmp_train.tasks.partitioned import over_devices
 from jmp_train.tasks.task import Task
 
 
@@ -100,8 +101,12 @@ OF_DATASETS: Mapping[tuple[str, str], Recipe] = {  # where a paper trains otherw
 
 def load(options: TaskOptions) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data; nothing on a device."""
-    task = make_task(_data(options), options.model or "gcn")
-    return dataclasses.replace(task, batch_size=options.train_size or task.batch_size)
+    data = _data(options)
+    task = make_task(data, options.model or "gcn")
+    task = dataclasses.replace(task, batch_size=options.train_size or task.batch_size)
+    return over_devices(
+        task, lambda: make_graph(data), lambda: normalize_rows(data.features), options.devices, ("coo", "csr")
+    )
 
 
 def make_task(data: NodeData, model: str, dataset: str = "cora", *, sparse: bool = False) -> Task:

@@ -75,7 +75,7 @@ class TaskOptions:
     """Which data a task is to load, and which of its models.
 
     Attributes:
-      devices: over how many devices a batch is sharded, for tasks whose batches can be.
+      devices: over how many devices a batch is sharded, or the graph cut, for tasks where that can be.
       data_dir: the folder of its files, for tasks that have files.
       synthetic: synthetic data of the same shapes, for those tasks.
       train_size: train on that many examples only, the first; None for all.
@@ -94,8 +94,8 @@ class TaskOptions:
         default=1,
         metadata=option(
             "few",
-            "shard each batch over so many; default: 1",
-            refusal="task {task} trains on a whole graph, which is not sharded: --devices is for {having}",
+            "shard each batch over so many, or cut the graph of cora and reddit; default: 1",
+            refusal="task {task} trains on a whole graph, which it does not cut: --devices is for {having}",
         ),
     )
     data_dir: Path | None = field(

@@ -2,7 +2,7 @@
 
 Three layers, hidden 256 in each head, on the whole graph at once: a step is an epoch. A batch is the
 labeled nodes; the graph and its features are shared by all of them, as arguments of the step, since as
-constants they would be part of the program.
+constants they would be part of the program. Of several devices each has its part of the graph.
 """
 
 import jax
@@ -24,10 +24,12 @@ from jmp_train.graphs.datasets import (
 from jmp_train.graphs.structure import Graph, from_edges
 from jmp_train.tasks.models import GAT, adam_with_l2, node_classifier, node_examples
 from jmp_train.tasks.options import TaskOptions
+from jmp_train.tasks.partitioned import over_devices
 from jmp_train.tasks.task import Task
 
 HIDDEN = 256
 HEADS = (1, 1, 1)
+FORMATS = ("csr",)  # of the edges, only what chunked attention needs
 
 
 def load(options: TaskOptions) -> Task:
@@ -40,7 +42,7 @@ def load(options: TaskOptions) -> Task:
         return GAT(REDDIT_FEATURES, HIDDEN, REDDIT_CLASSES, heads, rngs=nnx.Rngs(key))
 
     init, predict, loss_fn = node_classifier(make)
-    return Task(
+    task = Task(
         train=train,
         test=test,
         prepare=lambda examples: examples,
@@ -53,6 +55,7 @@ def load(options: TaskOptions) -> Task:
         epochs=100,
         shared=lambda: {"graph": make_graph(data), "features": data.features},
     )
+    return over_devices(task, lambda: make_graph(data), lambda: data.features, options.devices, FORMATS)
 
 
 def make_graph(data: NodeData) -> Graph:
@@ -76,7 +79,7 @@ def make_graph(data: NodeData) -> Graph:
     keys += data.senders[~is_self_loop]
     self_loops = np.arange(n_node, dtype=np.int64) * (n_node + 1)
     senders, receivers = sorted_ends(np.concatenate([keys, self_loops]), n_node)
-    return from_edges(senders, receivers, n_node, formats=("csr",))
+    return from_edges(senders, receivers, n_node, formats=FORMATS)
 
 
 def _data(options: TaskOptions) -> NodeData:

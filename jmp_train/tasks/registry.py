@@ -39,9 +39,9 @@ _DECLARED = (
     TaskDeclaration("digits", "jmp_train.tasks.digits", _BATCHES),
     TaskDeclaration("mnist", "jmp_train.tasks.mnist", (*_FILES, *_BATCHES)),
     TaskDeclaration("karate", "jmp_train.tasks.karate", models=("gcn", "gat")),
-    TaskDeclaration("cora", "jmp_train.tasks.cora", _FILES, models=("gcn", "gat", "sage")),
+    TaskDeclaration("cora", "jmp_train.tasks.cora", (*_FILES, "devices"), models=("gcn", "gat", "sage")),
     TaskDeclaration("planetoid", "jmp_train.tasks.planetoid", (*_FILES, "dataset"), models=("gcn", "gat", "sage")),
-    TaskDeclaration("reddit", "jmp_train.tasks.reddit", (*_FILES, "heads", "scale")),
+    TaskDeclaration("reddit", "jmp_train.tasks.reddit", (*_FILES, "devices", "heads", "scale")),
     TaskDeclaration("proteins", "jmp_train.tasks.proteins", (*_FILES, *_BATCHES)),
     TaskDeclaration("cifar10", "jmp_train.tasks.cifar10", (*_FILES, *_BATCHES)),
     TaskDeclaration("vit-b16", "jmp_train.tasks.vit", (*_FILES, *_BATCHES, "image_size")),
@@ -85,14 +85,14 @@ def load_task(name: str, options: TaskOptions | None = None) -> Task:
 
 
 def has_option(name: str, option: str) -> bool:
-    """Returns whether a task has an option: "synthetic" if its data are files, "devices" unless it is a whole graph.
+    """Returns whether a task has an option: "synthetic" if its data are files, "devices" if it trains on several.
 
     Args:
       name: one of `TASK_NAMES`.
       option: a field of `TaskOptions`.
 
     Example:
-      >>> has_option("mnist", "synthetic"), has_option("digits", "synthetic"), has_option("cora", "devices")
+      >>> has_option("mnist", "synthetic"), has_option("digits", "synthetic"), has_option("karate", "devices")
       (True, False, False)
     """
     return TASKS[name].has(option)

@@ -42,6 +42,9 @@ class Task:
       options: what was chosen of it; `load_task` says. If its `devices` are several, `loss_fn` may name `DATA_AXIS`.
       batch_norms: finds the paths of the model's BatchNorms in the parameters, for modes that keep them in
         float32; the loop calls it where it needs them.
+      is_partitioned: whether one graph is cut over `devices`: what `prepare` and `shared` make, and the logits of
+        `predict`, are then the parts' rows in place of the examples, however many these are; labels are -1 in rows
+        that are no example.
       bits_per_byte: whether the labels are bytes, and the evaluation says in how many bits the model codes one.
     """
 
@@ -61,6 +64,7 @@ class Task:
     name: str = ""
     options: TaskOptions = dataclasses.field(default_factory=TaskOptions)
     batch_norms: Callable[[], tuple[str, ...]] = tuple
+    is_partitioned: bool = False
     bits_per_byte: bool = False
 
     @property

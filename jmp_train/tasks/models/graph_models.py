@@ -16,7 +16,7 @@ from flax import nnx
 
 from jmp_train.graphs.datasets import NodeData
 from jmp_train.graphs.layers import GATConv, GraphConv, SAGEConv
-from jmp_train.graphs.structure import Graph, SparseFeatures
+from jmp_train.graphs.structure import Graph, GraphPart, SparseFeatures
 from jmp_train.policies import Params
 from jmp_train.policies.pytrees import path_name
 from jmp_train.steps import LossFn
@@ -33,7 +33,9 @@ Features = jax.Array | SparseFeatures
 def node_classifier(make: Callable[[jax.Array], nnx.Module]) -> tuple[Init, Predict, LossFn]:
     """Returns what a task wants of a model that classifies nodes: `init`, `predict` and `loss_fn`.
 
-    A batch has a "graph", the "features" of all its nodes, and "node", the nodes that are classified.
+    A batch has a "graph", the "features" of all its nodes, and "node", the nodes that are classified. Or it has a
+    device's part of a graph, the features of its own rows, and their labels, -1 of those that are not to be
+    classified; then there are logits of all own rows.
 
     Args:
       make: returns the model, whose call takes `(graph, features, rngs=None)`, for a key.
@@ -54,9 +56,18 @@ def node_classifier(make: Callable[[jax.Array], nnx.Module]) -> tuple[Init, Pred
         graphdef, _, streams = structure()
         model = nnx.merge(graphdef, params, streams)
         rngs = None if rng is None else nnx.Rngs(dropout=rng)
-        return model(batch["graph"], batch["features"], rngs=rngs)[batch["node"]]
+        logits = model(batch["graph"], batch["features"], rngs=rngs)
+        return logits if isinstance(batch["graph"], GraphPart) else logits[batch["node"]]
 
-    return init, predict, cross_entropy(predict)
+    of_examples, of_part = cross_entropy(predict), _cross_entropy_of_part(predict)
+
+    def loss_fn(
+        params: Params, model_state: ModelState, batch: Mapping[str, Any], rng: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
+        loss = of_part if isinstance(batch["graph"], GraphPart) else of_examples
+        return loss(params, model_state, batch, rng)
+
+    return init, predict, loss_fn
 
 
 def cross_entropy(predict: Predict) -> LossFn:
@@ -73,6 +84,25 @@ def cross_entropy(predict: Predict) -> LossFn:
         logits = predict(params, model_state, batch, rng).astype(jnp.float32)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
         return loss, (model_state, None)
+
+    return loss_fn
+
+
+def _cross_entropy_of_part(predict: Predict) -> LossFn:
+    """Returns the loss of a device's part of a graph: the mean over the devices is that over all labels.
+
+    Args:
+      predict: see `cross_entropy`.
+    """
+
+    def loss_fn(
+        params: Params, model_state: ModelState, batch: Mapping[str, Any], rng: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
+        logits = predict(params, model_state, batch, rng).astype(jnp.float32)
+        has_label = batch["label"] >= 0
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["label"], 0))
+        count = jax.lax.pmean(has_label.sum().astype(jnp.float32), batch["graph"].axis_name)
+        return jnp.where(has_label, losses, 0).sum() / count, (model_state, None)
 
     return loss_fn
 
@@ -144,7 +174,7 @@ class GCN(nnx.Module):
         self.second = GraphConv(hidden, classes, use_bias=use_bias, rngs=rngs)
 
     def __call__(
-        self, graph: Graph, features: jax.Array | SparseFeatures, *, rngs: nnx.Rngs | None = None
+        self, graph: Graph | GraphPart, features: jax.Array | SparseFeatures, *, rngs: nnx.Rngs | None = None
     ) -> jax.Array:
         """Returns logits [nodes, classes] of features [nodes, in], sparse ones too."""
         for layer in (self.first, self.second):
@@ -197,7 +227,7 @@ class GAT(nnx.Module):
         self.layers = nnx.List([*layers, make(width, classes, last)])
 
     def __call__(
-        self, graph: Graph, features: jax.Array | SparseFeatures, *, rngs: nnx.Rngs | None = None
+        self, graph: Graph | GraphPart, features: jax.Array | SparseFeatures, *, rngs: nnx.Rngs | None = None
     ) -> jax.Array:
         """Returns logits [nodes, classes] of features [nodes, in], sparse ones too."""
         *inner, last = self.layers
@@ -236,7 +266,7 @@ class SAGE(nnx.Module):
         self.second = make(hidden, classes)
 
     def __call__(
-        self, graph: Graph, features: jax.Array | SparseFeatures, *, rngs: nnx.Rngs | None = None
+        self, graph: Graph | GraphPart, features: jax.Array | SparseFeatures, *, rngs: nnx.Rngs | None = None
     ) -> jax.Array:
         """Returns logits [nodes, classes] of features [nodes, in], sparse ones too."""
         for layer in (self.first, self.second):

@@ -299,7 +299,7 @@ def test_a_batch_too_large_is_found_before_anything_runs(capsys: pytest.CaptureF
         (["compare", "--policies", "float32", "float32"], "--policies names float32 more than"),
         (["compare", "--modes", "naive", "naive"], "--modes names naive more than"),
         (["compare", "--devices", "8", "--batch-size", "100"], "devices=8 must divide batch_size"),
-        (["train", "karate", "--devices", "2"], "--devices is for digits, mnist, proteins, cifar10"),
+        (["train", "karate", "--devices", "2"], "--devices is for digits, mnist, cora, reddit, proteins"),
     ],
 )
 def test_errors_of_the_data_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

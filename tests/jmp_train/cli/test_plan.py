@@ -174,7 +174,7 @@ def test_a_script_whose_function_takes_a_policy(calls: list[Any]) -> None:
         (("digits", "--memory-fraction", "1.5"), 2, "--memory-fraction"),
         (("digits", "--devices", "2", "--batch-size", "3"), 2, "batch_size=3 must be a multiple of 2 for 2 devices"),
         (("digits", "--accumulate-steps", "2"), 2, "--accumulate-steps 2: the largest batch is sought by ones"),
-        (("karate", "--devices", "2"), 2, "task karate trains on a whole graph, which is not sharded: --devices is"),
+        (("karate", "--devices", "2"), 2, "task karate trains on a whole graph, which it does not cut: --devices is"),
         (("scripts/none.py:make_step",), 2, "scripts/none.py is not a file"),
         (("scripts/model.py:nosuch",), 2, "scripts/model.py has no function 'nosuch': it has make_step, with_default"),
         (("scripts/model.py:number",), 2, "scripts/model.py:number returned a value of type int: wanted is (step, st"),

@@ -134,9 +134,9 @@ def test_devices_that_a_batch_or_the_machine_does_not_have_are_named(digits: Tas
         train(none, "float32")
 
 
-@pytest.mark.parametrize("name", ["karate", "cora", "reddit"])
-def test_a_whole_graph_is_not_sharded_over_devices(name: str) -> None:
-    with pytest.raises(ValueError, match=f"task {name} trains on a whole graph, which is not sharded"):
+@pytest.mark.parametrize("name", ["karate", "planetoid"])
+def test_a_whole_graph_is_not_cut_over_devices(name: str) -> None:
+    with pytest.raises(ValueError, match=f"task {name} trains on a whole graph, which it does not cut"):
         load_task(name, TaskOptions(devices=2))
 
 

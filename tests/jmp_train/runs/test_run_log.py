@@ -47,6 +47,7 @@ def test_json_lines_have_the_same(tmp_path: Path) -> None:
     assert lines[0] == {
         "compile_seconds": 7.5, "half_flops_share": 0.0, "residual_bytes": 3_000_000,
         "params_bytes": 200_000, "opt_state_bytes": 400_000, "model_state_bytes": 1_000,
+        "exchanged_bytes": 0,
     }  # fmt: skip
     assert lines[3] == {
         "step": 3, "loss": None, "grad_norm": 1.0, "loss_scale": 4.0, "finite": False,

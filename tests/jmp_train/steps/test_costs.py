@@ -175,3 +175,24 @@ def test_the_state_is_counted_in_its_dtypes() -> None:
     assert half.params_bytes == 2 * elements
     assert half.opt_state_bytes == pytest.approx(4 * elements, abs=64)  # master weights
     assert half.model_state_bytes == 4 * 8 + 4 * 2
+
+
+@pytest.mark.parametrize(("policy", "size"), [("float32", 4), ("mixed_float16", 2)])
+def test_what_devices_exchange_is_counted_forward_and_backward(policy: str, size: int) -> None:
+    devices = 4
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        def layer(x: Any, _: Any) -> tuple[Any, None]:
+            sent = jax.lax.all_to_all(jnp.sin(x * params), "data", 0, 0)
+            return jnp.cos(sent), None
+
+        return jax.lax.scan(layer, batch, length=3)[0].astype(jnp.float32).mean()
+
+    optimizer = optax.sgd(0.1)
+    step = jt.data_parallel(
+        jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy), Mesh(jax.devices()[:devices], ("data",))
+    )
+    state = jt.TrainState.create(jnp.ones(()), optimizer)
+    costs = step_costs(jax.jit(step).trace(state, jnp.ones((devices**2, 5))), state)
+    # Of 4 rows of 5 a device keeps one and sends three; three times forward, and backward.
+    assert costs.exchanged_bytes == 3 * 5 * size * (3 + 3)

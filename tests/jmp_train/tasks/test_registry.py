@@ -93,7 +93,7 @@ def test_the_first_model_is_the_default_and_each_has_a_recipe(name: str) -> None
             "devices",
             2,
             "karate",
-            "task karate trains on a whole graph, which is not sharded: --devices is for .*, cifar10, vit-b16, lm",
+            "task karate trains on a whole graph, which it does not cut: --devices is for .*, cifar10, vit-b16, lm",
         ),
         (
             "accumulate_steps",

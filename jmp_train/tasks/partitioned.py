@@ -1,0 +1,43 @@
+"""A task on one graph that is cut over devices: each has its rows of nodes, and exchanges what others need of them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jmp_train.graphs.partitioning import PartitionedGraph, partition
+from jmp_train.graphs.structure import Graph
+from jmp_train.tasks.options import DATA_AXIS
+from jmp_train.tasks.task import Arrays, Task
+
+
+def over_devices(
+    task: Task, graph: Callable[[], Graph], features: Callable[[], np.ndarray], devices: int, formats: Sequence[str]
+) -> Task:
+    """Returns a task of classifying nodes with its graph cut over devices.
+
+    Args:
+      task: whose examples have "node" and "label".
+      graph: makes the graph.
+      features: makes the features of all nodes.
+      devices: how many; the task itself with 1.
+      formats: see `partition`.
+    """
+    if devices == 1:
+        return task
+
+    @functools.cache  # not done here, for it takes its time
+    def cut() -> PartitionedGraph:
+        return partition(graph(), devices, axis=DATA_AXIS, formats=formats)
+
+    def prepare(examples: Arrays) -> Arrays:
+        labels = np.full(cut().nodes.size, -1, np.int32)
+        labels[cut().places[examples["node"]]] = examples["label"]
+        return {"label": labels}
+
+    def shared() -> dict[str, Any]:
+        return {"graph": cut().parts, "features": cut().take(features())}
+
+    return dataclasses.replace(task, prepare=prepare, shared=shared, is_partitioned=True)
