@@ -168,8 +168,8 @@ def prepare_run(
     if few_bits.has_fp8_state:
         if task.is_partitioned:
             raise ValueError(
-                f"fp8={few_bits.fp8}: its state is made of a step on one device, and devices={task.devices} cut the graph;"
-                " Float8CurrentScaling has no state"
+                f"fp8={few_bits.fp8} has a state, which a graph that is cut over devices={task.devices} cannot begin "
+                "with; Float8CurrentScaling has none"
             )
         batch = batch_shapes(task, batch_size) | jax.eval_shape(setups[0].cast_shared, shared)
         state = with_fp8_state(setups[0].step, state, batch)

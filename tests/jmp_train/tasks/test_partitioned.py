@@ -10,6 +10,7 @@ from helpers import relaxed
 
 from jmp_train.cli.entry import main
 from jmp_train.runs.events import Run
+from jmp_train.runs.few_bits import FewBits
 from jmp_train.runs.loop import train
 from jmp_train.tasks import Task, TaskOptions, load_task
 
@@ -72,6 +73,15 @@ def test_a_batch_is_the_labels_of_some_rows() -> None:
     order = [np.flatnonzero((shared["features"] == row).all(-1)).item() for row in of_nodes]
     np.testing.assert_array_equal(prepared["label"][order], examples["label"])
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((prepared, shared)))
+
+
+@pytest.mark.full
+def test_products_in_8_bits_have_no_state_there() -> None:
+    task = task_of("reddit", 2, scale=0.001)
+    with pytest.raises(ValueError, match=r"fp8=DelayedScaling has a state, which a graph that is cut over devices=2"):
+        train(task, "autocast_float16", epochs=1, few_bits=FewBits(fp8="DelayedScaling"))
+    run = train(task, "autocast_float16", epochs=1, few_bits=FewBits(fp8="Float8CurrentScaling"))
+    assert run.costs.exchanged_bytes > 0
 
 
 @pytest.mark.full
