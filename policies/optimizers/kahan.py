@@ -25,7 +25,7 @@ from jmp_train.policies.optimizers.stored_parameters import (
     refuse_stored,
     storing_optimizer,
 )
-from jmp_train.policies.pytrees import is_float_array, named_leaves, only_state, upcast_to_float32
+from jmp_train.policies.pytrees import is_float_array, named_leaves, only_state, refuse_overwritten, upcast_to_float32
 from jmp_train.policies.types import Grads, Params, PyTree
 
 
@@ -72,7 +72,7 @@ def with_kahan(
       An optimizer whose state is a `KahanState`, and whose `update` needs the parameters.
 
     Raises:
-      TypeError: `optimizer` is not an optax optimizer.
+      TypeError: `optimizer` is not an optax optimizer; at `init`, parameters have flax's fp8 scales among them.
       ValueError: `compensation_dtype` is another; at `init`, no parameter is in bfloat16 or float16, or the optimizer
         has master weights or rounds stochastically; when called, `update` is not given the parameters, or in other
         dtypes than `init` was.
@@ -96,6 +96,7 @@ def with_kahan(
         raise ValueError(f"compensation_dtype={compensation_dtype!r} must be 'int8', or None for the parameters' own")
 
     def init(params: Params) -> KahanState:
+        refuse_overwritten(params)
         if not any(map(_is_compensated, jax.tree_util.tree_leaves(params))):
             raise ValueError(
                 "with_kahan: no parameter is in bfloat16 or float16; init takes them as they are stored "

@@ -22,7 +22,7 @@ from jmp_train.policies.optimizers.stored_parameters import (
     add_updates,
     as_transformation,
 )
-from jmp_train.policies.pytrees import change_nodes, select_tree, upcast_to_float32
+from jmp_train.policies.pytrees import change_nodes, refuse_overwritten, select_tree, upcast_to_float32
 from jmp_train.policies.quantizing import BLOCK_DTYPES, BlockQuantized, dequantize, quantize, requantize, round_to
 from jmp_train.policies.types import Grads, Params, PyTree
 
@@ -79,7 +79,8 @@ def with_state_dtypes(
       `decode_opt_state` has the state in float32.
 
     Raises:
-      TypeError: `optimizer` is not an optax optimizer, `dtypes` not a mapping, or `key` not a random key.
+      TypeError: `optimizer` is not an optax optimizer, `dtypes` not a mapping, or `key` not a random key; at `init`,
+        parameters have flax's fp8 scales among them.
       ValueError: a dtype or `rounding` is unknown; at `init`, a name or expression finds nothing (the message lists the
         fields and paths there are), or an array that is not float32, such as by optax's `mu_dtype`.
 
@@ -101,6 +102,7 @@ def with_state_dtypes(
     sees_to_dtypes = isinstance(inner, ParamsOptimizer)
 
     def init(params: Params) -> StateDtypesState:
+        refuse_overwritten(params)
         inner_state = inner.init(params if sees_to_dtypes else upcast_to_float32(params))
         rules.check(inner_state, params)
         # Zeros as a rule; to the nearest in any case.

@@ -20,7 +20,7 @@ from jmp_train.policies.optimizers.stored_parameters import (
     refuse_stored,
     storing_optimizer,
 )
-from jmp_train.policies.pytrees import is_float_array, is_key, named_leaves, upcast_to_float32
+from jmp_train.policies.pytrees import is_float_array, is_key, named_leaves, refuse_overwritten, upcast_to_float32
 from jmp_train.policies.quantizing import round_to
 from jmp_train.policies.types import Grads, Params
 
@@ -63,7 +63,8 @@ def with_stochastic_rounding(
       An optimizer whose state is a `StochasticRoundingState`, and whose `update` needs the parameters.
 
     Raises:
-      TypeError: `optimizer` is not an optax optimizer, or `key` not a random key.
+      TypeError: `optimizer` is not an optax optimizer, or `key` not a random key; at `init`, parameters have flax's fp8
+        scales among them.
       ValueError: at `init`, a parameter is of another half type; the message names it. Or the optimizer has
         master weights, or rounds already.
 
@@ -85,6 +86,7 @@ def with_stochastic_rounding(
     check_key(key)
 
     def init(params: Params) -> StochasticRoundingState:
+        refuse_overwritten(params)
         _check_dtypes(params)
         inner_state = inner.init(upcast_to_float32(params))
         refuse_stored(inner_state)

@@ -149,12 +149,21 @@ def test_the_collection_is_found_in_other_containers() -> None:
     assert jax.tree.structure(frozen.params) == jax.tree.structure(freeze(VARIABLES))
 
 
-@pytest.mark.parametrize("wrap", [jt.with_master_weights, lambda adam: jt.with_loss_scale(adam, jt.NoOpLossScale())])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        jt.with_master_weights,
+        lambda adam: jt.with_loss_scale(adam, jt.NoOpLossScale()),
+        lambda adam: jt.with_state_dtypes(adam, {"nu": "bfloat16"}),
+        lambda adam: jt.with_stochastic_rounding(adam, jax.random.key(0)),
+        jt.with_kahan,
+    ],
+)
 def test_an_optimizer_that_would_train_them_says_what_to_do(wrap: Any) -> None:
     optimizer = wrap(optax.adam(1e-2))
     with pytest.raises(TypeError, match=f"params '{COLLECTION}/.*amax_history.*jt.train_step and jt.FlaxTrainState"):
         optimizer.init(VARIABLES)
-    optimizer.init(VARIABLES["params"])
+    optimizer.init(jax.tree.map(lambda x: x.astype(jnp.bfloat16), VARIABLES["params"]))
 
 
 def test_variables_of_nnx_among_the_parameters_are_refused() -> None:
