@@ -10,7 +10,7 @@ from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState
 from jmp_train.policies.optimizers.master_weights import MasterWeightsState
 from jmp_train.policies.optimizers.skip_rules import SkipRuleState
 from jmp_train.policies.optimizers.state_dtypes import StateDtypesState
-from jmp_train.policies.optimizers.state_rules import is_quantized, state_leaves
+from jmp_train.policies.optimizers.state_rules import is_quantized, state_leaves, with_blocks
 from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_train.policies.optimizers.zero_gradients import ZeroGradientsState
 from jmp_train.policies.pytrees import copy_like, find_nodes, named_leaves, path_name
@@ -59,6 +59,7 @@ def adopt_opt_state(new: PyTree, old: PyTree) -> Any:
       >>> int(optax.tree.get(state, "count")), float(jt.get_loss_scale(state).loss_scale)
       (1, 65536.0)
     """
+    old = with_blocks(old)
     leaves, structure = jax.tree_util.tree_flatten(new, is_leaf=is_quantized)
     indices = structure.unflatten(range(len(leaves)))
     places, given = (

@@ -13,7 +13,14 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jmp_train.policies.optimizers.loss_scaled_state import scaled_states
-from jmp_train.policies.optimizers.state_rules import Owners, StateRules, is_quantized, state_leaves
+from jmp_train.policies.optimizers.state_rules import (
+    Owners,
+    StateRules,
+    is_quantized,
+    state_leaves,
+    with_blocks,
+    with_blocks_as_in,
+)
 from jmp_train.policies.optimizers.stochastic_rounding import check_key
 from jmp_train.policies.optimizers.stored_parameters import (
     Addition,
@@ -22,7 +29,14 @@ from jmp_train.policies.optimizers.stored_parameters import (
     add_updates,
     as_transformation,
 )
-from jmp_train.policies.pytrees import change_nodes, refuse_overwritten, select_tree, upcast_to_float32
+from jmp_train.policies.pytrees import (
+    arrays_of_variables,
+    change_nodes,
+    is_optimizer_variable,
+    refuse_overwritten,
+    select_tree,
+    upcast_to_float32,
+)
 from jmp_train.policies.quantizing import BLOCK_DTYPES, BlockQuantized, dequantize, quantize, requantize, round_to
 from jmp_train.policies.types import Grads, Params, PyTree
 
@@ -123,7 +137,8 @@ def with_state_dtypes(
         if return_params and params is None:
             raise ValueError("params must be given: update(updates, state, params)")
         owners = Owners(updates if params is None else params)
-        decoded = _decoded(rules, state.inner_state, owners)
+        old_state = with_blocks(state.inner_state)
+        decoded = _decoded(rules, old_state, owners)
         if sees_to_dtypes:
             if return_params:
                 extra_args |= {"return_params": True, "on_addition": on_addition}
@@ -136,7 +151,8 @@ def with_state_dtypes(
         next_key, step_key = (None, None) if state.key is None else jax.random.split(state.key)
         for _, scaled in scaled_states(inner_state):
             next_key = select_tree(scaled.last_taken, next_key, state.key)
-        return result, StateDtypesState(next_key, _encoded(rules, inner_state, state.inner_state, owners, step_key))
+        encoded = _encoded(rules, inner_state, old_state, owners, step_key)
+        return result, StateDtypesState(next_key, with_blocks_as_in(encoded, state.inner_state))
 
     return (StoringOptimizer if isinstance(inner, StoringOptimizer) else ParamsOptimizer)(init, update)
 
@@ -148,8 +164,8 @@ def decode_opt_state(opt_state: PyTree) -> Any:
     it. `optax.tree.get(opt_state, "nu")` alone finds the arrays as they are kept.
 
     Args:
-      opt_state: in any nesting; a `StateDtypesState` becomes the state in it, whose arrays in half precision or in
-        blocks become float32.
+      opt_state: in any nesting, of an `nnx.Optimizer` too; a `StateDtypesState` becomes the state in it, whose arrays
+        in half precision or in blocks become float32.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -159,7 +175,8 @@ def decode_opt_state(opt_state: PyTree) -> Any:
     """
 
     def decoded(state: StateDtypesState) -> Any:
-        return upcast_to_float32(change_nodes(decode_opt_state(state.inner_state), BlockQuantized, dequantize))
+        inner_state = with_blocks(arrays_of_variables(state.inner_state, is_optimizer_variable))
+        return upcast_to_float32(change_nodes(decode_opt_state(inner_state), BlockQuantized, dequantize))
 
     return change_nodes(opt_state, StateDtypesState, decoded)
 

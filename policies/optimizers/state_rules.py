@@ -114,6 +114,40 @@ def is_quantized(x: object) -> bool:
     return isinstance(x, BlockQuantized)
 
 
+def with_blocks(state: PyTree) -> Any:
+    """Returns a state with quantized arrays as such, where flax nnx or a checkpoint made mappings of their fields.
+
+    Args:
+      state: an optimizer's, without variables of nnx.
+    """
+
+    def as_blocks(x: Any) -> Any:
+        return BlockQuantized(x["codes"], x["scales"]) if _has_fields_of_blocks(x) else x
+
+    return jax.tree_util.tree_map(as_blocks, state, is_leaf=_has_fields_of_blocks)
+
+
+def with_blocks_as_in(state: PyTree, old: PyTree) -> Any:
+    """Returns a state with quantized arrays as they were in the one before, of which `with_blocks` was made.
+
+    Args:
+      state: an optimizer's next one.
+      old: the one that the optimizer was given.
+    """
+    before, structure = jax.tree_util.tree_flatten(old, is_leaf=lambda x: is_quantized(x) or _has_fields_of_blocks(x))
+    if not any(map(_has_fields_of_blocks, before)):
+        return state
+    kinds: list[Any] = [type(x) if _has_fields_of_blocks(x) else None for x in before]
+    leaves = jax.tree_util.tree_leaves(state, is_leaf=is_quantized)
+    return structure.unflatten([kind(x._asdict()) if kind else x for kind, x in zip(kinds, leaves, strict=True)])
+
+
+def _has_fields_of_blocks(x: Any) -> bool:
+    if not isinstance(x, Mapping) or set(x) != set(BlockQuantized._fields):
+        return False
+    return str(getattr(x["codes"], "dtype", None)) in BLOCK_DTYPES  # and not the moments of parameters of these names
+
+
 def _is_integer(x: object) -> bool:
     return hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.floating)  # pyright: ignore
 

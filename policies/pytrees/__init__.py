@@ -33,12 +33,14 @@ from jmp_train.policies.pytrees.finite import select_tree as select_tree
 from jmp_train.policies.pytrees.nnx_casting import cast_for_call as cast_for_call
 from jmp_train.policies.pytrees.nnx_casting import cast_results as cast_results
 from jmp_train.policies.pytrees.nnx_objects import Search as Search
+from jmp_train.policies.pytrees.nnx_objects import arrays_of_variables as arrays_of_variables
 from jmp_train.policies.pytrees.nnx_objects import contents as contents
 from jmp_train.policies.pytrees.nnx_objects import flax_nnx as flax_nnx
 from jmp_train.policies.pytrees.nnx_objects import is_nnx as is_nnx
 from jmp_train.policies.pytrees.nnx_objects import is_nnx_object as is_nnx_object
 from jmp_train.policies.pytrees.nnx_objects import is_nnx_statistic as is_nnx_statistic
 from jmp_train.policies.pytrees.nnx_objects import is_nnx_variable as is_nnx_variable
+from jmp_train.policies.pytrees.nnx_objects import is_optimizer_variable as is_optimizer_variable
 from jmp_train.policies.pytrees.nnx_objects import is_random_state as is_random_state
 from jmp_train.policies.pytrees.nnx_objects import unbound as unbound
 from jmp_train.policies.pytrees.nnx_tracing import Carried as Carried
