@@ -47,7 +47,8 @@ def test_an_nnx_optimizer_steps_as_optax_does(rounding: str) -> None:
     def step(params: Any, opt_state: Any) -> Any:
         grads = jax.grad(lambda x: jt.get_loss_scale(opt_state).scale(loss_of(x)))(params)
         updates, opt_state = promoting(optimizer.update)({"kernel": grads}, opt_state, {"kernel": params})
-        return optax.apply_updates({"kernel": params}, updates)["kernel"], opt_state
+        stepped: Any = optax.apply_updates({"kernel": params}, updates)
+        return stepped["kernel"], opt_state
 
     for _ in range(5):
         nnx_step(model, wrapped)
