@@ -14,6 +14,8 @@ from jmp_train.graphs.kernels.edge_matrices import DiagonalBlocks as DiagonalBlo
 from jmp_train.graphs.kernels.edge_matrices import MixedMatrices as MixedMatrices
 from jmp_train.graphs.kernels.edge_matrices import NetworkMatrices as NetworkMatrices
 from jmp_train.graphs.kernels.edge_matrices import OfEdges as OfEdges
+from jmp_train.graphs.kernels.edge_terms import Inputs as Inputs
+from jmp_train.graphs.kernels.edge_terms import Term as Term
 from jmp_train.graphs.kernels.gat import GATInputs as GATInputs
 from jmp_train.graphs.kernels.gatv2 import GATv2Inputs as GATv2Inputs
 from jmp_train.graphs.kernels.implementations import CHUNKED_ELEMENTS as CHUNKED_ELEMENTS
@@ -22,11 +24,17 @@ from jmp_train.graphs.kernels.mapped_sum import MAPPED_SUM as MAPPED_SUM
 from jmp_train.graphs.kernels.mapped_sum import MappedInputs as MappedInputs
 from jmp_train.graphs.kernels.messages_xla import REDUCTIONS as REDUCTIONS
 from jmp_train.graphs.kernels.messages_xla import Reductions as Reductions
+from jmp_train.graphs.kernels.messages_xla import combined_rows as combined_rows
 from jmp_train.graphs.kernels.messages_xla import messages_by_xla as messages_by_xla
 from jmp_train.graphs.kernels.messages_xla import reduce_rows as reduce_rows
 from jmp_train.graphs.kernels.messages_xla import reductions_by_xla as reductions_by_xla
+from jmp_train.graphs.kernels.moments import chunked_argextreme as chunked_argextreme
+from jmp_train.graphs.kernels.moments import chunked_extreme as chunked_extreme
+from jmp_train.graphs.kernels.moments import chunked_mean as chunked_mean
 from jmp_train.graphs.kernels.moments import chunked_moments as chunked_moments
 from jmp_train.graphs.kernels.moments import chunked_softmax_sum as chunked_softmax_sum
+from jmp_train.graphs.kernels.moments import chunked_sum as chunked_sum
+from jmp_train.graphs.kernels.moments import weighted_sender as weighted_sender
 from jmp_train.graphs.kernels.spmm_sddmm import Scales as Scales
 from jmp_train.graphs.kernels.spmm_sddmm import edge_dot as edge_dot
 from jmp_train.graphs.kernels.spmm_sddmm import weighted_sum as weighted_sum

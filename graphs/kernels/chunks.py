@@ -180,7 +180,7 @@ def largest(
     like: jax.ShapeDtypeStruct,
     elements_per_block: int,
 ) -> jax.Array:
-    """Returns for each node the largest [nodes, ...] of what its blocks make, -inf where it has none.
+    """Returns for each node the largest [nodes, ...] of what its blocks make, -inf or the least integer without any.
 
     Args:
       neighbors: see `add_up`.
@@ -193,7 +193,8 @@ def largest(
         del step  # blocks that come twice do no harm
         return most.at[chunk.nodes].max(compute(chunk), indices_are_sorted=True)
 
-    start = jnp.full((neighbors.num_nodes, *like.shape), -jnp.inf, like.dtype)
+    least = -jnp.inf if jnp.issubdtype(like.dtype, jnp.floating) else jnp.iinfo(like.dtype).min
+    start = jnp.full((neighbors.num_nodes, *like.shape), least, like.dtype)
     return _walk(neighbors, update, start, elements_per_block)
 
 
@@ -256,6 +257,61 @@ def sum_of_chunks(
         return sums, jax.tree.map(lambda rest, *x: rest + rounded_off(*x), lost, totals, parts, sums)
 
     return jax.tree.map(jnp.add, *_walk(neighbors, add, (start, start), elements_per_block))
+
+
+def each_edge(
+    neighbors: CSR,
+    compute: Callable[[jax.Array, jax.Array, jax.Array], Sequence[jax.Array]],
+    like: Sequence[jax.ShapeDtypeStruct],
+    elements_per_edge: int,
+) -> list[jax.Array]:
+    """Returns [edges, ...] what is made of each edge, 0 for those that count nowhere, written in the edges' order.
+
+    Args:
+      neighbors: the edges by the nodes that they enter; edges must have places.
+      compute: makes arrays [some edges, ...] of int32 ids of edges, of their senders and of their receivers.
+      like: shape of one edge's part of each, and the dtype in which it is stored.
+      elements_per_edge: how many elements `compute` holds for each, which sets the chunks' size on CPUs.
+    """
+    slots = neighbors.slots
+    assert slots is not None
+    count, width = neighbors.num_edges, neighbors.width
+    start = [jnp.zeros((count, *x.shape), _bits_of(x.dtype)) for x in like]
+    if neighbors.num_blocks == 0 or count == 0:
+        return [x.astype(y.dtype) for x, y in zip(start, like, strict=True)]
+    start = pvary_alike((start, neighbors))[0]
+
+    def run(size: int, start: list[jax.Array]) -> list[jax.Array]:
+        size = max(1, min(size, count))
+
+        def iteration(index: jax.Array, results: list[jax.Array]) -> list[jax.Array]:
+            first = jnp.minimum(index * size, count - size)
+            slot = jax.lax.dynamic_slice_in_dim(slots, first, size)
+            is_edge, (block, place) = slot >= 0, jnp.divmod(jnp.maximum(slot, 0), width)
+            senders = at(neighbors.others, at(neighbors.starts, block) + place)
+            ids = first + jnp.arange(size, dtype=jnp.int32)
+            # Or XLA would look them up for each number of a row again on CPUs.
+            ends = jax.lax.optimization_barrier((senders, at(neighbors.nodes, block)))
+            written = []
+            for result, rows, x in zip(results, compute(ids, *ends), like, strict=True):
+                rows = jnp.where(is_edge.reshape(-1, *[1] * (rows.ndim - 1)), rows, jnp.zeros_like(rows))
+                bits = jax.lax.bitcast_convert_type(rows.astype(x.dtype), result.dtype)
+                written.append(jax.lax.dynamic_update_slice_in_dim(result, bits, first, 0))
+            return written
+
+        return jax.lax.fori_loop(0, -(-count // size), iteration, start)
+
+    results = jax.lax.platform_dependent(
+        start,
+        cpu=functools.partial(run, CPU_ELEMENTS // elements_per_edge),
+        default=functools.partial(run, GPU_EDGES),
+    )
+    return [jax.lax.bitcast_convert_type(x, y.dtype) for x, y in zip(results, like, strict=True)]
+
+
+def _bits_of(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    """Returns integers for half precision, of which XLA would copy all of a loop's array in each iteration on CPUs."""
+    return jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else dtype
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Sums over edges, in chunks, of what any elementwise function makes of an edge and its ends.
+"""Sums and extremes over edges, in chunks, of what a function makes of each edge and its ends.
 
 The gradients of such a sum are sums of the same kind, of the function's own gradients, and so every order of reverse
 derivatives is made of these, and no array as long as the edges but the gradient of what the edges have.
@@ -7,26 +7,27 @@ derivatives is made of these, and no array as long as the edges but the gradient
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.kernels.chunks import Chunk, add_up, largest, of_edges, upcast_at
+from jmp_train.graphs.kernels.chunks import Chunk, add_up, at, each_edge, largest, upcast_at
 from jmp_train.graphs.kernels.spmm_sddmm import edge_rows
-from jmp_train.graphs.structure import CSR, CSRAndCSC, upcast
+from jmp_train.graphs.structure import CSR, CSRAndCSC, accumulation_dtype, rows_like
 
 End = Literal["senders", "receivers"]
+NARROW = 8  # numbers of an edge that are read for all places of a block at once
 
 
 class Inputs(NamedTuple):
     """What a term is of: trees of floating arrays, `()` for none.
 
     Attributes:
-      edge: [edges, heads]; a term sees [..., heads, 1].
-      senders: [senders, heads, width]; a term sees the rows of the edges' senders.
-      receivers: [receivers, heads, width].
+      edge: [edges, ...]; a term sees rows [rows, ...], upcast, as of the others.
+      senders: [senders, ...]; a term sees the rows of the edges' senders.
+      receivers: [receivers, ...].
     """
 
     edge: Any = ()
@@ -35,82 +36,120 @@ class Inputs(NamedTuple):
 
 
 _Saved = tuple[CSRAndCSC, Any, Inputs]
-# Makes arrays [..., heads, width] of `fixed`, receivers' rows without a gradient, and of the inputs' rows; hashable.
+# Makes a tree of arrays [rows, ...] of `fixed`, receivers' rows without a gradient, and of the inputs' rows; hashable.
 Term = Callable[[Any, Inputs], Any]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sums_of_terms(term: Term, end: End, edges: CSRAndCSC, fixed: Any, inputs: Inputs) -> Any:
-    """Returns the sums [nodes, heads, width] of a term over the edges of each node, computed in float32.
+    """Returns the sums [nodes, ...] of a term over the edges of each node, computed in float32.
 
     Args:
-      term: elementwise.
+      term: of each edge alone.
       end: whether the nodes are the edges' senders or their receivers.
       edges: who sends to whom.
-      fixed: a tree of arrays [receivers, heads, width] that have no gradient.
+      fixed: a tree of arrays [receivers, ...] that have no gradient.
       inputs: what the term is of.
     """
     neighbors = edges.by_target if end == "receivers" else edges.by_source
-    like = jax.eval_shape(term, *_of_one_edge(fixed, inputs))
+    leaves, structure = jax.tree.flatten(_like(term, fixed, inputs))
 
     def compute(chunk: Chunk) -> list[jax.Array]:
         total: list[jax.Array] = []
         for place, rows in enumerate(_places(neighbors, chunk, end, fixed, inputs)):
-            is_edge = chunk.is_edge[:, place, None, None]
-            terms = [jnp.where(is_edge, x, jnp.zeros_like(x)) for x in jax.tree.leaves(term(*rows))]
+            terms = [_where(chunk.is_edge[:, place], x, 0) for x in jax.tree.leaves(term(*rows))]
             total = [x + y for x, y in zip(total, terms, strict=True)] if total else terms
         return total
 
-    leaves, structure = jax.tree.flatten(like)
     sums = add_up(neighbors, compute, leaves, _elements(leaves, fixed, inputs), (fixed, inputs))
     return jax.tree.unflatten(structure, sums)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def terms_of_edges(term: Term, edges: CSRAndCSC, fixed: Any, inputs: Inputs) -> Any:
-    """Returns a term of each edge: arrays [edges, heads] of a term [..., heads, 1]; 0 for edges that count nowhere.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def terms_of_edges(term: Term, stored: tuple[Any, ...], edges: CSRAndCSC, fixed: Any, inputs: Inputs) -> Any:
+    """Returns a term of each edge, a tree of arrays [edges, ...]; 0 for edges that count nowhere.
 
     Args:
-      term: see `sums_of_terms`, and in the end a sum over the width.
-      edges: see `sums_of_terms`.
+      term: see `sums_of_terms`.
+      stored: the dtype of each of the tree's leaves.
+      edges: see `sums_of_terms`; edges must have places.
       fixed: see `sums_of_terms`.
       inputs: see `sums_of_terms`.
     """
-    neighbors = edges.by_target
-    like, structure = jax.tree.flatten(jax.eval_shape(term, *_of_one_edge(fixed, inputs)))
-    heads = like[0].shape[0]
+    leaves, structure = jax.tree.flatten(_like(term, fixed, inputs))
 
-    def compute(chunk: Chunk) -> jax.Array:
-        rows = _places(neighbors, chunk, "receivers", fixed, inputs)
-        of_places = [jnp.concatenate([x[..., 0] for x in jax.tree.leaves(term(*row))], -1) for row in rows]
-        return jnp.stack(of_places, 1)
+    def compute(ids: jax.Array, senders: jax.Array, receivers: jax.Array) -> list[jax.Array]:
+        def read(ids: jax.Array, tree: Any) -> Any:
+            return jax.tree.map(lambda x: upcast_at(x, ids), tree)
 
-    of_one = jax.ShapeDtypeStruct((len(like) * heads,), like[0].dtype)
-    elements = neighbors.width * _elements(like, fixed, inputs)
-    result = of_edges(neighbors, compute, of_one, elements)
-    return jax.tree.unflatten(structure, jnp.split(result, len(like), axis=-1))
+        rows = Inputs(read(ids, inputs.edge), read(senders, inputs.senders), read(receivers, inputs.receivers))
+        return jax.tree.leaves(term(read(receivers, fixed), rows))
+
+    like = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(leaves, stored, strict=True)]
+    return jax.tree.unflatten(structure, each_edge(edges.by_target, compute, like, _elements(leaves, fixed, inputs)))
 
 
 def largest_term(term: Term, edges: CSRAndCSC, inputs: Inputs) -> jax.Array:
-    """Returns the largest [receivers, heads, width] of a term over the edges that enter a node, -inf without edges.
+    """Returns the largest [receivers, ...] of a term over the edges that enter a node, -inf without edges.
 
     It has no gradient.
 
     Args:
-      term: see `sums_of_terms`; it sees no fixed rows.
+      term: see `sums_of_terms`; it makes one array, and sees no fixed rows.
       edges: see `sums_of_terms`.
       inputs: see `sums_of_terms`.
     """
     neighbors, inputs = edges.by_target, jax.lax.stop_gradient(inputs)
-    like = jax.eval_shape(term, *_of_one_edge((), inputs))
+    like = _like(term, (), inputs)
 
     def compute(chunk: Chunk) -> jax.Array:
         most = jnp.full((len(chunk.nodes), *like.shape), -jnp.inf, like.dtype)
         for place, rows in enumerate(_places(neighbors, chunk, "receivers", (), inputs)):
-            most = jnp.maximum(most, jnp.where(chunk.is_edge[:, place, None, None], term(*rows), -jnp.inf))
+            most = jnp.maximum(most, _where(chunk.is_edge[:, place], term(*rows), -jnp.inf))
         return most
 
-    return largest(neighbors, compute, like, _elements([like], (), inputs))
+    # Or the loop itself would be what a checkpoint around this saves, with the carry of each iteration.
+    return jax.lax.optimization_barrier(largest(neighbors, compute, like, _elements([like], (), inputs)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def extreme_term(term: Term, edges: CSRAndCSC, inputs: Inputs) -> jax.Array:
+    """Returns what `largest_term` does, with a gradient, which ties share equally.
+
+    Args:
+      term: see `largest_term`.
+      edges: see `sums_of_terms`.
+      inputs: see `sums_of_terms`.
+    """
+    return largest_term(term, edges, inputs)
+
+
+def first_edges(term: Term, edges: CSRAndCSC, most: jax.Array, inputs: Inputs) -> jax.Array:
+    """Returns the first edges, int32 [receivers, ...], whose term is a given one, or NaN as that is; -1 without.
+
+    Args:
+      term: see `largest_term`.
+      edges: see `sums_of_terms`; edges must have places.
+      most: what `largest_term` returned.
+      inputs: see `sums_of_terms`.
+    """
+    neighbors, (most, inputs) = edges.by_target, jax.lax.stop_gradient((most, inputs))
+    ids, none = neighbors.edges, jnp.iinfo(jnp.int32).min
+    assert ids is not None
+    like = jax.ShapeDtypeStruct(most.shape[1:], jnp.int32)
+
+    def compute(chunk: Chunk) -> jax.Array:
+        first = jnp.full((len(chunk.nodes), *like.shape), none, jnp.int32)  # negative ids, of which it is the largest
+        for place, (wanted, rows) in enumerate(_places(neighbors, chunk, "receivers", most, inputs)):
+            found = term((), rows)
+            is_found = (found == wanted) | (jnp.isnan(found) & jnp.isnan(wanted))
+            is_found &= rows_like(chunk.is_edge[:, place], found)
+            edge = rows_like(-at(ids, chunk.positions[:, place]), found)
+            first = jnp.maximum(first, jnp.where(is_found, edge, none))
+        return first
+
+    first = largest(neighbors, compute, like, _elements([like], most, inputs))
+    return jnp.where(first == none, -1, -first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,45 +178,78 @@ class _Transposed:
         return gradient
 
 
-def _places(neighbors: CSR, chunk: Chunk, end: End, fixed: Any, inputs: Inputs) -> list[tuple[Any, Inputs]]:
-    """Returns of each place in the blocks the rows of `fixed` and of the inputs, upcast [blocks, heads, width]."""
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """A term where it is a fixed one, 0 elsewhere."""
 
-    def here(tree: Any) -> list[Any]:
-        rows = jax.tree.map(lambda x: upcast_at(x, chunk.nodes), tree)
-        return [rows] * neighbors.width
+    term: Term
 
-    def there(tree: Any) -> list[Any]:
-        return [jax.tree.map(lambda x: upcast_at(x, chunk.others[:, i]), tree) for i in range(neighbors.width)]  # noqa: B023
-
-    def of_edge(x: jax.Array) -> jax.Array:  # XLA would gather it for each number of a row again
-        return jax.lax.optimization_barrier(edge_rows(neighbors, chunk, x))[..., None]
-
-    edge = jax.tree.map(of_edge, inputs.edge)
-    edges = [jax.tree.map(lambda x: x[:, i], edge) for i in range(neighbors.width)]  # noqa: B023
-    senders, receivers, fixed = (
-        (here if end == of else there)(tree)
-        for of, tree in (("senders", inputs.senders), ("receivers", inputs.receivers), ("receivers", fixed))
-    )
-    return [(f, Inputs(*rows)) for f, *rows in zip(fixed, edges, senders, receivers, strict=True)]
+    def __call__(self, fixed: jax.Array, inputs: Inputs) -> jax.Array:
+        terms = self.term((), inputs)
+        return jnp.where(terms == fixed, terms, jnp.zeros_like(terms))
 
 
-def _of_one_edge(fixed: Any, inputs: Inputs) -> tuple[Any, Inputs]:
-    """Returns the shapes and dtypes of what a term sees of one edge."""
+@dataclasses.dataclass(frozen=True)
+class _IsChosen:
+    """1 where a term is a fixed one, 0 elsewhere."""
 
-    def like(x: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape[1:], upcast(jnp.zeros((), x.dtype)).dtype)
+    term: Term
 
-    def of_edge(x: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*x.shape[1:], 1), like(x).dtype)
+    def __call__(self, fixed: jax.Array, inputs: Inputs) -> jax.Array:
+        terms = self.term((), inputs)
+        return (terms == fixed).astype(terms.dtype)
 
-    of_ends = jax.tree.map(like, (fixed, inputs.senders, inputs.receivers))
-    return of_ends[0], Inputs(jax.tree.map(of_edge, inputs.edge), *of_ends[1:])
+
+def _places(neighbors: CSR, chunk: Chunk, end: End, fixed: Any, inputs: Inputs) -> Iterator[tuple[Any, Inputs]]:
+    """Yields for each place in the blocks the rows [blocks, ...] of `fixed` and of the inputs, upcast."""
+
+    def is_narrow(x: jax.Array) -> bool:
+        return math.prod(x.shape[1:]) <= NARROW
+
+    def of_block(x: jax.Array) -> jax.Array:  # XLA would gather it for each number of a row again
+        return jax.lax.optimization_barrier(edge_rows(neighbors, chunk, x)) if is_narrow(x) else x
+
+    blocks = jax.tree.map(of_block, inputs.edge)
+    here = jax.tree.map(lambda x: upcast_at(x, chunk.nodes), inputs.senders if end == "senders" else inputs.receivers)
+    fixed_here = None if end == "senders" else jax.tree.map(lambda x: upcast_at(x, chunk.nodes), fixed)
+
+    for place in range(neighbors.width):
+
+        def there(x: jax.Array, place: int = place) -> jax.Array:
+            return upcast_at(x, chunk.others[:, place])
+
+        def of_edge(x: jax.Array, rows: jax.Array, place: int = place) -> jax.Array:
+            if is_narrow(x):
+                return rows[:, place]
+            assert neighbors.edges is not None
+            return upcast_at(x, at(neighbors.edges, chunk.positions[:, place]))
+
+        edge = jax.tree.map(of_edge, inputs.edge, blocks)
+        if end == "senders":
+            yield jax.tree.map(there, fixed), Inputs(edge, here, jax.tree.map(there, inputs.receivers))
+        else:
+            yield fixed_here, Inputs(edge, jax.tree.map(there, inputs.senders), here)
+
+
+def _where(is_edge: jax.Array, data: jax.Array, other: float) -> jax.Array:
+    """Returns rows where there are edges, and another number elsewhere."""
+    return jnp.where(rows_like(is_edge, data), data, jnp.asarray(other, data.dtype))
+
+
+def _like(term: Term, fixed: Any, inputs: Inputs) -> Any:
+    """Returns the shapes and dtypes of a term of one edge."""
+
+    def row(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, *x.shape[1:]), accumulation_dtype(x.dtype))
+
+    found = jax.eval_shape(term, *jax.tree.map(row, (fixed, inputs)))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), found)
 
 
 def _elements(like: list[Any], fixed: Any, inputs: Inputs) -> int:
     """Returns how many elements a block takes: the rows at this end, those of one place at the other, the sums."""
-    rows = [*like, *jax.tree.leaves((fixed, inputs.senders, inputs.receivers))]
-    return max(1, max(math.prod(x.shape[-2:]) for x in rows))
+    rows = [math.prod(x.shape[1:]) for x in jax.tree.leaves((fixed, inputs))]
+    return max([1, *rows, *(math.prod(x.shape) for x in like)])
 
 
 def _with(inputs: Inputs, end: str, cotangent: Any) -> Inputs:
@@ -194,9 +266,9 @@ def _gradients(term: Term, end: str, edges: CSRAndCSC, fixed: Any, inputs: Input
             return own
         transposed = _Transposed(term, end, part)
         if part == "edge":
-            found = terms_of_edges(transposed, edges, fixed, whole)
-        else:
-            found = sums_of_terms(transposed, part, edges, fixed, whole)  # pyright: ignore[reportArgumentType]
+            stored = tuple(x.dtype for x in jax.tree.leaves(own))
+            return terms_of_edges(transposed, stored, edges, fixed, whole)
+        found = sums_of_terms(transposed, part, edges, fixed, whole)  # pyright: ignore[reportArgumentType]
         return jax.tree.map(lambda x, like: x.astype(like.dtype), found, own)
 
     return Inputs(*map(gradient, Inputs._fields))
@@ -210,13 +282,29 @@ def _sums_backward(term: Term, end: End, saved: _Saved, cotangent: Any) -> tuple
     return None, None, _gradients(term, end, *saved, cotangent)
 
 
-def _terms_forward(term: Term, edges: CSRAndCSC, fixed: Any, inputs: Inputs) -> tuple[Any, _Saved]:
-    return terms_of_edges(term, edges, fixed, inputs), (edges, fixed, inputs)
+def _terms_forward(
+    term: Term, stored: tuple[Any, ...], edges: CSRAndCSC, fixed: Any, inputs: Inputs
+) -> tuple[Any, _Saved]:
+    return terms_of_edges(term, stored, edges, fixed, inputs), (edges, fixed, inputs)
 
 
-def _terms_backward(term: Term, saved: _Saved, cotangent: Any) -> tuple[None, None, Inputs]:
+def _terms_backward(term: Term, stored: tuple[Any, ...], saved: _Saved, cotangent: Any) -> tuple[None, None, Inputs]:
+    del stored
     return None, None, _gradients(term, "edge", *saved, cotangent)
+
+
+def _extreme_forward(term: Term, edges: CSRAndCSC, inputs: Inputs) -> tuple[jax.Array, _Saved]:
+    most = largest_term(term, edges, inputs)
+    return most, (edges, most, inputs)
+
+
+def _extreme_backward(term: Term, saved: _Saved, cotangent: jax.Array) -> tuple[None, Inputs]:
+    edges, most, inputs = saved
+    ties: Any = sums_of_terms(_IsChosen(term), "receivers", edges, most, jax.lax.stop_gradient(inputs))
+    share = cotangent / jnp.maximum(ties, jnp.ones_like(ties))
+    return None, _gradients(_Chosen(term), "receivers", edges, most, inputs, share)
 
 
 sums_of_terms.defvjp(_sums_forward, _sums_backward)
 terms_of_edges.defvjp(_terms_forward, _terms_backward)
+extreme_term.defvjp(_extreme_forward, _extreme_backward)

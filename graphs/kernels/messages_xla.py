@@ -95,6 +95,20 @@ def _computed(message: Message, operands: Operands, adjacency: Adjacency) -> jax
 
 def _combined(operation: Operation, left: jax.Array, right: jax.Array, adjacency: Adjacency) -> jax.Array:
     """Returns what an operation makes of both operands' rows [edges, ...]."""
+    if operation == "div":  # by 1 for padding edges, or their gradients were NaN
+        is_counted = rows_like(adjacency.receivers.is_counted, right)
+        right = jnp.where(is_counted, right, jnp.ones_like(right))
+    return combined_rows(operation, left, right)
+
+
+def combined_rows(operation: Operation, left: jax.Array, right: jax.Array) -> jax.Array:
+    """Returns what an operation makes of rows [rows, ...], upcast, with axes inserted after the first one.
+
+    Args:
+      operation: not "copy".
+      left: of one operand.
+      right: of the other one.
+    """
     dtype = common_dtype(left.dtype, right.dtype)
     rank = max(left.ndim, right.ndim)
     left = left.reshape(left.shape[0], *[1] * (rank - left.ndim), *left.shape[1:])
@@ -102,9 +116,6 @@ def _combined(operation: Operation, left: jax.Array, right: jax.Array, adjacency
     left, right = upcast_integers(left.astype(dtype)), upcast_integers(right.astype(dtype))
     if operation == "dot":
         return left * right if left.ndim == 1 else (left * right).sum(-1, keepdims=True)
-    if operation == "div":  # by 1 for padding edges, or their gradients were NaN
-        is_counted = rows_like(adjacency.receivers.is_counted, right)
-        right = jnp.where(is_counted, right, jnp.ones_like(right))
     return {"add": jnp.add, "sub": jnp.subtract, "mul": jnp.multiply, "div": jnp.divide}[operation](left, right)
 
 

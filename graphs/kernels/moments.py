@@ -1,4 +1,4 @@
-"""Variances and softmax aggregation of weighted senders, chunk by chunk: nothing is stored for an edge."""
+"""Reductions of any message, chunk by chunk: nothing is stored for an edge."""
 
 import dataclasses
 import functools
@@ -9,20 +9,33 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.graphs.kernels.chunks import run_chunked
-from jmp_train.graphs.kernels.edge_terms import Inputs, largest_term, sums_of_terms
-from jmp_train.graphs.kernels.spmm_sddmm import Scales, weighted_sum
+from jmp_train.graphs.kernels.edge_terms import (
+    Inputs,
+    Term,
+    extreme_term,
+    first_edges,
+    largest_term,
+    sums_of_terms,
+)
 from jmp_train.graphs.structure import (
     Adjacency,
     CSRAndCSC,
-    accumulation_dtype,
     finite_or_zero,
     inverse_degrees,
     moments_about,
     reciprocal,
+    rows_like,
 )
 
 
-def _message(inputs: Inputs) -> jax.Array:
+def weighted_sender(fixed: Any, inputs: Inputs) -> jax.Array:
+    """Returns the sender's rows [rows, heads, width], times weights [rows, heads, 1] of the edges if there are any.
+
+    Args:
+      fixed: nothing.
+      inputs: what the senders have and, if there are any, the weights.
+    """
+    del fixed
     return inputs.senders if isinstance(inputs.edge, tuple) else inputs.edge * inputs.senders
 
 
@@ -30,81 +43,130 @@ def _message(inputs: Inputs) -> jax.Array:
 class _Deviations:
     """A message's difference to a fixed number, and its square."""
 
+    message: Term
+
     def __call__(self, fixed: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-        rest = _message(inputs) - fixed
+        rest = self.message((), inputs) - fixed
         return rest, rest * rest
 
 
 @dataclasses.dataclass(frozen=True)
-class _Logits:
-    """A message times a temperature."""
+class _Times:
+    """A message times a number."""
 
-    temperature: float
+    message: Term
+    factor: float
 
     def __call__(self, fixed: Any, inputs: Inputs) -> jax.Array:
-        del fixed
-        return self.temperature * _message(inputs)
+        return self.factor * self.message(fixed, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Powers:
     """The power of a message's logit, relative to a fixed one, and the message weighted by it."""
 
+    message: Term
     temperature: float
 
     def __call__(self, fixed: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-        message = _message(inputs)
+        message = self.message((), inputs)
         power = jnp.exp(self.temperature * message - fixed)
         return power, power * message
 
 
-def chunked_moments(adjacency: Adjacency, data: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Returns the means and variances [receivers, heads, width] of weighted senders, in at least float32.
+def chunked_sum(message: Term, adjacency: Adjacency, inputs: Inputs) -> jax.Array:
+    """Returns the sums [receivers, ...] of messages in at least float32.
 
     Args:
+      message: makes it of the inputs' rows; it sees no fixed ones.
       adjacency: who sends to whom, with `neighbors`.
-      data: floating [senders, heads, width].
-      weights: floating [edges, heads] or [edges, 1]; None for 1.
+      inputs: what it is made of.
     """
-    scale = inverse_degrees(adjacency.in_degrees, data)
-    mean = functools.partial(weighted_sum, accumulation_dtype(data.dtype))
-    fixed = jax.lax.stop_gradient((data, weights))
-    shift = run_chunked(mean, adjacency.neighbors, Scales(receivers=scale), *fixed)
-    rest, square = _sums(_Deviations(), adjacency, shift, _inputs(data, weights))
-    scale = scale[:, None, None]
-    return moments_about(shift, rest * scale, square * scale)
+    return _sums(message, adjacency, (), inputs)
 
 
-def chunked_softmax_sum(
-    temperature: float, adjacency: Adjacency, data: jax.Array, weights: jax.Array | None
-) -> jax.Array:
-    """Returns weighted senders, summed by the softmax of themselves, [receivers, heads, width] in at least float32.
+def chunked_mean(message: Term, adjacency: Adjacency, inputs: Inputs) -> jax.Array:
+    """Returns the means [receivers, ...] of messages in at least float32; see `chunked_sum`."""
+    return _mean(adjacency, chunked_sum(message, adjacency, inputs))
+
+
+def chunked_moments(
+    message: Term, adjacency: Adjacency, inputs: Inputs, shift: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the means and variances [receivers, ...] of messages in at least float32.
 
     Args:
-      temperature: by which they are multiplied before powers are taken of them.
-      adjacency: see `chunked_moments`.
-      data: see `chunked_moments`.
-      weights: see `chunked_moments`.
+      message: see `chunked_sum`.
+      adjacency: see `chunked_sum`.
+      inputs: see `chunked_sum`.
+      shift: the means, but for roundings, if they are at hand.
     """
-    inputs = _inputs(data, weights)
+    if shift is None:
+        shift = chunked_mean(message, adjacency, jax.lax.stop_gradient(inputs))
+    shift = jax.lax.stop_gradient(shift)
+    rest, square = _sums(_Deviations(message), adjacency, shift, inputs)
+    return moments_about(shift, _mean(adjacency, rest), _mean(adjacency, square))
 
-    def most(edges: CSRAndCSC, inputs: Inputs) -> jax.Array:
-        return largest_term(_Logits(temperature), edges, inputs)
 
-    shift = finite_or_zero(run_chunked(most, adjacency.neighbors, inputs))
-    sizes, total = _sums(_Powers(temperature), adjacency, shift, inputs)
+def chunked_softmax_sum(message: Term, temperature: float, adjacency: Adjacency, inputs: Inputs) -> jax.Array:
+    """Returns messages, summed by the softmax of themselves, [receivers, ...] in at least float32.
+
+    Args:
+      message: see `chunked_sum`.
+      temperature: by which they are multiplied before powers are taken of them.
+      adjacency: see `chunked_sum`.
+      inputs: see `chunked_sum`.
+    """
+    logits = _Times(message, temperature)
+    shift = finite_or_zero(_run(functools.partial(largest_term, logits), adjacency, inputs))
+    sizes, total = _sums(_Powers(message, temperature), adjacency, shift, inputs)
     return total * reciprocal(sizes)
 
 
-def _inputs(data: jax.Array, weights: jax.Array | None) -> Inputs:
-    """Returns what terms are of; weights of all of a row are weights of one head."""
-    return Inputs(() if weights is None else weights, data)
+def chunked_extreme(message: Term, sign: int, adjacency: Adjacency, inputs: Inputs) -> jax.Array:
+    """Returns the largest or least messages [receivers, ...] in at least float32; 0 without edges.
+
+    Args:
+      message: see `chunked_sum`.
+      sign: 1 for the largest, -1 for the least.
+      adjacency: see `chunked_sum`.
+      inputs: see `chunked_sum`.
+    """
+    most = sign * _run(functools.partial(extreme_term, _signed(message, sign)), adjacency, inputs)
+    return jnp.where(rows_like(adjacency.in_degrees > 0, most), most, jnp.zeros_like(most))
 
 
-def _sums(
-    term: Callable[[jax.Array, Inputs], Any], adjacency: Adjacency, fixed: jax.Array, inputs: Inputs
-) -> tuple[jax.Array, jax.Array]:
-    def kernel(edges: CSRAndCSC, fixed: jax.Array, inputs: Inputs) -> Any:
+def chunked_argextreme(message: Term, sign: int, adjacency: Adjacency, inputs: Inputs) -> jax.Array:
+    """Returns the first edges with the largest or least messages, int32 [receivers, ...]; -1 without edges.
+
+    Args:
+      message: see `chunked_extreme`.
+      sign: see `chunked_extreme`.
+      adjacency: see `chunked_extreme`.
+      inputs: see `chunked_extreme`.
+    """
+    term = _signed(message, sign)
+
+    def places(edges: CSRAndCSC, inputs: Inputs) -> jax.Array:
+        return first_edges(term, edges, largest_term(term, edges, inputs), inputs)
+
+    return _run(places, adjacency, inputs)
+
+
+def _signed(message: Term, sign: int) -> Term:
+    return message if sign == 1 else _Times(message, -1)
+
+
+def _mean(adjacency: Adjacency, sums: jax.Array) -> jax.Array:
+    return sums * rows_like(inverse_degrees(adjacency.in_degrees, sums), sums)
+
+
+def _run(kernel: Callable[[CSRAndCSC, Inputs], Any], adjacency: Adjacency, inputs: Inputs) -> Any:
+    return run_chunked(kernel, adjacency.neighbors, inputs)
+
+
+def _sums(term: Term, adjacency: Adjacency, fixed: Any, inputs: Inputs) -> Any:
+    def kernel(edges: CSRAndCSC, fixed: Any, inputs: Inputs) -> Any:
         return sums_of_terms(term, "receivers", edges, fixed, inputs)
 
     return run_chunked(kernel, adjacency.neighbors, fixed, inputs)

@@ -6,9 +6,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jmp_train.graphs.fn import Reduction
-from jmp_train.graphs.kernels import REDUCTIONS, EdgeOperation, Scales, run_chunked, weighted_sum
+from jmp_train.graphs.kernels import (
+    REDUCTIONS,
+    EdgeOperation,
+    Inputs,
+    Scales,
+    chunked_extreme,
+    run_chunked,
+    weighted_sender,
+    weighted_sum,
+)
 from jmp_train.graphs.structure import (
     Adjacency,
     CSRAndCSC,
@@ -98,24 +108,14 @@ def _by_xla(adjacency: Adjacency, inputs: _Inputs) -> jax.Array:
 
 def _by_chunks(adjacency: Adjacency, inputs: _Inputs) -> jax.Array:
     features, after = inputs.features, inputs.after
-
-    def add(edges: CSRAndCSC, scales: Scales, data: jax.Array, weights: jax.Array | None) -> jax.Array:
-        dtype = data.dtype if after is None else accumulation_dtype(data.dtype)
-        return weighted_sum(dtype, edges, scales, data, weights)
-
-    receiver_scale = None
-    if inputs.reduction == "mean":
-        receiver_scale = inverse_degrees(adjacency.in_degrees, features)
-    scales = Scales(inputs.sender_scale, receiver_scale)
     stored = graph_storage(features)
-    if stored.size:
-        rows = stored.reshape(stored.shape[0], 1, -1)
-        weights = None if inputs.edge_weight is None else inputs.edge_weight[:, None]
-        result = run_chunked(add, adjacency.neighbors, scales, rows, weights)
-        result = result.reshape(-1, *features.shape[1:])
-    else:
-        dtype = features.dtype if after is None else accumulation_dtype(features.dtype)
+    dtype = features.dtype if after is None else accumulation_dtype(features.dtype)
+    if not stored.size:
         result = jnp.zeros((adjacency.num_receivers, *features.shape[1:]), dtype)
+    elif inputs.reduction in ("sum", "mean"):
+        result = _sum_by_chunks(adjacency, inputs, stored, dtype)
+    else:
+        result = _extreme_by_chunks(adjacency, inputs, stored).astype(dtype)
     if after is not None:
         own = (
             first_rows(stored, adjacency.num_receivers) if inputs.receivers is None else graph_storage(inputs.receivers)
@@ -125,10 +125,39 @@ def _by_chunks(adjacency: Adjacency, inputs: _Inputs) -> jax.Array:
     return graph_storage(result)
 
 
+def _sum_by_chunks(adjacency: Adjacency, inputs: _Inputs, stored: jax.Array, dtype: DTypeLike) -> jax.Array:
+    receiver_scale = None
+    if inputs.reduction == "mean":
+        receiver_scale = inverse_degrees(adjacency.in_degrees, stored)
+    scales = Scales(inputs.sender_scale, receiver_scale)
+
+    def add(edges: CSRAndCSC, scales: Scales, data: jax.Array, weights: jax.Array | None) -> jax.Array:
+        # Within autocast regions data may be half where the features were not.
+        result_dtype = data.dtype if inputs.after is None else accumulation_dtype(data.dtype)
+        return weighted_sum(result_dtype, edges, scales, data, weights)
+
+    rows = stored.reshape(stored.shape[0], 1, -1)
+    weights = None if inputs.edge_weight is None else inputs.edge_weight[:, None]
+    result = run_chunked(add, adjacency.neighbors, scales, rows, weights)
+    return result.reshape(-1, *stored.shape[1:])
+
+
+def _extreme_by_chunks(adjacency: Adjacency, inputs: _Inputs, stored: jax.Array) -> jax.Array:
+    def compute(data: jax.Array, weights: jax.Array | None) -> jax.Array:
+        rows = data.reshape(data.shape[0], 1, -1)
+        of_edge = () if weights is None else weights[:, None, None]
+        sign = 1 if inputs.reduction == "max" else -1
+        return chunked_extreme(weighted_sender, sign, adjacency, Inputs(of_edge, rows))
+
+    result = autocast_as("float32")(compute)(stored, inputs.edge_weight)
+    return result.reshape(-1, *stored.shape[1:])
+
+
 def _elements_per_edge(inputs: _Inputs) -> int | None:
-    """Returns of how many elements a message is; None of what is not added in chunks."""
+    """Returns of how many elements a message is; None of what is not reduced in chunks."""
     is_sum = inputs.reduction in ("sum", "mean")
-    if not is_sum or not is_one_precision(inputs.features, inputs.edge_weight):
+    are_scaled = inputs.sender_scale is not None
+    if not is_one_precision(inputs.features, inputs.edge_weight) or (are_scaled and not is_sum):
         return None
     return math.prod(inputs.features.shape[1:])
 

@@ -32,8 +32,7 @@ MESSAGES = EdgeOperation(
 REDUCED_MESSAGES = EdgeOperation(
     {"xla": reductions_by_xla, "chunked": chunked_reductions},
     elements_of_reductions,
-    "reduces copy_u and u_mul_e of floats of one precision, with one weight for a head, by sum, mean, var, std or "
-    "softmax; these are other messages, or reduced in another way",
+    "reduces messages of floats of one precision; these are others",
 )
 
 

@@ -1,5 +1,6 @@
-"""Chunked kernels of built-in messages: reductions of weighted senders, and products of both ends."""
+"""Chunked kernels of built-in messages: reductions of any, and products of both ends."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -7,14 +8,22 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.fn import Message
+from jmp_train.graphs.fn import Message, Operation, Reduce
 from jmp_train.graphs.kernels import (
+    Inputs,
     Reductions,
     Scales,
+    Term,
+    chunked_argextreme,
+    chunked_extreme,
+    chunked_mean,
     chunked_moments,
     chunked_softmax_sum,
+    chunked_sum,
+    combined_rows,
     edge_dot,
     run_chunked,
+    weighted_sender,
     weighted_sum,
 )
 from jmp_train.graphs.structure import (
@@ -28,21 +37,41 @@ from jmp_train.graphs.structure import (
     root_or_zero,
 )
 
-CHUNKED_REDUCTIONS = ("sum", "mean", "var", "std", "softmax")
+_FIELDS = {"u": "senders", "v": "receivers", "e": "edge"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _BuiltIn:
+    """What a built-in message makes of the rows at each of its ends."""
+
+    operation: Operation
+    ends: tuple[str, ...]
+
+    def __call__(self, fixed: object, inputs: Inputs) -> jax.Array:
+        del fixed
+        rows = [getattr(inputs, _FIELDS[end]) for end in self.ends]
+        return rows[0] if len(rows) == 1 else combined_rows(self.operation, *rows)
 
 
 def elements_of_reductions(message: Message, reductions: Reductions, operands: Sequence[jax.Array]) -> int | None:
-    """Returns of how many elements a message of weighted senders is; None of other messages or reductions.
+    """Returns of how many elements a message of floats of one precision is; None of others.
 
     Args:
       message: which.
       reductions: which.
       operands: the message's features.
     """
-    are_known = all(reduce.reduction in CHUNKED_REDUCTIONS for reduce in reductions)
-    if not are_known or _heads(message, operands) is None:
+    del reductions
+    if not is_one_precision(*operands):
         return None
-    return max([math.prod(x.shape[1:]) for x in operands])
+    return math.prod(_shape(message, operands)) if message.operation != "dot" else math.prod(operands[0].shape[1:])
+
+
+def _shape(message: Message, operands: Sequence[jax.Array]) -> tuple[int, ...]:
+    """Returns the shape of one edge's message."""
+    rank = max(x.ndim for x in operands) - 1
+    shape = jnp.broadcast_shapes(*[(1,) * (rank - x.ndim + 1) + x.shape[1:] for x in operands])
+    return (*shape[:-1], 1) if message.operation == "dot" and shape else shape
 
 
 def _heads(message: Message, operands: Sequence[jax.Array]) -> int | None:
@@ -52,7 +81,7 @@ def _heads(message: Message, operands: Sequence[jax.Array]) -> int | None:
     """
     ends = "".join([end for end, _ in message.operands])
     is_sum = (message.operation, ends) in (("copy", "u"), ("mul", "ue"), ("mul", "eu"))
-    if not is_sum or not is_one_precision(*operands):
+    if not is_sum:
         return None
     if ends == "u":
         return 1
@@ -74,42 +103,67 @@ def chunked_reductions(
     Args:
       adjacency: who sends to whom, with `neighbors`.
       message: which.
-      reductions: which, of `CHUNKED_REDUCTIONS`.
+      reductions: which.
       operands: the message's features.
     """
-    heads = _heads(message, operands)
-    ends = [end for end, _ in message.operands]
-    rows = operands[ends.index("u")]
-    names = [reduce.reduction for reduce in reductions]
-    if rows.size == 0:
-        dtype = common_dtype(*(operand.dtype for operand in operands))
-        zeros = jnp.zeros((adjacency.num_receivers, *rows.shape[1:]), dtype)
-        return {reduce.out: zeros for reduce in reductions}
+    ends = tuple(end for end, _ in message.operands)
+    shape, heads = _shape(message, operands), _heads(message, operands)
+    is_empty = not all(x.size for x in operands)
 
     def compute(*operands: jax.Array) -> dict[str, jax.Array]:
+        if is_empty:
+            dtype = accumulation_dtype(common_dtype(*[x.dtype for x in operands]))
+            return {reduce.out: _of_nothing(reduce, (adjacency.num_receivers, *shape), dtype) for reduce in reductions}
         by_end = dict(zip(ends, operands, strict=True))
-        data, weights = by_end["u"], by_end.get("e")
-        data = data.reshape(data.shape[0], heads, -1)
-        weights = None if weights is None else weights.reshape(-1, heads)
-        found = {}
-        if "var" in names or "std" in names:  # the mean is at hand then
-            found["mean"], found["var"] = chunked_moments(adjacency, data, weights)
-            found["std"] = root_or_zero(found["var"])
-        for name in {"sum", "mean"}.intersection(names).difference(found):
-            scales = Scales(receivers=inverse_degrees(adjacency.in_degrees, data) if name == "mean" else None)
-            dtype = accumulation_dtype(data.dtype)
-            add = functools.partial(weighted_sum, dtype)
-            found[name] = run_chunked(add, adjacency.neighbors, scales, data, weights)
-        results = {}
-        for reduce in reductions:
-            if reduce.reduction == "softmax":
-                result = chunked_softmax_sum(reduce.temperature, adjacency, data, weights)
-            else:
-                result = found[reduce.reduction]
-            results[reduce.out] = result.reshape(-1, *rows.shape[1:])
-        return results
+        if heads is None:
+            inputs = Inputs(**{_FIELDS[end]: x for end, x in by_end.items()})
+            return _reduced(_BuiltIn(message.operation, ends), adjacency, inputs, reductions)
+        data = by_end["u"].reshape(by_end["u"].shape[0], heads, -1)
+        weights = by_end["e"].reshape(-1, heads, 1) if "e" in by_end else ()
+        found = _reduced(weighted_sender, adjacency, Inputs(weights, data), reductions)
+        return {name: x.reshape(-1, *shape) for name, x in found.items()}
 
     return in_float32(compute, *operands)
+
+
+def _of_nothing(reduce: Reduce, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns what is made of no messages, or of messages without elements."""
+    is_place = reduce.reduction in ("argmax", "argmin")
+    return jnp.full(shape, -1, jnp.int32) if is_place else jnp.zeros(shape, dtype)
+
+
+def _reduced(message: Term, adjacency: Adjacency, inputs: Inputs, reductions: Reductions) -> dict[str, jax.Array]:
+    """Returns the reductions [receivers, ...] of a message by name, in at least float32."""
+    names = {reduce.reduction for reduce in reductions}
+    found: dict[str, jax.Array] = {}
+    if message is weighted_sender:
+        for name in names & {"sum", "mean", "var", "std"}:
+            found["sum" if name == "sum" else "mean"] = _weighted(adjacency, inputs, is_mean=name != "sum")
+    if names & {"var", "std"}:  # the mean is at hand then
+        found["mean"], found["var"] = chunked_moments(message, adjacency, inputs, found.get("mean"))
+        found["std"] = root_or_zero(found["var"])
+    results = {}
+    for reduce in reductions:
+        name = reduce.reduction
+        if name in found:
+            result = found[name]
+        elif name == "softmax":
+            result = chunked_softmax_sum(message, reduce.temperature, adjacency, inputs)
+        elif name in ("sum", "mean"):
+            result = (chunked_sum if name == "sum" else chunked_mean)(message, adjacency, inputs)
+        else:
+            sign = 1 if name.endswith("max") else -1
+            result = (chunked_argextreme if "arg" in name else chunked_extreme)(message, sign, adjacency, inputs)
+        results[reduce.out] = result
+    return results
+
+
+def _weighted(adjacency: Adjacency, inputs: Inputs, *, is_mean: bool) -> jax.Array:
+    """Returns the sums or means [receivers, heads, width] of weighted senders."""
+    data, weights = inputs.senders, None if isinstance(inputs.edge, tuple) else inputs.edge[..., 0]
+    scales = Scales(receivers=inverse_degrees(adjacency.in_degrees, data) if is_mean else None)
+    add = functools.partial(weighted_sum, accumulation_dtype(data.dtype))
+    return run_chunked(add, adjacency.neighbors, scales, data, weights)
 
 
 def elements_of_dot(message: Message, operands: Sequence[jax.Array]) -> int | None:

@@ -39,9 +39,9 @@ def update_all(
       apply: a function of `NodeBatch` to a dictionary of node features, called with all nodes in the end.
       etype: the edge type. Without it, a graph with several reduces over the edges of all.
       implementation: "chunked" goes over chunks of sorted edges, stores no message, and has reverse mode
-        only; it reduces `copy_u`, and `u_mul_e` with one weight for an edge or for a head of it, by all but the
-        extremes and their places. "xla" computes with arrays of all edges, which XLA may fuse, and goes through
-        every transform. None for "chunked" where the graph has `formats=("csr",)` and messages are large.
+        only; it takes built-in messages of floats of one precision. "xla" computes with arrays of all edges, which
+        XLA may fuse, and goes through every transform. None for "chunked" where the graph has `formats=("csr",)` and
+        messages are large.
 
     Returns:
       The graph with the result among its nodes' features, in the messages' features' dtype: computed in

@@ -56,6 +56,14 @@ def weighted(graph: graphs.Graph, *arrays: Any, reduce: Any, **options: Any) -> 
     return graphs.update_all(whole, fn.u_mul_e("h", "w", "m"), reduce("m", "x"), **options).nodes["x"]
 
 
+def reduced(graph: graphs.Graph, *arrays: Any, message: str, reduce: Any, implementation: str = "chunked") -> jax.Array:
+    ends = message.split("_")[:: 2 if len(arrays) == 2 else -1]
+    for name, end, array in zip("lr", ends, arrays, strict=False):
+        graph = graph.with_edges(**{name: array}) if end == "e" else graph.with_nodes(**{name: array})
+    made = getattr(fn, message)(*"lr"[: len(arrays)], "m")
+    return graphs.update_all(graph, made, reduce("m", "x"), implementation=implementation).nodes["x"]
+
+
 def dot(graph: graphs.Graph, *arrays: Any, **options: Any) -> jax.Array:
     left, right = arrays
     whole = graph.with_nodes(l=left, r=right)
@@ -94,7 +102,7 @@ def transformer(graph: graphs.Graph, *arrays: Any, **options: Any) -> jax.Array:
     )
 
 
-def cases() -> dict[str, tuple[Any, list[tuple[int, ...] | None]]]:
+def cases() -> dict[str, tuple[Any, list[Any]]]:
     """Returns functions, and the shapes of their arrays; None for no array."""
     rows, ends = (NODES, HEADS, WIDTH), (NODES, HEADS)
     mean = functools.partial(weighted, reduce=fn.mean)
@@ -132,6 +140,20 @@ def cases() -> dict[str, tuple[Any, list[tuple[int, ...] | None]]]:
             functools.partial(transformer, attention_dropout=0.4, dropout_key=jax.random.key(1)),
             [(NODES, 4), *[(4, HEADS * WIDTH)] * 3, (EDGES, 3), (3, HEADS * WIDTH)],
         ),
+        **{
+            f"{reducer('m', 'x').reduction} of {message}": (
+                functools.partial(reduced, message=message, reduce=reducer),
+                shapes,
+            )
+            for message, shapes, reducer in (
+                ("u_sub_v", [(NODES, 4, 1, 3), (NODES, 1, 2, 1)], fn.sum),
+                ("e_div_v", [(EDGES, 3), (NODES, 3)], fn.mean),
+                ("u_dot_e", [rows, (EDGES, 1, WIDTH)], fn.max),
+                ("copy_e", [(EDGES, 12)], fn.min),
+                ("v_add_e", [(NODES,), (EDGES, 2)], fn.std),
+                ("u_mul_v", [rows, rows], fn.softmax),
+            )
+        },
     }
 
 
@@ -184,6 +206,47 @@ def test_chunked_under_vmap_and_differentiated_twice(name: str) -> None:
         np.testing.assert_allclose(both[1], jax.jit(run)(2 * first), rtol=1e-12)
         wanted, found = (jax.jit(twice, static_argnums=1)(first, name) for name in IMPLEMENTATIONS)
         np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_extremes_their_places_and_what_ties_get(implementation: str) -> None:
+    """Half precision of few values, so that a hub has many ties, and NaN."""
+    graph = graph_with_hub()
+    senders, receivers = np.asarray(graph.senders), np.asarray(graph.receivers)
+    random = np.random.default_rng(0)
+    x, w = random.integers(-3, 4, (NODES, 2)).astype(np.float16), random.integers(1, 3, EDGES).astype(np.float16)
+    reductions = [fn.max("m", "max"), fn.min("m", "min"), fn.argmax("m", "argmax"), fn.argmin("m", "argmin")]
+
+    def run(x: jax.Array, w: jax.Array) -> Any:
+        whole = graph.with_nodes(x=x).with_edges(w=w)
+        return graphs.update_all(whole, fn.u_mul_e("x", "w", "m"), reductions, implementation=implementation).nodes
+
+    def values_and_gradient(x: jax.Array, w: jax.Array) -> Any:
+        def total(x: jax.Array, w: jax.Array) -> jax.Array:
+            return run(x, w)["max"].astype("float32").sum()
+
+        return run(x, w), run(x.at[1].set(jnp.nan), w)["max"], jax.grad(total, argnums=(0, 1))(x, w)
+
+    found, with_nan, (of_x, of_w) = jax.jit(values_and_gradient)(x, w)
+    messages = x[senders] * w[:, None]
+    wanted_x, wanted_w = np.zeros((NODES, 2)), np.zeros(EDGES)
+    for node in range(NODES):
+        (edges,) = np.nonzero(receivers == node)
+        assert np.isnan(np.asarray(with_nan[node])).all() == (1 in senders[edges])
+        if not len(edges):
+            assert [found[name][node].tolist() for name in ("max", "min", "argmax")] == [[0, 0], [0, 0], [-1, -1]]
+            continue
+        for name in ("max", "min"):
+            assert (np.asarray(found[name][node]) == getattr(messages[edges], name)(0)).all()
+            assert (np.asarray(found[f"arg{name}"][node]) == edges[getattr(messages[edges], f"arg{name}")(0)]).all()
+        ties = messages[edges] == messages[edges].max(0)
+        share = ties / ties.sum(0)
+        np.add.at(wanted_x, senders[edges], share * w[edges, None])
+        wanted_w[edges] = (share * x[senders[edges]]).sum(1)
+    assert found["max"].dtype == of_x.dtype == of_w.dtype == "float16"
+    assert found["argmax"].dtype == "int32"
+    np.testing.assert_allclose(of_x, wanted_x, rtol=2e-3, atol=1e-4)
+    np.testing.assert_allclose(of_w, wanted_w, rtol=2e-3, atol=1e-4)
 
 
 def test_infinities_stay_where_they_are() -> None:
@@ -312,8 +375,9 @@ def test_which_implementation_is_chosen() -> None:
     whole = graph.with_nodes(h=z[:, 0])
     with pytest.raises(ValueError, match='"chunked" makes u_dot_v of floats of one shape'):
         graphs.apply_edges(whole, fn.u_sub_v("h", "h", "m"), implementation="chunked")
-    with pytest.raises(ValueError, match="std or softmax; these are other messages, or reduced"):
-        graphs.update_all(whole, fn.copy_u("h", "m"), fn.max("m", "x"), implementation="chunked")
+    places = graph.with_nodes(h=jnp.arange(NODES))
+    with pytest.raises(ValueError, match="reduces messages of floats of one precision; these are others"):
+        graphs.update_all(places, fn.copy_u("h", "m"), fn.max("m", "x"), implementation="chunked")
 
 
 @pytest.mark.full
