@@ -139,6 +139,7 @@ from jmp_train.graphs.sampling import neighbor_sampler as neighbor_sampler
 from jmp_train.graphs.sampling import reverse_edge_ids as reverse_edge_ids
 from jmp_train.graphs.sampling import roc_auc as roc_auc
 from jmp_train.graphs.sampling import take_rows as take_rows
+from jmp_train.graphs.sampling import take_sparse_rows as take_sparse_rows
 from jmp_train.graphs.sampling import uniform_negatives as uniform_negatives
 from jmp_train.graphs.structure import Block as Block
 from jmp_train.graphs.structure import Graph as Graph

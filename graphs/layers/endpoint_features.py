@@ -45,6 +45,12 @@ class EndRows:
             return self.own_receivers
         return first_rows(self.given, self.num_receivers)
 
+    def of_receivers(self, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Returns what a function makes of each of the receivers' rows; of sparse rows, all go through it."""
+        if isinstance(self.given, SparseFeatures):
+            return first_rows(function(self.given), self.num_receivers)
+        return function(self.receivers)
+
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "EndRows":
         """Returns what a function makes of each of the rows at either end, computed once where they are shared."""
         own = None if self.own_receivers is None else function(self.own_receivers)
@@ -67,13 +73,13 @@ def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis, can_be_s
       features: floating [senders, *shape], or a pair, of the senders and of the receivers; the senders of a
         `GraphPart` are its own rows.
       *shape: see `as_floats`.
-      can_be_sparse: whether they may be `SparseFeatures`, of a graph and not in a pair.
+      can_be_sparse: whether they may be `SparseFeatures`, not in a pair.
 
     Raises:
       TypeError: an array has no floats, or features may not be sparse.
       ValueError: a shape does not fit.
     """
-    _check_sparse(graph, features, can_be_sparse)
+    _check_sparse(features, can_be_sparse)
     adjacency = graph.connections
     num_receivers = adjacency.num_receivers
     part = graph if isinstance(graph, GraphPart) else None
@@ -89,13 +95,13 @@ def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis, can_be_s
     return EndRows(given, receivers, num_receivers, part)
 
 
-def _check_sparse(graph: Graph | Block, features: EndFeatures, can_be_sparse: bool) -> None:
+def _check_sparse(features: EndFeatures, can_be_sparse: bool) -> None:
     parts = features if isinstance(features, tuple) else (features,)
     are_sparse = any(isinstance(part, SparseFeatures) for part in parts)
     if are_sparse and not can_be_sparse:
         raise TypeError("features are sparse: this layer multiplies them with no weight first, and takes arrays")
-    if are_sparse and (len(parts) > 1 or isinstance(graph, Block)):
-        raise TypeError("features are sparse, which those of a block, or of a pair, cannot be")
+    if are_sparse and len(parts) > 1:
+        raise TypeError("features are sparse, which those of a pair cannot be")
 
 
 def _sparse_rows(features: SparseFeatures, rows: int, width: Axis) -> Any:

@@ -50,7 +50,7 @@ def gat_conv(
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
       features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`; or,
-        of a graph, `SparseFeatures`.
+        `SparseFeatures`, of a block too.
       weight: floating [in, heads * out].
       left: floating [1, heads, out], for the senders.
       right: floating [1, heads, out], for the receivers.
@@ -112,8 +112,8 @@ def gat_conv(
         dropout_key=attention_key,
     ).reshape(-1, heads * out)
     if residual:
-        own = rows.receivers
-        result = result + (own if residual_kernel is None else product(own, residual_kernel))
+        own = lambda features: features if residual_kernel is None else product(features, residual_kernel)
+        result = result + rows.of_receivers(own)
     if offset is not None:
         result = add_bias(result, offset)
     return activated(result.reshape(-1, heads, out), activation)

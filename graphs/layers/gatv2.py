@@ -51,7 +51,7 @@ def gatv2_conv(
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
       features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`; or,
-        of a graph, `SparseFeatures`.
+        `SparseFeatures`, of a block too.
       left_weight: floating [in, heads * out], for the senders.
       attention: floating [1, heads, out].
       right_weight: floating [in, heads * out], for the receivers; None for those of the senders, and
@@ -109,7 +109,7 @@ def gatv2_conv(
     tables = rows.map(lambda features: dense(features, *arrays[:2]).reshape(-1, heads, out))
     right = tables.receivers
     if right_weight is not None:
-        right = dense(rows.receivers, *arrays[2:4]).reshape(-1, heads, out)
+        right = rows.of_receivers(lambda features: dense(features, *arrays[2:4])).reshape(-1, heads, out)
     result = gatv2_attention(
         graph,
         tables.senders,
@@ -121,7 +121,7 @@ def gatv2_conv(
         dropout_key=attention_key,
     )
     if residual:
-        own = rows.receivers if residual_weight is None else dense(rows.receivers, *arrays[4:])
+        own = rows.of_receivers(lambda features: features if residual_weight is None else dense(features, *arrays[4:]))
         result = result + own.reshape(-1, heads, out)
     return activated(result, activation)
 

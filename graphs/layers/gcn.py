@@ -47,7 +47,7 @@ def graph_conv(
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
       features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`; or,
-        of a graph, with a weight, `SparseFeatures`.
+        with a weight, `SparseFeatures`, of a block too.
       weight: floating [in, out]; None for no product.
       bias: floating [out], added to all nodes.
       norm: "both" divides by the square root of the sender's out-degree times the receiver's in-degree,

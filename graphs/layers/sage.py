@@ -49,7 +49,7 @@ def sage_conv(
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block, but not with "lstm".
       features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`; or,
-        of a graph where the aggregator is "mean" or "gcn", `SparseFeatures`.
+        where the aggregator is "mean" or "gcn", `SparseFeatures`, of a block too.
       weight: floating [in, out], of the aggregate.
       self_weight: floating [in, out], of the node itself; None with "gcn".
       bias: floating [out].
@@ -107,7 +107,7 @@ def sage_conv(
     else:
         result = product(_collect(graph, rows, aggregator, inner, edge_weight), kernel)
     if self_kernel is not None:
-        result = dense(rows.receivers, self_kernel, offset) + result
+        result = rows.of_receivers(lambda features: dense(features, self_kernel, offset)) + result
     elif offset is not None:
         result = add_bias(result, offset)
     return activated(result, activation, norm)

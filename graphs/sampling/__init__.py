@@ -6,6 +6,7 @@ from jmp_train.graphs.sampling.edge_batches import edge_sampler as edge_sampler
 from jmp_train.graphs.sampling.host_edge_index import HostEdges as HostEdges
 from jmp_train.graphs.sampling.host_edge_index import host_edges as host_edges
 from jmp_train.graphs.sampling.host_rows import take_rows as take_rows
+from jmp_train.graphs.sampling.host_rows import take_sparse_rows as take_sparse_rows
 from jmp_train.graphs.sampling.inference import layerwise_inference as layerwise_inference
 from jmp_train.graphs.sampling.link_metrics import hits_at as hits_at
 from jmp_train.graphs.sampling.link_metrics import mean_reciprocal_rank as mean_reciprocal_rank

@@ -1,7 +1,11 @@
-"""Rows of arrays that stay in the host's memory, or on disk."""
+"""Rows of arrays that stay in the host's memory, or on disk, and of matrices most of whose entries are 0."""
+
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
+
+from jmp_train.graphs.structure import SparseFeatures, as_count, most_in_as_many_levels, padded_block
 
 
 def take_rows(array: np.ndarray, ids: np.ndarray, dtype: DTypeLike | None = None) -> np.ndarray:
@@ -31,3 +35,50 @@ def take_rows(array: np.ndarray, ids: np.ndarray, dtype: DTypeLike | None = None
     rows = rows if dtype is None else rows.astype(dtype, copy=False)
     rows[is_padding] = 0
     return rows
+
+
+def take_sparse_rows(
+    matrix: Any, ids: np.ndarray, dtype: DTypeLike | None = None, *, num_entries: int | None = None
+) -> SparseFeatures:
+    """Returns some rows of a sparse matrix of the host, such as those of a mini-batch's `inputs`, for its first layer.
+
+    Entries are padded, so that all batches with as many ids share one program.
+
+    Args:
+      matrix: floating [nodes, width], of scipy's in the format "csr".
+      ids: int [rows]; -1 for padding, which gets 0.
+      dtype: of the result; None for the matrix's own.
+      num_entries: how many entries the result has; None for as many as so many different rows have at most.
+
+    Returns:
+      [rows, width], its arrays in the host's memory.
+
+    Raises:
+      TypeError: the matrix is another one.
+      ValueError: an id is out of range, or the rows have more entries.
+
+    Example:
+      >>> import scipy.sparse
+      >>> words = scipy.sparse.csr_matrix(np.array([[0.0, 2.0], [0.0, 0.0], [3.0, 4.0]], np.float32))
+      >>> take_sparse_rows(words, np.array([2, -1])).toarray().tolist()
+      [[3.0, 4.0], [0.0, 0.0]]
+    """
+    import scipy.sparse
+
+    if not scipy.sparse.issparse(matrix) or matrix.format != "csr" or matrix.dtype.kind != "f":
+        raise TypeError(f"matrix must be a floating csr matrix of scipy's, got {type(matrix).__name__}")
+    num_rows, width = matrix.shape
+    if ids.size and not -1 <= ids.min() <= ids.max() < num_rows:
+        raise ValueError(f"ids must be between -1 and {num_rows - 1}, got {ids.min()} to {ids.max()}")
+    counts = np.diff(matrix.indptr)
+    if num_entries is None:
+        num_entries = int(np.partition(counts, max(num_rows - len(ids), 0))[-len(ids) :].sum()) if ids.size else 0
+    rows = matrix[ids[ids >= 0]]
+    if rows.nnz > as_count("num_entries", num_entries):
+        raise ValueError(f"num_entries={num_entries} is less than the {rows.nnz} entries of the rows")
+    owners = np.repeat(np.flatnonzero(ids >= 0), np.diff(rows.indptr))
+    most_in = most_in_as_many_levels(int(counts.max(initial=0)))
+    block = padded_block(rows.indices, owners, width, len(ids), num_edges=num_entries, most_in=most_in)
+    values: Any = np.zeros(num_entries, dtype or matrix.dtype)
+    values[: rows.nnz] = rows.data
+    return SparseFeatures(block.connections, values)

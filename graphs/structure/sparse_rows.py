@@ -68,7 +68,8 @@ class SparseFeatures:
 
     def toarray(self) -> jax.Array:
         """Returns the features [nodes, width] with all zeros."""
-        ends = self.connections.receivers.ids, self.connections.senders.ids
+        connections = jax.tree.map(jnp.asarray, self.connections)  # which may be in the host's memory
+        ends = connections.receivers.ids, connections.senders.ids
         return jnp.zeros(self.shape, self.dtype).at[ends].add(self.values)
 
 

@@ -56,6 +56,52 @@ def test_layers_compute_what_they_do_of_all_zeros(name: str) -> None:
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("sg", "tag", "cheb")])
+def test_layers_of_blocks_compute_what_they_do_of_all_zeros(name: str) -> None:
+    """Three mini-batches, one of them incomplete, and one program for both kinds of features each."""
+    layer, matrix, traced = LAYERS[name], scipy.sparse.csr_matrix(WORDS), []
+    edges = graphs.host_edges(np.asarray(GRAPH.senders), np.asarray(GRAPH.receivers), NODES)
+    sampler = graphs.neighbor_sampler(edges, (-1,), np.arange(NODES), 16)
+
+    @jax.jit
+    def run(block: Any, features: Any) -> Any:
+        traced.append(features)
+        return layer(block, features)
+
+    random = np.random.default_rng(3)
+    for seeds in (np.arange(16), np.arange(20, 36), np.arange(50, 60)):
+        batch = sampler.sample(seeds, random)
+        words = graphs.take_sparse_rows(matrix, batch.inputs)
+        rows = graphs.take_rows(WORDS, batch.inputs)
+        np.testing.assert_array_equal(words.toarray(), rows)
+        one, other = (run(batch.blocks[0], features)[: len(seeds)] for features in (words, rows))
+        np.testing.assert_allclose(one, other, atol=2e-6)
+    assert len(traced) == 2
+
+
+def test_rows_of_sparse_matrices_are_padded_as_is_asked() -> None:
+    matrix = scipy.sparse.csr_matrix(WORDS)
+    ids = np.array([7, -1, 7, 3])
+    assert graphs.take_sparse_rows(matrix, ids).num_entries == np.sort(np.diff(matrix.indptr))[-4:].sum()
+    half = graphs.take_sparse_rows(matrix, ids, np.float16, num_entries=99)
+    assert (half.num_entries, half.shape, half.dtype) == (99, (4, WIDTH), np.float16)
+    assert graphs.take_sparse_rows(matrix, np.array([], np.int32)).shape == (0, WIDTH)
+    cases: list[tuple[type[Exception], Callable[[], Any], str]] = [
+        (
+            TypeError,
+            lambda: graphs.take_sparse_rows(WORDS, ids),
+            "matrix must be a floating csr matrix of scipy's, got",
+        ),
+        (TypeError, lambda: graphs.take_sparse_rows(matrix.tocsc(), ids), "matrix must be a floating csr matrix"),
+        (ValueError, lambda: graphs.take_sparse_rows(matrix, ids + 60), "ids must be between -1 and 59, got 59 to 67"),
+        (ValueError, lambda: graphs.take_sparse_rows(matrix, ids, num_entries=1), "num_entries=1 is less than the"),
+    ]
+    for kind, call, message in cases:
+        with pytest.raises(kind, match=message):
+            call()
+
+
 def test_half_precision_is_added_in_float32() -> None:
     """Of 20,000 words that all nodes have, a float16 sum would end at 2,048."""
     words = graphs.sparse_features(np.ones((3, 20_000), np.float16))
