@@ -67,3 +67,8 @@ def mask_of(ids: np.ndarray, count: int) -> np.ndarray:
     mask = np.full(count, False)
     mask[ids] = True
     return mask
+
+
+def as_they_come(ids: np.ndarray) -> np.ndarray:
+    """Returns each id once, where it is first."""
+    return ids[np.sort(np.unique(ids, return_index=True)[1])]

@@ -6,15 +6,15 @@ in the whole graph, as the feature "_ID".
 Reference: dgl.subgraph of Deep Graph Library, https://www.dgl.ai.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import jraph
 import numpy as np
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.structure import AnyGraph, Graph, accepts_jraph, as_count, from_jraph
-from jmp_train.graphs.transforms.chosen_ids import ID, chosen_ids, mask_of
+from jmp_train.graphs.structure import AnyGraph, EdgeType, Graph, HeteroGraph, accepts_jraph, as_count, from_jraph
+from jmp_train.graphs.transforms.chosen_ids import ID, as_they_come, chosen_ids, mask_of
 from jmp_train.graphs.transforms.edge_lists import (
     EdgeList,
     check_keeps_edges,
@@ -23,22 +23,24 @@ from jmp_train.graphs.transforms.edge_lists import (
     owning_graphs,
     with_parts,
 )
+from jmp_train.graphs.transforms.hetero_subgraphs import hetero_edge_subgraph, hetero_node_subgraph
 
 
 @accepts_jraph
 def node_subgraph(
-    graph: Graph,
-    nodes: Ids,
+    graph: Graph | HeteroGraph,
+    nodes: Ids | Mapping[str, Ids],
     relabel_nodes: bool = True,
     store_ids: bool = True,
     *,
     formats: Sequence[str] | None = None,
-) -> Graph:
+) -> Graph | HeteroGraph:
     """Returns the graph of some nodes and of all edges between them; runs on the host.
 
     Args:
-      graph: a graph of ours or jraph's, or a batch, without padding.
-      nodes: int [kept nodes], which nodes, or bool [nodes].
+      graph: a graph of ours or jraph's, or a batch, without padding; or one of several types.
+      nodes: int [kept nodes], which nodes, or bool [nodes]; by node type where there are several, none of one that is
+        missing.
       relabel_nodes: whether only these nodes stay, numbered in the order of `nodes`; else all nodes stay.
       store_ids: whether the ids of nodes and edges in `graph` become the feature "_ID" of both, int32; that of
         edges only if the graph has the format "coo".
@@ -58,26 +60,29 @@ def node_subgraph(
       >>> part.senders.tolist(), part.receivers.tolist(), part.edges["_ID"].tolist(), part.nodes["_ID"].tolist()
       ([0, 2], [1, 0], [0, 4], [0, 1, 4])
     """
+    if isinstance(graph, HeteroGraph):
+        return hetero_node_subgraph(graph, cast(Mapping[str, Ids], nodes), relabel_nodes, store_ids, formats=formats)
     edges = edges_on_host(graph)
-    ids = chosen_ids("nodes", nodes, graph.num_nodes)
+    ids = chosen_ids("nodes", cast(Ids, nodes), graph.num_nodes)
     kept = _between(edges, mask_of(ids, graph.num_nodes))
     return _part(graph, edges, kept, ids if relabel_nodes else None, store_ids, formats)
 
 
 @accepts_jraph
 def edge_subgraph(
-    graph: Graph,
-    edges: Ids,
+    graph: Graph | HeteroGraph,
+    edges: Ids | Mapping[str | EdgeType, Ids],
     relabel_nodes: bool = True,
     store_ids: bool = True,
     *,
     formats: Sequence[str] | None = None,
-) -> Graph:
+) -> Graph | HeteroGraph:
     """Returns the graph of some edges and of the nodes at their ends; runs on the host.
 
     Args:
-      graph: a graph of ours or jraph's, or a batch, without padding.
-      edges: int [kept edges], which edges, or bool [edges].
+      graph: a graph of ours or jraph's, or a batch, without padding; or one of several types.
+      edges: int [kept edges], which edges, or bool [edges]; by edge type, or its name, where there are several, none of
+        one that is missing.
       relabel_nodes: whether only the nodes at their ends stay, numbered as they come, the senders' first; else
         all nodes stay.
       store_ids: see `node_subgraph`.
@@ -97,10 +102,13 @@ def edge_subgraph(
       >>> part.senders.tolist(), part.receivers.tolist(), part.edges["_ID"].tolist(), part.nodes["_ID"].tolist()
       ([0, 1], [2, 0], [0, 4], [0, 4, 1])
     """
+    if isinstance(graph, HeteroGraph):
+        by_type = cast(Mapping[str | EdgeType, Ids], edges)
+        return hetero_edge_subgraph(graph, by_type, relabel_nodes, store_ids, formats=formats)
     whole = edges_on_host(graph)
     check_keeps_edges(graph)
-    kept = chosen_ids("edges", edges, len(whole.senders))
-    nodes = _as_they_come(np.concatenate([whole.senders[kept], whole.receivers[kept]]))
+    kept = chosen_ids("edges", cast(Ids, edges), len(whole.senders))
+    nodes = as_they_come(np.concatenate([whole.senders[kept], whole.receivers[kept]]))
     return _part(graph, whole, kept, nodes if relabel_nodes else None, store_ids, formats)
 
 
@@ -259,7 +267,7 @@ def _touching(
 ) -> Graph:
     is_touched = mask_of(chosen_ids("nodes", nodes, graph.num_nodes), graph.num_nodes)
     kept = np.flatnonzero(is_touched[ends])
-    found = _as_they_come(np.concatenate([edges.senders[kept], edges.receivers[kept]]))
+    found = as_they_come(np.concatenate([edges.senders[kept], edges.receivers[kept]]))
     return _part(graph, edges, kept, found if relabel_nodes else None, store_ids, formats)
 
 
@@ -298,11 +306,6 @@ def _reached(near: np.ndarray, far: np.ndarray, is_seed: np.ndarray, k: int) -> 
 def _between(edges: EdgeList, is_kept: np.ndarray) -> np.ndarray:
     """Returns the places of the edges both of whose ends are kept."""
     return np.flatnonzero(is_kept[edges.senders] & is_kept[edges.receivers])
-
-
-def _as_they_come(ids: np.ndarray) -> np.ndarray:
-    """Returns each id once, where it is first."""
-    return ids[np.sort(np.unique(ids, return_index=True)[1])]
 
 
 def _part(
