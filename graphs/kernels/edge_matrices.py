@@ -91,9 +91,10 @@ class DiagonalBlocks:
     def __call__(self, shared: Any, edges: OfEdges, rows: jax.Array) -> jax.Array:  # noqa: D102
         assert edges.types is not None
         matrices = _of_types(upcast(shared), edges.types)
-        parts = _times(rows, edges.weight).reshape(*rows.shape[:2], shared.shape[1], -1)
+        count = shared.shape[1]
+        parts = _times(rows, edges.weight).reshape(*rows.shape[:2], count, rows.shape[2] // count)
         form = "nwbi,nwboi->nbo" if self.is_transposed else "nwbi,nwbio->nbo"
-        return jnp.einsum(form, parts, matrices, precision="highest").reshape(len(rows), -1)
+        return jnp.einsum(form, parts, matrices, precision="highest").reshape(len(rows), self.out_width(shared, 0))
 
     def transposed(self) -> "DiagonalBlocks":  # noqa: D102
         return DiagonalBlocks(not self.is_transposed)

@@ -31,6 +31,12 @@ class HGTNodeWeights(NamedTuple):
       result_bias: of the result.
       skip: floating [1]: the sigmoid of this weights the result, what is left of 1 the node itself; only where widths
         are equal.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> weight = jnp.ones((4, 8))
+      >>> HGTNodeWeights(weight, weight, weight, jnp.ones((8, 8))).skip is None
+      True
     """
 
     key: Floats
@@ -51,6 +57,12 @@ class HGTEdgeWeights(NamedTuple):
       key: floating [heads, width, width], which multiplies the senders' keys.
       value: floating [heads, width, width], which multiplies their values.
       prior: floating [heads], which multiplies the logits.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> matrices = jnp.ones((2, 4, 4))  # of two heads
+      >>> HGTEdgeWeights(matrices, matrices, jnp.ones(2)).prior.shape
+      (2,)
     """
 
     key: Floats
@@ -239,7 +251,8 @@ def _joined(attended: Sequence[_Attended]) -> jax.Array:
     shares = powers / jnp.where(sizes > 0, sizes, jnp.ones_like(sizes))
     total = sum(share[..., None] * each.total for share, each in zip(shares, attended, strict=True))
     assert isinstance(total, jax.Array)
-    return jax.nn.gelu(total.reshape(len(total), -1), approximate=False)
+    _, heads, width = total.shape
+    return jax.nn.gelu(total.reshape(-1, heads * width), approximate=False)
 
 
 def _skipped(result: jax.Array, rows: jax.Array, skip: jax.Array) -> jax.Array:

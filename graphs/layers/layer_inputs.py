@@ -95,19 +95,19 @@ def as_edge_types(graph: Graph | Block, edge_types: Ids, num_types: int) -> jax.
       TypeError: they are not integers.
       ValueError: they have another shape, or one of them is out of range; the message names the edge.
     """
-    array = jnp.asarray(cast(Any, edge_types))
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"edge_types must be integers, got {array.dtype}")
+    is_traced = has_tracers(edge_types)
+    array = cast(Any, edge_types) if is_traced else np.asarray(edge_types)
     num_edges = graph.connections.receivers.num_edges
     if array.shape != (num_edges,):
         raise ValueError(f"edge_types must be [{num_edges}], got shape {array.shape}")
-    if not has_tracers(array):
-        known = np.asarray(array)
-        wrong = (known < 0) | (known >= num_types)
+    if not jnp.issubdtype(array.dtype, jnp.integer) and num_edges:  # an empty list is float64
+        raise TypeError(f"edge_types must be integers, got {array.dtype}")
+    if not is_traced:
+        wrong = (array < 0) | (array >= num_types)
         if wrong.any():
             edge = int(wrong.argmax())
-            raise ValueError(f"edge_types[{edge}] = {known[edge]} is out of range for {num_types} types")
-    return array.astype(jnp.int32)
+            raise ValueError(f"edge_types[{edge}] = {array[edge]} is out of range for {num_types} types")
+    return jnp.asarray(array, jnp.int32)
 
 
 def as_optional(name: str, array: Floats | None, *shape: int | str | EllipsisType) -> jax.Array | None:

@@ -157,7 +157,8 @@ def _combined(attention: DotResult, weight: jax.Array | None, concat: bool) -> j
     if attention.edge_total is not None and weight is not None:
         kernel = upcast(weight).reshape(-1, *total.shape[1:])
         total = total + jnp.einsum("nhf,fhd->nhd", attention.edge_total, kernel, precision="highest")
-    return total.reshape(len(total), -1) if concat else total.mean(1)
+    _, heads, width = total.shape
+    return total.reshape(-1, heads * width) if concat else total.mean(1)
 
 
 @autocast_as("float32")

@@ -321,6 +321,22 @@ def test_the_edge_example_learns_in_float16_as_in_float32_with_one_trace(tmp_pat
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_relational_example_is_as_accurate_in_float16_as_in_float32(tmp_path: Path) -> None:
+    example, accuracies = str(ROOT / "examples" / "rgcn_entities.py"), []
+    for flag in ("--use-fp16", "--no-use-fp16"):
+        *losses, traces, last = run_script(example, flag, cwd=tmp_path).splitlines()
+        first, *_, final = (float(line.removeprefix("loss ")) for line in losses)
+        assert final < first
+        assert traces == "1 trace"
+        match = re.fullmatch(r"test accuracy ([\d.]+)%", last)
+        assert match is not None
+        accuracies.append(float(match[1]))
+    assert min(accuracies) > 80
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=2)
+
+
+@pytest.mark.full
 def test_the_link_example_learns_in_float16_as_in_float32(tmp_path: Path) -> None:
     example, found = str(ROOT / "examples" / "link_prediction.py"), []
     for flag in ("--use-fp16", "--no-use-fp16"):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from graph_helpers import HALVES, ONE_HALF
+from graph_helpers import HALVES
 
 import jmp_train as jt
 from jmp_train import graphs
@@ -193,7 +193,8 @@ def test_hgt_and_its_gradients_are_those_of_the_formulas(
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("half", ONE_HALF)
+@pytest.mark.full
+@pytest.mark.parametrize("half", HALVES)
 def test_hgt_in_half_is_near_float64(half: str) -> None:
     graph = whole_graph()
     definition, state = drawn(make_hgt())

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -272,3 +273,40 @@ def test_jumping_knowledge_is_that_of_pytorch_geometric() -> None:
     layers = list(np.random.default_rng(0).normal(size=(3, NODES, IN)).astype(np.float32))
     wanted = theirs(list(map(torch.tensor, layers))).detach().numpy()
     np.testing.assert_allclose(layer(list(map(jnp.asarray, layers))), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_attention_over_several_edge_types_is_equal_too() -> None:
+    follows, plays, makes = ("user", "follows", "user"), ("user", "plays", "game"), ("firm", "makes", "game")
+    counts, random = {"user": 9, "game": 7, "firm": 3}, np.random.default_rng(1)
+    ends = {
+        kind: tuple(random.integers(0, counts[kind[i]], size) for i in (0, 2))
+        for kind, size in ((follows, 30), (plays, 60), (makes, 9))
+    }
+    graph = graphs.hetero_from_edges({kind: (one, other) for kind, (one, other) in ends.items()}, counts)
+    layer = graphs.HGTConv(IN, IN, graph.node_types, graph.edge_types, HEADS, rngs=nnx.Rngs(0))
+    theirs = pyg.HGTConv(IN, IN, (list(counts), list(graph.edge_types)), HEADS)
+    draw = lambda shape: random.normal(size=shape).astype(np.float32) / 2
+    for leaf in jax.tree.leaves(nnx.state(layer), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        leaf[...] = jnp.asarray(draw(leaf.shape))
+    state, numbers = theirs.state_dict(), dict[str, Any]()
+    for name, weights in layer.node_weights.items():
+        w = {end: np.array(x[...]) for end, x in weights.items()}
+        numbers[f"kqv_lin.lins.{name}.weight"] = np.concatenate([w[end].T for end in ("key", "query", "value")])
+        numbers[f"kqv_lin.lins.{name}.bias"] = np.concatenate([w[f"{end}_bias"] for end in ("key", "query", "value")])
+        numbers[f"out_lin.lins.{name}.weight"], numbers[f"out_lin.lins.{name}.bias"] = w["result"].T, w["result_bias"]
+        numbers[f"skip.{name}"] = w["skip"]
+    of_edges = [layer.edge_weights["/".join(kind)] for kind in graph.edge_types]
+    for end in ("key", "value"):  # theirs are all heads of a type after those of another
+        parts = np.stack([np.array(each[end][...]) for each in of_edges], 1)
+        numbers[f"{end[0]}_rel.weight"] = parts.reshape(-1, *parts.shape[2:])
+    for kind, each in zip(graph.edge_types, of_edges, strict=True):
+        numbers[f"p_rel.{'__'.join(kind)}"] = np.array(each["prior"][...])
+    theirs.load_state_dict({key: torch.tensor(numbers[key].reshape(x.shape)) for key, x in state.items()})
+    features = {name: draw((count, IN)) for name, count in counts.items()}
+    mine = jax.jit(layer)(graph, {name: jnp.asarray(x) for name, x in features.items()})
+    with torch.no_grad():
+        edge_index = {kind: torch.tensor(np.stack(ends[kind])) for kind in graph.edge_types}  # theirs need their order
+        wanted = theirs({name: torch.tensor(x) for name, x in features.items()}, edge_index)
+    for name, found in mine.items():
+        np.testing.assert_allclose(found, wanted[name].numpy(), rtol=1e-4, atol=1e-5)

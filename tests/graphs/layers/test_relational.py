@@ -12,6 +12,7 @@ from graph_helpers import HALVES, ONE_HALF
 
 import jmp_train as jt
 from jmp_train import graphs
+from jmp_train.graphs.kernels.implementations import IMPLEMENTATIONS
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
@@ -26,7 +27,7 @@ def star() -> graphs.Graph:
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"])
-@pytest.mark.parametrize("implementation", ["xla", "chunked"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_hub_is_rounded_once_and_so_are_gradients_of_what_all_edges_share(
     implementation: str, half: str, is_cast: bool
 ) -> None:
@@ -112,6 +113,18 @@ def test_edges_of_no_type_bring_nothing_under_jit() -> None:
         both(np.array([0, 2, 0, 1]))
     with pytest.raises(ValueError, match=r"edge_types\[3\] = -1 is out of range for 2 types"):
         both([0, 1, 0, -1])
+    with pytest.raises(ValueError, match=r"edge_types\[2\] = 4294967296 is out of range"):
+        both(np.array([0, 1, 2**32, 0]))
+
+
+def test_without_edges_and_without_nodes() -> None:
+    for count in (0, 3):
+        graph, x = graphs.from_edges([], [], count), jnp.ones((count, 2))
+        for name in IMPLEMENTATIONS:
+            found = graphs.rel_graph_conv(graph, x, [], jnp.ones((2, 2, 4)), implementation=name)
+            assert found.shape == (count, 4) and not found.any()
+        found = graphs.transformer_conv(graph, x, *[jnp.ones((2, 4))] * 3, num_heads=2)
+        assert found.shape == (count, 4) and not found.any()
 
 
 def test_relation_norm_makes_means_of_each_type() -> None:
@@ -125,6 +138,7 @@ def test_relation_norm_makes_means_of_each_type() -> None:
         jax.jit(lambda types: graphs.relation_norm(graph, types))(types)
 
 
+@pytest.mark.full
 def test_dropout_and_norm_of_the_relational_layer() -> None:
     graph, x = graphs.from_edges([0, 1, 2], [1, 2, 0], 3), jnp.ones((3, 4))
     rngs = nnx.Rngs(0)
