@@ -31,6 +31,7 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
 autosummary_generate = False
 napoleon_numpy_docstring = False
