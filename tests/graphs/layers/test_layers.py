@@ -257,6 +257,7 @@ DROPPING: dict[str, Callable[..., Any]] = {
     "gat attention": lambda **o: graphs.GATConv(6, 4, 2, attention_dropout=0.5, **o),
     "gatv2 features": lambda **o: graphs.GATv2Conv(6, 4, 2, feature_dropout=0.5, **o),
     "gatv2 attention": lambda **o: graphs.GATv2Conv(6, 4, 2, attention_dropout=0.5, **o),
+    "transformer attention": lambda **o: graphs.TransformerConv(6, 4, 2, attention_dropout=0.5, **o),
     "appnp": lambda **o: graphs.APPNPConv(3, edge_dropout=0.5, **o),
 }
 

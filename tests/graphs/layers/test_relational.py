@@ -151,6 +151,24 @@ def test_dropout_and_norm_of_the_relational_layer() -> None:
     np.testing.assert_allclose(still.mean(1), 0, atol=1e-6)
 
 
+@pytest.mark.full
+def test_states_are_told_of_weights_and_one_type_needs_no_types() -> None:
+    graph, x = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3), jnp.arange(12.0).reshape(3, 4) / 12
+    layer = graphs.GatedGraphConv(4, 5, 2, rngs=nnx.Rngs(0))
+    layer.message_bias = nnx.Param(jnp.linspace(-1, 1, 5)[None])
+    weights = jnp.array([0.5, 2.0, 0.0, 1.0])
+
+    def both(x: jax.Array, weights: jax.Array) -> list[jax.Array]:
+        fewer = graphs.from_edges([0, 1, 1, 0], [1, 2, 2, 0], 3)  # a weight of 2 is an edge twice, one of 0 none
+        halved = jnp.array([0.5, 1.0, 1.0, 1.0])
+        calls = [(graph, x, None, weights), (graph, x, jnp.zeros(4, int), weights), (fewer, x, None, halved)]
+        return [layer(*call) for call in calls]
+
+    first, *others = jax.jit(both)(x, weights)
+    for found in others:
+        np.testing.assert_allclose(found, first, rtol=1e-5, atol=1e-6)
+
+
 def plain(function: Callable[..., Any], *shapes: tuple[int, ...], **options: Any) -> Any:
     graph = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3)
     return function(graph, *map(jnp.ones, shapes), **options)
