@@ -200,6 +200,8 @@ def edge_sampler(
 
     Reference: as_edge_prediction_sampler of Deep Graph Library, https://www.dgl.ai.
     """
+    if not isinstance(edges, HostEdges):
+        raise TypeError(f"edges must be what host_edges returned, of one type, got {type(edges).__name__}")
     count = edges.num_sources
     ends = checked_ends(senders, receivers, count, edges.num_targets)
     if len(ends[0]) != edges.num_edges:

@@ -114,3 +114,5 @@ def test_what_is_refused() -> None:
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
+    with pytest.raises(TypeError, match="edges must be what host_edges returned, of one type, got dict"):
+        graphs.edge_sampler({("a", "b", "a"): edges}, (1,), SENDERS, RECEIVERS, 8)  # pyright: ignore[reportArgumentType]
