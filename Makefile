@@ -92,7 +92,7 @@ bench: .venv/.dev
 	$(BIN)/python benchmarks/minibatch.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-gpu .venv-plan build dist out *.egg-info .coverage .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-gpu .venv-plan .venv-dgl build dist out *.egg-info .coverage .pytest_cache .ruff_cache .hypothesis
 
 .venv/bin/pip:
 	@test -n "$(PYTHON)" || { echo "jmp_train needs Python 3.11 or newer: make PYTHON=/path/to/python"; exit 1; }
@@ -124,4 +124,11 @@ clean:
 	@echo "installing jmp_train[plan] into .venv-plan"
 	@.venv-plan/bin/pip install -qq --editable '.[plan]'
 	@$(BIN)/jmp-train plan --install
+	@touch $@
+
+# DGL, for benchmarks/graphs.py: 2.1.0 is the last with a wheel for CPUs on the index, and takes Python 3.11 or older.
+.venv-dgl/.dgl:
+	test -x .venv-dgl/bin/pip || $(PYTHON) -m venv .venv-dgl
+	@echo "installing DGL 2.1.0 and torch 2.2.1 into .venv-dgl, 5 GB"
+	@.venv-dgl/bin/pip install -qq dgl==2.1.0 torch==2.2.1 torchdata==0.7.1 'numpy<2' 'pandas<2.3' pydantic pyyaml
 	@touch $@

@@ -14,7 +14,7 @@ import scipy.sparse
 from flax import nnx
 
 import jmp_train as jt
-from jmp_train.graphs import GATConv, apply_edges, edge_softmax, fn, from_edges, update_all
+from jmp_train.graphs import GATConv, apply_edges, edge_softmax, fn, from_edges, update_all, use_native_kernels
 
 HEADS, WIDTH, CLASSES = 4, 64, 16
 LAYERS = ((HEADS, WIDTH), (HEADS, WIDTH), (1, CLASSES))
@@ -45,6 +45,7 @@ class Row(NamedTuple):
 
 ROWS = {
     "copy+sum": Row("copy_sum", ("features",), is_plain_sum=True),
+    "copy+sum, 64 features": Row("copy_sum", ("narrow",), is_plain_sum=True),
     "weighted sum": Row("weighted_sum", ("features", "weights"), is_plain_sum=True),
     "weighted sum, gradient": Row("weighted_sum", ("features", "weights"), "node_cotangent"),
     "edge softmax": Row("softmax", ("logits",)),
@@ -106,12 +107,12 @@ class Case:
             "edge_cotangent": normal(num_edges, HEADS),
             "labels": random.integers(0, CLASSES, num_nodes, np.int32),
         }
+        self.arrays["narrow"] = np.ascontiguousarray(self.arrays["features"][..., : WIDTH // 4])
 
     def inputs(self, row: Row) -> list[np.ndarray]:
         """Returns a row's float32 inputs; sums see features as [nodes, heads * width]."""
-        flat = (self.num_nodes, HEADS * WIDTH)
         arrays = [self.arrays[name] for name in row.inputs]
-        return [x.reshape(flat) if x.ndim == 3 and row.op != "dot" else x for x in arrays]
+        return [x.reshape(self.num_nodes, -1) if x.ndim == 3 and row.op != "dot" else x for x in arrays]
 
     def wanted(self, row: Row) -> list[np.ndarray]:
         """Returns a row's right results, computed in float64: that of the operation, then gradients."""
@@ -314,6 +315,14 @@ def stepping(step: Any, state: Any, batch: Any) -> tuple[Any, Any]:
         return [np.asarray(results[0]), update]
 
     return run, check
+
+
+def native_form(case: Case, row: Row, dtype: str) -> Form:
+    """Returns our form of a row with kernels in C++."""
+    use_native_kernels()
+    form = our_form(case, row, dtype)  # which compiles it
+    use_native_kernels(False)
+    return form
 
 
 def our_form(case: Case, row: Row, dtype: str) -> Form:

@@ -11,7 +11,9 @@ precision there, by `train_step`'s policies and `torch.autocast`.
 
 Peers are jraph's operations, jitted, and PyTorch Geometric in the forms that its documentation names:
 scatter, segment, `EdgeIndex`, CSR by MKL and by torch's own product, and `torch.compile`. The library
-does not require it: `pip install torch==2.13 torch_geometric`; without it, ours and jraph's run.
+does not require it: `pip install torch==2.13 torch_geometric`; without it, ours and jraph's run. DGL, in float32,
+runs in a process of its own where `make .venv-dgl/.dgl` has made its environment, or --dgl names its Python; it takes
+its turn among the others. "jmp_train, native" is ours after `use_native_kernels()`.
 
 Before a row is timed, each form's results are compared with float64's, the GAT step's loss and update
 with those of jraph in float32. A form that raises, or is wrong, is shown with the reason and is not a peer.
@@ -30,7 +32,7 @@ import warnings
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Without it jaxlib 0.11 and 0.12 miscompile bfloat16 fusions on the CPU.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=")
@@ -44,15 +46,19 @@ from graph_cases import (
     Row,
     differences,
     jraph_form,
+    native_form,
     our_form,
     timed,
 )
+from graph_dgl import DGL, PYTHON
+from graph_dgl import INSTALL as INSTALL_DGL
+from graph_dgl import NAME as DGL_NAME
 from graph_peers import CSR_FORMS, FORMS, INSTALL, Torch, torch_form
 
 SIZES = ("20000x500000", "50000x2000000")
 DTYPES = ("float32", "bfloat16", "float16")
-OURS, JRAPH, JRAPH_SORTED = "jmp_train", "jraph", "jraph, sorted"
-LIBRARIES = (OURS, "jraph", "PyG")
+OURS, NATIVE, JRAPH, JRAPH_SORTED = "jmp_train", "jmp_train, native", "jraph", "jraph, sorted"
+LIBRARIES = (OURS, "jraph", "PyG", DGL_NAME)
 MOST_ROUNDS, SLOW = 25, 5.0
 STEP_GOAL, MKL_GOAL, HALF_GOAL = 2.0, 2.0, 1.0
 HALF_NOISE = 1.05  # what two measurements of the same may differ by
@@ -64,16 +70,26 @@ class Unfit(Exception):
     """A form that cannot be measured; its text says why."""
 
 
-def make(name: str, case: Case, peer: Torch | None, row: Row, dtype: str) -> Form | None:
+class Peers(NamedTuple):
+    """PyTorch Geometric and DGL with the graph of a case; None for those that are not there."""
+
+    pyg: Torch | None
+    dgl: DGL | None
+
+
+def make(name: str, case: Case, peers: Peers, row: Row, dtype: str) -> Form | None:
     """Returns a form of a row by its name, or None if the row has no such form."""
-    if name == OURS:
-        return our_form(case, row, dtype)
+    if name in (OURS, NATIVE):
+        return (our_form if name == OURS else native_form)(case, row, dtype)
+    if name == DGL_NAME:
+        return peers.dgl.form(row, dtype) if peers.dgl is not None else None
+    peer = peers.pyg
     if peer is not None and name in FORMS:
         return torch_form(peer, name, row, dtype)
     return jraph_form(case, row, dtype, is_sorted=name == JRAPH_SORTED)
 
 
-def checked_form(name: str, case: Case, peer: Torch | None, row: Row, dtype: str, wanted: list[Any]) -> Form | None:
+def checked_form(name: str, case: Case, peers: Peers, row: Row, dtype: str, wanted: list[Any]) -> Form | None:
     """Returns a form that has run, with the right results, or None if the row has no such form.
 
     Raises:
@@ -82,7 +98,7 @@ def checked_form(name: str, case: Case, peer: Torch | None, row: Row, dtype: str
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            form = make(name, case, peer, row, dtype)
+            form = make(name, case, peers, row, dtype)
             if form is None:
                 return None
             found = form.check(form.run())
@@ -104,25 +120,25 @@ def results_wanted(case: Case, row: Row) -> list[Any]:
     return form.check(form.run())
 
 
-def measure(case: Case, peer: Torch | None, row: Row, keys: list[tuple[str, str]], seconds: float) -> Times:
+def measure(case: Case, peers: Peers, row: Row, keys: list[tuple[str, str]], seconds: float) -> Times:
     """Returns the seconds of a row's forms, by name and dtype, or why there are none.
 
     Args:
       case: the graph.
-      peer: PyTorch Geometric with the graph; None where it is not there.
+      peers: other libraries with the graph.
       row: which operation.
       keys: names and dtypes of the forms.
       seconds: after which no further round begins.
     """
     gc.collect()
-    if peer is not None:
-        peer.forget()
+    if peers.pyg is not None:
+        peers.pyg.forget()
     times: Times = {}
     forms: dict[tuple[str, str], Form] = {}
     wanted = results_wanted(case, row)
     for name, dtype in keys:
         try:
-            form = checked_form(name, case, peer, row, dtype, wanted)
+            form = checked_form(name, case, peers, row, dtype, wanted)
         except Unfit as reason:
             times.setdefault(name, {})[dtype] = str(reason)
             continue
@@ -156,7 +172,7 @@ def best(times: Times, names: list[str]) -> tuple[str, float] | None:
 
 def summary(times: Times) -> dict[str, Any]:
     """Returns what the table says of a row: the best peer, and ratios where there are both."""
-    peers = [name for name in times if name != OURS]
+    peers = [name for name in times if name not in (OURS, NATIVE)]
     ours = {dtype: median(times, OURS, dtype) for dtype in DTYPES}
     full = ours["float32"]
     result: dict[str, Any] = {"ours": ours}
@@ -211,7 +227,7 @@ def print_summary(size: str, rows: dict[str, Times]) -> None:
 
 def verdicts(report: dict[str, dict[str, Times]]) -> list[str]:
     """Returns a line for each target that the sizes and rows at hand can tell of."""
-    ahead, sums, steps, halves = [], [], [], []
+    ahead, sums, steps, halves, of_dgl, dgl_steps = [], [], [], [], [], []
     for size, rows in report.items():
         for title, times in rows.items():
             facts, where = summary(times), f"{title} ({size})"
@@ -222,6 +238,9 @@ def verdicts(report: dict[str, dict[str, Times]]) -> list[str]:
                 sums.append((ratio, where))
             if ROWS[title].op == "step" and (ratio := facts.get("best_peer/ours")) is not None:
                 steps.append((ratio, where))
+            native, dgl = (median(times, name, "float32") for name in (NATIVE, DGL_NAME))
+            if native and dgl:
+                (dgl_steps if ROWS[title].op == "step" else of_dgl).append((dgl / native, where))
             for dtype, ratio in facts.get("half/float32", {}).items():
                 halves.append((1 / ratio, f"{dtype}, {where}"))
     lines = []
@@ -229,6 +248,8 @@ def verdicts(report: dict[str, dict[str, Times]]) -> list[str]:
         ("ahead of the best peer, but for CSR's plain sums: peer/ours", ahead, 1.0),
         ("within 2 times of CSR's plain sums: peer/ours", sums, 1 / MKL_GOAL),
         ("the GAT step in float32 twice as fast: peer/ours", steps, STEP_GOAL),
+        ("native, within DGL's time: DGL/native", of_dgl, 1.0),
+        ("native, the GAT step twice as fast as DGL: DGL/native", dgl_steps, STEP_GOAL),
         ("half no slower than float32: float32/half", halves, HALF_GOAL / HALF_NOISE),
     ):
         if ratios:
@@ -271,6 +292,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS, metavar="ROW")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--libraries", nargs="+", default=LIBRARIES, choices=LIBRARIES)
+    parser.add_argument("--dgl", type=Path, default=PYTHON, metavar="PYTHON", help="of an environment that has DGL")
     parser.add_argument("--seconds", type=float, default=60, help="of each row; default: 60")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     args = parser.parse_args()
@@ -280,23 +302,28 @@ def main() -> None:
     uses_peer = "PyG" in args.libraries and has_peer()
     if "PyG" in args.libraries and not uses_peer:
         print(f"PyTorch Geometric is not installed here: {INSTALL}")
-    names = [OURS, JRAPH, JRAPH_SORTED, *(FORMS if uses_peer else ())]
+    uses_dgl = DGL_NAME in args.libraries and args.dgl.exists()
+    if DGL_NAME in args.libraries and not uses_dgl:
+        print(f"DGL is not installed here: {INSTALL_DGL}")
+    names = [OURS, NATIVE, JRAPH, JRAPH_SORTED, *(FORMS if uses_peer else ()), *([DGL_NAME] if uses_dgl else ())]
     names = [name for name in names if name.startswith(tuple(args.libraries))]
 
     report: dict[str, dict[str, Times]] = {}
     for size in args.sizes:
         case = Case(*map(int, size.split("x")))
-        peer = Torch(case) if uses_peer else None
+        peers = Peers(Torch(case) if uses_peer else None, DGL(case, args.dgl) if uses_dgl else None)
         degrees = case.starts[1:] - case.starts[:-1]
         print(f"\n{case.num_nodes:,} nodes, {case.num_edges:,} edges, in-degrees to {max(degrees):,}")
         report[size] = {}
         for title in args.rows:
             keys = [(name, dtype) for dtype in args.dtypes for name in names]
-            times = measure(case, peer, ROWS[title], keys, args.seconds)
+            times = measure(case, peers, ROWS[title], keys, args.seconds)
             report[size][title] = times
             print_row(title, times)
             if args.json:
                 write(args.json, facts, report)
+        if peers.dgl is not None:
+            peers.dgl.close()
         print_summary(size, report[size])
     print()
     print("\n".join(verdicts(report)))

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from jmp_train.graphs.kernels.chunks import Chunk, add_up, sum_of_rows
 from jmp_train.graphs.kernels.dropout import EdgeDropout, dropout_and_weight, times
-from jmp_train.graphs.kernels.softmax import gradient_of_edge_weight, softmax_sum
-from jmp_train.graphs.structure import CSRAndCSC
+from jmp_train.graphs.kernels.native_calls import native_gat, native_gat_gradient, on_cpus, takes
+from jmp_train.graphs.kernels.softmax import SoftmaxSum, gradient_of_edge_weight, softmax_sum
+from jmp_train.graphs.structure import CSR, CSRAndCSC, upcast
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +63,39 @@ def chunked_gat(negative_slope: float, edges: CSRAndCSC, dropout: EdgeDropout | 
 def _forward(
     negative_slope: float, edges: CSRAndCSC, dropout: EdgeDropout | None, inputs: GATInputs
 ) -> tuple[jax.Array, _Saved]:
-    neighbors, features = edges.by_target, inputs.features
+    forward = functools.partial(_chunked_forward, negative_slope)
+    arguments = edges.by_target, dropout, inputs
+    if _is_native(edges.by_target, dropout, inputs):
+        result = on_cpus(functools.partial(_native_forward, negative_slope), forward, *arguments)
+    else:
+        result = forward(*arguments)
+    return result.total, _Saved(edges, dropout, inputs, result.largest, result.inverse)
+
+
+def _is_native(neighbors: CSR, dropout: EdgeDropout | None, inputs: GATInputs) -> bool:
+    return dropout is None and inputs.edge_weight is None and takes(inputs.features.dtype, neighbors, inputs)
+
+
+def _native_forward(negative_slope: float, neighbors: CSR, dropout: None, inputs: GATInputs) -> SoftmaxSum:
+    del dropout
+    return SoftmaxSum(
+        *native_gat(negative_slope, neighbors, inputs.features, upcast(inputs.left), upcast(inputs.right))
+    )
+
+
+def _native_backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> GATInputs:
+    edges, _, inputs, most, inverse = saved
+    ends = upcast(inputs.left), upcast(inputs.right)
+    of_features, of_left, of_right = native_gat_gradient(
+        negative_slope, edges.by_target, edges.by_source, inputs.features, *ends, most, inverse, gradient
+    )
+    return GATInputs(of_features, of_left.astype(inputs.left.dtype), of_right.astype(inputs.right.dtype), None)
+
+
+def _chunked_forward(
+    negative_slope: float, neighbors: CSR, dropout: EdgeDropout | None, inputs: GATInputs
+) -> SoftmaxSum:
+    features = inputs.features
 
     def logits(chunk: Chunk) -> jax.Array:
         sums = chunk.of_others(inputs.left) + chunk.of_nodes(inputs.right)
@@ -70,12 +103,17 @@ def _forward(
 
     _, heads, width = features.shape
     elements = heads * (width + 2 * neighbors.width)
-    result = softmax_sum(neighbors, dropout, inputs.edge_weight, features, logits, elements)
-    saved = _Saved(edges, dropout, inputs, result.largest, result.inverse)
-    return result.total, saved
+    return softmax_sum(neighbors, dropout, inputs.edge_weight, features, logits, elements)
 
 
 def _backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> tuple[None, None, GATInputs]:
+    backward = functools.partial(_chunked_backward, negative_slope)
+    if not _is_native(saved.edges.by_source, saved.dropout, saved.inputs):
+        return None, None, backward(saved, gradient)
+    return None, None, on_cpus(functools.partial(_native_backward, negative_slope), backward, saved, gradient)
+
+
+def _chunked_backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> GATInputs:
     edges, dropout, inputs, most, inverse = saved
     features, left, right, edge_weight = (
         inputs.features,
@@ -134,15 +172,11 @@ def _backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> tupl
 
     elements = heads * width * into.width // 2
     of_weight = gradient_of_edge_weight(into, dropout, edge_weight, weights_and_products, dtype, elements)
-    return (
-        None,
-        None,
-        GATInputs(
-            of_features.astype(features.dtype),
-            of_left.astype(left.dtype),
-            of_right.astype(right.dtype),
-            of_weight,
-        ),
+    return GATInputs(
+        of_features.astype(features.dtype),
+        of_left.astype(left.dtype),
+        of_right.astype(right.dtype),
+        of_weight,
     )
 
 

@@ -4,30 +4,18 @@ Both are custom gradients that save what they were given, in the dtype that it i
 order of reverse derivatives is again made of these two.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.kernels.chunks import Chunk, add_up, at, of_edges, upcast_at
+from jmp_train.graphs.kernels.native_calls import native_dot, native_sum, on_cpus, takes
+from jmp_train.graphs.kernels.scales import Scales
 from jmp_train.graphs.structure import CSR, CSRAndCSC, accumulation_dtype, common_dtype
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Scales:
-    """What rows are multiplied by, without gradients of their own.
-
-    Attributes:
-      senders: floating [senders], before the rows are sent; None for 1.
-      receivers: floating [receivers], after they were added; None for 1.
-    """
-
-    senders: jax.Array | None = None
-    receivers: jax.Array | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -48,7 +36,19 @@ def weighted_sum(
       weights: floating [edges, heads] or [edges, 1]; None for 1.
     """
     common = data.dtype if weights is None else common_dtype(data.dtype, weights.dtype)
-    neighbors, shape = edges.by_target, data.shape[1:]
+    dtype = jnp.dtype(common if dtype is None else dtype)
+    chunked = functools.partial(_chunked_sum, dtype)
+    arguments = edges.by_target, scales, data, weights
+    if not takes(dtype, *arguments):
+        return chunked(*arguments)
+    return on_cpus(functools.partial(native_sum, dtype), chunked, *arguments)
+
+
+def _chunked_sum(
+    dtype: DTypeLike, neighbors: CSR, scales: Scales, data: jax.Array, weights: jax.Array | None
+) -> jax.Array:
+    common = data.dtype if weights is None else common_dtype(data.dtype, weights.dtype)
+    shape = data.shape[1:]
 
     def compute(chunk: Chunk) -> list[jax.Array]:
         factors = None if weights is None else edge_rows(neighbors, chunk, weights)
@@ -61,7 +61,7 @@ def weighted_sum(
     (sums,) = add_up(neighbors, compute, like, max(1, math.prod(shape)), data)
     if scales.receivers is not None:
         sums = sums * scales.receivers.astype(sums.dtype)[:, None, None]
-    return sums.astype(common if dtype is None else dtype)
+    return sums.astype(dtype)
 
 
 @jax.custom_vjp
@@ -77,8 +77,14 @@ def edge_dot(edges: CSRAndCSC, scales: Scales, senders: jax.Array, receivers: ja
     Returns:
       The products, in the dtype that both promote to; 0 for edges that count nowhere.
     """
+    arguments = edges.by_target, scales, senders, receivers
+    if not takes(senders.dtype, *arguments):
+        return _chunked_dot(*arguments)
+    return on_cpus(native_dot, _chunked_dot, *arguments)
+
+
+def _chunked_dot(neighbors: CSR, scales: Scales, senders: jax.Array, receivers: jax.Array) -> jax.Array:
     dtype = common_dtype(senders.dtype, receivers.dtype)
-    neighbors = edges.by_target
 
     def compute(chunk: Chunk) -> jax.Array:
         products = chunk.dot_with_others(senders, receivers)

@@ -5,7 +5,6 @@ therefore not installed beside jax but into a private folder, one for each versi
 """
 
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from jmp_train.policies.files import sync
+from jmp_train.policies.files import cache_folder, sync
 
 CUDA_VERSIONS = ("12", "13")
 INSTALL = "jmp_train.aot.install_compiler()"
@@ -22,20 +21,6 @@ _ON_LINUX = sys.platform == "linux"
 
 class PluginError(RuntimeError):
     """JAX's compiler for CUDA is not installed, or is of another version than jaxlib."""
-
-
-def cache_folder() -> Path:
-    """Returns the folder of what can be made again: `$JMP_TRAIN_CACHE`, or jmp_train in `$XDG_CACHE_HOME` or ~/.cache.
-
-    Example:
-      >>> os.environ["JMP_TRAIN_CACHE"] = "/scratch/jmp_train"
-      >>> str(cache_folder())
-      '/scratch/jmp_train'
-      >>> del os.environ["JMP_TRAIN_CACHE"]
-    """
-    if own := os.environ.get("JMP_TRAIN_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jmp_train"
 
 
 def compiler_folder(cuda: str = "12") -> Path:

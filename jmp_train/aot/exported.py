@@ -27,13 +27,13 @@ from jax.sharding import NamedSharding
 
 from jmp_train.aot import compile_process
 from jmp_train.aot.compilation import CompiledForGPU
-from jmp_train.aot.compiler_packages import cache_folder, compiler_path
+from jmp_train.aot.compiler_packages import compiler_path
 from jmp_train.aot.compiling import compiling_environment, run_process
 from jmp_train.aot.gpus import GPU
 from jmp_train.aot.shapes import is_shape, shapes_of
 from jmp_train.extras import extra_packages
 from jmp_train.policies.autocasting import user_line_of
-from jmp_train.policies.files import write_atomically
+from jmp_train.policies.files import cache_folder, write_atomically
 from jmp_train.policies.pytrees import is_array, is_nnx
 
 _TEXTS = ("hlo", "buffer_assignment", "live_range")

@@ -2,3 +2,4 @@
 
 from jmp_train.policies.files.atomic_files import sync as sync
 from jmp_train.policies.files.atomic_files import write_atomically as write_atomically
+from jmp_train.policies.files.cache_folders import cache_folder as cache_folder

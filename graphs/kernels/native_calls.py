@@ -1,0 +1,187 @@
+"""Optional kernels in C++ for CPUs, in place of chunked ones: the same sums, read and added with the CPU's vectors.
+
+They are used once a program has said so by `use_native_kernels`, and where they take the arguments; the chunked kernels
+are what GPUs run, and the gradients of gradients.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.kernels.native_build import register_kernels
+from jmp_train.graphs.kernels.scales import Scales
+from jmp_train.graphs.structure import CSR, common_dtype
+from jmp_train.policies.pytrees import pvary
+
+Result = TypeVar("Result")
+_DTYPES = {"float32", "float16", "bfloat16"}
+_is_in_use = False
+
+
+def use_native_kernels(is_used: bool = True) -> None:
+    """Has programs that are traced from now on use kernels in C++ on CPUs, for sums, dots and attention over edges.
+
+    They are compiled for this machine, by `$CXX`, `c++`, `g++` or `clang++`, the first time, which takes some seconds,
+    and then found in `$JMP_TRAIN_CACHE` or ~/.cache/jmp_train. Functions under `jax.jit` that were traced before keep
+    what they have. Results differ from those without by roundings of float32. Used where features are float32, float16
+    or bfloat16, and edges sorted (formats with "csr"): weighted sums, `u_dot_v`, and GAT without dropout of
+    attention and edge weights.
+
+    Args:
+      is_used: False for no such kernels again.
+
+    Raises:
+      RuntimeError: there is no compiler for C++, or it fails.
+
+    Example:
+      >>> use_native_kernels(False)
+    """
+    global _is_in_use
+    if is_used:
+        register_kernels()
+    _is_in_use = is_used
+
+
+def takes(dtype: DTypeLike, neighbors: CSR, *arguments: Any) -> bool:
+    """Returns whether native kernels are in use, and take these arguments.
+
+    Args:
+      dtype: the result's.
+      neighbors: the edges.
+      *arguments: pytrees of the other arrays.
+    """
+    arrays = jax.tree.leaves(arguments)
+    has_some = neighbors.num_nodes > 0 and neighbors.others.shape[0] > 0 and all(x.size for x in arrays)
+    return _is_in_use and has_some and {jnp.dtype(dtype).name, *(x.dtype.name for x in arrays)} <= _DTYPES
+
+
+def on_cpus(native: Callable[..., Result], chunked: Callable[..., Result], *arguments: Any) -> Result:
+    """Returns what a native kernel makes of arguments on CPUs, and elsewhere a chunked one, which has the gradient.
+
+    Args:
+      native: without a gradient.
+      chunked: a function of the same arguments, with the same result but for roundings.
+      *arguments: pytrees of arrays.
+    """
+
+    @jax.custom_vjp
+    def compute(*arguments: Any) -> Result:
+        return jax.lax.platform_dependent(*arguments, cpu=native, default=chunked)
+
+    def forward(*arguments: Any) -> tuple[Result, Any]:
+        return compute(*arguments), arguments
+
+    def backward(arguments: Any, gradient: Any) -> Any:
+        return jax.vjp(chunked, *arguments)[1](gradient)
+
+    compute.defvjp(forward, backward)
+    return compute(*arguments)
+
+
+def native_sum(
+    dtype: DTypeLike, neighbors: CSR, scales: Scales, data: jax.Array, weights: jax.Array | None
+) -> jax.Array:
+    """Returns the sums of `weighted_sum`.
+
+    Args:
+      dtype: the result's.
+      neighbors: the edges by the nodes that they enter.
+      scales: see `weighted_sum`.
+      data: [senders, heads, width].
+      weights: [edges, heads or 1]; None for 1.
+    """
+    like = [((neighbors.num_nodes, *data.shape[1:]), dtype)]
+    arrays = data, jnp.zeros((0, 1), jnp.float32) if weights is None else weights
+    return _call("jmp_weighted_sum", like, *_of(neighbors), *arrays, *_of_scales(scales))[0]
+
+
+def native_dot(neighbors: CSR, scales: Scales, senders: jax.Array, receivers: jax.Array) -> jax.Array:
+    """Returns the products of `edge_dot`.
+
+    Args:
+      neighbors: the edges, which have places, by the nodes that they enter.
+      scales: see `edge_dot`.
+      senders: [senders, heads, width].
+      receivers: [receivers, heads, width].
+    """
+    like = [((neighbors.num_edges, senders.shape[1]), common_dtype(senders.dtype, receivers.dtype))]
+    return _call("jmp_edge_dot", like, *_of(neighbors), senders, receivers, *_of_scales(scales))[0]
+
+
+def native_gat(
+    negative_slope: float, neighbors: CSR, features: jax.Array, left: jax.Array, right: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns attention, the largest logits and the inverse sums; see `SoftmaxSum`.
+
+    Args:
+      negative_slope: of the leaky ReLU.
+      neighbors: the edges by the nodes that they enter.
+      features: [senders, heads, width].
+      left: float32 [senders, heads].
+      right: float32 [receivers, heads].
+    """
+    nodes, (_, heads, width) = neighbors.num_nodes, features.shape
+    of_heads = (nodes, heads), jnp.float32
+    like = [((nodes, heads, width), features.dtype), of_heads, of_heads]
+    total, largest, inverse = _call(
+        "jmp_gat_forward", like, neighbors.others, neighbors.degrees, features, left, right, slope=negative_slope
+    )
+    return total, largest, inverse
+
+
+def native_gat_gradient(
+    negative_slope: float,
+    into: CSR,
+    out: CSR,
+    features: jax.Array,
+    left: jax.Array,
+    right: jax.Array,
+    largest: jax.Array,
+    inverse: jax.Array,
+    gradient: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradients of features, in their dtype, and of `left` and `right`, in float32.
+
+    Args:
+      negative_slope: see `native_gat`.
+      into: the edges by the nodes that they enter.
+      out: the edges by the nodes that they leave.
+      features: see `native_gat`.
+      left: see `native_gat`.
+      right: see `native_gat`.
+      largest: what `native_gat` returns.
+      inverse: what `native_gat` returns.
+      gradient: of the attention.
+    """
+    inputs = features, left, right, largest, inverse, gradient
+    of_heads = [((into.num_nodes, features.shape[1]), jnp.float32)] * 2
+    mean, of_right = _call("jmp_gat_of_receivers", of_heads, into.others, into.degrees, *inputs, slope=negative_slope)
+    targets = jnp.stack([right, largest, inverse, mean], -1)
+    like = [(features.shape, features.dtype), (left.shape, jnp.float32)]
+    of_features, of_left = _call(
+        "jmp_gat_of_senders", like, out.others, out.degrees, features, left, targets, gradient, slope=negative_slope
+    )
+    return of_features, of_left, of_right
+
+
+def _of(neighbors: CSR) -> tuple[jax.Array, jax.Array, jax.Array]:
+    edges = neighbors.edges
+    return neighbors.others, neighbors.degrees, jnp.zeros(0, jnp.int32) if edges is None else edges
+
+
+def _of_scales(scales: Scales) -> list[jax.Array]:
+    none = jnp.zeros(0, jnp.float32)
+    return [none if x is None else x.astype(jnp.float32) for x in (scales.senders, scales.receivers)]
+
+
+def _call(target: str, like: Any, *arrays: jax.Array, slope: float | None = None) -> list[jax.Array]:
+    """Returns what a kernel makes of arrays, of the shapes and dtypes of `like`."""
+    varying = sorted({name for x in arrays for name in jax.typeof(x).manual_axis_type.varying})
+    results = [jax.ShapeDtypeStruct(*x) for x in like]
+    attributes = {} if slope is None else {"slope": np.float32(slope)}
+    found = jax.ffi.ffi_call(target, results, vmap_method="sequential")(*arrays, **attributes)
+    return [pvary(x, varying) for x in found]

@@ -1,0 +1,175 @@
+"""Kernels in C++ beside the chunked ones and float64: values, gradients of both orders, transforms, errors."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jmp_train import graphs
+from jmp_train.graphs import fn
+from jmp_train.graphs.kernels import native_build
+
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
+NODES, EDGES, HEADS = 60, 6_000, 2
+ROUNDINGS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+@pytest.fixture(scope="module", name="native")
+def fixture_native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], Any]]:
+    """Returns what runs a function with the native kernels, under jit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JMP_TRAIN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        graphs.use_native_kernels()
+
+    def run(function: Any) -> Any:
+        graphs.use_native_kernels()
+        try:
+            jitted = jax.jit(lambda *arguments: function(*arguments))  # a new one, that was not traced before
+            program = jitted.lower().compile()
+            assert 'custom_call_target="jmp_' in (program.as_text() or "")
+            return program()
+        finally:
+            graphs.use_native_kernels(False)
+
+    yield run
+
+
+def hub_graph() -> graphs.Graph:
+    """Returns a graph with a node of 2,000 edges and nodes without any, in no order."""
+    random = np.random.default_rng(0)
+    senders, receivers = random.integers(0, NODES, (2, EDGES))
+    receivers[:2_000], senders[2_000:4_000] = 7, 9
+    receivers[receivers == 3] = 4
+    return graphs.from_edges(senders, receivers, NODES)
+
+
+def features(graph: graphs.Graph, width: int, dtype: str) -> dict[str, jax.Array]:
+    random = np.random.default_rng(1)
+    shapes = {"x": (NODES, HEADS, width), "y": (NODES, HEADS, width)}
+    shapes |= {"w": (graph.num_edges, HEADS, 1), "left": (NODES, HEADS), "right": (NODES, HEADS)}
+    return {name: jnp.asarray(random.normal(size=shape), dtype) for name, shape in shapes.items()}
+
+
+def copy_sum(graph: graphs.Graph, x: jax.Array) -> jax.Array:
+    return graphs.update_all(
+        graph.with_nodes(x=x), fn.copy_u("x", "m"), fn.mean("m", "r"), implementation="chunked"
+    ).nodes["r"]
+
+
+def weighted_sum(graph: graphs.Graph, x: jax.Array, w: jax.Array) -> jax.Array:
+    graph = graph.with_nodes(x=x).with_edges(w=w)
+    return graphs.update_all(graph, fn.u_mul_e("x", "w", "m"), fn.sum("m", "r"), implementation="chunked").nodes["r"]
+
+
+def dot(graph: graphs.Graph, x: jax.Array, y: jax.Array) -> jax.Array:
+    graph = graph.with_nodes(x=x, y=y)
+    return graphs.apply_edges(graph, fn.u_dot_v("x", "y", "r"), implementation="chunked").edges["r"]
+
+
+def attention(graph: graphs.Graph, x: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+    return graphs.gat_attention(graph, x, left, right, implementation="chunked")
+
+
+OPERATIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "copy": (copy_sum, ("x",)),
+    "weighted": (weighted_sum, ("x", "w")),
+    "dot": (dot, ("x", "y")),
+    "gat": (attention, ("x", "left", "right")),
+}
+
+
+def value_and_gradients(name: str, graph: graphs.Graph, given: dict[str, jax.Array]) -> Any:
+    """Returns the result, and the gradient of the sum of its squares, so that results' own gradients differ."""
+    operation, names = OPERATIONS[name]
+
+    def loss(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
+        result = operation(graph, *arguments)
+        return (result.astype("float32") ** 2).mean(), result
+
+    arguments = [given[x] for x in names]
+    gradients, result = jax.grad(loss, tuple(range(len(names))), has_aux=True)(*arguments)
+    return [result, *gradients]
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("width", "dtype"), [(16, "float32"), (7, "float32"), (40, "float16"), (16, "bfloat16")])
+def test_results_are_those_of_float64(native: Any, name: str, width: int, dtype: str) -> None:
+    graph = hub_graph()
+    given = features(graph, width, dtype)
+    found = native(lambda: value_and_gradients(name, graph, given))
+    with jax.enable_x64(True):
+        exact = {key: jnp.asarray(np.asarray(x, "float64")) for key, x in given.items()}
+        wanted = jax.jit(lambda: value_and_gradients(name, hub_graph(), exact))()
+    for x, y in zip(found, wanted, strict=True):
+        assert x.dtype == dtype
+        x, y = np.asarray(x, "float64"), np.asarray(y)
+        assert np.linalg.norm(x - y) <= ROUNDINGS[dtype] * np.linalg.norm(y)
+
+
+def test_sums_do_not_stagnate(native: Any) -> None:
+    many = np.zeros(100_000, int)
+    graph = graphs.from_edges(many, many, 2)
+    found = native(lambda: copy_sum(graph, jnp.full((2, 1, 16), 0.1, "float32")))
+    np.testing.assert_allclose(found[0], 0.1, rtol=2e-6)
+    assert not found[1].any()
+
+
+@pytest.mark.full
+def test_nan_and_infinities_stay_what_they_are(native: Any) -> None:
+    graph = graphs.from_edges([0, 1, 2, 3], [0, 0, 1, 2], 4)
+    x = jnp.ones((4, 1, 16))
+    left = jnp.array([[0.0], [jnp.nan], [-jnp.inf], [100.0]])
+    found = native(lambda: attention(graph, x, left, jnp.zeros((4, 1))))
+    assert np.isnan(found[0]).all()
+    np.testing.assert_array_equal(found[1:, 0, 0], [0, 1, 0])
+
+
+@pytest.mark.full
+def test_second_derivatives_are_those_of_the_chunked_kernels(native: Any) -> None:
+    graph = hub_graph()
+    given = features(graph, 8, "float32")
+
+    def curvature() -> jax.Array:
+        def loss(x: jax.Array) -> jax.Array:
+            return (attention(graph, x, given["left"], given["right"]) ** 3).sum()
+
+        return jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(given["x"])
+
+    np.testing.assert_allclose(native(curvature), jax.jit(curvature)(), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.full
+def test_vmap_and_shard_map(native: Any) -> None:
+    graph = hub_graph()
+    given = features(graph, 16, "float32")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.stack([given["x"], given["y"]])
+
+    def gradient(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: (copy_sum(graph, x) ** 2).sum())(x)
+
+    def of_each(x: jax.Array) -> jax.Array:
+        return gradient(x[0])[None]
+
+    wanted = np.stack([jax.jit(gradient)(row) for row in x])
+    np.testing.assert_allclose(native(lambda: jax.vmap(gradient)(x)), wanted, rtol=1e-5, atol=1e-6)
+    sharded = jax.shard_map(of_each, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    np.testing.assert_allclose(native(lambda: sharded(x)), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_compiler_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("JMP_TRAIN_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(RuntimeError, match="is not a program that is there: native kernels need"):
+        native_build.built_library()
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(RuntimeError, match="native kernels cannot be compiled: false -O3"):
+        native_build.built_library()
+    assert not list(tmp_path.iterdir())
