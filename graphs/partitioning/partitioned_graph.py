@@ -184,13 +184,19 @@ def partition(
     most_sent = max(len(nodes) for halo in halos for nodes in halo)
     num_edges = max(int(edges.in_degrees[nodes].sum()) for nodes in own)
     check_int32("a part has", rows + count * most_sent, "rows")
-    cpu = jax.local_devices(backend="cpu")[0]
-    with jax.default_device(cpu):  # the accelerator may have no room for the whole
+    with jax.default_device(_cpu()):  # the accelerator may have no room for the whole
         parts = [
             _part(edges, part, own, halos, local, (rows, most_sent, num_edges), axis, formats) for part in range(count)
         ]
     nodes = np.stack([filled(nodes, rows, -1) for nodes in own])
     return PartitionedGraph(stack(parts), nodes, edges.num_targets, edges.num_edges)
+
+
+def _cpu() -> Any:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        return None
 
 
 def _checked(method: Ids, edges: HostEdges, count: int) -> np.ndarray:
