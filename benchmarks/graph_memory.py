@@ -30,6 +30,7 @@ import jmp_train.graphs
 from jmp_train.aot import compile_here, target_mesh
 from jmp_train.graphs import (
     GATConv,
+    GINEConv,
     Graph,
     HeteroGraphConv,
     HGTConv,
@@ -53,9 +54,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SAGEConv": [{"aggregator": name} for name in ("mean", "gcn", "pool")],
     "GINConv": [{"aggregator": name} for name in ("sum", "mean", "max")],
     "RelGraphConv": [{"regularizer": name} for name in ("none", "basis", "bdd")],
+    "EdgeConv": [{}, {"apply": "network"}],
 }
 EDGE_TYPES, EDGE_WIDTH = 8, 4
 TYPED = ("HGTConv", "HeteroGraphConv")  # of graphs of several types
+OF_CLOUDS = ("DynamicEdgeConv",)  # which take no graph
 BOUND = 0.3
 # Of a process that compiles for a GPU: jax needs no CUDA then, and nothing is timed.
 COMPILING = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"}
@@ -140,13 +143,15 @@ def _function(message: Callable[..., Any], reducer: str) -> Callable[..., Any]:
 
 def layers(graph: Any, dtype: str) -> Iterator[tuple[str, Program]]:
     """Yields each layer of `jmp_train.graphs` whose name ends in "Conv", with features and what it needs of edges."""
-    names = [name for name in dir(jmp_train.graphs) if name.endswith("Conv") and name not in TYPED]
+    names = [name for name in dir(jmp_train.graphs) if name.endswith("Conv") and name not in TYPED + OF_CLOUDS]
     for name in names:
         for options in OPTIONS.get(name, [{}]):
             layer = getattr(jmp_train.graphs, name)
             known = {"in_features": FEATURES, "out_features": FEATURES, "rngs": nnx.Rngs(0)}
             known |= {"num_types": EDGE_TYPES if name == "RelGraphConv" else 1, "num_bases": 4, "num_steps": 2}
-            known |= {"num_heads": HEADS, "heads": HEADS, "k": 2, "alpha": 0.1} | options
+            known |= {"num_heads": HEADS, "heads": HEADS, "k": 2, "alpha": 0.1, "delta": 1.0} | options
+            if options.get("apply") == "network":
+                known["apply"] = nnx.Sequential(nnx.relu, nnx.Linear(FEATURES, FEATURES, rngs=nnx.Rngs(0)))
             if name == "NNConv":
                 known["network"] = nnx.Linear(EDGE_WIDTH, FEATURES**2, rngs=nnx.Rngs(0))
             wanted = inspect.signature(layer.__init__).parameters
@@ -160,7 +165,8 @@ def layers(graph: Any, dtype: str) -> Iterator[tuple[str, Program]]:
 
 def _of_edges(layer: type, edges: int, dtype: str) -> list[Shape]:
     """Returns the shapes of what a layer must be told of the edges."""
-    known = {"edge_types": Shape((edges,), "int32"), "edge_features": Shape((edges, EDGE_WIDTH), dtype)}
+    width = FEATURES if layer is GINEConv else EDGE_WIDTH
+    known = {"edge_types": Shape((edges,), "int32"), "edge_features": Shape((edges, width), dtype)}
     wanted = inspect.signature(layer.__call__).parameters.values()
     return [known[x.name] for x in wanted if x.name in known and x.default is inspect.Parameter.empty]
 

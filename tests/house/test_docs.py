@@ -294,6 +294,35 @@ def test_the_graph_classification_example_is_as_accurate_in_float16_as_in_float3
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "options", "least", "apart"),
+    [
+        ("appnp_cora.py", ("--epochs", "20"), 85, 3),
+        ("edgeconv_shapes.py", ("--count", "320", "--epochs", "8"), 45, 15),
+        ("pna_networks.py", ("--count", "320", "--epochs", "8"), 75, 10),
+    ],
+)
+def test_examples_of_layers_are_as_accurate_in_float16_as_in_float32(
+    name: str, options: tuple[str, ...], least: float, apart: float, tmp_path: Path
+) -> None:
+    """Test sets are small: of 64 networks or 80 clouds, 6 or 12 may be others."""
+    accuracies = []
+    for flag in ("--use-fp16", "--no-use-fp16"):
+        output = run_script(str(ROOT / "examples" / name), flag, *options, cwd=tmp_path)
+        *lines, traces, last = output.splitlines()
+        found = [re.fullmatch(r"epoch \d+  loss ([\d.]+)", line) for line in lines]
+        losses = [float(match[1]) for match in found if match]
+        assert len(losses) == len(lines) and losses[-1] < losses[0]
+        assert traces == "1 trace"
+        accuracy = re.fullmatch(r"test accuracy ([\d.]+)%", last)
+        assert accuracy is not None
+        accuracies.append(float(accuracy[1]))
+    assert min(accuracies) > least
+    assert abs(accuracies[0] - accuracies[1]) < apart
+
+
+@pytest.mark.full
 def test_the_minibatch_example_learns_in_float16_as_in_float32(tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "sage_minibatch.py")
     for flag in ("--use-fp16", "--no-use-fp16"):
