@@ -30,6 +30,8 @@ TYPICAL = [
     "gat residual, weighted",
     "gatv2 residual, weighted",
     "gin max",
+    "relational basis, weighted",
+    "transformer with edge features",
 ]
 
 
