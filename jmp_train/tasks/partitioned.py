@@ -8,19 +8,24 @@ from typing import Any
 import numpy as np
 
 from jmp_train.graphs.partitioning import PartitionedGraph, partition
+from jmp_train.graphs.sampling import HostEdges
 from jmp_train.graphs.structure import Graph
 from jmp_train.tasks.options import DATA_AXIS
 from jmp_train.tasks.task import Arrays, Task
 
 
 def over_devices(
-    task: Task, graph: Callable[[], Graph], features: Callable[[], np.ndarray], devices: int, formats: Sequence[str]
+    task: Task,
+    graph: Callable[[], Graph | HostEdges],
+    features: Callable[[], np.ndarray],
+    devices: int,
+    formats: Sequence[str],
 ) -> Task:
     """Returns a task of classifying nodes with its graph cut over devices.
 
     Args:
       task: whose examples have "node" and "label".
-      graph: makes the graph.
+      graph: makes the graph, or its edges in the host's memory.
       features: makes the features of all nodes.
       devices: how many; the task itself with 1.
       formats: see `partition`.

@@ -21,6 +21,7 @@ from jmp_train.graphs.datasets import (
     sorted_ends,
     synthetic_reddit,
 )
+from jmp_train.graphs.sampling import HostEdges, host_edges
 from jmp_train.graphs.structure import Graph, from_edges
 from jmp_train.tasks.models import GAT, adam_with_l2, node_classifier, node_examples
 from jmp_train.tasks.options import TaskOptions
@@ -55,7 +56,7 @@ def load(options: TaskOptions) -> Task:
         epochs=100,
         shared=lambda: {"graph": make_graph(data), "features": data.features},
     )
-    return over_devices(task, lambda: make_graph(data), lambda: data.features, options.devices, FORMATS)
+    return over_devices(task, lambda: _edges(data), lambda: data.features, options.devices, FORMATS)
 
 
 def make_graph(data: NodeData) -> Graph:
@@ -72,14 +73,22 @@ def make_graph(data: NodeData) -> Graph:
       >>> graph.num_edges, graph.in_degrees.tolist()
       (4, [2, 2])
     """
+    return from_edges(*_ends_with_self_loops(data), data.num_nodes, formats=FORMATS)
+
+
+def _edges(data: NodeData) -> HostEdges:
+    """Returns the edges of `make_graph` in the host's memory, for which a device may be too small."""
+    return host_edges(*_ends_with_self_loops(data), data.num_nodes)
+
+
+def _ends_with_self_loops(data: NodeData) -> tuple[np.ndarray, np.ndarray]:
     n_node = data.num_nodes
     is_self_loop = data.senders == data.receivers
     keys = data.receivers[~is_self_loop].astype(np.int64)
     keys *= n_node
     keys += data.senders[~is_self_loop]
     self_loops = np.arange(n_node, dtype=np.int64) * (n_node + 1)
-    senders, receivers = sorted_ends(np.concatenate([keys, self_loops]), n_node)
-    return from_edges(senders, receivers, n_node, formats=FORMATS)
+    return sorted_ends(np.concatenate([keys, self_loops]), n_node)
 
 
 def _data(options: TaskOptions) -> NodeData:
