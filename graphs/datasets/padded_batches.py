@@ -8,7 +8,15 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.datasets.graph_data import GraphData
-from jmp_train.graphs.structure import Graph, as_count, check_formats, checked_features, filled, make_adjacency_checked
+from jmp_train.graphs.structure import (
+    Graph,
+    as_count,
+    check_formats,
+    checked_features,
+    filled,
+    formats_of_size,
+    make_adjacency_checked,
+)
 
 TRIALS = 200
 MULTIPLE = 8
@@ -110,7 +118,7 @@ def padded_batch(
     places: ArrayLike | Sequence[int],
     size: PaddedSize | None = None,
     *,
-    formats: Sequence[str] = ("coo",),
+    formats: Sequence[str] | None = None,
 ) -> Graph:
     """Returns some graphs of a data set as one padded graph; on the host.
 
@@ -120,7 +128,7 @@ def padded_batch(
       data: the graphs.
       places: int [graphs of the batch], which; one may come more than once.
       size: what it is padded to; None for one more node and graph than there are.
-      formats: see `from_edges`.
+      formats: see `pad`.
 
     Raises:
       ValueError: a graph does not exist, or the batch is larger than the size.
@@ -134,7 +142,7 @@ def padded_batch(
       >>> batch.n_node.tolist(), batch.senders.tolist()
       ([1, 2, 2], [0, 1, 2, 5])
     """
-    check_formats(formats)
+    check_formats(formats or ())
     chosen = _checked_places(data, places)
     n_node, n_edge = data.n_node[chosen], data.n_edge[chosen]
     has = {"n_node": int(n_node.sum()), "n_edge": int(n_edge.sum()), "n_graph": len(chosen)}
@@ -143,6 +151,7 @@ def padded_batch(
     for name, least in (("n_node", has["n_node"] + 1), ("n_edge", has["n_edge"]), ("n_graph", has["n_graph"] + 1)):
         if getattr(size, name) < least:
             raise ValueError(f"size has {name}={getattr(size, name)}, where the batch needs {least}")
+    formats = formats_of_size(size.n_edge) if formats is None else formats
     nodes = _rows(data.node_starts[chosen], n_node)
     edges = _rows(data.edge_starts[chosen], n_edge)
     firsts = np.repeat(np.cumsum(n_node) - n_node, n_edge)

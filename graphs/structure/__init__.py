@@ -4,6 +4,7 @@ from jmp_train.graphs.structure.adjacency import DEFAULT_FORMATS as DEFAULT_FORM
 from jmp_train.graphs.structure.adjacency import Adjacency as Adjacency
 from jmp_train.graphs.structure.adjacency import check_formats as check_formats
 from jmp_train.graphs.structure.adjacency import checked_ends as checked_ends
+from jmp_train.graphs.structure.adjacency import formats_of_size as formats_of_size
 from jmp_train.graphs.structure.adjacency import make_adjacency_checked as make_adjacency_checked
 from jmp_train.graphs.structure.adjacency import make_adjacency_traced as make_adjacency_traced
 from jmp_train.graphs.structure.adjacency import make_mailboxes as make_mailboxes

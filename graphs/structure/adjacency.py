@@ -139,6 +139,11 @@ def make_adjacency(
     return make_adjacency_checked(*ends, num_senders, num_receivers, formats=formats)
 
 
+def formats_of_size(num_edges: int) -> tuple[str, ...]:
+    """Returns the indices that so many edges are worth: sorted ones where they save memory; by the count alone."""
+    return DEFAULT_FORMATS if num_edges > FIXED_EDGES else ("coo",)
+
+
 def check_formats(formats: Sequence[str]) -> None:
     """Raises TypeError or ValueError where formats are not a sequence, or none of `FORMATS`."""
     if isinstance(formats, str):

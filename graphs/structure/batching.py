@@ -7,18 +7,19 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 
+from jmp_train.graphs.structure.adjacency import formats_of_size
 from jmp_train.graphs.structure.counts import as_count, check_int32
 from jmp_train.graphs.structure.graph import Graph
 from jmp_train.graphs.structure.jraph_conversion import first_padding, from_jraph, to_jraph
 from jmp_train.policies.pytrees import has_tracers
 
 
-def batch(graphs: Sequence[Graph], *, formats: Sequence[str] = ("coo",)) -> Graph:
+def batch(graphs: Sequence[Graph], *, formats: Sequence[str] | None = None) -> Graph:
     """Returns several graphs as one; runs on the host.
 
     Args:
       graphs: unpadded graphs, or batches of them, with the same features.
-      formats: see `from_edges`.
+      formats: see `from_edges`; None for "coo", and "csr" too of more than 16,384 edges.
 
     Returns:
       One graph that holds them all, unconnected with each other, in their order.
@@ -45,15 +46,15 @@ def batch(graphs: Sequence[Graph], *, formats: Sequence[str] = ("coo",)) -> Grap
                 raise ValueError(f"graphs[{place}] has {name} {this}, graphs[0] has {first}")
     check_int32("graphs have", sum(graph.num_nodes for graph in graphs), "nodes together")
     check_int32("graphs have", sum(graph.num_edges for graph in graphs), "edges together")
-    return from_jraph(jraph.batch_np([_on_host(graph) for graph in graphs]), formats=formats)
+    return _from_jraph(jraph.batch_np([_on_host(graph) for graph in graphs]), formats)
 
 
-def unbatch(graph: Graph, *, formats: Sequence[str] = ("coo",)) -> list[Graph]:
+def unbatch(graph: Graph, *, formats: Sequence[str] | None = None) -> list[Graph]:
     """Returns the graphs of a batch, padding included; runs on the host.
 
     Args:
       graph: a batch.
-      formats: see `from_edges`.
+      formats: see `from_edges`; None for "coo", and "csr" too of more than 16,384 edges.
 
     Returns:
       Each of its graphs.
@@ -68,7 +69,7 @@ def unbatch(graph: Graph, *, formats: Sequence[str] = ("coo",)) -> list[Graph]:
       [2, 1]
     """
     _check_on_host("graph", graph)
-    return [from_jraph(part, formats=formats) for part in jraph.unbatch_np(_on_host(graph))]
+    return [_from_jraph(part, formats) for part in jraph.unbatch_np(_on_host(graph))]
 
 
 def pad(
@@ -77,7 +78,7 @@ def pad(
     n_edge: int,
     n_graph: int | None = None,
     *,
-    formats: Sequence[str] = ("coo",),
+    formats: Sequence[str] | None = None,
 ) -> Graph:
     """Returns a graph with padding, so that graphs of different sizes share compiled programs; on the host.
 
@@ -91,7 +92,7 @@ def pad(
       n_node: how many nodes it is to have; one more than it has, at least.
       n_edge: how many edges it is to have.
       n_graph: how many graphs it is to have, one more than it has, at least; None for one more.
-      formats: see `from_edges`.
+      formats: see `from_edges`; None for "coo", and "csr" too of more than 16,384 edges.
 
     Returns:
       The graph, `is_padded`.
@@ -119,15 +120,15 @@ def pad(
         if as_count(name, wanted) < least:
             raise ValueError(f"{name}={wanted} is {least - wanted} too small, the least is {least}")
     padded = jraph.pad_with_graphs(_on_host(graph), n_node, n_edge, n_graph)
-    return from_jraph(padded, padded=True, formats=formats)
+    return _from_jraph(padded, formats, padded=True)
 
 
-def unpad(graph: Graph, *, formats: Sequence[str] = ("coo",)) -> Graph:
+def unpad(graph: Graph, *, formats: Sequence[str] | None = None) -> Graph:
     """Returns the graph without its padding; runs on the host.
 
     Args:
       graph: a padded graph.
-      formats: see `from_edges`.
+      formats: see `from_edges`; None for "coo", and "csr" too of more than 16,384 edges.
 
     Returns:
       The graph that was padded.
@@ -144,7 +145,7 @@ def unpad(graph: Graph, *, formats: Sequence[str] = ("coo",)) -> Graph:
     _check_on_host("graph", graph)
     if not graph.is_padded:
         raise ValueError("graph is not padded")
-    return from_jraph(jraph.unpad_with_graphs(_on_host(graph)), formats=formats)
+    return _from_jraph(jraph.unpad_with_graphs(_on_host(graph)), formats)
 
 
 def node_mask(graph: Graph) -> jax.Array:
@@ -207,6 +208,11 @@ def _mask(graph: Graph, count: int, counts: jax.Array) -> jax.Array:
     if not graph.is_padded:
         return places >= 0
     return places < count - counts[first_padding(graph.n_node)]
+
+
+def _from_jraph(graphs: jraph.GraphsTuple, formats: Sequence[str] | None, *, padded: bool = False) -> Graph:
+    formats = formats_of_size(int(np.sum(graphs.n_edge))) if formats is None else formats
+    return from_jraph(graphs, padded=padded, formats=formats)
 
 
 def _check_on_host(name: str, graph: Graph) -> None:

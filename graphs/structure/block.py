@@ -6,7 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_train.graphs.structure.adjacency import Adjacency
+from jmp_train.graphs.structure.adjacency import FIXED_EDGES, Adjacency
+from jmp_train.graphs.structure.csr import host_csr_and_csc
+from jmp_train.graphs.structure.edge_order import edge_order
 from jmp_train.graphs.structure.graph import Features
 from jmp_train.graphs.structure.hetero_graph import HeteroGraph, hetero_of
 from jmp_train.graphs.structure.host_ids import filled
@@ -106,6 +108,8 @@ def padded_block(
 ) -> Block:
     """Returns a block whose shapes depend on the counts alone, its arrays in the host's memory.
 
+    Edges are sorted too, for chunked kernels, if there are more than 16,384.
+
     Args:
       senders: int [at most num_edges], places among the sources.
       receivers: int [at most num_edges], places among the targets.
@@ -124,6 +128,12 @@ def padded_block(
     if whole_degrees is not None:
         counts = (num_sources, num_targets)
         degrees = tuple(filled(*pair, 0) for pair in zip(whole_degrees, counts, strict=True))
-    ids: Any = None if edge_ids is None else filled(edge_ids, num_edges, -1)
-    adjacency = Adjacency((sources, targets), has_zero_in_degree=has_zero_in_degree)
-    return Block(adjacency, degrees, ids)
+    which: Any = None if edge_ids is None else filled(edge_ids, num_edges, -1)
+    neighbors = None
+    if num_edges > FIXED_EDGES:  # fewer take no memory worth streaming
+        leaving, entering = filled(senders, num_edges, num_sources), filled(receivers, num_edges, num_targets)
+        by_source = edge_order(leaving, entering, num_sources, num_targets)
+        by_target = edge_order(entering, leaving, num_targets, num_sources)
+        neighbors = host_csr_and_csc(by_source, by_target, have_places=True, is_fixed=True)
+    adjacency = Adjacency((sources, targets), neighbors, has_zero_in_degree=has_zero_in_degree)
+    return Block(adjacency, degrees, which)

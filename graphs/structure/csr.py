@@ -8,6 +8,7 @@ nodes' own.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,15 @@ class CSRAndCSC:
 
 
 def csr_and_csc(by_source: EdgeOrder, by_target: EdgeOrder, *, have_places: bool, is_fixed: bool = False) -> CSRAndCSC:
-    """Returns the edges sorted by either end.
+    """Returns what `host_csr_and_csc` does, on the default device."""
+    found = host_csr_and_csc(by_source, by_target, have_places=have_places, is_fixed=is_fixed)
+    return jax.tree.map(jnp.asarray, found)
+
+
+def host_csr_and_csc(
+    by_source: EdgeOrder, by_target: EdgeOrder, *, have_places: bool, is_fixed: bool = False
+) -> CSRAndCSC:
+    """Returns the edges sorted by either end, in the host's memory.
 
     Args:
       by_source: the edges by the nodes that they leave; those with an end out of range count nowhere.
@@ -121,7 +130,7 @@ def csr_and_csc(by_source: EdgeOrder, by_target: EdgeOrder, *, have_places: bool
     if common is None:
         return CSRAndCSC(_sorted(by_source, have_places, is_fixed), _sorted(by_target, have_places, is_fixed))
     if not have_places:
-        return CSRAndCSC(None, from_degrees(by_target.degrees, common, None, by_target.num_edges))
+        return CSRAndCSC(None, _from_degrees(by_target.degrees, common, None, by_target.num_edges))
     source = _sorted(by_source, have_places, is_fixed)
     assert source.edges is not None and source.slots is not None
     return CSRAndCSC(EdgePlaces(source.edges, source.slots), _sorted(by_target, have_places, is_fixed))
@@ -155,25 +164,19 @@ def _ascending_within_nodes(degrees: np.ndarray, others: np.ndarray) -> np.ndarr
 def _sorted(order: EdgeOrder, have_places: bool, is_fixed: bool) -> CSR:
     """Returns the edges sorted by the nodes at one end."""
     if order.all_count and not have_places:
-        return from_degrees(order.degrees, order.sorted_others, None, order.num_edges, is_fixed=is_fixed)
+        return _from_degrees(order.degrees, order.sorted_others, None, order.num_edges, is_fixed=is_fixed)
     edges = np.arange(order.num_edges, dtype=np.int32) if order.edges is None else order.edges
     if order.all_count:
-        return from_degrees(order.degrees, order.sorted_others, edges, order.num_edges, order=order, is_fixed=is_fixed)
+        return _from_degrees(order.degrees, order.sorted_others, edges, order.num_edges, order=order, is_fixed=is_fixed)
     ids, others = order.ids[edges], order.sorted_others
     is_counted = (ids >= 0) & (ids < order.num_nodes) & (others >= 0) & (others < order.num_others)
     degrees = np.bincount(ids[is_counted], minlength=order.num_nodes)
     edges = edges[is_counted] if have_places else None
-    return from_degrees(degrees, others[is_counted], edges, order.num_edges, is_fixed=is_fixed)
+    return _from_degrees(degrees, others[is_counted], edges, order.num_edges, is_fixed=is_fixed)
 
 
 def from_degrees(
-    degrees: np.ndarray,
-    others: np.ndarray,
-    edges: np.ndarray | None,
-    num_edges: int,
-    *,
-    order: EdgeOrder | None = None,
-    is_fixed: bool = False,
+    degrees: np.ndarray, others: np.ndarray, edges: np.ndarray | None, num_edges: int, *, is_fixed: bool = False
 ) -> CSR:
     """Returns edges that are sorted, in blocks.
 
@@ -182,12 +185,24 @@ def from_degrees(
       others: int [counted edges], the nodes at the other ends, sorted by the node at this end.
       edges: int [counted edges], which edges these are; None where they have no places of their own.
       num_edges: how many edges there are, those that count nowhere included.
-      order: the same edges, if it is at hand and all of them count; that saves time.
       is_fixed: see `csr_and_csc`.
 
     Raises:
       ValueError: int32 cannot number the places in the blocks, or the rows.
     """
+    return jax.tree.map(jnp.asarray, _from_degrees(degrees, others, edges, num_edges, is_fixed=is_fixed))
+
+
+def _from_degrees(
+    degrees: np.ndarray,
+    others: np.ndarray,
+    edges: np.ndarray | None,
+    num_edges: int,
+    *,
+    order: EdgeOrder | None = None,
+    is_fixed: bool = False,
+) -> CSR:
+    """Returns what `from_degrees` does, in the host's memory; `order` is the same edges, if all count, to save time."""
     num_nodes = len(degrees)
 
     def most_blocks(width: int) -> int:
@@ -219,15 +234,15 @@ def from_degrees(
     check_int32("rows of the sorted edges are", num_rows)
     num_others = num_edges if is_fixed else len(others)
     return CSR(
-        _on_device(_filled(others, num_others)),
-        None if edges is None else _on_device(_filled(edges, num_others)),
-        None if slots is None else _on_device(slots),
-        _on_device(_filled(starts, length)),
-        _on_device(_filled(counts, length)),
-        _on_device(_filled(nodes, length, num_nodes - 1)),
-        _on_device(_filled(rows, length, num_rows)),  # beyond the last one
-        tuple(map(_on_device, further)),
-        _on_device(degrees),
+        _int32(_filled(others, num_others)),
+        None if edges is None else _int32(_filled(edges, num_others)),
+        None if slots is None else _int32(slots),
+        _int32(_filled(starts, length)),
+        _int32(_filled(counts, length)),
+        _int32(_filled(nodes, length, num_nodes - 1)),
+        _int32(_filled(rows, length, num_rows)),  # beyond the last one
+        tuple(map(_int32, further)),
+        _int32(degrees),
         width,
         num_edges,
     )
@@ -262,5 +277,5 @@ def _filled(array: np.ndarray, length: int, value: int = 0) -> np.ndarray:
     return np.pad(array, (0, missing), constant_values=value) if missing else array
 
 
-def _on_device(array: np.ndarray) -> jax.Array:
-    return jnp.asarray(array.astype(np.int32, copy=False))
+def _int32(array: np.ndarray) -> Any:
+    return array.astype(np.int32, copy=False)

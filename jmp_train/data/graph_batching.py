@@ -26,7 +26,7 @@ def graph_batches(
     start: int = 0,
     shuffle: bool = True,
     drop_remainder: bool = False,
-    formats: Sequence[str] = ("coo",),
+    formats: Sequence[str] | None = None,
     process_index: int = 0,
     process_count: int = 1,
     num_threads: int = 1,
@@ -51,7 +51,7 @@ def graph_batches(
       shuffle: whether the order changes.
       drop_remainder: whether the last, incomplete batch of an epoch is left out; else it has padding graphs. Several
         processes and stacks leave it out.
-      formats: see `from_edges`.
+      formats: see `pad`.
       process_index: which of the processes this is.
       process_count: how many processes share a step's graphs.
       num_threads: how many threads make batches.
