@@ -9,10 +9,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.kernels import EdgeOperation, Inputs, chunked_sum
 from jmp_train.graphs.layers.dense import Activation, activated
 from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
 from jmp_train.graphs.layers.layer_inputs import as_floats, as_graph, in_dtype
-from jmp_train.graphs.structure import Adjacency, Block, Graph, graph_storage, upcast
+from jmp_train.graphs.structure import Adjacency, Block, Graph, accumulation_dtype, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
 
 
@@ -60,19 +61,47 @@ def gine_conv(
     eps = jnp.asarray(eps)
     if eps.size != 1:
         raise ValueError(f"eps must be a number, got shape {eps.shape}")
-    stored = [graph_storage(x) for x in (rows.senders, rows.receivers, edges)]
-    result = autocast_as("float32")(_added)(graph.connections, eps, *stored)
+    senders, receivers, edges = (graph_storage(x) for x in (rows.senders, rows.receivers, edges))
+    neighbors = RECTIFIED_SUM(None, graph.connections, senders, edges)
+
+    @autocast_as("float32")
+    def with_self(own: jax.Array, neighbors: jax.Array) -> jax.Array:
+        own = upcast(own)
+        return (1 + eps.reshape(()).astype(own.dtype)) * own + neighbors
+
+    result = with_self(receivers, neighbors)
     return activated(graph_storage(result.astype(rows.senders.dtype)), apply, activation)
 
 
-@jax.checkpoint
-def _added(
-    adjacency: Adjacency, eps: jax.Array, senders: jax.Array, receivers: jax.Array, edges: jax.Array
-) -> jax.Array:
-    """Returns the sum [nodes, width] in at least float32; the gradient computes the messages again."""
-    messages = jax.nn.relu(adjacency.senders.read(upcast(senders)) + upcast(edges))
-    own = upcast(receivers)
-    return (1 + eps.reshape(()).astype(own.dtype)) * own + adjacency.receivers.sum(messages)
+def _rectified(fixed: object, inputs: Inputs) -> jax.Array:
+    del fixed
+    return jax.nn.relu(inputs.senders + inputs.edge)
+
+
+def _by_xla(adjacency: Adjacency, senders: jax.Array, edges: jax.Array) -> jax.Array:
+    """Returns the sums of messages [receivers, width] in at least float32; the gradient computes these again."""
+
+    @jax.checkpoint
+    def added(adjacency: Adjacency, senders: jax.Array, edges: jax.Array) -> jax.Array:
+        messages = _rectified((), Inputs(upcast(edges), adjacency.senders.read(upcast(senders))))
+        return adjacency.receivers.sum(messages)
+
+    return autocast_as("float32")(added)(adjacency, senders, edges)
+
+
+def _by_chunks(adjacency: Adjacency, senders: jax.Array, edges: jax.Array) -> jax.Array:
+    if not senders.size or not edges.size:
+        return jnp.zeros((adjacency.num_receivers, senders.shape[1]), accumulation_dtype(senders.dtype))
+    return autocast_as("float32")(chunked_sum)(_rectified, adjacency, Inputs(edges, senders))
+
+
+def _elements(senders: jax.Array, edges: jax.Array) -> int:
+    """Returns of how many elements a message is."""
+    del edges
+    return senders.shape[1]
+
+
+RECTIFIED_SUM = EdgeOperation({"xla": _by_xla, "chunked": _by_chunks}, _elements)
 
 
 class GINEConv(nnx.Module):
