@@ -56,6 +56,13 @@ def test_memory_of_the_gat() -> None:
         assert row(heads)[:3] == [gigabytes(of[policy]["peak_bytes"]) for policy in POLICIES]
 
 
+def test_temporary_memory_of_message_passing() -> None:
+    before, after = (results("graph_memory")[when] for when in ("before", "after"))
+    for name in ("u_sub_v, sum", "u_sub_v, softmax", "batch, GATConv", "block, SAGEConv"):
+        cells = [found[name][which] for found in (before, after) for which in ("forward", "gradient")]
+        assert row(name) == [f"{x:.2f}" for x in cells]
+
+
 def test_the_largest_batches() -> None:
     found = results("plan")["largest"]
     for case in {entry["case"] for entry in found}:
