@@ -84,7 +84,8 @@ def main(use_fp16: bool, count: int, epochs: int) -> None:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits_of(params, batch["graph"]), batch["label"])
         return losses.mean(where=graphs.graph_mask(batch["graph"]))
 
-    tx = jt.with_loss_scale(optax.adam(3e-3), jt.torch_loss_scale(enabled=use_fp16))
+    rate = optax.cosine_decay_schedule(5e-3, epochs * len(train))
+    tx = jt.with_loss_scale(optax.adam(rate), jt.torch_loss_scale(enabled=use_fp16))
     train_step, traces = jt.train_step(jt.stateless(loss_fn), tx, policy=policy), []
 
     def step(state: jt.TrainState, batch: Any) -> tuple[jt.TrainState, Any]:
