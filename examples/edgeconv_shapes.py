@@ -3,7 +3,7 @@
     python examples/edgeconv_shapes.py [--no-use-fp16] [--count 480] [--epochs 16]
 
 Clouds are points on spheres, cubes, cylinders and cones, turned and jittered. Each layer connects the points anew, to
-those whose features are nearest. Expected: more than 90 % of the test clouds right, where guessing gives 25 %.
+those whose features are nearest. Expected: about 90 % of the test clouds right, where guessing gives 25 %.
 """
 
 import argparse
