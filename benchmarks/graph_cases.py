@@ -14,7 +14,7 @@ import scipy.sparse
 from flax import nnx
 
 import jmp_train as jt
-from jmp_train.graphs import GATConv, apply_edges, edge_softmax, fn, from_edges, update_all, use_native_kernels
+from jmp_train.graphs import GATConv, apply_edges, edge_softmax, fn, from_edges, native_kernels, update_all
 
 HEADS, WIDTH, CLASSES = 4, 64, 16
 LAYERS = ((HEADS, WIDTH), (HEADS, WIDTH), (1, CLASSES))
@@ -319,10 +319,8 @@ def stepping(step: Any, state: Any, batch: Any) -> tuple[Any, Any]:
 
 def native_form(case: Case, row: Row, dtype: str) -> Form:
     """Returns our form of a row with kernels in C++."""
-    use_native_kernels()
-    form = our_form(case, row, dtype)  # which compiles it
-    use_native_kernels(False)
-    return form
+    with native_kernels():
+        return our_form(case, row, dtype)  # which compiles it
 
 
 def our_form(case: Case, row: Row, dtype: str) -> Form:

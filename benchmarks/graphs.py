@@ -13,7 +13,7 @@ Peers are jraph's operations, jitted, and PyTorch Geometric in the forms that it
 scatter, segment, `EdgeIndex`, CSR by MKL and by torch's own product, and `torch.compile`. The library
 does not require it: `pip install torch==2.13 torch_geometric`; without it, ours and jraph's run. DGL, in float32,
 runs in a process of its own where `make .venv-dgl/.dgl` has made its environment, or --dgl names its Python; it takes
-its turn among the others. "jmp_train, native" is ours after `use_native_kernels()`.
+its turn among the others. "jmp_train, native" is ours within `native_kernels()`.
 
 Before a row is timed, each form's results are compared with float64's, the GAT step's loss and update
 with those of jraph in float32. A form that raises, or is wrong, is shown with the reason and is not a peer.

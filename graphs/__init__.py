@@ -17,7 +17,7 @@ from jmp_train.graphs.datasets import read_reddit as read_reddit
 from jmp_train.graphs.datasets import read_tu as read_tu
 from jmp_train.graphs.datasets import save_graphs as save_graphs
 from jmp_train.graphs.datasets import synthetic_proteins as synthetic_proteins
-from jmp_train.graphs.kernels import use_native_kernels as use_native_kernels
+from jmp_train.graphs.kernels import native_kernels as native_kernels
 from jmp_train.graphs.layers import APPNPConv as APPNPConv
 from jmp_train.graphs.layers import ChebConv as ChebConv
 from jmp_train.graphs.layers import DynamicEdgeConv as DynamicEdgeConv

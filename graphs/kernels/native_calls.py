@@ -1,10 +1,11 @@
 """Optional kernels in C++ for CPUs, in place of chunked ones: the same sums, read and added with the CPU's vectors.
 
-They are used once a program has said so by `use_native_kernels`, and where they take the arguments; the chunked kernels
-are what GPUs run, and the gradients of gradients.
+They are used within `native_kernels`, where they take the arguments; the chunked kernels are what GPUs run, and the
+gradients of gradients.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -19,31 +20,33 @@ from jmp_train.policies.pytrees import pvary
 
 Result = TypeVar("Result")
 _DTYPES = {"float32", "float16", "bfloat16"}
-_is_in_use = False
+_IS_IN_USE = jax.make_user_context(False)  # jax traces anew where it changes
 
 
-def use_native_kernels(is_used: bool = True) -> None:
-    """Has programs that are traced from now on use kernels in C++ on CPUs, for sums, dots and attention over edges.
+@contextlib.contextmanager
+def native_kernels() -> Iterator[None]:
+    """Has what is traced within use kernels in C++ on CPUs, for sums, dots and attention over edges.
 
     They are compiled for this machine, by `$CXX`, `c++`, `g++` or `clang++`, the first time, which takes some seconds,
-    and then found in `$JMP_TRAIN_CACHE` or ~/.cache/jmp_train. Functions under `jax.jit` that were traced before keep
-    what they have. Results differ from those without by roundings of float32. Used where features are float32, float16
+    and then found in `$JMP_TRAIN_CACHE` or ~/.cache/jmp_train. Functions under `jax.jit` are traced anew within, and
+    again outside. Results differ from those without by roundings of float32. Used where features are float32, float16
     or bfloat16, and edges sorted (formats with "csr"): weighted sums, `u_dot_v`, and GAT without dropout of
-    attention and edge weights.
-
-    Args:
-      is_used: False for no such kernels again.
+    attention and edge weights; where gradients are wanted, the function that takes them runs within too.
 
     Raises:
       RuntimeError: there is no compiler for C++, or it fails.
 
     Example:
-      >>> use_native_kernels(False)
+      >>> from jmp_train import graphs
+      >>> with graphs.native_kernels():  # doctest: +SKIP
+      ...     for batch in batches:
+      ...         state, metrics = step(state, batch)
+      >>> native_kernels().__class__.__name__
+      '_GeneratorContextManager'
     """
-    global _is_in_use
-    if is_used:
-        register_kernels()
-    _is_in_use = is_used
+    register_kernels()
+    with _IS_IN_USE(True):
+        yield
 
 
 def takes(dtype: DTypeLike, neighbors: CSR, *arguments: Any) -> bool:
@@ -56,7 +59,7 @@ def takes(dtype: DTypeLike, neighbors: CSR, *arguments: Any) -> bool:
     """
     arrays = jax.tree.leaves(arguments)
     has_some = neighbors.num_nodes > 0 and neighbors.others.shape[0] > 0 and all(x.size for x in arrays)
-    return _is_in_use and has_some and {jnp.dtype(dtype).name, *(x.dtype.name for x in arrays)} <= _DTYPES
+    return bool(_IS_IN_USE.value) and has_some and {jnp.dtype(dtype).name, *(x.dtype.name for x in arrays)} <= _DTYPES
 
 
 def on_cpus(native: Callable[..., Result], chunked: Callable[..., Result], *arguments: Any) -> Result:

@@ -1,6 +1,6 @@
 """Kernels in C++ beside the chunked ones and float64: values, gradients of both orders, transforms, errors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,19 @@ ROUNDINGS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
 @pytest.fixture(scope="module", name="native")
-def fixture_native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], Any]]:
+def fixture_native(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Any]:
     """Returns what runs a function with the native kernels, under jit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JMP_TRAIN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        graphs.use_native_kernels()
+        native_build.register_kernels()
 
     def run(function: Any) -> Any:
-        graphs.use_native_kernels()
-        try:
-            jitted = jax.jit(lambda *arguments: function(*arguments))  # a new one, that was not traced before
-            program = jitted.lower().compile()
-            assert 'custom_call_target="jmp_' in (program.as_text() or "")
-            return program()
-        finally:
-            graphs.use_native_kernels(False)
+        with graphs.native_kernels():
+            program = jax.jit(function).lower().compile()
+        assert 'custom_call_target="jmp_' in (program.as_text() or "")
+        return program()
 
-    yield run
+    return run
 
 
 def hub_graph() -> graphs.Graph:
@@ -162,6 +158,16 @@ def test_vmap_and_shard_map(native: Any) -> None:
     np.testing.assert_allclose(native(lambda: jax.vmap(gradient)(x)), wanted, rtol=1e-5, atol=1e-6)
     sharded = jax.shard_map(of_each, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     np.testing.assert_allclose(native(lambda: sharded(x)), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_under_jit_is_traced_anew_within_and_outside(native: Any) -> None:
+    graph = hub_graph()
+    summed = jax.jit(lambda x: copy_sum(graph, x))
+    x = features(graph, 16, "float32")["x"]
+    assert "jmp_weighted_sum" not in summed.lower(x).as_text()
+    with graphs.native_kernels():
+        assert "jmp_weighted_sum" in summed.lower(x).as_text()
+    assert "jmp_weighted_sum" not in summed.lower(x).as_text()
 
 
 def test_without_a_compiler_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
