@@ -144,10 +144,10 @@ MUTATIONS = (
     Mutation(  # receivers keep the numbers that they have in their own graph
         "batching",
         "graphs/structure/batching.py",
-        "return from_jraph(jraph.batch_np([_on_host(graph) for graph in graphs]), formats=formats)",
+        "return _from_jraph(jraph.batch_np([_on_host(graph) for graph in graphs]), formats)",
         "parts = [_on_host(graph) for graph in graphs]\n"
         "    receivers = np.concatenate([part.receivers for part in parts])\n"
-        "    return from_jraph(jraph.batch_np(parts)._replace(receivers=receivers), formats=formats)",
+        "    return _from_jraph(jraph.batch_np(parts)._replace(receivers=receivers), formats)",
         "tests/graphs/structure/test_batching.py",
     ),
     Mutation(

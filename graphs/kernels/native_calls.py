@@ -33,6 +33,9 @@ def native_kernels() -> Iterator[None]:
     or bfloat16, and edges sorted (formats with "csr"): weighted sums, `u_dot_v`, and GAT without dropout of
     attention and edge weights; where gradients are wanted, the function that takes them runs within too.
 
+    Returns:
+      A context manager.
+
     Raises:
       RuntimeError: there is no compiler for C++, or it fails.
 

@@ -40,8 +40,8 @@ class PartitionedGraph:
       >>> from jmp_train.graphs import from_edges
       >>> cut = partition(from_edges([0, 1, 2], [1, 2, 0], 3), 2, method="ranges")
       >>> cut.nodes.tolist(), cut.take(np.array([5, 6, 7])).tolist()
-      ([[0, 1], [2, -1]], [5, 6, 7, 0])
-      >>> cut.restore(np.array([5, 6, 7, 0])).tolist(), cut.halo_rows
+      ([[0, -1], [1, 2]], [5, 0, 6, 7])
+      >>> cut.restore(np.array([5, 0, 6, 7])).tolist(), cut.halo_rows
       ([5, 6, 7], 2)
     """
 

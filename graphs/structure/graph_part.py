@@ -25,6 +25,18 @@ class GraphPart(Block):
       is_node: bool [targets], whether a row is a node; the last ones may be padding, which no edge enters or leaves.
       sent_rows: int32 [parts, most], which own rows each device is sent; the number of targets fills up.
       axis_name: the mesh axis, which has a device for each part.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from jax.sharding import PartitionSpec
+      >>> from jmp_train.graphs import from_edges, partition, unstack
+      >>> cut = partition(from_edges([0, 1], [1, 0], 2), 1)
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> @jax.shard_map(mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+      ... def sources(parts, features):
+      ...     return unstack(parts)[0].with_halo(features)
+      >>> sources(cut.parts, cut.take(np.array([3.0, 4.0], np.float32))).tolist()
+      [3.0, 4.0]
     """
 
     is_node: jax.Array

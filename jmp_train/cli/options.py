@@ -68,7 +68,7 @@ class SetupOptions(BatchOptions):
         metadata=option(
             "state_dtype",
             "keep fields of the optimizer's state in few bits, such as nu=bfloat16, or mu=int8 nu=uint8",
-            metavar="FIELD=DTYPE",
+            metavar=("FIELD=DTYPE", ""),
             values="+",
         ),
     )

@@ -4,14 +4,15 @@ import hashlib
 import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jmp_train.distributed import as_bytes
+from jmp_train.graphs.structure import CSR, CSRAndCSC
 from jmp_train.policies import PyTree
-from jmp_train.policies.pytrees import named_leaves
+from jmp_train.policies.pytrees import change_nodes, named_leaves
 from jmp_train.runs.few_bits import DEFAULT_FEW_BITS, FewBits
 from jmp_train.runs.rules_files import RulesFile
 from jmp_train.runs.task_batches import count_examples
@@ -104,6 +105,13 @@ def _said(options: Mapping[str, Any], name: str) -> str:
     return "the default" if value is None else str(value)
 
 
+class _BothDirections(NamedTuple):
+    """A graph's sorted edges, the same whether both directions share arrays or not."""
+
+    by_source: CSR
+    by_target: CSR
+
+
 def data_digest(train: Arrays, test: Arrays, shared: PyTree = None) -> str:
     """Returns 16 hexadecimal digits of the sha256 of the data: its arrays' bytes, shapes and dtypes.
 
@@ -115,6 +123,7 @@ def data_digest(train: Arrays, test: Arrays, shared: PyTree = None) -> str:
       test: likewise.
       shared: tree of arrays.
     """
+    shared = change_nodes(shared, CSRAndCSC, lambda edges: _BothDirections(edges.by_source, edges.by_target))
     digest = hashlib.sha256()
     for path, leaf in named_leaves({"train": train, "test": test, "shared": shared}):
         array = np.asarray(leaf)
