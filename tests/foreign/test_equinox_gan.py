@@ -183,6 +183,7 @@ def test_an_overflow_of_both_is_skipped_with_their_states() -> None:
     assert_skips(half, (models, states, huge, key), goes_on=r"^\[3\]$")
 
 
+@pytest.mark.full
 def test_an_overflow_of_the_discriminator_alone_does_not_stop_the_generator() -> None:
     half = script(True)
     (models, states, opt_states, _), _ = half.step(half.state, half.batch.at[0].set(jnp.inf))

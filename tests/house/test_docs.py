@@ -94,6 +94,7 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     run_script("\n".join(blocks(page)), cwd=tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiler")
 def test_the_code_of_the_page_about_plans_runs(tmp_path: Path) -> None:
     run_script("\n".join(blocks("docs/plan.md")), cwd=tmp_path)

@@ -14,7 +14,7 @@ import jmp_train as jt
 
 pytestmark = pytest.mark.quick
 
-QUICK = ("terrain", "prices")
+QUICK = ("prices",)
 
 
 @pytest.mark.parametrize(

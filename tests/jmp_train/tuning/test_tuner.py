@@ -112,6 +112,7 @@ def test_a_smaller_tolerance_keeps_more_in_float32(examples: list[tuple[Any, ...
     assert "dot_general" in kept
 
 
+@pytest.mark.full
 def test_bfloat16(examples: list[tuple[Any, ...]]) -> None:
     tuned = jt.tune(bad_loss_fn, examples, dtype="bfloat16")
     assert (tuned.entries, tuned.dtype, tuned.loss_scale) == ((), "bfloat16", 1.0)
@@ -154,6 +155,7 @@ def test_a_function_that_is_no_loss(examples: list[tuple[Any, ...]]) -> None:
     assert tuned.verification.errors.gradient == 0
 
 
+@pytest.mark.full
 def test_loops_and_branches(examples: list[tuple[Any, ...]]) -> None:
     def fn(params: Any, x: Any) -> Any:
         def body(h: Any, _: Any) -> Any:
@@ -192,6 +194,7 @@ def test_an_equinox_module(examples: list[tuple[Any, ...]]) -> None:
     assert [entry.primitives for entry in tuned.entries] == [("integer_pow",)]
 
 
+@pytest.mark.full
 def test_an_nnx_module_stays_as_it_was(examples: list[tuple[Any, ...]]) -> None:
     class Model(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -220,7 +223,7 @@ def step_of(fn: Any, **options: Any) -> tuple[jt.TrainStep, jt.TrainState]:
     return step, jt.TrainState.create(params_of((4, 8), (8, 2)), optimizer)
 
 
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("accumulate_steps", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_train_step(examples: list[tuple[Any, ...]], accumulate_steps: int) -> None:
     step, state = step_of(bad_loss_fn, accumulate_steps=accumulate_steps)
     tuned = jt.tune(step, [(state, x) for _, x in examples], steps=6)

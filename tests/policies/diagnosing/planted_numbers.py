@@ -257,7 +257,7 @@ NUMBERS = (
     Fault("epsilon of a similarity", "underflow", "haiku", similarity_epsilon, action="epsilon", applied="value"),
     Fault("epsilon of a GAN", "underflow", "equinox", gan_epsilon, action="epsilon"),
     Fault("clipped probabilities", "underflow", "jax", clipped_probabilities, action="epsilon"),
-    Fault("mask of attention", "invalid mask", "linen", attention_mask, action="mask", applied="value", quick=True),
+    Fault("mask of attention", "invalid mask", "linen", attention_mask, action="mask", applied="value"),
     Fault(
         "mask of attention",
         "invalid mask",

@@ -171,8 +171,8 @@ def averages_in_cond(way: Way) -> Case:
     return promoting(step), ((model, average), (values(LENGTH, WIDTH), jnp.array(True), jnp.float32(1e-4)))
 
 
-def _scaled(name: str, library: str, build: Any, where: str, quick: bool = False) -> Fault:
-    options: Any = {"direction": "backward", "action": "loss scale", "applied": "value", "quick": quick}
+def _scaled(name: str, library: str, build: Any, where: str) -> Fault:
+    options: Any = {"direction": "backward", "action": "loss scale", "applied": "value"}
     return Fault(name, "overflow", library, build, where=where, **options)
 
 
@@ -180,7 +180,7 @@ _STATE: Any = {"direction": "update", "action": "state", "applied": "state"}
 
 PLACES = (
     _scaled("steep branch", "jax", steep_branch, "cond"),
-    _scaled("steep layer", "linen", steep_layer, "remat", quick=True),
+    _scaled("steep layer", "linen", steep_layer, "remat"),
     _scaled("steep stage", "jax", steep_stages, "pipeline"),
     _scaled("loss scale of a classifier", "linen", digits, "train_step"),
     Fault("norms of nodes", "overflow", "jt.graphs", squared_features),

@@ -276,7 +276,7 @@ def spread_gates(way: Way) -> Case:
 
 
 RANGE = (
-    Fault("squares of activations", "overflow", "linen", squares, quick=True),
+    Fault("squares of activations", "overflow", "linen", squares),
     Fault("squares of activations", "overflow", "linen", lambda way: squares(way, "remat"), where="remat"),
     Fault("squares of activations", "overflow", "linen", lambda way: squares(way, "scan"), where="scan"),
     Fault("squares in a branch", "overflow", "jax", squares_in_cond, where="cond"),
@@ -291,7 +291,7 @@ RANGE = (
     Fault("sums of a pooling layer", "overflow", "linen", pooling),
     Fault("loss times a constant", "overflow", "jax", scaled_before_mean),
     Fault("state of a recurrent cell", "overflow", "linen", growing_cell, where="scan"),
-    Fault("product of probabilities", "underflow", "jax", hidden_markov, where="scan", quick=True),
+    Fault("product of probabilities", "underflow", "jax", hidden_markov, where="scan"),
     Fault("squares of small distances", "underflow", "jax", small_squares),
     Fault("z-loss of a router", "overflow", "jax", spread_gates),
 )

@@ -283,14 +283,14 @@ def in_remat(build: Any) -> Any:
 
 
 SUMS = (
-    Fault("degrees of nodes", "stagnation", "linen", degrees, quick=True),
+    Fault("degrees of nodes", "stagnation", "linen", degrees),
     Fault("degrees of nodes", "stagnation", "linen", in_remat(degrees), where="remat"),
     Fault("sums of messages", "stagnation", "jraph", messages, BF16),
     Fault("means of messages", "stagnation", "jraph", mean_messages),
     Fault("softmax over edges", "stagnation", "jraph", edge_probabilities),
     Fault("gradient of an embedding", "stagnation", "jax", embedding_gradient, BF16, direction="backward"),
     Fault("one-hot sums", "stagnation", "jax", expert_positions, BF16, where="scan"),
-    Fault("sum of thousands of terms", "stagnation", "jax", accumulated_loss, where="scan", quick=True),
+    Fault("sum of thousands of terms", "stagnation", "jax", accumulated_loss, where="scan"),
     Fault("small steps of a solver", "stagnation", "equinox", integrated, BF16, where="while"),
     Fault("count beyond 2048", "stagnation", "jax", running_mean, where="scan"),
     Fault("variance by squares", "cancellation", "linen", fast_variance, BF16),
