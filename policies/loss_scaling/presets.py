@@ -65,7 +65,7 @@ def torch_loss_scale(
     return DynamicLossScale(
         float(init_scale),
         period=growth_interval,
-        factor=growth_factor,
+        factor=float(growth_factor),
         min_loss_scale=SMALLEST_SCALE,
         backoff_factor=backoff_factor,
     )
@@ -118,7 +118,7 @@ def apex_loss_scale(
         period=scale_window,
         factor=scale_factor,
         min_loss_scale=floor,
-        max_loss_scale=max_loss_scale,
+        max_loss_scale=float(max_loss_scale),
     )
 
 
@@ -171,7 +171,7 @@ def megatron_loss_scale(
         factor=float(np.float32(growth_factor)),  # Megatron keeps both in float32
         min_loss_scale=float(min_scale),
         backoff_factor=float(np.float32(backoff_factor)),
-        max_loss_scale=max_scale,
+        max_loss_scale=float(max_scale),
         hysteresis=hysteresis,
     )
 
@@ -218,7 +218,7 @@ def nemo_loss_scale(
     return DynamicLossScale(
         float(init_scale),
         period=growth_interval,
-        factor=growth_factor,
+        factor=float(growth_factor),
         min_loss_scale=SMALLEST_SCALE,
         backoff_factor=backoff_factor,
         hysteresis=hysteresis,
@@ -273,7 +273,7 @@ def deepspeed_loss_scale(
         start,
         counter=-1,
         period=loss_scale_window,
-        min_loss_scale=min_loss_scale,
+        min_loss_scale=float(min_loss_scale),
         hysteresis=hysteresis,
         consecutive_hysteresis=consecutive_hysteresis,
         counter_start=-1,

@@ -455,6 +455,19 @@ def test_warnings_point_at_the_caller(preset: Callable[..., Any], options: dict[
     assert [warning.filename for warning in record] == [__file__]
 
 
+def test_whole_numbers_as_in_configurations_are_numbers() -> None:
+    scales = [
+        (jt.torch_loss_scale(65536, 2), jt.torch_loss_scale()),
+        (jt.apex_loss_scale(min_loss_scale=1, max_loss_scale=2**24), jt.apex_loss_scale(min_loss_scale=1.0)),
+        (jt.megatron_loss_scale(2**32, 1, 2), jt.megatron_loss_scale()),
+        (jt.nemo_loss_scale(65536, 2), jt.nemo_loss_scale()),
+        (jt.deepspeed_loss_scale(0, min_loss_scale=1), jt.deepspeed_loss_scale()),
+    ]
+    for whole, usual in scales:
+        assert jax.tree.structure(whole) == jax.tree.structure(usual)
+        assert float(whole.loss_scale) == float(usual.loss_scale)
+
+
 def test_usual_options_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
