@@ -164,7 +164,9 @@ def _reduced(
       aggregators: of `AGGREGATORS`.
     """
     message = copy_u("sent", "m") if brought is None else u_add_e("sent", "brought", "m")
-    reductions = [Reduce(checked_word("aggregators", name, AGGREGATORS), "m", name) for name in set(aggregators)]
+    reductions = [
+        Reduce(checked_word("aggregators", name, AGGREGATORS), "m", name) for name in dict.fromkeys(aggregators)
+    ]
     edges = {} if brought is None else {"brought": brought}
     if isinstance(graph, Block):
         found = update_all(graph.graph({"sent": sent}, {}, edges), message, reductions).nodes["target"]
