@@ -1,6 +1,7 @@
 """DGL as a peer of `graphs.py`: a process of another Python, told what to run; see `dgl_server.py`."""
 
 import json
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -29,7 +30,10 @@ class DGL:
         arrays = case.arrays | ends | params | {"learning_rate": np.array(LEARNING_RATE)}
         np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
         command = [str(python), str(Path(__file__).with_name("dgl_server.py")), str(file)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = {**os.environ, "DGLBACKEND": "pytorch"}  # or it prints a question at its first import
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         self._wait()
 
     def form(self, row: Row, dtype: str) -> Form | None:

@@ -137,6 +137,15 @@ def test_rates_of_mini_batches() -> None:
         assert row(name) == [f"{rates[column]:.1f}" for column in columns]
 
 
+def test_graph_operations_on_a_cpu() -> None:
+    for name, forms in results("graphs")["seconds"]["20000x520000"].items():
+        medians = [
+            " / ".join(f"{1e3 * statistics.median(times):.1f}" for times in forms[form].values())
+            for form in ("jmp_train", "jmp_train, native", "DGL")
+        ]
+        assert row(re.escape(name)) == medians
+
+
 def test_gaps_with_and_without_a_float32_end() -> None:
     for task, found in results("precision_schedule").items():
         for policy, result in found["policies"].items():
