@@ -93,7 +93,7 @@ def value_and_gradients(name: str, graph: graphs.Graph, given: dict[str, jax.Arr
     return [result, *gradients]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize(("width", "dtype"), [(16, "float32"), (7, "float32"), (40, "float16"), (16, "bfloat16")])
 def test_results_are_those_of_float64(native: Any, name: str, width: int, dtype: str) -> None:
