@@ -144,7 +144,11 @@ def chunked_argextreme(message: Term, sign: int, adjacency: Adjacency, inputs: I
       sign: see `chunked_extreme`.
       adjacency: see `chunked_extreme`.
       inputs: see `chunked_extreme`.
+
+    Raises:
+      ValueError: the graph keeps no edge apart.
     """
+    _ = adjacency.receivers  # which raises
     term = _signed(message, sign)
 
     def places(edges: CSRAndCSC, inputs: Inputs) -> jax.Array:

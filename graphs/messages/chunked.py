@@ -137,7 +137,7 @@ def _reduced(message: Term, adjacency: Adjacency, inputs: Inputs, reductions: Re
     names = {reduce.reduction for reduce in reductions}
     found: dict[str, jax.Array] = {}
     if message is weighted_sender:
-        for name in names & {"sum", "mean", "var", "std"}:
+        for name in sorted(names & {"sum", "mean", "var", "std"}):  # in the same order in every process
             found["sum" if name == "sum" else "mean"] = _weighted(adjacency, inputs, is_mean=name != "sum")
     if names & {"var", "std"}:  # the mean is at hand then
         found["mean"], found["var"] = chunked_moments(message, adjacency, inputs, found.get("mean"))

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.quick
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def run(name: str, *arguments: str, **environment: str, timeout: float = 280) -> str:
+def run(name: str, *arguments: str, timeout: float = 280, **environment: str) -> str:
     command = (sys.executable, str(BENCHMARKS / name), *arguments)
     env = os.environ | environment
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout, env=env)

@@ -34,13 +34,14 @@ def test_sorted_edges_alone_know_no_edge_apart() -> None:
     assert (graph.num_nodes, graph.num_edges) == (3, 4)
     assert (graph.in_degrees.tolist(), graph.out_degrees.tolist()) == ([1, 1, 2], [1, 1, 2])
     h = jnp.arange(3.0)[:, None]
-    found = graphs.update_all(graph.with_nodes(h=h), fn.copy_u("h", "m"), fn.sum("m", "x"))
+    found = graphs.update_all(graph.with_nodes(h=h), fn.copy_u("h", "m"), [fn.sum("m", "x"), fn.max("m", "y")])
     assert found.nodes["x"].ravel().tolist() == [2, 0, 3]
+    assert found.nodes["y"].ravel().tolist() == [2, 0, 2]
     fault = r'made with formats=\("csr",\), which keeps no edge apart: this needs "coo" too'
     for use in (
         lambda: graph.senders,
         lambda: graph.with_edges(w=jnp.ones(4)),
-        lambda: graphs.update_all(graph.with_nodes(h=h), fn.copy_u("h", "m"), fn.max("m", "x")),
+        lambda: graphs.update_all(graph.with_nodes(h=h), fn.copy_u("h", "m"), fn.argmax("m", "x")),
         lambda: graphs.edge_softmax(graph, jnp.ones(4)),
         lambda: graphs.gat_attention(graph, h[:, None], h, h, edge_weight=jnp.ones(4)),
     ):
