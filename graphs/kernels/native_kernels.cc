@@ -143,6 +143,13 @@ struct Float16 {
   }
 };
 
+// Fetches `count` elements before they are needed.
+template <typename T>
+inline void prefetch(const T* row, size_t count) {
+  const char* next = reinterpret_cast<const char*>(row);
+  for (size_t c = 0; c < sizeof(T) * count; c += 64) __builtin_prefetch(next + c);
+}
+
 template <typename Format>
 inline Vector read_part(const typename Format::Type* p, int count) {
   Vector v = {};
@@ -251,8 +258,7 @@ inline void add_part(const typename Format::Type* data, const int32_t* others, i
   Vector total[count] = {};
   for (int j = 0; j < edges; j++) {
     if (j < ahead) {
-      const char* next = reinterpret_cast<const char*>(data + others[j + kAhead] * stride);
-      for (size_t c = 0; c < sizeof(typename Format::Type) * kLanes * count; c += 64) __builtin_prefetch(next + c);
+      prefetch(data + others[j + kAhead] * stride, kLanes * count);
     }
     const auto* row = data + others[j] * stride;
     for (int k = 0; k < count; k++) {
@@ -399,10 +405,7 @@ ffi::Error edge_dot(ffi::ThreadPool pool, ffi::AnyBuffer others_, ffi::AnyBuffer
         const float scale = of_receivers ? of_receivers[node] : 1;
         read_row(nodes, node * all, all, scale, own.data());
         for (int64_t e = starts[node]; e < starts[node + 1]; e++) {
-          if (e + kAhead < last_edge) {
-            const char* next = reinterpret_cast<const char*>(rows + others[e + kAhead] * all);
-            for (size_t c = 0; c < sizeof(*rows) * all; c += 64) __builtin_prefetch(next + c);
-          }
+          if (e + kAhead < last_edge) prefetch(rows + others[e + kAhead] * all, all);
           const float factor = of_senders ? of_senders[others[e]] : 1;
           const auto* row = rows + others[e] * all;
           for (int64_t h = 0; h < heads; h++) products[h] = dot<Format>(row + h * width, own.data() + h * width, width);
@@ -509,10 +512,7 @@ ffi::Error gat_of_receivers(ffi::ThreadPool pool, ffi::AnyBuffer others_, ffi::A
           }
           exponentials(powers.data(), count * heads);
           for (int j = 0; j < count; j++) {
-            if (e + j + kAhead < last_edge) {
-              const char* next = reinterpret_cast<const char*>(rows + others[e + j + kAhead] * all);
-              for (size_t c = 0; c < sizeof(*rows) * all; c += 64) __builtin_prefetch(next + c);
-            }
+            if (e + j + kAhead < last_edge) prefetch(rows + others[e + j + kAhead] * all, all);
             for (int64_t h = 0; h < heads; h++) {
               const float product = dot<Format>(rows + others[e + j] * all + h * width, own.data() + h * width, width);
               const double weight = powers[j * heads + h] * inverse[base + h], part = weight * slopes[j * heads + h];
