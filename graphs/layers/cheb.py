@@ -9,8 +9,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats, SparseRows
-from jmp_train.graphs.layers.dense import Activation, activated, add_bias
+from jmp_train.graphs.layers.dense import Activation, activated, with_bias
 from jmp_train.graphs.layers.endpoint_features import end_rows
+from jmp_train.graphs.layers.initializers import uniform_between
 from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_floats, as_optional, in_dtype, promoted
 from jmp_train.graphs.layers.polynomials import checked_terms, is_narrowing, product_of_all, products_apart
 from jmp_train.graphs.layers.propagation import Hop, as_whole_graph, make_hop
@@ -74,7 +75,7 @@ def cheb_conv(
         result = _series(laplacian, products_apart(rows, kernel))
     else:
         result = product_of_all(_polynomials(laplacian, rows, len(kernel)), kernel)
-    return activated(result if offset is None else add_bias(result, offset), activation)
+    return activated(with_bias(result, offset), activation)
 
 
 def _checked_lambda(lambda_max: Floats, nodes: int) -> jax.Array:
@@ -181,8 +182,7 @@ class ChebConv(nnx.Module):
         self.activation = activation
         self.dtype = dtype
         limit = (6 / (k * in_features + out_features)) ** 0.5
-        drawn = jax.random.uniform(rngs.params(), (k, in_features, out_features), param_dtype, -limit, limit)
-        self.weight = nnx.Param(drawn)
+        self.weight = nnx.Param(uniform_between(limit)(rngs.params(), (k, in_features, out_features), param_dtype))
         self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
         if use_bias:
             self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))

@@ -13,8 +13,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 def dense(features: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Returns features [nodes, in] times weights [in, out], plus a bias [out], all in one dtype."""
-    result = product(features, weight)
-    return result if bias is None else add_bias(result, bias)
+    return with_bias(product(features, weight), bias)
 
 
 def product(features: jax.Array | SparseFeatures, weight: jax.Array) -> jax.Array:
@@ -32,6 +31,11 @@ def _dense_product(features: jax.Array, weight: jax.Array) -> jax.Array:
     padded arrays for the GPU's matrix units, and would keep the copy for the gradient.
     """
     return features @ weight
+
+
+def with_bias(features: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Returns what `add_bias` does; the features where there is no bias."""
+    return features if bias is None else add_bias(features, bias)
 
 
 @autocast_as("lower")

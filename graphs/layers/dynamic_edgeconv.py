@@ -7,9 +7,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import CHUNKED_ELEMENTS, BlockReduction, Messages, reduce_blocks
-from jmp_train.graphs.layers.edgeconv import AGGREGATORS, Apply, messages_of, of_ends
+from jmp_train.graphs.layers.edgeconv import AGGREGATORS, Apply, checked_halves, messages_of, of_ends
+from jmp_train.graphs.layers.initializers import uniform_param
 from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, checked_word, in_dtype, promoted
-from jmp_train.graphs.layers.linear_params import uniform_param
 from jmp_train.graphs.structure import CSR, as_count, graph_storage, in_float32, upcast
 from jmp_train.policies.autocasting import autocast_as
 
@@ -125,17 +125,15 @@ def dynamic_edge_conv(
     reduction = checked_word("aggregator", aggregator, AGGREGATORS)
     words = ("xla", "chunked")
     chosen = None if implementation is None else checked_word("implementation", implementation, words)
-    kernel = as_floats("weight", weight, "2 * in", "out")
-    width, out = kernel.shape[0] // 2, kernel.shape[1]
-    kernel = as_floats("weight", kernel, 2 * width, out)
+    kernel, width = checked_halves(weight)
     rows = as_floats("features", features, *_shape(features), "points", width)
     _checked_k(k)
-    rows, kernel, offset = promoted(rows, kernel, as_optional("bias", bias, out))
+    rows, kernel, offset = promoted(rows, kernel, as_optional("bias", bias, kernel.shape[1]))
     is_point = _checked_mask(mask, rows)
     edges = _nearest_edges(_nearest(rows, k, is_point), is_point)
     flat = rows.reshape(-1, width)
     messages = messages_of(*of_ends(flat, flat, kernel, offset), apply or (lambda rows: rows), rows.dtype)
-    is_large = edges.num_edges * out >= CHUNKED_ELEMENTS
+    is_large = edges.num_edges * kernel.shape[1] >= CHUNKED_ELEMENTS
     if chosen == "chunked" or (chosen is None and is_large):
         result = graph_storage(reduce_blocks(edges, messages, reduction))
     else:

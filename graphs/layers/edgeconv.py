@@ -13,8 +13,8 @@ from jmp_train.graphs.kernels import REDUCTIONS, BlockReduction, EdgeOperation, 
 from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.layers.dense import activated
 from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
+from jmp_train.graphs.layers.initializers import uniform_param
 from jmp_train.graphs.layers.layer_inputs import as_floats, as_graph, as_optional, checked_word, in_dtype
-from jmp_train.graphs.layers.linear_params import uniform_param
 from jmp_train.graphs.structure import (
     Adjacency,
     Block,
@@ -80,16 +80,25 @@ def edge_conv(
     """
     reduction = checked_word("aggregator", aggregator, AGGREGATORS)
     graph = as_graph(graph, features)
-    kernel = as_floats("weight", weight, "2 * in", "out")
-    width, out = kernel.shape[0] // 2, kernel.shape[1]
+    kernel, width = checked_halves(weight)
     rows = end_rows(graph, features, width)
-    kernel = as_floats("weight", kernel, 2 * width, out)
-    rows, (kernel, offset) = promoted_with(rows, kernel, as_optional("bias", bias, out))
+    rows, (kernel, offset) = promoted_with(rows, kernel, as_optional("bias", bias, kernel.shape[1]))
     senders, receivers = of_ends(rows.senders, rows.receivers, kernel, offset)
     adjacency = graph.connections
     if apply is None:
         return _without_network(adjacency, senders, receivers, reduction, rows.senders.dtype)
     return EDGE_FUNCTION(implementation, adjacency, senders, receivers, apply, reduction, rows.senders.dtype)
+
+
+def checked_halves(weight: Floats) -> tuple[jax.Array, int]:
+    """Returns a weight [2 * in, out], checked, and the width of the features.
+
+    Args:
+      weight: see `edge_conv`.
+    """
+    kernel = as_floats("weight", weight, "2 * in", "out")
+    width = kernel.shape[0] // 2
+    return as_floats("weight", kernel, 2 * width, kernel.shape[1]), width
 
 
 def of_ends(

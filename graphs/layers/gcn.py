@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import EndFeatures, Floats
 from jmp_train.graphs.layers.aggregation import aggregate, degree_scale
-from jmp_train.graphs.layers.dense import Activation, activated, add_bias, product
+from jmp_train.graphs.layers.dense import Activation, activated, product, with_bias
 from jmp_train.graphs.layers.endpoint_features import end_rows
 from jmp_train.graphs.layers.layer_inputs import (
     as_edge_weight,
@@ -104,7 +104,7 @@ def graph_conv(
     )
     if kernel_after is not None:
         result = product(result, kernel_after)
-    return activated(result if offset is None else add_bias(result, offset), activation)
+    return activated(with_bias(result, offset), activation)
 
 
 def degree_scales(graph: Graph | Block, norm: str, features: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:

@@ -16,3 +16,15 @@ def uniform_between(bound: float) -> nnx.Initializer:
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
     return init
+
+
+def uniform_param(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param[jax.Array]:
+    """Returns a parameter drawn as those of `torch.nn.Linear`, between -1 and 1 over the square root of `fan_in`.
+
+    Args:
+      rngs: flax's random streams, of which "params" is used.
+      shape: of a weight or a bias.
+      fan_in: how many inputs the layer has.
+      dtype: the parameter's.
+    """
+    return nnx.Param(uniform_between(max(fan_in, 1) ** -0.5)(rngs.params(), shape, dtype))

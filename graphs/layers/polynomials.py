@@ -27,11 +27,11 @@ def checked_terms(count: str, weight: Floats) -> jax.Array:
 
 
 def is_narrowing(rows: jax.Array | SparseFeatures, weight: jax.Array) -> bool:
-    """Whether the products of rows [nodes, in] with weights [terms, in, out] come before the hops.
+    """Whether the products of rows [nodes, in] with weights [..., in, out] come before the hops.
 
     They do where that makes what hops narrower, and of sparse rows, which only a product makes an array of.
     """
-    return isinstance(rows, SparseFeatures) or weight.shape[1] > weight.shape[2]
+    return isinstance(rows, SparseFeatures) or weight.shape[-2] > weight.shape[-1]
 
 
 def products_apart(rows: jax.Array | SparseFeatures, weight: jax.Array) -> jax.Array:

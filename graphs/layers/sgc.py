@@ -7,7 +7,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats, SparseRows
-from jmp_train.graphs.layers.dense import add_bias, product
+from jmp_train.graphs.layers.dense import product, with_bias
 from jmp_train.graphs.layers.endpoint_features import end_rows
 from jmp_train.graphs.layers.gcn import NORMS
 from jmp_train.graphs.layers.layer_inputs import (
@@ -18,8 +18,9 @@ from jmp_train.graphs.layers.layer_inputs import (
     in_dtype,
     promoted,
 )
+from jmp_train.graphs.layers.polynomials import is_narrowing
 from jmp_train.graphs.layers.propagation import as_whole_graph, propagate
-from jmp_train.graphs.structure import Graph, SparseFeatures
+from jmp_train.graphs.structure import Graph
 
 
 def sg_conv(
@@ -82,11 +83,11 @@ def sg_conv(
         check_in_degrees(whole, allow_zero_in_degree)
         rows = end_rows(whole, features, width, can_be_sparse=True).senders
         rows, kernel, offset = promoted(rows, kernel, offset)
-        if isinstance(rows, SparseFeatures) or width > out:
+        if is_narrowing(rows, kernel):
             result = propagate(whole, product(rows, kernel), k, norm=norm, edge_weight=edge_weight)
         else:
             result = product(propagate(whole, rows, k, norm=norm, edge_weight=edge_weight), kernel)
-    return result if offset is None else add_bias(result, offset)
+    return with_bias(result, offset)
 
 
 class SGConv(nnx.Module):

@@ -7,7 +7,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats, SparseRows
-from jmp_train.graphs.layers.dense import Activation, activated, add_bias
+from jmp_train.graphs.layers.dense import Activation, activated, with_bias
 from jmp_train.graphs.layers.endpoint_features import end_rows
 from jmp_train.graphs.layers.gcn import NORMS
 from jmp_train.graphs.layers.layer_inputs import (
@@ -74,7 +74,7 @@ def tag_conv(
         result = _sum_of_hops(hop, products_apart(rows, kernel))
     else:
         result = product_of_all(_hops(hop, rows, len(kernel)), kernel)
-    return activated(result if offset is None else add_bias(result, offset), activation)
+    return activated(with_bias(result, offset), activation)
 
 
 def _sum_of_hops(hop: Hop, terms: jax.Array) -> jax.Array:
