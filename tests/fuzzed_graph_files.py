@@ -88,7 +88,7 @@ def of_ogb(path: Path, data: NodeData) -> bool:
     """Whether the data are what Python reads, one number after the other."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     text = io.StringIO(content.decode("latin1"), newline=None)
-    table = [[float(field) for field in line.split(",")] for line in text if line.strip()]
+    table = [[float(field.strip()) for field in line.split(",")] for line in text if line.strip()]  # of \x1e too
     name, array = path.name.partition(".")[0], np.array(table)
     if not len(array):
         return name == "valid" and not len(data.validation)

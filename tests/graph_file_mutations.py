@@ -274,7 +274,7 @@ def change_pickle(draw: random.Random, content: bytes) -> bytes:
         place, kind = draw.randrange(1, len(parts)), draw.randrange(8)
         if kind < 3:
             parts.insert(place, draw.choice(PAYLOADS))
-        elif kind == 3:
+        elif kind == 3 and len(parts) > 2:
             del parts[draw.randrange(1, len(parts) - 1)]
         elif kind == 4:
             parts.insert(place, draw.choice(parts))
@@ -283,7 +283,7 @@ def change_pickle(draw: random.Random, content: bytes) -> bytes:
             parts[place], parts[other] = parts[other], parts[place]
         elif kind == 6:
             parts[place] = change_bytes(draw, parts[place])
-        else:
+        elif kind > 6:
             parts[place] = draw.choice(PAYLOADS)
     return b"".join(parts)
 
