@@ -22,7 +22,7 @@ from scripts import (
 
 import jmp_train as jt
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 
 class MixerBlock(eqx.Module):
@@ -133,7 +133,6 @@ def script(half: bool) -> Script:
     return Script((model, jr.key(1), opt_state), step, data)
 
 
-@pytest.mark.full
 def test_products_in_half() -> None:
     args = *model_and_data(), 10.0, jr.key(0)
     assert share_by_autocast(batch_loss_fn, *args) == 1
@@ -144,7 +143,6 @@ def test_products_in_half() -> None:
     assert 'policy="autocast_float16" runs the function as it is' in raised.value.__notes__[-1]
 
 
-@pytest.mark.full
 def test_it_learns_as_in_float32() -> None:
     assert_learns_alike(script(True), script(False), tolerance=5e-3)
 

@@ -134,6 +134,7 @@ def test_products_in_half() -> None:
     assert products_in_half(loss_fn, *args) == 0
 
 
+@pytest.mark.full
 def test_it_learns_as_in_float32() -> None:
     # With jax 0.12 one loss of twenty is 0.6 % off.
     assert_learns_alike(script(True), script(False), tolerance=1e-2)

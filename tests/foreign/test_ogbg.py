@@ -23,7 +23,7 @@ from scripts import (
 
 import jmp_train as jt
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 TASKS, LATENT = 5, 16
 
@@ -129,7 +129,6 @@ def script(half: bool) -> Script:
     return Script(state, train_step, graphs)
 
 
-@pytest.mark.full
 def test_products_in_half() -> None:
     args = script(True).state.params, molecules()
     # The ones in the globals are float32, and so is all that they are concatenated with.
@@ -137,7 +136,6 @@ def test_products_in_half() -> None:
     assert share_by_autocast(loss_fn, *args) == 1
 
 
-@pytest.mark.full
 def test_it_learns_as_in_float32() -> None:
     assert_learns_alike(script(True), script(False), tolerance=1e-2)
 

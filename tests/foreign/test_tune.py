@@ -11,7 +11,7 @@ from healthy_models import MODELS, Model, gan
 
 import jmp_train as jt
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 KEY = jax.random.key(0)
 Loss = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -110,17 +110,12 @@ LOSSES = (
     vae,
     wmt,
 )
-QUICK = ((vae, "float16"),)
 
 
 def cases(makers: Iterable[Callable[[], Any]]) -> list[Any]:
     """Returns each model in each half type."""
     return [
-        pytest.param(
-            make, dtype, id=f"{make.__name__}-{dtype}", marks=() if (make, dtype) in QUICK else pytest.mark.full
-        )
-        for make in makers
-        for dtype in ("float16", "bfloat16")
+        pytest.param(make, dtype, id=f"{make.__name__}-{dtype}") for make in makers for dtype in ("float16", "bfloat16")
     ]
 
 
@@ -140,7 +135,6 @@ def test_losses_of_scripts(loss: Callable[[], Loss], dtype: str) -> None:
     assert_all_is_half(jt.tune(loss_fn, [args], dtype=dtype), 10)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("make", "dtype"), cases(make for make in MODELS if make is not gan))  # whose step is its own
 def test_steps_that_half_precision_does_not_harm(make: Callable[[], Model], dtype: str) -> None:
     model = make()

@@ -76,6 +76,7 @@ def test_the_wheel_holds_the_tree(built: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full
 def test_the_sdist_holds_each_folder_once_and_no_links(built: Path) -> None:
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as sdist:

@@ -65,6 +65,7 @@ def chosen(folder: Path, *options: str) -> list[str]:
     return recorder.names
 
 
+@pytest.mark.full
 def test_rings_and_shares_part_the_tests(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").symlink_to(TESTS / "conftest.py")
     (tmp_path / "test_example.py").write_text(EXAMPLE)

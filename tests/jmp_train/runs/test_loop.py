@@ -81,6 +81,7 @@ def test_digits_learn_in_every_policy(digits: Task, policy: str, scale: float) -
     assert all(epoch.seconds > 0 and epoch.memory_mb > 0 for epoch in run.epochs)
 
 
+@pytest.mark.full
 def test_a_run_that_watches_reports_shares_of_each_step_and_their_means(digits: Task) -> None:
     small = dataclasses.replace(digits, train={name: x[:128] for name, x in digits.train.items()})
     seen: list[Event] = []

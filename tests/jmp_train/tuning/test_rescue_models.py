@@ -12,14 +12,10 @@ from rescue_models import MODELS, Model, train
 
 import jmp_train as jt
 
-pytestmark = pytest.mark.quick
-
-QUICK = ("prices",)
+pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize(
-    "make", [pytest.param(m, id=m.__name__, marks=[] if m.__name__ in QUICK else pytest.mark.full) for m in MODELS]
-)
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_a_model_fails_by_the_table_alone(make: Callable[[int], Model]) -> None:
     exact = promoting(train)(make, None, (0, 1, 2))
     table = promoting(train)(make, jt.TORCH_CUDA)

@@ -183,6 +183,7 @@ def test_a_loop_without_a_derivative(examples: list[tuple[Any, ...]]) -> None:
     assert [entry.primitives for entry in tuned.entries] == [("integer_pow",)]
 
 
+@pytest.mark.full
 def test_an_equinox_module(examples: list[tuple[Any, ...]]) -> None:
     model = eqx.nn.MLP(4, 2, 8, 1, activation=jax.nn.gelu, key=KEY)
 

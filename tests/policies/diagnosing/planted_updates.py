@@ -261,7 +261,6 @@ UPDATES = (
         where="train_step",
         action="loss scale",
         applied="value",
-        quick=True,
     ),
     Fault(
         "gradients of a mean",

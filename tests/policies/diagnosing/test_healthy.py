@@ -14,7 +14,7 @@ import jmp_train as jt
 pytestmark = pytest.mark.quick
 
 POLICIES = ("mixed_float16", "autocast_float16")
-QUICK = ((gru, "mixed_float16"),)
+QUICK = ((perceptron, "mixed_float16"),)
 
 
 @pytest.fixture(autouse=True)
