@@ -134,8 +134,9 @@ def _arrays(value: Any, stored: Callable[[str], bytes] | None, size: int) -> dic
 
 def _tensor(note: Note, stored: Callable[[str], bytes]) -> np.ndarray:
     """Returns the tensor whose making was noted: all of what is stored for it, or a part without gaps."""
-    storage, first, shape, strides, _, hooks = note.arguments
-    if not isinstance(storage, Note) or storage.name != STORAGE or hooks != {}:
+    storage, first, shape, strides, requires_grad, hooks = note.arguments
+    is_plain = isinstance(requires_grad, bool) and hooks == {}
+    if not isinstance(storage, Note) or storage.name != STORAGE or not is_plain:
         raise ValueError("a tensor is not made as tensors are")
     kind, dtype_name, key, _, count = storage.arguments[0]
     known = [dtype for name, dtype in _STORAGES.items() if is_name(dtype_name, name)]
