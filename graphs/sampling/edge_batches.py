@@ -1,17 +1,20 @@
 """Mini-batches of edges: their ends, negatives, and the neighbors of all these, without the edges themselves."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jmp_train.graphs.array_types import Ids
+from jmp_train.graphs.sampling.edge_exclusion import Excluded, checked_exclusion
 from jmp_train.graphs.sampling.host_edge_index import HostEdges
-from jmp_train.graphs.sampling.sampled_layer import Layer, LayerSizes
-from jmp_train.graphs.sampling.sampler import MiniBatch, NeighborSampler, neighbor_sampler, with_measured_sizes
-from jmp_train.graphs.structure import as_count, checked_ends, filled
+from jmp_train.graphs.sampling.layer_sampler import EdgeIds, LayerSampler, Sizes, checked_fanouts
+from jmp_train.graphs.sampling.sampled_layer import EDGE, Edges, Layer, Nodes, node_counts
+from jmp_train.graphs.structure import EdgeType, as_count, checked_ends, filled
+
+Ends = Mapping[EdgeType, tuple[np.ndarray, np.ndarray]]
 
 
 @jax.tree_util.register_dataclass
@@ -19,7 +22,8 @@ from jmp_train.graphs.structure import as_count, checked_ends, filled
 class EdgeMiniBatch:
     """What a model needs to know of some edges and their negatives; arrays in the host's memory, padded.
 
-    The ends of edges are places among the rows that the last layer returns. Padding edges have the ends 0.
+    The ends of edges are places among the rows that the last layer returns. Padding edges have the ends 0. Of a graph
+    of several types, blocks, edges and their ends are by edge type, inputs and seeds by node type.
 
     Attributes:
       blocks: a block for each layer, the first layer's first.
@@ -56,11 +60,11 @@ class EdgeSampler:
 
     Attributes:
       neighbors: draws the neighbors of the edges' ends.
-      ends: int32 [edges], senders and receivers of all edges.
-      batch_size: the largest number of edges.
+      ends: by edge type, int32 [edges], senders and receivers of all edges that batches may have.
+      batch_size: the largest number of edges, of all types together.
       negatives: how many negatives each edge gets.
-      excluded: int64 [edges, ...], the edges that no message may take, where each edge is in a batch; -1 for none.
-        None where all may.
+      excluded: by type of a batch's edges and by edge type, int64 [edges, ...], the edges that no message may take
+        where each edge is in a batch; -1 for none.
       sizes: of the layers, for each shape that batches may have, the smallest first.
 
     Example:
@@ -70,22 +74,22 @@ class EdgeSampler:
       2
     """
 
-    neighbors: NeighborSampler
-    ends: tuple[np.ndarray, np.ndarray]
+    neighbors: LayerSampler
+    ends: Ends
     batch_size: int
     negatives: int
-    excluded: np.ndarray | None
-    sizes: tuple[tuple[LayerSizes, ...], ...]
+    excluded: Excluded
+    sizes: Sizes
 
-    def sample(self, edge_ids: Ids, random: np.random.Generator) -> EdgeMiniBatch:
+    def sample(self, edge_ids: Ids | Mapping[EdgeType, Ids], random: np.random.Generator) -> EdgeMiniBatch:
         """Returns the mini-batch of some edges.
 
         Args:
-          edge_ids: int [at most the batch size], which edges.
+          edge_ids: int [at most the batch size], which edges; by edge type where batches have several.
           random: numpy's generator; the same one gives the same batch.
 
         Raises:
-          ValueError: there are too many edges, or an id is out of range or no integer.
+          ValueError: there are too many edges, an id is out of range or no integer, or a type is unknown or missing.
         """
         return self.sample_several([edge_ids], random)[0]
 
@@ -102,11 +106,12 @@ class EdgeSampler:
         parts = [self._checked(ids) for ids in parts]
         found = [self._ends(ids, random) for ids in parts]
         sampler = dataclasses.replace(self.neighbors, sizes=self.sizes)
-        excluded = None
-        if self.excluded is not None:
-            excluded = [np.unique(self.excluded[ids]) for ids in parts]
-        batches = sampler.sample_several([nodes for nodes, _ in found], random, excluded=excluded)
-        return [self._batch(*each) for each in zip(batches, parts, (places for _, places in found), strict=True)]
+        several = [
+            sampler.layers(nodes, random, self._left_out(ids)) for ids, (nodes, _) in zip(parts, found, strict=True)
+        ]
+        left_out = {other for others in self.excluded.values() for other in others}
+        padded = sampler.padded(several, left_out)
+        return [self._batch(*each) for each in zip(padded, parts, found, strict=True)]
 
     def layers_on_trial(self, random: np.random.Generator) -> list[Layer]:
         """Returns the layers, without padding, of a batch of edges drawn by chance.
@@ -114,70 +119,106 @@ class EdgeSampler:
         Args:
           random: numpy's generator.
         """
-        count = len(self.ends[0])
-        ids = random.choice(count, min(self.batch_size, count), replace=False)
-        excluded = None if self.excluded is None else np.unique(self.excluded[ids])
-        return self.neighbors.layers(self._ends(ids, random)[0], random, excluded)
+        counts = np.array([len(senders) for senders, _ in self.ends.values()])
+        total = int(counts.sum())
+        drawn = random.choice(total, min(self.batch_size, total), replace=False)
+        ids = {}
+        for kind, count, end in zip(self.ends, counts, counts.cumsum(), strict=True):
+            places = drawn - (end - count)
+            ids[kind] = places[(places >= 0) & (places < count)]
+        return self.neighbors.layers(self._ends(ids, random)[0], random, self._left_out(ids))
 
-    def _checked(self, edge_ids: Ids) -> np.ndarray:
-        ids, count = np.asarray(edge_ids), len(self.ends[0])
-        ids = ids if ids.size else ids.astype(np.int32)  # an empty list is float64
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"edge_ids must be integers [edges], got {ids.dtype} {ids.shape}")
-        if len(ids) and not 0 <= ids.min() <= ids.max() < count:
-            raise ValueError(f"edge_ids must be between 0 and {count - 1}, got {ids.min()} to {ids.max()}")
-        if len(ids) > self.batch_size:
-            raise ValueError(f"edge_ids must be at most {self.batch_size} edges, the batch size, got {len(ids)}")
+    def _checked(self, edge_ids: Any) -> dict[EdgeType, np.ndarray]:
+        by_type = edge_ids
+        if not isinstance(edge_ids, Mapping):
+            if len(self.ends) > 1:
+                raise ValueError(f"edge_ids must be by edge type, of {', '.join(map(str, self.ends))}")
+            by_type = dict.fromkeys(self.ends, edge_ids)
+        for kind in by_type:
+            if kind not in self.ends:
+                known = ", ".join(map(str, self.ends))
+                raise ValueError(f"edge_ids has edge type {kind!r}, which is not one of the sampler's: {known}")
+        ids = {kind: _checked_ids(by_type.get(kind, []), len(senders)) for kind, (senders, _) in self.ends.items()}
+        count = sum(map(len, ids.values()))
+        if count > self.batch_size:
+            raise ValueError(f"edge_ids must be at most {self.batch_size} edges, the batch size, got {count}")
         return ids
 
-    def _ends(self, edge_ids: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the nodes at the ends of edges and negatives, each once, and the place of each end."""
-        num_nodes = next(iter(self.neighbors.edges.values())).num_targets
-        negatives = random.integers(0, max(num_nodes, 1), len(edge_ids) * self.negatives)
-        ends = np.concatenate([self.ends[0][edge_ids], self.ends[1][edge_ids], negatives])
-        return np.unique(ends, return_inverse=True)
+    def _left_out(self, ids: EdgeIds) -> EdgeIds:
+        """Returns the edges that no message may take, by edge type."""
+        found: dict[EdgeType, list[np.ndarray]] = {}
+        for kind, others in self.excluded.items():
+            for other, table in others.items():
+                found.setdefault(other, []).append(table[ids[kind]].ravel())
+        return {kind: np.unique(np.concatenate(several)) for kind, several in found.items()}
 
-    def _batch(self, batch: MiniBatch, edge_ids: np.ndarray, places: np.ndarray) -> EdgeMiniBatch:
-        count, size = len(edge_ids), self.batch_size
-        senders, receivers, negatives = places[:count], places[count : 2 * count], places[2 * count :]
+    def _ends(self, ids: EdgeIds, random: np.random.Generator) -> tuple[Nodes, dict[EdgeType, list[np.ndarray]]]:
+        """Returns the nodes at the ends of edges and negatives, by type and each once, and the places of the ends.
+
+        Places are those of senders, receivers and negatives, by edge type.
+        """
+        lists: dict[str, list[np.ndarray]] = {}
+        for kind, (senders, receivers) in self.ends.items():
+            num_nodes = self.neighbors.edges[kind].num_targets
+            negatives = random.integers(0, max(num_nodes, 1), len(ids[kind]) * self.negatives)
+            lists.setdefault(kind[0], []).append(senders[ids[kind]])
+            lists.setdefault(kind[2], []).extend([receivers[ids[kind]], negatives])
+        nodes, places = {}, {}
+        for node_type, several in lists.items():
+            nodes[node_type], each = np.unique(np.concatenate(several), return_inverse=True)
+            places[node_type] = iter(np.split(each, np.cumsum([len(some) for some in several])))
+        # in the order in which they were put there
+        return nodes, {kind: [next(places[end]) for end in (kind[0], kind[2], kind[2])] for kind in self.ends}
+
+    def _batch(
+        self,
+        padded: tuple[tuple[Any, ...], Any],
+        ids: EdgeIds,
+        found: tuple[Nodes, Mapping[EdgeType, Sequence[np.ndarray]]],
+    ) -> EdgeMiniBatch:
+        (nodes, places), size, alone = found, self.batch_size, self.neighbors.alone
+        negatives = {kind: filled(rows, size * self.negatives, 0) for kind, (_, _, rows) in places.items()}
         return EdgeMiniBatch(
-            batch.blocks,
-            batch.inputs,
-            batch.seeds,
-            filled(edge_ids, size, -1),
-            filled(senders, size, 0),
-            filled(receivers, size, 0),
-            filled(negatives, size * self.negatives, 0).reshape(size, self.negatives),
+            *padded,
+            alone({kind: filled(nodes[kind], count, -1) for kind, count in self.neighbors.num_seeds.items()}),
+            alone({kind: filled(rows, size, -1) for kind, rows in ids.items()}),
+            alone({kind: filled(rows, size, 0) for kind, (rows, _, _) in places.items()}),
+            alone({kind: filled(rows, size, 0) for kind, (_, rows, _) in places.items()}),
+            alone({kind: rows.reshape(size, self.negatives) for kind, rows in negatives.items()}),
         )
 
 
 def edge_sampler(
-    edges: HostEdges,
-    fanouts: Sequence[int],
-    senders: Ids,
-    receivers: Ids,
+    edges: HostEdges | Mapping[EdgeType, HostEdges],
+    fanouts: Sequence[int | Mapping[EdgeType, int]],
+    senders: Ids | Mapping[EdgeType, Ids],
+    receivers: Ids | Mapping[EdgeType, Ids],
     batch_size: int,
     *,
     negatives: int = 0,
     exclude: str | None = "self",
-    reverse_ids: Ids | None = None,
+    reverse_ids: Ids | Mapping[EdgeType, Ids] | None = None,
+    reverse_types: Mapping[EdgeType, EdgeType] | None = None,
     replace: bool = False,
     num_trials: int = 16,
 ) -> EdgeSampler:
     """Returns a sampler of edges with the neighbors of their ends.
 
     A model that is to tell whether an edge is there must not see it: of the neighbors that are drawn, those along an
-    edge of the batch are left out, and with "reverse" those along its reverse too.
+    edge of the batch are left out, and with "reverse" or "reverse_types" those along its reverse too.
 
     Args:
-      edges: of a graph of one type, along which messages pass, made with `keep_edge_ids=True`.
+      edges: along which messages pass, made with `keep_edge_ids=True`; of one type, or of several.
       fanouts: see `neighbor_sampler`.
-      senders: int [edges], the node that each edge leaves, in the order that `host_edges` was given.
-      receivers: int [edges], the node that each edge enters.
-      batch_size: how many edges a batch has.
-      negatives: how many negatives each edge gets, its sender with nodes drawn uniformly.
-      exclude: "self", "reverse", or None: no edge is left out.
-      reverse_ids: int [edges], the reverse of each edge, or -1; for "reverse". `reverse_edge_ids` finds them.
+      senders: int [edges], the node that each edge leaves, in the order that `host_edges` was given. Of several types,
+        by edge type, of those whose edges batches are to have.
+      receivers: int [edges], the node that each edge enters; as `senders`.
+      batch_size: how many edges a batch has, of all types together. Each type is padded to as many.
+      negatives: how many negatives each edge gets, its sender with nodes drawn uniformly of the receivers' type.
+      exclude: "self", "reverse", "reverse_types", or None: no edge is left out.
+      reverse_ids: int [edges], the reverse of each edge among those of its own type, or -1; for "reverse".
+        `reverse_edge_ids` finds them. By edge type where `senders` are.
+      reverse_types: the type whose edges are the reverse of each type's, in the same order; for "reverse_types".
       replace: see `neighbor_sampler`.
       num_trials: how many batches of edges are drawn on trial, with their negatives, to measure the sizes of layers.
 
@@ -185,9 +226,10 @@ def edge_sampler(
       The sampler.
 
     Raises:
-      TypeError: a number or ids are not integers.
-      ValueError: see `neighbor_sampler`; or `exclude` is another word or `reverse_ids` do not fit it, edges were made
-        without their ids, or their numbers differ.
+      TypeError: a number or ids are not integers, or of several types something is not by edge type.
+      ValueError: see `neighbor_sampler`; or there are no edges, `exclude` is another word, `reverse_ids` or
+        `reverse_types` do not fit it, edges were made without their ids, their numbers differ, or an edge's reverse
+        is another one.
 
     Example:
       >>> import numpy as np
@@ -197,40 +239,85 @@ def edge_sampler(
       >>> batch = sampler.sample([0], np.random.default_rng(0))  # 0 to 1
       >>> batch.blocks[0].in_degrees[batch.receivers].tolist()  # nobody else sends to 1
       [0]
+      >>> plays, played = ("user", "plays", "game"), ("game", "played by", "user")
+      >>> several = {
+      ...     plays: host_edges([0, 1], [0, 0], 2, 1, keep_edge_ids=True),
+      ...     played: host_edges([0, 0], [0, 1], 1, 2, keep_edge_ids=True),
+      ... }
+      >>> options = {"exclude": "reverse_types", "reverse_types": {plays: played}}
+      >>> sampler = edge_sampler(several, (-1,), {plays: [0, 1]}, {plays: [0, 0]}, batch_size=1, **options)
+      >>> batch = sampler.sample({plays: [0]}, np.random.default_rng(0))
+      >>> batch.blocks[0][plays].in_degrees.tolist(), batch.blocks[0][played].in_degrees.tolist()
+      ([1], [0])
 
     Reference: as_edge_prediction_sampler of Deep Graph Library, https://www.dgl.ai.
     """
-    if not isinstance(edges, HostEdges):
-        raise TypeError(f"edges must be what host_edges returned, of one type, got {type(edges).__name__}")
-    count = edges.num_sources
-    ends = checked_ends(senders, receivers, count, edges.num_targets)
-    if len(ends[0]) != edges.num_edges:
-        raise ValueError(f"senders has {len(ends[0])} edges, where edges have {edges.num_edges}")
-    if edges.edge_ids is None:
-        raise ValueError("edges must be made with keep_edge_ids=True, so that those of a batch can be left out")
+    is_alone = isinstance(edges, HostEdges)
+    if not is_alone and not isinstance(edges, Mapping):
+        raise TypeError(f"edges must be what host_edges returned, or by edge type, got {type(edges).__name__}")
+    by_type: Edges = {EDGE: edges} if is_alone else edges
+    ends = _checked_ends(by_type, *(_by_type(name, ids, is_alone) for name, ids in _named(senders, receivers)))
     size, num_negatives = as_count("batch_size", batch_size), as_count("negatives", negatives)
-    excluded = _excluded(exclude, reverse_ids, len(ends[0]))
-    most_ends = min(size * (2 + num_negatives), max(count, 1))
-    nodes = np.concatenate([*ends, np.arange(count)]) if num_negatives else np.concatenate(ends)
     trials = as_count("num_trials", num_trials)
-    neighbors = neighbor_sampler(edges, fanouts, nodes, most_ends, replace=replace, num_trials=min(trials, 1))
-    of_edges = (ends[0].astype(np.int32), ends[1].astype(np.int32))
-    sampler = EdgeSampler(neighbors, of_edges, size, num_negatives, excluded, neighbors.sizes)
+    for name, number in (("batch_size", size), ("num_trials", trials)):
+        if number == 0:
+            raise ValueError(f"{name}=0 must be positive")
+    own_reverse = None if reverse_ids is None else _by_type("reverse_ids", reverse_ids, is_alone)
+    excluded = checked_exclusion(by_type, ends, exclude, own_reverse, reverse_types)
+    most_ends = _most_ends(by_type, ends, size, num_negatives)
+    neighbors = LayerSampler(by_type, checked_fanouts(fanouts, by_type), most_ends, replace)
+    sampler = EdgeSampler(neighbors, ends, size, num_negatives, excluded, ())
     tried = (sampler.layers_on_trial(np.random.default_rng(trial)) for trial in range(trials))
-    return dataclasses.replace(sampler, sizes=with_measured_sizes(neighbors, tried, neighbors.sizes[-1]).sizes)
+    return dataclasses.replace(sampler, sizes=neighbors.measured_sizes(tried, neighbors.most_sizes({})))
 
 
-def _excluded(exclude: str | None, reverse_ids: Ids | None, count: int) -> np.ndarray | None:
-    if exclude not in ("self", "reverse", None):
-        raise ValueError(f"exclude={exclude!r} must be 'self', 'reverse' or None")
-    if (exclude == "reverse") != (reverse_ids is not None):
-        raise ValueError("reverse_ids are for exclude='reverse', and it needs them: reverse_edge_ids finds them")
-    own = np.arange(count)
-    if reverse_ids is None:
-        return None if exclude is None else own
-    reverse = np.asarray(reverse_ids)
-    if reverse.shape != own.shape or not np.issubdtype(reverse.dtype, np.integer):
-        raise ValueError(f"reverse_ids must be integers [{count}], got {reverse.dtype} {reverse.shape}")
-    if count and not -1 <= reverse.min() <= reverse.max() < count:
-        raise ValueError(f"reverse_ids must be between -1 and {count - 1}, got {reverse.min()} to {reverse.max()}")
-    return np.stack([own, reverse], axis=1)
+def _named(senders: Any, receivers: Any) -> tuple[tuple[str, Any], ...]:
+    return ("senders", senders), ("receivers", receivers)
+
+
+def _by_type(name: str, ids: Any, is_alone: bool) -> Mapping[EdgeType, Any]:
+    if is_alone:
+        return {EDGE: ids}
+    if not isinstance(ids, Mapping):
+        raise TypeError(f"{name} must be by edge type, as edges are, got {type(ids).__name__}")
+    return ids
+
+
+def _checked_ends(edges: Edges, senders: Mapping[EdgeType, Any], receivers: Mapping[EdgeType, Any]) -> Ends:
+    node_counts(edges)  # which raises where types disagree
+    ends = {}
+    for kind in {**senders, **receivers}:
+        where = "" if kind == EDGE else f" of {kind}"
+        for name, given in _named(senders, receivers):
+            if kind not in given:
+                raise ValueError(f"{name} lacks edge type {kind!r}")
+        if kind not in edges:
+            raise ValueError(f"senders has edge type {kind!r}, which edges lack")
+        these = edges[kind]
+        pair = checked_ends(senders[kind], receivers[kind], these.num_sources, these.num_targets, where=where)
+        if len(pair[0]) != these.num_edges:
+            raise ValueError(f"senders{where} has {len(pair[0])} edges, where edges have {these.num_edges}")
+        ends[kind] = (pair[0].astype(np.int32), pair[1].astype(np.int32))
+    if not any(len(pair[0]) for pair in ends.values()):
+        raise ValueError("senders is empty: there is no edge to draw")
+    return ends
+
+
+def _most_ends(edges: Edges, ends: Ends, size: int, negatives: int) -> dict[str, int]:
+    """Returns how many nodes of each type the ends of a batch's edges and negatives can be."""
+    counts, most = node_counts(edges), {}
+    for kind in ends:
+        for node_type in (kind[0], kind[2]):
+            of_each = (kind[0] == node_type) + (kind[2] == node_type) * (1 + negatives)
+            most[node_type] = max(most.get(node_type, 0), min(size * of_each, counts[node_type]))
+    return most
+
+
+def _checked_ids(edge_ids: Any, count: int) -> np.ndarray:
+    ids = np.asarray(edge_ids)
+    ids = ids if ids.size else ids.astype(np.int32)  # an empty list is float64
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"edge_ids must be integers [edges], got {ids.dtype} {ids.shape}")
+    if len(ids) and not 0 <= ids.min() <= ids.max() < count:
+        raise ValueError(f"edge_ids must be between 0 and {count - 1}, got {ids.min()} to {ids.max()}")
+    return ids

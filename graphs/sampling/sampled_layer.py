@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +74,7 @@ def sample_layer(
     random: np.random.Generator,
     *,
     replace: bool = False,
-    excluded: np.ndarray | None = None,
+    excluded: Mapping[EdgeType, np.ndarray] | None = None,
 ) -> Layer:
     """Returns one layer of a batch.
 
@@ -84,7 +84,8 @@ def sample_layer(
       fanout: by edge type.
       random: numpy's generator.
       replace: see `sample_in_edges`.
-      excluded: int [edges], edges that are left out where they are drawn; None for none.
+      excluded: by edge type, int [edges], edges that are left out where they are drawn; types may be missing. None
+        for none.
     """
     none = np.empty(0, np.int32)
     counts = node_counts(edges)
@@ -93,8 +94,8 @@ def sample_layer(
         kind: sample_in_edges(these, targets[kind[2]], fanout[kind], random, replace=replace)
         for kind, these in edges.items()
     }
-    if excluded is not None:
-        drawn = {kind: _without(edges[kind], *ids, excluded) for kind, ids in drawn.items()}
+    for kind, ids in (excluded or {}).items():
+        drawn[kind] = _without(edges[kind], *drawn[kind], ids)
     nodes, senders = {}, {}
     for node_type, count in counts.items():
         kinds = [kind for kind in edges if kind[0] == node_type]
@@ -196,7 +197,13 @@ def inputs_of(layer: Layer, sizes: LayerSizes) -> dict[str, np.ndarray]:
 
 
 def blocks_of(
-    layer: Layer, sizes: LayerSizes, num_targets: Counts, edges: Edges, fanout: Fanout, *, is_whole: bool = True
+    layer: Layer,
+    sizes: LayerSizes,
+    num_targets: Counts,
+    edges: Edges,
+    fanout: Fanout,
+    *,
+    left_out: Collection[EdgeType] = (),
 ) -> dict[EdgeType, Block]:
     """Returns the blocks of a layer, padded, by edge type.
 
@@ -206,7 +213,7 @@ def blocks_of(
       num_targets: by node type, how many targets it is to have; types may be missing.
       edges: of which its edges were drawn.
       fanout: how many for each node.
-      is_whole: whether no edge was left out; else a target may be entered by none.
+      left_out: the edge types of which edges may have been left out, so that a target may be entered by none.
     """
     blocks = {}
     for kind, (senders, receivers, drawn) in layer.ends.items():
@@ -222,7 +229,7 @@ def blocks_of(
             num_edges=sizes.edges[kind],
             most_in=most_in_as_many_levels(most_in),
             most_out=most_in_as_many_levels(sizes.most_out[kind]),
-            has_zero_in_degree=these.has_zero_in_degree if is_whole else None,
+            has_zero_in_degree=None if kind in left_out else these.has_zero_in_degree,
             whole_degrees=(these.out_degrees[sources], these.in_degrees[targets]),
             edge_ids=None if these.edge_ids is None else these.edge_ids[drawn],
         )

@@ -6,31 +6,16 @@ batches; a batch that is larger takes the next sizes, and none loses an edge.
 """
 
 import dataclasses
-import functools
-import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from flax.core import FrozenDict
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.sampling.host_edge_index import ALL, HostEdges
-from jmp_train.graphs.sampling.sampled_layer import (
-    EDGE,
-    Counts,
-    Edges,
-    Layer,
-    LayerSizes,
-    blocks_of,
-    inputs_of,
-    largest_sizes,
-    node_counts,
-    padding_buckets,
-    sample_layer,
-    sizes_needed,
-)
+from jmp_train.graphs.sampling.host_edge_index import HostEdges
+from jmp_train.graphs.sampling.layer_sampler import LayerSampler, checked_fanouts
+from jmp_train.graphs.sampling.sampled_layer import EDGE, Edges, Layer, LayerSizes, node_counts
 from jmp_train.graphs.structure import EdgeType, as_count, filled
 
 
@@ -98,60 +83,33 @@ class NeighborSampler:
         """
         return self.sample_several([seeds], random)[0]
 
-    def sample_several(
-        self, parts: Sequence[Any], random: np.random.Generator, *, excluded: Sequence[np.ndarray] | None = None
-    ) -> list[MiniBatch]:
+    def sample_several(self, parts: Sequence[Any], random: np.random.Generator) -> list[MiniBatch]:
         """Returns the mini-batches of several lists of seeds, all of one shape, as a `stack` of them needs.
 
         Args:
           parts: of each the seeds, see `sample`.
           random: see `sample`.
-          excluded: of each the edges that are left out where they are drawn, int [edges], of a graph of one type whose
-            edges keep their ids; None for none.
 
         Raises:
           ValueError: see `sample`.
         """
         parts = [self._checked_seeds(seeds) for seeds in parts]
-        left_out = [None] * len(parts) if excluded is None else excluded
-        several = [self.layers(seeds, random, edges) for seeds, edges in zip(parts, left_out, strict=True)]
-        sizes = _fitting(self.sizes, several)
-        is_whole = excluded is None
-        return [self._padded(*each, sizes, is_whole=is_whole) for each in zip(parts, several, strict=True)]
+        padded = zip(self._sampler.padded([self.layers(seeds, random) for seeds in parts]), parts, strict=True)
+        return [MiniBatch(*each, filled(seeds, self.batch_size, -1)) for each, seeds in padded]
+
+    def layers(self, seeds: np.ndarray, random: np.random.Generator) -> list[Layer]:
+        """Returns the layers without padding, the first layer's first."""
+        return self._sampler.layers({self.seed_type: seeds}, random)
+
+    @property
+    def _sampler(self) -> LayerSampler:
+        return LayerSampler(self.edges, self.fanouts, {self.seed_type: self.batch_size}, self.replace, self.sizes)
 
     def _checked_seeds(self, seeds: Ids) -> np.ndarray:
         seeds = _checked_seeds(seeds, node_counts(self.edges)[self.seed_type])
         if len(seeds) > self.batch_size:
             raise ValueError(f"seeds must be at most {self.batch_size} nodes, the batch size, got {len(seeds)}")
         return seeds
-
-    def _padded(
-        self, seeds: np.ndarray, layers: Sequence[Layer], sizes: tuple[LayerSizes, ...], *, is_whole: bool
-    ) -> MiniBatch:
-        num_targets = [*(size.sources for size in sizes[1:]), {self.seed_type: self.batch_size}]
-        blocks = [
-            blocks_of(layer, size, counts, self.edges, fanout, is_whole=is_whole)
-            for layer, size, counts, fanout in zip(layers, sizes, num_targets, self.fanouts, strict=True)
-        ]
-        return MiniBatch(
-            tuple(map(self._alone, blocks)),
-            self._alone(inputs_of(layers[0], sizes[0])),
-            filled(seeds, self.batch_size, -1),
-        )
-
-    def _alone(self, by_type: Mapping[Any, Any]) -> Any:
-        """Returns the one value where the graph has one type, the mapping where it has several."""
-        is_alone = set(self.edges) == {EDGE}
-        return next(iter(by_type.values())) if is_alone else FrozenDict(by_type)
-
-    def layers(self, seeds: np.ndarray, random: np.random.Generator, excluded: np.ndarray | None = None) -> list[Layer]:
-        """Returns the layers without padding, the first layer's first; some edges are left out."""
-        layers, targets = [], {self.seed_type: seeds}
-        for fanout in reversed(self.fanouts):
-            layer = sample_layer(self.edges, targets, fanout, random, replace=self.replace, excluded=excluded)
-            layers.append(layer)
-            targets = layers[-1].nodes
-        return layers[::-1]
 
 
 def neighbor_sampler(
@@ -214,27 +172,12 @@ def neighbor_sampler(
         raise ValueError("seeds is empty")
     if as_count("num_trials", num_trials) == 0:
         raise ValueError("num_trials=0 must be positive")
-    if not fanouts:
-        raise ValueError("fanouts is empty: a model has a layer at least")
-    of_layers = tuple(_checked_fanout(fanout, by_type) for fanout in fanouts)
-    sampler = NeighborSampler(by_type, of_layers, seed_type, batch_size, replace)
-    most, num_seeds = [], {seed_type: batch_size}
-    num_targets: Counts = num_seeds
-    for fanout in reversed(of_layers):
-        most.append(largest_sizes(by_type, num_targets, num_seeds, fanout, replace=replace))
-        num_targets = most[-1].sources
+    num_seeds = {seed_type: batch_size}
+    layers = LayerSampler(by_type, checked_fanouts(fanouts, by_type), num_seeds, replace)
     trials = (np.random.default_rng(trial) for trial in range(num_trials))
-    some = (sampler.layers(random.permutation(seeds)[:batch_size], random) for random in trials)
-    return with_measured_sizes(sampler, some, most[::-1])
-
-
-def _fitting(sizes: Sequence[tuple[LayerSizes, ...]], several: Sequence[Sequence[Layer]]) -> tuple[LayerSizes, ...]:
-    """Returns the smallest sizes that hold all layers of several mini-batches."""
-    needed = [[sizes_needed(layer) for layer in layers] for layers in several]
-    for step in sizes:
-        if all(size.hold(need) for each in needed for size, need in zip(step, each, strict=True)):
-            return step
-    raise AssertionError("the largest sizes hold every batch")
+    some = (layers.layers({seed_type: random.permutation(seeds)[:batch_size]}, random) for random in trials)
+    sizes = layers.measured_sizes(some, layers.most_sizes(num_seeds))
+    return NeighborSampler(by_type, layers.fanouts, seed_type, batch_size, replace, sizes)
 
 
 def _checked_seeds(seeds: Ids, count: int) -> np.ndarray:
@@ -246,41 +189,3 @@ def _checked_seeds(seeds: Ids, count: int) -> np.ndarray:
     if len(seeds) and not 0 <= seeds.min() <= seeds.max() < count:
         raise ValueError(f"seeds must be between 0 and {count - 1}, got {seeds.min()} to {seeds.max()}")
     return seeds
-
-
-def with_measured_sizes(
-    sampler: NeighborSampler, trials: Iterable[Sequence[Layer]], most: Sequence[LayerSizes]
-) -> NeighborSampler:
-    """Returns a sampler with sizes that hold some batches, with room for the seeds in all layers, and larger ones.
-
-    Args:
-      sampler: the sampler.
-      trials: the layers of each of these batches.
-      most: of each layer, what no batch exceeds.
-    """
-    needed = ([sizes_needed(layer) for layer in layers] for layers in trials)
-    largest = functools.reduce(_larger, needed)
-    seeds = {sampler.seed_type: sampler.batch_size}
-    with_seeds = [
-        dataclasses.replace(size, sources={kind: max(n, seeds.get(kind, 0)) for kind, n in size.sources.items()})
-        for size in largest
-    ]
-    return dataclasses.replace(sampler, sizes=padding_buckets(with_seeds, most))
-
-
-def _larger(some: Sequence[LayerSizes], others: Sequence[LayerSizes]) -> list[LayerSizes]:
-    return [a.combine(b, max) for a, b in zip(some, others, strict=True)]
-
-
-def _checked_fanout(fanout: int | Mapping[EdgeType, int], edges: Mapping[EdgeType, HostEdges]) -> dict[EdgeType, int]:
-    by_type = fanout if isinstance(fanout, Mapping) else dict.fromkeys(edges, fanout)
-    for kind in edges:
-        if kind not in by_type:
-            raise ValueError(f"fanouts lacks edge type {kind!r}")
-        number = by_type[kind]
-        is_integer = isinstance(number, int) and not isinstance(number, bool)
-        if not is_integer or (number != ALL and number < 1):
-            raise ValueError(f"fanout {reprlib.repr(number)} must be a positive integer, or -1 for all")
-        if number != ALL:
-            as_count("fanout", number)
-    return {kind: by_type[kind] for kind in edges}

@@ -1,7 +1,7 @@
 """Mini-batches of graphs for the training loop: shuffled, sampled, and on the device before they are wanted."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,13 @@ from jmp_train.data.batches import check_order
 from jmp_train.data.device_batches import is_shared, on_devices, stacked_count
 from jmp_train.extras import extra_packages
 from jmp_train.graphs.sampling import EdgeSampler, NeighborSampler
+from jmp_train.graphs.structure import EdgeType
 from jmp_train.graphs.structure import stack as graph_stack
 
 
 def neighbor_batches(
     sampler: NeighborSampler | EdgeSampler,
-    seeds: ArrayLike | Sequence[int],
+    seeds: ArrayLike | Sequence[int] | Mapping[EdgeType, ArrayLike],
     fetch: Callable[[Any], Any],
     *,
     seed: int = 0,
@@ -37,7 +38,8 @@ def neighbor_batches(
 
     Args:
       sampler: which draws neighbors.
-      seeds: int [nodes], the nodes to train on; of an `EdgeSampler`, int [edges], the edges.
+      seeds: int [nodes], the nodes to train on; of an `EdgeSampler`, int [edges], the edges, by edge type where
+        batches have several: all of them are shuffled together.
       fetch: makes what the step takes of a `MiniBatch`, or of an `EdgeMiniBatch`: it adds features and labels, by
         `take_rows`. On the host, in a thread.
       seed: of the order and of the neighbors, both of which are others each epoch; below 2**32.
@@ -74,9 +76,9 @@ def neighbor_batches(
     with extra_packages():
         import grain
 
-    seeds = np.asarray(seeds)
+    num_seeds, chosen = _choice(seeds)
     check_order(seed, epochs, process_index, process_count)
-    share = len(seeds) // process_count
+    share = num_seeds // process_count
     size = sampler.batch_size * stacked_count(stack)
     drop_remainder = drop_remainder or stack is not None  # a mini-batch without seeds has no mean loss
     if is_shared(device):
@@ -84,16 +86,16 @@ def neighbor_batches(
     least = size if drop_remainder else 1
     if share < least:
         raise ValueError(
-            f"seeds has {len(seeds)} nodes, {share} for each of {process_count} processes, where a batch needs {least}"
+            f"seeds has {num_seeds} nodes, {share} for each of {process_count} processes, where a batch needs {least}"
         )
 
     def sample(places: np.ndarray, random: np.random.Generator) -> Any:
         if stack is None:
-            return fetch(sampler.sample(seeds[places], random))
-        parts = np.split(seeds[places], stack)
+            return fetch(sampler.sample(chosen(places), random))
+        parts = [chosen(part) for part in np.split(places, stack)]
         return graph_stack([fetch(batch) for batch in sampler.sample_several(parts, random)])
 
-    places = grain.MapDataset.range(len(seeds))
+    places = grain.MapDataset.range(num_seeds)
     if shuffle:
         places = places.shuffle(seed=seed)
     own = places[: share * process_count][process_index::process_count]
@@ -105,3 +107,21 @@ def neighbor_batches(
         .to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch))
     )
     return on_devices(batches, device)
+
+
+def _choice(seeds: Any) -> tuple[int, Callable[[np.ndarray], Any]]:
+    """Returns how many seeds there are, of all types together, and a function from places to seeds by type."""
+    if not isinstance(seeds, Mapping):
+        array = np.asarray(seeds)
+        return len(array), lambda places: array[places]
+    by_type = {kind: np.asarray(ids) for kind, ids in seeds.items()}
+    ends = dict(zip(by_type, np.cumsum([len(ids) for ids in by_type.values()]), strict=True))
+
+    def chosen(places: np.ndarray) -> dict[EdgeType, np.ndarray]:
+        found = {}
+        for kind, ids in by_type.items():
+            own = places - (ends[kind] - len(ids))
+            found[kind] = ids[own[(own >= 0) & (own < len(ids))]]
+        return found
+
+    return sum(map(len, by_type.values())), chosen

@@ -16,9 +16,9 @@ SENDERS, RECEIVERS = np.concatenate([ONE_WAY, ONE_WAY[::-1]], axis=1)
 REVERSE = np.concatenate([np.arange(150, 300), np.arange(150)])
 
 
-def make(**options: Any) -> graphs.EdgeSampler:
+def make(batch_size: int = 8, **options: Any) -> graphs.EdgeSampler:
     edges = graphs.host_edges(SENDERS, RECEIVERS, NODES, keep_edge_ids=True)
-    return graphs.edge_sampler(edges, (-1, -1), SENDERS, RECEIVERS, 8, num_trials=2, **options)
+    return graphs.edge_sampler(edges, (-1, -1), SENDERS, RECEIVERS, batch_size, num_trials=2, **options)
 
 
 def drawn_edges(batch: graphs.EdgeMiniBatch) -> list[set[int]]:
@@ -98,11 +98,12 @@ def test_the_same_generator_gives_the_same_batch() -> None:
 def test_what_is_refused() -> None:
     edges = graphs.host_edges(SENDERS, RECEIVERS, NODES, keep_edge_ids=True)
     cases: list[tuple[Any, str]] = [
-        (lambda: make(exclude="both"), "exclude='both' must be 'self', 'reverse' or None"),
+        (lambda: make(exclude="both"), "exclude='both' must be 'self', 'reverse', 'reverse_types' or None"),
         (lambda: make(exclude="reverse"), "reverse_ids are for exclude='reverse', and it needs them"),
         (lambda: make(exclude="reverse", reverse_ids=REVERSE[1:]), r"reverse_ids must be integers \[300\], got int64"),
         (lambda: make(exclude="reverse", reverse_ids=REVERSE + 1), "reverse_ids must be between -1 and 299, got 1 to"),
         (lambda: graphs.edge_sampler(edges, (1,), SENDERS[1:], RECEIVERS[1:], 8), "senders has 299 edges, where edges"),
+        (lambda: make(batch_size=0), "batch_size=0 must be positive"),
         (lambda: make().sample([300], RANDOM), "edge_ids must be between 0 and 299, got 300 to 300"),
         (lambda: make().sample(np.array([0.5]), RANDOM), r"edge_ids must be integers \[edges\], got float64 \(1,\)"),
         (lambda: make().sample(np.arange(9), RANDOM), "edge_ids must be at most 8 edges, the batch size, got 9"),
@@ -114,5 +115,5 @@ def test_what_is_refused() -> None:
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(TypeError, match="edges must be what host_edges returned, of one type, got dict"):
-        graphs.edge_sampler({("a", "b", "a"): edges}, (1,), SENDERS, RECEIVERS, 8)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="edges must be what host_edges returned, or by edge type, got list"):
+        graphs.edge_sampler([edges], (1,), SENDERS, RECEIVERS, 8)  # pyright: ignore[reportArgumentType]

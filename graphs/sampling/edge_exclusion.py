@@ -1,0 +1,106 @@
+"""Which edges no message may take where an edge is in a mini-batch: itself and its reverse, by which it is told."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jmp_train.graphs.sampling.host_edge_index import HostEdges
+from jmp_train.graphs.sampling.sampled_layer import EDGE, Edges
+from jmp_train.graphs.structure import EdgeType
+
+Excluded = Mapping[EdgeType, Mapping[EdgeType, np.ndarray]]
+WORDS = ("self", "reverse", "reverse_types")
+
+
+def checked_exclusion(
+    edges: Edges,
+    ends: Mapping[EdgeType, tuple[np.ndarray, np.ndarray]],
+    exclude: str | None,
+    reverse_ids: Mapping[EdgeType, Any] | None,
+    reverse_types: Mapping[EdgeType, EdgeType] | None,
+) -> Excluded:
+    """Returns, by type of a batch's edges and by edge type, the edges that are left out with each, int64 [edges, ...].
+
+    Args:
+      edges: by edge type.
+      ends: by type of a batch's edges, their senders and receivers.
+      exclude: see `edge_sampler`.
+      reverse_ids: by edge type, see `edge_sampler`.
+      reverse_types: see `edge_sampler`.
+
+    Raises:
+      ValueError: see `edge_sampler`.
+    """
+    if exclude is not None and exclude not in WORDS:
+        raise ValueError(f"exclude={exclude!r} must be 'self', 'reverse', 'reverse_types' or None")
+    if (exclude == "reverse") != (reverse_ids is not None):
+        raise ValueError("reverse_ids are for exclude='reverse', and it needs them: reverse_edge_ids finds them")
+    if (exclude == "reverse_types") != (reverse_types is not None):
+        raise ValueError("reverse_types are for exclude='reverse_types', and it needs them")
+    excluded: dict[EdgeType, dict[EdgeType, np.ndarray]] = {}
+    for kind, (senders, _) in ends.items():
+        own = np.arange(len(senders))
+        excluded[kind] = {} if exclude is None else {kind: own}
+        if reverse_ids is not None:
+            reverse = _checked_reverse(kind, reverse_ids, len(own))
+            excluded[kind] = {kind: np.stack([own, reverse], axis=1)}
+        if reverse_types is not None:
+            other = _checked_reverse_type(kind, reverse_types, edges, ends)
+            excluded[kind][other] = own  # the same ids; of a type that is its own reverse, loops only
+    for kind in [*ends, *(other for others in excluded.values() for other in others)]:
+        if edges[kind].edge_ids is None:
+            of = "" if kind == EDGE else f" of {kind}"
+            raise ValueError(
+                f"edges{of} must be made with keep_edge_ids=True, so that those of a batch can be left out"
+            )
+    return excluded
+
+
+def _checked_reverse(kind: EdgeType, reverse_ids: Mapping[EdgeType, Any], count: int) -> np.ndarray:
+    if kind not in reverse_ids:
+        raise ValueError(f"reverse_ids lacks edge type {kind!r}")
+    name = "reverse_ids" if kind == EDGE else f"reverse_ids[{kind!r}]"
+    reverse = np.asarray(reverse_ids[kind])
+    if reverse.shape != (count,) or not np.issubdtype(reverse.dtype, np.integer):
+        raise ValueError(f"{name} must be integers [{count}], got {reverse.dtype} {reverse.shape}")
+    if count and not -1 <= reverse.min() <= reverse.max() < count:
+        raise ValueError(f"{name} must be between -1 and {count - 1}, got {reverse.min()} to {reverse.max()}")
+    return reverse
+
+
+def _checked_reverse_type(
+    kind: EdgeType,
+    reverse_types: Mapping[EdgeType, EdgeType],
+    edges: Edges,
+    ends: Mapping[EdgeType, tuple[np.ndarray, np.ndarray]],
+) -> EdgeType:
+    """Returns the type of an edge type's reverse, whose edges are the same, the other way round, in the same order."""
+    if kind not in reverse_types:
+        raise ValueError(f"reverse_types lacks edge type {kind!r}")
+    other, (senders, receivers) = reverse_types[kind], ends[kind]
+    if other not in edges:
+        raise ValueError(f"reverse_types[{kind!r}] = {other!r} is not an edge type of edges")
+    these = edges[other]
+    if these.num_edges != len(senders):
+        raise ValueError(
+            f"reverse_types[{kind!r}] = {other!r} has {these.num_edges} edges, where {len(senders)} are to be reversed"
+        )
+    if these.edge_ids is not None:
+        is_other = (_in_given_order(these, these.sources) != receivers) | (_targets(these) != senders)
+        if is_other.any():
+            raise ValueError(
+                f"reverse_types[{kind!r}] = {other!r}: edge {int(is_other.argmax())} is not the reverse of that edge; "
+                "both types must have their edges in the same order"
+            )
+    return other
+
+
+def _targets(edges: HostEdges) -> np.ndarray:
+    return _in_given_order(edges, np.repeat(np.arange(edges.num_targets, dtype=np.int32), edges.in_degrees))
+
+
+def _in_given_order(edges: HostEdges, values: np.ndarray) -> np.ndarray:
+    ordered = np.empty_like(values)
+    ordered[edges.edge_ids] = values
+    return ordered
