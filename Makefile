@@ -12,7 +12,7 @@ ALLOWED := --allowed-skips tests/allowed_skips.txt
 QUICK := -m "quick and not full"
 REST := -m "full and not gpu"
 
-.PHONY: help demo test test-all test-share test-mutations test-newest test-gpu lint format docs bench bench-gpu clean
+.PHONY: help demo test test-all test-share test-mutations test-newest test-migration test-gpu lint format docs bench bench-gpu clean
 
 help:
 	@echo "make demo         train on digits in float32, float16 and bfloat16, side by side"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-all     run all tests, with coverage"
 	@echo "make test-mutations  plant twenty faults, one at a time, and look whether the quick tests catch them"
 	@echo "make test-newest  run the quick ones near jax on the newest Python and jax, where there is one"
+	@echo "make test-migration  run the code of other libraries on the pages about moving from them, beside ours"
 	@echo "make test-gpu     run those in tests/gpu, on a GPU where there is one and else on the CPU"
 	@echo "make lint         ruff and pyright"
 	@echo "make format       ruff's formatter"
@@ -57,6 +58,10 @@ run-test-newest:
 	$(NEWEST)/python -c 'import jax; print("jax", jax.__version__); assert jax.__version_info__ >= (0, 11)'
 	$(NEWEST)/python -m pytest $(PARALLEL) -m "newest and not full" $(ALLOWED)
 
+# DGL's side runs where `make .venv-dgl/.dgl` has made its environment, of 5 GB.
+test-migration: .venv/.dev .venv-peers/.peers
+	$(BIN)/python -m pytest tests/house/test_migration.py $(ALLOWED)
+
 # GPU_PYTHON=/path/to/python names an environment that has jax for a GPU; else one is made for the driver.
 test-gpu:
 	@.ci/gpu-python -m pytest --durations 5 -m gpu tests/gpu
@@ -92,7 +97,7 @@ bench: .venv/.dev
 	$(BIN)/python benchmarks/minibatch.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-gpu .venv-plan .venv-dgl build dist out *.egg-info .coverage .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-gpu .venv-plan .venv-dgl .venv-peers build dist out *.egg-info .coverage .pytest_cache .ruff_cache .hypothesis
 
 .venv/bin/pip:
 	@test -n "$(PYTHON)" || { echo "jmp_train needs Python 3.11 or newer: make PYTHON=/path/to/python"; exit 1; }
@@ -131,4 +136,12 @@ clean:
 	test -x .venv-dgl/bin/pip || $(PYTHON) -m venv .venv-dgl
 	@echo "installing DGL 2.1.0 and torch 2.2.1 into .venv-dgl, 5 GB"
 	@.venv-dgl/bin/pip install -qq dgl==2.1.0 torch==2.2.1 torchdata==0.7.1 'numpy<2' 'pandas<2.3' pydantic pyyaml
+	@touch $@
+
+# The libraries of docs/migration that are not in the extra dev; torch for CPUs, where its own index can be reached.
+.venv-peers/.peers: Makefile
+	test -x .venv-peers/bin/pip || $(PYTHON) -m venv .venv-peers
+	@echo "installing torch 2.13.0, Lightning, Accelerate, PyTorch Geometric and mpx into .venv-peers, 2 GB"
+	@.venv-peers/bin/pip install -qq --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0 lightning==2.6.6 \
+		accelerate==1.15.0 torch_geometric==2.8.1 mixed-precision-for-JAX==0.1.8
 	@touch $@

@@ -21,6 +21,7 @@ extensions = [
     "api_reference",
     "docstrings",
     "repository_pages",
+    "side_by_side",
 ]
 exclude_patterns = ["README.md", "_build"]
 nitpicky = False  # names of jax and optax in annotations have no inventory where there is no network

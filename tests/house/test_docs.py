@@ -30,7 +30,9 @@ PUBLIC |= {name: getattr(jt.distributed, name) for name in ("initialize", "is_ma
 # A logger, and what stability.md names as not offered.
 NOT_OFFERED = ("jmp_train.amp", "jmp_train.parallel.steps")
 GUIDES = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md"))]
-PAGES = ("README.md", *GUIDES, *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "migration").glob("*.md"))))
+RECIPES = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "recipes").glob("*.md"))]
+MIGRATION = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "migration").glob("*.md"))]
+PAGES = ("README.md", *GUIDES, *RECIPES, *MIGRATION)
 
 
 def blocks(page: str) -> list[str]:
@@ -103,6 +105,12 @@ def test_the_code_of_the_page_about_plans_runs(tmp_path: Path) -> None:
 def test_the_index_names_every_page() -> None:
     named = re.findall(r"^\| \[[^]]+\]\((\w+\.md)\)", (ROOT / "docs/README.md").read_text(), re.MULTILINE)
     assert sorted(f"docs/{page}" for page in ["README.md", "index.md", *named]) == GUIDES
+
+
+def test_the_index_of_recipes_names_every_page() -> None:
+    index = (ROOT / "docs/recipes/index.md").read_text()
+    linked = set(re.findall(r"\]\((\w+\.md)\)", index))
+    assert {f"docs/recipes/{page}" for page in linked} | {"docs/recipes/index.md"} == set(RECIPES)
 
 
 def test_every_name_in_docs_and_examples_is_reachable_from_a_face() -> None:

@@ -101,7 +101,7 @@ def test_wrong_scale_and_wrong_loss_are_named() -> None:
 
 @pytest.mark.full
 def test_gradient_penalty_in_half_precision() -> None:
-    """The recipe of docs/recipes.md against float64."""
+    """The recipe of docs/recipes/losses.md against float64."""
     rng = np.random.default_rng(1)
     w, x = rng.normal(size=(5, 3)), rng.normal(size=(16, 5))
 
