@@ -13,13 +13,13 @@ queries; cuDNN's, which a process with such a GPU takes, is not compiled without
 """
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+from result_files import write_results
 
 from jmp_train.aot import CompiledForGPU, compile_for_gpu
 from jmp_train.runs import make_setup
@@ -117,9 +117,7 @@ def main() -> None:
                 }
             )
     if args.json is not None:
-        part = args.json.with_suffix(".part")
-        part.write_text(json.dumps({"jax": jax.__version__, "steps": results}, indent=2) + "\n")
-        part.replace(args.json)
+        write_results(args.json, {"steps": results}, device=f"{args.gpu}, compiled for, not run")
 
 
 def _plan_python() -> str:

@@ -22,7 +22,6 @@ Times are medians over the rounds, and their ratios medians of the rounds' ratio
 import argparse
 import gc
 import importlib
-import json
 import os
 import statistics
 import time
@@ -40,6 +39,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from result_files import write_results
 
 from jmp_train.policies.autocasting import autocast
 from jmp_train.tasks import mnist
@@ -497,9 +497,7 @@ def main() -> None:
     print_steps(report["steps"])
 
     if args.json is not None:
-        part = args.json.with_suffix(".part")
-        part.write_text(json.dumps(report, indent=2) + "\n")
-        part.replace(args.json)
+        write_results(args.json, report)
 
 
 if __name__ == "__main__":

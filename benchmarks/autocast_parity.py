@@ -20,7 +20,6 @@ python benchmarks/autocast_parity.py`. Without it only our own columns are print
 
 import argparse
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -37,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from result_files import write_results
 
 from jmp_train.policies.autocasting import autocast
 
@@ -549,7 +549,7 @@ def main() -> None:
         print_table(report, dtype)
     sys.stdout.flush()
     if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        write_results(args.json, report)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ the same way; each way has one round that does not count.
 """
 
 import argparse
-import json
 import shutil
 import statistics
 import tempfile
@@ -23,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from result_files import write_results
 
 import jmp_train as jt
 from jmp_train.tasks import mnist
@@ -109,7 +109,7 @@ def main() -> None:
     within = report[OURS]["ratio"] <= TARGET
     print(f"target: at most {TARGET} with {OURS}: {'within' if within else 'MISSED'}")
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+        write_results(args.json, report)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import optax
+from result_files import write_results
 
 import jmp_train as jt
 from jmp_train.runs import make_setup, train_batches
@@ -70,7 +71,7 @@ def main() -> None:
         print(f"{name:<10}{found['operations']:>11}    " + "  ".join(f"{cell:>20}" for cell in cells))
     print(f"diagnosis / step; goal at most {GOAL:g} in compile time and memory")
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+        write_results(args.json, results)
 
 
 def in_a_process(name: str, args: argparse.Namespace) -> dict[str, Any]:

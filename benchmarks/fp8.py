@@ -12,7 +12,6 @@ the peak of a step of eight SwiGLU blocks, 4,096 wide, of 16,384 tokens in bfloa
 
 import argparse
 import dataclasses
-import json
 import math
 import statistics
 from pathlib import Path
@@ -22,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from result_files import write_results
 
 import jmp_train as jt
 from jmp_train.aot import compile_for_gpu
@@ -47,7 +47,7 @@ def main() -> None:
     if args.memory:
         peaks = {way: peak_bytes(way) for way in args.ways}
         if args.json:
-            args.json.write_text(json.dumps({"gpu": GPU, "peak_bytes": peaks}, indent=1))
+            write_results(args.json, {"peak_bytes": peaks}, device=f"{GPU}, compiled for, not run")
         return
     task = load_task("lm", TaskOptions(model="tiny"))
     results: dict[str, list[float]] = {}
@@ -56,7 +56,7 @@ def main() -> None:
         runs = " ".join(f"{x:.4f}" for x in results[way])
         print(f"{way:<22}{statistics.mean(results[way]):.4f} bits per byte   {runs}", flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"device": jax.default_backend(), "bits_per_byte": results}, indent=1))
+        write_results(args.json, {"bits_per_byte": results})
 
 
 def policy_of(way: str) -> Any:

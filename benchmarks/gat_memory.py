@@ -9,7 +9,6 @@ parameters, optimizer state. DGL's figures are those of its guide, measured by t
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from result_files import write_results
 
 import jmp_train as jt
 from jmp_train.aot import CompiledForGPU, compile_for_gpu
@@ -137,7 +137,7 @@ def main() -> None:
                 }
             )
     if args.json is not None:
-        args.json.write_text(json.dumps({"jax": jax.__version__, "steps": results}, indent=2) + "\n")
+        write_results(args.json, {"steps": results}, device=f"{args.gpu}, compiled for, not run")
 
 
 def _plan_python() -> str:

@@ -43,6 +43,7 @@ from gpu_mnist import MNIST
 from gpu_operations import GRAPH_OPERATIONS
 from gpu_parts import PARTS, Machine, Part, Report, goals_of, read_report, results_file, this_machine, write_report
 from gpu_workloads import MODES, OURS, PRECISIONS, PREPARED, Variant, Workload, part_text
+from result_files import RUNS
 
 WORKLOADS = {
     "mnist": MNIST,
@@ -388,7 +389,7 @@ def run_parts(names: Sequence[str], args: argparse.Namespace, machine: Machine, 
             parts[name] = here | run_part(name, args, min(minutes, args.minutes), Path(folder))
             ran += 1
             goals = [goal.as_json() for goal in goals_of(report)]
-            report = {**machine, "goals": goals, "parts": parts}
+            report = {RUNS: report.get(RUNS, []), **machine, "goals": goals, "parts": parts}
             write_report(file, report)
     if left:
         print(f"left for another run, which goes on from here: {' '.join(left)}")

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu_workloads import MODES, OURS, PRECISIONS
-
-from jmp_train.policies.files import write_atomically
+from result_files import write_results
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "jmp_train", "torch", "torch_geometric")
@@ -115,7 +114,7 @@ def write_report(file: Path | None, report: Report) -> None:
     if file is None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, f"{json.dumps(report, indent=2)}\n".encode())
+    write_results(file, report, device=f"{report['devices']} x {report['device']}")
 
 
 class Goal(NamedTuple):

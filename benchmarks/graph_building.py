@@ -8,7 +8,6 @@ seconds, which depend less on what else the machine does than seconds by the clo
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import scipy.sparse
+from result_files import write_results
 
 from jmp_train.graphs import from_edges
 
@@ -70,7 +70,7 @@ def main() -> None:
     worst = medians['from_edges, ("coo", "csr")']
     print(f"from_edges in at most {goal:.2g} s: {'met' if worst <= goal else 'MISSED'}, {worst:.2f}")
     if args.json:
-        args.json.write_text(json.dumps({"nodes": args.nodes, "edges": args.edges, "seconds": seconds}, indent=2))
+        write_results(args.json, {"nodes": args.nodes, "edges": args.edges, "seconds": seconds})
 
 
 if __name__ == "__main__":

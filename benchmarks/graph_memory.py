@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from result_files import write_results
 
 import jmp_train.graphs
 from jmp_train.aot import compile_here, target_mesh
@@ -288,7 +289,7 @@ def main() -> None:
         report.setdefault(f"{args.gpu or 'CPU'}, {args.dtype}", {}).update(
             found | {"units": report.get(f"{args.gpu or 'CPU'}, {args.dtype}", {}).get("units", {}) | found["units"]}
         )
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_results(args.json, report, device=f"{args.gpu or 'CPU'}, compiled for, not run")
 
 
 def _plan_python() -> str:

@@ -24,7 +24,6 @@ done; printed are medians. What takes over five times as long as the fastest is 
 import argparse
 import gc
 import importlib
-import json
 import os
 import statistics
 import time
@@ -54,6 +53,7 @@ from graph_dgl import DGL, PYTHON
 from graph_dgl import INSTALL as INSTALL_DGL
 from graph_dgl import NAME as DGL_NAME
 from graph_peers import CSR_FORMS, FORMS, INSTALL, Torch, torch_form
+from result_files import write_results
 
 SIZES = ("20000x500000", "50000x2000000")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -333,7 +333,7 @@ def write(file: Path, facts: dict[str, Any], report: dict[str, dict[str, Times]]
     """Writes seconds, summaries and verdicts."""
     summaries = {size: {title: summary(times) for title, times in rows.items()} for size, rows in report.items()}
     everything = {"facts": facts, "seconds": report, "summaries": summaries}
-    file.write_text(json.dumps(everything | {"verdicts": verdicts(report)}, indent=2))
+    write_results(file, everything | {"verdicts": verdicts(report)})
 
 
 if __name__ == "__main__":

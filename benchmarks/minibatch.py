@@ -20,7 +20,6 @@ the graph and its features, which stay in the host's.
 import argparse
 import importlib
 import itertools
-import json
 import os
 import pickle
 import statistics
@@ -40,6 +39,7 @@ import numpy as np
 import optax
 from flax import nnx
 from graph_cases import Case
+from result_files import write_results
 
 import jmp_train as jt
 from jmp_train import graphs
@@ -289,7 +289,7 @@ def main() -> None:
     if args.memory:
         report |= {"host_bytes": data.host_bytes, "peak_bytes": print_memory(data, args)}
     if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        write_results(args.json, report)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ language model `lm --model tiny` on a part of its text; all with Adam. Optax's o
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from result_files import write_results
 
 import jmp_train as jt
 from jmp_train.tasks import Task, TaskOptions, load_task
@@ -143,7 +143,7 @@ def main() -> None:
     if "training" in args.parts:
         results["training"] = [training(name, args) for name in args.cases]
     if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        write_results(args.json, results)
 
 
 def bytes_of(model: str, choices: list[str], *, with_peaks: bool) -> dict[str, Any]:

@@ -11,7 +11,6 @@ of the parameters and of the bytes.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from result_files import write_results
 
 import jmp_train as jt
 from jmp_train.tasks.lm import documentation, windows
@@ -52,7 +52,7 @@ def main() -> None:
         cells = (np.mean([row[title] for row in rows]) for title in COLUMNS)
         print(f"{name:<10}{''.join(f'{x:>10.2g}' for x in cells)}")
     if args.json:
-        args.json.write_text(json.dumps({"device": jax.default_backend(), "seeds": found}, indent=1))
+        write_results(args.json, {"seeds": found})
 
 
 def full(params: Any, tokens: jax.Array) -> jax.Array:

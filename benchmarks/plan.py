@@ -21,6 +21,7 @@ from typing import Any
 
 import gat_memory
 import jax
+from result_files import write_results
 
 import jmp_train as jt
 from jmp_train.aot import GPUS, Measured, devices_here, export_program, measure_program
@@ -60,7 +61,8 @@ def main() -> None:
     if "measured" in args.parts:
         results["measured"] = measured(args)
     if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        planned = f"{', '.join(args.gpus)}, compiled for, not run"
+        write_results(args.json, results, device=None if "measured" in args.parts else planned)
 
 
 def largest(args: argparse.Namespace) -> list[dict[str, Any]]:

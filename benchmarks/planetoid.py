@@ -17,7 +17,6 @@ and dropout, the same in each policy, so that half precision is compared with fl
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from result_files import write_results
 
 import jmp_train as jt
 from jmp_train.graphs.datasets import PLANETOID, NodeData, read_planetoid, synthetic_cora
@@ -265,7 +265,7 @@ def main() -> None:
             print_summary(published, summary)
             report[name][model] = {"published": published, "summary": summary, "seeds": results}
             if args.json is not None:
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
+                write_results(args.json, report)
 
 
 if __name__ == "__main__":

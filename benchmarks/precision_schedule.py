@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from result_files import write_results
 
 import jmp_train as jt
 from jmp_train.runs import evaluation_batches, make_setup, phase_bounds, train_batches
@@ -194,7 +195,7 @@ def main() -> None:
         report["policies"][name] = {"end": ENDS[name], "percent": percent, "losses": losses}
     if args.json is not None:
         others = json.loads(args.json.read_text()) if args.json.exists() else {}
-        args.json.write_text(json.dumps({**others, args.task: report}, indent=1) + "\n")
+        write_results(args.json, {**others, args.task: report})
 
 
 if __name__ == "__main__":

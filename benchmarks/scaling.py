@@ -34,6 +34,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from result_files import write_results
 from step_overhead import (
     LEARNING_RATE,
     count_instructions,
@@ -224,7 +225,7 @@ def main() -> None:
     )
     print_report(report)
     if args.json:
-        args.json.write_text(json.dumps(report, indent=2))
+        write_results(args.json, report)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ least of the rounds, in which both kinds take turns.
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from result_files import write_results
 
 from jmp_train import graphs
 
@@ -66,7 +66,7 @@ def main() -> None:
     for dtype, row in results.items():
         print(f"{dtype:10}{row['dense']:10.2f}{row['sparse']:10.2f}  {row['differ']:.1e}")
     if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_results(args.json, results)
 
 
 if __name__ == "__main__":

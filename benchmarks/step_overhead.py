@@ -16,7 +16,6 @@ with each and with both, in turn; beside each median the median of its ratio to 
 
 import argparse
 import functools
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ import jmp
 import numpy as np
 import optax
 from flax.training.dynamic_scale import DynamicScale
+from result_files import write_results
 
 import jmp_train as jt
 from jmp_train.tasks import Task, TaskOptions, load_task
@@ -281,7 +281,7 @@ def main() -> None:
     if args.watch:
         results = measure_watches(args.rounds, args.steps, args.examples)
         if args.json:
-            args.json.write_text(json.dumps(results, indent=2))
+            write_results(args.json, results)
         return
 
     task = load_task("digits")
@@ -308,7 +308,7 @@ def main() -> None:
             f"{ratio:21.3f}  {instructions[name]:16d}"
         )
     if args.json:
-        args.json.write_text(json.dumps({"medians": medians, "instructions": instructions}, indent=2))
+        write_results(args.json, {"medians": medians, "instructions": instructions})
 
 
 if __name__ == "__main__":

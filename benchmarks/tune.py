@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 from rescue_models import MODELS, moments
+from result_files import write_results
 from tune_models import CASES, Case
 
 import jmp_train as jt
@@ -62,7 +63,7 @@ def main() -> None:
         print(f"{name:<17}{''.join(cells)}{shares[0]:>17}{shares[1]:>17}  {holds}", flush=True)
     print("shares: by torch's table, and tuned; the peer compiles for each trial")
     if args.json:
-        args.json.write_text(json.dumps({"device": jax.default_backend(), "cases": results}, indent=1))
+        write_results(args.json, {"cases": results})
 
 
 def in_a_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
