@@ -19,6 +19,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "api_reference",
+    "benchmark_results",
     "docstrings",
     "repository_pages",
     "side_by_side",

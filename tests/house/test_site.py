@@ -81,7 +81,7 @@ def fixture_browser() -> Iterator[webdriver.Chrome]:
 @pytest.mark.parametrize("width", [390, 1300])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_are_readable_on_phone_and_desk(browser: webdriver.Chrome, site: Path, width: int, scheme: str) -> None:
-    for name in ("index", "tutorials/graphs", "api/train_steps", "diagnose"):
+    for name in ("index", "tutorials/graphs", "api/train_steps", "diagnose", "project/results"):
         show(browser, site / f"{name}.html", width, scheme)
         assert browser.find_element(By.TAG_NAME, "h1").is_displayed()
         assert browser.execute_script("return document.documentElement.dataset.theme") == scheme
