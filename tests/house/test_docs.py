@@ -91,7 +91,7 @@ def test_the_readme_example_is_short() -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page != "docs/plan.md"])
+@pytest.mark.parametrize("page", [page for page in ("README.md", *GUIDES) if blocks(page) and page != "docs/plan.md"])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     run_script("\n".join(blocks(page)), cwd=tmp_path)
 
