@@ -94,8 +94,10 @@ from jmp_train.graphs.messages import segment_var as segment_var
 from jmp_train.graphs.messages import send_and_recv as send_and_recv
 from jmp_train.graphs.messages import update_all as update_all
 from jmp_train.graphs.partitioning import PartitionedGraph as PartitionedGraph
+from jmp_train.graphs.partitioning import ShardedFeatures as ShardedFeatures
 from jmp_train.graphs.partitioning import partition as partition
 from jmp_train.graphs.partitioning import partition_nodes as partition_nodes
+from jmp_train.graphs.partitioning import shard_features as shard_features
 from jmp_train.graphs.readout import BatchNorm as BatchNorm
 from jmp_train.graphs.readout import GlobalAttentionPooling as GlobalAttentionPooling
 from jmp_train.graphs.readout import GraphNorm as GraphNorm

@@ -1,0 +1,188 @@
+"""Features of all nodes in shares over devices, and the fetching of those rows that a mini-batch reads."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
+
+from jmp_train.graphs.array_types import Ids
+from jmp_train.policies.pytrees import pvary
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ShardedFeatures:
+    """Rows of all nodes, of which each device along a mesh axis has a share; make it with `shard_features`.
+
+    It goes into the batch as it is, and a step of `data_parallel` or `sharded_step` gives each device its own share;
+    `take` then fetches rows from all of them. Row i is on device `i % num_shards`, so that nodes with many edges, or of
+    one time, are spread.
+
+    Args:
+      rows: [num_shards * rows of a share, ...]; within `shard_map`, [rows of a share, ...].
+      num_rows: how many rows there are, without padding.
+      num_shards: how many devices have a share.
+      axis_name: the mesh axis.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from jax.sharding import PartitionSpec
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> store = shard_features(np.array([[1.0], [2.0], [3.0]], np.float32), mesh)
+      >>> @jax.jit
+      ... @jax.shard_map(mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+      ... def fetch(store, ids):  # on each device its own ids
+      ...     return store.take(ids)
+      >>> fetch(store, np.array([2, -1, 0], np.int32)).tolist()
+      [[3.0], [0.0], [1.0]]
+    """
+
+    rows: jax.Array
+    num_rows: int = dataclasses.field(metadata={"static": True})
+    num_shards: int = dataclasses.field(metadata={"static": True})
+    axis_name: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def share(self) -> int:
+        """How many rows each device has, padding included."""
+        return -(-self.num_rows // self.num_shards)
+
+    def take(self, ids: Ids) -> jax.Array:
+        """Returns some rows, on each device its own, within `shard_map` over the mesh axis.
+
+        Devices send one another the ids that they read, and then these rows, in the dtype in which they are stored:
+        in each round as many as a device reads of another one on average, and four standard deviations more. Where a
+        device reads more of another one, all of them have a further round, so that no row is lost, whatever the ids.
+        Rows are data: they have no gradient, and asking for one is an error.
+
+        Args:
+          ids: int32 [reads]; -1 for padding, which gets 0. Others that are out of range get NaN, as of `jnp.take`.
+
+        Returns:
+          [reads, ...].
+
+        Raises:
+          TypeError: ids are not integers.
+          ValueError: ids have another rank than 1, it is not called over a mesh axis of that name with a device for
+            each share, or shares were split further, as by `accumulate_steps`.
+        """
+        ids = jnp.asarray(ids)
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise TypeError(f"ids must be integers, got {ids.dtype}")
+        if ids.ndim != 1:
+            raise ValueError(f"ids must be [reads], got shape {ids.shape}")
+        self._check_share()
+        ids = ids.astype(jnp.int32)
+        width = (1,) * (self.rows.ndim - 1)
+        # a row of zeros, and for ids that are too large what jax fills in where there is none
+        found = jnp.zeros((1, *self.rows.shape[1:]), self.rows.dtype).at[(ids >= self.num_rows).astype(jnp.int32)]
+        found = pvary(found.get(mode="fill"), (self.axis_name,))
+        if ids.size == 0:
+            return found
+        room = self._room(ids.size)
+        is_read = (ids >= 0) & (ids < self.num_rows)
+        owners = jnp.where(is_read, ids % self.num_shards, self.num_shards)
+        order = jnp.argsort(owners, stable=True)
+        starts = jnp.searchsorted(owners[order], jnp.arange(self.num_shards + 1, dtype=owners.dtype))
+        turns = jnp.argsort(order).astype(starts.dtype) - starts[owners]  # among the reads of the same owner
+        places = (ids // self.num_shards)[order]
+        rounds = lax.pmax(-(-jnp.diff(starts).max() // room), self.axis_name)
+
+        def fetch(turn: jax.Array, found: jax.Array) -> jax.Array:
+            asked = starts[:-1, None] + turn * room + jnp.arange(room, dtype=starts.dtype)
+            wanted = jnp.where(asked < starts[1:, None], places.at[asked].get(mode="clip"), self.share)
+            sent = self.rows.at[self._exchanged(wanted)].get(mode="fill", fill_value=0)
+            came = self._exchanged(sent).reshape(-1, *self.rows.shape[1:])
+            is_here = is_read & (turns // room == turn)
+            rows = came.at[owners * room + turns % room].get(mode="clip")
+            return jnp.where(is_here.reshape(-1, *width), rows, found)
+
+        return lax.fori_loop(0, rounds, fetch, found)
+
+    def _exchanged(self, rows: jax.Array) -> jax.Array:
+        return lax.all_to_all(rows, self.axis_name, split_axis=0, concat_axis=0)
+
+    def _room(self, count: int) -> int:
+        """Returns how many rows a device reads of another one in a round, at most."""
+        mean = count / self.num_shards
+        return min(count, self.share, math.ceil(mean + 4 * math.sqrt(mean)))
+
+    def _check_share(self) -> None:
+        try:
+            size = lax.axis_size(self.axis_name)
+        except NameError:
+            raise ValueError(
+                f"the features are over a mesh axis {self.axis_name!r}: rows are taken within jax.shard_map over that "
+                "axis, or a step of data_parallel"
+            ) from None
+        if size != self.num_shards:
+            raise ValueError(
+                f"mesh axis {self.axis_name!r} has {size} devices, and the features have {self.num_shards} shares: "
+                "each device has one"
+            )
+        if self.rows.shape[0] != self.share:
+            raise ValueError(
+                f"a device has {self.rows.shape[0]} rows of the features, and its share is {self.share}: shares are "
+                "sharded along the mesh axis, and not split into micro-batches"
+            )
+
+
+def shard_features(
+    features: ArrayLike, mesh: Mesh, axis: str = "data", *, dtype: DTypeLike | None = None
+) -> ShardedFeatures:
+    """Returns features of which each device along a mesh axis has every so-manieth row, for mini-batches on them.
+
+    A process reads the rows of its own devices only: of a `numpy.memmap`, or what else slices like an array, the others
+    are not in its memory.
+
+    Args:
+      features: [nodes, ...], the same in all processes.
+      mesh: the devices.
+      axis: the mesh axis along which batches are split.
+      dtype: in which rows are stored and sent; None for the features' own. A half type halves memory and traffic; take
+        the policy's compute dtype, to which a policy casts what is in the batch.
+
+    Returns:
+      The shares, one array over the devices.
+
+    Raises:
+      ValueError: there are no rows, or the mesh has no such axis.
+      TypeError: the features do not slice to arrays.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> store = shard_features(np.ones((100, 4), np.float32), mesh, dtype=np.float16)
+      >>> store.rows.dtype, store.share == -(-100 // mesh.size)
+      (dtype('float16'), True)
+
+    Reference: DGL's DistTensor; the distributed feature store of cuGraph-PyG and WholeGraph.
+    """
+    array: Any = features if hasattr(features, "shape") and hasattr(features, "dtype") else np.asarray(features)
+    if len(array.shape) == 0 or array.shape[0] == 0:
+        raise ValueError(f"features must be [nodes, ...] of at least one node, got shape {tuple(array.shape)}")
+    if axis not in mesh.shape:
+        raise ValueError(f"axis={axis!r} is not one of the mesh's: {', '.join(map(repr, mesh.shape))}")
+    stored = np.dtype(jax.dtypes.canonicalize_dtype(array.dtype if dtype is None else dtype))
+    num_rows, num_shards = array.shape[0], mesh.shape[axis]
+    share, width = -(-num_rows // num_shards), tuple(array.shape[1:])
+
+    def rows_of(index: Any) -> np.ndarray:
+        shard = (index[0].start or 0) // share
+        own = np.asarray(array[shard::num_shards])
+        if own.shape != (len(range(shard, num_rows, num_shards)), *width):
+            raise TypeError(f"features must slice to arrays, got {type(features).__name__}, of which they do not")
+        rows = np.zeros((share, *width), stored)
+        rows[: len(own)] = own
+        return rows
+
+    shape = (share * num_shards, *width)
+    rows = jax.make_array_from_callback(shape, NamedSharding(mesh, P(axis)), rows_of)
+    return ShardedFeatures(rows, num_rows, num_shards, axis)
