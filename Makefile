@@ -12,7 +12,7 @@ ALLOWED := --allowed-skips tests/allowed_skips.txt
 QUICK := -m "quick and not full"
 REST := -m "full and not gpu"
 
-.PHONY: help demo test test-all test-share test-mutations test-newest test-migration test-gpu lint format docs bench bench-gpu clean
+.PHONY: help demo test test-all test-share test-mutations test-newest test-migration test-gpu lint format docs linkcheck inventories bench bench-gpu clean
 
 help:
 	@echo "make demo         train on digits in float32, float16 and bfloat16, side by side"
@@ -25,6 +25,8 @@ help:
 	@echo "make lint         ruff and pyright"
 	@echo "make format       ruff's formatter"
 	@echo "make docs         build the site in out/docs, with all of its notebooks run"
+	@echo "make linkcheck    ask the network whether the pages that the site links to are there"
+	@echo "make inventories  look up where jax, flax, optax, numpy, ... document the names that the site links to"
 	@echo "make bench        what a step, many devices, an import, autocast and graph operations cost"
 	@echo "make bench-gpu    what steps and graph operations cost on a GPU, in parts that resume"
 	@echo "make clean        remove what make made"
@@ -85,6 +87,13 @@ docs: .venv/.dev
 	$(BIN)/jmp-train plan --install
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs out/docs
 	@echo "wrote out/docs/index.html"
+
+# Both need the network, so that CI runs neither.
+linkcheck: .venv/.dev
+	$(BIN)/python -m sphinx -b linkcheck -q -D nb_execution_mode=off docs out/linkcheck
+
+inventories: .venv/.dev
+	$(BIN)/python docs/extensions/refresh_inventories.py $(NAMES)
 
 bench: .venv/.dev
 	$(BIN)/python benchmarks/step_overhead.py

@@ -5,6 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "extensions"))
 
+from refresh_inventories import SITES
+
 import jmp_train
 
 project = "jmp_train"
@@ -15,17 +17,25 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "api_reference",
     "benchmark_results",
     "docstrings",
+    "linked_names",
     "repository_pages",
     "side_by_side",
+    "source_pages",
 ]
 exclude_patterns = ["README.md", "_build"]
-nitpicky = False  # names of jax and optax in annotations have no inventory where there is no network
+nitpicky = True
+nitpick_ignore_regex = [  # types in signatures that no reference has
+    ("py:class", r"jmp_train\.(\w+\.)+\w+"),  # type variables, and what is private to a folder
+    ("py:class", r"jax\._src\..*|jax\.numpy\.float(16|32)|flax\.core\..*|dataclasses\.InitVar"),
+    ("py:class", r"Args|ArrayTree|Image|collections\.abc\.Mapping\[str"),  # of quoted annotations
+]
 
 # Python
 add_module_names = False
@@ -44,7 +54,12 @@ napoleon_custom_sections = [
     ("Source", "returns_style"),
 ]
 
+# Other projects' names; `make inventories` looks up anew where they are documented.
+intersphinx_mapping = {name: (site, f"inventories/{name}.inv") for name, site in SITES.items()}
+
 # Pages
+linkcheck_anchors = False  # of pages that scripts fill
+linkcheck_timeout = 30
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "cache"

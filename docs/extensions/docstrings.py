@@ -11,6 +11,7 @@ from documented_names import documented_names
 from sphinx.application import Sphinx
 
 _ITEM = re.compile(r"^\s*(\*|\d+\.) ")
+_UNTYPED_SECTIONS = {"Returns:", "Yields:", "Reference:", "References:", "Source:"}
 
 
 def to_restructured_text(lines: list[str], full_names: dict[str, str]) -> list[str]:
@@ -27,8 +28,13 @@ def to_restructured_text(lines: list[str], full_names: dict[str, str]) -> list[s
             found.append("")
         if line.startswith("    ") and not before.strip() and _is_plain_text(found):
             found += ["::", ""]
-        found.append(line)
+        found.append(_untyped(line) if before.strip() in _UNTYPED_SECTIONS else line)
     return _marked("\n".join(found), full_names).split("\n")
+
+
+def _untyped(line: str) -> str:
+    """Returns a line of which napoleon takes nothing for a type, as it does of what is before the first colon."""
+    return re.sub(r"^(\s*)(?=\S)", r"\1: ", line)
 
 
 def _within_item(lines: list[str]) -> bool:
@@ -70,12 +76,15 @@ def _code(code: str, full_names: dict[str, str]) -> str:
 
 
 @functools.cache
-def _full_names() -> dict[str, str]:
+def all_full_names() -> dict[str, str]:
+    """Returns the full names of all that the API reference documents, by the names that docstrings use."""
     return documented_names()
 
 
 def _process(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    lines[:] = to_restructured_text(lines, _full_names())
+    lines[:] = to_restructured_text(lines, all_full_names())
+    if what == "property" and lines:
+        lines[0] = _untyped(lines[0])
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -1,8 +1,10 @@
 """The site: every public name once in its reference, every page built, looked at in a browser."""
 
+import importlib
 import importlib.util
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from browsing import open_browser, show
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
+from site_links import broken_links
 
 import jmp_train as jt
 import jmp_train.graphs
@@ -78,12 +81,114 @@ def fixture_browser() -> Iterator[webdriver.Chrome]:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
+def test_every_link_leads_to_a_page_an_anchor_or_a_file(site: Path) -> None:
+    assert broken_links(site) == []
+    readme = re.findall(r"\]\(docs/([\w/]+)\.md#([\w-]+)\)", (DOCS.parent / "README.md").read_text())
+    assert [
+        (page, anchor) for page, anchor in readme if f'id="{anchor}"' not in (site / f"{page}.html").read_text()
+    ] == []
+
+
+PAGE = """<img src="a/picture.svg"><a href="#here">1</a><a href="a/b.html?x=1#there">2</a><p id="here"></p>
+<a href="https://example.org#nowhere">3</a><a href="a/b.html">4</a><link href="style.css?v=1">"""
+
+
+@pytest.mark.parametrize(
+    ("good", "broken"),
+    [
+        ("", None),
+        ('href="#here"', "#her"),
+        ("a/b.html?x=1#there", "a/b.html#ther"),
+        ('href="a/b.html"', "a/c.html"),
+        ("a/picture.svg", "a/picture.png"),
+        ("style.css?v=1", "styles.css"),
+    ],
+)
+def test_a_broken_link_or_anchor_is_found(good: str, broken: str | None, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.html").write_text('<h1 id="there"></h1><a href="../index.html#here">back</a>')
+    (tmp_path / "a" / "picture.svg").touch()
+    (tmp_path / "style.css").touch()
+    link = f'href="{broken}"' if good.startswith("href") else broken
+    (tmp_path / "index.html").write_text(PAGE if link is None else PAGE.replace(good, link, 1))
+    wanted = [] if broken is None else [f"index.html: {broken}"]
+    assert broken_links(tmp_path) == wanted
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_link_that_is_broken_in_the_site_is_found(site: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "site"
+    shutil.copytree(site, copy)
+    page = copy / "autocast.html"
+    page.write_text(page.read_text().replace('id="rules-in-a-file"', 'id="rules"'))
+    (copy / "fp8.html").unlink()
+    found = broken_links(copy)
+    assert "tune.html: autocast.html#rules-in-a-file" in found
+    assert "index.html: fp8.html" in found
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_names_of_other_projects_lead_there(site: Path) -> None:
+    step, graphs = ((site / "api" / f"{page}.html").read_text() for page in ("train_steps", "graphs"))
+    for address in (
+        "https://docs.jax.dev/en/latest/_autosummary/jax.Array.html#jax.Array",
+        "https://optax.readthedocs.io/en/latest/api/transformations.html#optax.GradientTransformation",
+        "https://docs.python.org/3/library/collections.abc.html#collections.abc.Callable",
+    ):
+        assert f'href="{address}"' in step
+    assert 'href="https://numpy.org/doc/stable/reference/generated/numpy.ndarray.html#numpy.ndarray"' in graphs
+    assert (
+        'href="https://docs.jax.dev/en/latest/_autosummary/jax.jit.html#jax.jit"'
+        in (site / "parallel.html").read_text()
+    )
+    assert 'href="api/parallel.html#jmp_train.data_parallel"' in (site / "parallel.html").read_text()
+
+
+@pytest.mark.full
+def test_an_inventory_is_an_excerpt_of_what_a_project_publishes(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "extensions"))
+    refresh = importlib.import_module("refresh_inventories")
+    published = (site / "objects.inv").read_bytes()
+    text = refresh.excerpt("jmp_train", published, ["jmp_train.train_step", "jmp_train.TrainState"])
+    assert text.splitlines()[3:] == [
+        "jmp_train.TrainState class api/train_steps.html",
+        "jmp_train.train_step function api/train_steps.html",
+    ]
+    assert refresh.names_in(text) == ["jmp_train.TrainState", "jmp_train.train_step"]
+    with pytest.raises(ValueError, match=r"jmp_train does not document jmp_train\.steps, numpy\.where"):
+        refresh.excerpt("jmp_train", published, ["numpy.where", "jmp_train.steps", "jmp_train.train_step"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        ("jnp.where(a, b, c)", "jax.numpy.where"),
+        ("optax.l2_loss", "optax.losses.l2_loss"),
+        ("jt.train_step", "jmp_train.train_step"),
+        ("TrainState", "jmp_train.TrainState"),
+        ("plan", None),
+        ("jax.jit(f).lower(x)", None),
+        ("jax.nowhere", None),
+    ],
+)
+def test_what_prose_names_is_found(code: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "extensions"))
+    linked_names = importlib.import_module("linked_names")
+    ours = {"train_step": "jmp_train.train_step", "TrainState": "jmp_train.TrainState", "plan": "jmp_train.plan"}
+    assert linked_names.documented_name(code, ours, {"jax.numpy.where", "optax.losses.l2_loss", "jax.jit"}) == wanted
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("width", [390, 1300])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_are_readable_on_phone_and_desk(browser: webdriver.Chrome, site: Path, width: int, scheme: str) -> None:
-    for name in ("index", "tutorials/graphs", "api/train_steps", "diagnose", "project/results"):
+    for name in ("index", "tutorials/graphs", "api/train_steps", "diagnose", "how_it_works/step", "project/results"):
         show(browser, site / f"{name}.html", width, scheme)
-        assert browser.find_element(By.TAG_NAME, "h1").is_displayed()
+        assert browser.find_element(By.CSS_SELECTOR, "article h1").is_displayed()  # another is for print alone
         assert browser.execute_script("return document.documentElement.dataset.theme") == scheme
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     wanted = [entry["message"] for entry in browser.get_log("performance") if "requestWillBeSent" in entry["message"]]
