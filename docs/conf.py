@@ -23,6 +23,7 @@ extensions = [
     "sphinx_copybutton",
     "api_reference",
     "benchmark_results",
+    "diagrams",
     "docstrings",
     "linked_names",
     "repository_pages",
