@@ -18,6 +18,7 @@ from jmp_train.policies.dtype_policies import (
     Policy,
     cast_arguments,
     mixed_dtypes_explained,
+    named_policy,
 )
 from jmp_train.policies.loss_scaling import (
     LossScales,
@@ -39,7 +40,7 @@ ScalesFor = Callable[[dict[str, tuple[int, ...]]], dict[str, jax.Array]]
 
 
 def scaled_value_and_grad(
-    loss_fn: Callable[..., Any], policy: Policy | PathPolicy | None = None, *, has_aux: bool = False
+    loss_fn: Callable[..., Any], policy: Policy | PathPolicy | str | None = None, *, has_aux: bool = False
 ) -> Callable[..., Any]:
     """Returns a function like `jax.value_and_grad(loss_fn)` that runs in mixed precision.
 
@@ -51,8 +52,8 @@ def scaled_value_and_grad(
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs) -> loss`, a floating scalar, or `(loss, aux)`.
-      policy: the dtypes; None leaves all arguments as they are. Everything that is an argument is
-        cast, targets of a regression included: what must stay float32 comes in by closure.
+      policy: the dtypes, or the name of a policy; None leaves all arguments as they are. Everything that is an
+        argument is cast, targets of a regression included: what must stay float32 comes in by closure.
       has_aux: whether `loss_fn` returns `(loss, aux)`. Floating arrays in `aux` of lower precision than the
         policy's output dtype come back in it; higher-precision ones, such as batch statistics, stay as they are.
 
@@ -75,13 +76,14 @@ def scaled_value_and_grad(
       >>> import jax.numpy as jnp
       >>> import jmp_train as jt
       >>> loss_fn = lambda w, x: (w * x).sum()
-      >>> fn = jt.scaled_value_and_grad(loss_fn, jt.get_policy("mixed_float16"))
+      >>> fn = jt.scaled_value_and_grad(loss_fn, "mixed_float16")
       >>> loss, grads = fn(jt.StaticLossScale(8.0), jnp.ones(2), jnp.array([1.0, 2.0]))
       >>> loss, grads
       (Array(3., dtype=float32), Array([ 8., 16.], dtype=float32))
 
     Reference: Micikevicius et al., "Mixed Precision Training", https://arxiv.org/abs/1710.03740.
     """
+    policy = None if policy is None else named_policy(policy)
     value_and_grad = unwatched_value_and_grad(loss_fn, policy, has_aux)
     first_trace = FirstTrace()
 

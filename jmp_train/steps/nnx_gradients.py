@@ -13,8 +13,8 @@ from jmp_train.policies.dtype_policies import (
     PathPolicy,
     Policy,
     cast_arguments,
-    get_policy,
     mixed_dtypes_explained,
+    named_policy,
 )
 from jmp_train.policies.loss_scaling import (
     LossScales,
@@ -84,7 +84,7 @@ def nnx_value_and_grad(
     """
     from flax import nnx  # whoever has no nnx modules does not wait for it
 
-    policy = get_policy(policy) if isinstance(policy, str) else policy
+    policy = None if policy is None else named_policy(policy)
     run = loss_fn if policy is None else policy.default.transform(loss_fn)
     differentiated = argnums if isinstance(argnums, Sequence) else (argnums,)
     states = [x for x in differentiated if isinstance(x, nnx.DiffState)]

@@ -6,7 +6,7 @@ from typing import ParamSpec, TypeVar
 
 from jmp_train.policies.dtype_policies.arguments import cast_arguments
 from jmp_train.policies.dtype_policies.half_products import FirstTrace, mixed_dtypes_explained
-from jmp_train.policies.dtype_policies.path_policy import PathPolicy
+from jmp_train.policies.dtype_policies.path_policy import PathPolicy, named_policy
 from jmp_train.policies.dtype_policies.policy import Policy
 from jmp_train.policies.pytrees import cast_results, unbound
 
@@ -14,7 +14,7 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
-def apply_policy(fn: Callable[Args, Result], policy: Policy | PathPolicy) -> Callable[Args, Result]:
+def apply_policy(fn: Callable[Args, Result], policy: Policy | PathPolicy | str) -> Callable[Args, Result]:
     """Returns `fn` with its arguments cast to the compute dtype and its result to the output's.
 
     Differentiating the new function gives gradients in the dtypes of the arguments as passed, so
@@ -24,7 +24,7 @@ def apply_policy(fn: Callable[Args, Result], policy: Policy | PathPolicy) -> Cal
       fn: a function of pytrees. Under a `policy_by_path` its first positional argument holds the
         parameters, as in `jax.grad`: the rules apply to that one, the default to the others. Or an
         nnx module, or a method of one: the parameters are the module's.
-      policy: the policy.
+      policy: the policy, or the name of one.
 
     Returns:
       A function of the same signature. Leaves that are not floating arrays pass untouched. Of flax nnx
@@ -32,7 +32,8 @@ def apply_policy(fn: Callable[Args, Result], policy: Policy | PathPolicy) -> Cal
       such as batch statistics, random counts and caches, is done to the caller's.
 
     Raises:
-      TypeError: under a `policy_by_path`, the parameters are not passed by position.
+      TypeError: `policy` is of another type; when called under a `policy_by_path`, the parameters are not passed
+        by position.
 
     Warns:
       Float32ProductsWarning: when it is first called or traced, for which `fn` is traced once more.
@@ -40,11 +41,11 @@ def apply_policy(fn: Callable[Args, Result], policy: Policy | PathPolicy) -> Cal
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jmp_train import get_policy
-      >>> dot = apply_policy(jnp.dot, get_policy("mixed_float16"))
+      >>> dot = apply_policy(jnp.dot, "mixed_float16")
       >>> float(dot(jnp.float32(1.0001), jnp.float32(1.0)))  # computed in float16
       1.0
     """
+    policy = named_policy(policy)
     plain, module = unbound(fn)
     run = policy.default.transform(plain)
     first_trace = FirstTrace()

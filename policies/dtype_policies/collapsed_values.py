@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jmp_train.policies.dtype_policies.path_policy import PathPolicy
-from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy, get_policy
+from jmp_train.policies.dtype_policies.path_policy import PathPolicy, named_policy
+from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
 from jmp_train.policies.pytrees import is_float_array, named_leaves
 from jmp_train.policies.types import PyTree
 from jmp_train.policies.user_warnings import warn_user
@@ -106,9 +106,7 @@ def check_casts(policy: Policy | PathPolicy | str, batch: PyTree) -> tuple[CastL
       ...     print(loss)
       't' (float32): 8 distinct numbers from 5000 to 5007 become 1 in bfloat16
     """
-    if isinstance(policy, str):
-        policy = get_policy(policy)
-    default = policy.default
+    default = named_policy(policy).default
     is_half = np.dtype(default.compute_dtype).itemsize == 2
     if not is_half and not isinstance(default, AutocastPolicy):
         return ()

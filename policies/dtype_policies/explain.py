@@ -19,8 +19,8 @@ from jmp_train.policies.autocasting import (
 )
 from jmp_train.policies.dtype_policies.arguments import cast_arguments
 from jmp_train.policies.dtype_policies.float32_origins import TracedOperation
-from jmp_train.policies.dtype_policies.path_policy import PathPolicy
-from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy, get_policy
+from jmp_train.policies.dtype_policies.path_policy import PathPolicy, named_policy
+from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
 from jmp_train.policies.dtype_policies.policy_trace import operations_under
 from jmp_train.policies.pytrees import unbound
 
@@ -79,10 +79,7 @@ def explain_policy(
       >>> explain_policy(fn, "autocast_float16", x, x).operations[-1].dtypes_in
       ('float16', 'float16')
     """
-    if isinstance(policy, str):
-        policy = get_policy(policy)
-    if not isinstance(policy, Policy | PathPolicy):
-        raise TypeError(f"policy must be a Policy, a PathPolicy or a name, got {policy!r}")
+    policy = named_policy(policy)
     fn, module = unbound(fn)
     args = (*module, *args)
     if isinstance(policy.default, AutocastPolicy):

@@ -122,6 +122,27 @@ def policy_by_path(rules: Mapping[str, Policy | str], default: Policy | str = "m
     return PathPolicy(tuple(pairs), default_policy)
 
 
+def named_policy(policy: Policy | PathPolicy | str) -> Policy | PathPolicy:
+    """Returns the policy that a user has given, where a name will do.
+
+    Args:
+      policy: a policy, or the name of one.
+
+    Raises:
+      TypeError: it is neither.
+      ValueError: there is no policy of that name.
+
+    Example:
+      >>> named_policy("float16") == get_policy("float16")
+      True
+    """
+    if isinstance(policy, str):
+        return get_policy(policy)
+    if not isinstance(policy, Policy | PathPolicy):
+        raise TypeError(f"policy must be a Policy, a PathPolicy or a name, got {policy!r}")
+    return policy
+
+
 def _policy_of(what: str, policy: Policy | str) -> Policy:
     if isinstance(policy, str):
         return get_policy(policy)

@@ -40,6 +40,16 @@ def test_gradients_are_float32_and_still_scaled(policy: str, scale: jt.LossScale
     np.testing.assert_allclose(loss, expected_loss, rtol=tolerance)
 
 
+def test_a_policy_may_be_given_by_its_name() -> None:
+    (_, grads), (_, expected) = (
+        jt.scaled_value_and_grad(quadratic, policy)(jt.StaticLossScale(8.0), {"w": jnp.full(2, 0.3)}, jnp.ones((1, 2)))
+        for policy in ("mixed_float16", jt.get_policy("mixed_float16"))
+    )
+    assert jnp.array_equal(grads["w"], expected["w"]) and grads["w"].dtype == jnp.float32
+    with pytest.raises(TypeError, match="policy must be a Policy, a PathPolicy or a name, got 16"):
+        jt.scaled_value_and_grad(quadratic, 16)  # pyright: ignore[reportArgumentType]
+
+
 def test_half_loss_is_scaled_in_float32() -> None:
     fn = jt.scaled_value_and_grad(lambda w: w * 1.5, MIXED)
     loss, grad = fn(jt.StaticLossScale(2.0**15), jnp.float32(1))
