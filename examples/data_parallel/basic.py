@@ -2,7 +2,7 @@
 
     python examples/data_parallel/basic.py                            # one process, all of its devices
     jmp-train launch -n 2 -- examples/data_parallel/basic.py          # two, with a GPU or a CPU device each
-    srun -N 4 --gpus-per-task 1 python examples/data_parallel/basic.py  # any number, started by Slurm
+    srun -N 4 --gpus-per-node 1 python examples/data_parallel/basic.py  # any number, started by Slurm
 
 Nothing in the loop knows how many there are: the same losses are printed by all three, but for rounding.
 Expected: a loss of about 0.02 after 10 epochs.
