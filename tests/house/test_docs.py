@@ -32,6 +32,7 @@ NOT_OFFERED = ("jmp_train.amp", "jmp_train.parallel.steps")
 GUIDES = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md"))]
 RECIPES = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "recipes").glob("*.md"))]
 MIGRATION = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "migration").glob("*.md"))]
+QUICK_PAGE = "docs/recipes/scan.md"  # small: it shows that blocks are found and run
 PAGES = ("README.md", *GUIDES, *RECIPES, *MIGRATION)
 
 
@@ -89,9 +90,15 @@ def test_the_readme_example_is_short() -> None:
     assert blocks("README.md")[0].count("\n") <= 15
 
 
-@pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", [page for page in ("README.md", *GUIDES) if blocks(page) and page != "docs/plan.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page == QUICK_PAGE else pytest.mark.full)
+        for page in ("README.md", *GUIDES, *RECIPES)
+        if blocks(page) and page != "docs/plan.md"
+    ],
+)
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     run_script("\n".join(blocks(page)), cwd=tmp_path)
 
