@@ -22,7 +22,7 @@ help:
 	@echo "make test-newest  run the quick ones near jax on the newest Python and jax, where there is one"
 	@echo "make test-migration  run the code of other libraries on the pages about moving from them, beside ours"
 	@echo "make test-gpu     run those in tests/gpu, on a GPU where there is one and else on the CPU"
-	@echo "make lint         ruff and pyright"
+	@echo "make lint         ruff and pyright, and checks of workflows, forms for issues and CITATION.cff"
 	@echo "make format       ruff's formatter"
 	@echo "make docs         build the site in out/docs, with all of its notebooks run"
 	@echo "make linkcheck    ask the network whether the pages that the site links to are there"
@@ -76,6 +76,7 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	.ci/lint-github
 
 format: .venv/.dev
 	$(BIN)/ruff format .

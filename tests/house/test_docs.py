@@ -144,7 +144,7 @@ def _is_private_module(thing: Any) -> bool:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in (*PAGES, "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md"):
+    for page in (*PAGES, "CONTRIBUTING.md", "SUPPORT.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md"):
         prose = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)  # without x[0](y)
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", prose):
             assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
