@@ -12,7 +12,7 @@ ALLOWED := --allowed-skips tests/allowed_skips.txt
 QUICK := -m "quick and not full"
 REST := -m "full and not gpu"
 
-.PHONY: help demo test test-all test-share test-mutations test-newest test-migration test-gpu lint format docs linkcheck inventories bench bench-gpu clean
+.PHONY: help demo test test-all test-share test-mutations test-newest test-migration test-gpu lint format docs linkcheck inventories dist bench bench-gpu clean
 
 help:
 	@echo "make demo         train on digits in float32, float16 and bfloat16, side by side"
@@ -27,6 +27,7 @@ help:
 	@echo "make docs         build the site in out/docs, with all of its notebooks run"
 	@echo "make linkcheck    ask the network whether the pages that the site links to are there"
 	@echo "make inventories  look up where jax, flax, optax, numpy, ... document the names that the site links to"
+	@echo "make dist         build wheel and sdist in dist/, and use them on Python 3.11 and 3.13"
 	@echo "make bench        what a step, many devices, an import, autocast and graph operations cost"
 	@echo "make bench-gpu    what steps and graph operations cost on a GPU, in parts that resume"
 	@echo "make clean        remove what make made"
@@ -95,6 +96,10 @@ linkcheck: .venv/.dev
 
 inventories: .venv/.dev
 	$(BIN)/python docs/extensions/refresh_inventories.py $(NAMES)
+
+# DIST="--allow-missing" goes on without a Python that is not here; DIST="--tag v0.2.0" is what a release runs.
+dist: .venv/.dev
+	$(BIN)/python tests/dist.py $(DIST)
 
 bench: .venv/.dev
 	$(BIN)/python benchmarks/step_overhead.py

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dist import check_changelog
 from helpers import write_cifar, write_image_folder, write_mnist
 
 import jmp_train as jt
@@ -454,5 +455,4 @@ def test_the_vit_example_trains_on_a_folder(mode: str, tmp_path: Path) -> None:
 def test_the_changelog_and_the_version_agree() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     assert "## [Unreleased]" in text
-    project = (ROOT / "pyproject.toml").read_text()
-    assert f'version = "{jt.__version__}"' in project
+    check_changelog(text, jt.__version__)

@@ -1,97 +1,81 @@
 """The wheel holds the tree, all of it and nothing else, and works where users have names like ours."""
 
 import os
-import shutil
+import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+import dist
+import jax
 import pytest
+
+import jmp_train as jt
 
 pytestmark = pytest.mark.quick
 
-ROOT = Path(__file__).parents[2]
-FLOORS = {"jmp_train": "jmp_train", "policies": "jmp_train/policies", "graphs": "jmp_train/graphs"}
-
-
-def tree_files() -> list[str]:
-    """Returns the files of the tree that belong to the project, links included."""
-    if (ROOT / ".git").exists():
-        command = ("git", "ls-files", "--cached", "--others", "--exclude-standard")
-        listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-        return [name for name in listed.stdout.splitlines() if os.path.lexists(ROOT / name)]
-    files = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
-    return [str(p) for p in files if not any(part.startswith((".", "build")) for part in p.parts)]
-
-
-def expected_in_wheel() -> set[str]:
-    return {
-        str(PurePosixPath(FLOORS[top], rest))
-        for top, _, rest in (name.partition("/") for name in tree_files())
-        if top in FLOORS and not (ROOT / top / rest).is_symlink()
-    }
-
 
 @pytest.fixture(scope="module", name="built")
-def fixture_built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder with the sdist, the wheel made of it, and the wheel made of the tree."""
-    source = tmp_path_factory.mktemp("source")
-    for name in tree_files():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
-    out = tmp_path_factory.mktemp("dist")
-    build = (sys.executable, "-m", "build", "--no-isolation", "--outdir")
-    for arguments in ((out,), (out / "direct", "--wheel")):
-        result = subprocess.run(
-            (*build, *arguments),
-            cwd=source,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-    return out
-
-
-def wheel_names(folder: Path) -> set[str]:
-    (wheel,) = folder.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    return {name for name in names if ".dist-info/" not in name}
+def fixture_built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Returns the wheel and the sdist that it is made of."""
+    return dist.build(tmp_path_factory.mktemp("dist"), "--no-isolation")
 
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_the_wheel_holds_the_tree(built: Path) -> None:
-    expected = expected_in_wheel()
-    assert {
-        "jmp_train/py.typed",
-        "jmp_train/policies/dtype_policies/policy.py",
-        "jmp_train/cli/entry.py",
-    } <= expected
-    assert wheel_names(built) == expected
-    assert wheel_names(built / "direct") == expected
+def test_wheel_and_sdist_have_what_they_need_and_are_used_on_their_own(built: tuple[Path, Path]) -> None:
+    wheel, sdist = built
+    dist.check_contents(wheel, sdist)
+    names = dist.wheel_names(wheel)
+    assert "jmp_train/policies/dtype_policies/policy.py" in names
+    assert not [name for name in dist.sdist_names(sdist) if name.startswith(("jmp_train/policies", "jmp_train/graphs"))]
+    (metadata,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA")]
+    assert f"\nVersion: {jt.__version__}\n" in zipfile.ZipFile(wheel).read(metadata).decode()
+    strict = (sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
+    subprocess.run(strict, check=True, timeout=60)
+    packages = Path(sysconfig.get_path("purelib"))  # what it depends on; nothing there leads to the checkout
+    shown = dist.use(wheel, sys.executable, "--no-deps", "--no-index", packages=packages)
+    assert re.fullmatch(rf"Python {sys.version.split()[0]} jax {jax.__version__} loss [\d.e-]+", shown)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.full
-def test_the_sdist_holds_each_folder_once_and_no_links(built: Path) -> None:
-    (archive,) = built.glob("*.tar.gz")
-    with tarfile.open(archive) as sdist:
-        members = sdist.getmembers()
-    assert not [member.name for member in members if member.issym() or member.islnk()]
-    names = {member.name.partition("/")[2] for member in members if member.isfile()}
-    assert not [name for name in names if name.startswith(("jmp_train/policies", "jmp_train/graphs"))]
-    wanted = {name for name in tree_files() if not (ROOT / name).is_symlink()}
-    hidden = {name for name in wanted if name.startswith(".")}
-    assert wanted - hidden - names == set()
+@pytest.mark.timeout(300)
+def test_a_wheel_made_of_the_tree_is_that_made_of_the_sdist(built: tuple[Path, Path], tmp_path: Path) -> None:
+    dist.copy_tree(tmp_path / "source")
+    command = (sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path)
+    subprocess.run(command, cwd=tmp_path / "source", check=True, capture_output=True, timeout=200)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert dist.wheel_names(wheel) == dist.wheel_names(built[0])
+
+
+@pytest.mark.full
+def test_what_is_missing_or_too_much_is_named(built: tuple[Path, Path], tmp_path: Path) -> None:
+    wheel, sdist = built
+    other = tmp_path / wheel.name
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(other, "w") as new:
+        for name in old.namelist():
+            if name != "jmp_train/graphs/kernels/native_kernels.cc":
+                new.writestr(name, old.read(name))
+        new.writestr("tests/dist.py", "")
+    with pytest.raises(
+        dist.DistError, match=r"lacks \['jmp_train/graphs/.*\.cc'\], should not have \['tests/dist.py'\]"
+    ):
+        dist.check_contents(other, sdist)
+    short = tmp_path / sdist.name
+    with tarfile.open(sdist) as old, tarfile.open(short, "w:gz") as new:
+        for member in old.getmembers():
+            if not member.name.endswith("/CHANGELOG.md"):
+                new.addfile(member, old.extractfile(member) if member.isfile() else None)
+    with pytest.raises(dist.DistError, match=r"\.tar\.gz lacks \['CHANGELOG.md'\]"):
+        dist.check_contents(wheel, short)
 
 
 @pytest.mark.timeout(300)
-def test_every_module_imports_from_the_wheel_beside_namesakes(built: Path, tmp_path: Path) -> None:
-    (wheel,) = built.glob("*.whl")
+def test_every_module_imports_from_the_wheel_beside_namesakes(built: tuple[Path, Path], tmp_path: Path) -> None:
+    wheel, _ = built
     target, elsewhere = tmp_path / "target", tmp_path / "elsewhere"
     install = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index")
     subprocess.run((*install, "--target", target, wheel), check=True, timeout=200)
@@ -100,7 +84,7 @@ def test_every_module_imports_from_the_wheel_beside_namesakes(built: Path, tmp_p
     (elsewhere / "graphs.py").write_text("mine = True\n")
     modules = sorted(
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for name in wheel_names(built)
+        for name in dist.wheel_names(wheel)
         if name.endswith(".py") and name != "jmp_train/diagnose.py"  # a command, which cannot be imported
     )
     assert "jmp_train.policies.dtype_policies.policy" in modules
