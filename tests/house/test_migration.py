@@ -24,7 +24,6 @@ PYTHONS = {
     "dgl": DGL,
 }
 NEEDS_CUDA = {"apex"}
-in_columns = runpy.run_path(str(ROOT / "docs" / "extensions" / "side_by_side.py"))["in_columns"]
 BLOCK = re.compile(r"^```python ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COLUMNS = 68  # of code that stands beside other code
 
@@ -72,6 +71,7 @@ def test_code_that_cannot_run_here_is_python() -> None:
 
 
 def test_code_in_two_columns_fits_them() -> None:
+    in_columns = runpy.run_path(str(ROOT / "docs" / "extensions" / "side_by_side.py"))["in_columns"]
     found = 0
     for page, text in PAGES.items():
         for column in re.findall(r"^::::\{container\}\n(.*?)^::::$", in_columns(text), re.MULTILINE | re.DOTALL):

@@ -197,6 +197,20 @@ def test_pages_are_readable_on_phone_and_desk(browser: webdriver.Chrome, site: P
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(("width", "beside"), [(390, False), (1440, True)])
+def test_other_code_is_beside_ours_on_a_desk_and_above_it_on_a_phone(
+    browser: webdriver.Chrome, site: Path, width: int, beside: bool
+) -> None:
+    show(browser, site / "migration" / "torch_amp.html", width, "light")
+    theirs, ours = browser.find_element(By.CLASS_NAME, "sides").find_elements(By.CSS_SELECTOR, ":scope > div")
+    assert theirs.text.startswith("torch\n") and ours.text.startswith("jmp_train\n")
+    assert (theirs.rect["y"] == ours.rect["y"]) == beside
+    assert (theirs.rect["x"] == ours.rect["x"]) == (not beside)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
 def test_the_search_finds_a_name_and_the_link_to_it_leads_there(browser: webdriver.Chrome, site: Path) -> None:
     show(browser, site / "search.html", 1300, "light", query="?q=torch_loss_scale")
     found = "#search-results li a[href*='loss_scales']"
