@@ -1,8 +1,8 @@
 """A layer for each type of edges, whose results are aggregated at the nodes that they reach (HeteroGraphConv)."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ Aggregate = str | Callable[[Sequence[jax.Array]], jax.Array]
 # A function of a graph or a block, of the nodes' features, and of what the edges have.
 Layer = Callable[..., jax.Array]
 TypedFeatures = Mapping[str, Floats]
+Kind = TypeVar("Kind", bound=str | EdgeType)
 AGGREGATES = ("sum", "mean", "max", "min", "stack")
 
 
@@ -132,7 +133,7 @@ class HeteroGraphConv(nnx.Module):
       aggregate: see `hetero_graph_conv`.
 
     Raises:
-      ValueError: `aggregate` is another word.
+      ValueError: `aggregate` is another word, or two types have the same name.
 
     Example:
       >>> import jax.numpy as jnp
@@ -152,7 +153,8 @@ class HeteroGraphConv(nnx.Module):
             checked_word("aggregate", aggregate, AGGREGATES)
         self.aggregate = aggregate
         self.edge_types = tuple(layers)
-        self.layers = nnx.Dict({_key(kind): layer for kind, layer in layers.items()})
+        names = parameter_names(layers)
+        self.layers = nnx.Dict({names[kind]: layer for kind, layer in layers.items()})
 
     def __call__(
         self,
@@ -167,9 +169,27 @@ class HeteroGraphConv(nnx.Module):
           features: see `hetero_graph_conv`.
           edge_inputs: see `hetero_graph_conv`.
         """
-        layers = {graph.edge_type(kind): self.layers[_key(kind)] for kind in self.edge_types}
+        names = parameter_names(self.edge_types)
+        layers = {graph.edge_type(kind): self.layers[name] for kind, name in names.items()}
         return hetero_graph_conv(graph, layers, features, self.aggregate, edge_inputs=edge_inputs)
 
 
-def _key(kind: str | EdgeType) -> str:
-    return kind if isinstance(kind, str) else "/".join(kind)
+def parameter_names(kinds: Iterable[Kind]) -> dict[Kind, str]:
+    """Returns the name under which each edge type's parameters are kept, its three joined by "/".
+
+    Args:
+      kinds: edge types, or names of such.
+
+    Raises:
+      ValueError: two types have the same name, as their own names have slashes.
+    """
+    names: dict[Kind, str] = {}
+    for kind in kinds:
+        name = kind if isinstance(kind, str) else "/".join(kind)
+        for other, taken in names.items():
+            if taken == name and other != kind:
+                raise ValueError(
+                    f"edge types {other!r} and {kind!r} have the same name {name!r}: leave out the slashes"
+                )
+        names[kind] = name
+    return names

@@ -12,6 +12,7 @@ from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import DOT_ATTENTION, DotInputs, edge_dropout
 from jmp_train.graphs.layers.dense import activated, dense
 from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout
+from jmp_train.graphs.layers.hetero import parameter_names
 from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, in_dtype, promoted
 from jmp_train.graphs.structure import EdgeType, HeteroGraph, finite_or_zero, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
@@ -277,7 +278,8 @@ class HGTConv(nnx.Module):
       rngs: flax's random streams, of which "params" is used, and "dropout" if there is any.
 
     Raises:
-      ValueError: heads do not divide the width, or the rate is not in [0, 1).
+      ValueError: heads do not divide the width, the rate is not in [0, 1), or two edge types have the same name, their
+        three joined by "/".
 
     Example:
       >>> import jax.numpy as jnp
@@ -327,9 +329,9 @@ class HGTConv(nnx.Module):
                 nodes[name][f"{end}_bias"] = draw(nnx.initializers.zeros, out_features)
             if into == out_features:
                 nodes[name]["skip"] = draw(nnx.initializers.ones, 1)
-        for kind in edge_types:
+        for name in parameter_names(self.edge_types).values():
             matrices = {end: draw(of_heads, num_heads, width, width) for end in ("key", "value")}
-            edges["/".join(kind)] = nnx.Dict(matrices | {"prior": draw(nnx.initializers.ones, num_heads)})
+            edges[name] = nnx.Dict(matrices | {"prior": draw(nnx.initializers.ones, num_heads)})
         self.node_weights, self.edge_weights = nnx.Dict(nodes), nnx.Dict(edges)
 
     def __call__(
@@ -353,12 +355,12 @@ class HGTConv(nnx.Module):
             return dict(zip(weights, in_dtype(self.dtype, *weights.values()), strict=True))
 
         key = self.dropout_keys(deterministic, rngs)
-        kinds = {kind: self.edge_weights["/".join(kind)] for kind in self.edge_types}
+        names = parameter_names(self.edge_types)
         return hgt_conv(
             graph,
             dict(zip(features, in_dtype(self.dtype, *features.values()), strict=True)),
             {name: HGTNodeWeights(**cast(weights)) for name, weights in self.node_weights.items()},
-            {kind: HGTEdgeWeights(**cast(weights)) for kind, weights in kinds.items()},
+            {kind: HGTEdgeWeights(**cast(self.edge_weights[name])) for kind, name in names.items()},
             attention_dropout=0.0 if key is None else self.attention_dropout,
             dropout_key=key,
         )

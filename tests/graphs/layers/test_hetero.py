@@ -235,6 +235,9 @@ def test_dropout_of_hgt_is_on_in_training_only() -> None:
     np.testing.assert_array_equal(run(layer), run(layer))
 
 
+SLASHES = ("a/b", "c", "d"), ("a", "b", "c/d")  # joined by "/" they are one
+
+
 def test_what_is_wrong_is_named() -> None:
     graph, x = whole_graph(), features(4)
     one: Any = graphs.from_edges([0], [0], 1)
@@ -260,6 +263,8 @@ def test_what_is_wrong_is_named() -> None:
             lambda: graphs.hetero_graph_conv(graph, {"plays": graphs.gin_conv}, x, edge_inputs={"makes": ()}),
             r"edge_inputs has \('firm', 'makes', 'game'\), of which there is no layer",
         ),
+        (lambda: graphs.HeteroGraphConv(dict.fromkeys(SLASHES, graphs.gin_conv)), "'b', 'c/d'. have the same name"),
+        (lambda: graphs.HGTConv(4, 4, (), SLASHES, rngs=nnx.Rngs(0)), "have the same name 'a/b/c/d': leave out the"),
         (lambda: graphs.HGTConv(4, 4, (), (), 3, rngs=nnx.Rngs(0)), "num_heads=3 must"),
         (lambda: graphs.hgt_conv(graph, {"user": x["user"]}, nodes, edges), "features of 'firm' are missing"),
         (lambda: graphs.hgt_conv(graph, x, {}, edges), "node_weights of 'firm' are missing"),
