@@ -68,6 +68,21 @@ def test_sparse_features_have_the_gradients_of_all_zeros(tmp_path: Path) -> None
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+def test_shares_of_features_send_less_than_other_programs_and_half_in_half(tmp_path: Path) -> None:
+    file = tmp_path / "shares.json"
+    options = ("--devices", "4", "--nodes", "4000", "--reads", "800", "--rounds", "1", "--json", str(file))
+    assert "float16  shard_features  sends" in run("sharded_features.py", *options)
+    report = json.loads(file.read_text())
+    full, half = (
+        {name: row["sent_mb"] for name, row in report["results"][dtype].items()} for dtype in ("float32", "float16")
+    )
+    assert report["least_mb"] < full["shard_features"] < 1.4 * report["least_mb"]
+    assert 2 * full["shard_features"] < full["reduce-scatter"] < full["array[ids]"]
+    assert 0.5 < half["shard_features"] / full["shard_features"] < 0.52  # ids are as long in both
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_memory_of_messages_is_measured_in_arrays_of_edges_by_features(tmp_path: Path) -> None:
     file = tmp_path / "graph_memory.json"
     options = ("--size", "500x20000", "--only", "built_in", "layers", "--messages", "copy_u", "--json", str(file))

@@ -69,10 +69,17 @@ def test_a_row_that_is_not_there_is_nan() -> None:
     assert (np.delete(rows, 2, axis=0) == 1).all()
 
 
-@pytest.mark.parametrize("policy", ["float32", pytest.param("mixed_float16", marks=pytest.mark.full)])
-def test_losses_of_shares_are_those_of_one_device(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "transform"),
+    [
+        ("float32", jt.data_parallel),
+        pytest.param("float32", jt.sharded_step, marks=pytest.mark.full),
+        pytest.param("mixed_float16", jt.data_parallel, marks=pytest.mark.full),
+    ],
+)
+def test_losses_of_shares_are_those_of_one_device(policy: str, transform: Any) -> None:
     wanted = programs.losses_of_one_device(policy)
-    found = programs.losses_of_shares(policy, mesh_of(programs.COUNT), programs.problem().features)
+    found = programs.losses_of_shares(policy, mesh_of(programs.COUNT), programs.problem().features, transform)
     assert len(set(wanted)) == programs.STEPS
     np.testing.assert_allclose(found, wanted, rtol=1e-6 if policy == "float32" else 1e-3)
 
