@@ -186,7 +186,7 @@ def use(archive: Path, python: str, *options: str, packages: Path | None = None)
         blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
         code = "\n".join([*blocks, CHECK.replace("{version}", version())])
         _run(str(environment / "bin" / "jmp-train"), "--version", cwd=elsewhere, env=env)
-        return _run(inside, "-W", "error::DeprecationWarning:__main__", "-c", code, cwd=elsewhere, env=env)
+        return _run(inside, "-c", code, cwd=elsewhere, env=env)
 
 
 def _run(*command: str, cwd: Path, env: dict[str, str] | None = None) -> str:

@@ -131,3 +131,9 @@ def test_what_is_written_is_what_the_page_needs(
 def test_a_command_is_without_the_file_that_it_writes() -> None:
     arguments = ["benchmarks/graphs.py", "--json=x.json", "--rows", "GAT step", "--json", "y.json", "--seconds", "1"]
     assert this_command(arguments) == "python benchmarks/graphs.py --rows 'GAT step' --seconds 1"
+
+
+def test_every_script_that_writes_results_writes_its_run_along() -> None:
+    scripts = [path for path in (ROOT / "benchmarks").glob("*.py") if 'add_argument("--json"' in path.read_text()]
+    assert len(scripts) > 15
+    assert not [path.name for path in scripts if "from result_files import " not in path.read_text()]
