@@ -43,6 +43,7 @@ from jmp_train.graphs import (
     host_edges,
     neighbor_sampler,
     pad,
+    per_edge,
     update_all,
 )
 
@@ -115,7 +116,7 @@ def _built_in(name: str, ends: list[str], reducer: str) -> Callable[..., Any]:
 
 
 def functions(graph: Any, dtype: str) -> Iterator[tuple[str, Program]]:
-    """Yields user-defined messages."""
+    """Yields user-defined messages, as functions of all edges and as those of one edge."""
     h, e = Shape((graph.num_nodes, FEATURES), dtype), Shape((graph.num_edges, FEATURES), dtype)
     w, a = Shape((2 * FEATURES, FEATURES), dtype), Shape((FEATURES,), dtype)
 
@@ -130,14 +131,16 @@ def functions(graph: Any, dtype: str) -> Iterator[tuple[str, Program]]:
         return {"m": jax.nn.sigmoid((edges.src["h"] * w + edges.dst["h"]).sum(-1, keepdims=True)) * edges.src["h"]}
 
     for message, arrays in ((edge_conv, (h, w)), (gine, (h, a, e)), (gated, (h, a))):
-        for reducer in ("sum", "mean", "max", "softmax"):
-            yield f"{message.__name__}, {reducer}", (_function(message, reducer), (graph, *arrays))
+        for reducer in ("sum", "mean", "max", "std", "softmax"):
+            title = f"{message.__name__}, {reducer}"
+            yield title, (_function(message, reducer, lambda function: function), (graph, *arrays))
+            yield f"per_edge {title}", (_function(message, reducer, per_edge), (graph, *arrays))
 
 
-def _function(message: Callable[..., Any], reducer: str) -> Callable[..., Any]:
+def _function(message: Callable[..., Any], reducer: str, mark: Callable[..., Any]) -> Callable[..., Any]:
     def run(graph: Graph, h: jax.Array, w: jax.Array, e: jax.Array | None = None) -> jax.Array:
         graph = graph.with_nodes(h=h) if e is None else graph.with_nodes(h=h).with_edges(e=e)
-        return update_all(graph, lambda edges: message(edges, w), getattr(fn, reducer)("m", "x")).nodes["x"]
+        return update_all(graph, mark(lambda edges: message(edges, w)), getattr(fn, reducer)("m", "x")).nodes["x"]
 
     return run
 

@@ -67,6 +67,7 @@ from jmp_train.graphs.layers import sage_conv as sage_conv
 from jmp_train.graphs.layers import sg_conv as sg_conv
 from jmp_train.graphs.layers import tag_conv as tag_conv
 from jmp_train.graphs.layers import transformer_conv as transformer_conv
+from jmp_train.graphs.messages import Edge as Edge
 from jmp_train.graphs.messages import EdgeBatch as EdgeBatch
 from jmp_train.graphs.messages import Moments as Moments
 from jmp_train.graphs.messages import NodeBatch as NodeBatch
@@ -74,6 +75,7 @@ from jmp_train.graphs.messages import apply_edges as apply_edges
 from jmp_train.graphs.messages import apply_nodes as apply_nodes
 from jmp_train.graphs.messages import gather as gather
 from jmp_train.graphs.messages import multi_update_all as multi_update_all
+from jmp_train.graphs.messages import per_edge as per_edge
 from jmp_train.graphs.messages import prop_edges as prop_edges
 from jmp_train.graphs.messages import prop_nodes as prop_nodes
 from jmp_train.graphs.messages import pull as pull

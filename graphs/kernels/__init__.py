@@ -10,6 +10,10 @@ from jmp_train.graphs.kernels.dot_product import DOT_ATTENTION as DOT_ATTENTION
 from jmp_train.graphs.kernels.dot_product import DotInputs as DotInputs
 from jmp_train.graphs.kernels.dot_product import DotResult as DotResult
 from jmp_train.graphs.kernels.dropout import edge_dropout as edge_dropout
+from jmp_train.graphs.kernels.edge_functions import EdgeIds as EdgeIds
+from jmp_train.graphs.kernels.edge_functions import Reduced as Reduced
+from jmp_train.graphs.kernels.edge_functions import Terms as Terms
+from jmp_train.graphs.kernels.edge_functions import reduce_edges as reduce_edges
 from jmp_train.graphs.kernels.edge_matrices import DiagonalBlocks as DiagonalBlocks
 from jmp_train.graphs.kernels.edge_matrices import MixedMatrices as MixedMatrices
 from jmp_train.graphs.kernels.edge_matrices import NetworkMatrices as NetworkMatrices

@@ -161,10 +161,10 @@ def add_up(
         return [total.at[rows].add(part, mode="drop") for total, part in zip(sums, compute(chunk), strict=True)]
 
     sums = _walk(neighbors, add, start, elements_per_block)
-    return [_joined(neighbors, total)[: neighbors.num_nodes] for total in sums]
+    return [joined(neighbors, total)[: neighbors.num_nodes] for total in sums]
 
 
-def _joined(neighbors: CSR, sums: jax.Array) -> jax.Array:
+def joined(neighbors: CSR, sums: jax.Array) -> jax.Array:
     """Returns the rows after the further ones were added to the nodes' own."""
     first = neighbors.num_nodes
     for rows in neighbors.further:

@@ -1,5 +1,7 @@
 """Message passing under DGL's names, and sums over segments."""
 
+from jmp_train.graphs.messages.edge_messages import Edge as Edge
+from jmp_train.graphs.messages.edge_messages import per_edge as per_edge
 from jmp_train.graphs.messages.frames import checked_ids as checked_ids
 from jmp_train.graphs.messages.frames import frame_of as frame_of
 from jmp_train.graphs.messages.frames import some_edges as some_edges

@@ -32,16 +32,17 @@ def update_all(
 
     Args:
       graph: a graph of ours or jraph's.
-      message: a message of `fn`, or a function of `EdgeBatch` to a dictionary of messages.
+      message: a message of `fn`, a function of one edge marked by `per_edge`, or a function of `EdgeBatch`, all edges,
+        to a dictionary of messages.
       reduce: a reduction of `fn`, or several of the same message, which is then computed once, or a function of
         `NodeBatch` to a dictionary of node features, which is called once for each in-degree; under jit the graph
         needs `formats=("mailbox",)` for it.
       apply: a function of `NodeBatch` to a dictionary of node features, called with all nodes in the end.
       etype: the edge type. Without it, a graph with several reduces over the edges of all.
       implementation: "chunked" goes over chunks of sorted edges, stores no message, and has reverse mode
-        only; it takes built-in messages of floats of one precision. "xla" computes with arrays of all edges, which
-        XLA may fuse, and goes through every transform. None for "chunked" where the graph has `formats=("csr",)` and
-        messages are large.
+        only; it takes built-in messages of floats of one precision, and functions of one edge. "xla" computes with
+        arrays of all edges, which XLA may fuse, and goes through every transform. None for "chunked" where the graph
+        has `formats=("csr",)` and messages are large.
 
     Returns:
       The graph with the result among its nodes' features, in the messages' features' dtype: computed in

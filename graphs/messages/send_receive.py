@@ -8,9 +8,10 @@ from jmp_train.graphs.fn import BuiltIn, Message, Reduce
 from jmp_train.graphs.messages.built_in import (
     compute_messages,
     compute_reductions,
-    reduce_messages,
 )
+from jmp_train.graphs.messages.edge_messages import PerEdge
 from jmp_train.graphs.messages.frames import Frame
+from jmp_train.graphs.messages.function_reductions import PER_EDGE, reduce_all
 from jmp_train.graphs.messages.user_functions import (
     EdgeFunction,
     NodeFunction,
@@ -70,15 +71,11 @@ def receive(
         return call_reduce_function(reduce, frame, send(frame, message))
     if isinstance(message, Message):
         return compute_reductions(frame, message, reductions, implementation)
-    messages = send(frame, message)
-    results = {}
-    for name in dict.fromkeys(reduce.message for reduce in reductions):
-        some = tuple(reduce for reduce in reductions if reduce.message == name)
-        if name not in messages:
-            known = ", ".join(map(repr, messages))
-            raise ValueError(f"{some[0].reduction} wants the message {name!r}; there are: {known}")
-        results |= reduce_messages(frame.adjacency, messages[name], some)
-    return results
+    if isinstance(message, PerEdge):
+        return PER_EDGE(implementation, frame.adjacency, frame, message, reductions)
+    if implementation == "chunked":
+        raise ValueError('implementation="chunked" takes functions of one edge: mark it by graphs.per_edge')
+    return reduce_all(frame, send(frame, message), reductions)
 
 
 def _reductions(reduce: Reduction) -> tuple[Reduce, ...] | None:
