@@ -26,6 +26,7 @@ extensions = [
     "diagrams",
     "docstrings",
     "linked_names",
+    "plots",
     "repository_pages",
     "side_by_side",
     "source_pages",
