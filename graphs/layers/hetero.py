@@ -10,7 +10,8 @@ from flax import nnx
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.layer_inputs import as_floats, checked_word, promoted
-from jmp_train.graphs.structure import Block, EdgeType, Graph, HeteroGraph, graph_storage, upcast
+from jmp_train.graphs.layers.typed_edges import Blocks, block_of, checked_typed_edges, of_edge_types
+from jmp_train.graphs.structure import EdgeType, Graph, HeteroGraph, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
 
 Aggregate = str | Callable[[Sequence[jax.Array]], jax.Array]
@@ -22,7 +23,7 @@ AGGREGATES = ("sum", "mean", "max", "min", "stack")
 
 
 def hetero_graph_conv(
-    graph: HeteroGraph,
+    graph: HeteroGraph | Blocks,
     layers: Mapping[str, Layer] | Mapping[EdgeType, Layer],
     features: TypedFeatures | tuple[TypedFeatures, TypedFeatures],
     aggregate: Aggregate = "sum",
@@ -32,23 +33,24 @@ def hetero_graph_conv(
     """Returns what layers make of the edges of each type, aggregated at the nodes that several types enter.
 
     Args:
-      graph: a graph of several types.
-      layers: by edge type, a layer: of edges between nodes of one type it is given a `Graph` and their features, of
-        others, and where features are a pair, a `Block` and a pair of features. Types without a layer are left out.
-      features: by node type, floating [nodes, ...]; or a pair of such, of the senders and of the receivers. Edges
-        whose senders have none are left out.
+      graph: a graph of several types; or what a mini-batch's `blocks` have for one layer, a block by edge type.
+      layers: by edge type, a layer: of a graph's edges between nodes of one type it is given a `Graph` and their
+        features; of others, of blocks, and where features are a pair, a `Block` and a pair of features. Types without a
+        layer are left out.
+      features: by node type, floating [nodes, ...], of blocks [sources, ...]; or a pair of such, of the senders and of
+        the receivers. Edges whose senders have none are left out.
       aggregate: "sum", "mean", "max" or "min" of the results, in float32 and rounded once; "stack" along axis 1, by
         the sorted edge types; or a function of the list of results. But for "stack" and functions, a result that is
         alone stays as it is.
       edge_inputs: by edge type, what else its layer is called with, such as edge weights.
 
     Returns:
-      By node type, the results, of those types that edges with a result enter.
+      By node type, the results, of those types that edges with a result enter; of blocks, of their targets.
 
     Raises:
       ValueError: `aggregate` is another word, there is no such edge type, receivers have no features, or results
         differ in shape.
-      TypeError: the graph has one type.
+      TypeError: the graph has one type, or the layer is given all blocks of a mini-batch.
 
     Example:
       >>> import jax.numpy as jnp
@@ -63,10 +65,9 @@ def hetero_graph_conv(
     """
     if not callable(aggregate):
         checked_word("aggregate", aggregate, AGGREGATES)
-    if not isinstance(graph, HeteroGraph):
-        raise TypeError(f"graph must be a HeteroGraph, got {type(graph).__name__}")
-    by_type = {graph.edge_type(kind): layer for kind, layer in layers.items()}
-    extra = {graph.edge_type(kind): inputs for kind, inputs in (edge_inputs or {}).items()}
+    checked_typed_edges(graph)
+    by_type = of_edge_types(graph, layers)
+    extra = of_edge_types(graph, edge_inputs or {})
     lost = [kind for kind in extra if kind not in by_type]
     if lost:
         raise ValueError(f"edge_inputs has {lost[0]}, of which there is no layer")
@@ -80,26 +81,27 @@ def hetero_graph_conv(
 
 
 def _inputs(
-    graph: HeteroGraph, kind: EdgeType, features: TypedFeatures | tuple[TypedFeatures, TypedFeatures]
+    graph: HeteroGraph | Blocks, kind: EdgeType, features: TypedFeatures | tuple[TypedFeatures, TypedFeatures]
 ) -> tuple[Any, Any] | None:
     """Returns the edges of a type, and the features at their ends; None where the senders have none."""
     of_senders, of_receivers = features if isinstance(features, tuple) else (features, features)
     sender_type, _, receiver_type = kind
-    if sender_type not in of_senders:
+    block, is_whole = block_of(graph, kind), isinstance(graph, HeteroGraph)
+    if sender_type not in of_senders or (block.num_targets == 0 and not is_whole):
         return None
     if receiver_type not in of_receivers:
         known = ", ".join(map(repr, of_receivers)) or "none"
         raise ValueError(f"features of {receiver_type!r} are missing, which {kind} enters; there are: {known}")
-    ends = [
-        as_floats(f"features[{node_type!r}]", rows[node_type], graph.num_nodes(node_type), ...)
-        for node_type, rows in ((sender_type, of_senders), (receiver_type, of_receivers))
-    ]
-    connections = graph.connections[kind]
-    if sender_type != receiver_type or isinstance(features, tuple):
-        return Block(connections), tuple(ends)
-    counts = graph.num_nodes(sender_type), connections.num_edges
+    senders = as_floats(f"features[{sender_type!r}]", of_senders[sender_type], block.num_sources, ...)
+    receivers = of_receivers[receiver_type]
+    if not is_whole and not isinstance(features, tuple):
+        receivers = jnp.asarray(receivers)[: block.num_targets]  # targets are the first rows of the sources
+    receivers = as_floats(f"features[{receiver_type!r}]", receivers, block.num_targets, ...)
+    if sender_type != receiver_type or isinstance(features, tuple) or not is_whole:
+        return block, (senders, receivers)
+    counts = block.num_sources, block.num_edges
     n_node, n_edge = (jnp.array([count], jnp.int32) for count in counts)
-    return Graph({}, {}, connections, n_node, n_edge), ends[0]
+    return Graph({}, {}, block.connections, n_node, n_edge), senders
 
 
 def _aggregated(node_type: str, aggregate: Aggregate, results: Sequence[jax.Array]) -> jax.Array:
@@ -158,7 +160,7 @@ class HeteroGraphConv(nnx.Module):
 
     def __call__(
         self,
-        graph: HeteroGraph,
+        graph: HeteroGraph | Blocks,
         features: TypedFeatures | tuple[TypedFeatures, TypedFeatures],
         edge_inputs: Mapping[str, Sequence[Any]] | Mapping[EdgeType, Sequence[Any]] | None = None,
     ) -> dict[str, jax.Array]:
@@ -169,8 +171,7 @@ class HeteroGraphConv(nnx.Module):
           features: see `hetero_graph_conv`.
           edge_inputs: see `hetero_graph_conv`.
         """
-        names = parameter_names(self.edge_types)
-        layers = {graph.edge_type(kind): self.layers[name] for kind, name in names.items()}
+        layers: Any = {kind: self.layers[name] for kind, name in parameter_names(self.edge_types).items()}
         return hetero_graph_conv(graph, layers, features, self.aggregate, edge_inputs=edge_inputs)
 
 

@@ -14,6 +14,7 @@ from jmp_train.graphs.layers.dense import activated, dense
 from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout
 from jmp_train.graphs.layers.hetero import parameter_names
 from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, in_dtype, promoted
+from jmp_train.graphs.layers.typed_edges import Blocks, block_of, checked_typed_edges, num_rows, of_edge_types
 from jmp_train.graphs.structure import EdgeType, HeteroGraph, finite_or_zero, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
 
@@ -72,7 +73,7 @@ class HGTEdgeWeights(NamedTuple):
 
 
 def hgt_conv(
-    graph: HeteroGraph,
+    graph: HeteroGraph | Blocks,
     features: Mapping[str, Floats],
     node_weights: Mapping[str, HGTNodeWeights],
     edge_weights: Mapping[str, HGTEdgeWeights] | Mapping[EdgeType, HGTEdgeWeights],
@@ -89,8 +90,8 @@ def hgt_conv(
     edges but their indices.
 
     Args:
-      graph: a graph of several types.
-      features: by node type, floating [nodes, in].
+      graph: a graph of several types; or what a mini-batch's `blocks` have for one layer, a block by edge type.
+      features: by node type, floating [nodes, in]; of blocks [sources, in], of which targets are the first.
       node_weights: by node type, the weights of its nodes.
       edge_weights: by edge type, the weights of its edges; types that are missing are left out.
       attention_dropout: the share of the attention weights that are dropped.
@@ -104,7 +105,7 @@ def hgt_conv(
     Raises:
       ValueError: a shape does not fit, a type is missing, the rate is not in [0, 1), there is no key, or there is no
         such implementation for the graph.
-      TypeError: an array has no floats, or the graph has one type.
+      TypeError: an array has no floats, the graph has one type, or the layer is given all blocks of a mini-batch.
 
     Example:
       >>> import jax.numpy as jnp
@@ -122,23 +123,25 @@ def hgt_conv(
     HGTConv.
     """
     check_dropout("attention_dropout", attention_dropout, dropout_key)
-    if not isinstance(graph, HeteroGraph):
-        raise TypeError(f"graph must be a HeteroGraph, got {type(graph).__name__}")
-    of_edges = {graph.edge_type(kind): weights for kind, weights in edge_weights.items()}
+    checked_typed_edges(graph)
+    of_edges = of_edge_types(graph, edge_weights)
     kinds = sorted(of_edges)
     heads = _heads(of_edges)
-    ends = {node_type for kind in kinds for node_type in (kind[0], kind[2])}
-    tables = {name: _tables(graph, name, features, node_weights, heads) for name in sorted(ends)}
+    counts = {name: num_rows(graph, name, kinds) for kind in kinds for name in (kind[0], kind[2])}
+    tables = {name: _tables(name, counts[name], features, node_weights, heads) for name in sorted(counts)}
     keys = [None] * len(kinds) if dropout_key is None else list(jax.random.split(dropout_key, len(kinds)))
     attended: dict[str, list[_Attended]] = {}
     for kind, key in zip(kinds, keys, strict=True):
         of_kind = _checked_edge_weights(kind, of_edges[kind], tables[kind[0]])
         dropout = edge_dropout(attention_dropout, key, heads)
-        inputs = _dot_inputs(tables[kind[0]], tables[kind[2]], of_kind)
-        connections = graph.connections[kind]
-        found = DOT_ATTENTION(implementation, connections, 1.0, dropout, inputs)
-        attended.setdefault(kind[2], []).append(_Attended(found.total, found.log_sum, connections.in_degrees > 0))
-    return {name: _result(tables[name], results) for name, results in attended.items()}
+        block = block_of(graph, kind)
+        inputs = _dot_inputs(tables[kind[0]], _targets(kind[2], tables[kind[2]], block.num_targets), of_kind)
+        found = DOT_ATTENTION(implementation, block.connections, 1.0, dropout, inputs)
+        attended.setdefault(kind[2], []).append(_Attended(found.total, found.log_sum, block.in_degrees > 0))
+    return {
+        name: _result(_targets(name, tables[name], len(results[0].is_entered)), results)
+        for name, results in attended.items()
+    }
 
 
 class _Tables(NamedTuple):
@@ -171,8 +174,8 @@ def _heads(edge_weights: Mapping[EdgeType, HGTEdgeWeights]) -> int:
 
 
 def _tables(
-    graph: HeteroGraph,
     name: str,
+    count: int | str,
     features: Mapping[str, Floats],
     node_weights: Mapping[str, HGTNodeWeights],
     heads: int,
@@ -186,7 +189,7 @@ def _tables(
     width, out = key.shape
     if out % heads:
         raise ValueError(f"{where}.key has a width of {out}, which {heads} heads do not divide")
-    rows = as_floats(f"features[{name!r}]", features[name], graph.num_nodes(name), width)
+    rows = as_floats(f"features[{name!r}]", features[name], count, width)
     skip = as_optional(f"{where}.skip", given.skip, 1)
     if skip is not None and width != out:
         raise ValueError(f"{where}.skip joins features of width {width} with results of width {out}")
@@ -203,6 +206,14 @@ def _tables(
 
 
 ENDS = ("key", "query", "value", "result")
+
+
+def _targets(name: str, tables: _Tables, count: int) -> _Tables:
+    """Returns what the first nodes of a type have."""
+    rows = len(tables.rows)
+    if rows < count:
+        raise ValueError(f"features[{name!r}] has {rows} rows, where a block has {count} targets")
+    return tables if rows == count else tables._replace(rows=tables.rows[:count], query=tables.query[:count])
 
 
 def _checked_edge_weights(kind: EdgeType, weights: HGTEdgeWeights, tables: _Tables) -> list[jax.Array]:
@@ -336,7 +347,7 @@ class HGTConv(nnx.Module):
 
     def __call__(
         self,
-        graph: HeteroGraph,
+        graph: HeteroGraph | Blocks,
         features: Mapping[str, Floats],
         *,
         deterministic: bool | None = None,

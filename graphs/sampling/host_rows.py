@@ -13,7 +13,7 @@ def take_rows(array: np.ndarray, ids: np.ndarray, dtype: DTypeLike | None = None
 
     Args:
       array: [nodes, ...], an array of numpy's; a `numpy.memmap` is read where it is needed only.
-      ids: int [rows]; -1 for padding, which gets 0.
+      ids: int [rows], such as a mini-batch's `inputs` or a block's `edge_ids`; -1 for padding, which gets 0.
       dtype: of the result; None for the array's own. A half type halves what goes to the device.
 
     Returns:
@@ -21,11 +21,14 @@ def take_rows(array: np.ndarray, ids: np.ndarray, dtype: DTypeLike | None = None
 
     Raises:
       ValueError: an id is out of range.
+      TypeError: `ids` is None, as `edge_ids` of edges that were not kept apart.
 
     Example:
       >>> take_rows(np.array([[1.0], [2.0]]), np.array([1, -1, 0])).tolist()
       [[2.0], [0.0], [1.0]]
     """
+    if ids is None:
+        raise TypeError("ids is None: which edge is which is kept by host_edges(..., keep_edge_ids=True)")
     if ids.size and not -1 <= ids.min() <= ids.max() < len(array):
         raise ValueError(f"ids must be between -1 and {len(array) - 1}, got {ids.min()} to {ids.max()}")
     is_padding = ids < 0

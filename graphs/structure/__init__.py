@@ -31,6 +31,7 @@ from jmp_train.graphs.structure.graph import rand_graph as rand_graph
 from jmp_train.graphs.structure.graph_part import GraphPart as GraphPart
 from jmp_train.graphs.structure.hetero_graph import EdgeType as EdgeType
 from jmp_train.graphs.structure.hetero_graph import HeteroGraph as HeteroGraph
+from jmp_train.graphs.structure.hetero_graph import find_edge_type as find_edge_type
 from jmp_train.graphs.structure.hetero_graph import hetero_from_edges as hetero_from_edges
 from jmp_train.graphs.structure.host_ids import ascends as ascends
 from jmp_train.graphs.structure.host_ids import filled as filled

@@ -49,7 +49,7 @@ class Graph:
 
     nodes: Mapping[str, jax.Array]
     edges: Mapping[str, jax.Array]
-    connections: Adjacency
+    connections: Adjacency = dataclasses.field(repr=False)  # the ids of all edges would fill the screen
     n_node: jax.Array
     n_edge: jax.Array
     globals: Any = None

@@ -1,7 +1,7 @@
 """Graphs with several types of nodes and edges."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 from flax.core import FrozenDict
@@ -38,7 +38,7 @@ class HeteroGraph:
 
     nodes: Mapping[str, Mapping[str, jax.Array]]
     edges: Mapping[EdgeType, Mapping[str, jax.Array]]
-    connections: Mapping[EdgeType, Adjacency]
+    connections: Mapping[EdgeType, Adjacency] = dataclasses.field(repr=False)  # see `Graph`
     n_node: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
 
     def edge_type(self, name: str | EdgeType | None) -> EdgeType:
@@ -50,12 +50,7 @@ class HeteroGraph:
         Raises:
           ValueError: there is no such type, or there are several.
         """
-        known = list(self.connections)
-        found = [kind for kind in known if name is None or name in (kind, kind[1])]
-        if len(found) != 1:
-            fault = "is not an edge type" if not found else "is ambiguous"
-            raise ValueError(f"etype={name!r} {fault}; there are: {', '.join(map(str, known))}")
-        return found[0]
+        return find_edge_type(name, self.connections)
 
     def with_nodes(self, node_type: str, /, **features: ArrayLike) -> "HeteroGraph":
         """Returns the graph with node features added or replaced.
@@ -150,6 +145,21 @@ class HeteroGraph:
         if node_type not in counts:
             raise ValueError(f"node_type={node_type!r} is not one of {', '.join(map(repr, counts))}")
         return counts[node_type]
+
+
+def find_edge_type(name: str | EdgeType | None, known: Iterable[EdgeType]) -> EdgeType:
+    """Returns the edge type of that name, see `HeteroGraph.edge_type`.
+
+    Args:
+      name: the triple, the name in its middle, or None.
+      known: the edge types that there are.
+    """
+    known = list(known)
+    found = [kind for kind in known if name is None or name in (kind, kind[1])]
+    if len(found) != 1:
+        fault = "is not an edge type" if not found else "is ambiguous"
+        raise ValueError(f"etype={name!r} {fault}; there are: {', '.join(map(str, known))}")
+    return found[0]
 
 
 def hetero_from_edges(

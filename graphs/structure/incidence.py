@@ -64,7 +64,7 @@ class Incidence:
         """Int [edges], the segment of each edge; the number of segments where it counts nowhere."""
         if self.blocks is None:
             return self.rows
-        return self.blocks.ids.at[self.rows].get(mode="fill", fill_value=self.num_segments)
+        return jnp.asarray(self.blocks.ids).at[self.rows].get(mode="fill", fill_value=self.num_segments)
 
     def where(self, is_kept: jax.Array) -> "Incidence":
         """Returns the incidence in which only the edges of a mask, bool [edges], count."""

@@ -107,7 +107,7 @@ def array_batches(
 
     def place(batch: Batch) -> Any:
         if sharding is None:
-            return jax.device_put(batch, jax.local_devices()[0])
+            return jax.device_put(batch)  # uncommitted, as a new state is, or a step would be compiled twice
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
 
     batches = (

@@ -50,7 +50,9 @@ def on_devices(batches: Any, device: Any) -> Iterator[Batch]:
 
     Args:
       batches: grain's data set of batches, in the host's memory.
-      device: where they go, see `is_shared`; of a sharding over several processes, each has its own part.
+      device: where they go, see `is_shared`; of a sharding over several processes, each has its own part. Arrays
+        are committed to a device that is given, and not to the first one: a step that gets an uncommitted state and
+        committed batches would be compiled twice, once more for the committed state that it returns.
     """
     with extra_packages():
         from grain.experimental import ThreadPrefetchIterDataset, device_put
@@ -60,4 +62,4 @@ def on_devices(batches: Any, device: Any) -> Iterator[Batch]:
 
     if is_shared(device):
         return iter(ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=2))
-    return iter(device_put(batches, jax.local_devices()[0] if device is None else device))
+    return iter(device_put(batches, device))

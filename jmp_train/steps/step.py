@@ -191,7 +191,9 @@ def train_step(
             "lambda policy: jax.jit(train_step(..., policy=policy), donate_argnums=0), total_steps)"
         )
     if not isinstance(policy, Policy | PathPolicy | None):
-        raise TypeError(f"policy must be a Policy, a PathPolicy, a name or None, got {policy!r}")
+        raise TypeError(
+            f"policy must be a Policy, a PathPolicy, a name such as 'autocast_float16', or None, got {policy!r}"
+        )
     check_takes_state(loss_fn)
     refuse_second_cast(loss_fn, policy)
     return TrainStep(loss_fn, as_transformation(optimizer), policy, accumulate_steps, watch=checked_watches(watch))

@@ -78,11 +78,14 @@ def _problem(
 
 
 def _arguments(evidence: Evidence) -> Found:
+    """Finds arguments that are not finite; where they make no NaN, as a mask makes none, they harm nothing."""
+    harmful = bool(evidence.column("shadow_nan").any())
     for number, path in evidence.nonfinite_arguments.items():
         rows = [i for i, site in enumerate(evidence.sites) if -1 - number in site.sources]
         remedy = Remedy("mathematics", f"mend {path!r} before the function is called")
         for row in rows[:1]:
-            yield _problem(evidence, row, "NaN made", f"the argument {path!r} is not finite", remedy, harmful=False)
+            text = f"the argument {path!r} is not finite"
+            yield _problem(evidence, row, "NaN made", text, remedy, harmful=harmful)
 
 
 def _constants(evidence: Evidence) -> Found:
@@ -111,6 +114,8 @@ def _is_constant(site: Site) -> bool:
 
 def _masks(evidence: Evidence) -> Found:
     """Finds NaN that infinite constants make, as a mask that leaves nothing over does."""
+    if evidence.nonfinite_arguments:  # NaN is made of these
+        return
     for i in evidence.first_to_be("nan"):
         site, sources = evidence.sites[i], evidence.sources(i)
         # In the shadow too: else an overflow made the infinity, and the constant is only what a maximum starts from.

@@ -127,13 +127,21 @@ def set_loss_scale(opt_state: PyTree, loss_scale: LossScales) -> Any:
       >>> state = set_loss_scale(state, torch_loss_scale(init_scale=1024.0))
       >>> float(get_loss_scale(state).loss_scale)
       1024.0
+
+      As torch's `scaler.update(512.0)`, which keeps the settings and the count of good steps:
+
+      >>> import dataclasses
+      >>> scale = dataclasses.replace(get_loss_scale(state), loss_scale=jnp.float32(512))
+      >>> float(get_loss_scale(set_loss_scale(state, scale)).loss_scale)
+      512.0
     """
     check_loss_scales(loss_scale, "torch_loss_scale(init_scale=number) makes one")
     old = _only_scaled_state(opt_state).loss_scale
     if jax.tree_util.tree_structure(loss_scale) != jax.tree_util.tree_structure(old):
         raise ValueError(
             f"opt_state has another kind of loss scale: {_difference(loss_scale, old)}; "
-            "make a new optimizer, with_loss_scale(optimizer, loss_scale)"
+            "take the settings of the old one, dataclasses.replace(get_loss_scale(opt_state), loss_scale=number), "
+            "or make a new optimizer, with_loss_scale(optimizer, loss_scale)"
         )
     jax.tree_util.tree_map_with_path(_check_shape, loss_scale, old)
     new = jax.tree_util.tree_map(copy_like, loss_scale, old)

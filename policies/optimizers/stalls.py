@@ -145,7 +145,7 @@ def _describe(path: str, state: LossScaledState) -> str:
     return (
         f"the last {steps} skipped for non-finite gradients{or_rule}; the loss scale{where} is now "
         f"{values}. NaN or inf in the data or the model does not go away with a lower "
-        "scale: look at nonfinite_report(gradients)"
+        "scale: look at jmp_train.diagnose(step, state, batch), or at nonfinite_report(gradients)"
     )
 
 

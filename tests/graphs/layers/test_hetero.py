@@ -286,5 +286,43 @@ def test_what_is_wrong_is_named() -> None:
         with pytest.raises(ValueError, match=message):
             call()
     for call in (lambda: graphs.hgt_conv(one, x, nodes, edges), lambda: graphs.hetero_graph_conv(one, {}, x)):
-        with pytest.raises(TypeError, match="graph must be a HeteroGraph, got Graph"):
+        with pytest.raises(TypeError, match="graph must be a HeteroGraph, or a Block by edge type, got Graph"):
             call()
+    wrong: Any = {PLAYS: one}
+    with pytest.raises(TypeError, match=r"graph\[\('user', 'plays', 'game'\)\] must be a Block, got Graph"):
+        graphs.hetero_graph_conv(wrong, {}, x)
+
+
+BOUGHT = ("game", "played by", "user")
+
+
+@pytest.mark.parametrize("name", ["HeteroGraphConv", pytest.param("HGTConv", marks=pytest.mark.full)])
+def test_blocks_of_all_neighbors_give_what_the_graph_gives(name: str) -> None:
+    given = ends()
+    edges = {FOLLOWS: given[FOLLOWS], PLAYS: given[PLAYS], BOUGHT: given[PLAYS][::-1]}
+    counts = {end: COUNTS[end] for end in ("user", "game")}
+    graph, x, rngs = graphs.hetero_from_edges(edges, counts), features(4), nnx.Rngs(0)
+    if name == "HGTConv":
+        layers = [graphs.HGTConv(4, 4, tuple(counts), tuple(edges), 2, rngs=rngs) for _ in range(2)]
+    else:
+        layers = [
+            graphs.HeteroGraphConv({kind: graphs.SAGEConv(4, 4, rngs=rngs) for kind in edges}, "mean") for _ in range(2)
+        ]
+    seeds = np.array([5, 0, 6])  # whose users no game of the last layer enters
+    indices = {
+        kind: graphs.host_edges(pair[0], pair[1], counts[kind[0]], counts[kind[2]]) for kind, pair in edges.items()
+    }
+    sampler = graphs.neighbor_sampler(indices, (-1, -1), seeds, batch_size=4, seed_type="game")
+    batch = sampler.sample(seeds, np.random.default_rng(0))
+    whole = {end: x[end] for end in counts}
+    inputs = {end: jnp.asarray(graphs.take_rows(np.asarray(x[end]), ids)) for end, ids in batch.inputs.items()}
+    rows = inputs
+    for layer, blocks in zip(layers, batch.blocks, strict=True):
+        whole, rows = layer(graph, whole), layer(blocks, rows)
+    np.testing.assert_allclose(rows["game"][:3], whole["game"][seeds], rtol=1e-5, atol=1e-6)
+    wrong: Any = batch.blocks
+    with pytest.raises(TypeError, match="graph must be a HeteroGraph, or a Block by edge type, got tuple"):
+        layers[0](wrong, inputs)
+    few = {**inputs, "user": inputs["user"][:1]}
+    with pytest.raises(ValueError, match=r"features\['user'\] must be \["):
+        layers[0](batch.blocks[0], few)

@@ -2,6 +2,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -43,6 +44,14 @@ def test_batches_are_prepared_and_on_the_device(task: Task) -> None:
     assert batch["image"].devices() == {jax.local_devices()[0]}
     assert (batch["image"].dtype, batch["label"].dtype) == (np.float32, np.int32)
     np.testing.assert_array_equal(batch["image"], np.asarray(batch["label"], np.float32))
+
+
+def test_a_step_on_an_uncommitted_state_is_compiled_once(task: Task) -> None:
+    step: Any = jax.jit(lambda state, batch: state + batch["image"].sum())
+    state = jnp.zeros(())
+    for batch in train_batches(task, 8, seed=0, epochs=1):
+        state = step(state, batch)
+    assert step._cache_size() == 1
 
 
 def test_the_order_depends_on_the_seed_alone(task: Task) -> None:

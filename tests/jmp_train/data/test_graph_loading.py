@@ -63,6 +63,16 @@ def test_each_seed_comes_once_an_epoch_in_another_order() -> None:
     assert real(in_order) == seeds.tolist()
 
 
+def test_a_step_on_an_uncommitted_state_is_compiled_once() -> None:
+    seeds = np.arange(64)
+    sampler, _, _ = sampler_of(seeds)
+    step: Any = jax.jit(lambda state, batch: state + batch["seeds"].sum())
+    state = jnp.zeros((), jnp.int32)
+    for batch in neighbor_batches(sampler, seeds, ids):
+        state = step(state, batch)
+    assert step._cache_size() == 1
+
+
 def test_threads_and_resuming_change_nothing() -> None:
     seeds = np.arange(COUNT)
     sampler, _, _ = sampler_of(seeds)

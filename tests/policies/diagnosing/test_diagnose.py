@@ -159,7 +159,17 @@ def test_nothing_is_left_of_parameters_in_half() -> None:
 
 def test_a_nan_in_the_arguments_is_named_and_not_blamed_on_what_reads_it() -> None:
     report = jt.diagnose(lambda batch: jnp.tanh(batch["x"]) * 2, {"x": jnp.array([jnp.nan, 1.0], F16)})
-    assert [(p.severity, p.evidence) for p in report.problems] == [("note", "the argument '0/x' is not finite")]
+    assert [(p.severity, p.evidence) for p in report.problems] == [("problem", "the argument '0/x' is not finite")]
+    mask = jt.diagnose(lambda mask: jnp.exp(mask + 1), jnp.array([-jnp.inf, 0.0], F16))
+    assert [problem.severity for problem in mask.problems] == ["note"]
+
+
+def test_an_infinity_in_the_data_is_not_blamed_on_a_constant_that_is_infinite() -> None:
+    def loss(params: jax.Array, batch: jax.Array) -> jax.Array:
+        return jax.nn.log_softmax(batch @ params)[:, 0].mean()
+
+    report = jt.diagnose(loss, jnp.ones((3, 2), F16), jnp.ones((4, 3), F16).at[0, 0].set(jnp.inf))
+    assert [(p.severity, p.evidence) for p in report.problems] == [("problem", "the argument '1' is not finite")]
 
 
 def test_a_nan_that_float32_makes_too() -> None:
