@@ -182,6 +182,18 @@ def test_what_prose_names_is_found(code: str, wanted: str | None, monkeypatch: p
 
 
 @pytest.mark.full
+def test_a_plot_is_described_by_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "extensions"))
+    plots = importlib.import_module("plots")
+    assert plots.description('ax.set(xlabel="step", ylabel="loss")') == "Plot: loss by step"
+    assert plots.description('ax.set(xlim=(0, 1), xlabel="share")') == "Plot: share"
+    assert plots.description("print(1)") == ""
+    for tutorial in (DOCS / "tutorials").glob("*.md"):
+        for cell in re.findall(r"```{code-cell} ipython3\n(.*?)```", tutorial.read_text(), re.DOTALL):
+            assert "plt.subplots" not in cell or plots.description(cell), f"{tutorial.name}: a plot without labels"
+
+
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("width", [390, 1300])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
