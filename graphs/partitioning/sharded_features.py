@@ -60,7 +60,7 @@ class ShardedFeatures:
         Devices send one another the ids that they read, and then these rows, in the dtype in which they are stored:
         in each round as many as a device reads of another one on average, and four standard deviations more. Where a
         device reads more of another one, all of them have a further round, so that no row is lost, whatever the ids.
-        Rows are data: they have no gradient, and asking for one is an error.
+        Rows are data: they have no gradient, and asking for one under jit is an error.
 
         Args:
           ids: int32 [reads]; -1 for padding, which gets 0. Others that are out of range get NaN, as of `jnp.take`.
@@ -81,8 +81,9 @@ class ShardedFeatures:
         self._check_share()
         ids = ids.astype(jnp.int32)
         width = (1,) * (self.rows.ndim - 1)
-        # a row of zeros, and for ids that are too large what jax fills in where there is none
-        found = jnp.zeros((1, *self.rows.shape[1:]), self.rows.dtype).at[(ids >= self.num_rows).astype(jnp.int32)]
+        # a row of zeros, and for ids that are out of range what jax fills in where there is none
+        is_wrong = (ids >= self.num_rows) | (ids < -1)
+        found = jnp.zeros((1, *self.rows.shape[1:]), self.rows.dtype).at[is_wrong.astype(jnp.int32)]
         found = pvary(found.get(mode="fill"), (self.axis_name,))
         if ids.size == 0:
             return found

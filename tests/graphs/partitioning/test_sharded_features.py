@@ -63,9 +63,9 @@ def test_a_row_that_is_not_there_is_nan() -> None:
     mesh = mesh_of(8)
     take = fetched(graphs.shard_features(np.ones(NODES, np.float32), mesh), mesh)
     ids = np.full((8, 5), 3)
-    ids[2, :3] = [NODES, NODES + 7, -1]  # the first of these is in a padded share
+    ids[2, :4] = [NODES, NODES + 7, -1, -2]  # the first of these is in a padded share
     rows = take(ids).reshape(8, 5)
-    np.testing.assert_array_equal(rows[2], [np.nan, np.nan, 0, 1, 1])
+    np.testing.assert_array_equal(rows[2], [np.nan, np.nan, 0, np.nan, 1])
     assert (np.delete(rows, 2, axis=0) == 1).all()
 
 
