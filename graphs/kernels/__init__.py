@@ -10,7 +10,6 @@ from jmp_train.graphs.kernels.dot_product import DOT_ATTENTION as DOT_ATTENTION
 from jmp_train.graphs.kernels.dot_product import DotInputs as DotInputs
 from jmp_train.graphs.kernels.dot_product import DotResult as DotResult
 from jmp_train.graphs.kernels.dropout import edge_dropout as edge_dropout
-from jmp_train.graphs.kernels.edge_functions import EdgeIds as EdgeIds
 from jmp_train.graphs.kernels.edge_functions import Reduced as Reduced
 from jmp_train.graphs.kernels.edge_functions import Terms as Terms
 from jmp_train.graphs.kernels.edge_functions import reduce_edges as reduce_edges
@@ -18,6 +17,7 @@ from jmp_train.graphs.kernels.edge_matrices import DiagonalBlocks as DiagonalBlo
 from jmp_train.graphs.kernels.edge_matrices import MixedMatrices as MixedMatrices
 from jmp_train.graphs.kernels.edge_matrices import NetworkMatrices as NetworkMatrices
 from jmp_train.graphs.kernels.edge_matrices import OfEdges as OfEdges
+from jmp_train.graphs.kernels.edge_reads import EdgeIds as EdgeIds
 from jmp_train.graphs.kernels.edge_terms import Inputs as Inputs
 from jmp_train.graphs.kernels.edge_terms import Term as Term
 from jmp_train.graphs.kernels.gat import GATInputs as GATInputs

@@ -1,35 +1,32 @@
 """Reductions of any function of an edge, chunk by chunk, differentiated by jax: what is made of edges is not stored.
 
 A chunk is some blocks of edges, each block of edges that enter one node (`CSR`). The gradient computes a chunk's edges
-again, and adds what they give to the arrays that they read, in place. For that the scan over the chunks carries a sink
-of each array: it is never looked at, but the gradient of a row that was read is added to the sink's. The gradient of a
-scan's constant would be an array as long as the constant for each chunk, which is what edges' features cannot afford.
+again.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.kernels.chunks import CPU_ELEMENTS, at, joined, pvary_alike
+from jmp_train.graphs.kernels.block_extremes import first_of_blocks, largest_of_blocks
+from jmp_train.graphs.kernels.chunks import joined, pvary_alike
+from jmp_train.graphs.kernels.edge_reads import (
+    NO_SINKS,
+    NONE,
+    EdgeBlocks,
+    EdgeIds,
+    in_chunks,
+    is_edge_of,
+    pass_on,
+    read_all,
+    sinks_of,
+)
 from jmp_train.graphs.kernels.edge_terms import Inputs
 from jmp_train.graphs.structure import CSR, CSRAndCSC, rows_like, upcast
 
-_NONE = jnp.iinfo(jnp.int32).max
-MOST_CHUNKS = 256  # of an edge function, where they do not fit into the caches anyway
-
-
 _NOTHING: Mapping[Any, jax.Array] = {}
-
-
-class EdgeIds(NamedTuple):
-    """Int32 [edges]: the ends of edges, and which edges they are, None where edges have no places of their own."""
-
-    senders: jax.Array
-    receivers: jax.Array
-    edges: jax.Array | None
 
 
 class Terms(NamedTuple):
@@ -67,15 +64,6 @@ class Reduced(NamedTuple):
 Function = Callable[[Inputs, EdgeIds], Terms]
 
 
-class _Chunk(NamedTuple):
-    """Int32 [blocks], as in `CSR`."""
-
-    starts: jax.Array
-    counts: jax.Array
-    nodes: jax.Array
-    rows: jax.Array
-
-
 class _Parts(NamedTuple):
     """What blocks make of `Terms`, [blocks, ...] by name.
 
@@ -106,9 +94,6 @@ class _Sinks(NamedTuple):
     shared: list[jax.Array]
 
 
-_NO_SINKS = Inputs({}, {}, {})
-
-
 def reduce_edges(
     edges: CSRAndCSC, function: Function, inputs: Inputs, elements: int, *, has_gradient: bool = True
 ) -> Reduced:
@@ -122,28 +107,28 @@ def reduce_edges(
       has_gradient: whether the result has one.
     """
     edges, inputs = pvary_alike(jax.tree.map(jnp.asarray, (edges, inputs)))
-    neighbors, chunks = edges.by_target, _in_chunks(edges.by_target, elements)
+    neighbors, chunks = edges.by_target, in_chunks(edges.by_target, elements)
     fixed, one = jax.lax.stop_gradient((inputs, jax.tree.map(lambda x: x[0], chunks)))
-    pure, shared = jax.closure_convert(function, *_read_all(edges, one, fixed, _NO_SINKS)[0])
+    pure, shared = jax.closure_convert(function, *read_all(edges, one, fixed, NO_SINKS)[0])
     if not has_gradient:
         inputs, shared = jax.lax.stop_gradient((inputs, shared))
     fixed_shared = jax.lax.stop_gradient(shared)
 
     @jax.checkpoint
-    def of_chunk(sinks: _Sinks, chunk: _Chunk) -> tuple[_Parts, _Sinks]:
-        (rows, ids), of_inputs = _read_all(edges, chunk, fixed, sinks.inputs)
-        passed = [_pass(x, sink) for x, sink in zip(fixed_shared, sinks.shared, strict=True)]
-        parts = _parts_of(pure(rows, ids, *[x for x, _ in passed]), _is_edge(neighbors, chunk), ids.edges)
+    def of_chunk(sinks: _Sinks, chunk: EdgeBlocks) -> tuple[_Parts, _Sinks]:
+        (rows, ids), of_inputs = read_all(edges, chunk, fixed, sinks.inputs)
+        passed = [pass_on(x, sink) for x, sink in zip(fixed_shared, sinks.shared, strict=True)]
+        parts = _parts_of(pure(rows, ids, *[x for x, _ in passed]), is_edge_of(neighbors, chunk), ids.edges)
         return parts, _Sinks(of_inputs, [sink for _, sink in passed])
 
-    def add(carry: tuple[_Totals, _Sinks], chunk: _Chunk) -> tuple[tuple[_Totals, _Sinks], _Parts]:
+    def add(carry: tuple[_Totals, _Sinks], chunk: EdgeBlocks) -> tuple[tuple[_Totals, _Sinks], _Parts]:
         totals, sinks = carry
         parts, sinks = of_chunk(sinks, chunk)
         sums = {name: x.at[chunk.rows].add(parts.sums[name], mode="drop") for name, x in totals.sums.items()}
         bounds = {name: x.at[chunk.nodes].max(parts.bounds[name], mode="drop") for name, x in totals.bounds.items()}
         return (_Totals(sums, bounds), sinks), parts._replace(sums={}, bounds={})
 
-    sinks = _Sinks(_sinks(edges, inputs), [upcast(x) for x in shared])
+    sinks = _Sinks(sinks_of(edges, inputs), [upcast(x) for x in shared])
     like, _ = jax.eval_shape(of_chunk, sinks, one)
     start = _Totals(
         {name: jnp.zeros((neighbors.num_rows, *x.shape[1:]), x.dtype) for name, x in like.sums.items()},
@@ -153,151 +138,13 @@ def reduce_edges(
     (totals, _), stacked = jax.lax.scan(add, (start, sinks), chunks)
     nodes = chunks.nodes  # those of blocks behind the last one are beyond the last node
     count = neighbors.num_nodes
-    most: dict[Any, Any] = {name: _largest_of_blocks(count, nodes, *x) for name, x in stacked.largest.items()}
+    most: dict[Any, Any] = {name: largest_of_blocks(count, nodes, *x) for name, x in stacked.largest.items()}
     return Reduced(
         {name: joined(neighbors, x)[:count] for name, x in totals.sums.items()},
         {name: _zero_without_edges(neighbors, x) for name, x in most.items()},
-        {name: _first_of_blocks(count, nodes, *x) for name, x in stacked.first.items()},
+        {name: first_of_blocks(count, nodes, *x) for name, x in stacked.first.items()},
         totals.bounds,
     )
-
-
-def _in_chunks(neighbors: CSR, elements: int) -> _Chunk:
-    """Returns the blocks as arrays [chunks, blocks], filled up with blocks without edges."""
-    in_cache = CPU_ELEMENTS // max(1, elements * neighbors.width)
-    size = max(1, in_cache, -(-neighbors.num_blocks // MOST_CHUNKS))
-    size = min(size, neighbors.num_blocks)
-
-    def parts(array: jax.Array, fill: int = 0) -> jax.Array:
-        return jnp.pad(array, (0, -len(array) % size), constant_values=fill).reshape(-1, size)
-
-    rows = parts(neighbors.rows, neighbors.num_rows)
-    return _Chunk(parts(neighbors.starts), parts(neighbors.counts), parts(neighbors.nodes, neighbors.num_nodes), rows)
-
-
-def _is_edge(neighbors: CSR, chunk: _Chunk) -> jax.Array:
-    """Returns bool [blocks, width], which places are not empty."""
-    return jnp.arange(neighbors.width, dtype=jnp.int32) < chunk.counts[:, None]
-
-
-def _sinks(edges: CSRAndCSC, inputs: Inputs) -> Inputs:
-    """Returns the sinks of floats: of nodes in float32, with a row for every 1,024 edges, so that few add in turn."""
-
-    def of(table: Mapping[str, jax.Array], make: Callable[[jax.Array], jax.Array]) -> dict[str, jax.Array]:
-        return {name: make(x) for name, x in table.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-
-    return Inputs(
-        of(inputs.edge, lambda x: x),
-        of(inputs.senders, lambda x: _of_rows(edges.by_source, upcast(x)) if _has_slots(edges) else upcast(x)),
-        of(inputs.receivers, lambda x: _of_rows(edges.by_target, upcast(x))),
-    )
-
-
-def _has_slots(edges: CSRAndCSC) -> bool:
-    """Whether it is known to which row of the senders' sums an edge belongs."""
-    return edges.by_source.slots is not None and edges.by_target.edges is not None
-
-
-def _read_all(edges: CSRAndCSC, chunk: _Chunk, tables: Inputs, sinks: Inputs) -> tuple[tuple[Inputs, EdgeIds], Inputs]:
-    """Returns the rows [edges, ...] that a chunk's edges read, which edges these are, and the sinks.
-
-    Empty places have the last edge of their block, or of the first block, once more: no function has to be defined
-    for what is no edge, and none of its gradients to be finite there.
-    """
-    neighbors, source = edges.by_target, edges.by_source
-    is_empty = chunk.counts == 0
-    starts, counts, nodes = (
-        jnp.where(is_empty, whole[0], of_chunk)
-        for whole, of_chunk in (
-            (neighbors.starts, chunk.starts),
-            (neighbors.counts, chunk.counts),
-            (neighbors.nodes, chunk.nodes),
-        )
-    )
-    last = jnp.maximum(counts - 1, 0)[:, None]
-    positions = (starts[:, None] + jnp.minimum(jnp.arange(neighbors.width, dtype=jnp.int32), last)).ravel()
-    is_edge = _is_edge(neighbors, chunk).ravel()
-    senders = sending = at(neighbors.others, positions)
-    ids = None if neighbors.edges is None else at(neighbors.edges, positions)
-    if _has_slots(edges):
-        assert source.slots is not None and ids is not None
-        sending = at(source.rows, at(source.slots, ids) // source.width)
-
-    def where_edge(places: jax.Array | None) -> jax.Array | None:
-        return None if places is None else jnp.where(is_edge, places, _NONE)
-
-    of_edges, of_edge_sinks = _read_rows(False, tables.edge, sinks.edge, ids, where_edge(ids))
-    sent, sent_sinks = _read_rows(not _has_slots(edges), tables.senders, sinks.senders, senders, where_edge(sending))
-    here, here_sinks = _read_rows(False, tables.receivers, sinks.receivers, nodes, chunk.rows)
-    here = {name: jnp.repeat(x, neighbors.width, axis=0) for name, x in here.items()}
-    which = EdgeIds(senders, jnp.repeat(nodes, neighbors.width), ids)
-    return (Inputs(of_edges, sent, here), which), Inputs(of_edge_sinks, sent_sinks, here_sinks)
-
-
-def _read_rows(
-    afresh: bool, tables: Mapping[str, jax.Array], sinks: Mapping[str, jax.Array], places: Any, into: Any
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Returns the rows of arrays at some places, and the sinks; see `_read`."""
-    found: dict[str, Any] = {name: _read(afresh, tables[name], sink, places, into) for name, sink in sinks.items()}
-    rows = {name: found[name][0] if name in found else at(table, places) for name, table in tables.items()}
-    return rows, {name: sink for name, (_, sink) in found.items()}
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _read(
-    afresh: bool, table: jax.Array, sink: jax.Array, places: jax.Array, into: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns rows of an array and its sink, to whose gradient that of the rows is added.
-
-    Args:
-      afresh: whether they are added up on their own first, so that few numbers are added in turn.
-      table: whose gradient this is not.
-      sink: [rows, ...].
-      places: int32 [edges], of the rows of the table.
-      into: int32 [edges], the rows of the sink; beyond the last one for edges that add nothing.
-    """
-    del afresh, into
-    return at(table, places), sink
-
-
-def _read_forward(afresh: bool, *arguments: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    return _read(afresh, *arguments), arguments[3]
-
-
-def _read_backward(
-    afresh: bool, into: jax.Array, gradients: tuple[jax.Array, jax.Array]
-) -> tuple[None, jax.Array, None, None]:
-    rows, sink = gradients
-    start = jnp.zeros_like(sink) if afresh else sink
-    total = start.at[into].add(rows.astype(sink.dtype), mode="drop")
-    return None, sink + total if afresh else total, None, None
-
-
-_read.defvjp(_read_forward, _read_backward)
-
-
-@jax.custom_vjp
-def _pass(array: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns an array and its sink, to whose gradient the array's is added in at least float32."""
-    return array, sink
-
-
-_pass.defvjp(
-    lambda array, sink: ((array, sink), None),
-    lambda _, gradients: (None, gradients[1] + gradients[0].astype(gradients[1].dtype)),
-)
-
-
-@jax.custom_vjp
-def _of_rows(neighbors: CSR, nodes: jax.Array) -> jax.Array:
-    """Returns a sink [rows, ...] of an array [nodes, ...]: sums are added in rows, of which each node has some."""
-    return jnp.zeros((neighbors.num_rows, *nodes.shape[1:]), nodes.dtype)
-
-
-_of_rows.defvjp(
-    lambda neighbors, nodes: (_of_rows(neighbors, nodes), neighbors),
-    lambda neighbors, gradient: (None, joined(neighbors, gradient)[: neighbors.num_nodes]),
-)
 
 
 def _parts_of(terms: Terms, is_edge: jax.Array, ids: jax.Array | None) -> _Parts:
@@ -329,7 +176,7 @@ def _parts_of(terms: Terms, is_edge: jax.Array, ids: jax.Array | None) -> _Parts
         assert ids is not None
         most, is_most = largest(jax.lax.stop_gradient(rows))
         places = ids.reshape(*is_edge.shape, *[1] * (is_most.ndim - 2))
-        return most, jnp.where(is_most, places, _NONE).min(1)
+        return most, jnp.where(is_most, places, NONE).min(1)
 
     return _Parts(
         {name: of_edges(x, 0)[0].sum(1) for name, x in terms.sums.items()},
@@ -337,96 +184,6 @@ def _parts_of(terms: Terms, is_edge: jax.Array, ids: jax.Array | None) -> _Parts
         {name: with_first(x) for name, x in terms.first.items()},
         {name: of_edges(jax.lax.stop_gradient(x), -jnp.inf)[0].max(1) for name, x in terms.bounds.items()},
     )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _largest_of_blocks(count: int, nodes: jax.Array, values: jax.Array, ties: jax.Array) -> jax.Array:
-    """Returns the largest [nodes, ...] of values [chunks, blocks, ...], -inf without blocks.
-
-    Blocks share the gradient by how many of their edges have that value. A chunk at a time, or XLA would make several
-    arrays as long as the blocks.
-
-    Args:
-      count: how many nodes there are.
-      nodes: int32 [chunks, blocks]; beyond the last one for blocks that count nowhere.
-      values: of each block.
-      ties: how many edges have it.
-    """
-    del ties
-    return _largest_by_node(count, nodes, values)
-
-
-def _by_node(
-    update: Callable[[Any, jax.Array], jax.Array], start: jax.Array, nodes: jax.Array, values: jax.Array
-) -> jax.Array:
-    """Returns the reduction [nodes, ...] of values [chunks, blocks, ...], a chunk at a time.
-
-    Args:
-      update: makes the new rows of `at[rows]` of the old ones, and of values.
-      start: what it starts from.
-      nodes: see `_largest_of_blocks`.
-      values: see `_largest_of_blocks`.
-    """
-
-    def add(rows: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        nodes, values = chunk
-        return update(rows.at[nodes], values.astype(rows.dtype)), None
-
-    return jax.lax.scan(add, pvary_alike((start, nodes, values))[0], (nodes, values))[0]
-
-
-def _largest_by_node(count: int, nodes: jax.Array, values: jax.Array) -> jax.Array:
-    start = jnp.full((count, *values.shape[2:]), -jnp.inf, values.dtype)
-    return _by_node(lambda rows, new: rows.max(new, mode="drop", indices_are_sorted=True), start, nodes, values)
-
-
-def _is_extreme(nodes: jax.Array, values: jax.Array, extreme: jax.Array) -> jax.Array:
-    """Returns which values [blocks, ...], or NaN, are those of their node."""
-    wanted = extreme.at[nodes].get(mode="clip")
-    return (values == wanted) | (jnp.isnan(values) & jnp.isnan(wanted))
-
-
-def _largest_forward(
-    count: int, nodes: jax.Array, values: jax.Array, ties: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    most = _largest_by_node(count, nodes, values)
-
-    def kept(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        nodes, values, ties = chunk
-        return jnp.where(_is_extreme(nodes, values, most), ties, jnp.zeros_like(ties))
-
-    return most, (nodes, jax.lax.map(kept, (nodes, values, ties)))
-
-
-def _largest_backward(
-    count: int, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[None, jax.Array, None]:
-    nodes, ties = saved
-    start = jnp.zeros((count, *gradient.shape[1:]), upcast(gradient).dtype)
-    total = _by_node(lambda rows, new: rows.add(new, mode="drop", indices_are_sorted=True), start, nodes, ties)
-    share, dtype = upcast(gradient) / jnp.maximum(total, 1), gradient.dtype
-
-    def write(index: jax.Array, rows: jax.Array) -> jax.Array:
-        weights = ties[index].astype(share.dtype)
-        part = (share.at[nodes[index]].get(mode="clip") * weights).astype(dtype)
-        return jax.lax.dynamic_update_index_in_dim(rows, part, index, 0)
-
-    # These begin their life after what was saved: XLA would keep the same zeros for the values' scan and for this.
-    zero = jax.lax.optimization_barrier((jnp.zeros((), dtype), ties))[0]
-    rows = pvary_alike((jnp.broadcast_to(zero, ties.shape), saved, share))[0]
-    return None, jax.lax.fori_loop(0, len(nodes), write, rows), None
-
-
-_largest_of_blocks.defvjp(_largest_forward, _largest_backward)
-
-
-def _first_of_blocks(count: int, nodes: jax.Array, values: jax.Array, first: jax.Array) -> jax.Array:
-    """Returns the first edges, int32 [nodes, ...], that have the largest of their node; -1 without edges."""
-    most = _largest_by_node(count, nodes, values)
-    first = jnp.where(_is_extreme(nodes, values, most), first, _NONE)
-    start = jnp.full((count, *first.shape[2:]), _NONE, jnp.int32)
-    first = _by_node(lambda rows, new: rows.min(new, mode="drop", indices_are_sorted=True), start, nodes, first)
-    return jnp.where(first == _NONE, -1, first)
 
 
 def _zero_without_edges(neighbors: CSR, rows: jax.Array) -> jax.Array:
