@@ -4,12 +4,26 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 from parts import diagram, key, text
 
 import jmp_train as jt
 
 ROW, TOP = 26, 116
+
+
+class Operation(NamedTuple):
+    """An equation of a program.
+
+    Attributes:
+      name: of the primitive.
+      operands: variables and constants.
+      result: the variable.
+    """
+
+    name: str
+    operands: list[Var | Literal]
+    result: Var
 
 
 class Row(NamedTuple):
@@ -43,13 +57,14 @@ def rows() -> list[Row]:
     """
     x, w = jnp.ones((4, 8)), jnp.ones((8, 3))
     before, after = (jax.make_jaxpr(f)(x, w).jaxpr for f in (fn, jt.autocast(fn)))
-    names = {var: chr(ord("a") + i) for i, var in enumerate([*before.invars, *(e.outvars[0] for e in before.eqns)])}
-    kept = [e for e in after.eqns if e.primitive.name != "convert_element_type"]
-    if [e.primitive.name for e in kept] != [e.primitive.name for e in before.eqns]:
+    olds, news = operations(before), operations(after)
+    names = {var: chr(ord("a") + i) for i, var in enumerate([*before.invars, *(old.result for old in olds)])}
+    kept = [new for new in news if new.name != "convert_element_type"]
+    if [new.name for new in kept] != [old.name for old in olds]:
         raise ValueError("autocast changed the operations")
     renamed = {new: names[old] for old, new in zip(before.invars, after.invars, strict=True)}
-    renamed |= {new.outvars[0]: names[old.outvars[0]] for old, new in zip(before.eqns, kept, strict=True)}
-    cast_from = {e.outvars[0]: e.invars[0] for e in after.eqns if e.primitive.name == "convert_element_type"}
+    renamed |= {new.result: names[old.result] for old, new in zip(olds, kept, strict=True)}
+    cast_from = {new.result: new.operands[0] for new in news if new.name == "convert_element_type"}
     decided = [row["rule"] for row in jt.explain_autocast(fn, x, w).rows()]
 
     def operand(x: Var | Literal) -> tuple[str, str | None]:
@@ -60,20 +75,33 @@ def rows() -> list[Row]:
             cast, x = cast or _dtype(x), cast_from[x]
         return renamed[x], cast
 
-    def traced(e: JaxprEqn) -> str:
-        operands = (f"{x.val:g}" if isinstance(x, Literal) else names[x] for x in e.invars)
-        return f"{names[e.outvars[0]]}:f32 = {e.primitive.name} {' '.join(operands)}"
+    def traced(old: Operation) -> str:
+        operands = (f"{x.val:g}" if isinstance(x, Literal) else names[x] for x in old.operands)
+        return f"{names[old.result]}:f32 = {old.name} {' '.join(operands)}"
 
     return [
         Row(
             traced(old),
-            (names[old.outvars[0]], _dtype(new.outvars[0])),
-            old.primitive.name,
-            [operand(x) for x in new.invars],
+            (names[old.result], _dtype(new.result)),
+            old.name,
+            [operand(x) for x in new.operands],
             rule,
         )
-        for old, new, rule in zip(before.eqns, kept, decided, strict=True)
+        for old, new, rule in zip(olds, kept, decided, strict=True)
     ]
+
+
+def operations(program: Jaxpr) -> list[Operation]:
+    """Returns a program's operations, where jax 0.12 has a jitted function of one primitive the primitive."""
+    found = []
+    for equation in program.eqns:
+        inner, operands = equation, list(equation.invars)
+        if equation.primitive.name == "jit":
+            (inner,) = equation.params["jaxpr"].eqns
+            outer = dict(zip(equation.params["jaxpr"].jaxpr.invars, equation.invars, strict=True))
+            operands = [x if isinstance(x, Literal) else outer[x] for x in inner.invars]
+        found.append(Operation(inner.primitive.name, operands, equation.outvars[0]))
+    return found
 
 
 def _dtype(x: Var | Literal) -> str:
