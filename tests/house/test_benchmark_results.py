@@ -60,9 +60,19 @@ def test_memory_of_the_gat() -> None:
 
 def test_temporary_memory_of_message_passing() -> None:
     before, after = (results("graph_memory")[when] for when in ("before", "after"))
-    for name in ("u_sub_v, sum", "u_sub_v, softmax", "batch, GATConv", "block, SAGEConv"):
+    for name in (
+        "u_sub_v, sum",
+        "u_sub_v, softmax",
+        "batch, GATConv",
+        "block, SAGEConv",
+        "edge_conv, softmax",
+        "gine, max",
+    ):
         cells = [found[name][which] for found in (before, after) for which in ("forward", "gradient")]
         assert row(name) == [f"{x:.2f}" for x in cells]
+    for name, cells in results("graph_memory")["denser"]["units"].items():
+        rounds = ", 2 rounds" if name == "GatedGraphConv" else ""
+        assert row(name + rounds)[2:] == [f"{cells[which]:.2f}" for which in ("forward", "gradient")]
 
 
 def test_the_largest_batches() -> None:
