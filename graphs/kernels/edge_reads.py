@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.kernels.chunks import CPU_ELEMENTS, at, joined
+from jmp_train.graphs.kernels.chunks import CPU_ELEMENTS, at, joined, pvary_alike
 from jmp_train.graphs.kernels.edge_terms import Inputs
 from jmp_train.graphs.structure import CSR, CSRAndCSC, upcast
 
@@ -180,7 +180,8 @@ pass_on.defvjp(
 @jax.custom_vjp
 def _of_rows(neighbors: CSR, nodes: jax.Array) -> jax.Array:
     """Returns a sink [rows, ...] of an array [nodes, ...]: sums are added in rows, of which each node has some."""
-    return jnp.zeros((neighbors.num_rows, *nodes.shape[1:]), nodes.dtype)
+    rows = jnp.zeros((neighbors.num_rows, *nodes.shape[1:]), nodes.dtype)
+    return pvary_alike((rows, nodes))[0]
 
 
 _of_rows.defvjp(

@@ -67,6 +67,14 @@ def transformer(graph: graphs.Graph, h: Any, *weights: Any, **options: Any) -> j
     return graphs.transformer_conv(graph, h, *weights, num_heads=HEADS, **options)
 
 
+def per_edge(graph: graphs.Graph, h: Any, w: Any, kernel: Any, **options: Any) -> jax.Array:
+    message = graphs.per_edge(lambda edge: {"m": jnp.tanh((edge.src["h"] * edge.data["w"] - edge.dst["h"]) @ kernel)})
+    graph = graph.with_nodes(h=h).with_edges(w=w)
+    reduce = [fn.sum("m", "x"), fn.max("m", "y"), fn.std("m", "z")]
+    nodes = graphs.update_all(graph, message, reduce, **options).nodes
+    return nodes["x"] + nodes["y"] + nodes["z"]
+
+
 TYPES = np.arange(EDGES) % 3
 ROWS = (NODES, HEADS, WIDTH)
 # Of each, its operation and the shapes of its arrays: the first is a device's own, the others all have.
@@ -77,6 +85,7 @@ CASES: dict[str, tuple[Operation, list[tuple[int, ...]]]] = {
     "gat": (gat, [ROWS, (NODES, HEADS), (EDGES,)]),
     "gatv2": (gatv2, [ROWS, (HEADS, WIDTH)]),
     "relational": (relational, [(NODES, WIDTH), (2, WIDTH, 4), (3, 2), (EDGES,)]),
+    "per_edge": (per_edge, [(NODES, WIDTH), (EDGES, WIDTH), (WIDTH, 4)]),
     "transformer": (transformer, [(NODES, WIDTH), *[(WIDTH, HEADS * 4)] * 3]),
 }
 
