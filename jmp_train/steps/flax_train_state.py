@@ -3,12 +3,13 @@
 from typing import Any, Self
 
 import jax
+import optax
 from flax.training import train_state
 
 from jmp_train.policies import Grads, PyTree
 from jmp_train.policies.loss_scaling import LossScales
-from jmp_train.policies.optimizers import loss_scale_of, scaled_states, select_step
-from jmp_train.policies.pytrees import is_key_or_data, trained_gradients, with_overwritten
+from jmp_train.policies.optimizers import check_nesting, has_nested_scale, loss_scale_of, scaled_states, select_step
+from jmp_train.policies.pytrees import is_key_or_data, trained, trained_gradients, with_overwritten
 
 
 class FlaxTrainState(train_state.TrainState):
@@ -37,6 +38,26 @@ class FlaxTrainState(train_state.TrainState):
     Reference: `flax.training.train_state.TrainState`; `flax.training.dynamic_scale` for the
     selection that it replaces.
     """
+
+    @classmethod
+    def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Self:
+        """Returns a new state, as flax's `create` does; refuses an optimizer whose wrappers are out of order.
+
+        Args:
+          apply_fn: see flax.
+          params: the parameters.
+          tx: the optimizer, a `with_loss_scale`.
+          **kwargs: the state's other fields.
+
+        Raises:
+          ValueError: what comes before `with_loss_scale` in a chain is not linear in the scaled gradients, as clipping
+            is not, or another order that `train_step` refuses; the message has the right one.
+        """
+        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        if has_nested_scale(state.opt_state):
+            like_params = trained(params)
+            check_nesting(optax.with_extra_args_support(tx), like_params, state.opt_state, like_params)
+        return state
 
     @property
     def loss_scale(self) -> LossScales:

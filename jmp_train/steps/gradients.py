@@ -24,6 +24,7 @@ from jmp_train.policies.loss_scaling import (
     LossScales,
     PerLossScale,
     check_loss_scales,
+    loss_and_aux,
 )
 from jmp_train.policies.pytrees import (
     at_least_float32,
@@ -140,7 +141,7 @@ def value_and_grad_with_scales(
             cast = contextlib.nullcontext(call) if policy is None else cast_arguments(policy, *call)
             with mixed_dtypes_explained(policy), cast as (call_args, call_kwargs):
                 result = run(*call_args, **call_kwargs)
-            loss, aux = result if has_aux else (result, None)
+            loss, aux = loss_and_aux(result, has_aux)
             if policy is not None:
                 aux = at_least(policy.default.output_dtype, aux)
             loss = float32_loss(loss_scale, loss)

@@ -20,6 +20,7 @@ from jmp_train.policies.loss_scaling import (
     LossScales,
     NoOpLossScale,
     PerLossScale,
+    loss_and_aux,
     unscale_and_check,
 )
 from jmp_train.policies.pytrees import (
@@ -94,7 +95,7 @@ def nnx_value_and_grad(
         @functools.wraps(loss_fn)
         def scaled_loss(*args: object, **kwargs: object) -> tuple[Any, tuple[Any, Any]]:
             result = in_policy(args, kwargs)
-            loss, aux = result if has_aux else (result, None)
+            loss, aux = loss_and_aux(result, has_aux)
             if policy is not None:
                 aux = cast_results(aux, functools.partial(at_least, policy.default.output_dtype))
             loss = float32_loss(loss_scale, loss)

@@ -17,6 +17,7 @@ from jmp_train.policies.loss_scaling import (
     LossScales,
     PerLossScale,
     check_takes_state,
+    loss_and_aux,
     only_losses,
     refuse_pair,
     refuse_second_cast,
@@ -101,7 +102,7 @@ def stateless(loss_fn: Callable[..., Any], has_aux: bool | None = None) -> LossF
     ) -> tuple[jax.Array, tuple[Any, Any]]:
         del rng
         result = loss_fn(params, batch)
-        loss, aux = result if has_aux else (only_losses(result, has_aux), None)
+        loss, aux = loss_and_aux(result, True) if has_aux else (only_losses(result, has_aux), None)
         return loss, (model_state, aux)
 
     return with_state

@@ -56,21 +56,39 @@ def unpack_loss(result: object) -> tuple[Any, tuple[Any, Any]]:
     raise TypeError(f"loss_fn returned {_described(result)}, it must be a {_EXPECTED}")
 
 
-def only_losses(result: Any, has_aux: bool | None) -> Any:
+def only_losses(result: Any, has_aux: bool | None, to_say: str = "stateless(loss_fn, has_aux=True)") -> Any:
     """Returns what a loss function without aux returned; raises TypeError if that is not a loss or tuple of losses.
 
     Args:
       result: of the loss function.
       has_aux: False if the caller said that it returns losses alone; None if nothing was said: of two scalars
         the second may be aux, and a `Pair` is returned.
+      to_say: how it is said that it returns aux, for the message.
     """
     if not isinstance(result, tuple | list) or all(map(_is_loss, result)):
         unsaid = has_aux is None and isinstance(result, tuple) and len(result) == 2
         return Pair(*result) if unsaid else result
     raise TypeError(
         f"loss_fn returned {_described(result)}, of which not all are losses; where it returns (loss, aux), "
-        "say stateless(loss_fn, has_aux=True)"
+        f"say {to_say}"
     )
+
+
+def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Returns the loss, or losses, and aux of what a loss function returned.
+
+    Args:
+      result: of the loss function.
+      has_aux: whether it returns `(loss, aux)`; else aux is None.
+
+    Raises:
+      TypeError: it returned something else than was said.
+    """
+    if not has_aux:
+        return only_losses(result, False, "has_aux=True"), None
+    if isinstance(result, tuple | list) and len(result) == 2:
+        return result[0], result[1]
+    raise TypeError(f"has_aux=True, but loss_fn returned {_described(result)}, which is no (loss, aux)")
 
 
 def refuse_pair(loss: object) -> None:

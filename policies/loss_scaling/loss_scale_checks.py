@@ -44,7 +44,9 @@ def check_loss_scale(scale: object, hint: str) -> None:
       TypeError: it lacks a name that a `LossScale` has, or is not a pytree of numbers; the message says which.
       ValueError: its number is Python's, and not finite and above 0.
     """
-    what = f"loss_scale must be a LossScale, got {scale!r}"
+    text = repr(scale)
+    given = text if len(text) < 200 else f"a {type(scale).__name__}"  # parameters, or a model, in its place
+    what = f"loss_scale must be a LossScale, got {given}"
     if isinstance(scale, type) and not _missing_of_class(scale):
         raise TypeError(f"{what}: an instance is wanted, {scale.__name__}(...)")
     if missing := _missing(scale):

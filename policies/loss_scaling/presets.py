@@ -44,7 +44,8 @@ def torch_loss_scale(
       enabled: False gives a `NoOpLossScale`.
 
     Returns:
-      A loss scale for `with_loss_scale`. Like torch's it has no floor.
+      A loss scale for `with_loss_scale`. Like torch's it has no floor but the smallest normal
+      float32, 2**-126.
 
     Raises:
       ValueError: an argument breaks its rule; the message names it.

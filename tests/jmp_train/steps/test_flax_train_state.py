@@ -85,3 +85,12 @@ def test_steps_that_are_taken_are_flaxs_to_the_bit() -> None:
         for state in (plain, scaled):
             assert_bitwise_equal(getattr(state, name), getattr(expected, name))
     assert_bitwise_equal(scaled.opt_state.inner_state, expected.opt_state)
+
+
+def test_clipping_of_scaled_gradients_is_refused() -> None:
+    scaled = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
+    params = {"w": jnp.ones(3)}
+    with pytest.raises(ValueError, match="what comes before with_loss_scale in the chain sees scaled gradients"):
+        jt.FlaxTrainState.create(apply_fn=None, params=params, tx=optax.chain(optax.clip_by_global_norm(1.0), scaled))
+    in_order = optax.chain(optax.scale(0.5), scaled)
+    assert jt.FlaxTrainState.create(apply_fn=None, params=params, tx=in_order).loss_scale.loss_scale == 2.0**16

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jmp_train as jt
 
@@ -230,3 +231,20 @@ def test_aux_comes_back_in_the_output_dtype_or_a_higher_precision() -> None:
         assert aux["logits"].dtype == dtype
         assert aux["mean"].dtype == jnp.float32
         assert aux["n"].dtype == jnp.int32
+
+
+@pytest.mark.parametrize("make", [jt.scaled_value_and_grad, jt.nnx_value_and_grad])
+def test_aux_that_was_not_announced_or_is_missing_is_named(make: Any) -> None:
+    scale, model = jt.StaticLossScale(8.0), nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    params = model if make is jt.nnx_value_and_grad else {"kernel": jnp.ones((2, 1))}
+
+    def loss_fn(params: Any, x: jax.Array) -> Any:
+        kernel = params["kernel"] if isinstance(params, dict) else params.kernel[...]
+        return (x @ kernel).sum(), {"logits": x}
+
+    with pytest.raises(TypeError, match=r"loss_fn returned \(float32\[\], dict\), .* say has_aux=True"):
+        make(loss_fn)(scale, params, jnp.ones((3, 2)))
+    with pytest.raises(TypeError, match=r"has_aux=True, but loss_fn returned float32\[\], which is no \(loss, aux\)"):
+        make(lambda *args: loss_fn(*args)[0], has_aux=True)(scale, params, jnp.ones((3, 2)))
+    with pytest.raises(TypeError, match="must be a LossScale, got a dict"):
+        make(loss_fn)({"w": jnp.ones((99, 9))}, params, jnp.ones((3, 2)))
