@@ -184,7 +184,7 @@ def test_without_a_loss_scale_nothing_is_skipped() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(TypeError, match="loss_scale must be a LossScale, got Net"):
+    with pytest.raises(TypeError, match="loss_scale must be a LossScale, got a Net"):
         jt.nnx_value_and_grad(loss_fn)(net(), X)
     with pytest.raises(TypeError, match=r"floating scalar as loss, got float32\[8, 1\]"):
         jt.nnx_value_and_grad(lambda net, x: net(x))(SCALE, net(), X)
