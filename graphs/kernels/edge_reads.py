@@ -62,10 +62,10 @@ def is_edge_of(neighbors: CSR, chunk: EdgeBlocks) -> jax.Array:
 
 
 def sinks_of(edges: CSRAndCSC, inputs: Inputs) -> Inputs:
-    """Returns the sinks of floats: of nodes in float32, with a row for every 1,024 edges, so that few add in turn."""
+    """Returns the sinks of what has gradients: of nodes in float32, a row for 1,024 edges, so that few add in turn."""
 
     def of(table: Mapping[str, jax.Array], make: Callable[[jax.Array], jax.Array]) -> dict[str, jax.Array]:
-        return {name: make(x) for name, x in table.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        return {name: make(x) for name, x in table.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
 
     return Inputs(
         of(inputs.edge, lambda x: x),

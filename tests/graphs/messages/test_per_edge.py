@@ -175,6 +175,19 @@ def test_a_function_is_only_asked_for_edges_that_there_are() -> None:
     assert gradients[0].tolist() == pytest.approx([-1 - 1 / 9, 1 - 1 / 4, 1 / 4 + 1 / 9, 0, 0, 0])
 
 
+def test_complex_features_have_gradients() -> None:
+    graph = graphs.from_edges([0, 1, 0], [1, 2, 2], 3)
+    message = graphs.per_edge(lambda edge: {"m": (edge.src["h"] * edge.dst["h"]).real})
+
+    def run(h: jax.Array) -> jax.Array:
+        found = graphs.update_all(graph.with_nodes(h=h), message, fn.sum("m", "x"), implementation="chunked")
+        return found.nodes["x"].sum()
+
+    h = jnp.array([1 + 2j, 3j, 4 - 1j], jnp.complex64)
+    found = jax.grad(run)(h)
+    np.testing.assert_allclose(found, [h[1] + h[2], h[0] + h[2], h[0] + h[1]], rtol=1e-6)
+
+
 def test_ties_share_the_gradient_whichever_blocks_they_are_in() -> None:
     graph = graphs.from_edges(range(1, 41), [0] * 40, 41)
     h = jnp.where(jnp.arange(41) % 3 == 1, 5.0, 1.0)  # 14 ties, 11 of them in the first block of 32
