@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _NUMBER = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.])")
+_ZERO_BY_DEFAULT = "eps_root"  # of optax's optimizers, under a root
 _EPSILON = re.compile(r"(?:self\.)?\b\w*(?:eps|tiny)\w*\b", re.IGNORECASE)
 _WITH_NUMBER = re.compile(r"\w+ *= *[\d.]+(?:[eE][-+]?\d+)?")
 
@@ -28,6 +29,15 @@ def number_in_code(line: str, value: float, dtype: str) -> str | None:
     return None
 
 
+def is_zero_by_default(line: str) -> bool:
+    """Whether a line of code has a number that may be 0 in float32 too.
+
+    Args:
+      line: file and number, with a colon between them.
+    """
+    return _ZERO_BY_DEFAULT in _code(line)
+
+
 @functools.lru_cache(maxsize=4096)
 def epsilon_in_code(line: str, dtype: str) -> str | None:
     """Returns the number that is 0 in a dtype, or else the name of an epsilon without a number, in a line of code.
@@ -36,7 +46,7 @@ def epsilon_in_code(line: str, dtype: str) -> str | None:
       line: file and number, with a colon between them.
       dtype: its name.
     """
-    names = _EPSILON.findall(_WITH_NUMBER.sub("", _code(line)))
+    names = [name for name in _EPSILON.findall(_WITH_NUMBER.sub("", _code(line))) if name != _ZERO_BY_DEFAULT]
     return number_in_code(line, 0.0, dtype) or (names[0] if names else None)
 
 

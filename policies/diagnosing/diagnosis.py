@@ -16,7 +16,7 @@ from jmp_train.policies.diagnosing.tracing import run_beside_shadow
 from jmp_train.policies.dtype_policies import lost_in_cast
 from jmp_train.policies.loss_scaling import DynamicLossScale, is_loss_scale, scales_in
 from jmp_train.policies.optimizers import scaled_states
-from jmp_train.policies.pytrees import is_float_array, path_name
+from jmp_train.policies.pytrees import is_float_array, is_nnx_object, path_name
 
 
 def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsReport:
@@ -31,7 +31,8 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
       fn: a pure function, with or without `jax.jit`, such as a `train_step` with its policy, in whatever parallel
         transform.
       *args: its arguments, pytrees of arrays with values.
-      steps: how often it is run, each time with its first result (the state) as the first argument.
+      steps: how often it is run, each time with its first result (the state) as the first argument; no further than
+        to a state that is not finite.
 
     Returns:
       A report: print it, or look at its `problems`, `rules` and `rows`.
@@ -55,6 +56,8 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
     Reference: the shadow is that of FpDebug (Benz, Hildebrandt and Hack, PLDI 2012), the local error of an operation
     that of Herbgrind (Sanchez-Stern and others, PLDI 2018).
     """
+    if any(map(is_nnx_object, jax.tree.leaves(args, is_leaf=is_nnx_object))):
+        fn, args = _with_changed_objects(fn), (args,)
     run = run_beside_shadow(fn, args, steps)
     rows = tuple(row_of(site, measures) for site, measures in zip(run.sites, run.measures, strict=True))
     scale, dynamic = _loss_scale(args)
@@ -68,7 +71,17 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
         loss_scale=scale,
         dynamic=dynamic,
     )
-    return NumericsReport(problems_of(evidence), rows, _lost_in_casts(run.sites, args, run.carried), steps)
+    return NumericsReport(problems_of(evidence), rows, _lost_in_casts(run.sites, args, run.carried), run.steps)
+
+
+def _with_changed_objects(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of all arguments that also returns them, with what it has done to flax nnx objects."""
+
+    def pure(args: tuple[Any, ...]) -> tuple[Any, Any]:
+        result = fn(*args)
+        return args, result
+
+    return pure
 
 
 def _lost_in_casts(sites: Sequence[Site], args: tuple[object, ...], carried: int) -> dict[str, str]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jmp_train.policies.autocasting import PRODUCTS
 from jmp_train.policies.diagnosing.arithmetic import SUMS
-from jmp_train.policies.diagnosing.constants import epsilon_in_code, number_in_code
+from jmp_train.policies.diagnosing.constants import epsilon_in_code, is_zero_by_default, number_in_code
 from jmp_train.policies.diagnosing.equations import Site, user_line
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_low
@@ -97,6 +97,8 @@ def _constants(evidence: Evidence) -> Found:
             value, dtype = float(literal.val), str(dtype_of(literal))
             if (site.equation.primitive.name, value) not in _BECOMES_NOTHING:
                 continue
+            if value == 0 and is_zero_by_default(site.line) and _is_under_root(evidence, i):
+                continue
             number = epsilon_in_code(site.line, dtype) if value == 0 else number_in_code(site.line, value, dtype)
             if number and value == 0:
                 text = f"the constant {number} is 0 in {dtype}"
@@ -104,6 +106,10 @@ def _constants(evidence: Evidence) -> Found:
             elif number:
                 text = f"the constant {number} is {value:g} in {dtype}: what is multiplied by it never changes"
                 yield _problem(evidence, i, "stagnation", text, in_float32(evidence, i))
+
+
+def _is_under_root(evidence: Evidence, row: int) -> bool:
+    return any(evidence.rows[reader].primitive == "sqrt" for reader in evidence.readers(row))
 
 
 def _is_constant(site: Site) -> bool:
@@ -194,6 +200,17 @@ def _nans(evidence: Evidence) -> Found:
             yield _problem(evidence, i, "NaN made", f"{text}, and not in float32", in_float32(evidence, i))
 
 
+def _infinities(evidence: Evidence) -> Found:
+    """Finds infinities of operands that have become 0 before, as of a root of what underflowed."""
+    for i in evidence.first_to_be("infinite"):
+        row = evidence.rows[i]
+        if row.overflowed or evidence.column("shadow_infinite")[i] or not is_low(row.dtype):
+            continue
+        text = f"{row.infinite:.2%} of {_named(evidence, i)} are infinite, and not in float32: an operand has become 0"
+        remedy = operands_in_float32(evidence, i)
+        yield _problem(evidence, i, "underflow", text, remedy, harmful=evidence.spreads(i))
+
+
 def _underflows(evidence: Evidence) -> Found:
     for i, row in enumerate(evidence.rows):
         if not row.flushed or row.overflowed or row.primitive in ("add", "sub"):
@@ -278,6 +295,7 @@ _FINDERS: tuple[Callable[[Evidence], Found], ...] = (
     _whole_numbers,
     _overflows,
     _nans,
+    _infinities,
     _underflows,
     _stagnating_sums,
     _accumulations,

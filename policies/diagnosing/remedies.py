@@ -102,7 +102,9 @@ def larger_epsilon(evidence: Evidence, row: int) -> Remedy:
 
 def full_state() -> Remedy:
     """Returns what mends an update: rules of autocast are for what is differentiated, and do not reach it."""
-    return Remedy("state", "float32 for it, with_master_weights or with_stochastic_rounding")
+    return Remedy(
+        "state", "float32 for it: with_master_weights(optimizer), or with_stochastic_rounding(optimizer, key)"
+    )
 
 
 def smaller_fill(dtype: str) -> Remedy:

@@ -14,6 +14,10 @@ from jmp_train.policies.diagnosing.problems import Problem
 from jmp_train.policies.diagnosing.remedies import merged_rules
 from jmp_train.policies.diagnosing.rows import OperationNumerics
 
+_HOW_TO_APPLY = (
+    "rules.replace(...) is of AutocastRules, and report.rules has all of these, for "
+    "AutocastPolicy(..., rules=report.rules)"
+)
 _WIDTH = 100
 
 
@@ -94,6 +98,8 @@ class NumericsReport:
             lines += _wrapped(f"argument {path}: {text}", "  ")
         for problem in self.problems:
             lines += _lines(problem)
+        if any(problem.remedy.action == "rules" for problem in self._harmful):
+            lines += _wrapped(_HOW_TO_APPLY, "")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

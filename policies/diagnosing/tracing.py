@@ -27,6 +27,7 @@ class Run:
       results: from which rows each result comes.
       carried: how many of the arguments' arrays are a state, which the first result is like.
       state: those of them in lower precision.
+      steps: how often it was run.
     """
 
     sites: list[Site]
@@ -34,6 +35,7 @@ class Run:
     results: list[frozenset[int]]
     carried: int
     state: list[StateLeaf]
+    steps: int
 
 
 def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int) -> Run:
@@ -71,18 +73,26 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
     sites, results = sites_of(program)
     shadowing, measures = Shadowing(), np.asarray(nothing(len(sites)))
     values, counts = _bound_to_device(leaves), np.zeros((carried, 2), np.int64)
-    for _ in range(steps):
+    done = 0
+    while done < steps:
         outputs, blocks = shadowing.run(program, [Pair(x) for x in values])
         found = np.concatenate([np.asarray(block) for block in blocks] or [np.asarray(nothing(0))])
         measures = np.asarray(combine(jnp.asarray(measures), jnp.asarray(found)))
         counts += _changes(values[:carried], outputs[:carried])
-        values = [*(pair.actual for pair in outputs[:carried]), *values[carried:]]
+        done += 1
+        old, values = values, [*(pair.actual for pair in outputs[:carried]), *values[carried:]]
+        if any(_is_finite(before) and not _is_finite(x) for before, x in zip(old, values, strict=True)):
+            break  # what comes of a lost state says nothing
     state = [
         StateLeaf(names[i], results[i], int(counts[i, 0]), int(counts[i, 1]), str(values[i].dtype))
         for i in range(carried)
         if is_low(values[i].dtype) and not _is_copy(values[i], values[:carried])
     ]
-    return Run(sites, measures, results, carried, state)
+    return Run(sites, measures, results, carried, state, done)
+
+
+def _is_finite(x: jax.Array) -> bool:
+    return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(jnp.isfinite(x).all())
 
 
 def _changes(before: Sequence[Any], after: Sequence[Pair]) -> np.ndarray:

@@ -75,6 +75,11 @@ def test_temporary_memory_of_message_passing() -> None:
         assert row(name + rounds)[2:] == [f"{cells[which]:.2f}" for which in ("forward", "gradient")]
 
 
+def test_temporary_memory_on_a_gpu() -> None:
+    for name, cells in results("graph_memory")["V100-16GB, float32"]["units"].items():
+        assert row(f"V100: {name}") == [f"{cells[which]:.2f}" for which in ("forward", "gradient")]
+
+
 def test_the_largest_batches() -> None:
     found = results("plan")["largest"]
     for case in {entry["case"] for entry in found}:

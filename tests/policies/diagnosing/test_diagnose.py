@@ -265,3 +265,53 @@ def test_float8_is_lower_precision_too() -> None:
         lambda x: x.astype(jnp.float8_e4m3fn).astype(jnp.float32) * 2, jnp.full(3, 1000.0)
     ).problems
     assert (problem.kind, problem.primitive) == ("overflow", "convert_element_type")
+
+
+def adam_step(dtype: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns a step of Adam on parameters in half precision, some of whose second moments underflow in float16."""
+    optimizer = optax.adam(1e-3)
+    x = (jax.random.normal(jax.random.key(0), (8, 4)) * jnp.array([1.0, 1.0, 1.0, 0.01])).astype(dtype)
+
+    def step(state: tuple[Any, Any], x: jax.Array) -> tuple[tuple[Any, Any], jax.Array]:
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w).astype(jnp.float32) ** 2))(state[0])
+        updates, opt_state = optimizer.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt_state), loss
+
+    params = jnp.full((4, 3), 0.1, dtype)
+    return promoting(step), ((params, optimizer.init(params)), x)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_an_update_that_is_infinite_is_found_and_no_step_after_it(steps: int) -> None:
+    step, args = adam_step(F16)
+    assert jnp.isinf(step(*args)[0][0]).any()
+    report = jt.diagnose(step, *args, steps=steps)
+    (problem,) = (problem for problem in report.problems if problem.severity == "problem")
+    assert (problem.kind, problem.direction, problem.remedy.action) == ("underflow", "update", "state")
+    assert "are infinite, and not in float32: an operand has become 0" in problem.evidence
+    assert report.steps == 1
+
+
+def test_an_epsilon_that_is_zero_in_float32_too_is_no_problem() -> None:
+    optimizer = optax.adam(1e-3)
+    train = promoting(jt.train_step(jt.stateless(lambda w, x: jnp.mean((x @ w) ** 2)), optimizer))
+    state = jt.TrainState.create(jnp.full((4, 3), 0.1, BF16), optimizer)
+    report = jt.diagnose(train, state, jnp.ones((8, 4), BF16))
+    assert not [problem for problem in report.problems if "eps" in problem.evidence]
+
+
+def test_what_a_step_does_to_nnx_objects_is_looked_at_and_undone() -> None:
+    model = nnx.Linear(4, 3, dtype=BF16, param_dtype=BF16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-4), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: nnx.Linear, optimizer: nnx.Optimizer[Any], x: jax.Array) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x).astype(jnp.float32) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    kernel = model.kernel[...]
+    (problem, *_) = jt.diagnose(promoting(step), model, optimizer, jnp.ones((8, 4), BF16)).problems
+    assert (problem.kind, problem.direction) == ("stagnation", "update")
+    assert "'0/0/kernel' stay the same" in problem.evidence
+    np.testing.assert_array_equal(model.kernel[...], kernel)
