@@ -130,13 +130,15 @@ def _walk(
     origins: dict[Any, _Origin] = dict.fromkeys(jaxpr.constvars, _NOWHERE)
     origins.update(zip(jaxpr.invars, operands, strict=True))
 
-    def read(atom: Any) -> _Origin:
-        return _NOWHERE if isinstance(atom, jex.Literal) else origins[atom]
+    def read(atom: Any, *readers: Any) -> _Origin:
+        if not isinstance(atom, jex.Literal):
+            return origins[atom]
+        return _Origin(infinite=(readers,)) if readers and is_infinite(atom) else _NOWHERE
 
     is_looped = any(e.primitive.name in ("scan", "while") for e in callers)
     for equation in jaxpr.eqns:
         scope = str(equation.source_info.name_stack)
-        inputs = [read(atom) for atom in equation.invars]
+        inputs = [read(atom, *callers, equation) for atom in equation.invars]
         together = _union(inputs)
         is_backward = backward or "transpose(" in scope
         turn[0] += not is_looped
@@ -144,8 +146,6 @@ def _walk(
             within = (*callers, equation)
             results = _of_bodies(equation, bodies, inputs, sites, (within, join(path, scope), is_backward, turn))
         else:
-            if any(_is_infinite(atom) for atom in equation.invars):
-                together |= _Origin(infinite=((*callers, equation),))
             if _vanishes((*callers, equation)):
                 together |= _Origin(zeros=((*callers, equation),))
             if is_measured(equation):
@@ -196,7 +196,8 @@ def _direction(scope: str, backward: bool, after_backward: bool) -> Direction:
     return "update" if after_backward and "jvp(" not in scope else "forward"
 
 
-def _is_infinite(atom: Any) -> bool:
+def is_infinite(atom: Any) -> bool:
+    """Whether what an equation reads is a floating constant with an infinity."""
     if not isinstance(atom, jex.Literal) or not is_float(getattr(atom.aval, "dtype", None)):
         return False
     return bool(np.isinf(np.asarray(atom.val, np.float64)).any())

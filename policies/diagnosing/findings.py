@@ -3,6 +3,7 @@
 Each finder yields (row, problem). A problem is where an error begins: what inherits it is not named again.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,9 +14,9 @@ import numpy as np
 from jmp_train.policies.autocasting import PRODUCTS
 from jmp_train.policies.diagnosing.arithmetic import SUMS
 from jmp_train.policies.diagnosing.constants import epsilon_in_code, is_zero_by_default, number_in_code
-from jmp_train.policies.diagnosing.equations import Site, user_line
+from jmp_train.policies.diagnosing.equations import Site, is_infinite, user_line
 from jmp_train.policies.diagnosing.evidence import Evidence
-from jmp_train.policies.diagnosing.measures import is_low
+from jmp_train.policies.diagnosing.measures import is_float, is_low
 from jmp_train.policies.diagnosing.problems import Kind, Problem, Severity
 from jmp_train.policies.diagnosing.programs import dtype_of
 from jmp_train.policies.diagnosing.remedies import (
@@ -120,19 +121,38 @@ def _is_constant(site: Site) -> bool:
 
 def _masks(evidence: Evidence) -> Found:
     """Finds NaN that infinite constants make, as a mask that leaves nothing over does."""
-    if evidence.nonfinite_arguments:  # NaN is made of these
-        return
     for i in evidence.first_to_be("nan"):
-        site, sources = evidence.sites[i], evidence.sources(i)
-        # In the shadow too: else an overflow made the infinity, and the constant is only what a maximum starts from.
-        if not site.infinite or not evidence.column("shadow_nan")[i]:
-            continue
-        if sources and not evidence.column("shadow_infinite")[sources].any():
-            continue
-        mask = site.infinite[0]
-        dtype = str(dtype_of(mask[-1].outvars[0]))
-        text = f"a mask is infinite in {dtype}, and {evidence.rows[i].nan:.2%} of {_named(evidence, i)} are NaN"
-        yield _problem(evidence, i, "invalid mask", text, smaller_fill(dtype), line=user_line(mask))
+        site = evidence.sites[i]
+        nan = f"{evidence.rows[i].nan:.2%} of {_named(evidence, i)} are NaN"
+        if _is_multiplied_by_infinity(evidence, i):
+            dtype = str(dtype_of(site.equation.outvars[0]))
+            number = number_in_code(site.line, math.inf, dtype) or "that multiplies a mask"
+            text = f"the constant {number} is infinite in {dtype}, and times 0 it is NaN: {nan}"
+            yield _problem(evidence, i, "invalid mask", text, smaller_fill(dtype))
+        elif _is_of_mask(evidence, i):
+            mask = min(_fills(site), key=lambda mask: float(jnp.finfo(dtype_of(mask[-1].outvars[0])).max))
+            dtype = str(dtype_of(mask[-1].outvars[0]))
+            text = f"a mask is infinite in {dtype}, and {nan}"
+            yield _problem(evidence, i, "invalid mask", text, smaller_fill(dtype), line=user_line(mask))
+
+
+def _is_multiplied_by_infinity(evidence: Evidence, row: int) -> bool:
+    equation = evidence.sites[row].equation
+    is_constant = equation.primitive.name == "mul" and any(map(is_infinite, equation.invars))
+    return is_constant and not evidence.nonfinite_arguments
+
+
+def _fills(site: Site) -> list[Any]:
+    """Returns the sites of infinite constants of which floats are made; what is compared with one is none."""
+    return [mask for mask in site.infinite if is_float(dtype_of(mask[-1].outvars[0]))]
+
+
+def _is_of_mask(evidence: Evidence, row: int) -> bool:
+    """Whether a row's NaN are made of an infinite constant, in float32 too, and not of an argument or an overflow."""
+    site, sources = evidence.sites[row], evidence.sources(row)
+    if evidence.nonfinite_arguments or not _fills(site) or not evidence.column("shadow_nan")[row]:
+        return False  # an overflow made the infinity: the constant is only what a maximum starts from
+    return not sources or bool(evidence.column("shadow_infinite")[sources].any())
 
 
 def _whole_numbers(evidence: Evidence) -> Found:
@@ -187,6 +207,8 @@ def _nans(evidence: Evidence) -> Found:
     """Finds NaN that no infinity made which was found already."""
     overflowed, infinite = evidence.column("overflowed"), evidence.column("infinite")
     for i in evidence.first_to_be("nan"):
+        if _is_multiplied_by_infinity(evidence, i) or _is_of_mask(evidence, i):
+            continue
         sources = evidence.sources(i)
         text = f"{evidence.rows[i].nan:.2%} of {_named(evidence, i)} are NaN"
         if zeros := evidence.sites[i].zeros:

@@ -315,3 +315,21 @@ def test_what_a_step_does_to_nnx_objects_is_looked_at_and_undone() -> None:
     assert (problem.kind, problem.direction) == ("stagnation", "update")
     assert "'0/0/kernel' stay the same" in problem.evidence
     np.testing.assert_array_equal(model.kernel[...], kernel)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # which is the fault
+def test_a_fill_value_that_half_precision_makes_infinite_is_named() -> None:
+    def added(scores: jax.Array, mask: jax.Array) -> jax.Array:
+        scores = scores + (1 - mask).astype(scores.dtype) * -1e9
+        return jax.nn.softmax(scores.astype(jnp.float32), -1)
+
+    mask = jnp.tril(jnp.ones((4, 4), F16))
+    (problem,) = jt.diagnose(promoting(added), jnp.ones((4, 4), F16), mask).problems
+    assert (problem.kind, problem.remedy.value) == ("invalid mask", -32752)
+    assert problem.evidence.startswith("the constant 1e9 is infinite in float16, and times 0 it is NaN: 62.50% of mul")
+
+    def filled(scores: jax.Array, mask: jax.Array) -> jax.Array:
+        return jax.nn.softmax(jnp.where(mask > 0, scores, -jnp.inf).astype(jnp.float32), -1)
+
+    (problem,) = jt.diagnose(promoting(filled), jnp.ones((4, 4), F16), mask.at[0].set(0)).problems
+    assert (problem.kind, problem.remedy.value) == ("invalid mask", -32752)
