@@ -138,10 +138,11 @@ def set_loss_scale(opt_state: PyTree, loss_scale: LossScales) -> Any:
     check_loss_scales(loss_scale, "torch_loss_scale(init_scale=number) makes one")
     old = _only_scaled_state(opt_state).loss_scale
     if jax.tree_util.tree_structure(loss_scale) != jax.tree_util.tree_structure(old):
+        settings = "keep them, dataclasses.replace(get_loss_scale(opt_state), loss_scale=number), or "
         raise ValueError(
             f"opt_state has another kind of loss scale: {_difference(loss_scale, old)}; "
-            "take the settings of the old one, dataclasses.replace(get_loss_scale(opt_state), loss_scale=number), "
-            "or make a new optimizer, with_loss_scale(optimizer, loss_scale)"
+            f"{settings if type(loss_scale) is type(old) else ''}"
+            "make a new optimizer, with_loss_scale(optimizer, loss_scale)"
         )
     jax.tree_util.tree_map_with_path(_check_shape, loss_scale, old)
     new = jax.tree_util.tree_map(copy_like, loss_scale, old)
