@@ -64,7 +64,7 @@ class PerEdge:
         """Returns the messages [edges, ...] of all edges by name."""
         fields = Inputs(edges.data, edges.src, edges.dst)
         read, _ = self.traced(jax.eval_shape(lambda: Inputs(*map(dict, fields))))
-        rows = Inputs(*({name: field[name] for name in names} for field, names in zip(fields, read, strict=True)))
+        rows = chosen_features(fields, read)
         return self.of_rows(rows, EdgeIds(edges.senders, edges.receivers, edges.ids))
 
     def of_rows(self, rows: Inputs, ids: EdgeIds) -> dict[str, jax.Array]:
@@ -108,6 +108,11 @@ class PerEdge:
             kind = type(messages).__name__
             raise TypeError(f"the message function must return a dictionary of arrays, got {kind}")
         return {name: jnp.asarray(x) for name, x in messages.items()}
+
+
+def chosen_features(features: Inputs, names: Inputs) -> Inputs:
+    """Returns some of the features, by name: those that `PerEdge.traced` has found to be read."""
+    return Inputs(*({name: part[name] for name in some} for part, some in zip(features, names, strict=True)))
 
 
 _ENDS = Inputs("edge feature", "sender feature", "receiver feature")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jmp_train.graphs.fn import Reduce
 from jmp_train.graphs.kernels import EdgeIds, EdgeOperation, Inputs, Reduced, Reductions, Terms, reduce_edges
 from jmp_train.graphs.messages.built_in import reduce_messages
-from jmp_train.graphs.messages.edge_messages import PerEdge, Shapes
+from jmp_train.graphs.messages.edge_messages import PerEdge, Shapes, chosen_features
 from jmp_train.graphs.messages.frames import Frame
 from jmp_train.graphs.messages.user_functions import call_message_function
 from jmp_train.graphs.structure import (
@@ -61,14 +61,18 @@ def _traced(frame: Frame, message: PerEdge) -> tuple[Inputs, Shapes]:
     """Returns the features that a message reads, by name, and the shapes of one edge's messages."""
     features = Inputs(frame.data, frame.src, frame.dst)
     read, shapes = message.traced(features, have_places=frame.adjacency.ends is not None)
-    used = Inputs(*({name: part[name] for name in names} for part, names in zip(features, read, strict=True)))
-    return used, shapes
+    return chosen_features(features, read), shapes
 
 
 def _elements(frame: Frame, message: PerEdge, reductions: Reductions) -> int | None:
     """Returns of how many elements the largest row is that an edge reads or makes; None of messages without floats."""
     used, shapes = _traced(frame, message)
     _check_names(shapes, reductions)
+    return _largest_row(used, shapes, reductions)
+
+
+def _largest_row(used: Inputs, shapes: Shapes, reductions: Reductions) -> int | None:
+    """Returns `_elements` of a message that was traced already."""
     reduced = [shapes[reduce.message] for reduce in reductions]
     if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in reduced):
         return None
@@ -82,7 +86,7 @@ def _by_chunks(adjacency: Adjacency, frame: Frame, message: PerEdge, reductions:
     assert edges is not None
     if edges.by_target.num_blocks == 0 or not all(x.size for x in jax.tree.leaves((used, shapes))):
         return {reduce.out: _of_nothing(reduce, len(degrees), shapes[reduce.message]) for reduce in reductions}
-    elements = _elements(frame, message, reductions) or 1
+    elements = _largest_row(used, shapes, reductions) or 1
     wanted = sorted({(reduce.message, reduce.reduction, reduce.temperature) for reduce in reductions})
 
     def reduced(make: Callable[[Messages, EdgeIds], Terms], *, has_gradient: bool = True) -> Reduced:
