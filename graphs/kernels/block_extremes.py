@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jmp_train.graphs.kernels.chunks import pvary_alike
 from jmp_train.graphs.kernels.edge_reads import NONE
-from jmp_train.graphs.structure import upcast
+from jmp_train.graphs.structure import equal_or_nan, upcast
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -55,8 +55,7 @@ def _largest_by_node(count: int, nodes: jax.Array, values: jax.Array) -> jax.Arr
 
 def _is_extreme(nodes: jax.Array, values: jax.Array, extreme: jax.Array) -> jax.Array:
     """Returns which values [blocks, ...], or NaN, are those of their node."""
-    wanted = extreme.at[nodes].get(mode="clip")
-    return (values == wanted) | (jnp.isnan(values) & jnp.isnan(wanted))
+    return equal_or_nan(values, extreme.at[nodes].get(mode="clip"))
 
 
 def _largest_forward(

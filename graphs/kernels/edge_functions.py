@@ -24,7 +24,7 @@ from jmp_train.graphs.kernels.edge_reads import (
     sinks_of,
 )
 from jmp_train.graphs.kernels.edge_terms import Inputs
-from jmp_train.graphs.structure import CSR, CSRAndCSC, rows_like, upcast
+from jmp_train.graphs.structure import CSR, CSRAndCSC, equal_or_nan, rows_like, upcast
 
 _NOTHING: Mapping[Any, jax.Array] = {}
 
@@ -166,7 +166,7 @@ def _parts_of(terms: Terms, is_edge: jax.Array, ids: jax.Array | None) -> _Parts
         rows, mask = of_edges(rows, -jnp.inf)
         most = rows.max(1)
         fixed, wanted = jax.lax.stop_gradient((rows, most[:, None]))
-        return most, mask & ((fixed == wanted) | (jnp.isnan(fixed) & jnp.isnan(wanted)))
+        return most, mask & equal_or_nan(fixed, wanted)
 
     def with_ties(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         most, is_most = largest(rows)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jmp_train.graphs.kernels.chunks import Chunk, add_up, at, each_edge, largest, upcast_at
 from jmp_train.graphs.kernels.spmm_sddmm import edge_rows
-from jmp_train.graphs.structure import CSR, CSRAndCSC, accumulation_dtype, rows_like
+from jmp_train.graphs.structure import CSR, CSRAndCSC, accumulation_dtype, equal_or_nan, rows_like
 
 End = Literal["senders", "receivers"]
 NARROW = 8  # numbers of an edge that are read for all places of a block at once
@@ -142,7 +142,7 @@ def first_edges(term: Term, edges: CSRAndCSC, most: jax.Array, inputs: Inputs) -
         first = jnp.full((len(chunk.nodes), *like.shape), none, jnp.int32)  # negative ids, of which it is the largest
         for place, (wanted, rows) in enumerate(_places(neighbors, chunk, "receivers", most, inputs)):
             found = term((), rows)
-            is_found = (found == wanted) | (jnp.isnan(found) & jnp.isnan(wanted))
+            is_found = equal_or_nan(found, wanted)
             is_found &= rows_like(chunk.is_edge[:, place], found)
             edge = rows_like(-at(ids, chunk.positions[:, place]), found)
             first = jnp.maximum(first, jnp.where(is_found, edge, none))

@@ -46,6 +46,7 @@ from jmp_train.graphs.structure.jraph_conversion import OurGraph as OurGraph
 from jmp_train.graphs.structure.jraph_conversion import accepts_jraph as accepts_jraph
 from jmp_train.graphs.structure.jraph_conversion import from_jraph as from_jraph
 from jmp_train.graphs.structure.jraph_conversion import to_jraph as to_jraph
+from jmp_train.graphs.structure.row_arrays import equal_or_nan as equal_or_nan
 from jmp_train.graphs.structure.row_arrays import finite_or_zero as finite_or_zero
 from jmp_train.graphs.structure.row_arrays import first_rows as first_rows
 from jmp_train.graphs.structure.row_arrays import inverse_degrees as inverse_degrees

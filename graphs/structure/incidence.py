@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import jraph
 
-from jmp_train.graphs.structure.row_arrays import finite_or_zero, moments_about, reciprocal, rows_like
+from jmp_train.graphs.structure.row_arrays import equal_or_nan, finite_or_zero, moments_about, reciprocal, rows_like
 
 BLOCK = 32
 
@@ -119,7 +119,7 @@ class Incidence:
         """Returns the first edge of each segment whose data, or NaN, are those of the segment."""
         data, extreme = jax.lax.stop_gradient((data, extreme))
         wanted = self.read(extreme)
-        is_found = (data == wanted) | (jnp.isnan(data) & jnp.isnan(wanted))
+        is_found = equal_or_nan(data, wanted)
         places = rows_like(jnp.arange(self.num_edges, dtype=jnp.int32), data)
         first = jraph.segment_min(jnp.where(is_found, places, self.num_edges), self.ids, self.num_segments)
         return jnp.where(first < self.num_edges, first, -1)

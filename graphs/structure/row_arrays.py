@@ -21,6 +21,11 @@ def finite_or_zero(data: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(data), data, jnp.zeros_like(data))
 
 
+def equal_or_nan(data: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Returns where data are what is wanted, or both are NaN."""
+    return (data == wanted) | (jnp.isnan(data) & jnp.isnan(wanted))
+
+
 def reciprocal(data: jax.Array) -> jax.Array:
     """Returns 1 over data, 1 where they are 0."""
     return 1 / jnp.where(data == 0, jnp.ones_like(data), data)
