@@ -33,6 +33,7 @@ $code
 $front
 <h2>Under autocast itself</h2>
 <p id="verdict"$failed>$verdict, on all examples, $held_out of them held out.</p>
+$note
 $losses
 <footer>$tolerance $made Errors are |half - float32| / |float32|, of gradients as norms. Sums, solvers, and what is
 computed of float32 numbers only are float32 in any case.</footer>""")
@@ -52,6 +53,7 @@ def page(
     tolerance: Tolerance,
     verification: Verification,
     made: str,
+    note: str,
 ) -> str:
     """Returns the page.
 
@@ -68,6 +70,7 @@ def page(
       tolerance: of the errors.
       verification: by autocast itself.
       made: sentences of how it was made.
+      note: what the reader should know of the examples, or nothing.
     """
     use = f'policy = dataclasses.replace(jt.get_policy("autocast_{dtype}"), rules=rules)'
     shares = {"flops": half_flops, "elements of results": half_elements}
@@ -86,6 +89,7 @@ def page(
         losses=_losses(verification),
         tolerance=escape(_tolerated(tolerance)),
         made=escape(made),
+        note=f'<p id="note">{escape(note)}.</p>' if note else "",
     )
     return document(title, body, _STYLE)
 

@@ -6,10 +6,12 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jmp_train.policies.autocasting import FlatCall
 from jmp_train.policies.dtype_policies import FirstTrace, Policy
 from jmp_train.policies.loss_scaling import StaticLossScale, unpack_loss
+from jmp_train.policies.optimizers import scaled_states
 from jmp_train.policies.pytrees import is_float_array, is_inexact_array, is_nnx_object, named_leaves
 from jmp_train.steps import TrainState, TrainStep, unwatched_value_and_grad
 from jmp_train.tuning.tolerance import Outcome
@@ -89,6 +91,31 @@ def subject_of(fn: Callable[..., Any], examples: Sequence[Example]) -> tuple[Sub
     if examples[0] and is_nnx_object(examples[0][0]):
         fn, examples = _of_parts(fn, examples)
     return _Function(fn, _kind(fn, examples[0])), list(examples)
+
+
+def steps_taken(examples: Sequence[Example]) -> int | None:
+    """Returns how many steps of training the least trained state among the examples has behind it.
+
+    That is a state's `step` without those that were skipped, or the largest `count` that optax keeps in its
+    `opt_state`. None if no example has such a counter.
+
+    Args:
+      examples: arguments, with values.
+    """
+    found = [steps for example in examples for x in example if (steps := _steps_of(x)) is not None]
+    return min(found, default=None)
+
+
+def _steps_of(x: object) -> int | None:
+    opt_state = getattr(x, "opt_state", None)
+    skipped = max((int(state.skipped_steps) for _, state in scaled_states(opt_state)), default=0)
+    made = [int(step) - skipped for step in jax.tree.leaves(getattr(x, "step", None)) if opt_state is not None]
+    counts = optax.tree.get_all_with_path(opt_state, "count", _is_counter)
+    return max(made + [int(count) for _, count in counts], default=None)
+
+
+def _is_counter(path: object, x: Any) -> bool:  # the moments of a parameter "count" have the name too
+    return jnp.shape(x) == () and jnp.issubdtype(jnp.result_type(x), jnp.integer)
 
 
 def _of_parts(fn: Callable[..., Any], examples: Sequence[Example]) -> tuple[Callable[..., Any], list[Example]]:

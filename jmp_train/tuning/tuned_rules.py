@@ -31,6 +31,8 @@ class TunedRules:
       front: choices that were tried, the best ones of their share of half precision, the largest share first.
       chosen: what was found, as the trials saw it; None if the search was stopped before it tried anything that passes.
       verification: by autocast itself.
+      steps_taken: how many steps of training the least trained state among the examples had behind it; None if they
+        have no state that counts them.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -55,6 +57,7 @@ class TunedRules:
     front: tuple[FrontPoint, ...]
     chosen: FrontPoint | None
     verification: Verification
+    steps_taken: int | None = None
 
     def code(self) -> str:
         """Returns the rules as Python, to be copied."""
@@ -94,11 +97,13 @@ class TunedRules:
             tolerance=self.tolerance,
             verification=self.verification,
             made=f"Compiling took {self.compile_seconds:.1f} s. The loss scale of the trials was {self.loss_scale:g}.",
+            note=self._note,
         )
 
     def _repr_html_(self) -> str:
         verdict = escape(self.verification.verdict)
-        return f"<p>{escape(self._summary)}</p>{entries_table(self.entries)}<p>{verdict}</p>"
+        note = f"<p>{escape(self._note)}</p>" if self._note else ""
+        return f"<p>{escape(self._summary)}</p>{entries_table(self.entries)}<p>{verdict}</p>{note}"
 
     @property
     def _summary(self) -> str:
@@ -106,13 +111,20 @@ class TunedRules:
         head = f"{kept} of {self.choices} that could be {self.dtype}; {self.trials} trials in {self.seconds:.1f} s"
         return head if self.complete else f"{head}; not all of them may be needed: the search was stopped"
 
+    @property
+    def _note(self) -> str:
+        """What the reader should know of the examples; empty if nothing."""
+        if self.steps_taken != 0:
+            return ""
+        return "the examples' state is from before the first step of training: tune again after some hundred steps"
+
     def __str__(self) -> str:
         lines = [self._summary]
         lines += [f"  {entry}" for entry in self.entries]
         (table, tuned), (table_elements, tuned_elements) = self.half_flops, self.half_elements
         lines.append(f"in half precision: {tuned:.1%} of the flops (torch's table: {table:.1%}),")
         lines.append(f"  {tuned_elements:.1%} of the elements of results (torch's table: {table_elements:.1%})")
-        lines.append(self.verification.verdict)
+        lines += [line for line in (self.verification.verdict, self._note) if line]
         return "\n".join(lines)
 
 

@@ -29,7 +29,7 @@ from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
 from jmp_train.tuning.programs import Programs
 from jmp_train.tuning.scores import OVERFLOWING, SCALES, best_scale, lost_of, no_scores
 from jmp_train.tuning.search import needed, smallest_list
-from jmp_train.tuning.subjects import Example, Subject, subject_of
+from jmp_train.tuning.subjects import Example, Subject, steps_taken, subject_of
 from jmp_train.tuning.tolerance import Criterion, Errors, Reference, Tolerance, as_numbers, tolerance_of
 from jmp_train.tuning.trials import BudgetSpent, Trial, Trials, front_of
 from jmp_train.tuning.tuned_rules import TunedRules
@@ -145,6 +145,7 @@ def tune(
         front=tuple(_point(trial, units) for trial in front_of(list(trials.made.values()))),
         chosen=_point(trials.made[kept], units) if kept in trials.made else None,
         verification=verification,
+        steps_taken=steps_taken(given),
     )
 
 

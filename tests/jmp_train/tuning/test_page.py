@@ -71,6 +71,7 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
         assert said in page.text, said
     assert page.tags.count("svg") == 2
     assert ("class", "failed") not in page.attributes
+    assert ("id", "note") not in page.attributes
 
 
 def test_what_does_not_hold_and_what_is_not_there_shows(tmp_path: Path) -> None:
@@ -97,6 +98,14 @@ def test_a_notebook_shows_a_table(tmp_path: Path) -> None:
     assert page.tags.count("tr") == 3
     assert LINE.strip() in page.text
     assert "it holds" in page.text
+
+
+@pytest.mark.parametrize(("steps_taken", "is_said"), [(0, True), (1, False), (None, False)])
+def test_an_untrained_state_is_said(tmp_path: Path, steps_taken: int | None, is_said: bool) -> None:
+    tuned = dataclasses.replace(tuned_rules(tmp_path / "model.py"), steps_taken=steps_taken)
+    assert tuned.to_json()["steps_taken"] == steps_taken
+    for text in (str(tuned), Page(tuned.to_html()).text, Page(tuned._repr_html_()).text):
+        assert ("before the first step of training: tune again" in text) == is_said
 
 
 def test_the_rules_can_be_copied(tmp_path: Path) -> None:

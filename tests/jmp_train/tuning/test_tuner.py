@@ -2,7 +2,7 @@
 
 import json
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,9 +11,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import promoting
+from flax.training import train_state
+from helpers import promoting, relaxed
 
 import jmp_train as jt
+from jmp_train.tuning.subjects import steps_taken
 
 pytestmark = pytest.mark.quick
 
@@ -233,6 +235,27 @@ def test_a_train_step(examples: list[tuple[Any, ...]], accumulate_steps: int) ->
     assert len(losses[0]) == 6
     np.testing.assert_allclose(*losses, rtol=2e-2)
     assert losses[0][-1] < losses[0][0]
+    assert tuned.steps_taken == 0
+
+
+def test_the_steps_that_were_taken_are_counted() -> None:
+    """Of a step with a loss scale, flax's states, and a state of one's own whose optimizer counts."""
+    params, adam = {"count": jnp.ones(2)}, relaxed(optax.adam(1e-3))
+    scaled = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
+    step = jt.train_step(jt.stateless(lambda params, x: (params["count"] * x).sum()), scaled)
+    fresh = jt.TrainState.create(params, scaled)
+    skipped, _ = step(fresh, jnp.full(2, jnp.inf))
+    taken, _ = step(skipped, jnp.ones(2))
+    assert [steps_taken([(state, 0)]) for state in (fresh, skipped, taken)] == [0, 0, 1]
+    assert steps_taken([(taken, 0), (skipped, 0)]) == 0
+    flax_state = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    own = TrainingState(params, adam.update(params, adam.init(params), params)[1])
+    found = [steps_taken([(x,)]) for x in (flax_state, flax_state.apply_gradients(grads=params), own, params)]
+    assert found == [0, 1, 1, None]
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, adam, wrt=nnx.Param)
+    optimizer.update(model, nnx.state(model, nnx.Param))
+    assert steps_taken([(model, optimizer, 0)]) == 1
 
 
 def test_a_policy_with_the_rules_trains(tuned: jt.TunedRules, examples: list[tuple[Any, ...]]) -> None:
@@ -243,6 +266,11 @@ def test_a_policy_with_the_rules_trains(tuned: jt.TunedRules, examples: list[tup
     for _ in range(3):
         state, metrics = step(state, examples[0][1])
         assert bool(metrics["grads_finite"])
+
+
+class TrainingState(NamedTuple):
+    params: Any
+    opt_state: Any
 
 
 def refuse(error: type[Exception], message: str, *args: Any, **options: Any) -> None:
