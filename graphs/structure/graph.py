@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jmp_train.graphs.structure.adjacency import (
     make_adjacency,
 )
 from jmp_train.graphs.structure.counts import as_count
+from jmp_train.graphs.structure.foreign_names import GRAPH_NAMES, look_up
 
 Features = Mapping[str, ArrayLike]
 
@@ -102,6 +103,11 @@ class Graph:
         """
         new = checked_features("edges", features, self.connections.receivers.num_edges)
         return dataclasses.replace(self, edges=FrozenDict({**self.edges, **new}))
+
+    if not TYPE_CHECKING:  # or a type checker would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            return look_up(self, name, GRAPH_NAMES)
 
 
 def from_edges(

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax.core import FrozenDict
@@ -10,6 +11,7 @@ from jax.typing import ArrayLike
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.structure.adjacency import DEFAULT_FORMATS, Adjacency, make_adjacency
 from jmp_train.graphs.structure.counts import as_count
+from jmp_train.graphs.structure.foreign_names import HETERO_NAMES, look_up
 from jmp_train.graphs.structure.graph import Features, checked_features
 
 EdgeType = tuple[str, str, str]
@@ -145,6 +147,11 @@ class HeteroGraph:
         if node_type not in counts:
             raise ValueError(f"node_type={node_type!r} is not one of {', '.join(map(repr, counts))}")
         return counts[node_type]
+
+    if not TYPE_CHECKING:  # or a type checker would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            return look_up(self, name, HETERO_NAMES)
 
 
 def find_edge_type(name: str | EdgeType | None, known: Iterable[EdgeType]) -> EdgeType:

@@ -52,6 +52,7 @@ STORED = frozenset(
     ]
 )
 MOST_AXES = 32  # tensorstore's limit
+_WRAPPED = ".inner_state"  # in the paths of what a wrapper of optimizers is around
 
 
 class Leaf(NamedTuple):
@@ -130,7 +131,7 @@ def digest(array: np.ndarray) -> str:
 
 
 def differences(saved: list[Leaf], wanted: list[Leaf]) -> list[str]:
-    """Returns a line for each leaf that is only in one of two states, or is another in them."""
+    """Returns a line for each leaf that is only in one of two states, or is another in them, and a way out."""
     old, new = {leaf.path: leaf for leaf in saved}, {leaf.path: leaf for leaf in wanted}
     lines = []
     for path in dict.fromkeys([*old, *new]):
@@ -138,6 +139,12 @@ def differences(saved: list[Leaf], wanted: list[Leaf]) -> list[str]:
             continue
         found, asked = (str(leaf) if (leaf := those.get(path)) else "nothing" for those in (old, new))
         lines.append(f"{path}: the checkpoint has {found}, the state has {asked}")
+    if any(_WRAPPED in path for path in old.keys() ^ new.keys()):
+        lines.append(
+            "A wrapped optimizer (with_loss_scale, with_master_weights, ...) has another state than the bare one: "
+            "restore the state of the optimizer that was saved, and jmp_train.adopt_opt_state(optimizer.init(params), "
+            "old_opt_state) makes it one of the other optimizer"
+        )
     return lines
 
 

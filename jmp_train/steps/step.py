@@ -64,6 +64,7 @@ from jmp_train.steps.step_checks import (
     check_is_train_state,
     check_local_loss,
     check_same_optimizer,
+    missing_key_explained,
     names_of_axes,
 )
 from jmp_train.steps.train_state import TrainState
@@ -72,6 +73,14 @@ from jmp_train.types import Batch, Metrics, ModelState
 
 # loss_fn(params, model_state, batch, rng) -> (loss, (model_state, aux)); users write more specific types
 LossFn = Callable[[Any, Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]]
+
+_NO_KEY = (
+    "The state has no random key, so that loss_fn got rng=None: TrainState.create(params, optimizer, "
+    "rng=jax.random.key(0)) gives it one, and loss_fn a fresh key in each step"
+)
+_STATELESS = (
+    "stateless is for a loss_fn that draws nothing; train_step gives a key to loss_fn(params, model_state, batch, rng)"
+)
 
 
 def stateless(loss_fn: Callable[..., Any], has_aux: bool | None = None) -> LossFn:
@@ -101,7 +110,8 @@ def stateless(loss_fn: Callable[..., Any], has_aux: bool | None = None) -> LossF
         params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
     ) -> tuple[jax.Array, tuple[Any, Any]]:
         del rng
-        result = loss_fn(params, batch)
+        with missing_key_explained(_STATELESS):
+            result = loss_fn(params, batch)
         loss, aux = loss_and_aux(result, True) if has_aux else (only_losses(result, has_aux), None)
         return loss, (model_state, aux)
 
@@ -318,7 +328,8 @@ class TrainStep:
             rng = jax.random.fold_in(rng, lax.axis_index(self.axis_names))
         params = pvary(params, self.axis_names)
         model_state = jax.tree.map(lambda x: pvary(x, self.axis_names) if is_inexact_array(x) else x, model_state)
-        with names_of_axes(self._all_axes):
+        no_key = _NO_KEY if rng is None else None
+        with names_of_axes(self._all_axes), missing_key_explained(no_key):
             result = self._gradients(loss_scale, params, model_state, batch, rng)
         check_local_loss(result.loss, params, self.axis_names)
         return result

@@ -40,6 +40,8 @@ _WRAPPERS = {
     "dtypes of its own for the optimizer's state": StateDtypesState,
 }
 
+_ASKS_FOR_A_KEY = re.compile(r"rng|requires a key", re.IGNORECASE)
+
 
 def check_not_replicated(state: Any) -> None:
     """Raises ValueError for a state that was copied along a first axis, as pmap wants it.
@@ -79,6 +81,21 @@ def names_of_axes(axis_names: Sequence[str]) -> Iterator[None]:
             f'pmap_step(step, axis="{name}"), or data_parallel(step, mesh, axis="{name}") and sharded_step with a '
             f'mesh that has it, Mesh(devices, ("{name}",)); or give the layer the step\'s axis'
         ) from error
+
+
+@contextlib.contextmanager
+def missing_key_explained(why: str | None) -> Iterator[None]:
+    """Adds why there is no random key to an error of a model that asks for one, of flax, haiku, equinox or jax.
+
+    Args:
+      why: a sentence; None where there is a key.
+    """
+    try:
+        yield
+    except Exception as error:
+        if why is not None and _ASKS_FOR_A_KEY.search(f"{type(error).__name__} {error}"):
+            error.add_note(why)
+        raise
 
 
 def check_local_loss(loss: jax.Array, params: Params, axis_names: Sequence[str]) -> None:

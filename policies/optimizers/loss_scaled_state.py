@@ -21,6 +21,12 @@ from jmp_train.policies.optimizers.skip_rules import reason_of_skip, taken_by_ru
 from jmp_train.policies.pytrees import copy_like, find_nodes, named_leaves, only_state, path_name, with_states
 from jmp_train.policies.types import PyTree
 
+# what the presets call a field of a `DynamicLossScale`
+_OF_PRESETS = {
+    "period": " (a preset's growth_interval or window)",
+    "factor": " (a preset's growth_factor or scale_factor)",
+}
+
 
 class LossScaledState(NamedTuple):
     """State of `with_loss_scale`.
@@ -165,7 +171,7 @@ def _difference(new: LossScales, old: LossScales) -> str:
         return f"a {type(old).__name__}, not a {type(new).__name__}"
     leaves = {name for tree in (new, old) for name, _ in named_leaves(tree)}
     fields = ", ".join(
-        f"{field.name}={getattr(old, field.name)!r}, not {getattr(new, field.name)!r}"
+        f"{field.name}={getattr(old, field.name)!r}, not {getattr(new, field.name)!r}{_OF_PRESETS.get(field.name, '')}"
         for field in (dataclasses.fields(new) if dataclasses.is_dataclass(new) else ())
         if field.name not in leaves and getattr(new, field.name) != getattr(old, field.name)
     )

@@ -1,5 +1,6 @@
 """Checkpoints: exact, verified file by file, and on any number of devices."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -223,6 +224,24 @@ def test_a_state_that_does_not_fit_is_refused_with_all_leaves(two_steps: Path) -
         "  ['w']: the checkpoint has float32[4, 3], the state has float32[3, 4]",
         "  ['more']: the checkpoint has nothing, the state has float32[]",
     ]
+
+
+@pytest.mark.parametrize("saved", ["bare", "scaled"])
+def test_an_optimizer_with_another_wrapper_is_told_of_adoption(tmp_path: Path, saved: str) -> None:
+    optimizers = {"bare": optax.sgd(0.1, 0.9), "scaled": jt.with_loss_scale(optax.sgd(0.1, 0.9), jt.torch_loss_scale())}
+    old = optimizers.pop(saved)
+    (new,) = optimizers.values()
+    params = {"w": jnp.ones(2)}
+    old_state = jt.TrainState.create(params, old)
+    opt_state = optax.tree.set(old_state.opt_state, trace={"w": jnp.full(2, 3.0)})
+    old_state = dataclasses.replace(old_state, opt_state=opt_state)
+    with jt.CheckpointStore(tmp_path) as store:
+        store.save(1, old_state)
+        with pytest.raises(ValueError, match=r"jmp_train\.adopt_opt_state\(optimizer\.init\(params\), old_opt_state\)"):
+            store.restore(jt.TrainState.create(params, new))
+        _, restored = store.restore(jt.TrainState.create(params, old))
+    opt_state = jt.adopt_opt_state(new.init(params), restored.opt_state)
+    np.testing.assert_array_equal(optax.tree.get(opt_state, "trace")["w"], 3.0)
 
 
 def on_devices(state: Any, count: int) -> Any:

@@ -3,11 +3,13 @@
 import dataclasses
 from typing import Any
 
+import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from flax.training import train_state
 from helpers import relaxed
 
@@ -191,6 +193,52 @@ def test_an_nnx_module_and_its_statistics_are_no_parameters() -> None:
 def test_parameters_without_a_gradient_are_named(leaf: Any, what: str) -> None:
     with pytest.raises(TypeError, match=f"params 'layer/n' is {what}, which has no gradient"):
         jt.TrainState.create({**PARAMS, "layer": {"n": leaf}}, scaled())
+
+
+# --- random keys ------------------------------------------------------------------------------
+
+
+class Dropped(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linen.Dropout(0.5, deterministic=False)(x).mean()
+
+
+DROPOUT = eqx.nn.Dropout(0.5)
+HAIKU = hk.transform(lambda x: hk.dropout(hk.next_rng_key(), 0.5, x).mean())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda params, batch, rng: jax.random.normal(rng) * params["w"].sum(),
+        lambda params, batch, rng: Dropped().apply({}, batch, rngs={"dropout": rng}),
+        lambda params, batch, rng: Dropped().apply({}, batch),
+        lambda params, batch, rng: nnx.Dropout(0.5)(batch, rngs=nnx.Rngs(rng)).mean(),
+        lambda params, batch, rng: nnx.Dropout(0.5)(batch).mean(),
+        lambda params, batch, rng: HAIKU.apply({}, rng, batch),
+        lambda params, batch, rng: DROPOUT(batch, key=rng).mean(),
+    ],
+    ids=["jax", "linen", "linen without rngs", "nnx", "nnx without rngs", "haiku", "equinox"],
+)
+def test_a_model_that_draws_is_told_where_its_key_comes_from(loss: Any) -> None:
+    sgd = optax.sgd(0.1)
+    state = jt.TrainState.create(PARAMS, sgd)
+    with pytest.raises(Exception, match=r"(?i)rng|key") as raised:
+        run(sgd, state, lambda params, model_state, batch, rng: (loss(params, batch, rng), (model_state, None)))
+    notes = "\n".join(raised.value.__notes__)  # jax adds one too
+    assert "rng=None: TrainState.create(params, optimizer, rng=jax.random.key(0))" in notes
+    assert "stateless" not in notes
+    with pytest.raises(type(raised.value)) as raised:
+        run(sgd, state, jt.stateless(lambda params, batch: loss(params, batch, None)))
+    assert "key to loss_fn(params, model_state, batch, rng)" in "\n".join(raised.value.__notes__)
+
+
+def test_other_errors_have_no_such_note() -> None:
+    sgd = optax.sgd(0.1)
+    with pytest.raises(ValueError, match="Incompatible shapes") as raised:
+        run(sgd, jt.TrainState.create(PARAMS, sgd), jt.stateless(lambda params, batch: (batch * jnp.ones(2)).mean()))
+    assert not any("rng" in note for note in raised.value.__notes__)
 
 
 # --- AMP modes --------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_a_scale_is_set_in_a_copy_of_an_nnx_optimizers_state() -> None:
     assert isinstance(state.loss_scale.loss_scale, nnx.OptState)
     optimizer.opt_state = state
     assert float(jt.get_loss_scale(optimizer).loss_scale) == 32.0
-    with pytest.raises(ValueError, match="period=2000, not 7"):
+    with pytest.raises(ValueError, match=r"period=2000, not 7 \(a preset's growth_interval or window\);"):
         jt.set_loss_scale(optimizer, jt.torch_loss_scale(growth_interval=7))
 
 
