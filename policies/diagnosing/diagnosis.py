@@ -1,6 +1,6 @@
 """`diagnose`: what half precision does to every operation of a function or a training step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,10 +9,12 @@ import numpy as np
 from jmp_train.policies.autocasting import FlatCall
 from jmp_train.policies.diagnosing.equations import Site
 from jmp_train.policies.diagnosing.evidence import Evidence
+from jmp_train.policies.diagnosing.explaining import explanation
 from jmp_train.policies.diagnosing.findings import problems_of
 from jmp_train.policies.diagnosing.report import NumericsReport
 from jmp_train.policies.diagnosing.rows import row_of
-from jmp_train.policies.diagnosing.tracing import run_beside_shadow
+from jmp_train.policies.diagnosing.subjects import subject_of
+from jmp_train.policies.diagnosing.tracing import Run, run_beside_shadow
 from jmp_train.policies.dtype_policies import lost_in_cast
 from jmp_train.policies.loss_scaling import DynamicLossScale, is_loss_scale, scales_in
 from jmp_train.policies.optimizers import scaled_states
@@ -61,17 +63,26 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
     run = run_beside_shadow(fn, args, steps)
     rows = tuple(row_of(site, measures) for site, measures in zip(run.sites, run.measures, strict=True))
     scale, dynamic = _loss_scale(args)
+    arguments = {number: path_name(path) for number, (path, _) in enumerate(_arrays(args))}
+    collapsed = _lost_in_casts(run.sites, args, run.carried)
     evidence = Evidence(
         rows=rows,
         sites=run.sites,
         measures=run.measures,
         results=frozenset().union(*run.results),
         state=run.state,
+        arguments=arguments,
+        collapsed=collapsed,
+        subjects=_subjects(run, arguments),
         nonfinite_arguments=_nonfinite(args),
+        lost_state=_lost_state(args, run),
+        stuck_scale=_stuck_scale(args),
         loss_scale=scale,
         dynamic=dynamic,
     )
-    return NumericsReport(problems_of(evidence), rows, _lost_in_casts(run.sites, args, run.carried), run.steps)
+    found = problems_of(evidence)
+    problems = tuple(problem for _, problem in found)
+    return NumericsReport(problems, rows, collapsed, run.steps, explanation(evidence, found))
 
 
 def _with_changed_objects(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,6 +93,16 @@ def _with_changed_objects(fn: Callable[..., Any]) -> Callable[..., Any]:
         return args, result
 
     return pure
+
+
+def _subjects(run: Run, arguments: Mapping[int, str]) -> list[str]:
+    """Returns what each row is if no line of the user's made it, else empty."""
+    what = [
+        f"the update of {name!r}" if number < run.carried else f"the result {name!r}"
+        for number, name in enumerate(run.names)
+    ]
+    results = list(zip(what, run.results, strict=False))
+    return [subject_of(site, row, arguments, results) for row, site in enumerate(run.sites)]
 
 
 def _lost_in_casts(sites: Sequence[Site], args: tuple[object, ...], carried: int) -> dict[str, str]:
@@ -109,6 +130,29 @@ def _loss_scale(args: object) -> tuple[float, bool]:
     scales = [scale for state in states for scale in scales_in(state.loss_scale)]
     numbers = [float(np.max(np.asarray(scale.loss_scale))) for scale in scales if is_loss_scale(scale)]
     return max(numbers, default=1.0), any(isinstance(scale, DynamicLossScale) for scale in scales)
+
+
+def _stuck_scale(args: object) -> str:
+    """Returns a sentence about a loss scale that is at its floor after skipped steps; empty if there is none."""
+    for path, state in scaled_states(args):
+        scales = [scale for scale in scales_in(state.loss_scale) if isinstance(scale, DynamicLossScale)]
+        skips = int(np.max(np.asarray(state.consecutive_skips)))
+        at_floor = [s for s in scales if np.min(np.asarray(s.loss_scale)) <= np.max(np.asarray(s.min_loss_scale))]
+        if at_floor and skips:
+            steps = "step was" if skips == 1 else f"{skips} steps were"
+            floor = float(np.min(np.asarray(at_floor[0].loss_scale)))
+            return f"The loss scale at {path!r} is at its floor of {floor:g}, and the last {steps} skipped."
+    return ""
+
+
+def _lost_state(args: tuple[object, ...], run: Run) -> list[str]:
+    """Returns the paths of the state's leaves that are NaN; infinite ones may be meant, as the best loss so far."""
+    leaves = _arrays(args)[: run.carried]
+    return [
+        path_name(path)
+        for path, leaf in leaves
+        if is_float_array(leaf) and np.isnan(np.asarray(leaf, np.float32)).any()
+    ]
 
 
 def _nonfinite(args: tuple[object, ...]) -> dict[int, str]:

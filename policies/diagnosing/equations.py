@@ -4,15 +4,17 @@ A row's sources are the rows whose results it reads, perhaps moved about; in loo
 """
 
 import dataclasses
+import functools
 import os
+import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax.extend.core as jex
 import numpy as np
 
-from jmp_train.policies.autocasting import join, lines_of, scan_counts, source_of
+from jmp_train.policies.autocasting import DECIDED, join, lines_of, scan_counts
 from jmp_train.policies.diagnosing.constants import epsilon_in_code
 from jmp_train.policies.diagnosing.measures import is_float, is_low
 from jmp_train.policies.diagnosing.programs import BODIES, bodies_of, dtype_of, is_measured
@@ -23,7 +25,9 @@ _HOUSE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 # What runs a user's loss function: lines further out are of the script that calls the step.
 _STEPS = tuple(os.path.join(_HOUSE, room) for room in ("steps", "parallel"))
 _LARGE = 40  # equations of a function that is more than one operation
+_OF_AUTOCAST = re.compile(rf"{re.escape(DECIDED)}(?::\w+)?(?:/|$)")  # its own scope, which no rule sees
 _STANDARD = sysconfig.get_path("stdlib")
+_PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # which may be below it
 _LAYERS = os.path.join(_HOUSE, "graphs")
 
 
@@ -51,22 +55,40 @@ class Site:
     zeros: tuple[Any, ...]
     turn: int
 
-    @property
+    @functools.cached_property
     def line(self) -> str:
         """The file and line of the user's code, or of the library that the user called."""
         return user_line((*self.callers, self.equation))
 
     @property
     def function(self) -> str:
-        """The name of the innermost jitted function that it is in; empty if there is none, or that is large."""
+        """The name of the innermost jitted function that it is in; empty if there is none, or that is large.
+
+        What holds a `shard_map` or a derivative is a step and not an operation, and so are those that have no name.
+        """
         jitted = [e.params for e in self.callers if e.primitive.name in ("jit", "pjit")]
-        if not jitted or len(jitted[-1]["jaxpr"].jaxpr.eqns) > _LARGE:
+        if not jitted or _is_step(jitted[-1]["jaxpr"].jaxpr) or not jitted[-1]["name"].isidentifier():
             return ""
         return jitted[-1]["name"]
+
+    @property
+    def under_autocast(self) -> bool:
+        """Whether autocast has rewritten it."""
+        return any(DECIDED in str(e.source_info.name_stack) for e in (*self.callers, self.equation))
+
+
+def _is_step(jaxpr: Any) -> bool:
+    """Whether a jitted function is more than an operation or a layer."""
+    is_holding = any(
+        e.primitive.name == "shard_map" or "transpose(" in str(e.source_info.name_stack) for e in jaxpr.eqns
+    )
+    return is_holding or len(jaxpr.eqns) > _LARGE
 
 
 def user_line(equations: Sequence[Any]) -> str:
     """Returns the file and line of the innermost user's code between an equation and the step that runs it.
+
+    Where there is none it is that of the library that the user called, and empty for this one and Python's own.
 
     Args:
       equations: one within the other, the outermost first.
@@ -75,11 +97,23 @@ def user_line(equations: Sequence[Any]) -> str:
     for line, is_installed in lines_of(equations):
         if line.startswith(_STEPS):
             break
-        if not line.startswith(_STANDARD):
-            fallback = fallback or line
-        if not is_installed and not line.startswith((_LAYERS, _STANDARD)):
+        if line.startswith(_LAYERS) or (line.startswith(_STANDARD) and not line.startswith(_PACKAGES)):
+            continue
+        if not is_installed:
             return line
-    return fallback or source_of(equations)
+        fallback = fallback or line
+    return fallback
+
+
+def frames_of(site: Site) -> Iterator[tuple[str, str]]:
+    """Yields file and function of what made an operation, the innermost first, up to the user's line or the step."""
+    line = site.line
+    for equation in reversed((*site.callers, site.equation)):
+        traceback = equation.source_info.traceback
+        for frame in () if traceback is None else traceback.frames:
+            if f"{frame.file_name}:{frame.line_num}" == line:
+                return
+            yield frame.file_name, frame.function_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +185,8 @@ def _walk(
             if is_measured(equation):
                 direction = _direction(scope, is_backward, together.backward)
                 origins_of_it = together.rows, together.infinite, together.zeros
-                sites.append(Site(equation, callers, join(path, scope), direction, *origins_of_it, turn[0]))
+                own_path = _OF_AUTOCAST.sub("", join(path, scope))
+                sites.append(Site(equation, callers, own_path, direction, *origins_of_it, turn[0]))
                 together = dataclasses.replace(
                     together,
                     rows=frozenset((len(sites) - 1,)),

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from jmp_train.policies.diagnosing.equations import Direction, Site
 from jmp_train.policies.diagnosing.measures import COLUMNS
 from jmp_train.policies.diagnosing.rows import OperationNumerics
+from jmp_train.policies.diagnosing.subjects import argument_of
 
 _NEGLIGIBLE = 1e-4  # magnitude of a gradient relative to the largest one
 _CARRIED = ("add", "sub", "mul", "convert_element_type")  # through which a sum is carried on
@@ -45,7 +46,12 @@ class Evidence:
       measures: [rows, columns].
       results: the numbers of the rows from which the function's results come.
       state: leaves in lower precision that the function is given and returns.
+      arguments: their paths by number.
+      collapsed: the paths of arguments whose values collapse where they are cast -> what becomes of them.
+      subjects: what each row is if no line of the user's made it, else empty.
       nonfinite_arguments: the numbers of arguments that hold NaN or infinities, with their paths.
+      lost_state: the paths of the state's leaves that were NaN before the first run.
+      stuck_scale: a sentence about a loss scale that cannot fall any further; empty where it can.
       loss_scale: the largest in the arguments; 1 where there is none.
       dynamic: whether it adapts.
     """
@@ -55,13 +61,22 @@ class Evidence:
     measures: np.ndarray
     results: frozenset[int]
     state: Sequence[StateLeaf]
+    arguments: Mapping[int, str]
+    collapsed: Mapping[str, str]
+    subjects: Sequence[str]
     nonfinite_arguments: dict[int, str]
+    lost_state: Sequence[str]
+    stuck_scale: str
     loss_scale: float
     dynamic: bool
 
     def column(self, name: str) -> np.ndarray:
         """Returns a column of the measures, [rows]."""
         return self.measures[:, COLUMNS.index(name)]
+
+    def argument(self, row: int) -> str:
+        """Returns the path of the argument that a row casts; empty if it does not."""
+        return argument_of(self.sites[row], self.arguments)
 
     def sources(self, row: int) -> list[int]:
         """Returns the rows whose results a row reads."""
@@ -95,11 +110,11 @@ class Evidence:
         after = {row, *self.after(row)}
         # An update makes much of gradients that are zero but for roundings.
         is_update = self.direction(row) == "update"
-        ends = (i for i in self._ends if i in after and is_update == (self.sites[i].direction == "update"))
+        ends = (i for i in self.ends if i in after and is_update == (self.sites[i].direction == "update"))
         return any(self._is_ruined(i) or self._error(i) > error for i in ends)
 
     @functools.cached_property
-    def _ends(self) -> list[int]:
+    def ends(self) -> list[int]:
         """The rows of results, and of gradients: what the backward pass leaves to the update."""
         gradients = (i for i, site in enumerate(self.sites) if site.direction == "backward" and self._is_last(i))
         return sorted({*self.results, *gradients})
@@ -117,7 +132,7 @@ class Evidence:
         elements = np.maximum(self.column("elements"), 1)
         error, magnitude = self.column("inherited_error") / elements, self.column("shadow_magnitude") / elements
         terms = self.column("shadow_terms") / elements
-        ends = [i for i in self._ends if self.sites[i].direction == "backward"]
+        ends = [i for i in self.ends if self.sites[i].direction == "backward"]
         whole = max(magnitude[row], terms[row], _NEGLIGIBLE * magnitude[ends].max())
         return float(error[row] / whole) if whole else 0.0
 
@@ -155,6 +170,11 @@ class Evidence:
             for source in self.sources(row):
                 readers[source].append(row)
         return readers
+
+    def first_nonfinite(self, row: int) -> tuple[int, float, int]:
+        """Returns when a row's result first was NaN or infinite, as numbers that compare."""
+        found = (self._first(row, name) for name in ("nan", "infinite"))
+        return min((when for when in found if when is not None), default=(len(self.sites), 0.0, row))
 
     def _first(self, row: int, name: str) -> tuple[int, float, int] | None:
         """Returns when a row's result first was `nan` or `infinite`, as numbers that compare; None if never."""

@@ -4,7 +4,7 @@ Each finder yields (row, problem). A problem is where an error begins: what inhe
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax.extend.core as jex
@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.autocasting import PRODUCTS
+from jmp_train.policies.diagnosing.arguments import collapsed_arguments, nonfinite_arguments
 from jmp_train.policies.diagnosing.arithmetic import SUMS
 from jmp_train.policies.diagnosing.constants import epsilon_in_code, is_zero_by_default, number_in_code
 from jmp_train.policies.diagnosing.equations import Site, is_infinite, user_line
-from jmp_train.policies.diagnosing.evidence import Evidence
+from jmp_train.policies.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.policies.diagnosing.measures import is_float, is_low
-from jmp_train.policies.diagnosing.problems import Kind, Problem, Severity
+from jmp_train.policies.diagnosing.names import named
+from jmp_train.policies.diagnosing.problems import Problem, problem_at
 from jmp_train.policies.diagnosing.programs import dtype_of
 from jmp_train.policies.diagnosing.remedies import (
     LINEAR,
@@ -31,6 +33,7 @@ from jmp_train.policies.diagnosing.remedies import (
     smaller_scale,
 )
 from jmp_train.policies.diagnosing.rows import OperationNumerics
+from jmp_train.policies.diagnosing.subjects import is_loss, is_reduction
 
 _LOST_DIGITS = 0.1  # relative error of one operation of the forward pass
 _LOST_TERMS = 0.02  # share of a sum's terms
@@ -45,8 +48,8 @@ _BECOMES_NOTHING = (("add", 0.0), ("max", 0.0), ("mul", 1.0))  # of a constant: 
 Found = Iterator[tuple[int, Problem]]
 
 
-def problems_of(evidence: Evidence) -> tuple[Problem, ...]:
-    """Returns the problems, one a line of code: those that harm before notes, and of these what happens first.
+def problems_of(evidence: Evidence) -> list[tuple[int, Problem]]:
+    """Returns rows and problems, one a line of code: those that harm before notes, and of these what happens first.
 
     Args:
       evidence: of a diagnosis.
@@ -54,39 +57,21 @@ def problems_of(evidence: Evidence) -> tuple[Problem, ...]:
     found: dict[Any, tuple[int, Problem]] = {}
     for find in _FINDERS:
         for row, problem in find(evidence):
-            key = problem.file, problem.line, problem.path if not problem.line else ""
+            key = (
+                problem.file,
+                problem.line,
+                "" if problem.line else problem.path,
+                problem.subject,
+                "" if row < 0 or evidence.sites[row].under_autocast else evidence.argument(row),
+            )
             if key not in found or _order((row, problem)) < _order(found[key]):
                 found[key] = row, problem
-    return tuple(problem for _, problem in sorted(found.values(), key=_order))
+    return sorted(found.values(), key=_order)
 
 
 def _order(item: tuple[int, Problem]) -> tuple[bool, int]:
     row, problem = item
     return problem.severity != "problem", row
-
-
-def _problem(
-    evidence: Evidence, row: int, kind: Kind, text: str, remedy: Remedy, *, harmful: bool = True, line: str = ""
-) -> tuple[int, Problem]:
-    site = evidence.sites[row]
-    file, _, number = (line or site.line).rpartition(":")
-    severity: Severity = "problem" if harmful else "note"
-    direction = evidence.direction(row)
-    if direction == "update" and remedy.action == "rules":
-        remedy = full_state()
-    where = direction, site.path, file, int(number or 0), site.equation.primitive.name
-    return row, Problem(severity, kind, *where, text, remedy)
-
-
-def _arguments(evidence: Evidence) -> Found:
-    """Finds arguments that are not finite; where they make no NaN, as a mask makes none, they harm nothing."""
-    harmful = bool(evidence.column("shadow_nan").any())
-    for number, path in evidence.nonfinite_arguments.items():
-        rows = [i for i, site in enumerate(evidence.sites) if -1 - number in site.sources]
-        remedy = Remedy("mathematics", f"mend {path!r} before the function is called")
-        for row in rows[:1]:
-            text = f"the argument {path!r} is not finite"
-            yield _problem(evidence, row, "NaN made", text, remedy, harmful=harmful)
 
 
 def _constants(evidence: Evidence) -> Found:
@@ -103,10 +88,10 @@ def _constants(evidence: Evidence) -> Found:
             number = epsilon_in_code(site.line, dtype) if value == 0 else number_in_code(site.line, value, dtype)
             if number and value == 0:
                 text = f"the constant {number} is 0 in {dtype}"
-                yield _problem(evidence, i, "underflow", text, larger_epsilon(evidence, i))
+                yield problem_at(evidence, i, "underflow", text, larger_epsilon(evidence, i))
             elif number:
                 text = f"the constant {number} is {value:g} in {dtype}: what is multiplied by it never changes"
-                yield _problem(evidence, i, "stagnation", text, in_float32(evidence, i))
+                yield problem_at(evidence, i, "stagnation", text, in_float32(evidence, i))
 
 
 def _is_under_root(evidence: Evidence, row: int) -> bool:
@@ -123,17 +108,17 @@ def _masks(evidence: Evidence) -> Found:
     """Finds NaN that infinite constants make, as a mask that leaves nothing over does."""
     for i in evidence.first_to_be("nan"):
         site = evidence.sites[i]
-        nan = f"{evidence.rows[i].nan:.2%} of {_named(evidence, i)} are NaN"
+        nan = f"{evidence.rows[i].nan:.2%} of {named(evidence, i)} are NaN"
         if _is_multiplied_by_infinity(evidence, i):
             dtype = str(dtype_of(site.equation.outvars[0]))
             number = number_in_code(site.line, math.inf, dtype) or "that multiplies a mask"
             text = f"the constant {number} is infinite in {dtype}, and times 0 it is NaN: {nan}"
-            yield _problem(evidence, i, "invalid mask", text, smaller_fill(dtype))
+            yield problem_at(evidence, i, "invalid mask", text, smaller_fill(dtype))
         elif _is_of_mask(evidence, i):
             mask = min(_fills(site), key=lambda mask: float(jnp.finfo(dtype_of(mask[-1].outvars[0])).max))
             dtype = str(dtype_of(mask[-1].outvars[0]))
             text = f"a mask is infinite in {dtype}, and {nan}"
-            yield _problem(evidence, i, "invalid mask", text, smaller_fill(dtype), line=user_line(mask))
+            yield problem_at(evidence, i, "invalid mask", text, smaller_fill(dtype), line=user_line(mask))
 
 
 def _is_multiplied_by_infinity(evidence: Evidence, row: int) -> bool:
@@ -167,7 +152,7 @@ def _whole_numbers(evidence: Evidence) -> Found:
             text += f", {row.merged:.1%} become their neighbor"
         remedy = in_float32(evidence, i, "integers or float32 until they are scaled")
         harmful = bool(merged[i]) and evidence.reaches(i, 0.0)
-        yield _problem(evidence, i, "integer precision lost", text, remedy, harmful=harmful)
+        yield problem_at(evidence, i, "integer precision lost", text, remedy, harmful=harmful)
 
 
 def _overflows(evidence: Evidence) -> Found:
@@ -175,22 +160,23 @@ def _overflows(evidence: Evidence) -> Found:
         if not row.overflowed:
             continue
         largest = float(jnp.finfo(row.dtype).max)
-        share = f"{row.overflowed:.2%} of {_named(evidence, i)}"
+        share = f"{row.overflowed:.2%} of {named(evidence, i)}"
         if _makes_infinities_of_zeros(row):
             text = f"{share} are infinite or NaN, of operands that are 0 in {row.dtype}"
         else:
             text = f"{share} overflow: up to {row.largest:.6g}, and {row.dtype} ends at {largest:.5g}"
         if _is_constant(evidence.sites[i]):
             harmful = evidence.spreads(i)
-            yield _problem(evidence, i, "invalid mask", text, smaller_fill(row.dtype), harmful=harmful)
+            yield problem_at(evidence, i, "invalid mask", text, smaller_fill(row.dtype), harmful=harmful)
             continue
         unscaled = row.largest / evidence.loss_scale
-        if row.direction == "backward" and evidence.loss_scale > 1 and unscaled < largest < row.largest:
+        is_scaled = row.direction == "backward" or is_reduction(evidence.sites[i])
+        if is_scaled and evidence.loss_scale > 1 and unscaled < largest < row.largest:
             text += f"; without the loss scale of {evidence.loss_scale:g} they reach {unscaled:.3g}"
-            remedy = smaller_scale(evidence)
-            yield _problem(evidence, i, "overflow", text, remedy, harmful=not evidence.dynamic)
+            remedy = smaller_scale(evidence, "return the loss in float32, or " if is_loss(evidence.sites[i]) else "")
+            yield problem_at(evidence, i, "overflow", text, remedy, harmful=not evidence.dynamic)
             continue
-        yield _problem(evidence, i, "overflow", text, in_float32(evidence, i), harmful=evidence.spreads(i))
+        yield problem_at(evidence, i, "overflow", text, in_float32(evidence, i), harmful=evidence.spreads(i))
 
 
 def _makes_infinities_of_zeros(row: OperationNumerics) -> bool:
@@ -210,16 +196,16 @@ def _nans(evidence: Evidence) -> Found:
         if _is_multiplied_by_infinity(evidence, i) or _is_of_mask(evidence, i):
             continue
         sources = evidence.sources(i)
-        text = f"{evidence.rows[i].nan:.2%} of {_named(evidence, i)} are NaN"
+        text = f"{evidence.rows[i].nan:.2%} of {named(evidence, i)} are NaN"
         if zeros := evidence.sites[i].zeros:
             line, dtype = user_line(zeros[0]), str(dtype_of(zeros[0][-1].outvars[0]))
             text = f"the constant {epsilon_in_code(line, dtype)} is 0 in {dtype}, and {text}"
-            yield _problem(evidence, i, "underflow", text, larger_epsilon(evidence, i), line=line)
+            yield problem_at(evidence, i, "underflow", text, larger_epsilon(evidence, i), line=line)
         elif evidence.column("shadow_nan")[i]:
             remedy = Remedy("mathematics", "mend the mathematics: the operands are where it is not defined")
-            yield _problem(evidence, i, "NaN made", f"{text}, in float32 too", remedy)
+            yield problem_at(evidence, i, "NaN made", f"{text}, in float32 too", remedy)
         elif not overflowed[i] and not overflowed[sources].any() and not infinite[sources].any():
-            yield _problem(evidence, i, "NaN made", f"{text}, and not in float32", in_float32(evidence, i))
+            yield problem_at(evidence, i, "NaN made", f"{text}, and not in float32", in_float32(evidence, i))
 
 
 def _infinities(evidence: Evidence) -> Found:
@@ -228,9 +214,9 @@ def _infinities(evidence: Evidence) -> Found:
         row = evidence.rows[i]
         if row.overflowed or evidence.column("shadow_infinite")[i] or not is_low(row.dtype):
             continue
-        text = f"{row.infinite:.2%} of {_named(evidence, i)} are infinite, and not in float32: an operand has become 0"
+        text = f"{row.infinite:.2%} of {named(evidence, i)} are infinite, and not in float32: an operand has become 0"
         remedy = operands_in_float32(evidence, i)
-        yield _problem(evidence, i, "underflow", text, remedy, harmful=evidence.spreads(i))
+        yield problem_at(evidence, i, "underflow", text, remedy, harmful=evidence.spreads(i))
 
 
 def _underflows(evidence: Evidence) -> Found:
@@ -244,26 +230,26 @@ def _underflows(evidence: Evidence) -> Found:
         if row.worst_error < _FLUSHED and not is_divisor:
             continue
         text = (
-            f"{row.flushed:.2%} of {_named(evidence, i)} become 0: {row.smallest:.2g} to {row.largest:.2g}, "
+            f"{row.flushed:.2%} of {named(evidence, i)} become 0: {row.smallest:.2g} to {row.largest:.2g}, "
             f"and {row.dtype} begins at {least:.2g}"
         )
         if row.direction != "backward":
             remedy = (larger_epsilon if _is_constant(evidence.sites[i]) else in_float32)(evidence, i)
             harmful = is_divisor or evidence.reaches(i, _REACHED)
-            yield _problem(evidence, i, "underflow", text, remedy, harmful=harmful)
+            yield problem_at(evidence, i, "underflow", text, remedy, harmful=harmful)
             continue
         remedy = larger_scale(evidence) or in_float32(evidence, i)
         harmful = evidence.reaches(i, _REACHED_GRADIENT)
-        yield _problem(evidence, i, "underflow", text, remedy, harmful=harmful)
+        yield problem_at(evidence, i, "underflow", text, remedy, harmful=harmful)
 
 
 def _stagnating_sums(evidence: Evidence) -> Found:
     for i, row in enumerate(evidence.rows):
         if row.lost_terms < _LOST_TERMS or row.overflowed or row.primitive in ("add", "sub", "add_any"):
             continue
-        text = f"{row.lost_terms:.1%} of what {_named(evidence, i)} adds up is lost"
+        text = f"{row.lost_terms:.1%} of what {named(evidence, i)} adds up is lost"
         harmful = evidence.reaches(i, _LOST_TERMS / 2)
-        yield _problem(evidence, i, "stagnation", text, in_float32(evidence, i), harmful=harmful)
+        yield problem_at(evidence, i, "stagnation", text, in_float32(evidence, i), harmful=harmful)
 
 
 def _accumulations(evidence: Evidence) -> Found:
@@ -271,9 +257,9 @@ def _accumulations(evidence: Evidence) -> Found:
     for i, row in enumerate(evidence.rows):
         if row.absorbed < _ABSORBED or row.primitive not in ("add", "sub") or not evidence.feeds_itself(i):
             continue
-        text = f"{row.absorbed:.1%} of what {_named(evidence, i)} adds in {row.runs} iterations changes nothing"
+        text = f"{row.absorbed:.1%} of what {named(evidence, i)} adds in {row.runs} iterations changes nothing"
         harmful = evidence.reaches(i, _LOST_TERMS / 2)
-        yield _problem(evidence, i, "stagnation", text, in_float32(evidence, i), harmful=harmful)
+        yield problem_at(evidence, i, "stagnation", text, in_float32(evidence, i), harmful=harmful)
 
 
 def _cancellations(evidence: Evidence) -> Found:
@@ -282,15 +268,15 @@ def _cancellations(evidence: Evidence) -> Found:
         if row.overflowed or row.direction != "forward" or row.primitive in not_looked_at:
             continue
         if row.worst_error >= _LOST_DIGITS:
-            text = f"{_named(evidence, i)} is off by {row.worst_error:.1%} if its operands are rounded, by that alone"
+            text = f"{named(evidence, i)} is off by {row.worst_error:.1%} if its operands are rounded, by that alone"
         elif _amplifies(evidence, i):
             text = (
-                f"{_named(evidence, i)} is off by {row.inherited_error:.1%}, more than {_AMPLIFIED} times its operands"
+                f"{named(evidence, i)} is off by {row.inherited_error:.1%}, more than {_AMPLIFIED} times its operands"
             )
         else:
             continue
         harmful = evidence.reaches(i, _REACHED)
-        yield _problem(evidence, i, "cancellation", text, operands_in_float32(evidence, i), harmful=harmful)
+        yield problem_at(evidence, i, "cancellation", text, operands_in_float32(evidence, i), harmful=harmful)
 
 
 def _amplifies(evidence: Evidence, row: int) -> bool:
@@ -302,16 +288,25 @@ def _amplifies(evidence: Evidence, row: int) -> bool:
 
 
 def _state(evidence: Evidence) -> Found:
+    for leaves in _by_line(evidence):
+        share = sum(leaf.unchanged for leaf in leaves) / sum(leaf.changing for leaf in leaves)
+        more = f" and of {len(leaves) - 1} more lea{'f' if len(leaves) == 2 else 'ves'}" if len(leaves) > 1 else ""
+        first = leaves[0]
+        text = f"{share:.1%} of {first.path!r}{more} stay the same {first.dtype} though they should change"
+        yield problem_at(evidence, max(first.rows), "stagnation", text, full_state())
+
+
+def _by_line(evidence: Evidence) -> Iterable[list[StateLeaf]]:
+    """Returns the leaves of the state that stay the same, of which those that a line updates are together."""
+    together: dict[str, list[StateLeaf]] = {}
     for leaf in evidence.state:
-        if not leaf.rows or leaf.unchanged <= _UNCHANGED * leaf.changing:
-            continue
-        share = leaf.unchanged / leaf.changing
-        text = f"{share:.1%} of {leaf.path!r} stay the same {leaf.dtype} though they should change"
-        yield _problem(evidence, max(leaf.rows), "stagnation", text, full_state())
+        if leaf.rows and leaf.unchanged > _UNCHANGED * leaf.changing:
+            together.setdefault(evidence.sites[max(leaf.rows)].line, []).append(leaf)
+    return together.values()
 
 
 _FINDERS: tuple[Callable[[Evidence], Found], ...] = (
-    _arguments,
+    nonfinite_arguments,
     _constants,
     _masks,
     _whole_numbers,
@@ -322,10 +317,6 @@ _FINDERS: tuple[Callable[[Evidence], Found], ...] = (
     _stagnating_sums,
     _accumulations,
     _cancellations,
+    collapsed_arguments,
     _state,
 )
-
-
-def _named(evidence: Evidence, row: int) -> str:
-    found = evidence.rows[row]
-    return f"{found.primitive} {found.dtype}[{','.join(map(str, found.shape))}]"

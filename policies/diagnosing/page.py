@@ -7,7 +7,7 @@ from string import Template
 from jmp_train.policies.autocasting import AutocastRules, rules_code
 from jmp_train.policies.diagnosing.picture import picture
 from jmp_train.policies.diagnosing.places import place_of
-from jmp_train.policies.diagnosing.problems import Problem
+from jmp_train.policies.diagnosing.problems import Problem, where_is
 from jmp_train.policies.diagnosing.rows import OperationNumerics
 from jmp_train.policies.pages import code_block, document
 
@@ -90,7 +90,7 @@ def _problems(problems: Sequence[Problem]) -> str:
 
 
 def _problem(number: int, problem: Problem) -> str:
-    where = f"{place_of(problem.file, problem.line)} {problem.path}".strip()
+    where = f"{where_is(problem)} {problem.path}".strip()
     copied = code_block(rules_code(problem.remedy.rules))
     return (
         f'<li id="problem-{number}" class="{escape(problem.severity)}">'

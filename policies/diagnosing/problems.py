@@ -6,10 +6,26 @@ from typing import Any, Literal
 
 from jmp_train.policies.autocasting import AutocastRules
 from jmp_train.policies.diagnosing.equations import Direction
-from jmp_train.policies.diagnosing.remedies import Remedy
+from jmp_train.policies.diagnosing.evidence import Evidence
+from jmp_train.policies.diagnosing.places import place_of
+from jmp_train.policies.diagnosing.remedies import (
+    Remedy,
+    float32_argument,
+    float32_reduction,
+    full_gradients,
+    full_state,
+)
+from jmp_train.policies.diagnosing.subjects import is_by_policy, is_reduction
 
 Kind = Literal[
-    "overflow", "underflow", "cancellation", "stagnation", "integer precision lost", "NaN made", "invalid mask"
+    "overflow",
+    "underflow",
+    "cancellation",
+    "stagnation",
+    "integer precision lost",
+    "values collapse",
+    "NaN made",
+    "invalid mask",
 ]
 Severity = Literal["problem", "note"]
 
@@ -28,6 +44,7 @@ class Problem:
       primitive: the operation.
       evidence: what was seen, in numbers.
       remedy: what mends it.
+      subject: what it is, where no line of the user's is: an argument by its path, the loss, the update of a leaf.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -45,6 +62,7 @@ class Problem:
     primitive: str
     evidence: str
     remedy: Remedy
+    subject: str = ""
 
     @property
     def code(self) -> str:
@@ -58,3 +76,49 @@ class Problem:
         tables = (f.name for f in dataclasses.fields(AutocastRules))
         rules = {name: dict(getattr(self.remedy.rules, name)) for name in tables}
         return fields | {"code": self.code, "remedy": remedy | {"rules": rules}}
+
+
+def where_is(problem: Problem) -> str:
+    """Returns the user's line, or what the operation is where there is none."""
+    return place_of(problem.file, problem.line) if problem.line else problem.subject or "?"
+
+
+def problem_at(
+    evidence: Evidence, row: int, kind: Kind, text: str, remedy: Remedy, *, harmful: bool = True, line: str = ""
+) -> tuple[int, Problem]:
+    """Returns a row with the problem that it has.
+
+    Args:
+      evidence: of a diagnosis.
+      row: number of the row.
+      kind: of the problem.
+      text: the evidence.
+      remedy: of the operation; what is cast as an argument, reduced over devices or updated has its own.
+      harmful: whether it is more than a note.
+      line: of the user's code, if it is not that of the row.
+    """
+    site = evidence.sites[row]
+    file, _, number = (line or site.line).rpartition(":")
+    severity: Severity = "problem" if harmful else "note"
+    direction = evidence.direction(row)
+    if remedy.action == "rules":
+        remedy = _outside_of_rules(evidence, row) or remedy
+    if path := evidence.argument(row):
+        lost = evidence.collapsed.get(path, "")
+        said = [*([f"the argument {path!r}"] if number else []), *([lost] if lost and lost != text else [])]
+        text += f" ({': '.join(said)})" if said else ""
+    where = direction, site.path, file, int(number or 0), site.equation.primitive.name
+    return row, Problem(severity, kind, *where, text, remedy, "" if number else evidence.subjects[row])
+
+
+def _outside_of_rules(evidence: Evidence, row: int) -> Remedy | None:
+    """Returns what mends an operation that autocast does not see; None if rules do."""
+    site = evidence.sites[row]
+    path = evidence.argument(row)
+    if path and (is_by_policy(site) or not site.line):
+        return float32_argument(path, evidence.rows[row].dtype, is_parameter=path.startswith("0"))
+    if site.equation.primitive.name.startswith("psum") or is_reduction(site):
+        return float32_reduction(by_hand=not is_reduction(site))
+    if evidence.direction(row) == "update":
+        return full_state() if evidence.state else full_gradients()
+    return None

@@ -9,12 +9,12 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jmp_train.policies.autocasting import PRODUCTS, TORCH_CUDA, AutocastRules, Rule, replace_arguments
+from jmp_train.policies.autocasting import HALVES, PRODUCTS, TORCH_CUDA, AutocastRules, Rule, replace_arguments
 from jmp_train.policies.diagnosing.arithmetic import SUMS
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_low
 
-Action = Literal["rules", "loss scale", "epsilon", "mask", "state", "mathematics"]
+Action = Literal["rules", "argument", "loss scale", "epsilon", "mask", "reduction", "state", "mathematics"]
 
 _NO_RULES = AutocastRules()
 # What passes the errors of its operands on as they are.
@@ -27,8 +27,9 @@ class Remedy:
     """What mends a problem.
 
     Attributes:
-      action: "rules": entries of `AutocastRules`; "loss scale": another one; "epsilon": a larger one; "mask": a smaller
-        fill value; "state": master weights, stochastic rounding or float32; "mathematics": float32 has it too.
+      action: "rules": entries of `AutocastRules`; "argument": one that stays float32; "loss scale": another one;
+        "epsilon": a larger one; "mask": a smaller fill value; "reduction": gradients that are averaged in float32;
+        "state": master weights, stochastic rounding or float32; "mathematics": float32 has it too.
       text: what to do, in words.
       rules: the entries, on which `AutocastRules` are to be built; empty where none mend it.
       value: the loss scale, epsilon or fill value to be taken; None where there is none.
@@ -100,6 +101,40 @@ def larger_epsilon(evidence: Evidence, row: int) -> Remedy:
     return dataclasses.replace(rest, action="epsilon", value=least)
 
 
+def float32_argument(path: str, dtype: str, *, is_parameter: bool) -> Remedy:
+    """Returns how an argument that a policy casts stays in float32.
+
+    Args:
+      path: of the argument.
+      dtype: that it is cast to.
+      is_parameter: whether it is of the first argument, in which a `policy_by_path` looks for leaves.
+    """
+    ways = [f'policy="autocast_{dtype}", which casts nothing before it is used'] if dtype in HALVES else []
+    if is_parameter:
+        leaf = re.escape(path.removeprefix("0").removeprefix("/").removeprefix("params/"))
+        ways.append(f'jt.policy_by_path({{"{leaf}$": "float32"}}, default=policy)')
+    else:
+        ways.append(f"jt.apply_policy(model, policy) on the model alone, in a loss_fn that reads {path!r} as it is")
+    return Remedy("argument", f"keep {path!r} in float32: {', or '.join(ways)}")
+
+
+def float32_reduction(*, by_hand: bool) -> Remedy:
+    """Returns how gradients, or what else is added up over devices, are added up in float32.
+
+    Args:
+      by_hand: whether the user adds them up, and not a train step.
+    """
+    if not by_hand:
+        return Remedy("reduction", "average the gradients in float32: a policy with reduce_dtype=jnp.float32")
+    text = "add up in float32: jax.lax.psum(x.astype(jnp.float32), axis), or jt.reduce_gradients(grads, (axis,))"
+    return Remedy("reduction", f"{text}, which averages gradients so")
+
+
+def full_gradients() -> Remedy:
+    """Returns what mends the way from gradients to an update of a state in float32."""
+    return Remedy("state", "float32 from the gradients on: grads = jt.cast_to_full(grads) before this line")
+
+
 def full_state() -> Remedy:
     """Returns what mends an update: rules of autocast are for what is differentiated, and do not reach it."""
     return Remedy(
@@ -115,11 +150,16 @@ def smaller_fill(dtype: str) -> Remedy:
     )
 
 
-def smaller_scale(evidence: Evidence) -> Remedy:
-    """Returns the power of two at which the largest gradient is at most half as large as its dtype allows."""
+def smaller_scale(evidence: Evidence, advice: str = "") -> Remedy:
+    """Returns the power of two at which the largest gradient is at most half as large as its dtype allows.
+
+    Args:
+      evidence: of a diagnosis.
+      advice: what is better, in words.
+    """
     scale = evidence.loss_scale * 2.0 ** math.floor(math.log2(_room_for_gradients(evidence)) - 1)
     rest = ", to which the dynamic one falls by itself" if evidence.dynamic else ""
-    return Remedy("loss scale", f"a loss scale of {scale:g}{rest}", value=scale)
+    return Remedy("loss scale", f"{advice}a loss scale of {scale:g}{rest}", value=scale)
 
 
 def larger_scale(evidence: Evidence) -> Remedy | None:
@@ -151,6 +191,7 @@ def merged_rules(remedies: Sequence[Remedy], rules: AutocastRules = TORCH_CUDA) 
 
 def _entry(evidence: Evidence, row: int) -> tuple[Literal["paths", "functions", "primitives"], tuple[str, ...]]:
     """Returns which table of the rules names an operation best: by its path, its function or its primitive."""
+    row = _product_of_cast(evidence, row)
     site, found = evidence.sites[row], evidence.rows[row]
     if site.path:
         return "paths", (re.escape(site.path) + "$",)
@@ -163,3 +204,11 @@ def _entry(evidence: Evidence, row: int) -> tuple[Literal["paths", "functions", 
     }
     apart = {*PRODUCTS, "convert_element_type"} - {found.primitive}
     return "primitives", tuple(sorted((same_line | {found.primitive}) - apart - {"add_any"}))
+
+
+def _product_of_cast(evidence: Evidence, row: int) -> int:
+    """Returns the matrix product for which autocast casts a value, whose rule decides of the cast; else the row."""
+    readers = evidence.readers(row)
+    is_cast = evidence.rows[row].primitive == "convert_element_type" and evidence.sites[row].under_autocast
+    products = [i for i in readers if evidence.rows[i].primitive in PRODUCTS]
+    return products[0] if is_cast and products and len(products) == len(readers) else row

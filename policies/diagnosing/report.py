@@ -9,8 +9,7 @@ from typing import Any
 
 from jmp_train.policies.autocasting import AutocastRules
 from jmp_train.policies.diagnosing.page import page
-from jmp_train.policies.diagnosing.places import place_of
-from jmp_train.policies.diagnosing.problems import Problem
+from jmp_train.policies.diagnosing.problems import Problem, where_is
 from jmp_train.policies.diagnosing.remedies import merged_rules
 from jmp_train.policies.diagnosing.rows import OperationNumerics
 
@@ -30,6 +29,8 @@ class NumericsReport:
       rows: an operation each, in the order in which they run.
       collapsed: path of an argument's leaf -> what its values lose when they are cast, as `check_casts` says.
       steps: how often the function was run.
+      explanation: what the rest comes of: a state that was lost before, or where the first value that is not finite is
+        made; empty where all is finite.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -42,6 +43,7 @@ class NumericsReport:
     rows: tuple[OperationNumerics, ...]
     collapsed: dict[str, str]
     steps: int
+    explanation: str = ""
 
     @property
     def rules(self) -> AutocastRules:
@@ -55,6 +57,7 @@ class NumericsReport:
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "collapsed": self.collapsed,
             "steps": self.steps,
+            "explanation": self.explanation,
         }
         return finite_or_none(found)
 
@@ -77,9 +80,9 @@ class NumericsReport:
           True
         """
         entries = merged_rules([problem.remedy for problem in self._harmful], AutocastRules())
-        return page(
-            title, self._summary, self.problems, self.rows, collapsed=self.collapsed, rules=entries, steps=self.steps
-        )
+        summary = f"{self._summary}. {self.explanation}".strip()
+        found = self.problems, self.rows
+        return page(title, summary, *found, collapsed=self.collapsed, rules=entries, steps=self.steps)
 
     @property
     def _harmful(self) -> list[Problem]:
@@ -93,9 +96,7 @@ class NumericsReport:
         return f"{harmful or 'no'} problem{'s' * (harmful != 1)} in {count}"
 
     def __str__(self) -> str:
-        lines = [self._summary]
-        for path, text in self.collapsed.items():
-            lines += _wrapped(f"argument {path}: {text}", "  ")
+        lines = [self._summary, *_wrapped(self.explanation, "")]
         for problem in self.problems:
             lines += _lines(problem)
         if any(problem.remedy.action == "rules" for problem in self._harmful):
@@ -106,16 +107,17 @@ class NumericsReport:
         head = ("", "what", "pass", "where", "code", "evidence", "what mends it")
         cells = "".join(f"<th>{name}</th>" for name in head)
         body = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in _cells(p))}</tr>" for p in self.problems)
-        return f"<p>{html.escape(self._summary)}</p><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+        summary = f"<p>{html.escape(self._summary)}</p><p>{html.escape(self.explanation)}</p>"
+        return f"{summary}<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _cells(problem: Problem) -> tuple[str, ...]:
-    where = f"{place_of(problem.file, problem.line)} {problem.path}".strip()
+    where = f"{where_is(problem)} {problem.path}".strip()
     return problem.severity, problem.kind, problem.direction, where, problem.code, problem.evidence, str(problem.remedy)
 
 
 def _lines(problem: Problem) -> list[str]:
-    where = place_of(problem.file, problem.line) + (f" ({problem.path})" if problem.path else "")
+    where = where_is(problem) + (f" ({problem.path})" if problem.path else "")
     head = f"{problem.severity}: {problem.kind}, {problem.direction} pass, {where}"
     code = [f"    {problem.code}"[:_WIDTH]] if problem.code else []
     return [

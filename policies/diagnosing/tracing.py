@@ -25,6 +25,7 @@ class Run:
       sites: of the rows.
       measures: [rows, columns], of all steps together.
       results: from which rows each result comes.
+      names: the paths of the results.
       carried: how many of the arguments' arrays are a state, which the first result is like.
       state: those of them in lower precision.
       steps: how often it was run.
@@ -33,6 +34,7 @@ class Run:
     sites: list[Site]
     measures: np.ndarray
     results: list[frozenset[int]]
+    names: list[str]
     carried: int
     state: list[StateLeaf]
     steps: int
@@ -88,7 +90,7 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
         for i in range(carried)
         if is_low(values[i].dtype) and not _is_copy(values[i], values[:carried])
     ]
-    return Run(sites, measures, results, carried, state, done)
+    return Run(sites, measures, results, names, carried, state, done)
 
 
 def _is_finite(x: jax.Array) -> bool:

@@ -72,7 +72,7 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def check_schema(found: dict[str, object], subject: dict[str, object]) -> None:
-    assert list(found) == [*subject, "problems", "rows", "collapsed", "steps"]
+    assert list(found) == [*subject, "problems", "rows", "collapsed", "steps", "explanation"]
     assert {name: found[name] for name in subject} == subject
 
 
@@ -101,10 +101,11 @@ def test_a_script_is_diagnosed(folder: Path, capsys: pytest.CaptureFixture[str])
     assert diagnose_script_main(["scripts/model.py:make_step", "--out", "made/out"]) == 3
     out, error = capsys.readouterr()
     lines = out.splitlines()
-    assert lines[:3] == [
+    assert lines[:5] == [
         "made", "scripts/model.py:make_step:", "1 problem in 3 operations, 2 of them in half precision",
+        "Results are not finite, which begins with the overflow at scripts/model.py:6.",
+        "problem: overflow, forward pass, scripts/model.py:6",
     ]  # fmt: skip
-    assert lines[3] == "problem: overflow, forward pass, scripts/model.py:6"
     assert lines[-2:] == ["wrote made/out/diagnosis.html", "wrote made/out/diagnosis.json"]
     assert max(map(len, lines)) <= 100
     assert error == ""

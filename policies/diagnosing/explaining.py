@@ -1,0 +1,80 @@
+"""What a report says first: that the state was lost before the function ran, or where the first infinity is made."""
+
+from collections.abc import Sequence
+
+from jmp_train.policies.diagnosing.evidence import Evidence
+from jmp_train.policies.diagnosing.names import named
+from jmp_train.policies.diagnosing.places import place_of
+from jmp_train.policies.diagnosing.problems import Problem, where_is
+
+_LISTED = 4  # leaves
+_DIRECTIONS = {"backward": "Gradients", "forward": "Results", "update": "Results of the update"}
+
+
+def explanation(evidence: Evidence, found: Sequence[tuple[int, Problem]]) -> str:
+    """Returns what explains the rest of a diagnosis, empty where everything is finite.
+
+    Args:
+      evidence: of the diagnosis.
+      found: its problems with their rows.
+    """
+    return " ".join(filter(None, (_lost_state(evidence), evidence.stuck_scale, _first_nonfinite(evidence, found))))
+
+
+def _lost_state(evidence: Evidence) -> str:
+    paths = evidence.lost_state
+    if not paths:
+        return ""
+    more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
+    verb = "is" if len(paths) == 1 else "are"
+    return f"The state is lost before this run: {', '.join(map(repr, paths[:_LISTED]))}{more} {verb} not finite."
+
+
+def _first_nonfinite(evidence: Evidence, found: Sequence[tuple[int, Problem]]) -> str:
+    ends, row = _ends_and_origin(evidence)
+    if row is None:
+        return ""
+    directions = {evidence.direction(end) for end in ends}
+    what = next(text for direction, text in _DIRECTIONS.items() if direction in directions)
+    problem = _problem_of(evidence, row, found)
+    if problem is None:
+        operation = evidence.rows[row]
+        place = place_of(operation.file, operation.line) if operation.line else evidence.subjects[row]
+        return f"{what} are not finite, which begins with {named(evidence, row)}, {place}."
+    at, rest = "at" if problem.line else "of", ""
+    if problem.severity == "note" and problem.remedy.action == "loss scale":
+        rest = ", and ends when the loss scale has fallen"
+    return f"{what} are not finite, which begins with the {problem.kind} {at} {where_is(problem)}{rest}."
+
+
+def _ends_and_origin(evidence: Evidence) -> tuple[list[int], int | None]:
+    """Returns the results and gradients that are not finite, and the first row, in the program's order, that made that.
+
+    Where float32 is finite only what half precision makes counts.
+    """
+    if (
+        not evidence.sites
+        or evidence.lost_state
+        or (evidence.nonfinite_arguments and evidence.column("shadow_nan").any())
+    ):
+        return [], None
+    actual = evidence.column("nan") + evidence.column("infinite")
+    of_half = actual > evidence.column("shadow_nan") + evidence.column("shadow_infinite")
+    for is_lost in (of_half, actual > 0):
+        if ends := [row for row in evidence.ends if is_lost[row]]:
+            reached, new = set(ends), ends
+            while new:
+                new = [i for row in new for i in evidence.sources(row) if is_lost[i] and i not in reached]
+                reached.update(new)
+            return ends, min(reached, key=evidence.first_nonfinite)
+    return [], None
+
+
+def _problem_of(evidence: Evidence, row: int, found: Sequence[tuple[int, Problem]]) -> Problem | None:
+    """Returns the problem of a row, of its line, or else the last one before it that it comes from."""
+    site, before = evidence.sites[row], evidence.before(row)
+    same = [problem for i, problem in found if i == row]
+    same += [p for _, p in found if p.line and f"{p.file}:{p.line}" == site.line and p.direction == site.direction]
+    sources = [(i, problem) for i, problem in found if i in before and problem.severity == "problem"]
+    same += [problem for _, problem in sorted(sources, key=lambda item: -item[0])]
+    return same[0] if same else None
