@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jmp_train.data.open_iterators import closed_at_exit
 from jmp_train.extras import extra_packages
 from jmp_train.policies import PyTree
 from jmp_train.policies.dtype_policies import PathPolicy, Policy, get_policy, warn_of_collapse
@@ -119,7 +120,7 @@ def array_batches(
         .to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch))
         .map(place)
     )
-    return iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=2))
+    return closed_at_exit(iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=2)))
 
 
 def _own_examples(sharding: Sharding, batch_size: int) -> slice:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jmp_train.data.open_iterators import closed_at_exit
 from jmp_train.extras import extra_packages
 from jmp_train.graphs.structure import as_count
 from jmp_train.types import Batch
@@ -61,5 +62,5 @@ def on_devices(batches: Any, device: Any) -> Iterator[Batch]:
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(device, np.asarray(x)), batch)
 
     if is_shared(device):
-        return iter(ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=2))
-    return iter(device_put(batches, device))
+        return closed_at_exit(iter(ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=2)))
+    return closed_at_exit(iter(device_put(batches, device)))
