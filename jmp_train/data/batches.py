@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jmp_train.data.open_iterators import closed_at_exit
 from jmp_train.extras import extra_packages
 from jmp_train.policies import PyTree
-from jmp_train.policies.dtype_policies import PathPolicy, Policy, get_policy, warn_of_collapse
+from jmp_train.policies.dtype_policies import PathPolicy, Policy, named_policy, warn_of_collapse
 from jmp_train.policies.pytrees import named_leaves
 from jmp_train.steps import check_no_graph
 from jmp_train.types import Batch
@@ -104,7 +104,7 @@ def array_batches(
         spread = np.arange(batch_size) * total // batch_size
         examples = jax.tree.map(lambda array: array[spread], arrays)
         first = prepare(examples) if augment is None else augment(examples, example_seeds(seed, 0, spread))
-        warn_of_collapse(first, get_policy(policy) if isinstance(policy, str) else policy)
+        warn_of_collapse(first, named_policy(policy))
 
     def place(batch: Batch) -> Any:
         if sharding is None:

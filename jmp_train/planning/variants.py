@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jmp_train.aot import ExportedProgram, ExportError, export_program, shapes_of
 from jmp_train.parallel import data_parallel, fsdp_shardings, sharded_step, zero1_shardings
 from jmp_train.planning.batches import Batches, batches_of
-from jmp_train.policies import Amp, Policy, get_policy
-from jmp_train.policies.dtype_policies import PathPolicy
+from jmp_train.policies import Amp, Policy
+from jmp_train.policies.dtype_policies import PathPolicy, named_policy
 from jmp_train.steps import TrainState, TrainStep
 
 Shardings = str | Callable[[Any, AbstractMesh], Any]
@@ -200,9 +200,7 @@ def in_precision(step: TrainStep, state: TrainState, policy: Precision) -> tuple
     """
     if isinstance(policy, Amp):
         return _in_mode(step, state, policy)
-    policy = get_policy(policy) if isinstance(policy, str) else policy
-    if not isinstance(policy, Policy | PathPolicy):
-        raise TypeError(f"policies has {policy!r}, which must be a name, a Policy or an AMP mode")
+    policy = named_policy(policy, "each of policies that is no AMP mode")
     step = dataclasses.replace(step, policy=policy)
 
     def create(state: TrainState) -> TrainState:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.tree_util import KeyPath
 
 from jmp_train.policies import Grads, OptState, Params
-from jmp_train.policies.dtype_policies import FirstTrace, PathPolicy, Policy, PolicySchedule, get_policy
+from jmp_train.policies.dtype_policies import FirstTrace, PathPolicy, Policy, PolicySchedule, named_policy
 from jmp_train.policies.loss_scaling import (
     LossScales,
     PerLossScale,
@@ -192,8 +192,6 @@ def train_step(
       >>> float(metrics["loss"]), bool(metrics["grads_finite"])
       (0.25, True)
     """
-    if isinstance(policy, str):
-        policy = get_policy(policy)
     if not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(f"accumulate_steps={accumulate_steps!r} must be an integer of at least 1")
     if isinstance(policy, PolicySchedule):
@@ -201,10 +199,7 @@ def train_step(
             "policy must be that of one step, got a PolicySchedule: its phases have a step each, schedule.steps("
             "lambda policy: jax.jit(train_step(..., policy=policy), donate_argnums=0), total_steps)"
         )
-    if not isinstance(policy, Policy | PathPolicy | None):
-        raise TypeError(
-            f"policy must be a Policy, a PathPolicy, a name such as 'autocast_float16', or None, got {policy!r}"
-        )
+    policy = None if policy is None else named_policy(policy)
     check_takes_state(loss_fn)
     refuse_second_cast(loss_fn, policy)
     return TrainStep(loss_fn, as_transformation(optimizer), policy, accumulate_steps, watch=checked_watches(watch))

@@ -122,11 +122,12 @@ def policy_by_path(rules: Mapping[str, Policy | str], default: Policy | str = "m
     return PathPolicy(tuple(pairs), default_policy)
 
 
-def named_policy(policy: Policy | PathPolicy | str) -> Policy | PathPolicy:
+def named_policy(policy: object, name: str = "policy") -> Policy | PathPolicy:
     """Returns the policy that a user has given, where a name will do.
 
     Args:
       policy: a policy, or the name of one.
+      name: the argument's, for messages.
 
     Raises:
       TypeError: it is neither.
@@ -139,7 +140,7 @@ def named_policy(policy: Policy | PathPolicy | str) -> Policy | PathPolicy:
     if isinstance(policy, str):
         return get_policy(policy)
     if not isinstance(policy, Policy | PathPolicy):
-        raise TypeError(f"policy must be a Policy, a PathPolicy or a name, got {policy!r}")
+        raise TypeError(f"{name} must be a Policy, a PathPolicy or a name such as 'autocast_float16', got {policy!r}")
     return policy
 
 

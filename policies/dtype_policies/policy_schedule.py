@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.policies.dtype_policies.path_policy import PathPolicy
-from jmp_train.policies.dtype_policies.policy import Policy, get_policy
+from jmp_train.policies.dtype_policies.path_policy import PathPolicy, named_policy
+from jmp_train.policies.dtype_policies.policy import Policy
 
 Step = TypeVar("Step")
 
@@ -67,7 +67,7 @@ class PolicySchedule:
         if not isinstance(policies, Mapping):
             raise TypeError(f"policies must be a mapping of shares of the run to policies, got {policies!r}")
         check_shares(list(policies))
-        starts = tuple((float(share), _policy_at(share, policy)) for share, policy in policies.items())
+        starts = tuple((float(share), named_policy(policy, f"policies[{share}]")) for share, policy in policies.items())
         for (share, first), (other_share, second) in itertools.pairwise(starts):
             if _stored(first) != _stored(second):
                 raise ValueError(
@@ -203,14 +203,6 @@ def first_steps(shares: Sequence[float], total_steps: int) -> tuple[int, ...]:
                 "other shares"
             )
     return firsts
-
-
-def _policy_at(share: float, policy: object) -> Policy | PathPolicy:
-    if isinstance(policy, str):
-        return get_policy(policy)
-    if not isinstance(policy, Policy | PathPolicy):
-        raise TypeError(f"policies[{share}] must be a Policy, a PathPolicy or the name of one, got {policy!r}")
-    return policy
 
 
 def _stored(policy: Policy | PathPolicy) -> object:

@@ -401,9 +401,7 @@ def test_scan_over_steps() -> None:
 def test_arguments_of_another_type_are_named() -> None:
     with pytest.raises(TypeError, match=r"optimizer must be an optax\.GradientTransformation, got 3"):
         jt.train_step(jt.stateless(line_loss), 3)  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match="policy must be a Policy, a PathPolicy, a name such as 'autocast_float16', or None"
-    ):
+    with pytest.raises(TypeError, match="policy must be a Policy, a PathPolicy or a name such as 'autocast_float16', "):
         jt.train_step(jt.stateless(line_loss), inner(), policy=jnp.float16)  # type: ignore[arg-type]
 
 

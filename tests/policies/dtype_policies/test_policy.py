@@ -300,7 +300,7 @@ def test_only_keywords_and_no_arguments_at_all() -> None:
 
 def test_a_name_will_do_and_something_else_is_refused() -> None:
     assert float(jt.apply_policy(lambda x: x, "mixed_float16")(jnp.float32(1.0001))) == 1.0
-    with pytest.raises(TypeError, match="policy must be a Policy, a PathPolicy or a name, got 16"):
+    with pytest.raises(TypeError, match=r"policy must be a Policy, a PathPolicy or a name such as .*, got 16"):
         jt.apply_policy(lambda x: x, 16)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="mixed_float17"):
         jt.apply_policy(lambda x: x, "mixed_float17")

@@ -89,7 +89,7 @@ def test_policies_that_store_parameters_differently_are_refused_by_name() -> Non
         ({0: "float32", float("nan"): "float32"}, ValueError, "share nan must be from 0 to below 1"),
         ({0: "float32", "0.9": "float32"}, TypeError, "shares of the run must be numbers, got '0.9'"),
         ({0: "float32", 0.5: "float32", 0.2: "float32"}, ValueError, r"shares must rise, got \[0, 0.5, 0.2\]"),
-        ({0: "float32", 0.5: jnp.float32}, TypeError, r"policies\[0.5\] must be a Policy, a PathPolicy or the name"),
+        ({0: "float32", 0.5: jnp.float32}, TypeError, r"policies\[0.5\] must be a Policy, a PathPolicy or a name"),
         ({0: "float32", 0.5: "float31"}, ValueError, "Unknown dtype 'float31'"),
     ],
 )
