@@ -16,6 +16,7 @@ import re
 import sys
 import threading
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,7 +39,9 @@ _LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI",
     "PMI_SIZE": "an MPI launcher",
     "WORLD_SIZE": "a launcher of torch's kind",
+    "MEGASCALE_NUM_SLICES": "a TPU pod of several slices",
 }
+_TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")  # of Google's Kubernetes: those of a slice, by commas
 _INDEXED_JOB = "JOB_COMPLETION_INDEX"  # of Kubernetes; how many there are it does not say
 _SHOWN = 5  # differences that an error lists
 _SHUTDOWN_MARGIN = 15  # seconds that jax waits longer; then it aborts all processes, in many lines
@@ -59,8 +62,8 @@ def initialize(
     """Joins this process with the others of a training run; call it before anything else of jax.
 
     No argument is needed where the launcher sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as this
-    package's does, nor under Slurm, Open MPI 4 and Kubernetes' indexed jobs, which jax detects. Otherwise give the
-    first three. Where neither is there, this process is the only one and nothing happens.
+    package's does, nor under Slurm, Open MPI 4, Kubernetes' indexed jobs and Google's Kubernetes with TPUs, which jax
+    detects. Otherwise give the first three. Where neither is there, this process is the only one and nothing happens.
 
     A process that ends with an uncaught exception leaves at once, so that the others notice; jax alone would
     have it wait for them until `shutdown_timeout`, as it does after `sys.exit(1)`. One that has ended well, while
@@ -81,6 +84,10 @@ def initialize(
     Raises:
       ValueError: a number is out of range, or there are several processes, and jax cannot tell how they meet.
       RuntimeError: jax was used before, or this is the second call.
+
+    Warns:
+      UserWarning: this process has TPUs and nothing in its environment says whether others share them: the machine of
+        a TPU pod on Compute Engine is told so by a server alone, which `jax.distributed.initialize()` asks.
 
     Example:
       >>> from jmp_train import distributed
@@ -103,7 +110,10 @@ def initialize(
     }
     missing = [name for name, value in given.items() if value is None]
     started_by = _launcher()
-    if given["num_processes"] == 1 or (len(missing) == len(given) and started_by is None):
+    if given["num_processes"] == 1:
+        return
+    if len(missing) == len(given) and started_by is None:
+        _warn_of_pod()
         return
     if collective_timeout is not None:
         _limit_collectives(collective_timeout)
@@ -275,8 +285,23 @@ def _launcher() -> str | None:
     for variable, launcher in _LAUNCHERS.items():
         if (_number(variable) or 1) > 1:
             return f"{launcher} ({variable}={os.environ[variable]})"
+    for variable in _TPU_HOSTS:
+        if "," in (hosts := os.environ.get(variable, "")):
+            return f"a TPU pod ({variable}={hosts})"
     index = os.environ.get(_INDEXED_JOB)
     return None if index is None else f"Kubernetes ({_INDEXED_JOB}={index})"
+
+
+def _warn_of_pod() -> None:
+    """Warns where this process may be one of a TPU pod's, of which its environment does not say anything."""
+    platforms: str | None = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    has_tpus = (platforms or "").startswith("tpu")  # jax sets it where it finds TPUs and their library
+    if has_tpus and not any(variable in os.environ for variable in _TPU_HOSTS):
+        warnings.warn(
+            "this process has TPUs, and trains alone: if the machine is one of a TPU pod's, call "
+            "jax.distributed.initialize() in the place of jmp_train's; if not, initialize(num_processes=1) says so",
+            stacklevel=3,
+        )
 
 
 def _leave(leaving: threading.Event) -> None:

@@ -182,6 +182,8 @@ def test_a_state_that_was_sent_is_one_s_own() -> None:
         ("", {"SLURM_NTASKS": "4"}, r"Slurm \(SLURM_NTASKS=4\) want several processes"),
         ("", {"OMPI_COMM_WORLD_SIZE": "2"}, "also needs coordinator_address, num_processes, "),
         ("", {"JOB_COMPLETION_INDEX": "0"}, r"Kubernetes \(JOB_COMPLETION_INDEX=0\) want"),
+        ("", {"TPU_WORKER_HOSTNAMES": "a,b"}, r"a TPU pod \(TPU_WORKER_HOSTNAMES=a,b\) want several processes"),
+        ("", {"MEGASCALE_NUM_SLICES": "2"}, r"a TPU pod of several slices \(MEGASCALE_NUM_SLICES=2\) want several"),
         ("num_processes=2", {}, "the arguments want .* needs coordinator_address, process_id, or"),
     ],
 )
@@ -205,6 +207,26 @@ def test_a_process_alone_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     jt.distributed.check_agreement({"w": jnp.ones(2)}, seed=0)
     monkeypatch.setenv("SLURM_NTASKS", "4")
     jt.distributed.initialize(num_processes=1)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "arguments", "is_warned"),
+    [(None, "", True), ("localhost", "", False), (None, "num_processes=1", False)],
+)
+@pytest.mark.full
+def test_a_process_with_tpus_that_trains_alone_is_told_so(hosts: str | None, arguments: str, is_warned: bool) -> None:
+    script = f"from jmp_train import distributed; distributed.initialize({arguments})"
+    variables = {"JAX_FORCE_TPU_INIT": "1"} | ({} if hosts is None else {"TPU_WORKER_HOSTNAMES": hosts})
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("this process has TPUs, and trains alone: if the machine is one of a TPU pod's" in done.stderr) == is_warned
 
 
 @pytest.mark.parametrize(
@@ -246,8 +268,17 @@ def test_wrong_starts_are_refused(
             "OMPI_COMM_WORLD_RANK": "{rank}",
             "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
         },
+        {
+            "JAX_FORCE_TPU_INIT": "1",  # what finding TPUs does to jax
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_WORKER_HOSTNAMES": "localhost,localhost",
+            "TPU_WORKER_ID": "{rank}",
+            "MEGASCALE_COORDINATOR_ADDRESS": "localhost",
+            "MEGASCALE_NUM_SLICES": "1",
+            "MEGASCALE_SLICE_ID": "0",
+        },
     ],
-    ids=["slurm", "ompi"],
+    ids=["slurm", "ompi", "tpu"],
 )
 def test_what_a_cluster_leaves_in_the_environment_is_enough(cluster: dict[str, str]) -> None:
     script = (
