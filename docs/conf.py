@@ -26,9 +26,11 @@ extensions = [
     "diagrams",
     "docstrings",
     "linked_names",
+    "page_summaries",
     "plots",
     "repository_pages",
     "side_by_side",
+    "signatures",
     "source_pages",
 ]
 exclude_patterns = ["README.md", "_build"]
@@ -37,12 +39,15 @@ nitpick_ignore_regex = [  # types in signatures that no reference has
     ("py:class", r"jmp_train\.(\w+\.)+\w+"),  # type variables, and what is private to a folder
     ("py:class", r"jax\._src\..*|jax\.numpy\.float(16|32)|flax\.core\..*|dataclasses\.InitVar"),
     ("py:class", r"Args|ArrayTree|Image|collections\.abc\.Mapping\[str"),  # of quoted annotations
+    ("py:class", r"flax\.nnx\.module\.Module|flax\.typing\..*|jax\.nn\.initializers\.Initializer"),
+    ("py:class", r"SparseRows|SupportsDType"),  # parts of what api/types.rst describes
 ]
 
 # Python
 add_module_names = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
@@ -75,9 +80,12 @@ copybutton_prompt_is_regexp = True
 html_theme = "sphinx_book_theme"
 html_title = f"jmp_train {version}"
 html_static_path = ["static"]
+html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_theme_options = {
+    "logo": {"text": html_title, "image_light": "static/icon.svg", "image_dark": "static/icon.svg", "alt_text": ""},
+    "footer_content_items": [],
     "show_navbar_depth": 1,
     "show_toc_level": 2,
     "home_page_in_toc": True,

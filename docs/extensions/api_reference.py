@@ -44,7 +44,7 @@ def _directive(name: str, thing: Any) -> list[str]:
 def _skip_field_aliases(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
     """Leaves out the fields of named tuples and dataclasses, which the class's own text names."""
     is_alias = (inspect.getdoc(thing) or "").startswith("Alias for field number")
-    is_value = not callable(thing) and not isinstance(thing, property)
+    is_value = isinstance(thing, type) or (not callable(thing) and not isinstance(thing, property))  # jnp.float16 too
     return True if what == "class" and (is_alias or is_value) else None
 
 

@@ -22,6 +22,7 @@ IMPORTED_AS = {
 # Under which names a project documents what Python says is elsewhere.
 DOCUMENTED_AS = {
     "flax.nnx.Optimizer": "flax.nnx.optimizer.Optimizer",
+    "flax.nnx.rnglib.Rngs": "flax.nnx.Rngs",
     "flax.nnx.variablelib.Variable": "flax.nnx.Variable",
     "jax.P": "jax.sharding.PartitionSpec",
     "jax._src.mesh.Mesh": "jax.sharding.Mesh",

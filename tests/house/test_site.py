@@ -1,5 +1,6 @@
 """The site: every public name once in its reference, every page built, looked at in a browser."""
 
+import html
 import importlib
 import importlib.util
 import inspect
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.quick
 DOCS = Path(__file__).parents[2] / "docs"
 FACES = (jt, jmp_train.policies, jmp_train.graphs)
 NOT_SHOWN = {"PyTree"}  # any tree: a name for readers of signatures
+GENERATED = ("genindex", "search")
 TUTORIALS = sorted(path.stem for path in (DOCS / "tutorials").glob("*.md"))
 
 
@@ -191,6 +193,35 @@ def test_a_plot_is_described_by_its_labels(monkeypatch: pytest.MonkeyPatch) -> N
     for tutorial in (DOCS / "tutorials").glob("*.md"):
         for cell in re.findall(r"```{code-cell} ipython3\n(.*?)```", tutorial.read_text(), re.DOTALL):
             assert "plt.subplots" not in cell or plots.description(cell), f"{tutorial.name}: a plot without labels"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_each_page_says_what_it_is_about_and_what_its_pictures_show(site: Path) -> None:
+    pages = [path for path in site.rglob("*.html") if not path.relative_to(site).parts[0].startswith("_")]
+    for page in pages:
+        text = page.read_text()
+        assert page.stem in GENERATED or re.search('<meta name="description" content=".{40}', text), page
+        assert 'rel="icon"' in text
+        article = text.partition("<article")[2].partition("</article>")[0]
+        assert "<h1" in article or page.stem == "search"
+        assert not re.findall(r'<img (?![^>]*alt="[^"]{10})[^>]*>', article), page
+    listed = re.findall(r"\]\((\S+\.html)\): (?=.{40})", (site / "llms.txt").read_text())
+    assert {site / name for name in listed} == set(pages) - {site / f"{name}.html" for name in ("index", *GENERATED)}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_signatures_have_names_of_types_and_of_defaults(site: Path) -> None:
+    signatures = {}
+    for page in (site / "api").glob("*.html"):
+        for name, inner in re.findall(r'<dt class="sig[^"]*"[^>]*id="([^"]*)">(.*?)</dt>', page.read_text(), re.DOTALL):
+            signatures[name] = " ".join(html.unescape(re.sub("<[^>]+>", "", inner)).split())
+    assert not [name for name, text in signatures.items() if len(text) > 800 or "~" in text or " at 0x" in text]
+    assert "rules: AutocastRules = TORCH_CUDA," in signatures["jmp_train.AutocastPolicy"]
+    assert "reduce_dtype: DTypeLike = jnp.float32," in signatures["jmp_train.AutocastPolicy"]
+    assert "rngs: Rngs," in signatures["jmp_train.graphs.GATConv"]
+    assert signatures["jmp_train.graphs.gather"].startswith("gather( data: ArrayLike, indices: ArrayLike,")
 
 
 @pytest.mark.full
