@@ -1,6 +1,8 @@
-"""Says in words what a notebook's plot shows, for who does not see it: what the code calls its axes."""
+"""Plots of notebooks: drawn to suit light pages and dark, and described by what their code calls their axes."""
 
+import os
 import re
+from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -25,9 +27,12 @@ def _describe(app: Sphinx, doctree: nodes.document) -> None:
         )
         for image in cell.findall(nodes.image):
             image["alt"] = image.get("alt") or description(code)
+    for image in doctree.findall(nodes.image):
+        image["classes"].append("dark-light")  # the theme puts no white card behind it
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connects it."""
+    """Connects it, and tells the notebooks' kernels, which inherit the environment, where matplotlib's settings are."""
+    os.environ["MATPLOTLIBRC"] = str(Path(__file__).parents[1] / "matplotlibrc")
     app.connect("doctree-read", _describe)
     return {"parallel_read_safe": True}
