@@ -5,8 +5,9 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jmp_train.policies.pytrees.casting import cast_like
+from jmp_train.policies.pytrees.casting import cast_like, is_float_array
 from jmp_train.policies.pytrees.nnx_objects import (
     Search,
     flax_nnx,
@@ -25,8 +26,10 @@ def cast_for_call(tree: PyTree, cast: Cast, also: Collection[int] = frozenset())
     """Gives a tree for a call, with its arrays cast, and those of the nnx parameters in it.
 
     It has the caller's own nnx objects and no copies, so that what the call does to them is not lost. After
-    it the parameters are as they were; what the call put into one is kept in the dtype that it had. Other
-    variables, such as batch statistics and random counts, are not parameters, and stay what they are.
+    it the parameters are as they were; what the call put into one is kept in the dtype that it had. Numbers
+    that are still those of the cast were not put there, also where nnx's `jit` or `remat` within the call
+    has made new arrays of them. Other variables, such as batch statistics and random counts, are not
+    parameters, and stay what they are.
 
     Args:
       tree: a pytree.
@@ -92,7 +95,22 @@ def _swapped(swaps: list[tuple[Any, Any, Any]]) -> Iterator[None]:
     finally:
         for variable, stored, new in swaps:
             now = variable.get_raw_value()
-            _set(variable, stored if now is new else cast_like(now, stored))
+            _set(variable, stored if now is new else _kept(stored, new, now))
+
+
+def _kept(stored: PyTree, new: PyTree, now: PyTree) -> Any:
+    """Returns a parameter as it was stored where it still holds what the call was given, else as it is now."""
+    structure = jax.tree.structure(now)
+    if structure != jax.tree.structure(stored) or structure != jax.tree.structure(new):
+        return now
+
+    def keep(x: Any, given: Any, result: Any) -> Any:
+        now_like = cast_like(result, x)
+        floats = is_float_array(given) and is_float_array(result)
+        alike = floats and (given.shape, given.dtype) == (result.shape, result.dtype)
+        return jnp.where(result == given, x, now_like) if alike else now_like
+
+    return jax.tree.map(keep, stored, new, now)
 
 
 def _set(variable: Any, value: Any) -> None:

@@ -366,6 +366,36 @@ def test_policies_cast_the_parameters_alone() -> None:
     assert {x.dtype.name for x in jax.tree.leaves(nnx.state(model))} == {"float32"}
 
 
+@pytest.mark.parametrize("run", [nnx.jit, nnx.remat], ids=["jit", "remat"])
+def test_parameters_that_a_transform_hands_on_are_not_rounded(run: Callable[..., Any]) -> None:
+    """`nnx.jit` and, within a scan, `nnx.remat` return new arrays for variables that nothing was put into."""
+
+    def layers(model: nnx.Linear, x: Any) -> Any:
+        fn = nnx.scan(run(lambda x, layer: layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return fn(x, model)
+
+    create = nnx.split_rngs(splits=2)(nnx.vmap(lambda rngs: nnx.Linear(3, 3, rngs=rngs)))
+    model = create(nnx.Rngs(0))
+    before = model.kernel[...]
+    assert jt.apply_policy(layers, "mixed_float16")(model, jnp.ones((2, 3))).dtype == jnp.float32
+    np.testing.assert_array_equal(model.kernel[...], before, strict=True)
+    model_loss = lambda model, x: layers(model, x).sum().astype(jnp.float32)
+    jt.nnx_value_and_grad(model_loss, "mixed_float16")(jt.StaticLossScale(8.0), model, jnp.ones((2, 3)))
+    np.testing.assert_array_equal(model.kernel[...], before, strict=True)
+
+
+def test_what_is_put_into_a_part_of_a_parameter_is_kept_and_the_rest_is_as_it_was() -> None:
+    model = nnx.Linear(1, 3, rngs=nnx.Rngs(0))
+    model.kernel[...] = jnp.float32([[0.1, 0.2, 0.3]])
+
+    def put(model: nnx.Linear) -> None:
+        model.kernel[...] = model.kernel[...].at[0, 1].set(0.7)
+
+    jt.apply_policy(put, "mixed_float16")(model)
+    expected = np.array([[0.1, np.float16(0.7), 0.3]], np.float32)
+    np.testing.assert_array_equal(model.kernel[...], expected, strict=True)
+
+
 @pytest.mark.full
 def test_nothing_is_traced_again_and_explaining_changes_nothing() -> None:
     model, traced = net(), []
