@@ -71,7 +71,7 @@ class ShardedFeatures:
         Raises:
           TypeError: ids are not integers.
           ValueError: ids have another rank than 1, it is not called over a mesh axis of that name with a device for
-            each share, or shares were split further, as by `accumulate_steps`.
+            each share, or shares were split further.
         """
         ids = jnp.asarray(ids)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -131,7 +131,7 @@ class ShardedFeatures:
         if self.rows.shape[0] != self.share:
             raise ValueError(
                 f"a device has {self.rows.shape[0]} rows of the features, and its share is {self.share}: shares are "
-                "sharded along the mesh axis, and not split into micro-batches"
+                "sharded along the mesh axis, and not split further"
             )
 
 

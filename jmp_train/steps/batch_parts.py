@@ -102,6 +102,29 @@ def in_parts(batch: Batch, count: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
 
 
+def without_shares(batch: Batch) -> Any:
+    """Returns what of a batch is split into micro-batches: all but `ShardedFeatures`, in whose place is None.
+
+    Args:
+      batch: any tree.
+    """
+    return change_nodes(batch, _shares(), lambda shares: None)
+
+
+def with_shares(part: Batch, batch: Batch) -> Any:
+    """Returns a micro-batch with the `ShardedFeatures` of the batch, whole.
+
+    Args:
+      part: a part of `without_shares(batch)`.
+      batch: of which it is.
+    """
+
+    def is_shares(node: object) -> bool:
+        return isinstance(node, _shares())
+
+    return jax.tree.map(lambda node, x: node if is_shares(node) else x, batch, part, is_leaf=is_shares)
+
+
 def check_no_graph(batch: Batch, what: str) -> None:
     """Raises TypeError where examples are split, or drawn, and a graph among them is not in a stack.
 
@@ -146,6 +169,11 @@ def unstacked(batch: Batch, accumulate_steps: int) -> Any:
 def _stacks() -> Any:
     graphs = sys.modules.get("jmp_train.graphs")
     return () if graphs is None else (graphs.GraphStack,)
+
+
+def _shares() -> Any:
+    graphs = sys.modules.get("jmp_train.graphs")
+    return () if graphs is None else (graphs.ShardedFeatures,)
 
 
 def _is_graph(node: Any) -> bool:

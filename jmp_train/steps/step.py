@@ -56,7 +56,14 @@ from jmp_train.policies.pytrees import (
     upcast_to_float32,
     with_overwritten,
 )
-from jmp_train.steps.batch_parts import check_divides, check_has_examples, in_parts, unstacked
+from jmp_train.steps.batch_parts import (
+    check_divides,
+    check_has_examples,
+    in_parts,
+    unstacked,
+    with_shares,
+    without_shares,
+)
 from jmp_train.steps.fp8_scales import delayed_scaling, next_state, own_state, scales_for, state_after_step
 from jmp_train.steps.gradients import float32_scalar, value_and_grad_with_scales
 from jmp_train.steps.optimizer_arguments import Evaluate, extra_arguments
@@ -147,7 +154,7 @@ def train_step(
       policy: the dtypes, or the name of a policy; None casts nothing.
       accumulate_steps: into how many micro-batches the batch is split along its first axis. They
         share one scale, one overflow check and one update. Of a `jmp_train.graphs.stack` in the batch each
-        has one graph; a graph that is in no stack is refused.
+        has one graph; a graph that is in no stack is refused. `ShardedFeatures` are not split.
       watch: what to count in every step, of "lost_updates" and "underflow"; see the metrics.
 
     Returns:
@@ -391,19 +398,20 @@ class TrainStep:
         def add_micro_batch(
             carry: tuple[ModelState, Grads], inputs: tuple[Batch, jax.Array | None]
         ) -> tuple[tuple[ModelState, Grads], tuple[jax.Array, object]]:
-            model_state, total = carry
-            loss, model_state, aux, grads = self._micro_gradients(loss_scale, params, model_state, *inputs)
+            (model_state, total), (part, rng) = carry, inputs
+            micro_batch = with_shares(part, batch)
+            loss, model_state, aux, grads = self._micro_gradients(loss_scale, params, model_state, micro_batch, rng)
             total = map_overwritten(jnp.maximum, jnp.add, total, grads)
             return (model_state, total), (loss, aux)
 
-        check_divides(batch, count, f"accumulate_steps={count}")
-        micro_batches = in_parts(batch, count)
+        split = without_shares(batch)
+        check_divides(split, count, f"accumulate_steps={count}")
         rngs = None if rng is None else jax.random.split(rng, count)
         zeros = pvary(jax.tree.map(jnp.zeros_like, upcast_to_float32(params)), self.axis_names)
         if isinstance(loss_scale, PerLossScale):
             zeros = (zeros,) * len(loss_scale.loss_scales)
         (model_state, grads), (shares_of_loss, aux) = lax.scan(
-            add_micro_batch, (model_state, zeros), (micro_batches, rngs)
+            add_micro_batch, (model_state, zeros), (in_parts(split, count), rngs)
         )
         return StepGradients(shares_of_loss.sum(), model_state, aux, grads)
 
@@ -474,7 +482,8 @@ class TrainStep:
 
         def note(state: TrainState, batch: Batch) -> None:
             if self.accumulate_steps > 1:
-                batch = jax.tree.map(lambda x: x[0], in_parts(batch, self.accumulate_steps))
+                parts = in_parts(without_shares(batch), self.accumulate_steps)
+                batch = with_shares(jax.tree.map(lambda x: x[0], parts), batch)
             loss_scale = loss_scale_of(state.opt_state)
             batch = unstacked(batch, self.accumulate_steps)
             share_of_loss = self._share_of_loss(loss_scale, own_state(state.model_state), state.rng)

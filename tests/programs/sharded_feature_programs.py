@@ -84,13 +84,17 @@ def losses_of_one_device(policy: str) -> list[float]:
 
 
 def losses_of_shares(policy: str, mesh: Mesh, features: Any, transform: Any = jt.data_parallel) -> list[float]:
-    """Returns the losses over the devices of a mesh, each of which has a share of the features."""
+    """Returns the losses over the devices of a mesh, each of which has a share of the features.
+
+    Where there are fewer than COUNT devices, each has several micro-batches.
+    """
     given, dtype = problem(), jt.get_policy(policy).compute_dtype
     optimizer = optax.sgd(0.5)
     store = graphs.shard_features(features, mesh, dtype=dtype)
     apart = NamedSharding(mesh, P("data"))
     steps = [{"batch": jax.device_put(stack, apart), "features": store} for stack in given.steps]
-    run = transform(jt.train_step(jt.stateless(given.loss_fn), optimizer, policy=policy), mesh)
+    step = jt.train_step(jt.stateless(given.loss_fn), optimizer, policy=policy, accumulate_steps=COUNT // mesh.size)
+    run = transform(step, mesh)
     return train(steps, run, jt.broadcast_state(jt.TrainState.create(given.params, optimizer), mesh))
 
 

@@ -1,12 +1,12 @@
 """Features in shares over devices: every row arrives, losses are those of one device, and half sends half."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -70,16 +70,19 @@ def test_a_row_that_is_not_there_is_nan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "transform"),
+    ("policy", "transform", "micro_batches"),
     [
-        ("float32", jt.data_parallel),
-        pytest.param("float32", jt.sharded_step, marks=pytest.mark.full),
-        pytest.param("mixed_float16", jt.data_parallel, marks=pytest.mark.full),
+        ("float32", jt.data_parallel, 1),
+        ("float32", jt.data_parallel, 2),
+        pytest.param("float32", jt.sharded_step, 1, marks=pytest.mark.full),
+        pytest.param("float32", jt.sharded_step, 2, marks=pytest.mark.full),
+        pytest.param("mixed_float16", jt.data_parallel, 2, marks=pytest.mark.full),
     ],
 )
-def test_losses_of_shares_are_those_of_one_device(policy: str, transform: Any) -> None:
+def test_losses_of_shares_are_those_of_one_device(policy: str, transform: Any, micro_batches: int) -> None:
     wanted = programs.losses_of_one_device(policy)
-    found = programs.losses_of_shares(policy, mesh_of(programs.COUNT), programs.problem().features, transform)
+    mesh = mesh_of(programs.COUNT // micro_batches)
+    found = programs.losses_of_shares(policy, mesh, programs.problem().features, transform)
     assert len(set(wanted)) == programs.STEPS
     np.testing.assert_allclose(found, wanted, rtol=1e-6 if policy == "float32" else 1e-3)
 
@@ -135,15 +138,7 @@ def test_what_is_refused() -> None:
         def __getitem__(self, place: slice) -> object:
             return self
 
-    def micro_batches() -> Any:
-        def loss_fn(w: Any, batch: Any) -> Any:
-            return w * batch["store"].take(batch["ids"]).mean()
-
-        step = jt.train_step(jt.stateless(loss_fn), optax.sgd(1.0), accumulate_steps=3)
-        state = jt.TrainState.create(jnp.ones(()), optax.sgd(1.0))
-        batch = {"store": graphs.shard_features(features[:90], mesh), "ids": np.zeros(6, np.int32)}
-        return jt.data_parallel(step, mesh)(state, batch)
-
+    part = dataclasses.replace(store, rows=store.rows[:34])
     cases: list[tuple[Any, str]] = [
         (lambda: store.take(ids), "the features are over a mesh axis 'data': rows are taken within jax.shard_map"),
         (lambda: within(take, Mesh(mesh.devices, ("x",)), "x"), "the features are over a mesh axis 'data'"),
@@ -152,7 +147,10 @@ def test_what_is_refused() -> None:
             "mesh axis 'data' has 1 devices, and the features have 2 shares",
         ),
         (lambda: within(take, store=store, ids=ids[:, None]), r"ids must be \[reads\], got shape \(2, 1\)"),
-        (micro_batches, "a device has 15 rows of the features, and its share is 45: shares are sharded along the mesh"),
+        (
+            lambda: within(take, store=part, ids=ids),
+            "a device has 17 rows of the features, and its share is 51: shares",
+        ),
         (lambda: within(slopes), "Reverse-mode differentiation does not work for lax.while_loop"),
         (lambda: graphs.shard_features(features[:0], mesh), r"features must be \[nodes, ...\] of at least one node"),
         (lambda: graphs.shard_features(features, mesh, "model"), "axis='model' is not one of the mesh's: 'data'"),
