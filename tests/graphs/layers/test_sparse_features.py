@@ -1,3 +1,4 @@
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,18 +18,21 @@ NODES, WIDTH = 60, 50
 RANDOM = np.random.default_rng(0)
 WORDS = np.where(RANDOM.random((NODES, WIDTH)) < 0.1, RANDOM.normal(size=(NODES, WIDTH)), 0).astype(np.float32)
 GRAPH = graphs.add_self_loop(graphs.rand_graph(NODES, 200))
-RNGS = nnx.Rngs(0)
 LAYERS: dict[str, Callable[..., Any]] = {
-    "gcn, width falls": graphs.GraphConv(WIDTH, 8, rngs=RNGS),
-    "gcn, width grows": graphs.GraphConv(WIDTH, 64, norm="right", rngs=RNGS),
-    "sage": graphs.SAGEConv(WIDTH, 64, rngs=RNGS),
-    "sage gcn": graphs.SAGEConv(WIDTH, 8, aggregator="gcn", rngs=RNGS),
-    "gat": graphs.GATConv(WIDTH, 8, 2, residual=True, rngs=RNGS),
-    "gatv2": graphs.GATv2Conv(WIDTH, 8, 2, rngs=RNGS),
-    "sg": graphs.SGConv(WIDTH, 64, 2, rngs=RNGS),
-    "tag": graphs.TAGConv(WIDTH, 8, 2, rngs=RNGS),
-    "cheb": graphs.ChebConv(WIDTH, 8, 3, rngs=RNGS),
+    "gcn, width falls": functools.partial(graphs.GraphConv, WIDTH, 8),
+    "gcn, width grows": functools.partial(graphs.GraphConv, WIDTH, 64, norm="right"),
+    "sage": functools.partial(graphs.SAGEConv, WIDTH, 64),
+    "sage gcn": functools.partial(graphs.SAGEConv, WIDTH, 8, aggregator="gcn"),
+    "gat": functools.partial(graphs.GATConv, WIDTH, 8, 2, residual=True),
+    "gatv2": functools.partial(graphs.GATv2Conv, WIDTH, 8, 2),
+    "sg": functools.partial(graphs.SGConv, WIDTH, 64, 2),
+    "tag": functools.partial(graphs.TAGConv, WIDTH, 8, 2),
+    "cheb": functools.partial(graphs.ChebConv, WIDTH, 8, 3),
 }
+
+
+def layer_of(name: str) -> Any:
+    return LAYERS[name](rngs=nnx.Rngs(0))
 
 
 def loss_and_gradient(layer: Any, features: Any) -> tuple[Any, Any]:
@@ -49,8 +53,9 @@ def loss_and_gradient(layer: Any, features: Any) -> tuple[Any, Any]:
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_compute_what_they_do_of_all_zeros(name: str) -> None:
-    rows, gradient = loss_and_gradient(LAYERS[name], graphs.sparse_features(WORDS))
-    wanted, wanted_gradient = loss_and_gradient(LAYERS[name], jnp.asarray(WORDS))
+    layer = layer_of(name)
+    rows, gradient = loss_and_gradient(layer, graphs.sparse_features(WORDS))
+    wanted, wanted_gradient = loss_and_gradient(layer, jnp.asarray(WORDS))
     np.testing.assert_allclose(rows, wanted, atol=2e-6)
     for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted_gradient), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
@@ -60,7 +65,7 @@ def test_layers_compute_what_they_do_of_all_zeros(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("sg", "tag", "cheb")])
 def test_layers_of_blocks_compute_what_they_do_of_all_zeros(name: str) -> None:
     """Three mini-batches, one of them incomplete, and one program for both kinds of features each."""
-    layer, matrix, traced = LAYERS[name], scipy.sparse.csr_matrix(WORDS), []
+    layer, matrix, traced = layer_of(name), scipy.sparse.csr_matrix(WORDS), []
     edges = graphs.host_edges(np.asarray(GRAPH.senders), np.asarray(GRAPH.receivers), NODES)
     sampler = graphs.neighbor_sampler(edges, (-1,), np.arange(NODES), 16)
 
@@ -118,7 +123,7 @@ def test_half_precision_is_added_in_float32() -> None:
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "autocast_float16"])
 def test_under_a_policy_the_result_is_half(policy: str) -> None:
-    layer = LAYERS["gcn, width falls"]
+    layer = layer_of("gcn, width falls")
     structure, params = nnx.split(layer, nnx.Param)
     run = jt.apply_policy(lambda params, words: nnx.merge(structure, params)(GRAPH, words), jt.get_policy(policy))
     shape = jax.eval_shape(run, params, graphs.sparse_features(WORDS))

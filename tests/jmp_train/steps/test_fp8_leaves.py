@@ -22,7 +22,7 @@ pytestmark = pytest.mark.quick
 COLLECTION = fp8_ops.OVERWRITE_WITH_GRADIENT
 MODEL: Any = nn.Dense(16, dot_general_cls=fp8_ops.Fp8DotGeneral, dtype=jnp.float32)
 BATCH = jax.random.normal(jax.random.key(0), (16, 16))
-VARIABLES: Any = MODEL.init(jax.random.key(1), BATCH)
+VARIABLES: Any = jax.jit(MODEL.init)(jax.random.key(1), BATCH)
 
 
 def loss_fn(variables: Any, batch: jax.Array) -> jax.Array:

@@ -44,7 +44,7 @@ ON_DEVICE = [d for d in DTYPES if d not in ("int64", "float64", "complex128")]
 # dtypes are truncated by jax where they enter a plain program, too.
 ARRAYS: Given = (
     *(np.array([1, 0, 1]).astype(d) for d in DTYPES),
-    *(jnp.array([0, 1, 1]).astype(d) for d in ON_DEVICE),
+    *(jnp.asarray(np.array([0, 1, 1]).astype(d)) for d in ON_DEVICE),
 )
 SCALARS: Given = (
     *(True, 3, 0.5, 1e9, 2j),
