@@ -93,12 +93,14 @@ def check_progress(
 
     It waits for the state to be computed, so every fifty steps or so is often enough. A scale that
     begins high skips a few steps before its first real one: let `stop_after` exceed
-    `skips_to_floor(loss_scale)`.
+    `skips_to_floor(loss_scale)`. With `warn_after` it also warns of a dynamic scale that has fallen to 1
+    or below while other steps were taken, as it does when one batch of each epoch has a NaN.
 
     Args:
       opt_state: an optimizer's state with any number of loss scales in any nesting.
       stop_after: raise when this many steps in a row were skipped; at least 1.
-      warn_after: warn when this many were; at least 1, None for never.
+      warn_after: warn when this many were, or when that many were in all and the scale is 1 or below; at
+        least 1, None for never.
       recorder: a `SkipRecorder`, whose last capsule the error and the warning name.
 
     Raises:
@@ -128,8 +130,11 @@ def check_progress(
         skips = int(np.max(state.consecutive_skips))
         if skips >= stop_after:
             raise StalledTrainingError(_describe(path, state) + _capsule_of(recorder))
-        if warn_after is not None and skips >= warn_after:
-            warnings.warn(_describe(path, state) + _capsule_of(recorder), RuntimeWarning, stacklevel=2)
+        if warn_after is None:
+            continue
+        message = _describe(path, state) if skips >= warn_after else _describe_collapse(path, state, warn_after)
+        if message:
+            warnings.warn(message + _capsule_of(recorder), RuntimeWarning, stacklevel=2)
 
 
 def _describe(path: str, state: LossScaledState) -> str:
@@ -146,6 +151,26 @@ def _describe(path: str, state: LossScaledState) -> str:
         f"the last {steps} skipped for non-finite gradients{or_rule}; the loss scale{where} is now "
         f"{values}. NaN or inf in the data or the model does not go away with a lower "
         "scale: look at jmp_train.diagnose(step, state, batch), or at nonfinite_report(gradients)"
+    )
+
+
+def _describe_collapse(path: str, state: LossScaledState, warn_after: int) -> str:
+    """Returns what to say of a dynamic scale at 1 or below, empty for higher ones and for few skips."""
+    skipped = np.asarray(state.skipped_steps)
+    scales = [
+        float(np.min(scale.loss_scale))
+        for scale in scales_in(state.loss_scale)
+        if isinstance(scale, DynamicLossScale) and np.any((np.asarray(scale.loss_scale) <= 1) & (skipped >= warn_after))
+    ]
+    if not scales:
+        return ""
+    where = f" of opt_state {path!r}" if path else ""
+    zero_below = float(jnp.finfo(jnp.float16).smallest_subnormal) / 2 / min(scales)
+    return (
+        f"{int(np.max(skipped))} steps were skipped, now and then, and the loss scale{where} is now {min(scales):g}, "
+        f"at which float16 has zeros for gradients below {zero_below:.1g}. NaN or inf in some of the data, or an "
+        "overflow in the forward pass, lowers the scale each time, and does not go away with it: look at a batch that "
+        "was skipped, by jmp_train.SkipRecorder and jmp_train.diagnose(step, state, batch)"
     )
 
 

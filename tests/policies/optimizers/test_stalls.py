@@ -206,6 +206,32 @@ def test_a_warning_comes_first() -> None:
         jt.check_progress(state, stop_after=2, warn_after=1)
 
 
+def test_a_scale_that_collapses_between_good_steps_is_warned_of() -> None:
+    collapsed = r"^4 steps were skipped, now and then, and the loss scale is now 1, .* below 3e-08\. .*SkipRecorder"
+    state = run_steps(scaled(jt.DynamicLossScale(16.0)), "+-+-+-+-+")  # one batch in two has a NaN
+    with pytest.warns(RuntimeWarning, match=collapsed):
+        jt.check_progress(state, stop_after=10, warn_after=4)
+    lower = run_steps(scaled(jt.torch_loss_scale(4.0)), "+-+-+-+-+")
+    with pytest.warns(RuntimeWarning, match=r"scale of opt_state 'b/0' is now 0\.25, .* below 1e-07"):
+        jt.check_progress({"a": run_steps(scaled(), "+"), "b": [lower]}, stop_after=10, warn_after=4)
+    with pytest.warns(RuntimeWarning, match="the last 4 steps were skipped") as record:  # that is said alone
+        jt.check_progress(run_steps(scaled(jt.DynamicLossScale(16.0)), "----"), stop_after=10, warn_after=4)
+    assert len(record) == 1
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "steps"),
+    [
+        (jt.DynamicLossScale(16.0), "+-+-+-+"),  # it is 2
+        (jt.DynamicLossScale(1.0), "+-+-+-+"),  # 3 skips
+        (jt.NoOpLossScale(), "+-+-+-+-+"),
+        (jt.StaticLossScale(1.0), "+-+-+-+-+"),
+    ],
+)
+def test_other_scales_are_not_warned_of(loss_scale: jt.LossScale, steps: str) -> None:
+    jt.check_progress(run_steps(scaled(loss_scale), steps), stop_after=10, warn_after=4)
+
+
 def test_it_finds_scales_in_any_nesting_and_names_them() -> None:
     chain = optax.chain(optax.clip(1.0), scaled())
     with pytest.raises(jt.StalledTrainingError, match="of opt_state '1'"):
