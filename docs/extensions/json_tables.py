@@ -25,7 +25,7 @@ class Table(NamedTuple):
 
     Attributes:
       title: the names that lead to it in the file.
-      header: a name for each column; the first may be empty.
+      header: a name for each column; an empty one for a list of texts.
       rows: of cells.
       shared: what all rows have, by the columns' names; no columns of the table.
     """
@@ -49,7 +49,7 @@ def tables(value: Record, title: str = "") -> Iterator[Table]:
         return
     facts = {name: x for name, x in value.items() if _is_fact(x)}
     if facts:
-        yield Table(title, ("", ""), tuple(_cells(facts).items()), {})
+        yield Table(title, ("name", "value"), tuple(_cells(facts).items()), {})
     for name, child in value.items():
         if name not in facts:
             yield from _tables_of_child(child, _joined(title, name))
@@ -106,7 +106,7 @@ def _table(title: str, records: list[tuple[str, Record]]) -> Table | None:
     if len(columns) > WIDEST:
         return None
     lines = [(key, *(row.get(name, "") for name in columns)) for (key, _), row in zip(records, cells, strict=True)]
-    header = ("", *columns)
+    header = ("name", *columns)
     if not any(key for key, _ in records):
         header, lines = header[1:], [line[1:] for line in lines]
     return Table(title, header, tuple(lines), {name: x for name, x in shared.items() if x})

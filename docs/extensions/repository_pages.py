@@ -44,7 +44,8 @@ def _show(app: Sphinx, name: str, source: list[str]) -> None:
     page = Path(app.env.doc2path(name))
     origin = SHOWN.get(name, page)
     if origin.suffix == ".md":
-        source[0] = with_links_here(origin.read_text() if name in SHOWN else source[0], origin, page)
+        text = with_links_here(origin.read_text() if name in SHOWN else source[0], origin, page)
+        source[0] = re.sub(r"^## \[([^]]+)\]", r"## \1", text, flags=re.MULTILINE)  # a changelog's versions
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
