@@ -4,12 +4,15 @@ A name in backticks becomes a link where the API reference has it, and else code
 """
 
 import functools
+import itertools
 import re
 from typing import Any
 
 from documented_names import documented_names
 from sphinx.application import Sphinx
 
+_ROW = re.compile(r"\s*\|.*\|")
+_DASHES = re.compile(r"\s*\|( ?-+ ?\|)+")
 _ITEM = re.compile(r"^\s*(\*|\d+\.) ")
 _UNTYPED_SECTIONS = {"Returns:", "Yields:", "Reference:", "References:", "Source:"}
 
@@ -22,7 +25,7 @@ def to_restructured_text(lines: list[str], full_names: dict[str, str]) -> list[s
       full_names: of all that is documented, by the names that docstrings use.
     """
     found: list[str] = []
-    for line in lines:
+    for line in _without_tables(lines):
         before = found[-1] if found else ""
         if _ITEM.match(line) and before.strip() and not _within_item(found):
             found.append("")
@@ -30,6 +33,20 @@ def to_restructured_text(lines: list[str], full_names: dict[str, str]) -> list[s
             found += ["::", ""]
         found.append(_untyped(line) if before.strip() in _UNTYPED_SECTIONS else line)
     return _marked("\n".join(found), full_names).split("\n")
+
+
+def _without_tables(lines: list[str]) -> list[str]:
+    """Returns the lines with Markdown's tables as `list-table`, whose second row, of dashes, is left out."""
+    found: list[str] = []
+    for line, after in itertools.pairwise([*lines, ""]):
+        if _DASHES.fullmatch(after):
+            found += [".. list-table::", "   :header-rows: 1", ""]
+        if not _ROW.fullmatch(line):
+            found.append(line)
+        elif not _DASHES.fullmatch(line):
+            cells = [cell.strip() for cell in line.strip(" |").split(" | ")]
+            found += [f"   {'* -' if i == 0 else '  -'} {cell}" for i, cell in enumerate(cells)]
+    return found
 
 
 def _untyped(line: str) -> str:
