@@ -193,7 +193,7 @@ def _nans(evidence: Evidence) -> Found:
     """Finds NaN that no infinity made which was found already."""
     overflowed, infinite = evidence.column("overflowed"), evidence.column("infinite")
     for i in evidence.first_to_be("nan"):
-        if _is_multiplied_by_infinity(evidence, i) or _is_of_mask(evidence, i):
+        if _is_multiplied_by_infinity(evidence, i) or _is_of_mask(evidence, i) or _is_unused_constant(evidence, i):
             continue
         sources = evidence.sources(i)
         text = f"{evidence.rows[i].nan:.2%} of {named(evidence, i)} are NaN"
@@ -206,6 +206,11 @@ def _nans(evidence: Evidence) -> Found:
             yield problem_at(evidence, i, "NaN made", f"{text}, in float32 too", remedy)
         elif not overflowed[i] and not overflowed[sources].any() and not infinite[sources].any():
             yield problem_at(evidence, i, "NaN made", f"{text}, and not in float32", in_float32(evidence, i))
+
+
+def _is_unused_constant(evidence: Evidence, row: int) -> bool:
+    """Whether a row is a number in the code that nothing takes, as the NaN in `jnp.where(count > 0, mean, nan)`."""
+    return _is_constant(evidence.sites[row]) and not any(evidence.rows[i].nan for i in evidence.readers(row))
 
 
 def _infinities(evidence: Evidence) -> Found:

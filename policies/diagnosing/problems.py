@@ -11,9 +11,10 @@ from jmp_train.policies.diagnosing.places import place_of
 from jmp_train.policies.diagnosing.remedies import (
     Remedy,
     float32_argument,
-    float32_reduction,
+    float32_sum,
     full_gradients,
     full_state,
+    wide_reduction,
 )
 from jmp_train.policies.diagnosing.subjects import is_by_policy, is_reduction
 
@@ -102,7 +103,7 @@ def problem_at(
     severity: Severity = "problem" if harmful else "note"
     direction = evidence.direction(row)
     if remedy.action == "rules":
-        remedy = _outside_of_rules(evidence, row) or remedy
+        remedy = _by_the_user(evidence, row, remedy, is_whole=kind == "integer precision lost")
     if path := evidence.argument(row):
         lost = evidence.collapsed.get(path, "")
         said = [*([f"the argument {path!r}"] if number else []), *([lost] if lost and lost != text else [])]
@@ -111,14 +112,17 @@ def problem_at(
     return row, Problem(severity, kind, *where, text, remedy, "" if number else evidence.subjects[row])
 
 
-def _outside_of_rules(evidence: Evidence, row: int) -> Remedy | None:
-    """Returns what mends an operation that autocast does not see; None if rules do."""
-    site = evidence.sites[row]
-    path = evidence.argument(row)
+def _by_the_user(evidence: Evidence, row: int, remedy: Remedy, *, is_whole: bool) -> Remedy:
+    """Returns what mends an operation that rules of autocast do not reach, or that is mended better without them."""
+    site, path = evidence.sites[row], evidence.argument(row)
+    direction = evidence.direction(row)
     if path and (is_by_policy(site) or not site.line):
-        return float32_argument(path, evidence.rows[row].dtype, is_parameter=path.startswith("0"))
-    if site.equation.primitive.name.startswith("psum") or is_reduction(site):
-        return float32_reduction(by_hand=not is_reduction(site))
-    if evidence.direction(row) == "update":
+        is_parameter = path.startswith("0") and path != "0"
+        return float32_argument(path, evidence.rows[row].dtype, is_parameter=is_parameter, is_whole=is_whole)
+    if is_reduction(site):
+        return wide_reduction()
+    if site.equation.primitive.name.startswith("psum"):
+        return float32_sum(remedy if direction == "forward" else None)
+    if direction == "update":
         return full_state() if evidence.state else full_gradients()
-    return None
+    return remedy

@@ -101,33 +101,40 @@ def larger_epsilon(evidence: Evidence, row: int) -> Remedy:
     return dataclasses.replace(rest, action="epsilon", value=least)
 
 
-def float32_argument(path: str, dtype: str, *, is_parameter: bool) -> Remedy:
+def float32_argument(path: str, dtype: str, *, is_parameter: bool, is_whole: bool) -> Remedy:
     """Returns how an argument that a policy casts stays in float32.
 
     Args:
       path: of the argument.
       dtype: that it is cast to.
       is_parameter: whether it is of the first argument, in which a `policy_by_path` looks for leaves.
+      is_whole: whether it is of whole numbers.
     """
     ways = [f'policy="autocast_{dtype}", which casts nothing before it is used'] if dtype in HALVES else []
     if is_parameter:
-        leaf = re.escape(path.removeprefix("0").removeprefix("/").removeprefix("params/"))
+        leaf = re.escape(path.removeprefix("0/").removeprefix("params/"))
         ways.append(f'jt.policy_by_path({{"{leaf}$": "float32"}}, default=policy)')
     else:
         ways.append(f"jt.apply_policy(model, policy) on the model alone, in a loss_fn that reads {path!r} as it is")
-    return Remedy("argument", f"keep {path!r} in float32: {', or '.join(ways)}")
+    integers = "pass it as integers, or " if is_whole else ""
+    return Remedy("argument", f"{integers}keep {path!r} in float32: {', or '.join(ways)}")
 
 
-def float32_reduction(*, by_hand: bool) -> Remedy:
-    """Returns how gradients, or what else is added up over devices, are added up in float32.
+def wide_reduction() -> Remedy:
+    """Returns how a train step averages its gradients over devices in float32."""
+    return Remedy("reduction", "average the gradients in float32: a policy with reduce_dtype=jnp.float32")
+
+
+def float32_sum(by_rules: Remedy | None) -> Remedy:
+    """Returns how a user's own sum over devices is in float32.
 
     Args:
-      by_hand: whether the user adds them up, and not a train step.
+      by_rules: what mends it too; None where rules of autocast do not reach it, as among the gradients.
     """
-    if not by_hand:
-        return Remedy("reduction", "average the gradients in float32: a policy with reduce_dtype=jnp.float32")
-    text = "add up in float32: jax.lax.psum(x.astype(jnp.float32), axis), or jt.reduce_gradients(grads, (axis,))"
-    return Remedy("reduction", f"{text}, which averages gradients so")
+    text = "add up in float32: jax.lax.psum(x.astype(jnp.float32), axis)"
+    if by_rules is not None:
+        return dataclasses.replace(by_rules, text=f"{text}, or {by_rules.text}")
+    return Remedy("reduction", f"{text}, or jt.reduce_gradients(grads, (axis,)), which averages gradients so")
 
 
 def full_gradients() -> Remedy:

@@ -207,6 +207,15 @@ def own_step(reduce: Callable[[Any], Any]) -> Callable[..., Any]:
     return jax.jit(jax.shard_map(step, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=False))
 
 
+def test_a_nan_in_the_code_that_nothing_takes_is_not_blamed() -> None:
+    def root(x: jax.Array, count: jax.Array) -> jax.Array:
+        mean = jnp.where(count > 0, jnp.sum(x) / count, F16(jnp.nan))
+        return jnp.sqrt(mean - 4)  # of a negative number
+
+    report = diagnosed(root, jnp.ones(4, F16), F16(4))
+    assert [(problem.kind, problem.primitive) for problem in report.problems] == [("NaN made", "sqrt")]
+
+
 @pytest.mark.full
 def test_a_sum_over_devices_in_half_precision_is_to_be_in_float32() -> None:
     args = PARAMS["w"], jnp.full((8, 4), 60.0)
