@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jmp_train.graphs.messages.segment_arguments import checked_ids_of_rows, checked_rows
+from jmp_train.graphs.messages.segment_arguments import checked_ids, checked_rows
 from jmp_train.graphs.structure import as_inexact, incidence_of, upcast, upcast_integers
 
 
@@ -218,14 +218,15 @@ def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = Fa
 
     Args:
       data: [rows, ...].
-      indices: int [reads]; where they are out of range, zeros are read.
-      indices_are_sorted: whether the indices ascend.
+      indices: int [reads], or of any shape, as one row or [edges, negatives]; where they are out of range, zeros are
+        read.
+      indices_are_sorted: whether the indices ascend, row after row.
 
     Returns:
-      [reads, ...] in the data's dtype.
+      [*shape of the indices, ...] in the data's dtype.
 
     Raises:
-      ValueError: `indices` has another rank than 1.
+      ValueError: `data` is a scalar.
       TypeError: the indices are not integers.
 
     Example:
@@ -234,8 +235,8 @@ def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = Fa
       >>> jax.grad(lambda x: gather(x, reads).sum().astype("float32"))(jnp.ones(1, "float16")).tolist()
       [13160.0]
     """
-    data, indices = jnp.asarray(data), checked_ids_of_rows("indices", indices)
+    data, indices = jnp.asarray(data), checked_ids("indices", indices)
     if data.ndim == 0:
         raise ValueError("data must have rows, got a scalar")
-    rows = incidence_of(indices, data.shape[0], is_sorted=indices_are_sorted)
-    return rows.read(upcast(data)).astype(data.dtype)
+    rows = incidence_of(indices.ravel(), data.shape[0], is_sorted=indices_are_sorted)
+    return rows.read(upcast(data)).astype(data.dtype).reshape(*indices.shape, *data.shape[1:])

@@ -19,7 +19,15 @@ def checked_rows(
 
 
 def checked_ids_of_rows(name: str, ids: ArrayLike) -> jax.Array:
-    """Returns ids as int32 or int64 [rows], checked.
+    """Returns ids as int32 or int64 [rows], checked; see `checked_ids`."""
+    ids = checked_ids(name, ids)
+    if ids.ndim != 1:
+        raise ValueError(f"{name} must have one axis, got shape {ids.shape}")
+    return ids
+
+
+def checked_ids(name: str, ids: ArrayLike) -> jax.Array:
+    """Returns ids as int32 or int64, checked.
 
     Args:
       name: of the argument, for messages.
@@ -28,6 +36,4 @@ def checked_ids_of_rows(name: str, ids: ArrayLike) -> jax.Array:
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {ids.dtype}")
-    if ids.ndim != 1:
-        raise ValueError(f"{name} must have one axis, got shape {ids.shape}")
     return ids if ids.dtype.itemsize == 8 else ids.astype(jnp.int32)

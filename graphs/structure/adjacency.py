@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,8 @@ class Adjacency:
       has_zero_in_degree: whether some node is entered by no edge; None where that is not known, or to be
         the same for all graphs of a size.
     """
+
+    is_index: ClassVar[bool] = True  # no model computes with what is in it, see `check_casts`
 
     ends: tuple[Incidence, Incidence] | None
     neighbors: CSRAndCSC | None = None

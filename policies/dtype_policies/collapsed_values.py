@@ -94,7 +94,8 @@ def check_casts(policy: Policy | PathPolicy | str, batch: PyTree) -> tuple[CastL
 
     Args:
       policy: the policy, or its name.
-      batch: pytree of arrays; those that are traced or half already are passed over.
+      batch: pytree of arrays; those that are traced or half already are passed over, and so are the indices of
+        graphs, which no model computes with.
 
     Returns:
       The losses; none if the policy has no half type.
@@ -113,7 +114,7 @@ def check_casts(policy: Policy | PathPolicy | str, batch: PyTree) -> tuple[CastL
     dtype = np.dtype(default.compute_dtype if is_half else default.autocast_dtype)  # pyright: ignore[reportAttributeAccessIssue]
     return tuple(
         CastLoss(path, str(leaf.dtype), is_half and is_float_array(leaf), text)
-        for path, leaf in named_leaves(batch)
+        for path, leaf in named_leaves(batch, is_leaf=_is_index)
         if (text := lost_in_cast(leaf, dtype))
     )
 
@@ -146,6 +147,11 @@ def warn_of_collapse(batch: PyTree, policy: Policy | PathPolicy) -> None:
             "casts nothing before it is used.",
             CollapsedValuesWarning,
         )
+
+
+def _is_index(node: object) -> bool:
+    """Returns whether a part of a tree is what a graph finds its edges by, and as one leaf is no array."""
+    return getattr(type(node), "is_index", False) is True
 
 
 def _is_known(leaf: object) -> TypeGuard[jax.Array | np.ndarray]:

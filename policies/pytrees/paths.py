@@ -1,7 +1,7 @@
 """Paths of leaves as text, for rules, reports and errors."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,6 +54,6 @@ def check_rules(rules: Iterable[str], paths: Sequence[str], message: str) -> Non
         raise ValueError(f"{found_nothing}; the paths are:\n  " + "\n  ".join(paths or ["(none)"]))
 
 
-def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """Returns (path name, leaf) of every leaf, in tree order."""
-    return [(path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """Returns (path name, leaf) of every leaf, in tree order; `is_leaf` as that of `jax.tree`."""
+    return [(path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]

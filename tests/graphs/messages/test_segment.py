@@ -304,6 +304,16 @@ def test_wrong_arguments_are_named() -> None:
         graphs.gather(jnp.float32(1), jnp.zeros(3, jnp.int32))
 
 
+def test_gather_reads_by_indices_of_any_shape() -> None:
+    data, negatives = jnp.arange(6, dtype="float16").reshape(3, 2), jnp.array([[2, 0], [-1, 2]])
+    np.testing.assert_array_equal(graphs.gather(data, negatives), [[[4, 5], [0, 1]], [[0, 0], [4, 5]]])
+    assert graphs.gather(data, 1).tolist() == [2, 3]
+    assert graphs.gather(data, jnp.zeros((0, 4), int)).shape == (0, 4, 2)
+    read = jnp.zeros((1_000, 5), jnp.int32)  # 5,000 reads of one row
+    grads = jax.grad(lambda x: graphs.gather(x, read).sum(dtype="float32"))(jnp.ones((1, 2), "float16"))
+    assert (grads.dtype, grads.tolist()) == (jnp.float16, [[5_000, 5_000]])
+
+
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int16", "int32"])
 def test_integers_do_not_overflow_and_their_means_are_floats(dtype: str) -> None:

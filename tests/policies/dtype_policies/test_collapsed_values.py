@@ -128,6 +128,15 @@ def test_integers_are_named_apart_and_so_is_what_autocast_does_not_cast() -> Non
     )
 
 
+def test_indices_of_graphs_are_passed_over() -> None:
+    ids = np.arange(20_000)
+    nodes, edges = {"id": ids}, {"time": (1.6e9 + ids).astype(np.float32)}
+    for formats in (("coo", "csr"), ("mailbox",)):
+        graph = jt.graphs.from_edges(ids, ids[::-1], 20_000, nodes, edges, formats=formats)
+        losses = jt.check_casts("mixed_float16", {"graph": graph})
+        assert [loss.path for loss in losses] == ["graph/nodes/id", "graph/edges/time"]
+
+
 def test_a_diagnosis_names_the_argument_that_collapses() -> None:
     def embedded(t: jax.Array) -> jax.Array:
         return jnp.sin(t.astype(jnp.bfloat16) / 100)
