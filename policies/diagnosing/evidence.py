@@ -48,7 +48,6 @@ class Evidence:
       state: leaves in lower precision that the function is given and returns.
       arguments: their paths by number.
       collapsed: the paths of arguments whose values collapse where they are cast -> what becomes of them.
-      subjects: what each row is if no line of the user's made it, else empty.
       nonfinite_arguments: the numbers of arguments that hold NaN or infinities, with their paths.
       lost_state: the paths of the state's leaves that were NaN before the first run.
       stuck_scale: a sentence about a loss scale that cannot fall any further; empty where it can.
@@ -63,7 +62,6 @@ class Evidence:
     state: Sequence[StateLeaf]
     arguments: Mapping[int, str]
     collapsed: Mapping[str, str]
-    subjects: Sequence[str]
     nonfinite_arguments: dict[int, str]
     lost_state: Sequence[str]
     stuck_scale: str

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.names import named
 from jmp_train.policies.diagnosing.places import place_of
@@ -31,7 +33,7 @@ def _lost_state(evidence: Evidence) -> str:
 
 
 def _first_nonfinite(evidence: Evidence, found: Sequence[tuple[int, Problem]]) -> str:
-    ends, row = _ends_and_origin(evidence)
+    ends, row = _ends_and_origin(evidence, any(problem.severity == "problem" for _, problem in found))
     if row is None:
         return ""
     directions = {evidence.direction(end) for end in ends}
@@ -39,7 +41,7 @@ def _first_nonfinite(evidence: Evidence, found: Sequence[tuple[int, Problem]]) -
     problem = _problem_of(evidence, row, found)
     if problem is None:
         operation = evidence.rows[row]
-        place = place_of(operation.file, operation.line) if operation.line else evidence.subjects[row]
+        place = operation.subject or place_of(operation.file, operation.line)
         return f"{what} are not finite, which begins with {named(evidence, row)}, {place}."
     at, rest = "at" if problem.line else "of", ""
     if problem.severity == "note" and problem.remedy.action == "loss scale":
@@ -47,27 +49,34 @@ def _first_nonfinite(evidence: Evidence, found: Sequence[tuple[int, Problem]]) -
     return f"{what} are not finite, which begins with the {problem.kind} {at} {where_is(problem)}{rest}."
 
 
-def _ends_and_origin(evidence: Evidence) -> tuple[list[int], int | None]:
+def _ends_and_origin(evidence: Evidence, is_harmed: bool) -> tuple[list[int], int | None]:
     """Returns the results and gradients that are not finite, and the first row, in the program's order, that made that.
 
-    Where float32 is finite only what half precision makes counts.
+    Where float32 is finite only what half precision makes counts, and infinities that float32 has too may be meant.
+
+    Args:
+      evidence: of the diagnosis.
+      is_harmed: whether there is a problem.
     """
-    if (
-        not evidence.sites
-        or evidence.lost_state
-        or (evidence.nonfinite_arguments and evidence.column("shadow_nan").any())
-    ):
+    if not evidence.sites or evidence.lost_state:
         return [], None
-    actual = evidence.column("nan") + evidence.column("infinite")
-    of_half = actual > evidence.column("shadow_nan") + evidence.column("shadow_infinite")
-    for is_lost in (of_half, actual > 0):
-        if ends := [row for row in evidence.ends if is_lost[row]]:
-            reached, new = set(ends), ends
-            while new:
-                new = [i for row in new for i in evidence.sources(row) if is_lost[i] and i not in reached]
-                reached.update(new)
-            return ends, min(reached, key=evidence.first_nonfinite)
-    return [], None
+    nan, infinite, nan_in_float32 = (evidence.column(name) for name in ("nan", "infinite", "shadow_nan"))
+    if evidence.nonfinite_arguments and nan_in_float32.any():
+        return [], None
+    of_half = nan + infinite > nan_in_float32 + evidence.column("shadow_infinite")
+    if ends := [row for row in evidence.ends if of_half[row]]:
+        return ends, _origin(evidence, ends, of_half)
+    ends = [row for row in evidence.ends if nan[row] and is_harmed]
+    return ends, _origin(evidence, ends, nan + infinite > 0) if ends else None
+
+
+def _origin(evidence: Evidence, ends: list[int], is_lost: np.ndarray) -> int:
+    """Returns the first of the rows that are lost, from which others that are lost lead to the ends."""
+    reached, new = set(ends), ends
+    while new:
+        new = [i for row in new for i in evidence.sources(row) if is_lost[i] and i not in reached]
+        reached.update(new)
+    return min(reached, key=evidence.first_nonfinite)
 
 
 def _problem_of(evidence: Evidence, row: int, found: Sequence[tuple[int, Problem]]) -> Problem | None:

@@ -116,7 +116,7 @@ def _largest_first(rows: Sequence[OperationNumerics]) -> list[tuple[int, Operati
 def _row(number: int, row: OperationNumerics) -> str:
     dtypes = f"{', '.join(dict.fromkeys(row.dtypes_in))} → {row.dtype}"
     shares = (row.overflowed, row.flushed, row.subnormal, row.nan, row.infinite, row.lost_terms)
-    texts = (row.primitive, row.direction, row.path, place_of(row.file, row.line), dtypes)
+    texts = (row.primitive, row.direction, row.path, row.subject or place_of(row.file, row.line), dtypes)
     cells = (
         str(number),
         *map(escape, texts),

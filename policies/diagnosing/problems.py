@@ -109,7 +109,7 @@ def problem_at(
         said = [*([f"the argument {path!r}"] if number else []), *([lost] if lost and lost != text else [])]
         text += f" ({': '.join(said)})" if said else ""
     where = direction, site.path, file, int(number or 0), site.equation.primitive.name
-    return row, Problem(severity, kind, *where, text, remedy, "" if number else evidence.subjects[row])
+    return row, Problem(severity, kind, *where, text, remedy, "" if number else evidence.rows[row].subject)
 
 
 def _by_the_user(evidence: Evidence, row: int, remedy: Remedy, *, is_whole: bool) -> Remedy:

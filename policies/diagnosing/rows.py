@@ -40,6 +40,7 @@ class OperationNumerics:
       inherited_error: the same of the function as it is, with the errors of all operations before.
       lost_terms: of sums in lower precision the share of what was to be added that is lost here, as |half - float32|
         / sum of |terms|; cancellation, which loses nothing more than the terms had lost, does not count.
+      subject: what it is, where no line of the user's is: an argument by its path, the loss, the update of a leaf.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -71,17 +72,19 @@ class OperationNumerics:
     worst_error: float
     inherited_error: float
     lost_terms: float
+    subject: str = ""
 
 
 _SHARES = ("overflowed", "flushed", "subnormal", "nan", "infinite", "absorbed", "whole_rounded", "merged")
 
 
-def row_of(site: Site, measures: np.ndarray) -> OperationNumerics:
+def row_of(site: Site, measures: np.ndarray, subject: str) -> OperationNumerics:
     """Returns the row of an equation.
 
     Args:
       site: the equation.
       measures: [columns].
+      subject: what it is where no line of the user's is.
     """
     values = dict(zip(COLUMNS, map(float, measures), strict=True))
     equation = site.equation
@@ -103,6 +106,7 @@ def row_of(site: Site, measures: np.ndarray) -> OperationNumerics:
         local_error=_ratio(values["local_error"], values["shadow_magnitude"]),
         worst_error=max(values["worst_error"], 0.0),
         inherited_error=_ratio(values["inherited_error"], values["shadow_magnitude"]),
+        subject=subject,
         lost_terms=_ratio(values["local_error"], values["shadow_terms"]) if values["shadow_terms"] else 0.0,
         **{name: values[name] / elements for name in _SHARES},
     )

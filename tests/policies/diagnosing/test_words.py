@@ -259,3 +259,8 @@ def test_rules_that_are_proposed_under_autocast_mend_it() -> None:
     assert (problem.kind, problem.path) == ("overflow", "Dense")  # without a scope of autocast's own
     mended = jt.autocast(run, F16, rules=jt.TORCH_CUDA.replace(paths=dict(problem.remedy.rules.paths)))
     assert not harmful(diagnosed(mended, LARGE[None]))
+
+
+def test_an_infinity_that_float32_has_too_is_not_explained() -> None:
+    report = diagnosed(lambda x: {"best": jnp.min(x, initial=jnp.inf) + jnp.inf, "h": x * 2}, jnp.ones(4, F16))
+    assert (report.problems, report.explanation) == ((), "")
