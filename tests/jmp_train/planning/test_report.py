@@ -52,5 +52,6 @@ def test_rows_know_what_is_left() -> None:
     assert fits.headroom_bytes == fits.usable_bytes - 9_002_001_000 > 0
     assert does_not.headroom_bytes < 0
     assert (fits.fits, does_not.fits) == (True, False)
+    assert dataclasses.replace(fits, peak_bytes=fits.usable_bytes).fits
     assert does_not.largest_batch is None
     assert fits.to_json(buffers=1)["buffers"] == [vars(fits.buffers[0])]

@@ -114,6 +114,16 @@ def test_the_backward_pass_keeps_less() -> None:
     assert kept_bytes(in_segments(deep, 4)) < kept_bytes(in_segments(deep, 2))
 
 
+def test_cuts_are_where_the_least_is_handed_on() -> None:
+    def widened(params: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in params:
+            x = jnp.sin(jnp.tile(x, (1, 16))).reshape(ROWS, 16, WIDTH).sum(1) @ w
+        return (x**2).mean()
+
+    last_quarter = kept_bytes(widened) / 4
+    assert kept_bytes(in_segments(widened, 4)) <= last_quarter + 3 * X.nbytes
+
+
 def test_the_parts_are_computed_again() -> None:
     def products(fn: Callable[..., Any]) -> int:
         return str(jax.make_jaxpr(jax.grad(fn))(PARAMS, X)).count("dot_general[")

@@ -49,6 +49,16 @@ def test_tiny_updates_add_up_as_in_float64(dtype: str, compensation: str | None)
     assert (np.abs(start - exact) > 10 * eps / 4).all()
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_gradients_make_updates_in_float32(dtype: str) -> None:
+    optimizer: Any = jt.with_kahan(optax.sgd(0.1))
+    params, grads = jnp.ones(8, dtype), jnp.linspace(1, 4, 8).astype(dtype)
+    params, state = optimizer.update(grads, optimizer.init(params), params, return_params=True)
+    exact = 1 - 0.1 * np.asarray(grads).astype(np.float64)
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(jt.compensated_params(params, state), exact, rtol=eps * eps, atol=1e-7)
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     st.sampled_from(HALVES),
