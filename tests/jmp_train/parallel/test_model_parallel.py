@@ -305,6 +305,18 @@ def test_a_device_stores_an_eighth(form: str) -> None:
     assert bytes_by_device(state.params) == {2 * (whole + small + odd)}
 
 
+def test_fsdp_casts_parameters_before_they_are_gathered() -> None:
+    def loss_fn(kernel: jax.Array, batch: jax.Array) -> jax.Array:
+        return (batch @ kernel).astype(jnp.float32).mean()
+
+    step = jt.train_step(jt.stateless(loss_fn), optax.sgd(0.1), policy="mixed_float16")
+    state = jt.TrainState.create(jnp.ones((64, 64)), step.optimizer)
+    run = jt.sharded_step(step, DATA, shardings=jt.fsdp_shardings(state, DATA, min_size=64))
+    program = str(jax.make_jaxpr(run)(state, jnp.ones((8, 64))))
+    # Cast while it is sharded, gathered, and sharded again after the update.
+    assert re.findall(r"(\w+)\[64,64\] = sharding_constraint", program) == ["f16", "f16", "f32"]
+
+
 @functools.cache
 def compiled(python: str, form: str, mode: str) -> CompiledForGPU:
     target = f"{PROGRAMS}:model_parallel_step", form, mode

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
-from jmp_train.policies.pytrees.collectives import mean_over_axes
+from jmp_train.policies.pytrees.collectives import mean_over_axes, scatter_gradients
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
@@ -149,3 +149,13 @@ def test_pvary_twice_or_without_axes_changes_nothing() -> None:
 
     run = jax.shard_map(body, mesh=MESH, in_specs=P(), out_specs=P("data"))
     np.testing.assert_array_equal(run(x), jnp.full(16, 2.0))
+
+
+def test_fp8_scales_are_the_largest_of_all_devices() -> None:
+    def both(_: Any, x: jax.Array) -> Any:
+        grads = {"kernel": x, "_overwrite_with_gradient": {"scale": x}}
+        dimensions = jax.tree.map(lambda _: -1, grads)
+        return jt.reduce_gradients(grads, ("data",)), scatter_gradients(grads, dimensions, "data")
+
+    for found in on_eight(both, "vmap")(jnp.float32(0), jnp.arange(8.0)):
+        assert found == {"kernel": 3.5, "_overwrite_with_gradient": {"scale": 7.0}}
