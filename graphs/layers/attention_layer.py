@@ -112,5 +112,7 @@ def glorot_param(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nn
       shape: [in, out] of a weight, [1, heads, out] of a vector for each head.
       dtype: the parameter's.
     """
+    if min(shape) < 1:
+        raise ValueError(f"features and heads must be at least 1, got a parameter of shape {list(shape)}")
     fans = sum(shape) if len(shape) == 2 else shape[2] * (shape[0] + shape[1])
     return nnx.Param(nnx.initializers.normal((4 / fans) ** 0.5)(rngs.params(), shape, dtype))

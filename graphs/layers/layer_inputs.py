@@ -48,6 +48,8 @@ def as_floats(name: str, array: Floats | SparseRows, *shape: int | str | Ellipsi
       TypeError: it has no floats.
       ValueError: it has another shape.
     """
+    if array is None:
+        raise TypeError(f"{name} must be floats, got None")
     array = jnp.asarray(cast(Floats, array))  # sparse ones have been looked at before
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} must be floats, got {array.dtype}")

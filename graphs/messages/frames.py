@@ -68,6 +68,8 @@ def frame_of(graph: Graph | HeteroGraph, etype: str | EdgeType | None) -> Frame:
         if etype is not None:
             raise ValueError(f"etype={etype!r}, but the graph has one type of edges, without a name")
         return Frame(graph.connections, graph.nodes, graph.nodes, graph.edges)
+    if not isinstance(graph, HeteroGraph):
+        raise TypeError(f"graph must be a Graph, a HeteroGraph or a jraph.GraphsTuple, got {type(graph).__name__}")
     kind = graph.edge_type(etype)
     sender_type, _, receiver_type = kind
     nodes = graph.nodes

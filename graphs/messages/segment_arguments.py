@@ -11,6 +11,8 @@ def checked_rows(
     data: ArrayLike, segment_ids: ArrayLike, num_segments: int, is_sorted: bool
 ) -> tuple[jax.Array, Incidence]:
     """Returns the rows and the segments of a segment operation, checked; see `segment_sum`."""
+    if data is None:
+        raise TypeError("data must be an array, got None")
     data, ids = jnp.asarray(data), checked_ids_of_rows("segment_ids", segment_ids)
     count = as_count("num_segments", num_segments)
     if data.ndim == 0 or data.shape[0] != ids.shape[0]:

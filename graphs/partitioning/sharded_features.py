@@ -155,7 +155,7 @@ def shard_features(
 
     Raises:
       ValueError: there are no rows, or the mesh has no such axis.
-      TypeError: the features do not slice to arrays.
+      TypeError: the features do not slice to arrays, or `mesh` is not a mesh.
 
     Example:
       >>> import jax, numpy as np
@@ -169,6 +169,8 @@ def shard_features(
     array: Any = features if hasattr(features, "shape") and hasattr(features, "dtype") else np.asarray(features)
     if len(array.shape) == 0 or array.shape[0] == 0:
         raise ValueError(f"features must be [nodes, ...] of at least one node, got shape {tuple(array.shape)}")
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if axis not in mesh.shape:
         raise ValueError(f"axis={axis!r} is not one of the mesh's: {', '.join(map(repr, mesh.shape))}")
     stored = np.dtype(jax.dtypes.canonicalize_dtype(array.dtype if dtype is None else dtype))

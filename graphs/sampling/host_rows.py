@@ -21,7 +21,7 @@ def take_rows(array: np.ndarray, ids: np.ndarray, dtype: DTypeLike | None = None
 
     Raises:
       ValueError: an id is out of range.
-      TypeError: `ids` is None, as `edge_ids` of edges that were not kept apart.
+      TypeError: ids are not integers, or `ids` is None, as `edge_ids` of edges that were not kept apart.
 
     Example:
       >>> take_rows(np.array([[1.0], [2.0]]), np.array([1, -1, 0])).tolist()
@@ -29,6 +29,8 @@ def take_rows(array: np.ndarray, ids: np.ndarray, dtype: DTypeLike | None = None
     """
     if ids is None:
         raise TypeError("ids is None: which edge is which is kept by host_edges(..., keep_edge_ids=True)")
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise TypeError(f"ids must be integers, got {ids.dtype}")
     if ids.size and not -1 <= ids.min() <= ids.max() < len(array):
         raise ValueError(f"ids must be between -1 and {len(array) - 1}, got {ids.min()} to {ids.max()}")
     is_padding = ids < 0

@@ -143,7 +143,7 @@ def neighbor_sampler(
     Raises:
       ValueError: a fanout is neither positive nor -1, or is missing; there is no such type; node counts
         of edge types disagree; there are no seeds; the batch size is not positive.
-      TypeError: the batch size is not an integer.
+      TypeError: the batch size is not an integer, or edges or fanouts are of another type.
 
     Example:
       >>> import numpy as np
@@ -157,6 +157,10 @@ def neighbor_sampler(
     Reference: Hamilton et al., Inductive Representation Learning on Large Graphs,
     https://arxiv.org/abs/1706.02216; DGL's NeighborSampler.
     """
+    if not isinstance(edges, HostEdges | Mapping):
+        raise TypeError(f"edges must be what host_edges returned, or that by edge type, got {type(edges).__name__}")
+    if isinstance(fanouts, int):
+        raise TypeError(f"fanouts={fanouts} must have one number for each layer: ({fanouts},) for one layer")
     by_type = {EDGE: edges} if isinstance(edges, HostEdges) else dict(edges)
     counts = node_counts(by_type)
     if as_count("batch_size", batch_size) == 0:

@@ -34,6 +34,8 @@ def batch(graphs: Sequence[Graph], *, formats: Sequence[str] | None = None) -> G
       >>> batch([from_edges([0], [1], 2), from_edges([0], [0], 1)]).senders.tolist()
       [0, 2]
     """
+    if not isinstance(graphs, Sequence):
+        raise TypeError(f"graphs must be a sequence of graphs, got {type(graphs).__name__}")
     if not graphs:
         raise ValueError("graphs is empty")
     for place, graph in enumerate(graphs):

@@ -106,6 +106,8 @@ def to_jraph(graph: Graph) -> jraph.GraphsTuple:
       >>> to_jraph(from_edges([0, 1], [1, 0], 2)).senders.tolist()
       [0, 1]
     """
+    if not isinstance(graph, Graph):
+        raise TypeError(f"graph must be a Graph, got {type(graph).__name__}")
     senders, receivers = graph.senders, graph.receivers
     if graph.is_padded:
         first = graph.num_nodes - graph.n_node[first_padding(graph.n_node)]

@@ -75,6 +75,8 @@ def stack(graphs: Sequence[Any]) -> GraphStack:
       >>> len(stack([pad(from_edges(*size), n_node=4, n_edge=8) for size in sizes]))
       2
     """
+    if not isinstance(graphs, Sequence):
+        raise TypeError(f"graphs must be a sequence of graphs, got {type(graphs).__name__}")
     if not len(graphs):
         raise ValueError("graphs is empty: a stack has at least one graph")
     graphs = _with_one_rule_on_zero_in_degree(graphs)

@@ -5,6 +5,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, Self, SupportsIndex, TypeVar
 
@@ -61,6 +62,7 @@ class CheckpointStore:
       read_only: whether to refuse `lock` and `save`, and to make no folder: one that is not there yet has no steps.
 
     Raises:
+      TypeError: `directory` is not a path.
       ValueError: `max_to_keep` is out of range.
       ModuleNotFoundError: the extra `train` is not installed.
       OSError: the folder cannot be made. Whether it can be written to is seen by `lock`, or the first `save`.
@@ -79,6 +81,8 @@ class CheckpointStore:
     def __init__(self, directory: str | Path, *, max_to_keep: int = 3, read_only: bool = False) -> None:
         if not isinstance(max_to_keep, int) or max_to_keep < 1:
             raise ValueError(f"max_to_keep={max_to_keep!r} must be a whole number of at least 1")
+        if not isinstance(directory, str | PathLike):
+            raise TypeError(f"directory must be a path, got {directory!r}")
         with extra_packages():
             import tensorstore  # noqa: F401  # the thread that writes would miss it too late
         self.directory = Path(directory).absolute()
@@ -176,6 +180,7 @@ class CheckpointStore:
           ValueError: its manifest is damaged.
           OSError: a step could not be written.
         """
+        step = _checked_step(step)
         self.wait()
         found, failure = {}, ""
         if jax.process_index() == 0:
@@ -202,6 +207,7 @@ class CheckpointStore:
             lists all of them.
           OSError: a step could not be written.
         """
+        step = None if step is None else _checked_step(step)
         self.wait()
         wanted = _leaves(state)
         found, _, arrays, damages = self._read(lambda step, metadata: wanted, step)

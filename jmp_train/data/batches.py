@@ -61,7 +61,7 @@ def array_batches(
 
     Raises:
       ValueError: leaves have different numbers of examples, or an argument is out of range.
-      TypeError: there is a graph that is in no stack.
+      TypeError: there is a graph that is in no stack, a leaf is not an array, or an argument is of another type.
 
     Warns:
       CollapsedValuesWarning: values of floats that differ are one in the policy's compute dtype.
@@ -81,10 +81,13 @@ def array_batches(
     process_index = jax.process_index() if process_index is None else process_index
     process_count = jax.process_count() if process_count is None else process_count
     check_order(seed, epochs, process_index, process_count)
+    check_integers(start=start, batch_size=batch_size)
     if start < 0:
         raise ValueError(f"start={start} must be at least 0")
     if not 1 <= batch_size <= total:
         raise ValueError(f"batch_size={batch_size} must be between 1 and the {total} examples")
+    if not isinstance(sharding, Sharding | None):
+        raise TypeError(f"sharding must be a jax.sharding.Sharding, got {type(sharding).__name__}")
     if shared_by is not None:
         own = _own_examples(shared_by, batch_size)
     elif batch_size % process_count:
@@ -154,15 +157,28 @@ def example_seeds(seed: int, epoch: int, indices: np.ndarray) -> np.ndarray:
     return np.concatenate(words)
 
 
+def check_integers(**numbers: object) -> None:
+    """Raises TypeError if an argument is not an integer.
+
+    Args:
+      **numbers: by name.
+    """
+    for name, number in numbers.items():
+        if not isinstance(number, int | np.integer):
+            raise TypeError(f"{name}={number!r} must be an integer")
+
+
 def check_seed(seed: int) -> None:
-    """Raises ValueError if a seed is out of range."""
+    """Raises ValueError if a seed is out of range, TypeError if it is no integer."""
+    check_integers(seed=seed)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed} must be between 0 and 2**32 - 1")
 
 
 def check_order(seed: int, epochs: int | None, process_index: int, process_count: int) -> None:
-    """Raises ValueError if a number that the order of batches depends on is out of range."""
+    """Raises ValueError if a number that the order of batches depends on is out of range, TypeError if it is none."""
     check_seed(seed)
+    check_integers(epochs=1 if epochs is None else epochs, process_index=process_index, process_count=process_count)
     if epochs is not None and epochs < 1:
         raise ValueError(f"epochs={epochs} must be at least 1")
     if not 0 <= process_index < process_count:
@@ -172,8 +188,11 @@ def check_order(seed: int, epochs: int | None, process_index: int, process_count
 def _count_examples(arrays: PyTree) -> int:
     """Returns how many examples all leaves have."""
     check_no_graph(arrays, "array_batches")
+    for path, array in named_leaves(arrays):
+        if not hasattr(array, "shape"):
+            raise TypeError(f"arrays {path or '(root)'!r} must be an array [examples, ...], got {type(array).__name__}")
     counts = {path: len(array) if np.ndim(array) else 0 for path, array in named_leaves(arrays)}
     if len(set(counts.values())) != 1:
-        found = ", ".join(f"{path!r} has {count}" for path, count in counts.items())
+        found = ", ".join(f"{path!r} has {count}" for path, count in counts.items()) or "there are none"
         raise ValueError(f"all leaves of arrays must have the same number of examples: {found}")
     return next(iter(counts.values()))

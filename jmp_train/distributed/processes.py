@@ -194,6 +194,7 @@ def broadcast_state(state: PyTree, mesh: Mesh | None = None, *, shardings: PyTre
     Raises:
       ValueError: `mesh` and `shardings` are both given, the processes' states differ in structure, shapes or
         dtypes, or a leaf is divided between them.
+      TypeError: `mesh` is not a mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -205,6 +206,8 @@ def broadcast_state(state: PyTree, mesh: Mesh | None = None, *, shardings: PyTre
     """
     if mesh is not None and shardings is not None:
         raise ValueError("mesh and shardings exclude each other: shardings have a mesh")
+    if not isinstance(mesh, Mesh | None):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     divided = [path for path, x in named_leaves(state) if is_divided(x)]
     if divided:
         raise ValueError(f"state {divided[0]!r} is divided between processes, so that all have a part")

@@ -84,6 +84,8 @@ def scaled_value_and_grad(
 
     Reference: Micikevicius et al., "Mixed Precision Training", https://arxiv.org/abs/1710.03740.
     """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
     policy = None if policy is None else named_policy(policy)
     value_and_grad = unwatched_value_and_grad(loss_fn, policy, has_aux)
     first_trace = FirstTrace()

@@ -85,6 +85,8 @@ def nnx_value_and_grad(
     """
     from flax import nnx  # whoever has no nnx modules does not wait for it
 
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
     policy = None if policy is None else named_policy(policy)
     run = loss_fn if policy is None else policy.default.transform(loss_fn)
     differentiated = argnums if isinstance(argnums, Sequence) else (argnums,)

@@ -16,6 +16,7 @@ from jmp_train.policies.dtype_policies import FirstTrace, PathPolicy, Policy, Po
 from jmp_train.policies.loss_scaling import (
     LossScales,
     PerLossScale,
+    check_is_stateless,
     check_takes_state,
     loss_and_aux,
     only_losses,
@@ -103,7 +104,8 @@ def stateless(loss_fn: Callable[..., Any], has_aux: bool | None = None) -> LossF
       state on and draws nothing.
 
     Raises:
-      TypeError: when called, a part of what `loss_fn` returned is not a loss and `has_aux` is not set.
+      TypeError: `loss_fn` cannot take two arguments; when called, a part of what it returned is not a loss, and
+        `has_aux` is not set.
 
     Example:
       >>> import jax.numpy as jnp
@@ -112,6 +114,7 @@ def stateless(loss_fn: Callable[..., Any], has_aux: bool | None = None) -> LossF
       >>> float(loss), aux
       (2.0, None)
     """
+    check_is_stateless(loss_fn)
 
     def with_state(
         params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None

@@ -167,7 +167,7 @@ def check_is_train_state(state: object) -> None:
 
 
 def check_params(params: PyTree) -> None:
-    """Raises TypeError if a tree is not one of parameters that all have a gradient; names the leaf.
+    """Raises TypeError if a tree is not one of parameters that all have a gradient, ValueError if it has no leaves.
 
     Args:
       params: for `TrainState.create`.
@@ -186,7 +186,10 @@ def check_params(params: PyTree) -> None:
                 "nnx.split(model, nnx.Param, ...) parts them, the rest is the model_state"
             )
     refuse_overwritten(trained(params))
-    for name, x in named_leaves(params):
+    leaves = named_leaves(params)
+    if not leaves:
+        raise ValueError(f"params={params!r} has no arrays: there is nothing to train")
+    for name, x in leaves:
         if not isinstance(x, jax.Array | np.ndarray | np.generic):
             raise TypeError(f"params {name!r} must be an array, got {x!r}; partition the model")
         if not jnp.issubdtype(x.dtype, jnp.inexact):

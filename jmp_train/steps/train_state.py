@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from jmp_train.policies import PyTree
+from jmp_train.policies.optimizers import as_transformation
 from jmp_train.policies.pytrees import is_key_or_data, trained, with_overwritten
 from jmp_train.steps.step_checks import check_params
 from jmp_train.types import ModelState
@@ -67,7 +68,8 @@ class TrainState:
 
         Raises:
           TypeError: `params` has a leaf that is not a floating or complex array, or is an nnx module or has its
-            statistics, or `rng` is not a key.
+            statistics, `optimizer` is not one, or `rng` is not a key.
+          ValueError: `params` has no leaves.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax
@@ -79,6 +81,7 @@ class TrainState:
         if rng is not None and not (isinstance(rng, jax.Array) and is_key_or_data(rng)):
             raise TypeError(f"rng must be a jax random key, such as jax.random.key(0), got {rng!r}")
         check_params(params)
+        optimizer = as_transformation(optimizer)
         params, model_state = _settle((params, model_state))
         opt_state = _settle(optimizer.init(trained(params)))
         if cast_params is not None:

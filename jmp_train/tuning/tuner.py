@@ -99,7 +99,7 @@ def tune(
     """
     half = check_half(dtype, "dtype")
     tolerance, criterion = tolerance_of(tolerance)
-    if loss_scale is not None and not 0 < loss_scale < math.inf:
+    if loss_scale is not None and (isinstance(loss_scale, str) or not 0 < loss_scale < math.inf):
         raise ValueError(f"loss_scale={loss_scale!r} must be a positive number")
     given = checked(fn, examples, held_out, budget, steps)
     subject, given = subject_of(fn, given)

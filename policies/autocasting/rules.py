@@ -90,7 +90,15 @@ class AutocastRules:
           paths: by regular expression; they come before the table's own.
           banned: by name, with the advice.
           operations: by regular expression; they come before the table's own.
+
+        Raises:
+          TypeError: an argument is not a mapping.
+          ValueError: a rule is another word, or an expression is none.
         """
+        given = {"primitives": primitives, "functions": functions, "paths": paths}
+        for name, rules in {**given, "banned": banned, "operations": operations}.items():
+            if not isinstance(rules, Mapping | None):
+                raise TypeError(f"{name} must be a dict from names or expressions to rules, got {rules!r}")
         return AutocastRules(
             primitives=_merged(self.primitives, primitives),
             functions=_merged(self.functions, functions),

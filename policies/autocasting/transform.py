@@ -79,6 +79,8 @@ def autocast(
     Reference: https://docs.pytorch.org/docs/stable/amp.html; `TORCH_CUDA` for the rules.
     """
     half = check_half(dtype, "dtype")
+    if not callable(fn):
+        raise TypeError(f"fn must be a function or a module, got {fn!r}")
     if not isinstance(rules, AutocastRules):
         raise TypeError(f"rules must be an AutocastRules, got {rules!r}")
     if not isinstance(fp8, Recipe):

@@ -45,6 +45,8 @@ def apply_policy(fn: Callable[Args, Result], policy: Policy | PathPolicy | str) 
       >>> float(dot(jnp.float32(1.0001), jnp.float32(1.0)))  # computed in float16
       1.0
     """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function or a module, got {fn!r}")
     policy = named_policy(policy)
     plain, module = unbound(fn)
     run = policy.default.transform(plain)

@@ -27,16 +27,30 @@ class Pair(NamedTuple):
 
 def check_takes_state(loss_fn: object) -> None:
     """Raises TypeError if a loss function cannot take (params, model_state, batch, rng)."""
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
+    if signature := _refused_signature(loss_fn, 4):
+        raise TypeError(f"loss_fn takes {signature}, it must be a {_EXPECTED}")
+
+
+def check_is_stateless(loss_fn: object) -> None:
+    """Raises TypeError if a loss function cannot take (params, batch)."""
+    if signature := _refused_signature(loss_fn, 2):
+        whole = "" if _refused_signature(loss_fn, 4) else "; train_step takes this one as it is, without stateless"
+        raise TypeError(f"loss_fn takes {signature}, it must be a loss_fn(params, batch){whole}")
+
+
+def _refused_signature(fn: object, count: int) -> str:
+    """Returns the signature of a function that cannot take so many arguments; empty if it can, or none is known."""
+    if not callable(fn):
+        raise TypeError(f"loss_fn must be a function, got {fn!r}")
     try:
-        signature = inspect.signature(loss_fn, follow_wrapped=False)
+        signature = inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):  # of what is not a Python function nothing is known
-        return
+        return ""
     try:
-        signature.bind(None, None, None, None)
+        signature.bind(*[None] * count)
     except TypeError:
-        raise TypeError(f"loss_fn takes {signature}, it must be a {_EXPECTED}") from None
+        return str(signature)
+    return ""
 
 
 def refuse_second_cast(loss_fn: object, policy: object) -> None:

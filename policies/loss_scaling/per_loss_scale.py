@@ -52,7 +52,7 @@ class PerLossScale:
 
     def __post_init__(self) -> None:
         # jax puts other things here, such as shardings
-        if is_loss_scale(self.loss_scales):
+        if is_loss_scale(self.loss_scales) or isinstance(self.loss_scales, int | float | str):
             raise TypeError(f"loss_scales must be a tuple of loss scales, got {self.loss_scales!r}")
         if isinstance(self.loss_scales, list):
             object.__setattr__(self, "loss_scales", tuple(self.loss_scales))

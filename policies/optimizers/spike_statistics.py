@@ -80,10 +80,9 @@ def spikes(
     statistics. The logarithm is ours.
     """
     warmup = max(20, window // 2) if warmup is None else warmup
-    if not 0 < sigma < math.inf:
-        raise ValueError(f"sigma={sigma!r} must be a finite number above 0")
-    if not 1 < min_ratio < math.inf:
-        raise ValueError(f"min_ratio={min_ratio!r} must be a finite number above 1")
+    for name, value, least in (("sigma", sigma, 0), ("min_ratio", min_ratio, 1)):
+        if isinstance(value, str) or not least < value < math.inf:
+            raise ValueError(f"{name}={value!r} must be a finite number above {least}")
     for name, number in (("window", window), ("warmup", warmup)):
         if not isinstance(number, int) or number < 2:
             raise ValueError(f"{name}={number!r} must be a whole number of at least 2")

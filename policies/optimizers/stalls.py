@@ -16,6 +16,7 @@ from jmp_train.policies.loss_scaling import (
     NoOpLossScale,
     PerLossScale,
     StaticLossScale,
+    is_integer,
     scales_in,
 )
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
@@ -119,8 +120,8 @@ def check_progress(
       jmp_train.policies.optimizers.stalls.StalledTrainingError: the last step was skipped ...
     """
     for name, number in (("stop_after", stop_after), ("warn_after", warn_after)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name}={number} must be at least 1")
+        if number is not None and (not is_integer(number) or number < 1):
+            raise ValueError(f"{name}={number!r} must be an integer of at least 1")
     found = scaled_states(opt_state)
     if not found:
         raise ValueError("opt_state has no loss scale; wrap the optimizer in with_loss_scale")

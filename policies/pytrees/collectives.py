@@ -23,6 +23,12 @@ from jmp_train.policies.types import PyTree
 Tree = TypeVar("Tree")
 
 
+def check_axis_names(axis_names: Sequence[str]) -> None:
+    """Raises TypeError for a text in the place of a tuple of names: each letter would be one."""
+    if isinstance(axis_names, str):
+        raise TypeError(f"axis_names={axis_names!r} must be a tuple of names: ({axis_names!r},)")
+
+
 def pvary(tree: Tree, axis_names: Sequence[str]) -> Tree:
     """Marks every array as varying over mesh axes, so that its gradient is not summed over them.
 
@@ -83,6 +89,7 @@ def reduce_gradients(grads: Tree, axis_names: Sequence[str], dtype: DTypeLike = 
 
     Raises:
       ValueError: `dtype` is not a floating dtype.
+      TypeError: `axis_names` is a text.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -91,6 +98,7 @@ def reduce_gradients(grads: Tree, axis_names: Sequence[str], dtype: DTypeLike = 
       Array([2., 2.], dtype=float32)
     """
     reduce_dtype = float_dtype(dtype, "dtype")
+    check_axis_names(axis_names)
     grads = upcast_to_float32(grads)
     if not axis_names:
         return grads

@@ -11,7 +11,7 @@ from jax import lax
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
-from jmp_train.policies.pytrees.collectives import sum_over_axes
+from jmp_train.policies.pytrees.collectives import check_axis_names, sum_over_axes
 from jmp_train.policies.pytrees.dtypes import at_least_float32
 from jmp_train.policies.pytrees.paths import named_leaves, path_name
 from jmp_train.policies.types import PyTree
@@ -37,6 +37,9 @@ def all_finite(tree: PyTree, axis_names: Sequence[str] = ()) -> jax.Array:
     Returns:
       A boolean scalar array. It can be read on the host outside of jit only.
 
+    Raises:
+      TypeError: `axis_names` is a text.
+
     Example:
       >>> import jax.numpy as jnp
       >>> bool(all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}))
@@ -44,6 +47,7 @@ def all_finite(tree: PyTree, axis_names: Sequence[str] = ()) -> jax.Array:
 
     Reference: jmp 0.0.4, `jmp.all_finite`; torch's `found_inf`, reduced over the group.
     """
+    check_axis_names(axis_names)
     tests = [jnp.all(jnp.isfinite(x)) for x in jax.tree_util.tree_leaves(tree) if is_inexact(x)]
     finite = functools.reduce(jnp.logical_and, tests) if tests else jnp.array(True)
     if not axis_names:

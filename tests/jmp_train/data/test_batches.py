@@ -169,3 +169,18 @@ def test_batches_are_read_as_the_sharding_says() -> None:
 def test_wrong_options_of_array_batches(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         array_batches(**{"arrays": {"x": np.ones(50)}, "batch_size": 8} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 8.0}, "batch_size=8.0 must be an integer"),
+        ({"seed": None}, "seed=None must be an integer"),
+        ({"epochs": "2"}, "epochs='2' must be an integer"),
+        ({"arrays": {"x": [1.0, 2.0]}}, r"arrays 'x/0' must be an array \[examples, ...\], got float"),
+        ({"sharding": jax.make_mesh((1,), ("data",))}, r"sharding must be a jax\.sharding\.Sharding, got Mesh"),
+    ],
+)
+def test_options_of_another_type_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        array_batches(**{"arrays": {"x": np.ones(50)}, "batch_size": 8} | options)

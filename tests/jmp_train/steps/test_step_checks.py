@@ -195,6 +195,71 @@ def test_parameters_without_a_gradient_are_named(leaf: Any, what: str) -> None:
         jt.TrainState.create({**PARAMS, "layer": {"n": leaf}}, scaled())
 
 
+# --- arguments of another type ----------------------------------------------------------------
+
+
+def stateful(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+    return loss_fn(params, batch), (model_state, None)
+
+
+UNTYPED: Any = jt  # whose arguments may be of any type
+ARGUMENTS: Any = [
+    (lambda: UNTYPED.TrainState.create(PARAMS, None), TypeError, r"optimizer must be an optax\.Gradient.*, got None"),
+    (
+        lambda: UNTYPED.TrainState.create(PARAMS, optax.sgd),
+        TypeError,
+        r"optimizer must be an optax\.Gradient.*, got <func",
+    ),
+    (
+        lambda: UNTYPED.TrainState.create({}, scaled()),
+        ValueError,
+        r"params=\{\} has no arrays: there is nothing to train",
+    ),
+    (lambda: UNTYPED.stateless(None), TypeError, "loss_fn must be a function, got None"),
+    (
+        lambda: UNTYPED.stateless(stateful),
+        TypeError,
+        r"takes \(params: .*, it must be a loss_fn\(params, batch\); train_step",
+    ),
+    (
+        lambda: UNTYPED.stateless(lambda params: params),
+        TypeError,
+        r"takes \(params\), it must be a loss_fn\(params, batch\)$",
+    ),
+    (lambda: UNTYPED.scaled_value_and_grad(None), TypeError, "loss_fn must be a function, got None"),
+    (lambda: UNTYPED.apply_policy(None, "float16"), TypeError, "fn must be a function or a module, got None"),
+    (lambda: UNTYPED.autocast(None), TypeError, "fn must be a function or a module, got None"),
+    (lambda: UNTYPED.nnx_value_and_grad(None), TypeError, "loss_fn must be a function, got None"),
+    (
+        lambda: UNTYPED.TORCH_CUDA.replace(paths=["norm"]),
+        TypeError,
+        r"paths must be a dict .* to rules, got \['norm'\]",
+    ),
+    (lambda: UNTYPED.spikes("10"), ValueError, "sigma='10' must be a finite number above 0"),
+    (lambda: UNTYPED.check_progress((), stop_after=2.5), ValueError, "stop_after=2.5 must be an integer of at least 1"),
+    (lambda: UNTYPED.CheckpointStore(None), TypeError, "directory must be a path, got None"),
+    (
+        lambda: UNTYPED.tune(loss_fn, [(PARAMS, BATCH)], loss_scale="dynamic"),
+        ValueError,
+        "loss_scale='dynamic' must be a pos",
+    ),
+    (lambda: UNTYPED.PerLossScale(3), TypeError, "loss_scales must be a tuple of loss scales, got 3"),
+    (
+        lambda: UNTYPED.reduce_gradients(PARAMS, "data"),
+        TypeError,
+        r"axis_names='data' must be a tuple of .*: \('data',\)",
+    ),
+    (lambda: UNTYPED.all_finite(PARAMS, "data"), TypeError, r"axis_names='data' must be a tuple of names: \('data',\)"),
+    (lambda: UNTYPED.broadcast_state(PARAMS, PARAMS), TypeError, r"mesh must be a jax\.sharding\.Mesh, got dict"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), ARGUMENTS)
+def test_an_argument_of_another_type_is_named(call: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        call()
+
+
 # --- random keys ------------------------------------------------------------------------------
 
 

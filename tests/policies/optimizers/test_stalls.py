@@ -277,7 +277,7 @@ def test_vmapped_states_stop_for_their_worst_member() -> None:
 @pytest.mark.parametrize("options", [{"stop_after": 0}, {"stop_after": -2}, {"stop_after": 5, "warn_after": 0}])
 def test_numbers_below_one_are_refused(options: Any) -> None:
     name, number = list(options.items())[-1]
-    with pytest.raises(ValueError, match=f"^{name}={number} must be at least 1"):
+    with pytest.raises(ValueError, match=f"^{name}={number} must be an integer of at least 1"):
         jt.check_progress(run_steps(scaled(), ""), **options)
 
 
