@@ -65,6 +65,7 @@ from jmp_train.steps.batch_parts import (
     with_shares,
     without_shares,
 )
+from jmp_train.steps.device_keys import keys_of_device, keys_of_first
 from jmp_train.steps.fp8_scales import delayed_scaling, next_state, own_state, scales_for, state_after_step
 from jmp_train.steps.gradients import float32_scalar, value_and_grad_with_scales
 from jmp_train.steps.optimizer_arguments import Evaluate, extra_arguments
@@ -266,7 +267,8 @@ class TrainStep:
 
         Gradients are averaged over them in the policy's `reduce_dtype`, all devices take or skip
         the step together, loss, floating aux and batch statistics are averaged in float32, and
-        every device draws from a key of its own. Whole-number aux stays each device's own.
+        every device draws from keys of its own, also where they are typed keys in the model state. Whole-number
+        aux stays each device's own.
 
         Args:
           *names: axes over which the batch is split.
@@ -333,11 +335,12 @@ class TrainStep:
             rng = jax.random.fold_in(rng, lax.axis_index(self.axis_names))
         params = pvary(params, self.axis_names)
         model_state = jax.tree.map(lambda x: pvary(x, self.axis_names) if is_inexact_array(x) else x, model_state)
+        model_state = keys_of_device(model_state, self.axis_names)
         no_key = _NO_KEY if rng is None else None
         with names_of_axes(self._all_axes), missing_key_explained(no_key):
             result = self._gradients(loss_scale, params, model_state, batch, rng)
         check_local_loss(result.loss, params, self.axis_names)
-        return result
+        return result._replace(model_state=keys_of_first(result.model_state, self.axis_names))
 
     def apply_gradients(
         self,

@@ -1,0 +1,50 @@
+"""Random keys of the model state, as nnx's dropout has: on many devices each draws from a key of its own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from jmp_train.policies.pytrees import is_key, sum_over_axes
+from jmp_train.types import ModelState
+
+
+def keys_of_device(model_state: ModelState, axis_names: Sequence[str]) -> Any:
+    """Returns the model state with other random keys on each device; the first device keeps its own.
+
+    Args:
+      model_state: the same on all devices. Keys that are not typed, which nothing tells from counts, stay.
+      axis_names: mesh axes over which the batch is split; none changes nothing.
+    """
+    if not axis_names:
+        return model_state
+    index = lax.axis_index(tuple(axis_names))
+
+    def of_device(key: jax.Array) -> jax.Array:
+        folded = jax.vmap(lambda key: jax.random.fold_in(key, index))(key.reshape(-1)).reshape(key.shape)
+        return jnp.where(index == 0, key, folded)
+
+    return jax.tree.map(lambda x: of_device(x) if is_key(x) else x, model_state)
+
+
+def keys_of_first(model_state: ModelState, axis_names: Sequence[str]) -> Any:
+    """Returns the model state with the first device's random keys on all devices.
+
+    Args:
+      model_state: see `keys_of_device`, which has no effect on the next step's keys so.
+      axis_names: likewise.
+    """
+    if not axis_names or not any(map(is_key, jax.tree.leaves(model_state))):
+        return model_state
+    is_first = lax.axis_index(tuple(axis_names)) == 0
+    data = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else None, model_state)
+    flat, as_data = ravel_pytree(data)  # one sum for all keys
+    first = as_data(sum_over_axes(jnp.where(is_first, flat, jnp.zeros_like(flat)), axis_names))
+
+    def with_data(x: Any, data: jax.Array | None) -> Any:
+        return x if data is None else jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+    return jax.tree.map(with_data, model_state, first)
