@@ -34,7 +34,7 @@ def keys_of_first(model_state: ModelState, axis_names: Sequence[str]) -> Any:
     """Returns the model state with the first device's random keys on all devices.
 
     Args:
-      model_state: see `keys_of_device`, which has no effect on the next step's keys so.
+      model_state: after a step that began with `keys_of_device`. Keys that the model only reads are what they were.
       axis_names: likewise.
     """
     if not axis_names or not any(map(is_key, jax.tree.leaves(model_state))):
