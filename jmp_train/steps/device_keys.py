@@ -42,7 +42,9 @@ def keys_of_first(model_state: ModelState, axis_names: Sequence[str]) -> Any:
     is_first = lax.axis_index(tuple(axis_names)) == 0
     data = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else None, model_state)
     flat, as_data = ravel_pytree(data)  # one sum for all keys
-    first = as_data(sum_over_axes(jnp.where(is_first, flat, jnp.zeros_like(flat)), axis_names))
+    signed = lax.bitcast_convert_type(flat, jnp.int32)  # XLA sums these and the test for overflow in one all-reduce
+    total = sum_over_axes(jnp.where(is_first, signed, 0), axis_names)
+    first = as_data(lax.bitcast_convert_type(total, flat.dtype))
 
     def with_data(x: Any, data: jax.Array | None) -> Any:
         return x if data is None else jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

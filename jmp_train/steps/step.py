@@ -45,6 +45,7 @@ from jmp_train.policies.pytrees import (
     find_nodes,
     is_float_array,
     is_inexact_array,
+    is_key,
     map_overwritten,
     mean_over_axes,
     named_leaves,
@@ -334,8 +335,7 @@ class TrainStep:
         if rng is not None and self.axis_names:
             rng = jax.random.fold_in(rng, lax.axis_index(self.axis_names))
         params = pvary(params, self.axis_names)
-        model_state = jax.tree.map(lambda x: pvary(x, self.axis_names) if is_inexact_array(x) else x, model_state)
-        model_state = keys_of_device(model_state, self.axis_names)
+        model_state = keys_of_device(self._varying(model_state), self.axis_names)
         no_key = _NO_KEY if rng is None else None
         with names_of_axes(self._all_axes), missing_key_explained(no_key):
             result = self._gradients(loss_scale, params, model_state, batch, rng)
@@ -408,7 +408,7 @@ class TrainStep:
             micro_batch = with_shares(part, batch)
             loss, model_state, aux, grads = self._micro_gradients(loss_scale, params, model_state, micro_batch, rng)
             total = map_overwritten(jnp.maximum, jnp.add, total, grads)
-            return (model_state, total), (loss, aux)
+            return (self._varying(model_state), total), (loss, aux)
 
         split = without_shares(batch)
         check_divides(split, count, f"accumulate_steps={count}")
@@ -420,6 +420,10 @@ class TrainStep:
             add_micro_batch, (model_state, zeros), (in_parts(split, count), rngs)
         )
         return StepGradients(shares_of_loss.sum(), model_state, aux, grads)
+
+    def _varying(self, model_state: ModelState) -> ModelState:
+        """Returns a model state whose floats and random keys are marked as a device's own, also those set anew."""
+        return jax.tree.map(lambda x: pvary(x, self.axis_names) if is_inexact_array(x) or is_key(x) else x, model_state)
 
     def _micro_gradients(
         self,
