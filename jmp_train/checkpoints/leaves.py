@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -139,13 +140,18 @@ def differences(saved: list[Leaf], wanted: list[Leaf]) -> list[str]:
             continue
         found, asked = (str(leaf) if (leaf := those.get(path)) else "nothing" for those in (old, new))
         lines.append(f"{path}: the checkpoint has {found}, the state has {asked}")
-    if any(_WRAPPED in path for path in old.keys() ^ new.keys()):
+    if _wrappers(old) != _wrappers(new):
         lines.append(
             "A wrapped optimizer (with_loss_scale, with_master_weights, ...) has another state than the bare one: "
             "restore the state of the optimizer that was saved, and jmp_train.adopt_opt_state(optimizer.init(params), "
             "old_opt_state) makes it one of the other optimizer"
         )
     return lines
+
+
+def _wrappers(paths: Iterable[str]) -> int:
+    """Returns how many wrappers of optimizers are one around the other in a state with these paths."""
+    return max((path.count(_WRAPPED) for path in paths), default=0)
 
 
 def file_name(number: int, path: str) -> str:

@@ -244,6 +244,14 @@ def test_an_optimizer_with_another_wrapper_is_told_of_adoption(tmp_path: Path, s
     np.testing.assert_array_equal(optax.tree.get(opt_state, "trace")["w"], 3.0)
 
 
+def test_parameters_that_are_new_are_no_matter_of_wrappers(tmp_path: Path) -> None:
+    scaled = jt.with_loss_scale(optax.sgd(0.1, 0.9), jt.torch_loss_scale())
+    with jt.CheckpointStore(tmp_path) as store:
+        store.save(1, jt.TrainState.create({"w": jnp.ones(2)}, scaled))
+        with pytest.raises(ValueError, match=r"inner_state\[0\]\.trace\['new'\]: .* has float32\[3\]$"):
+            store.restore(jt.TrainState.create({"w": jnp.ones(2), "new": jnp.ones(3)}, scaled))
+
+
 def on_devices(state: Any, count: int) -> Any:
     """Returns a state of which long arrays are divided over some devices, and others copied."""
     mesh = Mesh(np.array(jax.devices()[:count]), ("data",))
