@@ -108,14 +108,16 @@ def steps_taken(examples: Sequence[Example]) -> int | None:
 
 def _steps_of(x: object) -> int | None:
     opt_state = getattr(x, "opt_state", None)
-    skipped = max((int(state.skipped_steps) for _, state in scaled_states(opt_state)), default=0)
-    made = [int(step) - skipped for step in jax.tree.leaves(getattr(x, "step", None)) if opt_state is not None]
+    skipped = max((int(jnp.max(state.skipped_steps)) for _, state in scaled_states(opt_state)), default=0)
+    steps = [getattr(x, "step", None)] if opt_state is not None else []
+    made = [int(step) - skipped for step in jax.tree.leaves(steps) if _is_counter((), step)]
     counts = optax.tree.get_all_with_path(opt_state, "count", _is_counter)
     return max(made + [int(count) for _, count in counts], default=None)
 
 
 def _is_counter(path: object, x: Any) -> bool:  # the moments of a parameter "count" have the name too
-    return jnp.shape(x) == () and jnp.issubdtype(jnp.result_type(x), jnp.integer)
+    is_number = isinstance(x, int) or hasattr(x, "dtype")
+    return is_number and jnp.shape(x) == () and jnp.issubdtype(jnp.result_type(x), jnp.integer)
 
 
 def _of_parts(fn: Callable[..., Any], examples: Sequence[Example]) -> tuple[Callable[..., Any], list[Example]]:

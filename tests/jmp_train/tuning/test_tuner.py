@@ -248,6 +248,7 @@ def test_the_steps_that_were_taken_are_counted() -> None:
     taken, _ = step(skipped, jnp.ones(2))
     assert [steps_taken([(state, 0)]) for state in (fresh, skipped, taken)] == [0, 0, 1]
     assert steps_taken([(taken, 0), (skipped, 0)]) == 0
+    assert steps_taken([(jax.tree.map(lambda x: jnp.stack([x, x]), taken),)]) is None  # of several models
     flax_state = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
     own = TrainingState(params, adam.update(params, adam.init(params), params)[1])
     found = [steps_taken([(x,)]) for x in (flax_state, flax_state.apply_gradients(grads=params), own, params)]
