@@ -1,5 +1,6 @@
 """Batches for training loops: shuffled, split, shared between processes, and on the devices before they are wanted."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -157,15 +158,17 @@ def example_seeds(seed: int, epoch: int, indices: np.ndarray) -> np.ndarray:
     return np.concatenate(words)
 
 
-def check_integers(**numbers: object) -> None:
+def check_integers(**numbers: Any) -> None:
     """Raises TypeError if an argument is not an integer.
 
     Args:
       **numbers: by name.
     """
     for name, number in numbers.items():
-        if not isinstance(number, int | np.integer):
-            raise TypeError(f"{name}={number!r} must be an integer")
+        try:
+            operator.index(number)  # a step of a state, which is a jax array, will do
+        except TypeError:
+            raise TypeError(f"{name}={number!r} must be an integer") from None
 
 
 def check_seed(seed: int) -> None:

@@ -1,5 +1,6 @@
 """`check_progress`: detects on the host that a run skips every step and cannot recover."""
 
+import math
 import warnings
 from pathlib import Path
 from typing import Protocol
@@ -88,7 +89,7 @@ def _last_fall(loss_scale: LossScale) -> int:
 
 
 def check_progress(
-    opt_state: PyTree, *, stop_after: int, warn_after: int | None = None, recorder: CapsuleRecorder | None = None
+    opt_state: PyTree, *, stop_after: float, warn_after: int | None = None, recorder: CapsuleRecorder | None = None
 ) -> None:
     """Warns or stops when the last steps were all skipped; call it now and then, outside of jit.
 
@@ -99,7 +100,7 @@ def check_progress(
 
     Args:
       opt_state: an optimizer's state with any number of loss scales in any nesting.
-      stop_after: raise when this many steps in a row were skipped; at least 1.
+      stop_after: raise when this many steps in a row were skipped; at least 1, `math.inf` for never.
       warn_after: warn when this many were, or when that many were in all and the scale is 1 or below; at
         least 1, None for never.
       recorder: a `SkipRecorder`, whose last capsule the error and the warning name.
@@ -119,8 +120,8 @@ def check_progress(
       Traceback (most recent call last):
       jmp_train.policies.optimizers.stalls.StalledTrainingError: the last step was skipped ...
     """
-    for name, number in (("stop_after", stop_after), ("warn_after", warn_after)):
-        if number is not None and (not is_integer(number) or number < 1):
+    for name, number in (("stop_after", stop_after), ("warn_after", math.inf if warn_after is None else warn_after)):
+        if number != math.inf and not (is_integer(number) and number >= 1):
             raise ValueError(f"{name}={number!r} must be an integer of at least 1")
     found = scaled_states(opt_state)
     if not found:

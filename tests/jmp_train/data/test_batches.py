@@ -171,6 +171,12 @@ def test_wrong_options_of_array_batches(options: dict[str, Any], message: str) -
         array_batches(**{"arrays": {"x": np.ones(50)}, "batch_size": 8} | options)
 
 
+def test_the_step_of_a_state_is_a_number_to_start_from() -> None:
+    arrays = {"x": np.arange(8)}
+    batches = [array_batches(arrays, batch_size=4, epochs=1, start=start) for start in (1, jnp.int32(1))]
+    np.testing.assert_array_equal(*[next(each)["x"] for each in batches])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

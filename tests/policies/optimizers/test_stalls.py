@@ -1,5 +1,6 @@
 """Noticing stalled runs: how long a fall takes, and who is told."""
 
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -279,6 +280,10 @@ def test_numbers_below_one_are_refused(options: Any) -> None:
     name, number = list(options.items())[-1]
     with pytest.raises(ValueError, match=f"^{name}={number} must be an integer of at least 1"):
         jt.check_progress(run_steps(scaled(), ""), **options)
+
+
+def test_infinitely_many_skips_are_never_reached() -> None:
+    jt.check_progress(run_steps(scaled(), "BBB"), stop_after=math.inf)
 
 
 def test_a_state_without_a_scale_is_refused() -> None:
