@@ -1,7 +1,7 @@
 """Reports distinct values of a batch that become one in a policy's half compute dtype."""
 
 import dataclasses
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +114,7 @@ def check_casts(policy: Policy | PathPolicy | str, batch: PyTree) -> tuple[CastL
     dtype = np.dtype(default.compute_dtype if is_half else default.autocast_dtype)  # pyright: ignore[reportAttributeAccessIssue]
     return tuple(
         CastLoss(path, str(leaf.dtype), is_half and is_float_array(leaf), text)
-        for path, leaf in named_leaves(batch, is_leaf=_is_index)
+        for path, leaf in named_leaves(_without_ends(batch), is_leaf=_is_index)
         if (text := lost_in_cast(leaf, dtype))
     )
 
@@ -152,6 +152,18 @@ def warn_of_collapse(batch: PyTree, policy: Policy | PathPolicy) -> None:
 def _is_index(node: object) -> bool:
     """Returns whether a part of a tree is what a graph finds its edges by, and as one leaf is no array."""
     return getattr(type(node), "is_index", False) is True
+
+
+def _without_ends(batch: PyTree) -> PyTree:
+    """Returns a batch without what each `jraph.GraphsTuple` in it, whose arrays are plain ones, finds its edges by."""
+
+    def is_graph(node: object) -> bool:
+        return {"senders", "receivers", "n_node"} <= {*getattr(node, "_fields", ())}
+
+    def without(node: Any) -> Any:
+        return node._replace(senders=None, receivers=None) if is_graph(node) else node
+
+    return jax.tree.map(without, batch, is_leaf=is_graph)
 
 
 def _is_known(leaf: object) -> TypeGuard[jax.Array | np.ndarray]:

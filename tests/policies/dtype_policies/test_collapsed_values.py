@@ -135,6 +135,8 @@ def test_indices_of_graphs_are_passed_over() -> None:
         graph = jt.graphs.from_edges(ids, ids[::-1], 20_000, nodes, edges, formats=formats)
         losses = jt.check_casts("mixed_float16", {"graph": graph})
         assert [loss.path for loss in losses] == ["graph/nodes/id", "graph/edges/time"]
+    losses = jt.check_casts("mixed_float16", {"graph": jt.graphs.to_jraph(graph)})
+    assert {loss.path for loss in losses} == {"graph/nodes/id", "graph/edges/time"}
 
 
 def test_a_diagnosis_names_the_argument_that_collapses() -> None:
