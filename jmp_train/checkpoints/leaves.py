@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -53,7 +53,7 @@ STORED = frozenset(
     ]
 )
 MOST_AXES = 32  # tensorstore's limit
-_WRAPPED = ".inner_state"  # in the paths of what a wrapper of optimizers is around
+_OF_WRAPPERS = (".inner_state", ".loss_scale")  # in the paths of what wrappers of optimizers add
 
 
 class Leaf(NamedTuple):
@@ -142,16 +142,16 @@ def differences(saved: list[Leaf], wanted: list[Leaf]) -> list[str]:
         lines.append(f"{path}: the checkpoint has {found}, the state has {asked}")
     if _wrappers(old) != _wrappers(new):
         lines.append(
-            "A wrapped optimizer (with_loss_scale, with_master_weights, ...) has another state than the bare one: "
-            "restore the state of the optimizer that was saved, and jmp_train.adopt_opt_state(optimizer.init(params), "
-            "old_opt_state) makes it one of the other optimizer"
+            "A wrapped optimizer (with_loss_scale, with_master_weights, ...) has another state than the bare one, and "
+            "another loss scale another, too: restore the state of the optimizer that was saved, and "
+            "jmp_train.adopt_opt_state(optimizer.init(params), old_opt_state) makes it one of the other optimizer"
         )
     return lines
 
 
-def _wrappers(paths: Iterable[str]) -> int:
-    """Returns how many wrappers of optimizers are one around the other in a state with these paths."""
-    return max((path.count(_WRAPPED) for path in paths), default=0)
+def _wrappers(paths: Collection[str]) -> list[int]:
+    """Returns how many wrappers of optimizers, and loss scales, are one around the other in a state with these paths."""
+    return [max((path.count(part) for path in paths), default=0) for part in _OF_WRAPPERS]
 
 
 def file_name(number: int, path: str) -> str:

@@ -148,7 +148,8 @@ def set_loss_scale(opt_state: PyTree, loss_scale: LossScales) -> Any:
         raise ValueError(
             f"opt_state has another kind of loss scale: {_difference(loss_scale, old)}; "
             f"{settings if type(loss_scale) is type(old) else ''}"
-            "make a new optimizer, with_loss_scale(optimizer, loss_scale)"
+            "make a new optimizer, with_loss_scale(optimizer, loss_scale), and "
+            "adopt_opt_state(new_optimizer.init(params), opt_state)"
         )
     jax.tree_util.tree_map_with_path(_check_shape, loss_scale, old)
     new = jax.tree_util.tree_map(copy_like, loss_scale, old)

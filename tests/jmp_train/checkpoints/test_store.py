@@ -226,11 +226,17 @@ def test_a_state_that_does_not_fit_is_refused_with_all_leaves(two_steps: Path) -
     ]
 
 
-@pytest.mark.parametrize("saved", ["bare", "scaled"])
-def test_an_optimizer_with_another_wrapper_is_told_of_adoption(tmp_path: Path, saved: str) -> None:
-    optimizers = {"bare": optax.sgd(0.1, 0.9), "scaled": jt.with_loss_scale(optax.sgd(0.1, 0.9), jt.torch_loss_scale())}
-    old = optimizers.pop(saved)
-    (new,) = optimizers.values()
+@pytest.mark.parametrize(
+    ("saved", "wanted"), [("bare", "scaled"), ("scaled", "bare"), ("disabled", "scaled"), ("scaled", "disabled")]
+)
+def test_an_optimizer_with_another_wrapper_is_told_of_adoption(tmp_path: Path, saved: str, wanted: str) -> None:
+    sgd = optax.sgd(0.1, 0.9)
+    optimizers = {
+        "bare": sgd,
+        "scaled": jt.with_loss_scale(sgd, jt.torch_loss_scale()),
+        "disabled": jt.with_loss_scale(sgd, jt.torch_loss_scale(enabled=False)),
+    }
+    old, new = optimizers[saved], optimizers[wanted]
     params = {"w": jnp.ones(2)}
     old_state = jt.TrainState.create(params, old)
     opt_state = optax.tree.set(old_state.opt_state, trace={"w": jnp.full(2, 3.0)})
