@@ -44,6 +44,7 @@ from jmp_train.policies.dtype_policies import AutocastPolicy as AutocastPolicy
 from jmp_train.policies.dtype_policies import CastLoss as CastLoss
 from jmp_train.policies.dtype_policies import CollapsedValuesWarning as CollapsedValuesWarning
 from jmp_train.policies.dtype_policies import Float32ProductsWarning as Float32ProductsWarning
+from jmp_train.policies.dtype_policies import MissingLossScaleWarning as MissingLossScaleWarning
 from jmp_train.policies.dtype_policies import PathPolicy as PathPolicy
 from jmp_train.policies.dtype_policies import Policy as Policy
 from jmp_train.policies.dtype_policies import PolicyReport as PolicyReport

@@ -150,7 +150,7 @@ def differences(saved: list[Leaf], wanted: list[Leaf]) -> list[str]:
 
 
 def _wrappers(paths: Collection[str]) -> list[int]:
-    """Returns how many wrappers of optimizers, and loss scales, are one around the other in a state with these paths."""
+    """Returns how many wrappers of optimizers, and how many loss scales, are one around the other in a state."""
     return [max((path.count(part) for path in paths), default=0) for part in _OF_WRAPPERS]
 
 

@@ -201,7 +201,9 @@ def in_precision(step: TrainStep, state: TrainState, policy: Precision) -> tuple
     if isinstance(policy, Amp):
         return _in_mode(step, state, policy)
     policy = named_policy(policy, "each of policies that is no AMP mode")
-    step = dataclasses.replace(step, policy=policy)
+    step = dataclasses.replace(
+        step, policy=policy, first_trace=dataclasses.replace(step.first_trace, scale_missed=True)
+    )
 
     def create(state: TrainState) -> TrainState:
         params = policy.cast_to_param(state.params)

@@ -190,6 +190,7 @@ def train_step(
 
     Warns:
       Float32ProductsWarning: when the step is first traced, for which `loss_fn` is traced once more.
+      MissingLossScaleWarning: `policy` computes in float16, and the optimizer is no `with_loss_scale`.
       CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
       CollapsedValuesWarning: called without `jax.jit`, values of the batch become one when cast.
 
@@ -359,6 +360,8 @@ class TrainStep:
         """
         loss, model_state, aux, grads = result
         check_same_optimizer(self.optimizer, state.opt_state, trained(state.params))
+        if not scaled_states(state.opt_state):
+            self.first_trace.miss_loss_scale(self.policy)
         # with_loss_scale computes both of these too, and XLA computes them once.
         unscaled, finite, _ = unscale_and_check(loss_scale_of(state.opt_state), grads, self._all_axes)
 

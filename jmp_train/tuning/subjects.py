@@ -208,8 +208,7 @@ class _Step:
 
     def _under(self, transform: Transform) -> TrainStep:
         policy = TransformPolicy(_F32, _F32, _F32, reduce_dtype=self.step.reduce_dtype, run=transform)
-        looked = FirstTrace(seen=True, values_seen=True)
-        return dataclasses.replace(self.step, policy=policy, first_trace=looked)
+        return dataclasses.replace(self.step, policy=policy, first_trace=FirstTrace.past())
 
 
 def _rounded(params: Any, dtype: Any) -> Any:

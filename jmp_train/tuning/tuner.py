@@ -290,7 +290,7 @@ def _trained(
     policies = (None, AutocastPolicy(f32, f32, f32, fn.reduce_dtype, autocast_dtype=half, rules=rules))
     losses = []
     for policy in policies:
-        step = jax.jit(dataclasses.replace(fn, policy=policy, first_trace=FirstTrace(seen=True, values_seen=True)))
+        step = jax.jit(dataclasses.replace(fn, policy=policy, first_trace=FirstTrace.past()))
         state, found = _with_loss_scale(examples[0][0], scale), []
         for number in range(steps):
             state, metrics = step(state, examples[number % len(examples)][1])

@@ -18,6 +18,9 @@ from jmp_train.policies.dtype_policies.half_products import (
     Float32ProductsWarning as Float32ProductsWarning,
 )
 from jmp_train.policies.dtype_policies.half_products import (
+    MissingLossScaleWarning as MissingLossScaleWarning,
+)
+from jmp_train.policies.dtype_policies.half_products import (
     mixed_dtypes_explained as mixed_dtypes_explained,
 )
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy as PathPolicy

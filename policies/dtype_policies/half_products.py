@@ -16,6 +16,7 @@ from jmp_train.policies.dtype_policies.path_policy import PathPolicy
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
 from jmp_train.policies.dtype_policies.policy_trace import (
     argument_names,
+    computes_in_float16,
     computes_in_half,
     operations_under,
 )
@@ -39,6 +40,19 @@ class Float32ProductsWarning(UserWarning):
       >>> import warnings
       >>> import jmp_train as jt
       >>> warnings.filterwarnings("ignore", category=jt.Float32ProductsWarning)
+    """
+
+
+class MissingLossScaleWarning(UserWarning):
+    """A training step computes in float16 and its optimizer has no loss scale.
+
+    Gradients below 6e-8 become 0 then, and an overflow is not skipped. `train_step` warns when it is first called.
+    Where that is wanted, `with_loss_scale(optimizer, NoOpLossScale())` says so; or filter the warning.
+
+    Example:
+      >>> import warnings
+      >>> import jmp_train as jt
+      >>> warnings.filterwarnings("ignore", category=jt.MissingLossScaleWarning)
     """
 
 
@@ -71,10 +85,17 @@ class FirstTrace:
     Attributes:
       seen: whether that was.
       values_seen: whether values of inputs were looked at.
+      scale_missed: whether it was said that there is no loss scale.
     """
 
     seen: bool = False
     values_seen: bool = False
+    scale_missed: bool = False
+
+    @classmethod
+    def past(cls) -> "FirstTrace":
+        """Returns one that says nothing, for what is not the user's own training."""
+        return cls(seen=True, values_seen=True, scale_missed=True)
 
     def look_at_values(self, inputs: Mapping[str, PyTree], policy: Policy | PathPolicy | None) -> None:
         """Warns if values of inputs collapse; those of traced arrays are not known."""
@@ -82,6 +103,18 @@ class FirstTrace:
             return
         self.values_seen = True
         warn_of_collapse(inputs, policy)
+
+    def miss_loss_scale(self, policy: Policy | PathPolicy | None) -> None:
+        """Warns of a policy that computes in float16; called where the optimizer has no loss scale."""
+        if self.scale_missed or policy is None or not computes_in_float16(policy):
+            return
+        self.scale_missed = True
+        warn_user(
+            f"the policy {_text(policy)} computes in float16 and the optimizer has no loss scale: gradients below 6e-8 "
+            "become 0, and a step whose gradients overflow is not skipped. optimizer = jt.with_loss_scale(optimizer, "
+            "jt.torch_loss_scale()); if none is wanted, jt.with_loss_scale(optimizer, jt.NoOpLossScale()) says so",
+            MissingLossScaleWarning,
+        )
 
     def look(
         self,

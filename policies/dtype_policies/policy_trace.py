@@ -27,6 +27,14 @@ def computes_in_half(policy: Policy | PathPolicy | None) -> bool:
     return any(np.dtype(p.compute_dtype).itemsize == 2 for p in (policy.default, *rules))
 
 
+def computes_in_float16(policy: Policy | PathPolicy) -> bool:
+    """Whether a policy computes anything in float16, by autocast or by casts."""
+    if isinstance(policy.default, AutocastPolicy) and policy.default.autocast_dtype == np.float16:
+        return True
+    rules = [rule for _, rule in policy.rules] if isinstance(policy, PathPolicy) else []
+    return any(np.dtype(p.compute_dtype) == np.float16 for p in (policy.default, *rules))
+
+
 def operations_under(
     fn: Callable[..., Any],
     policy: Policy | PathPolicy | None,

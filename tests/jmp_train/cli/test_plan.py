@@ -37,7 +37,7 @@ def with_default(depth=3):
 
 def of_policy(policy="float32"):
     loss = jt.stateless(lambda w, batch: (batch @ w).astype(jnp.float32).mean())
-    optimizer = optax.sgd(0.1)
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
     step = jt.train_step(loss, optimizer, policy=policy)
     create = lambda: jt.TrainState.create(jnp.zeros((WIDTH, WIDTH)), optimizer)
     return step, jax.eval_shape(create), jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)

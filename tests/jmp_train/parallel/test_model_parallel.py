@@ -309,8 +309,9 @@ def test_fsdp_casts_parameters_before_they_are_gathered() -> None:
     def loss_fn(kernel: jax.Array, batch: jax.Array) -> jax.Array:
         return (batch @ kernel).astype(jnp.float32).mean()
 
-    step = jt.train_step(jt.stateless(loss_fn), optax.sgd(0.1), policy="mixed_float16")
-    state = jt.TrainState.create(jnp.ones((64, 64)), step.optimizer)
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
+    step = jt.train_step(jt.stateless(loss_fn), optimizer, policy="mixed_float16")
+    state = jt.TrainState.create(jnp.ones((64, 64)), optimizer)
     run = jt.sharded_step(step, DATA, shardings=jt.fsdp_shardings(state, DATA, min_size=64))
     program = str(jax.make_jaxpr(run)(state, jnp.ones((8, 64))))
     # Cast while it is sharded, gathered, and sharded again after the update.

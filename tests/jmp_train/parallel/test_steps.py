@@ -224,8 +224,9 @@ def test_gradients_neither_overflow_nor_vanish_when_they_are_reduced(
     route: str, size: float, reduce_dtype: str, expected: float
 ) -> None:
     policy = jt.get_policy(f"p=f32,c=f16,o=f32,r={reduce_dtype}")
-    step = jt.train_step(jt.stateless(lambda params, batch: (params * batch).sum()), optax.sgd(1.0), policy=policy)
-    state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
+    optimizer = jt.with_loss_scale(optax.sgd(1.0), jt.NoOpLossScale())
+    step = jt.train_step(jt.stateless(lambda params, batch: (params * batch).sum()), optimizer, policy=policy)
+    state = jt.TrainState.create(jnp.zeros(()), optimizer)
     after, _ = ROUTES[route](step)(state, jnp.full(DEVICES, size))
     np.testing.assert_allclose(after.params, -expected, rtol=1e-2 if size < 1 else 1e-3)
 

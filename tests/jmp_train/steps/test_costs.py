@@ -188,7 +188,7 @@ def test_what_devices_exchange_is_counted_forward_and_backward(policy: str, size
 
         return jax.lax.scan(layer, batch, length=3)[0].astype(jnp.float32).mean()
 
-    optimizer = optax.sgd(0.1)
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
     step = jt.data_parallel(
         jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy), Mesh(jax.devices()[:devices], ("data",))
     )

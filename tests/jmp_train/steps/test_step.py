@@ -82,6 +82,28 @@ def line_batch(seed: int, examples: int = 8) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=(examples, 2)), jnp.float32)
 
 
+@pytest.mark.parametrize("policy", ["autocast_float16", "mixed_float16"])
+def test_float16_without_a_loss_scale_is_said_once(policy: str) -> None:
+    step = jt.train_step(jt.stateless(line_loss), optax.sgd(0.1), policy=policy)
+    state = line_state(step.optimizer)
+    with pytest.warns(jt.MissingLossScaleWarning, match=r"computes in float16 and the optimizer has no loss scale.*jt"):
+        jax.eval_shape(step, state, line_batch(0))
+    jax.eval_shape(step, state, line_batch(0, 16))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "policy"),
+    [
+        (optax.sgd(0.1), "autocast_bfloat16"),
+        (optax.chain(jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())), "mixed_float16"),
+    ],
+)
+def test_a_loss_scale_is_not_missed_in_bfloat16_nor_where_none_is_asked_for(optimizer: Any, policy: str) -> None:
+    jax.eval_shape(
+        jt.train_step(jt.stateless(line_loss), optimizer, policy=policy), line_state(optimizer), line_batch(0)
+    )
+
+
 # --- skipping ---------------------------------------------------------------------------------
 
 

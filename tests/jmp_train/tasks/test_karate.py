@@ -9,6 +9,7 @@ import optax
 import pytest
 from helpers import relaxed
 
+import jmp_train as jt
 from jmp_train.cli.entry import main
 from jmp_train.runs.loop import train
 from jmp_train.tasks import Task, TaskOptions, load_task
@@ -57,7 +58,7 @@ def test_the_model_computes_in_half(model: str, policy: str) -> None:
     from jmp_train.steps.train_state import TrainState
 
     task = load(model)
-    optimizer = optax.sgd(0.1)
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
     params, _ = task.init(jax.random.key(0))
     state = TrainState.create(params, optimizer, rng=jax.random.key(1))
     step = train_step(task.loss_fn, optimizer, policy=get_policy(policy))

@@ -13,7 +13,7 @@ from planting import Fault, Way
 
 import jmp_train as jt
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore::jmp_train.MissingLossScaleWarning")]
 
 
 def harmful(report: jt.NumericsReport) -> list[jt.Problem]:

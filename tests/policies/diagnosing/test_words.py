@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore::jmp_train.MissingLossScaleWarning")]
 
 F16, BF16 = jnp.float16, jnp.bfloat16
 PARAMS = {"gain": jnp.full((1,), 1e6), "w": jax.random.normal(jax.random.key(0), (4, 1))}
