@@ -172,14 +172,14 @@ def check_integers(**numbers: Any) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Raises ValueError if a seed is out of range, TypeError if it is no integer."""
+    """Raises ValueError if a seed is out of range, TypeError if it is not an integer."""
     check_integers(seed=seed)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed} must be between 0 and 2**32 - 1")
 
 
 def check_order(seed: int, epochs: int | None, process_index: int, process_count: int) -> None:
-    """Raises ValueError if a number that the order of batches depends on is out of range, TypeError if it is none."""
+    """Raises ValueError if a number that batches depend on is out of range, TypeError if it is not an integer."""
     check_seed(seed)
     check_integers(epochs=1 if epochs is None else epochs, process_index=process_index, process_count=process_count)
     if epochs is not None and epochs < 1:

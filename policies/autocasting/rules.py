@@ -93,7 +93,7 @@ class AutocastRules:
 
         Raises:
           TypeError: an argument is not a mapping.
-          ValueError: a rule is another word, or an expression is none.
+          ValueError: there is no such rule, or a regular expression is not valid.
         """
         given = {"primitives": primitives, "functions": functions, "paths": paths}
         for name, rules in {**given, "banned": banned, "operations": operations}.items():
