@@ -142,8 +142,8 @@ def differences(saved: list[Leaf], wanted: list[Leaf]) -> list[str]:
         lines.append(f"{path}: the checkpoint has {found}, the state has {asked}")
     if _wrappers(old) != _wrappers(new):
         lines.append(
-            "A wrapped optimizer (with_loss_scale, with_master_weights, ...) has another state than the bare one, and "
-            "another loss scale another, too: restore the state of the optimizer that was saved, and "
+            "What is in the state of an optimizer depends on its wrappers (with_loss_scale, with_master_weights, ...) "
+            "and on the kind of its loss scale: restore the state of the optimizer that was saved, and then "
             "jmp_train.adopt_opt_state(optimizer.init(params), old_opt_state) makes it one of the other optimizer"
         )
     return lines
