@@ -33,8 +33,8 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
       fn: a pure function, with or without `jax.jit`, such as a `train_step` with its policy, in whatever parallel
         transform.
       *args: its arguments, pytrees of arrays with values.
-      steps: how often it is run, each time with its first result (the state) as the first argument; no further than
-        to a state that is not finite.
+      steps: how often it is run, each time with its first results, as far as these are like its first arguments (the
+        state, or model and optimizer's state), in place of these; no further than to a state that is not finite.
 
     Returns:
       A report: print it, or look at its `problems`, `rules` and `rows`.
@@ -69,8 +69,9 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
         rows=rows,
         sites=run.sites,
         measures=run.measures,
-        results=frozenset().union(*run.results),
+        results=frozenset(row for rows in run.results for row in rows if row >= 0),
         state=run.state,
+        low_results=run.low_results,
         arguments=arguments,
         collapsed=collapsed,
         nonfinite_arguments=_nonfinite(args),

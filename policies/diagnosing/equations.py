@@ -28,7 +28,7 @@ _LARGE = 40  # equations of a function that is more than one operation
 _OF_AUTOCAST = re.compile(rf"{re.escape(DECIDED)}(?::\w+)?(?:/|$)")  # its own scope, which no rule sees
 _STANDARD = sysconfig.get_path("stdlib")
 _PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # which may be below it
-_LAYERS = os.path.join(_HOUSE, "graphs")
+LAYERS = os.path.join(_HOUSE, "graphs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def user_line(equations: Sequence[Any]) -> str:
     for line, is_installed in lines_of(equations):
         if line.startswith(_STEPS):
             break
-        if line.startswith(_LAYERS) or (line.startswith(_STANDARD) and not line.startswith(_PACKAGES)):
+        if line.startswith(LAYERS) or (line.startswith(_STANDARD) and not line.startswith(_PACKAGES)):
             continue
         if not is_installed:
             return line

@@ -46,6 +46,7 @@ class Evidence:
       measures: [rows, columns].
       results: the numbers of the rows from which the function's results come.
       state: leaves in lower precision that the function is given and returns.
+      low_results: the rows from which these come, and other results in lower precision.
       arguments: their paths by number.
       collapsed: the paths of arguments whose values collapse where they are cast -> what becomes of them.
       nonfinite_arguments: the numbers of arguments that hold NaN or infinities, with their paths.
@@ -60,6 +61,7 @@ class Evidence:
     measures: np.ndarray
     results: frozenset[int]
     state: Sequence[StateLeaf]
+    low_results: frozenset[int]
     arguments: Mapping[int, str]
     collapsed: Mapping[str, str]
     nonfinite_arguments: dict[int, str]

@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 
+import jax.extend.core as jex
 import numpy as np
 
+from jmp_train.policies.autocasting import lines_of
+from jmp_train.policies.diagnosing.constants import epsilon_in_code
 from jmp_train.policies.diagnosing.evidence import Evidence
+from jmp_train.policies.diagnosing.measures import is_low
 from jmp_train.policies.diagnosing.names import named
 from jmp_train.policies.diagnosing.places import place_of
 from jmp_train.policies.diagnosing.problems import Problem, where_is
+from jmp_train.policies.diagnosing.programs import dtype_of
 
 _LISTED = 4  # leaves
 _DIRECTIONS = {"backward": "Gradients", "forward": "Results", "update": "Results of the update"}
@@ -46,7 +51,21 @@ def _first_nonfinite(evidence: Evidence, found: Sequence[tuple[int, Problem]]) -
     at, rest = "at" if problem.line else "of", ""
     if problem.severity == "note" and problem.remedy.action == "loss scale":
         rest = ", and ends when the loss scale has fallen"
+    elif epsilon := _vanished_epsilon(evidence, row):
+        operation = evidence.rows[row]
+        share = operation.nan + operation.infinite
+        rest = f": {share:.0%} of {named(evidence, row)} are not finite, and its {epsilon} is 0 in {operation.dtype}"
     return f"{what} are not finite, which begins with the {problem.kind} {at} {where_is(problem)}{rest}."
+
+
+def _vanished_epsilon(evidence: Evidence, row: int) -> str:
+    """Returns the epsilon, in a library's code, that is 0 where it is added to what a row divides by; else empty."""
+    for site in (evidence.sites[i] for i in evidence.sources(row) if evidence.rows[row].primitive == "div"):
+        zeros = [x for x in site.equation.invars if isinstance(x, jex.Literal) and is_low(dtype_of(x)) and not x.val]
+        lines = lines_of((*site.callers, site.equation)) if zeros and site.equation.primitive.name == "add" else ()
+        if line := next((line for line, _ in lines), ""):
+            return epsilon_in_code(line, str(dtype_of(zeros[0]))) or ""
+    return ""
 
 
 def _ends_and_origin(evidence: Evidence, is_harmed: bool) -> tuple[list[int], int | None]:

@@ -3,6 +3,7 @@
 Each finder yields (row, problem). A problem is where an error begins: what inherits it is not named again.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -32,7 +33,7 @@ from jmp_train.policies.diagnosing.remedies import (
     smaller_fill,
     smaller_scale,
 )
-from jmp_train.policies.diagnosing.rows import OperationNumerics
+from jmp_train.policies.diagnosing.results import grown_infinities, is_undefined_at_zero, wrong_results
 from jmp_train.policies.diagnosing.subjects import is_loss, is_reduction
 
 _LOST_DIGITS = 0.1  # relative error of one operation of the forward pass
@@ -55,7 +56,7 @@ def problems_of(evidence: Evidence) -> list[tuple[int, Problem]]:
       evidence: of a diagnosis.
     """
     found: dict[Any, tuple[int, Problem]] = {}
-    for find in _FINDERS:
+    for find in (*_FINDERS, *(functools.partial(late, found) for late in (grown_infinities, wrong_results))):
         for row, problem in find(evidence):
             key = (
                 problem.file,
@@ -161,8 +162,9 @@ def _overflows(evidence: Evidence) -> Found:
             continue
         largest = float(jnp.finfo(row.dtype).max)
         share = f"{row.overflowed:.2%} of {named(evidence, i)}"
-        if _makes_infinities_of_zeros(row):
-            text = f"{share} are infinite or NaN, of operands that are 0 in {row.dtype}"
+        if row.largest <= largest:
+            zeros, large = f"operands that are 0 in {row.dtype}", f"operands, or sums of them, beyond {largest:.5g}"
+            text = f"{share} are infinite or NaN, of {zeros if is_undefined_at_zero(evidence, i) else large}"
         else:
             text = f"{share} overflow: up to {row.largest:.6g}, and {row.dtype} ends at {largest:.5g}"
         if _is_constant(evidence.sites[i]):
@@ -179,14 +181,12 @@ def _overflows(evidence: Evidence) -> Found:
         yield problem_at(evidence, i, "overflow", text, in_float32(evidence, i), harmful=evidence.spreads(i))
 
 
-def _makes_infinities_of_zeros(row: OperationNumerics) -> bool:
-    return row.overflowed > 0 and row.largest <= float(jnp.finfo(row.dtype).max)
-
-
 def _divides_by_zero(evidence: Evidence, row: int) -> bool:
     """Whether a row makes infinities of zeros, against which there is no epsilon that has become 0."""
     epsilons = [i for i in evidence.sources(row) if _is_constant(evidence.sites[i]) and evidence.rows[i].flushed]
-    return _makes_infinities_of_zeros(evidence.rows[row]) and not epsilons and not evidence.sites[row].zeros
+    found = evidence.rows[row]
+    is_of_zeros = is_undefined_at_zero(evidence, row) and found.largest <= float(jnp.finfo(found.dtype).max)
+    return is_of_zeros and found.overflowed > 0 and not epsilons and not evidence.sites[row].zeros
 
 
 def _nans(evidence: Evidence) -> Found:
@@ -218,6 +218,8 @@ def _infinities(evidence: Evidence) -> Found:
     for i in evidence.first_to_be("infinite"):
         row = evidence.rows[i]
         if row.overflowed or evidence.column("shadow_infinite")[i] or not is_low(row.dtype):
+            continue
+        if not is_undefined_at_zero(evidence, i):
             continue
         text = f"{row.infinite:.2%} of {named(evidence, i)} are infinite, and not in float32: an operand has become 0"
         remedy = operands_in_float32(evidence, i)
@@ -272,6 +274,8 @@ def _cancellations(evidence: Evidence) -> Found:
     for i, row in enumerate(evidence.rows):
         if row.overflowed or row.direction != "forward" or row.primitive in not_looked_at:
             continue
+        if is_low(row.dtype) and row.largest > float(jnp.finfo(row.dtype).max):
+            continue  # of operands that are infinite
         if row.worst_error >= _LOST_DIGITS:
             text = f"{named(evidence, i)} is off by {row.worst_error:.1%} if its operands are rounded, by that alone"
         elif _amplifies(evidence, i):
@@ -298,7 +302,9 @@ def _state(evidence: Evidence) -> Found:
         more = f" and of {len(leaves) - 1} more lea{'f' if len(leaves) == 2 else 'ves'}" if len(leaves) > 1 else ""
         first = leaves[0]
         text = f"{share:.1%} of {first.path!r}{more} stay the same {first.dtype} though they should change"
-        yield problem_at(evidence, max(first.rows), "stagnation", text, full_state())
+        row = max(first.rows)
+        is_number = all(evidence.rows[max(leaf.rows)].shape == () for leaf in leaves)
+        yield problem_at(evidence, row, "stagnation", text, full_state(first.dtype, is_number=is_number))
 
 
 def _by_line(evidence: Evidence) -> Iterable[list[StateLeaf]]:

@@ -11,12 +11,13 @@ from jmp_train.policies.diagnosing.places import place_of
 from jmp_train.policies.diagnosing.remedies import (
     Remedy,
     float32_argument,
+    float32_feature,
     float32_sum,
     full_gradients,
     full_state,
     wide_reduction,
 )
-from jmp_train.policies.diagnosing.subjects import is_by_policy, is_reduction
+from jmp_train.policies.diagnosing.subjects import is_by_policy, is_of_graphs, is_reduction
 
 Kind = Literal[
     "overflow",
@@ -116,13 +117,17 @@ def _by_the_user(evidence: Evidence, row: int, remedy: Remedy, *, is_whole: bool
     """Returns what mends an operation that rules of autocast do not reach, or that is mended better without them."""
     site, path = evidence.sites[row], evidence.argument(row)
     direction = evidence.direction(row)
-    if path and (is_by_policy(site) or not site.line):
+    if path and (is_by_policy(site) or not site.line) and not site.under_autocast:
         is_parameter = path.startswith("0") and path != "0"
+        if any(is_of_graphs(evidence.sites[reader]) for reader in evidence.readers(row)) and not is_parameter:
+            return float32_feature(path)
         return float32_argument(path, evidence.rows[row].dtype, is_parameter=is_parameter, is_whole=is_whole)
     if is_reduction(site):
         return wide_reduction()
     if site.equation.primitive.name.startswith("psum"):
         return float32_sum(remedy if direction == "forward" else None)
     if direction == "update":
-        return full_state() if evidence.state else full_gradients()
+        # Where the state is in half, optax casts moments back to that, whatever the gradients are.
+        is_stored = evidence.low_results & {row, *evidence.after(row)}
+        return full_state(evidence.rows[row].dtype) if is_stored else full_gradients()
     return remedy

@@ -13,12 +13,15 @@ from jmp_train.policies.autocasting import HALVES, PRODUCTS, TORCH_CUDA, Autocas
 from jmp_train.policies.diagnosing.arithmetic import SUMS
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_low
+from jmp_train.policies.diagnosing.names import function_called
+from jmp_train.policies.diagnosing.subjects import is_of_graphs
 
 Action = Literal["rules", "argument", "loss scale", "epsilon", "mask", "reduction", "state", "mathematics"]
 
 _NO_RULES = AutocastRules()
 # What passes the errors of its operands on as they are.
 LINEAR = SUMS | {"mul", "div", "neg", "integer_pow", "square", "convert_element_type"}
+_GRAPH_STORAGE = "graph_storage"  # the function by which operations on graphs keep their rows in half
 _OF_NOBODY = ("_where", "clip", "where")  # jitted functions of jax's that do not say what a line is about
 
 
@@ -97,8 +100,20 @@ def _together(evidence: Evidence, rows: Sequence[int], advice: str) -> Remedy:
 def larger_epsilon(evidence: Evidence, row: int) -> Remedy:
     """Returns the least epsilon that a row's dtype has among its normal numbers."""
     least = float(jnp.finfo(evidence.rows[row].dtype).tiny)
-    rest = in_float32(evidence, row, f"an epsilon of at least {least:.2g}, or float32 here")
+    whole = f"jax.nn.log_{name} in place of the logarithm, or " if (name := _inside_logarithm(evidence, row)) else ""
+    rest = in_float32(evidence, row, f"{whole}an epsilon of at least {least:.2g}, or float32 here")
     return dataclasses.replace(rest, action="epsilon", value=least)
+
+
+def _inside_logarithm(evidence: Evidence, row: int) -> str:
+    """Returns "softmax" or "sigmoid" where an epsilon is added to one, of which the logarithm is taken; else empty."""
+    if not any(evidence.rows[reader].primitive == "log" for reader in evidence.readers(row)):
+        return ""
+    names = [
+        "sigmoid" if evidence.rows[i].primitive == "logistic" else function_called(evidence.sites[i])
+        for i in evidence.sources(row)
+    ]
+    return next((name for name in names if name in ("sigmoid", "softmax")), "")
 
 
 def float32_argument(path: str, dtype: str, *, is_parameter: bool, is_whole: bool) -> Remedy:
@@ -118,6 +133,17 @@ def float32_argument(path: str, dtype: str, *, is_parameter: bool, is_whole: boo
         ways.append(f"jt.apply_policy(model, policy) on the model alone, in a loss_fn that reads {path!r} as it is")
     integers = "pass it as integers, or " if is_whole else ""
     return Remedy("argument", f"{integers}keep {path!r} in float32: {', or '.join(ways)}")
+
+
+def float32_feature(path: str) -> Remedy:
+    """Returns how a feature of a graph stays in float32: autocast alone stores the rows of graphs in half.
+
+    Args:
+      path: of the argument.
+    """
+    rules = _NO_RULES.replace(functions={_GRAPH_STORAGE: "float32"})
+    text = f"an autocast_ policy with rules.replace({replace_arguments(rules)}) in place of this one"
+    return Remedy("argument", f"normalize {path!r} before it is cast, or keep it in float32: {text}", rules)
 
 
 def wide_reduction() -> Remedy:
@@ -142,11 +168,17 @@ def full_gradients() -> Remedy:
     return Remedy("state", "float32 from the gradients on: grads = jt.cast_to_full(grads) before this line")
 
 
-def full_state() -> Remedy:
-    """Returns what mends an update: rules of autocast are for what is differentiated, and do not reach it."""
-    return Remedy(
-        "state", "float32 for it: with_master_weights(optimizer), or with_stochastic_rounding(optimizer, key)"
-    )
+def full_state(dtype: str, *, is_number: bool = False) -> Remedy:
+    """Returns what mends an update: rules of autocast are for what is differentiated, and do not reach it.
+
+    Args:
+      dtype: of the state; parameters in float16 are not rounded stochastically.
+      is_number: whether it is a single number, as a counter is, that no optimizer keeps for the user.
+    """
+    if is_number:
+        return Remedy("state", "float32 for it, or an integer if it counts")
+    rounding = ", or with_stochastic_rounding(optimizer, key)" if dtype == "bfloat16" else ""
+    return Remedy("state", f"float32 for it: of an optimizer by with_master_weights(optimizer){rounding}")
 
 
 def smaller_fill(dtype: str) -> Remedy:
@@ -200,6 +232,8 @@ def _entry(evidence: Evidence, row: int) -> tuple[Literal["paths", "functions", 
     """Returns which table of the rules names an operation best: by its path, its function or its primitive."""
     row = _product_of_cast(evidence, row)
     site, found = evidence.sites[row], evidence.rows[row]
+    if found.primitive == "convert_element_type" and is_of_graphs(site):
+        return "functions", (_GRAPH_STORAGE,)
     if site.path:
         return "paths", (re.escape(site.path) + "$",)
     if site.function and site.function not in _OF_NOBODY:

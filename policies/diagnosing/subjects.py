@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 
-from jmp_train.policies.diagnosing.equations import Site, frames_of
+from jmp_train.policies.diagnosing.equations import LAYERS, Site, frames_of
 
 _POLICIES = os.path.join("policies", "dtype_policies")
 _STEPS = os.path.join("jmp_train", "steps")
@@ -26,6 +26,11 @@ def argument_of(site: Site, arguments: Mapping[int, str]) -> str:
 def is_by_policy(site: Site) -> bool:
     """Whether a policy casts the arguments here, and not the user."""
     return any(_POLICIES in file for file, _ in frames_of(site))
+
+
+def is_of_graphs(site: Site) -> bool:
+    """Whether a library's operation on graphs, which keeps its rows in half, is what the user called."""
+    return any(file.startswith(LAYERS) for file, _ in frames_of(site))
 
 
 def is_reduction(site: Site) -> bool:

@@ -1,6 +1,7 @@
 """Traces a function for a diagnosis and runs it beside its shadow, for one step or several."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,8 +27,9 @@ class Run:
       measures: [rows, columns], of all steps together.
       results: from which rows each result comes.
       names: the paths of the results.
-      carried: how many of the arguments' arrays are a state, which the first result is like.
+      carried: how many of the arguments' arrays are a state, which the first results are like.
       state: those of them in lower precision.
+      low_results: the rows from which results in lower precision come, copies of float32 ones aside.
       steps: how often it was run.
     """
 
@@ -37,6 +39,7 @@ class Run:
     names: list[str]
     carried: int
     state: list[StateLeaf]
+    low_results: frozenset[int]
     steps: int
 
 
@@ -46,7 +49,7 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
     Args:
       fn: a pure function.
       args: its arguments, arrays with values.
-      steps: how often; its first result is its next first argument.
+      steps: how often; the first results are the next first arguments, as far as they are like these.
 
     Raises:
       TypeError: an argument is traced or has no values; with several steps the first result is unlike the first
@@ -62,14 +65,13 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
         result = fn(*args)
         leaves = jax.tree_util.tree_leaves_with_path(result)
         names = [path_name(path) for path, leaf in leaves if isinstance(leaf, jax.Array)]
-        structures[:] = [names, _types(result[0] if isinstance(result, tuple) and result else result)]
+        structures[:] = [names, _carried(args, result)]
         return result
 
     call = FlatCall(args, {})
     leaves = [leaf for leaf, is_array in zip(jax.tree.leaves(args), call.are_arrays, strict=True) if is_array]
     program = jax.make_jaxpr(call.of_arrays(noted))(*leaves)
-    (names, first) = structures
-    carried = len(jax.tree.leaves(args[0])) if args and first == _types(args[0]) else 0
+    (names, carried) = structures
     if steps > 1 and not carried:
         raise TypeError("steps above 1 need a fn whose first result is like its first argument, as a train step's is")
     sites, results = sites_of(program)
@@ -90,7 +92,9 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
         for i in range(carried)
         if is_low(values[i].dtype) and not _is_copy(values[i], values[:carried])
     ]
-    return Run(sites, measures, results, names, carried, state, done)
+    others = [rows for i, rows in enumerate(results) if i >= carried and is_low(program.out_avals[i].dtype)]
+    low_results = frozenset().union(*others, *(leaf.rows for leaf in state))
+    return Run(sites, measures, results, names, carried, state, low_results, done)
 
 
 def _is_finite(x: jax.Array) -> bool:
@@ -127,9 +131,25 @@ def _bound_to_device(leaves: list[Any]) -> list[Any]:
     return jax.device_put(leaves, bound.pop()) if len(bound) == 1 and not spread else leaves
 
 
+def _carried(args: tuple[Any, ...], result: Any) -> int:
+    """Returns how many arrays are in the first arguments that the first results are like: the state of a step."""
+    results = result if isinstance(result, tuple) else (result,)
+    if args and _types(result) == _types(args[0]):
+        results = (result,)  # a state that is a tuple itself
+    alike = itertools.takewhile(lambda pair: _types(pair[0]) == _types(pair[1]), zip(args, results, strict=False))
+    return sum(_is_array(leaf) for old, _ in alike for leaf in jax.tree.leaves(old))
+
+
+def _is_array(leaf: object) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
 def _types(tree: Any) -> Any:
-    """Returns the structure, shapes and dtypes of a tree of arrays; what is like nothing else where one is no array."""
+    """Returns the structure, shapes and dtypes of a tree of arrays, and functions, as equinox's models hold them.
+
+    A tree with other leaves is like nothing else.
+    """
     leaves, structure = jax.tree.flatten(tree)
-    if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+    if not all(_is_array(leaf) or callable(leaf) for leaf in leaves):
         return object()
-    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+    return structure, [(leaf.shape, leaf.dtype) if _is_array(leaf) else id(leaf) for leaf in leaves]

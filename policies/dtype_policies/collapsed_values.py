@@ -199,6 +199,9 @@ def _of_numbers(values: np.ndarray, dtype: np.dtype) -> str | None:
     if not is_whole and error <= _LOST * distinct.std():
         return None
     range_text = f"{len(distinct)} distinct numbers from {distinct[0]:.9g} to {distinct[-1]:.9g}"
+    if infinite := int(np.isinf(rounded).sum()):
+        some = "" if infinite == len(distinct) else f", of which {infinite}"
+        return f"{range_text}{some} become infinite in {dtype.name}"
     if kept < len(distinct):
         return f"{range_text} become {kept} in {dtype.name}"
     return f"{range_text}, of which {dtype.name} rounds {moved}"
