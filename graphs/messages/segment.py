@@ -223,7 +223,7 @@ def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = Fa
       indices_are_sorted: whether the indices ascend, row after row.
 
     Returns:
-      [*shape of the indices, ...] in the data's dtype.
+      The indices' shape, then that of a row, in the data's dtype.
 
     Raises:
       ValueError: `data` is a scalar.
