@@ -144,7 +144,7 @@ def test_times_as_features_of_a_graph_stay_in_float32(policy: str) -> None:
         edges = graphs.apply_edges(batch, since("now", "t", "dt")).edges["dt"]
         return jnp.mean((jnp.log1p(edges * 1e-4) * params).astype(jnp.float32) ** 2)
 
-    optimizer = optax.sgd(1e-3)
+    optimizer = jt.with_loss_scale(optax.sgd(1e-3), jt.NoOpLossScale())
     state = jt.TrainState.create(jnp.ones(()), optimizer)
     step = promoting(jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy))
     report = jt.diagnose(step, state, graph)

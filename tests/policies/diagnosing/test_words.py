@@ -91,6 +91,7 @@ def test_a_parameter_and_data_that_a_policys_cast_loses_are_each_named() -> None
     assert "the argument '0/params/gain'" not in [p.subject for p in diagnosed(step, state, batch).problems]
 
 
+@pytest.mark.full
 def test_values_that_a_cast_makes_one_number_are_a_problem_where_that_harms() -> None:
     def standardized(x: jax.Array) -> Any:
         x = x - 1000
@@ -146,11 +147,11 @@ LARGE = 1000 * jnp.arange(8, dtype=F16)
     [
         (lambda x: jax.nn.gelu(x) * 2, "gelu's x**3"),
         (lambda x: jnp.log(jax.nn.softmax(x / 100)), "softmax's div"),
-        (lambda x: x / jnp.linalg.norm(x), "norm's mul"),
+        pytest.param(lambda x: x / jnp.linalg.norm(x), "norm's mul", marks=pytest.mark.full),
         (lambda x: LAYER.apply({}, x[None]), "LayerNorm's square"),
         (lambda x: x**2, "% of x**2"),
         (lambda x: x * x, "% of mul"),
-        (lambda x: optax.safe_norm(x, 1e-3) * x, "safe_norm's mul"),
+        pytest.param(lambda x: optax.safe_norm(x, 1e-3) * x, "safe_norm's mul", marks=pytest.mark.full),
     ],
 )
 def test_what_the_user_called_is_named(fn: Callable[..., Any], named: str) -> None:
@@ -172,7 +173,7 @@ def test_the_first_lines_say_which_problem_makes_the_gradients_infinite() -> Non
     assert diagnosed(jax.value_and_grad(loss_fn), jnp.zeros(4, F16), jnp.ones(4, F16)).explanation == ""
 
 
-@pytest.mark.parametrize("lost", ["params", "moments", "nothing"])
+@pytest.mark.parametrize("lost", [pytest.param("params", marks=pytest.mark.full), "moments", "nothing"])
 def test_a_state_that_was_lost_before_is_said_first(lost: str) -> None:
     batch = {"x": X, "y": X[:, :1]}
     params = {"w": PARAMS["w"] * (jnp.nan if lost == "params" else 1)}
