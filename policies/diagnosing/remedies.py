@@ -142,7 +142,7 @@ def float32_feature(path: str) -> Remedy:
       path: of the argument.
     """
     rules = _NO_RULES.replace(functions={_GRAPH_STORAGE: "float32"})
-    text = f"an autocast_ policy with rules.replace({replace_arguments(rules)}) in place of this one"
+    text = f"AutocastPolicy(..., rules=report.rules) in place of this policy, with {replace_arguments(rules)}"
     return Remedy("argument", f"normalize {path!r} before it is cast, or keep it in float32: {text}", rules)
 
 
