@@ -5,7 +5,7 @@ Each finder yields (row, problem). A problem is where an error begins: what inhe
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.extend.core as jex
@@ -17,7 +17,7 @@ from jmp_train.policies.diagnosing.arguments import collapsed_arguments, nonfini
 from jmp_train.policies.diagnosing.arithmetic import SUMS
 from jmp_train.policies.diagnosing.constants import epsilon_in_code, is_zero_by_default, number_in_code
 from jmp_train.policies.diagnosing.equations import Site, is_infinite, user_line
-from jmp_train.policies.diagnosing.evidence import Evidence, StateLeaf
+from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_float, is_low
 from jmp_train.policies.diagnosing.names import named
 from jmp_train.policies.diagnosing.problems import Problem, problem_at
@@ -25,7 +25,6 @@ from jmp_train.policies.diagnosing.programs import dtype_of
 from jmp_train.policies.diagnosing.remedies import (
     LINEAR,
     Remedy,
-    full_state,
     in_float32,
     larger_epsilon,
     larger_scale,
@@ -34,16 +33,14 @@ from jmp_train.policies.diagnosing.remedies import (
     smaller_scale,
 )
 from jmp_train.policies.diagnosing.results import grown_infinities, is_undefined_at_zero, wrong_results
+from jmp_train.policies.diagnosing.stagnation import accumulations, stagnating_state, stagnating_sums
 from jmp_train.policies.diagnosing.subjects import is_loss, is_reduction
 
 _LOST_DIGITS = 0.1  # relative error of one operation of the forward pass
-_LOST_TERMS = 0.02  # share of a sum's terms
-_ABSORBED = 0.1  # share of the additions of a loop
 _AMPLIFIED = 10  # relative error of a result, in those of its operands
 _FLUSHED = 0.5  # relative error of one operation some of whose elements become zero
 _REACHED = 0.05  # relative error of a result, or of the backward pass, that a problem has to make
 _REACHED_GRADIENT = 0.3  # and of a parameter's gradient
-_UNCHANGED = 0.5  # share of a state leaf's elements that should change
 _BECOMES_NOTHING = (("add", 0.0), ("max", 0.0), ("mul", 1.0))  # of a constant: what it does to a value
 
 Found = Iterator[tuple[int, Problem]]
@@ -250,25 +247,6 @@ def _underflows(evidence: Evidence) -> Found:
         yield problem_at(evidence, i, "underflow", text, remedy, harmful=harmful)
 
 
-def _stagnating_sums(evidence: Evidence) -> Found:
-    for i, row in enumerate(evidence.rows):
-        if row.lost_terms < _LOST_TERMS or row.overflowed or row.primitive in ("add", "sub", "add_any"):
-            continue
-        text = f"{row.lost_terms:.1%} of what {named(evidence, i)} adds up is lost"
-        harmful = evidence.reaches(i, _LOST_TERMS / 2)
-        yield problem_at(evidence, i, "stagnation", text, in_float32(evidence, i), harmful=harmful)
-
-
-def _accumulations(evidence: Evidence) -> Found:
-    """Finds what a loop adds up and where most terms change nothing any more."""
-    for i, row in enumerate(evidence.rows):
-        if row.absorbed < _ABSORBED or row.primitive not in ("add", "sub") or not evidence.feeds_itself(i):
-            continue
-        text = f"{row.absorbed:.1%} of what {named(evidence, i)} adds in {row.runs} iterations changes nothing"
-        harmful = evidence.reaches(i, _LOST_TERMS / 2)
-        yield problem_at(evidence, i, "stagnation", text, in_float32(evidence, i), harmful=harmful)
-
-
 def _cancellations(evidence: Evidence) -> Found:
     not_looked_at = (SUMS - {"add", "sub"}) | PRODUCTS  # of small results and large terms, as gradients have them
     for i, row in enumerate(evidence.rows):
@@ -296,26 +274,6 @@ def _amplifies(evidence: Evidence, row: int) -> bool:
     return is_candidate and bool(errors) and found.inherited_error > max(_LOST_DIGITS, _AMPLIFIED * max(errors))
 
 
-def _state(evidence: Evidence) -> Found:
-    for leaves in _by_line(evidence):
-        share = sum(leaf.unchanged for leaf in leaves) / sum(leaf.changing for leaf in leaves)
-        more = f" and of {len(leaves) - 1} more lea{'f' if len(leaves) == 2 else 'ves'}" if len(leaves) > 1 else ""
-        first = leaves[0]
-        text = f"{share:.1%} of {first.path!r}{more} stay the same {first.dtype} though they should change"
-        row = max(first.rows)
-        is_number = all(evidence.rows[max(leaf.rows)].shape == () for leaf in leaves)
-        yield problem_at(evidence, row, "stagnation", text, full_state(first.dtype, is_number=is_number))
-
-
-def _by_line(evidence: Evidence) -> Iterable[list[StateLeaf]]:
-    """Returns the leaves of the state that stay the same, of which those that a line updates are together."""
-    together: dict[str, list[StateLeaf]] = {}
-    for leaf in evidence.state:
-        if leaf.rows and leaf.unchanged > _UNCHANGED * leaf.changing:
-            together.setdefault(evidence.sites[max(leaf.rows)].line, []).append(leaf)
-    return together.values()
-
-
 _FINDERS: tuple[Callable[[Evidence], Found], ...] = (
     nonfinite_arguments,
     _constants,
@@ -325,9 +283,9 @@ _FINDERS: tuple[Callable[[Evidence], Found], ...] = (
     _nans,
     _infinities,
     _underflows,
-    _stagnating_sums,
-    _accumulations,
+    stagnating_sums,
+    accumulations,
     _cancellations,
     collapsed_arguments,
-    _state,
+    stagnating_state,
 )
