@@ -72,7 +72,7 @@ def train(steps: list[Any], run: Any, state: jt.TrainState) -> list[float]:
 def losses_of_one_device(policy: str) -> list[float]:
     """Returns the losses of one device, which has the features of each mini-batch's inputs from the host."""
     given, dtype = problem(), jt.get_policy(policy).compute_dtype
-    optimizer = optax.sgd(0.5)
+    optimizer = jt.with_loss_scale(optax.sgd(0.5), jt.NoOpLossScale())
     step = jt.train_step(jt.stateless(given.loss_fn), optimizer, policy=policy, accumulate_steps=COUNT)
 
     def with_rows(stack: graphs.GraphStack) -> Any:
@@ -89,7 +89,7 @@ def losses_of_shares(policy: str, mesh: Mesh, features: Any, transform: Any = jt
     Where there are fewer than COUNT devices, each has several micro-batches.
     """
     given, dtype = problem(), jt.get_policy(policy).compute_dtype
-    optimizer = optax.sgd(0.5)
+    optimizer = jt.with_loss_scale(optax.sgd(0.5), jt.NoOpLossScale())
     store = graphs.shard_features(features, mesh, dtype=dtype)
     apart = NamedSharding(mesh, P("data"))
     steps = [{"batch": jax.device_put(stack, apart), "features": store} for stack in given.steps]

@@ -88,7 +88,8 @@ def test_losses_of_shares_are_those_of_one_device(policy: str, transform: Any, m
 
 
 def test_half_precision_sends_half_the_bytes_little_more_than_is_read() -> None:
-    given, optimizer, mesh = programs.problem(), optax.sgd(0.1), mesh_of(programs.COUNT)
+    given, mesh = programs.problem(), mesh_of(programs.COUNT)
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
     stack, state = given.steps[0], jt.TrainState.create(given.params, optimizer)
     reads, sent = stack.graphs["sampled"].inputs.shape[1], {}
     for policy in ("float32", "mixed_float16"):

@@ -77,7 +77,7 @@ def test_a_dtype_of_linen_layers_is_named_with_its_lines_and_what_mends_it() -> 
 
 def test_train_step_and_scaled_value_and_grad_say_it_once() -> None:
     variables = Mlp().init(jax.random.key(0), X)
-    loss_fn, optimizer = loss_of(Mlp()), optax.sgd(0.1)
+    loss_fn, optimizer = loss_of(Mlp()), jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
     step = jt.train_step(jt.stateless(loss_fn), optimizer, policy="mixed_bfloat16")
     state = jt.TrainState.create(variables, optimizer)
     assert len(messages(lambda: jax.eval_shape(step, state, X))) == 1
@@ -97,7 +97,7 @@ def test_a_step_names_the_model_state_that_no_policy_casts(accumulate_steps: int
         del rng
         return (batch @ frozen["base"] @ params).mean(), (frozen, None)  # LoRA on frozen weights
 
-    optimizer = optax.sgd(0.1)
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
     step = jt.train_step(loss_fn, optimizer, policy=HALF, accumulate_steps=accumulate_steps)
     state = jt.TrainState.create(W, optimizer, model_state={"base": W})
     (text,) = messages(lambda: jax.eval_shape(step, state, X))
