@@ -29,7 +29,7 @@ def test_every_task_loads() -> None:
     for name in TASK_NAMES:
         scale = 0.001 if name == "reddit" else None
         image_size = 16 if name == "vit-b16" else None
-        synthetic = name in ("mnist", "cora", "reddit", "cifar10", "vit-b16")
+        synthetic = name in ("mnist", "cora", "planetoid", "reddit", "cifar10", "vit-b16", "proteins")
         task = load_task(name, TaskOptions(synthetic=synthetic, scale=scale, image_size=image_size))
         assert task.name == name
         assert set(task.train) == set(task.test)
