@@ -141,6 +141,7 @@ from jmp_train.steps import stateless as stateless
 from jmp_train.steps import step_costs as step_costs
 from jmp_train.steps import train_step as train_step
 from jmp_train.steps import with_fp8_state as with_fp8_state
+from jmp_train.task import Task as Task
 from jmp_train.tuning import Tolerance as Tolerance
 from jmp_train.tuning import TunedRules as TunedRules
 from jmp_train.tuning import tune as tune

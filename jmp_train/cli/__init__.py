@@ -1,4 +1,3 @@
-"""The commands `jmp-train` and `python -m jmp_train.diagnose`."""
+"""The command `jmp-train`."""
 
-from jmp_train.cli.diagnose_script import diagnose_script_main as diagnose_script_main
 from jmp_train.cli.entry import main as main

@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,15 +12,7 @@ import optax
 
 from jmp_train.cli.errors import EXIT_CODES, WrongCall
 from jmp_train.policies.optimizers import with_state_dtypes
-from jmp_train.runs import (
-    PARAMETERS,
-    RECIPES,
-    PhasePrecision,
-    check_float64,
-    is_schedule,
-    phase_precisions,
-    schedule_name,
-)
+from jmp_train.runs import PhasePrecision, check_float64, is_schedule, phase_precisions, schedule_name
 
 _LARGEST = 2**31 - 1
 _MOST_PROCESSES = 1024  # and devices: each has threads of its own
@@ -32,6 +25,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"epilog": EXIT_CODES, **options})
         self.register("action", None, _StoreOnce)
         self.register("action", "store_true", _FlagOnce)
+        self.register("action", "store_false", partial(_FlagOnce, const=False, default=None))
 
     def error(self, message: str) -> NoReturn:
         """Raises a `WrongCall`."""
@@ -55,7 +49,7 @@ class _StoreOnce(argparse.Action):
 
 class _FlagOnce(_StoreOnce):
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, const=True, default=False, **options)
+        super().__init__(option_strings, dest, **{"nargs": 0, "const": True, "default": False, **options})
 
 
 def _note(action: argparse.Action, namespace: argparse.Namespace) -> None:
@@ -186,8 +180,12 @@ def state_dtype(text: str) -> str:
     return text
 
 
-def _one_of(choices: Iterable[str]) -> Callable[[str], str]:
-    """Returns what reads one of these words."""
+def one_of(choices: Iterable[str]) -> Callable[[str], str]:
+    """Returns what reads one of these words.
+
+    Args:
+      choices: the words.
+    """
 
     def read(text: str) -> str:
         if text not in choices:
@@ -195,16 +193,3 @@ def _one_of(choices: Iterable[str]) -> Callable[[str], str]:
         return text
 
     return read
-
-
-READERS: dict[str, Callable[[str], Any]] = {  # by what `Option.reads` says
-    "path": path,
-    "text": str,
-    "count": positive,
-    "few": few,
-    "seed": seed,
-    "share": scale,
-    "state_dtype": state_dtype,
-    "parameters": _one_of(PARAMETERS),
-    "fp8": _one_of(RECIPES),
-}

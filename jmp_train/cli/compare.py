@@ -14,14 +14,15 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import IO, TYPE_CHECKING
 
+from jmp_train.cli.dataclass_options import as_arguments
 from jmp_train.cli.errors import CALL_IS_WRONG, TRACEBACK, Failure, WrongCall, checking_the_call
-from jmp_train.cli.few_bits import few_bits_of, read_few_bits
-from jmp_train.cli.options import RunOptions, as_arguments, make_writable, read_options
+from jmp_train.cli.few_bits import few_bits_of, few_bits_said, read_few_bits
+from jmp_train.cli.jobs import read_task_options
+from jmp_train.cli.options import RunOptions, make_writable
 from jmp_train.cli.rules import read_rules, takes_rules
 from jmp_train.extras import extra_packages
 from jmp_train.launch import ChildProcess, Output, own_output, signals_as_exceptions
-from jmp_train.runs import Event, FewBits, Run, event_from_json
-from jmp_train.tasks import TaskOptions, check_options
+from jmp_train.runs import Event, Run, event_from_json
 
 if TYPE_CHECKING:
     from jmp_train.reports import Display
@@ -57,7 +58,7 @@ def _compare(args: argparse.Namespace, log: IO[str], output: Output | None) -> N
     read_rules(args.rules, names)  # as each process will
     read_few_bits(args, names)
     with checking_the_call():
-        check_options(args.task, read_options(TaskOptions, args))
+        read_task_options(args)
         made = _check_outputs(args, names)
     try:
         runs, failures = _train_all(args, names, log)
@@ -67,7 +68,7 @@ def _compare(args: argparse.Namespace, log: IO[str], output: Output | None) -> N
                 folder.rmdir()
         raise
     if output is not None:
-        print(json.dumps(report(args.task, runs), indent=2), file=output)
+        print(json.dumps(report(args.source.name, runs), indent=2), file=output)
     elif runs:
         print_table(runs)
         if args.modes:
@@ -76,7 +77,7 @@ def _compare(args: argparse.Namespace, log: IO[str], output: Output | None) -> N
         print(text, file=log)
     problems = [f"{name}: {reason}" for name, reason in failures]
     if args.out is not None and runs:  # an earlier report is not lost to a failure
-        written, unwritten = write_report(args.out, args.task, runs, failures)
+        written, unwritten = write_report(args.out, args.source.name, runs, failures)
         for path in written:
             print(f"wrote {path}", file=log)
         problems += unwritten
@@ -156,7 +157,7 @@ def _run_in_process(args: argparse.Namespace, name: str, display: "Display") -> 
         code = process.wait()
     reader.join(_READER_SECONDS)
     text = b"".join(errors.copy()).decode(errors="replace")
-    if code == CALL_IS_WRONG:
+    if code == CALL_IS_WRONG and not has_begun:
         raise WrongCall(_reason(code, text))
     if code != 0 or run is None:
         raise (Failure if has_begun else NotBegun)(_reason(code, text))
@@ -169,12 +170,14 @@ def _command(args: argparse.Namespace, name: str) -> list[str]:
     command = [sys.executable, "-P"]
     command += ["-E"] * sys.flags.ignore_environment + ["-s"] * sys.flags.no_user_site
     command += [str(_PROCESS), "train", args.task, "--policy", name, "--json"]
-    options = read_options(RunOptions, args)
+    taken = few_bits_of(few_bits_said(args), name)
+    said = argparse.Namespace(**vars(args) | {"parameters": taken.parameters, "fp8": taken.fp8})
     if not takes_rules(name):
-        options = dataclasses.replace(options, rules=None)
-    taken = few_bits_of(FewBits(options.state_dtypes, options.parameters, options.fp8), name)
-    options = dataclasses.replace(options, parameters=taken.parameters, fp8=taken.fp8)
-    return command + as_arguments(options) + as_arguments(read_options(TaskOptions, args))
+        said.rules = None
+    command += as_arguments(RunOptions, said)
+    own = args.source.options
+    of_run = {field.name for field in dataclasses.fields(RunOptions)}
+    return command + ([] if own is None else as_arguments(own, said, without=of_run))
 
 
 def _event(line: bytes) -> Event | None:

@@ -1,52 +1,64 @@
 """`jmp-train diagnose`: what half precision does to each operation of a step of a task, or of a script of one's own."""
 
 import argparse
+import dataclasses
+import math
 import sys
 from contextlib import AbstractContextManager
 from typing import IO, TYPE_CHECKING, Any
 
 from jmp_train.cli.errors import PROBLEMS_FOUND, RUN_FAILED, Failure, WrongCall, checking_the_call
 from jmp_train.cli.few_bits import few_bits_of, read_few_bits
-from jmp_train.cli.options import (
-    DEFAULT_POLICY,
-    make_writable,
-    output_with_folders,
-    provide_cpu_devices,
-    read_options,
-    turn_ynn_fusion_off,
-)
+from jmp_train.cli.jobs import load_job
+from jmp_train.cli.options import DEFAULT_POLICY, make_writable, output_with_folders
 from jmp_train.cli.rules import read_rules
 from jmp_train.launch import Output
 from jmp_train.policies import NumericsReport, diagnose
-from jmp_train.tasks import TaskOptions, load_task
+from jmp_train.tasks import TaskSource, described, errors_of_file
 
 if TYPE_CHECKING:
-    from jmp_train.runs import FewBits, PreparedRun, RulesFile
+    from jmp_train.runs import FewBits, PreparedRun, RulesFile, Saved
     from jmp_train.steps import TrainState
+
+_WANTED = "wanted is a jt.Task, or a tuple of a function and its arguments, such as (step, state, batch)"
 
 
 def diagnose_command(args: argparse.Namespace) -> int:
-    """Diagnoses a step of a task, prints what is found, and returns the exit code."""
-    turn_ynn_fusion_off()
-    provide_cpu_devices(args.devices)
-    name = args.name or DEFAULT_POLICY
-    rules = read_rules(args.rules, [name])
-    few_bits = few_bits_of(read_few_bits(args, [name]), name)
+    """Diagnoses a step of a task or a function's, prints what is found, and returns the exit code."""
+    source: TaskSource = args.source
     with outputs_of(args) as output:
-        prepared, state, batch = _moment(args, name, rules, few_bits)
-        step = int(state.step)
-        phase = prepared.phase_at(step)
-        report = diagnose(phase.step, state, batch, steps=args.steps)
+        made = source.make() if source.options is None and not source.takes_policy else None
+        if isinstance(made, tuple):
+            return _diagnose_function(args, made, output)
+        if made is not None:  # it was made to see what it is
+            args.source = dataclasses.replace(source, function=lambda: made)
+        name = args.name or DEFAULT_POLICY
+        rules = read_rules(args.rules, [name])
+        few_bits = few_bits_of(read_few_bits(args, [name]), name)
+        with errors_of_file(source.file):
+            prepared, state, batch = _moment(args, name, rules, few_bits)
+            step = int(state.step)
+            phase = prepared.phase_at(step)
+            report = diagnose(phase.step, state, batch, steps=args.steps)
         subject = {
-            "task": args.task,
+            "task": source.name,
             "policy": name,
             **({"phase": phase.name} if phase.name != name else {}),
             **({"rules": rules.name} if rules else {}),
             "step": step,
         }
         within = f" ({phase.name})" if phase.name != name else ""
-        title = f"{args.task}, {name}, {f'rules of {rules.name}, ' if rules else ''}step {step}{within}"
+        title = f"{source.name}, {name}, {f'rules of {rules.name}, ' if rules else ''}step {step}{within}"
         return show(report, title, subject, args, output)
+
+
+def _diagnose_function(args: argparse.Namespace, made: tuple[Any, ...], output: Output | None) -> int:
+    if not made or not callable(made[0]):
+        raise WrongCall(f"{args.task} returned {described(made)}: {_WANTED}")
+    fn, *arguments = made
+    with errors_of_file(args.source.file):
+        report = diagnose(fn, *arguments, steps=args.steps)
+    return show(report, args.task, {"function": args.task}, args, output)
 
 
 def _moment(
@@ -54,43 +66,29 @@ def _moment(
 ) -> "tuple[PreparedRun, TrainState, Any]":
     """Returns the run, and the state and the batch to be diagnosed."""
     from jmp_train.capsules import capsule_step, load_capsule
-    from jmp_train.runs import check_run, check_state_dtypes, phase_bounds, prepare_run
 
     with checking_the_call():
-        task = load_task(args.task, read_options(TaskOptions, args))
-        total = check_run(task, args.epochs or task.epochs, args.batch_size or task.batch_size, args.seed)
-        total *= args.epochs or task.epochs
-        phase_bounds(name, total)
-        check_state_dtypes(task, few_bits)
+        prepared, state = load_job(args, rules, few_bits).prepare(name, with_metadata=args.checkpoint_dir is not None)
+        total = math.inf if prepared.length.total is None else prepared.length.total
         skipped = None if args.capsule is None else capsule_step(args.capsule)
         after = args.after or 0
         if after > total:
             raise WrongCall(f"--after {after}: the run has {total} steps")
-    prepared, state = prepare_run(
-        task,
-        name,
-        epochs=args.epochs,
-        batch_size=args.batch_size,
-        seed=args.seed,
-        growth_interval=args.growth_interval,
-        rules=rules,
-        few_bits=few_bits,
-        with_metadata=args.checkpoint_dir is not None,
-    )
-    done, state = saved_state(args, prepared, state)
+    saved = saved_state(args, prepared, state)
+    done = saved.done
     if done + after > total:
         raise WrongCall(f"--after {after}: the run has {total} steps, {done} of them are done")
     if skipped is not None and args.after is None:
-        after = min(max(skipped - done, 0), total - done)
-    state, batch = prepared.advance(state, done, after)
+        after = int(min(max(skipped - done, 0), total - done))
+    state, batch = prepared.advance(saved.state, done, after, saved.place)
     if args.capsule is not None:
         with checking_the_call():
             state, batch = load_capsule(args.capsule, state)
     return prepared, state, batch
 
 
-def saved_state(args: argparse.Namespace, prepared: "PreparedRun", state: "TrainState") -> "tuple[int, TrainState]":
-    """Returns how many steps are done and the state after them: of the last checkpoint, if a folder is named.
+def saved_state(args: argparse.Namespace, prepared: "PreparedRun", state: "TrainState") -> "Saved":
+    """Returns where a run is: after its last checkpoint, if a folder is named.
 
     Args:
       args: what the parser read.
@@ -100,18 +98,18 @@ def saved_state(args: argparse.Namespace, prepared: "PreparedRun", state: "Train
     Raises:
       WrongCall: there is no checkpoint, or it is of another run.
     """
+    from jmp_train.runs import Saved, newest_saved
+
     if args.checkpoint_dir is None:
-        return 0, state
+        return Saved(0, state, [], [])
     from jmp_train.checkpoints import CheckpointStore
-    from jmp_train.runs import newest_saved
 
     with checking_the_call(), CheckpointStore(args.checkpoint_dir, read_only=True) as store:
         if not args.checkpoint_dir.is_dir():
             raise WrongCall(f"--checkpoint-dir {args.checkpoint_dir} is not a folder")
         if not store.steps():
             raise WrongCall(f"--checkpoint-dir {args.checkpoint_dir} has no checkpoint")
-        done, state, _, _ = newest_saved(store, state, prepared.metadata, prepared.steps_per_epoch)
-    return done, state
+        return newest_saved(store, state, prepared.metadata, prepared.length)
 
 
 def outputs_of(args: argparse.Namespace) -> AbstractContextManager[Output | None]:

@@ -4,8 +4,17 @@ Exit codes and errors are those of `jmp_train.cli.errors`.
 """
 
 import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import re
 import sys
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
 
 from jmp_train import __version__
 from jmp_train.cli.arguments import (
@@ -23,17 +32,29 @@ from jmp_train.cli.arguments import (
     scale as share,
 )
 from jmp_train.cli.compare import DEFAULT_POLICIES, compare_command
+from jmp_train.cli.dataclass_options import add_options, flag
 from jmp_train.cli.diagnose import diagnose_command
 from jmp_train.cli.errors import WrongCall, checking_the_call
-from jmp_train.cli.options import DEFAULT_POLICY, BatchOptions, RunOptions, SetupOptions, add_options
-from jmp_train.cli.plan import PLANNED_GPUS, PLANNED_POLICIES, plan_command, task_or_function
+from jmp_train.cli.options import (
+    DEFAULT_POLICY,
+    BatchOptions,
+    PlannedOptions,
+    RunOptions,
+    SetupOptions,
+    provide_cpu_devices,
+    turn_ynn_fusion_off,
+)
+from jmp_train.cli.plan import PLANNED_GPUS, PLANNED_POLICIES, plan_command
 from jmp_train.cli.running import run_command
 from jmp_train.cli.train import train_command
 from jmp_train.cli.tune import tune_command
 from jmp_train.launch import lasting_output
 from jmp_train.runs import MODE_CHOICES, SCHEDULE_FORM
-from jmp_train.tasks import TASK_NAMES, TaskOptions
+from jmp_train.tasks import TASK_FORMS, TASK_NAMES, find_task, is_task_text
 
+_DEFAULT_TASK = "digits"
+_VALUES: dict[Any, float] = {0: 0, "+": math.inf}  # of an option, by its nargs
+_TASK_HELP = f"{', '.join(TASK_NAMES)}; {TASK_FORMS}; default: {_DEFAULT_TASK}; TASK --help shows its own options"
 _SCHEDULES = (
     f"{SCHEDULE_FORM} for a schedule, as mixed_float16,0.9:float32 trains the last tenth of the steps in float32"
 )
@@ -49,10 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit code, see `jmp_train.cli.errors.EXIT_CODES`. `--help` and `--version` exit with 0.
     """
-    return run_command(_parser, sys.argv[1:] if argv is None else list(argv))
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    return run_command(partial(_parser, arguments), arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns the parser of a call, whose task has options of its own."""
     parser = Parser(prog="jmp-train", description="Mixed-precision training in JAX.")
     parser.add_argument("--version", action="version", version=f"jmp-train {__version__}")
     parser.set_defaults(run=_no_command)
@@ -126,23 +149,82 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="and its arguments")
     launch.set_defaults(run=_launch)
 
-    options_before_steps = {train: RunOptions, compare: RunOptions, diagnose: SetupOptions, tune: BatchOptions}
-    for command, kind in options_before_steps.items():
-        command.add_argument(
-            "task",
-            nargs="?",
-            default="digits",
-            choices=TASK_NAMES,
-            metavar="TASK",
-            help=f"{', '.join(TASK_NAMES)}; default: digits",
-        )
+    options = {
+        "train": (train, RunOptions),
+        "compare": (compare, RunOptions),
+        "diagnose": (diagnose, SetupOptions),
+        "tune": (tune, BatchOptions),
+        "plan": (plan, PlannedOptions),
+    }
+    for name, (command, kind) in options.items():
+        command.usage = f"jmp-train {name} [TASK] [options]"
+        command.add_argument("task", nargs="?", default=_DEFAULT_TASK, metavar="TASK", help=_TASK_HELP)
+        command.set_defaults(options=kind)
         add_options(command, kind)
-        add_options(command, TaskOptions)
-    add_options(plan, TaskOptions)
     add_diagnosis_options(diagnose)
     for command in (train, compare, tune, plan):
         command.add_argument("--json", action="store_true", help="print JSON on standard output")
+    if arguments and arguments[0] in options:
+        _add_task(arguments, options[arguments[0]][0])
     return parser
+
+
+def _add_task(arguments: Sequence[str], command: argparse.ArgumentParser) -> None:
+    """Finds the task of a call, and adds its options to those of its command."""
+    text = _task_in(arguments[1:], command)
+    if {"-h", "--help", "--install"} & set(arguments) and text is None:
+        return
+    _start_jax(arguments)
+    with checking_the_call():
+        source = find_task(text or _DEFAULT_TASK)
+    command.set_defaults(source=source)
+    if source.options is None:
+        return
+    command_has = {action.dest for action in command._actions}
+    of_run = {field.name for field in dataclasses.fields(RunOptions)}
+    clash = [f.name for f in dataclasses.fields(source.options) if f.name in command_has - of_run]
+    if clash:
+        raise WrongCall(f"{source.name}: {flag(clash[0])} is an option of the command; give the field another name")
+    group = command.add_argument_group(f"options of {source.name}")
+    add_options(group, source.options, without=command_has)
+
+
+def _task_in(arguments: Sequence[str], command: argparse.ArgumentParser) -> str | None:
+    """Returns the argument that is the task; None if there is none.
+
+    It is not yet known which options the task adds, and whether these take values. So it is the first argument of a
+    task's form that is not a value of one of the command's own options; or the first argument of all.
+    """
+    actions = {name: action for action in command._actions for name in action.option_strings}
+    left: float = 0
+    candidates = []
+    for place, text in enumerate(arguments):
+        if text == "--":
+            break
+        if text.startswith("-") and len(text) > 1:
+            action = actions.get(text)
+            left = 0 if action is None else _VALUES.get(action.nargs, 1)
+        elif left:
+            left -= 1
+        elif is_task_text(text) or not place:
+            candidates.append(text)
+    return next(filter(is_task_text, candidates), next(iter(candidates), None))
+
+
+def _start_jax(arguments: Sequence[str]) -> None:
+    """Sets what jax has to know before a user's file may use it."""
+    if arguments[0] == "plan":
+        jax.config.update("jax_platforms", "cpu")  # so that a GPU is free for what is measured
+        return
+    turn_ynn_fusion_off()
+    if arguments[0] == "train" and os.environ.get("JAX_NUM_PROCESSES", "1") != "1":
+        from jmp_train.distributed import initialize
+
+        initialize()
+        return
+    found = re.search(r"(?<!\S)--devices[ =](\d{1,4})(?!\S)", " ".join(arguments))
+    with contextlib.suppress(argparse.ArgumentTypeError):  # the parser says so
+        provide_cpu_devices(few(found[1]) if found else 1)
 
 
 def _add_name(parser: argparse.ArgumentParser) -> None:
@@ -190,14 +272,6 @@ def _add_tuning_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_planning_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "task",
-        nargs="?",
-        default="digits",
-        type=task_or_function,
-        metavar="TASK",
-        help=f"{', '.join(TASK_NAMES)}; default: digits; or SCRIPT:FUNCTION, which returns (step, state, batch)",
-    )
     parser.add_argument("--gpus", nargs="+", metavar="NAME", help=f"default: {' '.join(PLANNED_GPUS)}")
     parser.add_argument("--gpu-file", type=path, metavar="FILE", help="GPUs of your own, a TOML file")
     several = parser.add_mutually_exclusive_group()

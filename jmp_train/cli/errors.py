@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 from jmp_train.extras import remedy
+from jmp_train.tasks import FileError
 
 RUN_FAILED = 1
 CALL_IS_WRONG = 2
@@ -35,7 +36,7 @@ class WrongCall(Exception):
 
 @contextlib.contextmanager
 def checking_the_call() -> Iterator[None]:
-    """Makes a ValueError or OSError a `WrongCall`: what is checked before a run is what the call names.
+    """Makes an error of what a call names a `WrongCall`: options, files and tasks, all checked before a run.
 
     Example:
       >>> with checking_the_call():
@@ -46,8 +47,8 @@ def checking_the_call() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError) as error:
-        raise WrongCall(_text(error)) from error
+    except (ValueError, TypeError, OSError, FileError) as error:
+        raise WrongCall(str(error) if isinstance(error, TypeError) else _text(error)) from error
 
 
 def report_error(error: Exception, arguments: Sequence[str]) -> int:
@@ -108,7 +109,7 @@ def _text(error: Exception) -> str:
             return remedy(error.name)
         case OSError(filename=str(name), strerror=str(reason)):
             return f"{name}: {reason}"
-        case Failure() | WrongCall() | ValueError() | OSError() | FloatingPointError():
+        case Failure() | WrongCall() | FileError() | ValueError() | OSError() | FloatingPointError():
             return str(error)
     kind = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
     first = next((line for line in str(error).splitlines() if line.strip()), "")

@@ -22,7 +22,7 @@ def read_few_bits(args: argparse.Namespace, names: Sequence[str]) -> FewBits:
     Raises:
       WrongCall: none takes it.
     """
-    few_bits = FewBits(tuple(args.state_dtypes), args.parameters, args.fp8)
+    few_bits = few_bits_said(args)
     fields = Counter(text.rpartition("=")[0] for text in few_bits.state_dtypes)
     repeated = [field for field, count in fields.items() if count > 1]
     if repeated:
@@ -41,6 +41,15 @@ def read_few_bits(args: argparse.Namespace, names: Sequence[str]) -> FewBits:
         if part.has_fp8_state and is_schedule(name):
             raise WrongCall(f"--fp8 {part.fp8} has a state, which the phases of {name} would not share")
     return few_bits
+
+
+def few_bits_said(args: argparse.Namespace) -> FewBits:
+    """Returns what a call says of few bits, whatever its policies.
+
+    Args:
+      args: what the parser read.
+    """
+    return FewBits(tuple(args.state_dtypes or ()), args.parameters, args.fp8)
 
 
 def few_bits_of(few_bits: FewBits, name: str) -> FewBits:

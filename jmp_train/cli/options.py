@@ -1,172 +1,109 @@
 """Options that the training commands share, their output folders, XLA's flags and devices."""
 
-import argparse
 import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
-from jmp_train.cli.arguments import READERS
+from jmp_train.cli.arguments import above_zero, few, one_of, path, positive, seed, state_dtype
 from jmp_train.cli.errors import WrongCall
 from jmp_train.launch import Output, own_output, threads_for
 from jmp_train.policies.autocasting import FUSION_FLAG
 from jmp_train.runs import PARAMETERS, RECIPES
-from jmp_train.tasks import TaskOptions, model_choices, option, options_of
-
-T = TypeVar("T")
 
 DEFAULT_POLICY = "autocast_float16"
 
 
+def _reads(reader: Callable[[str], Any], **said: Any) -> dict[str, Any]:
+    """Returns the metadata of a field that is an option; see `add_options`."""
+    return {"type": reader, **said}
+
+
 @dataclasses.dataclass(frozen=True)
-class BatchOptions:
-    """What a command says of the batches of a run, beside the task's options.
+class PlannedOptions:
+    """What commands say of the devices of a run.
 
     Attributes:
-      epochs: passes over the data; None for the task's own number.
-      batch_size: examples a step; None for the task's own number.
-      seed: of parameters, dropout and the order of the data.
+      devices: shard each batch over N devices, or cut the graph of tasks whose graph can be cut; default: 1
+      accumulate_steps: average the gradients of N parts of each batch, one after the other; default: 1
+      train_size: only the first N training examples, for tasks of arrays
     """
 
-    epochs: int | None = field(default=None, metadata=option("count", "default: the task's"))
-    batch_size: int | None = field(default=None, metadata=option("count", "default: the task's"))
-    seed: int = field(default=0, metadata=option("seed", "default: 0"))
+    devices: int | None = field(default=None, metadata=_reads(few))
+    accumulate_steps: int | None = field(default=None, metadata=_reads(few))
+    train_size: int | None = field(default=None, metadata=_reads(positive))
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchOptions(PlannedOptions):
+    """What commands say of the batches of a run.
+
+    Attributes:
+      epochs: passes over the training data; default: the task's
+      batch_size: examples per step, for tasks of arrays; default: the task's
+      seed: of parameters, dropout and the order of arrays; default: 0
+      learning_rate: the largest learning rate, default: the task's; unless the task has an option of that name,
+        the updates are scaled
+    """
+
+    epochs: int | None = field(default=None, metadata=_reads(positive))
+    batch_size: int | None = field(default=None, metadata=_reads(positive))
+    seed: int | None = field(default=None, metadata=_reads(seed))
+    learning_rate: float | None = field(default=None, metadata=_reads(above_zero))
 
 
 @dataclasses.dataclass(frozen=True)
 class SetupOptions(BatchOptions):
-    """What a command says of a run before its first step, beside the task's options and the precision.
+    """What commands say of the precision of a run.
 
     Attributes:
-      growth_interval: steps without overflow after which a dynamic loss scale grows; None for the policy's own.
-      rules: the file of the rules by which policies and modes autocast; None for their own.
-      state_dtypes: see `FewBits`, as are the two below.
-      parameters: for the policies whose parameters are in half precision.
-      fp8: for the policies that autocast.
+      growth_interval: steps without overflow until a dynamic loss scale grows; default: 2000, naive 1000
+      rules: autocast by the rules in FILE; default: those of the policy or mode
+      state_dtypes: keep fields of the optimizer's state in few bits, such as nu=bfloat16, or mu=int8 nu=uint8
+      parameters: see below.
+      fp8: see below.
     """
 
-    growth_interval: int | None = field(
-        default=None,
-        metadata=option(
-            "count",
-            "steps without overflow until a dynamic loss scale grows; default: 2000, naive 1000",
-            metavar="STEPS",
-        ),
-    )
-    rules: Path | None = field(
-        default=None,
-        metadata=option("path", "autocast by the rules in FILE; default: those of the policy or mode", metavar="FILE"),
-    )
-    state_dtypes: tuple[str, ...] = field(
-        default=(),
-        metadata=option(
-            "state_dtype",
-            "keep fields of the optimizer's state in few bits, such as nu=bfloat16, or mu=int8 nu=uint8",
-            metavar=("FIELD=DTYPE", ""),
-            values="+",
-        ),
-    )
+    growth_interval: int | None = field(default=None, metadata=_reads(positive, metavar="STEPS"))
+    rules: Path | None = field(default=None, metadata=_reads(path, metavar="FILE"))
+    state_dtypes: tuple[str, ...] = field(default=(), metadata=_reads(state_dtype, metavar=("FIELD=DTYPE", "")))
     parameters: str | None = field(
         default=None,
-        metadata=option(
-            "parameters",
-            f"how parameters in half keep updates below their precision: {', '.join(PARAMETERS)}",
+        metadata=_reads(
+            one_of(PARAMETERS),
             metavar="HOW",
+            help=f"how parameters in half precision keep updates below their precision: {', '.join(PARAMETERS)}",
         ),
     )
     fp8: str | None = field(
         default=None,
-        metadata=option(
-            "fp8",
-            f"multiply an autocast policy's dense layers, or what --rules name, in 8 bits by {', '.join(RECIPES)}",
+        metadata=_reads(
+            one_of(RECIPES),
             metavar="RECIPE",
+            help=f"multiply an autocast policy's dense layers, or what --rules name, in 8 bits by {', '.join(RECIPES)}",
         ),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions(SetupOptions):
-    """What a command says of each run, beside the task's options and the precision.
+    """What commands say of a whole run.
 
     Attributes:
-      logdir: the folder of the runs' logs; None for none.
-      watch: whether to count lost updates and vanishing gradients in every step.
+      steps: train N steps in place of epochs
+      logdir: write DIR/NAME for TensorBoard, and lines
+      watch: count lost updates and vanishing gradients in every step
     """
 
-    logdir: Path | None = field(
-        default=None,
-        metadata=option("path", "write DIR/NAME for TensorBoard, and lines", metavar="DIR"),
-    )
-    watch: bool = field(
-        default=False, metadata=option("flag", "count lost updates and vanishing gradients in every step")
-    )
-
-
-def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
-    """Adds the options that a dataclass declares to a parser.
-
-    Args:
-      parser: of a command.
-      kind: the dataclass, `TaskOptions` or `RunOptions`.
-    """
-    for name, declared in options_of(kind).items():
-        text = declared.help.format(models=model_choices())
-        if declared.reads == "flag":
-            parser.add_argument(_flag(name), action="store_true", help=text)
-            continue
-        parser.add_argument(
-            _flag(name),
-            type=READERS[declared.reads],
-            default=getattr(kind, name),
-            nargs=declared.values,
-            metavar=declared.metavar,
-            help=text,
-        )
-
-
-def read_options(kind: type[T], args: argparse.Namespace) -> T:
-    """Returns the options that a call has, of those that `add_options` added.
-
-    Args:
-      kind: the dataclass.
-      args: what the parser read.
-    """
-    values = {name: getattr(args, name) for name in options_of(kind)}
-    return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()})
-
-
-def as_arguments(options: TaskOptions | RunOptions) -> list[str]:
-    """Returns the arguments from which a parser reads these options, without those that are as by default.
-
-    Args:
-      options: a `TaskOptions` or a `RunOptions`.
-
-    Example:
-      >>> from jmp_train.tasks import TaskOptions
-      >>> as_arguments(TaskOptions(synthetic=True, heads=(2, 1, 2), scale=0.5))
-      ['--synthetic', '--heads', '2', '1', '2', '--scale=0.5']
-    """
-    arguments = []
-    for name in options_of(type(options)):
-        value = getattr(options, name)
-        if value == getattr(type(options), name):
-            continue
-        if isinstance(value, tuple):
-            arguments += [_flag(name), *map(str, value)]
-        else:
-            # A value may begin with a dash.
-            arguments.append(_flag(name) if value is True else f"{_flag(name)}={value}")
-    return arguments
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    steps: int | None = field(default=None, metadata=_reads(positive))
+    logdir: Path | None = field(default=None, metadata=_reads(path, metavar="DIR"))
+    watch: bool = False
 
 
 def turn_ynn_fusion_off() -> None:

@@ -2,25 +2,25 @@
 
 import argparse
 import dataclasses
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jmp_train.cli.errors import PROBLEMS_FOUND, RUN_FAILED, Failure, WrongCall, checking_the_call
-from jmp_train.cli.options import check_file, output_with_folders, read_options
-from jmp_train.cli.scripts import described, errors_of_the_script, function_of, script_and_function
+from jmp_train.cli.jobs import read_task_options, run_settings
+from jmp_train.cli.options import check_file, output_with_folders
 from jmp_train.launch import Output
-from jmp_train.tasks import TASK_NAMES, TaskOptions, has_option, load_task
+from jmp_train.runs.few_bits import DEFAULT_FEW_BITS
+from jmp_train.task import Task, count_examples
+from jmp_train.tasks import TaskSource, described, errors_of_file
 
 if TYPE_CHECKING:
     from jmp_train.planning import Plan
 
 PLANNED_GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
 PLANNED_POLICIES = ("float32", "autocast_float16", "autocast_bfloat16")
-_WANTED = "wanted is (step, state, batch), or a parameter for the policy, with which it returns these"
+_WANTED = "wanted is a jt.Task, (step, state, batch), or a parameter for the policy, with which it returns these"
 
 
 def plan_command(args: argparse.Namespace) -> int:
@@ -40,19 +40,6 @@ def plan_command(args: argparse.Namespace) -> int:
         return _show(found, args, output)
 
 
-def task_or_function(text: str) -> str | tuple[Path, str]:
-    """Parses a task's name or SCRIPT:FUNCTION.
-
-    Args:
-      text: the argument.
-    """
-    if ":" in text:
-        return script_and_function(text)
-    if text not in TASK_NAMES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not SCRIPT:FUNCTION, nor a task: {', '.join(TASK_NAMES)}")
-    return text
-
-
 def _install(args: argparse.Namespace) -> int:
     from jmp_train.aot import PluginError, install_compiler
 
@@ -65,15 +52,12 @@ def _install(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None) -> "Plan":
-    import jax
-
     from jmp_train.planning import Allowances, plan
 
-    jax.config.update("jax_platforms", "cpu")  # so that a GPU is free for what is measured
     with checking_the_call():
         options: dict[str, Any] = {
             "gpus": _gpus(args),
-            "devices": args.devices,
+            "devices": args.devices or 1,
             "shardings": args.shardings or "replicated",
             "find_largest": not args.no_largest,
             "remedies": True if args.remedies else None,
@@ -82,80 +66,71 @@ def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None)
         }
         if args.memory_fraction is not None:
             options["allowances"] = Allowances(memory_fraction=args.memory_fraction)
-    if isinstance(args.task, str):
-        return _plan_of_task(args, options)
-    file, name = args.task
-    if args.batch_size is not None:
-        options["batch_size"] = args.batch_size
-    function = function_of(file, name)
-    if _takes_policy(function):
-        with _errors_while_planning(file):
-            return plan(function, policies=args.policies or PLANNED_POLICIES, **options)
-    with errors_of_the_script(file):
-        made = function()
+    source: TaskSource = args.source
+    if source.takes_policy:
+        with _errors_while_planning(source):
+            return plan(source.function, policies=args.policies or PLANNED_POLICIES, **_with_batch_size(args, options))
+    made = source.make(_task_options(args)) if source.options is not None else source.make()
+    if isinstance(made, Task):
+        return _plan_of_task(args, made, options)
     if not isinstance(made, tuple) or len(made) != 3:
-        raise WrongCall(f"{file}:{name} returned {described(made)}: {_WANTED}")
-    with _errors_while_planning(file):
-        return plan(*made, policies=args.policies, **options)
+        raise WrongCall(f"{args.task} returned {described(made)}: {_WANTED}")
+    with _errors_while_planning(source):
+        return plan(*made, policies=args.policies, **_with_batch_size(args, options))
 
 
-def _takes_policy(function: Callable[..., Any]) -> bool:
-    """Says whether a script's function wants to be called with a policy."""
-    parameters = inspect.signature(function).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return any(p.default is p.empty or p.name == "policy" for p in positional[:1])
+def _with_batch_size(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    return options if args.batch_size is None else {**options, "batch_size": args.batch_size}
 
 
 @contextmanager
-def _errors_while_planning(file: Path) -> Iterator[None]:
-    """Lets errors that are not of the script's own code be a line, and prints where its own are."""
-    from jmp_train.aot import ExportError, PluginError
+def _errors_while_planning(source: TaskSource) -> Iterator[None]:
+    """Has errors of the compiler name the user's file."""
+    from jmp_train.aot import ExportError
 
-    error = None
-    with errors_of_the_script(file):
-        try:
+    try:
+        with errors_of_file(source.file):
             yield
-        except (PluginError, ExportError) as raised:
-            error = raised
-    if isinstance(error, ExportError):
-        raise Failure(f"{file}: {error}") from error
-    if error is not None:
-        raise error
+    except ExportError as error:
+        raise Failure(f"{source.file or source.name}: {error}") from error
 
 
-def _plan_of_task(args: argparse.Namespace, options: dict[str, Any]) -> "Plan":
+def _plan_of_task(args: argparse.Namespace, task: Task, options: dict[str, Any]) -> "Plan":
     from jmp_train.planning import plan
-    from jmp_train.runs import planned_step
+    from jmp_train.runs import batch_shapes, has_shared, planned_step, rows_of
 
-    with checking_the_call():
-        task = load_task(args.task, _task_options(args))
-    if args.accumulate_steps != 1 and options["find_largest"]:
+    settings = run_settings(args, _task_options(args), task, None, DEFAULT_FEW_BITS)
+    if settings.accumulate_steps != 1 and options["find_largest"]:
         raise WrongCall(
-            f"--accumulate-steps {args.accumulate_steps}: the largest batch is sought by ones; --no-largest"
+            f"--accumulate-steps {settings.accumulate_steps}: the largest batch is sought by ones; --no-largest"
         )
-    whole_graph = not has_option(args.task, "accumulate_steps")  # which no batch makes larger
-    batch_size = args.batch_size or task.batch_size
-    if task.is_partitioned:  # any number of labels is spread over all devices
-        batch_size = max(batch_size - batch_size % task.devices, task.devices)
+    own = rows_of(batch_shapes(task, None)) if callable(task.train) else task.batch_size
+    resizes = own is not None and not has_shared(task)  # a whole graph is as large with any batch
+    batch_size = args.batch_size or own
+    if batch_size is None and not callable(task.train):
+        batch_size = count_examples(task.train)
+    if task.shards_shared and batch_size is not None:  # any number of labels is spread over all devices
+        batch_size = max(batch_size - batch_size % settings.devices, settings.devices)
 
     def make(policy: str) -> Any:
-        return planned_step(task, policy)
+        step, state, batches = planned_step(task, policy, settings)
+        return step, state, batches if batch_size is not None else batches(None)
 
-    with checking_the_call():
+    sized = {} if batch_size is None else {"batch_size": batch_size}
+    with checking_the_call(), errors_of_file(args.source.file):
         return plan(
             make,
             policies=args.policies or PLANNED_POLICIES,
-            batch_size=batch_size,
-            **{**options, "find_largest": options["find_largest"] and not whole_graph},
+            **{**options, **sized, "find_largest": options["find_largest"] and resizes},
         )
 
 
-def _task_options(args: argparse.Namespace) -> TaskOptions:
+def _task_options(args: argparse.Namespace) -> Any:
     """Returns the options of the task, whose data need not be there: only its shapes count."""
-    options = read_options(TaskOptions, args)
-    if options.data_dir is None and has_option(args.task, "synthetic"):
-        return dataclasses.replace(options, synthetic=True)
-    return options
+    names = {field.name for field in dataclasses.fields(args.source.options)} if args.source.options else set()
+    if {"synthetic", "data_dir"} <= names and args.data_dir is None:
+        args.synthetic = True
+    return read_task_options(args)
 
 
 def _gpus(args: argparse.Namespace) -> list[Any]:
@@ -174,7 +149,7 @@ def _show(found: "Plan", args: argparse.Namespace, output: Output | None) -> int
     """Prints what was found, writes the page, and returns the exit code."""
     from jmp_train.reports import plan_json, write_plan
 
-    title = args.task if isinstance(args.task, str) else ":".join(map(str, args.task))
+    title = args.task
     log = sys.stdout if output is None else sys.stderr
     if output is None:
         print(f"{title}:\n{found}")

@@ -11,15 +11,10 @@ from typing import TYPE_CHECKING
 
 from jmp_train.cli.errors import WrongCall, checking_the_call
 from jmp_train.cli.few_bits import few_bits_of, read_few_bits
-from jmp_train.cli.options import (
-    DEFAULT_POLICY,
-    make_writable,
-    provide_cpu_devices,
-    read_options,
-    turn_ynn_fusion_off,
-)
+from jmp_train.cli.jobs import load_job
+from jmp_train.cli.options import DEFAULT_POLICY, make_writable
 from jmp_train.cli.rules import read_rules
-from jmp_train.tasks import TaskOptions, load_task
+from jmp_train.tasks import FileError, errors_of_file
 
 if TYPE_CHECKING:
     from jmp_train.capsules import SkipRecorder
@@ -28,81 +23,70 @@ if TYPE_CHECKING:
 
 def train_command(args: argparse.Namespace) -> int:
     """Trains a task under one name, prints what it reports, and returns the exit code."""
+    from jmp_train.distributed import is_main_process
     from jmp_train.launch import own_output
     from jmp_train.reports import display_on, note_outputs, note_phases, note_rules, print_table
-    from jmp_train.runs import (
-        Event,
-        Planned,
-        ResumeError,
-        Stopped,
-        check_run,
-        check_state_dtypes,
-        event_to_json,
-        phase_bounds,
-        train,
-    )
+    from jmp_train.runs import Compiled, Event, Planned, ResumeError, Stopped, event_to_json, train_prepared
     from jmp_train.steps import WATCHES
 
-    turn_ynn_fusion_off()
-    provide_cpu_devices(args.devices)
     name = args.name or DEFAULT_POLICY
     rules = read_rules(args.rules, [name])
     few_bits = few_bits_of(read_few_bits(args, [name]), name)
+    is_main, has_begun = is_main_process(), False
     with ExitStack() as stack:
         events = stack.enter_context(own_output()) if args.json else None
         with checking_the_call():
-            task = load_task(args.task, read_options(TaskOptions, args))
-            epochs = args.epochs or task.epochs
-            steps = check_run(task, epochs, args.batch_size or task.batch_size, args.seed)
-            phase_bounds(name, epochs * steps)
-            check_state_dtypes(task, few_bits)
-            signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None))
+            job = load_job(args, rules, few_bits)
+            prepared, state = job.prepare(
+                name, watch=WATCHES if args.watch else (), with_metadata=args.checkpoint_dir is not None
+            )
+            # Several processes would have to agree on when they stop.
+            signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None and _is_alone()))
             saving = _saving(args, stack, signals)
             _check_logdir(args, name)
             recorder = _recorder(args, stack)
         log = None
         display = None
-        if not args.json:
+        if is_main and not args.json:
             display = stack.enter_context(display_on(sys.stdout, [name]))
             display.start(name)
 
         def on_event(event: Event) -> None:
-            nonlocal log
-            if args.logdir is not None and not isinstance(event, Planned):
+            nonlocal log, has_begun
+            has_begun = has_begun or isinstance(event, Compiled)
+            if args.logdir is not None and is_main and not isinstance(event, Planned):
                 # Not before a run that goes on is known to be the one that its checkpoints are of.
                 log = log or stack.enter_context(_log(args, name))
                 log.write(event)
-            if events is not None:
+            if events is not None and is_main:
                 print(json.dumps(event_to_json(event)), file=events, flush=True)
             if display is not None:
                 display.show(name, event)
 
-        on_event(Planned(epochs, epochs * steps))
+        on_event(Planned(prepared.length.epochs, prepared.length.total))
         try:
-            run = train(
-                task,
-                name,
-                epochs=epochs,
-                batch_size=args.batch_size,
-                seed=args.seed,
-                growth_interval=args.growth_interval,
-                watch=WATCHES if args.watch else (),
-                rules=rules,
-                few_bits=few_bits,
-                saving=saving,
-                recorder=recorder,
-                on_event=on_event,
-            )
+            with errors_of_file(job.source.file):
+                run = train_prepared(prepared, state, saving=saving, recorder=recorder, on_event=on_event)
         except ResumeError as error:
+            raise WrongCall(str(error)) from error
+        except (ValueError, TypeError, FileError) as error:
+            if has_begun:
+                raise
             raise WrongCall(str(error)) from error
         except Stopped as stopped:
             print(f"jmp-train: {stopped}; --resume goes on", file=sys.stderr)
             return 128 + signals[0]
-    if not args.json:
+    if is_main and not args.json:
         print_table([run])
         for note in filter(None, (note_phases(run), note_rules(run), note_outputs(run))):
             print(note)
     return 0 if events is None or events.lost is None else 1
+
+
+def _is_alone() -> bool:
+    import jax
+
+    return jax.process_count() == 1
 
 
 def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> "Saving | None":

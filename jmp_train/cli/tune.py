@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from jmp_train.cli.diagnose import saved_state
 from jmp_train.cli.errors import PROBLEMS_FOUND, RUN_FAILED, Failure, WrongCall, checking_the_call
-from jmp_train.cli.options import check_file, read_options, remove_folders, turn_ynn_fusion_off
+from jmp_train.cli.jobs import load_job
+from jmp_train.cli.options import check_file, remove_folders
 from jmp_train.launch import Output, own_output
-from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.tasks import errors_of_file
 from jmp_train.tuning import TunedRules, tune
 
 if TYPE_CHECKING:
@@ -25,8 +26,7 @@ def tune_command(args: argparse.Namespace) -> int:
     """Tunes the rules of a task, prints and writes what is found, and returns the exit code."""
     from jmp_train.reports import trials_shown
 
-    turn_ynn_fusion_off()
-    with _outputs(args) as output:
+    with _outputs(args) as output, errors_of_file(args.source.file):
         step, examples = _examples(args)
         done = int(examples[0][0].step)
         with trials_shown(sys.stderr) if output is None else nullcontext() as progress:
@@ -39,8 +39,8 @@ def tune_command(args: argparse.Namespace) -> int:
                 steps=args.steps,
                 progress=progress,
             )
-        subject = {"task": args.task, "step": done, "examples": len(examples)}
-        return _show(tuned, f"{args.task}, {args.dtype}, step {done}", subject, args, output)
+        subject = {"task": args.source.name, "step": done, "examples": len(examples)}
+        return _show(tuned, f"{args.source.name}, {args.dtype}, step {done}", subject, args, output)
 
 
 @contextmanager
@@ -61,43 +61,35 @@ def _outputs(args: argparse.Namespace) -> Iterator[Output | None]:
 
 def _examples(args: argparse.Namespace) -> "tuple[TrainStep, list[tuple[TrainState, Any]]]":
     """Returns the step to be tuned, and a state with each of the batches that come next in a run in float32."""
-    from jmp_train.runs import make_setup, prepare_run
+    from jmp_train.runs import make_setup, run_optimizer
 
-    task, total = _checked(args)
-    prepared, state = prepare_run(
-        task,
-        "float32",
-        epochs=args.epochs,
-        batch_size=args.batch_size,
-        seed=args.seed,
-        with_metadata=args.checkpoint_dir is not None,
-    )
-    done, state = saved_state(args, prepared, state)
-    left = max(1, total - done - args.after)  # at a run's end there is the last batch
-    if done + args.after > total or (args.examples or 1) > left:
-        raise WrongCall(_too_many(args, total, done))
-    if args.after:
-        state, _ = prepared.advance(state, done, args.after)
-    batches = list(islice(prepared.batches(done + args.after), min(args.examples or _EXAMPLES, left)))
-    # The same step, with the loss scale that training by the rules will have.
-    setup = make_setup(task, f"autocast_{args.dtype}", prepared.schedule)
-    state = dataclasses.replace(state, opt_state=state.opt_state._replace(loss_scale=setup.loss_scale))
-    return setup.step, [(state, batch) for batch in batches]
-
-
-def _checked(args: argparse.Namespace) -> tuple[Task, int]:
-    """Returns the task, and how many steps its run has."""
-    from jmp_train.runs import check_run
-
-    if args.devices != 1:
-        raise WrongCall(f"--devices {args.devices}: tune runs on one device")
     with checking_the_call():
-        task = load_task(args.task, read_options(TaskOptions, args))
-        epochs = args.epochs or task.epochs
-        total = epochs * check_run(task, epochs, args.batch_size or task.batch_size, args.seed)
-    if args.after > total or (args.examples or 1) > max(1, total - args.after):
+        job = load_job(args)
+        if job.settings.devices != 1:
+            raise WrongCall(f"--devices {job.settings.devices}: tune runs on one device")
+        if job.settings.accumulate_steps != 1:
+            raise WrongCall(f"--accumulate-steps {job.settings.accumulate_steps}: tune takes whole batches")
+        prepared, state = job.prepare("float32", with_metadata=args.checkpoint_dir is not None)
+    total = prepared.length.total
+    if total is not None and (args.after > total or (args.examples or 1) > max(1, total - args.after)):
         raise WrongCall(_too_many(args, total, 0))
-    return task, total
+    saved = saved_state(args, prepared, state)
+    done, state, place = saved.done, saved.state, saved.place
+    wanted = args.examples or _EXAMPLES
+    if total is not None:
+        left = max(1, total - done - args.after)  # at a run's end there is the last batch
+        if done + args.after > total or (args.examples or 1) > left:
+            raise WrongCall(_too_many(args, total, done))
+        wanted = min(wanted, left)
+    if args.after:
+        state, _ = prepared.advance(state, done, args.after, place)
+    batches = list(islice(prepared.batches(done, place), args.after, args.after + wanted))
+    # The same step, with the loss scale that training by the rules will have.
+    made = run_optimizer(job.task, state.params, total, job.settings)
+    setup = make_setup(job.task, f"autocast_{args.dtype}", made, job.settings)
+    if not setup.keeps_loss_scale:
+        state = dataclasses.replace(state, opt_state=state.opt_state._replace(loss_scale=setup.loss_scale))
+    return setup.step, [(state, batch) for batch in batches]
 
 
 def _too_many(args: argparse.Namespace, total: int, done: int) -> str:

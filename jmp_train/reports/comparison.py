@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from jmp_train.runs import Run
+from jmp_train.runs import NONFINITE, Run
 from jmp_train.steps import WATCHES
 
 _COST_TITLES = ("policy", "flops in half", "saved", "ratio", "parameters", "state", "ratio")
@@ -51,12 +51,15 @@ def cost_table(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ..
         )
         for run in runs
     ]
+    titles, note = _COST_TITLES, _COST_NOTE
     sent = [run.costs.exchanged_bytes for run in runs]
-    if not any(sent):
-        return _COST_TITLES, rows, _COST_NOTE
-    rows = [(*row, in_bytes(count), ratio(count, sent[0])) for row, count in zip(rows, sent, strict=True)]
-    note = f"{_COST_NOTE}; halo: what a device sends of its nodes in a step, forward and backward"
-    return (*_COST_TITLES, "halo", "ratio"), rows, note
+    if any(sent):
+        rows = [(*row, in_bytes(count), ratio(count, sent[0])) for row, count in zip(rows, sent, strict=True)]
+        titles, note = (*titles, "halo", "ratio"), f"{note}; halo: what a device sends of its nodes in a step"
+    if len(runs) > 1:
+        return titles, rows, f"1.00x: {runs[0].policy}; {note}"
+    kept = [place for place, title in enumerate(titles) if title != "ratio"]
+    return tuple(titles[place] for place in kept), [tuple(row[place] for place in kept) for row in rows], note
 
 
 def watch_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
@@ -86,21 +89,41 @@ def speed_table(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, .
     Reference: ColossalAI's table of its AMP modes.
     """
     first = runs[0]
-    titles = ("run", "iterations/s", "samples/s", "speed-up")
-    rows = [
-        (
-            run.policy,
-            _rate(run.iterations_per_second),
-            _rate(run.samples_per_second),
-            f"{run.iterations_per_second / first.iterations_per_second:.2f}x",
-        )
-        for run in runs
-    ]
-    if not reports_memory(runs):
-        return titles, rows
-    memory = [(f"{run.memory_mb:.0f} MB", f"{run.memory_mb / first.memory_mb:.2f}x") for run in runs]
-    both = [(*row, *cells) for row, cells in zip(rows, memory, strict=True)]
-    return (*titles, "memory", "memory ratio"), both
+    columns = {
+        "run": [run.policy for run in runs],
+        "iterations/s": [_rate(run.iterations_per_second) for run in runs],
+        "samples/s": ["" if run.samples_per_second is None else _rate(run.samples_per_second) for run in runs],
+        "s/epoch": [seconds_text(run) for run in runs],
+    }
+    if len(runs) > 1:
+        speeds = [f"{run.iterations_per_second / first.iterations_per_second:.2f}x" for run in runs]
+        columns["speed-up"] = speeds
+    if reports_memory(runs):
+        columns["memory"] = [f"{run.memory_mb:.0f} MB" for run in runs]
+        if len(runs) > 1:
+            columns["memory ratio"] = [f"{run.memory_mb / first.memory_mb:.2f}x" for run in runs]
+    return tuple(columns), list(zip(*columns.values(), strict=True))
+
+
+def seconds_text(run: Run) -> str:
+    """Returns the median epoch's seconds, and the least and the most of several epochs.
+
+    Args:
+      run: the run.
+    """
+    seconds = [epoch.seconds for epoch in run.epochs]
+    if len(seconds) == 1:
+        return f"{seconds[0]:.2f}"
+    return f"{run.epoch_seconds:.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+
+
+def is_on_cpu(runs: Sequence[Run]) -> bool:
+    """Returns True if a run was on a CPU, whose times say little of half precision.
+
+    Args:
+      runs: at least one.
+    """
+    return any(run.device.endswith("cpu") for run in runs)
 
 
 def reports_memory(runs: Sequence[Run]) -> bool:
@@ -175,43 +198,93 @@ def explain_failure(name: str, reason: str) -> str:
     return f"{reason}. {_LACKS[name]}"
 
 
-def bits_note(run: Run) -> str:
-    """Returns ", 2.1234 bits/byte" of a run whose labels are bytes, else "".
+def metric_text(name: str, value: float) -> str:
+    """Returns a metric in few characters; an accuracy as a percentage.
+
+    Example:
+      >>> metric_text("test_accuracy", 0.98611), metric_text("loss", 1.23456), metric_text("errors", 12)
+      ('98.61%', '1.2346', '12')
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if "accuracy" in name and 0 <= value <= 1:
+        return f"{value:.2%}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.4g}"
+
+
+def shown_metrics(runs: Sequence[Run]) -> list[str]:
+    """Returns the names of the metrics that tables have, the headline first.
+
+    Args:
+      runs: at least one.
+    """
+    return [name for name in dict.fromkeys(name for run in runs for name in run.metrics) if name != NONFINITE]
+
+
+def metric_cells(run: Run, names: Sequence[str]) -> list[str]:
+    """Returns a run's metrics as a table has them.
+
+    Args:
+      run: the run.
+      names: of the metrics.
+    """
+    return [metric_text(name, run.metrics[name]) if name in run.metrics else "" for name in names]
+
+
+def metric_title(name: str) -> str:
+    """Returns a metric's name as a title has it.
+
+    Example:
+      >>> metric_title("test_accuracy"), metric_title("bits_per_byte")
+      ('test accuracy', 'bits/byte')
+    """
+    return name.replace("_per_", "/").replace("_", " ")
+
+
+def metrics_note(run: Run) -> str:
+    """Returns "test accuracy 98.61%, bits/byte 2.1234" of a run, or its last loss if it has no metrics.
 
     Args:
       run: the run.
     """
-    return "" if run.bits_per_byte is None else f", {run.bits_per_byte:.4f} bits/byte"
+    names = shown_metrics([run])
+    if not names:
+        return f"loss {run.epochs[-1].loss:.4f}"
+    return ", ".join(f"{metric_title(name)} {cell}" for name, cell in zip(names, metric_cells(run, names), strict=True))
 
 
-def explain_accuracy(name: str, points: float, first: str) -> str | None:
+def worse_by(run: Run, first: Run) -> float | None:
+    """Returns by how much a run's headline is worse than the first run's; None if there is none."""
+    name = first.headline
+    if name is None or name not in run.metrics:
+        return None
+    difference = first.metrics[name] - run.metrics[name]
+    return difference if first.higher_is_better else -difference
+
+
+def explain_accuracy(run: Run, first: Run) -> str | None:
     """Returns why a run is less accurate than the first one; None if it is not, or if that is not known.
 
     Args:
-      name: of the policy or mode.
-      points: by how many percent of the test data it is below the first run; one is not a difference.
-      first: the first run's name.
+      run: the run.
+      first: the one that it is compared with; a point of accuracy is not a difference.
     """
-    if points <= 1 or name not in _LACKS:
+    worse = worse_by(run, first)
+    if worse is None or "accuracy" not in str(first.headline) or worse <= 0.01 or run.policy not in _LACKS:
         return None
-    return f"{name} is {points:.2f} points of test accuracy below {first}. {_LACKS[name]}"
+    name = metric_title(str(first.headline))
+    return f"{run.policy} is {100 * worse:.2f} points of {name} below {first.policy}. {_LACKS[run.policy]}"
 
 
 def explanations(runs: Sequence[Run]) -> list[str]:
     """Returns what is to be said of runs: phases, rules from a file, outputs that are not finite, a lower accuracy.
 
     Args:
-      runs: any number; the first one's accuracy is what the others are beside.
+      runs: any number; the others are compared with the first.
     """
     texts = []
     for run in runs:
-        points = 100 * (runs[0].test_accuracy - run.test_accuracy)
-        texts += [
-            note_phases(run),
-            note_rules(run),
-            note_outputs(run),
-            explain_accuracy(run.policy, points, runs[0].policy),
-        ]
+        texts += [note_phases(run), note_rules(run), note_outputs(run), explain_accuracy(run, runs[0])]
     return [text for text in texts if text is not None]
 
 
@@ -246,9 +319,7 @@ def note_outputs(run: Run) -> str | None:
     Args:
       run: the run.
     """
-    if not run.nonfinite_outputs:
+    count = run.metrics.get(NONFINITE)
+    if not count:
         return None
-    return (
-        f"{run.policy}: for {run.nonfinite_outputs} of the test data the model's output is not finite, which counts "
-        "as wrong"
-    )
+    return f"{run.policy}: for {count} of the test data the model's output is not finite, which counts as wrong"

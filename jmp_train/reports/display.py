@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Protocol, Self
 
 from jmp_train.extras import extra_packages
-from jmp_train.reports.comparison import bits_note, in_bytes
+from jmp_train.reports.comparison import in_bytes, metrics_note
 from jmp_train.reports.tables import epoch_line, phase_line
 from jmp_train.reports.terminal import Sheet, console_on, is_screen, width_of, wrapped
-from jmp_train.runs import Compiled, Epoch, Event, Phase, Planned, Progress, Run
+from jmp_train.runs import Compiled, Epoch, Event, Note, Phase, Planned, Progress, Run
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -73,6 +73,8 @@ class LineDisplay:
             self.epochs = event.epochs
         if isinstance(event, Compiled):
             self._memory_of[policy] = event.memory_of
+        if isinstance(event, Note):
+            self._print(f"{policy:<15} {event.text}")
         if isinstance(event, Phase):
             self._print(phase_line(policy, event))
         if isinstance(event, Epoch):
@@ -145,6 +147,8 @@ class LiveDisplay:
                 row.status, row.compile = row.training, f"{seconds:.1f} s"
                 row.memory_of = memory_of
                 row.saved = "" if costs.residual_bytes is None else in_bytes(costs.residual_bytes)
+            case Note():
+                self._print(f"{policy:<15} {event.text}")
             case Phase():
                 row.training = row.status = f"training, {event.policy}"
                 self._print(phase_line(policy, event))
@@ -153,13 +157,13 @@ class LiveDisplay:
                 self._bars.update(bar, total=total, completed=last.step)
                 row.loss, row.scale = f"{last.loss:.4f}", f"{last.loss_scale:g}"
                 row.skipped = str(skipped_steps)
-                row.steps = f"{last.step}/{total}"
+                row.steps = f"{last.step}" if total is None else f"{last.step}/{total}"
             case Epoch():
                 row.seconds = f"{event.seconds:.2f}"
                 row.status = "evaluating" if event.epoch == self.epochs else row.training
                 self._print(epoch_line(policy, event, self.epochs, row.memory_of))
             case Run():
-                row.status = f"{event.test_accuracy:.2%} right{bits_note(event)}"
+                row.status = metrics_note(event)
 
     def fail(self, policy: str, reason: str) -> None:
         """Marks a run as failed."""

@@ -1,5 +1,6 @@
 """report.html: a comparison as one page without scripts or network access."""
 
+import math
 from collections.abc import Sequence
 from html import escape
 from string import Template
@@ -9,18 +10,24 @@ import jax
 from jmp_train.reports.comparison import (
     WATCH_NOTE,
     WATCH_TITLES,
-    bits_note,
     cost_table,
     explanations,
     in_bytes,
+    is_on_cpu,
+    metric_cells,
+    metric_title,
+    metrics_note,
     process_memory,
     ratio,
+    seconds_text,
     short_scale,
+    shown_metrics,
     speed_table,
     watch_rows,
+    worse_by,
 )
 from jmp_train.reports.plots import PANELS, color, svg
-from jmp_train.runs import Run
+from jmp_train.runs import Epoch, Run
 
 _PAGE = Template("""\
 <!DOCTYPE html>
@@ -62,8 +69,7 @@ $summary
 </ul>
 <div class="scroll">
 <table id="runs">
-<thead><tr><th>policy</th><th>test accuracy</th><th>s/epoch</th><th>compile</th>
-<th>last loss</th><th>last scale</th><th>skipped steps</th></tr></thead>
+<thead><tr>$titles</tr></thead>
 <tbody>
 $rows
 </tbody>
@@ -91,7 +97,7 @@ $panels
 </div>
 $epochs
 <footer>On $devices with jax $version. An epoch's seconds are of training alone, without compilation
-and test; the table has the median. Ratios are those beside $first; $cost_note.$footnote</footer>
+and test; the table has the median. $ratios$cost_note.$footnote</footer>
 </body>
 </html>
 """)
@@ -114,14 +120,18 @@ def page(task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = (
     said = [*sentences(runs), *explanations(runs)]
     speed_titles, speed_rows = speed_table(runs)
     cost_titles, costs, cost_note = cost_table(runs)
+    cost_note = cost_note.removeprefix(f"1.00x: {runs[0].policy}; ")
+    names = shown_metrics(runs)
+    titles = ("policy", *map(metric_title, names), "s/epoch", "compile", "last loss", "last scale", "skipped steps")
     return _PAGE.substitute(
         title=f"{escape(task)}: {escape(' / '.join(run.policy for run in runs))}",
         summary="\n".join([f"<li>{escape(text)}</li>" for text in said] + failed),
-        rows="\n".join(_row(index, run) for index, run in enumerate(runs)),
+        titles=_titles(titles),
+        rows="\n".join(_row(index, run, names) for index, run in enumerate(runs)),
         cost_titles=_titles(cost_titles),
         cost_rows=_named_rows(costs),
-        cost_note=cost_note,
-        first=escape(runs[0].policy),
+        cost_note=escape(cost_note[:1].upper() + cost_note[1:]),
+        ratios=f"Ratios are those to {escape(runs[0].policy)}. " if len(runs) > 1 else "",
         speed_titles=_titles(speed_titles),
         speed_rows=_named_rows(speed_rows),
         watches=_watches(runs),
@@ -134,7 +144,7 @@ def page(task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = (
 
 
 def _footnote(runs: Sequence[Run]) -> str:
-    on_cpu = _ON_CPU if any(run.device.endswith("cpu") for run in runs) else ""
+    on_cpu = _ON_CPU if is_on_cpu(runs) else ""
     memory = process_memory(runs)
     return escape(f"{on_cpu} {memory[:1].upper()}{memory[1:]}." if memory else on_cpu)
 
@@ -146,10 +156,7 @@ def sentences(runs: Sequence[Run]) -> list[str]:
       runs: at least one.
     """
     first, *others = runs
-    head = (
-        f"{first.policy}: {first.test_accuracy:.2%} of the test data right{bits_note(first)}, "
-        f"{first.epoch_seconds:.3g} s an epoch{_saved(first)}."
-    )
+    head = f"{first.policy}: {metrics_note(first)}, {first.epoch_seconds:.3g} s per epoch{_saved(first)}."
     return [head, *(_sentence(run, first) for run in others)]
 
 
@@ -159,28 +166,34 @@ def _saved(run: Run) -> str:
 
 
 def _sentence(run: Run, first: Run) -> str:
-    points = 100 * (run.test_accuracy - first.test_accuracy)
     times = ratio(run.costs.residual_bytes, first.costs.residual_bytes)
     beside = f" ({times})" if times else ""
+    speed = f"{first.epoch_seconds / run.epoch_seconds:.2f} times as fast as {first.policy}, "
     return (
-        f"{run.policy}: {run.test_accuracy:.2%} right ({points:+.2f} points){bits_note(run)}, "
-        f"{first.epoch_seconds / run.epoch_seconds:.2f} times as fast as {first.policy}, "
+        f"{run.policy}: {metrics_note(run)}{_points(run, first)}, {'' if is_on_cpu([run, first]) else speed}"
         f"{run.costs.half_flops_share:.1%} of the flops in half precision{_saved(run)}{beside}; "
         f"{len(run.skipped)} of {len(run.steps)} steps skipped."
     )
 
 
-def _row(index: int, run: Run) -> str:
+def _points(run: Run, first: Run) -> str:
+    worse = worse_by(run, first)
+    if worse is None or "accuracy" not in str(first.headline):
+        return ""
+    return f" ({-100 * worse if first.higher_is_better else 100 * worse:+.2f} points)"
+
+
+def _row(index: int, run: Run, names: Sequence[str]) -> str:
     last = run.epochs[-1]
     cells = (
-        f"{run.test_accuracy:.2%}{bits_note(run)}",
-        f"{run.epoch_seconds:.2f}",
+        *metric_cells(run, names),
+        seconds_text(run),
         f"{run.compile_seconds:.1f} s",
         f"{last.loss:.4f}",
         short_scale(last.loss_scale),
         f"{last.skipped_steps}",
     )
-    return _named_row(index, run.policy, cells)
+    return _named_row(index, run.policy, [escape(cell) for cell in cells])
 
 
 def _watches(runs: Sequence[Run]) -> str:
@@ -200,7 +213,7 @@ def _watches(runs: Sequence[Run]) -> str:
 
 
 def _titles(titles: Sequence[str]) -> str:
-    return "".join(f"<th>{title}</th>" for title in titles)
+    return "".join(f"<th>{escape(title)}</th>" for title in titles)
 
 
 def _named_rows(rows: Sequence[Sequence[str]]) -> str:
@@ -214,11 +227,15 @@ def _named_row(index: int, name: str, cells: Sequence[str]) -> str:
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in (dot + escape(name), *cells)) + "</tr>"
 
 
+def _rate(epoch: Epoch) -> str:
+    return "" if math.isnan(epoch.learning_rate) else f"{epoch.learning_rate:.2e}"
+
+
 def _epochs(run: Run) -> str:
     titles = ("epoch", "loss", "learning rate", "seconds", "scale", "skipped")
     head = _titles(titles)
     body = "\n".join(
-        f"<tr><td>{e.epoch}</td><td>{e.loss:.4f}</td><td>{e.learning_rate:.2e}</td>"
+        f"<tr><td>{e.epoch}</td><td>{e.loss:.4f}</td><td>{_rate(e)}</td>"
         f"<td>{e.seconds:.2f}</td><td>{short_scale(e.loss_scale)}</td>"
         f"<td>{e.skipped_steps}</td></tr>"
         for e in run.epochs

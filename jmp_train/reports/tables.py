@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,16 +13,18 @@ from jmp_train.reports.comparison import (
     WATCH_NOTE,
     WATCH_TITLES,
     cost_table,
+    metric_cells,
+    metric_title,
     process_memory,
     reports_memory,
     short_scale,
+    shown_metrics,
     speed_table,
     watch_rows,
 )
 from jmp_train.reports.terminal import Sheet, console_on
-from jmp_train.runs import Epoch, Phase, Run, event_to_json, finite_or_none
+from jmp_train.runs import Epoch, Phase, Run, event_to_json, finite_or_none, metrics_of_0_1
 
-_TITLES = ("policy", "s/epoch", "compile", "test accuracy", "loss", "scale", "skipped")
 _REPORTED = ("epoch", "loss", "seconds", "memory_mb", "loss_scale", "skipped_steps")
 
 
@@ -37,10 +40,14 @@ def epoch_line(policy: str, epoch: Epoch, epochs: int, memory_of: str) -> str:
     memory = f"peak memory {epoch.memory_mb:.0f} MB  " if memory_of == "device" else ""
     return (
         f"{policy:<15} epoch {epoch.epoch:>{len(str(epochs))}}/{epochs}  loss {epoch.loss:.4f}  "
-        f"learning rate {epoch.learning_rate:.2e}  {epoch.seconds:.2f} s  "
+        f"{_rate(epoch)}{epoch.seconds:.2f} s  "
         f"{memory}loss scale {epoch.loss_scale:g}  "
         f"skipped steps {epoch.skipped_steps}"
     )
+
+
+def _rate(epoch: Epoch) -> str:
+    return "" if math.isnan(epoch.learning_rate) else f"learning rate {epoch.learning_rate:.2e}  "
 
 
 def phase_line(policy: str, phase: Phase) -> str:
@@ -65,9 +72,9 @@ def _run_report(run: Run) -> dict[str, Any]:
         **({"rules": run.rules} if run.rules else {}),
         **({"phases": [dataclasses.asdict(phase) for phase in run.phases]} if run.phases else {}),
         "device": run.device,
-        "test_accuracy": run.test_accuracy,
-        **({} if run.bits_per_byte is None else {"bits_per_byte": run.bits_per_byte}),
-        "nonfinite_outputs": run.nonfinite_outputs,
+        "metrics": run.metrics,
+        "higher_is_better": run.higher_is_better,
+        **metrics_of_0_1(run),
         "compile_seconds": run.compile_seconds,
         "memory_of": run.memory_of,
         "iterations_per_second": run.iterations_per_second,
@@ -139,29 +146,27 @@ def print_table(runs: Sequence[Run]) -> None:
     Args:
       runs: at least one.
     """
+    names = shown_metrics(runs)
+    titles = ("policy", "s/epoch", "compile", *map(metric_title, names), "loss", "scale", "skipped")
     rows = [
         (
             run.policy,
             f"{run.epoch_seconds:.2f}",
             f"{run.compile_seconds:.1f} s",
-            f"{run.test_accuracy:.2%}",
+            *metric_cells(run, names),
             f"{run.epochs[-1].loss:.4f}",
             short_scale(run.epochs[-1].loss_scale),
             str(run.epochs[-1].skipped_steps),
         )
         for run in runs
     ]
-    titles = _TITLES
-    if any(run.bits_per_byte is not None for run in runs):
-        titles = (*titles, "bits/byte")
-        rows = [(*row, f"{run.bits_per_byte:.4f}") for row, run in zip(rows, runs, strict=True)]
     if reports_memory(runs):
         titles = (*titles, "memory")
         rows = [(*row, f"{run.memory_mb:.0f} MB") for row, run in zip(rows, runs, strict=True)]
     console = console_on(sys.stdout)
     console.print(Sheet(titles, rows))
     cost_titles, costs, note = cost_table(runs)
-    console.print(Sheet(cost_titles, costs, f"1.00x: {runs[0].policy}; {note}"))
+    console.print(Sheet(cost_titles, costs, note))
     if watched := watch_rows(runs):
         console.print(Sheet(WATCH_TITLES, watched, WATCH_NOTE))
     if footnote := process_memory(runs):
@@ -174,4 +179,5 @@ def print_speed_table(runs: Sequence[Run]) -> None:
     Args:
       runs: at least one.
     """
-    console_on(sys.stdout).print(Sheet(*speed_table(runs), f"1.00x: {runs[0].policy}"))
+    caption = f"1.00x: {runs[0].policy}" if len(runs) > 1 else None
+    console_on(sys.stdout).print(Sheet(*speed_table(runs), caption))

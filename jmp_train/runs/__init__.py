@@ -1,8 +1,10 @@
 """Training runs of the command line, from data to accuracy."""
 
+from jmp_train.runs.evaluation import NONFINITE as NONFINITE
 from jmp_train.runs.events import Compiled as Compiled
 from jmp_train.runs.events import Epoch as Epoch
 from jmp_train.runs.events import Event as Event
+from jmp_train.runs.events import Note as Note
 from jmp_train.runs.events import Phase as Phase
 from jmp_train.runs.events import Planned as Planned
 from jmp_train.runs.events import Progress as Progress
@@ -10,11 +12,13 @@ from jmp_train.runs.events import Run as Run
 from jmp_train.runs.events import event_from_json as event_from_json
 from jmp_train.runs.events import event_to_json as event_to_json
 from jmp_train.runs.events import finite_or_none as finite_or_none
+from jmp_train.runs.events import metrics_of_0_1 as metrics_of_0_1
 from jmp_train.runs.few_bits import PARAMETERS as PARAMETERS
 from jmp_train.runs.few_bits import RECIPES as RECIPES
 from jmp_train.runs.few_bits import FewBits as FewBits
-from jmp_train.runs.few_bits import check_state_dtypes as check_state_dtypes
+from jmp_train.runs.foreign_batches import rows_of as rows_of
 from jmp_train.runs.loop import train as train
+from jmp_train.runs.loop import train_prepared as train_prepared
 from jmp_train.runs.memory import peak_memory as peak_memory
 from jmp_train.runs.phase_names import SCHEDULE_FORM as SCHEDULE_FORM
 from jmp_train.runs.phase_names import is_schedule as is_schedule
@@ -24,15 +28,18 @@ from jmp_train.runs.phase_setups import PhasePrecision as PhasePrecision
 from jmp_train.runs.phase_setups import phase_precisions as phase_precisions
 from jmp_train.runs.planned import planned_step as planned_step
 from jmp_train.runs.preparing import PreparedRun as PreparedRun
-from jmp_train.runs.preparing import check_run as check_run
 from jmp_train.runs.preparing import prepare_run as prepare_run
 from jmp_train.runs.resuming import ResumeError as ResumeError
+from jmp_train.runs.resuming import Saved as Saved
 from jmp_train.runs.resuming import Saving as Saving
 from jmp_train.runs.resuming import Stopped as Stopped
 from jmp_train.runs.resuming import newest_saved as newest_saved
 from jmp_train.runs.rules_files import RulesFile as RulesFile
 from jmp_train.runs.run_log import RunLog as RunLog
 from jmp_train.runs.run_log import check_unused as check_unused
+from jmp_train.runs.run_settings import RunSettings as RunSettings
+from jmp_train.runs.run_settings import check_run as check_run
+from jmp_train.runs.run_settings import has_shared as has_shared
 from jmp_train.runs.setups import AUTOCAST_CHOICES as AUTOCAST_CHOICES
 from jmp_train.runs.setups import MODE_CHOICES as MODE_CHOICES
 from jmp_train.runs.setups import autocasts as autocasts
@@ -40,5 +47,5 @@ from jmp_train.runs.setups import check_float64 as check_float64
 from jmp_train.runs.setups import loss_scale_for as loss_scale_for
 from jmp_train.runs.setups import make_setup as make_setup
 from jmp_train.runs.setups import precision_of as precision_of
-from jmp_train.runs.task_batches import evaluation_batches as evaluation_batches
-from jmp_train.runs.task_batches import train_batches as train_batches
+from jmp_train.runs.setups import run_optimizer as run_optimizer
+from jmp_train.runs.task_batches import batch_shapes as batch_shapes

@@ -47,11 +47,22 @@ class Planned:
 
     Attributes:
       epochs: passes over the data.
-      total: how many steps there will be.
+      total: how many steps there will be; None if the batches have no length.
     """
 
     epochs: int
-    total: int
+    total: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """A line for the user about a run that goes well.
+
+    Attributes:
+      text: the line.
+    """
+
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +102,13 @@ class Progress:
     """Where a run is now.
 
     Attributes:
-      total: how many steps there will be.
+      total: how many steps there will be; None if the batches have no length.
       skipped_steps: since the start of the run.
       recent: the steps since the last look; at least one.
       watched: the shares of the same steps, if the run watches.
     """
 
-    total: int
+    total: int | None
     skipped_steps: int
     recent: tuple[Step, ...]
     watched: tuple[Watched, ...] = ()
@@ -110,7 +121,7 @@ class Epoch:
     Attributes:
       epoch: from 1.
       loss: the mean training loss of the steps that were taken; NaN if none was.
-      learning_rate: that of the next step.
+      learning_rate: that of the next step; NaN if the task does not say it.
       seconds: of training, without compilation and evaluation.
       memory_mb: peak memory so far, see `peak_memory`.
       loss_scale: that of the next step.
@@ -133,17 +144,15 @@ class Run:
     Attributes:
       policy: the name of its policy or AMP mode, or of a schedule of them.
       device: what it ran on, such as "cpu", "NVIDIA H200" or, of several, "8 x cpu".
-      test_accuracy: from 0 to 1; an output that is not finite is a wrong one.
+      metrics: of the evaluation, by name; the first one is the headline. Empty if the task has none.
       compile_seconds: what compiling the step took.
       memory_of: whose peak memory the epochs report, "device" or "process".
-      batch_size: examples a step.
+      batch_size: examples per step; None if the batches do not say it.
       epochs: all of them.
       steps: all of them.
       costs: what a step costs on any device; of a schedule the mean share of flops in half, and the largest numbers of
         bytes.
-      nonfinite_outputs: for how many of the test data's labels the model's output is not finite.
-      bits_per_byte: the mean of -log2 of the test labels' probabilities, where the output is finite; None for tasks
-        whose labels are not bytes.
+      higher_is_better: True if a larger headline metric is better.
       watch: `{watch: {group: share}}`, the mean over the steps that this process took; empty if it watched nothing.
       rules: the file of the rules by which it autocast; None for its policy's or mode's own.
       phases: those of its schedule; empty if it has none.
@@ -151,17 +160,16 @@ class Run:
 
     policy: str
     device: str
-    test_accuracy: float
+    metrics: dict[str, float] = dataclasses.field(hash=False)
     compile_seconds: float
     memory_of: str
-    batch_size: int
+    batch_size: int | None
     epochs: tuple[Epoch, ...]
     steps: tuple[Step, ...]
     costs: StepCosts
-    nonfinite_outputs: int = 0
+    higher_is_better: bool = True
     watch: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict, hash=False)
     rules: str | None = None
-    bits_per_byte: float | None = None
     phases: tuple[Phase, ...] = ()
 
     @property
@@ -175,9 +183,14 @@ class Run:
         return len(self.steps) / len(self.epochs) / self.epoch_seconds
 
     @property
-    def samples_per_second(self) -> float:
-        """The median epoch's examples a second."""
-        return self.batch_size * self.iterations_per_second
+    def samples_per_second(self) -> float | None:
+        """The median epoch's examples a second; None if the batches do not say how many they have."""
+        return None if self.batch_size is None else self.batch_size * self.iterations_per_second
+
+    @property
+    def headline(self) -> str | None:
+        """The name of the first metric; None if there is none."""
+        return next(iter(self.metrics), None)
 
     @property
     def memory_mb(self) -> float:
@@ -190,10 +203,11 @@ class Run:
         return tuple(step for step in self.steps if not step.finite)
 
 
-Event = Planned | Compiled | Phase | Progress | Epoch | Run
+Event = Planned | Note | Compiled | Phase | Progress | Epoch | Run
 
 _KINDS: dict[str, type[Event]] = {
     "planned": Planned,
+    "note": Note,
     "compiled": Compiled,
     "phase": Phase,
     "progress": Progress,
@@ -202,7 +216,8 @@ _KINDS: dict[str, type[Event]] = {
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _PARTS = {"epochs": Epoch, "recent": Step, "steps": Step, "watched": Watched, "phases": Phase}
-_LEFT_OUT = ("watch", "watched", "rules", "bits_per_byte", "phases")  # of runs that have none
+_LEFT_OUT = ("watch", "watched", "rules", "phases")  # of runs that have none
+_OF_0_1 = ("test_accuracy", "nonfinite_outputs", "bits_per_byte")  # metrics that were fields of a run in version 0.1
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
@@ -213,12 +228,22 @@ def event_to_json(event: Event) -> dict[str, Any]:
       {'event': 'progress', 'total': 330, 'skipped_steps': 0, 'recent': []}
     """
     fields = {k: v for k, v in dataclasses.asdict(event).items() if v or k not in _LEFT_OUT}
+    fields |= metrics_of_0_1(event) if isinstance(event, Run) else {}
     return {"event": _NAMES[type(event)], **finite_or_none(fields)}
+
+
+def metrics_of_0_1(run: Run) -> dict[str, float]:
+    """Returns the metrics that have keys of their own in JSON since version 0.1.
+
+    Args:
+      run: the run.
+    """
+    return {name: run.metrics[name] for name in _OF_0_1 if name in run.metrics}
 
 
 def event_from_json(fields: dict[str, Any]) -> Event:
     """Returns the event that `event_to_json` made `fields` of; null becomes NaN."""
-    return _revive(_KINDS[fields["event"]], {k: v for k, v in fields.items() if k != "event"})
+    return _revive(_KINDS[fields["event"]], {k: v for k, v in fields.items() if k not in ("event", *_OF_0_1)})
 
 
 def finite_or_none(value: Any) -> Any:
@@ -239,6 +264,10 @@ def _revive(kind: Callable[..., Any], fields: dict[str, Any]) -> Any:
             values[name] = tuple(_revive(_PARTS[name], part) for part in value)
         elif name == "costs":
             values[name] = StepCosts(**value)
+        elif name in ("total", "batch_size"):
+            values[name] = value
+        elif name == "metrics":
+            values[name] = {metric: math.nan if x is None else x for metric, x in value.items()}
         else:
             values[name] = math.nan if value is None else value
     return kind(**values)

@@ -20,7 +20,6 @@ from jmp_train.policies import (
 )
 from jmp_train.policies.dtype_policies import AutocastPolicy
 from jmp_train.policies.pytrees import is_half
-from jmp_train.tasks import Task
 
 RECIPES = {recipe.__name__: recipe for recipe in (Float8CurrentScaling, DelayedScaling, MXFP8BlockScaling)}
 PARAMETERS: dict[str, Callable[[Any], Any]] = {
@@ -110,19 +109,3 @@ def stores_in_half(precision: Policy | Amp) -> bool:
       precision: see `precision_of`.
     """
     return isinstance(precision, Policy) and is_half(precision.param_dtype)
-
-
-def check_state_dtypes(task: Task, few_bits: FewBits) -> None:
-    """Raises ValueError if a task's optimizer has no such state.
-
-    Args:
-      task: what is to be trained.
-      few_bits: what was said.
-    """
-    if not few_bits.state_dtypes:
-        return
-    optimizer = few_bits.inner_optimizer(task.optimizer(task.schedule(100)))
-    try:
-        jax.eval_shape(lambda key: optimizer.init(task.init(key)[0]), jax.random.key(0))
-    except ValueError as error:
-        raise ValueError(f"--state-dtypes {' '.join(few_bits.state_dtypes)}: {error}") from error

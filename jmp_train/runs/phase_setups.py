@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import optax
 
-from jmp_train.policies import Amp, AutocastRules, Policy
+from jmp_train.policies import Amp, Policy
 from jmp_train.policies.loss_scaling import LossScales, NoOpLossScale
 from jmp_train.policies.pytrees import is_half
-from jmp_train.runs.few_bits import DEFAULT_FEW_BITS, FewBits
 from jmp_train.runs.phase_names import phases_named
-from jmp_train.runs.setups import Setup, autocasts, loss_scale_for, make_setup, precision_of
-from jmp_train.tasks import Task
+from jmp_train.runs.run_settings import DEFAULT_SETTINGS, RunSettings
+from jmp_train.runs.setups import RunOptimizer, Setup, autocasts, loss_scale_for, make_setup, precision_of
+from jmp_train.task import Task
 
 
 class PhasePrecision(NamedTuple):
@@ -77,13 +76,7 @@ def _loss_scale(precision: Policy | Amp) -> LossScales:
 
 
 def make_setups(
-    task: Task,
-    name: str,
-    schedule: optax.Schedule,
-    growth_interval: int | None = None,
-    watch: Sequence[str] = (),
-    rules: AutocastRules | None = None,
-    few_bits: FewBits = DEFAULT_FEW_BITS,
+    task: Task, name: str, made: RunOptimizer, settings: RunSettings = DEFAULT_SETTINGS, watch: Sequence[str] = ()
 ) -> tuple[Setup, ...]:
     """Returns the setup of each phase of a schedule; of a policy or mode one.
 
@@ -92,28 +85,28 @@ def make_setups(
     Args:
       task: what to train.
       name: see `phases_named`.
-      schedule: see `make_setup`.
-      growth_interval: see `make_setup`.
-      watch: see `make_setup`.
-      rules: by which the phases that autocast do so; None for their own.
-      few_bits: of which each phase has what it can have.
+      made: what `run_optimizer` returned.
+      settings: of the run; rules are for the phases that autocast, and each phase has the few bits that it can have.
+      watch: see `train_step`.
 
     Raises:
       ValueError: see `make_setup` and `phase_precisions`; or there are rules, and no phase autocasts.
     """
     phases = phase_precisions(name)
     by_rules = [autocasts(phase.precision) for phase in phases]
-    if rules is not None and not any(by_rules):
-        precision_of(phases[0].name, rules)  # says so
+    if settings.rules is not None and not any(by_rules):
+        precision_of(phases[0].name, settings.rules.rules)  # says so
     setups = [
         make_setup(
             task,
             phase.name,
-            schedule,
-            growth_interval,
+            made,
+            dataclasses.replace(
+                settings,
+                rules=settings.rules if takes_rules else None,
+                few_bits=settings.few_bits.for_precision(phase.precision),
+            ),
             watch,
-            rules if takes_rules else None,
-            few_bits.for_precision(phase.precision),
         )
         for phase, takes_rules in zip(phases, by_rules, strict=True)
     ]

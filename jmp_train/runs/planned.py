@@ -1,37 +1,39 @@
 """A task's step as shapes alone, for plans: nothing is on a device, and no parameter is made."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from jmp_train.runs.setups import make_setup
+from jmp_train.runs.preparing import with_shared
+from jmp_train.runs.run_settings import RunSettings
+from jmp_train.runs.setups import make_setup, run_optimizer, shapes_of_init
 from jmp_train.runs.task_batches import batch_shapes
 from jmp_train.steps import TrainStep
-from jmp_train.tasks import Task
+from jmp_train.task import Task
 
-_SCHEDULE = 100  # steps, of which only the shapes depend
+_STEPS = 100  # of a schedule; the shapes do not depend on it
 
 
-def planned_step(task: Task, name: str) -> tuple[TrainStep, Any, Callable[[int], Any]]:
+def planned_step(task: Task, name: str, settings: RunSettings) -> tuple[TrainStep, Any, Callable[[int | None], Any]]:
     """Returns the step of a task, its state and its batches by their size, as shapes.
 
     Args:
       task: the task.
       name: of the policy or mode, see `precision_of`.
+      settings: of the run; the number of parts counts.
 
     Raises:
       ValueError: there is no such policy or mode.
     """
-    setup = make_setup(task, name, task.schedule(_SCHEDULE))
-
-    def create(key: jax.Array) -> Any:
-        init_key, step_key = jax.random.split(key)
-        return setup.create_state(*task.init(init_key), step_key)
-
+    params, model_state = shapes_of_init(task)
+    setup = make_setup(task, name, run_optimizer(task, params, _STEPS, settings), settings)
+    state = jax.eval_shape(setup.create_state, params, model_state, jax.eval_shape(jax.random.key, 0))
     shared = jax.eval_shape(setup.cast_shared, task.shared())
 
-    def batches(size: int) -> Any:
-        return batch_shapes(task, size) | shared
+    @functools.cache  # a user's loader may take its time
+    def batches(size: int | None) -> Any:
+        return with_shared(batch_shapes(task, size), shared)
 
-    return setup.step, jax.eval_shape(create, jax.random.key(0)), batches
+    return setup.step, state, batches

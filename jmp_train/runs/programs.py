@@ -11,7 +11,7 @@ import jax
 from jmp_train.capsules import SkipRecorder
 from jmp_train.runs.events import Compiled, Phase
 from jmp_train.runs.memory import peak_memory
-from jmp_train.runs.preparing import PreparedRun, RunPhase
+from jmp_train.runs.preparing import PreparedRun, RunPhase, with_shared
 from jmp_train.steps import StepCosts, TrainState, step_costs
 from jmp_train.types import Batch, Metrics
 
@@ -38,9 +38,7 @@ class Program(NamedTuple):
         return self if self.step is None else self._replace(step=recorder.watch(self.step))
 
 
-def compile_phases(
-    prepared: PreparedRun, state: TrainState, batch: dict[str, Any], done: int
-) -> tuple[Compiled, list[Program]]:
+def compile_phases(prepared: PreparedRun, state: TrainState, batch: Batch, done: int) -> tuple[Compiled, list[Program]]:
     """Compiles the steps of the phases that are left, and returns what that took, and the programs.
 
     Phases that are over are traced, too, as what they cost belongs to the report of a run that goes on.
@@ -52,7 +50,7 @@ def compile_phases(
       done: how many steps are done.
     """
     start = time.perf_counter()
-    programs = [_compiled(phase, state, {**batch, **phase.shared_shapes}, done) for phase in prepared.phases]
+    programs = [_compiled(phase, state, with_shared(batch, phase.shared_shapes), done) for phase in prepared.phases]
     seconds = time.perf_counter() - start
     costs = _costs_of_run([program.phase for program in programs])
     return Compiled(seconds, peak_memory()[1], costs), programs

@@ -5,14 +5,17 @@ import json
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jmp_train.checkpoints import CheckpointStore, DamagedError
+from jmp_train.distributed import is_main_process
 from jmp_train.policies.files import write_atomically
 from jmp_train.runs.events import Epoch, Step
-from jmp_train.runs.run_identity import differences
+from jmp_train.runs.run_identity import changed_definitions, differences
+from jmp_train.runs.run_settings import RunLength
+from jmp_train.runs.task_batches import Place
 from jmp_train.steps import TrainState
 
 _RUN_FILE = "run.json"
@@ -51,34 +54,51 @@ class Saving:
     should_stop: Callable[[], bool] = lambda: False
 
 
+class Saved(NamedTuple):
+    """Where a run goes on.
+
+    Attributes:
+      done: how many steps are done.
+      state: after them.
+      steps: their records.
+      epochs: the records of the epochs that are over.
+      place: of the next batch; None to compute it from the number of steps.
+      notes: lines that name what has changed in the task's file since.
+    """
+
+    done: int
+    state: TrainState
+    steps: list[Step]
+    epochs: list[Epoch]
+    place: Place | None = None
+    notes: tuple[str, ...] = ()
+
+
 class Saver:
-    """Saves one run: its state, its steps' and epochs' records, and whose they are.
+    """Saves one run: its state, its steps' and epochs' records, its place in the data, and whose they are.
 
     It has the store's lock from the beginning, so that no other run saves there.
 
     Args:
       saving: see there.
-      total: how many steps the run has.
-      steps_per_epoch: how many an epoch has.
+      length: of the run.
 
     Raises:
       ResumeError: the store is not empty and the run is not to go on.
       OSError: another run saves there; the message says which.
     """
 
-    def __init__(self, saving: Saving, total: int, steps_per_epoch: int) -> None:
+    def __init__(self, saving: Saving, length: RunLength) -> None:
         self._saving = saving
         self._store = saving.store
-        self._total = total
-        self._steps_per_epoch = steps_per_epoch
-        self._every = steps_per_epoch if saving.every is None else saving.every
+        self._length = length
         self._metadata: dict[str, Any] = {}
         self._store.lock()
         if self._store.steps() and not saving.resume:
             raise ResumeError(f"{self._store.directory} has checkpoints already: go on with --resume, or take another")
 
-    def begin(self, state: TrainState, metadata: dict[str, Any]) -> tuple[int, TrainState, list[Step], list[Epoch]]:
-        """Returns how many steps are done, the state after them, and their records, of the newest intact step.
+    def begin(self, state: TrainState, metadata: dict[str, Any]) -> Saved:
+        """Returns where the run goes on: after the newest intact step, or at its first step.
 
         Writes `run.json`, which says to people what every checkpoint says as well.
 
@@ -90,54 +110,80 @@ class Saver:
           ResumeError: the checkpoints are of a run with other options, or do not say of which, or none is intact.
         """
         self._metadata = metadata
-        found = newest_saved(self._store, state, metadata, self._steps_per_epoch)
-        run_file = self._store.directory / _RUN_FILE
-        if found[0]:
-            _check_run_file(run_file, metadata)
-        write_atomically(run_file, json.dumps(metadata, indent=1).encode())
+        found = newest_saved(self._store, state, metadata, self._length)
+        if is_main_process():
+            run_file = self._store.directory / _RUN_FILE
+            if found.done:
+                _check_run_file(run_file, metadata)
+            write_atomically(run_file, json.dumps(metadata, indent=1).encode())
         return found
 
-    def is_due(self, step: int) -> bool:
-        """Returns whether to save after a step."""
-        return step % self._every == 0 or step == self._total or self._saving.should_stop()
+    def is_due(self, step: int, ends_epoch: bool) -> bool:
+        """Returns True if the run is to be saved after a step.
 
-    def save(self, state: TrainState, steps: Sequence[Step], epochs: Sequence[Epoch]) -> None:
-        """Saves; raises Stopped if the run was asked to stop and is not at its end."""
+        Args:
+          step: how many steps are done.
+          ends_epoch: True if the step is the last one of its epoch, or of the run.
+        """
+        every = self._saving.every
+        due = ends_epoch if every is None else step % every == 0 or step == self._length.total
+        return due or self._saving.should_stop()
+
+    def save(
+        self, state: TrainState, steps: Sequence[Step], epochs: Sequence[Epoch], place: Place, *, is_last: bool
+    ) -> None:
+        """Saves; raises Stopped if the run was asked to stop and is not at its end.
+
+        Args:
+          state: after the last step.
+          steps: the records of all steps.
+          epochs: of the epochs that are over.
+          place: of the next batch.
+          is_last: True at the end of the run.
+        """
         step = len(steps)
         everything = _everything(state, _columns(Step, steps), _columns(Epoch, epochs))
-        self._store.save(step, everything, metadata=self._metadata)
-        if self._saving.should_stop() and step < self._total:
+        self._store.save(step, everything, metadata={**self._metadata, "place": place._asdict()})
+        if self._saving.should_stop() and not is_last:
             self._store.wait()
             raise Stopped(step)
 
 
-def newest_saved(
-    store: CheckpointStore, state: TrainState, metadata: dict[str, Any], steps_per_epoch: int
-) -> tuple[int, TrainState, list[Step], list[Epoch]]:
-    """Returns how many steps of a run are done, the state after them, and their records, of the newest intact step.
+def newest_saved(store: CheckpointStore, state: TrainState, metadata: dict[str, Any], length: RunLength) -> Saved:
+    """Returns where a run goes on: after the newest intact step of a store.
 
     Args:
       store: the run's.
       state: its first, which is returned where nothing is saved.
       metadata: what `run_metadata` returns.
-      steps_per_epoch: how many an epoch has.
+      length: of the run.
 
     Raises:
       ResumeError: the checkpoints are of a run with other options, or do not say of which, or none is intact.
     """
     if not store.steps():
-        return 0, state, [], []
+        return Saved(0, state, [], [])
 
     def state_for(step: int, saved: dict[str, Any]) -> dict[str, Any]:
         _check_run(store.directory, step, saved.get("run"), metadata["run"])
         # As many records as there were then.
-        return _everything(state, _blank(Step, step), _blank(Epoch, step // steps_per_epoch))
+        return _everything(state, _blank(Step, step), _blank(Epoch, _epochs_over(step, saved, length)))
 
     try:
         step, found = store.restore_as(state_for)
     except DamagedError as error:
         raise ResumeError(str(error)) from error
-    return step, found["train"], _records(Step, found["steps"]), _records(Epoch, found["epochs"])
+    saved = store.metadata(step)
+    place = Place(**saved["place"]) if "place" in saved else None
+    records = _records(Step, found["steps"]), _records(Epoch, found["epochs"])
+    return Saved(step, found["train"], *records, place, changed_definitions(saved, metadata, step))
+
+
+def _epochs_over(step: int, saved: dict[str, Any], length: RunLength) -> int:
+    if "place" in saved:
+        return saved["place"]["epoch"]
+    assert length.steps_per_epoch is not None  # as in version 0.1, which knew it of all runs
+    return step // length.steps_per_epoch
 
 
 def _check_run(directory: Path, step: int, saved: Any, this: dict[str, Any]) -> None:

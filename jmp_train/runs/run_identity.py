@@ -13,74 +13,68 @@ from jmp_train.distributed import as_bytes
 from jmp_train.graphs.structure import CSR, CSRAndCSC
 from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import change_nodes, named_leaves
-from jmp_train.runs.few_bits import DEFAULT_FEW_BITS, FewBits
-from jmp_train.runs.rules_files import RulesFile
-from jmp_train.runs.task_batches import count_examples
-from jmp_train.tasks import Arrays, Task, TaskOptions, options_of
+from jmp_train.runs.run_settings import RunSettings
+from jmp_train.task import Task, count_examples
 
 _PACKAGES = ("jmp_train", "jax", "jaxlib", "flax", "optax", "numpy")
-_DECIDE_THE_DATA = {"task"} | {name for name, option in options_of(TaskOptions).items() if option.decides == "data"}
 _FILES = 1000  # of those that the data names, of how many the sizes count
 
 
 def run_metadata(
     task: Task,
     policy: str,
+    batch_size: int | None,
     epochs: int,
-    batch_size: int,
-    seed: int,
+    settings: RunSettings,
     shared: PyTree,
-    growth_interval: int | None = None,
-    rules: RulesFile | None = None,
-    few_bits: FewBits = DEFAULT_FEW_BITS,
 ) -> dict[str, Any]:
     """Returns what a run's checkpoints say of it, as JSON has it.
 
     `run` has all that its results depend on, by the names of the command line's options, of which None is the default,
     and digests of the data and of rules from a file. The rest is for people: where data and rules are (they may move),
-    the device and the versions.
+    the device and the versions. `definitions` has digests of what a user's file defines, which may change.
 
     Args:
       task: what is trained.
       policy: the policy's or the mode's name, or the schedule's.
+      batch_size: examples per step; None if the batches decide.
       epochs: passes over the data.
-      batch_size: examples a step.
-      seed: of parameters, dropout and the order of the data.
+      settings: of the run. `identity` has the task's name as "task", its options as "options", of which the results
+        depend, the paths among them as "files", and of a user's file "definitions".
       shared: what `task.shared` made, a tree of arrays.
-      growth_interval: see `train`. Where it is None it is left out, as before there was such an option.
-      rules: see `train`; left out likewise.
-      few_bits: see `train`; what it does not say is left out likewise.
     """
-    data_dir, text_file = task.options.data_dir, task.options.text_file
+    said = settings.identity
+    train = None if callable(task.train) else task.train
+    test = None if callable(task.test) else task.test
+    digest = data_digest(train, test, shared) if train or test or shared else None
+    optional = {
+        "train_size": None if train is None else count_examples(train),
+        "accumulate_steps": None if settings.accumulate_steps == 1 else settings.accumulate_steps,
+        "growth_interval": settings.growth_interval,
+        "learning_rate": settings.learning_rate,
+        "rules": None if settings.rules is None else settings.rules.digest,
+        "steps": settings.steps,
+        "batch_size": batch_size,
+        "data": digest,
+    }
+    rules = settings.rules
     return {
         "run": {
-            "task": task.name,
-            **_deciding(task.options),
-            "train_size": count_examples(task.train),
+            "task": said.get("task"),
+            **said.get("options", {}),
+            "devices": settings.devices,
             "policy": policy,
-            **({} if growth_interval is None else {"growth_interval": growth_interval}),
-            **({} if rules is None else {"rules": rules.digest}),
-            **few_bits.metadata(),
+            **settings.few_bits.metadata(),
             "epochs": epochs,
-            "batch_size": batch_size,
-            "seed": seed,
-            "data": data_digest(task.train, task.test, shared),
+            "seed": settings.seed,
+            **{name: value for name, value in optional.items() if value is not None},
         },
-        "data_dir": None if data_dir is None else str(data_dir.absolute()),
-        **({} if text_file is None else {"text_file": str(text_file.absolute())}),
+        **said.get("files", {}),
         **({} if rules is None else {"rules_file": str(rules.path.absolute())}),
+        **({"definitions": said["definitions"]} if "definitions" in said else {}),
         "device": jax.local_devices()[0].device_kind,
         "versions": {package: _version(package) for package in _PACKAGES},
     }
-
-
-def _deciding(options: TaskOptions) -> dict[str, Any]:
-    """Returns the options that a run's results depend on, as JSON has them."""
-    names = [name for name, option in options_of(TaskOptions).items() if option.decides is not None]
-    if options.accumulate_steps == 1:  # left out, as before there was such an option
-        names.remove("accumulate_steps")
-    values = {name: getattr(options, name) for name in names}
-    return {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
 
 
 def differences(saved: Mapping[str, Any], this: Mapping[str, Any]) -> list[str]:
@@ -95,14 +89,43 @@ def differences(saved: Mapping[str, Any], this: Mapping[str, Any]) -> list[str]:
       ['epochs: the run has 3, this call 5', 'model: the run has gat, this call the default']
     """
     others = [name for name in dict.fromkeys([*saved, *this]) if _said(saved, name) != _said(this, name)]
-    if not _DECIDE_THE_DATA.isdisjoint(others):
+    if not set(others) <= _NOT_OF_THE_DATA:
         others = [name for name in others if name != "data"]  # it is what these lines say
     return [f"{name}: the run has {_said(saved, name)}, this call {_said(this, name)}" for name in others]
 
 
+_NOT_OF_THE_DATA = {
+    "data", "devices", "policy", "epochs", "steps", "seed", "batch_size", "accumulate_steps", "growth_interval",
+    "learning_rate", "rules", "state_dtypes", "parameters", "fp8",
+}  # fmt: skip
+
+
 def _said(options: Mapping[str, Any], name: str) -> str:
     value = options.get(name)  # a run of before there was the option has its default
-    return "the default" if value is None else str(value)
+    return "the default" if value is None or value is False else str(value)
+
+
+def changed_definitions(saved: Mapping[str, Any], this: Mapping[str, Any], step: int) -> tuple[str, ...]:
+    """Returns a line that names the definitions of a user's file that have changed since a checkpoint; or none.
+
+    Args:
+      saved: metadata of the checkpoint.
+      this: that of this call.
+      step: of the checkpoint.
+
+    Example:
+      >>> before = {"definitions": {"file": "my.py", "loss_fn": "3f", "Net": "9a"}}
+      >>> now = {"definitions": {"file": "my.py", "loss_fn": "77", "Net": "9a"}}
+      >>> changed_definitions(before, now, 40)
+      ('my.py has changed since step 40 was saved: loss_fn',)
+    """
+    before, now = (dict(metadata.get("definitions", {})) for metadata in (saved, this))
+    file = now.pop("file", None)
+    before.pop("file", None)
+    changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+    if not (before and changed):
+        return ()
+    return (f"{file} has changed since step {step} was saved: {', '.join(changed)}",)
 
 
 class _BothDirections(NamedTuple):
@@ -112,14 +135,14 @@ class _BothDirections(NamedTuple):
     by_target: CSR
 
 
-def data_digest(train: Arrays, test: Arrays, shared: PyTree = None) -> str:
+def data_digest(train: PyTree, test: PyTree, shared: PyTree = None) -> str:
     """Returns 16 hexadecimal digits of the sha256 of the data: its arrays' bytes, shapes and dtypes.
 
     Of files that the data names, it is their names below the folder that they share, and the sizes of up to 1,000 of
     them, so that a copy elsewhere is the same data.
 
     Args:
-      train: arrays, or objects that are paths.
+      train: tree of arrays, or of objects that are paths.
       test: likewise.
       shared: tree of arrays.
     """

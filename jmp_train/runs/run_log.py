@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jmp_train.extras import extra_packages
+from jmp_train.runs.evaluation import NONFINITE
 from jmp_train.runs.events import Compiled, Epoch, Event, Phase, Progress, Run, finite_or_none
 
 JSON_LINES = "metrics.jsonl"
@@ -23,7 +24,7 @@ class RunLog:
     """Writes a run's events to a folder, as a context manager.
 
     TensorBoard gets the scalars `step/loss`, `step/grad_norm`, `step/loss_scale`, `step/finite`, of a run that watches
-    `step/WATCH/GROUP`, those of `Epoch` as `epoch/...`, and `test_accuracy` and of texts `bits_per_byte`;
+    `step/WATCH/GROUP`, those of `Epoch` as `epoch/...`, and the metrics of the evaluation;
     metrics.jsonl has them too, a line a step, an epoch and the end, and one where a phase of a schedule begins or goes
     on. A killed run leaves its log.
 
@@ -85,9 +86,7 @@ class RunLog:
             case Epoch():
                 self._record("epoch", [dataclasses.asdict(event)])
             case Run():
-                tested = {"test_accuracy": event.test_accuracy}
-                if event.bits_per_byte is not None:
-                    tested["bits_per_byte"] = event.bits_per_byte
+                tested = {name: value for name, value in event.metrics.items() if name != NONFINITE or value}
                 self._append(self._lines, _line(tested))
                 scalars = [_scalar_record(name, value, len(event.steps)) for name, value in tested.items()]
                 self._append(self._events, b"".join(scalars))

@@ -6,22 +6,23 @@ loop puts together, the same for both. The phases of a schedule have a setup eac
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jmp_train.policies import AutocastRules, Params, PyTree
 from jmp_train.policies.amp_modes import Amp, ApexOptions, amp_mode
 from jmp_train.policies.dtype_policies import AutocastPolicy, Policy, apply_policy, get_policy
 from jmp_train.policies.loss_scaling import DynamicLossScale, LossScale, LossScales, NoOpLossScale
-from jmp_train.policies.optimizers import with_loss_scale
+from jmp_train.policies.optimizers import scaled_states, with_loss_scale, with_master_weights
 from jmp_train.policies.pytrees import cast_floating
-from jmp_train.runs.few_bits import DEFAULT_FEW_BITS, FewBits
 from jmp_train.runs.phase_names import is_schedule
+from jmp_train.runs.run_settings import DEFAULT_SETTINGS, RunSettings
 from jmp_train.steps import TrainState, TrainStep, own_state, train_step
-from jmp_train.tasks import Task
+from jmp_train.task import Task
 from jmp_train.types import Batch, ModelState
 
 _MODES: dict[str, dict[str, Any]] = {
@@ -31,6 +32,7 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 _BFLOAT16 = "-bfloat16"
 AUTOCAST_CHOICES = "autocast_float16, autocast_bfloat16, torch and apex-O1"
+_SAMPLES = 10_000  # of a schedule, to find its largest value
 MODE_CHOICES = f"{', '.join(_MODES)}, each also with {_BFLOAT16}"
 
 
@@ -96,53 +98,123 @@ class Setup:
 
     Attributes:
       step: the train step.
-      loss_scale: the one to begin with.
-      create_state: `create_state(params, model_state, rng)`, the state before the first step, of float32
+      loss_scale: the initial loss scale of the policy or mode.
+      keeps_loss_scale: True if the task's optimizer has a loss scale of its own, which replaces `loss_scale`.
+      create_state: `create_state(params, model_state, rng)` returns the state before the first step, given float32
         parameters.
-      predict: the task's, with its casts or its autocast.
+      forward: `forward(fn)` returns `fn(params, model_state, batch)` under the policy or mode, for evaluation.
+      cast_params: returns the parameters that the task's `evaluate` gets.
       cast_shared: casts what all batches share, on the host if it is there, as the step would cast it each time.
     """
 
     step: TrainStep
     loss_scale: LossScales
+    keeps_loss_scale: bool
     create_state: Callable[[Any, Any, jax.Array], TrainState]
-    predict: Callable[[Any, Any, Any], jax.Array]
+    forward: Callable[[Callable[..., Any]], Callable[..., Any]]
+    cast_params: Callable[[Any], Any]
     cast_shared: Callable[[Any], Any]
 
 
+class RunOptimizer(NamedTuple):
+    """The optimizer of a run, before a policy or mode wraps it.
+
+    Attributes:
+      optimizer: the task's, with its learning rate scaled and its state in few bits as the settings say.
+      has_loss_scale: True if it has a loss scale of its own.
+    """
+
+    optimizer: optax.GradientTransformation
+    has_loss_scale: bool
+
+
+def run_optimizer(task: Task, params: Params, total: int | None, settings: RunSettings) -> RunOptimizer:
+    """Returns the optimizer of a run.
+
+    Args:
+      task: what to train.
+      params: the parameters, or their shapes.
+      total: steps of the run; None if it is unknown.
+      settings: of the run.
+
+    Raises:
+      ValueError: the settings have a learning rate and the task does not say its own, or the optimizer's state has no
+        such fields as `state_dtypes` names.
+    """
+    optimizer = task.optimizer_for(total)
+    has_loss_scale = bool(scaled_states(jax.eval_shape(optimizer.init, params)))
+    if settings.learning_rate is not None:
+        factor = settings.learning_rate / peak_learning_rate(task, total)
+        optimizer = optax.chain(optimizer, optax.scale(factor))
+    state_dtypes = settings.few_bits.state_dtypes
+    optimizer = settings.few_bits.inner_optimizer(optimizer)
+    if state_dtypes:
+        try:
+            jax.eval_shape(optimizer.init, params)
+        except ValueError as error:
+            raise ValueError(f"--state-dtypes {' '.join(state_dtypes)}: {error}") from error
+    return RunOptimizer(optimizer, has_loss_scale)
+
+
+def peak_learning_rate(task: Task, total: int | None) -> float:
+    """Returns the largest learning rate of a run; raises ValueError if the task does not say it.
+
+    Args:
+      task: what to train.
+      total: steps of the run; None if it is unknown.
+    """
+    schedule = task.schedule_for(total)
+    if schedule is None:
+        raise ValueError(
+            "learning_rate: the task does not say its own, relative to which the updates are scaled; give "
+            "jt.Task(learning_rate=...), or its options a field learning_rate"
+        )
+    if total is None:
+        return np.asarray(schedule(0)).item()
+    steps = np.unique(np.linspace(0, total - 1, min(total, _SAMPLES)).astype(np.int32))
+    return max(np.asarray(schedule(step)).item() for step in steps)
+
+
+def shapes_of_init(task: Task) -> tuple[Any, Any]:
+    """Returns the shapes of a task's parameters and model state; an `init` that jax cannot trace is called.
+
+    Args:
+      task: the task.
+    """
+    key = jax.random.key(0)
+    try:
+        return jax.eval_shape(lambda key: task.init(key), key)
+    except (TypeError, jax.errors.JAXTypeError):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), task.init(key))
+
+
 def make_setup(
-    task: Task,
-    name: str,
-    schedule: optax.Schedule,
-    growth_interval: int | None = None,
-    watch: Sequence[str] = (),
-    rules: AutocastRules | None = None,
-    few_bits: FewBits = DEFAULT_FEW_BITS,
+    task: Task, name: str, made: RunOptimizer, settings: RunSettings = DEFAULT_SETTINGS, watch: Sequence[str] = ()
 ) -> Setup:
     """Returns the pieces with which a task is trained under a name.
 
     Args:
       task: what to train.
       name: see `precision_of`.
-      schedule: the learning rate.
-      growth_interval: steps without overflow after which a dynamic loss scale grows; None for its own.
+      made: what `run_optimizer` returned.
+      settings: of the run.
       watch: see `train_step`.
-      rules: see `precision_of`.
-      few_bits: what it keeps and computes in few bits.
 
     Raises:
       ValueError: there is no such name, or jax has no float64 and the policy has, or it has rules and does not
         autocast.
     """
+    rules = None if settings.rules is None else settings.rules.rules
     precision = precision_of(name, rules)
+    parts = settings.accumulate_steps
     if isinstance(precision, Amp):
-        amp = _growing_after(precision, growth_interval)
-        return _of_mode(task, amp, few_bits.inner_optimizer(task.optimizer(schedule)), watch)
+        return _of_mode(task, _growing_after(precision, settings.growth_interval), made, parts, watch)
     check_float64(precision, name)
-    policy = few_bits.policy(precision, has_rules=rules is not None)
-    loss_scale = loss_scale_for(policy, growth_interval)
-    optimizer = with_loss_scale(few_bits.inner_optimizer(task.optimizer(schedule)), loss_scale)
-    return _of_policy(task, policy, few_bits.outer_optimizer(optimizer), loss_scale, watch)
+    policy = settings.few_bits.policy(precision, has_rules=rules is not None)
+    loss_scale = loss_scale_for(policy, settings.growth_interval)
+    optimizer = made.optimizer if made.has_loss_scale else with_loss_scale(made.optimizer, loss_scale)
+    made = made._replace(optimizer=settings.few_bits.outer_optimizer(optimizer))
+    return _of_policy(task, policy, made, loss_scale, parts, watch)
 
 
 def _growing_after(amp: Amp, steps: int | None) -> Amp:
@@ -153,11 +225,13 @@ def _growing_after(amp: Amp, steps: int | None) -> Amp:
     return dataclasses.replace(amp, options=dataclasses.replace(amp.options, **{name: steps}))
 
 
-def _of_mode(task: Task, amp: Amp, inner: optax.GradientTransformation, watch: Sequence[str]) -> Setup:
+def _of_mode(task: Task, amp: Amp, made: RunOptimizer, parts: int, watch: Sequence[str]) -> Setup:
     if amp.precision.keep_batchnorm_fp32:
         amp = dataclasses.replace(amp, batch_norms=task.batch_norms())
     model_dtype = amp.precision.model_dtype
-    loss_fn, optimizer = amp.transform(task.loss_fn, inner)
+    loss_fn, optimizer = amp.transform(task.loss_fn, made.optimizer)
+    if made.has_loss_scale:
+        optimizer = with_master_weights(made.optimizer) if amp.precision.master_weights else made.optimizer
 
     def create_state(params: Params, model_state: ModelState, rng: jax.Array) -> TrainState:
         return TrainState.create(
@@ -172,37 +246,40 @@ def _of_mode(task: Task, amp: Amp, inner: optax.GradientTransformation, watch: S
         return shared if model_dtype is None else cast_floating(shared, model_dtype)
 
     return Setup(
-        step=train_step(loss_fn, optimizer, accumulate_steps=task.options.accumulate_steps, watch=watch),
+        step=train_step(loss_fn, optimizer, accumulate_steps=parts, watch=watch),
         loss_scale=amp.loss_scale,
+        keeps_loss_scale=made.has_loss_scale,
         create_state=create_state,
-        predict=amp.forward(task.predict),
+        forward=amp.forward,
+        cast_params=lambda params: params,
         cast_shared=cast_shared,
     )
 
 
 def _of_policy(
-    task: Task, policy: Policy, optimizer: optax.GradientTransformation, loss_scale: LossScale, watch: Sequence[str]
+    task: Task, policy: Policy, made: RunOptimizer, loss_scale: LossScale, parts: int, watch: Sequence[str]
 ) -> Setup:
     def create_state(params: Params, model_state: ModelState, rng: jax.Array) -> TrainState:
         params = policy.cast_to_param(params)
-        return TrainState.create(params, optimizer, model_state=model_state, rng=rng)
+        return TrainState.create(params, made.optimizer, model_state=model_state, rng=rng)
 
-    def predict(params: Params, model_state: ModelState, batch: Batch) -> jax.Array:
-        own = own_state(model_state)
-        apply = apply_policy(lambda params, batch: task.predict(params, own, batch), policy)
-        return apply(params, batch)
+    # Sums over a batch would overflow in half precision.
+    summing = dataclasses.replace(policy, output_dtype=jnp.promote_types(policy.output_dtype, jnp.float32))
+
+    def forward(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def in_policy(params: Params, model_state: ModelState, batch: Batch) -> Any:
+            own = own_state(model_state)
+            return apply_policy(lambda params, batch: fn(params, own, batch), summing)(params, batch)
+
+        return in_policy
 
     return Setup(
-        step=train_step(
-            task.loss_fn,
-            optimizer,
-            policy=policy,
-            accumulate_steps=task.options.accumulate_steps,
-            watch=watch,
-        ),
+        step=train_step(task.loss_fn, made.optimizer, policy=policy, accumulate_steps=parts, watch=watch),
         loss_scale=loss_scale,
+        keeps_loss_scale=made.has_loss_scale,
         create_state=create_state,
-        predict=predict,
+        forward=forward,
+        cast_params=policy.cast_to_compute,
         cast_shared=policy.cast_to_compute,
     )
 

@@ -1,86 +1,271 @@
-"""Batches of a task: training data shuffled by a seed, test data in order."""
+"""Batches of a task: training batches with their place in the data, and evaluation batches."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding
 
 from jmp_train.data import array_batches
 from jmp_train.extras import extra_packages
-from jmp_train.tasks import Arrays, Task
+from jmp_train.policies.pytrees import named_leaves
+from jmp_train.runs.foreign_batches import (
+    Signature,
+    as_arrays,
+    iterator_state,
+    length_of,
+    placed,
+    restore_iterator,
+    rows_of,
+    signature_of,
+)
+from jmp_train.task import Task, count_examples
 
 
-def count_examples(data: Arrays) -> int:
-    """Returns how many examples a data set has."""
-    return len(next(iter(data.values())))
+class Place(NamedTuple):
+    """A place in the training data, between two batches.
+
+    Attributes:
+      epoch: counted from 0.
+      batch: batches of that epoch before the place.
+      iterator: the state of the epoch's iterator as JSON has it; None if it has none.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    iterator: Any = None
 
 
-def batch_shapes(task: Task, size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a batch of so many examples, without what all batches share.
+class Item(NamedTuple):
+    """A training batch.
+
+    Attributes:
+      batch: on the devices.
+      ends_epoch: True if it is the last batch of its epoch.
+      after: the place after it.
+      nans: a line for each array of the first batch that has NaN; empty for later batches.
+    """
+
+    batch: Any
+    ends_epoch: bool
+    after: Place
+    nans: tuple[str, ...] = ()
+
+
+class TrainingData(Protocol):
+    """The training batches of a run."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Batches per epoch; None if it is unknown."""
+        ...
+
+    @property
+    def batch_size(self) -> int | None:
+        """Examples per batch; None if the batches decide."""
+        ...
+
+    def items(self, place: Place, epochs: int, sharding: NamedSharding | None) -> Iterator[Item]:
+        """Yields the batches after a place, epoch after epoch.
+
+        Args:
+          place: where to begin.
+          epochs: how many there are.
+          sharding: of a batch over several devices; None for the first device.
+        """
+        ...
+
+
+class ArrayData:
+    """Batches of arrays: shuffled by a seed, prepared by threads, prefetched.
 
     Args:
-      task: whose training data, of which two examples are prepared.
-      size: how many.
+      task: the task.
+      batch_size: examples per batch. The last, incomplete batch of an epoch is left out.
+      seed: of the order, which differs in each epoch.
     """
-    some = min(2, count_examples(task.train))
-    examples = task.prepare({name: array[:some] for name, array in task.train.items()})
-    if task.is_partitioned:  # rows of nodes, whatever the number of examples
-        return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in examples.items()}
-    return {name: jax.ShapeDtypeStruct((size, *array.shape[1:]), array.dtype) for name, array in examples.items()}
+
+    def __init__(self, task: Task, batch_size: int, seed: int) -> None:
+        self._task = task
+        self._seed = seed
+        self.batch_size = batch_size
+        self.steps_per_epoch = count_examples(task.train) // batch_size
+
+    def items(self, place: Place, epochs: int, sharding: NamedSharding | None) -> Iterator[Item]:
+        """Yields batches, see `TrainingData`."""
+        task, steps = self._task, self.steps_per_epoch
+        start = place.epoch * steps + place.batch
+        batches = array_batches(
+            task.train,
+            self.batch_size,
+            seed=self._seed,
+            epochs=epochs,
+            start=start,
+            prepare=task.prepare,
+            augment=task.augment,
+            sharding=None if task.shards_shared else sharding,
+            num_threads=task.loading_threads,
+            prefetch=max(4, task.loading_threads),
+        )
+        for number, batch in enumerate(batches, start):
+            nans = nan_lines(batch, "the first batch") if number == start else ()
+            if task.shards_shared:
+                batch = jax.device_put(batch, sharding)
+            epoch, before = divmod(number, steps)
+            yield Item(batch, before + 1 == steps, Place(epoch, before + 1), nans)
 
 
-def train_batches(
-    task: Task,
-    batch_size: int,
-    seed: int,
-    epochs: int,
-    sharding: Sharding | None = None,
-    start: int = 0,
-) -> Iterator[Any]:
-    """Yields the training batches of all epochs; see `array_batches`.
+class IterableData:
+    """Batches of a function of the epoch.
 
     Args:
-      task: whose training data, and how it prepares examples.
-      batch_size: examples a batch. The last, incomplete batch of an epoch is left out.
-      seed: of the order, which is another one each epoch; below 2**32.
-      epochs: passes over the data.
-      sharding: of a batch over several devices; None for the first one.
-      start: how many batches to leave out.
+      task: the task.
     """
-    return array_batches(
-        task.train,
-        batch_size,
-        seed=seed,
-        epochs=epochs,
-        start=start,
-        prepare=task.prepare,
-        augment=task.augment,
-        sharding=sharding,
-        num_threads=task.loading_threads,
-        prefetch=max(4, task.loading_threads),
-    )
+
+    batch_size = None
+
+    def __init__(self, task: Task) -> None:
+        assert callable(task.train)
+        self._train = task.train
+        self._given = task.steps_per_epoch
+        self._first: Any = None if self._given else task.train(0)
+        self.steps_per_epoch = self._given or length_of(self._first)
+
+    def items(self, place: Place, epochs: int, sharding: NamedSharding | None) -> Iterator[Item]:
+        """Yields batches, see `TrainingData`."""
+        first: Signature | None = None
+        for epoch in range(place.epoch, epochs):
+            iterator = iter(self._epoch(epoch))
+            done = place.batch if epoch == place.epoch else 0
+            if done and not restore_iterator(iterator, place.iterator):
+                self._run_forward(iterator, epoch, done)
+            number = done
+            ahead = self._next(iterator, epoch, number)
+            while ahead is not None:
+                batch, state = ahead
+                where = f"batch {number} of train({epoch})"
+                nans = nan_lines(batch, where) if first is None else ()
+                first = signature_of(batch).checked_against(first, where)
+                batch = placed(batch, sharding, where)
+                number += 1
+                ahead = self._next(iterator, epoch, number)
+                yield Item(batch, ahead is None, Place(epoch, number, state), nans)
+            if not number:
+                raise ValueError(f"train({epoch}) returned no batches{self._hint(epoch)}")
+
+    def _epoch(self, epoch: int) -> Any:
+        """Returns the batches of an epoch; those whose length was asked for are used once."""
+        batches, self._first = (self._first, None) if epoch == 0 and self._first is not None else (None, None)
+        batches = self._train(epoch) if batches is None else batches
+        if not hasattr(batches, "__iter__"):
+            raise TypeError(f"train({epoch}) must return an iterable of batches, got a {type(batches).__name__}")
+        return batches
+
+    def _next(self, iterator: Iterator[Any], epoch: int, number: int) -> tuple[Any, Any] | None:
+        """Returns the next batch of an epoch and the iterator's state after it; None at the epoch's end."""
+        if number == self.steps_per_epoch:
+            return None
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            if self.steps_per_epoch is not None and number:
+                wanted = f"steps_per_epoch={self._given}" if self._given else f"train(0) has {self.steps_per_epoch}"
+                raise ValueError(f"train({epoch}) ended after {number} batches, but {wanted}") from None
+            return None
+        return as_arrays(batch, f"batch {number} of train({epoch})"), iterator_state(iterator)
+
+    def _run_forward(self, iterator: Iterator[Any], epoch: int, count: int) -> None:
+        for number in range(count):
+            try:
+                next(iterator)
+            except StopIteration:
+                raise ValueError(
+                    f"train({epoch}) ended after {number} batches, but the run had taken {count} of them"
+                ) from None
+
+    def _hint(self, epoch: int) -> str:
+        return "; it has to return a new iterator for each epoch" if epoch else ""
 
 
-def evaluation_batches(task: Task, batch_size: int) -> Iterator[tuple[Arrays, int]]:
-    """Yields (batch, count): batches of one size, the last filled up, and how many examples are real.
+def nan_lines(batch: Any, where: str) -> tuple[str, ...]:
+    """Returns a line for each array of a batch that has NaN.
 
     Args:
-      task: whose test data, and how it prepares examples.
-      batch_size: examples a batch.
+      batch: tree of arrays that this process has.
+      where: name of the batch.
+
+    Example:
+      >>> nan_lines({"x": np.array([1.0, np.nan]), "y": np.ones(2)}, "batch 0 of train(0)")
+      ("'x' of batch 0 of train(0) has NaN in 1 of 2 values",)
     """
+    lines = []
+    for path, leaf in named_leaves(batch):
+        if not (hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)):
+            continue
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            continue
+        count = int(np.isnan(np.asarray(leaf).astype(np.float32)).sum())
+        if count:
+            lines.append(f"{path or 'the array'!r} of {where} has NaN in {count} of {leaf.size} values")
+    return tuple(lines)
+
+
+def batch_shapes(task: Task, size: int | None) -> Any:
+    """Returns the shapes of a training batch, without what all batches share.
+
+    Args:
+      task: the task. Two examples of its arrays are prepared, or its first batch is made.
+      size: examples of the batch; None for the task's own number.
+
+    Raises:
+      ValueError: a size is given, and the batch has no common leading axis.
+    """
+    if not callable(task.train):
+        rows = min(2, count_examples(task.train))
+        examples = task.prepare(jax.tree.map(lambda array: array[:rows], task.train))
+        size = size or task.batch_size or count_examples(task.train)
+        return _shapes(examples, None if task.shards_shared else size)  # whose rows are those of the devices' parts
+    batch = next(iter(task.train(0)), None)
+    if batch is None:
+        raise ValueError("train(0) returned no batches")
+    batch = as_arrays(batch, "batch 0 of train(0)")
+    if size is not None and rows_of(batch) is None:
+        raise ValueError(f"batch_size={size}: the arrays of a batch have no common number of examples")
+    return _shapes(batch, size)
+
+
+def _shapes(batch: Any, size: int | None) -> Any:
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct(x.shape if size is None else (size, *x.shape[1:]), dtype)
+
+    return jax.tree.map(shape, batch)
+
+
+def evaluation_batches(task: Task, batch_size: int | None) -> Iterator[tuple[Any, int | None]]:
+    """Yields the batches of `task.test`, and the number of examples of each; None if it is unknown.
+
+    Args:
+      task: a task with metrics.
+      batch_size: examples per batch of arrays, of which the last has the rest; None for one batch.
+    """
+    if callable(task.test):
+        for number, found in enumerate(task.test()):
+            batch = as_arrays(found, f"batch {number} of test()")
+            yield batch, rows_of(batch)
+        return
     with extra_packages():
         import grain
 
-    total = count_examples(task.test)
+    test: Any = task.test
+    total = count_examples(test)
+    size = batch_size or total
 
-    def fetch(number: int) -> tuple[Arrays, int]:
-        start = number * batch_size
-        chosen = np.minimum(np.arange(start, start + batch_size), total - 1)
-        batch = {name: array[chosen] for name, array in task.test.items()}
-        return task.prepare(batch), min(batch_size, total - start)
+    def fetch(number: int) -> tuple[Any, int]:
+        chosen = slice(number * size, min((number + 1) * size, total))
+        return task.prepare(jax.tree.map(lambda array: array[chosen], test)), chosen.stop - chosen.start
 
     threads = task.loading_threads
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2, threads))
-    yield from grain.MapDataset.range(-(-total // batch_size)).map(fetch).to_iter_dataset(options)
+    yield from grain.MapDataset.range(-(-total // size)).map(fetch).to_iter_dataset(options)

@@ -1,14 +1,11 @@
-"""The jobs that `jmp-train` runs: data, model, loss and optimizer of each, one module a task."""
+"""The jobs that `jmp-train` runs: the built-in tasks, one module a task, and those of users' files."""
 
-from jmp_train.tasks.options import DATA_AXIS as DATA_AXIS
-from jmp_train.tasks.options import Option as Option
-from jmp_train.tasks.options import TaskOptions as TaskOptions
-from jmp_train.tasks.options import option as option
-from jmp_train.tasks.options import options_of as options_of
 from jmp_train.tasks.registry import TASK_NAMES as TASK_NAMES
-from jmp_train.tasks.registry import check_options as check_options
-from jmp_train.tasks.registry import has_option as has_option
 from jmp_train.tasks.registry import load_task as load_task
-from jmp_train.tasks.registry import model_choices as model_choices
-from jmp_train.tasks.task import Arrays as Arrays
-from jmp_train.tasks.task import Task as Task
+from jmp_train.tasks.sources import TASK_FORMS as TASK_FORMS
+from jmp_train.tasks.sources import FileError as FileError
+from jmp_train.tasks.sources import TaskSource as TaskSource
+from jmp_train.tasks.sources import described as described
+from jmp_train.tasks.sources import errors_of_file as errors_of_file
+from jmp_train.tasks.sources import find_task as find_task
+from jmp_train.tasks.sources import is_task_text as is_task_text

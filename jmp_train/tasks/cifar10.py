@@ -5,6 +5,7 @@ warms up over the first 390 steps, which are one epoch of its 200. Images travel
 flips and normalizes them on the device, so that the host does nothing.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,9 @@ from jax import lax
 
 from jmp_train.data import CIFAR10_CLASSES, CIFAR10_FILES, CIFAR10_SIZE, read_cifar10
 from jmp_train.policies.amp_modes import batch_norm_paths
-from jmp_train.tasks.models import ResNet, image_loss
-from jmp_train.tasks.options import TaskOptions
-from jmp_train.tasks.task import Arrays, Examples, Task, Variables
+from jmp_train.task import Arrays, Examples, Task
+from jmp_train.tasks.models import ResNet, Variables, accuracy, image_loss
+from jmp_train.tasks.options import FileOptions, axis_name
 
 LEARNING_RATE = 0.1
 WARM_UP = 390  # steps: an epoch of 50,000 images in batches of 128
@@ -136,10 +137,21 @@ def sgd(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     return optax.chain(decay, optax.sgd(learning_rate, momentum=0.9))
 
 
-def load(options: TaskOptions) -> Task:
+@dataclasses.dataclass(frozen=True)
+class Options(FileOptions):
+    """Options of task `cifar10`.
+
+    Args:
+      devices: over how many devices a batch is sharded.
+    """
+
+    devices: int = 1
+
+
+def task(options: Options) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data."""
     train, test = _data(options)
-    return make_task(ResNet(axis_name=options.axis_name), train, test)
+    return make_task(ResNet(axis_name=axis_name(options.devices)), train, test)
 
 
 def make_task(model: ResNet, train: Arrays, test: Arrays) -> Task:
@@ -157,19 +169,19 @@ def make_task(model: ResNet, train: Arrays, test: Arrays) -> Task:
         prepare=prepare,
         init=partial(init, alone),
         loss_fn=partial(loss_fn, model),
-        predict=partial(predict, alone),
-        schedule=schedule,
-        optimizer=sgd,
+        metrics=accuracy(partial(predict, alone)),
+        learning_rate=schedule,
+        optimizer=lambda steps: sgd(schedule(steps)),
         batch_size=128,
         epochs=200,
         batch_norms=partial(batch_norm_paths, alone, jax.ShapeDtypeStruct(_IMAGES, jnp.float32), train=False),
     )
 
 
-def _data(options: TaskOptions) -> tuple[Arrays, Arrays]:
+def _data(options: Options) -> tuple[Arrays, Arrays]:
     if options.synthetic:
         return synthetic_data(50_000, seed=0), synthetic_data(TEST_EXAMPLES, seed=1)
-    return read_cifar10(options.folder("the folder of these files", CIFAR10_FILES))
+    return read_cifar10(options.folder("cifar10", "the folder of these files", CIFAR10_FILES))
 
 
 def synthetic_data(count: int, seed: int) -> Arrays:

@@ -8,7 +8,7 @@ GraphSAGE. A step takes the whole graph, and so is an epoch; a batch is the labe
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
@@ -17,10 +17,10 @@ from flax import nnx
 from jmp_train.graphs.datasets import PLANETOID_ADDRESS, NodeData, read_planetoid, synthetic_cora
 from jmp_train.graphs.structure import Graph, from_edges, sparse_features
 from jmp_train.graphs.transforms import add_self_loop, normalize_rows
-from jmp_train.tasks.models import GAT, GCN, SAGE, WEIGHT_DECAY, adam_with_l2, node_classifier, node_examples
-from jmp_train.tasks.options import TaskOptions
+from jmp_train.task import Task
+from jmp_train.tasks.models import GAT, GCN, SAGE, WEIGHT_DECAY, accuracy, adam_with_l2, node_classifier, node_examples
+from jmp_train.tasks.options import FileOptions
 from jmp_train.tasks.partitioned import over_devices
-from jmp_train.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +99,26 @@ OF_DATASETS: Mapping[tuple[str, str], Recipe] = {  # where a paper trains otherw
 }
 
 
-def load(options: TaskOptions) -> Task:
+@dataclasses.dataclass(frozen=True)
+class Options(FileOptions):
+    """Options of task `cora`.
+
+    Args:
+      model: the model.
+      devices: into how many parts the graph is cut, one per device.
+    """
+
+    model: Literal["gcn", "gat", "sage"] = "gcn"
+    devices: int = 1
+
+
+def task(options: Options) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data; nothing on a device."""
     data = _data(options)
-    task = make_task(data, options.model or "gcn")
-    task = dataclasses.replace(task, batch_size=options.train_size or task.batch_size)
+    whole = make_task(data, options.model)
+    formats = ("coo", "csr")
     return over_devices(
-        task, lambda: make_graph(data), lambda: normalize_rows(data.features), options.devices, ("coo", "csr")
+        whole, lambda: make_graph(data), lambda: normalize_rows(data.features), options.devices, formats
     )
 
 
@@ -120,7 +133,7 @@ def make_task(data: NodeData, model: str, dataset: str = "cora", *, sparse: bool
 
     Example:
       >>> task = make_task(synthetic_cora(), "gcn")
-      >>> task.batch_size, task.test["label"].shape, sorted(task.shared())
+      >>> len(task.train["label"]), task.test["label"].shape, sorted(task.shared())
       (140, (1000,), ['features', 'graph'])
     """
     recipe = OF_DATASETS.get((model, dataset), RECIPES[model])
@@ -137,13 +150,11 @@ def make_task(data: NodeData, model: str, dataset: str = "cora", *, sparse: bool
     return Task(
         train=node_examples(data, data.train),
         test=node_examples(data, data.test),
-        prepare=lambda examples: examples,
         init=init,
         loss_fn=loss_fn,
-        predict=predict,
-        schedule=lambda steps: optax.constant_schedule(recipe.learning_rate),
-        optimizer=lambda rate: adam_with_l2(rate, recipe.decayed, recipe.weight_decay),
-        batch_size=len(data.train),
+        metrics=accuracy(predict),
+        learning_rate=recipe.learning_rate,
+        optimizer=adam_with_l2(optax.constant_schedule(recipe.learning_rate), recipe.decayed, recipe.weight_decay),
         epochs=200,
         shared=shared,
     )
@@ -158,11 +169,11 @@ def make_graph(data: NodeData) -> Graph:
     return add_self_loop(from_edges(data.senders, data.receivers, data.num_nodes))
 
 
-def _data(options: TaskOptions) -> NodeData:
+def _data(options: FileOptions) -> NodeData:
     if options.synthetic:
         return synthetic_cora()
     files, public = (
         "the folder of ind.cora.x and the other seven files",
         f"; Planetoid's files are public in {PLANETOID_ADDRESS}",
     )
-    return read_planetoid(options.folder(files, public), "cora")
+    return read_planetoid(options.folder("cora", files, public), "cora")

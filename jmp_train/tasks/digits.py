@@ -4,6 +4,7 @@ The data comes with scikit-learn, so this job runs anywhere; BatchNorm and dropo
 state and the random key that larger jobs have.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,9 +14,9 @@ import numpy as np
 import optax
 
 from jmp_train.extras import extra_packages
+from jmp_train.task import Arrays, Task
 from jmp_train.tasks.models import image_classifier
-from jmp_train.tasks.options import TaskOptions
-from jmp_train.tasks.task import Arrays, Task
+from jmp_train.tasks.options import axis_name
 
 CLASSES = 10
 
@@ -40,10 +41,21 @@ class DigitsCNN(nn.Module):
         return nn.Dense(CLASSES)(x)
 
 
-init, loss_fn, predict, batch_norms = image_classifier(DigitsCNN, (1, 8, 8, 1))
+init, loss_fn, metrics, batch_norms = image_classifier(DigitsCNN, (1, 8, 8, 1))
 
 
-def load(options: TaskOptions) -> Task:
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of task `digits`.
+
+    Args:
+      devices: over how many devices a batch is sharded.
+    """
+
+    devices: int = 1
+
+
+def task(options: Options) -> Task:
     """Returns the task, with a fifth of each digit's images held out for evaluation."""
     with extra_packages():
         from sklearn.datasets import load_digits
@@ -60,16 +72,24 @@ def load(options: TaskOptions) -> Task:
     return Task(
         train=_examples(data, train_examples),
         test=_examples(data, test_examples),
-        prepare=lambda examples: examples,
         init=init,
-        loss_fn=partial(loss_fn, axis_name=options.axis_name),
-        predict=predict,
-        schedule=lambda steps: optax.cosine_decay_schedule(3e-3, steps),
-        optimizer=optax.adam,
+        loss_fn=partial(loss_fn, axis_name=axis_name(options.devices)),
+        metrics=metrics,
+        learning_rate=schedule,
+        optimizer=lambda steps: optax.adam(schedule(steps)),
         batch_size=64,
         epochs=15,
         batch_norms=batch_norms,
     )
+
+
+def schedule(steps: int) -> optax.Schedule:
+    """Returns the learning rate: a cosine over the run.
+
+    Args:
+      steps: of the run.
+    """
+    return optax.cosine_decay_schedule(3e-3, steps)
 
 
 def _examples(data: Arrays, indices: Sequence[int] | np.ndarray) -> Arrays:

@@ -5,7 +5,8 @@ graph comes with networkx, so this job runs anywhere. A batch is the labeled mem
 features, a one-hot vector for each member, are the same for all of them.
 """
 
-from typing import Any
+import dataclasses
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,27 @@ from flax import nnx
 from jmp_train.extras import extra_packages
 from jmp_train.graphs.structure import Graph, from_edges
 from jmp_train.policies import Params
-from jmp_train.tasks.models import GAT, GCN, cross_entropy
-from jmp_train.tasks.options import TaskOptions
-from jmp_train.tasks.task import Arrays, Examples, Task
+from jmp_train.task import Arrays, Examples, Task
+from jmp_train.tasks.models import GAT, GCN, accuracy, cross_entropy
 from jmp_train.types import ModelState
 
 CLASSES = 2
+LEARNING_RATE = 0.02
 LABELED = (0, 33)  # the instructor and the president
 
 
-def load(options: TaskOptions) -> Task:
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of task `karate`.
+
+    Args:
+      model: the model.
+    """
+
+    model: Literal["gcn", "gat"] = "gcn"
+
+
+def task(options: Options) -> Task:
     """Returns the task with the model of `options.model`, "gcn" or "gat"."""
     graph, labels = read_club()
     members = np.arange(graph.num_nodes, dtype=np.int32)
@@ -53,13 +65,11 @@ def load(options: TaskOptions) -> Task:
     return Task(
         train=_examples(members, labels, is_labeled),
         test=_examples(members, labels, ~is_labeled),
-        prepare=lambda examples: examples,
         init=init,
         loss_fn=cross_entropy(predict),
-        predict=predict,
-        schedule=lambda steps: optax.constant_schedule(0.02),
-        optimizer=optax.adam,
-        batch_size=len(LABELED),
+        metrics=accuracy(predict),
+        learning_rate=LEARNING_RATE,
+        optimizer=optax.adam(optax.constant_schedule(LEARNING_RATE)),
         epochs=50,
     )
 

@@ -8,7 +8,8 @@ from those before it in its window.
 import dataclasses
 import functools
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,9 @@ import optax
 from flax import nnx
 
 from jmp_train.data import read_bytes
-from jmp_train.tasks.models import GPT, GPTConfig
-from jmp_train.tasks.options import TaskOptions
+from jmp_train.task import Arrays, Examples, Task
+from jmp_train.tasks.models import GPT, GPTConfig, accuracy
 from jmp_train.tasks.schedules import with_warm_up
-from jmp_train.tasks.task import Arrays, Examples, Task
 from jmp_train.types import ModelState
 
 BETAS, WEIGHT_DECAY, LARGEST_NORM = (0.9, 0.95), 0.1, 1.0
@@ -146,10 +146,26 @@ def decays(params: Any) -> Any:
     return jax.tree.map_with_path(decays_one, params)
 
 
-def load(options: TaskOptions) -> Task:
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of task `lm`.
+
+    Args:
+      model: the model.
+      text_file: the text, any file; default: Python's documentation.
+      remat: recompute the blocks for the gradient, which saves memory.
+    """
+
+    model: Literal["tiny", "small", "gpt2-small"] = "tiny"
+    text_file: Path | None = None
+    remat: bool = dataclasses.field(default=False, metadata={"identity": False})  # the same numbers
+
+
+def task(options: Options) -> Task:
     """Returns the task with the text of `options.text_file`, or with Python's documentation."""
-    recipe = RECIPES[options.model or next(iter(RECIPES))]
+    recipe = RECIPES[options.model]
     config = dataclasses.replace(recipe.config, remat=options.remat)
+    rate = partial(schedule, highest=recipe.learning_rate)
     train, test = _data(options, recipe.context)
     return Task(
         train=train,
@@ -157,16 +173,15 @@ def load(options: TaskOptions) -> Task:
         prepare=prepare,
         init=partial(init, config=config),
         loss_fn=partial(loss_fn, config=config),
-        predict=partial(predict, config=config),
-        schedule=partial(schedule, highest=recipe.learning_rate),
-        optimizer=optimizer,
+        metrics=accuracy(partial(predict, config=config), with_bits=True),
+        learning_rate=rate,
+        optimizer=lambda steps: optimizer(rate(steps)),
         batch_size=recipe.batch_size,
         epochs=recipe.epochs,
-        bits_per_byte=True,
     )
 
 
-def _data(options: TaskOptions, context: int) -> tuple[Arrays, Arrays]:
+def _data(options: Options, context: int) -> tuple[Arrays, Arrays]:
     text = documentation() if options.text_file is None else read_bytes(options.text_file)
     held_out = len(text) // TEST_SHARE
     if held_out <= context:

@@ -6,6 +6,7 @@ PyTorch's defaults: biased convolutions, its initializers, BatchNorm's eps 1e-5 
 here is at most 0.05 % less.
 """
 
+import dataclasses
 from functools import partial
 
 import flax.linen as nn
@@ -14,9 +15,9 @@ import numpy as np
 import optax
 
 from jmp_train.data import MNIST_FILES, read_mnist
+from jmp_train.task import Arrays, Task
 from jmp_train.tasks.models import Conv, image_classifier, torch_uniform
-from jmp_train.tasks.options import TaskOptions
-from jmp_train.tasks.task import Arrays, Task
+from jmp_train.tasks.options import FileOptions, axis_name
 
 # (channels in, channels out, kernel, stride, padding)
 BLOCKS = (
@@ -37,6 +38,7 @@ BLOCKS = (
 )
 DENSE = (1000, 1000)
 CLASSES = 10
+LEARNING_RATE = 1e-4
 
 
 class MnistCNN(nn.Module):
@@ -68,7 +70,7 @@ def _dense(features: int, fan_in: int) -> nn.Dense:
     return nn.Dense(features, kernel_init=init, bias_init=init)
 
 
-init, loss_fn, predict, batch_norms = image_classifier(MnistCNN, (1, 28, 28, 1))
+init, loss_fn, metrics, batch_norms = image_classifier(MnistCNN, (1, 28, 28, 1))
 
 
 def prepare(examples: Arrays) -> Arrays:
@@ -79,7 +81,18 @@ def prepare(examples: Arrays) -> Arrays:
     }
 
 
-def load(options: TaskOptions) -> Task:
+@dataclasses.dataclass(frozen=True)
+class Options(FileOptions):
+    """Options of task `mnist`.
+
+    Args:
+      devices: over how many devices a batch is sharded.
+    """
+
+    devices: int = 1
+
+
+def task(options: Options) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data."""
     train, test = _data(options)
     return Task(
@@ -87,20 +100,20 @@ def load(options: TaskOptions) -> Task:
         test=test,
         prepare=prepare,
         init=init,
-        loss_fn=partial(loss_fn, axis_name=options.axis_name),
-        predict=predict,
-        schedule=lambda steps: optax.constant_schedule(1e-4),
-        optimizer=optax.adam,
+        loss_fn=partial(loss_fn, axis_name=axis_name(options.devices)),
+        metrics=metrics,
+        learning_rate=LEARNING_RATE,
+        optimizer=optax.adam(optax.constant_schedule(LEARNING_RATE)),
         batch_size=256,
         epochs=10,
         batch_norms=batch_norms,
     )
 
 
-def _data(options: TaskOptions) -> tuple[Arrays, Arrays]:
+def _data(options: Options) -> tuple[Arrays, Arrays]:
     if options.synthetic:
         return synthetic_data(60_000, seed=0), synthetic_data(10_000, seed=1)
-    return read_mnist(options.folder("the folder of these files", f":{MNIST_FILES}"))
+    return read_mnist(options.folder("mnist", "the folder of these files", f":{MNIST_FILES}"))
 
 
 def synthetic_data(count: int, seed: int) -> Arrays:

@@ -10,8 +10,7 @@ import numpy as np
 from jmp_train.graphs.partitioning import PartitionedGraph, partition
 from jmp_train.graphs.sampling import HostEdges
 from jmp_train.graphs.structure import Graph
-from jmp_train.tasks.options import DATA_AXIS
-from jmp_train.tasks.task import Arrays, Task
+from jmp_train.task import DATA_AXIS, Arrays, Task
 
 
 def over_devices(
@@ -45,4 +44,4 @@ def over_devices(
     def shared() -> dict[str, Any]:
         return {"graph": cut().parts, "features": cut().take(features())}
 
-    return dataclasses.replace(task, prepare=prepare, shared=shared, is_partitioned=True)
+    return dataclasses.replace(task, prepare=prepare, shared=shared, shards_shared=True)

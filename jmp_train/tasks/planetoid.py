@@ -5,26 +5,41 @@ paper has 32, and a first layer that multiplies the zeros too takes most of the 
 """
 
 import dataclasses
+from typing import Literal
 
 from jmp_train.graphs.datasets import PLANETOID, PLANETOID_ADDRESS, NodeData, read_planetoid, synthetic_cora
+from jmp_train.task import Task
 from jmp_train.tasks.cora import make_task
-from jmp_train.tasks.options import TaskOptions
-from jmp_train.tasks.task import Task
+from jmp_train.tasks.options import FileOptions
 
 
-def load(options: TaskOptions) -> Task:
-    """Returns the task with the data set of `options.dataset`, "cora" by default; nothing on a device."""
-    name = (options.dataset or PLANETOID[0]).lower()
+@dataclasses.dataclass(frozen=True)
+class Options(FileOptions):
+    """Options of task `planetoid`.
+
+    Args:
+      model: the model.
+      dataset: the data set: Cora, Citeseer or Pubmed, in any case.
+    """
+
+    model: Literal["gcn", "gat", "sage"] = "gcn"
+    dataset: str = dataclasses.field(default="Cora", metadata={"identity": False})  # the data's digest tells
+
+
+def task(options: Options) -> Task:
+    """Returns the task with the data set of `options.dataset`; nothing on a device."""
+    name = options.dataset.lower()
     if name not in PLANETOID:
         raise ValueError(f"dataset={options.dataset!r} must be one of {', '.join(PLANETOID)}")
-    task = make_task(_data(options, name), options.model or "gcn", name, sparse=True)
-    return dataclasses.replace(task, batch_size=options.train_size or task.batch_size)
+    return make_task(_data(options, name), options.model, name, sparse=True)
 
 
-def _data(options: TaskOptions, name: str) -> NodeData:
+def _data(options: Options, name: str) -> NodeData:
     if options.synthetic:
         if name != PLANETOID[0]:
             raise ValueError(f"dataset={options.dataset!r} has no synthetic data: only {PLANETOID[0]} has")
         return synthetic_cora()
     files = f"the folder of ind.{name}.x and the other seven files"
-    return read_planetoid(options.folder(files, f"; Planetoid's files are public in {PLANETOID_ADDRESS}"), name)
+    return read_planetoid(
+        options.folder("planetoid", files, f"; Planetoid's files are public in {PLANETOID_ADDRESS}"), name
+    )

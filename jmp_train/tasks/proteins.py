@@ -27,9 +27,9 @@ from jmp_train.graphs.datasets import (
 )
 from jmp_train.graphs.structure import stack
 from jmp_train.policies.amp_modes import batch_norm_paths
-from jmp_train.tasks.models import GIN, graph_classifier
-from jmp_train.tasks.options import TaskOptions
-from jmp_train.tasks.task import Arrays, Task
+from jmp_train.task import Arrays, Task
+from jmp_train.tasks.models import GIN, accuracy, graph_classifier
+from jmp_train.tasks.options import FileOptions, axis_name
 
 HIDDEN, LAYERS = 32, 3
 MOST_DEGREES = 64
@@ -37,16 +37,30 @@ SIZES = 3
 MOST_CATEGORIES = 256  # of a feature of whole numbers; one with more is taken as a number
 
 
-def load(options: TaskOptions) -> Task:
+@dataclasses.dataclass(frozen=True)
+class Options(FileOptions):
+    """Options of task `proteins`.
+
+    Args:
+      devices: over how many devices a batch is sharded.
+      accumulate_steps: into how many parts a device's batch is split.
+    """
+
+    devices: int = 1
+    accumulate_steps: int = 1
+
+
+def task(options: Options) -> Task:
     """Returns the task with the data of `options.data_dir`, or with made graphs; nothing on a device."""
     if options.synthetic:
         return make_task(synthetic_proteins(), options)
-    folder = options.folder("the folder of PROTEINS_A.txt and the other files of a data set", f"; see {TU_ADDRESS}")
+    files = "the folder of PROTEINS_A.txt and the other files of a data set"
+    folder = options.folder("proteins", files, f"; see {TU_ADDRESS}")
     is_ogb = (folder / "raw").is_dir()
     return make_task(read_ogb_graphs(folder, add_inverse_edge=True) if is_ogb else read_tu(folder), options)
 
 
-def make_task(data: GraphData, options: TaskOptions | None = None, epochs: int = 30) -> Task:
+def make_task(data: GraphData, options: Options | None = None, epochs: int = 30) -> Task:
     """Returns the task of training a GIN on the graphs of a data set.
 
     Args:
@@ -64,26 +78,26 @@ def make_task(data: GraphData, options: TaskOptions | None = None, epochs: int =
     """
     if data.num_classes is None:
         raise ValueError("the labels of the graphs are numbers, and not classes")
-    options = TaskOptions() if options is None else options
+    options = Options() if options is None else options
     data = dataclasses.replace(data, nodes={"h": node_features(data)}, edges={}, graphs={})
     width, classes = data.nodes["h"].shape[1], int(data.labels.max()) + 1
 
-    def make(key: jax.Array, axis_name: str | None) -> GIN:
-        return GIN(width, HIDDEN, classes, layers=LAYERS, axis_name=axis_name, rngs=nnx.Rngs(key))
+    def make(key: jax.Array, axis: str | None) -> GIN:
+        return GIN(width, HIDDEN, classes, layers=LAYERS, axis_name=axis, rngs=nnx.Rngs(key))
 
     @functools.cache
     def sizes(count: int) -> tuple[PaddedSize, ...]:
-        # The last batch of the evaluation is filled up with copies of a graph, which may be the largest.
-        copies = PaddedSize(count * int(data.n_node.max()) + 1, count * int(data.n_edge.max()), count + 1)
-        return (*padded_sizes(data, count, buckets=SIZES), copies)
+        return padded_sizes(data, count, buckets=SIZES)
 
     def prepare(examples: Arrays) -> dict[str, Any]:
-        parts = np.split(examples["graph"], options.devices * options.accumulate_steps)
+        graphs = examples["graph"]
+        count = options.devices * options.accumulate_steps
+        parts = [graphs] if len(graphs) % count else np.split(graphs, count)  # the rest of the test data is one part
         size = first_that_holds(data, sizes(len(parts[0])), parts)
         found = [padded_batch(data, part, size) for part in parts]
         return {"graph": found[0] if len(found) == 1 else stack(found), "label": examples["label"]}
 
-    init, predict, loss_fn = graph_classifier(make, options.axis_name)
+    init, predict, loss_fn = graph_classifier(make, axis_name(options.devices))
     split = (data.train, data.test) if len(data.train) else split_by_class(data.labels)
     train, test = ({"graph": places, "label": data.labels[places]} for places in split)
     return Task(
@@ -92,13 +106,22 @@ def make_task(data: GraphData, options: TaskOptions | None = None, epochs: int =
         prepare=prepare,
         init=init,
         loss_fn=loss_fn,
-        predict=predict,
-        schedule=lambda steps: optax.cosine_decay_schedule(0.01, steps),
-        optimizer=optax.adam,
+        metrics=accuracy(predict),
+        learning_rate=schedule,
+        optimizer=lambda steps: optax.adam(schedule(steps)),
         batch_size=32,
         epochs=epochs,
         batch_norms=lambda: batch_norm_paths(nnx.eval_shape(lambda: make(jax.random.key(0), None))),
     )
+
+
+def schedule(steps: int) -> optax.Schedule:
+    """Returns the learning rate: a cosine over the run.
+
+    Args:
+      steps: of the run.
+    """
+    return optax.cosine_decay_schedule(0.01, steps)
 
 
 def node_features(data: GraphData) -> np.ndarray:

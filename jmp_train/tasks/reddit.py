@@ -5,6 +5,8 @@ labeled nodes; the graph and its features are shared by all of them, as argument
 constants they would be part of the program. Of several devices each has its part of the graph.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -23,17 +25,38 @@ from jmp_train.graphs.datasets import (
 )
 from jmp_train.graphs.sampling import HostEdges, host_edges
 from jmp_train.graphs.structure import Graph, from_edges
-from jmp_train.tasks.models import GAT, adam_with_l2, node_classifier, node_examples
-from jmp_train.tasks.options import TaskOptions
+from jmp_train.task import Task
+from jmp_train.tasks.models import GAT, accuracy, adam_with_l2, node_classifier, node_examples
+from jmp_train.tasks.options import FileOptions
 from jmp_train.tasks.partitioned import over_devices
-from jmp_train.tasks.task import Task
 
 HIDDEN = 256
+LEARNING_RATE = 1e-3
 HEADS = (1, 1, 1)
 FORMATS = ("csr",)  # of the edges, only what chunked attention needs
 
 
-def load(options: TaskOptions) -> Task:
+@dataclasses.dataclass(frozen=True)
+class Options(FileOptions):
+    """Options of task `reddit`.
+
+    Args:
+      heads: the attention heads of each layer; default: 1 1 1.
+      scale: with --synthetic, the fraction of Reddit's nodes and edges, above 0 and up to 1; default: 1.
+      devices: into how many parts the graph is cut, one per device.
+    """
+
+    heads: tuple[int, int, int] | None = None
+    scale: float | None = None
+    devices: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale is not None and not 0 < self.scale <= 1:
+            raise ValueError(f"scale={self.scale} must be above 0 and up to 1")
+
+
+def task(options: Options) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data; nothing on a device."""
     heads = _checked_heads(options.heads)
     data = _data(options)
@@ -43,20 +66,18 @@ def load(options: TaskOptions) -> Task:
         return GAT(REDDIT_FEATURES, HIDDEN, REDDIT_CLASSES, heads, rngs=nnx.Rngs(key))
 
     init, predict, loss_fn = node_classifier(make)
-    task = Task(
+    whole = Task(
         train=train,
         test=test,
-        prepare=lambda examples: examples,
         init=init,
         loss_fn=loss_fn,
-        predict=predict,
-        schedule=lambda steps: optax.constant_schedule(1e-3),
-        optimizer=adam_with_l2,
-        batch_size=options.train_size or len(data.train),
+        metrics=accuracy(predict),
+        learning_rate=LEARNING_RATE,
+        optimizer=adam_with_l2(optax.constant_schedule(LEARNING_RATE)),
         epochs=100,
         shared=lambda: {"graph": make_graph(data), "features": data.features},
     )
-    return over_devices(task, lambda: _edges(data), lambda: data.features, options.devices, FORMATS)
+    return over_devices(whole, lambda: _edges(data), lambda: data.features, options.devices, FORMATS)
 
 
 def make_graph(data: NodeData) -> Graph:
@@ -91,13 +112,13 @@ def _ends_with_self_loops(data: NodeData) -> tuple[np.ndarray, np.ndarray]:
     return sorted_ends(np.concatenate([keys, self_loops]), n_node)
 
 
-def _data(options: TaskOptions) -> NodeData:
+def _data(options: Options) -> NodeData:
     if options.synthetic:
         return synthetic_reddit(1.0 if options.scale is None else options.scale)
     if options.scale is not None:
         raise ValueError(f"scale={options.scale}: the real graph has one size; add --synthetic")
     files = f"the folder of {REDDIT_GRAPH_FILES[0]} and {REDDIT_DATA_FILE}"
-    return read_reddit(options.folder(files, f"; {REDDIT_SOURCE}"))
+    return read_reddit(options.folder("reddit", files, f"; {REDDIT_SOURCE}"))
 
 
 def _checked_heads(heads: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ clipped at norm 1, 300 epochs. The learning rate is ColossalAI's LinearWarmupLR,
 up: here the first sixth of the run's steps, however long it is.
 """
 
+import dataclasses
 import os
 from functools import partial
 from typing import Any
@@ -16,10 +17,10 @@ import optax
 from jax.typing import DTypeLike
 
 from jmp_train.data import center_crops, random_crops, read_image_folder
-from jmp_train.tasks.models import VisionTransformer, image_loss
-from jmp_train.tasks.options import TaskOptions
+from jmp_train.task import Arrays, Examples, Task
+from jmp_train.tasks.models import Variables, VisionTransformer, accuracy, image_loss
+from jmp_train.tasks.options import FileOptions
 from jmp_train.tasks.schedules import with_warm_up
-from jmp_train.tasks.task import Arrays, Examples, Task, Variables
 from jmp_train.types import ModelState
 
 LEARNING_RATE, WEIGHT_DECAY, LARGEST_NORM = 1e-2, 0.1, 1.0
@@ -116,17 +117,28 @@ def optimizer(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransforma
     )
 
 
-def load(options: TaskOptions) -> Task:
+@dataclasses.dataclass(frozen=True)
+class Options(FileOptions):
+    """Options of task `vit-b16`.
+
+    Args:
+      image_size: the side of an image in pixels, a multiple of 16; default: 224.
+    """
+
+    image_size: int | None = None
+
+
+def task(options: Options) -> Task:
     """Returns the task with the image folder `options.data_dir`, or with synthetic data."""
     size = IMAGE_SIZE if options.image_size is None else options.image_size
     patch = VisionTransformer.patch
     if size < 1 or size % patch:
         raise ValueError(f"image_size={size} must be a multiple of the patch's side, {patch}")
-    return _synthetic_task(options, size) if options.synthetic else _folder_task(options, size)
+    return _synthetic_task(size) if options.synthetic else _folder_task(options, size)
 
 
-def _folder_task(options: TaskOptions, size: int) -> Task:
-    folder = options.folder("the folder of train/CLASS/*.jpg and val/CLASS/*.jpg")
+def _folder_task(options: Options, size: int) -> Task:
+    folder = options.folder("vit-b16", "the folder of train/CLASS/*.jpg and val/CLASS/*.jpg")
     train, test, classes = read_image_folder(folder)
     # The files come class by class; of --train-size N the first N are to be of all classes.
     order = np.random.default_rng(0).permutation(len(train["label"]))
@@ -138,7 +150,7 @@ def _folder_task(options: TaskOptions, size: int) -> Task:
         return {"image": random_crops(examples["path"], seeds, size), "label": examples["label"]}
 
     return Task(
-        **_common(options, VisionTransformer(len(classes)), size),
+        **_common(VisionTransformer(len(classes)), size),
         train={name: array[order] for name, array in train.items()},
         test=test,
         prepare=prepare,
@@ -148,24 +160,23 @@ def _folder_task(options: TaskOptions, size: int) -> Task:
     )
 
 
-def _synthetic_task(options: TaskOptions, size: int) -> Task:
+def _synthetic_task(size: int) -> Task:
     return Task(
-        **_common(options, VisionTransformer(), size),
+        **_common(VisionTransformer(), size),
         train=synthetic_data(SYNTHETIC_EXAMPLES, size, seed=0),
         test=synthetic_data(SYNTHETIC_TEST_EXAMPLES, size, seed=1),
-        prepare=lambda examples: examples,
         epochs=SYNTHETIC_EPOCHS,
     )
 
 
-def _common(options: TaskOptions, model: VisionTransformer, size: int) -> dict[str, Any]:
+def _common(model: VisionTransformer, size: int) -> dict[str, Any]:
     """Returns what does not depend on where the data is from."""
     return {
         "init": partial(init, model=model, image_size=size),
         "loss_fn": partial(loss_fn, model=model),
-        "predict": partial(predict, model=model),
-        "schedule": schedule,
-        "optimizer": optimizer,
+        "metrics": accuracy(partial(predict, model=model)),
+        "learning_rate": schedule,
+        "optimizer": lambda steps: optimizer(schedule(steps)),
         "batch_size": BATCH_SIZE,
     }
 

@@ -20,7 +20,7 @@ from jmp_train.graphs.structure import Graph, GraphPart, SparseFeatures
 from jmp_train.policies import Params
 from jmp_train.policies.pytrees import path_name
 from jmp_train.steps import LossFn
-from jmp_train.tasks.task import Arrays
+from jmp_train.task import Arrays
 from jmp_train.types import ModelState
 
 WEIGHT_DECAY = 5e-4

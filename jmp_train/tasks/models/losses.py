@@ -1,15 +1,20 @@
-"""Loss and evaluation of the image classification tasks, for linen models with BatchNorm."""
+"""Losses and metrics of the tasks: classifiers, and linen models with BatchNorm on images."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from jmp_train.policies import autocast
 from jmp_train.policies.amp_modes import batch_norm_paths
-from jmp_train.tasks.task import Examples, Variables
+from jmp_train.task import Examples
+
+Variables: TypeAlias = Mapping[str, Any]  # of a linen module, by name
 
 
 def image_loss(
@@ -47,8 +52,39 @@ class ImageClassifier(NamedTuple):
 
     init: Callable[[jax.Array], tuple[Any, Any]]
     loss_fn: Callable[..., tuple[jax.Array, Any]]
-    predict: Callable[[Any, Any, Any], Any]
+    metrics: Callable[[Any, Any, Any], Any]
     batch_norms: Callable[[], tuple[str, ...]]
+
+
+def accuracy(
+    predict: Callable[[Any, Any, Any], jax.Array], *, with_bits: bool = False
+) -> Callable[[Any, Any, Any], dict[str, Any]]:
+    """Returns the `metrics` of a classifier: `test_accuracy`, and the number of outputs that are not finite.
+
+    An output that is not finite is a wrong one. Rows whose label is negative do not count.
+
+    Args:
+      predict: `predict(params, model_state, batch) -> logits [batch, ..., classes]` for `batch["label"]`, int
+        [batch, ...].
+      with_bits: also return `bits_per_byte`, the mean of -log2 of the labels' probabilities where the output is
+        finite.
+    """
+
+    def metrics(params: Any, model_state: Any, batch: Examples) -> dict[str, Any]:
+        return autocast(_judged, enabled=False)(predict(params, model_state, batch), jnp.asarray(batch["label"]))
+
+    def _judged(logits: jax.Array, label: jax.Array) -> dict[str, Any]:
+        is_label = label >= 0
+        is_finite = jnp.isfinite(logits).all(-1) & is_label
+        is_right = is_finite & (logits.argmax(-1).astype(label.dtype) == label)
+        found: dict[str, Any] = {"test_accuracy": (is_right.sum(), is_label.sum())}
+        if with_bits:
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), label)
+            bits = jnp.where(is_finite, losses, 0) / np.float32(math.log(2))
+            found["bits_per_byte"] = (bits.sum(), is_finite.sum())
+        return found | {"nonfinite_outputs": (is_label & ~is_finite).sum()}
+
+    return metrics
 
 
 def image_classifier(make: Callable[[str | None], nn.Module], shape: tuple[int, ...]) -> ImageClassifier:
@@ -78,4 +114,4 @@ def image_classifier(make: Callable[[str | None], nn.Module], shape: tuple[int, 
     def batch_norms() -> tuple[str, ...]:
         return batch_norm_paths(model, jax.ShapeDtypeStruct(shape, jnp.float32), train=False)
 
-    return ImageClassifier(init, loss_fn, predict, batch_norms)
+    return ImageClassifier(init, loss_fn, accuracy(predict), batch_norms)

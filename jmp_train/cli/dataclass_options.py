@@ -1,0 +1,177 @@
+"""Options of a command from a dataclass: each field is one, of the commands' own dataclasses and of a task's."""
+
+import argparse
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from argparse import Namespace
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jmp_train.cli.arguments import path
+from jmp_train.cli.errors import WrongCall
+
+T = TypeVar("T")
+Fields: Any = dataclasses.fields  # of any class that is one of options
+
+_KINDS = "int, float, str, bool, Path, a Literal, and tuples of them"
+_NO_DEFAULT = (dataclasses.MISSING, None, False, ())
+
+
+def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = ()) -> None:
+    """Adds an option to a parser for each field of a dataclass.
+
+    A field's help is `metadata["help"]`, or its entry under Args or Attributes of the class's docstring. Its
+    `metadata` may also have argparse's "metavar" and "type".
+
+    Args:
+      parser: of a command, or a group of it.
+      kind: the dataclass.
+      without: the fields that the command has already.
+
+    Raises:
+      WrongCall: a field has a type that no option can have.
+    """
+    helps, hints = _helps(kind), typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if field.name in without or not field.init:
+            continue
+        said = dict(field.metadata)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        text = said.get("help", helps.get(field.name, ""))
+        if default not in _NO_DEFAULT and "default:" not in text and hints[field.name] is not bool:
+            shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+            text = f"{text}; default: {shown}"
+        options = _argument(kind, field.name, hints[field.name], said.get("type"))
+        if hints[field.name] is not bool:
+            options["metavar"] = said.get("metavar", options.get("metavar"))
+        if default is dataclasses.MISSING and hints[field.name] is not bool:
+            options["required"] = True
+        name = f"no_{field.name}" if default is True else field.name
+        if default is True:
+            options["action"] = "store_false"
+            text = f"{text}; default: it is so"
+        parser.add_argument(flag(name), dest=field.name, help=text.replace("%", "%%"), **options)
+
+
+def read_options(kind: type[T], args: Namespace) -> T:
+    """Returns the options that a call has, of those that `add_options` added.
+
+    Args:
+      kind: the dataclass.
+      args: what the parser read; fields that the call does not name have their defaults.
+
+    Raises:
+      WrongCall: the dataclass refuses the values; or a field without a default is not named.
+    """
+    given = {field.name: getattr(args, field.name, None) for field in Fields(kind) if field.init}
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if x is not None}
+    try:
+        return kind(**values)
+    except (ValueError, TypeError) as error:
+        raise WrongCall(str(error)) from error
+
+
+def as_arguments(kind: type[Any], args: Namespace, *, without: Collection[str] = ()) -> list[str]:
+    """Returns the arguments from which a parser reads the same options.
+
+    Args:
+      kind: the dataclass.
+      args: what the parser read.
+      without: the fields to leave out.
+
+    Example:
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Options:
+      ...     synthetic: bool = False
+      ...     heads: tuple[int, ...] = (1,)
+      ...     scale: float = 1.0
+      >>> as_arguments(Options, Namespace(synthetic=True, heads=[2, 1], scale=0.5))
+      ['--synthetic', '--heads', '2', '1', '--scale=0.5']
+    """
+    arguments = []
+    for field in dataclasses.fields(kind):
+        value = getattr(args, field.name, None)
+        if field.name in without or value is None:
+            continue
+        if isinstance(value, bool):
+            arguments.append(flag(field.name if value else f"no_{field.name}"))
+        elif isinstance(value, list | tuple):
+            arguments += [flag(field.name), *map(str, value)]
+        else:
+            arguments.append(f"{flag(field.name)}={value}")  # a value may begin with a dash
+    return arguments
+
+
+def flag(name: str) -> str:
+    """Returns the option of a field.
+
+    Example:
+      >>> flag("batch_size")
+      '--batch-size'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+def _argument(kind: type[Any], name: str, hint: Any, reader: Callable[[str], Any] | None) -> dict[str, Any]:
+    """Returns argparse's arguments for a type."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        [*others] = [part for part in parts if part is not types.NoneType]
+        if len(others) == 1:
+            return _argument(kind, name, others[0], reader)
+    if hint is bool:
+        return {"action": "store_true", "default": None}
+    if origin is tuple and parts and len(set(parts) - {Ellipsis}) == 1:
+        item = _argument(kind, name, parts[0], reader)
+        if item.get("action") is None:
+            return {**item, "nargs": "+" if parts[-1] is Ellipsis else len(parts)}
+    if origin is typing.Literal and len({type(part) for part in parts}) == 1:
+        word = _READERS.get(type(parts[0]))
+        if word is not None:
+            return {"type": reader or word, "choices": parts, "metavar": "{" + ",".join(map(str, parts)) + "}"}
+    if hint in _READERS or reader is not None:
+        return {"type": reader or _READERS[hint], "metavar": _METAVARS.get(hint)}
+    raise WrongCall(f"{kind.__name__}.{name} cannot be an option, as its type is {_shown(hint)}: {_KINDS} can")
+
+
+def _shown(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,18}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    if not re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return float(text)
+
+
+_READERS: dict[Any, Callable[[str], Any]] = {int: _whole, float: _number, str: str, Path: path}
+_METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+
+
+def _helps(kind: type[Any]) -> dict[str, str]:
+    """Returns the entries under Args or Attributes in the docstrings of a dataclass and its bases, by field."""
+    found: dict[str, str] = {}
+    for part in reversed(kind.__mro__):
+        indent, name = None, ""
+        for line in inspect.cleandoc(part.__dict__.get("__doc__") or "").splitlines():
+            margin = len(line) - len(line.lstrip())
+            if re.fullmatch(r"(Args|Arguments|Attributes):", line):
+                indent = 0
+            elif line and not margin:
+                indent = None
+            elif line and indent is not None:
+                indent = indent or margin
+                entry = re.fullmatch(r"(\w+)(?: \(.*\))?: (.*)", line.strip()) if margin == indent else None
+                name = entry[1] if entry else name
+                found[name] = entry[2] if entry else f"{found.get(name, '')} {line.strip()}"
+    return {name: text.rstrip(".") for name, text in found.items()}

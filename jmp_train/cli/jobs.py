@@ -1,0 +1,147 @@
+"""What a call says of a job: its task, with the task's own options, and the settings of the run."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jmp_train.cli.dataclass_options import read_options
+from jmp_train.cli.errors import WrongCall
+from jmp_train.runs import FewBits, RulesFile, RunSettings
+from jmp_train.runs.few_bits import DEFAULT_FEW_BITS
+from jmp_train.task import Task, count_examples
+from jmp_train.tasks import TaskSource, errors_of_file
+
+if TYPE_CHECKING:
+    from jmp_train.runs import PreparedRun
+    from jmp_train.steps import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A task and how it is run.
+
+    Attributes:
+      source: where the task is from.
+      task: with its data loaded.
+      settings: of the run.
+    """
+
+    source: TaskSource
+    task: Task
+    settings: RunSettings
+
+    @property
+    def name(self) -> str:
+        """The task's name."""
+        return self.source.name
+
+    def prepare(self, policy: str, **options: Any) -> "tuple[PreparedRun, TrainState]":
+        """Returns what `prepare_run` does, with errors of a user's file as a line."""
+        from jmp_train.runs import prepare_run
+
+        with errors_of_file(self.source.file):
+            return prepare_run(self.task, policy, self.settings, **options)
+
+
+def load_job(args: argparse.Namespace, rules: RulesFile | None = None, few_bits: FewBits = DEFAULT_FEW_BITS) -> Job:
+    """Returns the job of a call.
+
+    Args:
+      args: what the parser read: `source`, the `options` of the command, and all of their fields.
+      rules: that `--rules` names.
+      few_bits: what the call says of few bits.
+
+    Raises:
+      WrongCall: the options do not suit the task.
+      FileError: the user's file fails.
+    """
+    source: TaskSource = args.source
+    if source.takes_policy:
+        raise WrongCall(f"{source.name} takes a parameter that is not annotated as a dataclass of options")
+    options = read_task_options(args)
+    task = source.task(options)
+    return Job(source, _with_train_size(task, args.train_size), run_settings(args, options, task, rules, few_bits))
+
+
+def read_task_options(args: argparse.Namespace) -> Any:
+    """Returns the task's own options; None if it has none. Those that are the command's, too, have its values.
+
+    Args:
+      args: what the parser read.
+    """
+    source: TaskSource = args.source
+    if source.options is None:
+        return None
+    with errors_of_file(source.file):
+        return read_options(source.options, args)
+
+
+def run_settings(
+    args: argparse.Namespace, options: Any, task: Task, rules: RulesFile | None, few_bits: FewBits
+) -> RunSettings:
+    """Returns the settings of a run.
+
+    Args:
+      args: what the parser read.
+      options: the task's own.
+      task: the task.
+      rules: see `load_job`.
+      few_bits: see `load_job`.
+    """
+    given = read_options(args.options, args)
+    own = {} if options is None else {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+
+    def said(name: str, default: Any = None) -> Any:
+        value = getattr(given, name, None)
+        value = own.get(name) if value is None else value
+        return default if value is None else value
+
+    in_task = callable(task.train) and "batch_size" in own
+    return RunSettings(
+        epochs=getattr(given, "epochs", None),
+        steps=getattr(given, "steps", None),
+        batch_size=None if in_task else getattr(given, "batch_size", None),
+        seed=said("seed", 0),
+        devices=said("devices", 1),
+        accumulate_steps=said("accumulate_steps", 1),
+        learning_rate=None if "learning_rate" in own else getattr(given, "learning_rate", None),
+        growth_interval=getattr(given, "growth_interval", None),
+        rules=rules,
+        few_bits=few_bits,
+        identity=_identity(args.source, options, own),
+    )
+
+
+def _identity(source: TaskSource, options: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what checkpoints say of a task: its options by their names, but for those that are the run's."""
+    said: dict[str, Any] = {}
+    files: dict[str, str | None] = {}
+    of_run = {field.name for field in dataclasses.fields(RunSettings)}
+    for field in () if options is None else dataclasses.fields(options):
+        value = own[field.name]
+        if isinstance(value, Path) or field.name in ("data_dir", "text_file"):
+            files[field.name] = None if value is None else str(Path(value).absolute())
+        elif field.name not in of_run and field.metadata.get("identity", True):
+            said[field.name] = list(value) if isinstance(value, tuple) else value
+    definitions = source.definitions()
+    return {
+        "task": source.name,
+        "options": said,
+        "files": files,
+        **({"definitions": definitions} if definitions else {}),
+    }
+
+
+def _with_train_size(task: Task, count: int | None) -> Task:
+    if count is None:
+        return task
+    if callable(task.train):
+        raise WrongCall(f"--train-size {count}: the task's train makes its own batches")
+    total = count_examples(task.train)
+    if not 1 <= count <= total:
+        raise WrongCall(f"train_size={count} must be between 1 and the {total} training examples")
+    return dataclasses.replace(task, train=jax.tree.map(lambda array: array[:count], task.train))

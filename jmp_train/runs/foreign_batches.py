@@ -1,0 +1,165 @@
+"""Batches of other libraries' loaders as arrays: torch tensors, grain iterators, and checks of what arrives."""
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jmp_train.policies.pytrees import named_leaves
+
+_BYTES = "base64"  # the key of bytes in JSON
+
+
+class Signature(NamedTuple):
+    """What all batches of a run have in common.
+
+    Attributes:
+      structure: of the tree.
+      leaves: path, dtype and number of axes of each array.
+    """
+
+    structure: Any
+    leaves: tuple[tuple[str, np.dtype, int], ...]
+
+    def checked_against(self, first: Self | None, where: str) -> Self:
+        """Returns the first signature; raises ValueError if this one differs.
+
+        Args:
+          first: the first batch's; None if this is the first batch.
+          where: name of this batch.
+        """
+        if first is None:
+            return self
+        if self.structure != first.structure:
+            raise ValueError(f"{where} has another structure than the first batch: {self.structure}, {first.structure}")
+        for (path, dtype, ndim), (_, wanted, axes) in zip(self.leaves, first.leaves, strict=True):
+            if (dtype, ndim) != (wanted, axes):
+                raise ValueError(
+                    f"{where}: {path or 'the array'!r} is {dtype} with {ndim} axes, but the first batch had {wanted} "
+                    f"with {axes} axes"
+                )
+        return first
+
+
+def signature_of(batch: Any) -> Signature:
+    """Returns the signature of a batch.
+
+    Args:
+      batch: tree of arrays.
+    """
+    leaves = tuple((path, np.dtype(leaf.dtype), leaf.ndim) for path, leaf in named_leaves(batch))
+    return Signature(jax.tree.structure(batch), leaves)
+
+
+def as_arrays(batch: Any, where: str) -> Any:
+    """Returns a batch with tensors of other libraries as arrays, without a copy where they are in the host's memory.
+
+    Args:
+      batch: tree of arrays or tensors.
+      where: name of the batch.
+
+    Raises:
+      TypeError: a leaf is neither; the message names it.
+    """
+    paths = [path for path, _ in named_leaves(batch)]
+    leaves, structure = jax.tree.flatten(batch)
+    if not leaves:
+        raise TypeError(f"{where} has no arrays: it is a {type(batch).__name__}")
+    return structure.unflatten([_as_array(leaf, path, where) for path, leaf in zip(paths, leaves, strict=True)])
+
+
+def _as_array(leaf: Any, path: str, where: str) -> Any:
+    if isinstance(leaf, jax.Array):
+        return leaf
+    wanted = f"{where}: {path or 'the batch'!r} must be an array of numbers"
+    if not (hasattr(leaf, "__array__") or hasattr(leaf, "__dlpack__")):
+        hint = "; a Hugging Face data set has them after with_format('numpy')" if _is_plain(leaf) else ""
+        raise TypeError(f"{wanted}, got a {type(leaf).__name__}{hint}")
+    try:
+        array = np.asarray(leaf)
+    except TypeError:  # torch's bfloat16, which NumPy lacks
+        return jax.numpy.from_dlpack(leaf)
+    if array.dtype.kind in "OSUmM":
+        raise TypeError(f"{wanted}, got an array of dtype {array.dtype}")
+    return array
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, int | float | str | bytes)
+
+
+def placed(batch: Any, sharding: NamedSharding | None, where: str) -> Any:
+    """Returns a batch on the devices.
+
+    Args:
+      batch: tree of arrays; of several processes each has all of it.
+      sharding: over the first axis; None for the first device.
+      where: name of the batch.
+
+    Raises:
+      ValueError: an axis cannot be divided over the devices.
+    """
+    if sharding is None:
+        return jax.device_put(batch)  # uncommitted, as a new state is, or a step would be compiled twice
+    count = sharding.mesh.size
+    for path, leaf in named_leaves(batch):
+        if not leaf.ndim or leaf.shape[0] % count:
+            raise ValueError(
+                f"{where}: {path or 'the array'!r} has shape {leaf.shape}; devices={count} must divide its first axis"
+            )
+    if sharding.is_fully_addressable:
+        return jax.device_put(batch, sharding)
+    hosts = jax.tree.map(np.asarray, batch)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), hosts)
+
+
+def rows_of(batch: Any) -> int | None:
+    """Returns the length of the first axis that all arrays of a batch have; None if they differ.
+
+    Example:
+      >>> rows_of({"x": np.ones((8, 3)), "y": np.ones(8)}), rows_of({"x": np.ones(8), "y": np.ones(7)})
+      (8, None)
+    """
+    rows = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
+    return next(iter(rows))[0] if len(rows) == 1 and rows != {()} else None
+
+
+def length_of(batches: Any) -> int | None:
+    """Returns the number of batches of an iterable; None if it does not say."""
+    try:
+        return len(batches)
+    except TypeError:
+        return None
+
+
+def iterator_state(iterator: Iterator[Any]) -> Any:
+    """Returns the state of a grain iterator as JSON has it; None for iterators without one."""
+    get_state = getattr(iterator, "get_state", None)
+    if get_state is None or not hasattr(iterator, "set_state"):
+        return None
+    state = get_state()
+    if isinstance(state, bytes):
+        return {_BYTES: base64.b64encode(state).decode()}
+    try:
+        return json.loads(json.dumps(state))
+    except (TypeError, ValueError):
+        return None
+
+
+def restore_iterator(iterator: Iterator[Any], state: Any) -> bool:
+    """Sets an iterator's state; returns False if there is none, so that it has to be run forward.
+
+    Args:
+      iterator: a new one.
+      state: what `iterator_state` returned.
+    """
+    if state is None or not hasattr(iterator, "set_state"):
+        return False
+    if isinstance(state, dict) and state.keys() == {_BYTES}:
+        state = base64.b64decode(state[_BYTES])
+    iterator.set_state(state)  # pyright: ignore[reportAttributeAccessIssue]
+    return True

@@ -1,0 +1,164 @@
+"""The numbers of a run: how long it is, on which batches and devices, and with which precision's options."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jmp_train.data import check_seed
+from jmp_train.runs.few_bits import DEFAULT_FEW_BITS, FewBits
+from jmp_train.runs.rules_files import RulesFile
+from jmp_train.runs.task_batches import ArrayData, IterableData, TrainingData
+from jmp_train.task import Task, count_examples
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """What a run is besides its task and its policy; all of it decides the run's numbers.
+
+    Args:
+      epochs: passes over the training data; None for the task's own number.
+      steps: train that many steps in place of epochs; None for whole epochs.
+      batch_size: examples per step, for tasks of arrays; None for the task's own number.
+      seed: of parameters, dropout and the order of arrays; below 2**32.
+      devices: over how many devices a batch is sharded. Several processes take all of their devices.
+      accumulate_steps: parts of a batch whose gradients are averaged, one after the other.
+      learning_rate: the largest learning rate; None for the task's own.
+      growth_interval: steps without overflow after which a dynamic loss scale grows; None for the policy's own.
+      rules: by which the policy or mode autocasts, in place of its own; None for its own.
+      few_bits: what is kept and computed in few bits, of which a policy or mode takes what it can have.
+      identity: what the checkpoints of the run say of the task, see `run_metadata`.
+    """
+
+    epochs: int | None = None
+    steps: int | None = None
+    batch_size: int | None = None
+    seed: int = 0
+    devices: int = 1
+    accumulate_steps: int = 1
+    learning_rate: float | None = None
+    growth_interval: int | None = None
+    rules: RulesFile | None = None
+    few_bits: FewBits = DEFAULT_FEW_BITS
+    identity: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+
+DEFAULT_SETTINGS = RunSettings()
+
+
+@dataclasses.dataclass(frozen=True)
+class RunLength:
+    """How long a run is.
+
+    Attributes:
+      epochs: passes over the data, the last of which may end early.
+      total: steps of the run; None if the batches have no length.
+      steps_per_epoch: batches per epoch; None if they have no length.
+    """
+
+    epochs: int
+    total: int | None
+    steps_per_epoch: int | None
+
+
+def check_run(task: Task, settings: RunSettings = DEFAULT_SETTINGS) -> tuple[TrainingData, RunLength]:
+    """Returns the training data and the length of a run.
+
+    Args:
+      task: what to train.
+      settings: of the run.
+
+    Raises:
+      ValueError: a number does not fit the data or the devices; the message names it.
+    """
+    check_seed(settings.seed)
+    if settings.epochs is not None and settings.epochs < 1:
+        raise ValueError(f"epochs={settings.epochs} must be at least 1")
+    if settings.steps is not None and settings.steps < 1:
+        raise ValueError(f"steps={settings.steps} must be at least 1")
+    if settings.steps is not None and settings.epochs is not None:
+        raise ValueError(f"epochs={settings.epochs} and steps={settings.steps} exclude each other")
+    size = _checked_batch_size(task, settings)
+    _check_devices(task, settings, size)
+    data: TrainingData = IterableData(task) if size is None else ArrayData(task, size, settings.seed)
+    return data, run_length(task, settings, data.steps_per_epoch)
+
+
+def run_length(task: Task, settings: RunSettings, steps_per_epoch: int | None) -> RunLength:
+    """Returns the length of a run.
+
+    Args:
+      task: what to train.
+      settings: of the run.
+      steps_per_epoch: batches per epoch; None if it is unknown.
+    """
+    epochs = task.epochs if settings.epochs is None else settings.epochs
+    if steps_per_epoch == 0:
+        raise ValueError("train(0) has no batches")
+    total = settings.steps
+    if total is not None:
+        epochs = -(-total // steps_per_epoch) if steps_per_epoch else total
+    elif steps_per_epoch is not None:
+        total = epochs * steps_per_epoch
+    if total is not None and total >= 2**31:
+        raise ValueError(f"epochs={epochs} makes {total} steps; they are counted up to 2**31 - 1")
+    return RunLength(epochs, total, steps_per_epoch)
+
+
+def _checked_batch_size(task: Task, settings: RunSettings) -> int | None:
+    if callable(task.train):
+        if settings.batch_size is not None:
+            raise ValueError(
+                f"batch_size={settings.batch_size}: the task's train makes its own batches; give its options a field "
+                "batch_size"
+            )
+        return None
+    count = count_examples(task.train)
+    size = settings.batch_size or task.batch_size or count
+    if not 1 <= size <= count or settings.batch_size == 0:
+        raise ValueError(f"batch_size={size} must be between 1 and the {count} training examples")
+    return size
+
+
+def _check_devices(task: Task, settings: RunSettings, size: int | None) -> None:
+    devices, parts = settings.devices, settings.accumulate_steps
+    if devices < 1 or (size is not None and size % devices and not task.shards_shared):
+        raise ValueError(f"devices={devices} must divide batch_size={size}")
+    if parts < 1 or (size is not None and size // devices % parts):
+        of = "" if devices == 1 else f" / devices={devices}"
+        raise ValueError(f"accumulate_steps={parts} must divide batch_size={size}{of}")
+    if has_shared(task):
+        if devices > 1 and not task.shards_shared:
+            raise ValueError(f"devices={devices}: all batches share arrays, such as a whole graph, which is not cut")
+        if parts > 1:
+            raise ValueError(f"accumulate_steps={parts}: all batches share arrays, such as a graph, which has no parts")
+    first_devices(devices)
+
+
+def has_shared(task: Task) -> bool:
+    """Returns True if the batches of a task share arrays."""
+    return task.shared is not dict
+
+
+def first_devices(count: int) -> list[Any]:
+    """Returns that many devices: of this process, or all devices of several processes.
+
+    Args:
+      count: how many.
+
+    Raises:
+      ValueError: there are fewer, or several processes have another number.
+    """
+    if jax.process_count() > 1:
+        devices = jax.devices()
+        if len(devices) != count:
+            raise ValueError(
+                f"devices={count}: the {jax.process_count()} processes have {len(devices)} devices, and train on all"
+            )
+        return devices
+    devices = jax.local_devices()
+    if len(devices) < count:
+        there = f"{len(devices)} x {devices[0].device_kind}"
+        raise ValueError(f"devices={count}: there is no more than {there}")
+    return devices[:count]

@@ -1,0 +1,229 @@
+"""Where a task comes from: a built-in name, `path/to/file.py:function`, or `package.module:function`."""
+
+import ast
+import dataclasses
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jmp_train.task import Task
+from jmp_train.tasks.registry import TASK_NAMES, module_of
+
+TASK_FORMS = "path/to/file.py:function, or package.module:function"
+_FORM = re.compile(r"[^\0]+:[^\W\d]\w*")
+
+
+class FileError(Exception):
+    """A failure of a user's own file; the text is one line with its file and line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSource:
+    """A function that makes a task, and what is known of it before it is called.
+
+    Attributes:
+      name: of the task in reports and checkpoints.
+      function: what was named.
+      options: the dataclass of the function's options; None if it takes none.
+      file: the user's file or module; None for built-in tasks.
+      takes_policy: True if the function has a parameter that is not for options; then it is for a policy's name.
+    """
+
+    name: str
+    function: Any
+    options: type[Any] | None = None
+    file: Path | None = None
+    takes_policy: bool = False
+
+    def make(self, options: Any = None) -> Any:
+        """Returns what the function returns.
+
+        Args:
+          options: for the function; None if it takes none.
+
+        Raises:
+          FileError: the user's function fails.
+        """
+        if not callable(self.function):
+            return self.function
+        with errors_of_file(self.file):
+            return self.function() if self.options is None else self.function(options)
+
+    def task(self, options: Any = None) -> Task:
+        """Returns the task; raises ValueError if the function returns something else. See `make`."""
+        made = self.make(options)
+        if not isinstance(made, Task):
+            raise ValueError(f"{self.name} must return a jt.Task, got {described(made)}")
+        return made
+
+    def definitions(self) -> dict[str, str]:
+        """Returns 8 hexadecimal digits of the digest of each definition of the user's file, after its name as "file".
+
+        Statements that define nothing, such as imports, are one entry.
+        """
+        if self.file is None:
+            return {}
+        rest, found = [], {"file": self.file.name}
+        for node in ast.parse(self.file.read_bytes()).body:
+            text = ast.dump(node)
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+                found[node.name] = _digest(text)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found[", ".join(ast.unparse(target) for target in targets)] = _digest(text)
+            else:
+                rest.append(text)
+        return found | {"other statements": _digest("\n".join(rest))}
+
+
+def is_task_text(text: str) -> bool:
+    """Returns True for the name of a built-in task, and for text of the form of a user's task.
+
+    Example:
+      >>> [is_task_text(text) for text in ("digits", "my.py:task", "0.9:float32", "gat")]
+      [True, True, True, False]
+    """
+    return text in TASK_NAMES or _FORM.fullmatch(text) is not None
+
+
+def find_task(text: str) -> TaskSource:
+    """Returns the source of a task; a user's file is run as an import does.
+
+    Args:
+      text: a name or one of `TASK_FORMS`.
+
+    Raises:
+      ValueError: there is no such task, file, module or function, or its parameters are not those of a task.
+      FileError: the file fails.
+    """
+    if text in TASK_NAMES:
+        module = module_of(text)
+        return TaskSource(text, module.task, module.Options)
+    place, _, name = text.rpartition(":")
+    if not _FORM.fullmatch(text):
+        raise ValueError(f"{text!r} is not a task: {', '.join(TASK_NAMES)}, {TASK_FORMS}")
+    if place.endswith(".py") or "/" in place or "\\" in place:
+        file = Path(place)
+        if not file.is_file():
+            raise ValueError(f"{file} is not a file")
+        module = _run(file)
+    else:
+        module, file = _import(place)
+    function = getattr(module, name, None)
+    if function is None:
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        has = f"it has {', '.join(own)}" if own else "it has none"
+        raise ValueError(f"{place} has no function {name!r}: {has}")
+    if not (callable(function) or isinstance(function, Task)):
+        raise ValueError(f"{text} must be a function that returns a jt.Task, got a {type(function).__name__}")
+    title = f"{file.name}:{name}" if place.endswith(".py") else text
+    return TaskSource(title, function, *_parameters(title, function, file))
+
+
+def _parameters(title: str, function: Any, file: Path) -> tuple[type[Any] | None, Path, bool]:
+    """Returns the dataclass of a function's options, its file, and whether it takes a policy instead."""
+    if not callable(function):
+        return None, file, False
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not positional:
+        return None, file, False
+    first = positional[0]
+    with errors_of_file(file):
+        kind = typing.get_type_hints(function).get(first.name, type(first.default))
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if sum(p.default is p.empty for p in positional) > 1:
+            raise ValueError(f"{title} must take one parameter at most: a dataclass of options")
+        return kind, file, False
+    if first.default is not first.empty and first.name != "policy":
+        return None, file, False
+    return None, file, True
+
+
+def described(made: object) -> str:
+    """Returns what a function has returned, for an error's text."""
+    if not isinstance(made, tuple):
+        return "None" if made is None else f"a value of type {type(made).__name__}"
+    return f"a tuple whose first item is of type {type(made[0]).__name__}" if made else "an empty tuple"
+
+
+@contextmanager
+def errors_of_file(file: Path | None) -> Iterator[None]:
+    """Makes an exception that comes through a user's file a `FileError` that names its line; others pass.
+
+    Args:
+      file: the user's file; None if there is none.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if file is None:
+            raise
+        raise FileError(
+            f"{file} ends the process (exit code {error.code}); what it does as a command belongs below "
+            "if __name__ == '__main__'"
+        ) from error
+    except Exception as error:  # whatever its author wrote
+        line = None if file is None or isinstance(error, FileError) else _line_in(file, error)
+        if line is None:
+            raise
+        first = next((text for text in str(error).splitlines() if text.strip()), "")
+        raise FileError(f"{file}:{line}: {type(error).__name__}: {first}") from error
+
+
+def _line_in(file: Path, error: BaseException) -> int | None:
+    """Returns the innermost line of a file that an exception came through; of a syntax error its own."""
+    path = str(file.resolve())
+    if isinstance(error, SyntaxError) and error.filename == path:
+        return error.lineno
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return lines[-1] if lines else None
+
+
+def _import(name: str) -> tuple[ModuleType, Path]:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            f"there is no module {name!r} among the installed packages and the folders of PYTHONPATH; a file of the "
+            "current folder is file.py:function"
+        )
+    file = Path(spec.origin)
+    with errors_of_file(file):
+        return importlib.import_module(name), file
+
+
+def _run(file: Path) -> ModuleType:
+    """Runs a file as an import does, with its folder first on the path as `python FILE` has it."""
+    path = str(file.resolve())
+    sys.path.insert(0, str(file.resolve().parent))
+    name = file.stem if file.stem not in sys.modules else f"script_{file.stem}"
+    loader = importlib.machinery.SourceFileLoader(name, path)
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # as dataclasses, and modules that import the file, want it
+    arguments, sys.argv = sys.argv, [str(file)]
+    try:
+        with errors_of_file(file):
+            loader.exec_module(module)
+    finally:
+        sys.argv = arguments
+    return module
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
