@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 from jmp_train.cli.dataclass_options import as_arguments
 from jmp_train.cli.errors import CALL_IS_WRONG, TRACEBACK, Failure, WrongCall, checking_the_call
 from jmp_train.cli.few_bits import few_bits_of, few_bits_said, read_few_bits
-from jmp_train.cli.jobs import read_task_options
+from jmp_train.cli.jobs import OF_RUNS, OF_TASK, read_task_options
 from jmp_train.cli.options import RunOptions, make_writable
 from jmp_train.cli.rules import read_rules, takes_rules
 from jmp_train.extras import extra_packages
@@ -176,8 +175,7 @@ def _command(args: argparse.Namespace, name: str) -> list[str]:
         said.rules = None
     command += as_arguments(RunOptions, said)
     own = args.source.options
-    of_run = {field.name for field in dataclasses.fields(RunOptions)}
-    return command + ([] if own is None else as_arguments(own, said, without=of_run))
+    return command + ([] if own is None else as_arguments(own, said, without=OF_RUNS, prefix=OF_TASK))
 
 
 def _event(line: bytes) -> Event | None:

@@ -21,7 +21,7 @@ _KINDS = "int, float, str, bool, Path, a Literal, and tuples of them"
 _NO_DEFAULT = (dataclasses.MISSING, None, False, ())
 
 
-def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = ()) -> None:
+def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = (), prefix: str = "") -> None:
     """Adds an option to a parser for each field of a dataclass.
 
     A field's help is `metadata["help"]`, or its entry under Args or Attributes of the class's docstring. Its
@@ -31,6 +31,7 @@ def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = ()) 
       parser: of a command, or a group of it.
       kind: the dataclass.
       without: the fields that the command has already.
+      prefix: of the names under which a parser keeps the values.
 
     Raises:
       WrongCall: a field has a type that no option can have.
@@ -54,20 +55,23 @@ def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = ()) 
         if default is True:
             options["action"] = "store_false"
             text = f"{text}; default: it is so"
-        parser.add_argument(flag(name), dest=field.name, help=text.replace("%", "%%"), **options)
+        parser.add_argument(flag(name), dest=prefix + field.name, help=text.replace("%", "%%"), **options)
 
 
-def read_options(kind: type[T], args: Namespace) -> T:
+def read_options(kind: type[T], args: Namespace, *, without: Collection[str] = (), prefix: str = "") -> T:
     """Returns the options that a call has, of those that `add_options` added.
 
     Args:
       kind: the dataclass.
       args: what the parser read; fields that the call does not name have their defaults.
+      without: the fields that have no prefix, as they are the command's.
+      prefix: see `add_options`.
 
     Raises:
       WrongCall: the dataclass refuses the values; or a field without a default is not named.
     """
-    given = {field.name: getattr(args, field.name, None) for field in Fields(kind) if field.init}
+    names = [field.name for field in Fields(kind) if field.init]
+    given = {name: getattr(args, name if name in without else prefix + name, None) for name in names}
     values = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if x is not None}
     try:
         return kind(**values)
@@ -75,13 +79,14 @@ def read_options(kind: type[T], args: Namespace) -> T:
         raise WrongCall(str(error)) from error
 
 
-def as_arguments(kind: type[Any], args: Namespace, *, without: Collection[str] = ()) -> list[str]:
+def as_arguments(kind: type[Any], args: Namespace, *, without: Collection[str] = (), prefix: str = "") -> list[str]:
     """Returns the arguments from which a parser reads the same options.
 
     Args:
       kind: the dataclass.
       args: what the parser read.
       without: the fields to leave out.
+      prefix: see `add_options`.
 
     Example:
       >>> @dataclasses.dataclass(frozen=True)
@@ -94,7 +99,7 @@ def as_arguments(kind: type[Any], args: Namespace, *, without: Collection[str] =
     """
     arguments = []
     for field in dataclasses.fields(kind):
-        value = getattr(args, field.name, None)
+        value = getattr(args, prefix + field.name, None)
         if field.name in without or value is None:
             continue
         if isinstance(value, bool):

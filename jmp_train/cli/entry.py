@@ -35,6 +35,7 @@ from jmp_train.cli.compare import DEFAULT_POLICIES, compare_command
 from jmp_train.cli.dataclass_options import add_options, flag
 from jmp_train.cli.diagnose import diagnose_command
 from jmp_train.cli.errors import WrongCall, checking_the_call
+from jmp_train.cli.jobs import OF_RUNS, OF_TASK
 from jmp_train.cli.options import (
     DEFAULT_POLICY,
     BatchOptions,
@@ -180,13 +181,13 @@ def _add_task(arguments: Sequence[str], command: argparse.ArgumentParser) -> Non
     command.set_defaults(source=source)
     if source.options is None:
         return
-    command_has = {action.dest for action in command._actions}
-    of_run = {field.name for field in dataclasses.fields(RunOptions)}
-    clash = [f.name for f in dataclasses.fields(source.options) if f.name in command_has - of_run]
-    if clash:
-        raise WrongCall(f"{source.name}: {flag(clash[0])} is an option of the command; give the field another name")
+    taken = {name for action in command._actions for name in action.option_strings}
+    fields = {field.name for field in dataclasses.fields(source.options) if flag(field.name) in taken}
+    if clash := fields - OF_RUNS:
+        names = ", ".join(map(flag, sorted(clash)))
+        raise WrongCall(f"{source.name}: {names} is an option of the command; give the field another name")
     group = command.add_argument_group(f"options of {source.name}")
-    add_options(group, source.options, without=command_has)
+    add_options(group, source.options, without=fields, prefix=OF_TASK)
 
 
 def _task_in(arguments: Sequence[str], command: argparse.ArgumentParser) -> str | None:

@@ -10,6 +10,7 @@ import jax
 
 from jmp_train.cli.dataclass_options import read_options
 from jmp_train.cli.errors import WrongCall
+from jmp_train.cli.options import RunOptions
 from jmp_train.runs import FewBits, RulesFile, RunSettings
 from jmp_train.runs.few_bits import DEFAULT_FEW_BITS
 from jmp_train.task import Task, count_examples
@@ -18,6 +19,12 @@ from jmp_train.tasks import TaskSource, errors_of_file
 if TYPE_CHECKING:
     from jmp_train.runs import PreparedRun
     from jmp_train.steps import TrainState
+
+
+OF_RUNS = frozenset(
+    field.name for field in dataclasses.fields(RunOptions)
+)  # a task's options of these names are theirs
+OF_TASK = "task."  # before the names of a task's other options, which may be called as anything else that is parsed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +69,8 @@ def load_job(args: argparse.Namespace, rules: RulesFile | None = None, few_bits:
     source: TaskSource = args.source
     if source.takes_policy:
         raise WrongCall(f"{source.name} takes a parameter that is not annotated as a dataclass of options")
+    if args.devices is None and jax.process_count() > 1:
+        args.devices = jax.device_count()
     options = read_task_options(args)
     task = source.task(options)
     return Job(source, _with_train_size(task, args.train_size), run_settings(args, options, task, rules, few_bits))
@@ -77,7 +86,7 @@ def read_task_options(args: argparse.Namespace) -> Any:
     if source.options is None:
         return None
     with errors_of_file(source.file):
-        return read_options(source.options, args)
+        return read_options(source.options, args, without=OF_RUNS, prefix=OF_TASK)
 
 
 def run_settings(

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from jmp_train.cli.errors import PROBLEMS_FOUND, RUN_FAILED, Failure, WrongCall, checking_the_call
-from jmp_train.cli.jobs import read_task_options, run_settings
+from jmp_train.cli.jobs import OF_TASK, read_task_options, run_settings
 from jmp_train.cli.options import check_file, output_with_folders
 from jmp_train.launch import Output
 from jmp_train.runs.few_bits import DEFAULT_FEW_BITS
@@ -128,8 +128,8 @@ def _plan_of_task(args: argparse.Namespace, task: Task, options: dict[str, Any])
 def _task_options(args: argparse.Namespace) -> Any:
     """Returns the options of the task, whose data need not be there: only its shapes count."""
     names = {field.name for field in dataclasses.fields(args.source.options)} if args.source.options else set()
-    if {"synthetic", "data_dir"} <= names and args.data_dir is None:
-        args.synthetic = True
+    if {"synthetic", "data_dir"} <= names and getattr(args, f"{OF_TASK}data_dir") is None:
+        setattr(args, f"{OF_TASK}synthetic", True)
     return read_task_options(args)
 
 

@@ -15,6 +15,7 @@ from jmp_train.launch.rank_endings import reason, wait_for
 from jmp_train.launch.rank_output import RankOutput, log_path, say
 
 _RUNNER = Path(__file__).with_name("rank.py")
+_COMMAND = "jmp-train"
 _READER_SECONDS = 5.0  # for the last lines; longer only if something that got away holds a pipe
 
 
@@ -39,7 +40,7 @@ def launch(
     to the logs is dropped, and a warning says so: training goes on.
 
     Args:
-      command: a script and its arguments, or `-m`, a module and its arguments.
+      command: a script and its arguments, or `-m`, a module and its arguments; the script may be `jmp-train`.
       count: how many processes.
       devices_per_process: how many GPUs each gets, counted through, or on a CPU virtual devices.
       logdir: where to write what each prints, as `rank_0.log` and so on; None for nowhere.
@@ -53,6 +54,7 @@ def launch(
       ChildProcessError: a process failed; the message says which ones.
     """
     check_launch(command, count, devices_per_process, restarts, exit_timeout)
+    command = [script_of(command[0]) or command[0], *command[1:]]
     if logdir is not None:
         logdir.mkdir(parents=True, exist_ok=True)
         for rank in range(count):
@@ -121,8 +123,20 @@ def check_launch(
         raise ValueError(f"exit_timeout={exit_timeout} must be more than 0 seconds, or None")
     if not command:
         raise ValueError("launch needs a script: jmp-train launch -n 2 -- script.py")
-    if command[0] != "-m" and not Path(command[0]).is_file():
+    if command[0] != "-m" and script_of(command[0]) is None:
         raise ValueError(f"launch needs a Python script, {command[0]!r} is not a file")
+
+
+def script_of(name: str) -> str | None:
+    """Returns the file of a script, or of the command `jmp-train`, which need not be on the path; None if it has none.
+
+    Args:
+      name: the script, as it is named.
+    """
+    if Path(name).is_file():
+        return name
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if name == _COMMAND and beside.is_file() else None
 
 
 def _free_port() -> int:

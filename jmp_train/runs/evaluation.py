@@ -119,8 +119,10 @@ def _checked_names(found: Any) -> list[str]:
 
 def _is_scalar(value: Any) -> bool:
     try:
-        dtype = jnp.result_type(value)
+        dtype = None if value is None else jnp.result_type(value)
     except TypeError:
+        return False
+    if dtype is None:
         return False
     return jnp.shape(value) == () and (jnp.issubdtype(dtype, jnp.number) or dtype == bool)
 

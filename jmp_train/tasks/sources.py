@@ -216,12 +216,9 @@ def _run(file: Path) -> ModuleType:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # as dataclasses, and modules that import the file, want it
-    arguments, sys.argv = sys.argv, [str(file)]
-    try:
-        with errors_of_file(file):
-            loader.exec_module(module)
-    finally:
-        sys.argv = arguments
+    sys.argv = [str(file)]
+    with errors_of_file(file):
+        loader.exec_module(module)
     return module
 
 

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import jmp_train as jt
-from jmp_train.cli.diagnose_script import diagnose_script_main
+from jmp_train.cli.entry import main
 from jmp_train.cli.entry import main
 from jmp_train.runs.events import Run, event_from_json
 
@@ -98,7 +98,7 @@ def test_a_step_of_a_schedule_is_diagnosed_in_its_phase(capsys: pytest.CaptureFi
 
 
 def test_a_script_is_diagnosed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert diagnose_script_main(["scripts/model.py:make_step", "--out", "made/out"]) == 3
+    assert main(["diagnose", "scripts/model.py:make_step", "--out", "made/out"]) == 3
     out, error = capsys.readouterr()
     lines = out.splitlines()
     assert lines[:5] == [
@@ -116,7 +116,7 @@ def test_a_script_is_diagnosed(folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_json_is_all_that_standard_output_gets(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert diagnose_script_main([f"{folder}/scripts/model.py:make_step", "--json", "--steps", "1"]) == 3
+    assert main(["diagnose", f"{folder}/scripts/model.py:make_step", "--json", "--steps", "1"]) == 3
     out, error = capfd.readouterr()
     found = json.loads(out)
     check_schema(found, {"function": f"{folder}/scripts/model.py:make_step"})
@@ -125,7 +125,7 @@ def test_json_is_all_that_standard_output_gets(folder: Path, capfd: pytest.Captu
 
 
 def test_a_script_without_problems(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert diagnose_script_main(["scripts/model.py:harmless"]) == 0
+    assert main(["diagnose", "scripts/model.py:harmless"]) == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("no problems in ")
 
 
@@ -155,7 +155,7 @@ def test_a_script_without_problems(folder: Path, capsys: pytest.CaptureFixture[s
 def test_what_is_wrong_with_a_script(
     function: str, code: int, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert diagnose_script_main([function, "--out", "made/out"]) == code
+    assert main(["diagnose", function, "--out", "made/out"]) == code
     *others, line = capsys.readouterr().err.splitlines()
     assert line.startswith("jmp-train: error: ")
     assert message in line
@@ -165,7 +165,7 @@ def test_what_is_wrong_with_a_script(
 
 def test_a_script_may_have_the_name_of_a_module_that_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("scripts/json.py").write_text(SCRIPT)
-    assert diagnose_script_main(["scripts/json.py:number"]) == 2
+    assert main(["diagnose", "scripts/json.py:number"]) == 2
     assert "returned a value of type int" in capsys.readouterr().err
     assert sys.modules["json"] is json
 
