@@ -19,8 +19,9 @@ import pytest
 
 from jmp_train.runs.events import Epoch, Run, Step
 from jmp_train.steps.costs import StepCosts
-from jmp_train.tasks import Task
+from jmp_train.task import Task
 
+METRICS = {"test_accuracy": 0.987, "nonfinite_outputs": 0}
 COSTS = StepCosts(
     half_flops_share=0.0,
     residual_bytes=3_000_000,
@@ -60,9 +61,9 @@ def promoting_task(task: Task) -> Task:
     return dataclasses.replace(
         task,
         loss_fn=promoting(task.loss_fn),
-        predict=promoting(task.predict),
+        metrics=None if task.metrics is None else promoting(task.metrics),
         init=promoting(task.init),
-        optimizer=lambda rate: relaxed(task.optimizer(rate)),
+        optimizer=lambda steps: relaxed(task.optimizer_for(steps)),
     )
 
 
@@ -121,7 +122,17 @@ def make_run(policy: str = "float32", *, scale: float = 1.0, skips: tuple[int, .
         if number % 50 == 0:
             count = sum(skip <= number for skip in skips)
             epochs.append(Epoch(number // 50, loss, 1e-3, number / 25, 300.0, scale, count))
-    return Run(policy, "cpu", 0.987, 7.5, "process", 64, tuple(epochs), tuple(steps), COSTS)
+    return Run(
+        policy,
+        "cpu",
+        {"test_accuracy": 0.987, "nonfinite_outputs": 0},
+        7.5,
+        "process",
+        64,
+        tuple(epochs),
+        tuple(steps),
+        COSTS,
+    )
 
 
 @contextmanager

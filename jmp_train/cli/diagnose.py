@@ -14,6 +14,7 @@ from jmp_train.cli.options import DEFAULT_POLICY, make_writable, output_with_fol
 from jmp_train.cli.rules import read_rules
 from jmp_train.launch import Output
 from jmp_train.policies import NumericsReport, diagnose
+from jmp_train.task import Task
 from jmp_train.tasks import TaskSource, described, errors_of_file
 
 if TYPE_CHECKING:
@@ -27,11 +28,16 @@ def diagnose_command(args: argparse.Namespace) -> int:
     """Diagnoses a step of a task or a function's, prints what is found, and returns the exit code."""
     source: TaskSource = args.source
     with outputs_of(args) as output:
-        made = source.make() if source.options is None and not source.takes_policy else None
+        if source.takes_policy:
+            raise WrongCall(f"{args.task} takes a parameter: {_WANTED}, from a function without one")
+        with checking_the_call():
+            made = source.make() if source.options is None else None
         if isinstance(made, tuple):
             return _diagnose_function(args, made, output)
-        if made is not None:  # it was made to see what it is
-            args.source = dataclasses.replace(source, function=lambda: made)
+        if isinstance(made, Task):
+            args.source = dataclasses.replace(source, function=made)
+        elif source.options is None:
+            raise WrongCall(f"{args.task} returned {described(made)}: {_WANTED}")
         name = args.name or DEFAULT_POLICY
         rules = read_rules(args.rules, [name])
         few_bits = few_bits_of(read_few_bits(args, [name]), name)

@@ -70,7 +70,8 @@ def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None)
     if source.takes_policy:
         with _errors_while_planning(source):
             return plan(source.function, policies=args.policies or PLANNED_POLICIES, **_with_batch_size(args, options))
-    made = source.make(_task_options(args)) if source.options is not None else source.make()
+    with checking_the_call():
+        made = source.make(_task_options(args)) if source.options is not None else source.make()
     if isinstance(made, Task):
         return _plan_of_task(args, made, options)
     if not isinstance(made, tuple) or len(made) != 3:
@@ -97,9 +98,11 @@ def _errors_while_planning(source: TaskSource) -> Iterator[None]:
 
 def _plan_of_task(args: argparse.Namespace, task: Task, options: dict[str, Any]) -> "Plan":
     from jmp_train.planning import plan
-    from jmp_train.runs import batch_shapes, has_shared, planned_step, rows_of
+    from jmp_train.runs import batch_shapes, check_shared, has_shared, planned_step, rows_of
 
     settings = run_settings(args, _task_options(args), task, None, DEFAULT_FEW_BITS)
+    with checking_the_call():
+        check_shared(task, settings)
     if settings.accumulate_steps != 1 and options["find_largest"]:
         raise WrongCall(
             f"--accumulate-steps {settings.accumulate_steps}: the largest batch is sought by ones; --no-largest"

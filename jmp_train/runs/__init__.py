@@ -39,6 +39,7 @@ from jmp_train.runs.run_log import RunLog as RunLog
 from jmp_train.runs.run_log import check_unused as check_unused
 from jmp_train.runs.run_settings import RunSettings as RunSettings
 from jmp_train.runs.run_settings import check_run as check_run
+from jmp_train.runs.run_settings import check_shared as check_shared
 from jmp_train.runs.run_settings import has_shared as has_shared
 from jmp_train.runs.setups import AUTOCAST_CHOICES as AUTOCAST_CHOICES
 from jmp_train.runs.setups import MODE_CHOICES as MODE_CHOICES

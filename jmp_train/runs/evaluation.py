@@ -118,11 +118,11 @@ def _checked_names(found: Any) -> list[str]:
 
 
 def _is_scalar(value: Any) -> bool:
-    try:
-        dtype = None if value is None else jnp.result_type(value)
-    except TypeError:
+    if value is None:
         return False
-    if dtype is None:
+    try:
+        dtype = jnp.result_type(value)
+    except TypeError:
         return False
     return jnp.shape(value) == () and (jnp.issubdtype(dtype, jnp.number) or dtype == bool)
 

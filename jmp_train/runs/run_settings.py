@@ -128,12 +128,22 @@ def _check_devices(task: Task, settings: RunSettings, size: int | None) -> None:
     if parts < 1 or (size is not None and size // devices % parts):
         of = "" if devices == 1 else f" / devices={devices}"
         raise ValueError(f"accumulate_steps={parts} must divide batch_size={size}{of}")
-    if has_shared(task):
-        if devices > 1 and not task.shards_shared:
-            raise ValueError(f"devices={devices}: all batches share arrays, such as a whole graph, which is not cut")
-        if parts > 1:
-            raise ValueError(f"accumulate_steps={parts}: all batches share arrays, such as a graph, which has no parts")
+    check_shared(task, settings)
     first_devices(devices)
+
+
+def check_shared(task: Task, settings: RunSettings) -> None:
+    """Raises ValueError if batches that share arrays cannot be divided as the settings say.
+
+    Args:
+      task: what to train.
+      settings: of the run.
+    """
+    devices, parts = settings.devices, settings.accumulate_steps
+    if has_shared(task) and devices > 1 and not task.shards_shared:
+        raise ValueError(f"devices={devices}: all batches share arrays, such as a whole graph, which is not cut")
+    if has_shared(task) and parts > 1:
+        raise ValueError(f"accumulate_steps={parts}: all batches share arrays, such as a graph, which has no parts")
 
 
 def has_shared(task: Task) -> bool:

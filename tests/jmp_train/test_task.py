@@ -28,7 +28,7 @@ pytestmark = pytest.mark.quick
         ({"epochs": 0}, ValueError, "epochs=0 must be at least 1"),
         ({"epochs": 1.5}, TypeError, "epochs must be a whole number, got 1.5"),
         ({"batch_size": True}, TypeError, "batch_size must be a whole number, got True"),
-        ({"steps_per_epoch": 3}, ValueError, "steps_per_epoch is for a train that returns batches, but train is arrays"),
+        ({"steps_per_epoch": 3}, ValueError, "steps_per_epoch is for a train that returns batches, but"),
         ({"evaluate": lambda *args: {}}, ValueError, "evaluate and metrics exclude each other"),
         ({"test": None}, ValueError, "metrics is given without test"),
         ({"metrics": None}, ValueError, "test is given without metrics"),

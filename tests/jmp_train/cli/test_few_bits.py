@@ -18,8 +18,8 @@ from jmp_train.cli.entry import main
 from jmp_train.policies import Fp8State, KahanState, StateDtypesState
 from jmp_train.policies.optimizers import StochasticRoundingState
 from jmp_train.policies.pytrees import find_nodes
-from jmp_train.runs import FewBits, prepare_run
-from jmp_train.tasks import TaskOptions, load_task
+from jmp_train.runs import FewBits, RunSettings, prepare_run
+from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
 
@@ -81,11 +81,11 @@ def test_what_cannot_be_is_told_before_anything_is_written(
 def test_train_hands_them_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
 
-    def train(task: object, name: str, *, few_bits: FewBits, **others: object) -> Any:
-        given.append(few_bits)
-        return make_run(name)
+    def train(prepared: Any, state: object, **others: object) -> Any:
+        given.append(prepared.settings.few_bits)
+        return make_run(prepared.name)
 
-    monkeypatch.setattr(jmp_train.runs, "train", train)
+    monkeypatch.setattr(jmp_train.runs, "train_prepared", train)
     call = ("train", "karate", "--policy", HALF, "--state-dtypes", "mu=int8", "nu=uint8", "--parameters", "kahan")
     with jax.numpy_dtype_promotion("standard"):
         assert main(call) == 0
@@ -120,7 +120,7 @@ def test_compare_gives_them_to_those_that_take_them(folder: Path, monkeypatch: p
 def test_a_run_keeps_its_state_so(parameters: str, kind: type[Any] | None) -> None:
     few_bits = FewBits(("mu=int8",), parameters)
     with jax.numpy_dtype_promotion("standard"):
-        prepared, state = prepare_run(load_task("karate"), HALF, few_bits=few_bits, with_metadata=True)
+        prepared, state = prepare_run(load_task("karate"), HALF, RunSettings(few_bits=few_bits), with_metadata=True)
     assert len(find_nodes(state.opt_state, kind or StochasticRoundingState)) == 1
     (_, kept), *_ = find_nodes(state.opt_state, StateDtypesState)
     assert kept.inner_state is not None
@@ -157,6 +157,5 @@ def test_the_language_model_trains_in_8_bits_and_goes_on(
         assert main([*call, *options, "--resume"]) == 0
         assert main([*call[:-2], *options, "--resume"]) == 2
     assert f"fp8: the run has {recipe}, this call the default" in capsys.readouterr().err
-    task = load_task("lm", TaskOptions(train_size=64))
-    _, state = prepare_run(task, "autocast_bfloat16", few_bits=FewBits(fp8=recipe))
+    _, state = prepare_run(load_task("lm"), "autocast_bfloat16", RunSettings(few_bits=FewBits(fp8=recipe)))
     assert isinstance(state.model_state, Fp8State) == (recipe == "DelayedScaling")

@@ -91,13 +91,14 @@ def test_the_name_of_a_file_can_be_printed_anywhere(folder: Path) -> None:
 def test_train_hands_the_rules_on_and_names_the_file(
     options: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def train(task: object, name: str, *, rules: Any, on_event: Any, **others: object) -> Run:
+    def train(prepared: Any, state: object, *, on_event: Any, **others: object) -> Run:
+        rules = prepared.settings.rules
         assert rules.rules == RULES
-        run = dataclasses.replace(make_run(name), rules=rules.name)
+        run = dataclasses.replace(make_run(prepared.name), rules=rules.name)
         on_event(run)
         return run
 
-    monkeypatch.setattr(jmp_train.runs, "train", train)
+    monkeypatch.setattr(jmp_train.runs, "train_prepared", train)
     assert main(["train", "karate", "--mode", "apex-O1", "--rules", "rules.toml", *options]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     if options:

@@ -115,7 +115,7 @@ def command(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedP
         ("train failing.py:strict --depth 2", 2, "unrecognized arguments: --depth 2"),
         ("train failing.py:unannotated", 2, "takes a parameter that is not annotated as a dataclass of options"),
         ("train failing.py:nothing", 2, "failing.py:nothing must return a jt.Task, got None"),
-        ("diagnose failing.py:nothing", 2, "failing.py:nothing must return a jt.Task, got None"),
+        ("diagnose failing.py:nothing", 2, "failing.py:nothing returned None: wanted is a jt.Task, or a tuple of"),
         ("train failing.py:raises", 2, "failing.py:31: IndexError: list index out of range"),
         ("train failing.py:wrong_task", 2, "failing.py:32: ValueError: Task: epochs=0 must be at least 1"),
         ("train failing.py:bad_init", 2, "failing.py:35: RuntimeError: no weights"),

@@ -229,7 +229,7 @@ def test_a_wrong_call_is_exit_code_2_and_one_line(calls: list[tuple[str, ...]], 
         ((*KARATE, "--logdir", "file"), "--logdir file: File exists"),
         (("train", "--devices", "1025"), "'1025' is not a whole number from 1 to 1024"),
         (("train", "mnist", "--data-dir", CONTROL), r"no\n\x1b[31mwhere\u202e is not a folder"),
-        (("train", LONG), f"invalid choice: '{199 * 'x'}…'"),
+        (("train", LONG), f"'{199 * 'x'}…' is not a task: digits, "),
     ],
 )  # fmt: skip
 def test_what_the_line_says(

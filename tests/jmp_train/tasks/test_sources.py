@@ -140,7 +140,7 @@ def test_what_a_file_raises_is_one_line_with_its_own(text: str, message: str, fo
 def test_errors_that_are_not_of_the_file_pass() -> None:
     with pytest.raises(KeyboardInterrupt), errors_of_file(Path("x.py")):
         raise KeyboardInterrupt
-    with pytest.raises(ValueError, match="^mine$"), errors_of_file(Path("x.py")):
+    with pytest.raises(ValueError, match=r"^mine$"), errors_of_file(Path("x.py")):
         raise ValueError("mine")
     with pytest.raises(SystemExit), errors_of_file(None):
         sys.exit(3)
@@ -151,7 +151,7 @@ def test_definitions_say_which_have_changed(folder: Path) -> None:
         pairs = []
         for text in (JOB, JOB.replace(old, new)):
             pairs.append(find_task(f"{written(folder, text)}:task").definitions())
-        assert list(pairs[0])[0] == "file"
+        assert next(iter(pairs[0])) == "file"
         return {name for name in {*pairs[0], *pairs[1]} if pairs[0].get(name) != pairs[1].get(name)}
 
     assert changed("return 1", "return 2") == {"plain"}
