@@ -22,8 +22,9 @@ import jax
 from result_files import write_results
 
 from jmp_train.aot import CompiledForGPU, compile_for_gpu
-from jmp_train.runs import make_setup
-from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.runs import setup_of
+from jmp_train.task import Task
+from jmp_train.tasks import load_task
 
 SYNTHETIC = TaskOptions(synthetic=True)
 TASKS = {
@@ -54,7 +55,7 @@ GOALS = {
 def train_step(task_name: str, mode: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Returns the whole step, the shapes of its arguments, and that the state is donated."""
     task: Task = load_task(*TASKS[task_name])
-    setup = make_setup(task, mode, task.schedule(100))
+    setup = setup_of(task, mode)
 
     def create(key: jax.Array) -> Any:
         init_key, step_key = jax.random.split(key)

@@ -29,7 +29,8 @@ from result_files import write_results
 
 import jmp_train as jt
 from jmp_train.runs import make_setup, train_batches
-from jmp_train.tasks import Task, TaskOptions, load_task, vit
+from jmp_train.task import Task
+from jmp_train.tasks import load_task, vit
 from jmp_train.tasks.models import VisionTransformer
 
 GOAL = 5.0
@@ -85,7 +86,7 @@ def case(name: str, policy: str, tiny: bool) -> Call:
         options = TaskOptions(synthetic=True, scale=0.001 if tiny else 0.02)
         return of_task(load_task("reddit", options), policy, None)
     if name == "mnist":
-        return of_task(load_task("mnist", TaskOptions(synthetic=True)), policy, 8 if tiny else 32)
+        return of_task(load_task("mnist", synthetic=True), policy, 8 if tiny else 32)
     model = VisionTransformer(classes=10, patch=4, width=192, depth=12, mlp=768, heads=3)
     if tiny:
         model = VisionTransformer(classes=10, patch=4, width=32, depth=2, mlp=64, heads=2)
@@ -98,7 +99,7 @@ def case(name: str, policy: str, tiny: bool) -> Call:
 
 def of_task(task: Task, policy: str, batch_size: int | None) -> Call:
     """Returns a task's step in a policy with its first state and batch."""
-    setup = make_setup(task, policy, task.schedule(100), None)
+    setup = make_setup(task, policy, task.schedule_for(100), None)
     params, model_state = task.init(jax.random.key(0))
     state = setup.create_state(params, model_state, jax.random.key(1))
     batch = next(iter(train_batches(task, batch_size or task.batch_size, 0, 1)))

@@ -25,7 +25,8 @@ from result_files import write_results
 
 import jmp_train as jt
 from jmp_train.aot import compile_for_gpu
-from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.task import Task
+from jmp_train.tasks import load_task
 
 RECIPES = {recipe.__name__: recipe for recipe in (jt.Float8CurrentScaling, jt.DelayedScaling, jt.MXFP8BlockScaling)}
 WAYS = ("float32", "bfloat16", *RECIPES)
@@ -49,7 +50,7 @@ def main() -> None:
         if args.json:
             write_results(args.json, {"peak_bytes": peaks}, device=f"{GPU}, compiled for, not run")
         return
-    task = load_task("lm", TaskOptions(model="tiny"))
+    task = load_task("lm", model="tiny")
     results: dict[str, list[float]] = {}
     for way in args.ways:
         results[way] = [bits_per_byte(task, way, seed, args.steps) for seed in range(args.seeds)]
@@ -71,7 +72,7 @@ def bits_per_byte(task: Task, way: str, seed: int, steps: int | None) -> float:
     """Returns the bits per byte of the test text after a training run."""
     windows = len(task.train["token"])
     steps = windows // task.batch_size if steps is None else steps
-    optimizer = jt.with_loss_scale(task.optimizer(task.schedule(steps)), jt.NoOpLossScale())
+    optimizer = jt.with_loss_scale(task.optimizer(task.schedule_for(steps)), jt.NoOpLossScale())
     policy = policy_of(way)
     step = jt.train_step(task.loss_fn, optimizer, policy=policy)
     params, model_state = task.init(jax.random.key(seed))
@@ -92,7 +93,7 @@ def tested(task: Task, policy: Any, state: jt.TrainState) -> float:
 
     @jax.jit
     def nats(state: jt.TrainState, batch: Any) -> jax.Array:
-        predict = jt.apply_policy(task.predict, policy)
+        predict = jt.apply_policy(task.metrics.predict, policy)
         logits = predict(state.params, state.model_state, batch).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).sum()
 

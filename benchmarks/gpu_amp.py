@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from gpu_workloads import (
     MODES,
     OURS,
@@ -28,8 +27,9 @@ from gpu_workloads import (
     variants_of,
 )
 
-from jmp_train.runs import make_setup
-from jmp_train.tasks import Arrays, Task, TaskOptions, cifar10, load_task, vit
+from jmp_train.runs import setup_of
+from jmp_train.task import Arrays, Task
+from jmp_train.tasks import cifar10, load_task, vit
 from jmp_train.tasks.models import ResNet, VisionTransformer
 
 RESNET_RATE = 1e-3  # the task's, with which it begins after a warm-up, makes the loss of one batch jump
@@ -89,7 +89,7 @@ def _vit_task(depth: int, side: int, rows: Arrays) -> Task:
     """Returns the task with so many blocks, its training data these rows."""
     model = VisionTransformer(depth=depth)
     return dataclasses.replace(
-        load_task("vit-b16", TaskOptions(synthetic=True, image_size=side)),
+        load_task("vit-b16", synthetic=True, image_size=side),
         train=rows,
         init=partial(vit.init, model=model, image_size=side),
         loss_fn=partial(vit.loss_fn, model=model),
@@ -101,7 +101,7 @@ def _our_job(task: Task, precision: str, rate: float) -> Job:
     """Returns the step on all of the task's rows in one of MODES, or in float32 with float32 or tf32 products."""
     set_matmul_precision(precision)
     name = precision if precision in MODES else "float32"
-    setup = make_setup(task, name, optax.constant_schedule(rate))
+    setup = setup_of(task, name)
     init_key, step_key = jax.random.split(jax.random.key(0))
     state = setup.create_state(*task.init(init_key), step_key)
     return JaxJob(setup.step, state, task.train)

@@ -27,7 +27,8 @@ import optax
 from result_files import write_results
 
 import jmp_train as jt
-from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.task import Task
+from jmp_train.tasks import load_task
 from jmp_train.tasks.cifar10 import make_task
 from jmp_train.tasks.models.resnet import ResNet
 
@@ -101,13 +102,13 @@ class Case:
 def case_of(name: str, tiny: bool) -> Case:
     """Returns a case of the training."""
     if name == "digits":
-        return Case(load_task("digits", TaskOptions()), adam, 3 if tiny else 330, 64)
+        return Case(load_task("digits"), adam, 3 if tiny else 330, 64)
     if name == "cifar10":
-        task = load_task("cifar10", TaskOptions(synthetic=True))
+        task = load_task("cifar10", synthetic=True)
         small = make_task(ResNet((1, 1, 1, 1), (8, 16, 32, 64)), task.train, {k: x[:500] for k, x in task.test.items()})
         small = dataclasses.replace(small, schedule=lambda steps: optax.cosine_decay_schedule(1e-3, steps))
         return Case(small, adam, 3 if tiny else 80, 32)
-    task = load_task("lm", TaskOptions())
+    task = load_task("lm")
     task = dataclasses.replace(task, test={k: x[:100] for k, x in task.test.items()})
     return Case(task, adamw_of_lm, 3 if tiny else 120, task.batch_size // 2)
 
@@ -149,7 +150,7 @@ def main() -> None:
 def bytes_of(model: str, choices: list[str], *, with_peaks: bool) -> dict[str, Any]:
     """Prints the bytes a parameter of a model by choice."""
     name, size = PLANNED[model]
-    task = load_task(name, TaskOptions(synthetic=name != "lm", model=size))
+    task = load_task(name, synthetic=name != "lm", model=size)
     print(f"\n{model}, batch {task.batch_size}, A100-40GB; bytes a parameter, and with gradients; peak")
     rows = {}
     for choice in choices:
@@ -188,7 +189,7 @@ def planned(task: Task, choice: Choice) -> tuple[Any, Any, Any]:
 
 def step_of(task: Task, choice: Choice, adam: Optimizer, steps: int) -> tuple[jt.TrainStep, Callable[..., Any]]:
     """Returns a task's step in a choice, and what makes the state of a key."""
-    optimizer, policy = choice.wrap(adam(task.schedule(steps), choice.mu_dtype)), jt.get_policy(choice.policy)
+    optimizer, policy = choice.wrap(adam(task.schedule_for(steps), choice.mu_dtype)), jt.get_policy(choice.policy)
 
     def create(key: jax.Array) -> jt.TrainState:
         init_key, step_key = jax.random.split(key)
@@ -241,7 +242,7 @@ def evaluated(case: Case, state: jt.TrainState) -> tuple[float, float]:
     """Returns loss and accuracy on at most 500 examples of the test data, computed in float32."""
     examples = case.task.prepare({name: array[:500] for name, array in case.task.test.items()})
     params = jt.cast_to_full(state.params)
-    predict = jax.jit(lambda params, model_state, batch: case.task.predict(params, model_state, batch))
+    predict = jax.jit(lambda params, model_state, batch: case.task.metrics.predict(params, model_state, batch))
     losses, hits = [], []
     for start in range(0, len(examples["label"]), 50):
         batch = {name: array[start : start + 50] for name, array in examples.items()}

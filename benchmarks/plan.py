@@ -26,7 +26,7 @@ from result_files import write_results
 import jmp_train as jt
 from jmp_train.aot import GPUS, Measured, devices_here, export_program, measure_program
 from jmp_train.runs import planned_step
-from jmp_train.tasks import TaskOptions, load_task
+from jmp_train.tasks import load_task
 
 PARTS = ("largest", "shardings", "tables", "measured")
 TASKS = {"mnist": "mnist", "resnet34": "cifar10", "vit-b16": "vit-b16"}
@@ -188,7 +188,7 @@ def case_of(case: str) -> tuple[Make, int]:
     """Returns what makes the step of a case in a policy, and the size of a batch to begin with."""
     if case == "gat":
         return lambda policy: gat(policy, "1 1 1", lambda n: gat_memory.reddit_shapes(n, EDGES_A_NODE * n)), 100_000
-    task = load_task(TASKS[case], TaskOptions(synthetic=True))
+    task = load_task(TASKS[case], synthetic=True)
     return lambda policy: planned_step(task, policy), task.batch_size
 
 

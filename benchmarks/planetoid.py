@@ -31,7 +31,7 @@ from result_files import write_results
 import jmp_train as jt
 from jmp_train.graphs.datasets import PLANETOID, NodeData, read_planetoid, synthetic_cora
 from jmp_train.runs import loss_scale_for
-from jmp_train.tasks import Task
+from jmp_train.task import Task
 from jmp_train.tasks.cora import make_task
 from jmp_train.tasks.models import node_examples
 
@@ -95,9 +95,9 @@ class Progress:
 def make_trainer(task: Task, policy: jt.Policy, paper: Paper) -> Callable[..., dict[str, Any]]:
     """Returns `train(key, batches) -> what is reported of a seed`, one program for a whole training."""
     loss_scale = loss_scale_for(policy)
-    optimizer = jt.with_loss_scale(task.optimizer(task.schedule(paper.epochs)), loss_scale)
+    optimizer = jt.with_loss_scale(task.optimizer(task.schedule_for(paper.epochs)), loss_scale)
     step = jt.train_step(task.loss_fn, optimizer, policy=policy)
-    predict = jt.apply_policy(lambda params, batch: task.predict(params, None, batch), policy)
+    predict = jt.apply_policy(lambda params, batch: task.metrics.predict(params, None, batch), policy)
 
     def score(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         logits = predict(params, batch).astype(jnp.float32)

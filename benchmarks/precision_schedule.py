@@ -29,8 +29,9 @@ import optax
 from result_files import write_results
 
 import jmp_train as jt
-from jmp_train.runs import evaluation_batches, make_setup, phase_bounds, train_batches
-from jmp_train.tasks import Arrays, Task, TaskOptions, load_task
+from jmp_train.runs import evaluation_batches, phase_bounds, setup_of, train_batches
+from jmp_train.task import Arrays, Task
+from jmp_train.tasks import load_task
 
 ENDS = {
     "mixed_bfloat16": "float32",
@@ -90,7 +91,7 @@ class Trainer:
         self.task = task
         self.epochs = epochs
         self.total = epochs * (len(task.train["label"]) // task.batch_size)
-        self.setup = functools.cache(lambda name: make_setup(task, name, task.schedule(self.total)))
+        self.setup = functools.cache(lambda name: setup_of(task, name))
         self.step = functools.cache(lambda name: jax.jit(self.setup(name).step, donate_argnums=0))
         self.losses = functools.cache(lambda name: jax.jit(functools.partial(_losses, self.setup(name))))
 
@@ -171,7 +172,7 @@ def main() -> None:
     parser.add_argument("--train-size", type=int)
     parser.add_argument("--json", type=Path, help="keeps what it has of other tasks")
     args = parser.parse_args()
-    task = regression() if args.task == "regression" else load_task(args.task, TaskOptions(train_size=args.train_size))
+    task = regression() if args.task == "regression" else load_task(args.task, train_size=args.train_size)
     trainer = Trainer(task, args.epochs or task.epochs)
 
     full, runs = [], {name: [] for name in args.policies}

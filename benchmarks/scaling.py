@@ -45,7 +45,8 @@ from step_overhead import (
 )
 
 import jmp_train as jt
-from jmp_train.tasks import Task, load_task
+from jmp_train.task import Task
+from jmp_train.tasks import load_task
 
 TARGET = 1.03
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -31,7 +31,8 @@ from flax.training.dynamic_scale import DynamicScale
 from result_files import write_results
 
 import jmp_train as jt
-from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.task import Task
+from jmp_train.tasks import load_task
 from jmp_train.tasks.models import VisionTransformer
 from jmp_train.tasks.vit import init, loss_fn
 
@@ -226,7 +227,7 @@ def watched_models(examples: int) -> dict[str, Watched]:
     """Returns MNIST's network and a small transformer, each with a batch of so many examples."""
     rng = np.random.default_rng(0)
     label = jnp.asarray(rng.integers(10, size=examples))
-    mnist = load_task("mnist", TaskOptions(synthetic=True))
+    mnist = load_task("mnist", synthetic=True)
     images = [jnp.asarray(rng.random((examples, *shape), np.float32)) for shape in ((28, 28, 1), (32, 32, 3))]
     transformer = VisionTransformer(classes=10, patch=4, width=128, depth=4, heads=4, mlp=512)
     return {

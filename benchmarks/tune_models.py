@@ -10,7 +10,8 @@ import jax.random as jr
 import optax
 
 from jmp_train.runs import train_batches
-from jmp_train.tasks import Task, TaskOptions, load_task, vit
+from jmp_train.task import Task
+from jmp_train.tasks import load_task, vit
 from jmp_train.tasks.models import VisionTransformer
 
 EXAMPLES = 3  # the last of which the search does not see
@@ -30,17 +31,17 @@ class Case(NamedTuple):
 
 def mnist(tiny: bool) -> Case:
     """The task `mnist`'s network."""
-    return _of_task(load_task("mnist", TaskOptions(synthetic=True)), 4 if tiny else 32)
+    return _of_task(load_task("mnist", synthetic=True), 4 if tiny else 32)
 
 
 def resnet34(tiny: bool) -> Case:
     """ResNet-34 on images of 32 pixels."""
-    return _of_task(load_task("cifar10", TaskOptions(synthetic=True)), 2 if tiny else 16)
+    return _of_task(load_task("cifar10", synthetic=True), 2 if tiny else 16)
 
 
 def gat(tiny: bool) -> Case:
     """A graph attention network on a synthetic graph like Reddit's."""
-    return _of_task(load_task("reddit", TaskOptions(synthetic=True, scale=0.001 if tiny else 0.01)), None)
+    return _of_task(load_task("reddit", synthetic=True, scale=0.001 if tiny else 0.01), None)
 
 
 def _of_task(task: Task, batch_size: int | None) -> Case:

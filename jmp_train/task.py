@@ -1,7 +1,7 @@
 """`Task`: data, model, loss, optimizer and evaluation of a training job, as one value."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -11,13 +11,11 @@ import optax
 from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import named_leaves
 from jmp_train.steps import LossFn
-from jmp_train.types import Batch
 
 DATA_AXIS = "data"  # the mesh axis over which a batch is sharded
 
 Arrays: TypeAlias = Mapping[str, Any]  # NumPy arrays [examples, ...]
 Examples: TypeAlias = Mapping[str, jax.Array]  # of a batch, as they are in the step
-Batches: TypeAlias = Iterable[Batch]
 Optimizer: TypeAlias = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
 LearningRate: TypeAlias = float | Callable[[int], optax.Schedule]
 
@@ -94,11 +92,11 @@ class Task:
     init: Callable[[jax.Array], tuple[Any, Any]]
     loss_fn: LossFn
     optimizer: Optimizer
-    train: Arrays | Callable[[int], Batches]
+    train: Any  # Arrays, or a function of the epoch
     epochs: int = 1
     evaluate: Callable[[Any, Any], Mapping[str, Any]] | None = None
-    metrics: Callable[[Any, Any, Any], Mapping[str, Any]] | None = None
-    test: Arrays | Callable[[], Batches] | None = None
+    metrics: Any = None  # a function
+    test: Any = None  # Arrays, or a function
     higher_is_better: bool = True
     steps_per_epoch: int | None = None
     batch_size: int | None = None

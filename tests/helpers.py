@@ -58,13 +58,19 @@ def promoting(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def promoting_task(task: Task) -> Task:
     """Returns the task with dtypes promoted within flax and optax, ours stay strict."""
+    metrics: Any = task.metrics
     return dataclasses.replace(
         task,
         loss_fn=promoting(task.loss_fn),
-        metrics=None if task.metrics is None else promoting(task.metrics),
+        metrics=dataclasses.replace(metrics, predict=promoting(metrics.predict)),
         init=promoting(task.init),
         optimizer=lambda steps: relaxed(task.optimizer_for(steps)),
     )
+
+
+def first_examples(task: Task, count: int) -> Task:
+    """Returns the task with the first training examples only."""
+    return dataclasses.replace(task, train={name: array[:count] for name, array in task.train.items()})
 
 
 def compiled_vjp(fn: Callable[..., Any], cotangent: Any, *args: Any) -> tuple[Any, Any]:

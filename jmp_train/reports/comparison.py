@@ -93,8 +93,9 @@ def speed_table(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, .
         "run": [run.policy for run in runs],
         "iterations/s": [_rate(run.iterations_per_second) for run in runs],
         "samples/s": ["" if run.samples_per_second is None else _rate(run.samples_per_second) for run in runs],
-        "s/epoch": [seconds_text(run) for run in runs],
     }
+    if not reports_memory(runs):  # a CPU, whose times differ much
+        columns["s/epoch"] = [seconds_text(run) for run in runs]
     if len(runs) > 1:
         speeds = [f"{run.iterations_per_second / first.iterations_per_second:.2f}x" for run in runs]
         columns["speed-up"] = speeds
@@ -241,16 +242,21 @@ def metric_title(name: str) -> str:
     return name.replace("_per_", "/").replace("_", " ")
 
 
-def metrics_note(run: Run) -> str:
-    """Returns "test accuracy 98.61%, bits/byte 2.1234" of a run, or its last loss if it has no metrics.
+def metrics_note(run: Run, first: Run | None = None) -> str:
+    """Returns "test accuracy 98.61% (+0.10 points), bits/byte 2.1234", or the last loss of a run without metrics.
 
     Args:
       run: the run.
+      first: the one that the accuracy is compared with; None for none.
     """
     names = shown_metrics([run])
     if not names:
         return f"loss {run.epochs[-1].loss:.4f}"
-    return ", ".join(f"{metric_title(name)} {cell}" for name, cell in zip(names, metric_cells(run, names), strict=True))
+    cells = metric_cells(run, names)
+    worse = None if first is None else worse_by(run, first)
+    if worse is not None and "accuracy" in names[0]:
+        cells[0] += f" ({0.0 - 100 * worse:+.2f} points)"
+    return ", ".join(f"{metric_title(name)} {cell}" for name, cell in zip(names, cells, strict=True))
 
 
 def worse_by(run: Run, first: Run) -> float | None:

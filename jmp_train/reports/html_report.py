@@ -24,7 +24,6 @@ from jmp_train.reports.comparison import (
     shown_metrics,
     speed_table,
     watch_rows,
-    worse_by,
 )
 from jmp_train.reports.plots import PANELS, color, svg
 from jmp_train.runs import Epoch, Run
@@ -170,17 +169,10 @@ def _sentence(run: Run, first: Run) -> str:
     beside = f" ({times})" if times else ""
     speed = f"{first.epoch_seconds / run.epoch_seconds:.2f} times as fast as {first.policy}, "
     return (
-        f"{run.policy}: {metrics_note(run)}{_points(run, first)}, {'' if is_on_cpu([run, first]) else speed}"
+        f"{run.policy}: {metrics_note(run, first)}, {'' if is_on_cpu([run, first]) else speed}"
         f"{run.costs.half_flops_share:.1%} of the flops in half precision{_saved(run)}{beside}; "
         f"{len(run.skipped)} of {len(run.steps)} steps skipped."
     )
-
-
-def _points(run: Run, first: Run) -> str:
-    worse = worse_by(run, first)
-    if worse is None or "accuracy" not in str(first.headline):
-        return ""
-    return f" ({-100 * worse if first.higher_is_better else 100 * worse:+.2f} points)"
 
 
 def _row(index: int, run: Run, names: Sequence[str]) -> str:

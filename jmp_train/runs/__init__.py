@@ -49,4 +49,7 @@ from jmp_train.runs.setups import loss_scale_for as loss_scale_for
 from jmp_train.runs.setups import make_setup as make_setup
 from jmp_train.runs.setups import precision_of as precision_of
 from jmp_train.runs.setups import run_optimizer as run_optimizer
+from jmp_train.runs.setups import setup_of as setup_of
 from jmp_train.runs.task_batches import batch_shapes as batch_shapes
+from jmp_train.runs.task_batches import evaluation_batches as evaluation_batches
+from jmp_train.runs.task_batches import train_batches as train_batches

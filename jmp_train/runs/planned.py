@@ -7,16 +7,16 @@ from typing import Any
 import jax
 
 from jmp_train.runs.preparing import with_shared
-from jmp_train.runs.run_settings import RunSettings
-from jmp_train.runs.setups import make_setup, run_optimizer, shapes_of_init
+from jmp_train.runs.run_settings import DEFAULT_SETTINGS, RunSettings
+from jmp_train.runs.setups import setup_of, shapes_of_init
 from jmp_train.runs.task_batches import batch_shapes
 from jmp_train.steps import TrainStep
 from jmp_train.task import Task
 
-_STEPS = 100  # of a schedule; the shapes do not depend on it
 
-
-def planned_step(task: Task, name: str, settings: RunSettings) -> tuple[TrainStep, Any, Callable[[int | None], Any]]:
+def planned_step(
+    task: Task, name: str, settings: RunSettings = DEFAULT_SETTINGS
+) -> tuple[TrainStep, Any, Callable[[int | None], Any]]:
     """Returns the step of a task, its state and its batches by their size, as shapes.
 
     Args:
@@ -27,9 +27,8 @@ def planned_step(task: Task, name: str, settings: RunSettings) -> tuple[TrainSte
     Raises:
       ValueError: there is no such policy or mode.
     """
-    params, model_state = shapes_of_init(task)
-    setup = make_setup(task, name, run_optimizer(task, params, _STEPS, settings), settings)
-    state = jax.eval_shape(setup.create_state, params, model_state, jax.eval_shape(jax.random.key, 0))
+    setup = setup_of(task, name, settings)
+    state = jax.eval_shape(setup.create_state, *shapes_of_init(task), jax.eval_shape(jax.random.key, 0))
     shared = jax.eval_shape(setup.cast_shared, task.shared())
 
     @functools.cache  # a user's loader may take its time

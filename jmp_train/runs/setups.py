@@ -217,6 +217,18 @@ def make_setup(
     return _of_policy(task, policy, made, loss_scale, parts, watch)
 
 
+def setup_of(task: Task, name: str, settings: RunSettings = DEFAULT_SETTINGS, total: int = 100) -> Setup:
+    """Returns the setup of a task by itself, without a run.
+
+    Args:
+      task: the task.
+      name: see `precision_of`.
+      settings: of a run.
+      total: steps of a run, on which schedules depend.
+    """
+    return make_setup(task, name, run_optimizer(task, shapes_of_init(task)[0], total, settings), settings)
+
+
 def _growing_after(amp: Amp, steps: int | None) -> Amp:
     """Returns a mode whose dynamic loss scale, if it has one, grows after so many steps without overflow."""
     if steps is None or not isinstance(amp.loss_scale, DynamicLossScale):
@@ -264,7 +276,8 @@ def _of_policy(
         return TrainState.create(params, made.optimizer, model_state=model_state, rng=rng)
 
     # Sums over a batch would overflow in half precision.
-    summing = dataclasses.replace(policy, output_dtype=jnp.promote_types(policy.output_dtype, jnp.float32))
+    is_double = policy.output_dtype == jnp.float64
+    summing = dataclasses.replace(policy, output_dtype=jnp.float64 if is_double else jnp.float32)
 
     def forward(fn: Callable[..., Any]) -> Callable[..., Any]:
         def in_policy(params: Params, model_state: ModelState, batch: Batch) -> Any:

@@ -21,6 +21,7 @@ from jmp_train.runs.foreign_batches import (
     signature_of,
 )
 from jmp_train.task import Task, count_examples
+from jmp_train.types import Batch
 
 
 class Place(NamedTuple):
@@ -188,6 +189,24 @@ class IterableData:
         return "; it has to return a new iterator for each epoch" if epoch else ""
 
 
+def train_batches(
+    task: Task, batch_size: int, seed: int, epochs: int, sharding: NamedSharding | None = None, start: int = 0
+) -> Iterator[Batch]:
+    """Yields the training batches of a task of arrays; see `array_batches`.
+
+    Args:
+      task: the task.
+      batch_size: examples per batch.
+      seed: of the order.
+      epochs: passes over the arrays.
+      sharding: of a batch over several devices; None for the first one.
+      start: batches to leave out.
+    """
+    data = ArrayData(task, batch_size, seed)
+    place = Place(*divmod(start, data.steps_per_epoch))
+    return (item.batch for item in data.items(place, epochs, sharding))
+
+
 def nan_lines(batch: Any, where: str) -> tuple[str, ...]:
     """Returns a line for each array of a batch that has NaN.
 
@@ -226,7 +245,8 @@ def batch_shapes(task: Task, size: int | None) -> Any:
         examples = task.prepare(jax.tree.map(lambda array: array[:rows], task.train))
         size = size or task.batch_size or count_examples(task.train)
         return _shapes(examples, None if task.shards_shared else size)  # whose rows are those of the devices' parts
-    batch = next(iter(task.train(0)), None)
+    made: Any = task.train(0)
+    batch = next(iter(made), None)
     if batch is None:
         raise ValueError("train(0) returned no batches")
     batch = as_arrays(batch, "batch 0 of train(0)")
@@ -251,7 +271,8 @@ def evaluation_batches(task: Task, batch_size: int | None) -> Iterator[tuple[Any
       batch_size: examples per batch of arrays, of which the last has the rest; None for one batch.
     """
     if callable(task.test):
-        for number, found in enumerate(task.test()):
+        made: Any = task.test()
+        for number, found in enumerate(made):
             batch = as_arrays(found, f"batch {number} of test()")
             yield batch, rows_of(batch)
         return

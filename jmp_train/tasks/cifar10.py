@@ -18,7 +18,7 @@ from jax import lax
 from jmp_train.data import CIFAR10_CLASSES, CIFAR10_FILES, CIFAR10_SIZE, read_cifar10
 from jmp_train.policies.amp_modes import batch_norm_paths
 from jmp_train.task import Arrays, Examples, Task
-from jmp_train.tasks.models import ResNet, Variables, accuracy, image_loss
+from jmp_train.tasks.models import Accuracy, ResNet, Variables, image_loss
 from jmp_train.tasks.options import FileOptions, axis_name
 
 LEARNING_RATE = 0.1
@@ -169,7 +169,7 @@ def make_task(model: ResNet, train: Arrays, test: Arrays) -> Task:
         prepare=prepare,
         init=partial(init, alone),
         loss_fn=partial(loss_fn, model),
-        metrics=accuracy(partial(predict, alone)),
+        metrics=Accuracy(partial(predict, alone)),
         learning_rate=schedule,
         optimizer=lambda steps: sgd(schedule(steps)),
         batch_size=128,

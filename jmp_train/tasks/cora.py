@@ -18,7 +18,7 @@ from jmp_train.graphs.datasets import PLANETOID_ADDRESS, NodeData, read_planetoi
 from jmp_train.graphs.structure import Graph, from_edges, sparse_features
 from jmp_train.graphs.transforms import add_self_loop, normalize_rows
 from jmp_train.task import Task
-from jmp_train.tasks.models import GAT, GCN, SAGE, WEIGHT_DECAY, accuracy, adam_with_l2, node_classifier, node_examples
+from jmp_train.tasks.models import GAT, GCN, SAGE, WEIGHT_DECAY, Accuracy, adam_with_l2, node_classifier, node_examples
 from jmp_train.tasks.options import FileOptions
 from jmp_train.tasks.partitioned import over_devices
 
@@ -152,7 +152,7 @@ def make_task(data: NodeData, model: str, dataset: str = "cora", *, sparse: bool
         test=node_examples(data, data.test),
         init=init,
         loss_fn=loss_fn,
-        metrics=accuracy(predict),
+        metrics=Accuracy(predict),
         learning_rate=recipe.learning_rate,
         optimizer=adam_with_l2(optax.constant_schedule(recipe.learning_rate), recipe.decayed, recipe.weight_decay),
         epochs=200,

@@ -15,7 +15,7 @@ import optax
 
 from jmp_train.extras import extra_packages
 from jmp_train.task import Arrays, Task
-from jmp_train.tasks.models import image_classifier
+from jmp_train.tasks.models import Accuracy, image_classifier
 from jmp_train.tasks.options import axis_name
 
 CLASSES = 10
@@ -41,7 +41,7 @@ class DigitsCNN(nn.Module):
         return nn.Dense(CLASSES)(x)
 
 
-init, loss_fn, metrics, batch_norms = image_classifier(DigitsCNN, (1, 8, 8, 1))
+init, loss_fn, predict, batch_norms = image_classifier(DigitsCNN, (1, 8, 8, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def task(options: Options) -> Task:
         test=_examples(data, test_examples),
         init=init,
         loss_fn=partial(loss_fn, axis_name=axis_name(options.devices)),
-        metrics=metrics,
+        metrics=Accuracy(predict),
         learning_rate=schedule,
         optimizer=lambda steps: optax.adam(schedule(steps)),
         batch_size=64,

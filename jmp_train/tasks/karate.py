@@ -18,7 +18,7 @@ from jmp_train.extras import extra_packages
 from jmp_train.graphs.structure import Graph, from_edges
 from jmp_train.policies import Params
 from jmp_train.task import Arrays, Examples, Task
-from jmp_train.tasks.models import GAT, GCN, accuracy, cross_entropy
+from jmp_train.tasks.models import GAT, GCN, Accuracy, cross_entropy
 from jmp_train.types import ModelState
 
 CLASSES = 2
@@ -67,7 +67,7 @@ def task(options: Options) -> Task:
         test=_examples(members, labels, ~is_labeled),
         init=init,
         loss_fn=cross_entropy(predict),
-        metrics=accuracy(predict),
+        metrics=Accuracy(predict),
         learning_rate=LEARNING_RATE,
         optimizer=optax.adam(optax.constant_schedule(LEARNING_RATE)),
         epochs=50,

@@ -19,7 +19,7 @@ from flax import nnx
 
 from jmp_train.data import read_bytes
 from jmp_train.task import Arrays, Examples, Task
-from jmp_train.tasks.models import GPT, GPTConfig, accuracy
+from jmp_train.tasks.models import GPT, Accuracy, GPTConfig
 from jmp_train.tasks.schedules import with_warm_up
 from jmp_train.types import ModelState
 
@@ -173,7 +173,7 @@ def task(options: Options) -> Task:
         prepare=prepare,
         init=partial(init, config=config),
         loss_fn=partial(loss_fn, config=config),
-        metrics=accuracy(partial(predict, config=config), with_bits=True),
+        metrics=Accuracy(partial(predict, config=config), with_bits=True),
         learning_rate=rate,
         optimizer=lambda steps: optimizer(rate(steps)),
         batch_size=recipe.batch_size,

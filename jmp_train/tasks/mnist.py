@@ -16,7 +16,7 @@ import optax
 
 from jmp_train.data import MNIST_FILES, read_mnist
 from jmp_train.task import Arrays, Task
-from jmp_train.tasks.models import Conv, image_classifier, torch_uniform
+from jmp_train.tasks.models import Accuracy, Conv, image_classifier, torch_uniform
 from jmp_train.tasks.options import FileOptions, axis_name
 
 # (channels in, channels out, kernel, stride, padding)
@@ -70,7 +70,7 @@ def _dense(features: int, fan_in: int) -> nn.Dense:
     return nn.Dense(features, kernel_init=init, bias_init=init)
 
 
-init, loss_fn, metrics, batch_norms = image_classifier(MnistCNN, (1, 28, 28, 1))
+init, loss_fn, predict, batch_norms = image_classifier(MnistCNN, (1, 28, 28, 1))
 
 
 def prepare(examples: Arrays) -> Arrays:
@@ -101,7 +101,7 @@ def task(options: Options) -> Task:
         prepare=prepare,
         init=init,
         loss_fn=partial(loss_fn, axis_name=axis_name(options.devices)),
-        metrics=metrics,
+        metrics=Accuracy(predict),
         learning_rate=LEARNING_RATE,
         optimizer=optax.adam(optax.constant_schedule(LEARNING_RATE)),
         batch_size=256,

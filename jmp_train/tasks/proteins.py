@@ -28,7 +28,7 @@ from jmp_train.graphs.datasets import (
 from jmp_train.graphs.structure import stack
 from jmp_train.policies.amp_modes import batch_norm_paths
 from jmp_train.task import Arrays, Task
-from jmp_train.tasks.models import GIN, accuracy, graph_classifier
+from jmp_train.tasks.models import GIN, Accuracy, graph_classifier
 from jmp_train.tasks.options import FileOptions, axis_name
 
 HIDDEN, LAYERS = 32, 3
@@ -106,7 +106,7 @@ def make_task(data: GraphData, options: Options | None = None, epochs: int = 30)
         prepare=prepare,
         init=init,
         loss_fn=loss_fn,
-        metrics=accuracy(predict),
+        metrics=Accuracy(predict),
         learning_rate=schedule,
         optimizer=lambda steps: optax.adam(schedule(steps)),
         batch_size=32,

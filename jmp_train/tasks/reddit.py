@@ -26,7 +26,7 @@ from jmp_train.graphs.datasets import (
 from jmp_train.graphs.sampling import HostEdges, host_edges
 from jmp_train.graphs.structure import Graph, from_edges
 from jmp_train.task import Task
-from jmp_train.tasks.models import GAT, accuracy, adam_with_l2, node_classifier, node_examples
+from jmp_train.tasks.models import GAT, Accuracy, adam_with_l2, node_classifier, node_examples
 from jmp_train.tasks.options import FileOptions
 from jmp_train.tasks.partitioned import over_devices
 
@@ -71,7 +71,7 @@ def task(options: Options) -> Task:
         test=test,
         init=init,
         loss_fn=loss_fn,
-        metrics=accuracy(predict),
+        metrics=Accuracy(predict),
         learning_rate=LEARNING_RATE,
         optimizer=adam_with_l2(optax.constant_schedule(LEARNING_RATE)),
         epochs=100,

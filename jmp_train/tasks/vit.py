@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jmp_train.data import center_crops, random_crops, read_image_folder
 from jmp_train.task import Arrays, Examples, Task
-from jmp_train.tasks.models import Variables, VisionTransformer, accuracy, image_loss
+from jmp_train.tasks.models import Accuracy, Variables, VisionTransformer, image_loss
 from jmp_train.tasks.options import FileOptions
 from jmp_train.tasks.schedules import with_warm_up
 from jmp_train.types import ModelState
@@ -174,7 +174,7 @@ def _common(model: VisionTransformer, size: int) -> dict[str, Any]:
     return {
         "init": partial(init, model=model, image_size=size),
         "loss_fn": partial(loss_fn, model=model),
-        "metrics": accuracy(partial(predict, model=model)),
+        "metrics": Accuracy(partial(predict, model=model)),
         "learning_rate": schedule,
         "optimizer": lambda steps: optimizer(schedule(steps)),
         "batch_size": BATCH_SIZE,

@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
 
-from jmp_train.runs import make_setup
-from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.runs import setup_of
+from jmp_train.task import Task
+from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.gpu
 STEPS = 3
@@ -33,7 +33,7 @@ def first_steps(name: str, policy: str, device: Any) -> tuple[np.ndarray, np.nda
     """Returns the losses of the first steps, all on one batch, and the norms of their gradients."""
     task = task_of(name)
     with jax.default_device(device), jax.default_matmul_precision("float32"), jax.numpy_dtype_promotion("standard"):
-        setup = make_setup(task, policy, optax.constant_schedule(1e-3))
+        setup = setup_of(task, policy)
         examples = {key: rows[: task.batch_size] for key, rows in task.train.items()}
         batch: Any = task.prepare(examples) | setup.cast_shared(task.shared())
         state = setup.create_state(*task.init(jax.random.key(0)), jax.random.key(1))

@@ -20,7 +20,7 @@ from helpers import relaxed
 from planetoid_files import write_planetoid
 
 import jmp_train as jt
-from jmp_train.tasks import Task
+from jmp_train.task import Task
 from jmp_train.tasks.models.resnet import ResNet
 from jmp_train.tasks.models.vit import VisionTransformer
 

@@ -15,8 +15,8 @@ from jmp_train.tasks.models.graph_models import adam_with_l2 as adam_with_l2
 from jmp_train.tasks.models.graph_models import cross_entropy as cross_entropy
 from jmp_train.tasks.models.graph_models import node_classifier as node_classifier
 from jmp_train.tasks.models.graph_models import node_examples as node_examples
+from jmp_train.tasks.models.losses import Accuracy as Accuracy
 from jmp_train.tasks.models.losses import Variables as Variables
-from jmp_train.tasks.models.losses import accuracy as accuracy
 from jmp_train.tasks.models.losses import image_classifier as image_classifier
 from jmp_train.tasks.models.losses import image_loss as image_loss
 from jmp_train.tasks.models.resnet import ResNet as ResNet

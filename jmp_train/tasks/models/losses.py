@@ -1,5 +1,6 @@
 """Losses and metrics of the tasks: classifiers, and linen models with BatchNorm on images."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -52,14 +53,13 @@ class ImageClassifier(NamedTuple):
 
     init: Callable[[jax.Array], tuple[Any, Any]]
     loss_fn: Callable[..., tuple[jax.Array, Any]]
-    metrics: Callable[[Any, Any, Any], Any]
+    predict: Callable[[Any, Any, Any], Any]
     batch_norms: Callable[[], tuple[str, ...]]
 
 
-def accuracy(
-    predict: Callable[[Any, Any, Any], jax.Array], *, with_bits: bool = False
-) -> Callable[[Any, Any, Any], dict[str, Any]]:
-    """Returns the `metrics` of a classifier: `test_accuracy`, and the number of outputs that are not finite.
+@dataclasses.dataclass(frozen=True)
+class Accuracy:
+    """The `metrics` of a classifier: `test_accuracy`, and the number of outputs that are not finite.
 
     An output that is not finite is a wrong one. Rows whose label is negative do not count.
 
@@ -70,21 +70,24 @@ def accuracy(
         finite.
     """
 
-    def metrics(params: Any, model_state: Any, batch: Examples) -> dict[str, Any]:
-        return autocast(_judged, enabled=False)(predict(params, model_state, batch), jnp.asarray(batch["label"]))
+    predict: Callable[..., jax.Array]
+    with_bits: bool = False
 
-    def _judged(logits: jax.Array, label: jax.Array) -> dict[str, Any]:
+    def __call__(self, params: Any, model_state: Any, batch: Examples) -> dict[str, Any]:
+        """Returns the metrics of a batch."""
+        logits = self.predict(params, model_state, batch)
+        return autocast(self._judged, enabled=False)(logits, jnp.asarray(batch["label"]))
+
+    def _judged(self, logits: jax.Array, label: jax.Array) -> dict[str, Any]:
         is_label = label >= 0
         is_finite = jnp.isfinite(logits).all(-1) & is_label
         is_right = is_finite & (logits.argmax(-1).astype(label.dtype) == label)
         found: dict[str, Any] = {"test_accuracy": (is_right.sum(), is_label.sum())}
-        if with_bits:
+        if self.with_bits:
             losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), label)
             bits = jnp.where(is_finite, losses, 0) / np.float32(math.log(2))
             found["bits_per_byte"] = (bits.sum(), is_finite.sum())
         return found | {"nonfinite_outputs": (is_label & ~is_finite).sum()}
-
-    return metrics
 
 
 def image_classifier(make: Callable[[str | None], nn.Module], shape: tuple[int, ...]) -> ImageClassifier:
@@ -114,4 +117,4 @@ def image_classifier(make: Callable[[str | None], nn.Module], shape: tuple[int, 
     def batch_norms() -> tuple[str, ...]:
         return batch_norm_paths(model, jax.ShapeDtypeStruct(shape, jnp.float32), train=False)
 
-    return ImageClassifier(init, loss_fn, accuracy(predict), batch_norms)
+    return ImageClassifier(init, loss_fn, predict, batch_norms)

@@ -16,7 +16,6 @@ from released_states import KARATE, STEP_OF, new_state, next_params, optimizers,
 import jmp_train as jt
 from jmp_train.runs.run_identity import run_metadata
 from jmp_train.tasks import load_task
-from jmp_train.tasks.task import TaskOptions
 
 pytestmark = pytest.mark.quick
 
@@ -140,7 +139,7 @@ def test_the_command_goes_on_with_a_run(saved: Path, tmp_path: Path) -> None:
 )
 def test_a_run_says_the_same_of_itself(task: str, options: dict[str, Any], run: dict[str, Any]) -> None:
     """Else `--resume` would refuse the checkpoints of before as another run's."""
-    loaded = load_task(task, TaskOptions(**options))
+    loaded = load_task(task, **options)
     found = run_metadata(loaded, "mixed_float16", 3, 2, 0, loaded.shared())["run"]
     own = dict.fromkeys(["model", "heads", "scale", "image_size"])
     same = {"policy": "mixed_float16", "epochs": 3, "batch_size": 2, "devices": 1, "seed": 0}

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jmp_train.data.batches import array_batches, example_seeds
 from jmp_train.runs.task_batches import evaluation_batches as batches_of_test
 from jmp_train.runs.task_batches import train_batches
-from jmp_train.tasks import Arrays, Task, load_task
+from jmp_train.task import Arrays, Task
+from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
 

@@ -28,9 +28,13 @@ def test_a_failure_is_explained_by_what_the_mode_lacks() -> None:
     assert explain_failure("apex-O3", "killed by signal 9") == "killed by signal 9"
 
 
-@pytest.mark.parametrize(("points", "said"), [(-3.0, False), (1.0, False), (1.01, True)])
+@pytest.mark.parametrize(("points", "said"), [(-3.0, False), (0.99, False), (1.01, True)])
 def test_more_than_a_point_of_accuracy_is_explained(points: float, said: bool) -> None:
-    text = explain_accuracy("apex-O3-bfloat16", points, "float32")
+    first, run = (
+        dataclasses.replace(make_run(name), metrics={"test_accuracy": 0.9 - worse / 100})
+        for name, worse in (("float32", 0.0), ("apex-O3-bfloat16", points))
+    )
+    text = explain_accuracy(run, first)
     if not said:
         assert text is None
         return
@@ -47,11 +51,14 @@ def test_the_worst_group_of_what_was_watched_is_named() -> None:
 
 
 def test_what_is_not_known_is_not_explained() -> None:
-    assert explain_accuracy("naive", 50.0, "float32") is None
+    worse = dataclasses.replace(make_run("naive"), metrics={"test_accuracy": 0.4})
+    assert explain_accuracy(worse, make_run("float32")) is None
+    other = dataclasses.replace(make_run("apex-O3"), metrics={"loss": 9.0}, higher_is_better=False)
+    assert explain_accuracy(other, dataclasses.replace(other, metrics={"loss": 1.0})) is None
 
 
 def test_outputs_that_are_not_finite_are_told() -> None:
-    bad = dataclasses.replace(make_run("naive"), nonfinite_outputs=3)
+    bad = dataclasses.replace(make_run("naive"), metrics={"test_accuracy": 0.5, "nonfinite_outputs": 3})
     text = "naive: for 3 of the test data the model's output is not finite, which counts as wrong"
     assert note_outputs(bad) == text
     assert explanations([make_run(), bad]) == [text]

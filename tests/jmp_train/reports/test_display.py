@@ -86,7 +86,7 @@ def test_a_terminal_gets_bars_a_table_and_the_lines_above_them() -> None:
     assert re.search(r"mixed_float16 training +0\.0200 +4 +1 +2\.00 +7\.5 s +3 MB", text)
     assert re.search(r"float32 +waiting", text)
     assert re.search(r"float32 +loading", text)
-    assert "98.70% right" in text
+    assert "test accuracy 98.70%" in text
     assert "float32: no memory" in text
     assert re.search(r"float32 +failed", text)
 

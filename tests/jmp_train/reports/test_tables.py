@@ -71,7 +71,10 @@ def test_the_phases_of_a_schedule_have_a_key_a_sentence_and_a_line_in_the_plot()
 
 
 def test_bits_per_byte_have_a_column_and_a_key(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [dataclasses.replace(make_run(name), bits_per_byte=2.5 + i) for i, name in enumerate(("float32", "float16"))]
+    runs = [
+        dataclasses.replace(make_run(name), metrics={"test_accuracy": 0.9, "bits_per_byte": 2.5 + i})
+        for i, name in enumerate(("float32", "float16"))
+    ]
     print_table([make_run()])
     assert "bits" not in capsys.readouterr().out
     print_table(runs)
@@ -82,8 +85,8 @@ def test_bits_per_byte_have_a_column_and_a_key(capsys: pytest.CaptureFixture[str
     assert [entry["bits_per_byte"] for entry in report("lm", runs)["runs"]] == [2.5, 3.5]
     assert "bits_per_byte" not in report("digits", [make_run()])["runs"][0]
     page = html_report.page("lm", runs)
-    assert "float32: 98.70% of the test data right, 2.5000 bits/byte, " in page
-    assert "float16: 98.70% right (+0.00 points), 3.5000 bits/byte, " in page
+    assert "float32: test accuracy 90.00%, bits/byte 2.5000, " in page
+    assert "float16: test accuracy 90.00% (+0.00 points), bits/byte 3.5000, " in page
     assert "bits" not in html_report.page("digits", [make_run()])
 
 
@@ -155,9 +158,11 @@ def test_speed_and_the_memory_of_devices_are_beside_the_first_runs(
     print_speed_table([dataclasses.replace(run, memory_of=memory_of) for run in runs])
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.strip().splitlines()]
     memory = memory_of == "device"
-    assert rows[0] == "run iterations/s samples/s speed-up" + " memory memory ratio" * memory
-    assert rows[2] == "float32 25.0 1600.0 1.00x" + " 300 MB 1.00x" * memory
-    assert rows[3] == "apex-O3-bfloat16 2.5 160.0 0.10x" + " 450 MB 1.50x" * memory
+    spread = "" if memory else " s/epoch"  # of a CPU
+    assert rows[0] == f"run iterations/s samples/s{spread} speed-up" + " memory memory ratio" * memory
+    seconds = ["" if memory else f" {text}" for text in ("2.00 (2.00 to 2.00)", "20.00 (20.00 to 20.00)")]
+    assert rows[2] == f"float32 25.0 1600.0{seconds[0]} 1.00x" + " 300 MB 1.00x" * memory
+    assert rows[3] == f"apex-O3-bfloat16 2.5 160.0{seconds[1]} 0.10x" + " 450 MB 1.50x" * memory
     assert rows[-1] == "1.00x: float32"
 
 
@@ -188,21 +193,21 @@ def test_what_fits_is_written_and_the_earlier_rest_is_kept(tmp_path: Path) -> No
 def test_the_sentences_compare_with_the_first_run() -> None:
     half = dataclasses.replace(
         make_run("half", scale=8.0, skips=(7,)),
-        test_accuracy=0.98,
+        metrics={"test_accuracy": 0.98},
         costs=dataclasses.replace(COSTS, half_flops_share=0.987, residual_bytes=1_860_000),
     )
     epochs = tuple(dataclasses.replace(epoch, seconds=epoch.seconds / 2) for epoch in half.epochs)
-    assert html_report.sentences([make_run("full"), dataclasses.replace(half, epochs=epochs)]) == [
-        "full: 98.70% of the test data right, 3 s an epoch, 3 MB saved for the backward pass.",
-        (
-            "half: 98.00% right (-0.70 points), 2.00 times as fast as full, 98.7% of the flops in half precision, "
-            "1.86 MB saved for the backward pass (0.62x); 1 of 100 steps skipped."
-        ),
-    ]
+    on_cpu = [make_run("full"), dataclasses.replace(half, epochs=epochs)]
+    first, second = html_report.sentences(on_cpu)
+    assert first == "full: test accuracy 98.70%, 3 s per epoch, 3 MB saved for the backward pass."
+    start, speed = "half: test accuracy 98.00% (-0.70 points), ", "2.00 times as fast as full, "
+    end = "98.7% of the flops in half precision, 1.86 MB saved for the backward pass (0.62x); 1 of 100 steps skipped."
+    assert second == start + end
+    assert html_report.sentences([dataclasses.replace(run, device="H100") for run in on_cpu])[1] == start + speed + end
 
 
 def test_sentences_leave_out_what_is_not_known() -> None:
     none = dataclasses.replace(make_run("a"), costs=dataclasses.replace(COSTS, residual_bytes=None))
     first, second = html_report.sentences([none, none])
-    assert first == "a: 98.70% of the test data right, 3 s an epoch."
+    assert first == "a: test accuracy 98.70%, 3 s per epoch."
     assert "in half precision; 0 of 100" in second

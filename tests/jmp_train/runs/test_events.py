@@ -27,10 +27,12 @@ EVENTS = [
     Progress(total=10, skipped_steps=1, recent=(Step(1, 0.5, 2.0, 8.0, True),)),
     Progress(10, 1, (Step(1, 0.5, 2.0, 8.0, True),), (Watched(1, {"underflow": {"Dense_0": 0.25}}),)),
     Epoch(1, 0.5, 1e-3, 2.0, 300.0, 65536.0, 3),
-    dataclasses.replace(make_run(), nonfinite_outputs=7),
+    dataclasses.replace(make_run(), metrics={"test_accuracy": 0.5, "nonfinite_outputs": 7}),
     dataclasses.replace(make_run(), watch={"lost_updates": {"Dense_0": 0.25, "Dense_1": 0.0}}),
     dataclasses.replace(make_run(), rules="rules.toml"),
-    dataclasses.replace(make_run(), bits_per_byte=2.5),
+    dataclasses.replace(
+        make_run(), metrics={"bits_per_byte": 2.5, "loss": 1.5}, higher_is_better=False, batch_size=None
+    ),
     Phase("float32", 90, 100, COSTS),
     dataclasses.replace(make_run(), phases=(Phase("c=f16", 0, 90, COSTS), Phase("float32", 90, 100, COSTS))),
 ]

@@ -1,18 +1,20 @@
 """Phases of a schedule have one state, or are refused by name."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 import pytest
 from helpers import promoting_task
 
 import jmp_train as jt
 from jmp_train.policies.loss_scaling import NoOpLossScale
+from jmp_train.runs import RulesFile, RunSettings, run_optimizer, setup_of
 from jmp_train.runs.phase_setups import make_setups, phase_precisions
-from jmp_train.runs.setups import make_setup
-from jmp_train.tasks import Task, load_task
+from jmp_train.runs.setups import shapes_of_init
+from jmp_train.task import Task
+from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
 
@@ -40,7 +42,7 @@ def state_of(task: Task, setup: Any) -> tuple[Any, ...]:
 
 
 def test_two_phases_are_taken_if_and_only_if_their_states_and_loss_scales_are_the_same(digits: Task) -> None:
-    setups = {name: make_setup(digits, name, optax.constant_schedule(1e-3)) for name in NAMES}
+    setups = {name: setup_of(digits, name) for name in NAMES}
     states = {name: state_of(digits, setup) for name, setup in setups.items()}
     taken = 0
     for first, second in itertools.permutations(NAMES, 2):
@@ -58,23 +60,24 @@ def test_two_phases_are_taken_if_and_only_if_their_states_and_loss_scales_are_th
 
 
 def test_the_phases_have_the_loss_scale_of_those_that_need_one(digits: Task) -> None:
-    rate = optax.constant_schedule(1e-3)
+    made = run_optimizer(digits, shapes_of_init(digits)[0], 100, RunSettings())
     for name in ("float32,0.5:mixed_float16", "mixed_float16,0.5:mixed_bfloat16", "torch,0.5:float32"):
-        first, second = make_setups(digits, name, rate, growth_interval=7)
+        first, second = make_setups(digits, name, made, RunSettings(growth_interval=7))
         assert first.loss_scale is second.loss_scale
         assert isinstance(first.loss_scale, jt.DynamicLossScale)
         assert first.loss_scale.period == 7
         assert first.create_state is second.create_state
         assert first.step is not second.step
-    assert make_setups(digits, "mixed_bfloat16,0.5:float32", rate)[0].loss_scale == NoOpLossScale()
+    assert make_setups(digits, "mixed_bfloat16,0.5:float32", made)[0].loss_scale == NoOpLossScale()
 
 
 def test_rules_are_for_the_phases_that_autocast(digits: Task) -> None:
-    rate = optax.constant_schedule(1e-3)
+    made = run_optimizer(digits, shapes_of_init(digits)[0], 100, RunSettings())
     rules = jt.TORCH_CUDA.replace(paths={"Dense_0": "float32"})
-    first, second = make_setups(digits, "autocast_float16,0.5:float32", rate, rules=rules)
+    settings = RunSettings(rules=RulesFile(Path("x"), rules))
+    first, second = make_setups(digits, "autocast_float16,0.5:float32", made, settings)
     assert isinstance(first.step.policy, jt.AutocastPolicy)
     assert first.step.policy.rules == rules
     assert second.step.policy == jt.get_policy("float32")
     with pytest.raises(ValueError, match="mixed_float16 does not autocast, so that it has no rules"):
-        make_setups(digits, "mixed_float16,0.5:float32", rate, rules=rules)
+        make_setups(digits, "mixed_float16,0.5:float32", made, settings)

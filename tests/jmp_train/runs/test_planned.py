@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import pytest
 
+from jmp_train.runs import train_batches
 from jmp_train.runs.planned import planned_step
-from jmp_train.runs.setups import make_setup
-from jmp_train.runs.task_batches import train_batches
+from jmp_train.runs.setups import setup_of
 from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
@@ -32,7 +32,7 @@ def shapes(tree: Any) -> list[tuple[str, tuple[int, ...], str]]:
 def test_the_state_is_that_of_a_run(name: str) -> None:
     task = load_task("digits")
     step, state, batches = planned_step(task, name)
-    setup = make_setup(task, name, task.schedule(10))
+    setup = setup_of(task, name)
     created = setup.create_state(*task.init(jax.random.key(0)), jax.random.key(1))
     assert shapes(state) == shapes(created)
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((state, batches(4))))

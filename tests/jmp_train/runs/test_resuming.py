@@ -15,13 +15,18 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import first_examples
 
 import jmp_train as jt
 from jmp_train.cli.entry import main
+from jmp_train.runs import RunSettings
 from jmp_train.runs.events import Epoch, Event, Phase, Progress, Run, Step
 from jmp_train.runs.loop import train
 from jmp_train.runs.resuming import ResumeError, Saver, Saving, Stopped
-from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.runs.run_settings import RunLength
+from jmp_train.runs.task_batches import Place
+from jmp_train.task import Task
+from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
 
@@ -43,7 +48,7 @@ def run(task: Task, directory: Path, stop: Callable[[], bool] = lambda: False, *
     resume = options.pop("resume", True)
     with jt.CheckpointStore(directory) as store, jax.numpy_dtype_promotion("standard"):
         saving = Saving(store, every, resume, stop)
-        return train(task, policy, epochs=3, saving=saving, **options)
+        return train(task, policy, RunSettings(epochs=3), saving=saving, **options)
 
 
 def final(directory: Path) -> dict[str, bytes]:
@@ -94,7 +99,7 @@ def test_a_run_that_was_stopped_ends_as_one_in_a_piece(policy: str, task: Task, 
 def test_a_text_model_on_two_devices_goes_on_from_either_side_of_a_switch(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(32, 127)) * 30)
-    task = dataclasses.replace(load_task("lm", TaskOptions(text_file=text, devices=2)), batch_size=2)
+    task = dataclasses.replace(load_task("lm", text_file=text), batch_size=2)
     policy = "autocast_float16,0.5:float32"
     whole = run(task, tmp_path / "whole", policy=policy)
     assert [(phase.start, phase.stop) for phase in whole.phases] == [(0, 15), (15, 30)]
@@ -201,7 +206,7 @@ def small_state(step: int) -> jt.TrainState:
 def begin(directory: Path, total: int = 100, **options: Any) -> Any:
     """Returns what a run of a small state begins with, and how its next step is saved."""
     store = jt.CheckpointStore(directory)
-    saver = Saver(Saving(store, resume=True), total, STEPS_PER_EPOCH)
+    saver = Saver(Saving(store, resume=True), RunLength(total // STEPS_PER_EPOCH, total, STEPS_PER_EPOCH))
     metadata = {"run": {"task": "small", "epochs": 3, **options}, "versions": {}}
     return saver, store, saver.begin(small_state(0), metadata)
 
@@ -212,7 +217,8 @@ def save_steps(directory: Path, *steps: int, total: int = 100) -> tuple[list[Ste
         records = [Step(n, n / 7, math.nan, 2.0**n, n % 3 > 0) for n in range(1, max(steps) + 1)]
         epochs = [Epoch(n, n / 3, 0.1, 0.2, 0.3, 0.4, n) for n in range(1, len(records) // 4 + 1)]
         for n in steps:
-            saver.save(small_state(n), records[:n], epochs[: n // STEPS_PER_EPOCH])
+            place = Place(*divmod(n, STEPS_PER_EPOCH))
+            saver.save(small_state(n), records[:n], epochs[: place.epoch], place, is_last=False)
     return records, epochs
 
 
@@ -220,10 +226,11 @@ def test_of_a_million_epochs_what_exists_is_saved(tmp_path: Path) -> None:
     records, epochs = save_steps(tmp_path, 3, 9, total=10**12)
     manifest = json.loads((tmp_path / "step_00000009" / "manifest.json").read_text())
     assert {leaf["shape"][0] for leaf in manifest["leaves"] if "['steps']" in leaf["path"]} == {9}
-    _, store, (done, state, found_steps, found_epochs) = begin(tmp_path, 10**12)
+    _, store, (done, state, found_steps, found_epochs, place, _) = begin(tmp_path, 10**12)
     assert (done, state.params["w"].tolist()) == (9, [9.0] * 3)
     assert repr(found_steps) == repr(records)  # nan is not equal to itself
     assert found_epochs == epochs
+    assert place == Place(2, 1)
     store.close()
 
 
@@ -319,10 +326,10 @@ def test_a_second_run_in_a_folder_fails_at_once_and_a_killed_one_goes_on(
     text = f"jmp-train: error: {tmp_path} is of another run:\n  seed: the run has 0, this call 1\n"
     assert capsys.readouterr().err == text
     last = max(jt.CheckpointStore(tmp_path).steps())
-    task = load_task("digits", TaskOptions(train_size=64))
+    task = first_examples(load_task("digits"), 64)
     with jt.CheckpointStore(tmp_path) as store, jax.numpy_dtype_promotion("standard"):
         answers = iter([False, False, True, True])
         saving = Saving(store, resume=True, should_stop=lambda: next(answers))
         with pytest.raises(Stopped) as stopped:
-            train(task, "float32", epochs=1_000_000, saving=saving)
+            train(task, "float32", RunSettings(epochs=1_000_000), saving=saving)
     assert stopped.value.step == last + 3

@@ -7,58 +7,64 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import first_examples
 
 from jmp_train.policies import TORCH_CUDA, AutocastRules
-from jmp_train.runs.few_bits import DEFAULT_FEW_BITS, FewBits
+from jmp_train.runs import RunSettings
+from jmp_train.runs.few_bits import FewBits
 from jmp_train.runs.rules_files import RulesFile
 from jmp_train.runs.run_identity import data_digest, differences, run_metadata
-from jmp_train.tasks import Arrays, Task, TaskOptions, load_task
+from jmp_train.task import Arrays, Task
+from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
 
 
-def run_of(task: Task, few_bits: FewBits = DEFAULT_FEW_BITS, **numbers: int) -> dict[str, object]:
-    numbers = {"epochs": 3, "batch_size": 2, "seed": 0, **numbers}
-    return run_metadata(task, "float32", **numbers, shared=task.shared(), rules=None, few_bits=few_bits)["run"]
+def run_of(task: Task, epochs: int = 3, batch_size: int = 2, **settings: Any) -> dict[str, object]:
+    settings.setdefault("identity", {"task": "cora", "options": {"synthetic": True, "model": "gcn"}})
+    return run_metadata(task, "float32", batch_size, epochs, RunSettings(**settings), task.shared())["run"]
 
 
 @pytest.fixture(name="cora", scope="module")
 def fixture_cora() -> Task:
-    return load_task("cora", TaskOptions(synthetic=True))
+    return load_task("cora", synthetic=True)
 
 
 @pytest.mark.full
 def test_each_option_is_told(cora: Task) -> None:
     run = run_of(cora)
-    gat = load_task("cora", TaskOptions(synthetic=True, model="gat"))
-    assert differences(run, run_of(gat)) == ["model: the run has gcn, this call gat"]
-    other = dataclasses.replace(cora, options=TaskOptions(devices=2, synthetic=True, model="gcn", image_size=32))
-    assert differences(run, run_of(other, seed=1, epochs=4, batch_size=6)) == [
+    other = {"task": "cora", "options": {"synthetic": True, "model": "gat", "image_size": 32}}
+    found = differences(run, run_of(cora, 4, 6, seed=1, devices=2, learning_rate=0.5, steps=7, identity=other))
+    assert set(found) == {
+        "model: the run has gcn, this call gat",
         "devices: the run has 1, this call 2",
         "image_size: the run has the default, this call 32",
         "epochs: the run has 3, this call 4",
+        "steps: the run has the default, this call 7",
         "batch_size: the run has 2, this call 6",
+        "learning_rate: the run has the default, this call 0.5",
         "seed: the run has 0, this call 1",
-    ]
+    }
+    assert differences({**run, "synthetic": False}, {**run, "synthetic": None}) == []  # as 0.1 wrote it of all tasks
     assert differences(run, run_of(cora)) == []
     short = run_of(cora, growth_interval=20)
     assert differences(run, short) == ["growth_interval: the run has the default, this call 20"]
     assert differences(short, run) == ["growth_interval: the run has 20, this call the default"]
     assert "growth_interval" not in run  # as in checkpoints of before there was the option
-    small = run_of(cora, FewBits(("nu=bfloat16",)))
+    small = run_of(cora, few_bits=FewBits(("nu=bfloat16",)))
     assert differences(run, small) == ["state_dtypes: the run has the default, this call ['nu=bfloat16']"]
     assert not {"state_dtypes", "parameters", "fp8"} & run.keys()
 
 
 def test_the_entries_of_rules_are_told_and_not_where_their_file_is(cora: Task) -> None:
     def metadata(file: str, rules: AutocastRules) -> dict[str, Any]:
-        return run_metadata(cora, "torch", 3, 2, 0, None, rules=RulesFile(Path(file), rules))
+        return run_metadata(cora, "torch", 2, 3, RunSettings(rules=RulesFile(Path(file), rules)), None)
 
     run = metadata("a.toml", TORCH_CUDA)["run"]
     assert differences(run, metadata("b.toml", AutocastRules(*dataclasses.astuple(TORCH_CUDA)))["run"]) == []
     other = metadata("a.toml", TORCH_CUDA.replace(paths={"head": "float32"}))["run"]
     assert differences(run, other) == [f"rules: the run has {run['rules']}, this call {other['rules']}"]
-    plain = run_metadata(cora, "torch", 3, 2, 0, None)
+    plain = run_metadata(cora, "torch", 2, 3, RunSettings(), None)
     assert differences(plain["run"], run) == [f"rules: the run has the default, this call {run['rules']}"]
     assert metadata("a.toml", TORCH_CUDA)["rules_file"] == str(Path("a.toml").absolute())
     assert "rules" not in plain["run"]  # as in checkpoints of before there was the option
@@ -78,7 +84,7 @@ def test_other_data_of_the_same_shapes_is_told(cora: Task) -> None:
     features = cora.shared()
     digests = {data_digest(cora.train, cora.test, features), data_digest(cora.train, cora.test)}
     assert len(digests) == 2
-    few = load_task("cora", TaskOptions(synthetic=True, train_size=100))
+    few = first_examples(cora, 100)
     assert differences(run_of(cora), run_of(few)) == [
         "train_size: the run has 140, this call 100"  # and not that the data is another, too
     ]

@@ -58,7 +58,9 @@ def test_json_lines_have_the_same(tmp_path: Path) -> None:
 
 def test_bits_per_byte_are_logged_with_the_accuracy(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
-        log.write(dataclasses.replace(RUN, bits_per_byte=2.5))
+        log.write(
+            dataclasses.replace(RUN, metrics={"test_accuracy": 0.987, "bits_per_byte": 2.5, "nonfinite_outputs": 0})
+        )
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) == {"test_accuracy": 0.987, "bits_per_byte": 2.5}
     events = EventAccumulator(str(tmp_path)).Reload()

@@ -8,18 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from helpers import promoting, promoting_task
+from helpers import first_examples, promoting, promoting_task
 from jax.sharding import Mesh
 
 import jmp_train as jt
 from jmp_train.parallel.steps import data_parallel
 from jmp_train.policies.pytrees.paths import named_leaves
+from jmp_train.runs import RulesFile, RunSettings
 from jmp_train.runs.loop import train
 from jmp_train.runs.resuming import Saving, Stopped
-from jmp_train.runs.setups import autocasts, loss_scale_for, make_setup, precision_of
-from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.runs.setups import autocasts, loss_scale_for, precision_of, setup_of
+from jmp_train.task import Task
+from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
 
@@ -28,7 +29,8 @@ MODES = ("torch", "apex-O0", "apex-O1", "apex-O2", "apex-O3", "naive")
 
 
 def load(name: str, devices: int = 1) -> Task:
-    task = load_task(name, TaskOptions(train_size=128 if devices > 1 else None, devices=devices))
+    task = load_task(name, devices=devices)
+    task = first_examples(task, 128) if devices > 1 else task
     return dataclasses.replace(promoting_task(task), batch_norms=promoting(task.batch_norms))
 
 
@@ -86,23 +88,22 @@ def test_a_name_that_does_not_autocast_takes_no_rules(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["autocast_float16", pytest.param("apex-O1", marks=pytest.mark.full)])
 def test_a_setup_trains_and_predicts_by_the_rules(digits: Task, name: str) -> None:
-    schedule = digits.schedule(100)
     rules = jt.AutocastRules(primitives=(("dot_general", "float32"), ("conv_general_dilated", "float32")))
-    own, other = (make_setup(digits, name, schedule, 30, rules=x) for x in (None, rules))
+    files = (None, RulesFile(Path("x"), rules))
+    own, other = (setup_of(digits, name, RunSettings(growth_interval=30, rules=file)) for file in files)
     assert other.loss_scale == own.loss_scale
     state = jax.eval_shape(lambda key: own.create_state(*digits.init(key), key), KEY)
     batch = {key: x[:8] for key, x in digits.train.items()}
     for setup, has_half in ((own, True), (other, False)):
         step = jax.make_jaxpr(setup.step)(state, batch)
-        predict = jax.make_jaxpr(setup.predict)(state.params, state.model_state, batch)
+        predict = jax.make_jaxpr(setup.forward(digits.metrics.predict))(state.params, state.model_state, batch)
         assert ["f16[" in str(program) for program in (step, predict)] == [has_half] * 2
 
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", ["autocast_float16", "mixed_float16", "torch", "apex-O1", "apex-O2", "naive"])
 def test_a_growth_interval_is_that_of_the_dynamic_scale_and_of_nothing_else(digits: Task, name: str) -> None:
-    schedule = digits.schedule(100)
-    own, set_ = (make_setup(digits, name, schedule, steps).loss_scale for steps in (None, 30))
+    own, set_ = (setup_of(digits, name, RunSettings(growth_interval=steps)).loss_scale for steps in (None, 30))
     assert isinstance(own, jt.DynamicLossScale)
     assert own.period == (1000 if name == "naive" else 2000)
     assert set_ == dataclasses.replace(own, period=30)
@@ -110,8 +111,7 @@ def test_a_growth_interval_is_that_of_the_dynamic_scale_and_of_nothing_else(digi
 
 @pytest.mark.parametrize("name", ["float32", "autocast_bfloat16", "torch-bfloat16", "apex-O3"])
 def test_where_no_scale_grows_a_growth_interval_changes_nothing(digits: Task, name: str) -> None:
-    schedule = digits.schedule(100)
-    own, set_ = (make_setup(digits, name, schedule, steps).loss_scale for steps in (None, 30))
+    own, set_ = (setup_of(digits, name, RunSettings(growth_interval=steps)).loss_scale for steps in (None, 30))
     assert set_ == own
 
 
@@ -139,7 +139,7 @@ def test_only_float16_gets_a_scale() -> None:
     ],
 )
 def test_the_state_is_stored_as_the_name_says(digits: Task, name: str, halves: int, statistics: str) -> None:
-    setup = make_setup(digits, name, optax.constant_schedule(1e-3))
+    setup = setup_of(digits, name)
     state = jax.eval_shape(lambda key: setup.create_state(*digits.init(key), key), KEY)
     dtypes = {path: x.dtype.name for path, x in named_leaves(state.params)}
     assert Counter(dtypes.values()) == Counter(float16=halves, float32=11 - halves)
@@ -163,7 +163,7 @@ def test_the_state_is_stored_as_the_name_says(digits: Task, name: str, halves: i
     ],
 )
 def test_what_batches_share_is_cast_on_the_host(digits: Task, name: str, dtype: str) -> None:
-    setup = make_setup(digits, name, optax.constant_schedule(1e-3))
+    setup = setup_of(digits, name)
     shared = {"features": np.ones(2, np.float32), "count": np.ones(2, np.int32)}
     cast = setup.cast_shared(shared)
     assert {key: (type(x), x.dtype.name) for key, x in cast.items()} == {
@@ -177,7 +177,7 @@ def test_what_batches_share_is_cast_on_the_host(digits: Task, name: str, dtype: 
 def test_the_club_is_told_apart(name: str) -> None:
     run = train(load("karate"), name)
     assert run.policy == name
-    assert run.test_accuracy > 0.9
+    assert run.metrics["test_accuracy"] > 0.9
     assert run.epochs[-1].loss < 0.1
     assert run.skipped == ()
 
@@ -186,7 +186,7 @@ def test_the_club_is_told_apart(name: str) -> None:
 def test_a_run_in_a_mode_goes_on_where_it_stopped(tmp_path: Path) -> None:
     task = dataclasses.replace(load("karate"), epochs=30)
     whole = train(task, "naive")
-    assert whole.test_accuracy > 0.9
+    assert whole.metrics["test_accuracy"] > 0.9
     assert len(whole.skipped) > 10  # from 2**32 the scale has a long way to fall
     with jt.CheckpointStore(tmp_path) as store:
         answers = iter([False] * 19 + [True, True])
@@ -198,7 +198,7 @@ def test_a_run_in_a_mode_goes_on_where_it_stopped(tmp_path: Path) -> None:
     # The norm of a step that is skipped may be NaN, which is not equal to itself.
     first, second = ([dataclasses.replace(step, grad_norm=0.0) for step in run.steps] for run in (whole, again))
     assert first == second
-    assert again.test_accuracy == whole.test_accuracy
+    assert again.metrics["test_accuracy"] == whole.metrics["test_accuracy"]
 
 
 @pytest.mark.full
@@ -206,20 +206,20 @@ def test_a_run_in_a_mode_goes_on_where_it_stopped(tmp_path: Path) -> None:
 def test_a_step_on_two_devices_and_the_test_keep_to_the_setup(name: str) -> None:
     """Traces them, which is cheap, on a model with BatchNorm and dropout."""
     task = load("digits", devices=2)
-    setup = make_setup(task, name, optax.constant_schedule(1e-3))
+    setup = setup_of(task, name)
     state = jax.eval_shape(lambda key: setup.create_state(*task.init(key), key), KEY)
     step = data_parallel(setup.step, Mesh(jax.devices()[:2], ("data",)))
     new_state, metrics = jax.eval_shape(step, state, task.train)
     assert new_state == state
     assert metrics["loss"].dtype == jnp.float32
-    logits = jax.eval_shape(setup.predict, state.params, state.model_state, task.test)
+    logits = jax.eval_shape(setup.forward(task.metrics.predict), state.params, state.model_state, task.test)
     assert logits.shape == (360, 10)
     assert logits.dtype == (jnp.float16 if name in ("torch", "apex-O1") else jnp.float32)
 
 
 @pytest.mark.full
 def test_batch_norms_of_a_half_model_stay_float32_on_two_devices() -> None:
-    run = train(load("digits", devices=2), "apex-O2", epochs=1)
+    run = train(load("digits", devices=2), "apex-O2", RunSettings(epochs=1, devices=2))
     assert run.device == "2 x cpu"
     assert [step.finite for step in run.steps] == [True, True]
     assert run.epochs[-1].loss_scale == 2.0**16

@@ -38,7 +38,7 @@ def digits_accuracy(amp: jt.Amp, steps: int) -> tuple[float, int]:
     amp, _ = amp.for_model(DigitsCNN(), jnp.ones((1, 8, 8, 1)), train=False)
     init_key, step_key = jax.random.split(jax.random.key(0))
     params, stats = task.init(init_key)
-    loss_fn, tx = amp.transform(task.loss_fn, optax.adam(task.schedule(steps)))
+    loss_fn, tx = amp.transform(task.loss_fn, optax.adam(task.schedule_for(steps)))
     # It runs for so long that good machine code is worth its time.
     options = {"xla_backend_optimization_level": 1}
     step = jax.jit(jt.train_step(loss_fn, tx), donate_argnums=0, compiler_options=options)
@@ -54,7 +54,7 @@ def digits_accuracy(amp: jt.Amp, steps: int) -> tuple[float, int]:
         state, metrics = step(state, batch)
         skipped = metrics["skipped_steps"]
     test = {name: jnp.asarray(array) for name, array in task.test.items()}
-    logits = jax.jit(amp.forward(task.predict))(state.params, state.model_state, test)
+    logits = jax.jit(amp.forward(task.metrics.predict))(state.params, state.model_state, test)
     assert logits.dtype == jnp.float32 or amp.precision.autocast_rules
     return float((logits.argmax(-1) == test["label"]).mean(dtype=jnp.float32)), int(skipped)
 

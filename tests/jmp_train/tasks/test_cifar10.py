@@ -13,8 +13,10 @@ from helpers import promoting, promoting_task, relaxed, write_cifar
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
+from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
-from jmp_train.tasks import Task, TaskOptions, cifar10, load_task
+from jmp_train.task import Task
+from jmp_train.tasks import cifar10, load_task
 from jmp_train.tasks.models.resnet import ResNet
 
 pytestmark = pytest.mark.quick
@@ -98,7 +100,7 @@ def test_the_rate_falls_by_a_cosine_and_rises_over_the_first_epoch(total: int) -
 
 @pytest.mark.full
 def test_the_task_is_the_tutorials() -> None:
-    task = load_task("cifar10", TaskOptions(synthetic=True, train_size=256))
+    task = load_task("cifar10", synthetic=True, train_size=256)
     assert (task.batch_size, task.epochs, task.devices) == (128, 200, 1)
     assert task.train["image"].shape == (256, 32, 32, 3)
     assert task.test["image"].shape == (2_000, 32, 32, 3)
@@ -117,10 +119,10 @@ def test_the_task_is_the_tutorials() -> None:
 
 def test_files_are_found_and_options_checked(tmp_path: Any) -> None:
     write_cifar(tmp_path, examples=3)
-    task = load_task("cifar10", TaskOptions(data_dir=tmp_path, train_size=14, devices=2))
+    task = load_task("cifar10", data_dir=tmp_path, train_size=14, devices=2)
     assert (len(task.train["label"]), len(task.test["label"]), task.devices) == (14, 3, 2)
     with pytest.raises(ValueError, match="--data-dir and --synthetic exclude each other"):
-        load_task("cifar10", TaskOptions(data_dir=tmp_path, synthetic=True))
+        load_task("cifar10", data_dir=tmp_path, synthetic=True)
     with pytest.raises(FileNotFoundError, match="task cifar10 wants --data-dir, the folder of these") as caught:
         load_task("cifar10")
     assert [line.split()[0] for line in str(caught.value).splitlines()[1:]] == [
@@ -169,11 +171,11 @@ def test_a_small_network_learns(mode: str) -> None:
     task = small_task(512, (8, 16))
     # The task's cosine without its warm-up: at a rate that stays, running statistics do not settle.
     task = dataclasses.replace(task, schedule=partial(optax.cosine_decay_schedule, 0.1))
-    run = train(task, mode, epochs=8, batch_size=32)
+    run = train(task, mode, RunSettings(epochs=8, batch_size=32))
     assert len(run.skipped) <= 3
     assert run.epochs[-1].loss < 0.6 * run.epochs[0].loss
-    assert run.test_accuracy > 0.5  # chance level: 0.1
-    assert run.nonfinite_outputs == 0
+    assert run.metrics["test_accuracy"] > 0.5  # chance level: 0.1
+    assert run.metrics["nonfinite_outputs"] == 0
 
 
 @pytest.mark.full
@@ -202,7 +204,7 @@ def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full
 def test_two_devices_give_the_results_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar10, "augment", lambda images, key: images)
-    one, two = (train(small_task(64, (4,), count), "float32", epochs=1, batch_size=16) for count in (1, 2))
+    one, two = (train(small_task(64, (4,), count), "float32", RunSettings(epochs=1, batch_size=16)) for count in (1, 2))
     assert two.device == "2 x cpu"
     losses = [[step.loss for step in run.steps] for run in (one, two)]
     np.testing.assert_allclose(losses[1], losses[0], atol=2e-4)

@@ -19,8 +19,10 @@ from jmp_train.graphs.datasets.node_data import NodeData
 from jmp_train.graphs.datasets.synthetic_papers import synthetic_cora
 from jmp_train.graphs.structure.graph import from_edges
 from jmp_train.policies.pytrees.paths import named_leaves
+from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
-from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.task import Task
+from jmp_train.tasks import load_task
 from jmp_train.tasks.cora import make_task
 from jmp_train.tasks.models.graph_models import GCN, SAGE
 
@@ -31,7 +33,7 @@ MODELS = ("gcn", "gat", "sage")
 
 
 def trainable(task: Task) -> Task:
-    return dataclasses.replace(task, optimizer=lambda rate: relaxed(task.optimizer(rate)))
+    return dataclasses.replace(task, optimizer=lambda steps: relaxed(task.optimizer_for(steps)))
 
 
 @pytest.fixture(name="small", scope="module")
@@ -161,7 +163,7 @@ def test_predictions_are_the_papers_formulas_and_drop_nothing(model: str, small:
     exact = {path: np.asarray(x, np.float64) for path, x in named_leaves(params)}
     logits = dense_logits(model, small, exact)
     batch: Any = task.test | task.shared()
-    found = jax.jit(task.predict)(params, None, batch)
+    found = jax.jit(task.metrics.predict)(params, None, batch)
     np.testing.assert_allclose(found, logits[small.test], rtol=1e-4, atol=1e-5)
 
     batch, loss_fn = task.train | task.shared(), jax.jit(task.loss_fn)
@@ -201,7 +203,7 @@ def test_gat_drops_features_and_attention() -> None:
     )
     batch: Any = task.test | task.shared()
 
-    predict: Any = task.predict  # with a key, as the loss calls it
+    predict: Any = task.metrics.predict  # with a key, as the loss calls it
 
     @jax.jit
     def first_logit(keys: jax.Array) -> jax.Array:
@@ -227,7 +229,7 @@ def test_the_loss_has_an_l2_term(model: str, small: NodeData) -> None:
         return 5e-4 / 2 * sum((x**2).sum() for x in decayed)
 
     rate = 0.005 if model == "gat" else 0.01
-    ours, adam = relaxed(task.optimizer(task.schedule(3))), relaxed(optax.adam(rate))
+    ours, adam = relaxed(task.optimizer(task.schedule_for(3))), relaxed(optax.adam(rate))
     found, expected, states = params, params, [ours.init(params), adam.init(params)]
     random = np.random.default_rng(0)
     for _ in range(3):
@@ -252,8 +254,8 @@ def test_the_loss_has_an_l2_term(model: str, small: NodeData) -> None:
 )
 def test_it_learns(model: str, policy: str) -> None:
     data = oldest(synthetic_cora(), 400)
-    run = train(trainable(make_task(data, model)), policy, epochs=60)
-    assert run.test_accuracy > 0.7  # chance level: 0.14
+    run = train(trainable(make_task(data, model)), policy, RunSettings(epochs=60))
+    assert run.metrics["test_accuracy"] > 0.7  # chance level: 0.14
     assert run.epochs[-1].loss < run.epochs[0].loss - 0.1
 
 
@@ -293,8 +295,7 @@ def test_loading_starts_no_device() -> None:
     code = """
 import jax
 from jmp_train.tasks import load_task
-from jmp_train.tasks import TaskOptions
-load_task("cora", TaskOptions(synthetic=True))
+load_task("cora", synthetic=True)
 jax.config.update("jax_num_cpu_devices", 3)  # refused once a device is started
 print(jax.device_count())
 """
@@ -306,14 +307,14 @@ print(jax.device_count())
 def test_the_real_papers() -> None:
     if not REAL.is_dir():
         pytest.skip("../shared/data is not there: Planetoid's files are not in the project")
-    task = load_task("cora", TaskOptions(data_dir=REAL))
+    task = load_task("cora", data_dir=REAL)
     assert (task.epochs, task.batch_size) == (200, 140)
     assert (len(task.train["node"]), len(task.test["node"])) == (140, 1000)
     shared = task.shared()
     assert (shared["graph"].num_nodes, shared["graph"].num_edges) == (2708, 10556 + 2708)
     np.testing.assert_allclose(shared["features"].sum(axis=1), 1, rtol=1e-5)
-    run = train(trainable(task), "mixed_float16", epochs=10)
-    assert run.test_accuracy > 0.5
+    run = train(trainable(task), "mixed_float16", RunSettings(epochs=10))
+    assert run.metrics["test_accuracy"] > 0.5
 
 
 @pytest.mark.full

@@ -12,7 +12,8 @@ from helpers import relaxed
 import jmp_train as jt
 from jmp_train.cli.entry import main
 from jmp_train.runs.loop import train
-from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.task import Task
+from jmp_train.tasks import load_task
 from jmp_train.tasks.karate import read_club
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
@@ -21,8 +22,8 @@ POLICIES = ("float32", "mixed_float16", "autocast_float16")
 
 
 def load(model: str) -> Task:
-    task = load_task("karate", TaskOptions(model=model))
-    return dataclasses.replace(task, optimizer=lambda rate: relaxed(task.optimizer(rate)))
+    task = load_task("karate", model=model)
+    return dataclasses.replace(task, optimizer=lambda steps: relaxed(task.optimizer_for(steps)))
 
 
 def test_the_club_is_zacharys() -> None:
@@ -40,7 +41,7 @@ def test_the_club_is_zacharys() -> None:
 @pytest.mark.parametrize(("model", "least"), [("gcn", 0.9), pytest.param("gat", 0.8, marks=pytest.mark.full)])
 def test_every_policy_is_as_accurate(model: str, least: float) -> None:
     runs = [train(load(model), policy) for policy in POLICIES]
-    accuracies = [run.test_accuracy for run in runs]
+    accuracies = [run.metrics["test_accuracy"] for run in runs]
     assert accuracies[0] > least
     assert accuracies == accuracies[:1] * 3
     for run in runs:
@@ -83,10 +84,10 @@ def test_compare_trains_either_model(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_wrong_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="model='sage' is not one of task karate's: gcn, gat"):
-        load_task("karate", TaskOptions(model="sage"))
+        load_task("karate", model="sage")
     with pytest.raises(ValueError, match="model='gat': task digits has one model only"):
-        load_task("digits", TaskOptions(model="gat"))
+        load_task("digits", model="gat")
     with pytest.raises(ValueError, match="task karate brings its data"):
-        load_task("karate", TaskOptions(synthetic=True))
+        load_task("karate", synthetic=True)
     assert main(["train", "karate", "--model", "mlp"]) == 2
     assert "model='mlp' is not one of task karate's" in capsys.readouterr().err

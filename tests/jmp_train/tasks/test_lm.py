@@ -12,18 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from helpers import promoting_task, relaxed
 
 from jmp_train.policies.amp_modes.mode import amp_mode
+from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
-from jmp_train.runs.setups import make_setup
+from jmp_train.runs.setups import setup_of
 from jmp_train.runs.task_batches import evaluation_batches
 from jmp_train.steps.step import train_step
 from jmp_train.steps.train_state import TrainState
-from jmp_train.tasks import Task, TaskOptions, lm, load_task
+from jmp_train.task import Task
+from jmp_train.tasks import lm, load_task
 from jmp_train.tasks.models.gpt import GPTConfig
 from jmp_train.tasks.registry import TASKS
 
@@ -47,7 +48,7 @@ def fixture_phrases(tmp_path_factory: pytest.TempPathFactory) -> Task:
     """The task with a tiny model, of a text that says one thing again and again."""
     file = tmp_path_factory.mktemp("text") / "phrases"
     file.write_bytes(PHRASE * 400)
-    return with_config(load_task("lm", TaskOptions(text_file=file)), TINY)
+    return with_config(load_task("lm", text_file=file), TINY)
 
 
 def test_the_sizes_are_declared_and_gpt2_small_has_its_parameters() -> None:
@@ -94,16 +95,16 @@ def test_a_text_that_does_not_do_is_named(
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(error, match=message) as raised:
-        load_task("lm", TaskOptions(text_file=file))
+        load_task("lm", text_file=file)
     assert "some.txt" in str(raised.value)
     with pytest.raises(OSError, match="is not a regular file"):
-        load_task("lm", TaskOptions(text_file=tmp_path))
+        load_task("lm", text_file=tmp_path)
 
 
 def test_a_text_of_the_least_size_has_one_window_to_be_tested_on(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(bytes(range(256)) * 5 + b"0123456789")
-    task = load_task("lm", TaskOptions(text_file=file))
+    task = load_task("lm", text_file=file)
     assert {len(x) for x in task.test.values()} == {1}
     assert {len(x) for x in task.train.values()} == {9}
     assert task.test["label"].tobytes().endswith(b"0123456789")
@@ -162,7 +163,7 @@ def test_gradients_are_finite_in_every_policy_and_mode_and_all_parameters_move(p
         step: Any = train_step(loss_fn, optimizer)
         state = TrainState.create(params, optimizer, model_state=model_state, cast_params=amp.cast_params)
     else:
-        setup = make_setup(phrases, name, optax.constant_schedule(1e-2))
+        setup = setup_of(phrases, name)
         step, state = setup.step, setup.create_state(params, model_state, jax.random.key(1))
     batch = phrases.prepare({key: x[:4] for key, x in phrases.train.items()})
     old = jax.tree.map(np.asarray, jax.tree.leaves(state.params))
@@ -182,34 +183,33 @@ def test_gradients_are_finite_in_every_policy_and_mode_and_all_parameters_move(p
 )
 def test_it_learns_a_phrase_and_says_in_how_many_bits(phrases: Task, policy: str, devices: int) -> None:
     task = dataclasses.replace(phrases, options=dataclasses.replace(phrases.options, devices=devices))
-    run = train(task, policy, epochs=12, batch_size=8)
+    run = train(task, policy, RunSettings(epochs=12, batch_size=8))
     assert run.steps[0].loss == pytest.approx(math.log(256), abs=0.1)
     shares = np.bincount(np.frombuffer(PHRASE, np.uint8)) / len(PHRASE)
     without_context = -(shares[shares > 0] * np.log(shares[shares > 0])).sum()
     assert run.steps[-1].loss < 2 < without_context - 0.5
-    assert run.bits_per_byte is not None
+    assert run.metrics["bits_per_byte"] is not None
     # The test's bytes are the training's: but for the first of a window they are told from those before.
-    assert run.bits_per_byte * math.log(2) == pytest.approx(run.steps[-1].loss, abs=0.3)
-    assert run.test_accuracy > 2 * shares.max()
-    assert run.nonfinite_outputs == 0
+    assert run.metrics["bits_per_byte"] * math.log(2) == pytest.approx(run.steps[-1].loss, abs=0.3)
+    assert run.metrics["test_accuracy"] > 2 * shares.max()
+    assert run.metrics["nonfinite_outputs"] == 0
 
 
 @pytest.mark.full
 def test_bits_per_byte_are_the_mean_over_all_bytes_of_the_test(phrases: Task) -> None:
     # 13 windows of the test in batches of 8: the filled up ones do not count.
-    run = train(phrases, "float32", epochs=1, batch_size=8)
-    again = train(dataclasses.replace(phrases, test={k: x[::-1] for k, x in phrases.test.items()}), "float32",
-                  epochs=1, batch_size=8)  # fmt: skip
+    run = train(phrases, "float32", RunSettings(epochs=1, batch_size=8))
+    again = train(dataclasses.replace(phrases, test={k: x[::-1] for k, x in phrases.test.items()}), "float32", RunSettings(epochs=1, batch_size=8))  # fmt: skip
     assert len(phrases.test["label"]) % 8
-    assert run.bits_per_byte == pytest.approx(again.bits_per_byte, rel=1e-6)
-    assert run.test_accuracy == again.test_accuracy
+    assert run.metrics["bits_per_byte"] == pytest.approx(again.metrics["bits_per_byte"], rel=1e-6)
+    assert run.metrics["test_accuracy"] == again.metrics["test_accuracy"]
     assert sum(count for _, count in evaluation_batches(phrases, 8)) == len(phrases.test["label"])
 
     def uniform(params: Any, model_state: Any, batch: Any) -> jax.Array:
-        return 0 * phrases.predict(params, model_state, batch)
+        return 0 * phrases.metrics.predict(params, model_state, batch)
 
-    flat = train(dataclasses.replace(phrases, predict=uniform), "float32", epochs=1, batch_size=8)
-    assert flat.bits_per_byte == pytest.approx(8)
+    flat = train(dataclasses.replace(phrases, predict=uniform), "float32", RunSettings(epochs=1, batch_size=8))
+    assert flat.metrics["bits_per_byte"] == pytest.approx(8)
 
 
 @pytest.mark.full

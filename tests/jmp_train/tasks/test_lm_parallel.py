@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
 from helpers import promoting_task
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
-from jmp_train.runs.setups import Setup, make_setup
-from jmp_train.tasks import Task, TaskOptions, lm
+from jmp_train.runs.setups import Setup, setup_of
+from jmp_train.task import Task
+from jmp_train.tasks import lm
 from jmp_train.tasks.models.gpt import GPTConfig
 
 pytestmark = pytest.mark.full
@@ -73,7 +73,7 @@ def task_of(accumulate_steps: int = 1) -> Task:
 def losses_and_params(way: Callable[..., Any], policy: str, accumulate_steps: int = 1) -> tuple[np.ndarray, list[Any]]:
     """Returns the losses of the first steps, and the parameters after them."""
     task = task_of(accumulate_steps)
-    setup = make_setup(task, policy, optax.constant_schedule(RATE))
+    setup = setup_of(task, policy)
     state = setup.create_state(*task.init(jax.random.key(0)), jax.random.key(1))
     step, losses = way(setup, state), []
     for number in range(STEPS):
@@ -114,7 +114,7 @@ def test_parts_of_a_batch_make_the_steps_of_the_whole(way: Callable[..., Any], p
 @pytest.mark.parametrize("way", [fsdp, tensor_parallel])
 def test_a_device_holds_its_part_of_the_weights_alone(way: Callable[..., Any]) -> None:
     task = task_of()
-    setup = make_setup(task, "mixed_float16", optax.constant_schedule(RATE))
+    setup = setup_of(task, "mixed_float16")
     state = setup.create_state(*task.init(jax.random.key(0)), jax.random.key(1))
     batch = task.prepare({name: x[:BATCH] for name, x in task.train.items()})
     after, _ = way(setup, state)(state, batch)

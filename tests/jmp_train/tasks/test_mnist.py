@@ -10,8 +10,10 @@ import pytest
 from helpers import idx_bytes, promoting, promoting_task, write_mnist
 
 from jmp_train.data.mnist import read_mnist
+from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
-from jmp_train.tasks import Task, TaskOptions, load_task, mnist
+from jmp_train.task import Task
+from jmp_train.tasks import load_task, mnist
 from jmp_train.tasks.mnist import BLOCKS, prepare
 from jmp_train.tasks.models.convolution import torch_uniform
 
@@ -29,7 +31,7 @@ def fixture_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(name="synthetic", scope="module")
 def fixture_synthetic() -> Task:
-    task = load_task("mnist", TaskOptions(synthetic=True, train_size=96))
+    task = load_task("mnist", synthetic=True, train_size=96)
     return dataclasses.replace(promoting_task(task), test={name: array[:40] for name, array in task.test.items()})
 
 
@@ -37,7 +39,7 @@ def fixture_synthetic() -> Task:
 def test_the_real_files() -> None:
     if not REAL.is_dir():
         pytest.skip("../shared/data is not there: MNIST's files are not in the project")
-    task = load_task("mnist", TaskOptions(data_dir=REAL))
+    task = load_task("mnist", data_dir=REAL)
     assert task.train["image"].shape == (60000, 28, 28)
     assert task.test["image"].shape == (10000, 28, 28)
     assert task.train["label"][:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
@@ -61,11 +63,11 @@ def test_files_gzipped_or_not(folder: Path) -> None:
 
 
 def test_train_size_takes_the_first_examples(folder: Path) -> None:
-    task = load_task("mnist", TaskOptions(data_dir=folder, train_size=7))
+    task = load_task("mnist", data_dir=folder, train_size=7)
     assert task.train["label"].tolist() == list(range(7))
     assert len(task.test["label"]) == 10
     with pytest.raises(ValueError, match="train_size=41 must be between 1 and the 40 training"):
-        load_task("mnist", TaskOptions(data_dir=folder, train_size=41))
+        load_task("mnist", data_dir=folder, train_size=41)
 
 
 def test_missing_files_are_named_with_address_size_and_sha256(folder: Path) -> None:
@@ -110,9 +112,9 @@ def test_data_that_does_not_fit_is_named(folder: Path) -> None:
 
 def test_options_that_do_not_go_together(folder: Path) -> None:
     with pytest.raises(ValueError, match="--data-dir and --synthetic exclude each other"):
-        load_task("mnist", TaskOptions(data_dir=folder, synthetic=True))
+        load_task("mnist", data_dir=folder, synthetic=True)
     with pytest.raises(ValueError, match="task digits brings its data"):
-        load_task("digits", TaskOptions(synthetic=True))
+        load_task("digits", synthetic=True)
 
 
 def test_the_network_is_pytorchs(synthetic: Task) -> None:
@@ -137,7 +139,7 @@ def test_initial_values_are_pytorchs() -> None:
 def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnist, "BLOCKS", BLOCKS[:1])
     monkeypatch.setattr(mnist, "DENSE", ())
-    task = load_task("mnist", TaskOptions(synthetic=True, train_size=4, devices=2))
+    task = load_task("mnist", synthetic=True, train_size=4, devices=2)
     on_part, on_whole = promoting(task.loss_fn), promoting(mnist.loss_fn)
     params, batch_stats = jax.jit(promoting(mnist.init))(jax.random.key(0))
     batch: Any = prepare(task.train)
@@ -155,7 +157,7 @@ def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full
 def test_half_precision_starts_as_float32_does(synthetic: Task) -> None:
     losses = {
-        name: [step.loss for step in train(synthetic, name, epochs=1, batch_size=16).steps]
+        name: [step.loss for step in train(synthetic, name, RunSettings(epochs=1, batch_size=16)).steps]
         for name in ("float32", "mixed_float16", "mixed_bfloat16", "autocast_float16")
     }
     assert losses["float32"][-1] < losses["float32"][0]

@@ -9,21 +9,23 @@ import pytest
 from helpers import relaxed
 
 from jmp_train.cli.entry import main
+from jmp_train.runs import RunSettings
 from jmp_train.runs.events import Run
 from jmp_train.runs.few_bits import FewBits
 from jmp_train.runs.loop import train
-from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.task import Task
+from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
 
 
 def task_of(name: str, devices: int, **options: Any) -> Task:
-    task = load_task(name, TaskOptions(synthetic=True, devices=devices, **options))
-    return dataclasses.replace(task, optimizer=lambda rate: relaxed(task.optimizer(rate)))
+    task = load_task(name, synthetic=True, devices=devices, **options)
+    return dataclasses.replace(task, optimizer=lambda steps: relaxed(task.optimizer_for(steps)))
 
 
 def run_of(policy: str, devices: int, epochs: int = 3) -> Run:
-    return train(task_of("reddit", devices, scale=0.001), policy, epochs=epochs)
+    return train(task_of("reddit", devices, scale=0.001), policy, RunSettings(epochs=epochs))
 
 
 def losses(run: Run) -> list[float]:
@@ -40,7 +42,7 @@ def fixture_alone() -> Run:
 def test_losses_are_those_of_one_device(devices: int, alone: Run) -> None:
     together = run_of("float32", devices)
     np.testing.assert_allclose(losses(together), losses(alone), rtol=1e-6)
-    assert together.test_accuracy == alone.test_accuracy
+    assert together.metrics["test_accuracy"] == alone.metrics["test_accuracy"]
     assert together.device.startswith(f"{devices} x ")
     assert alone.costs.exchanged_bytes == 0 < together.costs.exchanged_bytes
 
@@ -55,14 +57,14 @@ def test_half_of_the_halo_in_half_precision(policy: str, alone: Run) -> None:
 
 @pytest.mark.full
 def test_cora_is_learned_on_devices() -> None:
-    run = train(task_of("cora", 4, model="gcn"), "mixed_float16", epochs=30)
+    run = train(task_of("cora", 4, model="gcn"), "mixed_float16", RunSettings(epochs=30))
     assert losses(run)[-1] < 0.9 * losses(run)[0]
-    assert run.test_accuracy > 0.3  # of seven classes
+    assert run.metrics["test_accuracy"] > 0.3  # of seven classes
 
 
 def test_a_batch_is_the_labels_of_some_rows() -> None:
     task = task_of("reddit", 4, scale=0.001)
-    whole = load_task("reddit", TaskOptions(synthetic=True, scale=0.001))
+    whole = load_task("reddit", synthetic=True, scale=0.001)
     examples = {name: array[5:12] for name, array in task.train.items()}
     prepared, shared = task.prepare(examples), task.shared()
     rows = prepared["label"].shape[0]
@@ -79,8 +81,8 @@ def test_a_batch_is_the_labels_of_some_rows() -> None:
 def test_products_in_8_bits_have_no_state_there() -> None:
     task = task_of("reddit", 2, scale=0.001)
     with pytest.raises(ValueError, match=r"fp8=DelayedScaling has a state, which a graph that is cut over devices=2"):
-        train(task, "autocast_float16", epochs=1, few_bits=FewBits(fp8="DelayedScaling"))
-    run = train(task, "autocast_float16", epochs=1, few_bits=FewBits(fp8="Float8CurrentScaling"))
+        train(task, "autocast_float16", RunSettings(epochs=1, few_bits=FewBits(fp8="DelayedScaling")))
+    run = train(task, "autocast_float16", RunSettings(epochs=1, few_bits=FewBits(fp8="Float8CurrentScaling")))
     assert run.costs.exchanged_bytes > 0
 
 

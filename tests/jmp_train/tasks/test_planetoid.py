@@ -6,7 +6,7 @@ import pytest
 from planetoid_files import write_planetoid
 
 from jmp_train.graphs import SparseFeatures
-from jmp_train.tasks import TaskOptions, load_task
+from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
 
@@ -21,26 +21,26 @@ def fixture_folder(tmp_path: Path) -> Path:
 
 
 def test_a_data_set_is_chosen_in_any_case(folder: Path) -> None:
-    task = load_task("planetoid", TaskOptions(data_dir=folder, dataset="CiteSeer"))
+    task = load_task("planetoid", data_dir=folder, dataset="CiteSeer")
     assert task.batch_size == 3
     assert isinstance(task.shared()["features"], SparseFeatures)
     with pytest.raises(FileNotFoundError, match=r"lacks ind.pubmed.x"):
-        load_task("planetoid", TaskOptions(data_dir=folder, dataset="pubmed"))
+        load_task("planetoid", data_dir=folder, dataset="pubmed")
     with pytest.raises(ValueError, match="dataset='reddit' must be one of cora, citeseer, pubmed"):
-        load_task("planetoid", TaskOptions(data_dir=folder, dataset="reddit"))
+        load_task("planetoid", data_dir=folder, dataset="reddit")
     with pytest.raises(ValueError, match="dataset='pubmed' has no synthetic data: only cora has"):
-        load_task("planetoid", TaskOptions(synthetic=True, dataset="pubmed"))
+        load_task("planetoid", synthetic=True, dataset="pubmed")
     with pytest.raises(ValueError, match="dataset=cora: task cora has no such option, only planetoid has"):
-        load_task("cora", TaskOptions(synthetic=True, dataset="cora"))
+        load_task("cora", synthetic=True, dataset="cora")
     with pytest.raises(FileNotFoundError, match=r"wants --data-dir, the folder of ind.pubmed.x and the other seven"):
-        load_task("planetoid", TaskOptions(dataset="PUBMED"))
+        load_task("planetoid", dataset="PUBMED")
 
 
 def test_sparse_words_train_as_those_with_zeros_do() -> None:
     """The first gradient is that of task cora; without dropout, whose draws differ."""
     results = []
     for name in ("cora", "planetoid"):
-        task = load_task(name, TaskOptions(synthetic=True))
+        task = load_task(name, synthetic=True)
         params, _ = task.init(jax.random.key(0))
         batch = task.prepare(task.train) | task.shared()
         loss, gradient = jax.jit(jax.value_and_grad(lambda p, b, f=task.loss_fn: f(p, None, b, None)[0]))(params, batch)

@@ -15,10 +15,12 @@ import jmp_train as jt
 from jmp_train import graphs
 from jmp_train.cli.entry import main
 from jmp_train.graphs.datasets import padded_sizes
+from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
 from jmp_train.runs.task_batches import train_batches
 from jmp_train.steps import TrainState, train_step
-from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.task import Task
+from jmp_train.tasks import load_task
 from jmp_train.tasks.proteins import make_task, node_features, split_by_class
 
 pytestmark = pytest.mark.quick
@@ -33,7 +35,7 @@ def a_task(count: int, devices: int = 1, epochs: int = 1, most: int = 40) -> Tas
     task = make_task(_taken(data, small), TaskOptions(devices=devices), epochs)
     return dataclasses.replace(
         task,
-        optimizer=lambda rate: relaxed(task.optimizer(rate)),
+        optimizer=lambda steps: relaxed(task.optimizer_for(steps)),
         options=TaskOptions(devices=devices),
     )
 
@@ -56,7 +58,7 @@ def _taken(data: graphs.GraphData, places: np.ndarray) -> graphs.GraphData:
 @pytest.mark.timeout(300)
 def test_every_policy_is_as_accurate() -> None:
     runs = [train(a_task(600, epochs=10), policy) for policy in POLICIES]
-    accuracies = [run.test_accuracy for run in runs]
+    accuracies = [run.metrics["test_accuracy"] for run in runs]
     assert min(accuracies) > 0.75  # of 5 in 100 the label is wrong
     assert max(accuracies) - min(accuracies) < 0.09  # of 60 graphs, 5
     for run in runs:
@@ -79,7 +81,7 @@ def test_the_statistics_do_not_depend_on_the_devices() -> None:
         state = TrainState.create(params, optimizer, model_state=model_state)  # no key: no dropout
         state, metrics = jax.jit(step)(state, batch)
         states.append((metrics["loss"], jax.device_get(state.model_state)))
-        logits.append(jax.jit(task.predict)(params, model_state, batch))
+        logits.append(jax.jit(task.metrics.predict)(params, model_state, batch))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), *states)
     np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
 
@@ -113,7 +115,7 @@ def test_a_run_traces_its_step_once_for_each_size() -> None:
         optimizer=lambda rate: relaxed(optax.sgd(rate)),
     )
     sizes = {batch["graph"].num_nodes for batch in train_batches(task, 16, 0, 3)}
-    train(task, "float32", epochs=3, batch_size=16)
+    train(task, "float32", RunSettings(epochs=3, batch_size=16))
     assert 2 <= len(sizes) <= 3
     in_training, in_evaluation = traced[: len(sizes)], traced[len(sizes) :]
     assert set(in_training) == sizes
@@ -155,7 +157,7 @@ def write_tu(folder: Path, data: graphs.GraphData) -> None:
 def test_real_files_are_the_same_task(tmp_path: Path) -> None:
     data = graphs.synthetic_proteins(30)
     write_tu(tmp_path, data)
-    read, made = load_task("proteins", TaskOptions(data_dir=tmp_path)), make_task(data)
+    read, made = load_task("proteins", data_dir=tmp_path), make_task(data)
     np.testing.assert_array_equal(read.train["graph"], made.train["graph"])
     one, other = (task.prepare({name: x[:4] for name, x in task.train.items()}) for task in (read, made))
     jax.tree.map(np.testing.assert_array_equal, one, other)
@@ -176,7 +178,7 @@ def test_a_split_and_features_of_whole_numbers_are_taken_as_they_are(tmp_path: P
         path = tmp_path / f"{name}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    task = load_task("proteins", TaskOptions(data_dir=tmp_path))
+    task = load_task("proteins", data_dir=tmp_path)
     assert (task.train["graph"].tolist(), task.test["graph"].tolist()) == ([2, 0], [1])
     graph: Any = task.prepare(task.test)["graph"]
     assert np.asarray(graph.nodes["h"])[:2].tolist() == [[1, 0, 0, 0, 0, 0, 0, 1], [0, 0, 1, 0, 1, 0, 0, 0]]

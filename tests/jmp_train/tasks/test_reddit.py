@@ -20,8 +20,10 @@ from jmp_train.cli.entry import main
 from jmp_train.graphs.datasets.node_data import NodeData
 from jmp_train.graphs.datasets.synthetic_posts import synthetic_reddit
 from jmp_train.policies.optimizers.loss_scaled import with_loss_scale
+from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
-from jmp_train.tasks import Task, TaskOptions, load_task
+from jmp_train.task import Task
+from jmp_train.tasks import load_task
 from jmp_train.tasks.models.graph_models import adam_with_l2
 from jmp_train.tasks.reddit import make_graph
 
@@ -36,8 +38,8 @@ def fixture_tiny() -> Task:
 
 
 def load(scale: float, **options: Any) -> Task:
-    task = load_task("reddit", TaskOptions(synthetic=True, scale=scale, **options))
-    return dataclasses.replace(task, optimizer=lambda rate: relaxed(task.optimizer(rate)))
+    task = load_task("reddit", synthetic=True, scale=scale, **options)
+    return dataclasses.replace(task, optimizer=lambda steps: relaxed(task.optimizer_for(steps)))
 
 
 @pytest.mark.parametrize(("scale", "nodes", "edges", "classes"), [(0.001, 233, 6756, 4), (0.02, 4659, 2292318, 4)])
@@ -128,7 +130,7 @@ def test_the_model_is_the_guides(heads: Any) -> None:
     )
     assert model_state is None
     assert (task.epochs, task.batch_size) == (100, len(task.train["label"]))
-    assert float(np.asarray(task.schedule(100)(7))) == 1e-3
+    assert float(np.asarray(task.schedule_for(100)(7))) == 1e-3
 
 
 @pytest.mark.full
@@ -141,7 +143,7 @@ def test_the_loss_is_the_training_nodes(tiny: Task) -> None:
     @jax.jit
     def both(params: Any, shared: Any) -> Any:
         loss, _ = tiny.loss_fn(params, None, tiny.train | shared, None)
-        return loss, tiny.predict(params, None, everyone | shared)
+        return loss, tiny.metrics.predict(params, None, everyone | shared)
 
     loss, logits = both(params, shared)
     logits = np.asarray(logits, np.float64)
@@ -186,10 +188,10 @@ def test_it_learns_in_float32_and_float16(tiny: Task, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(jt.TrainStep, "__call__", look)
     counted = dataclasses.replace(tiny, shared=shared)
-    runs = [train(counted, policy, epochs=14) for policy in ("float32", "mixed_float16")]
+    runs = [train(counted, policy, RunSettings(epochs=14)) for policy in ("float32", "mixed_float16")]
     assert (len(made), traced) == (2, [jnp.float32, jnp.float16])
     for run in runs:
-        assert run.test_accuracy > 0.75  # chance level: 0.25
+        assert run.metrics["test_accuracy"] > 0.75  # chance level: 0.25
         assert run.epochs[-1].loss < 0.5 * run.epochs[-14 + 2].loss
     losses = [[step.loss for step in run.steps if step.finite] for run in runs]
     np.testing.assert_allclose(losses[1], losses[0][: len(losses[1])], rtol=0.05, atol=0.02)
@@ -201,8 +203,7 @@ def test_loading_starts_no_device() -> None:
     code = """
 import jax
 from jmp_train.tasks import load_task
-from jmp_train.tasks import TaskOptions
-load_task("reddit", TaskOptions(synthetic=True, scale=0.001))
+load_task("reddit", synthetic=True, scale=0.001)
 jax.config.update("jax_num_cpu_devices", 3)  # refused once a device is started
 print(jax.device_count())
 """
@@ -239,8 +240,8 @@ def test_a_run_from_files(tmp_path: Path) -> None:
     node_types[data.train], node_types[data.test] = 1, 3
     nodes = {"feature": data.features, "label": data.labels, "node_types": node_types}
     np.savez(tmp_path / "reddit_data.npz", allow_pickle=False, **nodes)
-    read = load_task("reddit", TaskOptions(data_dir=tmp_path))
-    made = load_task("reddit", TaskOptions(synthetic=True, scale=TINY))
+    read = load_task("reddit", data_dir=tmp_path)
+    made = load_task("reddit", synthetic=True, scale=TINY)
     for name in ("train", "test"):
         for key, array in getattr(made, name).items():
             np.testing.assert_array_equal(getattr(read, name)[key], array)
@@ -250,7 +251,7 @@ def test_a_run_from_files(tmp_path: Path) -> None:
 
 def test_heads_are_one_number_a_layer() -> None:
     with pytest.raises(ValueError, match=r"heads=\(2, 2\) must be 3 numbers of at least 1"):
-        load_task("reddit", TaskOptions(synthetic=True, heads=(2, 2)))
+        load_task("reddit", synthetic=True, heads=(2, 2))
 
 
 @pytest.mark.parametrize(
