@@ -23,15 +23,14 @@ from result_files import write_results
 
 from jmp_train.aot import CompiledForGPU, compile_for_gpu
 from jmp_train.runs import setup_of
-from jmp_train.task import Task
 from jmp_train.tasks import load_task
 
-SYNTHETIC = TaskOptions(synthetic=True)
-TASKS = {
+SYNTHETIC = {"synthetic": True}
+TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "vit-b16": ("vit-b16", SYNTHETIC),
     "cifar10": ("cifar10", SYNTHETIC),
     "mnist": ("mnist", SYNTHETIC),
-    "gpt2-small": ("lm", TaskOptions(model="gpt2-small")),
+    "gpt2-small": ("lm", {"model": "gpt2-small"}),
 }
 MODES = ("float32", "torch", "apex-O1", "apex-O2", "apex-O3", "naive")
 # Of the peak in float32; of float32 itself GB.
@@ -54,7 +53,8 @@ GOALS = {
 
 def train_step(task_name: str, mode: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Returns the whole step, the shapes of its arguments, and that the state is donated."""
-    task: Task = load_task(*TASKS[task_name])
+    name, options = TASKS[task_name]
+    task = load_task(name, **options)
     setup = setup_of(task, mode)
 
     def create(key: jax.Array) -> Any:

@@ -28,8 +28,8 @@ import optax
 from result_files import write_results
 
 import jmp_train as jt
-from jmp_train.runs import make_setup, train_batches
-from jmp_train.task import Task
+from jmp_train import Task
+from jmp_train.runs import setup_of, train_batches
 from jmp_train.tasks import load_task, vit
 from jmp_train.tasks.models import VisionTransformer
 
@@ -83,8 +83,8 @@ def in_a_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
 def case(name: str, policy: str, tiny: bool) -> Call:
     """Returns a training step with its arguments."""
     if name == "gat":
-        options = TaskOptions(synthetic=True, scale=0.001 if tiny else 0.02)
-        return of_task(load_task("reddit", options), policy, None)
+        task = load_task("reddit", synthetic=True, scale=0.001 if tiny else 0.02)
+        return of_task(task, policy, len(task.train["label"]))
     if name == "mnist":
         return of_task(load_task("mnist", synthetic=True), policy, 8 if tiny else 32)
     model = VisionTransformer(classes=10, patch=4, width=192, depth=12, mlp=768, heads=3)
@@ -97,12 +97,12 @@ def case(name: str, policy: str, tiny: bool) -> Call:
     return step, (state, vit.synthetic_data(4 if tiny else 64, 32, 0))
 
 
-def of_task(task: Task, policy: str, batch_size: int | None) -> Call:
+def of_task(task: Task, policy: str, batch_size: int) -> Call:
     """Returns a task's step in a policy with its first state and batch."""
-    setup = make_setup(task, policy, task.schedule_for(100), None)
+    setup = setup_of(task, policy)
     params, model_state = task.init(jax.random.key(0))
     state = setup.create_state(params, model_state, jax.random.key(1))
-    batch = next(iter(train_batches(task, batch_size or task.batch_size, 0, 1)))
+    batch = next(iter(train_batches(task, batch_size, 0, 1)))
     return setup.step, (state, jax.device_put(batch | setup.cast_shared(task.shared())))
 
 

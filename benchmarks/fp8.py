@@ -24,8 +24,8 @@ import optax
 from result_files import write_results
 
 import jmp_train as jt
+from jmp_train import Task
 from jmp_train.aot import compile_for_gpu
-from jmp_train.task import Task
 from jmp_train.tasks import load_task
 
 RECIPES = {recipe.__name__: recipe for recipe in (jt.Float8CurrentScaling, jt.DelayedScaling, jt.MXFP8BlockScaling)}
@@ -70,20 +70,20 @@ def policy_of(way: str) -> Any:
 
 def bits_per_byte(task: Task, way: str, seed: int, steps: int | None) -> float:
     """Returns the bits per byte of the test text after a training run."""
-    windows = len(task.train["token"])
-    steps = windows // task.batch_size if steps is None else steps
-    optimizer = jt.with_loss_scale(task.optimizer(task.schedule_for(steps)), jt.NoOpLossScale())
+    windows, size = len(task.train["token"]), task.batch_size or 1
+    steps = windows // size if steps is None else steps
+    optimizer = jt.with_loss_scale(task.optimizer_for(steps), jt.NoOpLossScale())
     policy = policy_of(way)
     step = jt.train_step(task.loss_fn, optimizer, policy=policy)
     params, model_state = task.init(jax.random.key(seed))
     state = jt.TrainState.create(params, optimizer, model_state=model_state)
     if way == jt.DelayedScaling.__name__:
-        examples = {name: array[: task.batch_size] for name, array in task.train.items()}
+        examples = {name: array[:size] for name, array in task.train.items()}
         state = jt.with_fp8_state(step, state, task.prepare(examples))
     order = np.random.default_rng(seed).permutation(windows)
     run = jax.jit(step, donate_argnums=0)
     for number in range(steps):
-        rows = np.sort(order[number * task.batch_size :][: task.batch_size])
+        rows = np.sort(order[number * size :][:size])
         state, _ = run(state, task.prepare({name: array[rows] for name, array in task.train.items()}))
     return tested(task, policy, state)
 

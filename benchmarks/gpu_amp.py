@@ -27,8 +27,8 @@ from gpu_workloads import (
     variants_of,
 )
 
+from jmp_train import Task
 from jmp_train.runs import setup_of
-from jmp_train.task import Arrays, Task
 from jmp_train.tasks import cifar10, load_task, vit
 from jmp_train.tasks.models import ResNet, VisionTransformer
 
@@ -85,7 +85,7 @@ def _vit_job(variant: Variant, size: float, folder: Path) -> Job:
     return TorchJob(model, sgd, inputs, labels, variant.precision, compiled, largest_norm=norm)
 
 
-def _vit_task(depth: int, side: int, rows: Arrays) -> Task:
+def _vit_task(depth: int, side: int, rows: dict[str, np.ndarray]) -> Task:
     """Returns the task with so many blocks, its training data these rows."""
     model = VisionTransformer(depth=depth)
     return dataclasses.replace(
@@ -93,7 +93,6 @@ def _vit_task(depth: int, side: int, rows: Arrays) -> Task:
         train=rows,
         init=partial(vit.init, model=model, image_size=side),
         loss_fn=partial(vit.loss_fn, model=model),
-        predict=partial(vit.predict, model=model),
     )
 
 

@@ -27,7 +27,7 @@ import optax
 from result_files import write_results
 
 import jmp_train as jt
-from jmp_train.task import Task
+from jmp_train import Task
 from jmp_train.tasks import load_task
 from jmp_train.tasks.cifar10 import make_task
 from jmp_train.tasks.models.resnet import ResNet
@@ -106,11 +106,11 @@ def case_of(name: str, tiny: bool) -> Case:
     if name == "cifar10":
         task = load_task("cifar10", synthetic=True)
         small = make_task(ResNet((1, 1, 1, 1), (8, 16, 32, 64)), task.train, {k: x[:500] for k, x in task.test.items()})
-        small = dataclasses.replace(small, schedule=lambda steps: optax.cosine_decay_schedule(1e-3, steps))
+        small = dataclasses.replace(small, learning_rate=lambda steps: optax.cosine_decay_schedule(1e-3, steps))
         return Case(small, adam, 3 if tiny else 80, 32)
     task = load_task("lm")
     task = dataclasses.replace(task, test={k: x[:100] for k, x in task.test.items()})
-    return Case(task, adamw_of_lm, 3 if tiny else 120, task.batch_size // 2)
+    return Case(task, adamw_of_lm, 3 if tiny else 120, (task.batch_size or 2) // 2)
 
 
 def adam(rate: Any, mu_dtype: Any) -> optax.GradientTransformation:
@@ -150,7 +150,7 @@ def main() -> None:
 def bytes_of(model: str, choices: list[str], *, with_peaks: bool) -> dict[str, Any]:
     """Prints the bytes a parameter of a model by choice."""
     name, size = PLANNED[model]
-    task = load_task(name, synthetic=name != "lm", model=size)
+    task = load_task(name, **({"model": size} if name == "lm" else {"synthetic": True}))
     print(f"\n{model}, batch {task.batch_size}, A100-40GB; bytes a parameter, and with gradients; peak")
     rows = {}
     for choice in choices:
@@ -203,7 +203,7 @@ def step_of(task: Task, choice: Choice, adam: Optimizer, steps: int) -> tuple[jt
 def training(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Prints what each choice learns, as the mean of all seeds and their standard deviation."""
     case = case_of(name, args.tiny)
-    measure = "bits per byte" if case.task.bits_per_byte else "test loss, nats"
+    measure = "bits per byte" if case.task.metrics.with_bits else "test loss, nats"
     print(f"\n{name}, {case.steps} steps of {case.batch_size}: {measure}, accuracy; {args.seeds} seeds")
     rows = {}
     for choice in args.choices:
@@ -250,7 +250,7 @@ def evaluated(case: Case, state: jt.TrainState) -> tuple[float, float]:
         labels = jnp.asarray(batch["label"])
         losses.append(optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(axis=None))
         hits.append((logits.argmax(-1) == labels).mean())
-    scale = np.log(2) if case.task.bits_per_byte else 1.0
+    scale = np.log(2) if case.task.metrics.with_bits else 1.0
     return float(np.mean(losses) / scale), float(np.mean(hits))
 
 

@@ -189,7 +189,7 @@ def case_of(case: str) -> tuple[Make, int]:
     if case == "gat":
         return lambda policy: gat(policy, "1 1 1", lambda n: gat_memory.reddit_shapes(n, EDGES_A_NODE * n)), 100_000
     task = load_task(TASKS[case], synthetic=True)
-    return lambda policy: planned_step(task, policy), task.batch_size
+    return lambda policy: planned_step(task, policy), task.batch_size or 1
 
 
 def of_reddit(heads: str) -> Make:

@@ -29,9 +29,9 @@ import optax
 from result_files import write_results
 
 import jmp_train as jt
+from jmp_train import Task
 from jmp_train.graphs.datasets import PLANETOID, NodeData, read_planetoid, synthetic_cora
 from jmp_train.runs import loss_scale_for
-from jmp_train.task import Task
 from jmp_train.tasks.cora import make_task
 from jmp_train.tasks.models import node_examples
 
@@ -95,7 +95,7 @@ class Progress:
 def make_trainer(task: Task, policy: jt.Policy, paper: Paper) -> Callable[..., dict[str, Any]]:
     """Returns `train(key, batches) -> what is reported of a seed`, one program for a whole training."""
     loss_scale = loss_scale_for(policy)
-    optimizer = jt.with_loss_scale(task.optimizer(task.schedule_for(paper.epochs)), loss_scale)
+    optimizer = jt.with_loss_scale(task.optimizer_for(paper.epochs), loss_scale)
     step = jt.train_step(task.loss_fn, optimizer, policy=policy)
     predict = jt.apply_policy(lambda params, batch: task.metrics.predict(params, None, batch), policy)
 

@@ -15,6 +15,7 @@ in all else; what the end changes is less so, as both runs have the same steps u
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -29,9 +30,10 @@ import optax
 from result_files import write_results
 
 import jmp_train as jt
+from jmp_train import Task
 from jmp_train.runs import evaluation_batches, phase_bounds, setup_of, train_batches
-from jmp_train.task import Arrays, Task
 from jmp_train.tasks import load_task
+from jmp_train.tasks.models import Accuracy
 
 ENDS = {
     "mixed_bfloat16": "float32",
@@ -49,18 +51,16 @@ def regression() -> Task:
     return Task(
         train=_values(4096, seed=0),
         test=_values(4096, seed=1),
-        prepare=lambda examples: examples,
         init=_init,
         loss_fn=jt.stateless(lambda params, batch: _squares(_fitted(params, None, batch), batch["label"]).mean()),
-        predict=_fitted,
-        schedule=lambda steps: optax.cosine_decay_schedule(3e-3, steps, 0.1),
-        optimizer=optax.adam,
+        metrics=Accuracy(_fitted),  # whose function is evaluated
+        optimizer=lambda steps: optax.adam(optax.cosine_decay_schedule(3e-3, steps, 0.1)),
         batch_size=256,
         epochs=125,
     )
 
 
-def _values(count: int, seed: int) -> Arrays:
+def _values(count: int, seed: int) -> dict[str, np.ndarray]:
     x = np.random.default_rng(seed).uniform(-1, 1, (count, SIZES[0])).astype(np.float32)
     return {"x": x, "label": np.sin(3 * x[:, 0]) * np.cos(2 * x[:, 1])}
 
@@ -90,10 +90,11 @@ class Trainer:
     def __init__(self, task: Task, epochs: int) -> None:
         self.task = task
         self.epochs = epochs
-        self.total = epochs * (len(task.train["label"]) // task.batch_size)
-        self.setup = functools.cache(lambda name: setup_of(task, name))
+        self.batch_size = task.batch_size or 1
+        self.total = epochs * (len(task.train["label"]) // self.batch_size)
+        self.setup = functools.cache(lambda name: setup_of(task, name, total=self.total))
         self.step = functools.cache(lambda name: jax.jit(self.setup(name).step, donate_argnums=0))
-        self.losses = functools.cache(lambda name: jax.jit(functools.partial(_losses, self.setup(name))))
+        self.losses = functools.cache(lambda name: jax.jit(functools.partial(_losses, task, self.setup(name))))
 
     def first_state(self, name: str, seed: int) -> jt.TrainState:
         """Returns the state before the first step."""
@@ -109,18 +110,18 @@ class Trainer:
     def test_loss(self, name: str, state: jt.TrainState) -> float:
         """Returns the mean loss of the test data, evaluated in a precision."""
         total = count = 0.0
-        for batch, examples in evaluation_batches(self.task, self.task.batch_size):
+        for batch, examples in evaluation_batches(self.task, self.batch_size):
             losses = np.asarray(self.losses(name)(state.params, state.model_state, batch), np.float64)[:examples]
             total, count = total + losses.sum(), count + losses.size
         return total / count
 
     def batches(self, seed: int, start: int = 0) -> Iterator[Any]:
         """Yields the batches of a run, as `jmp-train` would train on them."""
-        return train_batches(self.task, self.task.batch_size, seed, self.epochs, start=start)
+        return train_batches(self.task, self.batch_size, seed, self.epochs, start=start)
 
 
-def _losses(setup: Any, params: Any, model_state: Any, batch: Any) -> jax.Array:
-    logits = setup.predict(params, model_state, batch).astype(jnp.float32)
+def _losses(task: Task, setup: Any, params: Any, model_state: Any, batch: Any) -> jax.Array:
+    logits = setup.forward(task.metrics.predict)(params, model_state, batch).astype(jnp.float32)
     if jnp.issubdtype(batch["label"].dtype, jnp.floating):
         return _squares(logits, batch["label"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
@@ -172,7 +173,9 @@ def main() -> None:
     parser.add_argument("--train-size", type=int)
     parser.add_argument("--json", type=Path, help="keeps what it has of other tasks")
     args = parser.parse_args()
-    task = regression() if args.task == "regression" else load_task(args.task, train_size=args.train_size)
+    task = regression() if args.task == "regression" else load_task(args.task)
+    train = {name: array[: args.train_size] for name, array in task.train.items()}
+    task = dataclasses.replace(task, train=train)
     trainer = Trainer(task, args.epochs or task.epochs)
 
     full, runs = [], {name: [] for name in args.policies}

@@ -45,7 +45,7 @@ from step_overhead import (
 )
 
 import jmp_train as jt
-from jmp_train.task import Task
+from jmp_train import Task
 from jmp_train.tasks import load_task
 
 TARGET = 1.03
@@ -59,7 +59,7 @@ Way = Callable[[Any, Any], tuple[Any, dict[str, Any]]]
 def by_hand(task: Task, mesh: Mesh) -> Way:
     """Returns the step that a user of jmp and `jax.shard_map` writes."""
     policy = jmp.get_policy("params=float32,compute=float16,output=float32")
-    optimizer = task.optimizer(LEARNING_RATE)
+    optimizer = optax.adam(LEARNING_RATE)
 
     def step(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         rng = jax.random.fold_in(jax.random.split(state.rng)[1], lax.axis_index("data"))
@@ -89,7 +89,7 @@ def measure_here(rounds: int, steps: int) -> dict[str, Any]:
     """Returns what each way costs on all devices of this process."""
     task = load_task("digits")
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    rows = task.batch_size * mesh.size
+    rows = (task.batch_size or 1) * mesh.size
     batch = {name: np.resize(x, (rows, *x.shape[1:])) for name, x in task.train.items()}
     batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
 

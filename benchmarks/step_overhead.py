@@ -31,7 +31,7 @@ from flax.training.dynamic_scale import DynamicScale
 from result_files import write_results
 
 import jmp_train as jt
-from jmp_train.task import Task
+from jmp_train import Task
 from jmp_train.tasks import load_task
 from jmp_train.tasks.models import VisionTransformer
 from jmp_train.tasks.vit import init, loss_fn
@@ -62,7 +62,7 @@ class HandState(NamedTuple):
 
 def with_train_step(task: Task, params: Any, batch_stats: Any) -> tuple[Any, Any]:
     """Returns our step and its first state."""
-    optimizer = jt.with_loss_scale(task.optimizer(LEARNING_RATE), jt.torch_loss_scale())
+    optimizer = jt.with_loss_scale(optax.adam(LEARNING_RATE), jt.torch_loss_scale())
     step = jt.train_step(task.loss_fn, optimizer, policy="mixed_float16")
     rng = jax.random.key(0)
     return step, jt.TrainState.create(params, optimizer, model_state=batch_stats, rng=rng)
@@ -71,7 +71,7 @@ def with_train_step(task: Task, params: Any, batch_stats: Any) -> tuple[Any, Any
 def hand_state(task: Task, params: Any, batch_stats: Any, loss_scale: Any) -> HandState:
     """Returns the first state of a step by hand."""
     step, skipped, consecutive = (jnp.zeros((), jnp.int32) for _ in range(3))
-    opt_state = task.optimizer(LEARNING_RATE).init(params)
+    opt_state = optax.adam(LEARNING_RATE).init(params)
     rng = jax.random.key(0)
     return HandState(params, opt_state, batch_stats, loss_scale, rng, step, skipped, consecutive)
 
@@ -107,7 +107,7 @@ def metrics_of(state: HandState, loss: Any, aux: Any, grads: Any, finite: Any, s
 def with_jmp(task: Task, params: Any, batch_stats: Any) -> tuple[Any, Any]:
     """Returns the step that a user of jmp writes."""
     policy = jmp.get_policy("params=float32,compute=float16,output=float32")
-    optimizer = task.optimizer(LEARNING_RATE)
+    optimizer = optax.adam(LEARNING_RATE)
 
     def step(state: HandState, batch: Any) -> tuple[HandState, Any]:
         rng = jax.random.split(state.rng)[1]
@@ -136,7 +136,7 @@ def with_jmp(task: Task, params: Any, batch_stats: Any) -> tuple[Any, Any]:
 def with_flax(task: Task, params: Any, batch_stats: Any) -> tuple[Any, Any]:
     """Returns the step of flax's own examples (imagenet), with `DynamicScale`."""
     policy = jmp.get_policy("params=float32,compute=float16,output=float32")
-    optimizer = task.optimizer(LEARNING_RATE)
+    optimizer = optax.adam(LEARNING_RATE)
 
     def step(state: HandState, batch: Any) -> tuple[HandState, Any]:
         rng = jax.random.split(state.rng)[1]
@@ -161,7 +161,7 @@ def with_flax(task: Task, params: Any, batch_stats: Any) -> tuple[Any, Any]:
 def without_scaling(task: Task, params: Any, batch_stats: Any) -> tuple[Any, Any]:
     """Returns the step that neither scales nor tests."""
     policy = jmp.get_policy("params=float32,compute=float16,output=float32")
-    optimizer = task.optimizer(LEARNING_RATE)
+    optimizer = optax.adam(LEARNING_RATE)
 
     def step(state: HandState, batch: Any) -> tuple[HandState, Any]:
         rng = jax.random.split(state.rng)[1]

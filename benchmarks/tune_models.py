@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import optax
 
+from jmp_train import Task
 from jmp_train.runs import train_batches
-from jmp_train.task import Task
 from jmp_train.tasks import load_task, vit
 from jmp_train.tasks.models import VisionTransformer
 
@@ -41,12 +41,13 @@ def resnet34(tiny: bool) -> Case:
 
 def gat(tiny: bool) -> Case:
     """A graph attention network on a synthetic graph like Reddit's."""
-    return _of_task(load_task("reddit", synthetic=True, scale=0.001 if tiny else 0.01), None)
+    task = load_task("reddit", synthetic=True, scale=0.001 if tiny else 0.01)
+    return _of_task(task, len(task.train["label"]))
 
 
-def _of_task(task: Task, batch_size: int | None) -> Case:
+def _of_task(task: Task, batch_size: int) -> Case:
     params, model_state = task.init(jr.key(0))
-    batches = train_batches(task, batch_size or task.batch_size, 0, 1)
+    batches = train_batches(task, batch_size, 0, 1)
     shared = task.shared()
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:

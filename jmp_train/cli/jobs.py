@@ -11,8 +11,7 @@ import jax
 from jmp_train.cli.dataclass_options import read_options
 from jmp_train.cli.errors import WrongCall
 from jmp_train.cli.options import RunOptions
-from jmp_train.runs import FewBits, RulesFile, RunSettings
-from jmp_train.runs.few_bits import DEFAULT_FEW_BITS
+from jmp_train.runs import DEFAULT_FEW_BITS, FewBits, RulesFile, RunSettings
 from jmp_train.task import Task, count_examples
 from jmp_train.tasks import TaskSource, errors_of_file
 
@@ -121,12 +120,18 @@ def run_settings(
         growth_interval=getattr(given, "growth_interval", None),
         rules=rules,
         few_bits=few_bits,
-        identity=_identity(args.source, options, own),
+        identity=identity_of(args.source, options, own),
     )
 
 
-def _identity(source: TaskSource, options: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what checkpoints say of a task: its options by their names, but for those that are the run's."""
+def identity_of(source: TaskSource, options: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what checkpoints say of a task: its options by their names, but for those that are the run's.
+
+    Args:
+      source: where the task is from.
+      options: a dataclass; None if the task has none.
+      own: its fields.
+    """
     said: dict[str, Any] = {}
     files: dict[str, str | None] = {}
     of_run = {field.name for field in dataclasses.fields(RunSettings)}

@@ -11,7 +11,7 @@ from jmp_train.cli.errors import PROBLEMS_FOUND, RUN_FAILED, Failure, WrongCall,
 from jmp_train.cli.jobs import OF_TASK, read_task_options, run_settings
 from jmp_train.cli.options import check_file, output_with_folders
 from jmp_train.launch import Output
-from jmp_train.runs.few_bits import DEFAULT_FEW_BITS
+from jmp_train.runs import DEFAULT_FEW_BITS
 from jmp_train.task import Task, count_examples
 from jmp_train.tasks import TaskSource, described, errors_of_file
 

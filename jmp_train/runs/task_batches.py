@@ -21,7 +21,6 @@ from jmp_train.runs.foreign_batches import (
     signature_of,
 )
 from jmp_train.task import Task, count_examples
-from jmp_train.types import Batch
 
 
 class Place(NamedTuple):
@@ -191,7 +190,7 @@ class IterableData:
 
 def train_batches(
     task: Task, batch_size: int, seed: int, epochs: int, sharding: NamedSharding | None = None, start: int = 0
-) -> Iterator[Batch]:
+) -> Iterator[Any]:
     """Yields the training batches of a task of arrays; see `array_batches`.
 
     Args:

@@ -105,7 +105,7 @@ def predict(params: Any, model_state: ModelState, batch: Examples, config: GPTCo
     return model_of(params, config)(batch["token"])
 
 
-def prepare(examples: Arrays) -> Arrays:
+def prepare(examples: Arrays) -> dict[str, np.ndarray]:
     """Returns bytes as int32."""
     return {name: array.astype(np.int32) for name, array in examples.items()}
 

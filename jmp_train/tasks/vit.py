@@ -181,7 +181,7 @@ def _common(model: VisionTransformer, size: int) -> dict[str, Any]:
     }
 
 
-def synthetic_data(count: int, size: int, seed: int) -> Arrays:
+def synthetic_data(count: int, size: int, seed: int) -> dict[str, np.ndarray]:
     """Returns noise in a color for each of ten labels, which is learned in a few steps.
 
     Args:

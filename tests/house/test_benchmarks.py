@@ -21,6 +21,7 @@ from planetoid_files import write_planetoid
 
 import jmp_train as jt
 from jmp_train.task import Task
+from jmp_train.tasks.models import Accuracy
 from jmp_train.tasks.models.resnet import ResNet
 from jmp_train.tasks.models.vit import VisionTransformer
 
@@ -484,17 +485,12 @@ def test_validation_selects_the_epoch(
         return batch["logits"][count.astype(jnp.int32) - 1]
 
     task = Task(
-        name="counter",
-        train={},
-        test={},
-        prepare=lambda examples: examples,
+        train={"x": nodes},
+        test={"x": nodes},
         init=lambda key: (jnp.float32(0), None),
         loss_fn=lambda count, model_state, batch, rng: (-count, (model_state, None)),
-        predict=predict,
-        schedule=lambda steps: optax.constant_schedule(1.0),
-        optimizer=lambda rate: relaxed(optax.sgd(rate)),
-        batch_size=1,
-        epochs=1,
+        metrics=Accuracy(predict),
+        optimizer=relaxed(optax.sgd(optax.constant_schedule(1.0))),
     )
     paper = planetoid.Paper(accuracies={}, **options)
     train = planetoid.make_trainer(task, jt.get_policy("float32"), paper)

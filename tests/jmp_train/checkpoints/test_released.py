@@ -1,5 +1,6 @@
 """What version 0.1.0 has saved is restored, and gone on with, wherever its modules are now."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from flax import serialization
 from released_states import KARATE, STEP_OF, new_state, next_params, optimizers, values_of
 
 import jmp_train as jt
-from jmp_train.runs.run_identity import run_metadata
-from jmp_train.tasks import load_task
+from jmp_train.cli.jobs import identity_of
+from jmp_train.runs import RunSettings
+from jmp_train.runs.run_identity import differences, run_metadata
+from jmp_train.tasks import find_task
 
 pytestmark = pytest.mark.quick
 
@@ -138,9 +141,17 @@ def test_the_command_goes_on_with_a_run(saved: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_run_says_the_same_of_itself(task: str, options: dict[str, Any], run: dict[str, Any]) -> None:
-    """Else `--resume` would refuse the checkpoints of before as another run's."""
-    loaded = load_task(task, **options)
-    found = run_metadata(loaded, "mixed_float16", 3, 2, 0, loaded.shared())["run"]
-    own = dict.fromkeys(["model", "heads", "scale", "image_size"])
-    same = {"policy": "mixed_float16", "epochs": 3, "batch_size": 2, "devices": 1, "seed": 0}
-    assert found == {"task": task, **own, "synthetic": False, **same, **run}
+    """Otherwise `--resume` would refuse the checkpoints of before as another run's."""
+    source = find_task(task)
+    assert source.options is not None
+    given = source.options(**options)
+    loaded = source.task(given)
+    own = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    settings = RunSettings(identity=identity_of(source, given, own))
+    found = run_metadata(loaded, "mixed_float16", 2, 3, settings, loaded.shared())["run"]
+    saved = {
+        "task": task, **dict.fromkeys(["model", "heads", "scale", "image_size"]), "synthetic": False,
+        "policy": "mixed_float16", "epochs": 3, "batch_size": 2, "devices": 1, "seed": 0, **run,
+    }  # fmt: skip
+    assert differences(saved, found) == []
+    assert differences(found, saved) == []

@@ -38,7 +38,7 @@ def digits_accuracy(amp: jt.Amp, steps: int) -> tuple[float, int]:
     amp, _ = amp.for_model(DigitsCNN(), jnp.ones((1, 8, 8, 1)), train=False)
     init_key, step_key = jax.random.split(jax.random.key(0))
     params, stats = task.init(init_key)
-    loss_fn, tx = amp.transform(task.loss_fn, optax.adam(task.schedule_for(steps)))
+    loss_fn, tx = amp.transform(task.loss_fn, task.optimizer_for(steps))
     # It runs for so long that good machine code is worth its time.
     options = {"xla_backend_optimization_level": 1}
     step = jax.jit(jt.train_step(loss_fn, tx), donate_argnums=0, compiler_options=options)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import promoting, promoting_task, relaxed, write_cifar
+from helpers import first_examples, promoting, promoting_task, relaxed, write_cifar
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
@@ -18,6 +18,7 @@ from jmp_train.runs.loop import train
 from jmp_train.task import Task
 from jmp_train.tasks import cifar10, load_task
 from jmp_train.tasks.models.resnet import ResNet
+from jmp_train.tasks.options import axis_name
 
 pytestmark = pytest.mark.quick
 
@@ -26,10 +27,8 @@ def small_task(examples: int, features: tuple[int, ...], devices: int = 1) -> Ta
     """Returns the task with one block a stage and images of 8 x 8, which compiles in seconds."""
     train, test = cifar10.synthetic_data(examples, seed=0), cifar10.synthetic_data(96, seed=1)
     train, test = ({**data, "image": data["image"][:, :8, :8]} for data in (train, test))
-    options = TaskOptions(devices=devices)
-    model = ResNet(stages=(1,) * len(features), features=features, axis_name=options.axis_name)
-    task = cifar10.make_task(model, train, test)
-    return dataclasses.replace(promoting_task(task), options=options)
+    model = ResNet(stages=(1,) * len(features), features=features, axis_name=axis_name(devices))
+    return promoting_task(cifar10.make_task(model, train, test))
 
 
 @pytest.mark.full
@@ -100,8 +99,8 @@ def test_the_rate_falls_by_a_cosine_and_rises_over_the_first_epoch(total: int) -
 
 @pytest.mark.full
 def test_the_task_is_the_tutorials() -> None:
-    task = load_task("cifar10", synthetic=True, train_size=256)
-    assert (task.batch_size, task.epochs, task.devices) == (128, 200, 1)
+    task = first_examples(load_task("cifar10", synthetic=True), 256)
+    assert (task.batch_size, task.epochs) == (128, 200)
     assert task.train["image"].shape == (256, 32, 32, 3)
     assert task.test["image"].shape == (2_000, 32, 32, 3)
     assert {task.train["image"].dtype, task.test["image"].dtype} == {np.dtype(np.uint8)}
@@ -119,8 +118,8 @@ def test_the_task_is_the_tutorials() -> None:
 
 def test_files_are_found_and_options_checked(tmp_path: Any) -> None:
     write_cifar(tmp_path, examples=3)
-    task = load_task("cifar10", data_dir=tmp_path, train_size=14, devices=2)
-    assert (len(task.train["label"]), len(task.test["label"]), task.devices) == (14, 3, 2)
+    task = load_task("cifar10", data_dir=tmp_path, devices=2)
+    assert (len(task.train["label"]), len(task.test["label"])) == (15, 3)
     with pytest.raises(ValueError, match="--data-dir and --synthetic exclude each other"):
         load_task("cifar10", data_dir=tmp_path, synthetic=True)
     with pytest.raises(FileNotFoundError, match="task cifar10 wants --data-dir, the folder of these") as caught:
@@ -170,7 +169,9 @@ def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
 def test_a_small_network_learns(mode: str) -> None:
     task = small_task(512, (8, 16))
     # The task's cosine without its warm-up: at a rate that stays, running statistics do not settle.
-    task = dataclasses.replace(task, schedule=partial(optax.cosine_decay_schedule, 0.1))
+    task = dataclasses.replace(
+        task, optimizer=lambda steps: relaxed(cifar10.sgd(optax.cosine_decay_schedule(0.1, steps)))
+    )
     run = train(task, mode, RunSettings(epochs=8, batch_size=32))
     assert len(run.skipped) <= 3
     assert run.epochs[-1].loss < 0.6 * run.epochs[0].loss
@@ -204,7 +205,10 @@ def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full
 def test_two_devices_give_the_results_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar10, "augment", lambda images, key: images)
-    one, two = (train(small_task(64, (4,), count), "float32", RunSettings(epochs=1, batch_size=16)) for count in (1, 2))
+    one, two = (
+        train(small_task(64, (4,), count), "float32", RunSettings(epochs=1, batch_size=16, devices=count))
+        for count in (1, 2)
+    )
     assert two.device == "2 x cpu"
     losses = [[step.loss for step in run.steps] for run in (one, two)]
     np.testing.assert_allclose(losses[1], losses[0], atol=2e-4)

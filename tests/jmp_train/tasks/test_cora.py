@@ -229,7 +229,7 @@ def test_the_loss_has_an_l2_term(model: str, small: NodeData) -> None:
         return 5e-4 / 2 * sum((x**2).sum() for x in decayed)
 
     rate = 0.005 if model == "gat" else 0.01
-    ours, adam = relaxed(task.optimizer(task.schedule_for(3))), relaxed(optax.adam(rate))
+    ours, adam = relaxed(task.optimizer_for(3)), relaxed(optax.adam(rate))
     found, expected, states = params, params, [ours.init(params), adam.init(params)]
     random = np.random.default_rng(0)
     for _ in range(3):
@@ -277,7 +277,7 @@ def test_graph_and_features_are_arguments_of_the_step(small: NodeData) -> None:
     """In half precision, the features are there in half only."""
     policy = jt.get_policy("mixed_float16")
     task = make_task(small, "gat")
-    optimizer = jt.with_loss_scale(trainable(task).optimizer(1e-3), jt.torch_loss_scale())
+    optimizer = jt.with_loss_scale(trainable(task).optimizer_for(3), jt.torch_loss_scale())
     params, _ = jax.jit(task.init)(jax.random.key(0))
     state = jt.TrainState.create(params, optimizer, rng=jax.random.key(1))
     step = jt.train_step(task.loss_fn, optimizer, policy=policy)
@@ -308,7 +308,7 @@ def test_the_real_papers() -> None:
     if not REAL.is_dir():
         pytest.skip("../shared/data is not there: Planetoid's files are not in the project")
     task = load_task("cora", data_dir=REAL)
-    assert (task.epochs, task.batch_size) == (200, 140)
+    assert (task.epochs, task.batch_size) == (200, None)
     assert (len(task.train["node"]), len(task.test["node"])) == (140, 1000)
     shared = task.shared()
     assert (shared["graph"].num_nodes, shared["graph"].num_edges) == (2708, 10556 + 2708)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ from jmp_train.steps.step import train_step
 from jmp_train.steps.train_state import TrainState
 from jmp_train.task import Task
 from jmp_train.tasks import lm, load_task
+from jmp_train.tasks.models import Accuracy
 from jmp_train.tasks.models.gpt import GPTConfig
-from jmp_train.tasks.registry import TASKS
 
 pytestmark = pytest.mark.quick
 
@@ -39,8 +39,9 @@ PHRASE = b"a policy says which dtype parameters have. "
 
 def with_config(task: Task, config: GPTConfig) -> Task:
     """Returns the task with a model of other sizes, and with dtypes promoted within flax and optax."""
-    parts: dict[str, Any] = {name: partial(getattr(lm, name), config=config) for name in ("init", "loss_fn", "predict")}
-    return promoting_task(dataclasses.replace(task, **parts))
+    parts: dict[str, Any] = {name: partial(getattr(lm, name), config=config) for name in ("init", "loss_fn")}
+    metrics = Accuracy(partial(lm.predict, config=config), with_bits=True)
+    return promoting_task(dataclasses.replace(task, **parts, metrics=metrics))
 
 
 @pytest.fixture(name="phrases", scope="module")
@@ -52,7 +53,7 @@ def fixture_phrases(tmp_path_factory: pytest.TempPathFactory) -> Task:
 
 
 def test_the_sizes_are_declared_and_gpt2_small_has_its_parameters() -> None:
-    assert TASKS["lm"].models == tuple(lm.RECIPES)
+    assert get_args(get_type_hints(lm.Options)["model"]) == tuple(lm.RECIPES)
     counts = {}
     for name, recipe in lm.RECIPES.items():
         params, model_state = jax.eval_shape(partial(lm.init, config=recipe.config), jax.random.key(0))
@@ -156,10 +157,11 @@ def test_the_rate_warms_up_and_falls_to_a_tenth(steps: int, first: float, last: 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", [*POLICIES, *MODES, *BFLOAT16_MODES])
 def test_gradients_are_finite_in_every_policy_and_mode_and_all_parameters_move(phrases: Task, name: str) -> None:
+    phrases = dataclasses.replace(phrases, optimizer=relaxed(lm.optimizer(1e-2)))
     params, model_state = phrases.init(jax.random.key(0))
     if name == "naive":  # it begins at 2**32, at which ten to twenty steps are skipped
         amp: Any = amp_mode("naive", initial_scale=2.0**10)
-        loss_fn, optimizer = amp.transform(phrases.loss_fn, phrases.optimizer(1e-2))
+        loss_fn, optimizer = amp.transform(phrases.loss_fn, phrases.optimizer_for(100))
         step: Any = train_step(loss_fn, optimizer)
         state = TrainState.create(params, optimizer, model_state=model_state, cast_params=amp.cast_params)
     else:
@@ -182,8 +184,9 @@ def test_gradients_are_finite_in_every_policy_and_mode_and_all_parameters_move(p
     [("float32", 1), ("mixed_float16", 1), ("apex-O2", 1), ("torch-bfloat16", 1), ("autocast_bfloat16", 2)],
 )
 def test_it_learns_a_phrase_and_says_in_how_many_bits(phrases: Task, policy: str, devices: int) -> None:
-    task = dataclasses.replace(phrases, options=dataclasses.replace(phrases.options, devices=devices))
-    run = train(task, policy, RunSettings(epochs=12, batch_size=8))
+    highest = lm.schedule(600, 1e-2)
+    task = dataclasses.replace(phrases, optimizer=relaxed(lm.optimizer(highest)))
+    run = train(task, policy, RunSettings(epochs=12, batch_size=8, devices=devices))
     assert run.steps[0].loss == pytest.approx(math.log(256), abs=0.1)
     shares = np.bincount(np.frombuffer(PHRASE, np.uint8)) / len(PHRASE)
     without_context = -(shares[shares > 0] * np.log(shares[shares > 0])).sum()
@@ -197,18 +200,24 @@ def test_it_learns_a_phrase_and_says_in_how_many_bits(phrases: Task, policy: str
 
 @pytest.mark.full
 def test_bits_per_byte_are_the_mean_over_all_bytes_of_the_test(phrases: Task) -> None:
-    # 13 windows of the test in batches of 8: the filled up ones do not count.
-    run = train(phrases, "float32", RunSettings(epochs=1, batch_size=8))
-    again = train(dataclasses.replace(phrases, test={k: x[::-1] for k, x in phrases.test.items()}), "float32", RunSettings(epochs=1, batch_size=8))  # fmt: skip
+    # 13 windows of the test in batches of 8, of which the last has 5.
+    settings = RunSettings(epochs=1, batch_size=8)
+    run = train(phrases, "float32", settings)
+    turned = {name: x[::-1] for name, x in phrases.test.items()}
+    again = train(dataclasses.replace(phrases, test=turned), "float32", settings)
     assert len(phrases.test["label"]) % 8
     assert run.metrics["bits_per_byte"] == pytest.approx(again.metrics["bits_per_byte"], rel=1e-6)
     assert run.metrics["test_accuracy"] == again.metrics["test_accuracy"]
-    assert sum(count for _, count in evaluation_batches(phrases, 8)) == len(phrases.test["label"])
+    assert sum(count or 0 for _, count in evaluation_batches(phrases, 8)) == len(phrases.test["label"])
 
     def uniform(params: Any, model_state: Any, batch: Any) -> jax.Array:
         return 0 * phrases.metrics.predict(params, model_state, batch)
 
-    flat = train(dataclasses.replace(phrases, predict=uniform), "float32", RunSettings(epochs=1, batch_size=8))
+    flat = train(
+        dataclasses.replace(phrases, metrics=Accuracy(uniform, with_bits=True)),
+        "float32",
+        RunSettings(epochs=1, batch_size=8),
+    )
     assert flat.metrics["bits_per_byte"] == pytest.approx(8)
 
 

@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
+from jmp_train.runs import RunSettings
 from jmp_train.runs.setups import Setup, setup_of
 from jmp_train.task import Task
-from jmp_train.tasks import lm
+from jmp_train.tasks import lm, load_task
 from jmp_train.tasks.models.gpt import GPTConfig
 
 pytestmark = pytest.mark.full
@@ -61,19 +62,18 @@ def one_device(setup: Setup, state: jt.TrainState) -> Any:
     return jax.jit(setup.step)
 
 
-def task_of(accumulate_steps: int = 1) -> Task:
+def task_of() -> Task:
     """Returns the task with a small model, on windows from the beginning of the text."""
-    task = lm.load(TaskOptions(accumulate_steps=accumulate_steps))
-    parts = {name: functools.partial(getattr(lm, name), config=CONFIG) for name in ("init", "loss_fn", "predict")}
+    task = load_task("lm")
+    parts = {name: functools.partial(getattr(lm, name), config=CONFIG) for name in ("init", "loss_fn")}
     cut = lm.windows(lm.documentation(), CONTEXT)
-    options = TaskOptions(accumulate_steps=accumulate_steps)
-    return promoting_task(dataclasses.replace(task, **parts, train=cut, batch_size=BATCH, options=options))
+    return promoting_task(dataclasses.replace(task, **parts, train=cut, batch_size=BATCH))
 
 
 def losses_and_params(way: Callable[..., Any], policy: str, accumulate_steps: int = 1) -> tuple[np.ndarray, list[Any]]:
     """Returns the losses of the first steps, and the parameters after them."""
-    task = task_of(accumulate_steps)
-    setup = setup_of(task, policy)
+    task = task_of()
+    setup = setup_of(task, policy, RunSettings(accumulate_steps=accumulate_steps))
     state = setup.create_state(*task.init(jax.random.key(0)), jax.random.key(1))
     step, losses = way(setup, state), []
     for number in range(STEPS):

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import idx_bytes, promoting, promoting_task, write_mnist
+from helpers import first_examples, idx_bytes, promoting, promoting_task, write_mnist
 
+from jmp_train.cli.entry import _parser, main
+from jmp_train.cli.jobs import load_job
 from jmp_train.data.mnist import read_mnist
 from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
@@ -31,7 +33,7 @@ def fixture_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(name="synthetic", scope="module")
 def fixture_synthetic() -> Task:
-    task = load_task("mnist", synthetic=True, train_size=96)
+    task = first_examples(load_task("mnist", synthetic=True), 96)
     return dataclasses.replace(promoting_task(task), test={name: array[:40] for name, array in task.test.items()})
 
 
@@ -62,12 +64,13 @@ def test_files_gzipped_or_not(folder: Path) -> None:
     assert batch["image"][0, 0, 0, 0] == np.float32(75 / 255)
 
 
-def test_train_size_takes_the_first_examples(folder: Path) -> None:
-    task = load_task("mnist", data_dir=folder, train_size=7)
-    assert task.train["label"].tolist() == list(range(7))
-    assert len(task.test["label"]) == 10
-    with pytest.raises(ValueError, match="train_size=41 must be between 1 and the 40 training"):
-        load_task("mnist", data_dir=folder, train_size=41)
+def test_train_size_takes_the_first_examples(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "mnist", "--data-dir", str(folder), "--train-size"]
+    job = load_job(_parser([*arguments, "7"]).parse_args([*arguments, "7"]))
+    assert job.task.train["label"].tolist() == list(range(7))
+    assert len(job.task.test["label"]) == 10
+    assert main([*arguments, "41"]) == 2
+    assert "train_size=41 must be between 1 and the 40 training" in capsys.readouterr().err
 
 
 def test_missing_files_are_named_with_address_size_and_sha256(folder: Path) -> None:
@@ -113,8 +116,6 @@ def test_data_that_does_not_fit_is_named(folder: Path) -> None:
 def test_options_that_do_not_go_together(folder: Path) -> None:
     with pytest.raises(ValueError, match="--data-dir and --synthetic exclude each other"):
         load_task("mnist", data_dir=folder, synthetic=True)
-    with pytest.raises(ValueError, match="task digits brings its data"):
-        load_task("digits", synthetic=True)
 
 
 def test_the_network_is_pytorchs(synthetic: Task) -> None:
@@ -139,7 +140,7 @@ def test_initial_values_are_pytorchs() -> None:
 def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnist, "BLOCKS", BLOCKS[:1])
     monkeypatch.setattr(mnist, "DENSE", ())
-    task = load_task("mnist", synthetic=True, train_size=4, devices=2)
+    task = first_examples(load_task("mnist", synthetic=True, devices=2), 4)
     on_part, on_whole = promoting(task.loss_fn), promoting(mnist.loss_fn)
     params, batch_stats = jax.jit(promoting(mnist.init))(jax.random.key(0))
     batch: Any = prepare(task.train)

@@ -25,7 +25,7 @@ def task_of(name: str, devices: int, **options: Any) -> Task:
 
 
 def run_of(policy: str, devices: int, epochs: int = 3) -> Run:
-    return train(task_of("reddit", devices, scale=0.001), policy, RunSettings(epochs=epochs))
+    return train(task_of("reddit", devices, scale=0.001), policy, RunSettings(epochs=epochs, devices=devices))
 
 
 def losses(run: Run) -> list[float]:
@@ -57,7 +57,7 @@ def test_half_of_the_halo_in_half_precision(policy: str, alone: Run) -> None:
 
 @pytest.mark.full
 def test_cora_is_learned_on_devices() -> None:
-    run = train(task_of("cora", 4, model="gcn"), "mixed_float16", RunSettings(epochs=30))
+    run = train(task_of("cora", 4, model="gcn"), "mixed_float16", RunSettings(epochs=30, devices=4))
     assert losses(run)[-1] < 0.9 * losses(run)[0]
     assert run.metrics["test_accuracy"] > 0.3  # of seven classes
 
@@ -81,8 +81,10 @@ def test_a_batch_is_the_labels_of_some_rows() -> None:
 def test_products_in_8_bits_have_no_state_there() -> None:
     task = task_of("reddit", 2, scale=0.001)
     with pytest.raises(ValueError, match=r"fp8=DelayedScaling has a state, which a graph that is cut over devices=2"):
-        train(task, "autocast_float16", RunSettings(epochs=1, few_bits=FewBits(fp8="DelayedScaling")))
-    run = train(task, "autocast_float16", RunSettings(epochs=1, few_bits=FewBits(fp8="Float8CurrentScaling")))
+        train(task, "autocast_float16", RunSettings(epochs=1, devices=2, few_bits=FewBits(fp8="DelayedScaling")))
+    run = train(
+        task, "autocast_float16", RunSettings(epochs=1, devices=2, few_bits=FewBits(fp8="Float8CurrentScaling"))
+    )
     assert run.costs.exchanged_bytes > 0
 
 

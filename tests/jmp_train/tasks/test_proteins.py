@@ -21,7 +21,8 @@ from jmp_train.runs.task_batches import train_batches
 from jmp_train.steps import TrainState, train_step
 from jmp_train.task import Task
 from jmp_train.tasks import load_task
-from jmp_train.tasks.proteins import make_task, node_features, split_by_class
+from jmp_train.tasks.models import Accuracy
+from jmp_train.tasks.proteins import Options, make_task, node_features, split_by_class
 
 pytestmark = pytest.mark.quick
 
@@ -32,12 +33,8 @@ def a_task(count: int, devices: int = 1, epochs: int = 1, most: int = 40) -> Tas
     """Returns the task on made graphs of at most that many nodes, by an optimizer whose dtypes may differ."""
     data = graphs.synthetic_proteins(3 * count)
     small = np.flatnonzero(data.n_node <= most)[:count]
-    task = make_task(_taken(data, small), TaskOptions(devices=devices), epochs)
-    return dataclasses.replace(
-        task,
-        optimizer=lambda steps: relaxed(task.optimizer_for(steps)),
-        options=TaskOptions(devices=devices),
-    )
+    task = make_task(_taken(data, small), Options(devices=devices), epochs)
+    return dataclasses.replace(task, optimizer=lambda steps: relaxed(task.optimizer_for(steps)))
 
 
 def _taken(data: graphs.GraphData, places: np.ndarray) -> graphs.GraphData:
@@ -72,7 +69,7 @@ def test_the_statistics_do_not_depend_on_the_devices() -> None:
     for devices in (1, 2):
         task = dataclasses.replace(a_task(40, devices), batch_size=16)
         batch = task.prepare({name: array[:16] for name, array in task.train.items()})
-        optimizer = task.optimizer(0.01)
+        optimizer = task.optimizer_for(100)
         params, model_state = task.init(jax.random.key(0))
         step: Any = train_step(task.loss_fn, optimizer)
         if devices > 1:
@@ -110,16 +107,16 @@ def test_a_run_traces_its_step_once_for_each_size() -> None:
     task = dataclasses.replace(
         whole,
         init=lambda key: ({"w": jax.random.normal(key)}, None),
-        predict=predict,
+        metrics=Accuracy(predict),
         loss_fn=lambda params, state, batch, rng: (predict(params, state, batch).mean(), (state, None)),
-        optimizer=lambda rate: relaxed(optax.sgd(rate)),
+        optimizer=relaxed(optax.sgd(0.01)),
     )
     sizes = {batch["graph"].num_nodes for batch in train_batches(task, 16, 0, 3)}
     train(task, "float32", RunSettings(epochs=3, batch_size=16))
     assert 2 <= len(sizes) <= 3
     in_training, in_evaluation = traced[: len(sizes)], traced[len(sizes) :]
     assert set(in_training) == sizes
-    assert len(in_evaluation) <= 4  # whose last batch is filled up
+    assert len(in_evaluation) <= 4  # whose last batch has fewer graphs
 
 
 def test_features_are_labels_attributes_or_degrees() -> None:

@@ -129,8 +129,7 @@ def test_the_model_is_the_guides(heads: Any) -> None:
         for shape in ((width, count * out), (1, count, out), (1, count, out), (count * out,))
     )
     assert model_state is None
-    assert (task.epochs, task.batch_size) == (100, len(task.train["label"]))
-    assert float(np.asarray(task.schedule_for(100)(7))) == 1e-3
+    assert (task.epochs, task.batch_size, task.learning_rate) == (100, None, 1e-3)
 
 
 @pytest.mark.full
@@ -159,7 +158,7 @@ def test_the_loss_is_the_training_nodes(tiny: Task) -> None:
 def test_graph_and_features_are_arguments_of_the_step(tiny: Task) -> None:
     """Neither is a constant of the program, and the features are there in the compute dtype only."""
     policy = jt.get_policy("mixed_float16")
-    optimizer = with_loss_scale(tiny.optimizer(1e-3), jt.torch_loss_scale())
+    optimizer = with_loss_scale(tiny.optimizer_for(10), jt.torch_loss_scale())
     params, _ = tiny.init(jax.random.key(0))
     state = jt.TrainState.create(params, optimizer, rng=jax.random.key(1))
     step = jt.train_step(tiny.loss_fn, optimizer, policy=policy)
@@ -226,7 +225,7 @@ def test_compare_runs(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_
 
 def test_compare_hands_scale_and_heads_on() -> None:
     arguments = ["compare", "reddit", "--synthetic", "--scale", "0.002", "--heads", "2", "1", "2"]
-    command = compare_command._command(cli._parser().parse_args(arguments), "float32")
+    command = compare_command._command(cli._parser(arguments).parse_args(arguments), "float32")
     expected = "train reddit --policy float32 --json --synthetic --heads 2 1 2 --scale=0.002"
     assert " ".join(command).endswith(expected)
 
@@ -257,10 +256,10 @@ def test_heads_are_one_number_a_layer() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("--scale 1.5", "argument --scale: '1.5' is not a number above 0 and up to 1"),
-        ("--scale nan", "argument --scale: 'nan' is not a number above 0 and up to 1"),
-        ("--scale x", "argument --scale: 'x' is not a number above 0 and up to 1"),
-        ("--heads 1 0 1", "argument --heads: '0' is not a whole number of at least 1"),
+        ("--scale 1.5", "scale=1.5 must be above 0 and up to 1"),
+        ("--scale nan", "argument --scale: 'nan' is not a number"),
+        ("--scale x", "argument --scale: 'x' is not a number"),
+        ("--heads 1 0 1", "heads=(1, 0, 1) must be 3 numbers of at least 1"),
         ("--heads 1 1", "argument --heads: expected 3 arguments"),
     ],
 )

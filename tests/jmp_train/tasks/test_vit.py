@@ -23,6 +23,7 @@ from jmp_train.steps.step import train_step
 from jmp_train.steps.train_state import TrainState
 from jmp_train.task import Task
 from jmp_train.tasks import load_task, vit
+from jmp_train.tasks.models import Accuracy
 from jmp_train.tasks.models.vit import VisionTransformer, attention, is_kept
 
 pytestmark = pytest.mark.quick
@@ -38,7 +39,7 @@ def with_model(task: Task, model: VisionTransformer, size: int) -> Task:
         task,
         init=promoting(partial(vit.init, model=model, image_size=size)),
         loss_fn=promoting(partial(vit.loss_fn, model=model)),
-        predict=promoting(partial(vit.predict, model=model)),
+        metrics=Accuracy(promoting(partial(vit.predict, model=model))),
         optimizer=lambda steps: relaxed(task.optimizer_for(steps)),
     )
 
@@ -200,7 +201,7 @@ def test_gradients_are_finite_in_every_mode_and_all_parameters_move(tiny: Task, 
     # naive begins at 2**32, at which ten to twenty steps are skipped.
     amp: Any = amp_mode("naive", initial_scale=2.0**10) if mode == "naive" else precision_of(mode)
     amp = dataclasses.replace(amp, batch_norms=())
-    loss_fn, optimizer = amp.transform(tiny.loss_fn, tiny.optimizer(1e-2))
+    loss_fn, optimizer = amp.transform(tiny.loss_fn, tiny.optimizer_for(100))
     state = TrainState.create(params, optimizer, model_state={}, rng=jax.random.key(1), cast_params=amp.cast_params)
     step = jax.jit(train_step(loss_fn, optimizer))
     new_state, metrics = step(state, batch_of(8))
@@ -217,7 +218,7 @@ def test_gradients_are_finite_in_every_mode_and_all_parameters_move(tiny: Task, 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_kept_of_a_block_is_half(tiny: Task, params: Any, mode: str) -> None:
     amp: Any = dataclasses.replace(precision_of(mode), batch_norms=())
-    loss_fn, _ = amp.transform(tiny.loss_fn, tiny.optimizer(1e-2))
+    loss_fn, _ = amp.transform(tiny.loss_fn, tiny.optimizer_for(100))
     stored = jax.eval_shape(amp.cast_params, params)
     program = jax.make_jaxpr(loss_fn)(stored, {}, batch_of(8), jax.random.key(0))
     # The parts, which have six parameters, and not what autocast makes of single operations.
@@ -229,9 +230,8 @@ def test_what_is_kept_of_a_block_is_half(tiny: Task, params: Any, mode: str) -> 
 @pytest.mark.full
 @pytest.mark.parametrize("devices", [1, 2])
 def test_it_learns_colors(devices: int) -> None:
-    options = TaskOptions(synthetic=True, image_size=SIZE, devices=devices)
-    task = with_model(load_task("vit-b16", options), TINY, SIZE)
-    run = train(task, "float32", RunSettings(epochs=3, batch_size=16))
+    task = with_model(load_task("vit-b16", synthetic=True, image_size=SIZE), TINY, SIZE)
+    run = train(task, "float32", RunSettings(epochs=3, batch_size=16, devices=devices))
     assert run.steps[0].loss == pytest.approx(np.log(10), abs=1e-4)  # the head begins with zeros
     assert run.metrics["test_accuracy"] > 0.5  # chance level: 0.1
 
@@ -323,8 +323,3 @@ def test_synthetic_images_have_their_labels_color() -> None:
 def test_options_that_do_not_fit(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         load_task("vit-b16", **options)
-
-
-def test_other_tasks_have_no_image_size() -> None:
-    with pytest.raises(ValueError, match=r"image_size=32: task digits has no such option, only vit-b16 has"):
-        load_task("digits", image_size=32)
