@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 OF_RUNS = frozenset(
     field.name for field in dataclasses.fields(RunOptions)
 )  # a task's options of these names are theirs
+_LEFT_TO_TASKS = frozenset({"learning_rate", "batch_size"})  # by the settings of a run, where a task has such an option
 OF_TASK = "task."  # before the names of a task's other options, which may be called as anything else that is parsed
 
 
@@ -134,7 +135,7 @@ def identity_of(source: TaskSource, options: Any, own: Mapping[str, Any]) -> dic
     """
     said: dict[str, Any] = {}
     files: dict[str, str | None] = {}
-    of_run = {field.name for field in dataclasses.fields(RunSettings)}
+    of_run = {field.name for field in dataclasses.fields(RunSettings)} - _LEFT_TO_TASKS
     for field in () if options is None else dataclasses.fields(options):
         value = own[field.name]
         if isinstance(value, Path) or field.name in ("data_dir", "text_file"):

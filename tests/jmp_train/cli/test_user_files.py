@@ -183,7 +183,7 @@ def test_options_that_are_the_commands_too_have_its_values(folder: Path) -> None
     job, found = settings("--learning-rate", "0.5", "--seed", "3")
     assert (found.learning_rate, found.seed) == (None, 3)  # the task has the rate, and scales nothing
     assert found.identity["task"] == "user_jobs.py:task"
-    assert found.identity["options"] == {"width": 8, "source": "generator"}
+    assert found.identity["options"] == {"width": 8, "source": "generator", "learning_rate": 0.5}
     assert job.task.epochs == 3
     assert "make_task" in found.identity["definitions"]
 
@@ -204,6 +204,8 @@ def test_a_changed_file_goes_on_with_a_line_and_other_options_do_not(
     assert "mine.py has changed since step 5 was saved: task, ONE" in capsys.readouterr().out
     assert main([*call, "--resume", "--width", "4"]) == 2
     assert "saved is of another run:\n  width: the run has 8, this call 4" in capsys.readouterr().err
+    assert main([*call, "--resume", "--learning-rate", "0.5"]) == 2
+    assert "learning_rate: the run has 0.01, this call 0.5" in capsys.readouterr().err
     metadata = json.loads((folder / "saved/run.json").read_text())
     assert metadata["definitions"]["file"] == "mine.py"
 
