@@ -198,19 +198,20 @@ def make_adjacency_checked(
     """
     check_int32("the graph has", len(senders), "edges")
     senders, receivers = clipped_ids(senders, num_senders), clipped_ids(receivers, num_receivers)
-    by_source = edge_order(senders, receivers, num_senders, num_receivers)
-    by_target = edge_order(receivers, senders, num_receivers, num_senders)
-    ends = neighbors = None
-    if set(formats) != {"csr"}:
-        if is_fixed:
-            ends = fixed_incidence(senders, num_senders), fixed_incidence(receivers, num_receivers)
-        else:
+    ends = neighbors = has_zero_in_degree = None
+    has_ends, has_csr = set(formats) != {"csr"}, "csr" in formats
+    if has_ends and is_fixed:
+        ends = fixed_incidence(senders, num_senders), fixed_incidence(receivers, num_receivers)
+    if has_csr or not is_fixed:
+        by_source = edge_order(senders, receivers, num_senders, num_receivers)
+        by_target = edge_order(receivers, senders, num_receivers, num_senders)
+        if has_ends and not is_fixed:
             ends = incidence_on_host(by_source), incidence_on_host(by_target)
-    if "csr" in formats:
-        is_small = len(senders) <= FIXED_EDGES
-        neighbors = csr_and_csc(by_source, by_target, have_places=ends is not None, is_fixed=is_fixed or is_small)
+        if has_csr:
+            is_small = len(senders) <= FIXED_EDGES
+            neighbors = csr_and_csc(by_source, by_target, have_places=has_ends, is_fixed=is_fixed or is_small)
+        has_zero_in_degree = None if is_fixed else bool((by_target.degrees == 0).any())
     mailboxes = make_mailboxes(receivers, num_receivers) if "mailbox" in formats else None
-    has_zero_in_degree = None if is_fixed else bool((by_target.degrees == 0).any())
     return Adjacency(ends, neighbors, mailboxes, has_zero_in_degree)
 
 
