@@ -35,7 +35,10 @@ def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = (), 
     Raises:
       WrongCall: a field has a type that no option can have.
     """
-    helps, hints = _helps(kind), typing.get_type_hints(kind)
+    try:
+        helps, hints = _helps(kind), typing.get_type_hints(kind)
+    except NameError as error:
+        raise WrongCall(f"{kind.__name__}: {error}, which the type of a field names") from error
     for field in dataclasses.fields(kind):
         if field.name in without or not field.init:
             continue

@@ -159,8 +159,9 @@ def _add_task(arguments: Sequence[str], command: argparse.ArgumentParser) -> Non
     taken = {name for action in command._actions for name in action.option_strings}
     fields = {field.name for field in dataclasses.fields(source.options) if flag(field.name) in taken}
     if clash := fields - OF_RUNS:
-        names = ", ".join(map(flag, sorted(clash)))
-        raise WrongCall(f"{source.name}: {names} is an option of the command; give the field another name")
+        names = " and ".join(map(flag, sorted(clash)))
+        said = "is an option" if len(clash) == 1 else "are options"
+        raise WrongCall(f"{source.name}: {names} {said} of the command, too; rename the field")
     group = command.add_argument_group(f"options of {source.name}")
     add_options(group, source.options, without=fields, prefix=OF_TASK)
 

@@ -145,7 +145,8 @@ def _plan_of_task(args: argparse.Namespace, task: Task, settings: RunSettings, o
         raise WrongCall(
             f"--accumulate-steps {settings.accumulate_steps}: the largest batch is sought by ones; --no-largest"
         )
-    own = rows_of(batch_shapes(task, None)) if callable(task.train) else task.batch_size
+    with checking_the_call(), errors_of_file(args.source.file):
+        own = rows_of(batch_shapes(task, None)) if callable(task.train) else task.batch_size
     resizes = own is not None and not has_shared(task)  # a whole graph is as large with any batch
     batch_size = args.batch_size or own
     if batch_size is None and not callable(task.train):

@@ -18,9 +18,8 @@ from jmp_train.cli.arguments import path, positive
 from jmp_train.cli.errors import WrongCall, checking_the_call
 from jmp_train.cli.jobs import load_job
 from jmp_train.cli.options import DEFAULT_POLICY, option
-from jmp_train.cli.outputs import exit_code, make_writable
+from jmp_train.cli.outputs import checked_outputs, exit_code
 from jmp_train.distributed import is_main_process
-from jmp_train.launch import own_output
 from jmp_train.runs import (
     Compiled,
     Event,
@@ -61,7 +60,8 @@ def train_command(args: argparse.Namespace) -> int:
     name = args.name or DEFAULT_POLICY
     is_main, has_begun = is_main_process(), False
     with ExitStack() as stack:
-        events = stack.enter_context(own_output()) if args.json else None
+        folders = {"--checkpoint-dir": args.checkpoint_dir, "--logdir": args.logdir, "--capsules": args.capsules}
+        events = stack.enter_context(checked_outputs(as_json=args.json, folders=folders))
         with checking_the_call():
             job = load_job(args, name)
             prepared, state = job.prepare(
@@ -72,9 +72,7 @@ def train_command(args: argparse.Namespace) -> int:
             signals = stack.enter_context(_signals_noted(can_stop))
             saving = _saving(args, stack, signals)
             if args.logdir is not None:
-                make_writable("--logdir", args.logdir)
                 check_unused(args.logdir / name)
-            make_writable("--capsules", args.capsules)
             recorder = None if args.capsules is None else stack.enter_context(SkipRecorder(args.capsules))
         log = None
         display = None
@@ -119,7 +117,6 @@ def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> S
         if args.resume or args.checkpoint_every:
             raise WrongCall("--resume and --checkpoint-every want a --checkpoint-dir")
         return None
-    make_writable("--checkpoint-dir", args.checkpoint_dir)
     store = stack.enter_context(CheckpointStore(args.checkpoint_dir))
     store.lock()
     if args.resume and not store.steps():

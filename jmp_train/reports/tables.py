@@ -147,7 +147,9 @@ def print_table(runs: Sequence[Run]) -> None:
       runs: at least one.
     """
     names = shown_metrics(runs)
-    titles = ("policy", "s/epoch", "compile", *map(metric_title, names), "loss", "scale", "skipped")
+    measured = [*map(metric_title, names)]
+    loss = "train loss" if "loss" in measured else "loss"
+    titles = ("policy", "s/epoch", "compile", *measured, loss, "scale", "skipped")
     rows = [
         (
             run.policy,

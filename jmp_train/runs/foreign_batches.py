@@ -25,6 +25,10 @@ class Signature(NamedTuple):
     structure: Any
     leaves: tuple[tuple[str, np.dtype, int], ...]
 
+    def paths(self) -> str:
+        """Returns the paths of the arrays as text."""
+        return ", ".join(repr(path) for path, _, _ in self.leaves)
+
     def checked_against(self, first: Self | None, where: str) -> Self:
         """Returns the first signature; raises ValueError if this one differs.
 
@@ -35,7 +39,10 @@ class Signature(NamedTuple):
         if first is None:
             return self
         if self.structure != first.structure:
-            raise ValueError(f"{where} has another structure than the first batch: {self.structure}, {first.structure}")
+            has, had = self.paths(), first.paths()
+            if has == had:
+                has, had = str(self.structure), str(first.structure)
+            raise ValueError(f"{where} has another structure than the first batch: {has}; the first batch has {had}")
         for (path, dtype, ndim), (_, wanted, axes) in zip(self.leaves, first.leaves, strict=True):
             if (dtype, ndim) != (wanted, axes):
                 raise ValueError(

@@ -102,7 +102,8 @@ def train_prepared(
     first = next(items)
     compiled, programs = compile_phases(prepared, state, first.batch, done)  # so that epochs time training only
     on_event(compiled)
-
+    if saver is not None:
+        saver.write_run_file()
     if recorder is not None:
         programs = [program.watched_by(recorder) for program in programs]
     current = None
@@ -118,7 +119,7 @@ def train_prepared(
         current = program
         state, metrics = program.step(state, item.batch)
         looks.after_step(state, metrics)
-        if item.nans:
+        if item.nans and looks.count == 1:
             looks.look(state)
             _check_first_loss(looks.steps[-1], item.nans)
         is_last = looks.count == length.total or (item.ends_epoch and item.after.epoch + 1 == length.epochs)
@@ -156,7 +157,7 @@ def train_prepared(
 
 
 def _check_first_loss(step: Step, nans: Sequence[str]) -> None:
-    """Raises FloatingPointError if the first step's loss is not finite, and its batch has NaN."""
+    """Raises FloatingPointError if the first step's loss is not finite, nor is its batch."""
     if not math.isfinite(step.loss):
         raise FloatingPointError(f"the loss of step {step.step} is {step.loss}: {'; '.join(nans)}")
 

@@ -169,10 +169,7 @@ def prepare_run(
     data, length = check_run(task, settings)
     devices = first_devices(settings.devices)
     init_key, step_key = jax.random.split(jax.random.key(settings.seed))
-    made = task.init(init_key)
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise TypeError(f"Task: init must return (params, model_state), got a {type(made).__name__}")
-    params, model_state = made
+    params, model_state = task.initial(init_key)
     setups = make_setups(task, name, run_optimizer(task, params, length.total, settings), settings, watch)
     state = setups[0].create_state(params, model_state, step_key)
     shared = task.shared()

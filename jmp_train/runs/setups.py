@@ -183,9 +183,9 @@ def shapes_of_init(task: Task) -> tuple[Any, Any]:
     """
     key = jax.random.key(0)
     try:
-        return jax.eval_shape(lambda key: task.init(key), key)
+        return jax.eval_shape(task.initial, key)
     except (TypeError, jax.errors.JAXTypeError):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), task.init(key))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), task.initial(key))
 
 
 def make_setup(

@@ -258,6 +258,8 @@ def float32_scalar(loss: Any) -> jax.Array:
         raise TypeError(
             f"loss_fn returned a dict of losses, {sorted(map(str, loss))}: return their sum, or a tuple of them"
         )
+    if loss is None:
+        raise TypeError("loss_fn returned None as loss, it must be a floating scalar")
     dtype, shape = jnp.result_type(loss), jnp.shape(loss)
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"loss_fn must return a floating scalar as loss, got {dtype}{list(shape)}")
