@@ -21,5 +21,7 @@ from jmp_train.steps.step import stateless as stateless
 from jmp_train.steps.step import train_step as train_step
 from jmp_train.steps.step_checks import check_is_train_state as check_is_train_state
 from jmp_train.steps.step_checks import check_not_replicated as check_not_replicated
+from jmp_train.steps.step_checks import missing_key_explained as missing_key_explained
+from jmp_train.steps.step_checks import why_no_key as why_no_key
 from jmp_train.steps.train_state import TrainState as TrainState
 from jmp_train.steps.watches import WATCHES as WATCHES

@@ -36,6 +36,7 @@ from jmp_train.policies.pytrees import (
     named_leaves,
     upcast_to_float32,
 )
+from jmp_train.steps.step_checks import missing_key_explained, why_no_key
 
 ScalesFor = Callable[[dict[str, tuple[int, ...]]], dict[str, jax.Array]]
 
@@ -92,8 +93,9 @@ def scaled_value_and_grad(
 
     @functools.wraps(value_and_grad)
     def watched(loss_scale: LossScales, *args: object, **kwargs: object) -> Any:
-        first_trace.look(loss_fn, policy, args, kwargs)
-        return value_and_grad(loss_scale, *args, **kwargs)
+        with missing_key_explained(why_no_key(loss_fn, args)):
+            first_trace.look(loss_fn, policy, args, kwargs)
+            return value_and_grad(loss_scale, *args, **kwargs)
 
     return watched
 
@@ -150,12 +152,13 @@ def value_and_grad_with_scales(
             return loss_scale.scale(loss), (loss, aux)
 
         inputs = differentiated, {} if scales_for is None else scales_for(_products(unscoped, differentiated))
-        if isinstance(loss_scale, PerLossScale):
-            count = len(loss_scale.loss_scales)
-            pairs, (loss, aux) = _grads_of_each(scaled_loss, inputs, count)
-            grads, magnitudes = zip(*pairs, strict=True)
-        else:
-            (grads, magnitudes), (loss, aux) = jax.grad(scaled_loss, has_aux=True)(inputs)
+        with mixed_dtypes_explained(policy):  # the backward pass may have branches and loops of its own
+            if isinstance(loss_scale, PerLossScale):
+                count = len(loss_scale.loss_scales)
+                pairs, (loss, aux) = _grads_of_each(scaled_loss, inputs, count)
+                grads, magnitudes = zip(*pairs, strict=True)
+            else:
+                (grads, magnitudes), (loss, aux) = jax.grad(scaled_loss, has_aux=True)(inputs)
         return ((loss, aux) if has_aux else loss), upcast_to_float32(grads), magnitudes
 
     return value_and_grad

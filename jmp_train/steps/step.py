@@ -71,6 +71,7 @@ from jmp_train.steps.fp8_scales import delayed_scaling, next_state, own_state, s
 from jmp_train.steps.gradients import float32_scalar, value_and_grad_with_scales
 from jmp_train.steps.optimizer_arguments import Evaluate, extra_arguments
 from jmp_train.steps.step_checks import (
+    NO_KEY,
     check_is_train_state,
     check_local_loss,
     check_same_optimizer,
@@ -84,10 +85,6 @@ from jmp_train.types import Batch, Metrics, ModelState
 # loss_fn(params, model_state, batch, rng) -> (loss, (model_state, aux)); users write more specific types
 LossFn = Callable[[Any, Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]]
 
-_NO_KEY = (
-    "The state has no random key, so that loss_fn got rng=None: TrainState.create(params, optimizer, "
-    "rng=jax.random.key(0)) gives it one, and loss_fn a fresh key in each step"
-)
 _STATELESS = (
     "stateless is for a loss_fn that draws nothing; train_step gives a key to loss_fn(params, model_state, batch, rng)"
 )
@@ -127,6 +124,7 @@ def stateless(loss_fn: Callable[..., Any], has_aux: bool | None = None) -> LossF
         loss, aux = loss_and_aux(result, True) if has_aux else (only_losses(result, has_aux), None)
         return loss, (model_state, aux)
 
+    with_state.__qualname__ = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)  # for messages
     return with_state
 
 
@@ -264,6 +262,10 @@ class TrainStep:
     watch: tuple[str, ...] = ()
     first_trace: FirstTrace = dataclasses.field(default_factory=FirstTrace, repr=False)
 
+    def __str__(self) -> str:
+        name = getattr(self.loss_fn, "__qualname__", type(self.loss_fn).__name__)
+        return f"TrainStep of {name}, policy {self.policy}"
+
     def with_axes(self, *names: str, model: Sequence[str] = ()) -> "TrainStep":
         """Returns this step for use inside a `shard_map` or `pmap` with these axes.
 
@@ -337,7 +339,7 @@ class TrainStep:
             rng = jax.random.fold_in(rng, lax.axis_index(self.axis_names))
         params = pvary(params, self.axis_names)
         model_state = keys_of_device(self._varying(model_state), self.axis_names)
-        no_key = _NO_KEY if rng is None else None
+        no_key = NO_KEY if rng is None else None
         with names_of_axes(self._all_axes), missing_key_explained(no_key):
             result = self._gradients(loss_scale, params, model_state, batch, rng)
         check_local_loss(result.loss, params, self.axis_names)

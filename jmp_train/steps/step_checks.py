@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from jmp_train.policies import OptState, Params, PyTree
+from jmp_train.policies.dtype_policies import argument_names
 from jmp_train.policies.loss_scaling import PerLossScale, is_loss_scale
 from jmp_train.policies.optimizers import (
     KahanState,
@@ -40,6 +41,12 @@ _WRAPPERS = {
     "dtypes of its own for the optimizer's state": StateDtypesState,
 }
 
+_IS_KEY = re.compile(r"rng|key|seed")
+NO_KEY = (
+    "The state has no random key, so that loss_fn got rng=None: TrainState.create(params, optimizer, "
+    "rng=jax.random.key(0)) gives it one, and loss_fn a fresh key in each step"
+)
+_STATE_OF_FLAX = frozenset(("batch_stats", "cache", "intermediates", "perturbations"))  # collections of its layers
 _ASKS_FOR_A_KEY = re.compile(r"rng|requires a key", re.IGNORECASE)
 
 
@@ -96,6 +103,21 @@ def missing_key_explained(why: str | None) -> Iterator[None]:
         if why is not None and _ASKS_FOR_A_KEY.search(f"{type(error).__name__} {error}"):
             error.add_note(why)
         raise
+
+
+def why_no_key(fn: Callable[..., Any], args: Sequence[Any]) -> str | None:
+    """Returns why a function has no random key, for `missing_key_explained`; None if all its keys are there.
+
+    Args:
+      fn: a function, whose arguments named after keys are looked at, or a step.
+      args: its arguments.
+    """
+    for name, x in zip(argument_names(fn, len(args)), args, strict=True):
+        if x is None and _IS_KEY.search(name):
+            return f"the argument {name} is None: pass a key, such as jax.random.key(0)"
+        if getattr(x, "rng", x) is None and hasattr(x, "opt_state"):
+            return NO_KEY
+    return None
 
 
 def check_local_loss(loss: jax.Array, params: Params, axis_names: Sequence[str]) -> None:
@@ -185,6 +207,7 @@ def check_params(params: PyTree) -> None:
                 f"params {path_name(path)!r} is an nnx.{type(variable).__name__} and no parameter; "
                 "nnx.split(model, nnx.Param, ...) parts them, the rest is the model_state"
             )
+    _refuse_collections(params)
     refuse_overwritten(trained(params))
     leaves = named_leaves(params)
     if not leaves:
@@ -197,6 +220,21 @@ def check_params(params: PyTree) -> None:
                 f"params {name!r} is {x.dtype}{list(x.shape)}, which has no gradient; keep it in model_state or "
                 "outside of the step"
             )
+
+
+def _refuse_collections(params: PyTree, path: str = "") -> None:
+    """Raises TypeError if a tree of dictionaries has collections of flax's variables that are no parameters."""
+    if not isinstance(params, Mapping):
+        return
+    for name, value in params.items():
+        below = f"{path}/{name}" if path else str(name)
+        if name in _STATE_OF_FLAX and jax.tree.leaves(value) and (name == "batch_stats" or "params" in params):
+            raise TypeError(
+                f"params {below!r} is a collection of flax's variables, not trained. variables = model.init(...), "
+                f'TrainState.create(variables["params"], optimizer, model_state={{"{name}": variables["{name}"]}}), '
+                f'and model.apply({{"params": params, **model_state}}, ..., mutable=["{name}"]) in loss_fn'
+            )
+        _refuse_collections(value, below)
 
 
 def _leaf_names(opt_state: OptState) -> list[str]:

@@ -67,8 +67,8 @@ class TrainState:
           A state whose arrays keep their dtypes through all steps, so that jit traces once.
 
         Raises:
-          TypeError: `params` has a leaf that is not a floating or complex array, or is an nnx module or has its
-            statistics, `optimizer` is not one, or `rng` is not a key.
+          TypeError: `params` has a leaf that is not a floating or complex array, is an nnx module or has its
+            statistics, or has flax's `batch_stats`; `optimizer` is not one, or `rng` is not a key.
           ValueError: `params` has no leaves.
 
         Example:

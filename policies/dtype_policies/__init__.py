@@ -15,9 +15,6 @@ from jmp_train.policies.dtype_policies.explain import explain_policy as explain_
 from jmp_train.policies.dtype_policies.float32_origins import traced_operations as traced_operations
 from jmp_train.policies.dtype_policies.half_products import FirstTrace as FirstTrace
 from jmp_train.policies.dtype_policies.half_products import (
-    Float32ProductsWarning as Float32ProductsWarning,
-)
-from jmp_train.policies.dtype_policies.half_products import (
     MissingLossScaleWarning as MissingLossScaleWarning,
 )
 from jmp_train.policies.dtype_policies.half_products import (
@@ -33,3 +30,4 @@ from jmp_train.policies.dtype_policies.policy_schedule import Phase as Phase
 from jmp_train.policies.dtype_policies.policy_schedule import PolicySchedule as PolicySchedule
 from jmp_train.policies.dtype_policies.policy_schedule import check_shares as check_shares
 from jmp_train.policies.dtype_policies.policy_schedule import first_steps as first_steps
+from jmp_train.policies.dtype_policies.policy_trace import argument_names as argument_names
