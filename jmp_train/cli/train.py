@@ -92,7 +92,9 @@ def train_command(args: argparse.Namespace) -> int:
             if display is not None:
                 display.show(name, event)
 
-        on_event(Planned(prepared.length.epochs, prepared.length.total))
+        length = prepared.length
+        epochs_known = length.total is None or length.steps_per_epoch is not None
+        on_event(Planned(length.epochs if epochs_known else 0, length.total))
         try:
             with errors_of_file(job.source.file):
                 run = train_prepared(prepared, state, saving=saving, recorder=recorder, on_event=on_event)

@@ -46,7 +46,7 @@ class Planned:
     """The data is there and the call fits it.
 
     Attributes:
-      epochs: passes over the data.
+      epochs: passes over the data; 0 if only the number of steps is known.
       total: how many steps there will be; None if the batches have no length.
     """
 

@@ -232,6 +232,7 @@ def test_a_changed_file_goes_on_with_a_line_and_other_options_do_not(
     file.write_text(text)
     call = ["train", "mine.py:task", "--policy", "float32", "--checkpoint-dir", "saved", "--steps", "5"]
     assert main(call) == 0
+    assert "epoch 1  loss" in capsys.readouterr().out  # of how many is not known
     file.write_text(text.replace("def task", "ONE = 1\ndef task").replace("options.width)", "options.width, epochs=3)"))
     del sys.modules["mine"]
     capsys.readouterr()

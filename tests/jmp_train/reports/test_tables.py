@@ -100,6 +100,7 @@ def test_the_line_of_an_epoch() -> None:
     line = "float16         epoch  1/10  loss 0.5000  learning rate 1.00e-03  2.00 s  "
     rest = "loss scale 65536  skipped steps 3"
     assert epoch_line("float16", EPOCH, 10, "process") == line + rest
+    assert epoch_line("float16", EPOCH, 0, "process") == line.replace(" 1/10", "1") + rest
     assert epoch_line("float16", EPOCH, 10, "device") == f"{line}peak memory 300 MB  {rest}"
 
 
