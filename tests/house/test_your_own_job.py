@@ -1,4 +1,4 @@
-"""The command of the page about users' jobs runs on its file, and prints what the page shows but for times and memory."""
+"""The command of the page about users' jobs runs on its file, and prints what the page shows but for times."""
 
 import os
 import re
