@@ -131,7 +131,7 @@ def train_prepared(
             records.append(_epoch(place.epoch + 1, looks, place.batch, rate, seconds))
             on_event(records[-1])
             place = Place(place.epoch + 1)
-        if saver and saver.is_due(looks.count, ends_epoch):
+        if saver and saver.is_due(looks.count, ends_epoch=ends_epoch, is_last=is_last):
             looks.look(state)
             saver.save(state, looks.steps, records, place, is_last=is_last)
         if ends_epoch:

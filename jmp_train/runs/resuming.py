@@ -119,15 +119,16 @@ class Saver:
             text = json.dumps(self._metadata, indent=1)
             write_atomically(self._store.directory / _RUN_FILE, text.encode())
 
-    def is_due(self, step: int, ends_epoch: bool) -> bool:
+    def is_due(self, step: int, *, ends_epoch: bool, is_last: bool) -> bool:
         """Returns True if the run is to be saved after a step.
 
         Args:
           step: how many steps are done.
           ends_epoch: True if the step is the last one of its epoch, or of the run.
+          is_last: True if it is the last one of the run.
         """
         every = self._saving.every
-        due = ends_epoch if every is None else step % every == 0 or step == self._length.total
+        due = ends_epoch if every is None else step % every == 0 or is_last
         return due or self._saving.should_stop()
 
     def save(

@@ -96,6 +96,12 @@ def test_a_grain_iterator_goes_on_from_its_own_state(tmp_path: Path) -> None:
     assert seen == [3, 4]  # it was not run forward
 
 
+def test_the_last_step_is_saved_where_the_number_of_steps_is_unknown(tmp_path: Path) -> None:
+    with jt.CheckpointStore(tmp_path) as store, jax.numpy_dtype_promotion("standard"):
+        train(make_task(), "float32", saving=Saving(store, every=4))
+        assert max(store.steps()) == 3 * STEPS
+
+
 def test_the_number_of_steps_is_known_where_the_batches_or_the_task_say_it() -> None:
     for source, changes, total in (
         ("generator", {}, None),
