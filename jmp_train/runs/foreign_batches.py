@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jmp_train.graphs.structure import GraphStack
 from jmp_train.policies.pytrees import named_leaves
 
 _BYTES = "base64"  # the key of bytes in JSON
@@ -125,13 +126,16 @@ def placed(batch: Any, sharding: NamedSharding | None, where: str) -> Any:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Returns the length of the first axis that all arrays of a batch have; None if they differ.
+    """Returns the length of the first axis that all arrays of a batch have; None if they differ, or are of graphs.
 
     Example:
       >>> rows_of({"x": np.ones((8, 3)), "y": np.ones(8)}), rows_of({"x": np.ones(8), "y": np.ones(7)})
       (8, None)
     """
-    rows = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
+    nodes = jax.tree.leaves(batch, is_leaf=lambda node: isinstance(node, GraphStack))
+    if any(isinstance(node, GraphStack) for node in nodes):
+        return None  # its first axis counts parts of a batch
+    rows = {leaf.shape[:1] for leaf in nodes}
     return next(iter(rows))[0] if len(rows) == 1 and rows != {()} else None
 
 
