@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.structure.counts import check_int32
-from jmp_train.graphs.structure.csr import CSRAndCSC, csr_and_csc
+from jmp_train.graphs.structure.csr import NOT_APART, CSRAndCSC, csr_and_csc
 from jmp_train.graphs.structure.edge_order import clipped_ids, edge_order
 from jmp_train.graphs.structure.incidence import Incidence
 from jmp_train.graphs.structure.incidence_building import (
@@ -76,9 +76,7 @@ class Adjacency:
     def _ends(self) -> tuple[Incidence, Incidence]:
         """The ends; where there are none, edges cannot have features either."""
         if self.ends is None:
-            raise ValueError(
-                'the graph was made with formats=("csr",), which keeps no edge apart: this needs "coo" too'
-            )
+            raise ValueError(NOT_APART)
         return self.ends
 
     @property
@@ -140,6 +138,16 @@ def make_adjacency(
     check_formats(formats)
     ends = checked_ends(senders, receivers, num_senders, num_receivers, where=where)
     return make_adjacency_checked(*ends, num_senders, num_receivers, formats=formats)
+
+
+def formats_made(adjacency: Adjacency) -> tuple[str, ...]:
+    """Returns the formats that an adjacency was made with."""
+    kept = {
+        "coo": adjacency.ends,
+        "csr": adjacency.neighbors,
+        "mailbox": adjacency.mailboxes,
+    }
+    return tuple(name for name, indices in kept.items() if indices is not None)
 
 
 def formats_of_size(num_edges: int) -> tuple[str, ...]:

@@ -33,13 +33,13 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
       graphs: `nodes` and `edges` are dictionaries of arrays, any other trees of them, or None. A single array
         becomes the feature "x", and one in a tree is named by its path, such as "a/b".
       padded: whether `jraph.pad_with_graphs` padded it.
-      formats: see `from_edges`; outside of jit only.
+      formats: see `from_edges`; under jit only "coo".
 
     Returns:
       The graph.
 
     Raises:
-      TypeError: ids are not integers, or a feature is not an array.
+      TypeError: ids are not integers, or a feature is not an array; or formats are asked for that jit cannot make.
       ValueError: see `from_edges`; or senders or receivers are missing, or counts do not add up.
 
     Example:
@@ -56,8 +56,9 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
     traced = has_tracers((graphs.senders, graphs.receivers, graphs.n_node, graphs.n_edge))
     totals = {} if traced else _totals(graphs)
     n_node, n_edge = jnp.asarray(graphs.n_node), jnp.asarray(graphs.n_edge)
-    if traced and "mailbox" in formats:
-        raise TypeError('formats=("mailbox",) needs a graph that is made outside of jit')
+    check_formats(formats)
+    if traced and {*formats} - {"coo"}:
+        raise TypeError(f"formats={tuple(formats)} needs a graph that is made outside of jit, which makes only 'coo'")
     if nodes:
         count = next(iter(nodes.values())).shape[0]
     elif has_tracers(n_node):
@@ -73,7 +74,6 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
             senders, receivers = (jnp.where(is_real, ids, count) for ids in (senders, receivers))
         adjacency = make_adjacency_traced(senders, receivers, count, count)
     else:
-        check_formats(formats)
         ends = checked_ends(graphs.senders, graphs.receivers, count, count)
         for name, total in (("n_node", count), ("n_edge", num_edges)):
             if totals[name] != total:
