@@ -99,6 +99,7 @@ def test_a_grain_iterator_goes_on_from_its_own_state(tmp_path: Path) -> None:
 def test_the_last_step_is_saved_where_the_number_of_steps_is_unknown(tmp_path: Path) -> None:
     with jt.CheckpointStore(tmp_path) as store, jax.numpy_dtype_promotion("standard"):
         train(make_task(), "float32", saving=Saving(store, every=4))
+        store.wait()
         assert max(store.steps()) == 3 * STEPS
 
 
