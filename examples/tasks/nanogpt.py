@@ -1,7 +1,6 @@
 """nanoGPT in flax nnx on a text file: `jmp-train train examples/tasks/nanogpt.py:task --text-file input.txt`."""
 
 import dataclasses
-from pathlib import Path
 from pydoc_data import topics
 
 import jax
@@ -18,7 +17,7 @@ LAYERS, WIDTH, HEADS, WINDOW = 2, 64, 4, 65  # in a window of 65 bytes, 64 are p
 class Options:
     """Options of the job."""
 
-    text_file: Path = dataclasses.field(default=Path(topics.__file__), metadata={"help": "text of 10 kB or more"})
+    text_file: str = dataclasses.field(default=topics.__file__, metadata={"help": "of 10 kB or more"})
 
 
 class Block(nnx.Module):
@@ -61,6 +60,7 @@ def task(options: Options) -> jt.Task:
         init=lambda key: (nnx.state(GPT(nnx.Rngs(key)), nnx.Param), None),
         loss_fn=jt.stateless(loss_fn),
         optimizer=lambda steps: optax.adamw(optax.cosine_decay_schedule(1e-3, steps), b2=0.99, weight_decay=0.1),
+        learning_rate=lambda steps: optax.cosine_decay_schedule(1e-3, steps),
         train={"token": windows[: -len(windows) // 10]},
         batch_size=32,
         test={"token": windows[-len(windows) // 10 :]},

@@ -36,6 +36,7 @@ def task(options: Options) -> jt.Task:
     train, test = train_test_split(np.arange(len(x)), test_size=0.25, random_state=0)
     sampler = graphs.neighbor_sampler(graphs.host_edges(adjacency.col, adjacency.row, len(x)), (5, 5), train, SEEDS)
     parts = options.devices * options.accumulate_steps
+    stack = parts if parts > 1 else None
 
     def make_layers(rngs: nnx.Rngs) -> nnx.List:
         first = graphs.SAGEConv(64, 64, activation=nnx.relu, rngs=rngs)
@@ -58,7 +59,8 @@ def task(options: Options) -> jt.Task:
         init=lambda key: (nnx.state(make_layers(nnx.Rngs(key)), nnx.Param), None),
         loss_fn=jt.stateless(lambda params, batch: metrics(params, None, batch)["loss"][0] / SEEDS),
         optimizer=optax.adam(3e-3),
-        train=lambda epoch: neighbor_batches(sampler, train, fetch, seed=epoch, stack=parts, drop_remainder=True),
+        learning_rate=3e-3,
+        train=lambda epoch: neighbor_batches(sampler, train, fetch, seed=epoch, stack=stack, drop_remainder=True),
         steps_per_epoch=len(train) // (SEEDS * parts),
         epochs=10,
         test=lambda: neighbor_batches(sampler, test, fetch, shuffle=False),
