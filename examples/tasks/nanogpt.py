@@ -17,7 +17,7 @@ LAYERS, WIDTH, HEADS, WINDOW = 2, 64, 4, 65  # in a window of 65 bytes, 64 are p
 class Options:
     """Options of the job."""
 
-    text_file: str = dataclasses.field(default=topics.__file__, metadata={"help": "of 10 kB or more"})
+    text_file: str = dataclasses.field(default=topics.__file__, metadata={"help": "text of 10 kB or more"})
 
 
 class Block(nnx.Module):
