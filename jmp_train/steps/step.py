@@ -179,7 +179,8 @@ def train_step(
 
     Raises:
       ValueError: `accumulate_steps` is below 1 or, when called, does not divide the batch; the batch has no examples;
-        the state has several loss scales, or is another optimizer's; the optimizer's wrappers are
+        64-bit integers of NumPy in the batch do not fit into the 32 bits that JAX keeps, where it is called without
+        `jax.jit`; the state has several loss scales, or is another optimizer's; the optimizer's wrappers are
         nested so that they compute something else; parameters are stored in a lower precision than the
         policy says.
       TypeError: an argument is of another type; when called, the model state changes its
@@ -190,7 +191,8 @@ def train_step(
       Float32ProductsWarning: when the step is first traced, for which `loss_fn` is traced once more.
       MissingLossScaleWarning: `policy` computes in float16, and the optimizer is no `with_loss_scale`.
       CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
-      CollapsedValuesWarning: called without `jax.jit`, values of the batch become one when cast.
+      CollapsedValuesWarning: called without `jax.jit`, values of the batch become one when cast, by the policy or by
+        JAX, from float64 to float32.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

@@ -20,6 +20,7 @@ from jmp_train.policies.dtype_policies.half_products import (
 from jmp_train.policies.dtype_policies.half_products import (
     mixed_dtypes_explained as mixed_dtypes_explained,
 )
+from jmp_train.policies.dtype_policies.narrowed_values import check_narrowed as check_narrowed
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy as PathPolicy
 from jmp_train.policies.dtype_policies.path_policy import named_policy as named_policy
 from jmp_train.policies.dtype_policies.path_policy import policy_by_path as policy_by_path

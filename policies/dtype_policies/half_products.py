@@ -20,6 +20,7 @@ from jmp_train.policies.autocasting import (
 )
 from jmp_train.policies.dtype_policies.collapsed_values import warn_of_collapse
 from jmp_train.policies.dtype_policies.float32_origins import TracedOperation
+from jmp_train.policies.dtype_policies.narrowed_values import check_narrowed
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
 from jmp_train.policies.dtype_policies.policy_trace import (
@@ -91,7 +92,11 @@ class FirstTrace:
         return cls(seen=True, values_seen=True, scale_missed=True)
 
     def look_at_values(self, inputs: Mapping[str, PyTree], policy: Policy | PathPolicy | None) -> None:
-        """Warns if values of inputs collapse; those of traced arrays are not known."""
+        """Warns if values of inputs collapse, and refuses integers that JAX would cut; see `check_narrowed`.
+
+        Those of traced arrays are not known.
+        """
+        check_narrowed(inputs, "the call", floats=not self.values_seen)
         if policy is None or self.values_seen or not computes_in_half(policy) or has_tracers(inputs):
             return
         self.values_seen = True
