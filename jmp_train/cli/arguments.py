@@ -43,22 +43,16 @@ class _StoreOnce(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        if self.option_strings:
-            _note(self, namespace)
+        given = namespace.__dict__.setdefault("given", set())
+        if not given.isdisjoint(self.option_strings):
+            raise argparse.ArgumentError(self, "given more than once")
+        given.update(self.option_strings)
         setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
 
 
 class _FlagOnce(_StoreOnce):
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, **{"nargs": 0, "const": True, "default": False, **options})
-
-
-def _note(action: argparse.Action, namespace: argparse.Namespace) -> None:
-    given = namespace.__dict__.setdefault("given", set())
-    name = action.option_strings[-1]
-    if name in given:
-        raise argparse.ArgumentError(action, "given more than once")
-    given.add(name)
 
 
 def schedule_of_precisions(text: str) -> str:

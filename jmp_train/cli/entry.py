@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from jmp_train.cli.arguments import Parser, count, few, path, positive, precisio
 from jmp_train.cli.compare import DEFAULT_POLICIES, CompareOptions, compare_command
 from jmp_train.cli.dataclass_options import add_options, flag
 from jmp_train.cli.diagnose import DiagnoseOptions, diagnose_command
-from jmp_train.cli.errors import WrongCall, checking_the_call
+from jmp_train.cli.errors import INTERRUPTED, WrongCall, checking_the_call, is_of_interrupt, report_error
 from jmp_train.cli.jobs import OF_RUNS, OF_TASK
 from jmp_train.cli.options import (
     DEFAULT_POLICY,
@@ -36,9 +35,9 @@ from jmp_train.cli.options import (
 )
 from jmp_train.cli.outputs import make_writable
 from jmp_train.cli.plan import PLANNED_POLICIES, PlanOptions, plan_command
-from jmp_train.cli.running import run_command
 from jmp_train.cli.train import TrainOptions, train_command
 from jmp_train.cli.tune import TuneOptions, tune_command
+from jmp_train.command_start import interrupts_raised
 from jmp_train.launch import check_launch, lasting_output, launch
 from jmp_train.runs import MODE_CHOICES, SCHEDULE_FORM
 from jmp_train.tasks import TASK_FORMS, TASK_NAMES, find_task, is_task_text
@@ -99,7 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code, see `jmp_train.cli.errors.EXIT_CODES`. `--help` and `--version` exit with 0.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    return run_command(partial(_parser, arguments), arguments)
+    try:
+        with interrupts_raised():
+            args = _parser(arguments).parse_args(arguments)
+            return args.run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - whatever it is, its user gets a line
+        return INTERRUPTED if is_of_interrupt(error) else report_error(error, arguments)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """Batches of a task: training batches with their place in the data, and evaluation batches."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -53,30 +53,6 @@ class Item(NamedTuple):
     nans: tuple[str, ...] = ()
 
 
-class TrainingData(Protocol):
-    """The training batches of a run."""
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Batches per epoch; None if it is unknown."""
-        ...
-
-    @property
-    def batch_size(self) -> int | None:
-        """Examples per batch; None if the batches decide."""
-        ...
-
-    def items(self, place: Place, epochs: int, sharding: NamedSharding | None) -> Iterator[Item]:
-        """Yields the batches after a place, epoch after epoch.
-
-        Args:
-          place: where to begin.
-          epochs: how many there are.
-          sharding: of a batch over several devices; None for the first device.
-        """
-        ...
-
-
 class ArrayData:
     """Batches of arrays: shuffled by a seed, prepared by threads, prefetched.
 
@@ -84,6 +60,10 @@ class ArrayData:
       task: the task.
       batch_size: examples per batch. The last, incomplete batch of an epoch is left out.
       seed: of the order, which differs in each epoch.
+
+    Attributes:
+      steps_per_epoch: batches per epoch; None if it is unknown.
+      batch_size: examples per batch; None if the batches decide.
     """
 
     def __init__(self, task: Task, batch_size: int, seed: int) -> None:
@@ -93,7 +73,13 @@ class ArrayData:
         self.steps_per_epoch = count_examples(task.train) // batch_size
 
     def items(self, place: Place, epochs: int, sharding: NamedSharding | None) -> Iterator[Item]:
-        """Yields batches, see `TrainingData`."""
+        """Yields the batches after a place, epoch after epoch.
+
+        Args:
+          place: where to begin.
+          epochs: how many there are.
+          sharding: of a batch over several devices; None for the first device.
+        """
         task, steps = self._task, self.steps_per_epoch
         start = place.epoch * steps + place.batch
         batches = array_batches(
@@ -117,7 +103,7 @@ class ArrayData:
 
 
 class IterableData:
-    """Batches of a function of the epoch.
+    """Batches of a function of the epoch, with the attributes of `ArrayData`.
 
     Args:
       task: the task.
@@ -133,7 +119,7 @@ class IterableData:
         self.steps_per_epoch = self._given or length_of(self._first)
 
     def items(self, place: Place, epochs: int, sharding: NamedSharding | None) -> Iterator[Item]:
-        """Yields batches, see `TrainingData`."""
+        """Yields the batches after a place, epoch after epoch; see `ArrayData`."""
         first: Signature | None = None
         for epoch in range(place.epoch, epochs):
             iterator = iter(self._epoch(epoch))
@@ -152,7 +138,8 @@ class IterableData:
                 ahead = self._next(iterator, epoch, number)
                 yield Item(batch, ahead is None, Place(epoch, number, state), nans)
             if not number:
-                raise ValueError(f"train({epoch}) returned no batches{self._hint(epoch)}")
+                hint = "; it has to return a new iterator for each epoch" if epoch else ""
+                raise ValueError(f"train({epoch}) returned no batches{hint}")
 
     def _epoch(self, epoch: int) -> Any:
         """Returns the batches of an epoch; those whose length was asked for are used once."""
@@ -181,8 +168,8 @@ class IterableData:
                     f"train({epoch}) ended after {number} batches, but the run had taken {count} of them"
                 ) from None
 
-    def _hint(self, epoch: int) -> str:
-        return "; it has to return a new iterator for each epoch" if epoch else ""
+
+TrainingData: TypeAlias = ArrayData | IterableData
 
 
 def train_batches(
