@@ -1,5 +1,6 @@
 """Tables of csv files that are checked: as many rows as others say, ids in range, whole numbers, finite features."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from jmp_train.graphs.datasets.csv_tables import read_csv_table
 from jmp_train.graphs.datasets.file_limits import faults_named
 from jmp_train.graphs.structure import LARGEST_COUNT
 from jmp_train.policies import CollapsedValuesWarning
-from jmp_train.policies.user_warnings import warn_user
 
 LARGEST_EXACT = 2**24  # up to which float32 has all whole numbers
 MOST_CLASSES = 2**16  # or as many as there are rows: a label in a damaged file sizes no model
@@ -74,10 +74,11 @@ def warn_of_rounding(path: Path, numbers: np.ndarray) -> None:
     is_rounded = np.isfinite(largest) & (largest > LARGEST_EXACT)
     if is_rounded.any():
         column = int(is_rounded.argmax())
-        warn_user(
+        warnings.warn(
             f"{path}: column {column} has numbers up to {largest[column]:.9g}, and is read as float32, which rounds "
             f"whole numbers beyond {LARGEST_EXACT}. If they are ids or times, subtract an offset in the file",
             CollapsedValuesWarning,
+            stacklevel=2,
         )
 
 

@@ -6,12 +6,12 @@ kernel of each operation that has one; the contract tests run over these names.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from jmp_train.graphs.kernels.native_calls import are_native_kernels_wanted
 from jmp_train.graphs.structure import Adjacency
-from jmp_train.policies.user_warnings import warn_user
 
 Implementation = Literal["xla", "chunked"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "chunked")
@@ -82,9 +82,8 @@ class EdgeOperation(Generic[Arguments, Result]):
         if implementation is None:
             if adjacency.neighbors is None:
                 if are_native_kernels_wanted() and self.elements_per_edge(*args, **kwargs) is not None:
-                    warn_user(
-                        f"native_kernels() need sorted edges: make the graph with {WITH_SORTED_EDGES}", UserWarning
-                    )
+                    wanted = f"native_kernels() need sorted edges: make the graph with {WITH_SORTED_EDGES}"
+                    warnings.warn(wanted, stacklevel=2)
                 return "xla"
             elements = self.elements_per_edge(*args, **kwargs)
             if elements is None:
