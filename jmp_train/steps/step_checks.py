@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jmp_train.policies import OptState, Params, PyTree
-from jmp_train.policies.loss_scaling import PerLossScale, is_loss_scale
+from jmp_train.policies.loss_scaling import LossScales, PerLossScale, is_loss_scale
 from jmp_train.policies.optimizers import (
     KahanState,
     LossScaledState,
@@ -30,6 +30,8 @@ from jmp_train.policies.pytrees import (
     refuse_overwritten,
     trained,
 )
+from jmp_train.steps.gradient_functions import GradientFunction, StepGradients
+from jmp_train.types import Batch, ModelState
 
 _WRAPPERS = {
     "a loss scale": LossScaledState,
@@ -40,6 +42,10 @@ _WRAPPERS = {
     "dtypes of its own for the optimizer's state": StateDtypesState,
 }
 
+_NO_KEY = (
+    "The state has no random key, so that loss_fn got rng=None: TrainState.create(params, optimizer, "
+    "rng=jax.random.key(0)) gives it one, and loss_fn a fresh key in each step"
+)
 _ASKS_FOR_A_KEY = re.compile(r"rng|requires a key", re.IGNORECASE)
 
 
@@ -96,6 +102,23 @@ def missing_key_explained(why: str | None) -> Iterator[None]:
         if why is not None and _ASKS_FOR_A_KEY.search(f"{type(error).__name__} {error}"):
             error.add_note(why)
         raise
+
+
+def explained(gradients: GradientFunction, axis_names: Sequence[str]) -> GradientFunction:
+    """Returns a gradient function whose errors about axes and random keys say what the step has.
+
+    Args:
+      gradients: calls the loss function.
+      axis_names: the step's.
+    """
+
+    def run(
+        loss_scale: LossScales, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
+    ) -> StepGradients:
+        with names_of_axes(axis_names), missing_key_explained(_NO_KEY if rng is None else None):
+            return gradients(loss_scale, params, model_state, batch, rng)
+
+    return run
 
 
 def check_local_loss(loss: jax.Array, params: Params, axis_names: Sequence[str]) -> None:
