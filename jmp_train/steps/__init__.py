@@ -31,6 +31,7 @@ from jmp_train.steps.step import train_step as train_step
 from jmp_train.steps.step_checks import check_is_train_state as check_is_train_state
 from jmp_train.steps.step_checks import check_not_replicated as check_not_replicated
 from jmp_train.steps.train_state import TrainState as TrainState
+from jmp_train.steps.update import Update as Update
 from jmp_train.steps.update import apply_gradients as apply_gradients
 from jmp_train.steps.update import evaluation as evaluation
 from jmp_train.steps.watches import WATCHES as WATCHES
