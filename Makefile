@@ -109,6 +109,7 @@ bench: .venv/.dev
 	$(BIN)/python benchmarks/autocast.py
 	$(BIN)/python benchmarks/graphs.py
 	$(BIN)/python benchmarks/graph_building.py
+	$(BIN)/python benchmarks/graph_batches.py
 	$(BIN)/python benchmarks/minibatch.py
 
 clean:

@@ -90,9 +90,10 @@ def case(name: str, policy: str, tiny: bool) -> Call:
     model = VisionTransformer(classes=10, patch=4, width=192, depth=12, mlp=768, heads=3)
     if tiny:
         model = VisionTransformer(classes=10, patch=4, width=32, depth=2, mlp=64, heads=2)
-    params, model_state = vit.init(jax.random.key(0), model, 32)
+    classifier = vit.classifier(model, 32)
+    params, model_state = classifier.init(jax.random.key(0))
     optimizer = jt.with_loss_scale(optax.adamw(1e-3), jt.torch_loss_scale())
-    step = jt.train_step(partial(vit.loss_fn, model=model), optimizer, policy=policy)
+    step = jt.train_step(classifier.loss_fn, optimizer, policy=policy)
     state = jt.TrainState.create(params, optimizer, model_state=model_state, rng=jax.random.key(1))
     return step, (state, vit.synthetic_data(4 if tiny else 64, 32, 0))
 

@@ -8,7 +8,6 @@ gradients skips those steps, and its facts say how many.
 
 import dataclasses
 import importlib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def _vit_job(variant: Variant, size: float, folder: Path) -> Job:
     def sgd(params: Any) -> Any:
         return torch.optim.SGD(params, lr=vit.LEARNING_RATE, weight_decay=vit.WEIGHT_DECAY, fused=True)
 
-    inputs, labels = _tensors(vit.normalized(jnp.asarray(rows["image"]), jnp.float32), rows["label"])
+    inputs, labels = _tensors(vit.normalized(jnp.asarray(rows["image"])), rows["label"])
     model, compiled = models.VisionTransformer(side, depth), variant.way == "torch compile"
     norm = vit.LARGEST_NORM
     return TorchJob(model, sgd, inputs, labels, variant.precision, compiled, largest_norm=norm)
@@ -87,12 +86,12 @@ def _vit_job(variant: Variant, size: float, folder: Path) -> Job:
 
 def _vit_task(depth: int, side: int, rows: dict[str, np.ndarray]) -> Task:
     """Returns the task with so many blocks, its training data these rows."""
-    model = VisionTransformer(depth=depth)
+    classifier = vit.classifier(VisionTransformer(depth=depth), side)
     return dataclasses.replace(
         load_task("vit-b16", synthetic=True, image_size=side),
         train=rows,
-        init=partial(vit.init, model=model, image_size=side),
-        loss_fn=partial(vit.loss_fn, model=model),
+        init=classifier.init,
+        loss_fn=classifier.loss_fn,
     )
 
 

@@ -15,7 +15,6 @@ with each and with both, in turn; beside each median the median of its ratio to 
 """
 
 import argparse
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -32,9 +31,8 @@ from result_files import write_results
 
 import jmp_train as jt
 from jmp_train import Task
-from jmp_train.tasks import load_task
+from jmp_train.tasks import load_task, vit
 from jmp_train.tasks.models import VisionTransformer
-from jmp_train.tasks.vit import init, loss_fn
 
 LEARNING_RATE = 1e-3
 WATCHES = ((), ("lost_updates",), ("underflow",), ("lost_updates", "underflow"))
@@ -229,12 +227,12 @@ def watched_models(examples: int) -> dict[str, Watched]:
     label = jnp.asarray(rng.integers(10, size=examples))
     mnist = load_task("mnist", synthetic=True)
     images = [jnp.asarray(rng.random((examples, *shape), np.float32)) for shape in ((28, 28, 1), (32, 32, 3))]
-    transformer = VisionTransformer(classes=10, patch=4, width=128, depth=4, heads=4, mlp=512)
+    transformer = vit.classifier(VisionTransformer(classes=10, patch=4, width=128, depth=4, heads=4, mlp=512), 32)
     return {
         "mnist": Watched(mnist.loss_fn, *mnist.init(jax.random.key(0)), {"image": images[0], "label": label}),
         "transformer": Watched(
-            functools.partial(loss_fn, model=transformer),
-            *init(jax.random.key(0), transformer, 32),
+            transformer.loss_fn,
+            *transformer.init(jax.random.key(0)),
             {"image": images[1], "label": label},
         ),
     }

@@ -1,7 +1,6 @@
 """Models that `tune.py` tunes beside those of `rescue_models`: tasks' networks, a vision transformer, a scan."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -62,11 +61,11 @@ def vit_tiny(tiny: bool) -> Case:
     model = VisionTransformer(classes=10, patch=4, width=192, depth=12, mlp=768, heads=3)
     if tiny:
         model = VisionTransformer(classes=10, patch=4, width=32, depth=2, mlp=64, heads=2)
-    params, model_state = vit.init(jr.key(0), model, 32)
-    of_model = partial(vit.loss_fn, model=model)
+    classifier = vit.classifier(model, 32)
+    params, model_state = classifier.init(jr.key(0))
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return of_model(params, model_state, batch, jr.key(1))[0]
+        return classifier.loss_fn(params, model_state, batch, jr.key(1))[0]
 
     return Case(loss_fn, [(params, vit.synthetic_data(4 if tiny else 16, 32, seed)) for seed in range(EXAMPLES)])
 

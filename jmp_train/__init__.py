@@ -50,6 +50,7 @@ from jmp_train.policies import FirstDifference as FirstDifference
 from jmp_train.policies import DynamicLossScale as DynamicLossScale
 from jmp_train.policies import Float32ProductsWarning as Float32ProductsWarning
 from jmp_train.policies import MissingLossScaleWarning as MissingLossScaleWarning
+from jmp_train.policies import UnmetRulesWarning as UnmetRulesWarning
 from jmp_train.policies import Float8CurrentScaling as Float8CurrentScaling
 from jmp_train.policies import Fp8Scales as Fp8Scales
 from jmp_train.policies import Fp8State as Fp8State

@@ -1,7 +1,8 @@
 """`Task`: data, model, loss, optimizer and evaluation of a training job, as one value."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -18,6 +19,20 @@ Arrays: TypeAlias = Mapping[str, Any]  # NumPy arrays [examples, ...]
 Examples: TypeAlias = Mapping[str, jax.Array]  # of a batch, as they are in the step
 Optimizer: TypeAlias = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
 LearningRate: TypeAlias = float | Callable[[int], optax.Schedule]
+
+
+# How the commands call the functions of a task; `train_step` checks its own.
+_CALLS: Mapping[str, Sequence[str]] = {
+    "init": ("key",),
+    "train": ("epoch",),
+    "evaluate": ("params", "model_state"),
+    "metrics": ("params", "model_state", "batch"),
+    "test": (),
+    "prepare": ("examples",),
+    "augment": ("examples", "seeds"),
+    "shared": (),
+    "batch_norms": (),
+}
 
 
 def _as_they_are(examples: Any) -> Any:
@@ -115,6 +130,8 @@ class Task:
         for name in ("evaluate", "metrics", "augment"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise TypeError(f"Task: {name} must be a function or None, got {_kind(getattr(self, name))}")
+        for name, parameters in _CALLS.items():
+            _check_parameters(name, getattr(self, name), parameters)
         if not (isinstance(self.optimizer, optax.GradientTransformation) or callable(self.optimizer)):
             raise TypeError(
                 "Task: optimizer must be an optax optimizer, or a function of the number of steps that returns one, "
@@ -147,6 +164,13 @@ class Task:
         if self.test is not None and not callable(self.test):
             _check_arrays("test", self.test, "a function that returns batches")
 
+    def initial(self, key: jax.Array) -> tuple[Any, Any]:
+        """Returns the parameters and the model state of a new model; raises TypeError if `init` returns others."""
+        made = self.init(key)
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise TypeError(f"Task: init must return (params, model_state), got {_kind(made)}")
+        return made
+
     def optimizer_for(self, total: int | None) -> optax.GradientTransformation:
         """Returns the optimizer of a run.
 
@@ -172,12 +196,16 @@ class Task:
 
         Raises:
           ValueError: `learning_rate` is a function of the number of steps, and the number is unknown.
+          TypeError: it does not return a schedule.
         """
         if self.learning_rate is None:
             return None
-        if callable(self.learning_rate):
-            return self.learning_rate(_known(total, "learning_rate"))
-        return optax.constant_schedule(self.learning_rate)
+        if not callable(self.learning_rate):
+            return optax.constant_schedule(self.learning_rate)
+        schedule = self.learning_rate(_known(total, "learning_rate"))
+        if not callable(schedule):
+            raise TypeError(f"Task: learning_rate({total}) must return a schedule, got {_kind(schedule)}")
+        return schedule
 
 
 def count_examples(data: PyTree) -> int:
@@ -212,6 +240,20 @@ def _check_arrays(name: str, data: Any, otherwise: str) -> None:
         raise ValueError(f"Task: the arrays of {name} must have the same number of examples: {found}")
     if not all(counts.values()):
         raise ValueError(f"Task: {name} has no examples")
+
+
+def _check_parameters(name: str, function: Any, parameters: Sequence[str]) -> None:
+    """Raises TypeError if a function cannot be called as the command does, perhaps only after hours of training."""
+    if not callable(function):
+        return
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # a built-in function's is not known
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        raise TypeError(f"Task: {name} is called as {name}({', '.join(parameters)}): {error}") from None
 
 
 def _check_count(name: str, number: Any, optional: bool) -> None:

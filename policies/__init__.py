@@ -22,10 +22,12 @@ from jmp_train.policies.autocasting import BannedOperationError as BannedOperati
 from jmp_train.policies.autocasting import CpuConvolutionWarning as CpuConvolutionWarning
 from jmp_train.policies.autocasting import DelayedScaling as DelayedScaling
 from jmp_train.policies.autocasting import Float8CurrentScaling as Float8CurrentScaling
+from jmp_train.policies.autocasting import Float32ProductsWarning as Float32ProductsWarning
 from jmp_train.policies.autocasting import Fp8Scales as Fp8Scales
 from jmp_train.policies.autocasting import Fp8State as Fp8State
 from jmp_train.policies.autocasting import MXFP8BlockScaling as MXFP8BlockScaling
 from jmp_train.policies.autocasting import OperationReport as OperationReport
+from jmp_train.policies.autocasting import UnmetRulesWarning as UnmetRulesWarning
 from jmp_train.policies.autocasting import autocast as autocast
 from jmp_train.policies.autocasting import autocast_as as autocast_as
 from jmp_train.policies.autocasting import explain_autocast as explain_autocast
@@ -43,7 +45,6 @@ from jmp_train.policies.diagnosing import diagnose as diagnose
 from jmp_train.policies.dtype_policies import AutocastPolicy as AutocastPolicy
 from jmp_train.policies.dtype_policies import CastLoss as CastLoss
 from jmp_train.policies.dtype_policies import CollapsedValuesWarning as CollapsedValuesWarning
-from jmp_train.policies.dtype_policies import Float32ProductsWarning as Float32ProductsWarning
 from jmp_train.policies.dtype_policies import MissingLossScaleWarning as MissingLossScaleWarning
 from jmp_train.policies.dtype_policies import PathPolicy as PathPolicy
 from jmp_train.policies.dtype_policies import Policy as Policy

@@ -1,4 +1,7 @@
-"""Rules of autocast with any names that hypothesis thinks of: quotes, backslashes, line ends, control characters."""
+"""Rules of autocast with any names that hypothesis thinks of: quotes, backslashes, line ends, control characters.
+
+Primitives are some of jax's own.
+"""
 
 import dataclasses
 import re
@@ -12,7 +15,8 @@ from jmp_train.policies.autocasting import Rule
 _NAMES = st.text() | st.text("\"'\\\n\r\t\0\x1b\x7f\x85\u2028\u202e#[]{}=, ae\U0001f600")
 _EXPRESSIONS = _NAMES.map(re.escape) | st.sampled_from([r"a\.b\d+$", "['\"]", "\\\\", r"\"", "", "(?x) a # b\n"])
 _RULES = st.sampled_from(get_args(Rule))
-_KEYS = {"paths": _EXPRESSIONS, "operations": _EXPRESSIONS}
+_PRIMITIVES = st.sampled_from(["exp", "scatter-add", "dot_general", "erf_inv", "reduce_window_sum", "add", "top_k"])
+_KEYS = {"paths": _EXPRESSIONS, "operations": _EXPRESSIONS, "primitives": _PRIMITIVES}
 _VALUES = {"banned": _NAMES}
 
 

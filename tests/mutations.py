@@ -144,10 +144,10 @@ MUTATIONS = (
     Mutation(  # receivers keep the numbers that they have in their own graph
         "batching",
         "graphs/structure/batching.py",
-        "return _from_jraph(jraph.batch_np([_on_host(graph) for graph in graphs]), formats)",
+        "return _from_jraph(jraph.batch_np([_on_host(graph) for graph in graphs]), formats, graphs)",
         "parts = [_on_host(graph) for graph in graphs]\n"
         "    receivers = np.concatenate([part.receivers for part in parts])\n"
-        "    return _from_jraph(jraph.batch_np(parts)._replace(receivers=receivers), formats)",
+        "    return _from_jraph(jraph.batch_np(parts)._replace(receivers=receivers), formats, graphs)",
         "tests/graphs/structure/test_batching.py",
     ),
     Mutation(

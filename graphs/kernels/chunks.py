@@ -212,7 +212,7 @@ def of_edges(
       like: shape and dtype of one edge's part.
       elements_per_block: see `add_up`.
     """
-    assert neighbors.slots is not None
+    slots = neighbors.edge_slots
     shape = (neighbors.num_blocks, neighbors.width, *like.shape)
 
     def write(result: jax.Array, chunk: Chunk, step: Step) -> jax.Array:
@@ -220,7 +220,7 @@ def of_edges(
 
     result = _walk(neighbors, write, jnp.zeros(shape, like.dtype), elements_per_block)
     result = result.reshape(-1, *like.shape)
-    slots = jnp.where(neighbors.slots < 0, result.shape[0], neighbors.slots)
+    slots = jnp.where(slots < 0, result.shape[0], slots)
     return result.at[slots].get(mode="fill", fill_value=0)
 
 
@@ -273,8 +273,7 @@ def each_edge(
       like: shape of one edge's part of each, and the dtype in which it is stored.
       elements_per_edge: how many elements `compute` holds for each, which sets the chunks' size on CPUs.
     """
-    slots = neighbors.slots
-    assert slots is not None
+    slots = neighbors.edge_slots
     count, width = neighbors.num_edges, neighbors.width
     start = [jnp.zeros((count, *x.shape), _bits_of(x.dtype)) for x in like]
     if neighbors.num_blocks == 0 or count == 0:

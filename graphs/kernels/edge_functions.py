@@ -24,7 +24,7 @@ from jmp_train.graphs.kernels.edge_reads import (
     sinks_of,
 )
 from jmp_train.graphs.kernels.edge_terms import Inputs
-from jmp_train.graphs.structure import CSR, CSRAndCSC, equal_or_nan, rows_like, upcast
+from jmp_train.graphs.structure import CSR, NOT_APART, CSRAndCSC, equal_or_nan, rows_like, upcast
 
 _NOTHING: Mapping[Any, jax.Array] = {}
 
@@ -173,7 +173,8 @@ def _parts_of(terms: Terms, is_edge: jax.Array, ids: jax.Array | None) -> _Parts
         return most, is_most.sum(1, dtype=jnp.uint8)  # a block has at most 32
 
     def with_first(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        assert ids is not None
+        if ids is None:
+            raise ValueError(NOT_APART)
         most, is_most = largest(jax.lax.stop_gradient(rows))
         places = ids.reshape(*is_edge.shape, *[1] * (is_most.ndim - 2))
         return most, jnp.where(is_most, places, NONE).min(1)

@@ -134,8 +134,7 @@ def first_edges(term: Term, edges: CSRAndCSC, most: jax.Array, inputs: Inputs) -
       inputs: see `sums_of_terms`.
     """
     neighbors, (most, inputs) = edges.by_target, jax.lax.stop_gradient((most, inputs))
-    ids, none = neighbors.edges, jnp.iinfo(jnp.int32).min
-    assert ids is not None
+    ids, none = neighbors.edge_ids, jnp.iinfo(jnp.int32).min
     like = jax.ShapeDtypeStruct(most.shape[1:], jnp.int32)
 
     def compute(chunk: Chunk) -> jax.Array:
@@ -221,8 +220,7 @@ def _places(neighbors: CSR, chunk: Chunk, end: End, fixed: Any, inputs: Inputs) 
         def of_edge(x: jax.Array, rows: jax.Array, place: int = place) -> jax.Array:
             if is_narrow(x):
                 return rows[:, place]
-            assert neighbors.edges is not None
-            return upcast_at(x, at(neighbors.edges, chunk.positions[:, place]))
+            return upcast_at(x, at(neighbors.edge_ids, chunk.positions[:, place]))
 
         edge = jax.tree.map(of_edge, inputs.edge, blocks)
         if end == "senders":

@@ -9,10 +9,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 
+from jmp_train.graphs.kernels.native_calls import are_native_kernels_wanted
 from jmp_train.graphs.structure import Adjacency
+from jmp_train.policies.user_warnings import warn_user
 
 Implementation = Literal["xla", "chunked"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "chunked")
+WITH_SORTED_EDGES = 'formats=("coo", "csr"), outside of jit; of a GraphsTuple by from_jraph'
 CHUNKED_ELEMENTS = 2**20  # messages of 4 MiB no longer fit into the caches
 
 Arguments = ParamSpec("Arguments")
@@ -78,6 +81,10 @@ class EdgeOperation(Generic[Arguments, Result]):
         """
         if implementation is None:
             if adjacency.neighbors is None:
+                if are_native_kernels_wanted() and self.elements_per_edge(*args, **kwargs) is not None:
+                    warn_user(
+                        f"native_kernels() need sorted edges: make the graph with {WITH_SORTED_EDGES}", UserWarning
+                    )
                 return "xla"
             elements = self.elements_per_edge(*args, **kwargs)
             if elements is None:
@@ -89,7 +96,7 @@ class EdgeOperation(Generic[Arguments, Result]):
                 raise ValueError(f'implementation="chunked" {self.chunked_takes}')
             if adjacency.neighbors is None:
                 raise ValueError(
-                    'implementation="chunked" needs sorted edges: make the graph with formats=("coo", "csr")'
+                    f'implementation="chunked" needs sorted edges: make the graph with {WITH_SORTED_EDGES}'
                 )
         for name in IMPLEMENTATIONS:
             if name == implementation:

@@ -69,8 +69,7 @@ def chunked_mapped_sum(
 
 def _of_chunk(neighbors: CSR, chunk: Chunk, types: jax.Array | None, edges: OfEdges) -> OfEdges:
     """Returns what a chunk's edges have, in the dtypes that it is stored in; that of empty places has no meaning."""
-    assert neighbors.edges is not None
-    places = at(neighbors.edges, chunk.positions)
+    places = at(neighbors.edge_ids, chunk.positions)
     return jax.tree.map(lambda x: at(x, places), edges._replace(types=types))
 
 

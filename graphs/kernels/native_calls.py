@@ -37,7 +37,11 @@ def native_kernels() -> Iterator[None]:
       A context manager.
 
     Raises:
-      RuntimeError: there is no compiler for C++, or it fails.
+      RuntimeError: there is no compiler for C++, or it fails. And where a kernel runs: an index array of the graph was
+        edited, and has an id or degree that is out of bounds.
+
+    Warns:
+      UserWarning: the graph of an operation has no sorted edges, so that it runs as without.
 
     Example:
       >>> from jmp_train import graphs
@@ -52,6 +56,11 @@ def native_kernels() -> Iterator[None]:
         yield
 
 
+def are_native_kernels_wanted() -> bool:
+    """Returns whether the code runs within `native_kernels`."""
+    return bool(_IS_IN_USE.value)
+
+
 def takes(dtype: DTypeLike, neighbors: CSR, *arguments: Any) -> bool:
     """Returns whether native kernels are in use, and take these arguments.
 
@@ -62,7 +71,9 @@ def takes(dtype: DTypeLike, neighbors: CSR, *arguments: Any) -> bool:
     """
     arrays = jax.tree.leaves(arguments)
     has_some = neighbors.num_nodes > 0 and neighbors.others.shape[0] > 0 and all(x.size for x in arrays)
-    return bool(_IS_IN_USE.value) and has_some and {jnp.dtype(dtype).name, *(x.dtype.name for x in arrays)} <= _DTYPES
+    return (
+        are_native_kernels_wanted() and has_some and {jnp.dtype(dtype).name, *(x.dtype.name for x in arrays)} <= _DTYPES
+    )
 
 
 def on_cpus(native: Callable[..., Result], chunked: Callable[..., Result], *arguments: Any) -> Result:

@@ -10,9 +10,11 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #if defined(__F16C__) || defined(__AVX512F__)
@@ -324,16 +326,58 @@ void over_nodes(ffi::ThreadPool& pool, const std::vector<int64_t>& starts, Task 
   state->all_done.wait(lock, [&] { return state->done == count; });
 }
 
-std::vector<int64_t> starts_of(const ffi::AnyBuffer& degrees) {
-  const auto* counts = degrees.typed_data<int32_t>();
-  std::vector<int64_t> starts(degrees.element_count() + 1);
-  for (size_t i = 0; i + 1 < starts.size(); i++) starts[i + 1] = starts[i] + counts[i];
-  return starts;
-}
-
 template <typename T>
 const T* or_null(const ffi::AnyBuffer& buffer) {
   return buffer.element_count() ? static_cast<const T*>(buffer.untyped_data()) : nullptr;
+}
+
+// Whether all ids are from 0 to below a number of rows.
+bool all_below(const int32_t* ids, int64_t count, int64_t rows) {
+  const auto bound = static_cast<uint32_t>(std::min<int64_t>(rows, std::numeric_limits<int32_t>::max()));
+  uint32_t is_beyond = 0;  // without a branch, the loop is one of vectors
+  for (int64_t i = 0; i < count; i++) is_beyond |= static_cast<uint32_t>(ids[i]) >= bound;
+  return !is_beyond;
+}
+
+int64_t rows_of(const ffi::AnyBuffer& buffer) { return buffer.dimensions()[0]; }
+
+ffi::Error edited(const std::string& fault) {
+  return ffi::Error::InvalidArgument(
+      "the graph's index arrays are not those that it was made with: " + fault +
+      ". Change features by with_nodes and with_edges, and make another graph for other edges.");
+}
+
+// Finds where each node's edges begin, and an error where an id, degree or number of rows is out of bounds, as in a
+// graph whose leaves were edited. That takes one look at each id, and nothing next to reading the rows.
+//
+//   edges: which edge each is, from 0 to below `num_edges`; no elements if these are not read.
+//   num_others: how many rows the nodes at the other ends have.
+//   of_nodes: how many rows there are of the nodes at this end, in several arrays.
+ffi::Error find_starts(const ffi::AnyBuffer& others, const ffi::AnyBuffer& degrees, const ffi::AnyBuffer* edges,
+                       int64_t num_others, int64_t num_edges, std::initializer_list<int64_t> of_nodes,
+                       std::vector<int64_t>& starts) {
+  const auto* counts = degrees.typed_data<int32_t>();
+  const int64_t nodes = degrees.element_count();
+  for (int64_t rows : of_nodes) {
+    if (rows != nodes) return edited(std::to_string(nodes) + " degrees for " + std::to_string(rows) + " nodes");
+  }
+  starts.assign(nodes + 1, 0);
+  for (int64_t i = 0; i < nodes; i++) {
+    if (counts[i] < 0) return edited("a degree is " + std::to_string(counts[i]));
+    starts[i + 1] = starts[i] + counts[i];
+  }
+  const int64_t all = starts[nodes], known = others.element_count();
+  if (all > known) {
+    return edited("degrees add up to " + std::to_string(all) + " of " + std::to_string(known) + " edges");
+  }
+  if (!all_below(others.typed_data<int32_t>(), all, num_others)) {
+    return edited("an edge ends at none of the " + std::to_string(num_others) + " nodes");
+  }
+  if (edges && (all > static_cast<int64_t>(edges->element_count()) ||
+                !all_below(edges->typed_data<int32_t>(), all, num_edges))) {
+    return edited("a place is not one of the " + std::to_string(num_edges) + " edges");
+  }
+  return ffi::Error::Success();
 }
 
 // How many edges of a block have another one `kAhead` places on.
@@ -344,12 +388,17 @@ int ahead_of(int64_t edge, int64_t last_edge) {
 ffi::Error weighted_sum(ffi::ThreadPool pool, ffi::AnyBuffer others_, ffi::AnyBuffer degrees, ffi::AnyBuffer edges_,
                         ffi::AnyBuffer data, ffi::AnyBuffer weights, ffi::AnyBuffer senders, ffi::AnyBuffer receivers,
                         ffi::Result<ffi::AnyBuffer> result) {
-  const auto starts = starts_of(degrees);
-  const auto* others = others_.typed_data<int32_t>();
-  const auto* edges = or_null<int32_t>(edges_);
   const auto* of_senders = or_null<float>(senders);
   const auto* of_receivers = or_null<float>(receivers);
   const bool has_weights = weights.element_count() > 0;
+  std::vector<int64_t> starts;
+  const int64_t num_others = of_senders ? std::min(rows_of(data), rows_of(senders)) : rows_of(data);
+  const int64_t num_scales = of_receivers ? rows_of(receivers) : rows_of(*result);
+  const auto fault = find_starts(others_, degrees, has_weights ? &edges_ : nullptr, num_others, rows_of(weights),
+                                 {rows_of(*result), num_scales}, starts);
+  if (fault.failure()) return fault;
+  const auto* others = others_.typed_data<int32_t>();
+  const auto* edges = or_null<int32_t>(edges_);
   const int64_t all = data.dimensions()[1] * data.dimensions()[2];
   const int64_t heads = has_weights ? weights.dimensions()[1] : 1, width = all / heads;
   const int64_t last_edge = starts.back();
@@ -388,11 +437,16 @@ ffi::Error weighted_sum(ffi::ThreadPool pool, ffi::AnyBuffer others_, ffi::AnyBu
 ffi::Error edge_dot(ffi::ThreadPool pool, ffi::AnyBuffer others_, ffi::AnyBuffer degrees, ffi::AnyBuffer edges_,
                     ffi::AnyBuffer data, ffi::AnyBuffer nodes, ffi::AnyBuffer senders, ffi::AnyBuffer receivers,
                     ffi::Result<ffi::AnyBuffer> result) {
-  const auto starts = starts_of(degrees);
-  const auto* others = others_.typed_data<int32_t>();
-  const auto* edges = edges_.typed_data<int32_t>();
   const auto* of_senders = or_null<float>(senders);
   const auto* of_receivers = or_null<float>(receivers);
+  std::vector<int64_t> starts;
+  const int64_t num_others = of_senders ? std::min(rows_of(data), rows_of(senders)) : rows_of(data);
+  const int64_t num_scales = of_receivers ? rows_of(receivers) : rows_of(nodes);
+  const auto fault = find_starts(others_, degrees, &edges_, num_others, rows_of(*result), {rows_of(nodes), num_scales},
+                                 starts);
+  if (fault.failure()) return fault;
+  const auto* others = others_.typed_data<int32_t>();
+  const auto* edges = edges_.typed_data<int32_t>();
   const int64_t heads = data.dimensions()[1], width = data.dimensions()[2], all = heads * width;
   const int64_t last_edge = starts.back();
   if (last_edge < result->dimensions()[0]) std::memset(result->untyped_data(), 0, result->size_bytes());
@@ -428,7 +482,10 @@ int64_t whole_vectors(int64_t count) { return (count + kLanes - 1) / kLanes * kL
 ffi::Error gat_forward(ffi::ThreadPool pool, ffi::AnyBuffer others_, ffi::AnyBuffer degrees, ffi::AnyBuffer features,
                        ffi::AnyBuffer left_, ffi::AnyBuffer right_, float slope, ffi::Result<ffi::AnyBuffer> result,
                        ffi::Result<ffi::AnyBuffer> largest_, ffi::Result<ffi::AnyBuffer> inverse_) {
-  const auto starts = starts_of(degrees);
+  std::vector<int64_t> starts;
+  const auto fault = find_starts(others_, degrees, nullptr, std::min(rows_of(features), rows_of(left_)), 0,
+                                 {rows_of(*result), rows_of(right_)}, starts);
+  if (fault.failure()) return fault;
   const auto* others = others_.typed_data<int32_t>();
   const auto *left = left_.typed_data<float>(), *right = right_.typed_data<float>();
   auto *largest = largest_->typed_data<float>(), *inverse = inverse_->typed_data<float>();
@@ -482,7 +539,10 @@ ffi::Error gat_of_receivers(ffi::ThreadPool pool, ffi::AnyBuffer others_, ffi::A
                             ffi::AnyBuffer features, ffi::AnyBuffer left_, ffi::AnyBuffer right_,
                             ffi::AnyBuffer largest_, ffi::AnyBuffer inverse_, ffi::AnyBuffer gradient, float slope,
                             ffi::Result<ffi::AnyBuffer> mean_, ffi::Result<ffi::AnyBuffer> of_right_) {
-  const auto starts = starts_of(degrees);
+  std::vector<int64_t> starts;
+  const auto fault = find_starts(others_, degrees, nullptr, std::min(rows_of(features), rows_of(left_)), 0,
+                                 {rows_of(right_), rows_of(gradient), rows_of(*mean_)}, starts);
+  if (fault.failure()) return fault;
   const auto* others = others_.typed_data<int32_t>();
   const auto *left = left_.typed_data<float>(), *right = right_.typed_data<float>();
   const auto *largest = largest_.typed_data<float>(), *inverse = inverse_.typed_data<float>();
@@ -536,7 +596,10 @@ ffi::Error gat_of_receivers(ffi::ThreadPool pool, ffi::AnyBuffer others_, ffi::A
 ffi::Error gat_of_senders(ffi::ThreadPool pool, ffi::AnyBuffer others_, ffi::AnyBuffer degrees, ffi::AnyBuffer features,
                           ffi::AnyBuffer left_, ffi::AnyBuffer targets_, ffi::AnyBuffer gradient, float slope,
                           ffi::Result<ffi::AnyBuffer> of_features, ffi::Result<ffi::AnyBuffer> of_left_) {
-  const auto starts = starts_of(degrees);
+  std::vector<int64_t> starts;
+  const auto fault = find_starts(others_, degrees, nullptr, std::min(rows_of(targets_), rows_of(gradient)), 0,
+                                 {rows_of(features), rows_of(left_)}, starts);
+  if (fault.failure()) return fault;
   const auto* others = others_.typed_data<int32_t>();
   const auto *left = left_.typed_data<float>(), *targets = targets_.typed_data<float>();
   auto* of_left = of_left_->typed_data<float>();

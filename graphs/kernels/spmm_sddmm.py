@@ -102,8 +102,7 @@ def _chunked_dot(neighbors: CSR, scales: Scales, senders: jax.Array, receivers: 
 
 def edge_rows(neighbors: CSR, chunk: Chunk, data: jax.Array) -> jax.Array:
     """Returns a chunk's rows [blocks, width, ...] of data [edges, ...], upcast, 0 in empty places."""
-    assert neighbors.edges is not None
-    return chunk.where_edge(upcast_at(data, at(neighbors.edges, chunk.positions)))
+    return chunk.where_edge(upcast_at(data, at(neighbors.edge_ids, chunk.positions)))
 
 
 class _OfSum(NamedTuple):

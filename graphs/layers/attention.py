@@ -41,7 +41,9 @@ def edge_softmax(
       etype: the edge type; needed where there are several.
 
     Returns:
-      [edges, ...] in the logits' dtype; 0 for padding edges.
+      [edges, ...] in the logits' dtype; 0 for padding edges. Weights are computed in float32 and each is rounded once,
+      so that those of a node with `n` edges add up to 1 within `2**-11 + n * 2**-25` in float16 (0.002 for 50,000
+      edges), and within `2**-8` in bfloat16. Float32 logits, or `gat_attention`, have no such rounding.
 
     Raises:
       ValueError: the logits have another number of rows, or `norm_by` is another word.

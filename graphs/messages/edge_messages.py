@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jmp_train.graphs.kernels import EdgeIds, Inputs
 from jmp_train.graphs.messages.user_functions import EdgeBatch
+from jmp_train.graphs.structure import NOT_APART
 
 Features = Mapping[str, jax.Array]
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
@@ -48,9 +49,7 @@ class Edge:
           ValueError: the graph keeps no edge apart.
         """
         if self._id is None:
-            raise ValueError(
-                'edge.id: the graph was made with formats=("csr",), which keeps no edge apart: this needs "coo" too'
-            )
+            raise ValueError(f"edge.id: {NOT_APART}")
         return self._id
 
 

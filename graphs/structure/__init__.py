@@ -4,6 +4,7 @@ from jmp_train.graphs.structure.adjacency import DEFAULT_FORMATS as DEFAULT_FORM
 from jmp_train.graphs.structure.adjacency import Adjacency as Adjacency
 from jmp_train.graphs.structure.adjacency import check_formats as check_formats
 from jmp_train.graphs.structure.adjacency import checked_ends as checked_ends
+from jmp_train.graphs.structure.adjacency import formats_made as formats_made
 from jmp_train.graphs.structure.adjacency import formats_of_size as formats_of_size
 from jmp_train.graphs.structure.adjacency import make_adjacency_checked as make_adjacency_checked
 from jmp_train.graphs.structure.adjacency import make_adjacency_traced as make_adjacency_traced
@@ -22,6 +23,7 @@ from jmp_train.graphs.structure.counts import as_count as as_count
 from jmp_train.graphs.structure.counts import as_counts as as_counts
 from jmp_train.graphs.structure.counts import check_int32 as check_int32
 from jmp_train.graphs.structure.csr import CSR as CSR
+from jmp_train.graphs.structure.csr import NOT_APART as NOT_APART
 from jmp_train.graphs.structure.csr import CSRAndCSC as CSRAndCSC
 from jmp_train.graphs.structure.csr import from_degrees as from_degrees
 from jmp_train.graphs.structure.graph import Graph as Graph

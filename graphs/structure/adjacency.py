@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.structure.counts import check_int32
-from jmp_train.graphs.structure.csr import CSRAndCSC, csr_and_csc
+from jmp_train.graphs.structure.csr import NOT_APART, CSRAndCSC, csr_and_csc
 from jmp_train.graphs.structure.edge_order import clipped_ids, edge_order
 from jmp_train.graphs.structure.incidence import Incidence
 from jmp_train.graphs.structure.incidence_building import (
@@ -76,9 +76,7 @@ class Adjacency:
     def _ends(self) -> tuple[Incidence, Incidence]:
         """The ends; where there are none, edges cannot have features either."""
         if self.ends is None:
-            raise ValueError(
-                'the graph was made with formats=("csr",), which keeps no edge apart: this needs "coo" too'
-            )
+            raise ValueError(NOT_APART)
         return self.ends
 
     @property
@@ -142,6 +140,16 @@ def make_adjacency(
     return make_adjacency_checked(*ends, num_senders, num_receivers, formats=formats)
 
 
+def formats_made(adjacency: Adjacency) -> tuple[str, ...]:
+    """Returns the formats that an adjacency was made with."""
+    kept = {
+        "coo": adjacency.ends,
+        "csr": adjacency.neighbors,
+        "mailbox": adjacency.mailboxes,
+    }
+    return tuple(name for name, indices in kept.items() if indices is not None)
+
+
 def formats_of_size(num_edges: int) -> tuple[str, ...]:
     """Returns the indices that so many edges are worth: sorted ones where they save memory; by the count alone."""
     return DEFAULT_FORMATS if num_edges > FIXED_EDGES else ("coo",)
@@ -198,19 +206,20 @@ def make_adjacency_checked(
     """
     check_int32("the graph has", len(senders), "edges")
     senders, receivers = clipped_ids(senders, num_senders), clipped_ids(receivers, num_receivers)
-    by_source = edge_order(senders, receivers, num_senders, num_receivers)
-    by_target = edge_order(receivers, senders, num_receivers, num_senders)
-    ends = neighbors = None
-    if set(formats) != {"csr"}:
-        if is_fixed:
-            ends = fixed_incidence(senders, num_senders), fixed_incidence(receivers, num_receivers)
-        else:
+    ends = neighbors = has_zero_in_degree = None
+    has_ends, has_csr = set(formats) != {"csr"}, "csr" in formats
+    if has_ends and is_fixed:
+        ends = fixed_incidence(senders, num_senders), fixed_incidence(receivers, num_receivers)
+    if has_csr or not is_fixed:
+        by_source = edge_order(senders, receivers, num_senders, num_receivers)
+        by_target = edge_order(receivers, senders, num_receivers, num_senders)
+        if has_ends and not is_fixed:
             ends = incidence_on_host(by_source), incidence_on_host(by_target)
-    if "csr" in formats:
-        is_small = len(senders) <= FIXED_EDGES
-        neighbors = csr_and_csc(by_source, by_target, have_places=ends is not None, is_fixed=is_fixed or is_small)
+        if has_csr:
+            is_small = len(senders) <= FIXED_EDGES
+            neighbors = csr_and_csc(by_source, by_target, have_places=has_ends, is_fixed=is_fixed or is_small)
+        has_zero_in_degree = None if is_fixed else bool((by_target.degrees == 0).any())
     mailboxes = make_mailboxes(receivers, num_receivers) if "mailbox" in formats else None
-    has_zero_in_degree = None if is_fixed else bool((by_target.degrees == 0).any())
     return Adjacency(ends, neighbors, mailboxes, has_zero_in_degree)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 
-from jmp_train.graphs.structure.adjacency import formats_of_size
+from jmp_train.graphs.structure.adjacency import FORMATS, formats_made, formats_of_size
 from jmp_train.graphs.structure.counts import as_count, check_int32
 from jmp_train.graphs.structure.graph import Graph
 from jmp_train.graphs.structure.jraph_conversion import first_padding, from_jraph, to_jraph
@@ -19,7 +19,7 @@ def batch(graphs: Sequence[Graph], *, formats: Sequence[str] | None = None) -> G
 
     Args:
       graphs: unpadded graphs, or batches of them, with the same features.
-      formats: see `from_edges`; None for "coo", and "csr" too of more than 16,384 edges.
+      formats: see `from_edges`; None for those that any of the graphs has, and "csr" too of more than 16,384 edges.
 
     Returns:
       One graph that holds them all, unconnected with each other, in their order.
@@ -48,7 +48,7 @@ def batch(graphs: Sequence[Graph], *, formats: Sequence[str] | None = None) -> G
                 raise ValueError(f"graphs[{place}] has {name} {this}, graphs[0] has {first}")
     check_int32("graphs have", sum(graph.num_nodes for graph in graphs), "nodes together")
     check_int32("graphs have", sum(graph.num_edges for graph in graphs), "edges together")
-    return _from_jraph(jraph.batch_np([_on_host(graph) for graph in graphs]), formats)
+    return _from_jraph(jraph.batch_np([_on_host(graph) for graph in graphs]), formats, graphs)
 
 
 def unbatch(graph: Graph, *, formats: Sequence[str] | None = None) -> list[Graph]:
@@ -56,7 +56,8 @@ def unbatch(graph: Graph, *, formats: Sequence[str] | None = None) -> list[Graph
 
     Args:
       graph: a batch.
-      formats: see `from_edges`; None for "coo", and "csr" too of more than 16,384 edges.
+      formats: see `from_edges`; None for those that the graph has, and "csr" too of more
+        than 16,384 edges.
 
     Returns:
       Each of its graphs.
@@ -71,7 +72,7 @@ def unbatch(graph: Graph, *, formats: Sequence[str] | None = None) -> list[Graph
       [2, 1]
     """
     _check_on_host("graph", graph)
-    return [_from_jraph(part, formats) for part in jraph.unbatch_np(_on_host(graph))]
+    return [_from_jraph(part, formats, [graph]) for part in jraph.unbatch_np(_on_host(graph))]
 
 
 def pad(
@@ -84,7 +85,7 @@ def pad(
 ) -> Graph:
     """Returns a graph with padding, so that graphs of different sizes share compiled programs; on the host.
 
-    Graphs of equal sizes and features have one structure, whatever their edges, but for mailboxes: they share
+    Graphs of equal sizes, features and formats have one structure, whatever their edges, but for mailboxes: they share
     a program, and `stack` takes them. So layers cannot know under jit whether each node is entered by an edge,
     and refuse one that is not outside of jit only. Padding nodes and edges belong to one more graph, and are
     followed by empty graphs. Padding edges count nowhere: no sum, mean, softmax or degree knows of them.
@@ -94,7 +95,8 @@ def pad(
       n_node: how many nodes it is to have; one more than it has, at least.
       n_edge: how many edges it is to have.
       n_graph: how many graphs it is to have, one more than it has, at least; None for one more.
-      formats: see `from_edges`; None for "coo", and "csr" too of more than 16,384 edges.
+      formats: see `from_edges`; None for those that the graph has, and "csr" too of more
+        than 16,384 edges.
 
     Returns:
       The graph, `is_padded`.
@@ -122,7 +124,7 @@ def pad(
         if as_count(name, wanted) < least:
             raise ValueError(f"{name}={wanted} is {least - wanted} too small, the least is {least}")
     padded = jraph.pad_with_graphs(_on_host(graph), n_node, n_edge, n_graph)
-    return _from_jraph(padded, formats, padded=True)
+    return _from_jraph(padded, formats, [graph], padded=True)
 
 
 def unpad(graph: Graph, *, formats: Sequence[str] | None = None) -> Graph:
@@ -130,7 +132,8 @@ def unpad(graph: Graph, *, formats: Sequence[str] | None = None) -> Graph:
 
     Args:
       graph: a padded graph.
-      formats: see `from_edges`; None for "coo", and "csr" too of more than 16,384 edges.
+      formats: see `from_edges`; None for those that the graph has, and "csr" too of more
+        than 16,384 edges.
 
     Returns:
       The graph that was padded.
@@ -147,7 +150,7 @@ def unpad(graph: Graph, *, formats: Sequence[str] | None = None) -> Graph:
     _check_on_host("graph", graph)
     if not graph.is_padded:
         raise ValueError("graph is not padded")
-    return _from_jraph(jraph.unpad_with_graphs(_on_host(graph)), formats)
+    return _from_jraph(jraph.unpad_with_graphs(_on_host(graph)), formats, [graph])
 
 
 def node_mask(graph: Graph) -> jax.Array:
@@ -212,8 +215,14 @@ def _mask(graph: Graph, count: int, counts: jax.Array) -> jax.Array:
     return places < count - counts[first_padding(graph.n_node)]
 
 
-def _from_jraph(graphs: jraph.GraphsTuple, formats: Sequence[str] | None, *, padded: bool = False) -> Graph:
-    formats = formats_of_size(int(np.sum(graphs.n_edge))) if formats is None else formats
+def _from_jraph(
+    graphs: jraph.GraphsTuple, formats: Sequence[str] | None, sources: Sequence[Graph], *, padded: bool = False
+) -> Graph:
+    """Returns jraph's graphs as ours, in the formats that are asked for; if none are, in all that the sources have."""
+    if formats is None:
+        made = {name for source in sources for name in formats_made(source.connections)}
+        made |= {*formats_of_size(int(np.sum(graphs.n_edge)))}
+        formats = [name for name in FORMATS if name in made]
     return from_jraph(graphs, padded=padded, formats=formats)
 
 

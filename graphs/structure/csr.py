@@ -18,6 +18,7 @@ from jmp_train.graphs.structure.counts import check_int32
 from jmp_train.graphs.structure.edge_order import EdgeOrder
 from jmp_train.graphs.structure.incidence import BLOCK
 
+NOT_APART = 'the graph was made with formats=("csr",), which keeps no edge apart: this needs "coo" too'
 WIDTHS = (8, 16, BLOCK)
 BLOCK_COST = 4  # a block costs as much as that many edges: its row is written and added once more
 
@@ -58,6 +59,16 @@ class CSR:
     def num_nodes(self) -> int:
         """How many nodes there are at this end."""
         return self.degrees.shape[0]
+
+    @property
+    def edge_ids(self) -> jax.Array:
+        """Int32 [counted edges], which edge each is; ValueError where edges have no places of their own."""
+        return _kept_apart(self.edges)
+
+    @property
+    def edge_slots(self) -> jax.Array:
+        """Int32 [edges], where each edge stands; ValueError where edges have no places of their own."""
+        return _kept_apart(self.slots)
 
     @property
     def num_blocks(self) -> int:
@@ -132,8 +143,7 @@ def host_csr_and_csc(
     if not have_places:
         return CSRAndCSC(None, _from_degrees(by_target.degrees, common, None, by_target.num_edges))
     source = _sorted(by_source, have_places, is_fixed)
-    assert source.edges is not None and source.slots is not None
-    return CSRAndCSC(EdgePlaces(source.edges, source.slots), _sorted(by_target, have_places, is_fixed))
+    return CSRAndCSC(EdgePlaces(source.edge_ids, source.edge_slots), _sorted(by_target, have_places, is_fixed))
 
 
 def _neighbors_if_symmetric(by_source: EdgeOrder, by_target: EdgeOrder, have_places: bool) -> np.ndarray | None:
@@ -270,6 +280,12 @@ def _rows(nodes: np.ndarray, num_nodes: int, most: int | None) -> list[np.ndarra
         if num_further < 1:
             return levels
         num_rows += num_further
+
+
+def _kept_apart(places: jax.Array | None) -> jax.Array:
+    if places is None:
+        raise ValueError(NOT_APART)
+    return places
 
 
 def _filled(array: np.ndarray, length: int, value: int = 0) -> np.ndarray:

@@ -18,6 +18,8 @@ from jmp_train.graphs.structure.adjacency import (
 )
 from jmp_train.graphs.structure.counts import as_count
 from jmp_train.graphs.structure.foreign_names import GRAPH_NAMES, look_up
+from jmp_train.policies.dtype_policies import check_narrowed
+from jmp_train.policies.pytrees import has_tracers
 
 Features = Mapping[str, ArrayLike]
 
@@ -138,8 +140,11 @@ def from_edges(
 
     Raises:
       TypeError: ids are not integers or traced, or `n_node` is not an integer.
-      ValueError: an id is out of range, or shapes do not fit; the message names the edge or feature. Or
-        there are more nodes or edges than int32 can number.
+      ValueError: an id is out of range, shapes do not fit, or integers of a feature do not fit into 32 bits; the
+        message names the edge or feature. Or there are more nodes or edges than int32 can number.
+
+    Warns:
+      CollapsedValuesWarning: float32 cannot tell float64 values of a feature apart.
 
     Example:
       >>> graph = from_edges([0, 0, 2], [1, 2, 1], 3)
@@ -195,16 +200,20 @@ def checked_features(name: str, features: Features, rows: int) -> Mapping[str, j
 
     Raises:
       TypeError: a feature is not an array.
-      ValueError: a feature has another number of rows.
+      ValueError: a feature has another number of rows, or 64-bit integers that do not fit into 32 bits.
+
+    Warns:
+      CollapsedValuesWarning: float32 cannot tell float64 values of a feature apart.
     """
     if not isinstance(features, Mapping):
         kind = type(features).__name__
         raise TypeError(f"{name} must be a dictionary of arrays, got {kind}")
     arrays = {}
     for key, feature in features.items():
+        check_narrowed({key: _listed(feature)}, name)
         try:
             array = jnp.asarray(feature)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             kind = type(feature).__name__
             raise TypeError(f"{name}[{key!r}] must be an array, got {kind}") from None
         if array.ndim == 0 or array.shape[0] != rows:
@@ -213,3 +222,13 @@ def checked_features(name: str, features: Features, rows: int) -> Mapping[str, j
             )
         arrays[key] = array
     return FrozenDict(arrays)
+
+
+def _listed(feature: Any) -> Any:
+    """Returns a list of numbers as NumPy's array, and all else as it is."""
+    if not isinstance(feature, list | tuple) or has_tracers(feature):
+        return feature
+    try:
+        return np.asarray(feature)
+    except (TypeError, ValueError):
+        return feature

@@ -19,6 +19,7 @@ from jmp_train.graphs.structure.block import Block
 from jmp_train.graphs.structure.counts import as_counts, check_int32
 from jmp_train.graphs.structure.graph import Graph, checked_features
 from jmp_train.graphs.structure.hetero_graph import HeteroGraph
+from jmp_train.policies.dtype_policies import check_narrowed
 from jmp_train.policies.pytrees import has_tracers, named_leaves, path_name
 
 Params = ParamSpec("Params")
@@ -33,14 +34,14 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
       graphs: `nodes` and `edges` are dictionaries of arrays, any other trees of them, or None. A single array
         becomes the feature "x", and one in a tree is named by its path, such as "a/b".
       padded: whether `jraph.pad_with_graphs` padded it.
-      formats: see `from_edges`; outside of jit only.
+      formats: see `from_edges`; under jit only "coo".
 
     Returns:
       The graph.
 
     Raises:
-      TypeError: ids are not integers, or a feature is not an array.
-      ValueError: see `from_edges`; or senders or receivers are missing, or counts do not add up.
+      TypeError: ids are not integers, or a feature is not an array; or formats are asked for that jit cannot make.
+      ValueError: see `from_edges`, of globals too; or senders or receivers are missing, or counts do not add up.
 
     Example:
       >>> import jraph, numpy as np
@@ -53,11 +54,13 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
     if graphs.senders is None or graphs.receivers is None:
         raise ValueError("senders and receivers must be arrays, got None: a graph has edges")
     nodes, edges = _as_features("nodes", graphs.nodes), _as_features("edges", graphs.edges)
+    check_narrowed(graphs.globals, "globals")
     traced = has_tracers((graphs.senders, graphs.receivers, graphs.n_node, graphs.n_edge))
     totals = {} if traced else _totals(graphs)
     n_node, n_edge = jnp.asarray(graphs.n_node), jnp.asarray(graphs.n_edge)
-    if traced and "mailbox" in formats:
-        raise TypeError('formats=("mailbox",) needs a graph that is made outside of jit')
+    check_formats(formats)
+    if traced and {*formats} - {"coo"}:
+        raise TypeError(f"formats={tuple(formats)} needs a graph that is made outside of jit, which makes only 'coo'")
     if nodes:
         count = next(iter(nodes.values())).shape[0]
     elif has_tracers(n_node):
@@ -73,7 +76,6 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
             senders, receivers = (jnp.where(is_real, ids, count) for ids in (senders, receivers))
         adjacency = make_adjacency_traced(senders, receivers, count, count)
     else:
-        check_formats(formats)
         ends = checked_ends(graphs.senders, graphs.receivers, count, count)
         for name, total in (("n_node", count), ("n_edge", num_edges)):
             if totals[name] != total:
@@ -178,8 +180,9 @@ def _as_features(name: str, features: Any) -> dict[str, jax.Array]:
             raise TypeError(f"{name}[{key!r}] must be an array, got {kind}")
         if key in arrays:
             raise ValueError(f"{name} has two features whose path is {key!r}")
-        arrays[key] = jnp.asarray(feature)
-    return arrays
+        arrays[key] = feature
+    check_narrowed(arrays, name)
+    return {key: jnp.asarray(feature) for key, feature in arrays.items()}
 
 
 def _without_padding(

@@ -2,7 +2,6 @@
 
 from jmp_train.graphs.transforms.edge_lists import edges_on_host as edges_on_host
 from jmp_train.graphs.transforms.edge_lists import ends_on_host as ends_on_host
-from jmp_train.graphs.transforms.edge_lists import formats_made as formats_made
 from jmp_train.graphs.transforms.edges import add_self_loop as add_self_loop
 from jmp_train.graphs.transforms.edges import remove_self_loop as remove_self_loop
 from jmp_train.graphs.transforms.edges import reverse as reverse

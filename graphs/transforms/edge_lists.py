@@ -13,6 +13,7 @@ from jmp_train.graphs.structure import (
     check_formats,
     checked_ends,
     checked_features,
+    formats_made,
     make_adjacency_checked,
 )
 from jmp_train.policies.pytrees import has_tracers
@@ -155,16 +156,6 @@ def ends_on_host(adjacency: Adjacency) -> tuple[np.ndarray, np.ndarray]:
     by_target = adjacency.neighbors.by_target
     nodes = np.arange(by_target.num_nodes, dtype=np.int32)
     return np.asarray(by_target.others), np.repeat(nodes, np.asarray(by_target.degrees))
-
-
-def formats_made(adjacency: Adjacency) -> tuple[str, ...]:
-    """Returns the formats that the adjacency were made with."""
-    kept = {
-        "coo": adjacency.ends,
-        "csr": adjacency.neighbors,
-        "mailbox": adjacency.mailboxes,
-    }
-    return tuple(name for name, indices in kept.items() if indices is not None)
 
 
 def _check_apart(of_senders: np.ndarray, of_receivers: np.ndarray) -> None:

@@ -1,8 +1,9 @@
 """Command-line arguments: parsers of their values, and the check that none is given twice."""
 
 import argparse
-import math
+import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"epilog": EXIT_CODES, **options})
         self.register("action", None, _StoreOnce)
         self.register("action", "store_true", _FlagOnce)
-        self.register("action", "store_false", partial(_FlagOnce, const=False, default=None))
+        self.register("action", "store_false", partial(_FlagOnce, const=False))
 
     def error(self, message: str) -> NoReturn:
         """Raises a `WrongCall`."""
@@ -42,35 +43,16 @@ class _StoreOnce(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        if self.option_strings:
-            _note(self, namespace)
+        given = namespace.__dict__.setdefault("given", set())
+        if not given.isdisjoint(self.option_strings):
+            raise argparse.ArgumentError(self, "given more than once")
+        given.update(self.option_strings)
         setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
 
 
 class _FlagOnce(_StoreOnce):
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, **{"nargs": 0, "const": True, "default": False, **options})
-
-
-def _note(action: argparse.Action, namespace: argparse.Namespace) -> None:
-    given = namespace.__dict__.setdefault("given", set())
-    name = action.option_strings[-1]
-    if name in given:
-        raise argparse.ArgumentError(action, "given more than once")
-    given.add(name)
-
-
-def add_diagnosis_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what diagnoses of tasks and of scripts have in common.
-
-    Args:
-      parser: of a command.
-    """
-    parser.add_argument(
-        "--steps", type=positive, default=1, metavar="N", help="run so many steps on the batch; default: 1"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON on standard output")
-    parser.add_argument("--out", type=path, metavar="DIR", help="write diagnosis.html and .json")
 
 
 def schedule_of_precisions(text: str) -> str:
@@ -111,61 +93,50 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def seed(text: str) -> int:
-    """Returns a seed, below 2**32."""
-    return _whole_number(text, 0, 2**32 - 1, f"from 0 to {2**32 - 1}")
+def _whole_number(least: int, most: int, wanted: str) -> Callable[[str], int]:
+    """Returns what reads a whole number in a range; `wanted` is the range as errors say it."""
+
+    def read(text: str) -> int:
+        # Plain digits only: int() takes "1_000" and those of other scripts, too.
+        if not (text.isascii() and text.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {wanted}")
+        digits = text.lstrip("0") or "0"
+        if len(digits) > len(str(most)) or int(digits) > most:  # int() refuses thousands of digits
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        if int(digits) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {wanted}")
+        return int(digits)
+
+    return read
 
 
-def positive(text: str) -> int:
-    """Returns a whole number of at least 1."""
-    return _whole_number(text, 1, _LARGEST, "of at least 1")
+seed = _whole_number(0, 2**32 - 1, f"from 0 to {2**32 - 1}")
+positive = _whole_number(1, _LARGEST, "of at least 1")
+count = _whole_number(0, _LARGEST, "of at least 0")
+few = _whole_number(1, _MOST_PROCESSES, "of at least 1")  # processes or devices
 
 
-def count(text: str) -> int:
-    """Returns a whole number of at least 0."""
-    return _whole_number(text, 0, _LARGEST, "of at least 0")
+def number(text: str) -> float:
+    """Returns a number that is written in plain digits."""
+    if not re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return float(text)
 
 
-def few(text: str) -> int:
-    """Returns how many processes or devices."""
-    return _whole_number(text, 1, _MOST_PROCESSES, "of at least 1")
+def _number_above_zero(most: float, wanted: str) -> Callable[[str], float]:
+    """Returns what reads a number above 0; `wanted` is the range as errors say it."""
+
+    def read(text: str) -> float:
+        with contextlib.suppress(argparse.ArgumentTypeError):
+            if 0 < number(text) <= most:
+                return number(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {wanted}")
+
+    return read
 
 
-def _whole_number(text: str, least: int, most: int, wanted: str) -> int:
-    # Plain digits only: int() takes "1_000" and those of other scripts, too.
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {wanted}")
-    digits = text.lstrip("0") or "0"
-    if len(digits) > len(str(most)) or int(digits) > most:  # int() refuses thousands of digits
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
-    if int(digits) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {wanted}")
-    return int(digits)
-
-
-def scale(text: str) -> float:
-    """Returns a number above 0 and up to 1."""
-    number = _number(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
-    return number
-
-
-def above_zero(text: str) -> float:
-    """Returns a finite number above 0."""
-    number = _number(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
-
-
-def _number(text: str) -> float:
-    """Returns a number that is written in plain digits; 0 for what is none."""
-    plain = re.fullmatch(r"[0-9.]+([eE][-+]?[0-9]+)?", text, re.ASCII) is not None
-    try:
-        return float(text) if plain else 0.0
-    except ValueError:
-        return 0.0
+fraction = _number_above_zero(1, "above 0 and up to 1")
+above_zero = _number_above_zero(sys.float_info.max, "above 0")
 
 
 def state_dtype(text: str) -> str:

@@ -1,7 +1,7 @@
 """`jmp-train compare`: one task in several policies or AMP modes, each in a process of its own."""
 
 import argparse
-import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -13,15 +13,16 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import IO, TYPE_CHECKING
 
+from jmp_train.cli.arguments import path
 from jmp_train.cli.dataclass_options import as_arguments
 from jmp_train.cli.errors import CALL_IS_WRONG, TRACEBACK, Failure, WrongCall, checking_the_call
-from jmp_train.cli.few_bits import few_bits_of, few_bits_said, read_few_bits
 from jmp_train.cli.jobs import OF_RUNS, OF_TASK, read_task_options
-from jmp_train.cli.options import RunOptions, make_writable
-from jmp_train.cli.rules import read_rules, takes_rules
+from jmp_train.cli.options import RunOptions, option
+from jmp_train.cli.outputs import checked_outputs, exit_code, list_written
+from jmp_train.cli.precision_options import few_bits_taken, read_few_bits, read_rules, takes_rules
 from jmp_train.extras import extra_packages
-from jmp_train.launch import ChildProcess, Output, own_output, signals_as_exceptions
-from jmp_train.runs import Event, Run, event_from_json
+from jmp_train.launch import ChildProcess, signals_as_exceptions
+from jmp_train.runs import Event, FewBits, Run, check_unused, event_from_json
 
 if TYPE_CHECKING:
     from jmp_train.reports import Display
@@ -35,53 +36,53 @@ _READER_SECONDS = 5.0  # longer only if something that the process has started h
 DEFAULT_POLICIES = ("float32", "autocast_float16", "autocast_bfloat16")
 
 
+@dataclasses.dataclass(frozen=True)
+class CompareOptions:
+    """Options of `jmp-train compare`.
+
+    Attributes:
+      out: write report.json, .png, .html
+    """
+
+    out: Path | None = option(path, "DIR")
+
+
 class NotBegun(Failure):
     """A run that failed before its data was there, whatever its policy."""
 
 
 def compare_command(args: argparse.Namespace) -> int:
-    """Trains under each name in a process of its own, so that time and memory are that name's."""
-    if not args.json:
-        _compare(args, sys.stdout, None)
-        return 0
-    with own_output() as output:
-        _compare(args, sys.stderr, output)
-    return 0 if output.lost is None else 1
+    """Trains under each name in a process of its own, so that time and memory are that name's.
 
-
-def _compare(args: argparse.Namespace, log: IO[str], output: Output | None) -> None:
-    """Trains, prints JSON on `output` or else tables on standard output, and writes the report."""
+    Prints JSON, or else tables, and writes the report.
+    """
     from jmp_train.reports import explanations, print_speed_table, print_table, report, write_report
 
     names = args.modes or args.policies or DEFAULT_POLICIES
-    read_rules(args.rules, names)  # as each process will
+    read_rules(args, names)  # as each process will
     read_few_bits(args, names)
     with checking_the_call():
         read_task_options(args)
-        made = _check_outputs(args, names)
-    try:
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise WrongCall(f"{'--modes' if args.modes else '--policies'} names {repeated[0]} more than once")
+    log = sys.stderr if args.json else sys.stdout
+    with checked_outputs(as_json=args.json, folders={"--out": args.out, "--logdir": args.logdir}) as output:
+        _check_outputs(args, names)
         runs, failures = _train_all(args, names, log)
-    except (WrongCall, NotBegun):
-        for folder in sorted(made, key=lambda path: len(path.parts), reverse=True):
-            with contextlib.suppress(OSError):  # something may be in it by now
-                folder.rmdir()
-        raise
-    if output is not None:
-        print(json.dumps(report(args.source.name, runs), indent=2), file=output)
-    elif runs:
-        print_table(runs)
-        if args.modes:
-            print_speed_table(runs)
-    for text in explanations(runs):
-        print(text, file=log)
-    problems = [f"{name}: {reason}" for name, reason in failures]
-    if args.out is not None and runs:  # an earlier report is not lost to a failure
-        written, unwritten = write_report(args.out, args.source.name, runs, failures)
-        for path in written:
-            print(f"wrote {path}", file=log)
-        problems += unwritten
+        if output is not None:
+            print(json.dumps(report(args.source.name, runs), indent=2), file=output)
+        elif runs:
+            print_table(runs)
+            if args.modes:
+                print_speed_table(runs)
+        for text in explanations(runs):
+            print(text, file=log)
+        problems = [f"{name}: {reason}" for name, reason in failures]
+        if args.out is not None and runs:  # an earlier report is not lost to a failure
+            problems += list_written(*write_report(args.out, args.source.name, runs, failures), log)
     if problems:
         raise Failure("; ".join(problems))
+    return exit_code(output)
 
 
 def _train_all(args: argparse.Namespace, names: Sequence[str], log: IO[str]) -> tuple[list[Run], list[tuple[str, str]]]:
@@ -108,30 +109,17 @@ def _train_all(args: argparse.Namespace, names: Sequence[str], log: IO[str]) -> 
     return runs, failures
 
 
-def _check_outputs(args: argparse.Namespace, names: Sequence[str]) -> list[Path]:
-    """Makes the folders to write to and returns those that were not there.
-
-    Raises an error if what a comparison is to write could not be written at its end.
-    """
-    made = []
-    repeated = [name for name in names if names.count(name) > 1]
-    if repeated:
-        option = "--modes" if args.modes else "--policies"
-        raise WrongCall(f"{option} names {repeated[0]} more than once")
+def _check_outputs(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raises an error if what a comparison is to write could not be written at its end."""
     if args.out is not None:
         # Where HOME cannot be written to, matplotlib warns of its caches, which say nothing of the runs.
         logging.getLogger("matplotlib").setLevel(logging.ERROR)
         with extra_packages():
             import matplotlib  # noqa: F401  # wanted at the end, and missed too late there
-
-        made += make_writable("--out", args.out)
     if args.logdir is not None:
-        from jmp_train.runs import check_unused
-
-        made += make_writable("--logdir", args.logdir)
-        for name in names:
-            check_unused(args.logdir / name)
-    return made
+        with checking_the_call():
+            for name in names:
+                check_unused(args.logdir / name)
 
 
 def _run_in_process(args: argparse.Namespace, name: str, display: "Display") -> Run:
@@ -169,10 +157,9 @@ def _command(args: argparse.Namespace, name: str) -> list[str]:
     command = [sys.executable, "-P"]
     command += ["-E"] * sys.flags.ignore_environment + ["-s"] * sys.flags.no_user_site
     command += [str(_PROCESS), "train", args.task, "--policy", name, "--json"]
-    taken = few_bits_of(few_bits_said(args), name)
-    said = argparse.Namespace(**vars(args) | {"parameters": taken.parameters, "fp8": taken.fp8})
-    if not takes_rules(name):
-        said.rules = None
+    taken = few_bits_taken(FewBits((), args.parameters, args.fp8), name)
+    rules = args.rules if takes_rules(name) else None
+    said = argparse.Namespace(**vars(args) | {"parameters": taken.parameters, "fp8": taken.fp8, "rules": rules})
     command += as_arguments(RunOptions, said)
     own = args.source.options
     return command + ([] if own is None else as_arguments(own, said, without=OF_RUNS, prefix=OF_TASK))

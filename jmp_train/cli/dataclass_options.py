@@ -11,14 +11,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jmp_train.cli.arguments import path
+from jmp_train.cli.arguments import number, path
 from jmp_train.cli.errors import WrongCall
 
 T = TypeVar("T")
 Fields: Any = dataclasses.fields  # of any class that is one of options
 
 _KINDS = "int, float, str, bool, Path, a Literal, and tuples of them"
-_NO_DEFAULT = (dataclasses.MISSING, None, False, ())
 
 
 def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = (), prefix: str = "") -> None:
@@ -36,26 +35,31 @@ def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = (), 
     Raises:
       WrongCall: a field has a type that no option can have.
     """
-    helps, hints = _helps(kind), typing.get_type_hints(kind)
+    try:
+        helps, hints = _helps(kind), typing.get_type_hints(kind)
+    except NameError as error:
+        raise WrongCall(f"{kind.__name__}: {error}, which the type of a field names") from error
     for field in dataclasses.fields(kind):
         if field.name in without or not field.init:
             continue
-        said = dict(field.metadata)
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        text = said.get("help", helps.get(field.name, ""))
-        if default not in _NO_DEFAULT and "default:" not in text and hints[field.name] is not bool:
-            shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-            text = f"{text}; default: {shown}"
-        options = _argument(kind, field.name, hints[field.name], said.get("type"))
-        if hints[field.name] is not bool:
-            options["metavar"] = said.get("metavar", options.get("metavar"))
-        if default is dataclasses.MISSING and hints[field.name] is not bool:
+        said, default, name = field.metadata, _default(field), field.name
+        text = said.get("help", helps.get(name, ""))
+        options = _argument(kind, name, hints[name], said.get("type"))
+        if "metavar" in options:
+            options["metavar"] = said.get("metavar", options["metavar"])
+        if default is not dataclasses.MISSING:
+            options["default"] = default
+        elif "action" not in options:
             options["required"] = True
-        name = f"no_{field.name}" if default is True else field.name
         if default is True:
-            options["action"] = "store_false"
-            text = f"{text}; default: it is so"
+            name, text, options["action"] = f"no_{name}", f"{text}; default: it is so", "store_false"
+        elif default not in (dataclasses.MISSING, None, ()) and "metavar" in options and "default:" not in text:
+            text = f"{text}; default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}"
         parser.add_argument(flag(name), dest=prefix + field.name, help=text.replace("%", "%%"), **options)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def read_options(kind: type[T], args: Namespace, *, without: Collection[str] = (), prefix: str = "") -> T:
@@ -84,7 +88,7 @@ def as_arguments(kind: type[Any], args: Namespace, *, without: Collection[str] =
 
     Args:
       kind: the dataclass.
-      args: what the parser read.
+      args: what the parser read; defaults are left out.
       without: the fields to leave out.
       prefix: see `add_options`.
 
@@ -100,7 +104,7 @@ def as_arguments(kind: type[Any], args: Namespace, *, without: Collection[str] =
     arguments = []
     for field in dataclasses.fields(kind):
         value = getattr(args, prefix + field.name, None)
-        if field.name in without or value is None:
+        if field.name in without or value is None or value == _default(field):
             continue
         if isinstance(value, bool):
             arguments.append(flag(field.name if value else f"no_{field.name}"))
@@ -129,7 +133,7 @@ def _argument(kind: type[Any], name: str, hint: Any, reader: Callable[[str], Any
         if len(others) == 1:
             return _argument(kind, name, others[0], reader)
     if hint is bool:
-        return {"action": "store_true", "default": None}
+        return {"action": "store_true"}
     if origin is tuple and parts and len(set(parts) - {Ellipsis}) == 1:
         item = _argument(kind, name, parts[0], reader)
         if item.get("action") is None:
@@ -153,13 +157,7 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _number(text: str) -> float:
-    if not re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return float(text)
-
-
-_READERS: dict[Any, Callable[[str], Any]] = {int: _whole, float: _number, str: str, Path: path}
+_READERS: dict[Any, Callable[[str], Any]] = {int: _whole, float: number, str: str, Path: path}
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 

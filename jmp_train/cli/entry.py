@@ -10,31 +10,18 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jmp_train import __version__
-from jmp_train.cli.arguments import (
-    Parser,
-    above_zero,
-    add_diagnosis_options,
-    count,
-    few,
-    path,
-    positive,
-    precision_name,
-    schedule_of_precisions,
-)
-from jmp_train.cli.arguments import (
-    scale as share,
-)
-from jmp_train.cli.compare import DEFAULT_POLICIES, compare_command
+from jmp_train.cli.arguments import Parser, count, few, path, positive, precision_name, schedule_of_precisions
+from jmp_train.cli.compare import DEFAULT_POLICIES, CompareOptions, compare_command
 from jmp_train.cli.dataclass_options import add_options, flag
-from jmp_train.cli.diagnose import diagnose_command
-from jmp_train.cli.errors import WrongCall, checking_the_call
+from jmp_train.cli.diagnose import DiagnoseOptions, diagnose_command
+from jmp_train.cli.errors import INTERRUPTED, WrongCall, checking_the_call, is_of_interrupt, report_error
 from jmp_train.cli.jobs import OF_RUNS, OF_TASK
 from jmp_train.cli.options import (
     DEFAULT_POLICY,
@@ -42,14 +29,16 @@ from jmp_train.cli.options import (
     PlannedOptions,
     RunOptions,
     SetupOptions,
+    option,
     provide_cpu_devices,
     turn_ynn_fusion_off,
 )
-from jmp_train.cli.plan import PLANNED_GPUS, PLANNED_POLICIES, plan_command
-from jmp_train.cli.running import run_command
-from jmp_train.cli.train import train_command
-from jmp_train.cli.tune import tune_command
-from jmp_train.launch import lasting_output
+from jmp_train.cli.outputs import make_writable
+from jmp_train.cli.plan import PLANNED_POLICIES, PlanOptions, plan_command
+from jmp_train.cli.train import TrainOptions, train_command
+from jmp_train.cli.tune import TuneOptions, tune_command
+from jmp_train.command_start import interrupts_raised
+from jmp_train.launch import check_launch, lasting_output, launch
 from jmp_train.runs import MODE_CHOICES, SCHEDULE_FORM
 from jmp_train.tasks import TASK_FORMS, TASK_NAMES, find_task, is_task_text
 
@@ -59,6 +48,43 @@ _TASK_HELP = f"{', '.join(TASK_NAMES)}; {TASK_FORMS}; default: {_DEFAULT_TASK}; 
 _SCHEDULES = (
     f"{SCHEDULE_FORM} for a schedule, as mixed_float16,0.9:float32 trains the last tenth of the steps in float32"
 )
+_COMMANDS = {
+    "train": "train a task in one policy or AMP mode",
+    "compare": "train a task in several policies or AMP modes",
+    "diagnose": "say what half precision does to each operation of a step",
+    "tune": "find the operations of a task that have to stay in float32",
+    "plan": "say what a step would need on GPUs that need not be there",
+    "launch": "run a script as several processes on this machine",
+}
+_ONE = {
+    "--policy": f"such as float32, or a mode, or {_SCHEDULES}; default: {DEFAULT_POLICY}",
+    "--mode": f"{MODE_CHOICES}; or a policy",
+}
+_COMPARED = {
+    "--policies": f"or modes, or {_SCHEDULES}; default: {' '.join(DEFAULT_POLICIES)}",
+    "--modes": f"{MODE_CHOICES}; or policies; prints a table of speed and memory beside the first, too",
+}
+_PLANNED = {
+    "--policies": f"or modes; default: {' '.join(PLANNED_POLICIES)}",
+    "--modes": f"{MODE_CHOICES}; or policies",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchOptions:
+    """Options of `jmp-train launch`.
+
+    Attributes:
+      devices_per_process: default: 1
+      logdir: write DIR/rank_0.log and so on
+      restarts: restart all after a failure, so many times
+      exit_timeout: stop processes that run on so long after the first has ended well; default: never
+    """
+
+    devices_per_process: int = option(few, default=1)
+    logdir: Path | None = option(path, "DIR")
+    restarts: int = option(count, default=0)
+    exit_timeout: int | None = option(positive, "SECONDS")
 
 
 @lasting_output()
@@ -72,7 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code, see `jmp_train.cli.errors.EXIT_CODES`. `--help` and `--version` exit with 0.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    return run_command(partial(_parser, arguments), arguments)
+    try:
+        with interrupts_raised():
+            args = _parser(arguments).parse_args(arguments)
+            return args.run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - whatever it is, its user gets a line
+        return INTERRUPTED if is_of_interrupt(error) else report_error(error, arguments)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -82,92 +115,40 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser.set_defaults(run=_no_command)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 
-    train = commands.add_parser("train", help="train a task in one policy or AMP mode")
-    _add_name(train)
-    train.add_argument("--checkpoint-dir", type=path, metavar="DIR", help="save the run in DIR")
-    train.add_argument("--checkpoint-every", type=positive, metavar="STEPS", help="default: once an epoch")
-    train.add_argument("--resume", action="store_true", help="go on from DIR's last checkpoint, if it has one")
-    train.add_argument(
-        "--capsules", type=path, metavar="DIR", help="write the last skipped steps in DIR, to replay them"
-    )
-    train.set_defaults(run=train_command)
-
-    compare = commands.add_parser("compare", help="train a task in several policies or AMP modes")
-    several = compare.add_mutually_exclusive_group()
-    several.add_argument(
-        "--policies",
-        type=schedule_of_precisions,
-        nargs="+",
-        metavar="NAME",
-        help=f"or modes, or {_SCHEDULES}; default: {' '.join(DEFAULT_POLICIES)}",
-    )
-    several.add_argument(
-        "--modes",
-        type=schedule_of_precisions,
-        nargs="+",
-        metavar="NAME",
-        help=f"{MODE_CHOICES}; or policies; prints a table of speed and memory beside the first, too",
-    )
-    compare.add_argument("--out", type=path, metavar="DIR", help="write report.json, .png, .html")
-    compare.set_defaults(run=compare_command)
-
-    diagnose = commands.add_parser("diagnose", help="say what half precision does to each operation of a step")
-    _add_name(diagnose)
-    diagnose.add_argument("--checkpoint-dir", type=path, metavar="DIR", help="the state of the run's last checkpoint")
-    diagnose.add_argument(
-        "--after", type=count, metavar="STEPS", help="train so many steps before; default: 0, or up to the capsule's"
-    )
-    diagnose.add_argument(
-        "--capsule", type=path, metavar="FILE", help="the batch of a skipped step, and its state, see train --capsules"
-    )
-    diagnose.set_defaults(run=diagnose_command)
-
-    tune = commands.add_parser("tune", help="find the operations of a task that have to stay in float32")
-    _add_tuning_options(tune)
-    tune.set_defaults(run=tune_command)
-
-    plan = commands.add_parser("plan", help="say what a step would need on GPUs that need not be there")
-    _add_planning_options(plan)
-    plan.set_defaults(run=plan_command)
-
-    launch = commands.add_parser("launch", help="run a script as several processes on this machine")
-    launch.add_argument("-n", "--processes", type=few, required=True, metavar="N", help="how many")
-    launch.add_argument("--devices-per-process", type=few, default=1, metavar="N", help="default: 1")
-    launch.add_argument("--logdir", type=path, metavar="DIR", help="write DIR/rank_0.log and so on")
-    launch.add_argument(
-        "--restarts",
-        type=count,
-        default=0,
-        metavar="N",
-        help="restart all after a failure, so many times; default: 0",
-    )
-    launch.add_argument(
-        "--exit-timeout",
-        type=positive,
-        metavar="SECONDS",
-        help="stop processes that run on so long after the first has ended well; default: never",
-    )
-    launch.add_argument("command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="and its arguments")
-    launch.set_defaults(run=_launch)
-
-    options = {
-        "train": (train, RunOptions),
-        "compare": (compare, RunOptions),
-        "diagnose": (diagnose, SetupOptions),
-        "tune": (tune, BatchOptions),
-        "plan": (plan, PlannedOptions),
-    }
-    for name, (command, kind) in options.items():
+    made = {name: commands.add_parser(name, help=text) for name, text in _COMMANDS.items()}
+    _add_names(made["train"], _ONE, type=schedule_of_precisions, dest="name")
+    _add_names(made["compare"], _COMPARED, type=schedule_of_precisions, nargs="+")
+    _add_names(made["diagnose"], _ONE, type=schedule_of_precisions, dest="name")
+    _add_names(made["plan"], _PLANNED, type=precision_name, nargs="+", dest="policies")
+    for name, run, own, shared in (
+        ("train", train_command, TrainOptions, RunOptions),
+        ("compare", compare_command, CompareOptions, RunOptions),
+        ("diagnose", diagnose_command, DiagnoseOptions, SetupOptions),
+        ("tune", tune_command, TuneOptions, BatchOptions),
+        ("plan", plan_command, PlanOptions, PlannedOptions),
+    ):
+        command = made[name]
         command.usage = f"jmp-train {name} [TASK] [options]"
         command.add_argument("task", nargs="?", default=_DEFAULT_TASK, metavar="TASK", help=_TASK_HELP)
-        command.set_defaults(options=kind)
-        add_options(command, kind)
-    add_diagnosis_options(diagnose)
-    for command in (train, compare, tune, plan):
+        command.set_defaults(run=run, options=shared)
+        add_options(command, own)
+        add_options(command, shared)
         command.add_argument("--json", action="store_true", help="print JSON on standard output")
-    if arguments and arguments[0] in options:
-        _add_task(arguments, options[arguments[0]][0])
+        if arguments and arguments[0] == name:
+            _add_task(arguments, command)
+    launcher = made["launch"]
+    launcher.add_argument("-n", "--processes", type=few, required=True, metavar="N", help="how many")
+    add_options(launcher, LaunchOptions)
+    launcher.add_argument("command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="and its arguments")
+    launcher.set_defaults(run=_launch)
     return parser
+
+
+def _add_names(parser: argparse.ArgumentParser, helps: Mapping[str, str], **said: Any) -> None:
+    """Adds options of policies and of modes, of which a call has one; either takes names of the other kind, too."""
+    exclusive = parser.add_mutually_exclusive_group()
+    for name, text in helps.items():
+        exclusive.add_argument(name, metavar="NAME", help=text, **said)
 
 
 def _add_task(arguments: Sequence[str], command: argparse.ArgumentParser) -> None:
@@ -184,8 +165,9 @@ def _add_task(arguments: Sequence[str], command: argparse.ArgumentParser) -> Non
     taken = {name for action in command._actions for name in action.option_strings}
     fields = {field.name for field in dataclasses.fields(source.options) if flag(field.name) in taken}
     if clash := fields - OF_RUNS:
-        names = ", ".join(map(flag, sorted(clash)))
-        raise WrongCall(f"{source.name}: {names} is an option of the command; give the field another name")
+        names = " and ".join(map(flag, sorted(clash)))
+        said = "is an option" if len(clash) == 1 else "are options"
+        raise WrongCall(f"{source.name}: {names} {said} of the command, too; rename the field")
     group = command.add_argument_group(f"options of {source.name}")
     add_options(group, source.options, without=fields, prefix=OF_TASK)
 
@@ -228,103 +210,15 @@ def _start_jax(arguments: Sequence[str]) -> None:
         provide_cpu_devices(few(found[1]) if found else 1)
 
 
-def _add_name(parser: argparse.ArgumentParser) -> None:
-    """Adds the policy or mode, either of which names one precision."""
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument(
-        "--policy",
-        type=schedule_of_precisions,
-        dest="name",
-        metavar="NAME",
-        help=f"such as float32, or a mode, or {_SCHEDULES}; default: {DEFAULT_POLICY}",
-    )
-    one.add_argument(
-        "--mode",
-        type=schedule_of_precisions,
-        dest="name",
-        metavar="NAME",
-        help=f"{MODE_CHOICES}; or a policy",
-    )
-
-
-def _add_tuning_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="default: float16")
-    parser.add_argument("--out", type=path, metavar="FILE", help="write the rules in FILE, for --rules")
-    parser.add_argument("--page", type=path, metavar="FILE", help="write the report in FILE, an HTML page")
-    parser.add_argument(
-        "--checkpoint-dir", type=path, metavar="DIR", help="the state of a float32 run's last checkpoint"
-    )
-    parser.add_argument(
-        "--after", type=count, default=0, metavar="STEPS", help="train so many steps in float32 before; default: 0"
-    )
-    parser.add_argument(
-        "--examples", type=positive, metavar="N", help="tune for N batches, of which the last is held out; default: 4"
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=above_zero,
-        metavar="X",
-        help="relative error of loss and gradient; default: jt.Tolerance's",
-    )
-    parser.add_argument("--budget", type=positive, default=1000, metavar="N", help="try so many choices at most; 1000")
-    parser.add_argument(
-        "--steps", type=count, default=20, metavar="N", help="train N steps beside float32 in the end; default: 20"
-    )
-
-
-def _add_planning_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpus", nargs="+", metavar="NAME", help=f"default: {' '.join(PLANNED_GPUS)}")
-    parser.add_argument("--gpu-file", type=path, metavar="FILE", help="GPUs of your own, a TOML file")
-    several = parser.add_mutually_exclusive_group()
-    several.add_argument(
-        "--policies",
-        type=precision_name,
-        nargs="+",
-        metavar="NAME",
-        help=f"or modes; default: {' '.join(PLANNED_POLICIES)}",
-    )
-    several.add_argument(
-        "--modes", type=precision_name, dest="policies", nargs="+", metavar="NAME", help=f"{MODE_CHOICES}; or policies"
-    )
-    parser.add_argument(
-        "--shardings",
-        nargs="+",
-        choices=("replicated", "zero1", "fsdp"),
-        metavar="NAME",
-        help="how several devices hold the state: replicated, zero1 or fsdp; default: replicated",
-    )
-    parser.add_argument("--batch-size", type=positive, metavar="N", help="over all devices; default: the task's")
-    parser.add_argument(
-        "--memory-fraction", type=share, metavar="X", help="of a GPU's memory that jax takes; default: 0.75, as jax's"
-    )
-    parser.add_argument("--no-largest", action="store_true", help="do not search for the largest batch that fits")
-    parser.add_argument("--remedies", action="store_true", help="compile what could help, also where the step fits")
-    parser.add_argument("--buffers", type=positive, metavar="N", help="print the N largest buffers at the peak")
-    parser.add_argument("--page", type=path, metavar="FILE", help="write the report in FILE, an HTML page")
-    parser.add_argument("--measure", action="store_true", help="run the step on the GPU that is here, beside the plan")
-    parser.add_argument("--install", action="store_true", help="install XLA's compiler for CUDA, once, about 600 MB")
-    parser.add_argument("--cuda", choices=("12", "13"), default="12", help="of --install; 13 has no V100; default: 12")
-
-
 def _no_command(args: argparse.Namespace) -> int:
     raise WrongCall("a command is wanted: train, compare, diagnose, tune, plan or launch; --help says more")
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from jmp_train.cli.options import make_writable
-    from jmp_train.launch import check_launch, launch
-
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     with checking_the_call():
         check_launch(command, args.processes)
-        if args.logdir is not None:
-            make_writable("--logdir", args.logdir)
-    launch(
-        command,
-        args.processes,
-        devices_per_process=args.devices_per_process,
-        logdir=args.logdir,
-        restarts=args.restarts,
-        exit_timeout=args.exit_timeout,
-    )
+        make_writable("--logdir", args.logdir)
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(LaunchOptions)}
+    launch(command, args.processes, **given)
     return 0

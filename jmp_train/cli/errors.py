@@ -48,7 +48,7 @@ def checking_the_call() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, FileError) as error:
-        raise WrongCall(str(error) if isinstance(error, TypeError) else _text(error)) from error
+        raise WrongCall(_first_line(error) if isinstance(error, TypeError) else _text(error)) from error
 
 
 def report_error(error: Exception, arguments: Sequence[str]) -> int:
@@ -112,5 +112,8 @@ def _text(error: Exception) -> str:
         case Failure() | WrongCall() | FileError() | ValueError() | OSError() | FloatingPointError():
             return str(error)
     kind = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return ": ".join(part for part in (kind, first) if part) + f" ({TRACEBACK}=1 shows where)"
+    return ": ".join(part for part in (kind, _first_line(error)) if part) + f" ({TRACEBACK}=1 shows where)"
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), "")

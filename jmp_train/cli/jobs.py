@@ -2,27 +2,25 @@
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from jmp_train.cli.dataclass_options import read_options
 from jmp_train.cli.errors import WrongCall
 from jmp_train.cli.options import RunOptions
-from jmp_train.runs import DEFAULT_FEW_BITS, FewBits, RulesFile, RunSettings
+from jmp_train.cli.precision_options import read_few_bits, read_rules
+from jmp_train.runs import PreparedRun, RunSettings, prepare_run
+from jmp_train.steps import TrainState
 from jmp_train.task import Task, count_examples
 from jmp_train.tasks import TaskSource, errors_of_file
-
-if TYPE_CHECKING:
-    from jmp_train.runs import PreparedRun
-    from jmp_train.steps import TrainState
-
 
 OF_RUNS = frozenset(
     field.name for field in dataclasses.fields(RunOptions)
 )  # a task's options of these names are theirs
+_LEFT_TO_TASKS = frozenset({"learning_rate", "batch_size"})  # by the settings of a run, where a task has such an option
+_OF_SETTINGS = OF_RUNS & {field.name for field in dataclasses.fields(RunSettings)} - {"rules"}
 OF_TASK = "task."  # before the names of a task's other options, which may be called as anything else that is parsed
 
 
@@ -40,39 +38,34 @@ class Job:
     task: Task
     settings: RunSettings
 
-    @property
-    def name(self) -> str:
-        """The task's name."""
-        return self.source.name
-
-    def prepare(self, policy: str, **options: Any) -> "tuple[PreparedRun, TrainState]":
+    def prepare(self, policy: str, **options: Any) -> tuple[PreparedRun, TrainState]:
         """Returns what `prepare_run` does, with errors of a user's file as a line."""
-        from jmp_train.runs import prepare_run
-
         with errors_of_file(self.source.file):
             return prepare_run(self.task, policy, self.settings, **options)
 
 
-def load_job(args: argparse.Namespace, rules: RulesFile | None = None, few_bits: FewBits = DEFAULT_FEW_BITS) -> Job:
+def load_job(args: argparse.Namespace, name: str | None = None) -> Job:
     """Returns the job of a call.
 
     Args:
       args: what the parser read: `source`, the `options` of the command, and all of their fields.
-      rules: that `--rules` names.
-      few_bits: what the call says of few bits.
+      name: of the policy, mode or schedule, which has to take the rules and few bits of the call; None if the command
+        has no options of these.
 
     Raises:
-      WrongCall: the options do not suit the task.
+      WrongCall: the options do not suit the task, or the policy or mode.
       FileError: the user's file fails.
     """
     source: TaskSource = args.source
+    of_precision = {} if name is None else {"rules": read_rules(args, [name]), "few_bits": read_few_bits(args, [name])}
     if source.takes_policy:
         raise WrongCall(f"{source.name} takes a parameter that is not annotated as a dataclass of options")
     if args.devices is None and jax.process_count() > 1:
         args.devices = jax.device_count()
     options = read_task_options(args)
     task = source.task(options)
-    return Job(source, _with_train_size(task, args.train_size), run_settings(args, options, task, rules, few_bits))
+    settings = run_settings(args, options, task)
+    return Job(source, _with_train_size(task, args.train_size), dataclasses.replace(settings, **of_precision))
 
 
 def read_task_options(args: argparse.Namespace) -> Any:
@@ -88,55 +81,36 @@ def read_task_options(args: argparse.Namespace) -> Any:
         return read_options(source.options, args, without=OF_RUNS, prefix=OF_TASK)
 
 
-def run_settings(
-    args: argparse.Namespace, options: Any, task: Task, rules: RulesFile | None, few_bits: FewBits
-) -> RunSettings:
-    """Returns the settings of a run.
+def run_settings(args: argparse.Namespace, options: Any, task: Task) -> RunSettings:
+    """Returns the settings of a run, but for its rules and few bits.
 
     Args:
       args: what the parser read.
-      options: the task's own.
+      options: the task's own, whose defaults are the run's.
       task: the task.
-      rules: see `load_job`.
-      few_bits: see `load_job`.
     """
-    given = read_options(args.options, args)
     own = {} if options is None else {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
-
-    def said(name: str, default: Any = None) -> Any:
-        value = getattr(given, name, None)
-        value = own.get(name) if value is None else value
-        return default if value is None else value
-
-    in_task = callable(task.train) and "batch_size" in own
+    said = {f.name: getattr(args, f.name) for f in dataclasses.fields(args.options) if f.name in _OF_SETTINGS}
+    said |= {name: own[name] for name in ("seed", "devices", "accumulate_steps") if name in own}
+    left_to_task = own.keys() & (_LEFT_TO_TASKS if callable(task.train) else {"learning_rate"})
     return RunSettings(
-        epochs=getattr(given, "epochs", None),
-        steps=getattr(given, "steps", None),
-        batch_size=None if in_task else getattr(given, "batch_size", None),
-        seed=said("seed", 0),
-        devices=said("devices", 1),
-        accumulate_steps=said("accumulate_steps", 1),
-        learning_rate=None if "learning_rate" in own else getattr(given, "learning_rate", None),
-        growth_interval=getattr(given, "growth_interval", None),
-        rules=rules,
-        few_bits=few_bits,
-        identity=identity_of(args.source, options, own),
+        **{name: value for name, value in said.items() if value is not None and name not in left_to_task},
+        identity=identity_of(args.source, options),
     )
 
 
-def identity_of(source: TaskSource, options: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+def identity_of(source: TaskSource, options: Any) -> dict[str, Any]:
     """Returns what checkpoints say of a task: its options by their names, but for those that are the run's.
 
     Args:
       source: where the task is from.
       options: a dataclass; None if the task has none.
-      own: its fields.
     """
     said: dict[str, Any] = {}
     files: dict[str, str | None] = {}
-    of_run = {field.name for field in dataclasses.fields(RunSettings)}
+    of_run = {field.name for field in dataclasses.fields(RunSettings)} - _LEFT_TO_TASKS
     for field in () if options is None else dataclasses.fields(options):
-        value = own[field.name]
+        value = getattr(options, field.name)
         if isinstance(value, Path) or field.name in ("data_dir", "text_file"):
             files[field.name] = None if value is None else str(Path(value).absolute())
         elif field.name not in of_run and field.metadata.get("identity", True):

@@ -1,28 +1,35 @@
-"""Options that the training commands share, their output folders, XLA's flags and devices."""
+"""Options that the training commands share, XLA's flags and devices."""
 
 import contextlib
 import dataclasses
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jmp_train.cli.arguments import above_zero, few, one_of, path, positive, seed, state_dtype
-from jmp_train.cli.errors import WrongCall
-from jmp_train.launch import Output, own_output, threads_for
+from jmp_train.launch import threads_for
 from jmp_train.policies.autocasting import FUSION_FLAG
 from jmp_train.runs import PARAMETERS, RECIPES
 
 DEFAULT_POLICY = "autocast_float16"
 
 
-def _reads(reader: Callable[[str], Any], **said: Any) -> dict[str, Any]:
-    """Returns the metadata of a field that is an option; see `add_options`."""
-    return {"type": reader, **said}
+def option(
+    reader: Callable[[str], Any], metavar: str | tuple[str, ...] | None = None, *, default: Any = None, **said: Any
+) -> Any:
+    """Returns a field that is an option; see `add_options`.
+
+    Args:
+      reader: reads the value, or each of several.
+      metavar: stands for the value in the help; None for that of the field's type.
+      default: of the field.
+      **said: "help", if it is not in the docstring.
+    """
+    shown = {} if metavar is None else {"metavar": metavar}
+    return dataclasses.field(default=default, metadata={"type": reader, **shown, **said})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +42,9 @@ class PlannedOptions:
       train_size: only the first N training examples, for tasks of arrays
     """
 
-    devices: int | None = field(default=None, metadata=_reads(few))
-    accumulate_steps: int | None = field(default=None, metadata=_reads(few))
-    train_size: int | None = field(default=None, metadata=_reads(positive))
+    devices: int | None = option(few)
+    accumulate_steps: int | None = option(few)
+    train_size: int | None = option(positive)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +59,10 @@ class BatchOptions(PlannedOptions):
         the updates are scaled
     """
 
-    epochs: int | None = field(default=None, metadata=_reads(positive))
-    batch_size: int | None = field(default=None, metadata=_reads(positive))
-    seed: int | None = field(default=None, metadata=_reads(seed))
-    learning_rate: float | None = field(default=None, metadata=_reads(above_zero))
+    epochs: int | None = option(positive)
+    batch_size: int | None = option(positive)
+    seed: int | None = option(seed)
+    learning_rate: float | None = option(above_zero)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,24 +77,18 @@ class SetupOptions(BatchOptions):
       fp8: see below.
     """
 
-    growth_interval: int | None = field(default=None, metadata=_reads(positive, metavar="STEPS"))
-    rules: Path | None = field(default=None, metadata=_reads(path, metavar="FILE"))
-    state_dtypes: tuple[str, ...] = field(default=(), metadata=_reads(state_dtype, metavar=("FIELD=DTYPE", "")))
-    parameters: str | None = field(
-        default=None,
-        metadata=_reads(
-            one_of(PARAMETERS),
-            metavar="HOW",
-            help=f"how parameters in half precision keep updates below their precision: {', '.join(PARAMETERS)}",
-        ),
+    growth_interval: int | None = option(positive, "STEPS")
+    rules: Path | None = option(path, "FILE")
+    state_dtypes: tuple[str, ...] = option(state_dtype, ("FIELD=DTYPE", ""), default=())
+    parameters: str | None = option(
+        one_of(PARAMETERS),
+        "HOW",
+        help=f"how parameters in half precision keep updates below their precision: {', '.join(PARAMETERS)}",
     )
-    fp8: str | None = field(
-        default=None,
-        metadata=_reads(
-            one_of(RECIPES),
-            metavar="RECIPE",
-            help=f"multiply an autocast policy's dense layers, or what --rules name, in 8 bits by {', '.join(RECIPES)}",
-        ),
+    fp8: str | None = option(
+        one_of(RECIPES),
+        "RECIPE",
+        help=f"multiply an autocast policy's dense layers, or what --rules name, in 8 bits by {', '.join(RECIPES)}",
     )
 
 
@@ -101,8 +102,8 @@ class RunOptions(SetupOptions):
       watch: count lost updates and vanishing gradients in every step
     """
 
-    steps: int | None = field(default=None, metadata=_reads(positive))
-    logdir: Path | None = field(default=None, metadata=_reads(path, metavar="DIR"))
+    steps: int | None = option(positive)
+    logdir: Path | None = option(path, "DIR")
     watch: bool = False
 
 
@@ -122,68 +123,3 @@ def provide_cpu_devices(count: int) -> None:
         with contextlib.suppress(RuntimeError):  # jax has started, and has the devices that it has
             jax.config.update("jax_num_cpu_devices", count)
     os.environ.setdefault("NPROC", str(threads_for(count)))
-
-
-def check_file(option: str, file: Path) -> list[Path]:
-    """Makes the folder of a file that will be written by an atomic write, and returns what `make_writable` does.
-
-    Args:
-      option: what a `WrongCall` names if the file cannot be written.
-      file: the file, which may be there and is not touched.
-    """
-    try:
-        if file.exists() and not file.is_file():
-            raise WrongCall(f"{option} {file} is not a regular file")
-    except OSError as error:
-        raise WrongCall(f"{option} {file}: {error.strerror}") from None
-    made = make_writable(option, file.parent)
-    try:
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}."):  # whose name may be too long
-            pass
-    except OSError as error:
-        remove_folders(made)
-        raise WrongCall(f"{option} {file}: {error.strerror}") from None
-    return made
-
-
-def remove_folders(made: Iterable[Path]) -> None:
-    """Removes folders that a command made and has left empty.
-
-    Args:
-      made: what `make_writable` returned.
-    """
-    for folder in made:
-        with contextlib.suppress(OSError):  # something is in it by now
-            folder.rmdir()
-
-
-@contextlib.contextmanager
-def output_with_folders(made: Iterable[Path], *, as_json: bool) -> Iterator[Output | None]:
-    """Provides what `--json` prints on, None without it, and removes the folders that are empty in the end.
-
-    Args:
-      made: what `make_writable` or `check_file` returned.
-      as_json: whether `--json` is given.
-    """
-    try:
-        with contextlib.ExitStack() as stack:
-            yield stack.enter_context(own_output()) if as_json else None
-    finally:
-        remove_folders(made)
-
-
-def make_writable(option: str, directory: Path) -> list[Path]:
-    """Makes a folder, and returns those that were not there, the inmost first.
-
-    Args:
-      option: what a `WrongCall` names if nothing can be written there.
-      directory: the folder.
-    """
-    try:
-        made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise WrongCall(f"{option} {directory}: {error.strerror}") from None
-    return made

@@ -5,13 +5,15 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from jmp_train.cli.errors import PROBLEMS_FOUND, RUN_FAILED, Failure, WrongCall, checking_the_call
+from jmp_train.cli.arguments import fraction, path, positive
+from jmp_train.cli.errors import PROBLEMS_FOUND, Failure, WrongCall, checking_the_call
 from jmp_train.cli.jobs import OF_TASK, read_task_options, run_settings
-from jmp_train.cli.options import check_file, output_with_folders
-from jmp_train.launch import Output
-from jmp_train.runs import DEFAULT_FEW_BITS
+from jmp_train.cli.options import option
+from jmp_train.cli.outputs import checked_outputs, show
+from jmp_train.runs import RunSettings, batch_shapes, check_shared, has_shared, planned_step, rows_of
 from jmp_train.task import Task, count_examples
 from jmp_train.tasks import TaskSource, described, errors_of_file
 
@@ -23,21 +25,60 @@ PLANNED_POLICIES = ("float32", "autocast_float16", "autocast_bfloat16")
 _WANTED = "wanted is a jt.Task, (step, state, batch), or a parameter for the policy, with which it returns these"
 
 
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """Options of `jmp-train plan`.
+
+    Attributes:
+      gpus: see below.
+      gpu_file: GPUs of your own, a TOML file
+      shardings: how several devices hold the state: replicated, zero1 or fsdp; default: replicated
+      batch_size: over all devices; default: the task's
+      memory_fraction: of a GPU's memory that jax takes; default: 0.75, as jax's
+      no_largest: do not search for the largest batch that fits
+      remedies: compile what could help, also where the step fits
+      buffers: print the N largest buffers at the peak
+      page: write the report in FILE, an HTML page
+      measure: run the step on the GPU that is here, beside the plan
+      install: install XLA's compiler for CUDA, once, about 600 MB
+      cuda: of --install; 13 has no V100; default: 12
+    """
+
+    gpus: tuple[str, ...] = option(str, "NAME", default=(), help=f"default: {' '.join(PLANNED_GPUS)}")
+    gpu_file: Path | None = option(path, "FILE")
+    shardings: tuple[Literal["replicated", "zero1", "fsdp"], ...] = option(str, "NAME", default=())
+    batch_size: int | None = option(positive)
+    memory_fraction: float | None = option(fraction)
+    no_largest: bool = False
+    remedies: bool = False
+    buffers: int | None = option(positive)
+    page: Path | None = option(path, "FILE")
+    measure: bool = False
+    install: bool = False
+    cuda: Literal["12", "13"] = "12"
+
+
 def plan_command(args: argparse.Namespace) -> int:
     """Plans a task or a script's step, prints and writes what is found, and returns the exit code."""
     if args.install:
         return _install(args)
     from jmp_train.aot import INSTALL, PluginError
-    from jmp_train.reports import compilations_shown
+    from jmp_train.reports import compilations_shown, plan_json, write_plan
 
-    made = [] if args.page is None else check_file("--page", args.page)
-    with output_with_folders(made, as_json=args.json) as output:
+    with checked_outputs(as_json=args.json, files={"--page": args.page}) as output:
         try:
             with compilations_shown(sys.stderr) if output is None else nullcontext() as progress:
                 found = _plan(args, progress)
         except PluginError as error:
             raise Failure(str(error).replace(INSTALL, "jmp-train plan --install")) from error
-        return _show(found, args, output)
+        title = args.task
+        code = show(
+            output,
+            f"{title}:\n{found}" + (f"\n{found.largest_buffers(args.buffers)}" if args.buffers else ""),
+            lambda: plan_json({"step": title}, found),
+            lambda: write_plan(args.page, title, found),
+        )
+        return code or (0 if all(row.fits for row in found.rows) else PROBLEMS_FOUND)
 
 
 def _install(args: argparse.Namespace) -> int:
@@ -66,22 +107,21 @@ def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None)
         }
         if args.memory_fraction is not None:
             options["allowances"] = Allowances(memory_fraction=args.memory_fraction)
+        if args.batch_size is not None:
+            options["batch_size"] = args.batch_size
     source: TaskSource = args.source
     if source.takes_policy:
         with _errors_while_planning(source):
-            return plan(source.function, policies=args.policies or PLANNED_POLICIES, **_with_batch_size(args, options))
+            return plan(source.function, policies=args.policies or PLANNED_POLICIES, **options)
     with checking_the_call():
-        made = source.make(_task_options(args)) if source.options is not None else source.make()
+        given = _task_options(args)
+        made = source.make(given)
     if isinstance(made, Task):
-        return _plan_of_task(args, made, options)
+        return _plan_of_task(args, made, run_settings(args, given, made), options)
     if not isinstance(made, tuple) or len(made) != 3:
         raise WrongCall(f"{args.task} returned {described(made)}: {_WANTED}")
     with _errors_while_planning(source):
-        return plan(*made, policies=args.policies, **_with_batch_size(args, options))
-
-
-def _with_batch_size(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
-    return options if args.batch_size is None else {**options, "batch_size": args.batch_size}
+        return plan(*made, policies=args.policies, **options)
 
 
 @contextmanager
@@ -96,18 +136,17 @@ def _errors_while_planning(source: TaskSource) -> Iterator[None]:
         raise Failure(f"{source.file or source.name}: {error}") from error
 
 
-def _plan_of_task(args: argparse.Namespace, task: Task, options: dict[str, Any]) -> "Plan":
+def _plan_of_task(args: argparse.Namespace, task: Task, settings: RunSettings, options: dict[str, Any]) -> "Plan":
     from jmp_train.planning import plan
-    from jmp_train.runs import batch_shapes, check_shared, has_shared, planned_step, rows_of
 
-    settings = run_settings(args, _task_options(args), task, None, DEFAULT_FEW_BITS)
     with checking_the_call():
         check_shared(task, settings)
     if settings.accumulate_steps != 1 and options["find_largest"]:
         raise WrongCall(
             f"--accumulate-steps {settings.accumulate_steps}: the largest batch is sought by ones; --no-largest"
         )
-    own = rows_of(batch_shapes(task, None)) if callable(task.train) else task.batch_size
+    with checking_the_call(), errors_of_file(args.source.file):
+        own = rows_of(batch_shapes(task, None)) if callable(task.train) else task.batch_size
     resizes = own is not None and not has_shared(task)  # a whole graph is as large with any batch
     batch_size = args.batch_size or own
     if batch_size is None and not callable(task.train):
@@ -146,25 +185,3 @@ def _gpus(args: argparse.Namespace) -> list[Any]:
         if name not in known:
             raise WrongCall(f"--gpus {name}: there is no such GPU; there are {', '.join(known)}")
     return [known[name] for name in names]
-
-
-def _show(found: "Plan", args: argparse.Namespace, output: Output | None) -> int:
-    """Prints what was found, writes the page, and returns the exit code."""
-    from jmp_train.reports import plan_json, write_plan
-
-    title = args.task
-    log = sys.stdout if output is None else sys.stderr
-    if output is None:
-        print(f"{title}:\n{found}")
-        if args.buffers:
-            print(found.largest_buffers(args.buffers))
-    else:
-        print(plan_json({"step": title}, found), end="", file=output, flush=True)
-    written, unwritten = write_plan(args.page, title, found)
-    for path in written:
-        print(f"wrote {path}", file=log)
-    if unwritten:
-        raise Failure("; ".join(unwritten))
-    if output is not None and output.lost is not None:
-        return RUN_FAILED
-    return 0 if all(row.fits for row in found.rows) else PROBLEMS_FOUND

@@ -1,50 +1,79 @@
 """`jmp-train train`: one task in one policy or AMP mode."""
 
 import argparse
+import dataclasses
 import json
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
+import jax
+
+from jmp_train.capsules import SkipRecorder
+from jmp_train.checkpoints import CheckpointStore
+from jmp_train.cli.arguments import path, positive
 from jmp_train.cli.errors import WrongCall, checking_the_call
-from jmp_train.cli.few_bits import few_bits_of, read_few_bits
 from jmp_train.cli.jobs import load_job
-from jmp_train.cli.options import DEFAULT_POLICY, make_writable
-from jmp_train.cli.rules import read_rules
+from jmp_train.cli.options import DEFAULT_POLICY, option
+from jmp_train.cli.outputs import checked_outputs, exit_code
+from jmp_train.distributed import is_main_process
+from jmp_train.runs import (
+    Compiled,
+    Event,
+    Planned,
+    ResumeError,
+    RunLog,
+    Saving,
+    Stopped,
+    check_unused,
+    event_to_json,
+    train_prepared,
+)
+from jmp_train.steps import WATCHES
 from jmp_train.tasks import FileError, errors_of_file
 
-if TYPE_CHECKING:
-    from jmp_train.capsules import SkipRecorder
-    from jmp_train.runs import RunLog, Saving
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    """Options of `jmp-train train`.
+
+    Attributes:
+      checkpoint_dir: save the run in DIR
+      checkpoint_every: default: once an epoch
+      resume: go on from DIR's last checkpoint, if it has one
+      capsules: write the last skipped steps in DIR, to replay them
+    """
+
+    checkpoint_dir: Path | None = option(path, "DIR")
+    checkpoint_every: int | None = option(positive, "STEPS")
+    resume: bool = False
+    capsules: Path | None = option(path, "DIR")
 
 
 def train_command(args: argparse.Namespace) -> int:
     """Trains a task under one name, prints what it reports, and returns the exit code."""
-    from jmp_train.distributed import is_main_process
-    from jmp_train.launch import own_output
     from jmp_train.reports import display_on, note_outputs, note_phases, note_rules, print_table
-    from jmp_train.runs import Compiled, Event, Planned, ResumeError, Stopped, event_to_json, train_prepared
-    from jmp_train.steps import WATCHES
 
     name = args.name or DEFAULT_POLICY
-    rules = read_rules(args.rules, [name])
-    few_bits = few_bits_of(read_few_bits(args, [name]), name)
     is_main, has_begun = is_main_process(), False
     with ExitStack() as stack:
-        events = stack.enter_context(own_output()) if args.json else None
+        folders = {"--checkpoint-dir": args.checkpoint_dir, "--logdir": args.logdir, "--capsules": args.capsules}
+        events = stack.enter_context(checked_outputs(as_json=args.json, folders=folders))
         with checking_the_call():
-            job = load_job(args, rules, few_bits)
+            job = load_job(args, name)
             prepared, state = job.prepare(
                 name, watch=WATCHES if args.watch else (), with_metadata=args.checkpoint_dir is not None
             )
             # Several processes would have to agree on when they stop.
-            signals = stack.enter_context(_signals_noted(args.checkpoint_dir is not None and _is_alone()))
+            can_stop = args.checkpoint_dir is not None and jax.process_count() == 1
+            signals = stack.enter_context(_signals_noted(can_stop))
             saving = _saving(args, stack, signals)
-            _check_logdir(args, name)
-            recorder = _recorder(args, stack)
+            if args.logdir is not None:
+                check_unused(args.logdir / name)
+            recorder = None if args.capsules is None else stack.enter_context(SkipRecorder(args.capsules))
         log = None
         display = None
         if is_main and not args.json:
@@ -56,14 +85,16 @@ def train_command(args: argparse.Namespace) -> int:
             has_begun = has_begun or isinstance(event, Compiled)
             if args.logdir is not None and is_main and not isinstance(event, Planned):
                 # Not before a run that goes on is known to be the one that its checkpoints are of.
-                log = log or stack.enter_context(_log(args, name))
+                log = log or stack.enter_context(RunLog(args.logdir / name))
                 log.write(event)
             if events is not None and is_main:
                 print(json.dumps(event_to_json(event)), file=events, flush=True)
             if display is not None:
                 display.show(name, event)
 
-        on_event(Planned(prepared.length.epochs, prepared.length.total))
+        length = prepared.length
+        epochs_known = length.total is None or length.steps_per_epoch is not None
+        on_event(Planned(length.epochs if epochs_known else 0, length.total))
         try:
             with errors_of_file(job.source.file):
                 run = train_prepared(prepared, state, saving=saving, recorder=recorder, on_event=on_event)
@@ -80,52 +111,19 @@ def train_command(args: argparse.Namespace) -> int:
         print_table([run])
         for note in filter(None, (note_phases(run), note_rules(run), note_outputs(run))):
             print(note)
-    return 0 if events is None or events.lost is None else 1
+    return exit_code(events)
 
 
-def _is_alone() -> bool:
-    import jax
-
-    return jax.process_count() == 1
-
-
-def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> "Saving | None":
+def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> Saving | None:
     if args.checkpoint_dir is None:
         if args.resume or args.checkpoint_every:
             raise WrongCall("--resume and --checkpoint-every want a --checkpoint-dir")
         return None
-    from jmp_train.checkpoints import CheckpointStore
-    from jmp_train.runs import Saving
-
-    make_writable("--checkpoint-dir", args.checkpoint_dir)
     store = stack.enter_context(CheckpointStore(args.checkpoint_dir))
     store.lock()
     if args.resume and not store.steps():
         print(f"jmp-train: {args.checkpoint_dir} has no checkpoint: a new run", file=sys.stderr)
     return Saving(store, args.checkpoint_every, args.resume, lambda: bool(signals))
-
-
-def _recorder(args: argparse.Namespace, stack: ExitStack) -> "SkipRecorder | None":
-    if args.capsules is None:
-        return None
-    from jmp_train.capsules import SkipRecorder
-
-    make_writable("--capsules", args.capsules)
-    return stack.enter_context(SkipRecorder(args.capsules))
-
-
-def _check_logdir(args: argparse.Namespace, name: str) -> None:
-    if args.logdir is not None:
-        from jmp_train.runs import check_unused
-
-        make_writable("--logdir", args.logdir)
-        check_unused(args.logdir / name)
-
-
-def _log(args: argparse.Namespace, name: str) -> "RunLog":
-    from jmp_train.runs import RunLog
-
-    return RunLog(args.logdir / name)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Batches for training loops: shuffled, split, shared between processes, and on the devices before they are wanted."""
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jmp_train.data.open_iterators import closed_at_exit
 from jmp_train.extras import extra_packages
 from jmp_train.policies import PyTree
-from jmp_train.policies.dtype_policies import PathPolicy, Policy, named_policy, warn_of_collapse
+from jmp_train.policies.dtype_policies import PathPolicy, Policy, check_narrowed, named_policy, warn_of_collapse
 from jmp_train.policies.pytrees import named_leaves
 from jmp_train.steps import check_no_graph
 from jmp_train.types import Batch
@@ -61,11 +62,12 @@ def array_batches(
       An iterator with grain's `get_state` and `set_state`; a state fits any number of processes.
 
     Raises:
-      ValueError: leaves have different numbers of examples, or an argument is out of range.
+      ValueError: leaves have different numbers of examples, or an argument is out of range; from the iterator, if
+        64-bit integers do not fit into the 32 bits that JAX keeps.
       TypeError: there is a graph that is in no stack, a leaf is not an array, or an argument is of another type.
 
     Warns:
-      CollapsedValuesWarning: values of floats that differ are one in the policy's compute dtype.
+      CollapsedValuesWarning: values of floats that differ are one in the policy's compute dtype, or in float32.
 
     Example:
       >>> examples = {"x": np.arange(10.0, dtype=np.float32), "y": np.arange(10)}
@@ -110,7 +112,10 @@ def array_batches(
         first = prepare(examples) if augment is None else augment(examples, example_seeds(seed, 0, spread))
         warn_of_collapse(first, named_policy(policy))
 
+    seen = itertools.count()
+
     def place(batch: Batch) -> Any:
+        check_narrowed(batch, "the batch", floats=next(seen) == 0)
         if sharding is None:
             return jax.device_put(batch)  # uncommitted, as a new state is, or a step would be compiled twice
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)

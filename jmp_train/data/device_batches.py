@@ -1,5 +1,6 @@
 """The end of every pipeline of graphs: how many come as one, and batches on the devices before they are wanted."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.sharding import Sharding
 from jmp_train.data.open_iterators import closed_at_exit
 from jmp_train.extras import extra_packages
 from jmp_train.graphs.structure import as_count
+from jmp_train.policies.dtype_policies import check_narrowed
 from jmp_train.types import Batch
 
 
@@ -49,6 +51,8 @@ def is_shared(device: Any) -> bool:
 def on_devices(batches: Any, device: Any) -> Iterator[Batch]:
     """Returns an iterator that has two batches on the devices ahead of time.
 
+    It refuses 64-bit integers that do not fit into the 32 bits that JAX keeps.
+
     Args:
       batches: grain's data set of batches, in the host's memory.
       device: where they go, see `is_shared`; of a sharding over several processes, each has its own part. Arrays
@@ -57,6 +61,14 @@ def on_devices(batches: Any, device: Any) -> Iterator[Batch]:
     """
     with extra_packages():
         from grain.experimental import ThreadPrefetchIterDataset, device_put
+
+    seen = itertools.count()
+
+    def checked(batch: Batch) -> Batch:
+        check_narrowed(batch, "the batch", floats=next(seen) == 0)
+        return batch
+
+    batches = batches.map(checked)
 
     def place(batch: Batch) -> Batch:
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(device, np.asarray(x)), batch)

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from jmp_train.data.batches import check_order
 from jmp_train.data.device_batches import on_devices, stacked_count
+from jmp_train.data.shuffled_order import shuffled_order
 from jmp_train.extras import extra_packages
 from jmp_train.graphs.datasets import GraphData, PaddedSize, first_that_holds, padded_batch, padded_sizes
 from jmp_train.graphs.structure import Graph
@@ -92,20 +93,23 @@ def graph_batches(
         rows = {name: _filled(array[graphs], size.n_graph) for name, array in of_graphs.items()}
         return {"graph": prepare(padded_batch(data, graphs, size, formats=formats)), **rows}
 
-    def fetch(order: np.ndarray) -> Any:
-        shares = np.split(chosen[order], parts) if parts > 1 else [chosen[order]]
+    size_of_step = batch_size * parts
+    steps = len(chosen) // size_of_step if drop_remainder else -(-len(chosen) // size_of_step)
+
+    def fetch(number: int, step: int) -> Any:
+        epoch_seed = (int(seed) + number // steps) % 2**32
+        order = shuffled_order(len(chosen), epoch_seed) if shuffle else np.arange(len(chosen))
+        graphs = chosen[order[step * size_of_step : (step + 1) * size_of_step]]
+        shares = np.split(graphs, parts)
         size = first_that_holds(data, known, shares)
         mine = shares[process_index * own : (process_index + 1) * own]
         found = [dictionary(share, size) for share in mine]
         return found[0] if stack is None else graph_stack(found)
 
-    numbers = grain.MapDataset.range(len(chosen))
-    if shuffle:
-        numbers = numbers.shuffle(seed=seed)
     batches = (
-        numbers.batch(batch_size * parts, drop_remainder=drop_remainder, batch_fn=np.asarray)
+        grain.MapDataset.range(steps)
         .repeat(epochs)
-        .map(fetch)[start:]
+        .map_with_index(fetch)[start:]
         .to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch))
     )
     return on_devices(batches, device)

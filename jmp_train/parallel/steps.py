@@ -175,6 +175,7 @@ def pmap_step(
         check_not_replicated(state)
         check_divides(batch, mesh.size, f"the {mesh.size} devices")
         warn_of_split(batch, mesh.size)
+        step.first_trace.look_at_values({"batch": batch}, step.policy)
         if has_integers(state.model_state):
             leaves, structure = jax.tree.flatten((state, batch))
             check(structure, tuple(jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves))

@@ -13,12 +13,14 @@ Batches = Callable[[int], Any]
 """Returns the batch of a number of examples, as a tree of arrays or shapes."""
 
 
-def batches_of(batch: Any, batch_size: int | None) -> tuple[Batches, int]:
+def batches_of(batch: Any, batch_size: int | None, *, grows: bool = True) -> tuple[Batches, int]:
     """Returns the batches by size, and the size to begin with.
 
     Args:
       batch: a tree whose arrays have the examples along their first axes, or a function of the number of examples.
       batch_size: the size to begin with; None for that of the tree.
+      grows: whether other sizes are wanted. Otherwise a tree without a common first axis, such as a graph, is taken as
+        it is, and counts as one example.
 
     Raises:
       TypeError: `batch` is a function, and there is no `batch_size`.
@@ -31,6 +33,8 @@ def batches_of(batch: Any, batch_size: int | None) -> tuple[Batches, int]:
             raise TypeError("batch is a function of the number of examples, and so batch_size must be given")
         return batch, batch_size
     shapes = shapes_of(batch)
+    if not grows and batch_size is None and len({x.shape[0] for _, x in _with_axes(shapes)}) != 1:
+        return lambda count: shapes, 1
     size = _first_axis(shapes)
 
     def of_size(count: int) -> Any:
@@ -53,7 +57,7 @@ def _first_axis(shapes: Any) -> int:
         if length != common:
             raise ValueError(
                 f"batch {name!r} has a first axis of {length}, others of {common}: where the examples are not along "
-                "all first axes, give a function of the number of examples and batch_size"
+                "all first axes, give a function of the number of examples and batch_size, or find_largest=False"
             )
     return common
 

@@ -78,7 +78,8 @@ def plan(
       shardings: how several devices hold the state: "replicated", "zero1", "fsdp", or a function of the state's shapes
         and a mesh that returns shardings; or several of these.
       batch_size: examples of a step, over all devices; None for those of `batch`.
-      find_largest: whether to search for the largest batch that fits, which takes about five compilations.
+      find_largest: whether to search for the largest batch that fits, which takes about five compilations. Without
+        it, a batch without a common first axis, such as a graph, is planned as it is, as one example.
       remedies: whether to compile what could help; None for where the step does not fit.
       allowances: what a GPU's memory has to hold beside the step; None for `Allowances()`, in which jax takes 75 % of
         it.
@@ -116,7 +117,7 @@ def plan(
         raise TypeError(f"allowances must be jt.Allowances, got {type(allowances).__name__}")
     targets = _targets(gpus)
     placements = checked_placements(devices, shardings)
-    variants = variants_of(step, state, batch, batch_size, policies)
+    variants = variants_of(step, state, batch, batch_size, policies, grows=find_largest)
     for variant in variants:
         for placement in placements:
             _check_divides(variant, placement)

@@ -103,6 +103,8 @@ def variants_of(
     batch: Any,
     batch_size: int | None,
     policies: Precision | Sequence[Precision] | None,
+    *,
+    grows: bool = True,
 ) -> list[Variant]:
     """Returns the step in each of the precisions.
 
@@ -112,6 +114,7 @@ def variants_of(
       batch: its batch, or a function of the number of examples.
       batch_size: with how many to begin.
       policies: one or several; None for the step as it is.
+      grows: see `batches_of`.
 
     Raises:
       TypeError: the step is not such that its precision could be replaced.
@@ -126,16 +129,18 @@ def variants_of(
     if state is None:
         if policies is None:
             raise TypeError("step without a state must be a function of a policy, and so policies must be given")
-        return [_variant(_name(policy), *_made_by(step, policy), batch_size) for policy in policies]
+        return [_variant(_name(policy), *_made_by(step, policy), batch_size, grows) for policy in policies]
     if policies is None:
         policy = getattr(step, "policy", None)
-        return [_variant("as it is" if policy is None else _name(policy), step, state, batch, batch_size)]
+        return [_variant("as it is" if policy is None else _name(policy), step, state, batch, batch_size, grows)]
     if not isinstance(step, TrainStep) or not isinstance(state, TrainState):
         raise TypeError(
             f"policies can be given for a TrainStep and its TrainState, not for {type(step).__name__} and "
             f"{type(state).__name__}; or let step be a function of the policy that returns (step, state, batch)"
         )
-    return [_variant(_name(policy), *in_precision(step, state, policy), batch, batch_size) for policy in policies]
+    return [
+        _variant(_name(policy), *in_precision(step, state, policy), batch, batch_size, grows) for policy in policies
+    ]
 
 
 def checked_placements(devices: int | Sequence[int], shardings: Shardings | Sequence[Shardings]) -> list[Placement]:
@@ -178,8 +183,10 @@ def several(name: str, given: Any, kinds: tuple[Any, ...]) -> list[Any]:
     return found
 
 
-def _variant(policy: str, step: Callable[..., Any], state: Any, batch: Any, batch_size: int | None) -> Variant:
-    batches, size = batches_of(batch, batch_size)
+def _variant(
+    policy: str, step: Callable[..., Any], state: Any, batch: Any, batch_size: int | None, grows: bool
+) -> Variant:
+    batches, size = batches_of(batch, batch_size, grows=grows)
     return Variant(policy, step, shapes_of(state), batches, size)
 
 

@@ -34,12 +34,13 @@ def epoch_line(policy: str, epoch: Epoch, epochs: int, memory_of: str) -> str:
     Args:
       policy: the run's.
       epoch: which is over.
-      epochs: how many there will be.
+      epochs: how many there will be; 0 if that is not known.
       memory_of: see `Run`.
     """
+    number = f"{epoch.epoch:>{len(str(epochs))}}/{epochs}" if epochs else f"{epoch.epoch}"
     memory = f"peak memory {epoch.memory_mb:.0f} MB  " if memory_of == "device" else ""
     return (
-        f"{policy:<15} epoch {epoch.epoch:>{len(str(epochs))}}/{epochs}  loss {epoch.loss:.4f}  "
+        f"{policy:<15} epoch {number}  loss {epoch.loss:.4f}  "
         f"{_rate(epoch)}{epoch.seconds:.2f} s  "
         f"{memory}loss scale {epoch.loss_scale:g}  "
         f"skipped steps {epoch.skipped_steps}"
@@ -147,7 +148,9 @@ def print_table(runs: Sequence[Run]) -> None:
       runs: at least one.
     """
     names = shown_metrics(runs)
-    titles = ("policy", "s/epoch", "compile", *map(metric_title, names), "loss", "scale", "skipped")
+    measured = [*map(metric_title, names)]
+    loss = "train loss" if "loss" in measured else "loss"
+    titles = ("policy", "s/epoch", "compile", *measured, loss, "scale", "skipped")
     rows = [
         (
             run.policy,

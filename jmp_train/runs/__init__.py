@@ -13,7 +13,6 @@ from jmp_train.runs.events import event_from_json as event_from_json
 from jmp_train.runs.events import event_to_json as event_to_json
 from jmp_train.runs.events import finite_or_none as finite_or_none
 from jmp_train.runs.events import metrics_of_0_1 as metrics_of_0_1
-from jmp_train.runs.few_bits import DEFAULT_FEW_BITS as DEFAULT_FEW_BITS
 from jmp_train.runs.few_bits import PARAMETERS as PARAMETERS
 from jmp_train.runs.few_bits import RECIPES as RECIPES
 from jmp_train.runs.few_bits import FewBits as FewBits
@@ -39,7 +38,6 @@ from jmp_train.runs.rules_files import RulesFile as RulesFile
 from jmp_train.runs.run_log import RunLog as RunLog
 from jmp_train.runs.run_log import check_unused as check_unused
 from jmp_train.runs.run_settings import RunSettings as RunSettings
-from jmp_train.runs.run_settings import check_run as check_run
 from jmp_train.runs.run_settings import check_shared as check_shared
 from jmp_train.runs.run_settings import has_shared as has_shared
 from jmp_train.runs.setups import AUTOCAST_CHOICES as AUTOCAST_CHOICES

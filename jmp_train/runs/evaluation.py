@@ -35,11 +35,22 @@ def evaluated(prepared: PreparedRun, state: TrainState) -> dict[str, float]:
     task, setup = prepared.task, prepared.phases[-1].setup
     if task.evaluate is not None:
         params, model_state = _local((state.params, state.model_state))
-        found = task.evaluate(setup.cast_params(params), model_state)
+        found = _evaluated_by(task.evaluate, setup.cast_params(params), model_state)
         if not isinstance(found, Mapping):
             raise TypeError(f"Task: evaluate must return a dict of numbers, got a {type(found).__name__}")
-        return {name: _number(name, value) for name, value in found.items()}
+        return {str(name): _number(name, value) for name, value in found.items()}
     return {} if task.metrics is None else _over_batches(prepared, state, task.metrics)
+
+
+def _evaluated_by(evaluate: Callable[[Any, Any], Any], params: Any, model_state: Any) -> Any:
+    """Returns what `evaluate` does; an error of dtypes has a note if the parameters are in half precision."""
+    try:
+        return evaluate(params, model_state)
+    except TypeError as error:
+        dtypes = {str(x.dtype) for x in jax.tree.leaves(params)} & {"float16", "bfloat16"}
+        if dtypes and "dtype" in str(error):
+            error.add_note(f"evaluate gets parameters in {dtypes.pop()} under this policy: cast its data to that, too")
+        raise
 
 
 def _over_batches(prepared: PreparedRun, state: TrainState, metrics: Callable[..., Any]) -> dict[str, float]:
@@ -106,7 +117,7 @@ class _Total:
 def _checked_names(found: Any) -> list[str]:
     """Returns the names of metrics; raises TypeError if one is not a scalar, or a pair of scalars."""
     if not isinstance(found, Mapping) or not found:
-        raise TypeError(f"Task: metrics must return a dict of numbers, got a {type(found).__name__}")
+        raise TypeError(f"Task: metrics must return a dict of numbers, got {_described(found)}")
     for name, value in found.items():
         pair = isinstance(value, tuple | list)
         parts = list(value) if pair else [value]
@@ -114,7 +125,7 @@ def _checked_names(found: Any) -> list[str]:
             raise TypeError(
                 f"Task: metrics: {name!r} must be a scalar, or a pair of a sum and a count, got {_described(value)}"
             )
-    return list(found)
+    return [*map(str, found)]
 
 
 def _is_scalar(value: Any) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import statistics
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,7 @@ class Planned:
     """The data is there and the call fits it.
 
     Attributes:
-      epochs: passes over the data.
+      epochs: passes over the data; 0 if only the number of steps is known.
       total: how many steps there will be; None if the batches have no length.
     """
 
@@ -205,16 +206,7 @@ class Run:
 
 Event = Planned | Note | Compiled | Phase | Progress | Epoch | Run
 
-_KINDS: dict[str, type[Event]] = {
-    "planned": Planned,
-    "note": Note,
-    "compiled": Compiled,
-    "phase": Phase,
-    "progress": Progress,
-    "epoch": Epoch,
-    "run": Run,
-}
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 _PARTS = {"epochs": Epoch, "recent": Step, "steps": Step, "watched": Watched, "phases": Phase}
 _LEFT_OUT = ("watch", "watched", "rules", "phases")  # of runs that have none
 _OF_0_1 = ("test_accuracy", "nonfinite_outputs", "bits_per_byte")  # metrics that were fields of a run in version 0.1
@@ -229,7 +221,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
     """
     fields = {k: v for k, v in dataclasses.asdict(event).items() if v or k not in _LEFT_OUT}
     fields |= metrics_of_0_1(event) if isinstance(event, Run) else {}
-    return {"event": _NAMES[type(event)], **finite_or_none(fields)}
+    return {"event": type(event).__name__.lower(), **finite_or_none(fields)}
 
 
 def metrics_of_0_1(run: Run) -> dict[str, float]:

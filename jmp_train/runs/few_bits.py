@@ -15,7 +15,6 @@ from jmp_train.policies import (
     MXFP8BlockScaling,
     Policy,
     with_kahan,
-    with_state_dtypes,
     with_stochastic_rounding,
 )
 from jmp_train.policies.dtype_policies import AutocastPolicy
@@ -67,16 +66,6 @@ class FewBits:
         return dataclasses.replace(
             self, parameters=parameters, fp8=self.fp8 if isinstance(precision, AutocastPolicy) else None
         )
-
-    def inner_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Returns an optimizer that keeps its state so.
-
-        Args:
-          optimizer: the task's.
-        """
-        if not self.state_dtypes:
-            return optimizer
-        return with_state_dtypes(optimizer, dict(text.rsplit("=", 1) for text in self.state_dtypes))
 
     def outer_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
         """Returns an optimizer that keeps the parameters so.

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jmp_train.graphs.structure import GraphStack
 from jmp_train.policies.pytrees import named_leaves
 
 _BYTES = "base64"  # the key of bytes in JSON
@@ -25,6 +26,10 @@ class Signature(NamedTuple):
     structure: Any
     leaves: tuple[tuple[str, np.dtype, int], ...]
 
+    def paths(self) -> str:
+        """Returns the paths of the arrays as text."""
+        return ", ".join(repr(path) for path, _, _ in self.leaves)
+
     def checked_against(self, first: Self | None, where: str) -> Self:
         """Returns the first signature; raises ValueError if this one differs.
 
@@ -35,7 +40,10 @@ class Signature(NamedTuple):
         if first is None:
             return self
         if self.structure != first.structure:
-            raise ValueError(f"{where} has another structure than the first batch: {self.structure}, {first.structure}")
+            has, had = self.paths(), first.paths()
+            if has == had:
+                has, had = str(self.structure), str(first.structure)
+            raise ValueError(f"{where} has another structure than the first batch: {has}; the first batch has {had}")
         for (path, dtype, ndim), (_, wanted, axes) in zip(self.leaves, first.leaves, strict=True):
             if (dtype, ndim) != (wanted, axes):
                 raise ValueError(
@@ -118,13 +126,16 @@ def placed(batch: Any, sharding: NamedSharding | None, where: str) -> Any:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Returns the length of the first axis that all arrays of a batch have; None if they differ.
+    """Returns the length of the first axis that all arrays of a batch have; None if they differ, or are of graphs.
 
     Example:
       >>> rows_of({"x": np.ones((8, 3)), "y": np.ones(8)}), rows_of({"x": np.ones(8), "y": np.ones(7)})
       (8, None)
     """
-    rows = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
+    nodes = jax.tree.leaves(batch, is_leaf=lambda node: isinstance(node, GraphStack))
+    if any(isinstance(node, GraphStack) for node in nodes):
+        return None  # its first axis counts parts of a batch
+    rows = {leaf.shape[:1] for leaf in nodes}
     return next(iter(rows))[0] if len(rows) == 1 and rows != {()} else None
 
 

@@ -1,5 +1,6 @@
 """The training loop of the command line: one task, one policy, AMP mode or schedule, from data to test accuracy."""
 
+import dataclasses
 import itertools
 import math
 import time
@@ -19,7 +20,6 @@ from jmp_train.runs.programs import compile_phases, program_at
 from jmp_train.runs.resuming import Saved, Saver, Saving
 from jmp_train.runs.run_settings import DEFAULT_SETTINGS, RunSettings
 from jmp_train.runs.task_batches import Place
-from jmp_train.runs.watched_shares import ShareTotals
 from jmp_train.steps import TrainState
 from jmp_train.task import Task
 from jmp_train.types import Metrics
@@ -100,11 +100,11 @@ def train_prepared(
     done, state, steps, records = saved[:4]
     items = prepared.items(done, saved.place)
     first = next(items)
-    compiled, programs = compile_phases(prepared, state, first.batch, done)  # so that epochs time training only
+    # Here, so that epochs time training only.
+    compiled, programs = compile_phases(prepared, state, first.batch, done, recorder)
     on_event(compiled)
-
-    if recorder is not None:
-        programs = [program.watched_by(recorder) for program in programs]
+    if saver is not None:
+        saver.write_run_file()
     current = None
     loss_scale = loss_scale_of(state.opt_state)
     looks = _Looks(length.total, skips_to_floor(loss_scale) + PATIENCE, steps, on_event, recorder)
@@ -118,7 +118,7 @@ def train_prepared(
         current = program
         state, metrics = program.step(state, item.batch)
         looks.after_step(state, metrics)
-        if item.nans:
+        if item.nans and looks.count == 1:
             looks.look(state)
             _check_first_loss(looks.steps[-1], item.nans)
         is_last = looks.count == length.total or (item.ends_epoch and item.after.epoch + 1 == length.epochs)
@@ -130,7 +130,7 @@ def train_prepared(
             records.append(_epoch(place.epoch + 1, looks, place.batch, rate, seconds))
             on_event(records[-1])
             place = Place(place.epoch + 1)
-        if saver and saver.is_due(looks.count, ends_epoch):
+        if saver and saver.is_due(looks.count, ends_epoch=ends_epoch, is_last=is_last):
             looks.look(state)
             saver.save(state, looks.steps, records, place, is_last=is_last)
         if ends_epoch:
@@ -147,7 +147,7 @@ def train_prepared(
         steps=tuple(looks.steps),
         costs=compiled.costs,
         higher_is_better=prepared.task.higher_is_better,
-        watch=looks.shares.means(),
+        watch=looks.mean_shares,
         rules=None if prepared.settings.rules is None else prepared.settings.rules.name,
         phases=tuple(program.phase for program in programs) if len(programs) > 1 else (),
     )
@@ -156,7 +156,7 @@ def train_prepared(
 
 
 def _check_first_loss(step: Step, nans: Sequence[str]) -> None:
-    """Raises FloatingPointError if the first step's loss is not finite, and its batch has NaN."""
+    """Raises FloatingPointError if the first step's loss is not finite, nor is its batch."""
     if not math.isfinite(step.loss):
         raise FloatingPointError(f"the loss of step {step.step} is {step.loss}: {'; '.join(nans)}")
 
@@ -166,26 +166,22 @@ def _rate(prepared: PreparedRun, taken: int) -> float:
     return math.nan if prepared.schedule is None else float(np.asarray(prepared.schedule(taken)))
 
 
+@dataclasses.dataclass
 class _Looks:
     """Fetches the steps' metrics now and then, because each time waits for the device."""
 
-    def __init__(
-        self,
-        total: int | None,
-        stop_after: int,
-        steps: list[Step],
-        on_event: Callable[[Event], None],
-        recorder: SkipRecorder | None = None,
-    ) -> None:
-        self.total = total
-        self.stop_after = stop_after
-        self.on_event = on_event
-        self.recorder = recorder
-        self.steps = steps  # those of before, if the run goes on
-        self.skipped_steps = sum(not step.finite for step in steps)
-        self.shares = ShareTotals()
+    total: int | None
+    stop_after: int
+    steps: list[Step]  # those of before, if the run goes on
+    on_event: Callable[[Event], None]
+    recorder: SkipRecorder | None
+
+    def __post_init__(self) -> None:
+        self.skipped_steps = sum(not step.finite for step in self.steps)
         self._waiting: list[Metrics] = []
         self._looked = time.perf_counter()
+        self._share_totals: dict[str, dict[str, float]] = {}
+        self._taken = 0  # of the steps whose shares are in the totals
 
     @property
     def count(self) -> int:
@@ -209,7 +205,7 @@ class _Looks:
             recent.append(Step(number, loss, grad_norm, loss_scale, finite))
             if "watch" in metrics:
                 watched.append(Watched(number, jax.tree.map(float, metrics["watch"])))
-                self.shares.add(watched[-1].shares, finite)
+                self._add_shares(watched[-1].shares, finite)
         if recent:
             self.steps += recent
             self.skipped_steps += sum(not step.finite for step in recent)
@@ -217,6 +213,16 @@ class _Looks:
         check_progress(state.opt_state, stop_after=self.stop_after, recorder=self.recorder)
         self._waiting = []
         self._looked = time.perf_counter()
+
+    @property
+    def mean_shares(self) -> dict[str, dict[str, float]]:
+        """The mean share of each group under each watch over the steps that were taken; 0 if none was."""
+        return jax.tree.map(lambda total: total / max(self._taken, 1), self._share_totals)
+
+    def _add_shares(self, shares: dict[str, dict[str, float]], taken: bool) -> None:
+        self._taken += taken
+        totals = self._share_totals or jax.tree.map(lambda share: 0.0, shares)
+        self._share_totals = jax.tree.map(lambda total, share: total + share * taken, totals, shares)
 
 
 def _epoch(epoch: int, looks: _Looks, steps: int, learning_rate: float, seconds: float) -> Epoch:

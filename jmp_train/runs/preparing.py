@@ -17,7 +17,7 @@ from jmp_train.runs.phase_names import is_schedule, phase_bounds, phases_named
 from jmp_train.runs.phase_setups import make_setups
 from jmp_train.runs.run_identity import run_metadata
 from jmp_train.runs.run_settings import DEFAULT_SETTINGS, RunLength, RunSettings, check_run, first_devices
-from jmp_train.runs.setups import Setup, peak_learning_rate, run_optimizer
+from jmp_train.runs.setups import Setup, run_optimizer
 from jmp_train.runs.task_batches import Item, Place, TrainingData, batch_shapes
 from jmp_train.steps import TrainState, with_fp8_state
 from jmp_train.task import DATA_AXIS, Task
@@ -169,11 +169,9 @@ def prepare_run(
     data, length = check_run(task, settings)
     devices = first_devices(settings.devices)
     init_key, step_key = jax.random.split(jax.random.key(settings.seed))
-    made = task.init(init_key)
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise TypeError(f"Task: init must return (params, model_state), got a {type(made).__name__}")
-    params, model_state = made
-    setups = make_setups(task, name, run_optimizer(task, params, length.total, settings), settings, watch)
+    params, model_state = task.initial(init_key)
+    optimizer = run_optimizer(task, params, length.total, settings)
+    setups = make_setups(task, name, optimizer, settings, watch)
     state = setups[0].create_state(params, model_state, step_key)
     shared = task.shared()
     if settings.few_bits.has_fp8_state:
@@ -202,7 +200,7 @@ def prepare_run(
         length=length,
         data=data,
         devices=devices,
-        schedule=_schedule(task, length.total, settings),
+        schedule=optimizer.schedule,
         phases=phases,
         shared=_placed(shared, phases, shared_sharding or jax.local_devices()[0]),
         sharding=sharding,
@@ -232,14 +230,6 @@ def _with_fp8_state(task: Task, settings: RunSettings, setup: Setup, state: Trai
     size = settings.batch_size or task.batch_size
     batch = with_shared(batch_shapes(task, size), jax.eval_shape(setup.cast_shared, shared))
     return with_fp8_state(setup.step, state, batch)
-
-
-def _schedule(task: Task, total: int | None, settings: RunSettings) -> optax.Schedule | None:
-    schedule = task.schedule_for(total)
-    if schedule is None or settings.learning_rate is None:
-        return schedule
-    factor = settings.learning_rate / peak_learning_rate(task, total)
-    return lambda step: schedule(step) * factor
 
 
 def _placed(shared: dict[str, Any], phases: Sequence[RunPhase], where: Any) -> Callable[[RunPhase], dict[str, Any]]:

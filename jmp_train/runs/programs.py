@@ -4,7 +4,7 @@ import dataclasses
 import operator
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -29,16 +29,10 @@ class Program(NamedTuple):
     phase: Phase
     step: Any
 
-    def watched_by(self, recorder: SkipRecorder) -> Self:
-        """Returns this program with its skips recorded.
 
-        Args:
-          recorder: of the run.
-        """
-        return self if self.step is None else self._replace(step=recorder.watch(self.step))
-
-
-def compile_phases(prepared: PreparedRun, state: TrainState, batch: Batch, done: int) -> tuple[Compiled, list[Program]]:
+def compile_phases(
+    prepared: PreparedRun, state: TrainState, batch: Batch, done: int, recorder: SkipRecorder | None
+) -> tuple[Compiled, list[Program]]:
     """Compiles the steps of the phases that are left, and returns what that took, and the programs.
 
     Phases that are over are traced, too, as what they cost belongs to the report of a run that goes on.
@@ -48,19 +42,24 @@ def compile_phases(prepared: PreparedRun, state: TrainState, batch: Batch, done:
       state: where it begins or goes on; all phases have its structure, shapes and dtypes.
       batch: the next one.
       done: how many steps are done.
+      recorder: records the programs' skips; None for none.
     """
     start = time.perf_counter()
-    programs = [_compiled(phase, state, with_shared(batch, phase.shared_shapes), done) for phase in prepared.phases]
+    programs = [
+        _compiled(phase, state, with_shared(batch, phase.shared_shapes), done, recorder) for phase in prepared.phases
+    ]
     seconds = time.perf_counter() - start
     costs = _costs_of_run([program.phase for program in programs])
     return Compiled(seconds, peak_memory()[1], costs), programs
 
 
-def _compiled(phase: RunPhase, state: TrainState, batch: Batch, done: int) -> Program:
+def _compiled(phase: RunPhase, state: TrainState, batch: Batch, done: int, recorder: SkipRecorder | None) -> Program:
     jitted = jax.jit(phase.step, donate_argnums=0)
     traced = jitted.trace(state, batch)
     costs = step_costs(traced, state)
     step = _of_any_size(jitted, traced.lower().compile(), batch) if phase.stop > done else None
+    if step is not None and recorder is not None:
+        step = recorder.watch(step)
     return Program(Phase(phase.name, phase.start, phase.stop, costs), step)
 
 

@@ -100,8 +100,6 @@ class Saver:
     def begin(self, state: TrainState, metadata: dict[str, Any]) -> Saved:
         """Returns where the run goes on: after the newest intact step, or at its first step.
 
-        Writes `run.json`, which says to people what every checkpoint says as well.
-
         Args:
           state: the run's first.
           metadata: what `run_metadata` returns.
@@ -111,22 +109,26 @@ class Saver:
         """
         self._metadata = metadata
         found = newest_saved(self._store, state, metadata, self._length)
-        if is_main_process():
-            run_file = self._store.directory / _RUN_FILE
-            if found.done:
-                _check_run_file(run_file, metadata)
-            write_atomically(run_file, json.dumps(metadata, indent=1).encode())
+        if is_main_process() and found.done:
+            _check_run_file(self._store.directory / _RUN_FILE, metadata)
         return found
 
-    def is_due(self, step: int, ends_epoch: bool) -> bool:
+    def write_run_file(self) -> None:
+        """Writes `run.json`, which says to people what every checkpoint says as well."""
+        if is_main_process():
+            text = json.dumps(self._metadata, indent=1)
+            write_atomically(self._store.directory / _RUN_FILE, text.encode())
+
+    def is_due(self, step: int, *, ends_epoch: bool, is_last: bool) -> bool:
         """Returns True if the run is to be saved after a step.
 
         Args:
           step: how many steps are done.
           ends_epoch: True if the step is the last one of its epoch, or of the run.
+          is_last: True if it is the last one of the run.
         """
         every = self._saving.every
-        due = ends_epoch if every is None else step % every == 0 or step == self._length.total
+        due = ends_epoch if every is None else step % every == 0 or is_last
         return due or self._saving.should_stop()
 
     def save(

@@ -57,7 +57,8 @@ class RunLog:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lines = _GrowingFile(directory / JSON_LINES)
-            self._events = _GrowingFile(directory / _event_file_name())
+            name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
+            self._events = _GrowingFile(directory / name)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -157,10 +158,6 @@ def _flat(shares: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 def _line(fields: Mapping[str, float | str]) -> bytes:
     return json.dumps(finite_or_none(dict(fields))).encode() + b"\n"
-
-
-def _event_file_name() -> str:
-    return f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
 
 
 def _scalar_record(tag: str, value: float, step: int) -> bytes:

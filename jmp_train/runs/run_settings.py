@@ -73,37 +73,25 @@ def check_run(task: Task, settings: RunSettings = DEFAULT_SETTINGS) -> tuple[Tra
       ValueError: a number does not fit the data or the devices; the message names it.
     """
     check_seed(settings.seed)
-    if settings.epochs is not None and settings.epochs < 1:
-        raise ValueError(f"epochs={settings.epochs} must be at least 1")
-    if settings.steps is not None and settings.steps < 1:
-        raise ValueError(f"steps={settings.steps} must be at least 1")
-    if settings.steps is not None and settings.epochs is not None:
-        raise ValueError(f"epochs={settings.epochs} and steps={settings.steps} exclude each other")
+    epochs, total = settings.epochs, settings.steps
+    for name, number in (("epochs", epochs), ("steps", total)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name}={number} must be at least 1")
+    if total is not None and epochs is not None:
+        raise ValueError(f"epochs={epochs} and steps={total} exclude each other")
     size = _checked_batch_size(task, settings)
     _check_devices(task, settings, size)
     data: TrainingData = IterableData(task) if size is None else ArrayData(task, size, settings.seed)
-    return data, run_length(task, settings, data.steps_per_epoch)
-
-
-def run_length(task: Task, settings: RunSettings, steps_per_epoch: int | None) -> RunLength:
-    """Returns the length of a run.
-
-    Args:
-      task: what to train.
-      settings: of the run.
-      steps_per_epoch: batches per epoch; None if it is unknown.
-    """
-    epochs = task.epochs if settings.epochs is None else settings.epochs
-    if steps_per_epoch == 0:
+    if data.steps_per_epoch == 0:
         raise ValueError("train(0) has no batches")
-    total = settings.steps
+    epochs = task.epochs if epochs is None else epochs
     if total is not None:
-        epochs = -(-total // steps_per_epoch) if steps_per_epoch else total
-    elif steps_per_epoch is not None:
-        total = epochs * steps_per_epoch
+        epochs = -(-total // data.steps_per_epoch) if data.steps_per_epoch else total
+    elif data.steps_per_epoch is not None:
+        total = epochs * data.steps_per_epoch
     if total is not None and total >= 2**31:
         raise ValueError(f"epochs={epochs} makes {total} steps; they are counted up to 2**31 - 1")
-    return RunLength(epochs, total, steps_per_epoch)
+    return data, RunLength(epochs, total, data.steps_per_epoch)
 
 
 def _checked_batch_size(task: Task, settings: RunSettings) -> int | None:

@@ -17,7 +17,7 @@ from jmp_train.policies import AutocastRules, Params, PyTree
 from jmp_train.policies.amp_modes import Amp, ApexOptions, amp_mode
 from jmp_train.policies.dtype_policies import AutocastPolicy, Policy, apply_policy, get_policy
 from jmp_train.policies.loss_scaling import DynamicLossScale, LossScale, LossScales, NoOpLossScale
-from jmp_train.policies.optimizers import scaled_states, with_loss_scale, with_master_weights
+from jmp_train.policies.optimizers import scaled_states, with_loss_scale, with_master_weights, with_state_dtypes
 from jmp_train.policies.pytrees import cast_floating
 from jmp_train.runs.phase_names import is_schedule
 from jmp_train.runs.run_settings import DEFAULT_SETTINGS, RunSettings
@@ -52,24 +52,18 @@ def precision_of(name: str, rules: AutocastRules | None = None) -> Policy | Amp:
       >>> precision_of("apex-O2-bfloat16").dtype.name, str(precision_of("mixed_float16"))
       ('bfloat16', 'p=full,c=f16,o=full')
     """
-    precision = _precision_named(name)
-    return precision if rules is None else _with_rules(precision, rules, name)
-
-
-def _precision_named(name: str) -> Policy | Amp:
     if is_schedule(name):
         raise ValueError(f"{name!r} is a schedule of several precisions, and one is wanted here")
     options = _MODES.get(name.removesuffix(_BFLOAT16))
     if options is not None:
-        dtype = jnp.bfloat16 if name.endswith(_BFLOAT16) else jnp.float16
-        return amp_mode(**options, dtype=dtype)
-    try:
-        return get_policy(name)
-    except ValueError as error:
-        raise ValueError(f"{error}; or an AMP mode: {MODE_CHOICES}") from None
-
-
-def _with_rules(precision: Policy | Amp, rules: AutocastRules, name: str) -> Policy | Amp:
+        precision = amp_mode(**options, dtype=jnp.bfloat16 if name.endswith(_BFLOAT16) else jnp.float16)
+    else:
+        try:
+            precision = get_policy(name)
+        except ValueError as error:
+            raise ValueError(f"{error}; or an AMP mode: {MODE_CHOICES}") from None
+    if rules is None:
+        return precision
     if not autocasts(precision):
         raise ValueError(f"{name} does not autocast, so that it has no rules; {AUTOCAST_CHOICES} do")
     if isinstance(precision, Amp):
@@ -122,10 +116,12 @@ class RunOptimizer(NamedTuple):
     Attributes:
       optimizer: the task's, with its learning rate scaled and its state in few bits as the settings say.
       has_loss_scale: True if it has a loss scale of its own.
+      schedule: the learning rate; None if the task does not say it.
     """
 
     optimizer: optax.GradientTransformation
     has_loss_scale: bool
+    schedule: optax.Schedule | None
 
 
 def run_optimizer(task: Task, params: Params, total: int | None, settings: RunSettings) -> RunOptimizer:
@@ -141,34 +137,27 @@ def run_optimizer(task: Task, params: Params, total: int | None, settings: RunSe
       ValueError: the settings have a learning rate and the task does not say its own, or the optimizer's state has no
         such fields as `state_dtypes` names.
     """
-    optimizer = task.optimizer_for(total)
+    optimizer, schedule = task.optimizer_for(total), task.schedule_for(total)
     has_loss_scale = bool(scaled_states(jax.eval_shape(optimizer.init, params)))
     if settings.learning_rate is not None:
-        factor = settings.learning_rate / peak_learning_rate(task, total)
-        optimizer = optax.chain(optimizer, optax.scale(factor))
-    state_dtypes = settings.few_bits.state_dtypes
-    optimizer = settings.few_bits.inner_optimizer(optimizer)
-    if state_dtypes:
+        if schedule is None:
+            raise ValueError(
+                "learning_rate: the task does not say its own, relative to which the updates are scaled; give "
+                "jt.Task(learning_rate=...), or its options a field learning_rate"
+            )
+        own, factor = schedule, settings.learning_rate / _peak(schedule, total)
+        optimizer, schedule = optax.chain(optimizer, optax.scale(factor)), lambda step: own(step) * factor
+    if state_dtypes := settings.few_bits.state_dtypes:
+        optimizer = with_state_dtypes(optimizer, dict(text.rsplit("=", 1) for text in state_dtypes))
         try:
             jax.eval_shape(optimizer.init, params)
         except ValueError as error:
             raise ValueError(f"--state-dtypes {' '.join(state_dtypes)}: {error}") from error
-    return RunOptimizer(optimizer, has_loss_scale)
+    return RunOptimizer(optimizer, has_loss_scale, schedule)
 
 
-def peak_learning_rate(task: Task, total: int | None) -> float:
-    """Returns the largest learning rate of a run; raises ValueError if the task does not say it.
-
-    Args:
-      task: what to train.
-      total: steps of the run; None if it is unknown.
-    """
-    schedule = task.schedule_for(total)
-    if schedule is None:
-        raise ValueError(
-            "learning_rate: the task does not say its own, relative to which the updates are scaled; give "
-            "jt.Task(learning_rate=...), or its options a field learning_rate"
-        )
+def _peak(schedule: optax.Schedule, total: int | None) -> float:
+    """Returns the largest learning rate of a run."""
     if total is None:
         return np.asarray(schedule(0)).item()
     steps = np.unique(np.linspace(0, total - 1, min(total, _SAMPLES)).astype(np.int32))
@@ -183,9 +172,9 @@ def shapes_of_init(task: Task) -> tuple[Any, Any]:
     """
     key = jax.random.key(0)
     try:
-        return jax.eval_shape(lambda key: task.init(key), key)
+        return jax.eval_shape(task.initial, key)
     except (TypeError, jax.errors.JAXTypeError):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), task.init(key))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), task.initial(key))
 
 
 def make_setup(
@@ -325,7 +314,6 @@ def check_float64(precision: Policy | Amp, name: str) -> None:
     """
     if isinstance(precision, Amp):
         return
-    fields = ("param_dtype", "compute_dtype", "output_dtype", "reduce_dtype")
-    dtypes = [getattr(precision, field) for field in fields]
+    dtypes = (precision.param_dtype, precision.compute_dtype, precision.output_dtype, precision.reduce_dtype)
     if jnp.float64 in dtypes and jax.dtypes.canonicalize_dtype(jnp.float64) != jnp.float64:
         raise ValueError(f"policy {name!r} has float64, which needs JAX_ENABLE_X64=1")

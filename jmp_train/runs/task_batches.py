@@ -1,7 +1,7 @@
 """Batches of a task: training batches with their place in the data, and evaluation batches."""
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -44,37 +44,13 @@ class Item(NamedTuple):
       batch: on the devices.
       ends_epoch: True if it is the last batch of its epoch.
       after: the place after it.
-      nans: a line for each array of the first batch that has NaN; empty for later batches.
+      nans: what `nan_lines` returns of the first batch; empty for later batches.
     """
 
     batch: Any
     ends_epoch: bool
     after: Place
     nans: tuple[str, ...] = ()
-
-
-class TrainingData(Protocol):
-    """The training batches of a run."""
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Batches per epoch; None if it is unknown."""
-        ...
-
-    @property
-    def batch_size(self) -> int | None:
-        """Examples per batch; None if the batches decide."""
-        ...
-
-    def items(self, place: Place, epochs: int, sharding: NamedSharding | None) -> Iterator[Item]:
-        """Yields the batches after a place, epoch after epoch.
-
-        Args:
-          place: where to begin.
-          epochs: how many there are.
-          sharding: of a batch over several devices; None for the first device.
-        """
-        ...
 
 
 class ArrayData:
@@ -84,6 +60,10 @@ class ArrayData:
       task: the task.
       batch_size: examples per batch. The last, incomplete batch of an epoch is left out.
       seed: of the order, which differs in each epoch.
+
+    Attributes:
+      steps_per_epoch: batches per epoch; None if it is unknown.
+      batch_size: examples per batch; None if the batches decide.
     """
 
     def __init__(self, task: Task, batch_size: int, seed: int) -> None:
@@ -93,7 +73,13 @@ class ArrayData:
         self.steps_per_epoch = count_examples(task.train) // batch_size
 
     def items(self, place: Place, epochs: int, sharding: NamedSharding | None) -> Iterator[Item]:
-        """Yields batches, see `TrainingData`."""
+        """Yields the batches after a place, epoch after epoch.
+
+        Args:
+          place: where to begin.
+          epochs: how many there are.
+          sharding: of a batch over several devices; None for the first device.
+        """
         task, steps = self._task, self.steps_per_epoch
         start = place.epoch * steps + place.batch
         batches = array_batches(
@@ -117,7 +103,7 @@ class ArrayData:
 
 
 class IterableData:
-    """Batches of a function of the epoch.
+    """Batches of a function of the epoch, with the attributes of `ArrayData`.
 
     Args:
       task: the task.
@@ -133,7 +119,7 @@ class IterableData:
         self.steps_per_epoch = self._given or length_of(self._first)
 
     def items(self, place: Place, epochs: int, sharding: NamedSharding | None) -> Iterator[Item]:
-        """Yields batches, see `TrainingData`."""
+        """Yields the batches after a place, epoch after epoch; see `ArrayData`."""
         first: Signature | None = None
         for epoch in range(place.epoch, epochs):
             iterator = iter(self._epoch(epoch))
@@ -152,15 +138,13 @@ class IterableData:
                 ahead = self._next(iterator, epoch, number)
                 yield Item(batch, ahead is None, Place(epoch, number, state), nans)
             if not number:
-                raise ValueError(f"train({epoch}) returned no batches{self._hint(epoch)}")
+                hint = "; it has to return a new iterator for each epoch" if epoch else ""
+                raise ValueError(f"train({epoch}) returned no batches{hint}")
 
     def _epoch(self, epoch: int) -> Any:
         """Returns the batches of an epoch; those whose length was asked for are used once."""
         batches, self._first = (self._first, None) if epoch == 0 and self._first is not None else (None, None)
-        batches = self._train(epoch) if batches is None else batches
-        if not hasattr(batches, "__iter__"):
-            raise TypeError(f"train({epoch}) must return an iterable of batches, got a {type(batches).__name__}")
-        return batches
+        return _checked_batches(self._train(epoch) if batches is None else batches, epoch)
 
     def _next(self, iterator: Iterator[Any], epoch: int, number: int) -> tuple[Any, Any] | None:
         """Returns the next batch of an epoch and the iterator's state after it; None at the epoch's end."""
@@ -184,8 +168,8 @@ class IterableData:
                     f"train({epoch}) ended after {number} batches, but the run had taken {count} of them"
                 ) from None
 
-    def _hint(self, epoch: int) -> str:
-        return "; it has to return a new iterator for each epoch" if epoch else ""
+
+TrainingData: TypeAlias = ArrayData | IterableData
 
 
 def train_batches(
@@ -207,7 +191,7 @@ def train_batches(
 
 
 def nan_lines(batch: Any, where: str) -> tuple[str, ...]:
-    """Returns a line for each array of a batch that has NaN.
+    """Returns a line for each array of a batch that has NaN, and for each that has infinities.
 
     Args:
       batch: tree of arrays that this process has.
@@ -223,9 +207,11 @@ def nan_lines(batch: Any, where: str) -> tuple[str, ...]:
             continue
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             continue
-        count = int(np.isnan(np.asarray(leaf).astype(np.float32)).sum())
-        if count:
-            lines.append(f"{path or 'the array'!r} of {where} has NaN in {count} of {leaf.size} values")
+        with np.errstate(over="ignore"):  # as on the device
+            values = np.asarray(leaf).astype(np.float32)
+        for kind, count in (("NaN", np.isnan(values).sum()), ("infinity", np.isinf(values).sum())):
+            if count:
+                lines.append(f"{path or 'the array'!r} of {where} has {kind} in {count} of {leaf.size} values")
     return tuple(lines)
 
 
@@ -244,14 +230,20 @@ def batch_shapes(task: Task, size: int | None) -> Any:
         examples = task.prepare(jax.tree.map(lambda array: array[:rows], task.train))
         size = size or task.batch_size or count_examples(task.train)
         return _shapes(examples, None if task.shards_shared else size)  # whose rows are those of the devices' parts
-    made: Any = task.train(0)
-    batch = next(iter(made), None)
+    batch = next(iter(_checked_batches(task.train(0), 0)), None)
     if batch is None:
         raise ValueError("train(0) returned no batches")
     batch = as_arrays(batch, "batch 0 of train(0)")
     if size is not None and rows_of(batch) is None:
         raise ValueError(f"batch_size={size}: the arrays of a batch have no common number of examples")
     return _shapes(batch, size)
+
+
+def _checked_batches(batches: Any, epoch: int) -> Any:
+    """Returns what `train` returned; raises TypeError if it is not an iterable of batches."""
+    if not hasattr(batches, "__iter__") or isinstance(batches, Mapping):
+        raise TypeError(f"train({epoch}) must return an iterable of batches, got a {type(batches).__name__}")
+    return batches
 
 
 def _shapes(batch: Any, size: int | None) -> Any:

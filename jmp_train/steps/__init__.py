@@ -14,6 +14,8 @@ from jmp_train.steps.delayed_scaling import own_state as own_state
 from jmp_train.steps.delayed_scaling import scaled_products as scaled_products
 from jmp_train.steps.delayed_scaling import with_next_scales as with_next_scales
 from jmp_train.steps.device_axes import over_axes as over_axes
+from jmp_train.steps.explained_errors import missing_key_explained as missing_key_explained
+from jmp_train.steps.explained_errors import why_no_key as why_no_key
 from jmp_train.steps.flax_train_state import FlaxTrainState as FlaxTrainState
 from jmp_train.steps.fp8_state import with_fp8_state as with_fp8_state
 from jmp_train.steps.gradient_functions import GradientFunction as GradientFunction

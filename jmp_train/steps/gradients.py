@@ -36,6 +36,7 @@ from jmp_train.policies.pytrees import (
     named_leaves,
     upcast_to_float32,
 )
+from jmp_train.steps.explained_errors import missing_key_explained, why_no_key
 
 
 def scaled_value_and_grad(
@@ -90,8 +91,9 @@ def scaled_value_and_grad(
 
     @functools.wraps(value_and_grad)
     def watched(loss_scale: LossScales, *args: object, **kwargs: object) -> Any:
-        first_trace.look(loss_fn, policy, args, kwargs)
-        return value_and_grad(loss_scale, *args, **kwargs)
+        with missing_key_explained(why_no_key(loss_fn, args)):
+            first_trace.look(loss_fn, policy, args, kwargs)
+            return value_and_grad(loss_scale, *args, **kwargs)
 
     return watched
 
@@ -136,10 +138,11 @@ def unwatched_value_and_grad(
             return loss_scale.scale(loss), (loss, aux)
 
         inputs = differentiated if scaled is None else ScaledProducts(differentiated, scaled.scales)
-        if isinstance(loss_scale, PerLossScale):
-            grads, (loss, aux) = _grads_of_each(scaled_loss, inputs, len(loss_scale.loss_scales))
-        else:
-            grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(inputs)
+        with mixed_dtypes_explained(policy):  # the backward pass may have branches and loops of its own
+            if isinstance(loss_scale, PerLossScale):
+                grads, (loss, aux) = _grads_of_each(scaled_loss, inputs, len(loss_scale.loss_scales))
+            else:
+                grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(inputs)
         return ((loss, aux) if has_aux else loss), upcast_to_float32(grads)
 
     return value_and_grad
@@ -230,6 +233,8 @@ def float32_scalar(loss: Any) -> jax.Array:
         raise TypeError(
             f"loss_fn returned a dict of losses, {sorted(map(str, loss))}: return their sum, or a tuple of them"
         )
+    if loss is None:
+        raise TypeError("loss_fn returned None as loss, it must be a floating scalar")
     dtype, shape = jnp.result_type(loss), jnp.shape(loss)
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"loss_fn must return a floating scalar as loss, got {dtype}{list(shape)}")

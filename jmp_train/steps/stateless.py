@@ -7,8 +7,8 @@ import jax
 
 from jmp_train.policies import Params
 from jmp_train.policies.loss_scaling import check_is_stateless, loss_and_aux, only_losses
+from jmp_train.steps.explained_errors import missing_key_explained
 from jmp_train.steps.gradient_functions import LossFn
-from jmp_train.steps.step_checks import missing_key_explained
 from jmp_train.types import Batch, ModelState
 
 _STATELESS = (
@@ -50,4 +50,5 @@ def stateless(loss_fn: Callable[..., Any], has_aux: bool | None = None) -> LossF
         loss, aux = loss_and_aux(result, True) if has_aux else (only_losses(result, has_aux), None)
         return loss, (model_state, aux)
 
+    with_state.__qualname__ = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)  # for messages
     return with_state

@@ -15,10 +15,10 @@ from jmp_train.steps.accumulation import accumulated
 from jmp_train.steps.call_checks import check_call
 from jmp_train.steps.delayed_scaling import delayed_scaling, scaled_products, with_next_scales
 from jmp_train.steps.device_axes import averaged, on_device
+from jmp_train.steps.explained_errors import explained
 from jmp_train.steps.gradient_functions import GradientFunction, GradientTransform, LossFn
 from jmp_train.steps.loss_gradients import loss_gradients
 from jmp_train.steps.metrics import step_metrics
-from jmp_train.steps.step_checks import explained
 from jmp_train.steps.train_state import TrainState
 from jmp_train.steps.update import apply_gradients, evaluation
 from jmp_train.steps.watches import checked_watches
@@ -70,7 +70,7 @@ def train_step(
 
     Raises:
       ValueError: `accumulate_steps` is below 1. When called: it does not divide the batch; the batch has no examples;
-        the state is another optimizer's; the optimizer's wrappers are nested in the wrong order; parameters are stored
+        64-bit integers of a NumPy batch do not fit into the 32 bits that JAX keeps; the state is another optimizer's; the optimizer's wrappers are nested in the wrong order; parameters are stored
         in a lower precision than the policy's.
       TypeError: an argument is of another type. When called: the model state changes its structure, shapes or dtypes.
 
@@ -78,7 +78,8 @@ def train_step(
       Float32ProductsWarning: when the step is first traced, for which `loss_fn` is traced once more.
       MissingLossScaleWarning: `policy` computes in float16, and the optimizer is no `with_loss_scale`.
       CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
-      CollapsedValuesWarning: called without `jax.jit`, values of the batch become one when cast.
+      CollapsedValuesWarning: called without `jax.jit`, values of the batch become one when cast, by the policy or by
+        JAX, from float64 to float32.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -135,6 +136,10 @@ class TrainStep:
     watch: tuple[str, ...] = ()
     transforms: tuple[GradientTransform, ...] = ()
     first_trace: FirstTrace = dataclasses.field(default_factory=FirstTrace, repr=False)
+
+    def __str__(self) -> str:
+        name = getattr(self.loss_fn, "__qualname__", type(self.loss_fn).__name__)
+        return f"TrainStep of {name}, policy {self.policy}"
 
     def with_axes(self, *names: str, model: Sequence[str] = ()) -> "TrainStep":
         """Returns this step for use inside a `shard_map` or `pmap` with these axes.

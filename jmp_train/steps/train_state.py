@@ -12,7 +12,7 @@ import optax
 from jmp_train.policies import PyTree
 from jmp_train.policies.optimizers import as_transformation
 from jmp_train.policies.pytrees import is_key_or_data, trained, with_overwritten
-from jmp_train.steps.step_checks import check_params
+from jmp_train.steps.param_checks import check_params
 from jmp_train.types import ModelState
 
 
@@ -67,8 +67,8 @@ class TrainState:
           A state whose arrays keep their dtypes through all steps, so that jit traces once.
 
         Raises:
-          TypeError: `params` has a leaf that is not a floating or complex array, or is an nnx module or has its
-            statistics, `optimizer` is not one, or `rng` is not a key.
+          TypeError: `params` has a leaf that is not a floating or complex array, is an nnx module or has its
+            statistics, or has flax's `batch_stats`; `optimizer` is not one, or `rng` is not a key.
           ValueError: `params` has no leaves.
 
         Example:

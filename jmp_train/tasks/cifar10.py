@@ -5,9 +5,7 @@ warms up over the first 390 steps, which are one epoch of its 200. Images travel
 flips and normalizes them on the device, so that the host does nothing.
 """
 
-import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +14,9 @@ import optax
 from jax import lax
 
 from jmp_train.data import CIFAR10_CLASSES, CIFAR10_FILES, CIFAR10_SIZE, read_cifar10
-from jmp_train.policies.amp_modes import batch_norm_paths
-from jmp_train.task import Arrays, Examples, Task
-from jmp_train.tasks.models import Accuracy, ResNet, Variables, image_loss
-from jmp_train.tasks.options import FileOptions, axis_name
+from jmp_train.task import Arrays, Task
+from jmp_train.tasks.models import Accuracy, ResNet, image_classifier
+from jmp_train.tasks.options import ShardedFileOptions
 
 LEARNING_RATE = 0.1
 WARM_UP = 390  # steps: an epoch of 50,000 images in batches of 128
@@ -64,52 +61,6 @@ def normalize(images: jax.Array | np.ndarray) -> jax.Array:
     return (jnp.asarray(images, jnp.float32) / 255 - jnp.array(MEAN)) / jnp.array(STD)
 
 
-def init(model: ResNet, key: jax.Array) -> tuple[Any, Any]:
-    """Returns float32 parameters and batch statistics.
-
-    Args:
-      model: the network.
-      key: of the parameters.
-    """
-    # Compiled, nothing of the forward pass is left; else each of its operations would be compiled and run.
-    variables = jax.jit(partial(model.init, train=False))(key, jnp.zeros(_IMAGES))
-    return variables["params"], variables["batch_stats"]
-
-
-def loss_fn(
-    model: ResNet, params: Variables, batch_stats: Variables, batch: Examples, rng: jax.Array
-) -> tuple[jax.Array, Any]:
-    """Returns the mean cross-entropy, the next batch statistics and the accuracy.
-
-    Args:
-      model: the network.
-      params: what `init` made.
-      batch_stats: what `init` made.
-      batch: `image`, uint8 [batch, 32, 32, 3], and `label`, int32 [batch].
-      rng: of the crops and flips.
-    """
-    images = _model_input(params, augment(batch["image"], rng))
-    return image_loss(model, params, batch_stats, {**batch, "image": images})
-
-
-def predict(model: ResNet, params: Variables, batch_stats: Variables, batch: Examples) -> Any:
-    """Returns the logits [batch, 10] of `batch["image"]`, uint8 [batch, 32, 32, 3].
-
-    Args:
-      model: the network.
-      params: what `init` made.
-      batch_stats: what `init` made.
-      batch: at least `image`.
-    """
-    variables = {"params": params, "batch_stats": batch_stats}
-    return model.apply(variables, _model_input(params, batch["image"]), train=False)
-
-
-def _model_input(params: Variables, images: jax.Array) -> jax.Array:
-    """Returns normalized images in the kernels' dtype: what casts a batch leaves bytes as they are."""
-    return normalize(images).astype(params["stem"]["kernel"].dtype)
-
-
 def prepare(examples: Arrays) -> Arrays:
     """Returns images as they are, and labels as int32."""
     return {"image": examples["image"], "label": examples["label"].astype(np.int32)}
@@ -137,21 +88,13 @@ def sgd(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     return optax.chain(decay, optax.sgd(learning_rate, momentum=0.9))
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(FileOptions):
-    """Options of task `cifar10`.
-
-    Args:
-      devices: over how many devices a batch is sharded.
-    """
-
-    devices: int = 1
+Options = ShardedFileOptions
 
 
 def task(options: Options) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data."""
     train, test = _data(options)
-    return make_task(ResNet(axis_name=axis_name(options.devices)), train, test)
+    return make_task(ResNet(axis_name=options.axis_name), train, test)
 
 
 def make_task(model: ResNet, train: Arrays, test: Arrays) -> Task:
@@ -162,19 +105,19 @@ def make_task(model: ResNet, train: Arrays, test: Arrays) -> Task:
       train: `image`, uint8 [examples, 32, 32, 3], and `label`, uint8 [examples].
       test: the same.
     """
-    alone = model.clone(axis_name=None)  # there is no axis where it is initialized and evaluated
+    found = image_classifier(lambda axis: model.clone(axis_name=axis), _IMAGES, normalize=normalize, augment=augment)
     return Task(
         train=train,
         test=test,
         prepare=prepare,
-        init=partial(init, alone),
-        loss_fn=partial(loss_fn, model),
-        metrics=Accuracy(partial(predict, alone)),
+        init=found.init,
+        loss_fn=partial(found.loss_fn, axis_name=model.axis_name),
+        metrics=Accuracy(found.predict),
         learning_rate=schedule,
         optimizer=lambda steps: sgd(schedule(steps)),
         batch_size=128,
         epochs=200,
-        batch_norms=partial(batch_norm_paths, alone, jax.ShapeDtypeStruct(_IMAGES, jnp.float32), train=False),
+        batch_norms=found.batch_norms,
     )
 
 

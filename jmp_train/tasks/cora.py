@@ -6,8 +6,8 @@ GraphSAGE. A step takes the whole graph, and so is an epoch; a batch is the labe
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -28,27 +28,16 @@ class Recipe:
     """A model and how its paper trains it.
 
     Attributes:
-      make: returns the model for the features' width, the number of classes and random streams.
+      make: returns the model, given the features' width, the number of classes and random streams.
       learning_rate: Adam's.
       decayed: the path of the only parameter with an L2 term in the loss; None for all of them.
       weight_decay: the factor of that term.
     """
 
-    make: Callable[[int, int, nnx.Rngs], nnx.Module]
+    make: Callable[..., nnx.Module]  # in_features, classes, rngs
     learning_rate: float
     decayed: str | None = None
     weight_decay: float = WEIGHT_DECAY
-
-
-def gcn(in_features: int, classes: int, rngs: nnx.Rngs) -> GCN:
-    """Returns the GCN of Kipf and Welling, https://arxiv.org/abs/1609.02907: hidden 16, dropout 0.5, no biases.
-
-    Args:
-      in_features: the width of a node's features.
-      classes: how many logits a node gets.
-      rngs: flax's streams.
-    """
-    return GCN(in_features, 16, classes, dropout=0.5, use_bias=False, rngs=rngs)
 
 
 def gat(in_features: int, classes: int, rngs: nnx.Rngs, last_heads: int = 1) -> GAT:
@@ -76,26 +65,15 @@ def gat(in_features: int, classes: int, rngs: nnx.Rngs, last_heads: int = 1) -> 
     return model
 
 
-def sage(in_features: int, classes: int, rngs: nnx.Rngs) -> SAGE:
-    """Returns the GraphSAGE of DGL's example: hidden 16, dropout 0.5, the mean of neighbors and node.
-
-    Args:
-      in_features: the width of a node's features.
-      classes: how many logits a node gets.
-      rngs: flax's streams.
-
-    Reference: https://github.com/dmlc/dgl, examples/pytorch/graphsage/train_full.py.
-    """
-    return SAGE(in_features, 16, classes, aggregator="gcn", dropout=0.5, rngs=rngs)
-
-
 RECIPES: Mapping[str, Recipe] = {
-    "gcn": Recipe(gcn, learning_rate=0.01, decayed="first/weight"),
+    # Kipf and Welling, https://arxiv.org/abs/1609.02907.
+    "gcn": Recipe(partial(GCN, hidden=16, dropout=0.5, use_bias=False), learning_rate=0.01, decayed="first/weight"),
     "gat": Recipe(gat, learning_rate=0.005),
-    "sage": Recipe(sage, learning_rate=0.01),
+    # DGL's example of GraphSAGE, https://github.com/dmlc/dgl, examples/pytorch/graphsage/train_full.py.
+    "sage": Recipe(partial(SAGE, hidden=16, aggregator="gcn", dropout=0.5), learning_rate=0.01),
 }
 OF_DATASETS: Mapping[tuple[str, str], Recipe] = {  # where a paper trains otherwise
-    ("gat", "pubmed"): Recipe(functools.partial(gat, last_heads=8), learning_rate=0.01, weight_decay=1e-3),
+    ("gat", "pubmed"): Recipe(partial(gat, last_heads=8), learning_rate=0.01, weight_decay=1e-3),
 }
 
 
@@ -114,7 +92,7 @@ class Options(FileOptions):
 
 def task(options: Options) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data; nothing on a device."""
-    data = _data(options)
+    data = read_papers(options, "cora", "cora")
     whole = make_task(data, options.model)
     formats = ("coo", "csr")
     return over_devices(
@@ -140,7 +118,7 @@ def make_task(data: NodeData, model: str, dataset: str = "cora", *, sparse: bool
     width = data.features.shape[1]
 
     def make(key: jax.Array) -> nnx.Module:
-        return recipe.make(width, data.num_classes, nnx.Rngs(key))
+        return recipe.make(in_features=width, classes=data.num_classes, rngs=nnx.Rngs(key))
 
     def shared() -> dict[str, Any]:
         features = normalize_rows(data.features)
@@ -169,11 +147,16 @@ def make_graph(data: NodeData) -> Graph:
     return add_self_loop(from_edges(data.senders, data.receivers, data.num_nodes))
 
 
-def _data(options: FileOptions) -> NodeData:
+def read_papers(options: FileOptions, task: str, dataset: str) -> NodeData:
+    """Returns the data of `options.data_dir`, or synthetic data of Cora's shapes.
+
+    Args:
+      options: where the data is.
+      task: the task's name.
+      dataset: the data set's name.
+    """
     if options.synthetic:
         return synthetic_cora()
-    files, public = (
-        "the folder of ind.cora.x and the other seven files",
-        f"; Planetoid's files are public in {PLANETOID_ADDRESS}",
-    )
-    return read_planetoid(options.folder("cora", files, public), "cora")
+    files = f"the folder of ind.{dataset}.x and the other seven files"
+    public = f"; Planetoid's files are public in {PLANETOID_ADDRESS}"
+    return read_planetoid(options.folder(task, files, public), dataset)

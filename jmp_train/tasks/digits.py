@@ -4,8 +4,6 @@ The data comes with scikit-learn, so this job runs anywhere; BatchNorm and dropo
 state and the random key that larger jobs have.
 """
 
-import dataclasses
-from collections.abc import Sequence
 from functools import partial
 
 import flax.linen as nn
@@ -14,9 +12,9 @@ import numpy as np
 import optax
 
 from jmp_train.extras import extra_packages
-from jmp_train.task import Arrays, Task
+from jmp_train.task import Task
 from jmp_train.tasks.models import Accuracy, image_classifier
-from jmp_train.tasks.options import axis_name
+from jmp_train.tasks.options import ShardedOptions
 
 CLASSES = 10
 
@@ -44,15 +42,7 @@ class DigitsCNN(nn.Module):
 init, loss_fn, predict, batch_norms = image_classifier(DigitsCNN, (1, 8, 8, 1))
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Options of task `digits`.
-
-    Args:
-      devices: over how many devices a batch is sharded.
-    """
-
-    devices: int = 1
+Options = ShardedOptions
 
 
 def task(options: Options) -> Task:
@@ -62,35 +52,19 @@ def task(options: Options) -> Task:
         from sklearn.model_selection import train_test_split
 
     images, labels = load_digits(return_X_y=True)
-    data = {
-        "image": (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32),
-        "label": labels.astype(np.int32),
-    }
-    train_examples, test_examples = train_test_split(
-        np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0
-    )
+    data = {"image": (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32), "label": labels.astype(np.int32)}
+    chosen = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0)
+    train, test = ({name: array[examples] for name, array in data.items()} for examples in chosen)
+    rate = partial(optax.cosine_decay_schedule, 3e-3)
     return Task(
-        train=_examples(data, train_examples),
-        test=_examples(data, test_examples),
+        train=train,
+        test=test,
         init=init,
-        loss_fn=partial(loss_fn, axis_name=axis_name(options.devices)),
+        loss_fn=partial(loss_fn, axis_name=options.axis_name),
         metrics=Accuracy(predict),
-        learning_rate=schedule,
-        optimizer=lambda steps: optax.adam(schedule(steps)),
+        learning_rate=rate,
+        optimizer=lambda steps: optax.adam(rate(steps)),
         batch_size=64,
         epochs=15,
         batch_norms=batch_norms,
     )
-
-
-def schedule(steps: int) -> optax.Schedule:
-    """Returns the learning rate: a cosine over the run.
-
-    Args:
-      steps: of the run.
-    """
-    return optax.cosine_decay_schedule(3e-3, steps)
-
-
-def _examples(data: Arrays, indices: Sequence[int] | np.ndarray) -> Arrays:
-    return {name: array[indices] for name, array in data.items()}

@@ -6,7 +6,7 @@ features, a one-hot vector for each member, are the same for all of them.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jmp_train.extras import extra_packages
 from jmp_train.graphs.structure import Graph, from_edges
 from jmp_train.policies import Params
 from jmp_train.task import Arrays, Examples, Task
-from jmp_train.tasks.models import GAT, GCN, Accuracy, cross_entropy
+from jmp_train.tasks.models import GAT, GCN, Accuracy, cross_entropy, node_classifier
 from jmp_train.types import ModelState
 
 CLASSES = 2
@@ -50,17 +50,13 @@ def task(options: Options) -> Task:
             return GAT(graph.num_nodes, 8, CLASSES, (4, 1), rngs=rngs)
         return GCN(graph.num_nodes, 16, CLASSES, rngs=rngs)
 
-    structure = nnx.split(nnx.eval_shape(make, jax.random.key(0)))[0]
-
-    def init(key: jax.Array) -> tuple[Any, None]:
-        return nnx.split(make(key))[1], None
+    init, predict_on, _ = node_classifier(make)
 
     def predict(params: Params, model_state: ModelState, batch: Examples, rng: jax.Array | None = None) -> jax.Array:
-        del model_state, rng
+        del rng
         # A policy has cast the parameters, and the features, which are not part of the batch, follow.
-        dtype = jax.tree.leaves(params)[0].dtype
-        logits = nnx.merge(structure, params)(graph, jnp.asarray(features, dtype))
-        return logits[batch["node"]]
+        of_all = {"graph": graph, "features": jnp.asarray(features, jax.tree.leaves(params)[0].dtype)}
+        return predict_on(params, model_state, {**batch, **of_all})
 
     return Task(
         train=_examples(members, labels, is_labeled),

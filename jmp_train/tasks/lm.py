@@ -139,11 +139,7 @@ def decays(params: Any) -> Any:
     Args:
       params: of a `GPT`.
     """
-
-    def decays_one(path: tuple[Any, ...], x: Any) -> bool:
-        return x.ndim > 1 and "embedding" not in jax.tree_util.keystr(path)
-
-    return jax.tree.map_with_path(decays_one, params)
+    return jax.tree.map_with_path(lambda path, x: x.ndim > 1 and "embedding" not in jax.tree_util.keystr(path), params)
 
 
 @dataclasses.dataclass(frozen=True)

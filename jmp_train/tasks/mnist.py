@@ -6,7 +6,6 @@ PyTorch's defaults: biased convolutions, its initializers, BatchNorm's eps 1e-5 
 here is at most 0.05 % less.
 """
 
-import dataclasses
 from functools import partial
 
 import flax.linen as nn
@@ -16,8 +15,8 @@ import optax
 
 from jmp_train.data import MNIST_FILES, read_mnist
 from jmp_train.task import Arrays, Task
-from jmp_train.tasks.models import Accuracy, Conv, image_classifier, torch_uniform
-from jmp_train.tasks.options import FileOptions, axis_name
+from jmp_train.tasks.models import Accuracy, Conv, batch_norm, image_classifier, torch_uniform
+from jmp_train.tasks.options import ShardedFileOptions
 
 # (channels in, channels out, kernel, stride, padding)
 BLOCKS = (
@@ -52,13 +51,7 @@ class MnistCNN(nn.Module):
         for channels, features, size, stride, padding in BLOCKS:
             init = torch_uniform(channels * size**2)
             conv = Conv(features, size, stride, padding, kernel_init=init, bias_init=init)
-            norm = nn.BatchNorm(
-                use_running_average=not train,
-                momentum=0.9,
-                epsilon=1e-5,
-                axis_name=self.axis_name,
-            )
-            x = nn.relu(norm(conv(x)))
+            x = nn.relu(batch_norm(train, self.axis_name)(conv(x)))
         x = x.mean(axis=(1, 2))
         for features in DENSE:
             x = nn.relu(_dense(features, x.shape[-1])(x))
@@ -81,15 +74,7 @@ def prepare(examples: Arrays) -> Arrays:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(FileOptions):
-    """Options of task `mnist`.
-
-    Args:
-      devices: over how many devices a batch is sharded.
-    """
-
-    devices: int = 1
+Options = ShardedFileOptions
 
 
 def task(options: Options) -> Task:
@@ -100,7 +85,7 @@ def task(options: Options) -> Task:
         test=test,
         prepare=prepare,
         init=init,
-        loss_fn=partial(loss_fn, axis_name=axis_name(options.devices)),
+        loss_fn=partial(loss_fn, axis_name=options.axis_name),
         metrics=Accuracy(predict),
         learning_rate=LEARNING_RATE,
         optimizer=optax.adam(optax.constant_schedule(LEARNING_RATE)),

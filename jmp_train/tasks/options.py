@@ -35,10 +35,22 @@ class FileOptions:
         return self.data_dir
 
 
-def axis_name(devices: int) -> str | None:
-    """Returns the mesh axis over which a model's BatchNorm is synchronized; None on one device.
+@dataclasses.dataclass(frozen=True)
+class ShardedOptions:
+    """The devices of a task whose batches are sharded.
 
     Args:
-      devices: over how many a batch is sharded.
+      devices: over how many devices a batch is sharded.
     """
-    return DATA_AXIS if devices > 1 else None
+
+    devices: int = 1
+
+    @property
+    def axis_name(self) -> str | None:
+        """The mesh axis over which a model's BatchNorm is synchronized; None on one device."""
+        return DATA_AXIS if self.devices > 1 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedFileOptions(ShardedOptions, FileOptions):
+    """Where the data of a task is whose batches are sharded."""

@@ -7,9 +7,9 @@ paper has 32, and a first layer that multiplies the zeros too takes most of the 
 import dataclasses
 from typing import Literal
 
-from jmp_train.graphs.datasets import PLANETOID, PLANETOID_ADDRESS, NodeData, read_planetoid, synthetic_cora
+from jmp_train.graphs.datasets import PLANETOID
 from jmp_train.task import Task
-from jmp_train.tasks.cora import make_task
+from jmp_train.tasks.cora import make_task, read_papers
 from jmp_train.tasks.options import FileOptions
 
 
@@ -31,15 +31,6 @@ def task(options: Options) -> Task:
     name = options.dataset.lower()
     if name not in PLANETOID:
         raise ValueError(f"dataset={options.dataset!r} must be one of {', '.join(PLANETOID)}")
-    return make_task(_data(options, name), options.model, name, sparse=True)
-
-
-def _data(options: Options, name: str) -> NodeData:
-    if options.synthetic:
-        if name != PLANETOID[0]:
-            raise ValueError(f"dataset={options.dataset!r} has no synthetic data: only {PLANETOID[0]} has")
-        return synthetic_cora()
-    files = f"the folder of ind.{name}.x and the other seven files"
-    return read_planetoid(
-        options.folder("planetoid", files, f"; Planetoid's files are public in {PLANETOID_ADDRESS}"), name
-    )
+    if options.synthetic and name != PLANETOID[0]:
+        raise ValueError(f"dataset={options.dataset!r} has no synthetic data: only {PLANETOID[0]} has")
+    return make_task(read_papers(options, "planetoid", name), options.model, name, sparse=True)

@@ -29,7 +29,7 @@ from jmp_train.graphs.structure import stack
 from jmp_train.policies.amp_modes import batch_norm_paths
 from jmp_train.task import Arrays, Task
 from jmp_train.tasks.models import GIN, Accuracy, graph_classifier
-from jmp_train.tasks.options import FileOptions, axis_name
+from jmp_train.tasks.options import ShardedFileOptions
 
 HIDDEN, LAYERS = 32, 3
 MOST_DEGREES = 64
@@ -38,15 +38,13 @@ MOST_CATEGORIES = 256  # of a feature of whole numbers; one with more is taken a
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(FileOptions):
+class Options(ShardedFileOptions):
     """Options of task `proteins`.
 
     Args:
-      devices: over how many devices a batch is sharded.
       accumulate_steps: into how many parts a device's batch is split.
     """
 
-    devices: int = 1
     accumulate_steps: int = 1
 
 
@@ -97,9 +95,10 @@ def make_task(data: GraphData, options: Options | None = None, epochs: int = 30)
         found = [padded_batch(data, part, size) for part in parts]
         return {"graph": found[0] if len(found) == 1 else stack(found), "label": examples["label"]}
 
-    init, predict, loss_fn = graph_classifier(make, axis_name(options.devices))
+    init, predict, loss_fn = graph_classifier(make, options.axis_name)
     split = (data.train, data.test) if len(data.train) else split_by_class(data.labels)
     train, test = ({"graph": places, "label": data.labels[places]} for places in split)
+    rate = functools.partial(optax.cosine_decay_schedule, 0.01)
     return Task(
         train=train,
         test=test,
@@ -107,21 +106,12 @@ def make_task(data: GraphData, options: Options | None = None, epochs: int = 30)
         init=init,
         loss_fn=loss_fn,
         metrics=Accuracy(predict),
-        learning_rate=schedule,
-        optimizer=lambda steps: optax.adam(schedule(steps)),
+        learning_rate=rate,
+        optimizer=lambda steps: optax.adam(rate(steps)),
         batch_size=32,
         epochs=epochs,
         batch_norms=lambda: batch_norm_paths(nnx.eval_shape(lambda: make(jax.random.key(0), None))),
     )
-
-
-def schedule(steps: int) -> optax.Schedule:
-    """Returns the learning rate: a cosine over the run.
-
-    Args:
-      steps: of the run.
-    """
-    return optax.cosine_decay_schedule(0.01, steps)
 
 
 def node_features(data: GraphData) -> np.ndarray:

@@ -54,16 +54,17 @@ class Options(FileOptions):
         super().__post_init__()
         if self.scale is not None and not 0 < self.scale <= 1:
             raise ValueError(f"scale={self.scale} must be above 0 and up to 1")
+        if self.heads is not None and (len(self.heads) != len(HEADS) or min(self.heads) < 1):
+            raise ValueError(f"heads={self.heads} must be {len(HEADS)} numbers of at least 1, one a layer")
 
 
 def task(options: Options) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data; nothing on a device."""
-    heads = _checked_heads(options.heads)
     data = _data(options)
     train, test = (node_examples(data, ids) for ids in (data.train, data.test))
 
     def make(key: jax.Array) -> GAT:
-        return GAT(REDDIT_FEATURES, HIDDEN, REDDIT_CLASSES, heads, rngs=nnx.Rngs(key))
+        return GAT(REDDIT_FEATURES, HIDDEN, REDDIT_CLASSES, options.heads or HEADS, rngs=nnx.Rngs(key))
 
     init, predict, loss_fn = node_classifier(make)
     whole = Task(
@@ -119,11 +120,3 @@ def _data(options: Options) -> NodeData:
         raise ValueError(f"scale={options.scale}: the real graph has one size; add --synthetic")
     files = f"the folder of {REDDIT_GRAPH_FILES[0]} and {REDDIT_DATA_FILE}"
     return read_reddit(options.folder("reddit", files, f"; {REDDIT_SOURCE}"))
-
-
-def _checked_heads(heads: tuple[int, ...] | None) -> tuple[int, ...]:
-    if heads is None:
-        return HEADS
-    if len(heads) != len(HEADS) or any(count < 1 for count in heads):
-        raise ValueError(f"heads={heads} must be {len(HEADS)} numbers of at least 1, one a layer")
-    return heads

@@ -5,19 +5,8 @@ from typing import Any
 
 from jmp_train.task import Task
 
-_MODULES = {
-    "digits": "digits",
-    "mnist": "mnist",
-    "karate": "karate",
-    "cora": "cora",
-    "planetoid": "planetoid",
-    "reddit": "reddit",
-    "proteins": "proteins",
-    "cifar10": "cifar10",
-    "vit-b16": "vit",
-    "lm": "lm",
-}
-TASK_NAMES = tuple(_MODULES)
+TASK_NAMES = ("digits", "mnist", "karate", "cora", "planetoid", "reddit", "proteins", "cifar10", "vit-b16", "lm")
+_MODULES = {name: name for name in TASK_NAMES} | {"vit-b16": "vit"}
 
 
 def module_of(name: str) -> Any:

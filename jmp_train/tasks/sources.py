@@ -137,14 +137,17 @@ def _parameters(title: str, function: Any, file: Path) -> tuple[type[Any] | None
         return None, file, False
     parameters = inspect.signature(function).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    if sum(p.default is p.empty for p in [*positional, *keywords]) > len(positional[:1]):
+        raise ValueError(f"{title} must take one parameter at most: a dataclass of options")
     if not positional:
         return None, file, False
     first = positional[0]
-    with errors_of_file(file):
+    try:
         kind = typing.get_type_hints(function).get(first.name, type(first.default))
+    except NameError as error:
+        raise ValueError(f"{title}: {error}, which an annotation names") from error
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if sum(p.default is p.empty for p in positional) > 1:
-            raise ValueError(f"{title} must take one parameter at most: a dataclass of options")
         return kind, file, False
     if first.default is not first.empty and first.name != "policy":
         return None, file, False
@@ -170,25 +173,38 @@ def errors_of_file(file: Path | None) -> Iterator[None]:
     except SystemExit as error:
         if file is None:
             raise
+        code = 0 if error.code is None else error.code
         raise FileError(
-            f"{file} ends the process (exit code {error.code}); what it does as a command belongs below "
-            "if __name__ == '__main__'"
+            f"{_place(file, error) or file}: it ends the process by sys.exit({code!r}); what it does as a command "
+            "belongs below if __name__ == '__main__'"
         ) from error
     except Exception as error:  # whatever its author wrote
-        line = None if file is None or isinstance(error, FileError) else _line_in(file, error)
-        if line is None:
+        place = None if file is None or isinstance(error, FileError) else _place(file, error)
+        if place is None:
             raise
         first = next((text for text in str(error).splitlines() if text.strip()), "")
-        raise FileError(f"{file}:{line}: {type(error).__name__}: {first}") from error
+        notes = [note for note in getattr(error, "__notes__", ()) if note.isprintable()]  # jax's have several lines
+        raise FileError("; ".join([": ".join(filter(None, [place, type(error).__name__, first])), *notes])) from error
 
 
-def _line_in(file: Path, error: BaseException) -> int | None:
-    """Returns the innermost line of a file that an exception came through; of a syntax error its own."""
-    path = str(file.resolve())
-    if isinstance(error, SyntaxError) and error.filename == path:
-        return error.lineno
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    return lines[-1] if lines else None
+def _place(file: Path, error: BaseException) -> str | None:
+    """Returns the innermost place in a user's files that an exception came through, as "file:line"; None without one.
+
+    These are the file and what is in its folder, but for installed packages. A syntax error has a place of its own.
+    """
+    folder = file.resolve().parent
+    places = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] != "jmp_train"
+    ]
+    if isinstance(error, SyntaxError) and error.filename:
+        places.append((error.filename, error.lineno or 1))
+    for name, line in reversed(places):
+        path = Path(name)
+        if path.is_relative_to(folder) and not {"site-packages", "dist-packages"} & {*path.parts}:
+            return f"{file.parent / path.relative_to(folder)}:{line}"
+    return None
 
 
 def _import(name: str) -> tuple[ModuleType, Path]:

@@ -7,21 +7,18 @@ up: here the first sixth of the run's steps, however long it is.
 
 import dataclasses
 import os
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import DTypeLike
 
 from jmp_train.data import center_crops, random_crops, read_image_folder
-from jmp_train.task import Arrays, Examples, Task
-from jmp_train.tasks.models import Accuracy, Variables, VisionTransformer, image_loss
+from jmp_train.task import Arrays, Task
+from jmp_train.tasks.models import Accuracy, ImageClassifier, VisionTransformer, image_classifier
 from jmp_train.tasks.options import FileOptions
 from jmp_train.tasks.schedules import with_warm_up
-from jmp_train.types import ModelState
 
 LEARNING_RATE, WEIGHT_DECAY, LARGEST_NORM = 1e-2, 0.1, 1.0
 EPOCHS, WARM_UP_SHARE = 300, 6
@@ -35,60 +32,24 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SYNTHETIC_CLASSES, SYNTHETIC_EXAMPLES, SYNTHETIC_TEST_EXAMPLES, SYNTHETIC_EPOCHS = 10, 1024, 128, 1
 
 
-def normalized(images: jax.Array | np.ndarray, dtype: DTypeLike) -> jax.Array:
-    """Returns images with ImageNet's mean and standard deviation taken out, computed in float32.
+def normalized(images: jax.Array | np.ndarray) -> jax.Array:
+    """Returns images with ImageNet's mean and standard deviation taken out, in float32.
 
     Args:
       images: uint8 [batch, height, width, 3].
-      dtype: the floating dtype of the result.
     """
     mean, std = (np.array(values, np.float32) * 255 for values in (MEAN, STD))
-    return ((jnp.asarray(images, jnp.float32) - mean) / std).astype(dtype)
+    return (jnp.asarray(images, jnp.float32) - mean) / std
 
 
-def init(key: jax.Array, model: VisionTransformer, image_size: int) -> tuple[Any, Any]:
-    """Returns float32 parameters, and no model state.
+def classifier(model: VisionTransformer, image_size: int) -> ImageClassifier:
+    """Returns what the task takes of a network, which has no batch statistics.
 
     Args:
-      key: of the random values.
       model: the network.
       image_size: the side of an image in pixels, which decides how many positions there are.
     """
-    images = jnp.zeros((1, image_size, image_size, 3))
-    return jax.jit(partial(model.init, train=False))(key, images)["params"], {}
-
-
-def loss_fn(
-    params: Variables, model_state: Variables, batch: Examples, rng: jax.Array, model: VisionTransformer
-) -> tuple[jax.Array, Any]:
-    """Returns the mean cross-entropy, the model state, which is empty, and the accuracy.
-
-    Args:
-      params: what `init` made.
-      model_state: what `init` made.
-      batch: `image`, uint8 [batch, height, width, 3], and `label`, int32 [batch].
-      rng: of the dropout.
-      model: the network.
-    """
-    examples = {**batch, "image": normalized(batch["image"], _dtype_of(params))}
-    return image_loss(model, params, model_state, examples, {"dropout": rng})
-
-
-def predict(params: Variables, model_state: ModelState, batch: Examples, model: VisionTransformer) -> Any:
-    """Returns the logits [batch, classes] of `batch["image"]`, without dropout.
-
-    Args:
-      params: what `init` made.
-      model_state: what `init` made.
-      batch: `image`, uint8 [batch, height, width, 3].
-      model: the network.
-    """
-    del model_state
-    return model.apply({"params": params}, normalized(batch["image"], _dtype_of(params)), train=False)
-
-
-def _dtype_of(params: Variables) -> np.dtype:
-    return params["head"]["kernel"].dtype
+    return image_classifier(lambda axis: model, (1, image_size, image_size, 3), normalize=normalized)
 
 
 def schedule(steps: int) -> optax.Schedule:
@@ -134,10 +95,21 @@ def task(options: Options) -> Task:
     patch = VisionTransformer.patch
     if size < 1 or size % patch:
         raise ValueError(f"image_size={size} must be a multiple of the patch's side, {patch}")
-    return _synthetic_task(size) if options.synthetic else _folder_task(options, size)
+    model, data = (VisionTransformer(), _synthetic(size)) if options.synthetic else _folder(options, size)
+    found = classifier(model, size)
+    return Task(
+        **data,
+        init=found.init,
+        loss_fn=found.loss_fn,
+        metrics=Accuracy(found.predict),
+        learning_rate=schedule,
+        optimizer=lambda steps: optimizer(schedule(steps)),
+        batch_size=BATCH_SIZE,
+    )
 
 
-def _folder_task(options: Options, size: int) -> Task:
+def _folder(options: Options, size: int) -> tuple[VisionTransformer, dict[str, Any]]:
+    """Returns the network for a folder's classes, and what the task takes of the folder."""
     folder = options.folder("vit-b16", "the folder of train/CLASS/*.jpg and val/CLASS/*.jpg")
     train, test, classes = read_image_folder(folder)
     # The files come class by class; of --train-size N the first N are to be of all classes.
@@ -149,35 +121,21 @@ def _folder_task(options: Options, size: int) -> Task:
     def augment(examples: Arrays, seeds: np.ndarray) -> Arrays:
         return {"image": random_crops(examples["path"], seeds, size), "label": examples["label"]}
 
-    return Task(
-        **_common(VisionTransformer(len(classes)), size),
-        train={name: array[order] for name, array in train.items()},
-        test=test,
-        prepare=prepare,
-        augment=augment,
-        loading_threads=min(16, os.cpu_count() or 1),
-        epochs=EPOCHS,
-    )
+    return VisionTransformer(len(classes)), {
+        "train": {name: array[order] for name, array in train.items()},
+        "test": test,
+        "prepare": prepare,
+        "augment": augment,
+        "loading_threads": min(16, os.cpu_count() or 1),
+        "epochs": EPOCHS,
+    }
 
 
-def _synthetic_task(size: int) -> Task:
-    return Task(
-        **_common(VisionTransformer(), size),
-        train=synthetic_data(SYNTHETIC_EXAMPLES, size, seed=0),
-        test=synthetic_data(SYNTHETIC_TEST_EXAMPLES, size, seed=1),
-        epochs=SYNTHETIC_EPOCHS,
-    )
-
-
-def _common(model: VisionTransformer, size: int) -> dict[str, Any]:
-    """Returns what does not depend on where the data is from."""
+def _synthetic(size: int) -> dict[str, Any]:
     return {
-        "init": partial(init, model=model, image_size=size),
-        "loss_fn": partial(loss_fn, model=model),
-        "metrics": Accuracy(partial(predict, model=model)),
-        "learning_rate": schedule,
-        "optimizer": lambda steps: optimizer(schedule(steps)),
-        "batch_size": BATCH_SIZE,
+        "train": synthetic_data(SYNTHETIC_EXAMPLES, size, seed=0),
+        "test": synthetic_data(SYNTHETIC_TEST_EXAMPLES, size, seed=1),
+        "epochs": SYNTHETIC_EPOCHS,
     }
 
 

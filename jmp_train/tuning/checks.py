@@ -18,6 +18,7 @@ _MOST_NAMES = 8
 def checked(
     fn: Callable[..., Any],
     examples: Sequence[Example],
+    others: Sequence[Any],
     held_out: Sequence[Example] | None,
     budget: int,
     steps: int,
@@ -27,6 +28,7 @@ def checked(
     Args:
       fn: see `tune`.
       examples: likewise.
+      others: arguments by position after these.
       held_out: likewise.
       budget: likewise.
       steps: likewise.
@@ -41,12 +43,17 @@ def checked(
     if mark_of(fn.loss_fn if is_step else fn) is not None:
         name = "the loss_fn of the step" if is_step else "fn"
         raise TypeError(f"{name} is an autocast(...) already: pass the plain function, for which rules are found")
+    wanted = "tune(step, [(state, batch), ...])" if is_step else "tune(fn, [(params, batch), ...])"
+    if others or not isinstance(examples, Sequence):
+        got = f"got {type(examples).__name__}" + "".join(f" and {type(other).__name__}" for other in others)
+        raise TypeError(f"examples must be one list of tuples of fn's arguments, {got}: {wanted}")
     if not examples:
-        raise ValueError("examples is empty: tune wants tuples of arguments, with values")
+        raise ValueError(f"examples is empty: tune wants tuples of arguments, with values: {wanted}")
     given = [*examples, *(held_out or ())]
     for number, example in enumerate(given):
         if not isinstance(example, tuple):
-            raise TypeError(f"examples[{number}] must be a tuple of arguments, got {type(example).__name__}")
+            got = type(example).__name__
+            raise TypeError(f"examples[{number}] must be a tuple of arguments, got {got}: {wanted}")
     if not isinstance(budget, int) or budget < 1:
         raise ValueError(f"budget={budget!r} must be an integer of at least 1")
     if not isinstance(steps, int) or steps < 0:

@@ -161,12 +161,15 @@ def tolerance_of(tolerance: "Tolerance | float | Criterion | None") -> tuple[Tol
 
     Raises:
       TypeError: it is something else.
+      ValueError: it is a number that is not positive.
     """
     if tolerance is None:
         return Tolerance(), None
     if isinstance(tolerance, Tolerance):
         return tolerance, None
     if isinstance(tolerance, int | float) and not isinstance(tolerance, bool):
+        if not tolerance > 0:
+            raise ValueError(f"tolerance={tolerance!r} must be a positive number, such as 0.05")
         return Tolerance(tolerance, tolerance, 5 * tolerance, max(-1.0, 1 - tolerance), sensitivity=0), None
     if callable(tolerance):
         return Tolerance(math.inf, math.inf, math.inf, -1.0), tolerance

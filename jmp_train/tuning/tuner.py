@@ -22,7 +22,7 @@ from jmp_train.policies.dtype_policies import AutocastPolicy, FirstTrace
 from jmp_train.policies.loss_scaling import DynamicLossScale
 from jmp_train.policies.optimizers import get_loss_scale, scaled_states, set_loss_scale
 from jmp_train.policies.pytrees import check_half
-from jmp_train.steps import TrainState
+from jmp_train.steps import TrainState, missing_key_explained, why_no_key
 from jmp_train.tuning.checks import check_finite, checked, why_no_choice
 from jmp_train.tuning.entries import entries_of
 from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
@@ -42,7 +42,7 @@ _MOST_REPAIRS = 16  # units of which each is compiled without, to see whether it
 def tune(
     fn: Callable[..., Any],
     examples: Sequence[Example],
-    *,
+    *others: Any,
     dtype: DTypeLike = "float16",
     tolerance: Tolerance | float | Criterion | None = None,
     budget: int = _DEFAULT_BUDGET,
@@ -63,6 +63,7 @@ def tune(
         other function of arrays; or a `TrainStep`.
       examples: tuples of its arguments, of the same shapes; of a step tuples of state and batch. Batches as they are
         in training: what is not in them is not tuned for.
+      *others: none; `examples` is one list.
       dtype: the half type, float16 or bfloat16.
       tolerance: how large errors may be, a `Tolerance`; a number, for the relative error of the loss and of the
         gradient; or a function of two `Outcome`s, in half precision and in float32, to a boolean scalar, which runs
@@ -101,10 +102,11 @@ def tune(
     tolerance, criterion = tolerance_of(tolerance)
     if loss_scale is not None and (isinstance(loss_scale, str) or not 0 < loss_scale < math.inf):
         raise ValueError(f"loss_scale={loss_scale!r} must be a positive number")
-    given = checked(fn, examples, held_out, budget, steps)
-    subject, given = subject_of(fn, given)
+    given = checked(fn, examples, others, held_out, budget, steps)
     seen = len(given) - (len(held_out) if held_out is not None else len(examples) > 1)
-    units = find_units(subject, given[0], half, MOSTLY_HALF)
+    with missing_key_explained(why_no_key(fn, given[0])):
+        subject, given = subject_of(fn, given)
+        units = find_units(subject, given[0], half, MOSTLY_HALF)
     if not units:
         raise ValueError(why_no_choice(_report(subject, given[0], half, MOSTLY_HALF).operations, half.name))
     programs = Programs(subject, given, units, half, MOSTLY_HALF, tolerance, criterion)

@@ -54,6 +54,8 @@ from jmp_train.policies.autocasting.rules import AutocastRules as AutocastRules
 from jmp_train.policies.autocasting.rules import Rule as Rule
 from jmp_train.policies.autocasting.rules_as_code import replace_arguments as replace_arguments
 from jmp_train.policies.autocasting.rules_as_code import rules_code as rules_code
+from jmp_train.policies.autocasting.rules_trial import is_trying as is_trying
+from jmp_train.policies.autocasting.rules_trial import trying as trying
 from jmp_train.policies.autocasting.source_lines import address_of as address_of
 from jmp_train.policies.autocasting.source_lines import lines_of as lines_of
 from jmp_train.policies.autocasting.source_lines import source_of as source_of
@@ -62,3 +64,11 @@ from jmp_train.policies.autocasting.transform import autocast as autocast
 from jmp_train.policies.autocasting.transform import autocast_as as autocast_as
 from jmp_train.policies.autocasting.transform import mark_of as mark_of
 from jmp_train.policies.autocasting.transform import run_region as run_region
+from jmp_train.policies.autocasting.unmet_rules import UnmetRulesWarning as UnmetRulesWarning
+from jmp_train.policies.autocasting.unreached_products import TOLERATED_SHARE as TOLERATED_SHARE
+from jmp_train.policies.autocasting.unreached_products import (
+    Float32ProductsWarning as Float32ProductsWarning,
+)
+from jmp_train.policies.autocasting.unreached_products import is_exact as is_exact
+from jmp_train.policies.autocasting.unreached_products import product_text as product_text
+from jmp_train.policies.autocasting.unreached_products import share_text as share_text

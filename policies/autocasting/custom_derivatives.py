@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
 from jmp_train.policies.autocasting.interpreter import (
@@ -15,10 +17,13 @@ from jmp_train.policies.autocasting.interpreter import (
     inlined,
     interpret,
     on_arrays,
+    on_device,
     values_of,
 )
 from jmp_train.policies.autocasting.literal_bounds import fits
 from jmp_train.policies.autocasting.region import (
+    PRODUCTS,
+    Decision,
     Region,
     Value,
     chosen,
@@ -79,50 +84,152 @@ def _has_other_floats(equation: JaxprEqn) -> bool:
 
 
 def custom_vjp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:
-    """Keeps the rule: the equation as it was or, where its dtype is forced, its two halves in it."""
-    n_consts = equation.params.get("num_consts", 0)
-    atoms = equation.invars[n_consts:]
-    if region.forced not in ("lower", "float32") or not all(eligible(traced_dtype(atom)) for atom in atoms):
+    """Makes a new custom rule of both halves of the old one, run by the rules of the region.
+
+    The backward half gets what it was traced for: residuals and cotangents in their traced dtypes. Where no dtype is
+    forced, a function stays as it is if it has no matrix product, if the rules leave none of these in half precision,
+    or if a rule for single operations meets it: the lines of the forward half are not known.
+    """
+    jaxpr, n_consts = equation.params["call_jaxpr"], equation.params.get("num_consts", 0)
+    forced = region.forced in ("lower", "float32")
+    if region.forced == "fp8" or _has_other_floats(equation) or not (forced or multiplies(jaxpr)):
         return None
-    region = dataclasses.replace(region, constants={})  # the rule runs when their casts are gone
+    # The rule runs when their casts are gone, and must not close over scales that have gradients.
+    log, region = region.log, dataclasses.replace(region, constants={}, delayed=None)
     consts = [value.array for value in inputs[:n_consts]]
-    const_avals, avals = _avals(equation)[:n_consts], _avals(equation)[n_consts:]
-    pullback_tree: list[Any] = []
-
-    def split(consts: Sequence[jax.Array], *primals: jax.Array) -> tuple[list[Any], list[Any]]:
-        outputs, pullback = jax.vjp(lambda *x: as_traced(equation, *consts, *x), *primals)
-        leaves, tree = jax.tree.flatten(pullback)
-        pullback_tree[:] = [tree]
-        return outputs, leaves
-
-    traced = jax.make_jaxpr(split, return_shape=True)(const_avals, *avals)
-    forward_jaxpr, (out_avals, residual_avals) = traced
-    (tree,) = pullback_tree
-    backward_jaxpr = jax.make_jaxpr(lambda leaves, cotangents: jax.tree.unflatten(tree, leaves)(cotangents))(
-        residual_avals, out_avals
-    )
-
+    given = inputs[n_consts:]
     dtype = region.half if region.forced == "lower" else jnp.dtype(jnp.float32)
-    arrays = [value.to(dtype) for value in inputs[n_consts:]]
-    primal = functools.partial(on_arrays(region, equation.params["call_jaxpr"]), *consts)
-    function = jax.custom_vjp(primal)
+    floats = [eligible(traced_dtype(atom)) for atom in equation.invars[n_consts:]]
+    arrays = [x.to(dtype) if forced and is_float else x.array for x, is_float in zip(given, floats, strict=True)]
+    arrays = list(map(on_device, arrays))
+
+    def tried() -> tuple[list[Any], Decision | None]:
+        decisions: list[Decision] = []
+        run = on_arrays(dataclasses.replace(region, log=decisions), jaxpr)
+        return jax.eval_shape(run, *consts, *arrays), _for_float32(decisions, str(region.half))
+
+    kinds = tuple(np.dtype(x.dtype) if eligible(x.dtype) else None for x in (*consts, *arrays))
+    shapes, decision = region.remembered(("custom_vjp", region.settings, kinds), jaxpr, tried)
+    if not forced and decision is not None:
+        return _in_float32(equation, inputs, decision, log)
+    function = jax.custom_vjp(functools.partial(on_arrays(region, jaxpr), *consts))
 
     # A forward half that calls the function itself wants its value, whose rule is this one.
     handlers = {**region.handlers, "custom_vjp_call": inlined}
-    within = dataclasses.replace(region, handlers=handlers, memory={})
+    within = dataclasses.replace(region, handlers=handlers, memory={}, log=None)
 
-    def forward(*primals: object) -> tuple[list[Any], list[Any]]:
+    def forward(*primals: Any) -> tuple[list[Any], jax.tree_util.Partial]:
+        perturbed = [primal.perturbed and is_float for primal, is_float in zip(primals, floats, strict=True)]
+        primals = tuple(primal.value for primal in primals)
+        forward_jaxpr, backward_jaxpr = _halves(equation, perturbed)
         results = on_arrays(within, forward_jaxpr)(*consts, *primals)
-        shapes = jax.eval_shape(primal, *primals)
-        outputs = [x.astype(out.dtype) for x, out in zip(results, shapes, strict=False)]
-        return outputs, results[len(out_avals) :]
+        outputs = [x.astype(out.dtype) if eligible(out.dtype) else x for x, out in zip(results, shapes, strict=False)]
+        dtypes = tuple(x.dtype if one else None for x, one in zip(primals, perturbed, strict=True))
+        pullback = functools.partial(_pulled_back, within.body(), backward_jaxpr, dtypes)
+        return outputs, jax.tree_util.Partial(pullback, *results[len(outputs) :])
 
-    def backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        results = interpret(region.body(), backward_jaxpr, values_of([*residuals, *cotangents]))
-        return tuple(v.to(x.dtype) for v, x in zip(results, arrays, strict=True))
+    def backward(pullback: jax.tree_util.Partial, cotangents: list[Any]) -> tuple[Any, ...]:
+        return pullback(cotangents=cotangents)
 
-    function.defvjp(forward, backward)
+    function.defvjp(forward, backward, symbolic_zeros=True)
     return values_of(function(*arrays))
+
+
+def _for_float32(decisions: Sequence[Decision], half: str) -> Decision | None:
+    """Returns the decision that speaks for running a function as it was traced, if there is one."""
+    by_operation = [decision for decision in decisions if decision.reason.startswith("operation ")]
+    products = [decision for decision in decisions if decision.equation.primitive.name in PRODUCTS]
+    if by_operation or any(half in product.dtypes_in for product in products):
+        return next(iter(by_operation), None)
+    return next(iter(products), None)
+
+
+def _in_float32(
+    equation: JaxprEqn, inputs: Sequence[Value], decision: Decision, log: list[Decision] | None
+) -> list[Value]:
+    """Runs a function as it was traced, and notes why."""
+    atoms = zip(inputs, equation.invars, strict=True)
+    results = as_traced(equation, *(x.to(traced_dtype(a)) if eligible(traced_dtype(a)) else x.array for x, a in atoms))
+    if log is not None:
+        dtypes_in = tuple(str(traced_dtype(atom)) for atom in equation.invars)
+        dtypes_out = tuple(str(traced_dtype(variable)) for variable in equation.outvars)
+        callers = decision.callers[: decision.callers.index(equation)]
+        whole = {"rule": "float32", "equation": equation, "callers": callers}
+        log.append(dataclasses.replace(decision, **whole, dtypes_in=dtypes_in, dtypes_out=dtypes_out))
+    return values_of(results)
+
+
+def multiplies(jaxpr: Any) -> bool:
+    """Returns whether there is a matrix product or convolution in a program, or in what it runs.
+
+    Args:
+      jaxpr: the program.
+    """
+    equations = getattr(jaxpr, "jaxpr", jaxpr).eqns
+    held = (jex.Jaxpr, jex.ClosedJaxpr)
+    return any(
+        equation.primitive.name in PRODUCTS
+        or any(isinstance(x, held) and multiplies(x) for x in jax.tree.leaves(list(equation.params.values())))
+        for equation in equations
+    )
+
+
+def _halves(equation: JaxprEqn, perturbed: Sequence[bool]) -> tuple[Any, Any]:
+    """Returns both halves of a function with a rule, traced in float32.
+
+    Args:
+      equation: its call.
+      perturbed: of each operand but constants, whether its gradient is asked for.
+
+    Returns:
+      A program of all operands to results and residuals; and one of residuals and the floating results' cotangents, in
+      the order of these, to the gradients.
+    """
+    n_consts = equation.params.get("num_consts", 0)
+    out = [eligible(traced_dtype(variable)) for variable in equation.outvars]
+    tree: list[Any] = []
+
+    def split(*operands: Any) -> tuple[list[Any], list[Any]]:
+        consts, primals = operands[:n_consts], operands[n_consts:]
+
+        def of_perturbed(*some: Any) -> tuple[list[Any], list[Any]]:
+            results = as_traced(equation, *consts, *replaced(primals, perturbed, some))
+            return chosen(results, out), results
+
+        _, pullback, results = jax.vjp(of_perturbed, *chosen(primals, perturbed), has_aux=True)
+        leaves, tree[:] = _flattened(pullback)
+        return results, leaves
+
+    def joined(residuals: list[Any], cotangents: list[Any]) -> Any:
+        return jax.tree.unflatten(tree[0], residuals)(cotangents)
+
+    forward, (results, residuals) = jax.make_jaxpr(split, return_shape=True)(*_avals(equation))
+    return forward, jax.make_jaxpr(joined)(residuals, chosen(results, out))
+
+
+def _flattened(pullback: Any) -> tuple[list[Any], list[Any]]:
+    leaves, tree = jax.tree.flatten(pullback)
+    return leaves, [tree]
+
+
+def _pulled_back(
+    region: Region, jaxpr: Any, dtypes: Sequence[Any], *residuals: Any, cotangents: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Returns the gradients of operands in their dtypes, None where they have none."""
+    full = [_instantiated(x) for x in cotangents]
+    pairs = zip(
+        (*residuals, *(x for x in full if eligible(x.dtype))), getattr(jaxpr, "jaxpr", jaxpr).invars, strict=True
+    )
+    arrays = [x.astype(traced_dtype(variable)) if eligible(x.dtype) else x for x, variable in pairs]
+    results = iter(interpret(region, jaxpr, values_of(arrays)))
+    return tuple(None if dtype is None else next(results).to(dtype) for dtype in dtypes)
+
+
+def _instantiated(cotangent: Any) -> Any:
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval: Any = cotangent.aval
+    return np.zeros(aval.shape, aval.dtype)
 
 
 def _avals(equation: JaxprEqn) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from jmp_train.policies.autocasting.operations import (
 from jmp_train.policies.autocasting.region import Decision, Region, chosen, replaced
 from jmp_train.policies.autocasting.source_lines import source_of
 from jmp_train.policies.autocasting.transform import autocast, float32_aval, mark_of, run_region
+from jmp_train.policies.autocasting.unmet_rules import unmet_entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,7 @@ class AutocastReport(OperationsReport):
       residual_bytes_float32: what `jax.vjp` saves for the gradient in float32; None where the
         function has no gradient.
       residual_bytes_autocast: and what it saves under autocast.
+      unmet: the entries of the rules that match no operation.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -41,14 +43,18 @@ class AutocastReport(OperationsReport):
 
     residual_bytes_float32: int | None
     residual_bytes_autocast: int | None
+    unmet: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([*table(self.operations), f"{self.half_flops_share:.1%} of the flops in half precision"]) + (
-            f"\nsaved for the gradient: {self.residual_bytes_float32 / 1e6:.3g} MB in float32, "
-            f"{self.residual_bytes_autocast / 1e6:.3g} MB under autocast"
-            if self.residual_bytes_float32 is not None and self.residual_bytes_autocast is not None
-            else "\nit has no gradient"
-        )
+        saved = "it has no gradient"
+        if self.residual_bytes_float32 is not None and self.residual_bytes_autocast is not None:
+            saved = (
+                f"saved for the gradient: {self.residual_bytes_float32 / 1e6:.3g} MB in float32, "
+                f"{self.residual_bytes_autocast / 1e6:.3g} MB under autocast"
+            )
+        share = f"{self.half_flops_share:.1%} of the flops in half precision"
+        unmet = ["entries of the rules that match no operation:", *(f"  {entry}" for entry in self.unmet)]
+        return "\n".join([*table(self.operations), share, saved, *(unmet if self.unmet else ())])
 
 
 def explain_autocast(fn: Callable[..., Any], *args: object, **kwargs: object) -> AutocastReport:
@@ -77,12 +83,15 @@ def explain_autocast(fn: Callable[..., Any], *args: object, **kwargs: object) ->
     mark = mark_of(fn) or mark_of(autocast(fn))
     if mark is None or mark.region is None:
         raise ValueError("fn is an autocast with enabled=False: there is nothing to explain")
-    plain, region = mark.plain, mark.region
+    programs: list[Any] = []
+    plain, region = mark.plain, dataclasses.replace(mark.region, programs=programs)
     call = FlatCall(args, kwargs)
     in_float32 = [float32_aval(aval) for aval in call.avals]
     under_autocast = call.of_arrays(lambda *a, **k: run_region(region, plain, a, k))
+    operations = decided(region, lambda region, *a, **k: run_region(region, plain, a, k), call)
     return AutocastReport(
-        operations=decided(region, lambda region, *a, **k: run_region(region, plain, a, k), call),
+        operations=operations,
+        unmet=unmet_entries(region.rules, programs),
         residual_bytes_float32=_residual_bytes(call.of_arrays(plain), in_float32),
         residual_bytes_autocast=_residual_bytes(under_autocast, in_float32),
     )

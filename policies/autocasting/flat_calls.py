@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jmp_train.policies.autocasting.python_values import python_values_explained
 from jmp_train.policies.autocasting.region import chosen, replaced
 from jmp_train.policies.pytrees import Carried
 
@@ -39,7 +40,7 @@ class FlatCall:
         def call(*arrays: object) -> list[Any]:
             leaves = replaced(self._leaves, self.are_arrays, arrays)
             args, kwargs = jax.tree.unflatten(self._tree, leaves)
-            with reachable.at_home():
+            with reachable.at_home(), python_values_explained():
                 results = jax.tree.leaves(run(*args, **kwargs))
             return [x for x in results if isinstance(x, jax.Array)]
 

@@ -152,6 +152,7 @@ class Region:
       callers: the equations in whose bodies it is, the outermost first.
       repeats: how often the body of the loops around it runs, where that is known.
       log: where decisions are noted, or None.
+      programs: where traced functions are noted, or None.
       constants: those of the programs so far, by identity.
       memory: what was found out about programs; see `remembered`.
       recipe: of products in 8 bits.
@@ -167,6 +168,7 @@ class Region:
     callers: tuple[Any, ...] = ()
     repeats: int = 1
     log: list[Decision] | None = None
+    programs: list[Any] | None = None
     constants: dict[int, Value] = dataclasses.field(default_factory=dict)
     memory: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     recipe: Recipe = DEFAULT_RECIPE

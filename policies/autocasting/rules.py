@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self, TypeVar, get_args
 
+from jmp_train.policies.autocasting.known_names import check_function, check_primitive
 from jmp_train.policies.autocasting.rules_file import read_tables, write_tables
 
 Rule = Literal["lower", "float32", "promote", "demote", "keep", "fp8"]
@@ -43,7 +44,8 @@ class AutocastRules:
         ` from file.py:line`. Jitted functions, loops and branches are none; what they do is.
 
     Raises:
-      ValueError: a rule is not one of the six words, or an expression cannot be compiled.
+      ValueError: a rule is not one of the six words, an expression cannot be compiled, jax has no primitive of a
+        name, or a function's name is almost that of one of jax's.
 
     Example:
       >>> rules = TORCH_CUDA.replace(primitives={"tanh": "float32"}, paths={"head$": "float32"})
@@ -72,6 +74,10 @@ class AutocastRules:
                     re.compile(expression)
                 except (re.error, OverflowError, RecursionError) as error:
                     raise ValueError(f"{field}: {expression!r} is not a regular expression: {error}") from None
+        for pairs, check in ((self.primitives, check_primitive), (self.functions, check_function)):
+            for name, _ in pairs:
+                if name not in _NAMED:
+                    check(name)
 
     def replace(
         self,
@@ -197,6 +203,16 @@ _EXACT = (
     "cov corrcoef _multivariate_normal"
 )
 
+_OUR_FUNCTIONS = "graph_storage"
+_DEMOTED = (
+    "add sub mul div add_any max min select_n clamp concatenate tanh logistic erf erfc sqrt sin cos atan "
+    f"atan2 {TRANSCENDENTAL}"
+)
+_FUNCTIONS = f"_resize log_sigmoid quantile nanquantile gelu _var var std {_OUR_FUNCTIONS} {_EXACT}"
+_NAMED = frozenset(
+    f"{PRODUCTS} {_SUMS} {_SOLVERS} {_SPECIAL} {_DEMOTED} {_FUNCTIONS}".split()
+)  # in some release of jax
+
 # A product does not count as a matrix product, so not as `lower`, if it asks for `precision=HIGHEST`, is a sum
 # (an inner product, a squared norm) or has an operand of integers that half cannot hold: these are
 # float32. An outer product is promoted, as the multiplication that it is.
@@ -204,7 +220,7 @@ _EXACT = (
 # torch.autocast for float16 on CUDA. What graphs keep of nodes and edges is half under both, as in DGL.
 TORCH_CUDA = AutocastRules(
     primitives=_table(lower=PRODUCTS, float32=f"{TRANSCENDENTAL} {_SPECIAL} {_SUMS} {_SOLVERS}"),
-    functions=_table(float32=f"_resize {_EXACT}", lower="graph_storage"),
+    functions=_table(float32=f"_resize {_EXACT}", lower=_OUR_FUNCTIONS),
     banned=(("binary_cross_entropy", "use optax.sigmoid_binary_cross_entropy on the logits"),),
 )
 
@@ -213,7 +229,7 @@ TORCH_CUDA = AutocastRules(
 # losses are written with it, which are float32 in torch. (Squares are so wherever no table names them.)
 TORCH_CPU = AutocastRules(
     primitives=_table(lower=PRODUCTS, float32=f"{_SUMS} {_SOLVERS}"),
-    functions=_table(float32=f"log_sigmoid quantile nanquantile {_EXACT}", lower="graph_storage"),
+    functions=_table(float32=f"log_sigmoid quantile nanquantile {_EXACT}", lower=_OUR_FUNCTIONS),
 )
 
 # Apex's O1: as torch's, and gelu, var and std in float32 too.
@@ -227,8 +243,7 @@ APEX_O1 = TORCH_CUDA.replace(
 MOSTLY_HALF = AutocastRules(
     primitives=_table(
         lower=PRODUCTS,
-        demote=f"add sub mul div add_any max min select_n clamp concatenate tanh logistic erf erfc sqrt sin cos atan "
-        f"atan2 {TRANSCENDENTAL}",
+        demote=_DEMOTED,
         float32=f"{_SPECIAL} {_SUMS} {_SOLVERS}",
     ),
     functions=TORCH_CUDA.functions,

@@ -31,6 +31,15 @@ def user_line_of(equations: Sequence[Any]) -> str:
     return next(outside, source_of(equations))
 
 
+def is_of_users(file: str) -> bool:
+    """Returns whether a file is neither jax's, nor ours, nor of an installed package.
+
+    Args:
+      file: its name.
+    """
+    return not file.startswith((_JAX, _OURS, "<frozen", *_LIBRARIES))
+
+
 def lines_of(equations: Sequence[Any]) -> Iterator[tuple[str, bool]]:
     """Yields the lines of code that made an equation, the innermost first, and whether each is of an installed package.
 

@@ -14,6 +14,7 @@ from jmp_train.policies.autocasting.cpu_convolutions import all_equations, warn_
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScaling, Recipe, fp8_scales, given_scales
 from jmp_train.policies.autocasting.higher_order import ENTERED
 from jmp_train.policies.autocasting.interpreter import interpret
+from jmp_train.policies.autocasting.python_values import python_values_explained
 from jmp_train.policies.autocasting.region import (
     DECIDED,
     FLOAT32,
@@ -24,6 +25,9 @@ from jmp_train.policies.autocasting.region import (
     replaced,
 )
 from jmp_train.policies.autocasting.rules import TORCH_CUDA, AutocastRules, Rule
+from jmp_train.policies.autocasting.rules_trial import tried_rules
+from jmp_train.policies.autocasting.unmet_rules import warn_of_unmet
+from jmp_train.policies.autocasting.unreached_products import warn_of_unreached
 from jmp_train.policies.pytrees import Carried, check_half, is_array, is_nnx, states_at_home
 
 Args = ParamSpec("Args")
@@ -64,6 +68,9 @@ def autocast(
       BannedOperationError: when called, `fn` does what the rules ban.
 
     Warns:
+      Float32ProductsWarning: when first called or traced, more than a tenth of the flops of products are within what it
+        cannot enter.
+      UnmetRulesWarning: when first called or traced, entries of `rules` match no operation of `fn`.
       CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
 
     Example:
@@ -89,17 +96,36 @@ def autocast(
         return fn  # the innermost region decides
 
     region = Region(half, rules, ENTERED, recipe=fp8)
+    run = _Run()
 
     @functools.wraps(fn)
     def with_autocast(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         with jax.named_scope(DECIDED):
             if not enabled:
                 return fn(*args, **kwargs)
-            return run_region(region, fn, args, kwargs)
+            with tried_rules(rules, half) as taken:
+                return run(dataclasses.replace(region, rules=taken), fn, args, kwargs)
 
     mark = Mark(with_autocast, fn, region if enabled else None)
     with_autocast.autocast_mark = mark  # pyright: ignore[reportAttributeAccessIssue]
     return with_autocast
+
+
+@dataclasses.dataclass
+class _Run:
+    """Runs a function by the rules of a region; the first time it warns of rules and products without effect."""
+
+    seen: bool = False
+
+    def __call__(self, region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.seen:
+            return run_region(region, fn, args, kwargs)
+        log, programs = [], []
+        result = run_region(dataclasses.replace(region, log=log, programs=programs), fn, args, kwargs)
+        self.seen = True
+        warn_of_unmet(region.rules, programs)
+        warn_of_unreached(log, region.half)
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +187,8 @@ def run_region(region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kw
 
     def run(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
         warn_of_convolutions(all_equations(jaxpr.jaxpr), region.half)
+        if region.programs is not None:
+            region.programs.append(jaxpr)
         fresh = dataclasses.replace(region, constants={}, memory={}, delayed=delayed)
         return [value.array for value in interpret(fresh, jaxpr, [argument(array) for array in arrays])]
 
@@ -192,7 +220,7 @@ def run_traced(
 
     def flat(*arrays: object) -> list[Any]:
         args, kwargs = jax.tree.unflatten(tree, replaced(leaves, are_arrays, arrays[:own]))
-        with carried.at_home(arrays[own:]):
+        with carried.at_home(arrays[own:]), python_values_explained():
             returned = fn(*args, **kwargs)
             changed = carried.changed(returned)
         results, out_tree = jax.tree.flatten(returned, is_leaf=is_nnx)

@@ -26,6 +26,7 @@ _HOUSE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _STEPS = tuple(os.path.join(_HOUSE, room) for room in ("steps", "parallel"))
 _LARGE = 40  # equations of a function that is more than one operation
 _OF_AUTOCAST = re.compile(rf"{re.escape(DECIDED)}(?::\w+)?(?:/|$)")  # its own scope, which no rule sees
+_STARTS = frozenset(("max", "min", "reduce_max", "reduce_min", "clamp"))  # from an infinity, of which nothing is left
 _STANDARD = sysconfig.get_path("stdlib")
 _PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # which may be below it
 LAYERS = os.path.join(_HOUSE, "graphs")
@@ -41,7 +42,8 @@ class Site:
       path: of modules and scopes.
       direction: of the pass that it is in.
       sources: the numbers of the rows whose results it reads; of the function's argument number i, -1 - i.
-      infinite: the sites of constants that are infinite, among what it reads.
+      infinite: the sites of constants that are infinite, among what it comes from.
+      fills: those of them that are among what it reads, after having been moved about at most.
       zeros: the sites of epsilons that are 0 in lower precision, among what it reads.
       turn: the number of the equation among those that run one after the other, loops as one.
     """
@@ -52,6 +54,7 @@ class Site:
     direction: Direction
     sources: frozenset[int]
     infinite: tuple[Any, ...]
+    fills: tuple[Any, ...]
     zeros: tuple[Any, ...]
     turn: int
 
@@ -122,12 +125,18 @@ class _Origin:
 
     rows: frozenset[int] = frozenset()
     infinite: tuple[Any, ...] = ()
+    fills: tuple[Any, ...] = ()
     zeros: tuple[Any, ...] = ()
     backward: bool = False
 
     def __or__(self, other: "_Origin") -> "_Origin":
-        infinite, zeros = _merged(self.infinite, other.infinite), _merged(self.zeros, other.zeros)
-        return _Origin(self.rows | other.rows, infinite, zeros, self.backward or other.backward)
+        return _Origin(
+            rows=self.rows | other.rows,
+            infinite=_merged(self.infinite, other.infinite),
+            fills=_merged(self.fills, other.fills),
+            zeros=_merged(self.zeros, other.zeros),
+            backward=self.backward or other.backward,
+        )
 
 
 def _merged(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -163,11 +172,14 @@ def _walk(
     jaxpr = getattr(program, "jaxpr", program)
     origins: dict[Any, _Origin] = dict.fromkeys(jaxpr.constvars, _NOWHERE)
     origins.update(zip(jaxpr.invars, operands, strict=True))
+    constants = zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False)
+    infinite = {variable for variable, array in constants if _holds_infinity(array)}
 
     def read(atom: Any, *readers: Any) -> _Origin:
-        if not isinstance(atom, jex.Literal):
-            return origins[atom]
-        return _Origin(infinite=(readers,)) if readers and is_infinite(atom) else _NOWHERE
+        is_constant = atom in infinite if not isinstance(atom, jex.Literal) else is_infinite(atom)
+        if is_constant and readers and readers[-1].primitive.name not in _STARTS:
+            return _Origin(infinite=(readers,), fills=(readers,))
+        return _NOWHERE if isinstance(atom, jex.Literal) else origins[atom]
 
     is_looped = any(e.primitive.name in ("scan", "while") for e in callers)
     for equation in jaxpr.eqns:
@@ -184,12 +196,13 @@ def _walk(
                 together |= _Origin(zeros=((*callers, equation),))
             if is_measured(equation):
                 direction = _direction(scope, is_backward, together.backward)
-                origins_of_it = together.rows, together.infinite, together.zeros
+                origins_of_it = together.rows, together.infinite, together.fills, together.zeros
                 own_path = _OF_AUTOCAST.sub("", join(path, scope))
                 sites.append(Site(equation, callers, own_path, direction, *origins_of_it, turn[0]))
                 together = dataclasses.replace(
                     together,
                     rows=frozenset((len(sites) - 1,)),
+                    fills=together.fills if equation.primitive.name == "convert_element_type" else (),
                     backward=together.backward or direction != "forward",
                 )
             results = [together] * len(equation.outvars)
@@ -236,6 +249,10 @@ def is_infinite(atom: Any) -> bool:
     if not isinstance(atom, jex.Literal) or not is_float(getattr(atom.aval, "dtype", None)):
         return False
     return bool(np.isinf(np.asarray(atom.val, np.float64)).any())
+
+
+def _holds_infinity(array: Any) -> bool:
+    return is_float(getattr(array, "dtype", None)) and bool(np.isinf(np.asarray(array, np.float32)).any())
 
 
 def _vanishes(equations: tuple[Any, ...]) -> bool:

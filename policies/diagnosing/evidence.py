@@ -56,14 +56,14 @@ class Evidence:
       dynamic: whether it adapts.
     """
 
-    rows: Sequence[OperationNumerics]
+    rows: tuple[OperationNumerics, ...]
     sites: Sequence[Site]
     measures: np.ndarray
     results: frozenset[int]
     state: Sequence[StateLeaf]
     low_results: frozenset[int]
     arguments: Mapping[int, str]
-    collapsed: Mapping[str, str]
+    collapsed: dict[str, str]
     nonfinite_arguments: dict[int, str]
     lost_state: Sequence[str]
     stuck_scale: str

@@ -5,7 +5,7 @@ Each finder yields (row, problem). A problem is where an error begins: what inhe
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -113,10 +113,12 @@ def _masks(evidence: Evidence) -> Found:
             text = f"the constant {number} is infinite in {dtype}, and times 0 it is NaN: {nan}"
             yield problem_at(evidence, i, "invalid mask", text, smaller_fill(dtype))
         elif _is_of_mask(evidence, i):
-            mask = min(_fills(site), key=lambda mask: float(jnp.finfo(dtype_of(mask[-1].outvars[0])).max))
+            fills = _of_floats(site.fills)
+            mask = min(fills or _of_floats(site.infinite), key=_largest_of_result)
             dtype = str(dtype_of(mask[-1].outvars[0]))
             text = f"a mask is infinite in {dtype}, and {nan}"
-            yield problem_at(evidence, i, "invalid mask", text, smaller_fill(dtype), line=user_line(mask))
+            remedy = smaller_fill(dtype, is_added=not fills)
+            yield problem_at(evidence, i, "invalid mask", text, remedy, line=user_line(mask))
 
 
 def _is_multiplied_by_infinity(evidence: Evidence, row: int) -> bool:
@@ -125,17 +127,21 @@ def _is_multiplied_by_infinity(evidence: Evidence, row: int) -> bool:
     return is_constant and not evidence.nonfinite_arguments
 
 
-def _fills(site: Site) -> list[Any]:
-    """Returns the sites of infinite constants of which floats are made; what is compared with one is none."""
-    return [mask for mask in site.infinite if is_float(dtype_of(mask[-1].outvars[0]))]
+def _of_floats(masks: Sequence[Any]) -> list[Any]:
+    """Returns those sites of infinite constants of which floats are made; what is compared with one is none."""
+    return [mask for mask in masks if is_float(dtype_of(mask[-1].outvars[0]))]
+
+
+def _largest_of_result(mask: Sequence[Any]) -> float:
+    return float(jnp.finfo(dtype_of(mask[-1].outvars[0])).max)
 
 
 def _is_of_mask(evidence: Evidence, row: int) -> bool:
     """Whether a row's NaN are made of an infinite constant, in float32 too, and not of an argument or an overflow."""
     site, sources = evidence.sites[row], evidence.sources(row)
-    if evidence.nonfinite_arguments or not _fills(site) or not evidence.column("shadow_nan")[row]:
-        return False  # an overflow made the infinity: the constant is only what a maximum starts from
-    return not sources or bool(evidence.column("shadow_infinite")[sources].any())
+    if evidence.nonfinite_arguments or not _of_floats(site.infinite) or not evidence.column("shadow_nan")[row]:
+        return False  # an overflow made the infinity
+    return bool(_of_floats(site.fills)) or not sources or bool(evidence.column("shadow_infinite")[sources].any())
 
 
 def _whole_numbers(evidence: Evidence) -> Found:

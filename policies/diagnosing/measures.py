@@ -28,6 +28,7 @@ SUMS = (
     "merged",  # of these, that differ from the element before in the shadow and are the same number in the dtype
     "local_error",  # |on the shadow's operands - shadow|
     "inherited_error",  # |as it is - shadow|
+    "squared_error",  # (|as it is - shadow| / |shadow|)**2, at most 1
     "shadow_magnitude",  # |shadow|
     "shadow_terms",  # of sums: the sum of |terms| in the shadow
 )
@@ -97,6 +98,8 @@ def measured(
         error = lax.abs(as_float32 - shadow)
         found["shadow_nan"], found["shadow_infinite"] = _is_nan(shadow), _is_infinite(shadow)
         found["inherited_error"] = _where(finite & lax.is_finite(as_float32), error, 0)
+        relative = _where(error < magnitude, error / magnitude, 1)
+        found["squared_error"] = _where(error > 0, relative * relative, 0)
         found["shadow_magnitude"] = _where(finite, magnitude, 0)
     if terms is not None:
         found["shadow_terms"] = _where(finite, terms, 0)

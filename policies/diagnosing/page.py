@@ -96,7 +96,7 @@ def _problem(number: int, problem: Problem) -> str:
         f'<li id="problem-{number}" class="{escape(problem.severity)}">'
         f"<h3>{escape(problem.severity)}: {escape(problem.kind)}, {escape(problem.direction)} pass</h3>"
         f'<p class="soft">{escape(where)}</p>{code_block(problem.code)}<p>{escape(problem.evidence)}</p>'
-        f"<p>What mends it: {escape(problem.remedy.text)}</p>{copied}</li>"
+        f"<p>What mends it: {escape(problem.remedy.text)}</p>{copied}<p>{escape(problem.trial.capitalize())}</p></li>"
     )
 
 

@@ -47,6 +47,7 @@ class Problem:
       evidence: what was seen, in numbers.
       remedy: what mends it.
       subject: what it is, where no line of the user's is: an argument by its path, the loss, the update of a leaf.
+      trial: what came of running the function by the report's rules; empty where it was not.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -65,6 +66,7 @@ class Problem:
     evidence: str
     remedy: Remedy
     subject: str = ""
+    trial: str = ""
 
     @property
     def code(self) -> str:

@@ -27,6 +27,7 @@ _MOVES = frozenset(
         *("reduce_window_min", "all_gather", "all_to_all", "ppermute", "pmax", "pmin", "top_k", "tile", "scatter"),
         *("scatter-min", "scatter-max", "scatter_min", "scatter_max", "select_and_scatter", "select_and_gather_add"),
         *("reduce_precision", "bitcast_convert_type", "random_bits", "random_wrap", "random_unwrap"),
+        *("empty", "empty2"),
     )
 )
 

@@ -62,7 +62,7 @@ def in_float32(evidence: Evidence, row: int, advice: str = "float32 here") -> Re
     return _together(evidence, [row], advice)
 
 
-def operands_in_float32(evidence: Evidence, row: int) -> Remedy:
+def operands_in_float32(evidence: Evidence, row: int, *, shared: bool = False) -> Remedy:
     """Returns the entries that put a row's operation into float32, with those that its operands come from.
 
     What makes more of its operands' errors needs operands without errors. They come from linear operations and from
@@ -71,20 +71,19 @@ def operands_in_float32(evidence: Evidence, row: int) -> Remedy:
     Args:
       evidence: of a diagnosis.
       row: number of the row.
+      shared: what several operands come from is in float32 too.
     """
-    together, new = {row}, [row]
+    together, reached, new, common = {row}, {row}, [row], set[int]()
     while new:
-        new = [i for reader in new for i in _own_sources(evidence, reader) if i not in together]
-        together.update(new)
+        sources = [evidence.sources(reader) for reader in new]
+        if not shared:
+            counts = collections.Counter((n, i) for n, of in enumerate(sources) for x in of for i in evidence.before(x))
+            common.update(i for (_, i), count in counts.items() if count > 1)
+        new = list({i for of in sources for i in of} - reached - common)
+        reached.update(new)
+        together.update(i for i in new if is_low(evidence.rows[i].dtype))
         new = [i for i in new if evidence.rows[i].primitive in LINEAR]
     return _together(evidence, sorted(together), "float32 here, and for what it is computed from")
-
-
-def _own_sources(evidence: Evidence, row: int) -> list[int]:
-    """Returns those of a row's sources in lower precision that no two of them come from."""
-    sources = [i for i in evidence.sources(row) if is_low(evidence.rows[i].dtype)]
-    counts = collections.Counter(i for source in sources for i in evidence.before(source))
-    return [i for i in sources if counts[i] == 1]
 
 
 def _together(evidence: Evidence, rows: Sequence[int], advice: str) -> Remedy:
@@ -181,12 +180,17 @@ def full_state(dtype: str, *, is_number: bool = False) -> Remedy:
     return Remedy("state", f"float32 for it: of an optimizer by with_master_weights(optimizer){rounding}")
 
 
-def smaller_fill(dtype: str) -> Remedy:
-    """Returns a fill value for masks of a dtype that leaves room for what is added to it."""
-    fill = float(jnp.finfo(dtype).min) / 2
-    return Remedy(
-        "mask", f"fill with {fill:.5g}, half of the least {dtype}: a row of masks alone is finite", value=fill
-    )
+def smaller_fill(dtype: str, *, is_added: bool = True) -> Remedy:
+    """Returns a fill value for masks of a dtype: the least, or half of it where there is room for what is added.
+
+    Args:
+      dtype: of the mask.
+      is_added: whether something is added to the fill value, or it to something.
+    """
+    half = " / 2" if is_added else ""
+    fill = float(jnp.finfo(dtype).min) / (2 if is_added else 1)
+    text = f"fill with jnp.finfo(x.dtype).min{half}, {fill:.5g} in {dtype}: a row of masks alone is finite"
+    return Remedy("mask", text, value=fill)
 
 
 def smaller_scale(evidence: Evidence, advice: str = "") -> Remedy:
@@ -228,8 +232,28 @@ def merged_rules(remedies: Sequence[Remedy], rules: AutocastRules = TORCH_CUDA) 
     return rules
 
 
-def _entry(evidence: Evidence, row: int) -> tuple[Literal["paths", "functions", "primitives"], tuple[str, ...]]:
-    """Returns which table of the rules names an operation best: by its path, its function or its primitive."""
+def extended(remedy: Remedy, rules: AutocastRules) -> Remedy:
+    """Returns a remedy with more entries.
+
+    Args:
+      remedy: that has some.
+      rules: the entries.
+    """
+    both = merged_rules([Remedy("rules", "", rules)], remedy.rules)
+    text = remedy.text.replace(replace_arguments(remedy.rules), replace_arguments(both))
+    return dataclasses.replace(remedy, text=text, rules=both)
+
+
+def lacks(rules: AutocastRules, others: AutocastRules) -> bool:
+    """Returns whether rules lack some entry of others."""
+    tables = (f.name for f in dataclasses.fields(rules))
+    return any(not set(getattr(others, name)) <= set(getattr(rules, name)) for name in tables)
+
+
+def _entry(
+    evidence: Evidence, row: int
+) -> tuple[Literal["paths", "functions", "primitives", "operations"], tuple[str, ...]]:
+    """Returns which table of the rules names an operation best: its path, function, line or primitive."""
     row = _product_of_cast(evidence, row)
     site, found = evidence.sites[row], evidence.rows[row]
     if found.primitive == "convert_element_type" and is_of_graphs(site):
@@ -238,6 +262,9 @@ def _entry(evidence: Evidence, row: int) -> tuple[Literal["paths", "functions", 
         return "paths", (re.escape(site.path) + "$",)
     if site.function and site.function not in _OF_NOBODY:
         return "functions", (site.function,)
+    if found.primitive in PRODUCTS and site.line:  # as a primitive it would be those of the whole model
+        file = "/".join(found.file.replace("\\", "/").split("/")[-2:])
+        return "operations", (f":{found.primitive}@.*{re.escape(file)}:{found.line}( |$)",)
     same_line = {
         other.primitive
         for other in evidence.rows

@@ -113,7 +113,15 @@ class NumericsReport:
 
 def _cells(problem: Problem) -> tuple[str, ...]:
     where = f"{where_is(problem)} {problem.path}".strip()
-    return problem.severity, problem.kind, problem.direction, where, problem.code, problem.evidence, str(problem.remedy)
+    return (
+        problem.severity,
+        problem.kind,
+        problem.direction,
+        where,
+        problem.code,
+        problem.evidence,
+        f"{problem.remedy} {problem.trial}".strip(),
+    )
 
 
 def _lines(problem: Problem) -> list[str]:
@@ -125,6 +133,7 @@ def _lines(problem: Problem) -> list[str]:
         *code,
         *_wrapped(problem.evidence, "  "),
         *_wrapped(f"-> {problem.remedy}", "  "),
+        *_wrapped(problem.trial, "  "),
     ]
 
 

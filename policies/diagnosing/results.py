@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jmp_train.policies.diagnosing.amplifying import gradients_error, terms_error
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_low
 from jmp_train.policies.diagnosing.names import named
@@ -60,7 +61,7 @@ def wrong_results(known: Named, evidence: Evidence) -> Found:
         if row is None or _is_explained(known, evidence, end):
             continue
         off = _times(evidence.rows[end].inherited_error)
-        gradients = f", the gradients by {_times(_gradients_error(evidence))}" if has_gradients else ""
+        gradients = f", the gradients by {_times(gradients_error(evidence))}" if has_gradients else ""
         text = (
             f"{'the loss' if has_gradients else 'a result'} is off by {off}{gradients}, most of which begins here: "
             f"{named(evidence, row)} is off by {_times(evidence.rows[row].inherited_error)}, its operands by "
@@ -75,21 +76,10 @@ def _is_explained(known: Named, evidence: Evidence, row: int) -> bool:
 
 def _is_wrong(evidence: Evidence, end: int) -> bool:
     """Whether a result or the gradients are off, and so are the terms of a scalar, beside which it may be small."""
-    reached, new, terms = {end}, [end], list[float]()
-    while new:
-        scalars = [row for row in new if evidence.rows[row].shape == ()]
-        new = [i for row in scalars for i in evidence.sources(row) if i not in reached]
-        reached.update(new)
-        terms += [evidence.rows[i].inherited_error for i in new if evidence.rows[i].shape != ()]
-    error = evidence.rows[end].inherited_error
-    return max(terms) > _WRONG and max(error, _gradients_error(evidence)) > _WRONG if terms else error > _WRONG
-
-
-def _gradients_error(evidence: Evidence) -> float:
-    """Returns the error of all gradients together; 0 where there are none."""
-    ends = [i for i in evidence.ends if evidence.sites[i].direction == "backward"]
-    error, whole = (float(evidence.column(name)[ends].sum()) for name in ("inherited_error", "shadow_magnitude"))
-    return error / whole if whole else 0.0
+    error, terms = evidence.rows[end].inherited_error, terms_error(evidence, end)
+    if evidence.rows[end].shape == ():
+        return terms > _WRONG and max(error, gradients_error(evidence)) > _WRONG
+    return error > _WRONG
 
 
 def _beginning(evidence: Evidence, end: int) -> int | None:

@@ -31,6 +31,7 @@ class Run:
       state: those of them in lower precision.
       low_results: the rows from which results in lower precision come, copies of float32 ones aside.
       steps: how often it was run.
+      has_effects: whether it calls back into Python, or prints.
     """
 
     sites: list[Site]
@@ -41,6 +42,7 @@ class Run:
     state: list[StateLeaf]
     low_results: frozenset[int]
     steps: int
+    has_effects: bool
 
 
 def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int) -> Run:
@@ -94,7 +96,8 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
     ]
     others = [rows for i, rows in enumerate(results) if i >= carried and is_low(program.out_avals[i].dtype)]
     low_results = frozenset().union(*others, *(leaf.rows for leaf in state))
-    return Run(sites, measures, results, names, carried, state, low_results, done)
+    has_effects = bool(program.effects) or any("callback" in site.equation.primitive.name for site in sites)
+    return Run(sites, measures, results, names, carried, state, low_results, done, has_effects)
 
 
 def _is_finite(x: jax.Array) -> bool:

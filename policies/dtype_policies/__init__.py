@@ -15,14 +15,12 @@ from jmp_train.policies.dtype_policies.explain import explain_policy as explain_
 from jmp_train.policies.dtype_policies.float32_origins import traced_operations as traced_operations
 from jmp_train.policies.dtype_policies.half_products import FirstTrace as FirstTrace
 from jmp_train.policies.dtype_policies.half_products import (
-    Float32ProductsWarning as Float32ProductsWarning,
-)
-from jmp_train.policies.dtype_policies.half_products import (
     MissingLossScaleWarning as MissingLossScaleWarning,
 )
 from jmp_train.policies.dtype_policies.half_products import (
     mixed_dtypes_explained as mixed_dtypes_explained,
 )
+from jmp_train.policies.dtype_policies.narrowed_values import check_narrowed as check_narrowed
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy as PathPolicy
 from jmp_train.policies.dtype_policies.path_policy import named_policy as named_policy
 from jmp_train.policies.dtype_policies.path_policy import policy_by_path as policy_by_path
@@ -33,3 +31,4 @@ from jmp_train.policies.dtype_policies.policy_schedule import Phase as Phase
 from jmp_train.policies.dtype_policies.policy_schedule import PolicySchedule as PolicySchedule
 from jmp_train.policies.dtype_policies.policy_schedule import check_shares as check_shares
 from jmp_train.policies.dtype_policies.policy_schedule import first_steps as first_steps
+from jmp_train.policies.dtype_policies.policy_trace import argument_names as argument_names

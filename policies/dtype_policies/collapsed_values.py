@@ -20,7 +20,9 @@ _ROUNDED = 3  # whole numbers; a mask of -1e9 is one
 
 
 class CollapsedValuesWarning(UserWarning):
-    """A policy casts floats of a batch, and half precision cannot tell them apart.
+    """Floats of a batch are cast to a smaller type, which cannot tell them apart.
+
+    A policy casts to half precision, and JAX casts NumPy's float64 to float32, in batches and in features of graphs.
 
     `array_batches(policy=...)` warns of the first batch, and so do `train_step`, `apply_policy` and
     `scaled_value_and_grad` where they are first called outside of `jax.jit`, in which values are not
@@ -119,14 +121,15 @@ def check_casts(policy: Policy | PathPolicy | str, batch: PyTree) -> tuple[CastL
     )
 
 
-def lost_in_cast(leaf: object, dtype: np.dtype) -> str | None:
+def lost_in_cast(leaf: object, dtype: np.dtype, most_rounded: int = _ROUNDED) -> str | None:
     """Returns what happens to an array's values if it is cast; None if little does, or its values are not known.
 
     Args:
       leaf: floats of more than 16 bits, or integers; anything else is passed over.
-      dtype: a half type.
+      dtype: a half type, or float32.
+      most_rounded: how many whole numbers may be rounded.
     """
-    return _of_leaf(_sample(leaf), dtype) if _is_known(leaf) else None
+    return _of_leaf(_sample(leaf), dtype, most_rounded) if _is_known(leaf) else None
 
 
 def warn_of_collapse(batch: PyTree, policy: Policy | PathPolicy) -> None:
@@ -179,21 +182,21 @@ def _sample(leaf: jax.Array | np.ndarray) -> np.ndarray:
     return np.asarray(leaf[:: -(-len(leaf) // _ROWS)], np.float64)
 
 
-def _of_leaf(values: np.ndarray, dtype: np.dtype) -> str | None:
+def _of_leaf(values: np.ndarray, dtype: np.dtype, most_rounded: int) -> str | None:
     """Returns what happens to the values of a leaf, or to those of its first column that collapses."""
     if values.ndim == 2 and 1 < values.shape[1] <= _COLUMNS:
-        texts = ((i, _of_numbers(column, dtype)) for i, column in enumerate(values.T))
+        texts = ((i, _of_numbers(column, dtype, most_rounded)) for i, column in enumerate(values.T))
         return next((f"column {i}: {text}" for i, text in texts if text), None)
-    return _of_numbers(values.ravel()[:_NUMBERS], dtype)
+    return _of_numbers(values.ravel()[:_NUMBERS], dtype, most_rounded)
 
 
-def _of_numbers(values: np.ndarray, dtype: np.dtype) -> str | None:
+def _of_numbers(values: np.ndarray, dtype: np.dtype, most_rounded: int) -> str | None:
     distinct = np.unique(values[np.isfinite(values)])
     with np.errstate(over="ignore"):
         rounded = distinct.astype(dtype).astype(np.float64)
     kept, moved = len(np.unique(rounded)), int((rounded != distinct).sum())
     is_whole = bool((distinct == np.rint(distinct)).all())
-    if kept == len(distinct) and not (is_whole and moved > _ROUNDED):
+    if kept == len(distinct) and not (is_whole and moved > most_rounded):
         return None
     error = np.sqrt(np.mean((rounded - distinct) ** 2))
     if not is_whole and error <= _LOST * distinct.std():

@@ -19,6 +19,7 @@ from jmp_train.policies.autocasting import (
 )
 from jmp_train.policies.dtype_policies.arguments import cast_arguments
 from jmp_train.policies.dtype_policies.float32_origins import TracedOperation
+from jmp_train.policies.dtype_policies.half_products import mixed_dtypes_explained
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy, named_policy
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
 from jmp_train.policies.dtype_policies.policy_trace import operations_under
@@ -84,7 +85,8 @@ def explain_policy(
     args = (*module, *args)
     if isinstance(policy.default, AutocastPolicy):
         return PolicyReport(_under_autocast(fn, policy, args, kwargs))
-    return PolicyReport(tuple(map(_row, operations_under(fn, policy, args, kwargs))))
+    with mixed_dtypes_explained(policy):
+        return PolicyReport(tuple(map(_row, operations_under(fn, policy, args, kwargs))))
 
 
 def _under_autocast(

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -20,6 +19,7 @@ from jmp_train.policies.autocasting import (
     PRODUCTS,
     flops_of,
     held_jaxprs,
+    is_exact,
     is_float32,
     join,
     traced_dtype,
@@ -93,7 +93,7 @@ class TracedOperation:
         return (
             any(origin is not None and origin.of_policy for origin in self.origins)
             or DECIDED in self.path
-            or _is_highest(self.equation)
+            or is_exact(self.equation)
         )
 
     @property
@@ -192,11 +192,3 @@ def _result_origin(equation: JaxprEqn, callers: tuple[Any, ...], inputs: Sequenc
 def _to_blame(origins: Sequence[Origin | None]) -> Origin | None:
     known = [origin for origin in origins if origin is not None]
     return next((origin for origin in known if not origin.was_half), next(iter(known), None))
-
-
-def _is_highest(equation: JaxprEqn) -> bool:
-    precision = equation.params.get("precision")
-    if jax.config.jax_default_matmul_precision is not None:  # pyright: ignore[reportAttributeAccessIssue]
-        return False
-    both = precision if isinstance(precision, tuple) else (precision,)
-    return any(p == jax.lax.Precision.HIGHEST for p in both)

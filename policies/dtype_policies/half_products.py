@@ -9,9 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from jmp_train.policies.autocasting import is_at_risk, user_line_of, warn_of_convolutions
+from jmp_train.policies.autocasting import (
+    TOLERATED_SHARE,
+    Float32ProductsWarning,
+    is_at_risk,
+    product_text,
+    share_text,
+    user_line_of,
+    warn_of_convolutions,
+)
 from jmp_train.policies.dtype_policies.collapsed_values import warn_of_collapse
 from jmp_train.policies.dtype_policies.float32_origins import TracedOperation
+from jmp_train.policies.dtype_policies.narrowed_values import check_narrowed
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
 from jmp_train.policies.dtype_policies.policy_trace import (
@@ -23,24 +32,6 @@ from jmp_train.policies.dtype_policies.policy_trace import (
 from jmp_train.policies.pytrees import has_tracers
 from jmp_train.policies.types import PyTree
 from jmp_train.policies.user_warnings import warn_user
-
-_TOLERATED_SHARE = 0.1
-_LINES = 3
-
-
-class Float32ProductsWarning(UserWarning):
-    """A half policy leaves more than a tenth of the flops of products in float32.
-
-    `train_step`, `scaled_value_and_grad` and `apply_policy` warn when they are first traced;
-    `explain_policy` shows all operations. Where that is as it should be, say so by a rule of
-    `policy_by_path` for the parameter, by `autocast_as("float32")` around the product or by its
-    `precision=HIGHEST`; or filter the warning.
-
-    Example:
-      >>> import warnings
-      >>> import jmp_train as jt
-      >>> warnings.filterwarnings("ignore", category=jt.Float32ProductsWarning)
-    """
 
 
 class MissingLossScaleWarning(UserWarning):
@@ -65,15 +56,18 @@ def mixed_dtypes_explained(policy: Policy | PathPolicy | None) -> Iterator[None]
     try:
         yield
     except (TypeError, ValueError) as error:
-        text = str(error)
+        text, notes = str(error), getattr(error, "__notes__", [])
+        if any(note.startswith("The policy ") for note in notes):
+            raise
         if computes_in_half(policy) and _HALF_TYPE.search(text) and _FLOAT32_TYPE.search(text):
             assert policy is not None
             half = _half_name(policy)
             error.add_note(
                 f"The policy {_text(policy)} casts the arguments to {half}, and not what the function makes or "
-                "closes over, such as the first carry of a loop or an RNN. "
-                f'policy="autocast_{half}" runs the function as it is; or make those arrays in the dtype of the '
-                "inputs: carry = jax.tree.map(lambda c: c.astype(x.dtype), carry)."
+                "closes over, such as the first carry of a loop or an RNN, or one branch of a cond. "
+                f'policy="autocast_{half}" runs the function as it is, and its branches and carries meet in one dtype; '
+                "or make those arrays in the dtype of the inputs: carry = jax.tree.map(lambda c: c.astype(x.dtype), "
+                "carry)."
             )
         raise
 
@@ -98,7 +92,11 @@ class FirstTrace:
         return cls(seen=True, values_seen=True, scale_missed=True)
 
     def look_at_values(self, inputs: Mapping[str, PyTree], policy: Policy | PathPolicy | None) -> None:
-        """Warns if values of inputs collapse; those of traced arrays are not known."""
+        """Warns if values of inputs collapse, and refuses integers that JAX would cut; see `check_narrowed`.
+
+        Those of traced arrays are not known.
+        """
+        check_narrowed(inputs, "the call", floats=not self.values_seen)
         if policy is None or self.values_seen or not computes_in_half(policy) or has_tracers(inputs):
             return
         self.values_seen = True
@@ -164,18 +162,14 @@ def warn_of_float32(
     in_float32 = [product for product in products if product.is_float32 and not product.as_asked]
     total = sum(product.flops for product in products)
     share = sum(product.flops for product in in_float32) / total if total else 0.0
-    if share <= _TOLERATED_SHARE:
+    if share <= TOLERATED_SHARE:
         return
-    lines = list(dict.fromkeys(map(_line, in_float32)))
-    more = f"\n  and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
     half = _half_name(policy)
     under = f"the policy {_text(policy)}" if mode is None else f"AMP mode {mode}"
     way = f'policy="autocast_{half}"' if mode is None else 'Mode "torch"'
     warn_user(
-        f"{share:.0%} of the flops of products stay in float32 under {under}:\n  "
-        + "\n  ".join(lines[:_LINES])
-        + f"{more}\n{way} runs them in half with the code as it is; or give the "
-        f"layers dtype={half}, and what is made within the dtype of the inputs. "
+        f"{share_text(share, under, list(map(_line, in_float32)))}\n{way} runs them in half with the code as it is; or "
+        f"give the layers dtype={half}, and what is made within the dtype of the inputs. "
         "explain_policy shows all operations.",
         Float32ProductsWarning,
     )
@@ -183,10 +177,8 @@ def warn_of_float32(
 
 def _line(product: TracedOperation) -> str:
     """Returns where a product is, what it is and why, in one line."""
-    shapes = " and ".join(atom.aval.str_short() for atom in product.equation.invars[:2])
-    place = f" in {product.path}" if product.path else ""
     line = user_line_of(product.equations)
-    return f"{line}: {product.equation.primitive.name} of {shapes}{place}{_reason(product, line)}"
+    return f"{product_text(product.equation, product.path, line)}{_reason(product, line)}"
 
 
 def _reason(product: TracedOperation, line: str) -> str:

@@ -9,7 +9,7 @@ import jax
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
-from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy, get_policy
+from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy, dtype_of_arguments, get_policy
 from jmp_train.policies.pytrees import (
     cast_leaf,
     check_regexes,
@@ -62,7 +62,7 @@ class PathPolicy:
 
     def cast_to_compute(self, params: Tree) -> Tree:
         """Returns `params` with every floating array in its own `compute_dtype`."""
-        return self._cast(params, lambda policy: policy.compute_dtype)
+        return self._cast(params, dtype_of_arguments)
 
     def _cast(self, params: Tree, dtype_of: Callable[[Policy], DTypeLike]) -> Tree:
         self._check_rules(params)

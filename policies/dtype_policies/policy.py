@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting import DEFAULT_RECIPE, TORCH_CUDA, AutocastRules, Recipe, autocast
+from jmp_train.policies.autocasting import (
+    DEFAULT_RECIPE,
+    HALVES,
+    TORCH_CUDA,
+    AutocastRules,
+    Recipe,
+    autocast,
+    is_trying,
+)
 from jmp_train.policies.pytrees import (
     cast_floating,
     check_half,
@@ -83,7 +91,7 @@ class Policy:
 
     def cast_to_compute(self, x: Tree) -> Tree:
         """Returns `x` with its floating arrays in `compute_dtype`."""
-        return cast_floating(x, self.compute_dtype)
+        return cast_floating(x, dtype_of_arguments(self))
 
     def cast_to_output(self, x: Tree) -> Tree:
         """Returns `x` with its floating arrays in `output_dtype`."""
@@ -91,7 +99,13 @@ class Policy:
 
     def transform(self, fn: Callable[Args, Result]) -> Callable[Args, Result]:
         """Returns `fn` as it runs between the casts: as it is (see `AutocastPolicy`)."""
-        return fn
+        if self.compute_dtype not in HALVES:
+            return fn
+
+        def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+            return (autocast(fn, self.compute_dtype) if is_trying() else fn)(*args, **kwargs)
+
+        return run
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Returns a copy of this policy with another `output_dtype`."""
@@ -139,6 +153,15 @@ class AutocastPolicy(Policy):
     def transform(self, fn: Callable[Args, Result]) -> Callable[Args, Result]:
         """Returns `autocast(fn)`."""
         return autocast(fn, self.autocast_dtype, rules=self.rules, fp8=self.fp8)
+
+
+def dtype_of_arguments(policy: Policy) -> DTypeLike:
+    """Returns the dtype that a policy casts a function's arguments to: float32 where autocast takes its place.
+
+    Args:
+      policy: in half precision it runs by autocast while rules are tried.
+    """
+    return jnp.float32 if policy.compute_dtype in HALVES and is_trying() else policy.compute_dtype
 
 
 _F32, _F16, _BF16 = jnp.float32, jnp.float16, jnp.bfloat16

@@ -34,8 +34,13 @@ def check_takes_state(loss_fn: object) -> None:
 def check_is_stateless(loss_fn: object) -> None:
     """Raises TypeError if a loss function cannot take (params, batch)."""
     if signature := _refused_signature(loss_fn, 2):
-        whole = "" if _refused_signature(loss_fn, 4) else "; train_step takes this one as it is, without stateless"
-        raise TypeError(f"loss_fn takes {signature}, it must be a loss_fn(params, batch){whole}")
+        hint = "" if _refused_signature(loss_fn, 4) else "; train_step takes this one as it is, without stateless"
+        if not _refused_signature(loss_fn, 3):
+            hint = (
+                "; a loss that draws is a loss_fn(params, model_state, batch, rng) -> (loss, (model_state, aux)), and "
+                "train_step takes it without stateless"
+            )
+        raise TypeError(f"loss_fn takes {signature}, it must be a loss_fn(params, batch){hint}")
 
 
 def _refused_signature(fn: object, count: int) -> str:

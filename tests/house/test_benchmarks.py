@@ -59,6 +59,16 @@ def test_how_long_graphs_take_to_build_is_measured_beside_a_sort(tmp_path: Path)
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+def test_batches_of_small_graphs_are_timed_beside_those_of_jraph(tmp_path: Path) -> None:
+    file = tmp_path / "batches.json"
+    output = run("graph_batches.py", "--graphs", "20", "--batch-size", "4", "--batches", "3", "--json", str(file))
+    assert "milliseconds per batch of 4 graphs" in output
+    ways = json.loads(file.read_text())["ways"]
+    assert len(ways) == 4 and all(0 < way["clock_ms"] and 0 < way["cpu_ms"] for way in ways.values())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_sparse_features_have_the_gradients_of_all_zeros(tmp_path: Path) -> None:
     file = tmp_path / "sparse.json"
     assert "gradients differ by" in run("sparse_features.py", "--rounds", "1", "--json", str(file))

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 APPLICATION = {"runs", "reports", "cli", "launch", "tasks"}
 STARTS_IT = {"__main__.py", "command_start.py"}
+OF_COMMANDS = {"task.py"}  # `Task` is what commands take
 # Options of pip, which install_compiler calls, and a variable of CSS.
 OTHERS = {"--no-deps", "--target", "--quiet", "--disable-pip-version-check", "--color"}
 COMMAND_LINE = re.compile(r"(?<![\w-])--(?!xla_)[a-z][a-z-]+|\bjmp-train [a-z]")
@@ -25,7 +26,7 @@ def library() -> list[Path]:
     for folder in (ROOT / "jmp_train").iterdir():
         if not folder.is_symlink() and folder.is_dir() and folder.name not in APPLICATION:
             found += folder.rglob("*.py")
-    return [path for path in found if path.name not in STARTS_IT]
+    return [path for path in found if path.name not in STARTS_IT | OF_COMMANDS]
 
 
 def command_line_words(source: str) -> list[str]:

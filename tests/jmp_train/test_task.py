@@ -33,6 +33,10 @@ pytestmark = pytest.mark.quick
         ({"test": None}, ValueError, "metrics is given without test"),
         ({"metrics": None}, ValueError, "test is given without metrics"),
         ({"learning_rate": 0.0}, TypeError, "learning_rate must be a number above 0, or a function"),
+        ({"init": lambda: 1}, TypeError, r"init is called as init\(key\): too many positional arguments"),
+        ({"metrics": lambda params, batch: {}}, TypeError, r"called as metrics\(params, model_state, batch\): too"),
+        ({"test": lambda epoch: []}, TypeError, r"test is called as test\(\): missing a required argument: 'epoch'"),
+        ({"train": lambda: iter(())}, TypeError, r"train is called as train\(epoch\): too many"),
         ({"train": lambda epoch: []}, ValueError, "batch_size is for a train of arrays, but train returns batches"),
     ],
 )  # fmt: skip
@@ -50,6 +54,8 @@ def test_the_optimizer_and_the_learning_rate_of_a_run() -> None:
     with pytest.raises(ValueError, match="learning_rate is a function of the number of steps, which is unknown"):
         task.schedule_for(None)
     assert make_task("arrays").schedule_for(None) is None
+    with pytest.raises(TypeError, match=r"learning_rate\(4\) must return a schedule, got a float"):
+        make_task("arrays", learning_rate=lambda steps: 0.1).schedule_for(4)
 
 
 def test_a_task_is_frozen() -> None:

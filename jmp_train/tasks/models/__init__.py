@@ -1,6 +1,7 @@
 """The models and losses of the tasks."""
 
 from jmp_train.tasks.models.convolution import Conv as Conv
+from jmp_train.tasks.models.convolution import batch_norm as batch_norm
 from jmp_train.tasks.models.convolution import torch_uniform as torch_uniform
 from jmp_train.tasks.models.gin import GIN as GIN
 from jmp_train.tasks.models.gin import graph_classifier as graph_classifier
@@ -16,8 +17,7 @@ from jmp_train.tasks.models.graph_models import cross_entropy as cross_entropy
 from jmp_train.tasks.models.graph_models import node_classifier as node_classifier
 from jmp_train.tasks.models.graph_models import node_examples as node_examples
 from jmp_train.tasks.models.losses import Accuracy as Accuracy
-from jmp_train.tasks.models.losses import Variables as Variables
+from jmp_train.tasks.models.losses import ImageClassifier as ImageClassifier
 from jmp_train.tasks.models.losses import image_classifier as image_classifier
-from jmp_train.tasks.models.losses import image_loss as image_loss
 from jmp_train.tasks.models.resnet import ResNet as ResNet
 from jmp_train.tasks.models.vit import VisionTransformer as VisionTransformer

@@ -1,4 +1,4 @@
-"""Convolutions with kernels in the layout that GPUs read, and torch's initializer."""
+"""Convolutions with kernels in the layout that GPUs read, and torch's initializer and BatchNorm."""
 
 from collections.abc import Callable, Sequence
 
@@ -60,3 +60,20 @@ def torch_uniform(fan_in: int) -> Initializer:
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
     return init
+
+
+def batch_norm(train: bool, axis_name: str | None, name: str | None = None) -> nn.BatchNorm:
+    """Returns a BatchNorm with torch's defaults, whose momentum of 0.1 is flax's 0.9.
+
+    Args:
+      train: whether the batch's statistics count, and not the running ones.
+      axis_name: the mesh axis over which it is synchronized; None on one device.
+      name: of the module; None for linen's own.
+    """
+    return nn.BatchNorm(
+        use_running_average=not train,
+        momentum=0.9,
+        epsilon=1e-5,
+        axis_name=axis_name,
+        name=name,
+    )

@@ -6,8 +6,9 @@ is the output's matrix too.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,10 @@ class Generated(NamedTuple):
     log_probs: jax.Array
 
 
+# Returns what each token gathers, of queries [batch, tokens, heads, head_size], and keys and values of fewer heads.
+Attend: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
 class RMSNorm(nnx.Module):
     """Divides by the root of the mean square, computed in float32, and multiplies by a learned scale."""
 
@@ -109,42 +114,20 @@ class Attention(nnx.Module):
         self.value = _linear(config.width, self.kv_heads * self.head_size, rngs)
         self.out = _linear(self.heads * self.head_size, config.width, rngs, 2 * config.depth)
 
-    def __call__(self, x: jax.Array, rotation: Rotation) -> jax.Array:
+    def __call__(self, x: jax.Array, rotation: Rotation, attend: Attend = causal_attention) -> jax.Array:
         """Returns what each token gathers of those up to it, [batch, tokens, width].
 
         Args:
           x: floating [batch, tokens, width].
           rotation: of the tokens' positions.
+          attend: see `Attend`.
         """
-        return self._joined(causal_attention(*self._projected(x, rotation)))
-
-    def extend(
-        self, x: jax.Array, rotation: Rotation, keys: jax.Array, values: jax.Array, length: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns what further tokens gather, and keys and values with theirs; see `Cache`.
-
-        Args:
-          x: floating [batch, tokens, width].
-          rotation: of the tokens' positions.
-          keys: of the cache.
-          values: of the cache.
-          length: of the cache.
-        """
-        query, key, value = self._projected(x, rotation)
-        keys = jax.lax.dynamic_update_slice_in_dim(keys, key.astype(keys.dtype), length, axis=1)
-        values = jax.lax.dynamic_update_slice_in_dim(values, value.astype(values.dtype), length, axis=1)
-        seen = jnp.arange(keys.shape[1]) <= length + jnp.arange(x.shape[1])[:, None]
-        return self._joined(cached_attention(query, keys, values, seen)), keys, values
-
-    def _projected(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
         # Rotated, and then rounded by the attention.
         query = unrounded_product(x, self.query.kernel[...]).reshape(*x.shape[:2], self.heads, self.head_size)
         key = unrounded_product(x, self.key.kernel[...]).reshape(*x.shape[:2], self.kv_heads, self.head_size)
         value = self.value(x).reshape(*x.shape[:2], self.kv_heads, self.head_size)
-        return rotated(query, rotation), rotated(key, rotation), value
-
-    def _joined(self, attended: jax.Array) -> jax.Array:
-        return self.out(attended.reshape(*attended.shape[:2], -1))
+        attended = attend(rotated(query, rotation), rotated(key, rotation), value)
+        return self.out(attended.reshape(*x.shape[:2], -1))
 
 
 class SwiGLU(nnx.Module):
@@ -169,20 +152,12 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.width)
         self.mlp = SwiGLU(config, rngs)
 
-    def __call__(self, x: jax.Array, rotation: Rotation) -> jax.Array:
+    def __call__(self, x: jax.Array, rotation: Rotation, attend: Attend = causal_attention) -> jax.Array:
         """Returns tokens [batch, tokens, width]; see `Attention`."""
         with jax.named_scope("attention"):
-            x = x + self.attention(self.attention_norm(x), rotation)
+            x = x + self.attention(self.attention_norm(x), rotation, attend)
         with jax.named_scope("mlp"):
             return x + self.mlp(self.mlp_norm(x))
-
-    def extend(
-        self, x: jax.Array, rotation: Rotation, keys: jax.Array, values: jax.Array, length: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns further tokens, and keys and values with theirs; see `Attention.extend`."""
-        attended, keys, values = self.attention.extend(self.attention_norm(x), rotation, keys, values, length)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), keys, values
 
 
 class GPT(nnx.Module):
@@ -238,12 +213,19 @@ class GPT(nnx.Module):
         """
         x = self._embedded(tokens)
         rotation = rotations(cache.length + jnp.arange(tokens.shape[1]), self.config.head_size)
-        all_keys, all_values = [], []
+        all_keys, all_values = list(cache.keys), list(cache.values)
+        seen = jnp.arange(all_keys[0].shape[1]) <= cache.length + jnp.arange(tokens.shape[1])[:, None]
         for number, block in enumerate(self.blocks):
+
+            def attend(query: jax.Array, key: jax.Array, value: jax.Array, number: int = number) -> jax.Array:
+                keys, values = all_keys[number], all_values[number]
+                keys = jax.lax.dynamic_update_slice_in_dim(keys, key.astype(keys.dtype), cache.length, axis=1)
+                values = jax.lax.dynamic_update_slice_in_dim(values, value.astype(values.dtype), cache.length, axis=1)
+                all_keys[number], all_values[number] = keys, values
+                return cached_attention(query, keys, values, seen)
+
             with jax.named_scope(f"block_{number}"):
-                x, keys, values = block.extend(x, rotation, cache.keys[number], cache.values[number], cache.length)
-            all_keys.append(keys)
-            all_values.append(values)
+                x = block(x, rotation, attend)
         return self._logits(x), Cache(tuple(all_keys), tuple(all_values), cache.length + tokens.shape[1])
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:

@@ -59,19 +59,11 @@ def node_classifier(make: Callable[[jax.Array], nnx.Module]) -> tuple[Init, Pred
         logits = model(batch["graph"], batch["features"], rngs=rngs)
         return logits if isinstance(batch["graph"], GraphPart) else logits[batch["node"]]
 
-    of_examples, of_part = cross_entropy(predict), _cross_entropy_of_part(predict)
-
-    def loss_fn(
-        params: Params, model_state: ModelState, batch: Mapping[str, Any], rng: jax.Array | None
-    ) -> tuple[jax.Array, Any]:
-        loss = of_part if isinstance(batch["graph"], GraphPart) else of_examples
-        return loss(params, model_state, batch, rng)
-
-    return init, predict, loss_fn
+    return init, predict, cross_entropy(predict)
 
 
 def cross_entropy(predict: Predict) -> LossFn:
-    """Returns the mean cross-entropy of a batch's labels.
+    """Returns the mean cross-entropy of a batch's labels; of a device's part of a graph, that over all devices' labels.
 
     Args:
       predict: `predict(params, model_state, batch, rng) -> logits [batch, classes]`, with dropout, if
@@ -81,27 +73,13 @@ def cross_entropy(predict: Predict) -> LossFn:
     def loss_fn(
         params: Params, model_state: ModelState, batch: Mapping[str, Any], rng: jax.Array | None
     ) -> tuple[jax.Array, Any]:
-        logits = predict(params, model_state, batch, rng).astype(jnp.float32)
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-        return loss, (model_state, None)
-
-    return loss_fn
-
-
-def _cross_entropy_of_part(predict: Predict) -> LossFn:
-    """Returns the loss of a device's part of a graph: the mean over the devices is that over all labels.
-
-    Args:
-      predict: see `cross_entropy`.
-    """
-
-    def loss_fn(
-        params: Params, model_state: ModelState, batch: Mapping[str, Any], rng: jax.Array | None
-    ) -> tuple[jax.Array, Any]:
-        logits = predict(params, model_state, batch, rng).astype(jnp.float32)
-        has_label = batch["label"] >= 0
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["label"], 0))
-        count = jax.lax.pmean(has_label.sum().astype(jnp.float32), batch["graph"].axis_name)
+        logits, labels = predict(params, model_state, batch, rng).astype(jnp.float32), batch["label"]
+        graph = batch.get("graph")
+        if not isinstance(graph, GraphPart):
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), (model_state, None)
+        has_label = labels >= 0
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+        count = jax.lax.pmean(has_label.sum().astype(jnp.float32), graph.axis_name)  # the mean over the devices
         return jnp.where(has_label, losses, 0).sum() / count, (model_state, None)
 
     return loss_fn
@@ -173,9 +151,7 @@ class GCN(nnx.Module):
         self.first = GraphConv(in_features, hidden, use_bias=use_bias, activation=nnx.relu, rngs=rngs)
         self.second = GraphConv(hidden, classes, use_bias=use_bias, rngs=rngs)
 
-    def __call__(
-        self, graph: Graph | GraphPart, features: jax.Array | SparseFeatures, *, rngs: nnx.Rngs | None = None
-    ) -> jax.Array:
+    def __call__(self, graph: Graph | GraphPart, features: Features, *, rngs: nnx.Rngs | None = None) -> jax.Array:
         """Returns logits [nodes, classes] of features [nodes, in], sparse ones too."""
         for layer in (self.first, self.second):
             features = layer(graph, self._dropped(features, rngs))
@@ -226,9 +202,7 @@ class GAT(nnx.Module):
             width = count * hidden
         self.layers = nnx.List([*layers, make(width, classes, last)])
 
-    def __call__(
-        self, graph: Graph | GraphPart, features: jax.Array | SparseFeatures, *, rngs: nnx.Rngs | None = None
-    ) -> jax.Array:
+    def __call__(self, graph: Graph | GraphPart, features: Features, *, rngs: nnx.Rngs | None = None) -> jax.Array:
         """Returns logits [nodes, classes] of features [nodes, in], sparse ones too."""
         *inner, last = self.layers
         for layer in inner:
@@ -265,9 +239,7 @@ class SAGE(nnx.Module):
         self.first = make(in_features, hidden, activation=nnx.relu)
         self.second = make(hidden, classes)
 
-    def __call__(
-        self, graph: Graph | GraphPart, features: jax.Array | SparseFeatures, *, rngs: nnx.Rngs | None = None
-    ) -> jax.Array:
+    def __call__(self, graph: Graph | GraphPart, features: Features, *, rngs: nnx.Rngs | None = None) -> jax.Array:
         """Returns logits [nodes, classes] of features [nodes, in], sparse ones too."""
         for layer in (self.first, self.second):
             features = layer(graph, features, deterministic=rngs is None, rngs=rngs)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
@@ -16,36 +17,6 @@ from jmp_train.policies.amp_modes import batch_norm_paths
 from jmp_train.task import Examples
 
 Variables: TypeAlias = Mapping[str, Any]  # of a linen module, by name
-
-
-def image_loss(
-    model: nn.Module,
-    params: Variables,
-    batch_stats: Variables,
-    batch: Examples,
-    rngs: dict[str, jax.Array] | None = None,
-) -> tuple[jax.Array, Any]:
-    """Returns the mean cross-entropy, the next batch statistics and the accuracy.
-
-    Args:
-      model: of which `model(images, train)` are logits [batch, classes].
-      params: the model's.
-      batch_stats: the model's.
-      batch: `image` and `label`, as `prepare` makes them.
-      rngs: the random keys by their names, for a model that draws.
-    """
-    updated: Any
-    logits, updated = model.apply(
-        {"params": params, "batch_stats": batch_stats},
-        batch["image"],
-        train=True,
-        mutable=["batch_stats"],
-        rngs=rngs,
-    )
-    logits = logits.astype(jnp.float32)  # the loss is not a place for half precision
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-    accuracy = (logits.argmax(-1) == batch["label"]).mean(dtype=jnp.float32)
-    return loss, (updated["batch_stats"], {"accuracy": accuracy})
 
 
 class ImageClassifier(NamedTuple):
@@ -90,29 +61,53 @@ class Accuracy:
         return found | {"nonfinite_outputs": (is_label & ~is_finite).sum()}
 
 
-def image_classifier(make: Callable[[str | None], nn.Module], shape: tuple[int, ...]) -> ImageClassifier:
-    """Returns what a task takes of a model that is trained and evaluated on images as they are.
+def image_classifier(
+    make: Callable[[str | None], nn.Module],
+    shape: tuple[int, ...],
+    *,
+    normalize: Callable[[jax.Array], jax.Array] | None = None,
+    augment: Callable[[jax.Array, Any], jax.Array] | None = None,
+) -> ImageClassifier:
+    """Returns what a task takes of a model that is trained and evaluated on images.
 
     Args:
       make: returns the model, given the mesh axis over which its BatchNorms are synchronized where a batch is sharded,
         or None.
       shape: of one image, with a batch axis of 1.
+      normalize: makes the model's input of a batch's images, in float32; the input then has the dtype of the model's
+        layer "head", since what casts a batch leaves bytes as they are. None for images that are the input.
+      augment: `augment(images, rng)` changes training images before.
     """
     model = make(None)  # there is no axis where it is initialized and evaluated
 
     def init(key: jax.Array) -> tuple[Any, Any]:
-        variables = model.init(key, jnp.zeros(shape), train=False)
-        return variables["params"], variables["batch_stats"]
+        # Compiled, nothing of the forward pass is left; else each of its operations would be compiled and run.
+        variables = jax.jit(partial(model.init, train=False))(key, jnp.zeros(shape))
+        return variables["params"], variables.get("batch_stats", {})
+
+    def model_input(params: Variables, images: jax.Array) -> jax.Array:
+        return images if normalize is None else normalize(images).astype(params["head"]["kernel"].dtype)
 
     def loss_fn(
         params: Variables, batch_stats: Variables, batch: Examples, rng: jax.Array | None, axis_name: str | None = None
     ) -> tuple[jax.Array, Any]:
-        rngs = None if rng is None else {"dropout": rng}
-        return image_loss(make(axis_name), params, batch_stats, batch, rngs)
+        """Returns the mean cross-entropy, the next batch statistics and the accuracy."""
+        images = batch["image"] if augment is None else augment(batch["image"], rng)
+        logits, updated = make(axis_name).apply(
+            {"params": params, "batch_stats": batch_stats},
+            model_input(params, images),
+            train=True,
+            mutable=["batch_stats"],
+            rngs=None if rng is None else {"dropout": rng},
+        )
+        logits = logits.astype(jnp.float32)  # the loss is not a place for half precision
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+        accuracy = (logits.argmax(-1) == batch["label"]).mean(dtype=jnp.float32)
+        return loss, (updated["batch_stats"], {"accuracy": accuracy})
 
     def predict(params: Variables, batch_stats: Variables, batch: Examples) -> Any:
         variables = {"params": params, "batch_stats": batch_stats}
-        return model.apply(variables, batch["image"], train=False)
+        return model.apply(variables, model_input(params, batch["image"]), train=False)
 
     def batch_norms() -> tuple[str, ...]:
         return batch_norm_paths(model, jax.ShapeDtypeStruct(shape, jnp.float32), train=False)

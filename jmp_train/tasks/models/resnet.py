@@ -9,7 +9,7 @@ Reference: https://arxiv.org/abs/1512.03385; torchvision's `resnet34`.
 import flax.linen as nn
 import jax
 
-from jmp_train.tasks.models.convolution import Conv, torch_uniform
+from jmp_train.tasks.models.convolution import Conv, batch_norm, torch_uniform
 
 CLASSES = 10
 
@@ -46,12 +46,12 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Returns [batch, rows / stride, columns / stride, features] of x [batch, rows, columns, channels]."""
         y = conv(self.features, 3, self.stride, name="conv1")(x)
-        y = nn.relu(batch_norm("norm1", train, self.axis_name)(y))
+        y = nn.relu(batch_norm(train, self.axis_name, "norm1")(y))
         y = conv(self.features, 3, name="conv2")(y)
-        y = batch_norm("norm2", train, self.axis_name)(y)
+        y = batch_norm(train, self.axis_name, "norm2")(y)
         if x.shape != y.shape:
             x = conv(self.features, 1, self.stride, name="projection")(x)
-            x = batch_norm("projection_norm", train, self.axis_name)(x)
+            x = batch_norm(train, self.axis_name, "projection_norm")(x)
         return nn.relu(x + y)
 
 
@@ -72,7 +72,7 @@ class ResNet(nn.Module):
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Returns logits [batch, 10] of images [batch, 32, 32, 3]."""
         x = conv(self.features[0], 3, name="stem")(x)
-        x = nn.relu(batch_norm("stem_norm", train, self.axis_name)(x))
+        x = nn.relu(batch_norm(train, self.axis_name, "stem_norm")(x))
         for stage, (count, features) in enumerate(zip(self.stages, self.features, strict=True)):
             for number in range(count):
                 stride = 2 if stage and not number else 1
@@ -81,20 +81,3 @@ class ResNet(nn.Module):
         x = x.mean(axis=(1, 2))
         init = torch_uniform(x.shape[-1])
         return nn.Dense(CLASSES, kernel_init=init, bias_init=init, name="head")(x)
-
-
-def batch_norm(name: str, train: bool, axis_name: str | None) -> nn.BatchNorm:
-    """Returns a BatchNorm with torch's defaults, whose momentum of 0.1 is flax's 0.9.
-
-    Args:
-      name: of the module.
-      train: whether the batch's statistics count, and not the running ones.
-      axis_name: see `ResNet`.
-    """
-    return nn.BatchNorm(
-        use_running_average=not train,
-        momentum=0.9,
-        epsilon=1e-5,
-        axis_name=axis_name,
-        name=name,
-    )

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.attention_logits import logits_of
+from jmp_train.policies.autocasting.custom_derivatives import multiplies
 from jmp_train.policies.autocasting.emulating.rounding import Bit, both, either, rounded, rounded_operation
 from jmp_train.policies.autocasting.higher_order import ENTERED, scan_counts
 from jmp_train.policies.autocasting.integers import integers_in_result, operand
@@ -317,7 +318,9 @@ def _with_custom_derivative(emulation: Emulation, equation: Any, inputs: list[Em
     """Runs a function with a derivative of its own as one operation, which is half where all that it does is."""
     floats = [x for x, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
     strong = [x for x in floats if not x.value.weak]
-    met: Bit = False
+    met: Bit = equation.primitive.name == "custom_vjp_call"  # which has a product, whose operands become half
+    if met and not multiplies(equation.params["call_jaxpr"]):
+        return None
     for x in strong:
         met = either(met, x.half)
     addresses = tuple(dict.fromkeys(_addresses(emulation, equation.params["call_jaxpr"])))
@@ -474,6 +477,7 @@ _PROGRAMS: dict[str, Callable[[Emulation, Any, list[Emulated]], list[Emulated] |
     "while": _while,
     "cond": _cond,
     "custom_jvp_call": _with_custom_derivative,
+    "custom_vjp_call": _with_custom_derivative,
     "shard_map": _shard_map,
 }
 

@@ -1,5 +1,10 @@
 """Kernels in C++ beside the chunked ones and float64: values, gradients of both orders, transforms, errors."""
 
+import dataclasses
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +173,50 @@ def test_a_function_under_jit_is_traced_anew_within_and_outside(native: Any) -> 
     with graphs.native_kernels():
         assert "jmp_weighted_sum" in summed.lower(x).as_text()
     assert "jmp_weighted_sum" not in summed.lower(x).as_text()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_graphs_whose_index_leaves_were_edited_are_refused_or_computed(native: Any) -> None:
+    cache = native_build.built_library().parent
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parents[2] / "edited_graphs.py"), "5", "120"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JMP_TRAIN_CACHE": str(cache)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr  # -11 is a segmentation fault
+    outcomes = json.loads(done.stdout)
+    assert set(outcomes) == {"sum", "dot", "gat"}
+    assert all(found["refused"] > 10 and found["computed"] > 10 for found in outcomes.values())
+
+
+@pytest.mark.parametrize(
+    ("leaf", "edit", "message"),
+    [
+        ("others", lambda x: x * 2, "an edge ends at none of the 60 nodes"),
+        ("others", lambda x: x - 1, "an edge ends at none of the 60 nodes"),
+        ("degrees", lambda x: x + 1, "degrees add up to 6060 of 6000 edges"),
+        ("degrees", lambda x: -x, "a degree is -"),
+    ],
+)
+def test_an_edited_graph_is_refused_by_what_is_wrong(native: Any, leaf: str, edit: Any, message: str) -> None:
+    graph = hub_graph()
+    neighbors = graph.connections.neighbors
+    assert neighbors is not None
+    by_target = dataclasses.replace(neighbors.by_target, **{leaf: edit(getattr(neighbors.by_target, leaf))})
+    adjacency = dataclasses.replace(graph.connections, neighbors=dataclasses.replace(neighbors, by_target=by_target))
+    x = features(graph, 16, "float32")["x"]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"index arrays are not those .* with: {message}"):
+        jax.block_until_ready(native(lambda: copy_sum(dataclasses.replace(graph, connections=adjacency), x)))
+
+
+def test_a_graph_without_sorted_edges_is_named() -> None:
+    graph = graphs.from_edges([0], [1], 2, formats=("coo",))
+    with graphs.native_kernels(), pytest.warns(UserWarning, match="native_kernels.. need sorted edges: make the graph"):
+        graphs.gat_attention(graph, jnp.ones((2, 1, 4)), jnp.ones((2, 1)), jnp.ones((2, 1)))
 
 
 def test_without_a_compiler_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

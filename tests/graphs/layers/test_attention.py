@@ -98,6 +98,19 @@ def test_edge_softmax_is_exact_and_so_is_its_gradient(
     assert_within(grad, exact_grad, half, sizes, 2)
 
 
+@pytest.mark.parametrize(("half", "rounding", "smallest"), [("float16", 2**-11, 2**-25), ("bfloat16", 2**-8, 0.0)])
+def test_weights_of_a_hub_add_up_to_one_within_the_documented_bound(
+    half: str, rounding: float, smallest: float
+) -> None:
+    degree = 50_000
+    graph = graphs.from_edges(np.arange(degree) % 5, np.zeros(degree, int), 5, formats=("coo",))
+    logits = np.stack([np.zeros(degree), np.random.default_rng(0).normal(size=degree)], 1)
+    weights = jax.jit(graphs.edge_softmax)(graph, jnp.asarray(logits, half))
+    errors = np.abs(np.asarray(weights, np.float64).sum(0) - 1)
+    assert (errors <= rounding + degree * smallest + 1e-6).all()
+    assert half != "float16" or errors[0] > 1e-3  # so that the bound is not said for nothing
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("half", ONE_HALF)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -36,6 +37,31 @@ CHUNKED = (fn.copy_u, fn.u_mul_e, fn.e_mul_u)
 # After the node or edge axis: of the left feature, of the right one.
 SHAPES = [((), ()), ((), (8,)), ((4, 8), (4, 1)), ((8,), (4, 8))]
 DOT_SHAPES = [((), ()), ((8,), (8,)), ((8,), (4, 8)), ((4, 8), (1, 8))]
+
+
+NOT_APART = 'the graph was made with formats=("csr",), which keeps no edge apart: this needs "coo" too'
+NEED_PLACES: dict[str, Any] = {
+    "u_dot_v": lambda graph: graphs.apply_edges(graph, fn.u_dot_v("h", "h", "s")),
+    "argmax": lambda graph: graphs.update_all(graph, fn.copy_u("h", "m"), fn.argmax("m", "x")),
+    "argmax of one edge": lambda graph: graphs.update_all(
+        graph, graphs.per_edge(lambda edge: {"m": edge.src["h"]}), fn.argmax("m", "x")
+    ),
+    "edge_weight": lambda graph: graphs.gat_attention(
+        graph, graph.nodes["h"][:, None], *2 * [jnp.ones((3, 1))], edge_weight=jnp.ones(3), implementation="chunked"
+    ),
+    "types": lambda graph: graphs.rel_graph_conv(graph, graph.nodes["h"], [0, 1, 0], jnp.ones((2, 2, 2))),
+    "edge_features": lambda graph: graphs.gine_conv(graph, graph.nodes["h"], jnp.ones((3, 2)), lambda x: x),
+    "some edges": lambda graph: graphs.send_and_recv(graph, [0], fn.copy_u("h", "m"), fn.sum("m", "x")),
+    "edge_softmax": lambda graph: graphs.edge_softmax(graph, jnp.ones(3)),
+}
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("name", NEED_PLACES)
+def test_graphs_that_keep_no_edge_apart_say_which_format_is_wanted(name: str) -> None:
+    graph = graphs.from_edges([0, 1, 2], [1, 2, 1], 3, nodes={"h": jnp.ones((3, 2))}, formats=("csr",))
+    with pytest.raises(ValueError, match=re.escape(NOT_APART)):
+        NEED_PLACES[name](graph)
 
 
 def ends_of_edges() -> tuple[np.ndarray, np.ndarray]:

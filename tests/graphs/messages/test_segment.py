@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jmp_train import graphs
+from jmp_train.graphs import fn
 
 pytestmark = pytest.mark.quick
 
@@ -28,6 +29,7 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "softmax_sum": graphs.segment_softmax_sum,
     "cumsum": graphs.segment_cumsum,
 }
+PEERS = {"sum": jraph.segment_sum, "max": jraph.segment_max, "min": jraph.segment_min}
 OF_ROWS = ("softmax", "normalize", "cumsum")  # the others are of segments
 SEGMENTS = 4  # the last of them without rows
 
@@ -338,3 +340,46 @@ def test_integers_do_not_overflow_and_their_means_are_floats(dtype: str) -> None
     np.testing.assert_allclose(scaled[np.argsort(ids, kind="stable")], wanted, rtol=1e-3, atol=1e-5)
     assert {x.dtype.name for x in (mean, weights, scaled, std, summed)} == {"float32"}
     assert largest.dtype == dtype
+
+
+def test_segments_without_rows_have_what_jraph_gives_them_and_nodes_without_messages_have_zeros() -> None:
+    graph = graphs.from_edges([0, 0], [1, 1], 3)  # nothing enters nodes 0 and 2
+    pair = graphs.batch([graph, graphs.from_edges([], [], 0)])
+    ids, rows = np.array([1, 1]), {"float32": np.array([-2, -3], np.float32), "int32": np.array([-2, -3], np.int32)}
+    names = ("sum", "mean", "max", "min", "var", "std", "softmax_sum")
+
+    @jax.jit
+    def of_segments(rows: dict[str, jax.Array]) -> Any:
+        ours = {(name, op): OPERATIONS[op](x, ids, 3) for name, x in rows.items() for op in names}
+        places = [find(rows["int32"], ids, 3) for find in (graphs.segment_argmax, graphs.segment_argmin)]
+        moments = graphs.segment_moments(rows["float32"], ids, 3)
+        peers = {(name, op): PEERS[op](x, ids, 3) for name, x in rows.items() for op in PEERS}
+        return ours, [*moments], places, peers
+
+    @jax.jit
+    def of_nodes(rows: dict[str, jax.Array]) -> Any:
+        reductions = [getattr(fn, name.replace("softmax_sum", "softmax"))("m", name) for name in names]
+        found = {}
+        for name, x in rows.items():
+            passed = graphs.update_all(graph.with_edges(m=x), fn.copy_e("m", "m"), reductions)
+            found |= {(name, op): passed.nodes[op] for op in names}
+        most = [f(pair, x) for x in rows.values() for f in (graphs.max_edges, graphs.min_edges)]
+        return found, most
+
+    ours, moments, places, peers = of_segments(rows)
+    for key, wanted in peers.items():
+        np.testing.assert_array_equal(ours[key], wanted)
+    limits = np.iinfo(np.int32)
+    neutral = {
+        ("float32", "max"): -np.inf, ("float32", "min"): np.inf,
+        ("int32", "max"): limits.min, ("int32", "min"): limits.max,
+    }  # fmt: skip
+    for key, found in ours.items():
+        assert (np.asarray(found)[[0, 2]] == neutral.get(key, 0)).all(), key
+    assert all(not np.asarray(x)[[0, 2]].any() for x in moments)
+    assert all((np.asarray(x)[[0, 2]] == -1).all() for x in places)
+    of_messages, of_graphs = of_nodes(rows)
+    for key, found in of_messages.items():
+        assert not np.asarray(found)[[0, 2]].any(), key
+        np.testing.assert_array_equal(found[1], ours[key][1])
+    assert [x.tolist() for x in of_graphs] == [[-2, 0], [-3, 0]] * 2

@@ -10,6 +10,7 @@ from helpers import assert_bitwise_equal
 
 from jmp_train import graphs
 from jmp_train.graphs import fn
+from jmp_train.graphs.structure import formats_made
 
 pytestmark = pytest.mark.quick
 
@@ -159,6 +160,20 @@ def test_padded_graphs_of_a_size_have_one_structure(formats: tuple[str, ...]) ->
     kinds = {(jax.tree.structure(x), tuple(map(np.shape, jax.tree.leaves(x)))) for x in padded}
     assert len(kinds) == 1
     assert len(graphs.stack(padded)) == 6
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("formats", [("coo",), ("coo", "csr"), ("coo", "csr", "mailbox")])
+def test_graphs_keep_the_formats_that_they_were_made_with(formats: tuple[str, ...]) -> None:
+    graph = graphs.from_edges([0, 1, 2], [1, 2, 1], 3, nodes={"h": jnp.ones((3, 2))}, formats=formats)
+    padded = graphs.pad(graph, 5, 8)
+    batch = graphs.batch([graphs.from_edges([0], [0], 1, nodes={"h": jnp.ones((1, 2))}, formats=("coo",)), graph])
+    for found in (padded, batch, graphs.pad(batch, 9, 9), *graphs.unbatch(batch), graphs.unpad(padded)):
+        assert formats_made(found.connections) == formats
+    assert formats_made(graphs.pad(graph, 5, 8, formats=("coo",)).connections) == ("coo",)
+    if "csr" in formats:
+        total = graphs.update_all(padded, fn.copy_u("h", "m"), fn.sum("m", "x"), implementation="chunked").nodes["x"]
+        assert total[:, 0].tolist() == [0, 2, 1, 0, 0]
 
 
 @pytest.mark.full

@@ -77,7 +77,7 @@ def test_a_graph_of_equal_degrees_that_is_not_symmetric_has_both_directions() ->
 def test_large_batches_that_are_padded_come_with_sorted_edges() -> None:
     random = np.random.default_rng(0)
     senders, receivers = random.integers(0, NODES, (2, 10_000))
-    half = from_edges(senders, receivers, NODES)
+    half = from_edges(senders, receivers, NODES, formats=("coo",))
     assert pad(half, NODES + 1, 10_001).connections.neighbors is None
     graph = pad(batch([half, half]), 2 * NODES + 5, 20_007)
     assert graph.connections.neighbors is not None

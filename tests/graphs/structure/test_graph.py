@@ -208,6 +208,8 @@ def test_other_wrong_arguments_are_named() -> None:
         graphs.from_jraph(tuple_._replace(nodes=twice))
     with pytest.raises(TypeError, match="needs a graph that is made outside of jit"):
         jax.jit(lambda t: graphs.from_jraph(t, formats=("mailbox",)))(tuple_)
+    with pytest.raises(TypeError, match=r"formats=\('coo', 'csr'\) needs a graph that is made outside of jit"):
+        jax.jit(lambda t: graphs.from_jraph(t, formats=("coo", "csr")))(tuple_)
     with pytest.raises(TypeError, match="under jit the graph needs a node feature"):
         jax.jit(graphs.from_jraph)(tuple_)
 

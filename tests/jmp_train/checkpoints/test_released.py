@@ -1,6 +1,5 @@
 """What version 0.1.0 has saved is restored, and gone on with, wherever its modules are now."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -146,8 +145,7 @@ def test_a_run_says_the_same_of_itself(task: str, options: dict[str, Any], run: 
     assert source.options is not None
     given = source.options(**options)
     loaded = source.task(given)
-    own = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-    settings = RunSettings(identity=identity_of(source, given, own))
+    settings = RunSettings(identity=identity_of(source, given))
     found = run_metadata(loaded, "mixed_float16", 2, 3, settings, loaded.shared())["run"]
     saved = {
         "task": task, **dict.fromkeys(["model", "heads", "scale", "image_size"]), "synthetic": False,

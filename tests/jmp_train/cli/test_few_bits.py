@@ -14,6 +14,7 @@ from helpers import make_run
 import jmp_train as jt
 import jmp_train.runs
 from jmp_train.cli import compare as compare_command
+from jmp_train.cli import train as train_module
 from jmp_train.cli.entry import main
 from jmp_train.policies import Fp8State, KahanState, StateDtypesState
 from jmp_train.policies.optimizers import StochasticRoundingState
@@ -85,7 +86,7 @@ def test_train_hands_them_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         given.append(prepared.settings.few_bits)
         return make_run(prepared.name)
 
-    monkeypatch.setattr(jmp_train.runs, "train_prepared", train)
+    monkeypatch.setattr(train_module, "train_prepared", train)
     call = ("train", "karate", "--policy", HALF, "--state-dtypes", "mu=int8", "nu=uint8", "--parameters", "kahan")
     with jax.numpy_dtype_promotion("standard"):
         assert main(call) == 0

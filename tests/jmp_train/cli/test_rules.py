@@ -15,8 +15,9 @@ from helpers import make_run
 import jmp_train as jt
 import jmp_train.runs
 from jmp_train.cli import compare as compare_command
+from jmp_train.cli import train as train_module
 from jmp_train.cli.entry import main
-from jmp_train.cli.rules import read_rules
+from jmp_train.cli.precision_options import read_rules
 from jmp_train.runs.events import Run
 
 pytestmark = pytest.mark.quick
@@ -81,10 +82,10 @@ def test_what_cannot_be_is_told_before_anything_is_written(
 def test_the_name_of_a_file_can_be_printed_anywhere(folder: Path) -> None:
     file = Path("a\n\x1b[31m\udcff.toml")
     RULES.save(file)
-    rules = read_rules(file, ["float32", "torch"])
+    rules = read_rules(argparse.Namespace(rules=file), ["float32", "torch"])
     assert rules is not None
     assert (rules.name, rules.rules) == (r"a\n\x1b[31m\udcff.toml", RULES)
-    assert read_rules(None, ["float32"]) is None
+    assert read_rules(argparse.Namespace(rules=None), ["float32"]) is None
 
 
 @pytest.mark.parametrize("options", [("--json",), ()])
@@ -98,7 +99,7 @@ def test_train_hands_the_rules_on_and_names_the_file(
         on_event(run)
         return run
 
-    monkeypatch.setattr(jmp_train.runs, "train_prepared", train)
+    monkeypatch.setattr(train_module, "train_prepared", train)
     assert main(["train", "karate", "--mode", "apex-O1", "--rules", "rules.toml", *options]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     if options:

@@ -74,6 +74,24 @@ def bad_metrics():
 def text_metric(): return make_task(metrics=None, test=None, evaluate=lambda *args: {{"x": "high"}})
 def nan_batch():
     return make_task(train=lambda epoch: [{{"x": np.full((4, 3), np.nan, np.float32), "y": np.zeros(4, np.float32)}}])
+def ends():
+    sys.exit("bye")
+def of_neighbor():
+    import neighbor
+    return make_task(loss_fn=neighbor.loss_fn)
+@dataclasses.dataclass(frozen=True)
+class Unresolved:
+    width: "Nothing" = 1
+def unresolved(options: Unresolved): return make_task()
+def unresolved_parameter(options: "Nothing"): return make_task()
+def keyword(*, width): return make_task()
+def two_clashes(options: dataclasses.make_dataclass("Two", [("json", int, 1), ("mode", int, 1)])): return make_task()
+def no_return(): return make_task(loss_fn=lambda params, model_state, batch, rng: (None, (model_state, None)))
+def dict_of_arrays(): return make_task(train=lambda epoch: dict(x=np.ones(3)))
+def evaluate_of_one(): return make_task(metrics=None, test=None, evaluate=lambda params: {{}})
+def no_schedule(): return make_task("arrays", learning_rate=lambda steps: 3)
+def silent():
+    assert not make_task
 """
 
 
@@ -83,6 +101,8 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     (tmp_path / "failing.py").write_text(FAILING.format(programs=str(PROGRAMS)))
+    (tmp_path / "neighbor.py").write_text("def loss_fn(params, model_state, batch, rng):\n    return batch['z']\n")
+    (tmp_path / "broken.py").write_text("\nx = = 1\n")
     before = dict(sys.modules)
     with jax.numpy_dtype_promotion("standard"):
         yield tmp_path
@@ -109,7 +129,22 @@ def command(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedP
             2,
             "Options.table cannot be an option, as its type is dict[str, int]: int, float",
         ),
-        ("train failing.py:clashing", 2, "failing.py:clashing: --policy is an option of the command; give the field"),
+        ("train failing.py:clashing", 2, "failing.py:clashing: --policy is an option of the command, too; rename"),
+        ("train failing.py:two_clashes", 2, "two_clashes: --json and --mode are options of the command, too; rename"),
+        ("train failing.py:unresolved", 2, "Unresolved: name 'Nothing' is not defined, which the type of a field"),
+        ("train failing.py:unresolved_parameter", 2, "failing.py:unresolved_parameter: name 'Nothing' is not defined"),
+        ("train failing.py:keyword", 2, "failing.py:keyword must take one parameter at most: a dataclass of options"),
+        ("train failing.py:ends", 2, "failing.py:54: it ends the process by sys.exit('bye'); what it does as a"),
+        ("train failing.py:of_neighbor", 2, "error: neighbor.py:2: KeyError: 'z'"),
+        ("train broken.py:task", 2, "broken.py:2: SyntaxError: invalid syntax"),
+        ("train failing.py:no_return", 2, "loss_fn returned None as loss, it must be a floating scalar"),
+        ("train failing.py:dict_of_arrays", 2, "train(0) must return an iterable of batches, got a dict"),
+        ("plan failing.py:dict_of_arrays", 2, "train(0) must return an iterable of batches, got a dict"),
+        ("plan failing.py:bad_init", 2, "failing.py:35: RuntimeError: no weights"),
+        ("train failing.py:evaluate_of_one", 2, "failing.py:67: TypeError: Task: evaluate is called as evaluate("),
+        ("train failing.py:no_schedule", 2, "Task: learning_rate(15) must return a schedule, got a int"),
+        ("train failing.py:silent", 2, "failing.py:70: AssertionError"),
+        ("train failing.py:bad_loss --checkpoint-dir new/saved --logdir new/log --capsules new/c", 2, "39: KeyError"),
         ("train failing.py:strict --width 0", 2, "width must be at least 1"),
         ("train failing.py:strict --width x", 2, "argument --width: 'x' is not a whole number"),
         ("train failing.py:strict --depth 2", 2, "unrecognized arguments: --depth 2"),
@@ -143,7 +178,7 @@ def test_errors_are_one_line_and_leave_nothing(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1, error
-    assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == ["failing.py"]
+    assert [path for path in folder.iterdir() if path.suffix != ".py" and path.name != "__pycache__"] == []
 
 
 def test_help_shows_the_options_of_the_task_and_of_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +218,7 @@ def test_options_that_are_the_commands_too_have_its_values(folder: Path) -> None
     job, found = settings("--learning-rate", "0.5", "--seed", "3")
     assert (found.learning_rate, found.seed) == (None, 3)  # the task has the rate, and scales nothing
     assert found.identity["task"] == "user_jobs.py:task"
-    assert found.identity["options"] == {"width": 8, "source": "generator"}
+    assert found.identity["options"] == {"width": 8, "source": "generator", "learning_rate": 0.5}
     assert job.task.epochs == 3
     assert "make_task" in found.identity["definitions"]
 
@@ -197,6 +232,7 @@ def test_a_changed_file_goes_on_with_a_line_and_other_options_do_not(
     file.write_text(text)
     call = ["train", "mine.py:task", "--policy", "float32", "--checkpoint-dir", "saved", "--steps", "5"]
     assert main(call) == 0
+    assert "epoch 1  loss" in capsys.readouterr().out  # of how many is not known
     file.write_text(text.replace("def task", "ONE = 1\ndef task").replace("options.width)", "options.width, epochs=3)"))
     del sys.modules["mine"]
     capsys.readouterr()
@@ -204,6 +240,8 @@ def test_a_changed_file_goes_on_with_a_line_and_other_options_do_not(
     assert "mine.py has changed since step 5 was saved: task, ONE" in capsys.readouterr().out
     assert main([*call, "--resume", "--width", "4"]) == 2
     assert "saved is of another run:\n  width: the run has 8, this call 4" in capsys.readouterr().err
+    assert main([*call, "--resume", "--learning-rate", "0.5"]) == 2
+    assert "learning_rate: the run has 0.01, this call 0.5" in capsys.readouterr().err
     metadata = json.loads((folder / "saved/run.json").read_text())
     assert metadata["definitions"]["file"] == "mine.py"
 

@@ -246,7 +246,7 @@ def test_what_only_a_run_of_compare_finds_wrong_is_a_wrong_call(
     log = folder / "-log" / "float32" / "metrics.jsonl"
     log.parent.mkdir(parents=True)
     log.touch()  # as another process may, after compare has looked
-    monkeypatch.setattr(compare_command, "_check_outputs", lambda args, names: [])
+    monkeypatch.setattr(compare_command, "_check_outputs", lambda args, names: None)
     names = ("float32", "bfloat16")
     call = ("compare", "karate", "--epochs", "1", "--logdir=-log", "--policies", *names)
     assert main(call) == 2

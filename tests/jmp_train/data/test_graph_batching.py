@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +54,15 @@ def test_each_graph_comes_once_an_epoch_in_another_order(data: graphs.GraphData)
     assert small == {True}
     in_order = graph_batches(data, 8, shuffle=False, drop_remainder=True, places=np.arange(10, 30))
     assert all_numbers(in_order) == list(range(10, 26))
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_the_order_is_that_of_grain(data: graphs.GraphData, drop_remainder: bool) -> None:
+    order = grain.MapDataset.range(COUNT).shuffle(seed=2**32 - 1)
+    wanted = order.batch(8, drop_remainder=drop_remainder, batch_fn=list).repeat(3)
+    batches = graph_batches(data, 8, seed=2**32 - 1, epochs=3, drop_remainder=drop_remainder, num_threads=2)
+    assert [numbers(batch) for batch in batches] == list(wanted)
 
 
 def test_threads_and_where_it_starts_change_nothing(data: graphs.GraphData) -> None:

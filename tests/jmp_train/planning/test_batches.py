@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmp_train import graphs
 from jmp_train.planning.batches import batches_of, shapes_of
+from jmp_train.planning.variants import variants_of
 
 pytestmark = pytest.mark.quick
 
@@ -35,6 +37,18 @@ def test_a_function_of_the_size_stays() -> None:
         return {"nodes": jax.ShapeDtypeStruct((30 * size, 5), jnp.float32)}
 
     assert batches_of(graph, 8) == (graph, 8)
+
+
+def test_a_graph_that_need_not_grow_stays_as_it_is() -> None:
+    padded = graphs.pad(graphs.from_edges([0, 1], [1, 0], 2, nodes={"h": jnp.ones((2, 3))}), 4, 8)
+    batch = {"graph": padded, "label": jnp.zeros(2, jnp.int32)}
+    batches, size = batches_of(batch, None, grows=False)
+    assert size == 1 and batches(1) == shapes_of(batch)
+    (variant,) = variants_of(lambda state, batch: (state, batch["label"].sum()), 0.0, batch, None, None, grows=False)
+    assert (variant.batch_size, variant.batches(1)) == (1, shapes_of(batch))
+    with pytest.raises(ValueError, match="or find_largest=False"):
+        batches_of(batch, None)
+    assert batches_of(BATCH, None, grows=False)[1] == 16  # examples along all first axes are still counted
 
 
 def test_keys_and_numpy_arrays_become_shapes_as_jax_takes_them() -> None:

@@ -90,10 +90,17 @@ def test_bits_per_byte_have_a_column_and_a_key(capsys: pytest.CaptureFixture[str
     assert "bits" not in html_report.page("digits", [make_run()])
 
 
+def test_a_metric_called_loss_is_told_from_that_of_training(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table([dataclasses.replace(make_run(), metrics={"loss": 0.25})])
+    titles = capsys.readouterr().out.splitlines()[1].split()
+    assert titles == ["policy", "s/epoch", "compile", "loss", "train", "loss", "scale", "skipped"]
+
+
 def test_the_line_of_an_epoch() -> None:
     line = "float16         epoch  1/10  loss 0.5000  learning rate 1.00e-03  2.00 s  "
     rest = "loss scale 65536  skipped steps 3"
     assert epoch_line("float16", EPOCH, 10, "process") == line + rest
+    assert epoch_line("float16", EPOCH, 0, "process") == line.replace(" 1/10", "1") + rest
     assert epoch_line("float16", EPOCH, 10, "device") == f"{line}peak memory 300 MB  {rest}"
 
 

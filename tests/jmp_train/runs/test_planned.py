@@ -6,10 +6,13 @@ from typing import Any
 
 import jax
 import pytest
+from user_jobs import make_task
 
+from jmp_train.graphs import from_edges, stack
 from jmp_train.runs import train_batches
 from jmp_train.runs.planned import planned_step
 from jmp_train.runs.setups import setup_of
+from jmp_train.runs.task_batches import batch_shapes
 from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
@@ -64,3 +67,12 @@ def test_a_whole_graph_stays_and_its_examples_grow() -> None:
 def test_what_is_no_precision() -> None:
     with pytest.raises(ValueError, match="float33"):
         planned_step(load_task("digits"), "float33")
+
+
+def test_a_stack_of_graphs_does_not_grow() -> None:
+    graph = from_edges([0, 1], [1, 0], 2, nodes={"h": jax.numpy.ones((2, 3))})
+    batch = stack([{"graph": graph, "label": jax.numpy.ones(2)}])  # all of its first axes are 1
+    task = make_task(train=lambda epoch: [batch])
+    assert shapes(batch_shapes(task, None)) == shapes(batch)
+    with pytest.raises(ValueError, match="batch_size=8: the arrays of a batch have no common number of examples"):
+        batch_shapes(task, 8)

@@ -20,6 +20,7 @@ from jmp_train.runs.events import Planned, Run
 from jmp_train.runs.foreign_batches import as_arrays
 from jmp_train.runs.preparing import prepare_run
 from jmp_train.runs.resuming import Saving, Stopped
+from jmp_train.tasks import FileError, errors_of_file
 
 pytestmark = pytest.mark.quick
 
@@ -93,6 +94,13 @@ def test_a_grain_iterator_goes_on_from_its_own_state(tmp_path: Path) -> None:
     assert resumed is not None
     assert losses(resumed) == whole
     assert seen == [3, 4]  # it was not run forward
+
+
+def test_the_last_step_is_saved_where_the_number_of_steps_is_unknown(tmp_path: Path) -> None:
+    with jt.CheckpointStore(tmp_path) as store, jax.numpy_dtype_promotion("standard"):
+        train(make_task(), "float32", saving=Saving(store, every=4))
+        store.wait()
+        assert max(store.steps()) == 3 * STEPS
 
 
 def test_the_number_of_steps_is_known_where_the_batches_or_the_task_say_it() -> None:
@@ -174,6 +182,23 @@ def test_metrics_run_in_the_precision_of_the_policy_and_evaluate_has_its_paramet
     assert run(make_task("arrays", **plain), "autocast_float16", steps=2).metrics["dtype"] == 4
 
 
+def test_an_evaluation_that_half_precision_does_not_suit_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text("import jax\ndef evaluate(params, model_state):\n    return jax.lax.add(params['in'], ONES)\n")
+    names: dict[str, Any] = {"ONES": np.ones((3, 8), np.float32), "__name__": "job"}
+    exec(compile(file.read_text(), file, "exec"), names)  # noqa: S102
+    task = make_task("arrays", metrics=None, test=None, evaluate=names["evaluate"])
+    wanted = "job.py:3: TypeError: .*float16.*; evaluate gets parameters in float16 under this policy: cast its data"
+    with pytest.raises(FileError, match=wanted), errors_of_file(file):
+        run(task, "mixed_float16", steps=1)
+
+
+def test_names_of_metrics_need_not_be_text() -> None:
+    found = run(make_task("arrays", metrics=None, test=None, evaluate=lambda *args: {3: 0.5}), steps=1)
+    assert found.metrics == {"3": 0.5}
+    assert found.headline == "3"
+
+
 def test_a_task_may_have_no_evaluation() -> None:
     found = run(make_task("arrays", metrics=None, test=None), steps=2)
     assert found.metrics == {}
@@ -213,7 +238,10 @@ def once(epoch: int, batches: Iterator[Any] = iter(list(batches(0)))) -> Iterato
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train": _changing(2, lambda batch: {"x": batch["x"]})}, r"batch 2 of train\(1\) has another structure than"),
+        (
+            {"train": _changing(2, lambda batch: {"x": batch["x"]})},
+            r"batch 2 of train\(1\) has another .*: 'x'; the first batch has 'x', 'y'",
+        ),
         (
             {"train": _changing(1, lambda batch: batch | {"y": batch["y"].astype(np.int32)})},
             r"batch 1 of train\(1\): 'y' is int32 with 1 axes, but the first batch had float32 with 1 axes",
@@ -269,6 +297,13 @@ def test_nan_in_the_first_batch_is_named_where_the_loss_has_it_too() -> None:
         return loss_fn(params, model_state, {**batch, "y": jnp.where(known, batch["y"], 0)}, rng)
 
     assert run(make_task(train=with_nan("y"), loss_fn=masked, epochs=1)).steps[-1].finite  # NaN for what is not known
+    infinite = make_task(train=lambda epoch: [{"x": np.full((4, 3), np.inf, np.float32), "y": np.ones(4)}])
+    with pytest.raises(FloatingPointError, match=r"'x' of batch 0 of .* has infinity in 12 of 12 values"):
+        run(
+            dataclasses.replace(
+                infinite, loss_fn=jt.stateless(lambda params, batch: (batch["x"] * params["in"][0, 0]).sum())
+            )
+        )
 
 
 def test_tensors_become_arrays_without_a_copy() -> None:

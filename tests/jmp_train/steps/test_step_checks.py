@@ -182,6 +182,36 @@ def test_an_nnx_module_and_its_statistics_are_no_parameters() -> None:
     assert len(jax.tree.leaves(state.params)) == 4
 
 
+class Normed(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linen.BatchNorm(use_running_average=False)(linen.Dense(2)(x)).sum()
+
+
+def test_batch_statistics_of_flax_are_no_parameters() -> None:
+    variables, sgd = Normed().init(jax.random.key(0), BATCH), optax.sgd(0.1)
+    message = (
+        r"params 'batch_stats' is a collection of flax's variables, not trained.*create\(variables\[\"params\"\]"
+        r", optimizer, model_state=\{\"batch_stats\": variables\[\"batch_stats\"\]\}\).*mutable=\[\"batch_stats\"\]"
+    )
+    with pytest.raises(TypeError, match=message):
+        jt.TrainState.create(variables, sgd)
+    with pytest.raises(TypeError, match="params 'critic/batch_stats' is a collection"):
+        jt.TrainState.create({"actor": PARAMS, "critic": variables}, sgd)
+    with pytest.raises(TypeError, match="params 'cache' is a collection"):
+        jt.TrainState.create({"params": PARAMS, "cache": {"index": jnp.ones(())}}, sgd)
+    own = {"cache": PARAMS["w"], "params": {}}  # a layer of that name
+    assert jt.TrainState.create({"layer": {"cache": own["cache"]}}, sgd).params["layer"]["cache"].shape == (3,)
+    state = jt.TrainState.create(variables["params"], sgd, model_state={"batch_stats": variables["batch_stats"]})
+
+    def with_statistics(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        loss, new = Normed().apply({"params": params, **model_state}, batch, mutable=["batch_stats"])
+        return loss, (new, None)
+
+    after, _ = jax.jit(jt.train_step(with_statistics, sgd))(state, BATCH)
+    assert float(jnp.abs(after.model_state["batch_stats"]["BatchNorm_0"]["mean"]).sum()) > 0
+
+
 @pytest.mark.parametrize(
     ("leaf", "what"),
     [
@@ -226,6 +256,11 @@ ARGUMENTS: Any = [
         TypeError,
         r"takes \(params\), it must be a loss_fn\(params, batch\)$",
     ),
+    (
+        lambda: UNTYPED.stateless(lambda params, batch, rng: params),
+        TypeError,
+        r"batch\); a loss that draws is a loss_fn\(params, model_state, batch, rng\) -> .* train_step takes it without",
+    ),
     (lambda: UNTYPED.scaled_value_and_grad(None), TypeError, "loss_fn must be a function, got None"),
     (lambda: UNTYPED.apply_policy(None, "float16"), TypeError, "fn must be a function or a module, got None"),
     (lambda: UNTYPED.autocast(None), TypeError, "fn must be a function or a module, got None"),
@@ -242,6 +277,23 @@ ARGUMENTS: Any = [
         lambda: UNTYPED.tune(loss_fn, [(PARAMS, BATCH)], loss_scale="dynamic"),
         ValueError,
         "loss_scale='dynamic' must be a pos",
+    ),
+    (
+        lambda: UNTYPED.tune(loss_fn, PARAMS, BATCH),
+        TypeError,
+        r"examples must be one list of tuples .*, got dict and ArrayImpl: tune\(fn, \[\(params, batch\), \.\.\.\]\)",
+    ),
+    (
+        lambda: UNTYPED.tune(
+            jt.train_step(jt.stateless(loss_fn), scaled()), [jt.TrainState.create(PARAMS, scaled()), 1]
+        ),
+        TypeError,
+        r"examples\[0\] must be a tuple of arguments, got TrainState: tune\(step, \[\(state, batch\), \.\.\.\]\)",
+    ),
+    (
+        lambda: UNTYPED.tune(loss_fn, [(PARAMS, BATCH)], tolerance=-1.0),
+        ValueError,
+        "^tolerance=-1.0 must be a positive number",
     ),
     (lambda: UNTYPED.PerLossScale(3), TypeError, "loss_scales must be a tuple of loss scales, got 3"),
     (
@@ -297,6 +349,48 @@ def test_a_model_that_draws_is_told_where_its_key_comes_from(loss: Any) -> None:
     with pytest.raises(type(raised.value)) as raised:
         run(sgd, state, jt.stateless(lambda params, batch: loss(params, batch, None)))
     assert "key to loss_fn(params, model_state, batch, rng)" in "\n".join(raised.value.__notes__)
+
+
+def test_where_there_is_no_step_the_argument_that_is_none_is_named() -> None:
+    def draws(params: Any, batch: Any, rng: Any) -> jax.Array:
+        return jax.random.normal(rng) * params["w"].sum()
+
+    grads_of = jt.scaled_value_and_grad(draws, "mixed_float16")
+    with pytest.raises(TypeError, match="NoneType") as raised:
+        grads_of(jt.StaticLossScale(8.0), PARAMS, BATCH, None)
+    assert "the argument rng is None: pass a key, such as jax.random.key(0)" in raised.value.__notes__
+    with pytest.raises(TypeError, match="NoneType") as raised:
+        jt.tune(draws, [(PARAMS, BATCH, None)])
+    assert "the argument rng is None: pass a key, such as jax.random.key(0)" in raised.value.__notes__
+    step = jt.train_step(lambda params, state, batch, rng: (draws(params, batch, rng), (state, None)), scaled())
+    with pytest.raises(TypeError, match="NoneType") as raised:
+        jt.tune(step, [(jt.TrainState.create(PARAMS, scaled()), BATCH)])
+    assert any("TrainState.create(params, optimizer, rng=jax.random.key(0))" in note for note in raised.value.__notes__)
+
+
+def test_a_string_in_the_batch_is_named_without_the_whole_step() -> None:
+    step = jax.jit(jt.train_step(jt.stateless(loss_fn), scaled(), policy="mixed_float16"))
+    message = (
+        r"argument to TrainStep of loss_fn, policy p=full,c=f16,o=full as .* <class 'str'> .* path batch\['name'\]"
+    )
+    with pytest.raises(TypeError, match=message):
+        step(jt.TrainState.create(PARAMS, scaled()), {"x": BATCH, "name": "a"})
+
+
+def test_branches_of_two_dtypes_are_told_of_autocast() -> None:
+    def branches(params: Any, batch: jax.Array) -> jax.Array:
+        y = batch @ params["w"]
+        return jax.lax.cond(y.sum() > 0, lambda y: y.astype(jnp.float32), lambda y: y, y).sum()
+
+    step = jt.train_step(jt.stateless(branches), scaled(), policy="mixed_float16")
+    state = jt.TrainState.create(PARAMS, scaled())
+    for trace in (step, lambda state, batch: jt.explain_policy(branches, "mixed_float16", state.params, batch)):
+        with pytest.raises(TypeError, match="cond branches must have equal output types") as raised:
+            trace(state, BATCH)
+        (note,) = [note for note in raised.value.__notes__ if "or one branch of a cond" in note]
+        assert 'policy="autocast_float16" runs the function as it is' in note
+    step = jt.train_step(jt.stateless(branches), scaled(), policy="autocast_float16")
+    assert float(step(state, BATCH)[1]["loss"]) == 6
 
 
 def test_other_errors_have_no_such_note() -> None:

@@ -18,7 +18,6 @@ from jmp_train.runs.loop import train
 from jmp_train.task import Task
 from jmp_train.tasks import cifar10, load_task
 from jmp_train.tasks.models.resnet import ResNet
-from jmp_train.tasks.options import axis_name
 
 pytestmark = pytest.mark.quick
 
@@ -27,7 +26,7 @@ def small_task(examples: int, features: tuple[int, ...], devices: int = 1) -> Ta
     """Returns the task with one block a stage and images of 8 x 8, which compiles in seconds."""
     train, test = cifar10.synthetic_data(examples, seed=0), cifar10.synthetic_data(96, seed=1)
     train, test = ({**data, "image": data["image"][:, :8, :8]} for data in (train, test))
-    model = ResNet(stages=(1,) * len(features), features=features, axis_name=axis_name(devices))
+    model = ResNet(stages=(1,) * len(features), features=features, axis_name="data" if devices > 1 else None)
     return promoting_task(cifar10.make_task(model, train, test))
 
 

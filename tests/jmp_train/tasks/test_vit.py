@@ -1,6 +1,5 @@
 import dataclasses
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,12 @@ SIZE = 16
 
 def with_model(task: Task, model: VisionTransformer, size: int) -> Task:
     """Returns the task with another network, and with dtypes promoted within flax and optax."""
+    classifier = vit.classifier(model, size)
     return dataclasses.replace(
         task,
-        init=promoting(partial(vit.init, model=model, image_size=size)),
-        loss_fn=promoting(partial(vit.loss_fn, model=model)),
-        metrics=Accuracy(promoting(partial(vit.predict, model=model))),
+        init=promoting(classifier.init),
+        loss_fn=promoting(classifier.loss_fn),
+        metrics=Accuracy(promoting(classifier.predict)),
         optimizer=lambda steps: relaxed(task.optimizer_for(steps)),
     )
 
@@ -52,7 +52,7 @@ def fixture_tiny() -> Task:
 @pytest.fixture(name="params", scope="module")
 def fixture_params() -> Any:
     """Parameters of `TINY` that are random everywhere, float32."""
-    shapes, _ = jax.eval_shape(promoting(partial(vit.init, model=TINY, image_size=SIZE)), jax.random.key(0))
+    shapes, _ = jax.eval_shape(promoting(vit.classifier(TINY, SIZE).init), jax.random.key(0))
     random = np.random.default_rng(0)
     return jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), shapes)
 
@@ -101,7 +101,7 @@ def reference(params: Any, images: np.ndarray, model: VisionTransformer) -> np.n
 
 
 def test_the_full_network_has_timms_parameters() -> None:
-    init = promoting(partial(vit.init, model=VisionTransformer(), image_size=224))
+    init = promoting(vit.classifier(VisionTransformer(), 224).init)
     params, model_state = jax.eval_shape(init, jax.random.key(0))
     assert sum(x.size for x in jax.tree.leaves(params)) == 86_567_656
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
@@ -111,7 +111,7 @@ def test_the_full_network_has_timms_parameters() -> None:
 
 def test_logits_are_those_of_the_equations_and_nothing_is_dropped(params: Any) -> None:
     images = batch_of(3)["image"]
-    logits = jax.jit(promoting(partial(vit.predict, model=TINY)))(params, {}, {"image": images})
+    logits = jax.jit(promoting(vit.classifier(TINY, SIZE).predict))(params, {}, {"image": images})
     expected = reference(params, images, TINY)
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
@@ -119,15 +119,17 @@ def test_logits_are_those_of_the_equations_and_nothing_is_dropped(params: Any) -
 
 def test_the_loss_is_that_of_the_equations_and_dropout_draws_from_the_key(params: Any) -> None:
     batch = batch_of(4)
-    sure = dataclasses.replace(TINY, drop_rate=0.0)
-    run = jax.jit(promoting(vit.loss_fn), static_argnums=4)
-    loss, (state, aux) = run(params, {}, batch, jax.random.key(0), sure)
+    sure, run = (
+        jax.jit(promoting(vit.classifier(model, SIZE).loss_fn))
+        for model in (dataclasses.replace(TINY, drop_rate=0.0), TINY)
+    )
+    loss, (state, aux) = sure(params, {}, batch, jax.random.key(0))
     logits = reference(params, batch["image"], TINY)
     terms = np.log(np.exp(logits).sum(-1)) - logits[np.arange(4), batch["label"]]
     assert float(loss) == pytest.approx(terms.mean(), rel=1e-4)
     assert float(aux["accuracy"]) == np.mean(logits.argmax(-1) == batch["label"])
     assert state == {}
-    drawn = [float(run(params, {}, batch, jax.random.key(seed), TINY)[0]) for seed in (0, 0, 1)]
+    drawn = [float(run(params, {}, batch, jax.random.key(seed))[0]) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert float(loss) not in drawn
 

@@ -438,7 +438,8 @@ def test_a_planted_gradient_survives(seven: Any, wrap: Any, jit: bool) -> None:
         assert (out.dtype, out.tolist()) == (dtype, [[7.0, 7.0], [7.0, 7.0]])
 
 
-def test_a_custom_rule_is_lowered_where_a_rule_says_so() -> None:
+@pytest.mark.parametrize("wrap", [lambda fn: fn, autocast_as("lower")], ids=["entered", "lower"])
+def test_a_custom_rule_with_products_is_run_in_half(wrap: Any) -> None:
     @jax.custom_vjp
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         return x @ w
@@ -449,11 +450,11 @@ def test_a_custom_rule_is_lowered_where_a_rule_says_so() -> None:
 
     product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
     x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
-    assert autocast(product)(x, w).dtype == F32
-    assert autocast(autocast_as("lower")(product))(x, w).dtype == F16
+    function = autocast(wrap(product))
+    assert function(x, w).dtype == F16
 
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
-        return autocast(autocast_as("lower")(product))(x, w).astype(jnp.float32).sum()
+        return function(x, w).astype(jnp.float32).sum()
 
     gx, gw = jax.grad(loss, (0, 1))(x, w)
     assert (gx.dtype, gw.dtype) == (F32, F32)

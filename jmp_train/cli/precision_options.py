@@ -1,4 +1,4 @@
-"""The options `--state-dtypes`, `--parameters` and `--fp8`: which policies and modes take them."""
+"""The options `--rules`, `--state-dtypes`, `--parameters` and `--fp8`: which policies and modes take them."""
 
 import argparse
 from collections import Counter
@@ -6,10 +6,43 @@ from collections.abc import Sequence
 
 from jmp_train.cli.arguments import precisions_without_device
 from jmp_train.cli.errors import WrongCall
-from jmp_train.runs import FewBits, is_schedule
+from jmp_train.runs import AUTOCAST_CHOICES, FewBits, RulesFile, autocasts, is_schedule
 
 _IN_HALF = "params=bfloat16,compute=bfloat16 has such"
 _AUTOCASTING = "autocast_bfloat16 and autocast_float16 do"
+
+
+def read_rules(args: argparse.Namespace, names: Sequence[str]) -> RulesFile | None:
+    """Returns the rules of autocast that a call names; None if it names none.
+
+    Args:
+      args: what the parser read.
+      names: of the policies, modes and schedules of the call, of which those that autocast take the rules.
+
+    Raises:
+      WrongCall: none of them autocasts, or the file is missing or is none of rules.
+    """
+    file = args.rules
+    if file is None:
+        return None
+    if not any(map(takes_rules, names)):
+        do = "does" if len(names) == 1 else "do"
+        raise WrongCall(f"--rules {file}: {', '.join(names)} {do} not autocast; {AUTOCAST_CHOICES} do")
+    try:
+        return RulesFile.read(file)
+    except OSError as error:
+        raise WrongCall(f"--rules {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise WrongCall(f"--rules {error}") from error
+
+
+def takes_rules(name: str) -> bool:
+    """Returns whether a policy or mode autocasts, or one of a schedule.
+
+    Args:
+      name: of it.
+    """
+    return any(autocasts(phase.precision) for phase in precisions_without_device(name))
 
 
 def read_few_bits(args: argparse.Namespace, names: Sequence[str]) -> FewBits:
@@ -22,12 +55,12 @@ def read_few_bits(args: argparse.Namespace, names: Sequence[str]) -> FewBits:
     Raises:
       WrongCall: none takes it.
     """
-    few_bits = few_bits_said(args)
+    few_bits = FewBits(tuple(args.state_dtypes), args.parameters, args.fp8)
     fields = Counter(text.rpartition("=")[0] for text in few_bits.state_dtypes)
     repeated = [field for field, count in fields.items() if count > 1]
     if repeated:
         raise WrongCall(f"--state-dtypes names {repeated[0]} more than once")
-    taken = [few_bits_of(few_bits, name) for name in names]
+    taken = [few_bits_taken(few_bits, name) for name in names]
     said = ", ".join(names)
     if few_bits.parameters and not any(part.parameters for part in taken):
         raise WrongCall(
@@ -43,16 +76,7 @@ def read_few_bits(args: argparse.Namespace, names: Sequence[str]) -> FewBits:
     return few_bits
 
 
-def few_bits_said(args: argparse.Namespace) -> FewBits:
-    """Returns what a call says of few bits, whatever its policies.
-
-    Args:
-      args: what the parser read.
-    """
-    return FewBits(tuple(args.state_dtypes or ()), args.parameters, args.fp8)
-
-
-def few_bits_of(few_bits: FewBits, name: str) -> FewBits:
+def few_bits_taken(few_bits: FewBits, name: str) -> FewBits:
     """Returns what a policy or mode takes of what a call says, of a schedule what one of its phases does.
 
     Args:

@@ -1,0 +1,118 @@
+"""What commands write: JSON on standard output, files and folders that are checked before a run."""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+from jmp_train.cli.errors import RUN_FAILED, Failure, WrongCall
+from jmp_train.launch import Output, own_output
+
+_NONE: Mapping[str, Path | None] = {}
+
+
+@contextlib.contextmanager
+def checked_outputs(
+    *, as_json: bool, folders: Mapping[str, Path | None] = _NONE, files: Mapping[str, Path | None] = _NONE
+) -> Iterator[Output | None]:
+    """Checks that outputs can be written, and provides what `--json` prints on, None without it.
+
+    Folders that are made for them are removed if they are empty in the end.
+
+    Args:
+      as_json: whether `--json` is given.
+      folders: by their options; None for those that the call does not name.
+      files: likewise. They may be there, are not touched, and will be written by an atomic write.
+    """
+    made: list[Path] = []
+    try:
+        for option, folder in folders.items():
+            made = [*make_writable(option, folder), *made]
+        for option, file in files.items():
+            made = [*_check_file(option, file), *made]
+        with own_output() if as_json else contextlib.nullcontext() as output:
+            yield output
+    finally:
+        _remove_empty(made)
+
+
+def show(
+    output: Output | None,
+    text: str,
+    as_json: Callable[[], str],
+    write: Callable[[], tuple[list[Path], list[str]]],
+) -> int:
+    """Prints what a command found, writes its files, and returns `RUN_FAILED` if its JSON was lost, otherwise 0.
+
+    Args:
+      output: see `checked_outputs`.
+      text: what people see.
+      as_json: returns the same as JSON.
+      write: writes the files, and returns them, and a line for each that could not be written.
+
+    Raises:
+      Failure: a file could not be written.
+    """
+    if output is None:
+        print(text)
+    else:
+        print(as_json(), end="", file=output, flush=True)
+    if unwritten := list_written(*write(), sys.stdout if output is None else sys.stderr):
+        raise Failure("; ".join(unwritten))
+    return exit_code(output)
+
+
+def list_written(written: Iterable[Path], unwritten: list[str], log: IO[str]) -> list[str]:
+    """Prints which files were written, and returns the lines about the others."""
+    for path in written:
+        print(f"wrote {path}", file=log)
+    return unwritten
+
+
+def exit_code(output: Output | None) -> int:
+    """Returns `RUN_FAILED` if JSON could not be printed, otherwise 0."""
+    return 0 if output is None or output.lost is None else RUN_FAILED
+
+
+def make_writable(option: str, directory: Path | None) -> list[Path]:
+    """Makes a folder, and returns those that were not there, the inmost first.
+
+    Args:
+      option: what a `WrongCall` names if nothing can be written there.
+      directory: the folder; None for none.
+    """
+    if directory is None:
+        return []
+    try:
+        made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise WrongCall(f"{option} {directory}: {error.strerror}") from None
+    return made
+
+
+def _check_file(option: str, file: Path | None) -> list[Path]:
+    """Makes the folder of a file, and returns what `make_writable` does."""
+    if file is None:
+        return []
+    made: list[Path] = []
+    try:
+        if file.exists() and not file.is_file():
+            raise WrongCall(f"{option} {file} is not a regular file")
+        made = make_writable(option, file.parent)
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}."):  # whose name may be too long
+            pass
+    except OSError as error:
+        _remove_empty(made)
+        raise WrongCall(f"{option} {file}: {error.strerror}") from None
+    return made
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # something is in it by now
+            folder.rmdir()

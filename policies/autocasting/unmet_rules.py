@@ -1,0 +1,95 @@
+"""Names the entries of rules that no operation of a program meets, as those of a file that has become stale do."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jmp_train.policies.autocasting.higher_order import ENTERED
+from jmp_train.policies.autocasting.known_names import is_function_of_jax, nearest
+from jmp_train.policies.autocasting.operations import held_jaxprs
+from jmp_train.policies.autocasting.region import join, tables_of
+from jmp_train.policies.autocasting.rules import APEX_O1, TORCH_CPU, TORCH_CUDA, AutocastRules
+from jmp_train.policies.autocasting.source_lines import address_of
+from jmp_train.policies.user_warnings import warn_user
+
+_SHOWN = 3
+_SHIPPED = frozenset(name for rules in (TORCH_CUDA, TORCH_CPU, APEX_O1) for name, _ in rules.functions)
+
+
+class UnmetRulesWarning(UserWarning):
+    """Entries of autocast rules match no operation of the function: their names are wrong, or the code has changed.
+
+    `autocast` warns when it first traces the function, and with it `train_step` and `apply_policy` under its rules;
+    `explain_autocast` lists all of them. Only entries of `paths`, of `operations` and of the user's own `functions`
+    count. If a table is for several models, filter the warning.
+
+    Example:
+      >>> import warnings
+      >>> import jmp_train as jt
+      >>> warnings.filterwarnings("ignore", category=jt.UnmetRulesWarning)
+    """
+
+
+def unmet_entries(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> tuple[str, ...]:
+    """Returns the entries that no operation meets, as text: the table, the name, and the nearest name.
+
+    Args:
+      rules: whose entries are looked for.
+      programs: the functions, as they were traced.
+    """
+    own = {name for name, _ in rules.functions if name not in _SHIPPED and not is_function_of_jax(name)}
+    tables = tables_of(rules)
+    if not (tables.paths or tables.operations or own):
+        return ()
+    calls = [call for program in programs for call in _walk(program.jaxpr, (), "")]
+    paths = dict.fromkeys(path for _, path in calls)
+    addresses = dict.fromkeys(address_of(e, path) for e, path in calls if e[-1].primitive.name not in ENTERED)
+    functions = dict.fromkeys(str(e[-1].params["name"]) for e, _ in calls if e[-1].primitive.name in ("jit", "pjit"))
+    regexes = (("paths", tables.paths, paths), ("operations", tables.operations, addresses))
+    unmet = [
+        _text(table, expression.pattern, found)
+        for table, entries, found in regexes
+        for expression, _ in entries
+        if not any(map(expression.search, found))
+    ]
+    return *unmet, *(_text("functions", name, functions) for name, _ in rules.functions if name in own - {*functions})
+
+
+def warn_of_unmet(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> None:
+    """Warns of the entries that no operation meets; takes what `unmet_entries` takes."""
+    unmet = unmet_entries(rules, programs)
+    if not unmet:
+        return
+    more = f"\n  and {len(unmet) - _SHOWN} more" if len(unmet) > _SHOWN else ""
+    entries = "1 entry of the autocast rules matches" if len(unmet) == 1 else f"{len(unmet)} entries of the rules match"
+    warn_user(
+        f"{entries} no operation of the function:\n  "
+        + "\n  ".join(unmet[:_SHOWN])
+        + f"{more}\nThe names are wrong, or the code has changed since: mend them, or run tune again. explain_autocast "
+        "prints the path and the line of each operation.",
+        UnmetRulesWarning,
+    )
+
+
+def _walk(jaxpr: Jaxpr, callers: tuple[Any, ...], path: str) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Yields the equations of a program, each after those in whose bodies it is, and its path."""
+    for equation in jaxpr.eqns:
+        equations, scope = (*callers, equation), join(path, str(equation.source_info.name_stack))
+        yield equations, scope
+        for held in held_jaxprs(equation):
+            yield from _walk(held, equations, scope)
+
+
+def _text(table: str, name: str, known: dict[str, None]) -> str:
+    """Returns an entry and the name that is most like it, as short as rules write it."""
+    like = nearest(_as_written(name), filter(None, map(_as_written, known)))
+    return f"{table}: {name!r}" + (f"; the nearest is {like[0]!r}" if like else "")
+
+
+def _as_written(text: str) -> str:
+    """Returns a regular expression or an address as plain text, without folders."""
+    plain = re.sub(r"\.\*|[\\^$]", "", text)
+    head, at, place = plain.partition("@")
+    return head + at + re.sub(r"(?:[^\s/]*/)+", "", place)

@@ -1,0 +1,140 @@
+"""Warns of matrix products and convolutions that stay in float32 since autocast does not enter what they are in."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.typing import DTypeLike
+
+from jmp_train.policies.autocasting.operations import flops_of, is_float32
+from jmp_train.policies.autocasting.region import DECIDED, PRODUCTS, Decision
+from jmp_train.policies.autocasting.source_lines import user_line_of
+from jmp_train.policies.user_warnings import warn_user
+
+TOLERATED_SHARE = 0.1
+_LINES = 3
+_NOT_ENTERED = ("is not entered", "is not known", "its body is typed")  # ends of reasons of decisions
+_EXACT = frozenset(("custom_linear_solve",))  # solvers are float32 by every table
+_WHY = {
+    "pallas_call": "a Pallas kernel, which computes in the dtypes that it was written for",
+    "custom_vjp_call": "a custom_vjp that autocast cannot enter",
+    "custom_vmap_call": "a custom_vmap, which autocast does not enter",
+    "cond": "a platform_dependent, which autocast does not enter",
+}
+
+
+class Float32ProductsWarning(UserWarning):
+    """A half policy, or autocast, leaves more than a tenth of the flops of products in float32.
+
+    `train_step`, `scaled_value_and_grad`, `apply_policy` and `autocast` warn when they are first traced;
+    `explain_policy` and `explain_autocast` show all operations. Where that is as it should be, say so by a rule of
+    `policy_by_path` for the parameter, by `autocast_as("float32")` around the product or by its
+    `precision=HIGHEST`; or filter the warning. Autocast does not warn of products that its rules make float32.
+
+    Example:
+      >>> import warnings
+      >>> import jmp_train as jt
+      >>> warnings.filterwarnings("ignore", category=jt.Float32ProductsWarning)
+    """
+
+
+class Unreached(NamedTuple):
+    """A float32 product within a program that autocast does not enter.
+
+    Attributes:
+      equations: its own, after those in whose bodies it is.
+      path: of modules and scopes.
+      flops: of all iterations of the loops around it.
+      why: it is not reached.
+    """
+
+    equations: tuple[Any, ...]
+    path: str
+    flops: int
+    why: str
+
+
+def warn_of_unreached(decisions: Sequence[Decision], half: DTypeLike) -> None:
+    """Warns if more than a tenth of the flops of products are in what autocast does not enter.
+
+    Args:
+      decisions: on all equations of a function.
+      half: the half type.
+    """
+    found = [product for decision in decisions for product in _unreached(decision)]
+    hidden = sum(product.flops for product in found)
+    seen = (d.repeats * flops_of(d.equation) for d in decisions if d.equation.primitive.name in PRODUCTS)
+    if hidden and (share := hidden / (hidden + sum(seen))) > TOLERATED_SHARE:
+        text = share_text(share, f"autocast to {half}", [_line(product) for product in found])
+        warn_user(
+            f'{text}\njt.apply_policy(fn, "mixed_{half}") around the function that is not entered casts its arguments. '
+            "explain_autocast shows all operations.",
+            Float32ProductsWarning,
+        )
+
+
+def share_text(share: float, under: str, lines: Sequence[str]) -> str:
+    """Returns what both warnings of float32 products begin with: their share of the flops and the first lines.
+
+    Args:
+      share: from 0 to 1.
+      under: what leaves them in float32.
+      lines: of the products.
+    """
+    lines = list(dict.fromkeys(lines))
+    more = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
+    shown = "\n  ".join([*lines[:_LINES], *more])
+    return f"{share:.0%} of the flops of products stay in float32 under {under}:\n  {shown}"
+
+
+def product_text(equation: JaxprEqn, path: str, line: str) -> str:
+    """Returns where a product is and what it is.
+
+    Args:
+      equation: of the product.
+      path: of modules and scopes.
+      line: the user's.
+    """
+    shapes = " and ".join(atom.aval.str_short() for atom in equation.invars[:2])
+    return f"{line}: {equation.primitive.name} of {shapes}" + (f" in {path}" if path else "")
+
+
+def is_exact(equation: Any) -> bool:
+    """Returns whether a product asks for the highest precision by itself, not by jax's configuration."""
+    precision = equation.params.get("precision")
+    if jax.config.jax_default_matmul_precision is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        return False
+    return lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else (precision,))
+
+
+def _unreached(decision: Decision) -> Iterator[Unreached]:
+    name = decision.equation.primitive.name
+    if decision.rule == "keep" and decision.reason.endswith(_NOT_ENTERED) and name not in _EXACT:
+        why = _WHY.get(name, f"{name}, which autocast does not enter")
+        callers = (*decision.callers, decision.equation)
+        for equations, repeats in _products(decision.equation, callers, decision.repeats):
+            yield Unreached(equations, decision.path, repeats * flops_of(equations[-1]), why)
+
+
+def _products(holder: Any, callers: tuple[Any, ...], repeats: int) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Yields the float32 products in the programs that an equation holds, and how often each runs."""
+    params = holder.params
+    grid = getattr(params.get("grid_mapping"), "grid", ())
+    repeats *= params.get("length", 1) * math.prod(size for size in grid if isinstance(size, int))
+    held = jax.tree.leaves(list(params.values()))
+    for jaxpr in (x for x in held if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)):
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            if equation.primitive.name not in PRODUCTS:
+                yield from _products(equation, (*callers, equation), repeats)
+            elif not (is_exact(equation) or DECIDED in str(equation.source_info.name_stack)) and any(
+                map(is_float32, equation.invars)
+            ):
+                yield (*callers, equation), repeats
+
+
+def _line(product: Unreached) -> str:
+    return f"{product_text(product.equations[-1], product.path, user_line_of(product.equations))}, in {product.why}"

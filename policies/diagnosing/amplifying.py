@@ -1,0 +1,191 @@
+"""How far results and gradients are off, and which operations make much of small errors."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_train.policies.diagnosing.evidence import Evidence
+from jmp_train.policies.diagnosing.names import named
+from jmp_train.policies.diagnosing.problems import Problem, problem_at
+from jmp_train.policies.diagnosing.remedies import LINEAR, Remedy, operands_in_float32
+
+_UNITS = 10  # of rounding, that results and gradients may be off by
+_GAIN = 3  # times that an operation's error is as large as its operands'
+_ADDITIONS = ("add", "sub", "add_any")
+_LINES = 2  # whose operations are looked at
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """How far a function is off, relative to float32; infinite where it is not finite, and float32 is.
+
+    Attributes:
+      results: of the loss, or without a backward pass the result that is furthest off.
+      gradients: of all together; None where there are none.
+    """
+
+    results: float
+    gradients: float | None
+
+    @property
+    def worst(self) -> float:
+        """The larger of them."""
+        return max(self.results, self.gradients or 0.0)
+
+    def compared_with(self, before: "Errors") -> str:
+        """Returns a sentence about these errors and those before."""
+        what = "results are" if self.gradients is None else "the loss is"
+        said = f"{what} {_off(self.results)} (before: {text_of(before.results)})"
+        if self.gradients is None or before.gradients is None:
+            return said
+        return f"{said}, gradients {_off(self.gradients)} (before: {text_of(before.gradients)})"
+
+
+def _off(error: float) -> str:
+    return f"off by {text_of(error)}" if math.isfinite(error) else text_of(error)
+
+
+def errors_of(evidence: Evidence) -> Errors:
+    """Returns how far a function is off.
+
+    Args:
+      evidence: of it.
+    """
+    gradients = [row for row in evidence.ends if evidence.sites[row].direction == "backward"]
+    results = [
+        row
+        for row in evidence.results
+        if evidence.direction(row) == "forward" and (not gradients or evidence.rows[row].shape == ())
+    ]
+    off = max((_error(evidence, row) for row in results), default=0.0)
+    return Errors(off, gradients_error(evidence) if gradients else None)
+
+
+def _error(evidence: Evidence, row: int) -> float:
+    if _is_lost(evidence, [row]):
+        return math.inf
+    error = evidence.rows[row].inherited_error
+    return min(error, terms_error(evidence, row)) if evidence.rows[row].shape == () else error
+
+
+def terms_error(evidence: Evidence, end: int) -> float:
+    """Returns the largest error of what a scalar is added up from, beside which it may be small; else its own.
+
+    Args:
+      evidence: of a diagnosis.
+      end: the row of the scalar.
+    """
+    reached, new, terms = {end}, [end], list[float]()
+    while new:
+        scalars = [row for row in new if evidence.rows[row].shape == ()]
+        new = [i for row in scalars for i in evidence.sources(row) if i not in reached]
+        reached.update(new)
+        terms += [evidence.rows[i].inherited_error for i in new if evidence.rows[i].shape != ()]
+    return max(terms, default=evidence.rows[end].inherited_error)
+
+
+def gradients_error(evidence: Evidence) -> float:
+    """Returns the error of all gradients together; 0 where there are none.
+
+    Args:
+      evidence: of a diagnosis.
+    """
+    ends = [i for i in evidence.ends if evidence.sites[i].direction == "backward"]
+    error, whole = (float(evidence.column(name)[ends].sum()) for name in ("inherited_error", "shadow_magnitude"))
+    if _is_lost(evidence, ends):
+        return math.inf
+    return error / whole if whole else 0.0
+
+
+def _is_lost(evidence: Evidence, rows: list[int]) -> bool:
+    nan, infinite, meant = (evidence.column(name)[rows] for name in ("nan", "infinite", "shadow_infinite"))
+    return bool((nan > 0).any() or (infinite > meant).any())
+
+
+def error_limit(evidence: Evidence) -> float:
+    """Returns how far results and gradients may be off: by some units of the half type's rounding.
+
+    Args:
+      evidence: of a diagnosis.
+    """
+    return _UNITS * _unit(evidence)
+
+
+def _unit(evidence: Evidence) -> float:
+    dtypes = {row.dtype for row in evidence.rows} & {"float16", "bfloat16"}
+    return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=math.inf)
+
+
+def amplifiers(evidence: Evidence) -> Iterator[tuple[int, Remedy]]:
+    """Yields the operations that make most of their operands' errors, with rules for them to be tried.
+
+    Of all their elements together first, in the forward pass before the backward pass, then of some of them.
+
+    Args:
+      evidence: of a diagnosis.
+    """
+    reaching = sorted(set[int]().union(*map(evidence.before, evidence.ends)))
+    whole = [row.inherited_error for row in evidence.rows]
+    each = np.sqrt(evidence.column("squared_error") / np.maximum(evidence.column("elements"), 1)).tolist()
+    seen = list[Remedy]()
+    for errors, direction in ((whole, "forward"), (each, "forward"), (whole, "backward")):
+        rows = [row for row in reaching if evidence.direction(row) == direction]
+        for shared, row in itertools.product((False, True), _first_of(evidence, rows, errors)):
+            remedy = operands_in_float32(evidence, row, shared=shared)
+            if remedy not in seen:
+                yield row, remedy
+            seen.append(remedy)
+
+
+def _first_of(evidence: Evidence, rows: Sequence[int], errors: Sequence[float]) -> list[int]:
+    """Returns the rows of few lines whose errors are largest in those of their operands."""
+    unit = _unit(evidence)
+    gains = {
+        row: errors[row] / max([unit, *(errors[i] for i in evidence.sources(row))])
+        for row in rows
+        if _GAIN * unit < errors[row] < math.inf
+    }
+    large = sorted((row for row, gain in gains.items() if gain > _GAIN), key=lambda row: gains[row])
+    lines = {evidence.sites[row].line or row: row for row in large}  # of each the largest
+    return sorted(lines.values(), key=lambda row: -gains[row])[:_LINES]
+
+
+def amplification(evidence: Evidence, row: int, remedy: Remedy, errors: Errors) -> Problem:
+    """Returns the problem of an operation that makes results or gradients wrong.
+
+    Args:
+      evidence: of a diagnosis.
+      row: of the operation.
+      remedy: that mends it.
+      errors: of the function.
+    """
+    row = _addition_before(evidence, row)
+    gradients = "" if errors.gradients is None else f", gradients by {text_of(errors.gradients)}"
+    whole = "results are" if errors.gradients is None else "the loss is"
+    text = (
+        f"{named(evidence, row)} makes more of the rounding of its operands than results can bear: "
+        f"{whole} off by {text_of(errors.results)}{gradients}"
+    )
+    return problem_at(evidence, row, "cancellation", text, remedy)[1]
+
+
+def _addition_before(evidence: Evidence, row: int) -> int:
+    """Returns the addition, in which terms may cancel, that an operation's operand is, perhaps scaled; else itself."""
+    last = row
+    while evidence.rows[last].primitive not in _ADDITIONS:
+        sources = [i for i in evidence.sources(last) if evidence.direction(i) == "forward"]
+        if len(sources) != 1 or not (evidence.rows[sources[0]].primitive in LINEAR):
+            return row
+        (last,) = sources
+    return last
+
+
+def text_of(error: float) -> str:
+    """Returns an error in words."""
+    if math.isinf(error):
+        return "not finite"
+    return f"{100 * error:.2g}%" if error < 1 else f"{error:.3g} times itself"

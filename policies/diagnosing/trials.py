@@ -1,0 +1,199 @@
+"""Tries what a diagnosis proposes: runs the function by the rules, adds what they leave over, says what came of it."""
+
+import collections
+import dataclasses
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, autocast, trying
+from jmp_train.policies.diagnosing.amplifying import Errors, amplification, amplifiers, error_limit, errors_of
+from jmp_train.policies.diagnosing.evidence import Evidence
+from jmp_train.policies.diagnosing.examining import Examination, examine
+from jmp_train.policies.diagnosing.problems import Problem
+from jmp_train.policies.diagnosing.remedies import Remedy, extended, in_float32, lacks, merged_rules
+from jmp_train.policies.diagnosing.subjects import is_by_policy
+
+_ROUNDS = 4  # in which rules are completed
+_CANDIDATES = 6  # sets of rules that are tried where no operation stands out
+_MENDED = 3  # times that an error becomes smaller
+_LEFT = 0.25  # of the error that is tolerated, with which the search ends
+_EVERYTHING = TORCH_CUDA.replace(paths={"": "float32"})
+_SHADOW_TOO = ", in float32 too"
+
+Found = list[tuple[int, Problem]]
+Again = Callable[[AutocastRules], Examination | None]
+
+
+def examine_by_rules(
+    first: Examination, fn: Callable[..., Any], args: tuple[Any, ...], rules: AutocastRules
+) -> Examination | None:
+    """Returns the examination of a function as it runs by rules; None where no rules reach it.
+
+    Its autocast regions and half-precision policies take the rules; a function without any runs under autocast.
+    A function with effects runs once only.
+
+    Args:
+      first: of the function as it is.
+      fn: the function.
+      args: its arguments.
+      rules: of autocast.
+    """
+    half = _half_type(first.evidence)
+    if half is None or first.has_effects:
+        return None
+    if any(site.under_autocast or is_by_policy(site) for site in first.evidence.sites):
+
+        def by_rules(*args: Any) -> Any:
+            with trying(rules):
+                return fn(*args)
+
+    elif any(first.evidence.direction(row) == "update" for row in range(len(first.evidence.rows))):
+        return None  # a step that casts for itself
+    else:
+        by_rules = autocast(fn, half, rules=rules)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which the user was told of the function as it is
+        try:
+            return examine(by_rules, args, first.steps)
+        except Exception:  # noqa: BLE001  # code that has dtypes of its own need not run by rules
+            return None
+
+
+def _half_type(evidence: Evidence) -> str | None:
+    """Returns the half type that most operations have; None where there is none."""
+    counts = collections.Counter(row.dtype for row in evidence.rows if row.dtype in ("float16", "bfloat16"))
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def with_trials(first: Examination, again: Again) -> Found:
+    """Returns the problems of a function with complete rules, each with what came of these.
+
+    Args:
+      first: of the function as it is.
+      again: returns the examination of the function as it runs by rules, or None.
+    """
+    found = _checked_in_float32(first, again)
+    found, last = _completed(first, found, again)
+    found, last = _amplified(first, found, last, again)
+    if last is None:
+        return found
+    before = errors_of(first.evidence)
+    return [(row, _with_outcome(problem, before, last)) for row, problem in found]
+
+
+def _checked_in_float32(first: Examination, again: Again) -> Found:
+    """Returns the problems of which those say that float32 has them too that were seen in a run in float32."""
+    too = [problem for _, problem in first.found if problem.evidence.endswith(_SHADOW_TOO)]
+    if not too or not any(row.dtype in ("float16", "bfloat16") for row in first.evidence.rows):
+        return first.found
+    exact = again(_EVERYTHING)
+    lines = set() if exact is None else {_place(p) for _, p in exact.found if p.evidence.endswith(_SHADOW_TOO)}
+
+    def checked(row: int, problem: Problem) -> Problem:
+        if problem not in too or _place(problem) in lines:
+            return problem
+        text = problem.evidence.removesuffix(_SHADOW_TOO)
+        if exact is None:
+            return dataclasses.replace(problem, evidence=f"{text}, and so are those of the same operands in float32")
+        remedy = in_float32(first.evidence, row)
+        return dataclasses.replace(problem, evidence=f"{text}, and not where all of it is float32", remedy=remedy)
+
+    return [(row, checked(row, problem)) for row, problem in first.found]
+
+
+def _completed(first: Examination, found: Found, again: Again) -> tuple[Found, Examination | None]:
+    """Returns the problems with all rules that their function needs once it runs by them, and how it runs by these."""
+    last = None
+    for _ in range(_ROUNDS):
+        remedies = [problem.remedy for _, problem in found if is_tried(problem)]
+        last = again(merged_rules(remedies)) if remedies else None
+        if last is None:
+            break
+        known = merged_rules(remedies)
+        more = [problem for _, problem in last.found if is_tried(problem) and lacks(known, problem.remedy.rules)]
+        if not more:
+            break
+        for problem in more:
+            found = _with_rules_of(found, problem)
+    return found, last
+
+
+def _with_rules_of(found: Found, later: Problem) -> Found:
+    """Adds the rules of a problem that appears once others are mended to that of its line, or else the first one."""
+    numbers = [number for number, (_, problem) in enumerate(found) if is_tried(problem)]
+    same = [number for number in numbers if _place(found[number][1])[:3] == _place(later)[:3]]
+    number = (same or numbers)[0]
+    row, problem = found[number]
+    problem = dataclasses.replace(problem, remedy=extended(problem.remedy, later.remedy.rules))
+    return [*found[:number], (row, problem), *found[number + 1 :]]
+
+
+def _amplified(
+    first: Examination, found: Found, last: Examination | None, again: Again
+) -> tuple[Found, Examination | None]:
+    """Adds the operation that makes results or gradients wrong, if they are by more than rounding, and is mended."""
+    now = last or first
+    before = errors_of(now.evidence)
+    if now.evidence.nonfinite_arguments or not error_limit(now.evidence) < before.worst < math.inf:
+        return found, last
+    tried = list(_tried(now.evidence, [problem.remedy for _, problem in found if is_tried(problem)], again))
+    if not tried or not _MENDED * tried[-1].worst < before.worst:
+        return found, last
+    best = tried[-1]
+    problem = amplification(now.evidence, best.row, best.remedy, before)
+    if any(_place(problem) == _place(other) for _, other in found if is_tried(other)):
+        return _with_rules_of(found, problem), best.run
+    return [*found, (best.row if now is first else len(first.evidence.rows), problem)], best.run
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    """Rules that were tried.
+
+    Attributes:
+      worst: the error of results or gradients that they leave.
+      row: of the operation that they are for.
+      remedy: the rules.
+      run: of the function by them.
+    """
+
+    worst: float
+    row: int
+    remedy: Remedy
+    run: Examination
+
+
+def _tried(evidence: Evidence, remedies: list[Remedy], again: Again) -> Iterator[_Candidate]:
+    """Yields what was tried, each better than what was before, until one leaves hardly any error."""
+    least = math.inf
+    for row, remedy in itertools.islice(amplifiers(evidence), _CANDIDATES):
+        run = again(merged_rules([*remedies, remedy]))
+        if run is None:
+            return
+        worst = errors_of(run.evidence).worst
+        if worst < least:
+            yield _Candidate(worst, row, remedy, run)
+        least = min(least, worst)
+        if least < _LEFT * error_limit(evidence):
+            return
+
+
+def _with_outcome(problem: Problem, before: Errors, last: Examination) -> Problem:
+    """Returns a problem with what came of its rules."""
+    if not is_tried(problem):
+        return problem
+    is_left = any(_place(problem) == _place(other) for _, other in last.found if other.severity == "problem")
+    said = "these rules do not mend it, nor does anything else that was found" if is_left else "these rules mend it"
+    return dataclasses.replace(problem, trial=f"tried: {said}; {errors_of(last.evidence).compared_with(before)}")
+
+
+def is_tried(problem: Problem) -> bool:
+    """Returns whether a problem has rules that can be tried."""
+    return problem.severity == "problem" and problem.remedy.rules != AutocastRules()
+
+
+def _place(problem: Problem) -> tuple[str, int, str, str]:
+    return problem.file, problem.line, problem.subject, problem.direction

@@ -1,0 +1,41 @@
+"""The command of the page about users' jobs runs on its file, and prints what the page shows but for times."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "your_own_job.md").read_text()
+JOB, COMMAND, SHOWN = (
+    re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[0] for kind in ("python", "sh", "text")
+)
+
+
+def shape(text: str) -> list[str]:
+    """Returns the lines without numbers and without the width of columns."""
+    lines = [" ".join(re.sub(r"\d[\d.]*", "#", line).split()) for line in text.splitlines()]
+    return [line for line in lines if line.strip("─ ")]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_command_prints_what_the_page_shows(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    result = subprocess.run(
+        (sys.executable, "-m", "jmp_train", *COMMAND.split()[1:]),
+        cwd=tmp_path,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "150"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr
+    tables = result.stdout[result.stdout.index(" policy ") :]
+    assert shape(tables) == shape(SHOWN)
+    found, wanted = ([float(x) for x in re.findall(r"([\d.]+)% +[\d.]+ +\d+", text)] for text in (tables, SHOWN))
+    assert len(found) == 3
+    assert found == pytest.approx(wanted, abs=2)

@@ -1,0 +1,79 @@
+"""Entries of rules that match nothing are named when autocast first traces, and in its report."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jmp_train as jt
+
+pytestmark = pytest.mark.quick
+
+X = jnp.ones((4, 4))
+
+
+@jax.jit
+def attend(x: jax.Array) -> jax.Array:
+    return jax.nn.softmax(x)
+
+
+def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
+    with jax.named_scope("decoder/attention"):
+        return (jax.lax.scan(lambda c, _: (attend(c @ w), None), x, None, 2)[0] - 1).sum()
+
+
+MET: dict[str, Any] = {
+    "paths": {"decoder/att": "float32"},
+    "functions": {"attend": "float32", "logsumexp": "float32"},
+    "operations": {r":exp@.*test_unmet_rules\.py": "float32", "^decoder/attention:dot_general@": "float32"},
+    "primitives": {"tanh": "float32"},
+}
+
+
+def test_rules_that_match_and_names_of_jax_are_no_reason_to_warn() -> None:
+    rules = jt.TORCH_CUDA.replace(**MET)
+    assert jnp.isfinite(jt.autocast(loss_fn, rules=rules)(X, X))
+    assert jt.explain_autocast(jt.autocast(loss_fn, rules=rules), X, X).unmet == ()
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "nearest"),
+    [
+        ("paths", "decoder/attnetion", "decoder/attention"),
+        ("paths", "encoder/attention$", "decoder/attention"),
+        ("functions", "atend", "attend"),
+        ("operations", r"attention:dot_general@.*model\.py:31$", r"decoder/attention:dot_general@test_unmet_rules\.py"),
+    ],
+)
+def test_an_entry_that_matches_nothing_is_named(table: str, name: str, nearest: str) -> None:
+    rules = jt.TORCH_CUDA.replace(**{**MET, table: {**MET[table], name: "float32"}})
+    run = jt.autocast(loss_fn, rules=rules)
+    message = rf"(?s)^1 entry of the autocast rules matches no operation.*{table}: '.*; the nearest is '{nearest}.*tune"
+    with pytest.warns(jt.UnmetRulesWarning, match=message) as warned:
+        run(X, X)
+    assert warned[0].filename == __file__
+    run(X, X)  # says it once
+    report = jt.explain_autocast(run, X, X)
+    (unmet,) = report.unmet
+    assert unmet.startswith(f"{table}: {name!r}; the nearest is '{nearest.split('@')[0]}")
+    assert str(report).splitlines()[-2:] == ["entries of the rules that match no operation:", f"  {unmet}"]
+
+
+def test_stale_rules_of_tune_are_named_by_a_step() -> None:
+    def norm(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sqrt((x @ w) ** 2).mean()
+
+    def changed(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = x @ w
+        return jnp.sqrt(y**2).mean()
+
+    w, x = jnp.full((2, 2), 0.5), jnp.full((2, 2), 300.0)
+    tuned = jt.tune(norm, [(w, x)])
+    policy = jt.AutocastPolicy(jnp.float32, jnp.float32, jnp.float32, autocast_dtype=jnp.float16, rules=tuned.rules)
+    jt.apply_policy(norm, policy)(w, x)
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
+    step = jax.jit(jt.train_step(jt.stateless(changed), optimizer, policy=policy))
+    with pytest.warns(jt.UnmetRulesWarning, match=r"(?s)operations: '.*integer_pow@.*nearest is '.*integer_pow@"):
+        step(jt.TrainState.create(w, optimizer), x)

@@ -1,0 +1,182 @@
+"""What a report proposes was tried: one report mends all, says by how much, and claims what a run has shown."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jmp_train as jt
+
+pytestmark = pytest.mark.quick
+
+F16, BF16 = jnp.float16, jnp.bfloat16
+FULL = jnp.float32
+X = jax.random.normal(jax.random.key(0), (16, 8))
+
+
+def harmful(report: jt.NumericsReport) -> list[jt.Problem]:
+    return [problem for problem in report.problems if problem.severity == "problem"]
+
+
+def training(loss_fn: Any, params: Any, policy: str) -> tuple[jt.TrainStep, jt.TrainState]:
+    """Returns a train step whose optimizer keeps the gradients, with its first state."""
+    optimizer = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.StaticLossScale(4.0))
+    return jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy), jt.TrainState.create(params, optimizer)
+
+
+def by_rules(step: jt.TrainStep, report: jt.NumericsReport, dtype: Any) -> jt.TrainStep:
+    """Returns a step with a report's rules, as they are."""
+    policy = jt.AutocastPolicy(FULL, FULL, FULL, autocast_dtype=dtype, rules=report.rules)
+    return dataclasses.replace(step, policy=policy)
+
+
+def loss_and_gradients(step: jt.TrainStep, state: jt.TrainState, batch: Any) -> tuple[float, np.ndarray]:
+    state, metrics = jax.jit(step)(state, batch)
+    return float(metrics["loss"]), np.asarray(optax.tree.get(state.opt_state, "trace"), np.float64)
+
+
+def errors(step: jt.TrainStep, state: jt.TrainState, batch: Any) -> tuple[float, float]:
+    """Returns how far loss and gradients of a step are off, relative to those in float32."""
+    exact = dataclasses.replace(step, policy=jt.get_policy("float32"))
+    loss, gradients = loss_and_gradients(step, state, batch)
+    expected, exact_gradients = loss_and_gradients(exact, state, batch)
+    off = np.linalg.norm(gradients - exact_gradients) / np.linalg.norm(exact_gradients)
+    return abs(loss / expected - 1), float(off)
+
+
+def kernel(w: jax.Array, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """The negative logarithm of a Gaussian kernel of near points."""
+    x, y = (points @ w for points in batch)
+    squares = jnp.sum(x * x, -1)[:, None] + jnp.sum(y * y, -1)[None, :]
+    distances = squares - 2 * x @ y.T  # cancels
+    near = jnp.diag(jnp.exp(-4 * distances.astype(jnp.float32)))
+    return -jnp.mean(jnp.log(near + 1e-3))
+
+
+NEAR = X, X + 0.1 * jax.random.normal(jax.random.key(1), (16, 8))
+W = jnp.eye(8) + 0.1 * jax.random.normal(jax.random.key(2), (8, 8))
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.full)])
+def test_a_cancellation_over_several_operations_is_named_where_it_is_and_mended(dtype: Any) -> None:
+    step, state = training(kernel, W, f"autocast_{jnp.dtype(dtype).name}")
+    loss_error, gradient_error = errors(step, state, NEAR)
+    assert max(loss_error, gradient_error) > 10 * float(jnp.finfo(dtype).eps)  # of the step as it is
+    report = jt.diagnose(step, state, NEAR)
+    (problem,) = harmful(report)
+    assert (problem.kind, problem.primitive) == ("cancellation", "sub")
+    assert problem.code == "distances = squares - 2 * x @ y.T  # cancels"
+    assert "dot_general" in str(problem.remedy.rules.operations)  # which is what rounds
+    assert problem.trial.startswith("tried: these rules mend it; the loss is off by ")
+    mended = by_rules(step, report, dtype)
+    assert max(errors(mended, state, NEAR)) < max(loss_error, gradient_error) / 3
+    assert not harmful(jt.diagnose(mended, state, NEAR))
+
+
+def test_an_amplified_error_in_a_plain_function_is_found_too() -> None:
+    def alike(x: jax.Array, y: jax.Array) -> jax.Array:
+        distances = jnp.sum(x * x, -1) + jnp.sum(y * y, -1) - 2 * jnp.einsum("ij,ij->i", x, y)
+        return jnp.exp(-8 * distances).astype(jnp.float32)
+
+    report = jt.diagnose(jt.autocast(alike, BF16), *NEAR)
+    (problem,) = harmful(report)
+    assert problem.kind == "cancellation"
+    mended = jt.autocast(alike, BF16, rules=report.rules)
+    np.testing.assert_allclose(mended(*NEAR), alike(*NEAR), rtol=0.05)
+    assert not harmful(jt.diagnose(mended, *NEAR))
+
+
+def distances_of(w: jax.Array, x: jax.Array) -> jax.Array:
+    h = x * w
+    distances = (h * h).sum(-1)[:, None] + (h * h).sum(-1)[None] - 2 * h @ h.T + 1  # two of them overflow
+    return jnp.mean(jnp.log1p(distances.astype(jnp.float32)))
+
+
+def divergence(w: jax.Array, x: jax.Array) -> jax.Array:
+    mean = x @ jnp.diag(w)
+    gaussian = 0.5 * (jnp.exp(2 * w).sum() + (mean @ mean.T).sum(-1) - 8 - 2 * w.sum())  # two of them overflow
+    return jnp.mean(gaussian.astype(jnp.float32)) * 1e-4
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "w", "x"),
+    [
+        (distances_of, jnp.ones(8), 300 * X),
+        pytest.param(divergence, jnp.full(8, 6.0), 100 * X, marks=pytest.mark.full),
+    ],
+    ids=["distances", "divergence"],
+)
+def test_the_rules_of_one_report_are_all_that_is_needed(loss_fn: Callable[..., Any], w: jax.Array, x: Any) -> None:
+    step, state = training(loss_fn, w, "mixed_float16")
+    report = jt.diagnose(step, state, x)
+    (problem,) = harmful(report)
+    assert (problem.kind, problem.code.partition("# ")[2]) == ("overflow", "two of them overflow")
+    assert "dot_general" in problem.remedy.text  # which overflows once the other operation is float32
+    assert "(before: not finite)" in problem.trial
+    mended = by_rules(step, report, F16)
+    assert not harmful(jt.diagnose(mended, state, x))
+    assert max(errors(mended, state, x)) < 0.01
+
+
+def test_rules_that_do_not_mend_it_say_so() -> None:
+    def half_inside(x: jax.Array) -> jax.Array:
+        with_own_rules = jt.autocast(lambda x: jnp.sum(x @ x.T), F16)  # which rules from outside do not reach
+        return with_own_rules(x) * x.sum()
+
+    (problem,) = harmful(jt.diagnose(jt.autocast(half_inside, F16), 300 * X))
+    assert problem.kind == "overflow"
+    assert problem.trial.startswith("tried: these rules do not mend it, nor does anything else")
+
+
+MASK = jnp.tril(jnp.ones((4, 4), bool)).at[0].set(False)
+FILLS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "full_like": lambda a: jnp.where(MASK, a, jnp.full_like(a, -1e9)),
+    "full": lambda a: jnp.where(MASK, a, jnp.full(a.shape, -1e9, a.dtype)),
+    "array": lambda a: jnp.where(MASK, a, jnp.array(-1e9, dtype=a.dtype)),
+    "lax": lambda a: lax.select(MASK, a, lax.full_like(a, -1e9)),
+    "constant": lambda a: jnp.where(MASK, a, np.full(a.shape, -1e9, a.dtype)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # which is the fault
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("full_like", "constant") else pytest.mark.full) for name in FILLS]
+)
+def test_a_fill_in_the_arrays_dtype_is_an_invalid_mask_and_no_fault_of_float32(name: str) -> None:
+    def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        masked = FILLS[name](x[:4, :4] @ w)
+        return jnp.mean(jax.nn.softmax(masked, -1).astype(jnp.float32) ** 2)
+
+    step, state = training(loss_fn, jnp.eye(4), "mixed_float16")
+    report = jt.diagnose(step, state, X)
+    (problem,) = harmful(report)
+    assert (problem.kind, problem.code) == ("invalid mask", inspect.getsource(FILLS[name]).strip())
+    assert (problem.remedy.value, problem.remedy.action) == (-65504, "mask")
+    assert "jnp.finfo(x.dtype).min" in problem.remedy.text
+    assert "in float32 too" not in str(report)
+
+
+def test_float32_has_a_nan_too_only_where_a_run_in_float32_has_it() -> None:
+    def negative(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sqrt(x * w - 9).astype(jnp.float32))
+
+    def rounded(w: jax.Array, x: jax.Array) -> jax.Array:
+        factor = 1.0004  # which is 1 in float16
+        return jnp.sum(jnp.sqrt(w * factor + w * factor - 2 - 1e-4).astype(jnp.float32))
+
+    step, state = training(negative, jnp.ones(8), "mixed_float16")
+    (problem,) = harmful(jt.diagnose(step, state, X))
+    assert problem.evidence.endswith(", in float32 too")
+    assert problem.remedy.action == "mathematics"
+    step, state = training(rounded, jnp.ones(8), "mixed_float16")
+    report = jt.diagnose(step, state, X)
+    (problem,) = harmful(report)
+    assert problem.evidence.endswith(", and not where all of it is float32")
+    assert not harmful(jt.diagnose(by_rules(step, report, F16), state, X))
