@@ -5,6 +5,7 @@ from jmp_train.steps.batch_parts import check_divides as check_divides
 from jmp_train.steps.batch_parts import check_no_graph as check_no_graph
 from jmp_train.steps.batch_parts import hint_of_split as hint_of_split
 from jmp_train.steps.batch_parts import in_parts as in_parts
+from jmp_train.steps.batch_parts import unstacked as unstacked
 from jmp_train.steps.batch_parts import warn_of_split as warn_of_split
 from jmp_train.steps.call_checks import check_call as check_call
 from jmp_train.steps.costs import StepCosts as StepCosts

@@ -69,9 +69,9 @@ def train_step(
           half type.
 
     Raises:
-      ValueError: `accumulate_steps` is below 1. When called: it does not divide the batch; the batch has no examples, or
-        NumPy's 64-bit integers that do not fit into 32 bits; the state is another optimizer's; the optimizer's wrappers
-        are nested in the wrong order; parameters are stored in a lower precision than the policy's.
+      ValueError: `accumulate_steps` is below 1. When called: it does not divide the batch; the batch has no examples,
+        or NumPy's 64-bit integers that do not fit into 32 bits; the state is another optimizer's; the optimizer's
+        wrappers are nested in the wrong order; parameters are stored in a lower precision than the policy's.
       TypeError: an argument is of another type. When called: the model state changes its structure, shapes or dtypes.
 
     Warns:
