@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import zlib
@@ -163,6 +164,8 @@ def pytest_configure(config: pytest.Config) -> None:
         lines = [line.strip() for line in file.read_text().splitlines()]
         patterns = [line for line in lines if line and not line.startswith("#")]
         config.pluginmanager.register(SkipCheck(patterns))
+    if config.getoption("--share") is not None:
+        config.pluginmanager.register(FailureAges())
 
 
 class SkipCheck:
@@ -195,3 +198,32 @@ class SkipCheck:
             terminalreporter.section("skipped for reasons that are not on the list", red=True)
             for line in self.unlisted:
                 terminalreporter.write_line(line)
+
+
+class FailureAges:
+    """Prints how long each failure of a share may be old: its turn comes once in many commits."""
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        reports = [x for kind in ("failed", "error") for x in terminalreporter.getreports(kind)]
+        if reports:
+            terminalreporter.section("since when these may have failed", red=True)
+        for name in dict.fromkeys(report.nodeid for report in reports):
+            age = _age(config.rootpath / name.partition("::")[0])
+            terminalreporter.write_line(f"{name}: {age}")
+
+
+def _age(file: Path) -> str:
+    """Returns since when a test may have failed: since its file changed last, when it passed as a rule."""
+
+    def git(*arguments: str) -> str:
+        command = ("git", *arguments)
+        result = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, check=False)
+        return result.stdout.strip()
+
+    if git("rev-parse", "--is-shallow-repository") != "false":
+        return "unknown, without the history of the repository"
+    commit, _, date = git("log", "-1", "--format=%h %cs", "--", file.name).partition(" ")
+    if not commit or git("status", "--porcelain", "--", file.name):
+        return "now, its file is not committed as it is"
+    count = git("rev-list", "--count", f"{commit}..HEAD")
+    return f"since {commit} of {date}, {count} commits ago, at the earliest: its file changed there"

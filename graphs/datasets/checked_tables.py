@@ -9,7 +9,10 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.datasets.csv_tables import read_csv_table
 from jmp_train.graphs.datasets.file_limits import faults_named
 from jmp_train.graphs.structure import LARGEST_COUNT
+from jmp_train.policies import CollapsedValuesWarning
+from jmp_train.policies.user_warnings import warn_user
 
+LARGEST_EXACT = 2**24  # up to which float32 has all whole numbers
 MOST_CLASSES = 2**16  # or as many as there are rows: a label in a damaged file sizes no model
 
 Table = Callable[..., np.ndarray]
@@ -61,7 +64,21 @@ def read_features(read: Table, path: Path, rows: int, counted_by: Path) -> np.nd
     features = read(path, np.float32, rows)
     check_rows(path, features, rows, counted_by)
     check_finite(path, features)
+    warn_of_rounding(path, features)
     return features
+
+
+def warn_of_rounding(path: Path, numbers: np.ndarray) -> None:
+    """Warns if a column of a float32 table has numbers so large that float32 rounds whole ones: ids, or times."""
+    largest = np.nanmax(np.abs(numbers), axis=0, initial=0)
+    is_rounded = np.isfinite(largest) & (largest > LARGEST_EXACT)
+    if is_rounded.any():
+        column = int(is_rounded.argmax())
+        warn_user(
+            f"{path}: column {column} has numbers up to {largest[column]:.9g}, and is read as float32, which rounds "
+            f"whole numbers beyond {LARGEST_EXACT}. If they are ids or times, subtract an offset in the file",
+            CollapsedValuesWarning,
+        )
 
 
 def whole(path: Path, numbers: np.ndarray, is_given: np.ndarray, most: int = LARGEST_COUNT) -> np.ndarray:

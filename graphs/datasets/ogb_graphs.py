@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from jmp_train.graphs.datasets.checked_tables import (
+    LARGEST_EXACT,
     MOST_CLASSES,
     Table,
     check_columns,
     check_rows,
     read_features,
     read_table,
+    warn_of_rounding,
 )
 from jmp_train.graphs.datasets.graph_data import GraphData
 from jmp_train.graphs.datasets.ogb_folders import (
@@ -27,7 +29,6 @@ from jmp_train.graphs.datasets.ogb_folders import (
 
 _PUBLIC = "OGB's data sets are public in https://ogb.stanford.edu/docs/graphprop"
 _NEEDED = ("edge", "num-node-list", "num-edge-list", "graph-label")
-_LARGEST_EXACT = 2**24  # up to which float32 has all whole numbers
 
 
 def read_ogb_graphs(
@@ -129,6 +130,7 @@ def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> tuple[
         raise ValueError(f"{path} has no label")
     if np.isinf(labels).any():
         raise ValueError(f"{path}: row {np.isinf(labels).any(axis=1).argmax()} is infinite")
+    warn_of_rounding(path, labels)
     if labels.shape[1] > 1 or not ((labels >= 0) & (labels < MOST_CLASSES) & (labels == np.floor(labels))).all():
         return labels, None
     classes = labels[:, 0].astype(np.int32)
@@ -141,5 +143,5 @@ def _read_features(read: Table, raw: Path, name: str, rows: int, counted_by: Pat
     if path is None:
         return {}
     features = read_features(read, path, rows, counted_by)
-    is_whole = (features == np.floor(features)).all() and np.abs(features).max(initial=0) < _LARGEST_EXACT
+    is_whole = (features == np.floor(features)).all() and np.abs(features).max(initial=0) < LARGEST_EXACT
     return {"feat": features.astype(np.int32) if is_whole else features}

@@ -14,6 +14,7 @@ from jmp_train.graphs.datasets.checked_tables import (
     read_features,
     read_ids,
     read_table,
+    warn_of_rounding,
 )
 from jmp_train.graphs.datasets.data_files import find_file, find_files
 from jmp_train.graphs.datasets.graph_data import GraphData
@@ -122,6 +123,7 @@ def _read_targets(read: Table, path: Path) -> tuple[np.ndarray, int | None]:
         raise ValueError(f"{path} has no label")
     if not are_classes:
         check_finite(path, labels)
+        warn_of_rounding(path, labels)
         return labels, None
     check_columns(path, labels, 1)
     classes, numbered = np.unique(labels[:, 0], return_inverse=True)

@@ -50,7 +50,7 @@ def reorder(
 
     Reference: Cuthill and McKee, Reducing the bandwidth of sparse symmetric matrices, 1969.
     """
-    if by not in _ORDERS:
+    if not isinstance(by, str) or by not in _ORDERS:
         raise ValueError(f"by={by!r} must be one of {', '.join(_ORDERS)}")
     if isinstance(graph, jraph.GraphsTuple):
         ours, order = _reordered(from_jraph(graph), by, formats)

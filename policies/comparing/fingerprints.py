@@ -7,6 +7,7 @@ or padded at its end has the fingerprint of the row without that.
 Source: random projections keep distances (Johnson and Lindenstrauss, 1984).
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,29 +17,57 @@ import numpy as np
 from jmp_train.policies.diagnosing import Pair
 from jmp_train.policies.pytrees import is_key
 
+LEAST_NUMBERS = 8
+"""How many there have to be to be told from others, which may be alike by chance."""
 _COUNT = 4
 COLUMNS = 2 * _COUNT + 1
 _FILL = 9e3  # fills in use are -1e4, float16's -65504, seven tenths of it, and larger ones
 
 
-def fingerprint(pair: Pair) -> list[np.ndarray]:
-    """Returns of each row the fingerprints of its shadow and of itself, and the shadow's norm, float32 [rows, 9].
+@dataclasses.dataclass(frozen=True)
+class Prints:
+    """Fingerprints of the rows of an array, float32 [rows, 9]: of each row those of its shadow and of itself, its norm.
+
+    Attributes:
+      rows: of the rows.
+      elements: of a vector each element as a row, since it may be that of a column; else None.
+      columns: of what lies along the last axis but one, where that is long; None for other arrays.
+      seen: of the rows with one added to what is seen, so that a zero that is seen is another one than a fill; None for
+        arrays without a second axis.
+      has_fill: whether there is something that stands for "not seen".
+    """
+
+    rows: np.ndarray
+    elements: np.ndarray | None
+    columns: np.ndarray | None
+    seen: np.ndarray | None
+    has_fill: bool
+
+    @property
+    def tables(self) -> list[np.ndarray]:
+        """All in which rows of another function are looked for."""
+        return [table for table in (self.rows, self.elements, self.seen) if table is not None]
+
+
+def fingerprint(pair: Pair) -> Prints | None:
+    """Returns the fingerprints of an array's rows; None of what cannot be compared, as random keys.
 
     Args:
       pair: an array and its shadow.
-
-    Returns:
-      One such table; of a vector a second one, in which each element is a row, since it may be that of a column. None
-      of what cannot be compared, as random keys.
     """
     if is_key(pair.actual) or jnp.iscomplexobj(pair.actual) or not np.size(pair.actual):
-        return []
-    actual = _rows(pair.actual)
-    shadow = actual if pair.shadow is None else _rows(pair.shadow)
-    tables = [_table(shadow, actual)]
-    if pair.actual.ndim == 1 and pair.actual.dtype != jnp.bool_:  # of which all elements are known
-        tables.append(_table(shadow.reshape(-1, 1), actual.reshape(-1, 1)))
-    return tables
+        return None
+    actual, is_seen = _rows(pair.actual)
+    shadow = actual if pair.shadow is None else _rows(pair.shadow)[0]
+    has_columns = pair.actual.ndim > 1 and pair.actual.shape[-2] >= LEAST_NUMBERS
+    is_vector = pair.actual.ndim == 1 and pair.actual.dtype != jnp.bool_  # of which all elements are known
+    return Prints(
+        rows=_table(shadow, actual),
+        elements=_table(shadow.reshape(-1, 1), actual.reshape(-1, 1)) if is_vector else None,
+        columns=_table(*(_columns(rows, pair.actual.shape) for rows in (shadow, actual))) if has_columns else None,
+        seen=_table(shadow + is_seen, actual + is_seen) if pair.actual.ndim > 1 else None,
+        has_fill=not is_seen.all(),
+    )
 
 
 def _table(shadow: np.ndarray, actual: np.ndarray) -> np.ndarray:
@@ -46,9 +75,15 @@ def _table(shadow: np.ndarray, actual: np.ndarray) -> np.ndarray:
     return np.concatenate([shadow @ weights, actual @ weights, norm], axis=1)
 
 
-def _rows(x: Any) -> np.ndarray:
+def _rows(x: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows of an array, with zeros for what is not seen, and what is."""
     rows = np.asarray(x).astype(np.float32).reshape(-1, x.shape[-1] if x.ndim else 1)
-    return np.where(np.abs(rows) < _FILL, rows, np.float32(0)) if jnp.issubdtype(x.dtype, jnp.floating) else rows
+    is_seen = np.abs(rows) < _FILL if jnp.issubdtype(x.dtype, jnp.floating) else np.ones(rows.shape, bool)
+    return np.where(is_seen, rows, np.float32(0)), is_seen
+
+
+def _columns(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return rows.reshape(-1, *shape[-2:]).swapaxes(1, 2).reshape(-1, shape[-2])
 
 
 @functools.lru_cache

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jmp_train.policies.comparing.fingerprints import COLUMNS, Rows
+from jmp_train.policies.comparing.fingerprints import COLUMNS, LEAST_NUMBERS, Rows
 
 # Two orders of the same float32 sums differ by less, relative to a row's norm, and other mathematics by more.
 SAME = 1e-4
@@ -22,12 +22,34 @@ class Found:
       apart: mean difference of the shadows from those of the same rows there, relative to a row's norm.
       difference: mean difference from the same row of the other program, likewise; NaN if none is known.
       error: mean difference from the own shadow, likewise.
+      in_column: of rows of one number each, whether one operation there has all of them; None if that is not known.
     """
 
     unknown: float
     apart: float
     difference: float
     error: float
+    in_column: bool | None = None
+
+
+def is_column_of(column: np.ndarray, others: Sequence[np.ndarray]) -> bool | None:
+    """Returns whether all numbers of a column are in one other; None if they are so few that they may be by chance.
+
+    Args:
+      column: numbers.
+      others: sorted numbers, each of one operation.
+    """
+    column = np.unique(column)
+    if len(column) < LEAST_NUMBERS:
+        return None
+    column = column[:: -(-len(column) // _MOST_QUERIES)]
+    return any(_has_all(other, column) for other in others if len(other) >= LEAST_NUMBERS)
+
+
+def _has_all(other: np.ndarray, column: np.ndarray) -> bool:
+    places = np.searchsorted(other, column)
+    below, above = other[np.maximum(places - 1, 0)], other[np.minimum(places, len(other) - 1)]
+    return bool((np.minimum(np.abs(below - column), np.abs(above - column)) <= SAME * np.abs(column)).all())
 
 
 class KnownRows:

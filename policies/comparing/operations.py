@@ -8,9 +8,8 @@ is not reached that way.
 """
 
 import dataclasses
-import itertools
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,12 +18,13 @@ import numpy as np
 
 from jmp_train.policies.autocasting import FlatCall
 from jmp_train.policies.comparing.differences import differences_of
-from jmp_train.policies.comparing.fingerprints import fingerprint
+from jmp_train.policies.comparing.fingerprints import Prints, fingerprint
 from jmp_train.policies.comparing.log_probs import Tokens, tokens_of
-from jmp_train.policies.comparing.matching import SAME, Found, KnownRows
+from jmp_train.policies.comparing.matching import SAME, Found, KnownRows, is_column_of
 from jmp_train.policies.diagnosing import Pair, Recorded, is_low, record
 
 _PART_OF_ROUNDING = 64  # below an epsilon by this, differences are those of few elements rounded the other way
+_LAYOUTS = frozenset(("scatter", "dynamic_update_slice", "transpose"))  # by which caches have features before places
 _NOISE = 4e-6  # what another order of float32 sums makes
 
 Kind = Literal["value", "rounding"]
@@ -115,15 +115,20 @@ class _Side:
 
     Attributes:
       recorded: its operations.
-      tables: of each the fingerprints of its rows, in one or two ways, see `fingerprint`.
+      prints: of each the fingerprints of all its runs.
       results: its results as `Pair`s, a pytree.
       origins: the numbers of the operations that made these.
     """
 
     recorded: list[Recorded]
-    tables: list[list[np.ndarray]]
+    prints: list[list[Prints]]
     results: Any
     origins: frozenset[int]
+
+    @property
+    def each(self) -> Iterator[tuple[Recorded, list[Prints]]]:
+        """The operations, each with its fingerprints."""
+        return zip(self.recorded, self.prints, strict=True)
 
 
 def operations_of(
@@ -141,8 +146,9 @@ def operations_of(
     arguments = _arguments(args)
     found = []
     for side, other in (sides, sides[::-1]):
-        known = KnownRows([*itertools.chain(*other.tables), *arguments])
-        found.append([_found(known, tables) for tables in side.tables])
+        known = KnownRows([table for prints in (*other.prints, arguments) for one in prints for table in one.tables])
+        columns = [np.unique(_numbers(prints)) for op, prints in other.each if _width(op) == 1 and prints]
+        found.append([_found(known, columns, op, prints) for op, prints in side.each])
     rows = [
         tuple(_row(op, f) for op, f in zip(side.recorded, own, strict=True))
         for side, own in zip(sides, found, strict=True)
@@ -169,28 +175,39 @@ def _side(fn: Callable[..., Any], args: tuple[Any, ...]) -> _Side:
 
     recorded, pairs, origins = record(jax.make_jaxpr(call.of_arrays(arrays))(*leaves), leaves, fingerprint)
     results = jax.tree.unflatten(structures[-1], pairs)
-    return _Side(recorded, [_tables(op.kept) for op in recorded], results, frozenset().union(*origins))
+    prints = [[one for run in op.kept for one in run if one is not None] for op in recorded]
+    return _Side(recorded, prints, results, frozenset().union(*origins))
 
 
 def _shadow(pair: Pair) -> Any:
     return pair.actual if pair.shadow is None else pair.shadow
 
 
-def _tables(kept: Sequence[Sequence[list[np.ndarray]]]) -> list[np.ndarray]:
-    """Returns the fingerprints of the rows of all runs of an operation."""
-    results = [tables for run in kept for tables in run]
-    return [np.concatenate(tables) for tables in zip(*results, strict=False)]
-
-
-def _found(known: KnownRows, tables: list[np.ndarray]) -> Found | None:
+def _found(known: KnownRows, columns: Sequence[np.ndarray], op: Recorded, prints: Sequence[Prints]) -> Found | None:
     """Returns how far an operation's rows are from known ones, in the way in which more of them are known."""
-    return min(map(known.found, tables), key=lambda found: found.unknown, default=None)
+    if not prints:
+        return None
+    ways = [[one.rows for one in prints], [one.elements for one in prints]]
+    if op.equation.primitive.name in _LAYOUTS:
+        ways.append([one.columns for one in prints])
+    tables = [[table for table in way if table is not None] for way in ways]
+    complete = [np.concatenate(way) for way in tables if len(way) == len(prints)]
+    found = min(map(known.found, complete), key=lambda found: found.unknown)
+    seen = [one.seen for one in prints if one.seen is not None]
+    if any(one.has_fill for one in prints) and len(seen) == len(prints):
+        found = dataclasses.replace(found, unknown=max(found.unknown, known.found(np.concatenate(seen)).unknown))
+    return dataclasses.replace(found, in_column=is_column_of(_numbers(prints), columns)) if _width(op) == 1 else found
 
 
-def _arguments(args: tuple[Any, ...]) -> list[np.ndarray]:
+def _numbers(prints: Sequence[Prints]) -> np.ndarray:
+    """Returns the numbers of an operation whose rows have one each, times a constant."""
+    return np.concatenate([one.rows[:, 0] for one in prints])
+
+
+def _arguments(args: tuple[Any, ...]) -> list[Prints]:
     """Returns the fingerprints of the arguments' rows, which both functions have."""
     leaves = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array | np.ndarray)]
-    return [table for x in leaves for table in fingerprint(Pair(x))]
+    return [prints for x in leaves if (prints := fingerprint(Pair(x))) is not None]
 
 
 def _first(
@@ -212,14 +229,14 @@ def _first(
 def _first_of(side: _Side, found: Sequence[Found | None], kind: Kind, limit: float, width: int) -> int | None:
     """Returns the number of the first operation that differs, of those between the results and what is the same.
 
-    Of rows of one number each there are many that are alike by chance: they do not say that all is the same, and are
-    named only if there is nothing else, or if they have no equal.
+    Of rows of one number each there are many that are alike by chance: they say that all is the same only if one
+    operation of the other function has all of them, and are named only if there is nothing else, or if none has.
     """
     reached: set[int] = set()
     waiting = set(side.origins)
     while waiting:
         number = waiting.pop()
-        if _differs(found[number], kind) or _width(side.recorded[number]) == 1:
+        if _differs(found[number], kind, _width(side.recorded[number])):
             reached.add(number)
             waiting |= side.recorded[number].reads - reached
     named = (n for n in reached if _width(side.recorded[n]) >= width and _is_other(found[n], kind, limit))
@@ -232,15 +249,21 @@ def _width(op: Recorded) -> int:
     return shape[-1] if shape else 1
 
 
-def _differs(found: Found | None, kind: Kind) -> bool:
+def _differs(found: Found | None, kind: Kind, width: int) -> bool:
     """Whether an operation's rows are not those of the other function but for the order of float32 sums."""
-    return found is None or found.unknown > 0 or (found.apart if kind == "value" else found.difference) > _NOISE
+    if found is None or (width == 1 and kind == "rounding"):
+        return True
+    if width == 1:
+        return not found.in_column
+    return found.unknown > 0 or (found.apart if kind == "value" else found.difference) > _NOISE
 
 
 def _is_other(found: Found | None, kind: Kind, limit: float) -> bool:
     if found is None:
         return False
-    return found.unknown > 0 if kind == "value" else found.difference > limit
+    if kind == "value":
+        return found.unknown > 0 if found.in_column is None else not found.in_column
+    return found.difference > limit
 
 
 def _rounding(sides: Sequence[_Side]) -> float:

@@ -1,6 +1,8 @@
 """Every file of tests has a ring, and what the rings' options choose."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,28 @@ def test_rings_and_shares_part_the_tests(tmp_path: Path) -> None:
     shares = [chosen(tmp_path, "-m", "full", "--share", f"{index}/3") for index in (3, 7, 2)]
     assert sorted(name for share in shares for name in share) == sorted(rest)
     assert max(map(len, shares)) < len(rest)
+
+
+def test_a_share_says_since_when_a_test_may_have_failed(tmp_path: Path) -> None:
+    def run(*command: str) -> str:
+        options = ("-c", "user.name=a", "-c", "user.email=a@b") if command[0] == "git" else ()
+        command = (command[0], *options, *command[1:])
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+        return result.stdout + result.stderr
+
+    pytest_run = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--share", "0/1")
+    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
+    test = tmp_path / "test_red.py"
+    test.write_text("def test_red(): raise AssertionError\n\ndef test_green(): ...\n")
+    assert "test_red.py::test_red: unknown, without the history" in run(*pytest_run)
+    for message in ("first", "second", "third"):
+        (tmp_path / "code.txt").write_text(message)
+        run("git", "init", "-q")
+        run("git", "add", ".")
+        run("git", "commit", "-q", "-m", message)
+    commit, _, date = run("git", "log", "--format=%h %cs", "--reverse").splitlines()[0].partition(" ")
+    shown = run(*pytest_run)
+    assert f"test_red.py::test_red: since {commit} of {date}, 2 commits ago, at the earliest" in shown
+    assert "test_green:" not in shown
+    test.write_text("def test_red(): raise AssertionError\n")
+    assert "test_red.py::test_red: now, its file is not committed as it is" in run(*pytest_run)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jmp_train.graphs import GraphData, read_tu
+from jmp_train.policies import CollapsedValuesWarning
 
 pytestmark = pytest.mark.quick
 
@@ -121,6 +122,17 @@ def test_without_labels_the_graphs_attributes_are_to_be_predicted(folder: Path) 
     assert (data.nodes, data.edges, data.graphs) == ({}, {}, {})
     write(folder, {"graph_attributes": "1\nnan\n2\n"})
     assert fault(folder) == "TINY_graph_attributes.txt: row 1 is not finite"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("node_attributes", "0,1\n" * 5 + "0,1700000000123\n"), ("graph_attributes", "0\n5\n-2e9\n")]
+)
+def test_numbers_that_float32_rounds_are_named_with_their_file(folder: Path, kind: str, text: str) -> None:
+    (folder / f"TINY_{kind}.txt").write_text(text)
+    (folder / "TINY_graph_labels.txt").unlink()
+    column = text.count(",") // text.count("\n")
+    with pytest.warns(CollapsedValuesWarning, match=rf"TINY_{kind}.txt: column {column} has numbers up to .*e\+"):
+        read_tu(folder)
 
 
 def test_graphs_without_nodes_and_edges(folder: Path) -> None:

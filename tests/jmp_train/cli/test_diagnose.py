@@ -152,7 +152,7 @@ def test_a_script_without_problems(folder: Path, capsys: pytest.CaptureFixture[s
         ("scripts/model.py:arrays", 2, "arrays returned a tuple whose first item is of type ArrayImpl: wanted is"),
         ("scripts/model.py:fails", 2, "scripts/model.py:25: KeyError: 'no key'"),
         ("scripts/model.py:wrong_arguments", 1, "TypeError: squares() takes 1 positional argument"),
-        ("scripts/ends.py:make_step", 2, "scripts/ends.py ends the process (exit code 5); what it does as a command"),
+        ("scripts/ends.py:make_step", 2, "scripts/ends.py:2: it ends the process by sys.exit(5); what it does as a"),
         ("scripts/broken.py:make_step", 2, "scripts/broken.py:1: SyntaxError: "),
     ],
 )

@@ -302,7 +302,7 @@ def test_bad_arguments_are_named(examples: list[tuple[Any, ...]]) -> None:
         examples,
         tolerance="low",
     )
-    refuse(ValueError, "loss=0 must be a positive number", loss_fn, examples, tolerance=0)
+    refuse(ValueError, "tolerance=0 must be a positive number", loss_fn, examples, tolerance=0)
     step, _ = step_of(loss_fn)
     refuse(TypeError, r"examples\[0\] must be a TrainState and a batch", step, examples)
 
