@@ -4,13 +4,14 @@ Each check is a function of a `Call` in the list `CHECKS`. A new check is one mo
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from jmp_train.policies.dtype_policies import PathPolicy, Policy
+from jmp_train.policies.dtype_policies import FirstTrace, PathPolicy, Policy
 from jmp_train.policies.loss_scaling import PerLossScale
 from jmp_train.policies.optimizers import check_nesting, extra_arguments, loss_scale_of, scaled_states
 from jmp_train.policies.pytrees import at_least_float32, is_float_array, named_leaves, trained
@@ -18,8 +19,29 @@ from jmp_train.steps.step_checks import check_is_train_state, check_same_optimiz
 from jmp_train.steps.train_state import TrainState
 from jmp_train.types import Batch
 
-if TYPE_CHECKING:
-    from jmp_train.steps.step import TrainStep
+
+class Checked(Protocol):
+    """What the checks read of a `TrainStep`; see there."""
+
+    @property
+    def policy(self) -> Policy | PathPolicy | None:
+        """The dtypes."""
+        ...
+
+    @property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The outermost optimizer."""
+        ...
+
+    @property
+    def all_axes(self) -> tuple[str, ...]:
+        """The mesh axes whose devices take or skip the step together."""
+        ...
+
+    @property
+    def first_trace(self) -> FirstTrace:
+        """Remembers the warnings that were given."""
+        ...
 
 
 class Call(NamedTuple):
@@ -31,12 +53,12 @@ class Call(NamedTuple):
       batch: its second argument.
     """
 
-    step: "TrainStep"
+    step: Checked
     state: TrainState
     batch: Batch
 
 
-def check_call(step: "TrainStep", state: TrainState, batch: Batch) -> None:
+def check_call(step: Checked, state: TrainState, batch: Batch) -> None:
     """Raises or warns if a step cannot compute what its user expects of a state and a batch.
 
     Args:
@@ -56,7 +78,7 @@ def warn_of_collapsed_values(call: Call) -> None:
 
 def refuse_low_precision_params(call: Call) -> None:
     """Raises ValueError if parameters are stored in a lower precision than their policy's, and names them."""
-    policy: Policy | PathPolicy | None = call.step.policy
+    policy = call.step.policy
     if policy is None:
         return
     too_low = [

@@ -8,8 +8,8 @@ from jmp_train.policies.autocasting import fp8_state
 from jmp_train.policies.dtype_policies import FirstTrace
 from jmp_train.policies.optimizers import loss_scale_of
 from jmp_train.steps.batch_parts import in_parts, unstacked, with_shares, without_shares
-from jmp_train.steps.delayed_scaling import delayed_scaling, own_state, product_extents
-from jmp_train.steps.loss_gradients import loss_gradients
+from jmp_train.steps.fp8_scaling import delayed_scaling, own_state, product_extents
+from jmp_train.steps.scaled_losses import loss_gradients
 from jmp_train.steps.step import TrainStep
 from jmp_train.steps.step_checks import check_is_train_state
 from jmp_train.steps.train_state import TrainState

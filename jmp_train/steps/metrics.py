@@ -1,7 +1,5 @@
 """The metrics of a train step."""
 
-from typing import TYPE_CHECKING
-
 import jax.numpy as jnp
 import optax
 
@@ -16,14 +14,11 @@ from jmp_train.policies.pytrees import find_nodes, trained
 from jmp_train.steps.gradient_functions import StepGradients
 from jmp_train.steps.train_state import TrainState
 from jmp_train.steps.update import Update
-from jmp_train.steps.watches import watch_metrics
+from jmp_train.steps.watches import Watching, watch_metrics
 from jmp_train.types import Metrics
 
-if TYPE_CHECKING:
-    from jmp_train.steps.step import TrainStep
 
-
-def step_metrics(step: "TrainStep", state: TrainState, result: StepGradients, update: Update) -> Metrics:
+def step_metrics(step: Watching, state: TrainState, result: StepGradients, update: Update) -> Metrics:
     """Returns the metrics of a step; `train_step` lists them.
 
     Args:
