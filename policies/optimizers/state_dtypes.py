@@ -37,7 +37,19 @@ from jmp_train.policies.pytrees import (
     select_tree,
     upcast_to_float32,
 )
-from jmp_train.policies.quantizing import BLOCK_DTYPES, BlockQuantized, dequantize, quantize, requantize, round_to
+from jmp_train.policies.quantizing import (
+    BLOCK_DTYPES,
+    BlockQuantized,
+    Item,
+    dequantize,
+    fold_in_each,
+    from_indices,
+    map_alike,
+    quantize,
+    requantize_indices,
+    round_to,
+    to_indices,
+)
 from jmp_train.policies.types import Grads, Params, PyTree
 
 
@@ -202,18 +214,52 @@ def _decoded(rules: StateRules, state: PyTree, owners: Owners) -> Any:
 def _encoded(rules: StateRules, state: PyTree, old: PyTree, owners: Owners, key: jax.Array | None) -> Any:
     """Returns a state as it is kept; `old` is the one before, None at the start, `key` None to round to the nearest."""
     before = dict(state_leaves(old))
-    leaves, structure = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)
+    leaves = [x for _, x in paths_and_leaves]
+    dtypes = {number: rules.dtype_of(*each, owners) for number, each in enumerate(paths_and_leaves)}
+    dtypes = {number: dtype for number, dtype in dtypes.items() if dtype is not None}
+    items = []
+    for row, (number, dtype) in enumerate(dtypes.items()):
+        path, x = paths_and_leaves[number]
+        quantized = before.get(path) if dtype in BLOCK_DTYPES else None
+        is_dynamic = quantized is not None and dtype in ("int8", "uint8")
+        kind = _Kind("dynamic" if is_dynamic else dtype, rules.block_size, owners.name_without_numbers(path))
+        old_indices = None if quantized is None else to_indices(quantized)
+        items.append(Item(kind, (row, dtype == "int8"), (x, old_indices)))
+    keys = None if key is None else fold_in_each(key, list(dtypes))
+    for (number, dtype), encoded in zip(dtypes.items(), map_alike(_encode, items, keys), strict=True):
+        leaves[number] = from_indices(encoded, dtype) if is_quantized(encoded) else encoded
+    return structure.unflatten(leaves)
 
-    def encoded(number: int, path: KeyPath, x: Any) -> Any:
-        dtype = rules.dtype_of(path, x, owners)
-        if dtype is None:
-            return x
-        leaf_key = None if key is None else jax.random.fold_in(key, number)
-        float32 = x.astype(jnp.float32)
-        if dtype not in BLOCK_DTYPES:
-            return round_to(float32, dtype, leaf_key)
-        if path in before:
-            return requantize(float32, before[path], leaf_key)
-        return quantize(float32, dtype, leaf_key, block_size=rules.block_size)
 
-    return structure.unflatten([encoded(number, path, x) for number, (path, x) in enumerate(leaves)])
+class _Kind(NamedTuple):
+    """What arrays have in common that are encoded in one loop.
+
+    Attributes:
+      dtype: in which they are kept; "dynamic" for int8 and uint8, of which the arrays know which.
+      block_size: elements of a block at most.
+      name: of the parameter, without numbers. In the blocks of a model it is the same, and so is the sharding, unlike
+        that of other arrays of equal shapes, which a stack would move between devices.
+    """
+
+    dtype: str
+    block_size: int
+    name: str
+
+
+def _encode(kind: _Kind, numbers: tuple[jax.Array, ...], arrays: tuple[jax.Array, Any], keys: jax.Array | None) -> Any:
+    """Returns an array as it is kept, with indices in the place of the codes of int8.
+
+    Args:
+      kind: see there.
+      numbers: the row of its key, and whether it is kept in int8.
+      arrays: the array, and what it was before in blocks, with indices, or None.
+      keys: random keys, or None to round to the nearest.
+    """
+    (row, signed), (x, old) = numbers, arrays
+    float32, key = x.astype(jnp.float32), None if keys is None else keys[row]
+    if old is not None:
+        return requantize_indices(float32, old, signed, key)
+    if kind.dtype not in BLOCK_DTYPES:
+        return round_to(float32, kind.dtype, key)
+    return to_indices(quantize(float32, kind.dtype, key, block_size=kind.block_size))

@@ -100,8 +100,16 @@ class Owners:
 
     def fields(self, path: KeyPath) -> list[str]:
         """Returns the names of the fields on the way to an array, those within the parameter's own path left out."""
-        end = next((start for start in range(len(path) + 1) if path[start:] in self._paths), len(path))
-        return [key.name for key in path[:end] if isinstance(key, GetAttrKey)]
+        return [key.name for key in path[: self._start(path)] if isinstance(key, GetAttrKey)]
+
+    def name_without_numbers(self, path: KeyPath) -> str:
+        """Returns the name of the parameter that an array is kept for, or of the array, without digits."""
+        start = self._start(path)
+        return re.sub(r"\d+", "", path_name(path[start:] or path))
+
+    def _start(self, path: KeyPath) -> int:
+        """Returns where the parameter's own path begins in that of an array."""
+        return next((start for start in range(len(path) + 1) if path[start:] in self._paths), len(path))
 
 
 def state_leaves(state: PyTree) -> list[tuple[KeyPath, Any]]:

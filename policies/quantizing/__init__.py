@@ -1,9 +1,15 @@
 """Arrays in few bits: rounding to half types, and blocks of 8-bit codes with a scale each."""
 
+from jmp_train.policies.quantizing.alike import Item as Item
+from jmp_train.policies.quantizing.alike import map_alike as map_alike
 from jmp_train.policies.quantizing.blocks import BLOCK_DTYPES as BLOCK_DTYPES
 from jmp_train.policies.quantizing.blocks import BlockQuantized as BlockQuantized
 from jmp_train.policies.quantizing.blocks import dequantize as dequantize
+from jmp_train.policies.quantizing.blocks import from_indices as from_indices
 from jmp_train.policies.quantizing.blocks import quantize as quantize
 from jmp_train.policies.quantizing.blocks import requantize as requantize
+from jmp_train.policies.quantizing.blocks import requantize_indices as requantize_indices
+from jmp_train.policies.quantizing.blocks import to_indices as to_indices
+from jmp_train.policies.quantizing.draws import fold_in_each as fold_in_each
 from jmp_train.policies.quantizing.dynamic_codes import dynamic_code as dynamic_code
 from jmp_train.policies.quantizing.rounding import round_to as round_to

@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_train.policies.quantizing.dynamic_codes import dynamic_code, upper_ends
+from jmp_train.policies.quantizing.draws import uniform
+from jmp_train.policies.quantizing.dynamic_codes import count_below, dynamic_code, numbers_of
 from jmp_train.policies.quantizing.rounding import round_to
 
 BLOCK_DTYPES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 _SHARED_BY = 8  # devices that can share the axis of the blocks
+_SIGN = np.uint8(128)  # what int8 has for the index 0, and the index has for the int8 of 0
 
 
 class BlockQuantized(NamedTuple):
@@ -61,7 +64,9 @@ def quantize(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None, *, bl
 
     Reference: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861.
     """
-    return _quantized(x.astype(jnp.float32), jnp.dtype(dtype), key, *_layout(x.shape, block_size))
+    signed = jnp.dtype(dtype) == jnp.int8
+    indices = jnp.dtype(jnp.uint8 if signed else dtype)
+    return from_indices(_quantized(x.astype(jnp.float32), indices, signed, key, *_layout(x.shape, block_size)), dtype)
 
 
 def dequantize(x: BlockQuantized) -> jax.Array:
@@ -70,15 +75,7 @@ def dequantize(x: BlockQuantized) -> jax.Array:
     Args:
       x: what `quantize` returned.
     """
-    axes, blocks = _layout_of(x)
-    codes = _in_blocks(x.codes, axes, blocks)
-    if x.codes.dtype == jnp.int8:
-        numbers = jnp.asarray(dynamic_code(signed=True))[codes.astype(jnp.int32) + 128]
-    elif x.codes.dtype == jnp.uint8:
-        numbers = jnp.asarray(dynamic_code(signed=False))[codes.astype(jnp.int32)]
-    else:
-        numbers = codes.astype(jnp.float32)
-    return _as_before(numbers * x.scales[..., None], x.codes.shape, axes)
+    return _dequantized(x, x.codes.dtype == jnp.int8)
 
 
 def requantize(x: jax.Array, old: BlockQuantized, key: jax.Array | None = None) -> BlockQuantized:
@@ -89,10 +86,39 @@ def requantize(x: jax.Array, old: BlockQuantized, key: jax.Array | None = None) 
       old: of the same shape.
       key: see `quantize`.
     """
+    signed = old.codes.dtype == jnp.int8
+    return from_indices(requantize_indices(x, to_indices(old), signed, key), old.codes.dtype)
+
+
+def to_indices(x: BlockQuantized) -> BlockQuantized:
+    """Returns a quantized array whose codes are uint8 indices into its dynamic code; float8 is left as it is."""
+    if x.codes.dtype != jnp.int8:
+        return x
+    return x._replace(codes=lax.bitcast_convert_type(x.codes, jnp.uint8) ^ _SIGN)
+
+
+def from_indices(x: BlockQuantized, dtype: DTypeLike) -> BlockQuantized:
+    """Returns the array in a dtype of `BLOCK_DTYPES` of which `to_indices` made another one."""
+    if jnp.dtype(dtype) != jnp.int8:
+        return x
+    return x._replace(codes=lax.bitcast_convert_type(x.codes ^ _SIGN, jnp.int8))
+
+
+def requantize_indices(
+    x: jax.Array, old: BlockQuantized, signed: bool | jax.Array, key: jax.Array | None = None
+) -> BlockQuantized:
+    """Returns what `requantize` does, from and as indices: one program for both dynamic codes.
+
+    Args:
+      x: float32 array.
+      old: of the same shape, as `to_indices` returns it.
+      signed: whether the indices are into the signed code; also a bool scalar array.
+      key: see `quantize`.
+    """
     axes, blocks = _layout_of(old)
-    before, after = (jax.lax.bitcast_convert_type(y, jnp.uint32) for y in (dequantize(old), x))
+    before, after = (lax.bitcast_convert_type(y, jnp.uint32) for y in (_dequantized(old, signed), x))
     same = _in_blocks(before == after, axes, blocks).all(-1)
-    new = _quantized(x, old.codes.dtype, key, axes, blocks)
+    new = _quantized(x, old.codes.dtype, signed, key, axes, blocks)
     codes = jnp.where(same[..., None], *(_in_blocks(y.codes, axes, blocks) for y in (old, new)))
     return BlockQuantized(_as_before(codes, x.shape, axes), jnp.where(same, old.scales, new.scales))
 
@@ -111,10 +137,23 @@ def _layout_of(x: BlockQuantized) -> tuple[int, int]:
     return x.codes.ndim - x.scales.ndim + 1, x.scales.shape[-1]
 
 
-def _quantized(x: jax.Array, dtype: np.dtype, key: jax.Array | None, axes: int, blocks: int) -> BlockQuantized:
+def _dequantized(x: BlockQuantized, signed: bool | jax.Array) -> jax.Array:
+    axes, blocks = _layout_of(x)
+    codes = _in_blocks(to_indices(x).codes, axes, blocks)
+    numbers = numbers_of(codes.astype(jnp.int32), signed) if codes.dtype == jnp.uint8 else codes.astype(jnp.float32)
+    return _as_before(numbers * x.scales[..., None], x.codes.shape, axes)
+
+
+def _quantized(
+    x: jax.Array, dtype: np.dtype, signed: bool | jax.Array, key: jax.Array | None, axes: int, blocks: int
+) -> BlockQuantized:
+    """Returns an array in blocks of a float8, or of uint8 indices into a dynamic code."""
     values = _in_blocks(x, axes, blocks)
-    scales = _scales(values, dtype)
-    codes = _coded(values / jnp.where(scales == 0, 1, scales)[..., None], dtype, key)
+    scales = _scales(values, dtype, signed)
+    # A compiler may multiply by the inverse, which float32 flushes to zero for the largest scales.
+    shift = jnp.where(scales > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
+    divisors = jnp.where(scales == 0, 1, scales * shift)
+    codes = _coded(values * shift[..., None] / divisors[..., None], dtype, signed, key)
     return BlockQuantized(_as_before(codes, x.shape, axes), scales)
 
 
@@ -133,37 +172,30 @@ def _as_before(x: jax.Array, shape: tuple[int, ...], axes: int) -> jax.Array:
     return x.reshape(*first, -1)[..., : math.prod(shape[len(shape) - axes :])].reshape(shape)
 
 
-def _scales(values: jax.Array, dtype: np.dtype) -> jax.Array:
-    largest, smallest = values.max(-1), values.min(-1)
-    if dtype == jnp.int8:
-        scales = jnp.maximum(largest, smallest / dynamic_code(signed=True)[0])
-    elif dtype == jnp.uint8:
-        scales = jnp.where(smallest < 0, jnp.nan, largest)
-    else:
-        scales = jnp.maximum(largest, -smallest) / np.float32(jnp.finfo(dtype).max)
-    finite = jnp.isfinite(largest) & jnp.isfinite(smallest)
-    return jnp.where(finite, jnp.minimum(scales, np.finfo(np.float32).max), jnp.nan)
+def _scales(values: jax.Array, dtype: np.dtype, signed: bool | jax.Array) -> jax.Array:
+    limits = np.finfo(np.float32)
+    needed = values
+    if dtype == jnp.uint8:
+        of_negative = jnp.minimum(values / dynamic_code(signed=True)[0], limits.max)
+        needed = jnp.where(values < 0, jnp.where(signed, of_negative, jnp.nan), values)
+        needed = jnp.where(values == -jnp.inf, jnp.inf, needed)
+    # As integers, NaN is larger than infinity, which no order of float32 promises: XLA's may lose a NaN.
+    bits = lax.bitcast_convert_type(needed, jnp.int32) & 0x7FFFFFFF
+    largest = lax.bitcast_convert_type(bits.max(-1), jnp.float32)
+    scales = largest
+    if dtype != jnp.uint8:
+        # Float32 flushes what is below its smallest normal number, which is a fine scale for all that is not.
+        least = jnp.where(largest > 0, limits.tiny, 0)
+        scales = jnp.maximum(largest / np.float32(jnp.finfo(dtype).max), least)
+    return jnp.where(jnp.isfinite(largest), scales, jnp.nan)
 
 
-def _coded(x: jax.Array, dtype: np.dtype, key: jax.Array | None) -> jax.Array:
-    if dtype not in (jnp.int8, jnp.uint8):
+def _coded(x: jax.Array, dtype: np.dtype, signed: bool | jax.Array, key: jax.Array | None) -> jax.Array:
+    if dtype != jnp.uint8:
         return round_to(x, dtype, key)
-    signed = dtype == jnp.int8
     if key is None:
-        index = _count_below(upper_ends(signed), x)
-    else:
-        numbers = dynamic_code(signed)
-        x = jnp.minimum(x, 1)  # a compiler may multiply by the scale's inverse, and so pass the last number
-        index = _count_below(numbers[1:], x)  # of the number below x
-        low, high = jnp.asarray(numbers)[index], jnp.asarray(numbers)[index + 1]
-        index += (jax.random.uniform(key, x.shape) < (x - low) / (high - low)).astype(jnp.int32)
-    return (index - 128 if signed else index).astype(dtype)
-
-
-def _count_below(ends: np.ndarray, x: jax.Array) -> jax.Array:
-    """Returns how many of 255 ascending numbers are below each element, by halving: int32, in the shape of `x`."""
-    table = jnp.asarray(ends)
-    count = (x > ends[127]).astype(jnp.int32) * 128  # a gather of one number would be folded at the array's size
-    for step in (64, 32, 16, 8, 4, 2, 1):
-        count += step * (x > table[count + (step - 1)]).astype(jnp.int32)
-    return count
+        return count_below(x, signed, middles=True).astype(jnp.uint8)
+    x = jnp.minimum(x, 1)  # a compiler may multiply by the scale's inverse, and so pass the last number
+    index = count_below(x, signed, middles=False)  # of the number below x
+    low, high = numbers_of(index, signed), numbers_of(index + 1, signed)
+    return (index + (uniform(key, x.shape) < (x - low) / (high - low)).astype(jnp.int32)).astype(jnp.uint8)

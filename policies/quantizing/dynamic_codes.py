@@ -5,10 +5,16 @@ Reference: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", http
 """
 
 import functools
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 _DECADES = 7
+_LEAST = 104 << 7  # the upper 16 bits of 2**-23, which is below half of the smallest number
+_BUCKETS = (127 << 7) - _LEAST + 1  # the last one begins at 1
 
 
 @functools.lru_cache
@@ -31,6 +37,67 @@ def dynamic_code(signed: bool) -> np.ndarray:
         middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - _DECADES + 1)
         numbers += [*middles, *(-middles if signed else [])]
     return np.sort(np.array(numbers)).astype(np.float32)
+
+
+def numbers_of(index: jax.Array, signed: bool | jax.Array) -> jax.Array:
+    """Returns the float32 numbers that indices into a dynamic code stand for.
+
+    Args:
+      index: int32 array, from 0 to 255.
+      signed: see `dynamic_code`; also a bool scalar array.
+    """
+    return _take(np.concatenate([dynamic_code(False), dynamic_code(True)]), index + _offset(signed, 256))
+
+
+def count_below(x: jax.Array, signed: bool | jax.Array, *, middles: bool) -> jax.Array:
+    """Returns how many of 255 ascending numbers are below each element: int32, in the shape of `x`.
+
+    The upper 16 bits of a float32 say in which bucket it is. A bucket has at most one of the numbers, so the count is
+    one of two.
+
+    Args:
+      x: float32 array. Of NaN, the count is any of those that there are.
+      signed: see `dynamic_code`; also a bool scalar array.
+      middles: whether the numbers are the `upper_ends`, or else the dynamic code's but for the first.
+    """
+    tables = [_buckets(signed, middles) for signed in (False, True)]
+    counts, ends = (np.concatenate(each) for each in zip(*tables, strict=True))
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    magnitude = (bits & 0x7FFFFFFF) >> 16
+    bucket = jnp.clip(magnitude - _LEAST, 0, _BUCKETS - 1) + jnp.where(bits < 0, _BUCKETS, 0)
+    bucket += _offset(signed, 2 * _BUCKETS)
+    return _take(counts, bucket) + (x > _take(ends, bucket)).astype(jnp.int32)
+
+
+def _offset(signed: bool | jax.Array, size: int) -> jax.Array:
+    return jnp.where(signed, jnp.int32(size), jnp.int32(0))
+
+
+def _take(table: np.ndarray, index: jax.Array) -> jax.Array:
+    return jnp.asarray(table).at[index].get(mode="promise_in_bounds")
+
+
+class _Buckets(NamedTuple):
+    """Of each bucket, positive numbers first: how many numbers are below it, and the one within, or infinity."""
+
+    counts: np.ndarray
+    ends: np.ndarray
+
+
+@functools.lru_cache
+def _buckets(signed: bool, middles: bool) -> _Buckets:
+    numbers = upper_ends(signed) if middles else dynamic_code(signed)[1:]
+    starts = (np.arange(_LEAST, _LEAST + _BUCKETS + 1, dtype=np.int32) << 16).view(np.float32)
+    starts[0], starts[-1] = 0, np.inf
+    low, high = starts[:-1], starts[1:]
+    # Positive buckets are [low, high), negative ones (-high, -low].
+    counts = [np.searchsorted(numbers, low, side="left"), np.searchsorted(numbers, -high, side="right")]
+    after = [np.searchsorted(numbers, high, side="left"), np.searchsorted(numbers, -low, side="right")]
+    count, within = np.concatenate(counts), np.concatenate(after) - np.concatenate(counts)
+    if within.max() > 1:
+        raise ValueError("two numbers share the upper 16 bits of a float32")
+    inside = np.where(within == 1, numbers[np.minimum(count, len(numbers) - 1)], np.float32(np.inf))
+    return _Buckets(count.astype(np.int32), inside.astype(np.float32))
 
 
 @functools.lru_cache

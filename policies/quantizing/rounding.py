@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jmp_train.policies.quantizing.draws import bits16, uniform
+
 
 def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> jax.Array:
     """Rounds float32 to a floating dtype of 8 or 16 bits; what is beyond its largest number becomes that.
@@ -42,14 +44,14 @@ def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> ja
     inner = bits - (_magnitude(bits, dtype) > magnitude).astype(bits_dtype)
     low, high = _magnitude(inner, dtype), _magnitude(inner + bits_dtype(1), dtype)
     share = jnp.where(low == magnitude, 0, (magnitude - low) / (high - low))
-    outward = jax.random.uniform(key, x.shape) < share
+    outward = uniform(key, x.shape) < share
     rounded = lax.bitcast_convert_type(inner + outward.astype(bits_dtype), jnp.dtype(dtype))
     return jnp.where(jnp.isfinite(limited), rounded, nearest)
 
 
 def _upper_half(x: jax.Array, key: jax.Array) -> jax.Array:
     """Returns float32 rounded stochastically to bfloat16, its upper half: a random lower half carries by x's own."""
-    draw = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    draw = bits16(key, x.shape).astype(jnp.uint32)
     bits = lax.bitcast_convert_type(x, jnp.uint32) + draw
     return lax.bitcast_convert_type((bits >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
 

@@ -41,7 +41,7 @@ def test_integers_that_do_not_fit_are_refused(array: np.ndarray, text: str) -> N
 @pytest.mark.parametrize(
     "array",
     [
-        np.float64([TIME, TIME + DAY, TIME + 2 * DAY]),
+        np.array([TIME, TIME + DAY, TIME + 2 * DAY], np.float64),
         np.float64(TIME) + np.arange(2_000.0)[:, None] * [0, 7],
         1e9 + np.random.default_rng(0).normal(size=1_000),
     ],
@@ -84,7 +84,7 @@ def test_numbers_that_fit_pass_in_silence_and_quickly() -> None:
 
 
 def test_features_of_graphs() -> None:
-    wrong, rounded = np.array([1, 2**40]), np.float64([TIME, TIME + 1_000, TIME + DAY])
+    wrong, rounded = np.array([1, 2**40]), np.array([TIME, TIME + 1_000, TIME + DAY], np.float64)
     for make in (
         lambda x: graphs.from_edges([0], [1], 2, nodes={"t": x}),
         lambda x: graphs.from_edges([0], [1], 2).with_nodes(t=x),
