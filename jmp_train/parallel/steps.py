@@ -38,16 +38,21 @@ from jmp_train.policies.loss_scaling import LossScales, PerLossScale
 from jmp_train.policies.optimizers import loss_scale_of
 from jmp_train.policies.pytrees import has_tracers, is_inexact, mean_over_axes, scatter_gradients
 from jmp_train.steps import (
+    GradientFunction,
     StepGradients,
     TrainState,
     TrainStep,
+    apply_gradients,
+    check_call,
     check_divides,
     check_is_train_state,
     check_not_replicated,
-    check_param_dtypes,
+    delayed_scaling,
     hint_of_split,
     in_parts,
+    step_metrics,
     warn_of_split,
+    with_next_scales,
 )
 from jmp_train.types import Batch, Metrics, ModelState
 
@@ -246,26 +251,22 @@ def sharded_step(
     def on_traced(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         check_is_train_state(state)
         shardings = shardings_of(state)
-        check_param_dtypes(state.params, step.policy)
+        check_call(step, state, batch)
         state, batch = on_automatic_axes((state, batch), mesh)
         check_same_state(parallel, mesh, state, batch)
         next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        run = _sharded_gradients(
+        gradients = _sharded_gradients(
             with_inert_boxes(parallel, state.params, axis),
             automatic(mesh),
             axis,
             _grad_dimensions(state, shardings, axis),
         )
         if shardings is not None:
-            run = _with_whole_params(run, shardings.params, axis)
-        result, rows = run(loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng)
-        aux = jax.tree.map(
-            lambda mean, row: row if mean is None else mean,
-            result.aux,
-            rows,
-            is_leaf=lambda x: x is None,
-        )
-        new, metrics = step.apply_gradients(state, result._replace(aux=aux), next_rng)
+            gradients = _with_whole_params(gradients, shardings.params, axis)
+        gradients = with_next_scales(gradients, delayed_scaling(step.policy))
+        result = gradients(loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng)
+        update = apply_gradients(step.optimizer, state, result, next_rng, with_additions="lost_updates" in step.watch)
+        new, metrics = update.state, step_metrics(step, state, result, update)
         return (new if shardings is None else lax.with_sharding_constraint(new, shardings)), metrics
 
     def put(state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
@@ -316,17 +317,14 @@ def _grad_dimensions(state: TrainState, shardings: TrainState | None, axis: str)
     return (dimensions,) * len(losses.loss_scales) if isinstance(losses, PerLossScale) else dimensions
 
 
-def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, dimensions: PyTree) -> Any:
-    """Returns `TrainStep.gradients` over the devices along an axis, each of which gets its part of the gradients."""
+def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, dimensions: PyTree) -> GradientFunction:
+    """Returns the gradient function over the devices along an axis, each of which gets its part of the gradients."""
+    local = parallel.local_gradients
 
-    def gradients(
-        loss_scale: LossScales,
-        params: Params,
-        model_state: ModelState,
-        batch: Batch,
-        rng: jax.Array | None,
+    def of_device(
+        loss_scale: LossScales, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
     ) -> tuple[StepGradients, Any]:
-        *unreduced, grads = parallel.local_gradients(loss_scale, params, model_state, batch, rng)
+        *unreduced, grads = local(loss_scale, params, model_state, batch, rng)
         grads = scatter_gradients(grads, dimensions, axis, parallel.reduce_dtype)
         loss, model_state, aux = mean_over_axes(unreduced, (axis,))
         averaged = jax.tree.map(lambda x: x if is_inexact(x) else None, aux)
@@ -334,14 +332,25 @@ def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, dimensions: P
         return StepGradients(loss, model_state, averaged, grads), rows
 
     specs = jax.tree.map(lambda dim: P(*(None,) * dim, axis) if dim >= 0 else P(), dimensions)
-    return jax.shard_map(
-        gradients,
+    over_devices = jax.shard_map(
+        of_device,
         mesh=mesh,
         in_specs=(P(), P(), P(), P(axis), P()),
         out_specs=(StepGradients._make((P(), P(), P(), specs)), P(axis)),
         axis_names={axis},
         check_vma=False,
     )
+
+    def gradients(
+        loss_scale: LossScales, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
+    ) -> StepGradients:
+        result, rows = over_devices(loss_scale, params, model_state, batch, rng)
+        aux = jax.tree.map(
+            lambda mean, row: row if mean is None else mean, result.aux, rows, is_leaf=lambda x: x is None
+        )
+        return result._replace(aux=aux)
+
+    return gradients
 
 
 def _with_whole_params(run: Callable[..., Any], shardings: PyTree, axis: str) -> Any:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,7 @@ from jmp_train.policies.pytrees import (
     named_leaves,
     upcast_to_float32,
 )
-from jmp_train.steps.step_checks import missing_key_explained, why_no_key
-
-ScalesFor = Callable[[dict[str, tuple[int, ...]]], dict[str, jax.Array]]
+from jmp_train.steps.explained_errors import missing_key_explained, why_no_key
 
 
 def scaled_value_and_grad(
@@ -100,50 +98,38 @@ def scaled_value_and_grad(
     return watched
 
 
+class ScaledProducts(NamedTuple):
+    """Parameters together with the scales of fp8 products, both of which are differentiated.
+
+    Attributes:
+      params: the parameters.
+      scales: by the place of each product; their "gradients" are the magnitudes that the products have seen.
+    """
+
+    params: Any
+    scales: dict[str, jax.Array]
+
+
 def unwatched_value_and_grad(
     loss_fn: Callable[..., Any], policy: Policy | PathPolicy | None, has_aux: bool
 ) -> Callable[..., Any]:
-    """Returns what `scaled_value_and_grad` does, without a look at the products."""
-    with_scales = value_and_grad_with_scales(loss_fn, policy, has_aux)
+    """Returns what `scaled_value_and_grad` returns, without the warnings of the first trace.
 
-    def value_and_grad(loss_scale: LossScales, params: Params, *args: object, **kwargs: object) -> Any:
-        value, grads, _ = with_scales(loss_scale, None, params, *args, **kwargs)
-        return value, grads
-
-    return value_and_grad
-
-
-def value_and_grad_with_scales(
-    loss_fn: Callable[..., Any], policy: Policy | PathPolicy | None, has_aux: bool
-) -> Callable[..., Any]:
-    """Returns `fn(loss_scale, scales_for, params, *args, **kwargs) -> (value, grads, magnitudes)`.
-
-    `scales_for` makes the scales of the products in 8 bits, given the lengths of the loops around each by its place;
-    the magnitudes are their "gradients". None is for autocast to find the scales.
-
-    Args:
-      loss_fn: see `scaled_value_and_grad`, as are the others.
-      policy: the dtypes.
-      has_aux: whether `loss_fn` returns `(loss, aux)`.
+    Its `params` may be `ScaledProducts`, and so are the gradients then.
     """
     run = loss_fn if policy is None else policy.default.transform(loss_fn)
 
-    def value_and_grad(
-        loss_scale: LossScales, scales_for: ScalesFor | None, params: Params, *args: object, **kwargs: object
-    ) -> Any:
+    def value_and_grad(loss_scale: LossScales, params: Params, *args: object, **kwargs: object) -> Any:
         check_loss_scale(loss_scale)
-        differentiated, rest = _partition(params)
+        scaled = params if isinstance(params, ScaledProducts) else None
+        differentiated, rest = _partition(params if scaled is None else scaled.params)
 
-        def scaled_loss(inputs: tuple[PyTree, dict[str, jax.Array]]) -> tuple[Any, tuple[Any, Any]]:
-            differentiated, scales = inputs
-            with fp8_scales(None if scales_for is None else DelayedScales(scales)):
-                return unscoped(differentiated)
-
-        def unscoped(differentiated: PyTree) -> tuple[Any, tuple[Any, Any]]:
-            params = _combine(differentiated, rest)
-            call = (params, *args), kwargs
+        def scaled_loss(inputs: Any) -> tuple[Any, tuple[Any, Any]]:
+            differentiated, scales = (inputs, None) if scaled is None else inputs
+            call = (_combine(differentiated, rest), *args), kwargs
             cast = contextlib.nullcontext(call) if policy is None else cast_arguments(policy, *call)
-            with mixed_dtypes_explained(policy), cast as (call_args, call_kwargs):
+            given = contextlib.nullcontext() if scales is None else fp8_scales(DelayedScales(scales))
+            with given, mixed_dtypes_explained(policy), cast as (call_args, call_kwargs):
                 result = run(*call_args, **call_kwargs)
             loss, aux = loss_and_aux(result, has_aux)
             if policy is not None:
@@ -151,29 +137,15 @@ def value_and_grad_with_scales(
             loss = float32_loss(loss_scale, loss)
             return loss_scale.scale(loss), (loss, aux)
 
-        inputs = differentiated, {} if scales_for is None else scales_for(_products(unscoped, differentiated))
+        inputs = differentiated if scaled is None else ScaledProducts(differentiated, scaled.scales)
         with mixed_dtypes_explained(policy):  # the backward pass may have branches and loops of its own
             if isinstance(loss_scale, PerLossScale):
-                count = len(loss_scale.loss_scales)
-                pairs, (loss, aux) = _grads_of_each(scaled_loss, inputs, count)
-                grads, magnitudes = zip(*pairs, strict=True)
+                grads, (loss, aux) = _grads_of_each(scaled_loss, inputs, len(loss_scale.loss_scales))
             else:
-                (grads, magnitudes), (loss, aux) = jax.grad(scaled_loss, has_aux=True)(inputs)
-        return ((loss, aux) if has_aux else loss), upcast_to_float32(grads), magnitudes
+                grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(inputs)
+        return ((loss, aux) if has_aux else loss), upcast_to_float32(grads)
 
     return value_and_grad
-
-
-def _products(run: Callable[[Any], Any], params: Params) -> dict[str, tuple[int, ...]]:
-    """Returns the places of a function's products in 8 bits, with the lengths of the loops around each."""
-    found: dict[str, tuple[int, ...]] = {}
-
-    def note() -> None:
-        with fp8_scales(DelayedScales({}, found)):
-            run(params)
-
-    jax.eval_shape(note)
-    return found
 
 
 def check_loss_scale(loss_scale: object) -> None:

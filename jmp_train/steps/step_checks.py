@@ -1,17 +1,13 @@
 """Checks of a train step's arguments, made while it is traced."""
 
-import contextlib
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from jmp_train.policies import OptState, Params, PyTree
-from jmp_train.policies.dtype_policies import argument_names
+from jmp_train.policies import OptState, Params
 from jmp_train.policies.loss_scaling import PerLossScale, is_loss_scale
 from jmp_train.policies.optimizers import (
     KahanState,
@@ -23,13 +19,7 @@ from jmp_train.policies.optimizers import (
 )
 from jmp_train.policies.pytrees import (
     find_nodes,
-    is_nnx_object,
-    is_nnx_statistic,
-    is_nnx_variable,
-    named_leaves,
     path_name,
-    refuse_overwritten,
-    trained,
 )
 
 _WRAPPERS = {
@@ -40,14 +30,6 @@ _WRAPPERS = {
     "Kahan compensations": KahanState,
     "dtypes of its own for the optimizer's state": StateDtypesState,
 }
-
-_IS_KEY = re.compile(r"rng|key|seed")
-NO_KEY = (
-    "The state has no random key, so that loss_fn got rng=None: TrainState.create(params, optimizer, "
-    "rng=jax.random.key(0)) gives it one, and loss_fn a fresh key in each step"
-)
-_STATE_OF_FLAX = frozenset(("batch_stats", "cache", "intermediates", "perturbations"))  # collections of its layers
-_ASKS_FOR_A_KEY = re.compile(r"rng|requires a key", re.IGNORECASE)
 
 
 def check_not_replicated(state: Any) -> None:
@@ -63,61 +45,6 @@ def check_not_replicated(state: Any) -> None:
             "makes it. The state goes in as on one device (flax.jax_utils.unreplicate), and the batch whole, "
             "[examples, ...]"
         )
-
-
-@contextlib.contextmanager
-def names_of_axes(axis_names: Sequence[str]) -> Iterator[None]:
-    """Says which axes there are where a loss function reduces over one that is not among them.
-
-    Args:
-      axis_names: the step's.
-
-    Raises:
-      NameError: instead of jax's.
-    """
-    try:
-        yield
-    except NameError as error:
-        found = re.search(r"unbound axis name: ([^\s.]+)", str(error))
-        if found is None:
-            raise
-        name = found[1]
-        there = ", ".join(map(repr, axis_names)) or "none, as on one device"
-        raise NameError(
-            f"loss_fn reduces over the axis {name!r} (a layer's axis_name?), and the step's axes are {there}: "
-            f'pmap_step(step, axis="{name}"), or data_parallel(step, mesh, axis="{name}") and sharded_step with a '
-            f'mesh that has it, Mesh(devices, ("{name}",)); or give the layer the step\'s axis'
-        ) from error
-
-
-@contextlib.contextmanager
-def missing_key_explained(why: str | None) -> Iterator[None]:
-    """Adds why there is no random key to an error of a model that asks for one, of flax, haiku, equinox or jax.
-
-    Args:
-      why: a sentence; None where there is a key.
-    """
-    try:
-        yield
-    except Exception as error:
-        if why is not None and _ASKS_FOR_A_KEY.search(f"{type(error).__name__} {error}"):
-            error.add_note(why)
-        raise
-
-
-def why_no_key(fn: Callable[..., Any], args: Sequence[Any]) -> str | None:
-    """Returns why a function has no random key, for `missing_key_explained`; None if all its keys are there.
-
-    Args:
-      fn: a function, whose arguments named after keys are looked at, or a step.
-      args: its arguments.
-    """
-    for name, x in zip(argument_names(fn, len(args)), args, strict=True):
-        if x is None and _IS_KEY.search(name):
-            return f"the argument {name} is None: pass a key, such as jax.random.key(0)"
-        if getattr(x, "rng", x) is None and hasattr(x, "opt_state"):
-            return NO_KEY
-    return None
 
 
 def check_local_loss(loss: jax.Array, params: Params, axis_names: Sequence[str]) -> None:
@@ -186,55 +113,6 @@ def check_is_train_state(state: object) -> None:
             f"state must be a jmp_train.TrainState, got {kind}; TrainState.create(params, optimizer, "
             "model_state=..., rng=...) makes one, of flax's by TrainState.create(state.params, state.tx)"
         )
-
-
-def check_params(params: PyTree) -> None:
-    """Raises TypeError if a tree is not one of parameters that all have a gradient, ValueError if it has no leaves.
-
-    Args:
-      params: for `TrainState.create`.
-    """
-    if is_nnx_object(params):
-        raise TypeError(
-            f"params is the nnx module {type(params).__name__}, whose statistics and random keys are not parameters: "
-            "graph, params, rest = nnx.split(model, nnx.Param, ...), TrainState.create(params, optimizer, "
-            "model_state=rest), and nnx.merge(graph, params, model_state) in loss_fn"
-        )
-    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_nnx_variable)
-    for path, variable in nodes:
-        if is_nnx_statistic(variable):
-            raise TypeError(
-                f"params {path_name(path)!r} is an nnx.{type(variable).__name__} and no parameter; "
-                "nnx.split(model, nnx.Param, ...) parts them, the rest is the model_state"
-            )
-    _refuse_collections(params)
-    refuse_overwritten(trained(params))
-    leaves = named_leaves(params)
-    if not leaves:
-        raise ValueError(f"params={params!r} has no arrays: there is nothing to train")
-    for name, x in leaves:
-        if not isinstance(x, jax.Array | np.ndarray | np.generic):
-            raise TypeError(f"params {name!r} must be an array, got {x!r}; partition the model")
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise TypeError(
-                f"params {name!r} is {x.dtype}{list(x.shape)}, which has no gradient; keep it in model_state or "
-                "outside of the step"
-            )
-
-
-def _refuse_collections(params: PyTree, path: str = "") -> None:
-    """Raises TypeError if a tree of dictionaries has collections of flax's variables that are no parameters."""
-    if not isinstance(params, Mapping):
-        return
-    for name, value in params.items():
-        below = f"{path}/{name}" if path else str(name)
-        if name in _STATE_OF_FLAX and jax.tree.leaves(value) and (name == "batch_stats" or "params" in params):
-            raise TypeError(
-                f"params {below!r} is a collection of flax's variables, not trained. variables = model.init(...), "
-                f'TrainState.create(variables["params"], optimizer, model_state={{"{name}": variables["{name}"]}}), '
-                f'and model.apply({{"params": params, **model_state}}, ..., mutable=["{name}"]) in loss_fn'
-            )
-        _refuse_collections(value, below)
 
 
 def _leaf_names(opt_state: OptState) -> list[str]:

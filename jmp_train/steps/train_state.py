@@ -12,7 +12,7 @@ import optax
 from jmp_train.policies import PyTree
 from jmp_train.policies.optimizers import as_transformation
 from jmp_train.policies.pytrees import is_key_or_data, trained, with_overwritten
-from jmp_train.steps.step_checks import check_params
+from jmp_train.steps.param_checks import check_params
 from jmp_train.types import ModelState
 
 

@@ -13,7 +13,7 @@ from jmp_train.policies.dtype_policies import FirstTrace, Policy
 from jmp_train.policies.loss_scaling import StaticLossScale, unpack_loss
 from jmp_train.policies.optimizers import scaled_states
 from jmp_train.policies.pytrees import is_float_array, is_inexact_array, is_nnx_object, named_leaves
-from jmp_train.steps import TrainState, TrainStep, unwatched_value_and_grad
+from jmp_train.steps import TrainState, TrainStep, unstacked, unwatched_value_and_grad
 from jmp_train.tuning.tolerance import Outcome
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -203,6 +203,7 @@ class _Step:
     def objective(self, transform: Transform, *example: Any) -> jax.Array:
         """See `Subject`."""
         state, batch = example
+        batch = unstacked(batch, self.step.accumulate_steps)
         loss, _ = unpack_loss(transform(self.step.loss_fn)(state.params, state.model_state, batch, _key_of(state)))
         return jnp.asarray(sum(loss) if isinstance(loss, tuple | list) else loss, _F32)
 

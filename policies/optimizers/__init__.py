@@ -16,7 +16,7 @@ from jmp_train.policies.optimizers.master_weights import set_master_weights as s
 from jmp_train.policies.optimizers.master_weights import with_master_weights as with_master_weights
 from jmp_train.policies.optimizers.nesting import check_nesting as check_nesting
 from jmp_train.policies.optimizers.nesting import has_nested_scale as has_nested_scale
-from jmp_train.policies.optimizers.params_step import proposed_params as proposed_params
+from jmp_train.policies.optimizers.outer_step import optimizer_step as optimizer_step
 from jmp_train.policies.optimizers.selection import select_step as select_step
 from jmp_train.policies.optimizers.skip_rules import SkipRule as SkipRule
 from jmp_train.policies.optimizers.skip_rules import SkipRuleState as SkipRuleState
@@ -40,6 +40,8 @@ from jmp_train.policies.optimizers.stochastic_rounding import (
 from jmp_train.policies.optimizers.stored_parameters import Addition as Addition
 from jmp_train.policies.optimizers.stored_parameters import ParamsOptimizer as ParamsOptimizer
 from jmp_train.policies.optimizers.stored_parameters import as_transformation as as_transformation
+from jmp_train.policies.optimizers.update_arguments import Evaluate as Evaluate
+from jmp_train.policies.optimizers.update_arguments import extra_arguments as extra_arguments
 from jmp_train.policies.optimizers.zero_gradients import ZeroGradientsState as ZeroGradientsState
 from jmp_train.policies.optimizers.zero_gradients import (
     count_zero_gradients as count_zero_gradients,

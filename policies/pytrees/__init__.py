@@ -14,6 +14,7 @@ from jmp_train.policies.pytrees.collectives import pvary as pvary
 from jmp_train.policies.pytrees.collectives import reduce_gradients as reduce_gradients
 from jmp_train.policies.pytrees.collectives import scatter_gradients as scatter_gradients
 from jmp_train.policies.pytrees.collectives import sum_over_axes as sum_over_axes
+from jmp_train.policies.pytrees.collectives import vary_like as vary_like
 from jmp_train.policies.pytrees.copying import copy_like as copy_like
 from jmp_train.policies.pytrees.dtypes import at_least_float32 as at_least_float32
 from jmp_train.policies.pytrees.dtypes import check_half as check_half

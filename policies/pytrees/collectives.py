@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jmp_train.policies.pytrees.casting import is_float_array, is_inexact_array, upcast_to_float32
 from jmp_train.policies.pytrees.dtypes import float_dtype, is_half
 from jmp_train.policies.pytrees.overwritten import map_overwritten
+from jmp_train.policies.pytrees.random_keys import is_key
 from jmp_train.policies.types import PyTree
 
 Tree = TypeVar("Tree")
@@ -55,6 +56,25 @@ def _pvary_leaf(x: object, axis_names: Sequence[str]) -> Any:
     varying = jax.typeof(x).manual_axis_type.varying
     missing = tuple(name for name in axis_names if name in manual and name not in varying)
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_like(source: PyTree, tree: Tree) -> Tree:
+    """Marks arrays as varying over the mesh axes over which the arrays of another tree vary.
+
+    Args:
+      source: arrays, in the structure of `tree`.
+      tree: arrays; floating and complex ones and random keys are marked.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> vary_like(jnp.ones(2), jnp.zeros(3)).shape
+      (3,)
+    """
+
+    def mark(x: Any, y: Any) -> Any:
+        return _pvary_leaf(y, jax.typeof(x).manual_axis_type.varying) if is_inexact_array(y) or is_key(y) else y
+
+    return jax.tree_util.tree_map(mark, source, tree)
 
 
 class Largest(NamedTuple):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
 from jmp_train.capsules import recorder as recorder_module
-from jmp_train.steps import TrainStep
+from jmp_train.steps import GradientFunction, StepGradients, TrainStep
 
 pytestmark = pytest.mark.quick
 
@@ -25,16 +25,19 @@ FEATURES, EXAMPLES = 6, 16
 Run = Callable[[Any, Any], tuple[Any, dict[str, Any]]]
 
 
-class TellingStep(TrainStep):
-    """A step whose metrics have the scaled gradients, too."""
+def with_gradients(gradients: GradientFunction) -> GradientFunction:
+    """Returns a gradient function whose aux is its scaled gradients."""
 
-    def apply_gradients(self, state: Any, result: Any, rng: Any, evaluate: Any = None) -> Any:
-        new, metrics = super().apply_gradients(state, result, rng, evaluate)
-        return new, {**metrics, "grads": result.grads}
+    def run(*args: Any) -> StepGradients:
+        result = gradients(*args)
+        return result._replace(aux=result.grads)
+
+    return run
 
 
 def telling(step: TrainStep) -> TrainStep:
-    return TellingStep(**{field.name: getattr(step, field.name) for field in dataclasses.fields(step)})
+    """Returns a step whose metrics have the scaled gradients as aux."""
+    return step.with_transforms(with_gradients)
 
 
 def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
@@ -128,7 +131,7 @@ def check_replays(run: Run, state: Any, directory: Path, count: int, skips: set[
             replayed, replayed_metrics = run(before, again)
             assert_bitwise_equal(replayed_metrics, metrics)
             assert_bitwise_equal(replayed, state)
-            assert not all(np.isfinite(x).all() for x in jax.tree.leaves(replayed_metrics["grads"]))
+            assert not all(np.isfinite(x).all() for x in jax.tree.leaves(replayed_metrics["aux"]))
             found += 1
     return found
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
-from jmp_train.steps import step as step_module
+from jmp_train.steps import metrics as metrics_module
 from jmp_train.steps.watches import group_names
 
 pytestmark = pytest.mark.quick
@@ -307,7 +307,7 @@ def test_without_watches_the_program_is_as_before(monkeypatch: pytest.MonkeyPatc
     assert off == program(watch=())
     assert "ui32" in on
     assert "ui32" not in off
-    monkeypatch.setattr(step_module, "watch_metrics", lambda *args: {})
+    monkeypatch.setattr(metrics_module, "watch_metrics", lambda *args: {})
     assert program() == program(watch=()) == off
 
 

@@ -11,8 +11,8 @@ import jax
 import optax
 import optax.contrib
 
-from jmp_train.policies import Grads, OptState, Params
 from jmp_train.policies.pytrees import find_nodes
+from jmp_train.policies.types import Grads, OptState, Params
 
 # Returns loss and unscaled gradients at other parameters.
 Evaluate = Callable[[Any], tuple[jax.Array, Any]]

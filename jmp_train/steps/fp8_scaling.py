@@ -1,0 +1,127 @@
+"""Delayed scaling of fp8 products, as transforms of gradient functions.
+
+The scales and histories of the products are kept in an `Fp8State` around the model state. `scaled_products` gives the
+scales to the products of one micro-batch and notes their magnitudes. `with_next_scales` computes the scales of the next
+step, once all micro-batches and devices have contributed.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmp_train.policies import Params
+from jmp_train.policies.autocasting import (
+    DelayedScales,
+    DelayedScaling,
+    Fp8State,
+    after_step,
+    fp8_scales,
+    scales_of,
+    with_magnitudes,
+)
+from jmp_train.policies.dtype_policies import AutocastPolicy, PathPolicy, Policy
+from jmp_train.policies.loss_scaling import LossScales, PerLossScale
+from jmp_train.steps.gradient_functions import GradientFunction, StepGradients
+from jmp_train.steps.gradients import ScaledProducts
+from jmp_train.types import Batch, ModelState
+
+
+def delayed_scaling(policy: Policy | PathPolicy | None) -> DelayedScaling | None:
+    """Returns the recipe of a policy whose fp8 products use delayed scaling; otherwise None."""
+    default = None if policy is None else policy.default
+    recipe = default.fp8 if isinstance(default, AutocastPolicy) else None
+    return recipe if isinstance(recipe, DelayedScaling) else None
+
+
+def own_state(model_state: ModelState) -> ModelState:
+    """Returns the model's own state, without scales and histories."""
+    return model_state.model_state if isinstance(model_state, Fp8State) else model_state
+
+
+def scaled_products(
+    gradients: GradientFunction, recipe: DelayedScaling | None, axis_names: Sequence[str] = ()
+) -> GradientFunction:
+    """Returns a gradient function whose fp8 products take their scales from the model state.
+
+    Args:
+      gradients: from `loss_gradients`; its loss function gets the model's own state.
+      recipe: None if the policy has no delayed scaling: then an `Fp8State` only passes through.
+      axis_names: mesh axes over which the batch is split: each device differentiates the mean of its own part.
+
+    Raises:
+      ValueError: when called, the model state has no scales of these products; see `with_fp8_state`.
+      TypeError: when called with a `PerLossScale`: a product has one history for its gradients.
+    """
+
+    def with_scales(
+        loss_scale: LossScales, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
+    ) -> StepGradients:
+        own = own_state(model_state)
+        extents = {} if recipe is None else product_extents(gradients, loss_scale, params, own, batch, rng)
+        if not extents:
+            result = gradients(loss_scale, params, own, batch, rng)
+            is_fp8 = isinstance(model_state, Fp8State)
+            return (
+                result._replace(model_state=model_state._replace(model_state=result.model_state)) if is_fp8 else result
+            )
+        if not isinstance(model_state, Fp8State):
+            raise ValueError(
+                f"the policy's DelayedScaling keeps scales and histories of {len(extents)} products, which the state "
+                "has not: state = jt.with_fp8_state(step, state, batch) before the first step"
+            )
+        factor = _gradient_factor(loss_scale, axis_names)
+        scaled = ScaledProducts(params, scales_of(model_state, extents, factor))
+        result = gradients(loss_scale, scaled, own, batch, rng)
+        grads, magnitudes = result.grads
+        state = with_magnitudes(model_state, magnitudes, factor, result.model_state)
+        return result._replace(model_state=state, grads=grads)
+
+    return with_scales
+
+
+def with_next_scales(gradients: GradientFunction, recipe: DelayedScaling | None) -> GradientFunction:
+    """Returns a gradient function whose model state has the scales of the next step.
+
+    Args:
+      gradients: of all micro-batches and devices.
+      recipe: see `scaled_products`.
+    """
+    if recipe is None:
+        return gradients
+
+    def with_state(
+        loss_scale: LossScales, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
+    ) -> StepGradients:
+        result = gradients(loss_scale, params, model_state, batch, rng)
+        is_fp8 = isinstance(result.model_state, Fp8State)
+        return result._replace(model_state=after_step(result.model_state, recipe)) if is_fp8 else result
+
+    return with_state
+
+
+def product_extents(
+    gradients: GradientFunction,
+    loss_scale: LossScales,
+    params: Params,
+    model_state: ModelState,
+    batch: Batch,
+    rng: jax.Array | None,
+) -> dict[str, tuple[int, ...]]:
+    """Returns the places of the fp8 products of a gradient function, with the lengths of the loops around each.
+
+    Nothing is computed. The arguments are those of the gradient function.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    with fp8_scales(DelayedScales({}, found)):
+        jax.eval_shape(lambda: gradients(loss_scale, params, model_state, batch, rng))
+    return found
+
+
+def _gradient_factor(loss_scale: LossScales, axis_names: Sequence[str]) -> jax.Array:
+    """Returns the ratio of the cotangents to those of the mean loss of the whole batch."""
+    if isinstance(loss_scale, PerLossScale):
+        raise TypeError("DelayedScaling has one history for the gradients of a product, and takes no PerLossScale")
+    count = lax.axis_size(tuple(axis_names)) if axis_names else 1
+    return jnp.asarray(loss_scale.loss_scale, jnp.float32) * count

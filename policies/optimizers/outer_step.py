@@ -1,0 +1,75 @@
+"""One step of any optimizer: what its gradients have to look like, and what its state needs afterwards."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_train.policies.loss_scaling import PerLossScale
+from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, loss_scale_of, scaled_states
+from jmp_train.policies.optimizers.nesting import has_nested_scale
+from jmp_train.policies.optimizers.params_step import proposed_params
+from jmp_train.policies.optimizers.stored_parameters import Addition, ParamsOptimizer
+from jmp_train.policies.types import Grads, OptState, Params
+
+
+def optimizer_step(
+    optimizer: optax.GradientTransformationExtraArgs,
+    grads: Grads,
+    finite: jax.Array,
+    opt_state: OptState,
+    params: Params,
+    on_addition: Callable[[Addition], None] | None = None,
+    **extra_args: object,
+) -> tuple[Any, Any]:
+    """Returns the parameters after a step of any optimizer, also of one that is skipped, and its next state.
+
+    Args:
+      optimizer: the outermost one.
+      grads: float32 or of higher precision; scaled if there is a loss scale, a tuple under a `PerLossScale`.
+      finite: bool scalar, True if all gradients of the step are finite.
+      opt_state: the optimizer's state.
+      params: arrays, which keep their dtypes.
+      on_addition: see `proposed_params`.
+      **extra_args: for `optimizer.update`.
+
+    Example:
+      >>> sgd, params = optax.sgd(0.5), jnp.ones(2, jnp.bfloat16)
+      >>> optimizer_step(sgd, jnp.ones(2), jnp.array(True), sgd.init(params), params)[0]
+      Array([0.5, 0.5], dtype=bfloat16)
+    """
+    if not (isinstance(optimizer, ParamsOptimizer) or scaled_states(opt_state)):
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)  # as bare optax wants them
+    grads = _nan_unless(finite, grads, opt_state)
+    params, opt_state = proposed_params(optimizer, grads, opt_state, params, on_addition, **extra_args)
+    return params, _with_cleared_accumulators(opt_state)
+
+
+def _nan_unless(finite: jax.Array, grads: Grads, opt_state: OptState) -> Any:
+    """Returns gradients that are all NaN if one is not finite, for a loss scale that sees only a part of them.
+
+    A `with_loss_scale` within `multi_transform` sees the gradients of its own parameters, and has to skip if those of
+    frozen ones overflow.
+    """
+    if not has_nested_scale(opt_state):
+        return grads
+    if isinstance(loss_scale_of(opt_state), PerLossScale):
+        return grads  # each loss's own gradients tell which one overflowed
+    return jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), grads)
+
+
+def _with_cleared_accumulators(opt_state: OptState) -> Any:
+    """Returns an optimizer state in which a `MultiSteps` that has just emitted its gradients accumulates from zero.
+
+    optax 0.2.8 multiplies them by zero instead, which turns an infinity into a NaN that stays.
+    """
+
+    def clear(node: object) -> Any:
+        if not isinstance(node, optax.MultiStepsState):
+            return node
+        emitted = node.mini_step == 0
+        return node._replace(acc_grads=jax.tree.map(lambda g: jnp.where(emitted, jnp.zeros_like(g), g), node.acc_grads))
+
+    return jax.tree.map(clear, opt_state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState | LossScaledState))
