@@ -22,6 +22,7 @@ class Found:
       apart: mean difference of the shadows from those of the same rows there, relative to a row's norm.
       difference: mean difference from the same row of the other program, likewise; NaN if none is known.
       error: mean difference from the own shadow, likewise.
+      only_seen: whether the rows are known, and which of their numbers are seen is not.
       in_column: of rows of one number each, whether one operation there has all of them; None if that is not known.
     """
 
@@ -29,6 +30,7 @@ class Found:
     apart: float
     difference: float
     error: float
+    only_seen: bool = False
     in_column: bool | None = None
 
 

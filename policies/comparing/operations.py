@@ -195,7 +195,9 @@ def _found(known: KnownRows, columns: Sequence[np.ndarray], op: Recorded, prints
     found = min(map(known.found, complete), key=lambda found: found.unknown)
     seen = [one.seen for one in prints if one.seen is not None]
     if any(one.has_fill for one in prints) and len(seen) == len(prints):
-        found = dataclasses.replace(found, unknown=max(found.unknown, known.found(np.concatenate(seen)).unknown))
+        unknown = known.found(np.concatenate(seen)).unknown
+        only_seen = unknown > 0 and found.unknown == 0
+        found = dataclasses.replace(found, unknown=max(found.unknown, unknown), only_seen=only_seen)
     return dataclasses.replace(found, in_column=is_column_of(_numbers(prints), columns)) if _width(op) == 1 else found
 
 
@@ -238,9 +240,16 @@ def _first_of(side: _Side, found: Sequence[Found | None], kind: Kind, limit: flo
         number = waiting.pop()
         if _differs(found[number], kind, _width(side.recorded[number])):
             reached.add(number)
-            waiting |= side.recorded[number].reads - reached
+            waiting |= _to_blame(side, number, found[number]) - reached
     named = (n for n in reached if _width(side.recorded[n]) >= width and _is_other(found[n], kind, limit))
     return min(named, default=None)
+
+
+def _to_blame(side: _Side, number: int, found: Found | None) -> set[int]:
+    """Returns the operations that may make one differ: masks alone where it differs in what is seen alone."""
+    reads = side.recorded[number].reads
+    masks = {i for i in reads if side.recorded[i].equation.outvars[0].aval.dtype == jnp.bool_}
+    return masks if found is not None and found.only_seen and masks else reads
 
 
 def _width(op: Recorded) -> int:

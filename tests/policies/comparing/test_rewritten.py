@@ -55,7 +55,7 @@ def trained(dtype: Any, kind: str) -> Callable[..., jax.Array]:
         x = p["words"][tokens[:, :-1]]
         y = norm_of_training(x, kind)
         scores = jnp.einsum("btd,bsd->bts", y @ p["q"], y @ p["k"], preferred_element_type=jnp.float32)
-        scores = jnp.where(jnp.tri(LENGTH, dtype=bool), scores, -jnp.inf)
+        scores = jnp.where(jnp.tri(LENGTH, dtype=bool), scores, -jnp.inf)  # what is seen
         x = x + (jax.nn.softmax(scores).astype(dtype) @ (y @ p["v"])) @ p["o"]
         return chosen(norm_of_training(x, kind), p["words"], tokens[:, 1:])
 
@@ -120,3 +120,6 @@ def test_the_planted_fault_is_named_and_not_what_is_written_otherwise(
     assert first.kind == "value"
     assert first.infer is not None
     assert (Path(first.infer.file).name, first.infer.line) == (Path(__file__).name, line_of(fault))
+    if fault == "further":
+        assert first.train is not None
+        assert first.train.code.endswith("# what is seen")
