@@ -1,6 +1,7 @@
 """Moments in few bits: as float32 on average, in any nesting, and untouched by what does not step."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,13 +12,15 @@ import pytest
 from helpers import assert_bitwise_equal, relaxed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 import jmp_train as jt
 from jmp_train.policies import StateDtypesState
 from jmp_train.policies.optimizers import ParamsOptimizer
 from jmp_train.policies.optimizers.stored_parameters import StoringOptimizer
-from jmp_train.policies.quantizing import BlockQuantized, dequantize, quantize, round_to
+from jmp_train.policies.quantizing import BlockQuantized, dequantize, quantize, requantize, round_to
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
@@ -114,6 +117,99 @@ def test_a_step_is_decode_update_encode(rounding: str) -> None:
             assert np.abs(kept.nu["w"].astype(np.float32) / exact.nu["w"] - 1).max() <= 2**-7
             assert not (new.key == state.key).all()
         state = new
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
+def test_a_nan_in_momentum_stays_and_moves_no_parameter(dtype: str, rounding: str) -> None:
+    """As `sgd` and then `zero_nans` have it in float32: the parameter of a NaN stands still from then on."""
+    momentum = jt.with_state_dtypes(optax.sgd(0.1, momentum=0.9), {"trace": dtype}, rounding=rounding)
+    optimizer: Any = relaxed(optax.chain(momentum, optax.zero_nans()))
+    params = {"w": jnp.ones(4096)}
+    update = jax.jit(optimizer.update)
+    state = optimizer.init(params)
+    grads = {"w": jnp.linspace(0.5, 1, 4096)}
+    updates, state = update({"w": grads["w"].at[100].set(-np.nan)}, state, params)
+    for _ in range(2):
+        assert float(updates["w"][100]) == 0
+        assert float(updates["w"][4000]) < 0
+        assert bool(jnp.isnan(optax.tree.get(jt.decode_opt_state(state), "trace")["w"][100]))
+        updates, state = update(grads, state, params)
+
+
+def blocks_of(count: int) -> Any:
+    """Returns the parameters of a model of equal blocks and an embedding."""
+    random = np.random.default_rng(count)
+    shapes = {"up": (16, 64), "down": (64, 16)}
+    blocks = [
+        {name: jnp.asarray(random.normal(size=x), jnp.float32) for name, x in shapes.items()} for _ in range(count)
+    ]
+    return {"blocks": blocks, "embedding": jnp.asarray(random.normal(size=(24, 64)), jnp.float32)}
+
+
+def encoding(count: int, dtypes: Any) -> Any:
+    """Returns what lowers a step of a model of so many blocks, whose state is donated, and the step's arguments."""
+    wrapped = small(adam(), dtypes)
+    params = blocks_of(count)
+    grads = jax.tree.map(jnp.sin, params)
+    return jax.jit(wrapped.update, donate_argnums=1), (grads, wrapped.init(params), params)
+
+
+def test_a_program_does_not_grow_with_the_blocks_of_a_model() -> None:
+    """Loops are as many; lines of a program grow by what Adam and decoding take, and slices."""
+    texts = []
+    for count in (3, 9):
+        step, arguments = encoding(count, BOTH)
+        texts.append(step.lower(*arguments).as_text())
+    assert texts[0].count("stablehlo.while") == texts[1].count("stablehlo.while") > 0
+    plain = [jax.jit(adam().update).lower(x, adam().init(x), x).as_text() for x in map(blocks_of, (3, 9))]
+    more, more_of_adam = (text[1].count("\n") - text[0].count("\n") for text in (texts, plain))
+    assert more < 3 * more_of_adam + 12 * 40  # 12 arrays with two moments each; unrolled it was 200 lines for each
+
+
+def test_arrays_in_a_loop_have_the_bits_that_they_have_alone() -> None:
+    """Also of the keys of stochastic rounding, one for each; and their old arrays are taken for the new ones."""
+    step, (grads, state, params) = encoding(4, {"mu": "int8", "nu": "uint8"})
+    key = jax.random.split(state.key)[1]
+    memory = step.lower(grads, state, params).compile().memory_analysis()
+    kept = sum(x.nbytes for x in jax.tree.leaves(state))
+    _, after = step(grads, state, params)
+    assert memory is None or memory.alias_size_in_bytes >= kept
+    _, exact = jax.jit(adam().update)(grads, adam().init(params), params)
+
+    @partial(jax.jit, static_argnums=1)
+    def alone(x: jax.Array, dtype: str, number: int) -> BlockQuantized:
+        old = quantize(jnp.zeros_like(x), dtype, block_size=64)
+        return requantize(x, old, jax.random.fold_in(key, number))
+
+    leaves = jax.tree.leaves(after.inner_state, is_leaf=lambda x: isinstance(x, BlockQuantized))
+    for number, (found, x) in enumerate(zip(leaves, jax.tree.leaves(exact), strict=True)):
+        if isinstance(found, BlockQuantized):
+            assert_bitwise_equal(found, alone(x, found.codes.dtype.name, number))
+
+
+@pytest.mark.full
+def test_eight_devices_share_what_is_encoded_in_a_loop() -> None:
+    """Equal arrays of equal shardings: the same bits, in their places, and no array is gathered."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    step, (grads, state, params) = encoding(4, BOTH)
+    _, wanted = step(grads, jax.tree.map(jnp.copy, state), params)
+
+    def place(path: Any, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        columns = x.ndim == 2 and ("up" in name or "embedding" in name)
+        spec = P(None, "data") if columns else P("data") if x.ndim else P()
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    apart = jax.tree_util.tree_map_with_path(place, (grads, state, params))
+    where = jax.tree.map(lambda x: x.sharding, apart[1])
+    compiled = jax.jit(step.__wrapped__, out_shardings=(None, where)).lower(*apart).compile()
+    _, found = compiled(*apart)
+    assert_bitwise_equal(found, wanted)
+    text = compiled.as_text()
+    assert "all-gather" not in text
+    assert "all-to-all" not in text
 
 
 def others_frozen(optimizer: Any) -> Any:

@@ -1,6 +1,7 @@
 """Blocks of 8-bit codes: bit for bit what float64 says, right on average, and the same however they are sharded."""
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -125,6 +126,54 @@ def test_what_is_not_finite_makes_its_block_nan_and_zeros_stay() -> None:
     np.testing.assert_array_equal(after[3], 0)
     extreme = jnp.asarray([[3.4e38, -3.4e38], [-3.4e38, 1.0]])
     assert np.isfinite(decoded(quantize(extreme, "int8"))).all()
+
+
+LEAST, MOST = 1e-37, 3e38  # what float32 holds with room for an inverse
+# Half of the widest relative step of a code from a tenth of its largest number on.
+ERRORS = {
+    "int8": 0.5 * 0.9 / 64 / 0.1,
+    "uint8": 0.5 * 0.9 / 128 / 0.1,
+    "float8_e4m3fn": 2.0**-4,
+    "float8_e5m2": 2.0**-3,
+}
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def there_and_back(x: jax.Array, dtype: str, stochastic: bool) -> jax.Array:
+    """From zeros, as an optimizer's first step does."""
+    old = quantize(jnp.zeros_like(x), dtype)
+    return dequantize(requantize(x, old, jax.random.key(4) if stochastic else None))
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("dtype", BLOCK_DTYPES)
+def test_numbers_stay_within_the_codes_error_and_nan_stays_nan(dtype: str, stochastic: bool) -> None:
+    """At all magnitudes; of 4,096 numbers in one dimension, whose maximum XLA finds in parts and without NaN."""
+
+    @settings(max_examples=15, deadline=None)
+    @given(st.floats(math.log10(LEAST), math.log10(MOST)), st.integers(0, 2**32), st.integers(0, 4095), st.booleans())
+    def check(exponent: float, seed: int, place: int, negative: bool) -> None:
+        random = np.random.default_rng(seed)
+        x = np.maximum(10.0**exponent * random.uniform(0.1, 1, 4096), LEAST)
+        x *= 1 if dtype == "uint8" else random.choice([-1, 1], 4096)
+        x = np.clip(x, -MOST, MOST).astype(np.float32)
+        after = np.asarray(there_and_back(jnp.asarray(x), dtype, stochastic)).astype(np.float64)
+        bound = ERRORS[dtype] * (2 if stochastic else 1)
+        assert (np.abs(after / x.astype(np.float64) - 1) <= bound + 1e-6).all()
+        x[place] = -np.nan if negative else np.nan
+        lost = np.isnan(np.asarray(there_and_back(jnp.asarray(x), dtype, stochastic)))
+        assert lost[place]
+        assert lost.reshape(16, 256).all(-1).sum() == 1
+        assert lost.sum() == 256
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", BLOCK_DTYPES)
+def test_constants_of_any_magnitude_stay(dtype: str) -> None:
+    for constant in (LEAST, 1e-36, 1e-30, 1.0, 1e30, 1e38, MOST):
+        after = np.asarray(there_and_back(jnp.full(4096, constant, jnp.float32), dtype, False)).astype(np.float64)
+        np.testing.assert_allclose(after, constant, rtol=ERRORS[dtype])
 
 
 @pytest.mark.quick_cases(1)

@@ -1,10 +1,12 @@
 """The dynamic code is bitsandbytes's, number by number."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jmp_train.policies.quantizing import dynamic_code
-from jmp_train.policies.quantizing.dynamic_codes import upper_ends
+from jmp_train.policies.quantizing.dynamic_codes import count_below, upper_ends
 
 pytestmark = pytest.mark.quick
 
@@ -50,3 +52,21 @@ def test_a_code_ends_in_the_middle(signed: bool) -> None:
     middles = (code[:-1] + code[1:]) / 2
     assert (ends <= middles).all()
     assert (np.nextafter(ends, np.float32(np.inf)) > middles).all()
+
+
+@pytest.mark.parametrize("middles", [True, False])
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_count_is_that_of_a_search(signed: bool, middles: bool) -> None:
+    """At all of the numbers and the float32 next to each, at starts of buckets, and at random."""
+    numbers = upper_ends(signed) if middles else dynamic_code(signed)[1:]
+    random = np.random.default_rng(0)
+    starts = (np.arange(100 << 7, (127 << 7) + 1, dtype=np.int32) << 16).view(np.float32)
+    spread = 10 ** random.uniform(-9, 0, 20_000)
+    x = np.concatenate([numbers, starts, spread.astype(np.float32), np.zeros(1, np.float32)])
+    x = np.concatenate([x, *(np.nextafter(x, np.float32(to)) for to in (-2, 2))])
+    x = np.concatenate([x, -x])
+    x = x[(np.abs(x) >= np.finfo(np.float32).tiny) | (x == 0)]
+    count = jax.jit(lambda x, signed: count_below(x, signed, middles=middles))
+    np.testing.assert_array_equal(count(jnp.asarray(x), signed), np.searchsorted(numbers, x, side="left"))
+    lost = np.asarray(count(jnp.asarray([np.nan, -np.nan, np.inf, -np.inf], jnp.float32), signed))
+    assert ((lost >= 0) & (lost <= 255)).all()
