@@ -8,6 +8,7 @@ import jax
 from jmp_train.policies.diagnosing.examining import examine
 from jmp_train.policies.diagnosing.explaining import explanation
 from jmp_train.policies.diagnosing.report import NumericsReport
+from jmp_train.policies.diagnosing.shadow import forget_programs
 from jmp_train.policies.diagnosing.trials import examine_by_rules, with_trials
 from jmp_train.policies.pytrees import is_nnx_object
 
@@ -51,8 +52,11 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
     """
     if any(map(is_nnx_object, jax.tree.leaves(args, is_leaf=is_nnx_object))):
         fn, args = _with_changed_objects(fn), (args,)
-    first = examine(fn, args, steps)
-    found = with_trials(first, lambda rules: examine_by_rules(first, fn, args, rules))
+    try:
+        first = examine(fn, args, steps)
+        found = with_trials(first, lambda rules: examine_by_rules(first, fn, args, rules))
+    finally:
+        forget_programs()
     problems = tuple(problem for _, problem in found)
     evidence = first.evidence
     return NumericsReport(problems, evidence.rows, evidence.collapsed, first.steps, explanation(evidence, found))

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jmp_train.policies.diagnosing.arithmetic import bound, in_float32, magnitude_of_terms, rounded
@@ -35,19 +36,52 @@ class Pair:
 jax.tree_util.register_dataclass(Pair, ("actual", "shadow"), ())
 
 
-def run_once(equation: Any, inputs: list[Pair]) -> tuple[list[Pair], list[Elementwise]]:
-    """Runs an equation: its results, and what is measured of their elements, which is nothing if it has no row."""
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """An equation that ran, as what is measured of its elements; arrays are flat.
+
+    Attributes:
+      results: those that are floats.
+      local: the same as they are on the shadow's operands; None where nothing is lost.
+      terms: of a sum in lower precision, that of its terms' magnitudes in the shadow; else None.
+      addends: of an addition in lower precision its two operands; else None.
+      is_cast: whether whole numbers may be cast to lower precision.
+    """
+
+    results: list[Pair]
+    local: list[Any] | None
+    terms: Any
+    addends: tuple[Any, Any] | None
+    is_cast: bool
+
+    def measures(self) -> list[Elementwise]:
+        """Returns what is measured of the elements of each result."""
+        own = [None] * len(self.results) if self.local is None else self.local
+        found = [measured(x.actual, x.shadow, local, self.terms) for x, local in zip(self.results, own, strict=True)]
+        first = self.results[0]
+        if self.addends is not None:
+            found.append(measured_absorbed(first.actual, *self.addends))
+        if self.is_cast and self.local is not None:
+            found.append(measured_whole(self.local[0], first.shadow))
+        return found
+
+
+jax.tree_util.register_dataclass(Ran, ("results", "local", "terms", "addends"), ("is_cast",))
+
+
+def run_once(equation: Any, inputs: list[Pair]) -> tuple[list[Pair], Ran | None]:
+    """Runs an equation: its results, and what is to be measured, which is None if it has no row."""
     results = run_both(equation, inputs)
     if not is_measured(equation):
-        return results, []
+        return results, None
     if not _loses(equation) or all(pair.shadow is None for pair in results):
-        return results, _measures(equation, inputs, results, None, None)
+        return results, _ran(equation, inputs, results, None, None)
     exact = all(pair.shadow is None for pair in inputs)
     wide = [_shadow_of(pair) for pair in inputs]
     actual = [pair.actual for pair in results]
     local = actual if exact else bound(equation, [_rounded_shadow(pair) for pair in inputs])
     local = lax.optimization_barrier(local)  # or a compiler may leave the rounding out
-    return results, _measures(equation, inputs, results, local, magnitude_of_terms(equation, wide))
+    return results, _ran(equation, inputs, results, local, magnitude_of_terms(equation, wide))
 
 
 def run_both(equation: Any, inputs: list[Pair]) -> list[Pair]:
@@ -64,21 +98,22 @@ def _loses(equation: Any) -> bool:
     return any(is_low(dtype_of(atom)) for atom in (*equation.invars, *equation.outvars))
 
 
-def _measures(
-    equation: Any, inputs: list[Pair], results: list[Pair], local: list[Any] | None, terms: Any
-) -> list[Elementwise]:
-    """Returns what is measured of the elements of an equation's results that are floats."""
+def _ran(equation: Any, inputs: list[Pair], results: list[Pair], local: list[Any] | None, terms: Any) -> Ran:
     floats = [i for i, pair in enumerate(results) if is_float(dtype_of(pair.actual))]
-    own = [None] * len(results) if local is None else local
-    found = [measured(results[i].actual, results[i].shadow, own[i], terms) for i in floats]
     first, name = results[floats[0]], equation.primitive.name
-    if not is_low(dtype_of(first.actual)) or first.shadow is None:
-        return found
-    if name in ("add", "sub", "add_any") and len(inputs) == 2:
-        found.append(measured_absorbed(first.actual, *(pair.actual for pair in inputs)))
-    if name in ("convert_element_type", "iota") and local is not None:
-        found.append(measured_whole(local[floats[0]], first.shadow))
-    return found
+    is_low_sum = is_low(dtype_of(first.actual)) and first.shadow is not None
+    addends = None
+    if is_low_sum and name in ("add", "sub", "add_any") and len(inputs) == 2:
+        one, other = (jnp.broadcast_to(pair.actual, first.actual.shape) for pair in inputs)
+        addends = one, other
+    ran = Ran(
+        results=[results[i] for i in floats],
+        local=None if local is None else [local[i] for i in floats],
+        terms=terms,
+        addends=addends,
+        is_cast=is_low_sum and name in ("convert_element_type", "iota"),
+    )
+    return jax.tree.map(jnp.ravel, ran)
 
 
 def with_shadow(pair: Pair) -> Pair:

@@ -9,7 +9,9 @@ A few equations at a time are compiled together, and those that are alike once; 
 Bodies of loops and branches are compiled as one program.
 """
 
+import ctypes
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +27,7 @@ from jmp_train.policies.diagnosing.arithmetic import bound
 from jmp_train.policies.diagnosing.devices import compiled, each_device, mapped, stacking
 from jmp_train.policies.diagnosing.flattening import Operation, Part, flattened, is_plain, parts_of
 from jmp_train.policies.diagnosing.measures import combine, combined, is_float, nothing, totals_of
-from jmp_train.policies.diagnosing.pairs import Pair, run_once, with_shadow
+from jmp_train.policies.diagnosing.pairs import Pair, Ran, run_once, with_shadow
 from jmp_train.policies.diagnosing.programs import count_rows, dtype_of
 from jmp_train.policies.pytrees import has_tracers, is_key
 
@@ -108,10 +110,12 @@ class Shadowing:
         self, part: list[Operation], values: dict[int, Pair], needed: frozenset[int]
     ) -> tuple[dict[int, Pair], list[jax.Array]]:
         """Runs equations, one after the other, as one program."""
-        together = Part(part, needed)
-        given = [_read(x, values) for x in together.given]
-        results, matrix = self._jit(_together(together))(given, self.iteration)
-        return dict(zip(together.wanted, results, strict=True)), [] if matrix is None else [matrix]
+        whole = Part(part, needed)
+        results, rows = self._jit(_together(whole))([_read(x, values) for x in whole.given])
+        # What is alike is measured by the same program, but within a loop, which is one program.
+        together = [rows] if self.within and rows else [[row] for row in rows]
+        blocks = [self._jit(_measuring())(alike, self.iteration) for alike in together]
+        return dict(zip(whole.wanted, results, strict=True)), blocks
 
     def _jit(self, run: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(run) if self.within else compiled(run, self.mesh, self.axes)
@@ -252,18 +256,34 @@ def _manual_axes(params: dict[str, Any]) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _together(part: Part) -> Callable[..., Any]:
-    """Returns operations as a function of what they are given, to what is wanted of their results and the measures."""
+def _together(part: Part) -> Callable[[list[Pair]], tuple[list[Pair], list[Ran]]]:
+    """Returns operations as a function of what they are given, to what is wanted of their results and is measured."""
 
-    def run(given: list[Pair], iteration: Any) -> tuple[list[Pair], jax.Array | None]:
-        values, rows = list(given), []
+    def run(given: list[Pair]) -> tuple[list[Pair], list[Ran]]:
+        values, rows = list(given), list[Ran]()
         for op, places in zip(part.operations, part.wiring, strict=True):
             results, row = run_once(op.equation, [values[place] for place in places])
             values += results
-            rows += [row] if row else []
-        return [values[place] for place in part.returned], totals_of(rows, iteration) if rows else None
+            rows += [] if row is None else [row]
+        return [values[place] for place in part.returned], rows
 
     return run
+
+
+@functools.cache
+def _measuring() -> Callable[[list[Ran], Any], jax.Array]:
+    """Returns what measures equations that ran, as an array [rows, columns]."""
+    return lambda rows, iteration: totals_of([row.measures() for row in rows], iteration)
+
+
+def forget_programs() -> None:
+    """Forgets what was compiled, and gives its memory, hundreds of megabytes, back to the system."""
+    for cached in (_together, _measuring, _holding_program, compiled, stacking):
+        cached.cache_clear()
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+        if trim is not None:
+            trim(0)
 
 
 def _read(value: int | np.ndarray, values: dict[int, Pair]) -> Pair:
