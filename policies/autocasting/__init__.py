@@ -65,6 +65,8 @@ from jmp_train.policies.autocasting.transform import autocast_as as autocast_as
 from jmp_train.policies.autocasting.transform import mark_of as mark_of
 from jmp_train.policies.autocasting.transform import run_region as run_region
 from jmp_train.policies.autocasting.unmet_rules import UnmetRulesWarning as UnmetRulesWarning
+from jmp_train.policies.autocasting.unmet_rules import unmet_entries as unmet_entries
+from jmp_train.policies.autocasting.unmet_rules import unmet_lines as unmet_lines
 from jmp_train.policies.autocasting.unreached_products import TOLERATED_SHARE as TOLERATED_SHARE
 from jmp_train.policies.autocasting.unreached_products import (
     Float32ProductsWarning as Float32ProductsWarning,

@@ -19,7 +19,7 @@ from jmp_train.policies.autocasting.operations import (
 from jmp_train.policies.autocasting.region import Decision, Region, chosen, replaced
 from jmp_train.policies.autocasting.source_lines import source_of
 from jmp_train.policies.autocasting.transform import autocast, float32_aval, mark_of, run_region
-from jmp_train.policies.autocasting.unmet_rules import unmet_entries
+from jmp_train.policies.autocasting.unmet_rules import unmet_entries, unmet_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +53,7 @@ class AutocastReport(OperationsReport):
                 f"{self.residual_bytes_autocast / 1e6:.3g} MB under autocast"
             )
         share = f"{self.half_flops_share:.1%} of the flops in half precision"
-        unmet = ["entries of the rules that match no operation:", *(f"  {entry}" for entry in self.unmet)]
-        return "\n".join([*table(self.operations), share, saved, *(unmet if self.unmet else ())])
+        return "\n".join([*table(self.operations), share, saved, *unmet_lines(self.unmet)])
 
 
 def explain_autocast(fn: Callable[..., Any], *args: object, **kwargs: object) -> AutocastReport:

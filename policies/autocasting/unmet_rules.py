@@ -57,6 +57,16 @@ def unmet_entries(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> tupl
     return *unmet, *(_text("functions", name, functions) for name, _ in rules.functions if name in own - {*functions})
 
 
+def unmet_lines(unmet: Sequence[str]) -> list[str]:
+    """Returns the last lines of a report: the entries that no operation meets, if there are any.
+
+    Args:
+      unmet: what `unmet_entries` returns.
+    """
+    head = ["entries of the rules that match no operation:"] if unmet else []
+    return [*head, *(f"  {entry}" for entry in unmet)]
+
+
 def warn_of_unmet(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> None:
     """Warns of the entries that no operation meets; takes what `unmet_entries` takes."""
     unmet = unmet_entries(rules, programs)

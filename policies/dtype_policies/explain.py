@@ -16,6 +16,8 @@ from jmp_train.policies.autocasting import (
     run_region,
     source_of,
     table,
+    unmet_entries,
+    unmet_lines,
 )
 from jmp_train.policies.dtype_policies.arguments import cast_arguments
 from jmp_train.policies.dtype_policies.float32_origins import TracedOperation
@@ -32,6 +34,7 @@ class PolicyReport(OperationsReport):
 
     Attributes:
       operations: in the order in which they run.
+      unmet: the entries of an `AutocastPolicy`'s rules that match no operation.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -40,6 +43,8 @@ class PolicyReport(OperationsReport):
       >>> len(report.rows()), report.half_flops_share, report.half_products_share
       (2, 1.0, 1.0)
     """
+
+    unmet: tuple[str, ...] = ()
 
     @property
     def half_products_share(self) -> float:
@@ -51,7 +56,7 @@ class PolicyReport(OperationsReport):
             f"{self.half_flops_share:.1%} of the flops in half precision, "
             f"{self.half_products_share:.1%} of those of products"
         )
-        return "\n".join([*table(self.operations), shares])
+        return "\n".join([*table(self.operations), shares, *unmet_lines(self.unmet)])
 
 
 def explain_policy(
@@ -84,7 +89,7 @@ def explain_policy(
     fn, module = unbound(fn)
     args = (*module, *args)
     if isinstance(policy.default, AutocastPolicy):
-        return PolicyReport(_under_autocast(fn, policy, args, kwargs))
+        return _under_autocast(fn, policy, args, kwargs)
     with mixed_dtypes_explained(policy):
         return PolicyReport(tuple(map(_row, operations_under(fn, policy, args, kwargs))))
 
@@ -94,7 +99,7 @@ def _under_autocast(
     policy: Policy | PathPolicy,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[OperationReport, ...]:
+) -> PolicyReport:
     mark = mark_of(policy.default.transform(fn))
     if mark is None or mark.region is None:
         raise ValueError("fn is an autocast with enabled=False: there is nothing to explain")
@@ -103,7 +108,9 @@ def _under_autocast(
         with cast_arguments(policy, args, kwargs) as call:
             return run_region(region, mark.plain, *call)
 
-    return decided(mark.region, run, FlatCall(args, kwargs))
+    programs: list[Any] = []
+    region = dataclasses.replace(mark.region, programs=programs)
+    return PolicyReport(decided(region, run, FlatCall(args, kwargs)), unmet_entries(region.rules, programs))
 
 
 def _row(operation: TracedOperation) -> OperationReport:

@@ -1,5 +1,6 @@
 """Entries of rules that match nothing are named when autocast first traces, and in its report."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -58,7 +59,10 @@ def test_an_entry_that_matches_nothing_is_named(table: str, name: str, nearest: 
     report = jt.explain_autocast(run, X, X)
     (unmet,) = report.unmet
     assert unmet.startswith(f"{table}: {name!r}; the nearest is '{nearest.split('@')[0]}")
-    assert str(report).splitlines()[-2:] == ["entries of the rules that match no operation:", f"  {unmet}"]
+    lines = ["entries of the rules that match no operation:", f"  {unmet}"]
+    assert str(report).splitlines()[-2:] == lines
+    policy = dataclasses.replace(jt.get_policy("autocast_float16"), rules=rules)
+    assert str(jt.explain_policy(loss_fn, policy, X, X)).splitlines()[-2:] == lines
 
 
 def test_stale_rules_of_tune_are_named_by_a_step() -> None:
