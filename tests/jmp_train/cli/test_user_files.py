@@ -288,8 +288,19 @@ def test_launch_trains_one_run_in_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("source", ["generator", "list", "grain", "arrays"])
-def test_a_run_that_is_killed_again_and_again_ends_as_the_unbroken_one(source: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("generator", ""),
+        ("generator", "--accumulate-steps 2"),
+        ("list", "--devices 2"),
+        ("grain", ""),
+        ("arrays", ""),
+    ],
+)
+def test_a_run_that_is_killed_again_and_again_ends_as_the_unbroken_one(
+    source: str, options: str, tmp_path: Path
+) -> None:
     # A slow loader, so that there is something to kill.
     (tmp_path / "mine.py").write_text(
         f"import sys, time\nsys.path.append({str(PROGRAMS)!r})\nimport user_jobs\nfrom user_jobs import *\n"
@@ -300,8 +311,9 @@ def test_a_run_that_is_killed_again_and_again_ends_as_the_unbroken_one(source: s
         "    return make_task(SOURCE, **changes, epochs=6)\n"
     )
     call = [sys.executable, "-m", "jmp_train", "train", "mine.py:task", "--policy", "mixed_float16", "--json"]
-    whole = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, check=True, timeout=200)
-    call += ["--checkpoint-dir", "saved", "--checkpoint-every", "2", "--resume"]
+    call += [*options.split(), "--checkpoint-every", "2", "--resume", "--checkpoint-dir"]
+    whole = subprocess.run([*call, "whole"], capture_output=True, text=True, cwd=tmp_path, check=True, timeout=200)
+    call += ["saved"]
     delays = random.Random(0)
     for _ in range(3):
         process = subprocess.Popen(call, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -309,6 +321,9 @@ def test_a_run_that_is_killed_again_and_again_ends_as_the_unbroken_one(source: s
         for line in process.stdout:
             if '"compiled"' in line:
                 break
+        before = finished_steps(tmp_path / "saved")
+        while process.poll() is None and finished_steps(tmp_path / "saved") == before:
+            time.sleep(0.01)
         time.sleep(delays.random())
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -317,3 +332,15 @@ def test_a_run_that_is_killed_again_and_again_ends_as_the_unbroken_one(source: s
     first, last = (json.loads(result.stdout.splitlines()[-1]) for result in (whole, end))
     assert last["steps"] == first["steps"]
     assert last["metrics"] == first["metrics"]
+    assert [epoch["loss"] for epoch in last["epochs"]] == [epoch["loss"] for epoch in first["epochs"]]
+    assert digests(tmp_path / "saved") == digests(tmp_path / "whole")
+
+
+def finished_steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("step_*") if path.suffix != ".tmp")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Returns the digest of each array of the last checkpoint, but for the epochs' seconds."""
+    manifest = json.loads((folder / finished_steps(folder)[-1] / "manifest.json").read_text())
+    return {leaf["path"]: leaf["sha256"] for leaf in manifest["leaves"] if "['epochs']" not in leaf["path"]}
