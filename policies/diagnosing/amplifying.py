@@ -163,7 +163,7 @@ def amplification(evidence: Evidence, row: int, remedy: Remedy, errors: Errors) 
       remedy: that mends it.
       errors: of the function.
     """
-    row = _addition_before(evidence, row)
+    row = addition_before(evidence, row)
     gradients = "" if errors.gradients is None else f", gradients by {text_of(errors.gradients)}"
     whole = "results are" if errors.gradients is None else "the loss is"
     text = (
@@ -173,8 +173,13 @@ def amplification(evidence: Evidence, row: int, remedy: Remedy, errors: Errors) 
     return problem_at(evidence, row, "cancellation", text, remedy)[1]
 
 
-def _addition_before(evidence: Evidence, row: int) -> int:
-    """Returns the addition, in which terms may cancel, that an operation's operand is, perhaps scaled; else itself."""
+def addition_before(evidence: Evidence, row: int) -> int:
+    """Returns the addition, in which terms may cancel, that an operation's operand is, perhaps scaled; else itself.
+
+    Args:
+      evidence: of a diagnosis.
+      row: of the operation.
+    """
     last = row
     while evidence.rows[last].primitive not in _ADDITIONS:
         sources = [i for i in evidence.sources(last) if evidence.direction(i) == "forward"]

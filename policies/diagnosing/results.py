@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jmp_train.policies.diagnosing.amplifying import gradients_error, terms_error
+from jmp_train.policies.diagnosing.amplifying import addition_before, gradients_error, terms_error
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_low
 from jmp_train.policies.diagnosing.names import named
@@ -67,7 +67,8 @@ def wrong_results(known: Named, evidence: Evidence) -> Found:
             f"{named(evidence, row)} is off by {_times(evidence.rows[row].inherited_error)}, its operands by "
             f"{_operands_error(evidence, row):.1%}"
         )
-        yield problem_at(evidence, row, "cancellation", text, operands_in_float32(evidence, row))
+        remedy = operands_in_float32(evidence, row)
+        yield problem_at(evidence, addition_before(evidence, row), "cancellation", text, remedy)
 
 
 def _is_explained(known: Named, evidence: Evidence, row: int) -> bool:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import warnings
@@ -167,9 +168,12 @@ class _Candidate:
 
 
 def _tried(evidence: Evidence, remedies: list[Remedy], again: Again) -> Iterator[_Candidate]:
-    """Yields what was tried, each better than what was before, until one leaves hardly any error."""
-    least = math.inf
-    for row, remedy in itertools.islice(amplifiers(evidence), _CANDIDATES):
+    """Yields what was tried, each better than what was before, until one leaves hardly any error; at last all of it."""
+    least, candidates = math.inf, list(itertools.islice(amplifiers(evidence), _CANDIDATES))
+    if len(candidates) > 1:
+        row, remedy = candidates[0]
+        candidates.append((row, functools.reduce(lambda x, y: extended(x, y[1].rules), candidates[1:], remedy)))
+    for row, remedy in candidates:
         run = again(merged_rules([*remedies, remedy]))
         if run is None:
             return
