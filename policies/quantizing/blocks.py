@@ -69,6 +69,7 @@ def quantize(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None, *, bl
     return from_indices(_quantized(x.astype(jnp.float32), indices, signed, key, *_layout(x.shape, block_size)), dtype)
 
 
+@jax.jit  # traced once for all arrays of a shape
 def dequantize(x: BlockQuantized) -> jax.Array:
     """Returns the float32 array that codes and scales stand for.
 

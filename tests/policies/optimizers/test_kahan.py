@@ -171,6 +171,17 @@ def test_values_that_are_not_finite_leave_no_nan_behind(compensation: str | None
     assert not bool(jnp.isnan(state.compensation).any())
 
 
+@pytest.mark.parametrize("compensation", COMPENSATIONS)
+def test_a_nan_in_a_gradient_makes_its_parameter_nan(compensation: str | None) -> None:
+    optimizer: Any = jt.with_kahan(optax.sgd(1.0), compensation_dtype=compensation)
+    params = jnp.ones(4096, jnp.bfloat16)
+    step = jax.jit(lambda grads, state, params: optimizer.update(grads, state, params, return_params=True))
+    params, state = step(jnp.full(4096, 1e-3).at[100].set(jnp.nan), optimizer.init(params), params)
+    params, state = step(jnp.full(4096, 1e-3), state, params)
+    for found in (params, jt.compensated_params(params, state)):
+        assert np.argwhere(np.isnan(np.asarray(found, np.float32))).tolist() == [[100]]
+
+
 def test_wrong_calls_are_named() -> None:
     optimizer: Any = jt.with_kahan(optax.sgd(0.1))
     half = {"w": jnp.ones(2, jnp.bfloat16)}
