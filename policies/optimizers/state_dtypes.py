@@ -33,6 +33,7 @@ from jmp_train.policies.pytrees import (
     arrays_of_variables,
     change_nodes,
     is_optimizer_variable,
+    path_name,
     refuse_overwritten,
     select_tree,
     upcast_to_float32,
@@ -223,7 +224,10 @@ def _encoded(rules: StateRules, state: PyTree, old: PyTree, owners: Owners, key:
         path, x = paths_and_leaves[number]
         quantized = before.get(path) if dtype in BLOCK_DTYPES else None
         is_dynamic = quantized is not None and dtype in ("int8", "uint8")
-        kind = _Kind("dynamic" if is_dynamic else dtype, rules.block_size, owners.name_without_numbers(path))
+        # XLA's CPU loops over float8 run many times slower than the same program unrolled.
+        alone = dtype.startswith("float8")
+        name = path_name(path) if alone else owners.name_without_numbers(path)
+        kind = _Kind("dynamic" if is_dynamic else dtype, rules.block_size, name)
         old_indices = None if quantized is None else to_indices(quantized)
         items.append(Item(kind, (row, dtype == "int8"), (x, old_indices)))
     keys = None if key is None else fold_in_each(key, list(dtypes))

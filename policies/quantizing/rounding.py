@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_train.policies.quantizing.draws import bits16, uniform
+from jmp_train.policies.quantizing.draws import bits16
 
 
 def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> jax.Array:
@@ -44,7 +44,8 @@ def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> ja
     inner = bits - (_magnitude(bits, dtype) > magnitude).astype(bits_dtype)
     low, high = _magnitude(inner, dtype), _magnitude(inner + bits_dtype(1), dtype)
     share = jnp.where(low == magnitude, 0, (magnitude - low) / (high - low))
-    outward = uniform(key, x.shape) < share
+    # A loop of its own: XLA's CPU compiler would fuse a program without loops, and compute it again for each use.
+    outward = jax.random.uniform(key, x.shape) < share
     rounded = lax.bitcast_convert_type(inner + outward.astype(bits_dtype), jnp.dtype(dtype))
     return jnp.where(jnp.isfinite(limited), rounded, nearest)
 
