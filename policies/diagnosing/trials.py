@@ -190,8 +190,10 @@ def _with_outcome(problem: Problem, before: Errors, last: Examination) -> Proble
     if not is_tried(problem):
         return problem
     is_left = any(_place(problem) == _place(other) for _, other in last.found if other.severity == "problem")
-    said = "these rules do not mend it, nor does anything else that was found" if is_left else "these rules mend it"
-    return dataclasses.replace(problem, trial=f"tried: {said}; {errors_of(last.evidence).compared_with(before)}")
+    after = errors_of(last.evidence)
+    part = " in part" if after.worst > error_limit(last.evidence) else ""
+    said = "do not mend it, nor does anything else that was found" if is_left else f"mend it{part}"
+    return dataclasses.replace(problem, trial=f"tried: these rules {said}; {after.compared_with(before)}")
 
 
 def is_tried(problem: Problem) -> bool:
