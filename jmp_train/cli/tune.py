@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+from collections import deque
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -101,7 +102,8 @@ def _examples(args: argparse.Namespace) -> tuple[TrainStep, list[tuple[TrainStat
         wanted = min(wanted, left)
     if args.after:
         state, _ = prepared.advance(state, done, args.after, place)
-    batches = list(islice(prepared.batches(done, place), args.after, args.after + wanted))
+    # The last of them, since at a run's end there is no next batch.
+    batches = deque(islice(prepared.batches(done, place), args.after + wanted), maxlen=wanted)
     # The same step, with the loss scale that training by the rules will have.
     made = run_optimizer(job.task, state.params, total, job.settings)
     setup = make_setup(job.task, f"autocast_{args.dtype}", made, job.settings)
