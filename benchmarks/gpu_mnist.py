@@ -13,7 +13,7 @@ NOTEBOOK = "the notebook, torch.amp beside float32: 2.3 times as fast, 0.63 of t
 
 
 def _mnist_rows(batch: int) -> dict[str, np.ndarray]:
-    return mnist.prepare(mnist.synthetic_data(batch, seed=0))
+    return dict(mnist.prepare(mnist.synthetic_data(batch, seed=0)))
 
 
 def mnist_torch_model() -> Any:

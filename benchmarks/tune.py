@@ -113,10 +113,11 @@ def peer_seconds(case: Case, tuned: jt.TunedRules, count: int) -> float:
     Args:
       case: what is tuned.
       tuned: what was found.
-      count: how many of the entries are in float32; one more entry, of sums, which are float32 anyway, makes the rules new.
+      count: number of entries in float32. One more entry, for sums, which are float32 anyway, makes the rules new.
     """
     expressions = [x for entry in tuned.entries[:count] for x in entry.expressions]
-    rules = jt.MOSTLY_HALF.replace(operations=dict.fromkeys([*expressions, f":reduce_sum@|no operation {count}"], "float32"))
+    operations = [*expressions, f":reduce_sum@|no operation {count}"]
+    rules = jt.MOSTLY_HALF.replace(operations=dict.fromkeys(operations, "float32"))
     half_loss = jt.autocast(case.loss_fn, "float16", rules=rules)
 
     def trial(params: Any, batch: Any) -> tuple[jax.Array, Any]:

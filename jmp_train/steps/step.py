@@ -122,7 +122,7 @@ class TrainStep:
 
     Example:
       >>> import optax
-      >>> step = train_step(stateless(lambda params, batch: params * batch), optax.sgd(0.1))
+      >>> step = train_step(lambda w, s, x, rng: (w * x, (s, None)), optax.sgd(0.1))
       >>> step.with_axes("data").axis_names
       ('data',)
     """

@@ -44,7 +44,7 @@ def map_alike(function: Callable[..., Any], items: Sequence[Item], shared: Any =
     Example:
       >>> import jax.numpy as jnp
       >>> def scaled(kind, numbers, x, shared):
-      ...     return numbers[0] * x + shared
+      ...     return numbers[0].astype(x.dtype) * x + shared
       >>> items = [Item("", (2,), jnp.ones(2)), Item("", (3,), jnp.ones(2)), Item("", (4,), jnp.ones(1))]
       >>> [x.tolist() for x in map_alike(scaled, items, jnp.float32(1))]
       [[3.0, 3.0], [4.0, 4.0], [5.0]]

@@ -35,14 +35,15 @@ class Ring(NamedTuple):
 
 def ring(size: int, room: int, seed: int) -> Ring:
     nodes = np.random.default_rng(seed).normal(size=(size, 2))  # float64, as NumPy's are
-    ids = np.arange(size)
+    ids: Any = np.arange(size)
+    counts: Any = np.array([size])
     graph = jraph.GraphsTuple(
         nodes=nodes,
         edges=np.ones((size, 1)),
         senders=ids,
         receivers=(ids + 1) % size,
-        n_node=np.array([size]),
-        n_edge=np.array([size]),
+        n_node=counts,
+        n_edge=counts,
         globals=None,
     )
     above = (nodes[:, 0] + np.roll(nodes[:, 0], 1) > 0).astype(np.int64)

@@ -12,6 +12,8 @@ import pytest
 
 from jmp_train.cli.entry import main
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "tasks"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.py"))
@@ -60,7 +62,6 @@ def compared(job: str, *options: str) -> list[dict[str, Any]]:
     return json.loads(Path("out/report.json").read_text())["runs"]
 
 
-@pytest.mark.quick
 def test_a_job_is_short_and_has_its_row_in_the_list() -> None:
     assert sorted(LEARNS) == NAMES
     rows = (ROOT / "examples" / "README.md").read_text()
@@ -70,7 +71,6 @@ def test_a_job_is_short_and_has_its_row_in_the_list() -> None:
     assert sum(1 for line in readme_job().splitlines() if line) <= 25
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name in SLOW_TO_COMPILE else ()) for name in NAMES]
 )

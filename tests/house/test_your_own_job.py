@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 PAGE = (Path(__file__).parents[2] / "docs" / "your_own_job.md").read_text()
 JOB, COMMAND, SHOWN = (
     re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[0] for kind in ("python", "sh", "text")
@@ -20,7 +22,6 @@ def shape(text: str) -> list[str]:
     return [line for line in lines if line.strip("─ ")]
 
 
-@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_command_prints_what_the_page_shows(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)

@@ -345,7 +345,7 @@ def test_integers_do_not_overflow_and_their_means_are_floats(dtype: str) -> None
 def test_segments_without_rows_have_what_jraph_gives_them_and_nodes_without_messages_have_zeros() -> None:
     graph = graphs.from_edges([0, 0], [1, 1], 3)  # nothing enters nodes 0 and 2
     pair = graphs.batch([graph, graphs.from_edges([], [], 0)])
-    ids, rows = np.array([1, 1]), {"float32": np.array([-2, -3], np.float32), "int32": np.array([-2, -3], np.int32)}
+    ids, rows = jnp.array([1, 1]), {"float32": np.array([-2, -3], np.float32), "int32": np.array([-2, -3], np.int32)}
     names = ("sum", "mean", "max", "min", "var", "std", "softmax_sum")
 
     @jax.jit

@@ -53,9 +53,9 @@ def test_the_page_says_all_and_logs_nothing(browser: webdriver.Chrome, report: P
     assert items[3] == "float64 did not end: it needs <JAX_ENABLE_X64=1>"
     rows = browser.find_elements(By.CSS_SELECTOR, "#runs tbody tr")
     assert [row.text for row in rows] == [
-        "float32 98.70% 3.00 7.5 s 0.0100 1 0",
-        "mixed_float16 98.70% 3.00 7.5 s 0.0100 2 2",
-        "mixed_bfloat16 99.10% 3.00 7.5 s 0.0100 1 0",
+        "float32 98.70% 3.00 (2.00 to 4.00) 7.5 s 0.0100 1 0",
+        "mixed_float16 98.70% 3.00 (2.00 to 4.00) 7.5 s 0.0100 2 2",
+        "mixed_bfloat16 99.10% 3.00 (2.00 to 4.00) 7.5 s 0.0100 1 0",
     ]
     costs = browser.find_elements(By.CSS_SELECTOR, "#costs tr")
     assert [row.text for row in costs] == [
@@ -67,12 +67,12 @@ def test_the_page_says_all_and_logs_nothing(browser: webdriver.Chrome, report: P
     speeds = browser.find_elements(By.CSS_SELECTOR, "#speed tr")
     assert [row.text for row in speeds] == [
         "run iterations/s samples/s s/epoch speed-up",
-        "float32 16.7 1066.7 1.00x",
-        "mixed_float16 16.7 1066.7 1.00x",
-        "mixed_bfloat16 16.7 1066.7 1.00x",
+        "float32 16.7 1066.7 3.00 (2.00 to 4.00) 1.00x",
+        "mixed_float16 16.7 1066.7 3.00 (2.00 to 4.00) 1.00x",
+        "mixed_bfloat16 16.7 1066.7 3.00 (2.00 to 4.00) 1.00x",
     ]
     footer = browser.find_element(By.TAG_NAME, "footer").text
-    assert "Ratios are those beside float32; saved: what the forward pass" in footer
+    assert "1.00x: float32; saved: what the forward pass" in footer
     assert footer.endswith(
         "Peak memory of the process, with libraries, compiler and data: float32 300 MB, "
         "mixed_float16 300 MB, mixed_bfloat16 300 MB."

@@ -129,7 +129,7 @@ def test_what_is_missing_is_named(folder: Path) -> None:
         ("def f():\n    return {}['k']\nf()\n", r"job_of_a_user\.py:2: KeyError: 'k'$"),
         ("x = (\n", r"job_of_a_user\.py:1: SyntaxError: '\(' was never closed"),
         ("import no_such_package\n", r"job_of_a_user\.py:1: ModuleNotFoundError: No module named 'no_such_package'"),
-        ("import sys\nsys.exit(4)\n", r"ends the process \(exit code 4\); what it does as a command"),
+        ("import sys\nsys.exit(4)\n", r"job_of_a_user\.py:2: it ends the process by sys\.exit\(4\); what it does"),
     ],
 )
 def test_what_a_file_raises_is_one_line_with_its_own(text: str, message: str, folder: Path) -> None:
@@ -138,9 +138,9 @@ def test_what_a_file_raises_is_one_line_with_its_own(text: str, message: str, fo
 
 
 def test_errors_that_are_not_of_the_file_pass() -> None:
-    with pytest.raises(KeyboardInterrupt), errors_of_file(Path("x.py")):
+    with pytest.raises(KeyboardInterrupt), errors_of_file(Path("/elsewhere/x.py")):
         raise KeyboardInterrupt
-    with pytest.raises(ValueError, match=r"^mine$"), errors_of_file(Path("x.py")):
+    with pytest.raises(ValueError, match=r"^mine$"), errors_of_file(Path("/elsewhere/x.py")):
         raise ValueError("mine")
     with pytest.raises(SystemExit), errors_of_file(None):
         sys.exit(3)
