@@ -72,7 +72,8 @@ def test_the_page_says_all_and_logs_nothing(browser: webdriver.Chrome, report: P
         "mixed_bfloat16 16.7 1066.7 3.00 (2.00 to 4.00) 1.00x",
     ]
     footer = browser.find_element(By.TAG_NAME, "footer").text
-    assert "1.00x: float32; saved: what the forward pass" in footer
+    assert "Ratios are those to float32. " in footer
+    assert "Saved: what the forward pass" in footer
     assert footer.endswith(
         "Peak memory of the process, with libraries, compiler and data: float32 300 MB, "
         "mixed_float16 300 MB, mixed_bfloat16 300 MB."
