@@ -1,8 +1,6 @@
 """Delayed scaling of fp8 products, as transforms of gradient functions.
 
-The scales and histories of the products are kept in an `Fp8State` around the model state. `scaled_products` gives the
-scales to the products of one micro-batch and notes their magnitudes. `with_next_scales` computes the scales of the next
-step, once all micro-batches and devices have contributed.
+The scales and histories of the products are kept in an `Fp8State` around the model state.
 """
 
 from collections.abc import Sequence

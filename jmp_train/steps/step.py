@@ -121,7 +121,6 @@ class TrainStep:
       first_trace: warns when the step is first traced; copies share it.
 
     Example:
-      >>> import optax
       >>> step = train_step(lambda w, s, x, rng: (w * x, (s, None)), optax.sgd(0.1))
       >>> step.with_axes("data").axis_names
       ('data',)
@@ -174,7 +173,6 @@ class TrainStep:
             whole batch, before devices average them; the first one is the innermost.
 
         Example:
-          >>> import optax
           >>> def clipped(gradients):
           ...     def run(*args):
           ...         result = gradients(*args)
