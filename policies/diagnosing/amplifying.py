@@ -14,6 +14,7 @@ from jmp_train.policies.diagnosing.problems import Problem, problem_at
 from jmp_train.policies.diagnosing.remedies import LINEAR, Remedy, operands_in_float32
 
 _UNITS = 10  # of rounding, that results and gradients may be off by
+_GRADIENTS = 0.025  # that gradients may be off by: those of a trained model cancel between examples
 _GAIN = 3  # times that an operation's error is as large as its operands'
 _ADDITIONS = ("add", "sub", "add_any")
 _LINES = 2  # whose operations are looked at
@@ -113,6 +114,17 @@ def error_limit(evidence: Evidence) -> float:
       evidence: of a diagnosis.
     """
     return _UNITS * _unit(evidence)
+
+
+def is_off(evidence: Evidence, errors: Errors) -> bool:
+    """Returns whether results or gradients are finite, and off by more than the half type's rounding explains.
+
+    Args:
+      evidence: of a diagnosis.
+      errors: of its function.
+    """
+    limit, gradients = error_limit(evidence), errors.gradients or 0.0
+    return (errors.results > limit or gradients > max(limit, _GRADIENTS)) and errors.worst < math.inf
 
 
 def _unit(evidence: Evidence) -> float:

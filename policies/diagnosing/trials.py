@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, autocast, trying
-from jmp_train.policies.diagnosing.amplifying import Errors, amplification, amplifiers, error_limit, errors_of
+from jmp_train.policies.diagnosing.amplifying import Errors, amplification, amplifiers, error_limit, errors_of, is_off
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.examining import Examination, examine
 from jmp_train.policies.diagnosing.problems import Problem
@@ -138,7 +138,7 @@ def _amplified(
     """Adds the operation that makes results or gradients wrong, if they are by more than rounding, and is mended."""
     now = last or first
     before = errors_of(now.evidence)
-    if now.evidence.nonfinite_arguments or not error_limit(now.evidence) < before.worst < math.inf:
+    if now.evidence.nonfinite_arguments or not is_off(now.evidence, before):
         return found, last
     tried = list(_tried(now.evidence, [problem.remedy for _, problem in found if is_tried(problem)], again))
     if not tried or not _MENDED * tried[-1].worst < before.worst:
