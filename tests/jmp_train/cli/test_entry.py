@@ -74,7 +74,7 @@ def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: 
     assert any("flops in half" in line and "saved" in line for line in lines[5:])
     assert re.search(r"apex-O2 +\d\d\.\d% +[\d.]+ kB +0\.\d\dx +[\d.]+ kB +[\d.]+ kB +1\.\d\dx", result.stdout)
     assert re.search(r"peak memory of the process.*: float32 \d+ MB,\s+apex-O2 \d+ MB", result.stdout)
-    assert re.search(r"apex-O2 +[\d.]+ +[\d.]+ +\d+\.\d\dx *\n", result.stdout)
+    assert re.search(r"apex-O2 +[\d.]+ +[\d.]+ +[\d.]+( \([\d.]+ to [\d.]+\))? +\d+\.\d\dx *\n", result.stdout)
     check_schema(json.loads((tmp_path / "a/b/report.json").read_text()), policies, 2, task="karate")
     assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == [
         "report.html", "report.json", "report.png",
@@ -291,7 +291,7 @@ def test_a_batch_too_large_is_found_before_anything_runs(capsys: pytest.CaptureF
     ("args", "message"),
     [
         (["train", "--train-size", "1438"], "train_size=1438 must be between 1 and the 1437"),
-        (["train", "--data-dir", "x"], "task digits brings its data: it takes no --data-dir"),
+        (["train", "--data-dir", "x"], "unrecognized arguments: --data-dir"),
         (
             ["train", "mnist", "--data-dir", "nowhere"],
             "data_dir nowhere is not a folder; MNIST's are public in",

@@ -45,10 +45,10 @@ _OTHERS = ("seconds", "memory", "METADATA")
 
 def run(task: Task, directory: Path, stop: Callable[[], bool] = lambda: False, **options: Any) -> Run:
     policy, every = options.pop("policy", "mixed_float16"), options.pop("every", None)
-    resume = options.pop("resume", True)
+    resume, seed = options.pop("resume", True), options.pop("seed", 0)
     with jt.CheckpointStore(directory) as store, jax.numpy_dtype_promotion("standard"):
         saving = Saving(store, every, resume, stop)
-        return train(task, policy, RunSettings(epochs=3), saving=saving, **options)
+        return train(task, policy, RunSettings(epochs=3, seed=seed), saving=saving, **options)
 
 
 def final(directory: Path) -> dict[str, bytes]:
@@ -333,5 +333,5 @@ def test_a_second_run_in_a_folder_fails_at_once_and_a_killed_one_goes_on(
         answers = iter([False, False, True, True])
         saving = Saving(store, resume=True, should_stop=lambda: next(answers))
         with pytest.raises(Stopped) as stopped:
-            train(task, "float32", RunSettings(epochs=1_000_000), saving=saving)
+            train(task, "float32", RunSettings(epochs=1_000_000, identity={"task": "digits"}), saving=saving)
     assert stopped.value.step == last + 3

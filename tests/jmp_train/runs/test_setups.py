@@ -29,7 +29,7 @@ MODES = ("torch", "apex-O0", "apex-O1", "apex-O2", "apex-O3", "naive")
 
 
 def load(name: str, devices: int = 1) -> Task:
-    task = load_task(name, devices=devices)
+    task = load_task(name, **({"devices": devices} if name == "digits" else {}))
     task = first_examples(task, 128) if devices > 1 else task
     return dataclasses.replace(promoting_task(task), batch_norms=promoting(task.batch_norms))
 
