@@ -7,7 +7,7 @@ import jax
 from jmp_train.policies.autocasting import fp8_state
 from jmp_train.policies.dtype_policies import FirstTrace
 from jmp_train.policies.optimizers import loss_scale_of
-from jmp_train.steps.batch_parts import in_parts, unstacked, with_shares, without_shares
+from jmp_train.steps.accumulation import accumulated
 from jmp_train.steps.fp8_scaling import delayed_scaling, own_state, product_extents
 from jmp_train.steps.scaled_losses import loss_gradients
 from jmp_train.steps.step import TrainStep
@@ -58,13 +58,10 @@ def with_fp8_state(step: TrainStep, state: TrainState, batch: Batch) -> TrainSta
 
 def _places(step: TrainStep, state: TrainState, batch: Batch) -> list[str]:
     """Returns the places of a step's products in 8 bits; nothing is computed."""
-    gradients, found = loss_gradients(step.loss_fn, step.policy, first_trace=FirstTrace.past()), {}
+    gradients = loss_gradients(step.loss_fn, step.policy, first_trace=FirstTrace.past())
+    gradients, found = accumulated(gradients, step.accumulate_steps), {}
 
     def note(state: TrainState, batch: Batch) -> None:
-        if step.accumulate_steps > 1:
-            parts = in_parts(without_shares(batch), step.accumulate_steps)
-            batch = with_shares(jax.tree.map(lambda x: x[0], parts), batch)
-        batch = unstacked(batch, step.accumulate_steps)
         loss_scale, own = loss_scale_of(state.opt_state), own_state(state.model_state)
         found.update(product_extents(gradients, loss_scale, state.params, own, batch, state.rng))
 
