@@ -1,39 +1,86 @@
 """The compiler of a plan: programs traced by the thread that plans, each once, and compiled by several at one time."""
 
+import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
-from jmp_train.aot import GPU, CompiledForGPU, ExportedProgram, compile_program
-from jmp_train.planning.variants import Placement, Variant
+from jmp_train.aot import CompiledForGPU, ExportedProgram, compile_program
+from jmp_train.planning.targets import Target
+
+T = TypeVar("T")
+
+_BYTES_A_COMPILATION = 4 * 2**30
 
 
 class Compiler:
-    """Compiles variants of a step, each program traced once for all GPUs.
+    """Compiles the programs of a plan, each traced once for all GPUs.
 
     What is traced depends on contexts of the thread that traces: jax.default_matmul_precision, jax.set_mesh, haiku's
-    policies. So the threads that compile ask the one that plans for what they need traced; see `trace_for`.
+    policies. So the threads that compile ask the one that plans for what they need traced; see `each`.
+
+    Args:
+      donate: see `plan`, as are the others.
+      timeout: seconds.
+      progress: called before each compilation.
     """
 
     def __init__(self, donate: bool, timeout: float, progress: Callable[[int, str], None] | None) -> None:
         self._donate, self._timeout, self._progress = donate, timeout, progress
         self._lock = threading.Lock()  # of what follows
-        self._programs: dict[Any, tuple[Future[ExportedProgram], Variant]] = {}
+        self._programs: dict[Any, tuple[Future[ExportedProgram], Target]] = {}
         self._count = 0
         self._stop = threading.Event()
         self._wanted: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
-    def trace_for(self, threads: Sequence[Future[Any]]) -> None:
-        """Traces what other threads want, until all of them are done.
+    def each(self, function: Callable[[Target], T], targets: Sequence[Target], jobs: int | None) -> list[T]:
+        """Returns a function of each target, computed by several threads, which may compile.
 
         Args:
-          threads: what they run.
+          function: what a thread runs.
+          targets: its arguments.
+          jobs: how many threads; None for as many as there are cores and memory for.
 
         Raises:
           Exception: what the first of them, or tracing, has failed with.
         """
+        with ThreadPoolExecutor(jobs or _jobs()) as pool:
+            threads = [pool.submit(function, target) for target in targets]
+            try:
+                self._trace_for(threads)
+                return [thread.result() for thread in threads]
+            except BaseException:  # Ctrl-C too
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def exported(self, target: Target, size: int) -> ExportedProgram:
+        """Returns a target's program, for a batch of some size; waits until it is traced."""
+        key = (id(target.variant), target.placement, size)
+        with self._lock:
+            if self._stop.is_set() and key not in self._programs:
+                raise CancelledError
+            if key not in self._programs:
+                program: Future[ExportedProgram] = Future()
+                self._programs[key] = (program, target)  # which keeps the id
+                self._wanted.put(lambda: self._trace(program, target, size))
+        return self._programs[key][0].result()
+
+    def __call__(self, target: Target, size: int) -> CompiledForGPU:
+        """Returns what a target's program needs with a batch of some size."""
+        program = self.exported(target, size)
+        if self._progress is not None:
+            with self._lock:
+                self._progress(self._count, f"{target}, batch {size}")
+        compiled = compile_program(program, target.gpu, timeout=self._timeout, stop=self._stop)
+        with self._lock:
+            self._count += 1
+        return compiled
+
+    def _trace_for(self, threads: Sequence[Future[Any]]) -> None:
+        """Traces what other threads want, until all of them are done."""
         for thread in threads:
             thread.add_done_callback(lambda _: self._wanted.put(lambda: None))
         try:
@@ -45,31 +92,8 @@ class Compiler:
         finally:
             self._close()
 
-    def exported(self, variant: Variant, placement: Placement, size: int) -> ExportedProgram:
-        """Returns the program of a variant, for a batch of some size; waits until it is traced."""
-        key = (id(variant), placement, size)
-        with self._lock:
-            if self._stop.is_set() and key not in self._programs:
-                raise CancelledError
-            if key not in self._programs:
-                program: Future[ExportedProgram] = Future()
-                self._programs[key] = (program, variant)  # which keeps the id
-                self._wanted.put(lambda: self._trace(program, variant, placement, size))
-        return self._programs[key][0].result()
-
-    def __call__(self, gpu: GPU, variant: Variant, placement: Placement, size: int) -> CompiledForGPU:
-        """Returns what a variant needs of a GPU with a batch of some size."""
-        program = self.exported(variant, placement, size)
-        if self._progress is not None:
-            with self._lock:
-                self._progress(self._count, f"{gpu.name}, {variant.policy}, {placement}, batch {size}")
-        compiled = compile_program(program, gpu, timeout=self._timeout, stop=self._stop)
-        with self._lock:
-            self._count += 1
-        return compiled
-
-    def _trace(self, program: Future[ExportedProgram], variant: Variant, placement: Placement, size: int) -> None:
-        program.set_result(variant.exported(placement, size, donate=self._donate))
+    def _trace(self, program: Future[ExportedProgram], target: Target, size: int) -> None:
+        program.set_result(target.variant.exported(target.placement, size, donate=self._donate))
 
     def _close(self) -> None:
         """Stops what is compiled, and lets no thread wait for what nobody will trace."""
@@ -77,3 +101,18 @@ class Compiler:
             self._stop.set()
             for program, _ in self._programs.values():
                 program.cancel()
+
+
+def _jobs() -> int:
+    """Returns how many compilations cores and memory allow at one time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _available_bytes() // _BYTES_A_COMPILATION))
+
+
+def _available_bytes() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return _BYTES_A_COMPILATION
+    sizes: Mapping[str, int] = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
+    return sizes.get("MemAvailable", _BYTES_A_COMPILATION)

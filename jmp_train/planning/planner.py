@@ -1,22 +1,10 @@
 """`plan`: what a training step would need on GPUs that need not be there."""
 
 import dataclasses
-import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jmp_train.aot import (
-    GPU,
-    GPUS,
-    Devices,
-    buffers_at_peak,
-    devices_here,
-    measure_program,
-    program_costs,
-    read_hlo,
-)
+from jmp_train.aot import GPU, Devices, buffers_at_peak, devices_here, measure_program, program_costs, read_hlo
 from jmp_train.planning.allowances import Allowances
 from jmp_train.planning.arguments import arguments_of
 from jmp_train.planning.compiler import Compiler
@@ -24,19 +12,10 @@ from jmp_train.planning.largest_batch import LargestBatch, largest_batch
 from jmp_train.planning.remedies import Remedy, changes
 from jmp_train.planning.report import Plan
 from jmp_train.planning.rows import PlanRow
-from jmp_train.planning.variants import (
-    REPLICATED,
-    Placement,
-    Precision,
-    Shardings,
-    Variant,
-    checked_placements,
-    several,
-    variants_of,
-)
+from jmp_train.planning.targets import Target, checked_gpus, targets_of
+from jmp_train.planning.variants import REPLICATED, Precision, Shardings, checked_placements, variants_of
 
 DEFAULT_GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
-_BYTES_A_COMPILATION = 4 * 2**30
 
 
 def plan(
@@ -115,124 +94,77 @@ def plan(
         raise ValueError(f"jobs={jobs!r} must be at least 1")
     if not isinstance(allowances, Allowances | None):
         raise TypeError(f"allowances must be jt.Allowances, got {type(allowances).__name__}")
-    targets = _targets(gpus)
-    placements = checked_placements(devices, shardings)
-    variants = variants_of(step, state, batch, batch_size, policies, grows=find_largest)
-    for variant in variants:
-        for placement in placements:
-            _check_divides(variant, placement)
-    compiler = Compiler(donate, timeout, progress)
     room = Allowances() if allowances is None else allowances
+    kinds, placements = checked_gpus(gpus), checked_placements(devices, shardings)
+    variants = variants_of(step, state, batch, batch_size, policies, grows=find_largest)
+    targets = targets_of(kinds, variants, placements)
+    here = _devices_of(targets) if measure else None
+    compiler = Compiler(donate, timeout, progress)
 
-    def row(gpu: GPU, variant: Variant, placement: Placement) -> PlanRow:
-        return _row(compiler, room, gpu, variant, placement, find_largest, remedies)
+    def planned(target: Target) -> PlanRow:
+        row = _row(compiler, target, room)
+        return dataclasses.replace(
+            row,
+            largest=_largest_batch(compiler, target, row.usable_bytes) if find_largest else None,
+            remedies=_remedies(compiler, target, row.usable_bytes) if _wanted(remedies, row) else (),
+        )
 
-    here = _here(targets) if measure else None
-    todo = [(gpu, variant, placement) for gpu in targets for variant in variants for placement in placements]
-    with ThreadPoolExecutor(jobs or _jobs()) as pool:
-        futures = [pool.submit(row, *one) for one in todo]
-        try:
-            compiler.trace_for(futures)
-            rows = [future.result() for future in futures]
-        except BaseException:  # Ctrl-C too
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    rows = compiler.each(planned, targets, jobs)
     if here is not None:  # one at a time, when nothing is compiled any more
-        rows = [_measured(compiler, here, row, *one) for row, one in zip(rows, todo, strict=True)]
+        rows = [_measured(compiler, target, row, here) for target, row in zip(targets, rows, strict=True)]
     return Plan(tuple(rows), room)
 
 
-def _here(targets: Sequence[GPU]) -> Devices:
-    """Returns the devices that are here, of a GPU that is planned for."""
-    here = devices_here()
-    if all(gpu.description != here.device for gpu in targets):
-        raise ValueError(f"measure: here is {here.device}, which none of {', '.join(g.name for g in targets)} is")
-    return here
-
-
-def _measured(
-    compiler: Compiler, here: Devices, row: PlanRow, gpu: GPU, variant: Variant, placement: Placement
-) -> PlanRow:
-    if gpu.description != here.device or placement.devices > here.devices or not row.fits:
-        return row
-    return dataclasses.replace(row, measured=measure_program(compiler.exported(variant, placement, row.batch_size)))
-
-
-def _row(
-    compiler: Compiler,
-    allowances: Allowances,
-    gpu: GPU,
-    variant: Variant,
-    placement: Placement,
-    find_largest: bool,
-    remedies: bool | None,
-) -> PlanRow:
-    size = variant.batch_size
-    compiled = compiler(gpu, variant, placement, size)
-    usable = allowances.usable_bytes(gpu, placement.devices)
-    fits = compiled.allocated_bytes <= usable
+def _row(compiler: Compiler, target: Target, allowances: Allowances) -> PlanRow:
+    """Returns what a step needs with the batch size that was asked for."""
+    size = target.variant.batch_size
+    compiled = compiler(target, size)
     hlo = read_hlo(compiled.hlo)
-    paths = compiler.exported(variant, placement, size).paths
-    helped = remedies or (remedies is None and not fits)
+    arguments = arguments_of(compiler.exported(target, size).paths, target.variant.state)
     return PlanRow(
-        gpu=gpu,
-        policy=variant.policy,
-        placement=placement,
+        gpu=target.gpu,
+        policy=target.variant.policy,
+        placement=target.placement,
         batch_size=size,
         peak_bytes=compiled.allocated_bytes,
         live_bytes=compiled.peak_bytes,
-        usable_bytes=usable,
-        largest=_largest(compiler, usable, gpu, variant, placement) if find_largest else None,
-        costs=program_costs(hlo, gpu),
-        buffers=buffers_at_peak(
-            compiled.buffer_assignment, compiled.live_range, hlo, arguments_of(paths, variant.state)
-        ),
-        remedies=_remedies(compiler, usable, gpu, variant, placement) if helped else (),
+        usable_bytes=allowances.usable_bytes(target.gpu, target.placement.devices),
+        largest=None,
+        costs=program_costs(hlo, target.gpu),
+        buffers=buffers_at_peak(compiled.buffer_assignment, compiled.live_range, hlo, arguments),
+        remedies=(),
     )
 
 
-def _largest(compiler: Compiler, usable: int, gpu: GPU, variant: Variant, placement: Placement) -> LargestBatch | None:
+def _largest_batch(compiler: Compiler, target: Target, usable: int) -> LargestBatch | None:
     def bytes_of(size: int) -> int:
-        return compiler(gpu, variant, placement, size).allocated_bytes
+        return compiler(target, size).allocated_bytes
 
-    return largest_batch(bytes_of, usable, variant.batch_size, variant.multiple(placement))
+    return largest_batch(bytes_of, usable, target.variant.batch_size, target.multiple)
 
 
-def _remedies(compiler: Compiler, usable: int, gpu: GPU, variant: Variant, placement: Placement) -> tuple[Remedy, ...]:
+def _wanted(remedies: bool | None, row: PlanRow) -> bool:
+    return not row.fits if remedies is None else remedies
+
+
+def _remedies(compiler: Compiler, target: Target, usable: int) -> tuple[Remedy, ...]:
     found = []
-    for name, code, changed, where in changes(variant, placement):
-        compiled = compiler(gpu, changed, where, variant.batch_size)
-        needed, seconds = compiled.allocated_bytes, program_costs(read_hlo(compiled.hlo), gpu).seconds
+    for name, code, variant, placement in changes(target.variant, target.placement):
+        compiled = compiler(Target(target.gpu, variant, placement), variant.batch_size)
+        needed, seconds = compiled.allocated_bytes, program_costs(read_hlo(compiled.hlo), target.gpu).seconds
         found.append(Remedy(name, code, needed, needed <= usable, seconds))
     return tuple(sorted(found, key=lambda remedy: remedy.peak_bytes))
 
 
-def _targets(gpus: str | GPU | Sequence[str | GPU]) -> list[GPU]:
-    found = several("gpus", gpus, (str, GPU))
-    for gpu in found:
-        if not isinstance(gpu, GPU) and gpu not in GPUS:
-            raise ValueError(f"gpus has {gpu!r}, which must be one of {', '.join(GPUS)}, or a jt.aot.GPU")
-    return [gpu if isinstance(gpu, GPU) else GPUS[gpu] for gpu in found]
+def _devices_of(targets: Sequence[Target]) -> Devices:
+    """Returns the devices that are here, of a GPU that is planned for."""
+    here, planned = devices_here(), {target.gpu.name: target.gpu for target in targets}
+    if all(gpu.description != here.device for gpu in planned.values()):
+        raise ValueError(f"measure: here is {here.device}, which none of {', '.join(planned)} is")
+    return here
 
 
-def _check_divides(variant: Variant, placement: Placement) -> None:
-    multiple = variant.multiple(placement)
-    if variant.batch_size % multiple:
-        raise ValueError(
-            f"batch_size={variant.batch_size} must be a multiple of {multiple} for {placement} and its micro-batches"
-        )
-
-
-def _jobs() -> int:
-    """Returns how many compilations cores and memory allow at one time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, _available_bytes() // _BYTES_A_COMPILATION))
-
-
-def _available_bytes() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return _BYTES_A_COMPILATION
-    sizes: Mapping[str, int] = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
-    return sizes.get("MemAvailable", _BYTES_A_COMPILATION)
+def _measured(compiler: Compiler, target: Target, row: PlanRow, here: Devices) -> PlanRow:
+    if target.gpu.description != here.device or target.placement.devices > here.devices or not row.fits:
+        return row
+    return dataclasses.replace(row, measured=measure_program(compiler.exported(target, row.batch_size)))

@@ -120,6 +120,16 @@ def variants_of(
       TypeError: the step is not such that its precision could be replaced.
       ValueError: there is no such policy, or none at all.
     """
+    return [
+        Variant(policy, step, shapes_of(state), *batches_of(batch, batch_size, grows=grows))
+        for policy, step, state, batch in _in_precisions(step, state, batch, policies)
+    ]
+
+
+def _in_precisions(
+    step: Callable[..., Any], state: Any, batch: Any, policies: Precision | Sequence[Precision] | None
+) -> list[tuple[str, Callable[..., Any], Any, Any]]:
+    """Returns name, step, state and batch of each precision."""
     if policies is not None:
         policies = several("policies", policies, (str, Policy, PathPolicy, Amp))
     if not callable(step):
@@ -129,18 +139,16 @@ def variants_of(
     if state is None:
         if policies is None:
             raise TypeError("step without a state must be a function of a policy, and so policies must be given")
-        return [_variant(_name(policy), *_made_by(step, policy), batch_size, grows) for policy in policies]
+        return [(_name(policy), *_made_by(step, policy)) for policy in policies]
     if policies is None:
         policy = getattr(step, "policy", None)
-        return [_variant("as it is" if policy is None else _name(policy), step, state, batch, batch_size, grows)]
+        return [("as it is" if policy is None else _name(policy), step, state, batch)]
     if not isinstance(step, TrainStep) or not isinstance(state, TrainState):
         raise TypeError(
             f"policies can be given for a TrainStep and its TrainState, not for {type(step).__name__} and "
             f"{type(state).__name__}; or let step be a function of the policy that returns (step, state, batch)"
         )
-    return [
-        _variant(_name(policy), *in_precision(step, state, policy), batch, batch_size, grows) for policy in policies
-    ]
+    return [(_name(policy), *in_precision(step, state, policy), batch) for policy in policies]
 
 
 def checked_placements(devices: int | Sequence[int], shardings: Shardings | Sequence[Shardings]) -> list[Placement]:
@@ -181,13 +189,6 @@ def several(name: str, given: Any, kinds: tuple[Any, ...]) -> list[Any]:
     if not (found := list(given)):
         raise ValueError(f"{name} is empty")
     return found
-
-
-def _variant(
-    policy: str, step: Callable[..., Any], state: Any, batch: Any, batch_size: int | None, grows: bool
-) -> Variant:
-    batches, size = batches_of(batch, batch_size, grows=grows)
-    return Variant(policy, step, shapes_of(state), batches, size)
 
 
 def _made_by(make: Callable[..., Any], policy: Precision) -> tuple[Any, Any, Any]:
