@@ -176,23 +176,10 @@ def prepare_run(
     shared = task.shared()
     if settings.few_bits.has_fp8_state:
         state = _with_fp8_state(task, settings, setups[0], state, shared)
-    sharding = None
-    steps: list[Callable[..., Any]] = [setup.step for setup in setups]
-    if len(devices) > 1:
-        mesh = Mesh(devices, (DATA_AXIS,))
-        steps = [data_parallel(setup.step, mesh, DATA_AXIS) for setup in setups]
-        sharding = NamedSharding(mesh, P(DATA_AXIS))
-        several = jax.process_count() > 1
-        state = broadcast_state(state, mesh) if several else jax.device_put(state, NamedSharding(mesh, P()))
+    mesh = Mesh(devices, (DATA_AXIS,)) if len(devices) > 1 else None
+    sharding = None if mesh is None else NamedSharding(mesh, P(DATA_AXIS))
     shared_sharding = sharding if task.shards_shared else None
-
-    def shared_shape(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shared_sharding)
-
-    phases = tuple(
-        RunPhase(phase, start, stop, setup, step, jax.tree.map(shared_shape, jax.eval_shape(setup.cast_shared, shared)))
-        for phase, (start, stop), setup, step in zip(*_bounds(name, length.total), setups, steps, strict=True)
-    )
+    phases = _phases(name, length.total, setups, mesh, shared, shared_sharding)
     prepared = PreparedRun(
         task=task,
         name=name,
@@ -206,7 +193,34 @@ def prepare_run(
         sharding=sharding,
         metadata=run_metadata(task, name, data.batch_size, length.epochs, settings, shared) if with_metadata else {},
     )
-    return prepared, state
+    return prepared, state if mesh is None else _replicated(state, mesh)
+
+
+def _replicated(state: TrainState, mesh: Mesh) -> TrainState:
+    """Returns a state that each device has; in several processes it is the first one's."""
+    if jax.process_count() > 1:
+        return broadcast_state(state, mesh)
+    return jax.device_put(state, NamedSharding(mesh, P()))
+
+
+def _phases(
+    name: str,
+    total: int | None,
+    setups: Sequence[Setup],
+    mesh: Mesh | None,
+    shared: dict[str, Any],
+    shared_sharding: NamedSharding | None,
+) -> tuple[RunPhase, ...]:
+    """Returns the phases of a run, each with its step on all devices."""
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shared_sharding)
+
+    def phase(name: str, bounds: tuple[int, int], setup: Setup) -> RunPhase:
+        step = setup.step if mesh is None else data_parallel(setup.step, mesh, DATA_AXIS)
+        return RunPhase(name, *bounds, setup, step, jax.tree.map(shape, jax.eval_shape(setup.cast_shared, shared)))
+
+    return tuple(phase(*one) for one in zip(*_bounds(name, total), setups, strict=True))
 
 
 def _bounds(name: str, total: int | None) -> tuple[list[str], list[tuple[int, int]]]:
