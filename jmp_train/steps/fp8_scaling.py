@@ -1,7 +1,4 @@
-"""Delayed scaling of fp8 products, as transforms of gradient functions.
-
-The scales and histories of the products are kept in an `Fp8State` around the model state.
-"""
+"""Delayed scaling of fp8 products by transforms of gradient functions, which keep an `Fp8State` as the model state."""
 
 from collections.abc import Sequence
 
@@ -45,7 +42,7 @@ def scaled_products(
 
     Args:
       gradients: from `loss_gradients`; its loss function gets the model's own state.
-      recipe: None if the policy has no delayed scaling: then an `Fp8State` only passes through.
+      recipe: None if the policy has no delayed scaling: an `Fp8State` then only passes through.
       axis_names: mesh axes over which the batch is split: each device differentiates the mean of its own part.
 
     Raises:
@@ -60,10 +57,9 @@ def scaled_products(
         extents = {} if recipe is None else product_extents(gradients, loss_scale, params, own, batch, rng)
         if not extents:
             result = gradients(loss_scale, params, own, batch, rng)
-            is_fp8 = isinstance(model_state, Fp8State)
-            return (
-                result._replace(model_state=model_state._replace(model_state=result.model_state)) if is_fp8 else result
-            )
+            if isinstance(model_state, Fp8State):
+                return result._replace(model_state=model_state._replace(model_state=result.model_state))
+            return result
         if not isinstance(model_state, Fp8State):
             raise ValueError(
                 f"the policy's DelayedScaling keeps scales and histories of {len(extents)} products, which the state "
@@ -73,8 +69,8 @@ def scaled_products(
         scaled = ScaledProducts(params, scales_of(model_state, extents, factor))
         result = gradients(loss_scale, scaled, own, batch, rng)
         grads, magnitudes = result.grads
-        state = with_magnitudes(model_state, magnitudes, factor, result.model_state)
-        return result._replace(model_state=state, grads=grads)
+        fp8_state = with_magnitudes(model_state, magnitudes, factor, result.model_state)
+        return result._replace(model_state=fp8_state, grads=grads)
 
     return with_scales
 
@@ -93,8 +89,8 @@ def with_next_scales(gradients: GradientFunction, recipe: DelayedScaling | None)
         loss_scale: LossScales, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
     ) -> StepGradients:
         result = gradients(loss_scale, params, model_state, batch, rng)
-        is_fp8 = isinstance(result.model_state, Fp8State)
-        return result._replace(model_state=after_step(result.model_state, recipe)) if is_fp8 else result
+        state = result.model_state
+        return result._replace(model_state=after_step(state, recipe)) if isinstance(state, Fp8State) else result
 
     return with_state
 
@@ -107,10 +103,7 @@ def product_extents(
     batch: Batch,
     rng: jax.Array | None,
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the places of the fp8 products of a gradient function, with the lengths of the loops around each.
-
-    Nothing is computed. The arguments are those of the gradient function.
-    """
+    """Returns the places of the fp8 products of a gradient function, with the lengths of the loops around each."""
     found: dict[str, tuple[int, ...]] = {}
     with fp8_scales(DelayedScales({}, found)):
         jax.eval_shape(lambda: gradients(loss_scale, params, model_state, batch, rng))
